@@ -1,0 +1,43 @@
+"""opkiln: native PyTorch operators from a package that installs as pure Python.
+
+The first use of an op compiles exactly what this machine needs; later processes load it in about a
+millisecond; where an op cannot be had, its pure-PyTorch version runs and the user is told why.
+
+    import opkiln
+    adam = opkiln.optim.CPUAdam(model.parameters(), lr=1e-3)
+    ext = opkiln.load("my_ext", ["my_ext.cpp"])
+
+Importing this package does no work: the names below are resolved when they are used.
+"""
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "load": "opkiln.extension",
+    "load_inline": "opkiln.extension",
+    "OpBuilder": "opkiln.builder",
+    "ALL_OPS": "opkiln.registry",
+    "get_builder": "opkiln.registry",
+    "explain": "opkiln.registry",
+    "seal": "opkiln.loading.seal",
+}
+_MODULES = ("optim", "errors", "settings")
+
+__all__ = ["__version__", *_LAZY, *_MODULES]  # noqa: PLE0604 (names that are resolved lazily)
+
+
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
+    if name in _LAZY:
+        value = getattr(import_module(_LAZY[name]), name)
+    elif name in _MODULES:
+        value = import_module(f"opkiln.{name}")
+    else:
+        raise AttributeError(f"module 'opkiln' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""Architecture grammars, filters, coverage and flags."""

@@ -1,0 +1,169 @@
+"""CPU targets: psABI levels, explicit features, coverage and compiler flags. Pure functions.
+
+A CPU is a *level* (``x86-64-v3``, ``armv8.2-a``) and the features beyond it that kernels use. The
+levels are the psABI's own definitions; ``native`` becomes the highest level this CPU has plus its
+further features by name, so that a key says what the binary needs, two machines with the same CPU
+family share it, and no table of microarchitecture names has to be kept current. Features go by the
+compiler's names (``-m<feature>``); the kernel's differing names are mapped here.
+
+Whether a compiler knows a feature is asked of the compiler (``toolchain.probe``), not assumed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from opkiln.errors import ArchError
+
+
+class CPU(NamedTuple):
+    """A level and the features beyond it, sorted."""
+
+    level: str
+    features: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "+".join((self.level, *self.features))
+
+
+# x86-64 psABI, micro-architecture levels; each includes the ones before it.
+_X86_LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
+    ("x86-64", frozenset()),
+    ("x86-64-v2", frozenset({"cx16", "sahf", "popcnt", "sse3", "sse4.1", "sse4.2", "ssse3"})),
+    (
+        "x86-64-v3",
+        frozenset({"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "xsave"}),
+    ),
+    ("x86-64-v4", frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})),
+)
+_ARM_LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
+    ("armv8-a", frozenset()),
+    ("armv8.2-a", frozenset({"lse", "rdma", "dcpop"})),
+)
+
+# Features beyond a level that are worth a binary of their own.
+_X86_EXTRAS = (
+    "avx", "avx2", "fma", "f16c", "bmi2",
+    "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl",
+    "avx512vnni", "avx512bf16", "avx512fp16", "avx512vbmi", "avxvnni",
+    "amx-tile", "amx-int8", "amx-bf16",
+)  # fmt: skip
+_ARM_EXTRAS = ("fp16", "dotprod", "bf16", "i8mm", "sve", "sve2")
+
+_KERNEL_NAMES = {
+    "pni": "sse3", "sse4_1": "sse4.1", "sse4_2": "sse4.2", "lahf_lm": "sahf", "abm": "lzcnt",
+    "bmi1": "bmi", "avx512_vnni": "avx512vnni", "avx512_bf16": "avx512bf16",
+    "avx512_fp16": "avx512fp16", "avx_vnni": "avxvnni", "amx_tile": "amx-tile",
+    "amx_int8": "amx-int8", "amx_bf16": "amx-bf16",
+    "atomics": "lse", "asimdrdm": "rdma", "asimdhp": "fp16", "asimddp": "dotprod",
+}  # fmt: skip
+
+
+def _levels(machine: str) -> tuple[tuple[str, frozenset[str]], ...]:
+    if machine == "x86_64":
+        return _X86_LEVELS
+    if machine == "aarch64":
+        return _ARM_LEVELS
+    return ((machine, frozenset()),)
+
+
+def _extras(machine: str) -> tuple[str, ...]:
+    return {"x86_64": _X86_EXTRAS, "aarch64": _ARM_EXTRAS}.get(machine, ())
+
+
+def features_of(cpuinfo: str) -> frozenset[str]:
+    """The features of the first CPU in the text of ``/proc/cpuinfo``, by the compiler's names."""
+    for line in cpuinfo.splitlines():
+        label, _, value = line.partition(":")
+        if label.strip() in ("flags", "Features"):
+            return frozenset(_KERNEL_NAMES.get(name, name) for name in value.split())
+    return frozenset()
+
+
+def native(machine: str, features: frozenset[str]) -> CPU:
+    """The CPU that has these features: its highest whole level, and what it has beyond."""
+    level, needed = _levels(machine)[0]
+    for name, more in _levels(machine):
+        if not more <= features:
+            break
+        level, needed = name, needed | more
+    extras = tuple(sorted(f for f in _extras(machine) if f in features and f not in needed))
+    return CPU(level, extras)
+
+
+def parse(text: str, machine: str, features: frozenset[str]) -> CPU:
+    """The CPU that ``native`` or ``LEVEL[+FEATURE…]`` names. Raises ArchError, quoting the token."""
+    head, *tokens = text.strip().split("+")
+    known = [name for name, _ in _levels(machine)]
+    if head == "native":
+        base = native(machine, features)
+    elif head in known:
+        base = CPU(head)
+    else:
+        raise ArchError(
+            f"{head!r} is not a CPU for {machine}",
+            why="known: native, " + ", ".join(known) + ", each with +FEATURE",
+            hint="OPKILN_CPU=native",
+        )
+    allowed = _extras(machine)
+    for token in tokens:
+        if token not in allowed:
+            raise ArchError(
+                f"{token!r} is not a CPU feature for {machine}", why="known: " + ", ".join(allowed)
+            )
+    implied = requires(base.level, ())
+    wanted = {*base.features, *(token for token in tokens if token not in implied)}
+    return CPU(base.level, tuple(sorted(wanted)))
+
+
+def requires(level: str, features: tuple[str, ...]) -> frozenset[str]:
+    """Every feature a binary for this level and these features may use."""
+    needed: set[str] = set(features)
+    for family in (_X86_LEVELS, _ARM_LEVELS):
+        if level in [name for name, _ in family]:
+            for name, more in family:
+                needed |= more
+                if name == level:
+                    break
+    return frozenset(needed)
+
+
+def lacking(level: str, features: tuple[str, ...], have: frozenset[str]) -> tuple[str, ...]:
+    """What a CPU with ``have`` is missing to run such a binary; empty when it covers it."""
+    return tuple(sorted(requires(level, features) - have))
+
+
+def covering(machine: str, have: frozenset[str]) -> tuple[CPU, ...]:
+    """What may serve a CPU with ``have``, best first: itself, then each whole level it has."""
+    exact = native(machine, have)
+    levels = [CPU(name) for name, _ in _levels(machine) if not lacking(name, (), have)]
+    return tuple(dict.fromkeys((exact, *reversed(levels))))
+
+
+def flags(cpu: CPU, machine: str, accepts: frozenset[str]) -> tuple[str, ...]:
+    """Compiler flags for a CPU, those its compiler accepts; each owner of a flag is here."""
+    if machine == "aarch64":
+        known = [f for f in cpu.features if f"+{f}" in accepts]
+        return ("-march=" + "+".join((cpu.level, *known)),)
+    if machine != "x86_64":
+        return ()
+    march = (f"-march={cpu.level}",) if f"-march={cpu.level}" in accepts else ()
+    return march + tuple(f"-m{f}" for f in cpu.features if f"-m{f}" in accepts)
+
+
+def probes(machine: str) -> tuple[str, ...]:
+    """The flags of ``flags`` that a compiler may or may not know, for a compile probe each."""
+    if machine == "aarch64":
+        return tuple(f"+{f}" for f in _ARM_EXTRAS)
+    levels = tuple(f"-march={name}" for name, _ in _X86_LEVELS)
+    return levels + tuple(f"-m{f}" for f in _X86_EXTRAS) if machine == "x86_64" else ()
+
+
+def simd(machine: str, cpu: CPU) -> str:
+    """The widest vector unit of a CPU: avx512, avx2, neon or scalar."""
+    have = requires(cpu.level, cpu.features)
+    if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= have:
+        return "avx512"
+    if {"avx2", "fma"} <= have:
+        return "avx2"
+    return "neon" if machine == "aarch64" else "scalar"

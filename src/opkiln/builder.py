@@ -1,0 +1,261 @@
+"""OpBuilder: the class form of a declaration, with the interface authors of op builders know.
+
+A subclass says what its op is made of; ``spec()`` collects that into one frozen OpSpec, and
+``load()`` hands it to the loader. A builder does no work when it is made or imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import cached_property
+from typing import Any
+
+from opkiln.arch import cpu, host
+from opkiln.errors import OpkilnError, SpecError
+from opkiln.loading import loader
+from opkiln.loading.loader import Op
+from opkiln.loading.register import Registration
+from opkiln.model import ABI_STABLE, LIBRARY, OpSpec
+from opkiln.settings import build_switch, settings
+from opkiln.toolchain import find
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class OpBuilder:
+    """What authors subclass. Override ``sources()`` at least.
+
+    ``NAME`` is the op's name, a C identifier. ``BUILD_VAR`` is a variable that selects the op for
+    precompilation, besides ``OPKILN_BUILD_<NAME>``. ``SCHEMAS`` are the op's functions as
+    ``torch.library`` schemas without a namespace; each has a reference of the same name in what
+    ``reference()`` returns. Paths are relative to the top-level package of the class.
+    """
+
+    NAME = ""
+    BUILD_VAR = ""
+    SCHEMAS: tuple[str, ...] = ()
+    KIND = LIBRARY
+    ABI = ABI_STABLE
+    NAMESPACE = ""  # of the op's functions; the distribution's name when empty
+    DISTRIBUTION = ""  # the owning package; the top-level package of the class when empty
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or self.NAME
+        self.error_log: str | None = None
+
+    # What an author declares
+
+    def sources(self) -> Sequence[str]:
+        """The C++ files of the op."""
+        raise SpecError(f"{type(self).__name__} declares no sources()")
+
+    def include_paths(self) -> Sequence[str]:
+        """Directories for ``#include``."""
+        return ()
+
+    def cxx_args(self) -> Sequence[str]:
+        """Flags for the C++ compiler; they come after opkiln's own and so win."""
+        return ()
+
+    def extra_ldflags(self) -> Sequence[str]:
+        """Flags for the linker."""
+        return ()
+
+    def libraries_args(self) -> Sequence[str]:
+        """Libraries to link, by name, without ``-l``."""
+        return ()
+
+    def reference(self) -> Any:
+        """The pure-PyTorch version: an object with one function per schema. None: there is none."""
+        return None
+
+    def fake(self) -> Any:
+        """Fake kernels for functions that return tensors: an object with functions by name."""
+        return None
+
+    def absolute_name(self) -> str:
+        """The dotted name under which the op would be installed."""
+        return f"{self.distribution}.ops.{self.name}.{self.name}_op"
+
+    # What follows from it
+
+    @cached_property
+    def distribution(self) -> str:
+        """The package that owns the op."""
+        name = self.DISTRIBUTION or type(self).__module__.partition(".")[0]
+        return "main" if name == "__main__" else name
+
+    @cached_property
+    def root(self) -> str:
+        """The directory that relative paths start from."""
+        package = sys.modules.get(type(self).__module__.partition(".")[0])
+        file = getattr(package, "__file__", None)
+        return os.path.dirname(os.path.abspath(file)) if file else os.getcwd()
+
+    def spec(self) -> OpSpec:
+        """The declaration as one immutable record."""
+        own = self._cpu_flags()
+        return OpSpec(
+            name=self.name,
+            distribution=self.distribution,
+            root=self.root,
+            sources=tuple(self.strip_empty_entries(self.sources())),
+            include_dirs=tuple(self.strip_empty_entries(self.include_paths())),
+            # cpu_arch() gives authors the flags the plan will set itself; each flag has one owner.
+            cxx_args=tuple(f for f in self.strip_empty_entries(self.cxx_args()) if f not in own),
+            ldflags=tuple(self.strip_empty_entries(self.extra_ldflags())),
+            libraries=tuple(self.strip_empty_entries(self.libraries_args())),
+            kind=self.KIND,
+            abi=self.ABI,
+        )
+
+    def op(self) -> Op:
+        """What the loader serves: the spec, and how it is registered."""
+        if not self.SCHEMAS:
+            return Op(self.spec())
+        has_reference = type(self).reference is not OpBuilder.reference
+        registration = Registration(
+            namespace=self.NAMESPACE or self.distribution,
+            schemas=self.SCHEMAS,
+            reference=self.reference if has_reference else None,
+            fake=self.fake if type(self).fake is not OpBuilder.fake else None,
+        )
+        return Op(self.spec(), registration)
+
+    # What users of a builder call
+
+    def load(self, verbose: bool = True, *, reload: bool = False) -> Any:
+        """The op, by the first resort that can serve it: loaded, cached, built, the reference.
+
+        A module for a pybind op, an object with the op's functions for a ``torch.library`` op.
+        ``reload`` looks at the sources anew and swaps in what changed. Raises OpkilnError where
+        nothing serves.
+        """
+        return self._loaded(verbose, reload=reload).value
+
+    def jit_load(self, verbose: bool = True) -> Any:
+        """As ``load``, but native or an error: what was asked for by name does not fall back."""
+        return self._loaded(verbose, must_be_native=True).value
+
+    def _loaded(
+        self, verbose: bool, *, reload: bool = False, must_be_native: bool = False
+    ) -> loader.Loaded:
+        from opkiln.settings import override
+
+        quiet = {} if verbose else {"progress": "off"}
+        try:
+            if quiet:
+                with override(**quiet):
+                    loaded = loader.load(self.op(), again=reload, must_be_native=must_be_native)
+            else:
+                loaded = loader.load(self.op(), again=reload, must_be_native=must_be_native)
+        except OpkilnError as error:
+            self.error_log = str(error)
+            raise
+        self.error_log = None if loaded.artifact else "; ".join(loaded.trace.refusals()) or None
+        return loaded
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether the native op can be had here: it is cached, or it can be built and run.
+
+        ``error_log`` holds the reason when not; ``verbose`` also writes it to standard error.
+        """
+        from opkiln.loading.trace import Trace
+        from opkiln.toolchain import host as host_compiler
+
+        self.error_log = None
+        try:
+            op = self.op()
+            missing = [s for s in op.spec.sources if not os.path.exists(os.path.join(self.root, s))]
+            loader.runnable(op.spec, Trace())
+            compiles, _ = loader.would_compile(op)
+            if compiles and missing:
+                self.error_log = f"sources are missing: {', '.join(missing)}"
+            elif compiles and not host_compiler.available():
+                self.error_log = "it is not cached, and there is no C++ compiler"
+            elif compiles and not settings.jit:
+                self.error_log = "it is not cached, and OPKILN_JIT=off"
+        except OpkilnError as error:
+            self.error_log = str(error)
+        if self.error_log and verbose:
+            print(f"{self.name}: {self.error_log}", file=sys.stderr)
+        return self.error_log is None
+
+    def build_wanted(self) -> bool:
+        """Whether the user's variables select this op for precompilation."""
+        own = (self.BUILD_VAR,) if self.BUILD_VAR else ()
+        chosen = build_switch(self.name, own)
+        return bool(settings.build_ops) if chosen is None else chosen
+
+    def builder(self) -> Any:
+        """A ``setuptools.Extension`` that compiles and links exactly as the plan does."""
+        from opkiln import plan as plans
+        from opkiln.loading.build import make_plan
+        from opkiln.store.layers import Store
+
+        try:
+            from setuptools import Extension
+        except ImportError as error:
+            raise OpkilnError(
+                "builder() needs setuptools", why=str(error), hint="pip install setuptools"
+            ) from error
+        spec = self.spec()
+        plan = make_plan(spec, loader.target_of(spec), Store())
+        places = plans.anchors(plan, "")
+        compile_args, link_args = plans.author_command(plan, places)
+        return Extension(
+            name=self.absolute_name(),
+            sources=[os.path.join(spec.root, source) for source in spec.sources],
+            extra_compile_args=compile_args,
+            extra_link_args=link_args,
+            language="c++",
+        )
+
+    # What authors ask the machine
+
+    def has_function(
+        self,
+        funcname: str,
+        libraries: Sequence[str],
+        library_dirs: Sequence[str] = (),
+        verbose: bool = False,
+    ) -> bool:
+        """Whether a C function can be linked from these libraries; asked of the compiler."""
+        from opkiln.store.layers import Store
+        from opkiln.toolchain.linkprobe import can_link
+
+        found = can_link(Store().memory, funcname, tuple(libraries), tuple(library_dirs))
+        if not found:
+            self.error_log = f"{funcname} cannot be linked from {', '.join(libraries) or 'libc'}"
+            if verbose:
+                print(f"{self.name}: {self.error_log}", file=sys.stderr)
+        return found
+
+    def command_exists(self, cmd: str | Sequence[str]) -> bool:
+        """Whether a program (any of several) is on PATH."""
+        names = [cmd] if isinstance(cmd, str) else list(cmd)
+        if any(find.first(name) for name in names):
+            return True
+        self.error_log = f"{' or '.join(names)} is not on PATH"
+        return False
+
+    def _cpu_flags(self) -> tuple[str, ...]:
+        chosen = cpu.parse(settings.cpu, host.machine(), host.features())
+        return cpu.flags(chosen, host.machine(), frozenset(cpu.probes(host.machine())))
+
+    def cpu_arch(self) -> str:
+        """The compiler flag of the target CPU's level, as an author may put it in ``cxx_args``."""
+        return next(iter(self._cpu_flags()), "")
+
+    def simd_width(self) -> str:
+        """A macro for the target's vector unit: ``-D__AVX512__``, ``-D__AVX256__``, else scalar."""
+        chosen = cpu.parse(settings.cpu, host.machine(), host.features())
+        widths = {"avx512": "-D__AVX512__", "avx2": "-D__AVX256__"}
+        return widths.get(cpu.simd(host.machine(), chosen), "-D__SCALAR__")
+
+    def strip_empty_entries(self, args: Sequence[str]) -> list[str]:
+        """The arguments that say something."""
+        return [argument for argument in args if argument]

@@ -1,0 +1,189 @@
+// Elementwise kernels over a list of tensors of mixed sizes and types. Needs no torch header.
+//
+// A kernel's body is one plain loop over arrays of floats. Memory that is fp32 already is handed to
+// it as it is; narrower types are widened, a block at a time, into scratch that stays in the first
+// level cache, and narrowed again after the body. So one body serves every mix of types, where
+// templates over them would need sixty copies of it, and the arithmetic is always fp32.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <vector>
+
+#include "vec.h"
+
+namespace opkiln::inline OPKILN_ISA {
+
+// One tensor's memory and its type.
+struct Stream {
+  std::byte* data = nullptr;  // null: absent
+  Type type = Type::kFloat;
+  bool output = false;  // written as well as read
+
+  template <class T>
+  T* at(int64_t i) const {
+    return reinterpret_cast<T*>(data) + i;
+  }
+};
+
+// Streams that are walked together, say a parameter, its gradient and its states.
+template <std::size_t N>
+struct Item {
+  std::array<Stream, N> streams;
+  Stream copy;  // where there is one, it receives streams[0] as it was stored, in its own type
+  int64_t numel = 0;
+  int64_t traffic = 0;  // bytes read and written per element: what a thread's share is measured in
+};
+
+constexpr int64_t kBlock = 512;  // four streams of scratch: 8 KiB of at least 32
+static_assert(kBlock % Vec::kLanes == 0);
+
+constexpr int64_t whole_registers(int64_t count) {
+  return count / Vec::kLanes * Vec::kLanes;
+}
+
+template <class T>
+inline void widen(const T* from, float* to, int64_t count) {
+  const int64_t whole = whole_registers(count);
+  for (int64_t i = 0; i < whole; i += Vec::kLanes) {
+    Vec::load(from + i).store(to + i);
+  }
+  if (whole < count) {  // the rest through a padded register: no byte beyond the tensor is touched
+    T rest[Vec::kLanes] = {};
+    std::memcpy(rest, from + whole, (count - whole) * sizeof(T));
+    Vec::load(rest).store(to + whole);
+  }
+}
+
+template <class T>
+inline void narrow(const float* from, T* to, int64_t count) {
+  const int64_t whole = whole_registers(count);
+  for (int64_t i = 0; i < whole; i += Vec::kLanes) {
+    Vec::load(from + i).store(to + i);
+  }
+  if (whole < count) {
+    T rest[Vec::kLanes];
+    Vec::load(from + whole).store(rest);
+    std::memcpy(to + whole, rest, (count - whole) * sizeof(T));
+  }
+}
+
+// The elements [begin, begin + count) of a stream as floats, the last register padded with zeros.
+[[gnu::noinline]] inline void widen(const Stream& from, int64_t begin, int64_t count, float* to) {
+  switch (from.type) {
+    case Type::kBFloat16:
+      return widen(from.at<BFloat16>(begin), to, count);
+    case Type::kFloat16:
+      return widen(from.at<Float16>(begin), to, count);
+    case Type::kFloat:
+      return widen(from.at<float>(begin), to, count);
+  }
+}
+
+// The inverse; reads whole registers of `from`, writes only `count` elements.
+[[gnu::noinline]] inline void narrow(const float* from, const Stream& to, int64_t begin,
+                                     int64_t count) {
+  switch (to.type) {
+    case Type::kBFloat16:
+      return narrow(from, to.at<BFloat16>(begin), count);
+    case Type::kFloat16:
+      return narrow(from, to.at<Float16>(begin), count);
+    case Type::kFloat:
+      return narrow(from, to.at<float>(begin), count);
+  }
+}
+
+// body(pointers, count) over the elements [begin, end) of an item, with one pointer per stream and
+// a count that is a whole number of registers. An element's result does not depend on where the
+// ranges are cut.
+template <std::size_t N, class Body>
+void sweep(const Item<N>& item, int64_t begin, int64_t end, const Body& body) {
+  std::array<float*, N> at;
+  const auto is_float = [](const Stream& stream) { return stream.type == Type::kFloat; };
+  if (item.copy.data == nullptr &&
+      std::all_of(item.streams.begin(), item.streams.end(), is_float)) {
+    for (std::size_t n = 0; n < N; ++n) {
+      at[n] = item.streams[n].template at<float>(begin);
+    }
+    const int64_t whole = whole_registers(end - begin);
+    body(at, whole);
+    begin += whole;
+  }
+  alignas(64) float scratch[N][kBlock];
+  while (begin < end) {
+    const int64_t count = std::min(end - begin, kBlock);
+    const bool whole = count == whole_registers(count);
+    for (std::size_t n = 0; n < N; ++n) {
+      if (whole && is_float(item.streams[n])) {
+        at[n] = item.streams[n].template at<float>(begin);
+      } else {
+        at[n] = scratch[n];
+        widen(item.streams[n], begin, count, at[n]);
+      }
+    }
+    body(at, whole_registers(count + Vec::kLanes - 1));
+    for (std::size_t n = 0; n < N; ++n) {
+      if (at[n] == scratch[n] && item.streams[n].output) {
+        narrow(at[n], item.streams[n], begin, count);
+      }
+    }
+    if (item.copy.data != nullptr) {
+      if (!is_float(item.streams[0])) {
+        widen(item.streams[0], begin, count, at[0]);  // as it was stored, rounding included
+      }
+      narrow(at[0], item.copy, begin, count);
+    }
+    begin += count;
+  }
+}
+
+// The items of a list end to end in one index space of bytes of traffic, so that threads get equal
+// shares whatever the sizes and types, and small tensors do not each cost a parallel region.
+template <std::size_t N>
+class Flat {
+ public:
+  explicit Flat(std::vector<Item<N>> items) : items_(std::move(items)) {
+    starts_.reserve(items_.size() + 1);
+    starts_.push_back(0);
+    for (const Item<N>& item : items_) {
+      starts_.push_back(starts_.back() + item.numel * item.traffic);
+    }
+  }
+
+  int64_t size() const {
+    return starts_.back();
+  }
+
+  // body(pointers, count) over all elements that belong to [low, high) of the index space. Two
+  // ranges that meet share no element and leave none out.
+  template <class Body>
+  void sweep(int64_t low, int64_t high, const Body& body) const {
+    const auto after = std::upper_bound(starts_.begin(), starts_.end(), low);
+    for (auto i = static_cast<std::size_t>(after - starts_.begin()) - 1;
+         i < items_.size() && starts_[i] < high; ++i) {
+      opkiln::sweep(items_[i], element(i, low), element(i, high), body);
+    }
+  }
+
+ private:
+  // Cuts fall on multiples of this many elements: whole cache lines of every type, whole blocks.
+  static constexpr int64_t kCut = 2 * kBlock;
+
+  int64_t element(std::size_t i, int64_t position) const {
+    const Item<N>& item = items_[i];
+    if (position <= starts_[i]) {
+      return 0;
+    }
+    if (position >= starts_[i + 1]) {
+      return item.numel;
+    }
+    const int64_t cut = (position - starts_[i]) / item.traffic;
+    return std::min(item.numel, (cut + kCut - 1) / kCut * kCut);
+  }
+
+  std::vector<Item<N>> items_;
+  std::vector<int64_t> starts_;
+};
+
+}  // namespace opkiln::inline OPKILN_ISA

@@ -1,0 +1,181 @@
+// From lists of tensors to Streams, with every check that keeps a kernel inside its memory.
+// Messages name the argument: "grads[3] has 5 elements, params[3] has 6".
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "streams.h"
+
+namespace opkiln::inline OPKILN_ISA {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using TensorList = std::vector<Tensor>;
+
+// One place that throws: the check macro's string stream is slow to compile.
+[[noreturn, gnu::noinline, gnu::cold]] inline void refuse(const std::string& message) {
+  STD_TORCH_CHECK(false, message);
+  __builtin_unreachable();
+}
+
+// An argument of the op: its name in the schema, for messages, and what was given.
+struct Argument {
+  const char* name;
+  const TensorList& tensors;
+
+  std::string at(std::size_t i) const {
+    return std::string(name) + "[" + std::to_string(i) + "]";
+  }
+  std::string dtype(std::size_t i) const {
+    return torch::headeronly::toString(tensors[i].scalar_type());
+  }
+};
+
+inline void check_length(const Argument& list, const Argument& like) {
+  if (list.tensors.size() != like.tensors.size()) {
+    refuse(std::string(list.name) + " has " + std::to_string(list.tensors.size()) + " tensors, " +
+           like.name + " has " + std::to_string(like.tensors.size()));
+  }
+}
+
+// Whether the elements fill a stretch of memory without holes or overlap, in whatever order of the
+// dimensions: contiguous, transposed, channels-last.
+[[gnu::cold]] inline bool is_dense(const Tensor& tensor) {
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  std::vector<std::size_t> order(sizes.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(),
+            [&](std::size_t a, std::size_t b) { return strides[a] < strides[b]; });
+  int64_t expected = 1;
+  for (const std::size_t d : order) {
+    if (sizes[d] == 1) {
+      continue;
+    }
+    if (strides[d] != expected) {
+      return false;
+    }
+    expected *= sizes[d];
+  }
+  return true;
+}
+
+[[gnu::cold]] inline bool same_layout(const Tensor& a, const Tensor& b) {
+  const auto sizes_a = a.sizes(), sizes_b = b.sizes();
+  const auto strides_a = a.strides(), strides_b = b.strides();
+  return std::equal(sizes_a.begin(), sizes_a.end(), sizes_b.begin(), sizes_b.end()) &&
+      std::equal(strides_a.begin(), strides_a.end(), strides_b.begin(), strides_b.end());
+}
+
+inline Type type_of(const Argument& list, std::size_t i) {
+  switch (list.tensors[i].scalar_type()) {
+    case ScalarType::Float:
+      return Type::kFloat;
+    case ScalarType::BFloat16:
+      return Type::kBFloat16;
+    case ScalarType::Half:
+      return Type::kFloat16;
+    default:
+      refuse(list.at(i) + " has dtype " + list.dtype(i) + ", expected Float, BFloat16 or Half");
+  }
+}
+
+// The tensor that others are walked in step with, and what is asked of it for each of them.
+class Model {
+ public:
+  Model(const Argument& list, std::size_t i)
+      : list_(list),
+        index_(i),
+        type_(type_of(list, i)),
+        numel_(list.tensors[i].numel()),
+        contiguous_(list.tensors[i].is_contiguous()) {}
+
+  int64_t numel() const {
+    return numel_;
+  }
+
+  // The memory of list[i]: on the CPU, of a known dtype, of as many elements as the model, and laid
+  // out alike (both contiguous, or both dense with the same strides).
+  Stream stream(const Argument& list, bool output) const {
+    const Tensor& tensor = list.tensors[index_];
+    if (!tensor.is_cpu()) {
+      refuse(list.at(index_) + " is not on the CPU");
+    }
+    const Type type = type_of(list, index_);
+    if (tensor.numel() != numel_) {
+      refuse(list.at(index_) + " has " + std::to_string(tensor.numel()) + " elements, " + name() +
+             " has " + std::to_string(numel_));
+    }
+    if (!(contiguous_ && tensor.is_contiguous())) {
+      check_layout(list);
+    }
+    // Only the mutable accessor gives copy-on-write memory a copy of its own.
+    void* data = output ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
+    return {static_cast<std::byte*>(data), type, output};
+  }
+
+  // As stream(), for an optimizer's state: fp32 or of the parameter's own type.
+  Stream state(const Argument& list) const {
+    const Stream out = stream(list, true);
+    if (out.type != Type::kFloat && out.type != type_) {
+      refuse(list.at(index_) + " has dtype " + list.dtype(index_) +
+             ", expected Float or that of " + name() + ", " + list_.dtype(index_));
+    }
+    return out;
+  }
+
+ private:
+  std::string name() const {
+    return list_.at(index_);
+  }
+
+  [[gnu::cold]] void check_layout(const Argument& list) const {
+    const Tensor& tensor = list.tensors[index_];
+    if (!is_dense(tensor)) {
+      refuse(list.at(index_) + " is not contiguous: there are gaps between its elements");
+    }
+    if (!same_layout(tensor, list_.tensors[index_])) {
+      refuse(list.at(index_) + " and " + name() +
+             " are laid out differently: make both contiguous, or give both the same strides");
+    }
+  }
+
+  const Argument& list_;
+  std::size_t index_;
+  Type type_;
+  int64_t numel_;
+  bool contiguous_;
+};
+
+template <std::size_t N>
+int64_t traffic(const Item<N>& item) {
+  int64_t bytes = item.copy.data == nullptr ? 0 : size_of(item.copy.type);
+  for (const Stream& stream : item.streams) {
+    bytes += (stream.output ? 2 : 1) * size_of(stream.type);
+  }
+  return bytes;
+}
+
+// Below this much traffic one thread is as fast as waking another.
+constexpr int64_t kGrainBytes = 512 * 1024;
+
+// The whole list in torch's own thread pool; few bytes stay on the calling thread.
+template <std::size_t N, class Body>
+void parallel_sweep(std::vector<Item<N>> items, const Body& body) {
+  const Flat<N> flat(std::move(items));
+  if (flat.size() == 0) {
+    return;
+  }
+  torch::stable::parallel_for(0, flat.size(), kGrainBytes, [&](int64_t low, int64_t high) {
+    flat.sweep(low, high, body);
+  });
+}
+
+}  // namespace opkiln::inline OPKILN_ISA

@@ -1,0 +1,88 @@
+// One vector register of floats, and the three storage types a kernel reads and writes.
+//
+// Kernels are written once, against `Vec`; the target's macros choose what it is made of. Needs no
+// torch header. Every conversion to a narrower type rounds to nearest, ties to even, keeps
+// subnormals and turns NaN into a quiet NaN, so that all instruction sets give the same bits.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define OPKILN_ISA avx512
+#define OPKILN_VEC "vec_avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define OPKILN_ISA avx2
+#define OPKILN_VEC "vec_avx2.h"
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+#define OPKILN_ISA neon
+#define OPKILN_VEC "vec_neon.h"
+#else
+#define OPKILN_ISA portable
+#define OPKILN_VEC "vec_portable.h"
+#endif
+
+// The instruction set is part of every symbol: two variants of an op may be loaded in one process,
+// and must not share inline functions.
+namespace opkiln::inline OPKILN_ISA {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+enum class Type : uint8_t { kFloat, kBFloat16, kFloat16 };
+
+constexpr int64_t size_of(Type type) {
+  return type == Type::kFloat ? 4 : 2;
+}
+
+inline float widen(BFloat16 value) {
+  return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
+}
+
+inline BFloat16 narrow_bfloat16(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) {
+    return {0x7fc0};
+  }
+  return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+inline float widen(Float16 value) {
+  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
+  const uint32_t magnitude = value.bits & 0x7fffu;
+  if (magnitude < 0x0400u) {  // zero or subnormal: magnitude * 2^-24 is exact
+    const float scaled = static_cast<float>(magnitude) * 0x1p-24f;
+    return std::bit_cast<float>(std::bit_cast<uint32_t>(scaled) | sign);
+  }
+  // Exponent 31 (infinity, NaN) maps to 255, the others shift by the difference of the biases.
+  const uint32_t rebias = magnitude >= 0x7c00u ? (255u - 31u) << 23 : (127u - 15u) << 23;
+  return std::bit_cast<float>(((magnitude << 13) + rebias) | sign);
+}
+
+inline Float16 narrow_float16(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) {
+    return {static_cast<uint16_t>(sign | 0x7e00u | ((magnitude >> 13) & 0x1ffu))};
+  }
+  if (magnitude >= 0x477ff000u) {  // 65520 and above round to infinity
+    return {static_cast<uint16_t>(sign | 0x7c00u)};
+  }
+  if (magnitude < 0x38800000u) {  // below 2^-14: in units of 2^-24, which 0.5 has as its last bit
+    const float units = std::bit_cast<float>(magnitude) + 0.5f;
+    return {static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(units) - 0x3f000000u))};
+  }
+  const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
+  return {static_cast<uint16_t>(sign | ((rounded - ((127u - 15u) << 23)) >> 13))};
+}
+
+}  // namespace opkiln::inline OPKILN_ISA
+
+#include OPKILN_VEC

@@ -1,0 +1,72 @@
+// Vec for AVX2 with FMA and F16C: 8 floats. Included by vec.h alone.
+#pragma once
+
+#include <immintrin.h>
+
+namespace opkiln::inline OPKILN_ISA {
+
+struct Vec {
+  static constexpr int kLanes = 8;
+  __m256 value;
+
+  static Vec all(float x) {
+    return {_mm256_set1_ps(x)};
+  }
+  static Vec load(const float* from) {
+    return {_mm256_loadu_ps(from)};
+  }
+  static Vec load(const BFloat16* from) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))};
+  }
+  static Vec load(const Float16* from) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))};
+  }
+
+  void store(float* to) const {
+    _mm256_storeu_ps(to, value);
+  }
+  void store(BFloat16* to) const {
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    const __m256i rounded = _mm256_blendv_epi8(
+        _mm256_add_epi32(bits, bias), _mm256_set1_epi32(0x7fc00000), nan);
+    const __m256i high = _mm256_srli_epi32(rounded, 16);
+    // The pack works within 128-bit halves; the permutation brings the two results together.
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
+  }
+  void store(Float16* to) const {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                     _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+
+  friend Vec operator+(Vec a, Vec b) {
+    return {_mm256_add_ps(a.value, b.value)};
+  }
+  friend Vec operator-(Vec a, Vec b) {
+    return {_mm256_sub_ps(a.value, b.value)};
+  }
+  friend Vec operator*(Vec a, Vec b) {
+    return {_mm256_mul_ps(a.value, b.value)};
+  }
+  friend Vec operator/(Vec a, Vec b) {
+    return {_mm256_div_ps(a.value, b.value)};
+  }
+  friend Vec sqrt(Vec a) {
+    return {_mm256_sqrt_ps(a.value)};
+  }
+  friend Vec multiply_add(Vec a, Vec b, Vec c) {
+    return {_mm256_fmadd_ps(a.value, b.value, c.value)};
+  }
+  friend Vec subtract_product(Vec c, Vec a, Vec b) {
+    return {_mm256_fnmadd_ps(a.value, b.value, c.value)};
+  }
+  friend Vec at_least(Vec bound, Vec a) {
+    return {_mm256_max_ps(bound.value, a.value)};
+  }
+};
+
+}  // namespace opkiln::inline OPKILN_ISA

@@ -1,0 +1,74 @@
+// Vec for AVX-512 (F, BW, VL, DQ): 16 floats. Included by vec.h alone.
+#pragma once
+
+#include <immintrin.h>
+
+namespace opkiln::inline OPKILN_ISA {
+
+struct Vec {
+  static constexpr int kLanes = 16;
+  __m512 value;
+
+  static Vec all(float x) {
+    return {_mm512_set1_ps(x)};
+  }
+  static Vec load(const float* from) {
+    return {_mm512_loadu_ps(from)};
+  }
+  static Vec load(const BFloat16* from) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
+  }
+  static Vec load(const Float16* from) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))};
+  }
+
+  void store(float* to) const {
+    _mm512_storeu_ps(to, value);
+  }
+  // Not VCVTNEPS2BF16: it flushes subnormals to zero.
+  void store(BFloat16* to) const {
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+    const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    const __m512i rounded = _mm512_mask_mov_epi32(
+        _mm512_add_epi32(bits, bias), nan, _mm512_set1_epi32(0x7fc00000));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+  }
+  void store(Float16* to) const {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                        _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+
+  friend Vec operator+(Vec a, Vec b) {
+    return {_mm512_add_ps(a.value, b.value)};
+  }
+  friend Vec operator-(Vec a, Vec b) {
+    return {_mm512_sub_ps(a.value, b.value)};
+  }
+  friend Vec operator*(Vec a, Vec b) {
+    return {_mm512_mul_ps(a.value, b.value)};
+  }
+  friend Vec operator/(Vec a, Vec b) {
+    return {_mm512_div_ps(a.value, b.value)};
+  }
+  friend Vec sqrt(Vec a) {
+    return {_mm512_sqrt_ps(a.value)};
+  }
+  // a * b + c, rounded once.
+  friend Vec multiply_add(Vec a, Vec b, Vec c) {
+    return {_mm512_fmadd_ps(a.value, b.value, c.value)};
+  }
+  // c - a * b, rounded once.
+  friend Vec subtract_product(Vec c, Vec a, Vec b) {
+    return {_mm512_fnmadd_ps(a.value, b.value, c.value)};
+  }
+  // a, or the bound where a is less; NaN stays NaN (MAXPS gives its second operand then).
+  friend Vec at_least(Vec bound, Vec a) {
+    return {_mm512_max_ps(bound.value, a.value)};
+  }
+};
+
+}  // namespace opkiln::inline OPKILN_ISA

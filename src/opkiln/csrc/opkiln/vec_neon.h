@@ -1,0 +1,68 @@
+// Vec for 64-bit Arm (NEON, always there): 4 floats. Included by vec.h alone.
+#pragma once
+
+#include <arm_neon.h>
+
+namespace opkiln::inline OPKILN_ISA {
+
+struct Vec {
+  static constexpr int kLanes = 4;
+  float32x4_t value;
+
+  static Vec all(float x) {
+    return {vdupq_n_f32(x)};
+  }
+  static Vec load(const float* from) {
+    return {vld1q_f32(from)};
+  }
+  static Vec load(const BFloat16* from) {
+    const uint16x4_t bits = vld1_u16(reinterpret_cast<const uint16_t*>(from));
+    return {vreinterpretq_f32_u32(vshll_n_u16(bits, 16))};
+  }
+  static Vec load(const Float16* from) {
+    const uint16x4_t bits = vld1_u16(reinterpret_cast<const uint16_t*>(from));
+    return {vcvt_f32_f16(vreinterpret_f16_u16(bits))};
+  }
+
+  void store(float* to) const {
+    vst1q_f32(to, value);
+  }
+  void store(BFloat16* to) const {
+    const uint32x4_t bits = vreinterpretq_u32_f32(value);
+    const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    const uint32x4_t bias = vaddq_u32(odd, vdupq_n_u32(0x7fff));
+    const uint32x4_t rounded = vbslq_u32(  // where equal to itself, that is, not NaN
+        vceqq_f32(value, value), vaddq_u32(bits, bias), vdupq_n_u32(0x7fc00000));
+    vst1_u16(reinterpret_cast<uint16_t*>(to), vshrn_n_u32(rounded, 16));
+  }
+  void store(Float16* to) const {
+    vst1_u16(reinterpret_cast<uint16_t*>(to), vreinterpret_u16_f16(vcvt_f16_f32(value)));
+  }
+
+  friend Vec operator+(Vec a, Vec b) {
+    return {vaddq_f32(a.value, b.value)};
+  }
+  friend Vec operator-(Vec a, Vec b) {
+    return {vsubq_f32(a.value, b.value)};
+  }
+  friend Vec operator*(Vec a, Vec b) {
+    return {vmulq_f32(a.value, b.value)};
+  }
+  friend Vec operator/(Vec a, Vec b) {
+    return {vdivq_f32(a.value, b.value)};
+  }
+  friend Vec sqrt(Vec a) {
+    return {vsqrtq_f32(a.value)};
+  }
+  friend Vec multiply_add(Vec a, Vec b, Vec c) {
+    return {vfmaq_f32(c.value, a.value, b.value)};
+  }
+  friend Vec subtract_product(Vec c, Vec a, Vec b) {
+    return {vfmsq_f32(c.value, a.value, b.value)};
+  }
+  friend Vec at_least(Vec bound, Vec a) {
+    return {vmaxq_f32(bound.value, a.value)};
+  }
+};
+
+}  // namespace opkiln::inline OPKILN_ISA

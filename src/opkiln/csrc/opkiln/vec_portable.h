@@ -1,0 +1,76 @@
+// Vec in plain C++: 4 floats, which compilers turn into whatever registers there are (SSE2 on
+// x86-64). Included by vec.h alone.
+#pragma once
+
+namespace opkiln::inline OPKILN_ISA {
+
+struct Vec {
+  static constexpr int kLanes = 4;
+  float value[kLanes];
+
+  template <class Lane>
+  static Vec each(const Lane& lane) {
+    Vec out;
+    for (int i = 0; i < kLanes; ++i) {
+      out.value[i] = lane(i);
+    }
+    return out;
+  }
+
+  static Vec all(float x) {
+    return each([&](int) { return x; });
+  }
+  static Vec load(const float* from) {
+    Vec out;
+    std::memcpy(out.value, from, sizeof(out.value));
+    return out;
+  }
+  static Vec load(const BFloat16* from) {
+    return each([&](int i) { return widen(from[i]); });
+  }
+  static Vec load(const Float16* from) {
+    return each([&](int i) { return widen(from[i]); });
+  }
+
+  void store(float* to) const {
+    std::memcpy(to, value, sizeof(value));
+  }
+  void store(BFloat16* to) const {
+    for (int i = 0; i < kLanes; ++i) {
+      to[i] = narrow_bfloat16(value[i]);
+    }
+  }
+  void store(Float16* to) const {
+    for (int i = 0; i < kLanes; ++i) {
+      to[i] = narrow_float16(value[i]);
+    }
+  }
+
+  friend Vec operator+(const Vec& a, const Vec& b) {
+    return each([&](int i) { return a.value[i] + b.value[i]; });
+  }
+  friend Vec operator-(const Vec& a, const Vec& b) {
+    return each([&](int i) { return a.value[i] - b.value[i]; });
+  }
+  friend Vec operator*(const Vec& a, const Vec& b) {
+    return each([&](int i) { return a.value[i] * b.value[i]; });
+  }
+  friend Vec operator/(const Vec& a, const Vec& b) {
+    return each([&](int i) { return a.value[i] / b.value[i]; });
+  }
+  friend Vec sqrt(const Vec& a) {
+    return each([&](int i) { return std::sqrt(a.value[i]); });
+  }
+  // Rounded twice where the CPU has no fused multiply-add: std::fma would be a slow library call.
+  friend Vec multiply_add(const Vec& a, const Vec& b, const Vec& c) {
+    return each([&](int i) { return a.value[i] * b.value[i] + c.value[i]; });
+  }
+  friend Vec subtract_product(const Vec& c, const Vec& a, const Vec& b) {
+    return each([&](int i) { return c.value[i] - a.value[i] * b.value[i]; });
+  }
+  friend Vec at_least(const Vec& bound, const Vec& a) {
+    return each([&](int i) { return a.value[i] < bound.value[i] ? bound.value[i] : a.value[i]; });
+  }
+};
+
+}  // namespace opkiln::inline OPKILN_ISA

@@ -1,0 +1,107 @@
+"""Digests of values and files, and the stat signature that saves re-reading a file.
+
+Everything that is keyed goes through ``encode``: typed and length-prefixed, so that two different
+values never give the same bytes (``-DA -DB`` is not ``-DA-DB``), and versioned, so that a change
+here changes every key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from typing import Any, NamedTuple
+
+ENCODING = 1
+
+# 160 bits of SHA-256 name an entry: short enough for paths, long enough for everything else.
+KEY_LENGTH = 40
+
+
+def encode(value: Any) -> bytes:
+    """An injective encoding of None, bool, int, str, bytes and tuples, sets and dicts of these."""
+    out: list[bytes] = []
+    _encode(value, out)
+    return b"".join(out)
+
+
+def _encode(value: Any, out: list[bytes]) -> None:
+    if isinstance(value, str):
+        data = value.encode("utf-8", "surrogateescape")
+        out.append(b"s%d:" % len(data))
+        out.append(data)
+    elif isinstance(value, (tuple, list)):
+        out.append(b"(%d:" % len(value))
+        for item in value:
+            _encode(item, out)
+    elif value is None:
+        out.append(b"n")
+    elif value is True or value is False:
+        out.append(b"t" if value else b"f")
+    elif isinstance(value, int):
+        out.append(b"i%d;" % value)
+    elif isinstance(value, bytes):
+        out.append(b"b%d:" % len(value))
+        out.append(value)
+    elif isinstance(value, (set, frozenset)):
+        out.append(b"{%d:" % len(value))
+        out.extend(sorted(encode(item) for item in value))
+    elif isinstance(value, dict):
+        out.append(b"<%d:" % len(value))
+        out.extend(sorted(encode(item) for item in value.items()))
+    else:
+        raise TypeError(f"{type(value).__name__} cannot be part of a key")
+
+
+def key(kind: str, value: Any) -> str:
+    """The name of a value: the head of its SHA-256, in hex."""
+    return hashlib.sha256(encode((ENCODING, kind, value))).hexdigest()[:KEY_LENGTH]
+
+
+def sha256_file(path: str | int) -> str:
+    """SHA-256 of a file's contents. Raises OSError."""
+    digest = hashlib.sha256()
+    fd = path if isinstance(path, int) else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while chunk := os.read(fd, 1 << 20):
+            digest.update(chunk)
+    finally:
+        if not isinstance(path, int):
+            os.close(fd)
+    return digest.hexdigest()
+
+
+class Signature(NamedTuple):
+    """What ``stat`` says of a file, and when its contents were read.
+
+    Equal signatures mean equal contents only if the file had come to rest before it was read: a
+    write in the same clock tick leaves the times as they are. So a signature whose times are within
+    two seconds of ``read_at`` (or after it: a skewed clock) is never believed; the file is hashed.
+    The change time is what a program cannot set back, so an edit under an old mtime shows.
+    """
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+    read_at: int  # time_ns before the contents were read
+
+    @classmethod
+    def of(cls, path: str) -> Signature:
+        """The signature of a file that is about to be read. Raises OSError."""
+        read_at = time.time_ns()
+        found = os.stat(path)
+        return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, read_at)
+
+    def holds(self, path: str) -> bool:
+        """Whether the file certainly still is what it was. Raises OSError if it is gone."""
+        size, mtime_ns, ctime_ns, inode, read_at = self
+        if max(mtime_ns, ctime_ns) > read_at - 2_000_000_000:
+            return False
+        found = os.stat(path)
+        return (
+            found.st_mtime_ns == mtime_ns
+            and found.st_ctime_ns == ctime_ns
+            and found.st_size == size
+            and found.st_ino == inode
+        )

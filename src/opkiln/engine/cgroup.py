@@ -1,0 +1,113 @@
+"""What the kernel grants this process: CPUs, CPU quota and memory, from cgroups v1 and v2.
+
+Every function takes the root of the file system, so that a test can hand it a made-up tree. A
+limit counts wherever it is set between this process's group and the top, because the tightest of
+them holds. In a container the group's path may be the host's, which does not exist below the
+mounted tree; its ancestors, down to the mount itself, are looked at all the same.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# cgroups v1 says "no limit" with the largest page-aligned number.
+_UNLIMITED = 1 << 60
+
+
+def cpu_quota(root: str = "/") -> float | None:
+    """CPUs' worth of time that may be used; None when there is no quota."""
+    found: list[float] = []
+    for text in _values(root, "cpu.max", ""):
+        quota, _, period = text.partition(" ")
+        if quota.isdigit():
+            found.append(int(quota) / int(period or "100000"))
+    for folder in _folders(root, "cpu"):
+        quota = _read(os.path.join(folder, "cpu.cfs_quota_us"))
+        period = _read(os.path.join(folder, "cpu.cfs_period_us"))
+        if quota.isdigit() and period.isdigit():  # -1: no quota
+            found.append(int(quota) / int(period))
+    return min((value for value in found if value > 0), default=None)
+
+
+def memory_limit(root: str = "/") -> int | None:
+    """Bytes that may be used; None when there is no limit."""
+    texts = [
+        *_values(root, "memory.max", ""),
+        *_values(root, "memory.limit_in_bytes", "memory"),
+    ]
+    sizes = [int(text) for text in texts if text.isdigit()]
+    return min((size for size in sizes if 0 < size < _UNLIMITED), default=None)
+
+
+def cpus(root: str = "/") -> frozenset[int] | None:
+    """CPUs that the group as a whole may run on; None when that cannot be told."""
+    for name, controller in (
+        ("cpuset.cpus.effective", ""),
+        ("cpuset.effective_cpus", "cpuset"),
+        ("cpuset.cpus", "cpuset"),
+    ):
+        for text in _values(root, name, controller):
+            found = _cpu_list(text)
+            if found:
+                return found  # the innermost: a group's set lies within its parent's
+    return None
+
+
+def total_memory(root: str = "/") -> int:
+    """Bytes of memory in the machine."""
+    for line in _read(os.path.join(root, "proc/meminfo")).splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemTotal":
+            return int(rest.split()[0]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _values(root: str, name: str, controller: str) -> Iterator[str]:
+    """The file's content in each folder that has it, innermost first. ``""`` means version 2."""
+    for folder in _folders(root, controller):
+        text = _read(os.path.join(folder, name))
+        if text:
+            yield text
+
+
+def _folders(root: str, controller: str) -> Iterator[str]:
+    mount = os.path.join(root, "sys/fs/cgroup")
+    for line in _read(os.path.join(root, "proc/self/cgroup")).splitlines():
+        _, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        if controller not in names.split(","):
+            continue
+        if controller:
+            # Mounted as `cpu,cpuacct`, with links `cpu` and `cpuacct`; a minimal system has one.
+            tops = [os.path.join(mount, names), os.path.join(mount, controller)]
+        else:
+            tops = [mount, os.path.join(mount, "unified")]  # the second where both versions are
+        # `..` stands for groups outside this namespace, which cannot be seen.
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for top in tops:
+            if os.path.isdir(top):
+                for depth in range(len(parts), -1, -1):
+                    yield os.path.join(top, *parts[:depth])
+                break
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""  # not there, or not for us to read: no limit is known from it
+
+
+def _cpu_list(text: str) -> frozenset[int]:
+    """CPUs of the kernel's list format: ``0-3,8``."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)

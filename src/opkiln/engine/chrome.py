@@ -1,0 +1,104 @@
+"""A sink that writes a trace for ``chrome://tracing`` and Perfetto."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+from typing import TYPE_CHECKING, Any
+
+from opkiln.engine import events
+from opkiln.errors import SettingError
+
+if TYPE_CHECKING:
+    from opkiln.engine.events import Event
+
+_BUILD_LANES = 1000  # builds are drawn apart from steps, in lanes from here on
+
+
+class Trace:
+    """Collects events; ``close`` writes the file, whole or not at all.
+
+    Each step is drawn in the lowest lane that is free while it runs, so there are as many lanes as
+    steps ran at once. Raises SettingError when the file's directory cannot be written to.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = os.path.abspath(path)
+        self._directory = os.path.dirname(self._path)
+        if not os.access(self._directory, os.W_OK | os.X_OK):
+            raise SettingError(
+                f"the trace {path!r} cannot be written: {self._directory} is not a directory "
+                "that can be written to",
+                hint="OPKILN_TRACE=/tmp/opkiln-trace.json",
+            )
+        self._lock = threading.Lock()
+        self._records: list[dict[str, Any]] = []
+        self._lanes: dict[int, tuple[str, str, str]] = {}  # lane -> what runs in it
+        self._started: dict[tuple[str, str, str], Event] = {}
+        self._named: set[int] = set()
+        self._last = 0.0
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            self._last = max(self._last, event.at)
+            data = dict(event.data)
+            if event.kind == events.STEP_START:
+                self._begin(("step", data["op"], data["step"]), event, 1)
+            elif event.kind == events.BUILD_START:
+                self._begin(("build", data["op"], ""), event, _BUILD_LANES)
+            elif event.kind == events.STEP_END:
+                start = ("step", data["op"], data["step"])
+                args = {"max_rss": data["max_rss"], "cached": data["cached"]}
+                if start not in self._started:  # served from the store: it never ran
+                    self._begin(start, event._replace(at=event.at - data["wall"]), 1)
+                self._end(start, event.at, args)
+            elif event.kind == events.BUILD_END:
+                start = ("build", data["op"], "")
+                if start in self._started:
+                    self._end(start, event.at, {"ok": data["ok"]})
+            else:
+                name = data.get("text") or f"waiting for {data['what']}"
+                self._add(name, data.get("op", ""), "i", event.at, 0, {**data}, s="p")
+
+    def close(self) -> None:
+        """Write the file. Steps that have not ended are drawn up to the last event."""
+        with self._lock:
+            for key in list(self._started):
+                self._end(key, self._last, {"unfinished": True})
+            document = {"traceEvents": self._records, "displayTimeUnit": "ms"}
+        # Beside the file, then renamed: a reader or a killed writer never leaves half a trace.
+        fd, name = tempfile.mkstemp(prefix=".opkiln-trace-", dir=self._directory)
+        try:
+            with open(fd, "w", encoding="utf-8") as file:
+                json.dump(document, file)
+            os.replace(name, self._path)
+        except BaseException:
+            os.unlink(name)
+            raise
+
+    def _begin(self, key: tuple[str, str, str], event: Event, first: int) -> None:
+        lane = first
+        while lane in self._lanes:
+            lane += 1
+        self._lanes[lane] = key
+        self._started[key] = event
+        if lane not in self._named:
+            self._named.add(lane)
+            title = f"{key[0]} {lane - first + 1}"
+            self._add("thread_name", "", "M", event.at, lane, {"name": title})
+
+    def _end(self, key: tuple[str, str, str], at: float, args: dict[str, Any]) -> None:
+        start = self._started.pop(key)
+        lane = next(lane for lane, running in self._lanes.items() if running == key)
+        del self._lanes[lane]
+        name = start.data.get("label") or start.data["op"]
+        duration = (at - start.at) * 1e6
+        self._add(name, start.data["op"], "X", start.at, lane, args, dur=duration)
+
+    def _add(
+        self, name: str, op: str, phase: str, at: float, lane: int, args: Any, **more: Any
+    ) -> None:
+        record = {"name": name, "cat": op or "opkiln", "ph": phase, "ts": at * 1e6}
+        self._records.append({**record, "pid": os.getpid(), "tid": lane, "args": args, **more})

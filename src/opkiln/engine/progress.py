@@ -1,0 +1,249 @@
+"""Sinks that tell people, on standard error, how a build is getting on.
+
+Neither ever raises into the build: once the stream is closed or broken, they are silent.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from opkiln.engine import events
+from opkiln.settings import settings
+
+if TYPE_CHECKING:
+    from typing import TextIO
+
+    from opkiln.engine.events import Event
+
+_TICK = 0.1
+_FIRST_LINE, _NEXT_LINE = 2.0, 30.0  # seconds of waiting before a line about it, and between two
+_CLEAR, _GREEN, _RED, _PLAIN = "\r\x1b[2K", "\x1b[32m", "\x1b[31m", "\x1b[0m"
+
+
+def for_people(stream: TextIO | None = None) -> Bar | Lines | None:
+    """The sink that ``OPKILN_PROGRESS`` asks for, on ``stream`` or standard error; None: silence.
+
+    ``auto`` is a bar on a terminal, lines elsewhere, and nothing in a rank other than the first.
+    """
+    target = sys.stderr if stream is None else stream
+    choice = settings.progress
+    if target is None or choice == "off":  # a service may have no stderr
+        return None
+    terminal = _is_terminal(target)
+    if choice == "auto":
+        if settings.rank not in (None, 0):
+            return None
+        choice = "bar" if terminal else "lines"
+    colour = terminal and not settings.no_color
+    return Bar(target, colour=colour) if choice == "bar" else Lines(target, colour=colour)
+
+
+class _Op:
+    """What is known of one op's build."""
+
+    def __init__(self, started: float, steps: int) -> None:
+        self.started = started
+        self.steps = steps
+        self.running: dict[str, str] = {}  # step -> label, in the order they started
+        self.ended = 0
+        self.compiled = 0
+        self.cached = 0
+        self.over = False
+
+
+class _Tally:
+    """The state of all builds, kept up to date by the events, and put into words."""
+
+    def __init__(self, *, colour: bool) -> None:
+        self.ops: dict[str, _Op] = {}
+        self.waiting: dict[str, Event] = {}
+        self._colour = colour
+
+    def add(self, event: Event) -> None:
+        if event.kind == events.NOTE:
+            return
+        data = event.data
+        op = data["op"]
+        if event.kind == events.WAITING:
+            self.waiting[op] = event
+            return
+        self.waiting.pop(op, None)
+        if event.kind == events.BUILD_START or op not in self.ops:
+            self.ops[op] = _Op(event.at, data.get("steps", 0))
+        state = self.ops[op]
+        if event.kind == events.STEP_START:
+            state.running[data["step"]] = data["label"]
+        elif event.kind == events.STEP_END:
+            state.running.pop(data["step"], None)
+            state.ended += 1
+            state.cached += bool(data["cached"])
+            state.compiled += not data["cached"] and data["label"] != events.LINK
+        elif event.kind == events.BUILD_END:
+            state.running.clear()
+            state.over = True
+
+    def active(self) -> bool:
+        return bool(self.waiting) or not all(state.over for state in self.ops.values())
+
+    def line(self, now: float) -> str:
+        """What is going on, on one line; empty when nothing is."""
+        ended = sum(state.ended for state in self.ops.values())
+        steps = max(ended, sum(state.steps for state in self.ops.values()))
+        for op, state in reversed(self.ops.items()):
+            if not state.over and (state.running or op not in self.waiting):
+                label = next(reversed(state.running.values()), "")
+                words = [f"[{ended}/{steps}] {op}", label, _seconds(now - state.started)]
+                return "  ".join(_printable(word) for word in words if word)
+        for event in reversed(self.waiting.values()):
+            return self.wait(event, event.data["seconds"] + now - event.at)
+        return ""
+
+    def wait(self, event: Event, seconds: float) -> str:
+        data = event.data
+        whom = f"pid {data['pid']}" if data["pid"] else "another process"
+        text = f"{data['op']}  waiting for {whom} on host {data['host']}, {_seconds(seconds)}"
+        return _printable(f"{text} ({data['what']})")
+
+    def summary(self, event: Event) -> str:
+        op, wall = _printable(event.data["op"]), _seconds(event.data["wall"])
+        if not event.data["ok"]:
+            return f"{self._coloured(_RED, 'failed')} {op} after {wall}"
+        state = self.ops[event.data["op"]]
+        counts = f"{state.compiled} compiled, {state.cached} cached"
+        return f"{self._coloured(_GREEN, 'built')} {op} in {wall} ({counts})"
+
+    def _coloured(self, colour: str, text: str) -> str:
+        return f"{colour}{text}{_PLAIN}" if self._colour else text
+
+
+class _Output:
+    """A stream that may go away."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream: TextIO | None = stream
+
+    def write(self, text: str) -> None:
+        if self._stream is None:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):  # broken, or closed: the build matters more
+            self._stream = None
+
+    def width(self) -> int:
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns or 80 if self._stream else 80
+        except (OSError, ValueError):
+            return 80
+
+
+class Lines:
+    """Plain lines, for logs: when a build starts, is held up, and ends."""
+
+    def __init__(self, stream: TextIO, *, colour: bool = False) -> None:
+        self._output = _Output(stream)
+        self._tally = _Tally(colour=colour)
+        self._lock = threading.Lock()
+        self._next: dict[str, float] = {}  # op -> seconds of waiting at which to speak
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            self._tally.add(event)
+            data = event.data
+            if event.kind == events.BUILD_START:
+                plural = "" if data["steps"] == 1 else "s"
+                self._output.write(
+                    f"building {_printable(data['op'])} ({data['steps']} step{plural})\n"
+                )
+            elif event.kind == events.WAITING:
+                if data["seconds"] >= self._next.get(data["op"], _FIRST_LINE):
+                    self._next[data["op"]] = data["seconds"] + _NEXT_LINE
+                    self._output.write(self._tally.wait(event, data["seconds"]) + "\n")
+            elif event.kind == events.BUILD_END:
+                self._output.write(self._tally.summary(event) + "\n")
+            elif event.kind == events.NOTE:
+                self._output.write(_printable(data["text"]) + "\n")
+            if event.kind != events.WAITING:
+                self._next.pop(data.get("op", ""), None)
+
+
+class Bar:
+    """One line on a terminal, rewritten; a summary stays for each op."""
+
+    def __init__(self, stream: TextIO, *, colour: bool = True) -> None:
+        self._output = _Output(stream)
+        self._tally = _Tally(colour=colour)
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._ticker: threading.Thread | None = None
+        self._drawn = False
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            self._tally.add(event)
+            if event.kind == events.BUILD_END:
+                self._above(self._tally.summary(event))
+            elif event.kind == events.NOTE:
+                self._above(_printable(event.data["text"]))
+            self._draw()
+            if self._ticker is None and self._tally.active():
+                self._ticker = threading.Thread(
+                    target=self._tick, name="opkiln-progress", daemon=True
+                )
+                self._ticker.start()
+
+    def close(self) -> None:
+        """Clear the line; nothing is drawn any more."""
+        self._closed.set()
+        ticker = self._ticker
+        if ticker is not None:
+            ticker.join()
+        with self._lock:
+            self._erase()
+
+    def _tick(self) -> None:
+        while not self._closed.wait(_TICK):
+            with self._lock:
+                if not self._tally.active():
+                    self._ticker = None
+                    return
+                self._draw()
+
+    def _draw(self) -> None:
+        line = "" if self._closed.is_set() else self._tally.line(time.monotonic())
+        if line:
+            # One column short: a line as wide as the terminal wraps on some of them.
+            self._output.write(_CLEAR + line[: self._output.width() - 1])
+            self._drawn = True
+        else:
+            self._erase()
+
+    def _above(self, text: str) -> None:
+        self._erase()
+        self._output.write(text + "\n")
+
+    def _erase(self) -> None:
+        if self._drawn:
+            self._output.write(_CLEAR)
+            self._drawn = False
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    try:
+        return stream.isatty()
+    except ValueError:
+        return False  # it is closed
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
+
+
+def _printable(text: str) -> str:
+    """Names of files may hold anything; a terminal must not be told to do it."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,0 +1,212 @@
+"""Runs the steps of builds in parallel, in the order they depend on each other, in the budget."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+from opkiln import process
+from opkiln.engine import budget as budgets
+from opkiln.engine import events
+from opkiln.settings import settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+
+class Task(NamedTuple):
+    """One process to run once the tasks named in ``after`` have succeeded."""
+
+    name: str  # unique among the tasks that are executed together
+    op: str
+    label: str  # for people: a source's name, or events.LINK
+    argv: tuple[str, ...]
+    cwd: str
+    env: Mapping[str, str]
+    tmpdir: str
+    after: tuple[str, ...]
+    memory: int  # bytes that it is expected to take
+    finish: Callable[[process.Completed], None] | None  # called after a zero exit
+
+
+class StepFailed(Exception):
+    """A task's process ended with a non-zero status."""
+
+    def __init__(self, task: Task, completed: process.Completed) -> None:
+        self.task = task
+        self.completed = completed
+        super().__init__(task, completed)
+
+    def __str__(self) -> str:
+        code = self.completed.returncode
+        how = f"exited with status {code}"
+        if code < 0:
+            how = f"was ended by signal {-code} ({signal.strsignal(-code)})"
+            if -code == signal.SIGKILL:
+                how += ", perhaps for want of memory"
+        return f"{self.task.op}: {self.task.label}: {self.task.argv[0]} {how}"
+
+
+def execute(
+    tasks: Iterable[Task], *, timeout: float | None, budget: budgets.Budget | None = None
+) -> dict[str, process.Completed]:
+    """Run every task; what each said, by its name.
+
+    ``timeout`` is for one step. A task's ``finish`` is called in the thread that ran it, with the
+    slot already given back, and before any task that comes after it starts. The first failure
+    ends what is running, cancels the rest and is raised: StepFailed for a non-zero exit, otherwise
+    the exception itself (BuildTimeout, ToolchainError, what ``finish`` raised). Whatever is
+    raised, KeyboardInterrupt included, no process of these tasks is alive any more.
+
+    May be called by several threads at once; they share the budget. Raises ValueError for tasks
+    that wait for each other or for one that is not among them.
+    """
+    return _Run(check(tasks), timeout, budget or budgets.shared()).complete()
+
+
+def check(tasks: Iterable[Task]) -> dict[str, Task]:
+    """The tasks by name. Raises ValueError for names used twice or unknown, and for cycles."""
+    known: dict[str, Task] = {}
+    for task in tasks:
+        if known.setdefault(task.name, task) is not task:
+            raise ValueError(f"two tasks are named {task.name!r}")
+    for task in known.values():
+        for name in task.after:
+            if name not in known:
+                raise ValueError(f"task {task.name!r} comes after {name!r}, which is no task")
+    done: set[str] = set()
+    left = list(known.values())
+    while left:
+        ready = {task.name for task in left if done.issuperset(task.after)}
+        if not ready:
+            names = ", ".join(repr(task.name) for task in left)
+            raise ValueError(f"tasks wait for each other: {names}")
+        done |= ready
+        left = [task for task in left if task.name not in ready]
+    return known
+
+
+class _Run:
+    """One call of ``execute``. Its fields are read and changed under ``changed`` only."""
+
+    def __init__(
+        self, tasks: dict[str, Task], timeout: float | None, budget: budgets.Budget
+    ) -> None:
+        self.tasks = tasks
+        self.timeout = timeout
+        self.budget = budget
+        self.changed = threading.Condition()
+        self.cancelled = threading.Event()
+        self.left = dict(tasks)  # neither started nor done
+        self.results: dict[str, process.Completed] = {}
+        self.failure: BaseException | None = None
+        self.threads: list[threading.Thread] = []
+        self.idle = 0
+
+    def complete(self) -> dict[str, process.Completed]:
+        try:
+            with self.changed:
+                self._add_threads()
+                while self.failure is None and len(self.results) < len(self.tasks):
+                    self.changed.wait()
+        finally:
+            # Normally they are all about to end. After an interrupt this is what ends them: each
+            # kills its process group and waits for it. A second interrupt waits no longer.
+            self._stop()
+            for thread in self.threads:
+                thread.join()
+        if self.failure is not None:
+            raise self.failure
+        return self.results
+
+    def _stop(self) -> None:
+        self.cancelled.set()
+        with self.changed:
+            self.left.clear()
+            self.changed.notify_all()
+
+    def _ready(self) -> Task | None:
+        for task in self.left.values():
+            if all(name in self.results for name in task.after):
+                return task
+        return None
+
+    def _add_threads(self) -> None:
+        """Start as many threads as there are tasks to take up, within what can run at once."""
+        ready = sum(all(name in self.results for name in t.after) for t in self.left.values())
+        most = min(len(self.budget.limits.slots), settings.max_jobs or len(self.tasks))
+        for _ in range(min(ready - self.idle, most - len(self.threads))):
+            # Each sees the settings that were overridden for the caller. Daemons: should the
+            # interpreter exit under a caller that is one, the watchdog ends the processes.
+            work = functools.partial(contextvars.copy_context().run, self._work)
+            thread = threading.Thread(target=work, name="opkiln-step", daemon=True)
+            thread.start()
+            self.threads.append(thread)
+            self.idle += 1
+
+    def _work(self) -> None:
+        while True:
+            with self.changed:
+                task = self._ready()
+                while task is None:
+                    if not self.left:
+                        self.idle -= 1
+                        return
+                    self.changed.wait()
+                    task = self._ready()
+                del self.left[task.name]
+                self.idle -= 1
+            try:
+                completed = self._perform(task)
+            except BaseException as error:
+                self._fail(error)
+                return
+            with self.changed:
+                self.results[task.name] = completed
+                self.idle += 1
+                self._add_threads()
+                self.changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self.changed:
+            # What fails after the first, or after an interrupt, does so because it was cancelled.
+            if not self.cancelled.is_set():
+                self.failure = error
+                self.cancelled.set()
+        self._stop()
+
+    def _perform(self, task: Task) -> process.Completed:
+        about = {"op": task.op, "label": task.label, "step": task.name}
+
+        def waiting(pid: int, seconds: float) -> None:
+            host = os.uname().nodename
+            events.emit(
+                events.WAITING, op=task.op, pid=pid, host=host, seconds=seconds, what="a free CPU"
+            )
+
+        with self.budget.hold(memory=task.memory, cancelled=self.cancelled, waiting=waiting):
+            events.emit(events.STEP_START, **about)
+            completed = process.run(
+                task.argv,
+                cwd=task.cwd,
+                env=task.env,
+                tmpdir=task.tmpdir,
+                timeout=self.timeout,
+                cancelled=self.cancelled,
+            )
+        events.emit(
+            events.STEP_END,
+            **about,
+            wall=completed.wall,
+            max_rss=completed.max_rss,
+            cached=False,
+        )
+        if completed.returncode:
+            raise StepFailed(task, completed)
+        if task.finish is not None:
+            task.finish(completed)
+        return completed

@@ -1,0 +1,119 @@
+"""Every exception opkiln raises on purpose, with its exit code and its hint.
+
+An error has three parts: what happened, with the values; why, when known; and ``hint:`` with a
+command to copy. ``str(error)`` is all three, so it reads the same in a traceback, a log and a
+terminal. Exit codes are part of the interface; ``docs/cli.md`` lists them.
+"""
+
+from __future__ import annotations
+
+
+class OpkilnError(Exception):
+    """Base of all of them. ``what`` is one line; ``why`` may be many; ``hint`` is a command."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, why: str = "", hint: str = "") -> None:
+        self.what = what
+        self.why = why
+        self.hint = hint
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        lines += [f"  {line}" for line in self.why.splitlines()]
+        if self.hint:
+            lines.append(f"hint: {self.hint}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keyword-only arguments do not survive the default; errors cross process boundaries.
+        return (_rebuild, (type(self), self.what, self.why, self.hint))
+
+
+def _rebuild(kind: type[OpkilnError], what: str, why: str, hint: str) -> OpkilnError:
+    return kind(what, why=why, hint=hint)
+
+
+class UsageError(OpkilnError):
+    """The call itself is wrong: an unknown op, a malformed name, an argument that cannot be."""
+
+    exit_code = 2
+
+
+class SettingError(UsageError):
+    """An environment variable or option holds a value that has no meaning."""
+
+
+class SpecError(UsageError):
+    """An op's declaration is wrong: no sources, a source that does not exist, a hostile name."""
+
+
+class UnknownOp(UsageError, KeyError):
+    """No bundled op and no installed package provides an op of this name."""
+
+
+class ArchError(UsageError):
+    """An architecture list or CPU name that cannot be understood; quotes the bad token."""
+
+
+class ToolchainError(OpkilnError):
+    """No compiler that can build for the target; ``why`` lists each candidate and its refusal."""
+
+    exit_code = 3
+
+
+class BuildError(OpkilnError):
+    """A build step failed. Nothing was published."""
+
+    exit_code = 4
+
+
+class CompileError(BuildError):
+    """The compiler or linker said no; ``why`` holds its first error, the command and the log."""
+
+
+class LoadTestError(BuildError):
+    """The library was built, but a fresh process could not load it. Nothing was published."""
+
+
+class BuildTimeout(BuildError):
+    """A step ran past ``OPKILN_BUILD_TIMEOUT`` and was ended with all its children."""
+
+
+class BuildCancelled(BuildError):
+    """The build was interrupted; its children were ended."""
+
+
+class SourcesChanging(BuildError):
+    """Sources were edited while they were compiled, several times over; nothing was published."""
+
+
+class StoreError(OpkilnError):
+    """The store cannot be read or written: full, read-only, owned by somebody else."""
+
+    exit_code = 5
+
+
+class LoadError(OpkilnError):
+    """A library could not be loaded into this process, and nothing else could serve."""
+
+    exit_code = 6
+
+
+class ReloadError(LoadError):
+    """The new build of an op cannot replace the one this process already has loaded."""
+
+
+class SealedError(LoadError):
+    """Something would have compiled after ``opkiln.seal("error")`` or with ``OPKILN_JIT=off``."""
+
+    exit_code = 7
+
+
+class FallbackWarning(UserWarning):
+    """An op is served by its pure-PyTorch reference; the text says why. Given once per op."""
+
+
+class StoreWarning(UserWarning):
+    """The store could not be used as asked (owner, mode, read-only); the text says what is used."""

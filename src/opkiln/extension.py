@@ -1,0 +1,194 @@
+"""``load`` and ``load_inline``: the one-call form, with torch.utils.cpp_extension's arguments."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from opkiln.errors import SpecError, UsageError
+from opkiln.loading import loader
+from opkiln.loading.loader import Op
+from opkiln.model import (
+    ABI_NONE,
+    ABI_STABLE,
+    ABI_TORCH,
+    EXECUTABLE,
+    LIBRARY,
+    PLAIN,
+    PYTHON,
+    Artifact,
+    OpSpec,
+)
+from opkiln.settings import override
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+DISTRIBUTION = "jit"  # ops that belong to no package
+
+
+def load(
+    name: str,
+    sources: str | Sequence[str],
+    extra_cflags: Sequence[str] | None = None,
+    extra_cuda_cflags: Sequence[str] | None = None,
+    extra_sycl_cflags: Sequence[str] | None = None,
+    extra_ldflags: Sequence[str] | None = None,
+    extra_include_paths: Sequence[str] | None = None,
+    build_directory: str | None = None,
+    verbose: bool = False,
+    with_cuda: bool | None = None,
+    with_sycl: bool | None = None,
+    is_python_module: bool = True,
+    is_standalone: bool = False,
+    keep_intermediates: bool = True,
+    *,
+    abi: str = ABI_TORCH,
+) -> Any:
+    """Compile C++ sources, or find them compiled, and load them.
+
+    Takes the arguments of ``torch.utils.cpp_extension.load``. Gives the extension module; the
+    library's path with ``is_python_module=False`` (its ops are then in ``torch.ops``); the program's
+    path with ``is_standalone=True``. ``abi="torch-stable"`` builds against torch's stable ABI: the
+    compile is many times faster and the binary serves every torch from 2.10. ``abi="none"`` is for
+    code without torch; as a library it is loaded as a ``ctypes.CDLL``.
+
+    Calling it again looks at the sources again: an edit is picked up, and an unchanged extension is
+    the module that is already loaded. ``build_directory`` gets a copy of the result;
+    ``keep_intermediates`` has no meaning here: objects are always kept, in the store.
+
+    Raises BuildError, LoadError and the other OpkilnErrors.
+    """
+    _refuse_device_code(with_cuda, with_sycl, extra_cuda_cflags, extra_sycl_cflags)
+    listed = [sources] if isinstance(sources, str) else list(sources)
+    if not listed:
+        raise SpecError(f"op {name} declares no sources")
+    files = [os.path.abspath(os.fspath(source)) for source in listed]
+    for file in files:
+        if not os.path.isfile(file):
+            raise SpecError(f"op {name}: the source {file} does not exist")
+    root = os.path.dirname(files[0]) if len(files) == 1 else os.path.commonpath(files)
+    includes = [os.path.abspath(path) for path in extra_include_paths or ()]
+    spec = OpSpec(
+        name=name,
+        distribution=DISTRIBUTION,
+        root=root,
+        sources=tuple(os.path.relpath(file, root) for file in files),
+        include_dirs=tuple(includes),
+        cxx_args=_flags("extra_cflags", extra_cflags),
+        ldflags=_flags("extra_ldflags", extra_ldflags),
+        kind=_kind(is_python_module, is_standalone, abi),
+        abi=_abi(abi),
+    )
+    return _load(spec, verbose, build_directory)
+
+
+def load_inline(
+    name: str,
+    cpp_sources: str | Sequence[str],
+    cuda_sources: str | Sequence[str] | None = None,
+    sycl_sources: str | Sequence[str] | None = None,
+    functions: str | Sequence[str] | Mapping[str, str] | None = None,
+    extra_cflags: Sequence[str] | None = None,
+    extra_cuda_cflags: Sequence[str] | None = None,
+    extra_sycl_cflags: Sequence[str] | None = None,
+    extra_ldflags: Sequence[str] | None = None,
+    extra_include_paths: Sequence[str] | None = None,
+    build_directory: str | None = None,
+    verbose: bool = False,
+    with_cuda: bool | None = None,
+    with_sycl: bool | None = None,
+    is_python_module: bool = True,
+    with_pytorch_error_handling: bool = True,
+    keep_intermediates: bool = True,
+    use_pch: bool = False,
+    no_implicit_headers: bool = False,
+    *,
+    abi: str = ABI_TORCH,
+) -> Any:
+    """As ``load``, with the sources as text.
+
+    ``functions`` (names, or names to docstrings) are bound into the module, as torch does it. The
+    text is part of the key, so nothing is written when the result is cached. ``use_pch`` is
+    accepted and has no effect.
+    """
+    _refuse_device_code(with_cuda, with_sycl, extra_cuda_cflags, extra_sycl_cflags)
+    if cuda_sources or sycl_sources:
+        raise UsageError("cuda_sources and sycl_sources are not supported yet")
+    parts = [cpp_sources] if isinstance(cpp_sources, str) else list(cpp_sources)
+    if abi == ABI_TORCH and not no_implicit_headers:
+        parts.insert(0, "#include <torch/extension.h>")
+    if functions is not None:
+        if abi != ABI_TORCH or not is_python_module:
+            raise UsageError("functions= needs a Python module on the full ABI (abi='torch')")
+        parts.append(_bindings(functions, with_pytorch_error_handling))
+    spec = OpSpec(
+        name=name,
+        distribution=DISTRIBUTION,
+        root="/opkiln/src",
+        sources=("main.cpp",),
+        include_dirs=tuple(os.path.abspath(path) for path in extra_include_paths or ()),
+        cxx_args=_flags("extra_cflags", extra_cflags),
+        ldflags=_flags("extra_ldflags", extra_ldflags),
+        kind=_kind(is_python_module, False, abi),
+        abi=_abi(abi),
+        inline=(("main.cpp", "\n".join(parts) + "\n"),),
+    )
+    return _load(spec, verbose, build_directory)
+
+
+def _load(spec: OpSpec, verbose: bool, build_directory: str | None) -> Any:
+    # Several specs may go by one name here; each call finds its own, by key.
+    quiet = {} if verbose else {"progress": "off"}
+    with override(**quiet):
+        loaded = loader.load(Op(spec), again=True)
+    assert loaded.artifact is not None  # there is no reference to fall back to
+    if build_directory is not None:
+        _copy_out(loaded.artifact, build_directory)
+    return loaded.artifact.path if spec.kind == LIBRARY else loaded.value
+
+
+def _copy_out(artifact: Artifact, directory: str) -> None:
+    import shutil
+
+    os.makedirs(directory, exist_ok=True)
+    shutil.copy(artifact.path, directory)
+
+
+def _abi(abi: str) -> str:
+    if abi not in (ABI_TORCH, ABI_STABLE, ABI_NONE):
+        raise UsageError(f"abi={abi!r}: expected 'torch', 'torch-stable' or 'none'")
+    return abi
+
+
+def _kind(is_python_module: bool, is_standalone: bool, abi: str) -> str:
+    if is_standalone:
+        return EXECUTABLE
+    if is_python_module:
+        return PYTHON
+    return PLAIN if abi == ABI_NONE else LIBRARY
+
+
+def _flags(argument: str, flags: Sequence[str] | None) -> tuple[str, ...]:
+    if isinstance(flags, str):
+        raise UsageError(f"{argument} must be a list of flags, not the string {flags!r}")
+    return tuple(flags or ())
+
+
+def _refuse_device_code(*arguments: object) -> None:
+    if any(arguments):
+        raise UsageError("CUDA and SYCL sources are not supported yet")
+
+
+def _bindings(functions: str | Sequence[str] | Mapping[str, str], guarded: bool) -> str:
+    if isinstance(functions, str):
+        functions = [functions]
+    named = functions if hasattr(functions, "items") else {name: name for name in functions}
+    lines = ["PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {"]
+    for name, text in named.items():
+        if not name.isidentifier():
+            raise UsageError(f"functions: {name!r} is not the name of a C++ function")
+        target = f"torch::wrap_pybind_function({name})" if guarded else f"&{name}"
+        lines.append(f'  m.def("{name}", {target}, R"opkiln({text})opkiln");')
+    return "\n".join([*lines, "}"])

@@ -1,0 +1,309 @@
+"""A miss: plan, compile, link, load-test, publish; one builder per entry, the others wait."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import time
+import warnings
+from typing import Any, NamedTuple
+
+from opkiln import plan as plans
+from opkiln import process
+from opkiln.engine import events, schedule
+from opkiln.engine.schedule import StepFailed
+from opkiln.errors import BuildError, OpkilnError, SourcesChanging, StoreError, StoreWarning
+from opkiln.loading import compile as compiling
+from opkiln.loading import failure, loadtest, seal
+from opkiln.model import ABI_NONE, ABI_STABLE, Artifact, OpSpec, Plan, Target
+from opkiln.settings import settings
+from opkiln.store import deps, key, lock, publish
+from opkiln.store.entry import Leaf
+from opkiln.store.layers import Store
+from opkiln.toolchain import host, torch_sdk
+
+_ATTEMPTS = 4
+
+
+def make_plan(spec: OpSpec, target: Target, store: Store) -> Plan:
+    """The plan for this machine's compiler. Raises ToolchainError, BuildError, SpecError."""
+    plans.check(spec)
+    toolchain = host.choose(store.memory)
+    if spec.abi != ABI_NONE:
+        torch = toolchain.torch
+        if torch is None:
+            raise BuildError(
+                f"op {spec.name} needs torch to be built", why="torch is not installed",
+                hint="pip install torch",
+            )  # fmt: skip
+        if spec.abi == ABI_STABLE and not torch_sdk.has_stable_abi(torch):
+            raise BuildError(
+                f"op {spec.name} needs torch {torch_sdk.STABLE_VERSION} or later to be built",
+                why=f"torch {torch.version} lacks the stable ABI's headers",
+                hint=f"pip install 'torch>={torch_sdk.STABLE_VERSION}'",
+            )
+    return plans.make(spec, target, toolchain)
+
+
+def build(
+    spec: OpSpec, target: Target, store: Store, *, loaded: tuple[str, ...] = ()
+) -> Artifact:
+    """The artifact, found or built. ``loaded`` are earlier versions this process has open.
+
+    Raises every BuildError; nothing is published then, and whoever waits sees the same error.
+    """
+    if spec.inline:
+        with publish.scratch(f"{spec.name}-src") as root:
+            for source, text in spec.inline:
+                with open(os.path.join(root, source), "w") as file:
+                    file.write(text)
+            return _take_turn(make_plan(spec._replace(root=root), target, store), store, loaded)
+    return _take_turn(make_plan(spec, target, store), store, loaded)
+
+
+def _take_turn(plan: Plan, store: Store, loaded: tuple[str, ...]) -> Artifact:
+    spec = plan.spec
+    intent, build_name = key.intent_key(spec, plan.target), key.build_key(plan)
+    places = plans.anchors_of(spec, plan.toolchain)
+
+    def arrived() -> Artifact | None:
+        leaf = store.find_op(
+            spec.distribution, spec.name, intent, build_name, places, deps.Hasher()
+        ).leaf
+        return None if leaf is None else Artifact(leaf.payload, leaf.manifest["sha256"], "store")
+
+    if store.root is None:
+        return _Build(plan, store, intent, build_name, loaded).run()
+
+    def waiting(state: lock.Waiting) -> None:
+        holder = state.holder or lock.Holder(0, "", "")
+        events.emit("waiting", op=spec.name, pid=holder.pid, host=holder.host,
+                    seconds=state.seconds, what="build")  # fmt: skip
+
+    with lock.turn(store.root, f"{intent}-{build_name}", arrived, waiting) as got:
+        if isinstance(got, Artifact):
+            return got
+        try:
+            return _Build(plan, store, intent, build_name, loaded).run()
+        except OpkilnError as error:
+            got.fail(error)
+            raise
+
+
+class _Linked(NamedTuple):
+    """A finished artifact in the staging directory, and all that went into it."""
+
+    path: str
+    read: tuple[str, ...]
+    dependencies: deps.Dependencies
+    log: str
+    compiled: int
+    max_rss: int
+
+
+class _Build:
+    """One build of one plan."""
+
+    def __init__(
+        self, plan: Plan, store: Store, intent: str, build_name: str, loaded: tuple[str, ...]
+    ) -> None:
+        self._plan = plan
+        self._store = store
+        self._intent = intent
+        self._build = build_name
+        self._loaded = loaded
+
+    def run(self) -> Artifact:
+        spec = self._plan.spec
+        seal.about_to_compile(spec.name)
+        began = time.monotonic()
+        events.emit("build-start", op=spec.name, steps=len(self._plan.steps))
+        ok = False
+        try:
+            with publish.scratch(spec.name) as stage:
+                artifact = self._stage(stage, began)
+            ok = True
+            return artifact
+        finally:
+            events.emit("build-end", op=spec.name, ok=ok, wall=time.monotonic() - began)
+
+    def _stage(self, stage: str, began: float) -> Artifact:
+        spec = self._plan.spec
+        try:
+            linked = self._settle(stage)
+        except StepFailed as failed:
+            log = failure.write_log(
+                self._store.root, f"{spec.name}-{self._build[:12]}", self._failed_log(failed)
+            )
+            replaced = {stage: "/opkiln/build"}
+            if spec.inline:
+                replaced[spec.root] = "/opkiln/src"
+            raise failure.compile_error(failed, spec.name, log, replaced) from None
+        loadtest.check(spec, self._plan.toolchain.torch, linked.path, tmpdir=stage)
+        if self._loaded:
+            self._test_reload(linked.path, stage)
+        seconds = time.monotonic() - began
+        return self._publish(linked, stage, seconds)
+
+    def _settle(self, stage: str) -> _Linked:
+        """Compile and link until one state of the sources went into all of it."""
+        for _ in range(_ATTEMPTS):
+            objects = compiling.objects(self._plan, self._store, stage)
+            log = self._link(stage, objects)
+            read = tuple(dict.fromkeys(path for each in objects for path in each.read))
+            dependencies = deps.gather(self._plan, read, deps.Hasher())
+            now = deps.own_digests(self._plan, dependencies)
+            # Each object is right for what it read when it was compiled; a header edited between
+            # two compiles would be in one object as it was and in another as it is.
+            if all(now[path] == digest for each in objects for path, digest in each.own.items()):
+                fresh = [each for each in objects if not each.cached]
+                return _Linked(
+                    path=os.path.join(stage, self._plan.output),
+                    read=read,
+                    dependencies=dependencies,
+                    log=log,
+                    compiled=len(fresh),
+                    max_rss=max((each.max_rss for each in fresh), default=0),
+                )
+        raise SourcesChanging(
+            f"op {self._plan.spec.name}: its files were edited during each of {_ATTEMPTS} builds",
+            why="nothing was published",
+            hint="save the files and try again",
+        )
+
+    def _link(self, stage: str, objects: list[compiling.Compiled]) -> str:
+        step = self._plan.steps[-1]
+        places = plans.anchors(self._plan, stage)
+        task = schedule.Task(
+            name=step.output,
+            op=self._plan.spec.name,
+            label=events.LINK,
+            argv=plans.argv(step, places),
+            cwd=stage,
+            env=dict(self._plan.environment),
+            tmpdir=stage,
+            after=(),
+            memory=step.memory,
+            finish=None,
+        )
+        linked = schedule.execute([task], timeout=settings.build_timeout)[step.output]
+        parts = []
+        for each in objects:
+            command = shlex.join(plans.argv(each.step, places))
+            parts.append(f"$ {command}\n{each.log if not each.cached else '(from the store)'}")
+        parts.append(f"$ {shlex.join(task.argv)}\n{linked.output}")
+        return "\n".join(parts)
+
+    def _failed_log(self, failed: StepFailed) -> str:
+        inline = "".join(
+            f"--- /opkiln/src/{source}\n{text}\n" for source, text in self._plan.spec.inline
+        )
+        command = shlex.join(failed.completed.argv)
+        return f"{inline}$ {command}\n{failed.completed.output}"
+
+    def _test_reload(self, path: str, stage: str) -> None:
+        from opkiln.errors import LoadTestError, ReloadError
+
+        try:
+            loadtest.check(
+                self._plan.spec, self._plan.toolchain.torch, path, after=self._loaded, tmpdir=stage
+            )
+        except LoadTestError as error:
+            raise ReloadError(
+                f"the new build of {self._plan.spec.name} cannot be loaded beside the old one",
+                why=f"{error.why}\n(a library that defines its own schemas can be loaded once)",
+                hint="restart the process",
+            ) from error
+
+    def _publish(self, linked: _Linked, stage: str, seconds: float) -> Artifact:
+        spec = self._plan.spec
+        leaf = os.path.join(stage, "leaf")
+        manifest = {
+            "kind": spec.kind,
+            "op": spec.name,
+            "distribution": spec.distribution,
+            "target": self._plan.target._asdict(),
+            "seconds": round(seconds, 3),
+            "max_rss": linked.max_rss,
+            "created": time.time(),
+        }
+        lists = {
+            **compiling.sidecar(self._plan, linked.read, linked.dependencies),
+            "inputs": inputs(self._plan),
+        }
+        compiling.write_leaf(leaf, linked.path, manifest, linked.dependencies, lists, linked.log)
+        root = self._store.root
+        relative = os.path.join(
+            "ops", spec.distribution, spec.name, self._intent, self._build,
+            deps.key_of(linked.dependencies),
+        )  # fmt: skip
+        if root is not None:
+            try:
+                final = self._appear(leaf, root, relative)
+            except StoreError as error:
+                warnings.warn(
+                    f"{error}\nthis process uses its own copy", StoreWarning, stacklevel=2
+                )
+            else:
+                if final is not None:
+                    return Artifact(final.payload, final.manifest["sha256"], "built",
+                                    linked.compiled, seconds)  # fmt: skip
+        path, digest = _private_copy(linked.path)
+        return Artifact(path, digest, "built", linked.compiled, seconds)
+
+    def _appear(self, leaf: str, root: str, relative: str) -> Leaf | None:
+        """Publish, and read back what is there now: ours, or that of whoever won the race.
+
+        None where it cannot be seen (a network file system may hide it for a while) or is not good:
+        then this process goes on with its own, verified copy.
+        """
+        from opkiln.store.entry import Refused, examine
+
+        places = plans.anchors_of(self._plan.spec, self._plan.toolchain)
+        for _ in range(2):
+            final = publish.publish(leaf, root, relative)
+            found = examine(final, places, deps.Hasher(), listed=False, external=False)
+            if isinstance(found, Leaf):
+                return found
+            if isinstance(found, Refused) and found.damaged:
+                # We hold the lock, so this is no entry that another builder just made.
+                publish.discard(root, final)
+        return None
+
+
+def inputs(plan: Plan) -> dict[str, Any]:
+    """What the keys were made of, in words; `explain` shows the difference to today's."""
+    spec = plan.spec
+    named = {"src": "{src}", "stage": "{build}", "torch": "{torch}", "python": "{python}", "abs": ""}
+    declared = {k: v for k, v in spec._asdict().items() if k not in ("root", "inline")}
+    return {
+        "spec": declared,
+        "target": plan.target._asdict(),
+        "toolchain": {"version": plan.toolchain.version, "identity": plan.toolchain.identity},
+        "steps": [[plans.render(arg, named) for arg in step.argv] for step in plan.steps],
+    }
+
+
+_kept: list[str] = []
+
+
+def _private_copy(path: str) -> tuple[str, str]:
+    """A copy of a verified library that lasts as long as this process: (path, sha256)."""
+    import atexit
+
+    from opkiln.digest import sha256_file
+
+    directory = publish.make_scratch("private")
+    process.register_scratch(directory)
+    if not _kept:
+        atexit.register(_remove_kept)
+    _kept.append(directory)
+    copy = os.path.join(directory, os.path.basename(path))
+    shutil.copy(path, copy)
+    return copy, sha256_file(copy)
+
+
+def _remove_kept() -> None:
+    while _kept:
+        publish.remove(_kept.pop())

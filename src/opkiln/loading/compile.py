@@ -1,0 +1,248 @@
+"""Compiling a plan's sources: each object from the store, or by the compiler and into the store.
+
+An edit while a file is being compiled must not end up under the key of the new text. The compiler
+reports what it read only afterwards, so:
+- a file whose change time is before the compile began is what the compiler saw;
+- for one that is not (an edit, or a clock that is ahead), the contents are compared with a snapshot
+  from before the compile; where there is none, the compile is repeated with one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from typing import Any, NamedTuple
+
+from opkiln import plan as plans
+from opkiln.digest import Signature
+from opkiln.engine import events, schedule
+from opkiln.errors import SourcesChanging, StoreError
+from opkiln.model import Plan, Step
+from opkiln.settings import settings
+from opkiln.store import deps, entry, key, publish
+from opkiln.store.layers import Store
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.process import Completed
+
+_ROUNDS = 5
+# Change times come from the kernel's coarse clock, which lags by up to a tick.
+_TICK_NS = 20_000_000
+
+
+class Compiled(NamedTuple):
+    """One object in the staging directory."""
+
+    step: Step
+    read: tuple[str, ...]  # every file that went into it
+    own: dict[str, str]  # the author's files among them, and the digest of each as it was read
+    log: str
+    wall: float = 0.0
+    max_rss: int = 0
+    cached: bool = False
+
+
+def objects(plan: Plan, store: Store, stage: str) -> list[Compiled]:
+    """Bring every object of a plan into ``stage``.
+
+    Raises schedule.StepFailed, SourcesChanging, and what the engine raises.
+    """
+    places = plans.anchors(plan, stage)
+    hasher = deps.Hasher()
+    done: dict[str, Compiled] = {}
+    missing: list[Step] = []
+    for step in plan.steps:
+        if step.kind == "compile":
+            found = _from_store(plan, step, store, stage, hasher)
+            if found is None:
+                missing.append(step)
+            else:
+                done[step.output] = found
+                events.emit("step-end", op=plan.spec.name, label=step.source, step=step.output,
+                            wall=0.0, max_rss=0, cached=True)  # fmt: skip
+    snapshots = {step.output: _snapshot([plans.render(step.argv[-3], places)]) for step in missing}
+    for _ in range(_ROUNDS):
+        if not missing:
+            break
+        batch = _Batch(plan, store, stage, places, snapshots)
+        batch.run(missing)
+        done.update(batch.settled)
+        missing = [step for step in missing if step.output in batch.unsettled]
+        snapshots = batch.unsettled
+    if missing:
+        raise SourcesChanging(
+            f"{missing[0].source} or a file it includes was edited during each of {_ROUNDS} compiles",
+            why="nothing was published",
+            hint="save the file and try again",
+        )
+    return [done[step.output] for step in plan.steps if step.kind == "compile"]
+
+
+def _from_store(
+    plan: Plan, step: Step, store: Store, stage: str, hasher: deps.Hasher
+) -> Compiled | None:
+    places = plans.anchors_of(plan.spec, plan.toolchain)
+    leaf = store.find_object(key.step_key(plan, step), places, hasher).leaf
+    if leaf is None:
+        return None
+    try:
+        sidecar = entry.read_sidecar(leaf.directory)
+        shutil.copyfile(leaf.payload, os.path.join(stage, step.output))
+        read = tuple(os.path.join(places[anchor], path) for anchor, path in sidecar["read"])
+        recorded = leaf.manifest["deps"]["own"]
+        own = {os.path.join(places[anchor], path): sha for anchor, path, sha, *_ in recorded}
+    except (OSError, ValueError, KeyError):
+        return None  # collected meanwhile; it is compiled again
+    return Compiled(step, read, own, "", cached=True)
+
+
+def _snapshot(paths: list[str]) -> dict[str, str]:
+    hasher = deps.Hasher()
+    taken: dict[str, str] = {}
+    for path in paths:
+        try:
+            taken[path] = hasher(path)[0]
+        except FileNotFoundError:
+            continue  # the compiler will say so, in its own words
+    return taken
+
+
+class _Batch:
+    """One round of compiles."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        stage: str,
+        places: dict[str, str],
+        snapshots: dict[str, dict[str, str]],
+    ) -> None:
+        self._plan = plan
+        self._store = store
+        self._stage = stage
+        self._places = places
+        self._snapshots = snapshots
+        self._began = time.time_ns()
+        self.settled: dict[str, Compiled] = {}
+        self.unsettled: dict[str, dict[str, str]] = {}  # output -> snapshot for the next round
+
+    def run(self, steps: list[Step]) -> None:
+        tasks = [self._task(step) for step in steps]
+        schedule.execute(tasks, timeout=settings.build_timeout)
+
+    def _task(self, step: Step) -> schedule.Task:
+        return schedule.Task(
+            name=step.output,
+            op=self._plan.spec.name,
+            label=step.source,
+            argv=plans.argv(step, self._places),
+            cwd=self._stage,
+            env=dict(self._plan.environment),
+            tmpdir=self._stage,
+            after=(),
+            memory=step.memory,
+            finish=lambda completed: self._finish(step, completed),
+        )
+
+    def _finish(self, step: Step, completed: Completed) -> None:
+        with open(os.path.join(self._stage, step.depfile), errors="surrogateescape") as file:
+            listed = deps.parse_depfile(file.read())
+        read = tuple(os.path.normpath(os.path.join(self._stage, path)) for path in listed)
+        if not self._saw(read, self._snapshots.get(step.output, {})):
+            self.unsettled[step.output] = _snapshot(list(read))
+            return
+        dependencies = deps.gather(self._plan, read, deps.Hasher())
+        own = deps.own_digests(self._plan, dependencies)
+        result = Compiled(step, read, own, completed.output, completed.wall, completed.max_rss)
+        self.settled[step.output] = result
+        if self._store.root is not None:
+            _keep(self._plan, result, dependencies, self._store.root, self._stage)
+
+    def _saw(self, read: tuple[str, ...], snapshot: dict[str, str]) -> bool:
+        """Whether the files, as they are now, certainly are what the compiler read."""
+        hasher = deps.Hasher()
+        for path in read:
+            try:
+                if Signature.of(path).ctime_ns < self._began - _TICK_NS:
+                    continue
+                if snapshot.get(path) != hasher(path)[0]:
+                    return False
+            except FileNotFoundError:
+                return False
+        return True
+
+
+def _keep(
+    plan: Plan, compiled: Compiled, dependencies: deps.Dependencies, root: str, stage: str
+) -> None:
+    """Publish an object. A store that cannot take it costs a compile later, nothing now."""
+    step = compiled.step
+    payload = os.path.join(stage, step.output)
+    staged = os.path.join(stage, step.output + ".leaf")
+    manifest = {"kind": "object", "source": step.source, "wall": compiled.wall,
+                "max_rss": compiled.max_rss}  # fmt: skip
+    write_leaf(staged, payload, manifest, dependencies, sidecar(plan, compiled.read, dependencies))
+    name = key.step_key(plan, step)
+    relative = os.path.join("objects", name[:2], name, deps.key_of(dependencies))
+    try:
+        publish.publish(staged, root, relative)
+    except StoreError as error:
+        events.emit("note", text=str(error))
+
+
+def sidecar(
+    plan: Plan, read: tuple[str, ...], dependencies: deps.Dependencies
+) -> dict[str, Any]:
+    """The long lists of a leaf: every file read, by anchor, and what `recheck` may need."""
+    places = plans.anchors_of(plan.spec, plan.toolchain)
+    inline = {os.path.join(plan.spec.root, source) for source, _ in plan.spec.inline}
+    return {
+        "read": [list(_anchored(path, places)) for path in read if path not in inline],
+        "external": [list(item) for item in dependencies.external_files],
+        "names": list(dependencies.names),
+    }
+
+
+def _anchored(path: str, places: dict[str, str]) -> tuple[str, str]:
+    for anchor in ("torch", "python", "src"):
+        place = places.get(anchor)
+        if place and path.startswith(place.rstrip("/") + "/"):
+            return anchor, path[len(place.rstrip("/")) + 1 :]
+    return "abs", path
+
+
+def write_leaf(
+    directory: str,
+    payload: str,
+    manifest: dict[str, Any],
+    dependencies: deps.Dependencies,
+    lists: dict[str, Any],
+    log: str = "",
+) -> None:
+    """Lay out a leaf, ready to be published."""
+    import json
+
+    from opkiln.digest import sha256_file
+
+    os.mkdir(directory, 0o700)
+    name = os.path.basename(payload)
+    os.link(payload, os.path.join(directory, name))
+    full = {
+        **manifest,
+        "schema": entry.SCHEMA,
+        "payload": name,
+        "size": os.stat(payload).st_size,
+        "sha256": sha256_file(payload),
+        "deps": deps.to_manifest(dependencies),
+    }
+    files = {
+        entry.MANIFEST: entry.write_manifest(full),
+        entry.SIDECAR: json.dumps(lists).encode("utf-8", "surrogateescape"),
+        entry.LOG: log.encode("utf-8", "surrogateescape"),
+    }
+    for file, data in files.items():
+        with open(os.path.join(directory, file), "wb") as out:
+            out.write(data)

@@ -1,0 +1,124 @@
+"""Why an op is served as it is, and what changed since it was last built."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+from opkiln import plan as plans
+from opkiln import settings as settings_module
+from opkiln.errors import OpkilnError
+from opkiln.loading import loader
+from opkiln.loading.build import inputs, make_plan
+from opkiln.loading.loader import Op
+from opkiln.loading.trace import Decision
+from opkiln.model import Plan
+from opkiln.store import deps, entry, key
+from opkiln.store.layers import Store
+
+
+class Explanation(NamedTuple):
+    """``str()`` of it is what `opkiln explain` prints."""
+
+    op: str
+    decisions: tuple[Decision, ...]
+    keys: dict[str, str]
+    changes: tuple[str, ...]  # since the newest entry, when that one does not serve
+    dropped: tuple[str, ...]  # variables that no compiler gets to see
+    loaded: bool  # whether the decisions are those of this process's own load
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: " + ("as loaded by this process" if self.loaded else "as of now")]
+        lines += [f"  {decision}" for decision in self.decisions]
+        if self.changes:
+            lines += ["changed since it was last built:", *(f"  {each}" for each in self.changes)]
+        if self.dropped:
+            lines.append("kept away from compilers: " + ", ".join(self.dropped))
+        lines += [f"{name + ':':8} {value}" for name, value in self.keys.items()]
+        return "\n".join(lines)
+
+
+def explain(op: Op) -> Explanation:
+    """Look at an op without building or loading it."""
+    known = loader.traces().get((op.spec.distribution, op.spec.name))
+    _, trace = loader.would_compile(op)
+    store = Store()
+    keys, changes = {}, []
+    try:
+        plan = make_plan(op.spec, loader.target_of(op.spec), store)
+    except OpkilnError as error:
+        trace.add("build", "refused", f"{error.what}: {error.why}")
+    else:
+        keys = {"intent": key.intent_key(op.spec, plan.target), "build": key.build_key(plan)}
+        if not any(decision.verdict == "taken" for decision in trace.decisions):
+            changes = _changes(plan, store)
+    decisions = trace.decisions if known is None else known.decisions
+    return Explanation(
+        op=op.spec.name,
+        decisions=tuple(decisions),
+        keys=keys,
+        changes=tuple(changes),
+        dropped=settings_module.dropped(),
+        loaded=known is not None,
+    )
+
+
+def _changes(plan: Plan, store: Store) -> list[str]:
+    newest = _newest(plan, store)
+    if newest is None:
+        return []
+    try:
+        with open(os.path.join(newest, entry.MANIFEST), "rb") as file:
+            manifest = entry.parse_manifest(file.read())
+        before = entry.read_sidecar(newest)["inputs"]
+        places = plans.anchors_of(plan.spec, plan.toolchain)
+        _, edited = deps.recheck(
+            manifest["deps"], places, deps.Hasher(), lambda: entry.read_sidecar(newest),
+            external=True,
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [f"the newest entry cannot be read: {error}"]
+    return [*difference(before, inputs(plan)), *edited]
+
+
+def _newest(plan: Plan, store: Store) -> str | None:
+    found: list[tuple[float, str]] = []
+    for layer in store.location.layers:
+        base = os.path.join(layer.root, "ops", plan.spec.distribution, plan.spec.name)
+        for directory, _, files in os.walk(base):
+            if entry.MANIFEST in files:
+                found.append((os.stat(directory).st_mtime, directory))
+    return max(found)[1] if found else None
+
+
+def difference(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What differs between the inputs of two builds, in words."""
+    changes: list[str] = []
+    for part in ("spec", "target"):
+        for name, now in after[part].items():
+            then = before[part].get(name)
+            if _plain(then) != _plain(now):
+                changes.append(f"{part} {name}: {_words(then)} -> {_words(now)}")
+    tools_then, tools_now = before["toolchain"], after["toolchain"]
+    if tools_then != tools_now:
+        if tools_then["version"] != tools_now["version"]:
+            changes.append(f"compiler: {tools_then['version']} -> {tools_now['version']}")
+        else:
+            changes.append(f"compiler: {tools_now['version']}, but its programs are others now")
+    if not changes and before["steps"] != after["steps"]:
+        for then, now in zip(before["steps"], after["steps"], strict=False):
+            gone, new = set(then) - set(now), set(now) - set(then)
+            changes += [f"flag {flag} is new" for flag in sorted(new)]
+            changes += [f"flag {flag} is gone" for flag in sorted(gone)]
+    return list(dict.fromkeys(changes))
+
+
+def _plain(value: Any) -> Any:
+    """A value as it looks after a trip through JSON."""
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return " ".join(str(item) for item in value) or "none"
+    return str(value)

@@ -1,0 +1,81 @@
+"""From a step that failed to an error a person can act on: first error, command, log."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+
+from opkiln.engine.schedule import StepFailed
+from opkiln.errors import CompileError
+from opkiln.store.location import make_private
+
+_DIAGNOSTIC = re.compile(r"^(?P<where>[^\n]+?:\d+(?::\d+)?): (?:fatal )?error: .*$", re.MULTILINE)
+_LINKER = re.compile(r"^.*(?:undefined reference|cannot find -l|ld: ).*$", re.MULTILINE)
+_CONTEXT_LINES = 4
+
+
+def first_error(output: str) -> str:
+    """The first error a compiler or linker reported, with the lines that show it."""
+    found = _DIAGNOSTIC.search(output) or _LINKER.search(output)
+    if found is None:
+        return "\n".join(output.strip().splitlines()[-_CONTEXT_LINES:])
+    lines = [found.group()]
+    for line in output[found.end() :].splitlines()[1 : _CONTEXT_LINES + 1]:
+        if not line.startswith((" ", "\t")):
+            break  # the next diagnostic
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def compile_error(failed: StepFailed, op: str, log: str, replaced: dict[str, str]) -> CompileError:
+    """The error for a step that failed; ``replaced`` maps staging paths to lasting ones."""
+    output = _replace(failed.completed.output, replaced)
+    command = _replace(shlex.join(failed.completed.argv), replaced)
+    status = failed.completed.returncode
+    if status < 0:
+        ended = f"the compiler was killed by {signal.Signals(-status).name}"
+        why = f"{ended}\n{first_error(output)}"
+    else:
+        why = first_error(output)
+    what = "does not compile" if failed.task.label.endswith((".cpp", ".cc", ".cxx")) else "failed"
+    parts = [why, f"command: {command}", f"log: {log}" if log else ""]
+    return CompileError(
+        f"op {op}: {failed.task.label} {what}",
+        why="\n".join(part for part in parts if part),
+        hint=_hint(output, op),
+    )
+
+
+def _replace(text: str, replaced: dict[str, str]) -> str:
+    for before, after in replaced.items():
+        text = text.replace(before, after)
+    return text
+
+
+def _hint(output: str, op: str) -> str:
+    library = re.search(r"cannot find -l(\S+?)(?::|\s|$)", output)
+    if library:
+        name = library.group(1)
+        return f"apt-get install lib{name}-dev    (or LDFLAGS=-L<directory of lib{name}.so>)"
+    header = re.search(r"fatal error: (\S+): No such file", output)
+    if header:
+        return f"add the directory of {header.group(1)} to include_paths(), or set CPATH"
+    if "Killed" in output or "out of memory" in output.lower():
+        return "MAX_JOBS=1"
+    return f"opkiln build {op}    # after mending it"
+
+
+def write_log(root: str | None, name: str, text: str) -> str:
+    """Keep a failed build's log. Returns its path, or nothing where none can be kept."""
+    if root is None:
+        return ""
+    path = os.path.join(root, "logs", name + ".log")
+    try:
+        make_private(os.path.dirname(path))
+        with open(path, "w", errors="surrogateescape") as file:
+            file.write(text)
+    except OSError:
+        return ""  # the error itself says more than a log that cannot be kept
+    return path

@@ -1,0 +1,49 @@
+"""The load test: a fresh library must load in a fresh process before anybody can find it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from opkiln.errors import LoadTestError
+from opkiln.model import ABI_NONE, ABI_STABLE, EXECUTABLE, PYTHON, OpSpec, TorchSDK
+from opkiln.process import run
+
+_PROBE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "probe_load.py")
+
+
+def check(
+    spec: OpSpec, torch: TorchSDK | None, path: str, *, after: tuple[str, ...] = (), tmpdir: str
+) -> None:
+    """Load ``path`` in a child, after torch's libraries and those in ``after``.
+
+    Raises LoadTestError with what the dynamic linker said, or the signal that ended the child.
+    """
+    if spec.kind == EXECUTABLE:
+        return
+    libraries = [*_torch_libraries(spec, torch), *after, path]
+    done = run((sys.executable, "-I", "-S", _PROBE, *libraries), timeout=120, tmpdir=tmpdir)
+    if done.returncode == 0:
+        return
+    if done.returncode < 0:
+        reason = f"the process died of {signal.Signals(-done.returncode).name}"
+    else:
+        reason = done.output.strip() or f"exit {done.returncode}"
+    missing = reason.partition("undefined symbol: ")[2].split(",")[0].strip()
+    raise LoadTestError(
+        f"{spec.name} was built but cannot be loaded",
+        why=reason,
+        hint=f"c++filt {missing}    # then link the library that defines it" if missing else "",
+    )
+
+
+def _torch_libraries(spec: OpSpec, torch: TorchSDK | None) -> list[str]:
+    if spec.abi == ABI_NONE or torch is None:
+        return []
+    names = ["libc10.so", "libtorch_cpu.so"]
+    if spec.abi != ABI_STABLE:
+        names.append("libtorch.so")
+    if spec.kind == PYTHON and spec.abi != ABI_STABLE:
+        names.append("libtorch_python.so")
+    return [os.path.join(torch.path, "lib", name) for name in names]

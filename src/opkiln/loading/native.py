@@ -1,0 +1,44 @@
+"""Opening a verified file in this process, by its kind."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from opkiln.errors import LoadError
+from opkiln.model import ABI_NONE, EXECUTABLE, LIBRARY, PLAIN, OpSpec
+
+
+def open_artifact(spec: OpSpec, path: str) -> Any:
+    """The loaded thing: an extension module, a CDLL, a path; None for a torch library.
+
+    Raises LoadError with what the dynamic linker said.
+    """
+    try:
+        if spec.kind == EXECUTABLE:
+            return path
+        if spec.abi != ABI_NONE:
+            import torch
+        if spec.kind == LIBRARY:
+            torch.ops.load_library(path)
+            return None
+        if spec.kind == PLAIN:
+            import ctypes
+
+            return ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL)
+        return _import_module(spec.name, path)
+    except (OSError, ImportError) as error:
+        raise LoadError(f"{spec.name} cannot be loaded from {path}", why=str(error)) from error
+
+
+def _import_module(name: str, path: str) -> Any:
+    from importlib.machinery import ExtensionFileLoader
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    loader = ExtensionFileLoader(name, path)
+    spec = spec_from_file_location(name, path, loader=loader)
+    if spec is None:
+        raise ImportError(f"{path} is not an extension module")
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module

@@ -1,0 +1,46 @@
+"""The seal: from now on nothing may compile. Set after warm-up, before serving."""
+
+from __future__ import annotations
+
+import warnings
+
+from opkiln.errors import FallbackWarning, SealedError, UsageError
+from opkiln.settings import settings
+
+_mode = "off"
+
+
+def seal(mode: str = "error") -> None:
+    """A compile from now on is an error, or a warning with ``"warn"``; ``"off"`` lifts it."""
+    global _mode
+    if mode not in ("warn", "error", "off"):
+        raise UsageError(f"seal({mode!r}): expected 'warn', 'error' or 'off'")
+    _mode = mode
+
+
+def why_not_compile() -> str:
+    """The reason for which nothing may compile here; empty when it may."""
+    if not settings.jit:
+        return "OPKILN_JIT=off: nothing is compiled here"
+    if _in_force() == "error":
+        return "opkiln is sealed: nothing may compile any more"
+    return ""
+
+
+def about_to_compile(op: str) -> None:
+    """Called before the first compile of an op. Raises SealedError where it must not happen."""
+    reason = why_not_compile()
+    if reason:
+        raise SealedError(
+            f"op {op} would have to be compiled", why=reason, hint=f"opkiln build {op}"
+        )
+    if _in_force() == "warn":
+        warnings.warn(
+            f"op {op} is compiled after opkiln was sealed; hint: opkiln build {op}",
+            FallbackWarning,
+            stacklevel=2,
+        )
+
+
+def _in_force() -> str:
+    return _mode if _mode != "off" else str(settings.seal)

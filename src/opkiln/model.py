@@ -1,0 +1,126 @@
+"""The records that travel between the layers: OpSpec, Target, Toolchain, Step, Plan, Artifact.
+
+They are NamedTuples, not dataclasses: creating the classes costs a tenth, and they are created on
+the way to every cache hit. All of them are immutable and hold only immutable values.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# What a finished op is, and so how it is loaded.
+LIBRARY = "library"  # registers torch ops when loaded: torch.ops.load_library
+PYTHON = "python"  # a CPython extension module (pybind11 or by hand)
+EXECUTABLE = "executable"  # a program; load() gives its path
+PLAIN = "plain"  # a shared library with a C interface; load() gives a ctypes.CDLL
+
+# What the binary depends on.
+ABI_STABLE = "torch-stable"  # torch's stable ABI: one binary for torch >= 2.10
+ABI_TORCH = "torch"  # torch/extension.h: one torch version, one Python
+ABI_NONE = "none"  # no torch at all
+
+
+class OpSpec(NamedTuple):
+    """What an author declares. Paths are relative to ``root`` or absolute."""
+
+    name: str
+    distribution: str  # the package that owns the op; ops of two packages never collide
+    root: str  # absolute; the anchor that makes keys independent of where a package lies
+    sources: tuple[str, ...]
+    include_dirs: tuple[str, ...] = ()
+    cxx_args: tuple[str, ...] = ()
+    ldflags: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
+    kind: str = LIBRARY
+    abi: str = ABI_STABLE
+    std: str = "c++20"
+    vectorize: bool = True  # compile for the target CPU's features, not only its baseline
+    inline: tuple[tuple[str, str], ...] = ()  # (source, text) of sources that are in no file
+
+
+class Target(NamedTuple):
+    """What to build for. Holds no trace of the machine that happens to run the build."""
+
+    backend: str  # cpu, cuda, rocm, xpu
+    system: str  # linux
+    machine: str  # x86_64, aarch64
+    cpu: str  # a psABI level: x86-64-v4; or armv8-a
+    cpu_features: tuple[str, ...]  # beyond the level, explicit and sorted
+    abi_tag: str  # torch-stable-2.10, torch-2.13.0+cpu-cxx11-cpython-311, none
+    debug: bool = False
+    flags: tuple[tuple[str, tuple[str, ...]], ...] = ()  # the user's own: (("cxxflags", (...)),)
+
+
+class TorchSDK(NamedTuple):
+    """What a build needs of torch, read from its files without importing it."""
+
+    path: str  # the package directory
+    version: str
+    identity: str  # digest of what makes two torches different
+    cuda: str | None
+    hip: str | None
+    cxx11_abi: bool
+
+
+class Toolchain(NamedTuple):
+    """A compiler for a target, and what is known of it."""
+
+    family: str  # gcc, clang
+    cxx: str  # absolute path
+    version: str
+    machine: str  # what it compiles for: x86_64-linux-gnu
+    identity: str  # digest over the programs that decide its output
+    accepts: frozenset[str]  # flags that a compile probe has shown to work
+    include_dirs: tuple[str, ...]  # its own search path, in order
+    launcher: str | None = None
+    torch: TorchSDK | None = None
+    python_include: str = ""
+
+
+class Anchored(NamedTuple):
+    """An argument that holds a path below a named anchor: prefix + anchor's path + rest.
+
+    A plan is made of these, so that it (and the keys made of it) says ``src/cpu.cpp`` wherever the
+    package is installed and whatever staging directory a build gets.
+    """
+
+    prefix: str
+    anchor: str  # src, stage, torch, python, abs
+    path: str
+    suffix: str = ""
+
+
+Arg = str | Anchored
+
+
+class Step(NamedTuple):
+    """One process to run: its argv, its inputs and its one output below ``stage``."""
+
+    kind: str  # compile, link
+    output: str  # relative to the staging directory
+    argv: tuple[Arg, ...]
+    source: str = ""  # compile: the source, for people
+    depfile: str = ""  # compile: where the compiler lists what it read
+    inputs: tuple[str, ...] = ()  # link: outputs of other steps
+    memory: int = 512 << 20  # what it is expected to take at most
+
+
+class Plan(NamedTuple):
+    """The exact steps that turn a spec into an artifact for a target; JIT and AOT run the same."""
+
+    spec: OpSpec
+    target: Target
+    toolchain: Toolchain
+    steps: tuple[Step, ...]
+    environment: tuple[tuple[str, str], ...]
+    output: str  # the file that is the artifact, relative to stage
+
+
+class Artifact(NamedTuple):
+    """A finished, verified file that may be loaded, and where it was found."""
+
+    path: str
+    sha256: str
+    origin: str  # store, layer, built
+    compiled: int = 0  # steps that ran to make it now; 0 for one that was found
+    seconds: float = 0.0

@@ -1,0 +1,1 @@
+"""The catalogue: one folder per op, each with its builder, reference, kernels and front end."""

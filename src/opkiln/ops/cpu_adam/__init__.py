@@ -1,0 +1,1 @@
+"""Adam and AdamW in place on host memory: step and rollback of a step."""

@@ -1,0 +1,95 @@
+"""ALL_OPS: every op by name; the bundled ones, and those of other packages by entry point.
+
+Bundled ops are the folders below ``opkiln/ops``: ``ops/<name>/op.py`` holds one OpBuilder subclass.
+Another package adds ops with an entry point in the group ``opkiln.ops``:
+
+    [project.entry-points."opkiln.ops"]
+    my_op = "my_package.ops.my_op:MyOpBuilder"
+
+Looking up a bundled op imports its module and nothing else; entry points are only read when a name
+is not bundled, or when all are asked for (reading them takes longer than loading an op).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+
+from opkiln.builder import OpBuilder
+from opkiln.errors import SpecError, UnknownOp
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from opkiln.loading.explain import Explanation
+
+GROUP = "opkiln.ops"
+_OPS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "ops")
+
+
+def bundled() -> list[str]:
+    """Names of the ops that opkiln ships."""
+    return sorted(
+        name for name in os.listdir(_OPS) if os.path.exists(os.path.join(_OPS, name, "op.py"))
+    )
+
+
+class _AllOps(Mapping[str, type[OpBuilder]]):
+    """Read-only and lazy: a builder class is imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> type[OpBuilder]:
+        if name.isidentifier() and os.path.exists(os.path.join(_OPS, name, "op.py")):
+            return _only_builder(name)
+        for entry in _entry_points():
+            if entry.name == name:
+                found = entry.load()
+                if not (isinstance(found, type) and issubclass(found, OpBuilder)):
+                    raise SpecError(f"entry point {name} = {entry.value} is not an OpBuilder")
+                return found
+        raise UnknownOp(
+            f"there is no op {name!r}", why="known: " + ", ".join(self), hint="opkiln report"
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*bundled(), *(entry.name for entry in _entry_points())]))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+ALL_OPS: Mapping[str, type[OpBuilder]] = _AllOps()
+
+
+def get_builder(name: str) -> OpBuilder:
+    """A new builder for an op. Raises UnknownOp."""
+    return ALL_OPS[name]()
+
+
+def explain(name: str) -> Explanation:
+    """Why an op is served as it is, and what changed since it was last built. Raises UnknownOp."""
+    from opkiln.loading import explain as explaining
+
+    return explaining.explain(get_builder(name).op())
+
+
+def _only_builder(name: str) -> type[OpBuilder]:
+    module = import_module(f"opkiln.ops.{name}.op")
+    found = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, OpBuilder)
+        and value.__module__ == module.__name__
+    ]
+    if len(found) != 1:
+        raise SpecError(f"opkiln/ops/{name}/op.py must hold one OpBuilder, not {len(found)}")
+    return found[0]
+
+
+def _entry_points() -> list[EntryPoint]:
+    from importlib.metadata import entry_points
+
+    return list(entry_points(group=GROUP))
+

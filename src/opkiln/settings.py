@@ -1,0 +1,377 @@
+"""Every environment variable opkiln reads: typed, documented, in one table.
+
+This is the only module that touches ``os.environ``, and it only ever reads it. The table below
+is also the documentation: ``docs/settings.md`` is generated from it (``opkiln.settings.markdown``)
+and a test holds the two together.
+
+A value is read when it is asked for, so a program may set variables after ``import opkiln``.
+``override(...)`` sets values for a scope, in this thread and what it starts, without touching the
+environment; tests and callers use it instead of writing variables.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from opkiln.errors import SettingError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from typing import Any
+
+_OVERRIDES: ContextVar[dict[str, Any] | None] = ContextVar("opkiln_settings", default=None)
+
+
+class Setting:
+    """One documented variable. As a class attribute it reads as its parsed value."""
+
+    __slots__ = ("aliases", "default", "doc", "field", "group", "parse", "shown", "variable")
+
+    def __init__(
+        self,
+        variable: str,
+        parse: Callable[[str], Any],
+        default: Any,
+        doc: str,
+        *,
+        aliases: tuple[str, ...] = (),
+        shown: str = "",
+        group: str = "opkiln",
+    ) -> None:
+        self.variable = variable
+        self.parse = parse
+        self.default = default
+        self.doc = doc
+        self.aliases = aliases
+        self.shown = shown  # how the default reads in the docs, where it is not its repr
+        self.group = group
+        self.field = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.field = name
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self.resolve()[0]
+
+    def resolve(self) -> tuple[Any, str]:
+        """The value in force and where it comes from: a variable's name, ``default``, ``call``."""
+        overrides = _OVERRIDES.get()
+        if overrides is not None and self.field in overrides:
+            return overrides[self.field], "call"
+        for name in (self.variable, *self.aliases):
+            text = os.environ.get(name)
+            if text:  # an empty variable means "not set", as shells' `VAR= cmd` is used
+                try:
+                    return self.parse(text), name
+                except ValueError as error:
+                    raise SettingError(
+                        f"{name}={text!r} is not a valid value: {error}",
+                        why=self.doc,
+                        hint=f"unset {name}",
+                    ) from None
+        return self.default, "default"
+
+
+def _choice(*values: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.lower() not in values:
+            raise ValueError("expected " + " or ".join(values))
+        return text.lower()
+
+    return parse
+
+
+def _switch(text: str) -> bool:
+    lowered = text.lower()
+    if lowered in ("1", "on", "true", "yes"):
+        return True
+    if lowered in ("0", "off", "false", "no"):
+        return False
+    raise ValueError("expected 1 or 0, on or off")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError("expected a whole number of at least 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise ValueError("expected a positive number of seconds")
+    return value
+
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from ``512M``, ``4GiB``, ``1048576``. Raises ValueError."""
+    lowered = text.strip().lower().removesuffix("ib").removesuffix("b")
+    unit = lowered[-1:] if lowered[-1:] in ("k", "m", "g", "t") else ""
+    number = float(lowered.removesuffix(unit) if unit else lowered)
+    if not 0 < number < 1e18:
+        raise ValueError("expected a size such as 512M or 4G")
+    return int(number * _UNITS[unit])
+
+
+def _words(text: str) -> tuple[str, ...]:
+    import shlex
+
+    return tuple(shlex.split(text))
+
+
+def _paths(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(os.pathsep) if part)
+
+
+class Settings:
+    """The table. Attribute access gives the value in force now."""
+
+    # Where things are kept
+    cache_dir = Setting(
+        "OPKILN_CACHE_DIR", str, None,
+        "Root of the writable store. A directory that others can write to, or that belongs to "
+        "somebody else, is not used: a private one inside or instead of it is, and a warning says so.",
+        shown="`$XDG_CACHE_HOME/opkiln` or `~/.cache/opkiln`",
+    )  # fmt: skip
+    store_layers = Setting(
+        "OPKILN_STORE_LAYERS", _paths, (),
+        "Read-only stores below the writable one, first match wins, separated by `:`. "
+        "Naming a directory here is what makes it trusted.",
+        shown="none",
+    )  # fmt: skip
+    runtime_dir = Setting(
+        "OPKILN_RUNTIME_DIR", str, None,
+        "Node-local directory for the host-wide build budget.",
+        shown="`/dev/shm/opkiln-<uid>` or `<tmp>/opkiln-<uid>`",
+    )  # fmt: skip
+    tmpdir = Setting(
+        "OPKILN_TMPDIR", str, None,
+        "Node-local directory in which builds are staged; each build makes a private one inside.",
+        aliases=("TMPDIR",), shown="`/tmp`",
+    )  # fmt: skip
+    cache_max_size = Setting(
+        "OPKILN_CACHE_MAX_SIZE", parse_size, 20 << 30,
+        "Size that `opkiln cache gc` shrinks the store to, oldest use first.", shown="20G",
+    )  # fmt: skip
+
+    # What happens
+    jit = Setting(
+        "OPKILN_JIT", _switch, True,
+        "`off`: never compile. What is not cached or installed falls back or fails.", shown="on",
+    )  # fmt: skip
+    fallback = Setting(
+        "OPKILN_FALLBACK", _choice("warn", "silent", "error"), "warn",
+        "What to do when an op's native version cannot be had: serve its reference with one "
+        "warning, serve it silently, or raise.",
+    )  # fmt: skip
+    seal = Setting(
+        "OPKILN_SEAL", _choice("off", "warn", "error"), "off",
+        "As `opkiln.seal()`: from the start, a compile is a warning or an error.",
+    )  # fmt: skip
+    build_ops = Setting(
+        "OPKILN_BUILD_OPS", _switch, False,
+        "Precompile all ops at install time. `OPKILN_BUILD_<OP>` (`DS_BUILD_<OP>`) selects or "
+        "excludes one.",
+        aliases=("DS_BUILD_OPS",), shown="off",
+    )  # fmt: skip
+
+    # How it is built
+    cxx = Setting(
+        "OPKILN_CXX", str, None, "The host C++ compiler, a name on PATH or a path.",
+        aliases=("CXX",), shown="the first of `g++`, `clang++`, `c++` on PATH that works",
+    )  # fmt: skip
+    launcher = Setting(
+        "OPKILN_LAUNCHER", str, None,
+        "A compiler launcher to put before each compile: `ccache` or `sccache`.", shown="none",
+    )  # fmt: skip
+    cpu = Setting(
+        "OPKILN_CPU", str, "native",
+        "The CPU to build for: `native`, a psABI level (`x86-64-v3`), or either with features "
+        "(`x86-64-v3+avx512f`).",
+    )  # fmt: skip
+    debug = Setting(
+        "OPKILN_DEBUG", _switch, False, "Build with `-O0 -g3` instead of `-O3`.", shown="off",
+    )  # fmt: skip
+    cppflags = Setting(
+        "OPKILN_CPPFLAGS", _words, (), "Flags added to every compile, before the author's.",
+        aliases=("CPPFLAGS",), shown="none",
+    )  # fmt: skip
+    cxxflags = Setting(
+        "OPKILN_CXXFLAGS", _words, (), "Flags added to every compile, after the author's.",
+        aliases=("CXXFLAGS",), shown="none",
+    )  # fmt: skip
+    ldflags = Setting(
+        "OPKILN_LDFLAGS", _words, (), "Flags added to every link, after the author's.",
+        aliases=("LDFLAGS",), shown="none",
+    )  # fmt: skip
+    cpath = Setting(
+        "CPATH", _paths, (), "Include directories; each enters the command line as `-I`.",
+        shown="none", group="compiler",
+    )  # fmt: skip
+    cplus_include_path = Setting(
+        "CPLUS_INCLUDE_PATH", _paths, (),
+        "Include directories; each enters the command line as `-isystem`.",
+        shown="none", group="compiler",
+    )  # fmt: skip
+    library_path = Setting(
+        "LIBRARY_PATH", _paths, (), "Library directories; each enters the link line as `-L`.",
+        shown="none", group="compiler",
+    )  # fmt: skip
+
+    # The engine
+    max_jobs = Setting(
+        "OPKILN_MAX_JOBS", _positive, None,
+        "Most steps this process runs at once. The host-wide budget (CPUs, cgroup, memory) holds "
+        "besides.",
+        aliases=("MAX_JOBS",), shown="the budget",
+    )  # fmt: skip
+    memory = Setting(
+        "OPKILN_MEMORY", parse_size, None, "Memory that all builds of this user may take together.",
+        shown="80% of the cgroup's or the machine's",
+    )  # fmt: skip
+    build_timeout = Setting(
+        "OPKILN_BUILD_TIMEOUT", _seconds, 1800.0,
+        "Seconds after which a build step is ended.", shown="1800",
+    )  # fmt: skip
+    trace = Setting(
+        "OPKILN_TRACE", str, None,
+        "Write a Chrome/Perfetto trace of each build to this file (also `--trace FILE`).",
+        shown="none",
+    )  # fmt: skip
+    progress = Setting(
+        "OPKILN_PROGRESS", _choice("auto", "bar", "lines", "off"), "auto",
+        "How a build reports: a bar on a terminal, plain lines elsewhere; ranks other than the "
+        "first are silent.",
+    )  # fmt: skip
+    no_color = Setting(
+        "NO_COLOR", lambda text: True, False, "Any value: no colour.", shown="off", group="terminal",
+    )  # fmt: skip
+    rank = Setting(
+        "RANK", int, None, "This process's rank in a distributed job; only the first one reports.",
+        aliases=("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK"),
+        shown="none", group="job",
+    )  # fmt: skip
+
+    # The user's surroundings
+    home = Setting("HOME", str, None, "The user's home directory.", shown="none", group="system")
+    xdg_cache_home = Setting(
+        "XDG_CACHE_HOME", str, None, "The user's cache directory.", shown="`~/.cache`",
+        group="system",
+    )  # fmt: skip
+    path = Setting(
+        "PATH", _paths, ("/usr/local/bin", "/usr/bin", "/bin"), "Where programs are looked for.",
+        shown="`/usr/local/bin:/usr/bin:/bin`", group="system",
+    )  # fmt: skip
+
+
+settings = Settings()
+
+# Variables that change what a compiler does behind its argv, and that nobody sets to mean opkiln.
+# They never reach a compiler; `explain` names those that were set.
+DROPPED = (
+    "C_INCLUDE_PATH", "OBJC_INCLUDE_PATH", "GCC_EXEC_PREFIX", "COMPILER_PATH", "GCC_COMPARE_DEBUG",
+    "DEPENDENCIES_OUTPUT", "SUNPRO_DEPENDENCIES", "LD_RUN_PATH", "LDEMULATION", "GNUTARGET",
+    "COLLECT_NO_DEMANGLE", "CCC_OVERRIDE_OPTIONS", "CCC_ADD_ARGS",
+    "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CFLAGS", "MAKEFLAGS", "SOURCE_DATE_EPOCH",
+)  # fmt: skip
+
+# What a child process keeps of this one's environment. None of them decides what a compiler
+# produces, given the toolchain's identity (which digests the very programs PATH leads to).
+_PASSED = (
+    "PATH", "HOME", "USER", "LOGNAME", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR",
+    "CCACHE_DIR", "CCACHE_CONFIGPATH", "CCACHE_MAXSIZE", "SCCACHE_DIR", "SCCACHE_SERVER_PORT",
+    "CONDA_PREFIX", "ASAN_OPTIONS",
+)  # fmt: skip
+
+
+def table() -> tuple[Setting, ...]:
+    """Every setting, in the order of the documentation."""
+    return tuple(value for value in vars(Settings).values() if isinstance(value, Setting))
+
+
+def child_environment() -> dict[str, str]:
+    """The allow-listed part of this process's environment, for a compiler or another child."""
+    return {name: os.environ[name] for name in _PASSED if name in os.environ}
+
+
+def whole_environment() -> dict[str, str]:
+    """A copy of everything, for the user's own programs (`opkiln run`), never for a compiler."""
+    return dict(os.environ)
+
+
+def dropped() -> tuple[str, ...]:
+    """Names of the variables that are set here and kept away from every compiler."""
+    return tuple(name for name in DROPPED if os.environ.get(name))
+
+
+def build_switch(op: str, variables: tuple[str, ...] = ()) -> bool | None:
+    """What ``OPKILN_BUILD_<OP>`` (``DS_BUILD_<OP>``) says of one op; None when neither is set."""
+    stem = op.upper()
+    for name in (f"OPKILN_BUILD_{stem}", *variables, f"DS_BUILD_{stem}"):
+        text = os.environ.get(name)
+        if text:
+            try:
+                return _switch(text)
+            except ValueError as error:
+                raise SettingError(f"{name}={text!r}: {error}", hint=f"unset {name}") from None
+    return None
+
+
+@contextmanager
+def override(**values: Any) -> Iterator[Settings]:
+    """Settings for the length of a ``with`` block, by field name; nothing else sees them."""
+    known: Mapping[str, Any] = vars(Settings)
+    for name in values:
+        if not isinstance(known.get(name), Setting):
+            raise SettingError(f"there is no setting {name!r}")
+    merged = {**(_OVERRIDES.get() or {}), **values}
+    token = _OVERRIDES.set(merged)
+    try:
+        yield settings
+    finally:
+        _OVERRIDES.reset(token)
+
+
+_GROUPS = {
+    "opkiln": "opkiln's own",
+    "compiler": "The compiler's, taken over into the command line",
+    "terminal": "The terminal's",
+    "job": "The job launcher's",
+    "system": "The system's",
+}
+
+
+def markdown() -> str:
+    """``docs/settings.md``, whole."""
+    lines = [
+        "# Settings",
+        "",
+        "<!-- Generated by `make docs` from src/opkiln/settings.py; edit that. -->",
+        "",
+        "Every variable opkiln reads. An empty variable counts as unset. `opkiln report` shows",
+        "which are in force and where each value comes from.",
+    ]
+    for group, title in _GROUPS.items():
+        lines += ["", f"## {title}", "", "| Variable | Default | Meaning |", "|---|---|---|"]
+        for setting in table():
+            if setting.group == group:
+                names = "<br>".join(f"`{name}`" for name in (setting.variable, *setting.aliases))
+                default = setting.shown or f"`{setting.default}`"
+                lines.append(f"| {names} | {default} | {setting.doc} |")
+    lines += [
+        "",
+        "## Kept away from compilers",
+        "",
+        "These change a compiler's result behind its command line, so no compiler that opkiln",
+        "starts ever sees them; `opkiln explain` names those that are set:",
+        ", ".join(f"`{name}`" for name in DROPPED) + ".",
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,61 @@
+"""The three keys of an entry, and the key of one object.
+
+- ``intent_key``: spec, target, ABI tag; needs no compiler.
+- ``build_key``: the plan's steps and environment and the toolchain's identity.
+- ``deps_key`` (made in ``store.deps``): the contents of every file the compiler read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opkiln.digest import key
+from opkiln.model import Anchored, OpSpec, Plan, Step, Target
+from opkiln.plan import PLAN_VERSION
+
+
+def intent_key(spec: OpSpec, target: Target) -> str:
+    """What is wanted, in the words of its author and of the machine it is for."""
+    return key("intent", intent_inputs(spec, target))
+
+
+def intent_inputs(spec: OpSpec, target: Target) -> tuple[Any, ...]:
+    root = spec.root.rstrip("/") + "/"
+
+    def below(text: str) -> str:
+        # Authors write absolute paths; below the root they mean "in my package", wherever it is.
+        return text.replace(root, "{src}/") if root in text else text
+
+    declared = tuple(
+        tuple(below(item) for item in value) if isinstance(value, tuple) else value
+        for field, value in zip(spec._fields, spec, strict=True)
+        if field != "root"
+    )
+    return (declared, tuple(target))
+
+
+def step_inputs(plan: Plan, step: Step) -> tuple[Any, ...]:
+    """A step as it is keyed: without the paths of the compiler and its launcher.
+
+    The toolchain's identity stands for the compiler, wherever it is installed; a launcher changes
+    how fast a result comes, not what it is.
+    """
+    tools = (plan.toolchain.cxx, plan.toolchain.launcher)
+    arguments = tuple(
+        tuple(argument) if isinstance(argument, Anchored) else argument
+        for argument in step.argv
+        if argument not in tools
+    )
+    return (step.kind, step.output, arguments)
+
+
+def build_key(plan: Plan) -> str:
+    """How it is made."""
+    steps = tuple(step_inputs(plan, step) for step in plan.steps)
+    return key("build", (PLAN_VERSION, steps, plan.environment, plan.toolchain.identity))
+
+
+def step_key(plan: Plan, step: Step) -> str:
+    """One object: shared by every op, target and build that compiles it the same way."""
+    made = (PLAN_VERSION, step_inputs(plan, step), plan.environment, plan.toolchain.identity)
+    return key("step", (made, plan.target.abi_tag))

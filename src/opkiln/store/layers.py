@@ -1,0 +1,125 @@
+"""Looking things up: layers of leaves, first good one wins, every refusal kept.
+
+    <layer>/ops/<distribution>/<op>/<intent_key>/<build_key>/<deps_key>/
+    <layer>/objects/<aa>/<step_key>/<deps_key>/
+
+There is no ``exists``: what was there may be gone, or replaced, by the time it is opened. A look-up
+opens, checks and returns in one go, and takes no lock.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from opkiln.store import deps
+from opkiln.store.entry import Leaf, Refused, examine
+from opkiln.store.location import Layer, Location, choose
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Lookup(NamedTuple):
+    """What a look-up found, and what it refused on the way."""
+
+    leaf: Leaf | None
+    refused: tuple[Refused, ...]
+
+
+class Store:
+    """The layers as one. Holds no open file; cheap to make."""
+
+    def __init__(self, location: Location | None = None) -> None:
+        self.location = choose() if location is None else location
+
+    @property
+    def root(self) -> str | None:
+        """The layer that is written to, or None where nothing can be."""
+        return self.location.writable
+
+    @property
+    def memory(self) -> str:
+        """Where probes are remembered: the first layer's, even if it can only be read."""
+        roots = [self.root, *(layer.root for layer in self.location.layers)]
+        first = next((root for root in roots if root is not None), "/nonexistent")
+        return os.path.join(first, "toolchains")
+
+    def find_op(
+        self,
+        distribution: str,
+        op: str,
+        intent: str,
+        build: str | None,
+        places: Mapping[str, str],
+        hasher: deps.Hasher,
+    ) -> Lookup:
+        """An op's entry for this intent.
+
+        With a ``build`` key (a compiler is here) the user's own layer must hold that very build;
+        listed layers, and every layer where there is no compiler, may serve any build whose sources
+        are the ones on disk.
+        """
+        refused: list[Refused] = []
+        for layer in self.location.layers:
+            base = os.path.join(layer.root, "ops", distribution, op, intent)
+            exact = build is not None and not layer.listed
+            builds = [build] if exact and build is not None else _names(base)
+            for each in builds:
+                found = self._find(
+                    layer, os.path.join(base, each), places, hasher, refused, external=exact
+                )
+                if found is not None:
+                    return Lookup(found, tuple(refused))
+        return Lookup(None, tuple(refused))
+
+    def find_object(
+        self, step: str, places: Mapping[str, str], hasher: deps.Hasher
+    ) -> Lookup:
+        """A compiled object."""
+        refused: list[Refused] = []
+        for layer in self.location.layers:
+            base = os.path.join(layer.root, "objects", step[:2], step)
+            found = self._find(layer, base, places, hasher, refused, external=True)
+            if found is not None:
+                return Lookup(found, tuple(refused))
+        return Lookup(None, tuple(refused))
+
+    def _find(
+        self,
+        layer: Layer,
+        base: str,
+        places: Mapping[str, str],
+        hasher: deps.Hasher,
+        refused: list[Refused],
+        *,
+        external: bool,
+    ) -> Leaf | None:
+        for name in _names(base):
+            leaf = examine(
+                os.path.join(base, name), places, hasher, listed=layer.listed, external=external
+            )
+            if isinstance(leaf, Leaf):
+                return leaf
+            if leaf is not None:
+                refused.append(leaf)
+        return None
+
+
+def _names(directory: str) -> list[str]:
+    """Sub-directories, the newest first where there is more than one."""
+    try:
+        names = [name for name in os.listdir(directory) if not name.startswith(".")]
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
+    if len(names) > 1:
+        names.sort(key=lambda name: _age(os.path.join(directory, name)), reverse=True)
+    return names
+
+
+def _age(path: str) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,115 @@
+"""Where the store is: the writable root, the layers below it, and what was refused.
+
+    OPKILN_CACHE_DIR            asked for
+      not ours, or others may write there  -> <dir>/opkiln-<uid>, private
+    $XDG_CACHE_HOME or ~/.cache  the default
+    <tmp>/opkiln-<uid>           no home, a read-only home, no passwd entry
+
+The first that can be used is the writable root. A root that is only readable still serves hits.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from opkiln.settings import settings
+from opkiln.store.trust import fault
+
+# Bumped when entries of one version cannot be read by the other; both then live side by side.
+LAYOUT = "v1"
+
+
+class Layer(NamedTuple):
+    """A directory of entries. ``listed``: the user named it, which is what makes it trusted."""
+
+    root: str
+    listed: bool = False
+
+
+class Location(NamedTuple):
+    """Where to read, in order; where to write (None: nowhere); what to tell the user."""
+
+    layers: tuple[Layer, ...]
+    writable: str | None
+    notes: tuple[str, ...]
+
+
+def choose() -> Location:
+    """Look at the candidates as they are now. Makes nothing, and reads no directory."""
+    layers: list[Layer] = []
+    notes: list[str] = []
+    writable: str | None = None
+    for candidate, asked in _candidates():
+        usable, readable, reason = _examine(candidate)
+        if readable:
+            layers.append(Layer(os.path.join(candidate, LAYOUT)))
+        if usable:
+            writable = os.path.join(candidate, LAYOUT)
+            if notes:
+                notes.append(f"the store is {candidate}")
+            break
+        if asked or notes:
+            notes.append(f"{candidate} cannot be the store: {reason}")
+    listed = tuple(Layer(os.path.join(path, LAYOUT), True) for path in settings.store_layers)
+    return Location((*layers, *listed), writable, tuple(notes))
+
+
+def _candidates() -> list[tuple[str, bool]]:
+    """(directory, whether the user asked for it or has reason to expect it)."""
+    uid = os.getuid()
+    asked = settings.cache_dir
+    found: list[tuple[str, bool]] = []
+    if asked is not None:
+        asked = os.path.abspath(asked)
+        found += [(asked, True), (os.path.join(asked, f"opkiln-{uid}"), False)]
+    base = settings.xdg_cache_home or (settings.home and os.path.join(settings.home, ".cache"))
+    if not base:
+        expanded = os.path.expanduser("~")
+        base = os.path.join(expanded, ".cache") if os.path.isabs(expanded) else None
+    if base and os.path.isabs(base):
+        found.append((os.path.join(base, "opkiln"), True))
+    found.append((os.path.join(settings.tmpdir or "/tmp", f"opkiln-{uid}"), False))
+    return found
+
+
+def _examine(path: str) -> tuple[bool, bool, str]:
+    """(usable for writing, usable for reading, why not)."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return _creatable(path)
+    except OSError as error:
+        return False, False, error.strerror or str(error)
+    if not os.path.isdir(path):
+        return False, False, "not a directory"
+    reason = fault(path, found)
+    if reason:
+        return False, False, reason
+    if not os.access(path, os.W_OK | os.X_OK):
+        return False, True, "read-only"
+    return True, True, ""
+
+
+def _creatable(path: str) -> tuple[bool, bool, str]:
+    """Whether a directory that is not there could be made: its nearest ancestor decides."""
+    parent = os.path.dirname(path)
+    while not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent):
+        return False, False, f"{parent} is not a directory"
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return False, False, f"{parent} is read-only"
+    return True, False, ""
+
+
+def make_private(path: str) -> None:
+    """Make a directory, and what is missing above it, for this user alone. Raises OSError."""
+    if os.path.isdir(path):
+        return
+    make_private(os.path.dirname(path))
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise

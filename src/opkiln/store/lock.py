@@ -1,0 +1,200 @@
+"""The lock that saves work: one builder per entry, the others wait and say for whom.
+
+Nothing depends on it for correctness; a file system whose locks lie costs a second compile, never a
+bad load. It is a POSIX record lock: the kernel drops it when its holder dies, however it dies, and a
+forked child does not inherit it. Threads of one process, which such a lock does not tell apart,
+queue on a ``threading.Lock`` first.
+
+A builder that fails leaves a record of the failure under the token it had written into the lock
+file. Whoever was waiting for that very attempt raises the same error instead of repeating it;
+whoever comes later tries anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import threading
+import time
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from opkiln import errors
+from opkiln.store.location import make_private
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import TypeVar
+
+    T = TypeVar("T")
+
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_threads: dict[str, threading.Lock] = {}
+_guard = threading.Lock()
+
+
+def _after_fork() -> None:
+    # The child has no other threads: whatever they held or waited for is meaningless to it.
+    global _guard
+    _guard = threading.Lock()
+    _threads.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class Holder(NamedTuple):
+    """Who is building: shown to those who wait."""
+
+    pid: int
+    host: str
+    token: str
+
+
+class Waiting(NamedTuple):
+    """Told to the ``waiting`` callback."""
+
+    holder: Holder | None
+    seconds: float
+
+
+class Turn:
+    """The right to build, or what another builder's attempt came to."""
+
+    def __init__(self, failures: str, token: str) -> None:
+        self._failures = failures
+        self._token = token
+
+    def fail(self, error: errors.OpkilnError) -> None:
+        """Leave this error for those who wait for this attempt."""
+        record = {
+            "token": self._token,
+            "kind": type(error).__name__,
+            "what": error.what,
+            "why": error.why,
+            "hint": error.hint,
+        }
+        temporary = f"{self._failures}.{secrets.token_hex(6)}"
+        try:
+            make_private(os.path.dirname(self._failures))
+            with open(temporary, "x") as file:
+                json.dump(record, file)
+            os.replace(temporary, self._failures)
+        except OSError:
+            # They will compile themselves and see the same error then.
+            return
+
+
+@contextmanager
+def turn(
+    root: str,
+    name: str,
+    arrived: Callable[[], T | None],
+    waiting: Callable[[Waiting], None],
+) -> Iterator[Turn | T]:
+    """Wait until it is our turn to build ``name``, or until ``arrived()`` finds it built.
+
+    Raises the error of a builder that failed while we waited for it.
+    """
+    path = os.path.join(root, "locks", name)
+    failures = os.path.join(root, "failures", name + ".json")
+    began = time.monotonic()
+    with _guard:
+        thread_lock = _threads.setdefault(path, threading.Lock())
+    while not thread_lock.acquire(timeout=1.0):
+        waiting(Waiting(Holder(os.getpid(), _host(), ""), time.monotonic() - began))
+    try:
+        fd = _open(path)
+        try:
+            awaited: set[str] = set()
+            pause = 0.01
+            while not _try_lock(fd):
+                holder = _read_holder(fd)
+                if holder is not None:
+                    awaited.add(holder.token)
+                if (found := arrived()) is not None:
+                    yield found
+                    return
+                waiting(Waiting(holder, time.monotonic() - began))
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.25)
+            if (found := arrived()) is not None:
+                yield found
+                return
+            if awaited:
+                _raise_failure(failures, awaited)
+            token = secrets.token_hex(8)
+            _write_holder(fd, Holder(os.getpid(), _host(), token))
+            try:
+                yield Turn(failures, token)
+            finally:
+                # Else the next waiter could take our token for that of a holder who has the lock
+                # but has not written its own yet, and so believe in our old failure.
+                _clear_holder(fd)
+        finally:
+            if fd >= 0:
+                os.close(fd)  # which releases the lock
+    finally:
+        thread_lock.release()
+
+
+def _open(path: str) -> int:
+    """The lock file's descriptor; -1 where none can be had: then nobody is waited for."""
+    try:
+        make_private(os.path.dirname(path))
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        return -1
+
+
+def _try_lock(fd: int) -> bool:
+    if fd < 0:
+        return True
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in _UNSUPPORTED
+    return True
+
+
+def _read_holder(fd: int) -> Holder | None:
+    try:
+        record = json.loads(os.pread(fd, 4096, 0))
+        return Holder(int(record["pid"]), str(record["host"]), str(record["token"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # it has the lock, but has not said who it is yet
+
+
+def _write_holder(fd: int, holder: Holder) -> None:
+    if fd < 0:
+        return
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps(holder._asdict()).encode(), 0)
+    except OSError:
+        return  # a full disk: waiters see no name, and the build will say what is wrong
+
+
+def _clear_holder(fd: int) -> None:
+    if fd >= 0:
+        os.ftruncate(fd, 0)
+
+
+def _raise_failure(path: str, awaited: set[str]) -> None:
+    try:
+        with open(path) as file:
+            record = json.load(file)
+        token, kind = record["token"], getattr(errors, record["kind"])
+        error = kind(record["what"], why=record["why"], hint=record["hint"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return
+    if token in awaited and isinstance(error, errors.OpkilnError):
+        raise error
+
+
+def _host() -> str:
+    return os.uname().nodename

@@ -1,0 +1,124 @@
+"""Publishing: a finished directory appears in the store whole, or not at all.
+
+Compilers write to a private node-local directory. What is finished is copied beside its destination,
+synced, and renamed into place. A rename onto an entry that somebody else published meanwhile fails,
+which is how the loser of that race finds out; it then uses what it built itself.
+
+The worst a crash can leave is a directory in ``staging/``, which nobody reads and gc sweeps.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from contextlib import contextmanager
+
+from opkiln.errors import StoreError
+from opkiln.settings import settings
+from opkiln.store.location import make_private
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_LOST = (errno.EEXIST, errno.ENOTEMPTY)
+
+
+def scratch_root() -> str:
+    """Where builds are staged: node-local, as the system or the user says."""
+    return settings.tmpdir or "/tmp"
+
+
+@contextmanager
+def scratch(prefix: str) -> Iterator[str]:
+    """A private node-local directory that is gone afterwards, also when this process is killed."""
+    from opkiln import process
+
+    path = make_scratch(prefix)
+    process.register_scratch(path)
+    try:
+        yield path
+    finally:
+        remove(path)
+        process.release_scratch(path)
+
+
+def make_scratch(prefix: str) -> str:
+    """A new private node-local directory. Raises StoreError."""
+    import tempfile
+
+    try:
+        return tempfile.mkdtemp(prefix=f"opkiln-{prefix}-", dir=scratch_root())
+    except OSError as error:
+        raise StoreError(
+            f"no build directory can be made in {scratch_root()}: {error.strerror}",
+            hint="set OPKILN_TMPDIR to a writable node-local directory",
+        ) from error
+
+
+def publish(source: str, root: str, relative: str) -> str:
+    """Copy a finished directory to ``root/relative``. Returns the path, ours or the winner's.
+
+    Raises StoreError naming the path and the bytes where the store cannot be written.
+    """
+    final = os.path.join(root, relative)
+    staging = os.path.join(root, "staging", secrets.token_hex(12))
+    try:
+        make_private(os.path.dirname(final))
+        make_private(os.path.dirname(staging))
+        os.mkdir(staging, 0o700)
+        for name in sorted(os.listdir(source)):
+            _copy(os.path.join(source, name), os.path.join(staging, name))
+        _sync(staging)
+        try:
+            os.rename(staging, final)
+        except OSError as error:
+            if error.errno not in _LOST:
+                raise
+            remove(staging)
+        else:
+            _sync(os.path.dirname(final))
+    except OSError as error:
+        remove(staging)
+        size = sum(entry.stat().st_size for entry in os.scandir(source))
+        raise StoreError(
+            f"{final} cannot be written ({size} bytes): {error.strerror or error}",
+            hint="free space with `opkiln cache gc`, or set OPKILN_CACHE_DIR",
+        ) from error
+    return final
+
+
+def discard(root: str, directory: str) -> None:
+    """Take a damaged entry out of the way, so that its name is free. Readers keep what they have
+    open; a concurrent repair may already have done it."""
+    trash = os.path.join(root, "staging", "damaged-" + secrets.token_hex(12))
+    try:
+        make_private(os.path.dirname(trash))
+        os.rename(directory, trash)
+    except FileNotFoundError:
+        return
+    remove(trash)
+
+
+def remove(path: str) -> None:
+    """Remove a tree of ours; one that is gone already is fine."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _copy(source: str, destination: str) -> None:
+    mode = 0o700 if os.access(source, os.X_OK) else 0o600
+    fd = os.open(destination, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with os.fdopen(fd, "wb") as out, open(source, "rb") as data:
+        shutil.copyfileobj(data, out, 1 << 20)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _sync(directory: str) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,23 @@
+"""Who may have written what is about to be loaded.
+
+A file of ours, or root's, that nobody else can write to is trusted. A layer that the user listed in
+``OPKILN_STORE_LAYERS`` is trusted whoever owns it, as long as not everybody can write to it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+
+def fault(path: str, found: os.stat_result, *, listed: bool = False) -> str:
+    """Why this file or directory is not to be trusted; empty when it is."""
+    if stat.S_ISLNK(found.st_mode):
+        return f"{path} is a symbolic link"
+    if listed:
+        return f"{path} is writable by everybody" if found.st_mode & 0o002 else ""
+    if found.st_uid not in (os.getuid(), 0):
+        return f"{path} belongs to uid {found.st_uid}, not to uid {os.getuid()} or root"
+    if found.st_mode & 0o022:
+        return f"{path} is writable by others (mode {stat.S_IMODE(found.st_mode):04o})"
+    return ""

@@ -1,0 +1,1 @@
+"""Compilers: where they are, what they are, what they accept; one file per family."""

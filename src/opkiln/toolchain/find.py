@@ -1,0 +1,63 @@
+"""Programs on PATH, as candidates with the reason each was refused."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from opkiln.settings import settings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Candidate(NamedTuple):
+    """A program that was looked at. ``refused`` is empty for one that may be used."""
+
+    path: str
+    origin: str  # how it was found: CXX, PATH
+    refused: str = ""
+    version: str = ""
+
+
+def on_path(name: str) -> Iterator[str]:
+    """Every executable file of this name, in PATH's order; a name with a slash is itself."""
+    if "/" in name:
+        if _executable(name):
+            yield os.path.abspath(name)
+        return
+    for directory in settings.path:
+        path = os.path.join(directory, name)
+        if os.path.isabs(path) and _executable(path):
+            yield path
+
+
+def first(name: str) -> str | None:
+    """The program that this name runs, or None."""
+    return next(on_path(name), None)
+
+
+def _executable(path: str) -> bool:
+    # A directory may be executable, too; a compiler never is one.
+    return os.access(path, os.X_OK) and not os.path.isdir(path)
+
+
+def cxx_candidates() -> Iterator[Candidate]:
+    """Host C++ compilers in the order of preference: the one that was named, else PATH's."""
+    wanted, origin = type(settings).__dict__["cxx"].resolve()
+    if wanted is not None:
+        path = first(wanted)
+        if path is None:
+            yield Candidate(wanted, origin, "no such program")
+        else:
+            yield Candidate(path, origin)
+        return  # an explicit choice that cannot be met is not replaced by another
+    seen: set[str] = set()
+    for name in ("g++", "clang++", "c++"):
+        path = first(name)
+        if path is None:
+            yield Candidate(name, "PATH", "not on PATH")
+        elif (real := os.path.realpath(path)) not in seen:
+            seen.add(real)
+            yield Candidate(path, "PATH")

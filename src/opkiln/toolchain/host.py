@@ -1,0 +1,195 @@
+"""g++ and clang++: identity, what they accept, and the choice among those on the machine."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from opkiln.arch import cpu, host
+from opkiln.digest import key, sha256_file
+from opkiln.errors import ToolchainError
+from opkiln.model import Toolchain
+from opkiln.settings import settings
+from opkiln.toolchain import find, memo, torch_sdk
+from opkiln.toolchain.find import Candidate
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+REQUIRED = "-std=c++20"
+
+
+def recall(memory: str) -> Toolchain | None:
+    """The compiler that would be chosen, if it is remembered. Starts no process, writes nothing."""
+    for candidate in find.cxx_candidates():
+        if candidate.refused:
+            continue
+        record = _recall(memory, candidate.path)
+        if record is None:
+            return None
+        if not record["refused"]:
+            return _toolchain(candidate.path, record)
+    return None
+
+
+def choose(memory: str) -> Toolchain:
+    """The first compiler that can be used, probed where nothing is remembered of it.
+
+    Raises ToolchainError with each candidate and why it was refused.
+    """
+    refusals = []
+    for candidate, record in _examined(memory):
+        if record is not None and not record["refused"]:
+            return _toolchain(candidate.path, record)
+        refusals.append(f"{candidate.path} ({candidate.origin}): {candidate.refused}")
+    raise ToolchainError(
+        "no C++ compiler can be used here",
+        why="\n".join(refusals),
+        hint="apt-get install g++    (or set CXX to a compiler)",
+    )
+
+
+def candidates(memory: str) -> list[Candidate]:
+    """Every host compiler that was considered, for reports."""
+    return [candidate for candidate, _ in _examined(memory)]
+
+
+def available() -> bool:
+    """Whether any compiler is to be found, without asking it anything."""
+    return any(not candidate.refused for candidate in find.cxx_candidates())
+
+
+def _examined(memory: str) -> Iterator[tuple[Candidate, dict[str, Any] | None]]:
+    for candidate in find.cxx_candidates():
+        if candidate.refused:
+            yield candidate, None
+            continue
+        record = _recall(memory, candidate.path)
+        if record is None:
+            record, files = _probe(candidate.path)
+            memo.remember(memory, _subject(candidate.path), record, files)
+        yield candidate._replace(refused=record["refused"], version=record["version"]), record
+
+
+def _subject(path: str) -> str:
+    return f"host {path}"
+
+
+def _recall(memory: str, path: str) -> dict[str, Any] | None:
+    record = memo.recall(memory, _subject(path))
+    if record is None:
+        return None
+    # The files are unchanged, but the names may lead elsewhere now: a symbolic link that was
+    # turned, another `as` that came first on PATH.
+    for name, target in record["resolved"]:
+        program = find.first(name)
+        if program is None or os.path.realpath(program) != target:
+            return None
+    return record
+
+
+def _toolchain(path: str, record: dict[str, Any]) -> Toolchain:
+    launcher = settings.launcher
+    if launcher is not None:
+        found = find.first(launcher)
+        if found is None:
+            raise ToolchainError(
+                f"the compiler launcher {launcher!r} is not on PATH", hint="unset OPKILN_LAUNCHER"
+            )
+        launcher = found
+    return Toolchain(
+        family=record["family"],
+        cxx=path,
+        version=record["version"],
+        machine=record["machine"],
+        identity=record["identity"],
+        accepts=frozenset(record["accepts"]),
+        include_dirs=tuple(record["include_dirs"]),
+        launcher=launcher,
+        torch=torch_sdk.find(),
+        python_include=torch_sdk.python_include(),
+    )
+
+
+def _probe(path: str) -> tuple[dict[str, Any], list[str]]:
+    """Ask a compiler everything at once: (record, the files that the answers depend on)."""
+    from opkiln.process import run
+
+    def ask(*arguments: str) -> tuple[int, str]:
+        done = run((path, *arguments), timeout=60, supervised=False)
+        return done.returncode, done.output
+
+    files = [os.path.realpath(path)]
+    resolved = [[path, files[0]]]
+    status, banner = ask("--version")
+    version = banner.partition("\n")[0].strip()
+    if status != 0 or not version:
+        return _refusal(f"--version exits with {status}: {version}", resolved), files
+    family = "clang" if "clang" in banner.lower() else "gcc"
+
+    status, verbose = ask(REQUIRED, "-v", "-E", "-x", "c++", os.devnull)
+    if status != 0:
+        reason = f"does not take {REQUIRED}: {_last_line(verbose)}"
+        return _refusal(reason, resolved, version), files
+    machine = _field(verbose, "Target:")
+    if not machine.startswith(host.machine()):
+        reason = f"compiles for {machine}, not for {host.machine()}"
+        return _refusal(reason, resolved, version), files
+
+    for tool in ("cc1plus", "as", "ld"):
+        status, answer = ask(f"-print-prog-name={tool}")
+        name = answer.strip()
+        program = find.first(name) if status == 0 and name else None
+        if program is not None:
+            files.append(os.path.realpath(program))
+            resolved.append([name, files[-1]])
+    files = list(dict.fromkeys(files))
+
+    # The names stay out of the identity: the same binaries elsewhere are the same compiler.
+    identity = key("toolchain", (family, version, machine, [sha256_file(file) for file in files]))
+    record = {
+        "refused": "",
+        "resolved": resolved,
+        "family": family,
+        "version": version,
+        "machine": machine,
+        "identity": identity,
+        "accepts": _accepted(ask),
+        "include_dirs": _search_path(verbose),
+    }
+    return record, files
+
+
+def _accepted(ask: Any) -> list[str]:
+    flags = cpu.probes(host.machine())
+
+    def works(*chosen: str) -> bool:
+        if host.machine() == "aarch64":
+            chosen = ("-march=armv8.2-a" + "".join(chosen),)
+        status, _ = ask(REQUIRED, "-x", "c++", "-fsyntax-only", *chosen, os.devnull)
+        return bool(status == 0)
+
+    return list(flags) if works(*flags) else [flag for flag in flags if works(flag)]
+
+
+def _refusal(reason: str, resolved: list[list[str]], version: str = "") -> dict[str, Any]:
+    return {"refused": reason, "resolved": resolved, "version": version}
+
+
+def _field(text: str, label: str) -> str:
+    for line in text.splitlines():
+        if line.startswith(label):
+            return line[len(label) :].strip()
+    return ""
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
+
+
+def _search_path(verbose: str) -> list[str]:
+    """The directories between the markers of ``-v``'s listing, resolved."""
+    _, _, tail = verbose.partition("#include <...> search starts here:")
+    listing, _, _ = tail.partition("End of search list.")
+    return [os.path.realpath(line.strip()) for line in listing.splitlines() if line.strip()]

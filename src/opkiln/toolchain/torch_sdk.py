@@ -1,0 +1,115 @@
+"""torch as a build sees it: paths, version and ABI, read from files without importing it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import sysconfig
+from functools import lru_cache
+
+from opkiln.model import TorchSDK
+
+STABLE_VERSION = "2.10"
+STABLE_DEFINE = "-DTORCH_TARGET_VERSION=0x020a000000000000"
+
+
+def locate() -> str | None:
+    """The directory of the torch package this interpreter would import, or None."""
+    loaded = sys.modules.get("torch")
+    if loaded is not None and getattr(loaded, "__file__", None):
+        return os.path.dirname(str(loaded.__file__))
+    from importlib.util import find_spec
+
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    return os.path.dirname(spec.origin)
+
+
+def find() -> TorchSDK | None:
+    """What is installed now, or None. Raises OSError if torch is there but unreadable."""
+    path = locate()
+    return None if path is None else _read(path, _stamp(os.path.join(path, "version.py")))
+
+
+def _stamp(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_mtime_ns, found.st_ctime_ns
+
+
+@lru_cache(maxsize=4)
+def _read(path: str, stamp: tuple[int, int]) -> TorchSDK:
+    with open(os.path.join(path, "version.py"), "rb") as file:
+        text = file.read()
+    facts = _assignments(text.decode("utf-8", "replace"))
+    # Wheels since 2.7 are all built with the C++11 ABI; a build from source may say otherwise.
+    cxx11 = True
+    config = os.path.join(path, "share", "cmake", "Torch", "TorchConfig.cmake")
+    if os.path.exists(config):
+        with open(config, encoding="utf-8", errors="replace") as file:
+            cxx11 = "_GLIBCXX_USE_CXX11_ABI=0" not in file.read()
+    return TorchSDK(
+        path=path,
+        version=facts.get("__version__") or "unknown",
+        identity=hashlib.sha256(text).hexdigest()[:16],
+        cuda=facts.get("cuda"),
+        hip=facts.get("hip"),
+        cxx11_abi=cxx11,
+    )
+
+
+def _assignments(text: str) -> dict[str, str | None]:
+    """``name = 'value'`` and ``name: Optional[str] = None`` lines of torch's version.py."""
+    facts: dict[str, str | None] = {}
+    for line in text.splitlines():
+        name, equals, value = line.partition(" = ")
+        if equals and not line.startswith((" ", "#")):
+            quoted = value.strip()
+            facts[name.partition(":")[0].strip()] = (
+                quoted[1:-1] if quoted[:1] in ("'", '"') else None
+            )
+    return facts
+
+
+def release(version: str) -> tuple[int, int]:
+    """(2, 13) of ``2.13.0+cpu``; (0, 0) where the text is no version."""
+    parts = version.split(".")
+    try:
+        return int(parts[0]), int(parts[1])
+    except (IndexError, ValueError):
+        return 0, 0
+
+
+def has_stable_abi(sdk: TorchSDK) -> bool:
+    """Whether this torch carries the stable headers at the floor opkiln builds for."""
+    return release(sdk.version) >= (2, 10)
+
+
+def full_abi_tag(sdk: TorchSDK) -> str:
+    """The tag of a binary that uses torch's C++ and Python's C interfaces directly."""
+    abi = "cxx11" if sdk.cxx11_abi else "precxx11"
+    return f"torch-{sdk.version}-{sdk.identity}-{abi}-{python_tag()}"
+
+
+def python_tag() -> str:
+    """This interpreter's own binary interface, to the patch level: its headers have no depfile."""
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    return f"{sys.implementation.cache_tag}{getattr(sys, 'abiflags', '')}-{version}"
+
+
+def stable_abi_tag() -> str:
+    """The tag of a binary on torch's stable ABI: no torch version in it, no Python."""
+    return f"torch-stable-{STABLE_VERSION}"
+
+
+def python_include() -> str:
+    """Where Python.h is."""
+    return sysconfig.get_path("include")
+
+
+def extension_suffix() -> str:
+    """The file suffix under which this interpreter imports an extension module."""
+    from importlib.machinery import EXTENSION_SUFFIXES
+
+    return EXTENSION_SUFFIXES[0]

@@ -1,0 +1,391 @@
+"""The budget of CPUs and memory that all builds of a user on a host share."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from opkiln.engine import budget, cgroup, events
+from opkiln.errors import BuildCancelled
+from opkiln.settings import override
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from opkiln.engine.events import Event
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path) -> Iterator[None]:
+    with override(runtime_dir=str(tmp_path / "run"), memory=4 * GIB, max_jobs=None):
+        yield
+
+
+def a_budget(slots: int = 4) -> budget.Budget:
+    """This test's lock file, with made-up CPUs (a slot is only a byte's offset)."""
+    table = budget.shared()._table
+    return budget.Budget(
+        budget.Limits(tuple(range(slots)), 4 * GIB, 4 * GIB // slots, "test", "test"), table
+    )
+
+
+# A process that takes slots, says which, and gives them back when its input closes.
+HOLDER = """
+import sys
+from opkiln.engine import budget
+from opkiln.settings import override
+directory, slots, memory = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+with override(runtime_dir=directory):
+    limits = budget.Limits(tuple(range(slots)), 4 << 30, (4 << 30) // slots, "test", "test")
+    shared = budget.Budget(limits, budget.shared()._table)
+    with shared.hold(memory=memory) as taken:
+        print(*taken, flush=True)
+        sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def holder(directory: Path, slots: int = 4, memory: int = 0) -> Iterator[subprocess.Popen[str]]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(directory / "run"), str(slots), str(memory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def said(child: subprocess.Popen[str]) -> list[int]:
+    assert child.stdout is not None
+    return [int(word) for word in child.stdout.readline().split()]
+
+
+def test_a_step_takes_as_many_slots_as_its_memory_needs() -> None:
+    shares = a_budget(4)
+    for memory, slots in ((0, 1), (GIB, 1), (GIB + 1, 2), (3 * GIB, 3), (400 * GIB, 4)):
+        with shares.hold(memory=memory) as taken:
+            assert len(taken) == slots
+
+
+def test_slots_of_two_processes_never_overlap_and_a_waiter_learns_whom_it_waits_for(
+    tmp_path: Path,
+) -> None:
+    shares = a_budget(4)
+    with holder(tmp_path, memory=3 * GIB) as child:
+        assert said(child) == [0, 1, 2]
+        with shares.hold() as taken:
+            assert taken == (3,)
+        told: list[tuple[int, float]] = []
+        enough = threading.Event()
+
+        def waiting(pid: int, seconds: float) -> None:
+            told.append((pid, seconds))
+            enough.set()
+
+        with (
+            pytest.raises(BuildCancelled),
+            shares.hold(memory=2 * GIB, waiting=waiting, cancelled=enough),
+        ):
+            pytest.fail("the slots were taken")
+        assert [pid for pid, _ in told] == [child.pid]
+        # All or nothing: the one that was free is free still.
+        with holder(tmp_path) as other:
+            assert said(other) == [3]
+
+
+def test_a_killed_holder_frees_its_slots(tmp_path: Path) -> None:
+    shares = a_budget(2)
+    with holder(tmp_path, 2, 4 * GIB) as child:
+        assert said(child) == [0, 1]
+        timer = threading.Timer(0.1, child.send_signal, (signal.SIGKILL,))
+        timer.start()
+        with shares.hold(memory=4 * GIB) as taken:
+            assert taken == (0, 1)
+            assert child.wait() == -signal.SIGKILL
+        timer.join()
+
+
+COUNTER = """
+import fcntl, os, sys, time
+from opkiln.engine import budget
+from opkiln.settings import override
+directory, log = sys.argv[1:]
+with override(runtime_dir=directory):
+    limits = budget.Limits((0, 1, 2), 3 << 30, 1 << 30, "test", "test")
+    shared = budget.Budget(limits, budget.shared()._table)
+    for turn in range(4):
+        with shared.hold(memory=(1 + turn % 2) << 30) as taken:
+            fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            os.write(fd, b"+%d\\n" % len(taken))
+            time.sleep(0.01)
+            os.write(fd, b"-%d\\n" % len(taken))
+            os.close(fd)
+"""
+
+
+def test_many_processes_together_never_hold_more_than_there_is(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    (tmp_path / "run").mkdir(0o700)
+    argv = [sys.executable, "-c", COUNTER, str(tmp_path / "run"), str(log)]
+    children = [subprocess.Popen(argv) for _ in range(6)]
+    assert [child.wait() for child in children] == [0] * 6
+    held, peak = 0, 0
+    for line in log.read_text().split():
+        held += int(line)
+        peak = max(peak, held)
+    assert len(log.read_text().split()) == 6 * 4 * 2
+    assert peak <= 3
+    assert held == 0
+
+
+def test_threads_of_one_process_share_the_same_slots() -> None:
+    shares = a_budget(2)
+    running, peak = 0, 0
+    lock = threading.Lock()
+
+    def work() -> None:
+        nonlocal running, peak
+        with shares.hold():
+            with lock:
+                running += 1
+                peak = max(peak, running)
+            time.sleep(0.01)
+            with lock:
+                running -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert peak == 2
+
+
+def test_max_jobs_bounds_the_steps_of_this_process() -> None:
+    shares = a_budget(4)
+    now = threading.Event()
+    now.set()
+    with override(max_jobs=2), shares.hold(), shares.hold():
+        with pytest.raises(BuildCancelled):
+            # Not before it has tried, so that a free slot would be found.
+            threading.Timer(0.05, (later := threading.Event()).set).start()
+            with shares.hold(cancelled=later):
+                pytest.fail("a third step ran")
+    with shares.hold(), shares.hold(), shares.hold():
+        pass
+
+
+def test_a_forked_child_holds_nothing_and_leaves_its_parents_slots_alone(tmp_path: Path) -> None:
+    shares = a_budget(2)
+    with shares.hold():
+        child = os.fork()
+        if child == 0:
+            status = 1
+            with contextlib.suppress(BaseException), shares.hold() as taken:
+                status = 0 if taken == (1,) else 2
+            os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        with holder(tmp_path, 2) as other:  # slot 0 is still ours
+            assert said(other) == [1]
+
+
+def test_leaving_the_block_in_a_child_forked_inside_it_breaks_nothing(tmp_path: Path) -> None:
+    shares = a_budget(2)
+    child = -1
+    with shares.hold():
+        child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(BaseException), override(max_jobs=1), shares.hold():
+            status = 0
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_two_budgets_on_one_file_do_not_drop_each_others_locks(tmp_path: Path) -> None:
+    first = a_budget(2)
+    with first.hold(memory=4 * GIB):
+        with override(memory=1 * GIB):  # other settings, so another Budget, on the same file
+            second = budget.shared()
+        assert second is not budget.shared()
+        with holder(tmp_path, 2) as other:
+            assert other.stdin is not None
+            time.sleep(0.3)
+            assert other.poll() is None
+            os.set_blocking(other.stdout.fileno(), False)  # type: ignore[union-attr]
+            assert not other.stdout.read()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("case", ["writable by others", "a symlink", "a file"])
+def test_a_directory_that_is_not_private_is_refused_and_the_next_one_serves(
+    tmp_path: Path, case: str
+) -> None:
+    place = tmp_path / "place"
+    if case == "writable by others":
+        place.mkdir()
+        place.chmod(0o777)
+    elif case == "a symlink":
+        (tmp_path / "real").mkdir(0o700)
+        place.symlink_to(tmp_path / "real")
+    else:
+        place.touch()
+    notes: list[Event] = []
+    with events.listening(notes.append), override(runtime_dir=str(place)):
+        described = budget.shared().describe()
+    assert described.where is not None
+    assert str(place) not in described.where
+    assert described.refused[0].startswith(f"{place}: ")
+    assert [event.kind for event in notes] == ["note"]
+    assert not (tmp_path / "real" / "slots").exists()
+
+
+def test_a_directory_of_another_user_is_refused() -> None:
+    status = os.stat("/")
+    with pytest.raises(PermissionError, match=f"belongs to uid {status.st_uid}"):
+        budget._require_private(status, status.st_uid + 1)
+
+
+def test_with_no_directory_at_all_the_budget_holds_in_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(place: str, uid: int) -> budget._Table:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(budget, "_open_table", refuse)
+    notes: list[Event] = []
+    with events.listening(notes.append), override(runtime_dir=str(tmp_path / "other")):
+        alone = budget.shared()
+    assert alone.describe().where is None
+    assert len(alone.describe().refused) == 3
+    assert "this process alone" in notes[-1].data["text"]
+    with alone.hold(memory=400 * GIB):
+        later = threading.Event()
+        threading.Timer(0.05, later.set).start()
+        with pytest.raises(BuildCancelled), alone.hold(cancelled=later):
+            pytest.fail("the slots were taken twice")
+
+
+def test_locks_that_fail_leave_a_budget_within_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shares = a_budget(2)
+
+    def no_locks(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(budget.fcntl, "lockf", no_locks)
+    notes: list[Event] = []
+    with events.listening(notes.append), shares.hold() as one, shares.hold() as two:
+        assert {*one, *two} == {0, 1}
+        later = threading.Event()
+        threading.Timer(0.05, later.set).start()
+        with pytest.raises(BuildCancelled), shares.hold(cancelled=later):
+            pytest.fail("a third slot appeared")
+    assert [event.kind for event in notes] == ["note"]
+    assert "No locks available" in shares.describe().refused[-1]
+    assert shares.describe().where is None
+
+
+# What the kernel grants
+
+
+def tree(root: Path, files: dict[str, str]) -> str:
+    for name, text in {"proc/meminfo": "MemTotal:  16777216 kB\n", **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return str(root)
+
+
+def test_version_2_limits_count_wherever_they_are_set(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/jobs/one/step",
+            "sys/fs/cgroup/jobs/cpu.max": "250000 100000",
+            "sys/fs/cgroup/jobs/memory.max": "max",
+            "sys/fs/cgroup/jobs/one/cpu.max": "max 100000",
+            "sys/fs/cgroup/jobs/one/memory.max": str(8 * GIB),
+            "sys/fs/cgroup/jobs/one/step/memory.max": "max",
+        },
+    )
+    assert cgroup.cpu_quota(root) == 2.5
+    assert cgroup.memory_limit(root) == 8 * GIB
+    with override(memory=None):
+        limits = budget.measure(root, range(8))
+    assert limits.slots == (0, 1, 2)
+    assert limits.memory == int(0.8 * 8 * GIB)
+    assert limits.share == limits.memory // 3
+    assert limits.cpus_from == "cgroup quota of 2.5 CPUs"
+    assert limits.memory_from == "80% of the cgroup's limit"
+
+
+def test_version_1_limits_are_found_in_a_container_that_sees_the_hosts_path(
+    tmp_path: Path,
+) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n0::/",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "50000",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2 * GIB),
+        },
+    )
+    assert cgroup.cpu_quota(root) == 0.5
+    assert cgroup.memory_limit(root) == 2 * GIB
+    assert budget.measure(root, {4, 7}).slots == (4,)
+
+
+def test_no_limits_means_the_machine(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/\n3:cpu:/\n0::/../..",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+        },
+    )
+    assert cgroup.cpu_quota(root) is None
+    assert cgroup.memory_limit(root) is None
+    with override(memory=None):
+        limits = budget.measure(root, {1, 3})
+    assert limits.slots == (1, 3)
+    assert limits.memory == int(0.8 * 16 * GIB)
+    assert limits.memory_from == "80% of the machine's memory"
+
+
+def test_pinned_processes_share_the_memory_of_their_group(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpuset.cpus.effective": "0-31,64-95"},
+    )
+    with override(memory=64 * GIB):
+        limits = budget.measure(root, range(8, 16))
+    assert limits.slots == tuple(range(8, 16))
+    assert limits.share == GIB
+    assert limits.memory_from == "OPKILN_MEMORY"
+
+
+def test_this_machines_limits_make_sense() -> None:
+    with override(memory=None):
+        limits = budget.measure()
+    assert set(limits.slots) <= os.sched_getaffinity(0)
+    assert 64 << 20 < limits.memory < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,257 @@
+"""Events, the sinks that show them to people, and the trace file."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from opkiln.engine import chrome, events, progress
+from opkiln.errors import SettingError
+from opkiln.settings import override
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from opkiln.engine.events import Event, Sink
+
+
+def step_end(op: str, label: str, *, cached: bool = False, wall: float = 0.5) -> None:
+    events.emit(
+        "step-end", op=op, label=label, step=label, wall=wall, max_rss=7 << 20, cached=cached
+    )
+
+
+def waiting(seconds: float, pid: int = 4312) -> None:
+    events.emit("waiting", op="cpu_adam", pid=pid, host="n7", seconds=seconds, what="a free CPU")
+
+
+def test_a_sink_hears_every_thread_and_only_within_its_block() -> None:
+    heard: list[Event] = []
+    events.emit("note", text="before")
+    with events.listening(heard.append):
+        threads = [
+            threading.Thread(target=events.emit, args=("note",), kwargs={"text": str(number)})
+            for number in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    events.emit("note", text="after")
+    assert sorted(event.data["text"] for event in heard) == list("01234567")
+
+
+def test_an_event_outside_the_list_is_refused() -> None:
+    with events.listening(lambda event: None):
+        with pytest.raises(ValueError, match="no event 'build-begin'"):
+            events.emit("build-begin", op="x")
+        with pytest.raises(ValueError, match="no event 'build-start'"):
+            events.emit("build-start", op="x")
+
+
+def test_sinks_are_closed_when_the_block_ends_badly() -> None:
+    class Closing:
+        closed = False
+
+        def __call__(self, event: Event) -> None:
+            pass
+
+        def close(self) -> None:
+            self.closed = True
+
+    sink = Closing()
+    with pytest.raises(KeyboardInterrupt), events.listening(sink):
+        raise KeyboardInterrupt
+    assert sink.closed
+
+
+def test_a_forked_child_has_no_sinks() -> None:
+    heard: list[Event] = []
+    with events.listening(heard.append):
+        child = os.fork()
+        if child == 0:
+            events.emit("note", text="from the child")
+            os._exit(len(heard))
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def a_build() -> None:
+    events.emit("build-start", op="cpu_adam", steps=3)
+    step_end("cpu_adam", "old.cpp", cached=True, wall=0.0)
+    events.emit("step-start", op="cpu_adam", label="cpu.cpp", step="cpu.cpp")
+    step_end("cpu_adam", "cpu.cpp")
+    events.emit("step-start", op="cpu_adam", label="link", step="link")
+    step_end("cpu_adam", "link")
+    events.emit("build-end", op="cpu_adam", ok=True, wall=1.8)
+
+
+def test_lines_say_when_a_build_starts_and_what_it_came_to() -> None:
+    stream = io.StringIO()
+    with events.listening(progress.Lines(stream)):
+        a_build()
+    assert stream.getvalue() == (
+        "building cpu_adam (3 steps)\nbuilt cpu_adam in 1.8 s (1 compiled, 1 cached)\n"
+    )
+
+
+def test_lines_about_waiting_come_after_two_seconds_and_then_every_thirty() -> None:
+    stream = io.StringIO()
+    with events.listening(progress.Lines(stream)):
+        for seconds in (0.2, 1.2, 2.2, 3.2, 20.0, 32.0, 33.0, 63.0):
+            waiting(seconds)
+        waiting(64.0, pid=0)
+    lines = stream.getvalue().splitlines()
+    assert lines == [
+        "cpu_adam  waiting for pid 4312 on host n7, 2.2 s (a free CPU)",
+        "cpu_adam  waiting for pid 4312 on host n7, 33 s (a free CPU)",
+        "cpu_adam  waiting for pid 4312 on host n7, 63 s (a free CPU)",
+    ]
+
+
+def test_a_failed_build_is_said_to_have_failed() -> None:
+    stream = io.StringIO()
+    with events.listening(progress.Lines(stream)):
+        events.emit("build-end", op="x", ok=False, wall=12.3)
+    assert stream.getvalue() == "failed x after 12 s\n"
+
+
+def test_the_bar_counts_over_all_ops_moves_by_itself_and_leaves_the_summaries() -> None:
+    stream = io.StringIO()
+    bar = progress.Bar(stream, colour=False)
+    with events.listening(bar):
+        events.emit("build-start", op="one", steps=3)
+        events.emit("build-start", op="two", steps=4)
+        step_end("one", "a.cpp")
+        events.emit("step-start", op="two", label="b.cpp", step="b.cpp")
+        first = stream.getvalue()
+        assert first.endswith("[1/7] two  b.cpp  0.0 s")
+        deadline = time.monotonic() + 10
+        while "[1/7] two  b.cpp  0.1 s" not in stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert "[1/7] two  b.cpp  0.1 s" in stream.getvalue()
+        events.emit("build-end", op="two", ok=True, wall=1.0)
+        events.emit("note", text="by the way")
+    shown = [part for part in stream.getvalue().split("\r\x1b[2K") if part.endswith("\n")]
+    assert shown == ["built two in 1.0 s (0 compiled, 0 cached)\n", "by the way\n"]
+    assert stream.getvalue().endswith("\r\x1b[2K")
+
+
+def test_the_bar_says_whom_it_waits_for() -> None:
+    stream = io.StringIO()
+    with events.listening(progress.Bar(stream, colour=False)):
+        events.emit("build-start", op="cpu_adam", steps=1)
+        waiting(38.0)
+        assert "waiting for pid 4312 on host n7, 38 s" in stream.getvalue()
+
+
+def test_the_bar_keeps_to_the_width_of_its_terminal() -> None:
+    reader, writer = pty.openpty()
+    with open(writer, "w") as stream:
+        import fcntl
+        import struct
+        import termios
+
+        fcntl.ioctl(stream, termios.TIOCSWINSZ, struct.pack("hhhh", 24, 20, 0, 0))
+        with events.listening(progress.for_people(stream)):
+            events.emit("build-start", op="x" * 50, steps=1)
+        seen = os.read(reader, 4096)
+    os.close(reader)
+    assert seen == b"\r\x1b[2K[0/1] " + b"x" * 13 + b"\r\x1b[2K"
+
+
+def test_names_cannot_steer_the_terminal() -> None:
+    stream = io.StringIO()
+    with events.listening(progress.Lines(stream)):
+        events.emit("build-start", op="a\x1b]0;b\n\rc", steps=1)
+    assert stream.getvalue() == "building a?]0;b??c (1 step)\n"
+
+
+class Broken(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stream", [Broken(), closed()], ids=["broken", "closed"])
+@pytest.mark.parametrize("choice", ["bar", "lines"])
+def test_a_stream_that_went_away_does_not_disturb_the_build(
+    stream: io.StringIO, choice: str
+) -> None:
+    with override(progress=choice), events.listening(progress.for_people(stream)):
+        a_build()
+
+
+def kind_of(sink: Sink | None) -> str:
+    return type(sink).__name__
+
+
+def test_who_is_told_and_how() -> None:
+    reader, writer = pty.openpty()
+    with open(writer, "w") as terminal:
+        with override(progress="auto", rank=None):
+            assert kind_of(progress.for_people(terminal)) == "Bar"
+            assert kind_of(progress.for_people(io.StringIO())) == "Lines"
+        with override(progress="auto", rank=0):
+            assert kind_of(progress.for_people(terminal)) == "Bar"
+        with override(progress="auto", rank=3):
+            assert progress.for_people(terminal) is None
+        with override(progress="lines", rank=3):
+            assert kind_of(progress.for_people(terminal)) == "Lines"
+        with override(progress="bar", rank=3):
+            assert kind_of(progress.for_people(io.StringIO())) == "Bar"
+        with override(progress="off", rank=None):
+            assert progress.for_people(terminal) is None
+    os.close(reader)
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_colour_is_for_terminals_whose_owner_wants_it(no_color: bool) -> None:
+    reader, writer = pty.openpty()
+    with open(writer, "w") as terminal, override(progress="lines", rank=None, no_color=no_color):
+        with events.listening(progress.for_people(terminal)):
+            events.emit("build-end", op="x", ok=True, wall=1)
+        seen = os.read(reader, 4096)
+    os.close(reader)
+    assert (b"\x1b[32mbuilt\x1b[0m x" in seen) is not no_color
+
+
+def test_the_trace_has_one_lane_per_step_that_ran_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with events.listening(chrome.Trace(str(path))):
+        events.emit("build-start", op="x", steps=4)
+        step_end("x", "old.cpp", cached=True, wall=0.0)
+        for label in ("a.cpp", "b.cpp"):
+            events.emit("step-start", op="x", label=label, step=label)
+        step_end("x", "a.cpp")
+        events.emit("step-start", op="x", label="c.cpp", step="c.cpp")
+        step_end("x", "b.cpp")
+        waiting(1.0)
+        assert not path.exists()
+    records = json.loads(path.read_text())["traceEvents"]
+    steps = {record["name"]: record for record in records if record["ph"] == "X"}
+    assert {name: step["tid"] for name, step in steps.items()} == {
+        "old.cpp": 1, "a.cpp": 1, "b.cpp": 2, "c.cpp": 1, "x": 1000,
+    }  # fmt: skip
+    assert steps["a.cpp"]["args"] == {"max_rss": 7 << 20, "cached": False}
+    assert steps["old.cpp"]["args"]["cached"] is True
+    assert steps["c.cpp"]["args"] == {"unfinished": True}
+    assert all(step["dur"] >= 0 for step in steps.values())
+    assert [r["name"] for r in records if r["ph"] == "i"] == ["waiting for a free CPU"]
+    assert os.listdir(tmp_path) == ["trace.json"]
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_the_build(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="cannot be written"):
+        chrome.Trace(str(tmp_path / "missing" / "trace.json"))

@@ -1,0 +1,272 @@
+"""Starting, following and ending processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from opkiln import process
+from opkiln.errors import BuildCancelled, BuildTimeout, ToolchainError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PYTHON = (sys.executable, "-I", "-S", "-c")
+
+
+def python(code: str) -> list[str]:
+    return [*PYTHON, textwrap.dedent(code)]
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except FileNotFoundError:
+        return False
+
+
+def becomes_true(condition: object, seconds: float = 5.0) -> bool:
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return bool(condition())
+
+
+FAMILY = """
+    import os, sys, time
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    with open(sys.argv[1] + ".new", "w") as file:
+        file.write(f"{os.getpid()} {child}")
+    os.rename(sys.argv[1] + ".new", sys.argv[1])
+    time.sleep(60)
+"""
+
+
+def test_a_nonzero_exit_is_returned_with_both_streams_in_order() -> None:
+    argv = python(
+        """
+        import os
+        os.write(1, b"one "); os.write(2, b"two "); os.write(1, "drei ü".encode() + b"\\xff")
+        os._exit(3)
+        """
+    )
+    done = process.run(argv)
+    assert done.returncode == 3
+    assert done.output == "one two drei ü�"
+    assert done.argv == tuple(argv)
+    assert done.wall > 0
+
+
+def test_a_process_ended_by_a_signal_has_its_negative_number() -> None:
+    assert process.run(python("import os; os.kill(os.getpid(), 15)")).returncode == -signal.SIGTERM
+
+
+def test_output_larger_than_any_pipe_does_not_block_the_child() -> None:
+    size = 8 << 20
+    done = process.run(python(f"import sys; sys.stdout.write('x' * {size}); sys.stderr.write('y')"))
+    assert done.output.count("x") == size
+    assert done.output.count("y") == 1
+
+
+def test_a_child_sees_only_the_allowed_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("CPATH", "GCC_EXEC_PREFIX", "LC_MESSAGES", "LANGUAGE", "TMPDIR", "ANYTHING"):
+        monkeypatch.setenv(name, "/nowhere")
+    code = "import os; print(sorted(os.environ.items()))"
+    done = process.run(python(code), tmpdir=str(tmp_path), env={"EXTRA": "1"})
+    seen = dict(eval(done.output))
+    assert seen["LC_ALL"] == "C"
+    assert seen["TMPDIR"] == str(tmp_path)
+    assert seen["EXTRA"] == "1"
+    assert len(seen["OPKILN_BUILD_TOKEN"]) == 32
+    assert not {"CPATH", "GCC_EXEC_PREFIX", "LC_MESSAGES", "LANGUAGE", "ANYTHING"} & seen.keys()
+
+
+def test_an_unsupervised_child_carries_no_token() -> None:
+    code = "import os; print('OPKILN_BUILD_TOKEN' in os.environ)"
+    assert process.run(python(code), supervised=False).output == "False\n"
+    assert process.capture(python(code)).stdout == "False\n"
+
+
+def test_a_child_has_its_own_session_no_input_and_no_descriptor_of_ours() -> None:
+    leaked = os.open(os.devnull, os.O_RDONLY)
+    os.set_inheritable(leaked, True)
+    try:
+        code = """
+            import os, sys
+            print(os.getsid(0) == os.getpid(), sys.stdin.read() == "", os.listdir("/proc/self/fd"))
+        """
+        session, no_input, fds = process.run(python(code)).output.split(maxsplit=2)
+    finally:
+        os.close(leaked)
+    assert (session, no_input) == ("True", "True")
+    assert len(eval(fds)) == 4  # the three, and the one that lists them
+
+
+def test_a_missing_program_names_itself_and_how_to_look_for_it() -> None:
+    with pytest.raises(ToolchainError) as caught:
+        process.run(["no-such-compiler", "-c"])
+    assert "no-such-compiler could not be started" in str(caught.value)
+    assert caught.value.hint == "command -v no-such-compiler"
+
+
+def test_a_missing_working_directory_is_named_and_not_the_program() -> None:
+    with pytest.raises(ToolchainError, match="working directory /no/such/place"):
+        process.run(["true"], cwd="/no/such/place")
+
+
+def test_a_script_whose_interpreter_is_missing_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "wrapper"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    with pytest.raises(ToolchainError, match="interpreter or loader it names is not"):
+        process.run([str(script)])
+
+
+def test_an_argument_with_a_nul_is_an_error_of_ours() -> None:
+    with pytest.raises(ToolchainError, match="could not be started"):
+        process.run(["true", "a\0b"])
+
+
+def test_a_timeout_ends_the_child_and_what_it_started(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    with pytest.raises(BuildTimeout, match="ran longer than 2 s"):
+        process.run([*python(FAMILY), str(pids)], timeout=2)
+    assert [alive(int(pid)) for pid in pids.read_text().split()] == [False, False]
+
+
+def test_a_cancelled_child_is_dead_with_its_family_when_the_call_returns(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    cancelled = threading.Event()
+
+    def cancel() -> None:
+        becomes_true(pids.exists)
+        cancelled.set()
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    with pytest.raises(BuildCancelled):
+        process.run([*python(FAMILY), str(pids)], cancelled=cancelled)
+    thread.join()
+    assert [alive(int(pid)) for pid in pids.read_text().split()] == [False, False]
+
+
+def test_nothing_is_started_once_cancelled(tmp_path: Path) -> None:
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(BuildCancelled):
+        process.run(["touch", str(tmp_path / "trace")], cancelled=cancelled)
+    assert not (tmp_path / "trace").exists()
+
+
+def test_an_interrupt_ends_the_family_and_reaches_the_caller(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+
+    def interrupt() -> None:
+        becomes_true(pids.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        process.run([*python(FAMILY), str(pids)])
+    thread.join()
+    assert [alive(int(pid)) for pid in pids.read_text().split()] == [False, False]
+
+
+def test_what_a_killed_leader_leaves_in_its_group_is_ended_too(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+
+    def kill_leader() -> None:
+        becomes_true(pids.exists)
+        os.kill(int(pids.read_text().split()[0]), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_leader)
+    thread.start()
+    assert process.run([*python(FAMILY), str(pids)]).returncode == -signal.SIGKILL
+    thread.join()
+    child = int(pids.read_text().split()[1])
+    assert becomes_true(lambda: not alive(child))
+
+
+def test_a_server_that_inherits_the_output_does_not_hold_up_the_call() -> None:
+    code = """
+        import os, time
+        server = os.fork()
+        if server == 0:
+            os.setsid()  # as the server of a compiler cache does
+            time.sleep(600)
+        os.write(1, b"%d" % server)
+        os._exit(0)
+    """
+    server = int(process.run(python(code)).output)
+    assert alive(server)
+    os.kill(server, signal.SIGKILL)
+
+
+def test_the_peak_memory_is_that_of_the_largest_descendant_not_of_this_process() -> None:
+    ballast = bytearray(600 << 20)  # wait4 alone would report at least this
+    grandchild = "import time; x = bytearray(150 << 20); time.sleep(0.3)"
+    code = f"""
+        import os, sys
+        os.spawnv(os.P_WAIT, sys.executable, ["p", "-I", "-S", "-c", {grandchild!r}])
+    """
+    done = process.run(python(code))
+    del ballast
+    assert done.returncode == 0
+    assert 150 << 20 < done.max_rss < 400 << 20
+
+
+def test_a_lost_exit_status_is_an_error_and_not_a_success() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(ToolchainError, match="exit status of .* is lost"):
+            process.run(python("raise SystemExit(1)"), supervised=False)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_probe_keeps_its_streams_apart_and_a_hanging_one_is_a_toolchain_error() -> None:
+    said = process.capture(python("import os; os.write(1, b'out'); os.write(2, b'err'); os._exit(4)"))
+    assert said == (4, "out", "err")
+    with pytest.raises(ToolchainError, match=r"ran longer than 0\.2 s"):
+        process.capture(python("import time; time.sleep(60)"), timeout=0.2)
+
+
+def test_descriptors_do_not_pile_up() -> None:
+    process.run(["true"])
+    before = sorted(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        process.run(["true"])
+        with pytest.raises(BuildTimeout):
+            process.run(["sleep", "60"], timeout=0.001)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_many_threads_run_at_once_and_get_their_own_output() -> None:
+    results: dict[int, str] = {}
+
+    def one(number: int) -> None:
+        results[number] = process.run(["echo", str(number)]).output
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: f"{number}\n" for number in range(16)}
