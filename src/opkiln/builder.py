@@ -163,14 +163,13 @@ class OpBuilder:
 
         ``error_log`` holds the reason when not; ``verbose`` also writes it to standard error.
         """
-        from opkiln.loading.trace import Trace
         from opkiln.toolchain import host as host_compiler
 
         self.error_log = None
         try:
             op = self.op()
             missing = [s for s in op.spec.sources if not os.path.exists(os.path.join(self.root, s))]
-            loader.runnable(op.spec, Trace())
+            loader.runnable(op.spec)
             compiles, _ = loader.would_compile(op)
             if compiles and missing:
                 self.error_log = f"sources are missing: {', '.join(missing)}"

@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from typing import Any, NamedTuple
+from typing import Any
+
+from opkiln.record import Record
 
 ENCODING = 1
 
@@ -71,7 +73,7 @@ def sha256_file(path: str | int) -> str:
     return digest.hexdigest()
 
 
-class Signature(NamedTuple):
+class Signature(Record):
     """What ``stat`` says of a file, and when its contents were read.
 
     Equal signatures mean equal contents only if the file had come to rest before it was read: a
@@ -99,9 +101,5 @@ class Signature(NamedTuple):
         if max(mtime_ns, ctime_ns) > read_at - 2_000_000_000:
             return False
         found = os.stat(path)
-        return (
-            found.st_mtime_ns == mtime_ns
-            and found.st_ctime_ns == ctime_ns
-            and found.st_size == size
-            and found.st_ino == inode
-        )
+        now = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+        return now == (size, mtime_ns, ctime_ns, inode)

@@ -42,17 +42,17 @@ def load(
     with_sycl: bool | None = None,
     is_python_module: bool = True,
     is_standalone: bool = False,
-    keep_intermediates: bool = True,
+    keep_intermediates: bool = True,  # noqa: ARG001 (taken for compatibility)
     *,
     abi: str = ABI_TORCH,
 ) -> Any:
     """Compile C++ sources, or find them compiled, and load them.
 
-    Takes the arguments of ``torch.utils.cpp_extension.load``. Gives the extension module; the
-    library's path with ``is_python_module=False`` (its ops are then in ``torch.ops``); the program's
-    path with ``is_standalone=True``. ``abi="torch-stable"`` builds against torch's stable ABI: the
-    compile is many times faster and the binary serves every torch from 2.10. ``abi="none"`` is for
-    code without torch; as a library it is loaded as a ``ctypes.CDLL``.
+    Takes the arguments of ``torch.utils.cpp_extension.load``. Gives the extension module; with
+    ``is_python_module=False`` the library's path (its ops are then in ``torch.ops``); with
+    ``is_standalone=True`` the program's path. ``abi="torch-stable"`` builds against torch's stable
+    ABI: the compile is many times faster and the binary serves every torch from 2.10.
+    ``abi="none"`` is for code without torch; as a library it is loaded as a ``ctypes.CDLL``.
 
     Calling it again looks at the sources again: an edit is picked up, and an unchanged extension is
     the module that is already loaded. ``build_directory`` gets a copy of the result;
@@ -101,8 +101,8 @@ def load_inline(
     with_sycl: bool | None = None,
     is_python_module: bool = True,
     with_pytorch_error_handling: bool = True,
-    keep_intermediates: bool = True,
-    use_pch: bool = False,
+    keep_intermediates: bool = True,  # noqa: ARG001 (taken for compatibility)
+    use_pch: bool = False,  # noqa: ARG001 (taken for compatibility)
     no_implicit_headers: bool = False,
     *,
     abi: str = ABI_TORCH,

@@ -1,12 +1,11 @@
 """The records that travel between the layers: OpSpec, Target, Toolchain, Step, Plan, Artifact.
 
-They are NamedTuples, not dataclasses: creating the classes costs a tenth, and they are created on
-the way to every cache hit. All of them are immutable and hold only immutable values.
+All of them are immutable and hold only immutable values.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from opkiln.record import Record
 
 # What a finished op is, and so how it is loaded.
 LIBRARY = "library"  # registers torch ops when loaded: torch.ops.load_library
@@ -20,7 +19,7 @@ ABI_TORCH = "torch"  # torch/extension.h: one torch version, one Python
 ABI_NONE = "none"  # no torch at all
 
 
-class OpSpec(NamedTuple):
+class OpSpec(Record):
     """What an author declares. Paths are relative to ``root`` or absolute."""
 
     name: str
@@ -38,7 +37,7 @@ class OpSpec(NamedTuple):
     inline: tuple[tuple[str, str], ...] = ()  # (source, text) of sources that are in no file
 
 
-class Target(NamedTuple):
+class Target(Record):
     """What to build for. Holds no trace of the machine that happens to run the build."""
 
     backend: str  # cpu, cuda, rocm, xpu
@@ -51,7 +50,7 @@ class Target(NamedTuple):
     flags: tuple[tuple[str, tuple[str, ...]], ...] = ()  # the user's own: (("cxxflags", (...)),)
 
 
-class TorchSDK(NamedTuple):
+class TorchSDK(Record):
     """What a build needs of torch, read from its files without importing it."""
 
     path: str  # the package directory
@@ -62,7 +61,7 @@ class TorchSDK(NamedTuple):
     cxx11_abi: bool
 
 
-class Toolchain(NamedTuple):
+class Toolchain(Record):
     """A compiler for a target, and what is known of it."""
 
     family: str  # gcc, clang
@@ -77,7 +76,7 @@ class Toolchain(NamedTuple):
     python_include: str = ""
 
 
-class Anchored(NamedTuple):
+class Anchored(Record):
     """An argument that holds a path below a named anchor: prefix + anchor's path + rest.
 
     A plan is made of these, so that it (and the keys made of it) says ``src/cpu.cpp`` wherever the
@@ -93,7 +92,7 @@ class Anchored(NamedTuple):
 Arg = str | Anchored
 
 
-class Step(NamedTuple):
+class Step(Record):
     """One process to run: its argv, its inputs and its one output below ``stage``."""
 
     kind: str  # compile, link
@@ -105,7 +104,7 @@ class Step(NamedTuple):
     memory: int = 512 << 20  # what it is expected to take at most
 
 
-class Plan(NamedTuple):
+class Plan(Record):
     """The exact steps that turn a spec into an artifact for a target; JIT and AOT run the same."""
 
     spec: OpSpec
@@ -116,7 +115,7 @@ class Plan(NamedTuple):
     output: str  # the file that is the artifact, relative to stage
 
 
-class Artifact(NamedTuple):
+class Artifact(Record):
     """A finished, verified file that may be loaded, and where it was found."""
 
     path: str

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import posixpath
-import re
 
 from opkiln.arch import cpu
+from opkiln.digest import key
 from opkiln.errors import SpecError
 from opkiln.model import (
     ABI_NONE,
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 # Bump when the same inputs should give another binary for a reason that no argv shows.
 PLAN_VERSION = 1
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}\Z")
 _CXX_SOURCES = (".cpp", ".cc", ".cxx", ".c++", ".C")
 
 # Flags that make a compiler run other programs or read its command line from a file that no key
@@ -53,7 +52,7 @@ _MEMORY = {ABI_STABLE: 700 << 20, ABI_TORCH: 2500 << 20, ABI_NONE: 400 << 20}
 
 def check(spec: OpSpec) -> None:
     """Refuse a declaration that cannot be built or must not be. Raises SpecError."""
-    if not _NAME.match(spec.name):
+    if not (spec.name.isascii() and spec.name.isidentifier() and len(spec.name) <= 100):
         raise SpecError(
             f"{spec.name[:80]!r} cannot be the name of an op",
             why="a name is a C identifier of at most 100 characters: it becomes a file, a module "
@@ -97,7 +96,7 @@ def make(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
     check(spec)
     flags = dict(target.flags)
     compiles = tuple(_compile(spec, target, toolchain, flags, source) for source in spec.sources)
-    link = _link(spec, target, toolchain, flags, tuple(step.output for step in compiles))
+    link = _link(spec, toolchain, flags, tuple(step.output for step in compiles))
     return Plan(spec, target, toolchain, (*compiles, link), _ENVIRONMENT, link.output)
 
 
@@ -161,9 +160,10 @@ def _author_flags(spec: OpSpec, flags: tuple[str, ...]) -> Iterator[Arg]:
 
 def object_name(source: str) -> str:
     """The object of a source, named after its path: two files of one name do not collide."""
-    flat = re.sub(r"[^A-Za-z0-9_.]", "-", source.lstrip("/"))[-80:]
-    from opkiln.digest import key
-
+    plain = (
+        char if char.isascii() and (char.isalnum() or char in "_.") else "-" for char in source
+    )
+    flat = "".join(plain).lstrip("-")[-80:]
     return f"{flat}-{key('source', source)[:8]}.o"
 
 
@@ -243,7 +243,6 @@ def output_name(spec: OpSpec) -> str:
 
 def _link(
     spec: OpSpec,
-    target: Target,
     toolchain: Toolchain,
     flags: Mapping[str, tuple[str, ...]],
     objects: tuple[str, ...],
@@ -265,6 +264,4 @@ def _link(
     arguments += [f"-L{path}" for path in flags.get("library_path", ())]
     arguments += flags.get("ldflags", ())
     arguments += ["-o", Anchored("", "stage", output)]
-    return Step(
-        kind="link", output=output, argv=tuple(arguments), inputs=objects, memory=500 << 20
-    )
+    return Step(kind="link", output=output, argv=tuple(arguments), inputs=objects, memory=500 << 20)

@@ -71,7 +71,9 @@ def run(
     with contextlib.ExitStack() as stack:
         if supervised:
             environment[MARKER] = stack.enter_context(_guard.watching())
-        ended = _carry_out(argv, cwd, environment, False, timeout, cancelled)
+        ended = _carry_out(
+            argv, cwd, environment, apart=False, timeout=timeout, cancelled=cancelled
+        )
     output = ended.streams[0]
     return Completed(tuple(argv), ended.returncode, output, ended.wall, ended.max_rss)
 
@@ -88,7 +90,9 @@ def capture(
     Raises ToolchainError when the program cannot be started or does not end in time.
     """
     try:
-        ended = _carry_out(argv, cwd, _environment(env, None), True, timeout, None)
+        ended = _carry_out(
+            argv, cwd, _environment(env, None), apart=True, timeout=timeout, cancelled=None
+        )
     except BuildTimeout as error:
         raise ToolchainError(error.what, why=error.why, hint=shlex.join(argv)) from None
     return Captured(ended.returncode, ended.streams[0], ended.streams[1])
@@ -127,6 +131,7 @@ def _carry_out(
     argv: Sequence[str],
     cwd: str | None,
     environment: Mapping[str, str],
+    *,
     apart: bool,
     timeout: float | None,
     cancelled: threading.Event | None,
@@ -343,15 +348,24 @@ def _shown(argv: Sequence[str]) -> str:
 
 
 def _start_watchdog(link: int, token: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable or "", "-I", "-S", _WATCHDOG, token, str(os.getpid())],
-        stdin=link,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-        env=child_environment(),
-        start_new_session=True,
+    # Blocked signals stay blocked through exec, so these cannot end it, not even while its
+    # interpreter starts. Its own session keeps the terminal's away; others come from whoever
+    # signals every process of a job or a container, the builder among them.
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     )
+    try:
+        return subprocess.Popen(
+            [sys.executable or "", "-I", "-S", _WATCHDOG, token, str(os.getpid())],
+            stdin=link,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env=child_environment(),
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _guard = Guard(_start_watchdog)

@@ -92,4 +92,3 @@ def _entry_points() -> list[EntryPoint]:
     from importlib.metadata import entry_points
 
     return list(entry_points(group=GROUP))
-

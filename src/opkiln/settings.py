@@ -137,7 +137,7 @@ class Settings:
     cache_dir = Setting(
         "OPKILN_CACHE_DIR", str, None,
         "Root of the writable store. A directory that others can write to, or that belongs to "
-        "somebody else, is not used: a private one inside or instead of it is, and a warning says so.",
+        "somebody else, is not used: a private one is, and a warning says so.",
         shown="`$XDG_CACHE_HOME/opkiln` or `~/.cache/opkiln`",
     )  # fmt: skip
     store_layers = Setting(
@@ -251,7 +251,7 @@ class Settings:
         "first are silent.",
     )  # fmt: skip
     no_color = Setting(
-        "NO_COLOR", lambda text: True, False, "Any value: no colour.", shown="off", group="terminal",
+        "NO_COLOR", bool, False, "Any value: no colour.", shown="off", group="terminal",
     )  # fmt: skip
     rank = Setting(
         "RANK", int, None, "This process's rank in a distributed job; only the first one reports.",

@@ -10,6 +10,7 @@ it fires when the thread that started the child ends.
 Standard input is a packet socket from the parent. One message is ``+PATH`` (a scratch directory),
 ``-PATH`` (no longer one) or ``quit`` (nothing to do; end now). Its end, or the parent's, is the
 signal to act: both are watched, because a forked child of the parent may hold the socket open.
+SIGINT, SIGTERM and SIGHUP are blocked by whoever starts it.
 """
 
 from __future__ import annotations
@@ -31,10 +32,6 @@ _PATIENCE = 30.0
 
 def main(token: str, parent: int) -> None:
     """Wait for the parent's end, then end what it started and remove what it staged."""
-    # Its own session keeps the terminal's signals away; these come from whoever signals every
-    # process of a job or of a container, the builder among them.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     scratch = wait_for_end(parent)
     if scratch is None:
         return

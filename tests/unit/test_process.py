@@ -235,14 +235,16 @@ def test_the_peak_memory_is_that_of_the_largest_descendant_not_of_this_process()
 def test_a_lost_exit_status_is_an_error_and_not_a_success() -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        with pytest.raises(ToolchainError, match="exit status of .* is lost"):
+        with pytest.raises(ToolchainError, match=r"exit status of .* is lost"):
             process.run(python("raise SystemExit(1)"), supervised=False)
     finally:
         signal.signal(signal.SIGCHLD, before)
 
 
 def test_a_probe_keeps_its_streams_apart_and_a_hanging_one_is_a_toolchain_error() -> None:
-    said = process.capture(python("import os; os.write(1, b'out'); os.write(2, b'err'); os._exit(4)"))
+    said = process.capture(
+        python("import os; os.write(1, b'out'); os.write(2, b'err'); os._exit(4)")
+    )
     assert said == (4, "out", "err")
     with pytest.raises(ToolchainError, match=r"ran longer than 0\.2 s"):
         process.capture(python("import time; time.sleep(60)"), timeout=0.2)

@@ -11,12 +11,11 @@ Whether a compiler knows a feature is asked of the compiler (``toolchain.probe``
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from opkiln.errors import ArchError
+from opkiln.record import Record
 
 
-class CPU(NamedTuple):
+class CPU(Record):
     """A level and the features beyond it, sorted."""
 
     level: str
@@ -92,7 +91,7 @@ def native(machine: str, features: frozenset[str]) -> CPU:
 
 
 def parse(text: str, machine: str, features: frozenset[str]) -> CPU:
-    """The CPU that ``native`` or ``LEVEL[+FEATURE…]`` names. Raises ArchError, quoting the token."""
+    """The CPU that ``native`` or ``LEVEL[+FEATURE…]`` names. Raises ArchError."""
     head, *tokens = text.strip().split("+")
     known = [name for name, _ in _levels(machine)]
     if head == "native":

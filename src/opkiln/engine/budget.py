@@ -113,7 +113,7 @@ class Budget:
                     break
                 # A release within this process wakes us at once; one elsewhere is found by
                 # looking. Random, so that two that want everything do not collide for ever.
-                table.changed.wait(pause * random.uniform(0.5, 1.0))
+                table.changed.wait(pause * random.uniform(0.5, 1.0))  # noqa: S311
                 waited = time.monotonic() - started
                 if waiting is not None and waited >= call_at:
                     holder = table.holder(self.limits.slots)

@@ -60,7 +60,7 @@ class Trace:
                     self._end(start, event.at, {"ok": data["ok"]})
             else:
                 name = data.get("text") or f"waiting for {data['what']}"
-                self._add(name, data.get("op", ""), "i", event.at, 0, {**data}, s="p")
+                self._add(name, data.get("op", ""), "i", event.at, lane=0, args=data, s="p")
 
     def close(self) -> None:
         """Write the file. Steps that have not ended are drawn up to the last event."""
@@ -87,7 +87,7 @@ class Trace:
         if lane not in self._named:
             self._named.add(lane)
             title = f"{key[0]} {lane - first + 1}"
-            self._add("thread_name", "", "M", event.at, lane, {"name": title})
+            self._add("thread_name", "", "M", event.at, lane=lane, args={"name": title})
 
     def _end(self, key: tuple[str, str, str], at: float, args: dict[str, Any]) -> None:
         start = self._started.pop(key)
@@ -95,10 +95,10 @@ class Trace:
         del self._lanes[lane]
         name = start.data.get("label") or start.data["op"]
         duration = (at - start.at) * 1e6
-        self._add(name, start.data["op"], "X", start.at, lane, args, dur=duration)
+        self._add(name, start.data["op"], "X", start.at, lane=lane, args=args, dur=duration)
 
     def _add(
-        self, name: str, op: str, phase: str, at: float, lane: int, args: Any, **more: Any
+        self, name: str, op: str, phase: str, at: float, *, lane: int, args: Any, **more: Any
     ) -> None:
         record = {"name": name, "cat": op or "opkiln", "ph": phase, "ts": at * 1e6}
         self._records.append({**record, "pid": os.getpid(), "tid": lane, "args": args, **more})

@@ -46,9 +46,7 @@ def make_plan(spec: OpSpec, target: Target, store: Store) -> Plan:
     return plans.make(spec, target, toolchain)
 
 
-def build(
-    spec: OpSpec, target: Target, store: Store, *, loaded: tuple[str, ...] = ()
-) -> Artifact:
+def build(spec: OpSpec, target: Target, store: Store, *, loaded: tuple[str, ...] = ()) -> Artifact:
     """The artifact, found or built. ``loaded`` are earlier versions this process has open.
 
     Raises every BuildError; nothing is published then, and whoever waits sees the same error.
@@ -275,7 +273,13 @@ class _Build:
 def inputs(plan: Plan) -> dict[str, Any]:
     """What the keys were made of, in words; `explain` shows the difference to today's."""
     spec = plan.spec
-    named = {"src": "{src}", "stage": "{build}", "torch": "{torch}", "python": "{python}", "abs": ""}
+    named = {
+        "src": "{src}",
+        "stage": "{build}",
+        "torch": "{torch}",
+        "python": "{python}",
+        "abs": "",
+    }
     declared = {k: v for k, v in spec._asdict().items() if k not in ("root", "inline")}
     return {
         "spec": declared,

@@ -73,7 +73,7 @@ def objects(plan: Plan, store: Store, stage: str) -> list[Compiled]:
         snapshots = batch.unsettled
     if missing:
         raise SourcesChanging(
-            f"{missing[0].source} or a file it includes was edited during each of {_ROUNDS} compiles",
+            f"{missing[0].source} or what it includes was edited during each of {_ROUNDS} compiles",
             why="nothing was published",
             hint="save the file and try again",
         )
@@ -193,9 +193,7 @@ def _keep(
         events.emit("note", text=str(error))
 
 
-def sidecar(
-    plan: Plan, read: tuple[str, ...], dependencies: deps.Dependencies
-) -> dict[str, Any]:
+def sidecar(plan: Plan, read: tuple[str, ...], dependencies: deps.Dependencies) -> dict[str, Any]:
     """The long lists of a leaf: every file read, by anchor, and what `recheck` may need."""
     places = plans.anchors_of(plan.spec, plan.toolchain)
     inline = {os.path.join(plan.spec.root, source) for source, _ in plan.spec.inline}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 from opkiln import plan as plans
 from opkiln.arch import cpu, host
@@ -29,7 +29,8 @@ from opkiln.loading import register, seal
 from opkiln.loading.native import open_artifact
 from opkiln.loading.register import Registration
 from opkiln.loading.trace import Trace
-from opkiln.model import ABI_NONE, ABI_STABLE, ABI_TORCH, Artifact, OpSpec, Target
+from opkiln.model import ABI_NONE, ABI_STABLE, ABI_TORCH, Artifact, OpSpec, Target, TorchSDK
+from opkiln.record import Record
 from opkiln.settings import settings
 from opkiln.store import deps, key
 from opkiln.store.layers import Store
@@ -37,14 +38,14 @@ from opkiln.toolchain import host as host_compiler
 from opkiln.toolchain import torch_sdk
 
 
-class Op(NamedTuple):
+class Op(Record):
     """What the loader needs: what to build, and how it is called."""
 
     spec: OpSpec
     registration: Registration | None = None
 
 
-class Loaded(NamedTuple):
+class Loaded(Record):
     """What this process has of an op. ``artifact`` is None when the reference serves."""
 
     value: Any
@@ -68,7 +69,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def target_of(spec: OpSpec, sdk: torch_sdk.TorchSDK | None = None) -> Target:
+def target_of(spec: OpSpec, sdk: TorchSDK | None = None) -> Target:
     """The target of this machine, as the settings have it. Raises ArchError, BuildError."""
     sdk = sdk or (None if spec.abi == ABI_NONE else torch_sdk.find())
     machine = host.machine()
@@ -78,7 +79,14 @@ def target_of(spec: OpSpec, sdk: torch_sdk.TorchSDK | None = None) -> Target:
         chosen = cpu.CPU(cpu.native(machine, frozenset()).level)
     flags = [
         (name, value)
-        for name in ("cppflags", "cxxflags", "ldflags", "cpath", "cplus_include_path", "library_path")
+        for name in (
+            "cppflags",
+            "cxxflags",
+            "ldflags",
+            "cpath",
+            "cplus_include_path",
+            "library_path",
+        )
         if (value := getattr(settings, name))
     ]
     return Target(
@@ -93,7 +101,7 @@ def target_of(spec: OpSpec, sdk: torch_sdk.TorchSDK | None = None) -> Target:
     )
 
 
-def _abi_tag(spec: OpSpec, sdk: torch_sdk.TorchSDK | None) -> str:
+def _abi_tag(spec: OpSpec, sdk: TorchSDK | None) -> str:
     python = torch_sdk.python_tag()
     if spec.abi == ABI_STABLE:
         tag = torch_sdk.stable_abi_tag()
@@ -101,7 +109,9 @@ def _abi_tag(spec: OpSpec, sdk: torch_sdk.TorchSDK | None) -> str:
     if spec.abi == ABI_TORCH:
         if sdk is None:
             raise BuildError(
-                f"op {spec.name} needs torch", why="torch is not installed", hint="pip install torch"
+                f"op {spec.name} needs torch",
+                why="torch is not installed",
+                hint="pip install torch",
             )
         return torch_sdk.full_abi_tag(sdk)
     return python if spec.kind == "python" else "none"
@@ -110,8 +120,8 @@ def _abi_tag(spec: OpSpec, sdk: torch_sdk.TorchSDK | None) -> str:
 def load(op: Op, *, again: bool = False, must_be_native: bool = False) -> Loaded:
     """Serve an op by the first resort that can.
 
-    ``again`` looks at the sources anew, although the op is loaded. ``must_be_native`` makes an error
-    of what would fall back. Raises OpkilnError where nothing can serve.
+    ``again`` looks at the sources anew, although the op is loaded. ``must_be_native`` makes an
+    error of what would fall back. Raises OpkilnError where nothing can serve.
     """
     name = (op.spec.distribution, op.spec.name)
     known = _loaded.get(name)
@@ -128,7 +138,9 @@ def load(op: Op, *, again: bool = False, must_be_native: bool = False) -> Loaded
 
 def _serve(op: Op, must_be_native: bool) -> Loaded:
     trace = Trace()
-    functions = None if op.registration is None else _register(op, trace)
+    functions = None
+    if op.registration is not None:
+        functions = register.register(op.spec.name, op.registration)
     try:
         artifact, opened = _native(op, trace)
     except (BuildError, LoadError, ToolchainError, SealedError) as error:
@@ -136,14 +148,9 @@ def _serve(op: Op, must_be_native: bool) -> Loaded:
     return Loaded(opened if functions is None else functions, artifact, trace)
 
 
-def _register(op: Op, trace: Trace) -> register.Functions:
-    assert op.registration is not None
-    return register.register(op.spec.name, op.registration)
-
-
 def _native(op: Op, trace: Trace) -> tuple[Artifact, Any]:
     spec = op.spec
-    sdk = runnable(spec, trace)
+    sdk = runnable(spec)
     target = target_of(spec, sdk)
     store = Store()
     for note in store.location.notes:
@@ -157,7 +164,7 @@ def _native(op: Op, trace: Trace) -> tuple[Artifact, Any]:
     return _build(spec, target, store, trace)
 
 
-def runnable(spec: OpSpec, trace: Trace) -> torch_sdk.TorchSDK | None:
+def runnable(spec: OpSpec) -> TorchSDK | None:
     """Whether a native op could run here at all. Raises LoadError with the reason."""
     if host.system() != "linux":
         raise LoadError(
@@ -193,9 +200,7 @@ def find(spec: OpSpec, target: Target, store: Store, trace: Trace) -> Artifact |
     hasher = deps.Hasher()
     for candidate in _covering(spec, target):
         intent = key.intent_key(spec, candidate)
-        leaf, refused = store.find_op(
-            spec.distribution, spec.name, intent, build, places, hasher
-        )
+        leaf, refused = store.find_op(spec.distribution, spec.name, intent, build, places, hasher)
         for each in refused:
             trace.add("store", "refused", each.reason, each.directory)
         if leaf is None:
@@ -258,8 +263,8 @@ def _fall_back(
 ) -> Loaded:
     has_reference = op.registration is not None and op.registration.reference is not None
     if must_be_native or not has_reference or settings.fallback == "error":
-        trace.add("fallback", "refused",
-                  "the op has no reference" if not has_reference else "not allowed here")  # fmt: skip
+        reason = "not allowed here" if has_reference else "the op has no reference"
+        trace.add("fallback", "refused", reason)
         raise error
     trace.add("fallback", "taken", "the pure-PyTorch reference serves")
     if settings.fallback == "warn":
@@ -281,7 +286,7 @@ def would_compile(op: Op) -> tuple[bool, Trace]:
     """Whether loading this op here would compile, and the trace of looking. Builds nothing."""
     trace = Trace()
     try:
-        sdk = runnable(op.spec, trace)
+        sdk = runnable(op.spec)
     except LoadError as error:
         trace.add("build", "refused", f"{error.what}: {error.why}")
         return False, trace

@@ -20,7 +20,7 @@ def open_artifact(spec: OpSpec, path: str) -> Any:
         if spec.abi != ABI_NONE:
             import torch
         if spec.kind == LIBRARY:
-            torch.ops.load_library(path)
+            torch.ops.load_library(path)  # type: ignore[no-untyped-call]
             return None
         if spec.kind == PLAIN:
             import ctypes

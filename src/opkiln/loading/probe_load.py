@@ -1,8 +1,8 @@
 """Load a library in this process and end: what the load test's child runs.
 
-Started as ``python -I -S probe_load.py LIBRARY...`` with torch's libraries first. It imports neither
-torch nor opkiln: dlopening ``libtorch_cpu`` takes a fifth of the time of importing torch. A crash
-here is a crash that no user process will see.
+Started as ``python -I -S probe_load.py LIBRARY...`` with torch's libraries first. It imports
+neither torch nor opkiln: dlopening ``libtorch_cpu`` takes a fifth of the time of importing torch.
+A crash here is a crash that no user process will see.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """Registration with ``torch.library``: the op exists before, and without, any native library.
 
-The schema is defined in Python (FRAGMENT, one namespace per distribution), with the reference as its
-CompositeExplicitAutograd implementation. A native library holds only implementations for its
+The schema is defined in Python (FRAGMENT, one namespace per distribution), with the reference as
+its CompositeExplicitAutograd implementation. A native library holds only implementations for its
 backend: loading it replaces the reference live, also in a graph that was compiled before.
 (A library that defines a schema itself crashes the process when a second copy of it is loaded.)
 
@@ -12,9 +12,10 @@ that changed under a saved tensor. A kernel at ADInplaceOrView does it here, for
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 from opkiln.errors import SpecError
+from opkiln.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _defined: dict[str, tuple[str, ...]] = {}
 _lock = threading.RLock()
 
 
-class Registration(NamedTuple):
+class Registration(Record):
     """What an author declares beside the sources. ``reference`` is called when it is needed."""
 
     namespace: str
@@ -79,8 +80,9 @@ def _define(op: str, registration: Registration) -> None:
     namespace = registration.namespace
     library = _libraries.get(namespace)
     if library is None:
-        library = _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
-    reference = None if registration.reference is None else registration.reference()
+        library = _libraries[namespace] = torch.library.Library(  # type: ignore[no-untyped-call]
+            namespace, "FRAGMENT"
+        )
     fake = None if registration.fake is None else registration.fake()
     for text in registration.schemas:
         name = _function_name(text)
@@ -88,20 +90,39 @@ def _define(op: str, registration: Registration) -> None:
             schema = torch._C.parse_schema(f"{namespace}::{text}")
         except RuntimeError as error:
             raise SpecError(f"op {op}: the schema {text!r} is malformed", why=str(error)) from error
-        mutated = [i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
-        library.define(text, tags=(torch.Tag.pt2_compliant_tag,))
-        if reference is not None:
-            function = getattr(reference, name, None)
-            if function is None:
-                raise SpecError(f"op {op}: the reference has no function {name!r}")
-            library.impl(name, function, "CompositeExplicitAutograd")
+        mutated = [
+            i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write
+        ]
+        library.define(  # type: ignore[no-untyped-call]
+            text, tags=(torch.Tag.pt2_compliant_tag,)
+        )
+        if registration.reference is not None:
+            library.impl(  # type: ignore[no-untyped-call]
+                name, _Reference(op, name, registration.reference), "CompositeExplicitAutograd"
+            )
         fake_function = getattr(fake, name, None)
-        if fake_function is None and not schema.returns:
-            fake_function = _nothing
         if fake_function is not None:
             torch.library.register_fake(f"{namespace}::{name}", fake_function, lib=library)
+        elif not schema.returns:
+            # The same as a fake kernel here, and registered in a tenth of the time.
+            library.impl(name, _nothing, "Meta")  # type: ignore[no-untyped-call]
         if mutated:
             _bump_versions(library, namespace, name, mutated)
+
+
+class _Reference:
+    """The reference of one function, imported when it is first called: a hit never needs it."""
+
+    def __init__(self, op: str, name: str, provide: Callable[[], Any]) -> None:
+        self._op, self._name, self._provide = op, name, provide
+        self._function: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._function is None:
+            self._function = getattr(self._provide(), self._name, None)
+            if self._function is None:
+                raise SpecError(f"op {self._op}: the reference has no function {self._name!r}")
+        return self._function(*args, **kwargs)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from opkiln.record import Record
 
 
-class Decision(NamedTuple):
+class Decision(Record):
     """One candidate."""
 
     resort: str  # loaded, prebuilt, store, build, fallback

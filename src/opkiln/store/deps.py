@@ -16,11 +16,12 @@ decide: a checkout with other timestamps is still a hit, and an edit under an ol
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 from opkiln.digest import Signature, key, sha256_file
 from opkiln.model import ABI_NONE, Plan
 from opkiln.plan import anchors_of
+from opkiln.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 Place = tuple[str, str]  # (anchor, path below it)
 
 
-class Dep(NamedTuple):
+class Dep(Record):
     """An own file: where it is, what was in it, and the signature it had."""
 
     anchor: str
@@ -38,7 +39,7 @@ class Dep(NamedTuple):
     signature: Signature
 
 
-class Watch(NamedTuple):
+class Watch(Record):
     """One of the author's directories, and which included names exist below it."""
 
     anchor: str
@@ -46,7 +47,7 @@ class Watch(NamedTuple):
     present: tuple[str, ...]
 
 
-class Dependencies(NamedTuple):
+class Dependencies(Record):
     """Everything a build read. ``external_files`` and ``names`` go to the sidecar."""
 
     own: tuple[Dep, ...]
@@ -188,7 +189,7 @@ def gather(plan: Plan, read: Iterable[str], hasher: Hasher) -> Dependencies:
 
 
 def _included_names(plan: Plan, paths: list[str]) -> tuple[str, ...]:
-    """Each file as an ``#include`` may have named it: relative to the innermost search directory."""
+    """Each file as an ``#include`` may have named it: relative to its search directories."""
     places = anchors_of(plan.spec, plan.toolchain)
     search = [*_author_directories(plan), *plan.toolchain.include_dirs]
     for anchor, more in (("torch", "include"), ("torch", "include/torch/csrc/api/include")):
@@ -284,13 +285,15 @@ def recheck(
             for anchor, path, _ in watches
         )
         for (_, path, before), (_, _, after) in zip(watches, now_watches, strict=True):
-            changed += [f"{path}/{name} is new on the include path" for name in set(after) - set(before)]
+            changed += [
+                f"{path}/{name} is new on the include path" for name in set(after) - set(before)
+            ]
         watches = now_watches
     digest = recorded["external"]
     if external and not all(_holds(path, fields) for path, *fields in recorded["external_dirs"]):
         files = tuple((path, _digest_or_gone(path, hasher)) for path, _ in sidecar()["external"])
         if (now := key("external", files)) != digest:
-            before_files = {path: sha for path, sha in sidecar()["external"]}
+            before_files = dict(sidecar()["external"])
             changed += [f"{path} changed" for path, sha in files if before_files[path] != sha]
             digest = now
     return deps_key(own, digest, watches), changed

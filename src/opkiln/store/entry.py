@@ -13,9 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 from opkiln.digest import sha256_file
+from opkiln.record import Record
 from opkiln.store import deps
 from opkiln.store.trust import fault
 
@@ -33,7 +34,7 @@ _MIDDLE = '","manifest":'
 _BODY_AT = len(_HEAD) + 64 + len(_MIDDLE)
 
 
-class Leaf(NamedTuple):
+class Leaf(Record):
     """A leaf that passed every check."""
 
     directory: str
@@ -44,7 +45,7 @@ class Leaf(NamedTuple):
         return os.path.join(self.directory, self.manifest["payload"])
 
 
-class Refused(NamedTuple):
+class Refused(Record):
     """A leaf that did not, and why. ``damaged``: it can never be good again."""
 
     directory: str

@@ -58,4 +58,6 @@ def build_key(plan: Plan) -> str:
 def step_key(plan: Plan, step: Step) -> str:
     """One object: shared by every op, target and build that compiles it the same way."""
     made = (PLAN_VERSION, step_inputs(plan, step), plan.environment, plan.toolchain.identity)
-    return key("step", (made, plan.target.abi_tag))
+    # An inline source is no file, so it is in no list of dependencies: its text stands here.
+    text = dict(plan.spec.inline).get(step.source)
+    return key("step", (made, plan.target.abi_tag, text))

@@ -10,8 +10,8 @@ opens, checks and returns in one go, and takes no lock.
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
 
+from opkiln.record import Record
 from opkiln.store import deps
 from opkiln.store.entry import Leaf, Refused, examine
 from opkiln.store.location import Layer, Location, choose
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class Lookup(NamedTuple):
+class Lookup(Record):
     """What a look-up found, and what it refused on the way."""
 
     leaf: Leaf | None
@@ -74,9 +74,7 @@ class Store:
                     return Lookup(found, tuple(refused))
         return Lookup(None, tuple(refused))
 
-    def find_object(
-        self, step: str, places: Mapping[str, str], hasher: deps.Hasher
-    ) -> Lookup:
+    def find_object(self, step: str, places: Mapping[str, str], hasher: deps.Hasher) -> Lookup:
         """A compiled object."""
         refused: list[Refused] = []
         for layer in self.location.layers:

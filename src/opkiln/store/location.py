@@ -11,8 +11,8 @@ The first that can be used is the writable root. A root that is only readable st
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
 
+from opkiln.record import Record
 from opkiln.settings import settings
 from opkiln.store.trust import fault
 
@@ -20,14 +20,14 @@ from opkiln.store.trust import fault
 LAYOUT = "v1"
 
 
-class Layer(NamedTuple):
+class Layer(Record):
     """A directory of entries. ``listed``: the user named it, which is what makes it trusted."""
 
     root: str
     listed: bool = False
 
 
-class Location(NamedTuple):
+class Location(Record):
     """Where to read, in order; where to write (None: nowhere); what to tell the user."""
 
     layers: tuple[Layer, ...]

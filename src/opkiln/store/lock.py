@@ -1,9 +1,9 @@
 """The lock that saves work: one builder per entry, the others wait and say for whom.
 
-Nothing depends on it for correctness; a file system whose locks lie costs a second compile, never a
-bad load. It is a POSIX record lock: the kernel drops it when its holder dies, however it dies, and a
-forked child does not inherit it. Threads of one process, which such a lock does not tell apart,
-queue on a ``threading.Lock`` first.
+Nothing depends on it for correctness; a file system whose locks lie costs a second compile, never
+a bad load. It is a POSIX record lock: the kernel drops it when its holder dies, however it dies,
+and a forked child does not inherit it. Threads of one process, which such a lock does not tell
+apart, queue on a ``threading.Lock`` first.
 
 A builder that fails leaves a record of the failure under the token it had written into the lock
 file. Whoever was waiting for that very attempt raises the same error instead of repeating it;

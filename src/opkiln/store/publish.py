@@ -1,8 +1,8 @@
 """Publishing: a finished directory appears in the store whole, or not at all.
 
-Compilers write to a private node-local directory. What is finished is copied beside its destination,
-synced, and renamed into place. A rename onto an entry that somebody else published meanwhile fails,
-which is how the loser of that race finds out; it then uses what it built itself.
+Compilers write to a private node-local directory. What is finished is copied beside its
+destination, synced, and renamed into place. A rename onto an entry that somebody else published
+meanwhile fails, which is how the loser of that race finds out; it then uses what it built itself.
 
 The worst a crash can leave is a directory in ``staging/``, which nobody reads and gc sweeps.
 """

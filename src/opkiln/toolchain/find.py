@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
 
+from opkiln.record import Record
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class Candidate(NamedTuple):
+class Candidate(Record):
     """A program that was looked at. ``refused`` is empty for one that may be used."""
 
     path: str

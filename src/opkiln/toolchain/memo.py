@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from typing import Any
 
 from opkiln.digest import Signature, key
@@ -35,7 +34,7 @@ def remember(directory: str, subject: str, facts: dict[str, Any], files: list[st
     """Keep facts about a subject, bound to these files. A store that cannot be written is fine."""
     signatures = [[path, *Signature.of(path)] for path in files]
     record = {**facts, "schema": SCHEMA, "subject": subject, "signatures": signatures}
-    temporary = f"{_path(directory, subject)}.{secrets.token_hex(8)}"
+    temporary = f"{_path(directory, subject)}.{os.getpid()}-{os.urandom(6).hex()}"
     try:
         os.makedirs(directory, mode=0o700, exist_ok=True)
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import sysconfig
 from functools import lru_cache
 
 from opkiln.model import TorchSDK
@@ -39,7 +38,7 @@ def _stamp(path: str) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4)
-def _read(path: str, stamp: tuple[int, int]) -> TorchSDK:
+def _read(path: str, stamp: tuple[int, int]) -> TorchSDK:  # noqa: ARG001 (keys the cache)
     with open(os.path.join(path, "version.py"), "rb") as file:
         text = file.read()
     facts = _assignments(text.decode("utf-8", "replace"))
@@ -104,7 +103,13 @@ def stable_abi_tag() -> str:
 
 
 def python_include() -> str:
-    """Where Python.h is."""
+    """Where Python.h is; sysconfig, slow to import, is only asked where it is not there."""
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}{getattr(sys, 'abiflags', '')}"
+    usual = os.path.join(sys.base_prefix, "include", version)
+    if os.path.exists(os.path.join(usual, "Python.h")):
+        return usual
+    import sysconfig
+
     return sysconfig.get_path("include")
 
 

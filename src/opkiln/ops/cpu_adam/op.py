@@ -1,4 +1,4 @@
-"""The builder and the schemas of ``cpu_adam``. Imports no torch: it is on the way to a cache hit."""
+"""The builder and the schemas of ``cpu_adam``. Imports no torch: it is on the cache-hit path."""
 
 from __future__ import annotations
 

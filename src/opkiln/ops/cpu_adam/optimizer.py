@@ -1,40 +1,36 @@
-"""``CPUAdam``: the optimizer over ``cpu_adam``, a drop-in for ``torch.optim.Adam`` and ``AdamW``."""
+"""``CPUAdam``: the optimizer over ``cpu_adam``; drop-in for ``torch.optim.Adam`` and ``AdamW``."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from opkiln.errors import UsageError
-from opkiln.ops.cpu_adam.layout import Staged, lay_out_alike
+from opkiln.ops.cpu_adam.layout import lay_out_alike
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.optim.optimizer import ParamsT
 
+_LAYOUT = attrgetter("layout")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class _Stepped(NamedTuple):
-    """What a call of the op was about, kept so that it can be undone. Holds no gradient."""
+class _Call(NamedTuple):
+    """One call of the op, for parameters of one group that are at the same step."""
 
     params: list[Tensor]
+    grads: list[Tensor]
+    states: list[dict[str, Any]]
     copies: list[Tensor]
     hyper: dict[str, Any]
-
-
-class _Call(NamedTuple):
-    stepped: _Stepped
-    states: list[dict[str, Any]]
-    tensors: tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
-    staged: list[Staged]
 
 
 class CPUAdam(torch.optim.Optimizer):
@@ -51,7 +47,7 @@ class CPUAdam(torch.optim.Optimizer):
     """
 
     _ops: Any = None
-    _last: list[_Stepped] | None = None
+    _last: list[_Call] | None = None  # the calls of the last step, without their gradients
 
     def __init__(
         self,
@@ -132,12 +128,10 @@ class CPUAdam(torch.optim.Optimizer):
             raise UsageError(f"grad_scale is {grad_scale}, expected a finite number above 0")
         with torch.no_grad():
             calls = self._calls(copies or {}, float(grad_scale))
-            ops = self._load() if calls else None
             self._last = []
             for call in calls:
-                ops.cpu_adam_(*call.tensors, call.stepped.copies, **call.stepped.hyper)
-                _finish(call, call.stepped.hyper["step"])
-                self._last.append(call.stepped)
+                _run(self._load().cpu_adam_, call, step_after=call.hyper["step"])
+                self._last.append(call._replace(grads=[]))
         return loss
 
     def rollback(self) -> None:
@@ -150,21 +144,18 @@ class CPUAdam(torch.optim.Optimizer):
         """
         if self._last is None:
             raise UsageError("there is no step to roll back: none was made since the last rollback")
-        with torch.no_grad():
-            calls = []
-            for stepped in self._last:
-                if any(param.grad is None for param in stepped.params):
-                    raise UsageError(
-                        "a gradient of the last step is gone, and without it the step cannot be "
-                        "rolled back",
-                        hint="call rollback() before zero_grad()",
-                    )
-                calls.append(self._call(stepped, [param.grad for param in stepped.params]))
-            for call in calls:
-                self._load().cpu_adam_rollback_(
-                    *call.tensors, call.stepped.copies, **call.stepped.hyper
+        calls = []
+        for call in self._last:
+            grads: list[Any] = [param.grad for param in call.params]
+            if any(grad is None for grad in grads):
+                raise UsageError(
+                    "a gradient of the last step is gone, without which it cannot be rolled back",
+                    hint="call rollback() before zero_grad()",
                 )
-                _finish(call, call.stepped.hyper["step"] - 1)
+            calls.append(call._replace(grads=grads))
+        with torch.no_grad():
+            for call in calls:
+                _run(self._load().cpu_adam_rollback_, call, step_after=call.hyper["step"] - 1)
         self._last = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -236,37 +227,127 @@ class CPUAdam(torch.optim.Optimizer):
 
         Everything that Python can see to be wrong is raised here, before any of them is made.
         """
-        calls = []
-        found = 0
+        if copies:
+            strangers = set(copies).difference(*(group["params"] for group in self.param_groups))
+            if strangers:
+                shapes = ", ".join(str(tuple(tensor.shape)) for tensor in strangers)
+                raise UsageError(f"copies has keys that are no parameters here, of shapes {shapes}")
+        calls: list[_Call] = []
         for index, group in enumerate(self.param_groups):
-            params, grads = group["params"], [param.grad for param in group["params"]]
-            for i, grad in enumerate(grads):
-                if grad is not None and grad.layout is not torch.strided:
-                    raise UsageError(
-                        f"the gradient of {_name(index, group, i)} is sparse "
-                        f"({grad.layout}); CPUAdam takes dense gradients only",
-                        hint="torch.optim.SparseAdam(params)",
-                    )
+            params: list[Tensor] = group["params"]
+            grads: list[Any] = [param.grad for param in params]
             if any(grad is None for grad in grads):
-                params = [p for p, g in zip(params, grads, strict=True) if g is not None]
-                grads = [g for g in grads if g is not None]
-            if not params:
-                continue
-            hyper = _hyper(group, grad_scale)
-            steps = [self._state(param)["step"] for param in params]
-            present = [p in copies for p in params] if copies else [False] * len(params)
-            found += sum(present)
-            if steps.count(steps[0]) == len(steps) and len(set(present)) == 1:
-                out = [copies[p] for p in params] if present[0] else []
-                stepped = _Stepped(params, out, {**hyper, "step": steps[0] + 1})
-                calls.append(self._call(stepped, grads))
-                continue
-            parts: dict[tuple[int, bool], list[int]] = defaultdict(list)
-            for i, key in enumerate(zip(steps, present, strict=True)):
-                parts[key].append(i)
-            for (step, has_copy), members in parts.items():
+                params = [param for param in params if param.grad is not None]
+                grads: list[Any] = [param.grad for param in params]
+            if any(layout is not torch.strided for layout in set(map(_LAYOUT, grads))):
+                raise _sparse_gradient(index, group)
+            states = [self.state[param] for param in params]
+            if not all(states):
+                states = [self._initialised(param) for param in params]
+            steps = [int(state["step"]) for state in states]
+            copied = [param in copies for param in params] if copies else [False] * len(params)
+            for members in _alike(list(zip(steps, copied, strict=True))):
+                first = members[0]
                 part = [params[i] for i in members]
-                out = [copies[p] for p in part] if has_copy else []
-                stepped = _Stepped(part, out, {**hyper, "step": step + 1})
-                calls.append(self._call(stepped, [grads[i] for i in members]))
+                calls.append(
+                    _Call(
+                        params=part,
+                        grads=[grads[i] for i in members],
+                        states=[states[i] for i in members],
+                        copies=[copies[param] for param in part] if copied[first] else [],
+                        hyper=_hyper(group, steps[first] + 1, grad_scale),
+                    )
+                )
         return calls
+
+    def _initialised(self, param: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[param]
+        if not state:
+            dtype = self._state_dtype(param)
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(param, dtype=dtype)
+            state["exp_avg_sq"] = torch.zeros_like(param, dtype=dtype)
+        return state
+
+
+def _alike(keys: list[tuple[int, bool]]) -> list[Sequence[int]]:
+    """The positions of equal keys, for each distinct key."""
+    if keys and keys.count(keys[0]) == len(keys):
+        return [range(len(keys))]
+    return [[i for i, other in enumerate(keys) if other == key] for key in dict.fromkeys(keys)]
+
+
+def _run(op: Callable[..., None], call: _Call, step_after: int) -> None:
+    lists = [
+        call.params,
+        call.grads,
+        [state["exp_avg"] for state in call.states],
+        [state["exp_avg_sq"] for state in call.states],
+    ]
+    try:
+        op(*lists, call.copies, **call.hyper)
+    except RuntimeError:
+        # The op refuses before it writes. Looking at all layouts first would cost every step.
+        laid = lay_out_alike(*lists)
+        if laid is None:
+            raise
+        op(*laid.lists, call.copies, **call.hyper)
+        for state, exp_avg, exp_avg_sq in zip(call.states, *laid.lists[2:], strict=True):
+            state["exp_avg"], state["exp_avg_sq"] = exp_avg, exp_avg_sq
+        for staged in laid.staged:
+            staged.write_back()
+    for state in call.states:
+        state["step"] = step_after
+
+
+def _hyper(group: dict[str, Any], step: int, grad_scale: float) -> dict[str, Any]:
+    """The op's scalar arguments. ``lr`` may be a tensor, as schedulers of torch allow."""
+    beta1, beta2 = group["betas"]
+    return {
+        "step": step,
+        "lr": float(group["lr"]),
+        "beta1": float(beta1),
+        "beta2": float(beta2),
+        "eps": float(group["eps"]),
+        "weight_decay": float(group["weight_decay"]),
+        "adamw_mode": group["decoupled_weight_decay"],
+        "bias_correction": group["bias_correction"],
+        "maximize": group["maximize"],
+        "grad_scale": grad_scale,
+    }
+
+
+def _check_hyperparameters(group: dict[str, Any], where: str = "") -> None:
+    """Raises UsageError for a value that has no meaning. Comparisons are written to refuse NaN."""
+    for name in ("lr", "eps", "weight_decay"):
+        value = float(group[name])
+        if not 0 <= value < math.inf:
+            raise UsageError(f"{where}{name} is {value}, expected a finite number of at least 0")
+    for i, beta in enumerate(group["betas"]):
+        if not 0 <= float(beta) < 1:
+            raise UsageError(
+                f"{where}betas[{i}] is {float(beta)}, expected at least 0 and less than 1"
+            )
+    if group["amsgrad"]:
+        raise UsageError(
+            f"{where}amsgrad is not supported by CPUAdam",
+            hint="torch.optim.AdamW(params, amsgrad=True)",
+        )
+
+
+def _sparse_gradient(index: int, group: dict[str, Any]) -> UsageError:
+    name, layout = next(
+        (_name(index, group, i), param.grad.layout)
+        for i, param in enumerate(group["params"])
+        if param.grad is not None and param.grad.layout is not torch.strided
+    )
+    return UsageError(
+        f"the gradient of {name} is sparse ({layout}); CPUAdam takes dense gradients only",
+        hint="torch.optim.SparseAdam(params)",
+    )
+
+
+def _name(index: int, group: dict[str, Any], i: int) -> str:
+    names = group.get("param_names")
+    place = f"param_groups[{index}]['params'][{i}]"
+    return f"{names[i]} ({place})" if names else place

@@ -175,11 +175,10 @@ def _check(
                 raise RuntimeError(f"{name}[{i}] is not dense: its layout is {tensor.layout}")
             if tensor.numel() != param.numel():
                 raise RuntimeError(
-                    f"{name}[{i}] has {tensor.numel()} elements, "
-                    f"params[{i}] has {param.numel()}"
+                    f"{name}[{i}] has {tensor.numel()} elements, params[{i}] has {param.numel()}"
                 )
             if tensor.shape != param.shape and not tensor.is_contiguous():
                 raise RuntimeError(
                     f"{name}[{i}] and params[{i}] are laid out differently: "
-                    f"shapes {tuple(tensor.shape)} and {tuple(param.shape)}, the first not contiguous"
+                    f"shapes {tuple(tensor.shape)} and {tuple(param.shape)}, gaps in the first"
                 )

@@ -1,0 +1,74 @@
+"""Every test gets a cache, a budget and an environment of its own."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from opkiln import settings
+from opkiln.engine import events
+from opkiln.loading import seal
+from sample.package import Package, Steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+_KEPT = ("PATH", "HOME", "TMPDIR", "XDG_CACHE_HOME")
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The root of the private store; nothing that the user has set reaches a test."""
+    for setting in settings.table():
+        for name in (setting.variable, *setting.aliases):
+            if name not in _KEPT:
+                monkeypatch.delenv(name, raising=False)
+    private = tmp_path_factory.mktemp("private")
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(private / "cache"))
+    monkeypatch.setenv("OPKILN_RUNTIME_DIR", str(private / "run"))
+    monkeypatch.setenv("OPKILN_PROGRESS", "off")
+    return private / "cache"
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Package]:
+    """Makes a copy of a sample package that can be imported: ``package("plain")``."""
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+
+    def make(kind: str) -> Package:
+        return Package(kind, tmp_path / "packages", f"{kind}_{next(_numbers)}")
+
+    return make
+
+
+@pytest.fixture
+def plain(package: Callable[..., Package]) -> Package:
+    """A torch-free op with several sources and headers."""
+    return package("plain")
+
+
+@pytest.fixture
+def steps() -> Iterator[Steps]:
+    """The steps that this process's builds run during the test."""
+    seen = Steps()
+    with events.listening(seen):
+        yield seen
+
+
+@pytest.fixture
+def unsealed() -> Iterator[None]:
+    """Lifts the seal after a test that sets it."""
+    yield
+    seal.seal("off")
+
+
+@pytest.fixture(scope="session")
+def on_linux_x86() -> None:
+    """For tests about x86-64 CPU levels."""
+    if sys.platform != "linux" or "x86_64" not in __import__("os").uname().machine:
+        pytest.skip("x86-64 only")

@@ -1,0 +1,187 @@
+// Compares Vec of the target's instruction set with scalar arithmetic, and the flat index space
+// with a plain loop. Exits with 0, or prints what differs. Needs no torch.
+
+#include <opkiln/streams.h>
+
+#include <cstdio>
+#include <limits>
+#include <random>
+
+using namespace opkiln;
+
+namespace {
+
+int failures = 0;
+
+void expect(bool ok, const char* what, double input, double got, double wanted) {
+  if (!ok && ++failures <= 20) {
+    std::printf("%s(%a): got %a, expected %a\n", what, input, got, wanted);
+  }
+}
+
+bool same(float a, float b) {
+  return std::bit_cast<uint32_t>(a) == std::bit_cast<uint32_t>(b) || (a != a && b != b);
+}
+
+template <class T>
+void check_narrow(float value, T wanted, const char* what) {
+  float in[Vec::kLanes];
+  T out[Vec::kLanes];
+  std::fill(std::begin(in), std::end(in), value);
+  Vec::load(in).store(out);
+  for (const T got : out) {
+    expect(got.bits == wanted.bits, what, value, widen(got), widen(wanted));
+  }
+}
+
+template <class T>
+void check_widen(T value, const char* what) {
+  T in[Vec::kLanes];
+  float out[Vec::kLanes];
+  std::fill(std::begin(in), std::end(in), value);
+  Vec::load(in).store(out);
+  for (const float got : out) {
+    expect(same(got, widen(value)), what, value.bits, got, widen(value));
+  }
+}
+
+void check_conversions() {
+  std::mt19937 random(7);
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    check_widen(BFloat16{static_cast<uint16_t>(bits)}, "widen bfloat16");
+    check_widen(Float16{static_cast<uint16_t>(bits)}, "widen float16");
+    // Around every bfloat16, the ties included, and around every float16.
+    const float half = widen(Float16{static_cast<uint16_t>(bits)});
+    for (const uint32_t around : {bits << 16, std::bit_cast<uint32_t>(half)}) {
+      for (const uint32_t off : {0u, 1u, 0xfffu, 0x1000u, 0x1001u, 0x7fffu, 0x8000u, 0x8001u,
+                                 static_cast<uint32_t>(random() & 0xffffu)}) {
+        const float value = std::bit_cast<float>(around + off);
+        check_narrow(value, narrow_bfloat16(value), "narrow bfloat16");
+        check_narrow(value, narrow_float16(value), "narrow float16");
+      }
+    }
+  }
+}
+
+void check_known_values() {
+  const float infinity = std::numeric_limits<float>::infinity();
+  const struct {
+    float value;
+    uint16_t bfloat16, float16;
+  } known[] = {
+      {0.0f, 0x0000, 0x0000},         {-0.0f, 0x8000, 0x8000},
+      {1.0f, 0x3f80, 0x3c00},         {-2.0f, 0xc000, 0xc000},
+      {65504.0f, 0x4780, 0x7bff},     {65519.99f, 0x4780, 0x7bff},
+      {65520.0f, 0x4780, 0x7c00},     {infinity, 0x7f80, 0x7c00},
+      {-infinity, 0xff80, 0xfc00},    {0x1p-24f, 0x3380, 0x0001},
+      {0x1p-25f, 0x3300, 0x0000},     {0x1.8p-24f, 0x33c0, 0x0002},
+      {0x1p-133f, 0x0001, 0x0000},    {0x1.01p0f, 0x3f80, 0x3c04},
+      {0x1.03p0f, 0x3f82, 0x3c0c},    {0x1.fffffep127f, 0x7f80, 0x7c00},
+      {0x1.ffcp-15f, 0x3880, 0x03ff}, {0x1.ffep-15f, 0x3880, 0x0400},
+  };
+  for (const auto& [value, bfloat16, float16] : known) {
+    check_narrow(value, BFloat16{bfloat16}, "known bfloat16");
+    check_narrow(value, Float16{float16}, "known float16");
+  }
+}
+
+void check_arithmetic() {
+  std::mt19937 random(11);
+  std::uniform_real_distribution<float> any(-4.0f, 4.0f);
+  for (int round = 0; round < 1000; ++round) {
+    float a[Vec::kLanes], b[Vec::kLanes], c[Vec::kLanes], out[Vec::kLanes];
+    for (int i = 0; i < Vec::kLanes; ++i) {
+      a[i] = any(random), b[i] = any(random), c[i] = any(random);
+    }
+    const Vec x = Vec::load(a), y = Vec::load(b), z = Vec::load(c);
+    const auto compare = [&](Vec got, const char* what, auto&& wanted, double slack) {
+      got.store(out);
+      for (int i = 0; i < Vec::kLanes; ++i) {
+        expect(std::abs(out[i] - wanted(i)) <= slack, what, a[i], out[i], wanted(i));
+      }
+    };
+    compare(x + y, "add", [&](int i) { return a[i] + b[i]; }, 0);
+    compare(x - y, "subtract", [&](int i) { return a[i] - b[i]; }, 0);
+    compare(x * y, "multiply", [&](int i) { return a[i] * b[i]; }, 0);
+    compare(x / y, "divide", [&](int i) { return a[i] / b[i]; }, 0);
+    compare(sqrt(x * x), "sqrt", [&](int i) { return std::sqrt(a[i] * a[i]); }, 0);
+    compare(multiply_add(x, y, z), "multiply_add", [&](int i) { return double(a[i]) * b[i] + c[i]; },
+            4e-6);
+    compare(subtract_product(z, x, y), "subtract_product",
+            [&](int i) { return c[i] - double(a[i]) * b[i]; }, 4e-6);
+    compare(at_least(Vec::all(0), x), "at_least", [&](int i) { return std::max(a[i], 0.0f); }, 0);
+  }
+  float out[Vec::kLanes];
+  at_least(Vec::all(0), Vec::all(std::numeric_limits<float>::quiet_NaN())).store(out);
+  expect(out[0] != out[0], "at_least", NAN, out[0], NAN);
+}
+
+// Doubles the first stream and adds the second, over tensors of all sizes and types, with guard
+// elements after each; in one range and cut into many.
+void check_flat(int64_t ranges) {
+  constexpr Type types[] = {Type::kFloat, Type::kBFloat16, Type::kFloat16};
+  constexpr int64_t sizes[] = {0, 1, 7, 15, 16, 17, 63, 511, 512, 513, 1023, 4095, 10001};
+  std::vector<Item<2>> items;
+  std::vector<std::vector<std::byte>> memory;
+  const auto make = [&](Type type, int64_t count, float value, bool output) {
+    memory.emplace_back((count + 1) * size_of(type) + 2);
+    // Misaligned by an element's half where the type allows it to be seen.
+    const Stream stream{memory.back().data() + 2, type, output};
+    std::vector<float> filled(count + Vec::kLanes, value);
+    narrow(filled.data(), stream, 0, count);
+    return stream;
+  };
+  for (const int64_t size : sizes) {
+    for (const Type a : types) {
+      for (const Type b : types) {
+        Item<2> item;
+        item.streams = {make(a, size, 1.5f, true), make(b, size, 0.25f, false)};
+        item.copy = b == Type::kFloat ? Stream{} : make(b, size, 0, true);
+        item.numel = size;
+        item.traffic = 2 * size_of(a) + size_of(b);
+        items.push_back(item);
+      }
+    }
+  }
+  const Flat<2> flat(items);
+  for (int64_t r = 0; r < ranges; ++r) {
+    flat.sweep(flat.size() * r / ranges, flat.size() * (r + 1) / ranges,
+               [](const std::array<float*, 2>& at, int64_t count) {
+                 for (int64_t i = 0; i < count; i += Vec::kLanes) {
+                   multiply_add(Vec::all(2), Vec::load(at[0] + i), Vec::load(at[1] + i))
+                       .store(at[0] + i);
+                 }
+               });
+  }
+  const auto check = [&](const Stream& stream, int64_t count, float wanted, const char* what) {
+    std::vector<float> got(count + Vec::kLanes);
+    widen(stream, 0, count, got.data());
+    for (int64_t i = 0; i < count; ++i) {
+      expect(got[i] == wanted, what, static_cast<double>(i), got[i], wanted);
+    }
+    for (int64_t i = 0; i < size_of(stream.type); ++i) {
+      const auto guard = stream.data[count * size_of(stream.type) + i];
+      expect(guard == std::byte{0}, "guard", static_cast<double>(count), double(guard), 0);
+    }
+  };
+  for (const Item<2>& item : items) {
+    check(item.streams[0], item.numel, 3.25f, "stream");
+    check(item.streams[1], item.numel, 0.25f, "input");
+    if (item.copy.data != nullptr) {
+      check(item.copy, item.numel, 3.25f, "copy");
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  check_known_values();
+  check_conversions();
+  check_arithmetic();
+  for (const int64_t ranges : {1, 2, 3, 7, 64}) {
+    check_flat(ranges);
+  }
+  std::printf("%d lanes, %d failures\n", Vec::kLanes, failures);
+  return failures == 0 ? 0 : 1;
+}

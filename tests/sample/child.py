@@ -1,0 +1,98 @@
+"""Other processes: fresh interpreters that run a few lines with opkiln."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import opkiln
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+SOURCE = Path(opkiln.__file__).parent.parent
+NOBODY = 65534
+
+
+def start(
+    code: str,
+    *arguments: str,
+    path: Sequence[Path] = (),
+    env: Mapping[str, str | None] | None = None,
+    bare: bool = True,
+    prefix: Sequence[str] = (),
+    python: str = sys.executable,
+    user: int | None = None,
+) -> subprocess.Popen[str]:
+    """Start an interpreter on ``code``. ``bare``: without site-packages, so without torch."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [SOURCE, *path]))}
+    for name, value in (env or {}).items():
+        if value is None:
+            environment.pop(name, None)
+        else:
+            environment[name] = value
+    options = ["-S"] if bare else []
+    return subprocess.Popen(
+        [*prefix, python, *options, "-c", textwrap.dedent(code), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        user=user,
+        group=user,
+        extra_groups=None if user is None else [],
+    )
+
+
+def finish(child: subprocess.Popen[str], timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Its end; a child that hangs is killed and fails the test."""
+    try:
+        out, err = child.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        out, err = child.communicate()
+        raise AssertionError(f"the child hung\n{out}\n{err}") from None
+    return subprocess.CompletedProcess(child.args, child.returncode, out, err)
+
+
+def run(
+    code: str,
+    *arguments: str,
+    path: Sequence[Path] = (),
+    env: Mapping[str, str | None] | None = None,
+    bare: bool = True,
+    prefix: Sequence[str] = (),
+    python: str = sys.executable,
+    user: int | None = None,
+) -> str:
+    """The standard output of a child that must succeed."""
+    done = finish(
+        start(
+            code, *arguments, path=path, env=env, bare=bare, prefix=prefix, python=python, user=user
+        )
+    )
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return str(done.stdout)
+
+
+def python_for(user: int) -> str | None:
+    """An interpreter that this other user can start, or None."""
+    for candidate in (sys.executable, shutil.which("python3", path="/usr/bin:/usr/local/bin")):
+        if candidate is None:
+            continue
+        check = "import sys; sys.exit(sys.version_info < (3, 11))"
+        try:
+            done = subprocess.run(
+                [candidate, "-S", "-c", check], user=user, group=user, extra_groups=[], check=False,
+                capture_output=True,
+            )  # fmt: skip
+        except OSError:
+            continue
+        if done.returncode == 0:
+            return candidate
+    return None

@@ -1,0 +1,103 @@
+"""A copy of a sample package, with a name of its own, that a test may edit."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opkiln.engine import events
+from opkiln.loading import loader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from opkiln.builder import OpBuilder
+
+HERE = Path(__file__).parent
+
+
+class Package:
+    """A package below ``where``, a copy of ``sample/<kind>``. It is importable while on sys.path."""
+
+    def __init__(self, kind: str, where: Path, name: str) -> None:
+        self.kind = kind
+        self.where = where
+        self.name = name
+        self.path = where / name
+        where.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(HERE / kind, self.path, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def __truediv__(self, relative: str) -> Path:
+        return self.path / relative
+
+    def files(self) -> list[Path]:
+        return sorted(path for path in self.path.rglob("*") if path.is_file())
+
+    def edit(self, relative: str, before: str, after: str) -> Path:
+        """Replace text in a file that must hold it."""
+        path = self / relative
+        text = path.read_text()
+        assert before in text
+        path.write_text(text.replace(before, after))
+        return path
+
+    def builder(self, **attributes: Any) -> OpBuilder:
+        """A new builder; ``attributes`` replace those of its class."""
+        module = importlib.import_module(f"{self.name}.op")
+        kind: type[OpBuilder] = getattr(module, f"{self.kind.capitalize()}Builder")
+        made = kind()
+        for name, value in attributes.items():
+            setattr(made, name, value)
+        return made
+
+    def load(self, **attributes: Any) -> Any:
+        """Look at the sources as they are now, and load what they are."""
+        return self.builder(**attributes).load(reload=True)
+
+    def loaded(self) -> loader.Loaded:
+        """What this process has of the op."""
+        builder = self.builder()
+        return loader._loaded[builder.distribution, builder.name]
+
+
+class Steps:
+    """The steps that builds ran while it listened."""
+
+    def __init__(self) -> None:
+        self.seen: list[events.Event] = []
+
+    def __call__(self, event: events.Event) -> None:
+        self.seen.append(event)
+
+    def labels(self, *, cached: bool) -> list[str]:
+        ended = (each.data for each in self.seen if each.kind == events.STEP_END)
+        return sorted(data["label"] for data in ended if data["cached"] == cached)
+
+    @property
+    def compiled(self) -> list[str]:
+        """Sources that a compiler was started for."""
+        return [label for label in self.labels(cached=False) if label != events.LINK]
+
+    @property
+    def linked(self) -> int:
+        return self.labels(cached=False).count(events.LINK)
+
+
+def settle(*paths: Path) -> None:
+    """Let files look as if they had been written long ago, as far as a program can have it."""
+    old = time.time() - 1000
+    for path in paths:
+        os.utime(path, (old, old))
+
+
+def importable(where: Path) -> Iterator[None]:
+    """Put a directory on sys.path for a while."""
+    sys.path.insert(0, str(where))
+    importlib.invalidate_caches()
+    yield
+    sys.path.remove(str(where))

@@ -1,0 +1,4 @@
+// Included by scale.cpp alone.
+#pragma once
+
+constexpr int kScale = 3;

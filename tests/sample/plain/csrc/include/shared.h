@@ -1,0 +1,4 @@
+// Included by add.cpp and scale.cpp.
+#pragma once
+
+constexpr int kShared = 100;

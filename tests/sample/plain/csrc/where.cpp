@@ -1,0 +1,3 @@
+#include "first.h"
+
+extern "C" const char* where() { return kFile; }

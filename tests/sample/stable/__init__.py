@@ -1,0 +1,1 @@
+"""A package with one op on torch's stable ABI, with its reference."""

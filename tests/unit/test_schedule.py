@@ -1,0 +1,334 @@
+"""Running tasks in parallel, in order, within the budget."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from opkiln.engine import budget, events, schedule
+from opkiln.engine.schedule import StepFailed, Task, execute
+from opkiln.errors import BuildTimeout, ToolchainError
+from opkiln.settings import override, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from opkiln.engine.events import Event
+    from opkiln.process import Completed
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path) -> Iterator[None]:
+    with override(runtime_dir=str(tmp_path / "run"), max_jobs=None, memory=None):
+        yield
+
+
+def a_budget(slots: int) -> budget.Budget:
+    limits = budget.Limits(tuple(range(slots)), 1 << 30, (1 << 30) // slots, "test", "test")
+    return budget.Budget(limits, budget.shared()._table)
+
+
+def task(
+    name: str,
+    *argv: str,
+    after: tuple[str, ...] = (),
+    memory: int = 0,
+    finish: Callable[[Completed], None] | None = None,
+) -> Task:
+    return Task(
+        name, "op", f"{name}.cpp", argv or ("true",), "/", {}, "/tmp", after, memory, finish
+    )
+
+
+def python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-I", "-S", "-c", code)
+
+
+def descendants_alive(name: str) -> list[str]:
+    """Living processes that have ``name`` on their command line."""
+    found = []
+    for pid in os.listdir("/proc"):
+        if pid.isdigit():
+            try:
+                with open(f"/proc/{pid}/cmdline", "rb") as file:
+                    if name.encode() in file.read().split(b"\0"):
+                        found.append(pid)
+            except OSError:
+                continue
+    return found
+
+
+def test_results_come_by_name_and_dependencies_first() -> None:
+    order: list[str] = []
+    lock = threading.Lock()
+
+    def noted(name: str) -> Callable[[Completed], None]:
+        def finish(completed: Completed) -> None:
+            time.sleep(0.02)  # a task that did not wait for this would come first
+            with lock:
+                order.append(name)
+
+        return finish
+
+    results = execute(
+        [
+            task("link", "echo", "linked", after=("a", "b"), finish=noted("link")),
+            task("b", after=("generated",), finish=noted("b")),
+            task("a", after=("generated",), finish=noted("a")),
+            task("generated", finish=noted("generated")),
+        ],
+        timeout=60,
+        budget=a_budget(4),
+    )
+    assert results["link"].output == "linked\n"
+    assert results.keys() == {"link", "a", "b", "generated"}
+    assert (order[0], set(order[1:3]), order[3]) == ("generated", {"a", "b"}, "link")
+
+
+def test_independent_tasks_run_at_once(tmp_path: Path) -> None:
+    # Each waits for the other's file: one after the other would never end.
+    code = (
+        "import os, sys, time\nopen(sys.argv[1], 'w').close()\n"
+        "while not os.path.exists(sys.argv[2]): time.sleep(0.01)"
+    )
+    one, two = str(tmp_path / "1"), str(tmp_path / "2")
+    execute(
+        [task("one", *python(code), one, two), task("two", *python(code), two, one)],
+        timeout=60,
+        budget=a_budget(2),
+    )
+
+
+@pytest.mark.parametrize(("slots", "max_jobs", "memory"), [(2, None, 0), (4, 2, 0), (4, None, 2)])
+def test_no_more_run_at_once_than_the_budget_allows(
+    tmp_path: Path, slots: int, max_jobs: int | None, memory: int
+) -> None:
+    log = str(tmp_path / "log")
+    code = (
+        "import os, sys, time\nfd = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT)\n"
+        "os.write(fd, b'+1 '); time.sleep(0.05); os.write(fd, b'-1 ')"
+    )
+    shares = a_budget(slots)
+    with override(max_jobs=max_jobs):
+        execute(
+            [
+                task(str(n), *python(code), log, memory=memory * shares.limits.share)
+                for n in range(6)
+            ],
+            timeout=60,
+            budget=shares,
+        )
+    running = peak = 0
+    for change in (tmp_path / "log").read_text().split():
+        running += int(change)
+        peak = max(peak, running)
+    assert 1 <= peak <= 2
+    assert running == 0
+
+
+def test_threads_are_not_more_than_tasks_that_can_run() -> None:
+    seen: list[int] = []
+
+    def count(completed: Completed) -> None:
+        seen.append(sum(thread.name == "opkiln-step" for thread in threading.enumerate()))
+
+    execute([task("a", finish=count), task("b", after=("a",), finish=count)],
+            timeout=60, budget=a_budget(64))  # fmt: skip
+    assert seen == [1, 1]
+    assert not any(thread.name == "opkiln-step" for thread in threading.enumerate())
+
+
+def test_the_first_failure_is_raised_and_ends_the_others(tmp_path: Path) -> None:
+    marker = str(tmp_path)
+    later = tmp_path / "later"
+    fail = python("import sys, time; time.sleep(0.3); print('no such header'); sys.exit(3)")
+    with pytest.raises(StepFailed) as caught:
+        execute(
+            [
+                task("long", *python("import time; time.sleep(600)"), marker),
+                task("bad", *fail),
+                task("later", "touch", str(later), after=("bad",)),
+            ],
+            timeout=60,
+            budget=a_budget(2),
+        )
+    assert caught.value.task.name == "bad"
+    assert caught.value.completed.returncode == 3
+    assert caught.value.completed.output == "no such header\n"
+    assert str(caught.value) == f"op: bad.cpp: {sys.executable} exited with status 3"
+    assert descendants_alive(marker) == []
+    assert not later.exists()
+
+
+def test_a_step_ended_by_a_signal_says_which() -> None:
+    kill = python("import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(StepFailed, match="was ended by signal 9"):
+        execute([task("bad", *kill)], timeout=60, budget=a_budget(1))
+
+
+def test_what_finish_raises_is_the_failure_and_nothing_after_it_runs(tmp_path: Path) -> None:
+    class Refused(Exception):
+        pass
+
+    def refuse(completed: Completed) -> None:
+        raise Refused
+
+    later = tmp_path / "later"
+    with pytest.raises(Refused):
+        execute(
+            [task("a", finish=refuse), task("b", "touch", str(later), after=("a",))],
+            timeout=60,
+            budget=a_budget(2),
+        )
+    assert not later.exists()
+
+
+def test_finish_runs_with_the_slot_given_back() -> None:
+    shares = a_budget(1)
+
+    def take_it(completed: Completed) -> None:
+        with shares.hold():
+            pass
+
+    execute([task("a", finish=take_it)], timeout=60, budget=shares)
+
+
+def test_timeouts_and_missing_programs_are_raised_as_themselves() -> None:
+    with pytest.raises(BuildTimeout):
+        execute([task("a", "sleep", "600")], timeout=0.2, budget=a_budget(1))
+    with pytest.raises(ToolchainError):
+        execute([task("a", "no-such-program")], timeout=60, budget=a_budget(1))
+
+
+def test_an_interrupt_ends_every_process_before_it_reaches_the_caller(tmp_path: Path) -> None:
+    marker = str(tmp_path)
+    started = threading.Semaphore(0)
+
+    def sink(event: Event) -> None:
+        if event.kind == events.STEP_START:
+            started.release()
+
+    def interrupt() -> None:
+        started.acquire()
+        started.acquire()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    sleep = python("import time; time.sleep(600)")
+    with events.listening(sink), pytest.raises(KeyboardInterrupt):
+        execute([task(str(n), *sleep, marker) for n in range(5)], timeout=60, budget=a_budget(2))
+    thread.join()
+    assert descendants_alive(marker) == []
+    assert not any(thread.name == "opkiln-step" for thread in threading.enumerate())
+
+
+def test_two_threads_build_at_once_within_one_budget(tmp_path: Path) -> None:
+    shares = a_budget(1)
+    outputs: dict[str, list[str]] = {}
+
+    def build(name: str) -> None:
+        tasks = [task(str(n), "echo", f"{name}{n}") for n in range(4)]
+        results = execute(tasks, timeout=60, budget=shares)
+        outputs[name] = [results[str(n)].output for n in range(4)]
+
+    threads = [threading.Thread(target=build, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outputs == {name: [f"{name}{n}\n" for n in range(4)] for name in "ab"}
+
+
+def test_a_failure_in_one_build_leaves_another_thread_s_build_alone() -> None:
+    shares = a_budget(2)
+    results: dict[str, Completed] = {}
+    started = threading.Event()
+
+    def build() -> None:
+        code = "import time; time.sleep(0.5)"
+        results.update(execute([task("ok", *python(code))], timeout=60, budget=shares))
+
+    with events.listening(lambda event: started.set()):
+        thread = threading.Thread(target=build)
+        thread.start()
+        started.wait()
+        with pytest.raises(StepFailed):
+            execute([task("bad", "false")], timeout=60, budget=shares)
+        thread.join()
+    assert results["ok"].returncode == 0
+
+
+def test_events_tell_each_step() -> None:
+    heard: list[Event] = []
+    with events.listening(heard.append):
+        execute([task("a"), task("b", after=("a",))], timeout=60, budget=a_budget(1))
+    assert [(event.kind, event.data["step"]) for event in heard] == [
+        ("step-start", "a"), ("step-end", "a"), ("step-start", "b"), ("step-end", "b"),
+    ]  # fmt: skip
+    assert heard[1].data["cached"] is False
+    assert heard[1].data["wall"] > 0
+
+
+def test_an_event_tells_which_other_process_a_step_waits_for(tmp_path: Path) -> None:
+    shares = a_budget(1)
+    lock = (
+        "import fcntl, sys\nfile = open(sys.argv[1], 'r+')\n"
+        "fcntl.lockf(file, fcntl.LOCK_EX, 1, 0)\nprint(flush=True)\nsys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [*python(lock), str(tmp_path / "run" / "slots")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    heard: list[Event] = []
+
+    def sink(event: Event) -> None:
+        heard.append(event)
+        if event.kind == events.WAITING:
+            other.kill()  # and so the kernel gives the slot back
+
+    with other, events.listening(sink):
+        assert other.stdout is not None
+        other.stdout.readline()
+        execute([task("a")], timeout=60, budget=shares)
+    assert [event.kind for event in heard] == ["waiting", "step-start", "step-end"]
+    data = heard[0].data
+    assert (data["op"], data["pid"], data["what"]) == ("op", other.pid, "a free CPU")
+    assert data["host"] == os.uname().nodename
+    assert data["seconds"] > 0
+
+
+def test_steps_see_the_settings_of_the_caller() -> None:
+    seen: list[str] = []
+    with override(cxx="only-here"):
+        execute(
+            [task("a", finish=lambda completed: seen.append(settings.cxx))],
+            timeout=60,
+            budget=a_budget(1),
+        )
+    assert seen == ["only-here"]
+
+
+def test_tasks_that_cannot_be_ordered_are_refused_before_any_runs(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    first = task("first", "touch", str(trace))
+    with pytest.raises(ValueError, match="wait for each other: 'a', 'b'"):
+        execute([first, task("a", after=("b",)), task("b", after=("a",))], timeout=1)
+    with pytest.raises(ValueError, match="comes after 'x', which is no task"):
+        execute([first, task("a", after=("x",))], timeout=1)
+    with pytest.raises(ValueError, match="two tasks are named 'first'"):
+        execute([first, task("first")], timeout=1)
+    assert not trace.exists()
+
+
+def test_nothing_to_do_is_done() -> None:
+    assert schedule.execute([], timeout=1) == {}
