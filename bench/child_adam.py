@@ -100,7 +100,7 @@ def main(case: str, repeats: int) -> None:
             step = make(made)
             for _ in range(WARMUP):
                 step()
-        except Exception as error:  # noqa: BLE001 - a system that is missing or broken is a row of the table
+        except Exception as error:  # a system that is missing or broken is a row of the table
             failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         steps[name], owned[name] = step, made

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from sample.package import Package, Steps
 
 from opkiln import settings
 from opkiln.engine import events
 from opkiln.loading import seal
-from sample.package import Package, Steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,10 +64,3 @@ def unsealed() -> Iterator[None]:
     """Lifts the seal after a test that sets it."""
     yield
     seal.seal("off")
-
-
-@pytest.fixture(scope="session")
-def on_linux_x86() -> None:
-    """For tests about x86-64 CPU levels."""
-    if sys.platform != "linux" or "x86_64" not in __import__("os").uname().machine:
-        pytest.skip("x86-64 only")

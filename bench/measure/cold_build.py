@@ -84,15 +84,14 @@ def _row(variant: Variant, samples: dict[str, Sample], failures: dict[str, str])
 
 def by_hand(workspace: Workspace) -> float:
     """Wall seconds of the plan's own commands: the compiles side by side, then the link."""
-    command = [sys.executable, "-m", "opkiln", "plan", "cpu_adam", "--json"]
-    plan: dict[str, Any] = json.loads(finish(command, workspace.warm).stdout)
     stage = Path(tempfile.mkdtemp(prefix="by-hand-", dir=workspace.root))
-    environment = dict(plan.get("environment", {})) | {"PATH": os.environ["PATH"]}
+    command = [sys.executable, "-m", "opkiln", "plan", "cpu_adam", "--json", "--stage", str(stage)]
+    plan: dict[str, Any] = json.loads(finish(command, workspace.warm).stdout)
+    environment = plan["environment"] | {"PATH": os.environ["PATH"]}
 
     def run(step: dict[str, Any]) -> None:
-        argv = [argument.replace(plan["stage"], str(stage)) for argument in step["argv"]]
         done = subprocess.run(
-            argv, cwd=stage, env=environment, capture_output=True, text=True, check=False
+            step["argv"], cwd=stage, env=environment, capture_output=True, text=True, check=False
         )
         if done.returncode != 0:
             raise Failure(f"exit status {done.returncode}: {done.stderr.strip()[-160:]}")
@@ -104,7 +103,10 @@ def by_hand(workspace: Workspace) -> float:
         list(pool.map(run, compiles))
     for step in links:
         run(step)
-    return time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    if not Path(plan["output"]).exists():
+        raise Failure("the commands succeeded and made no library")
+    return seconds
 
 
 def read_ahead() -> None:

@@ -11,14 +11,12 @@ import sys
 from functools import cached_property
 from typing import Any
 
-from opkiln.arch import cpu, host
 from opkiln.errors import OpkilnError, SpecError
 from opkiln.loading import loader
 from opkiln.loading.loader import Op
 from opkiln.loading.register import Registration
 from opkiln.model import ABI_STABLE, LIBRARY, OpSpec
 from opkiln.settings import build_switch, settings
-from opkiln.toolchain import find
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -97,15 +95,18 @@ class OpBuilder:
 
     def spec(self) -> OpSpec:
         """The declaration as one immutable record."""
-        own = self._cpu_flags()
+        flags = self.strip_empty_entries(self.cxx_args())
+        if any(flag.startswith("-m") for flag in flags):
+            # cpu_arch() gives authors a flag that the plan sets itself; each flag has one owner.
+            own = self._cpu_flags()
+            flags = [flag for flag in flags if flag not in own]
         return OpSpec(
             name=self.name,
             distribution=self.distribution,
             root=self.root,
             sources=tuple(self.strip_empty_entries(self.sources())),
             include_dirs=tuple(self.strip_empty_entries(self.include_paths())),
-            # cpu_arch() gives authors the flags the plan will set itself; each flag has one owner.
-            cxx_args=tuple(f for f in self.strip_empty_entries(self.cxx_args()) if f not in own),
+            cxx_args=tuple(flags),
             ldflags=tuple(self.strip_empty_entries(self.extra_ldflags())),
             libraries=tuple(self.strip_empty_entries(self.libraries_args())),
             kind=self.KIND,
@@ -163,17 +164,18 @@ class OpBuilder:
 
         ``error_log`` holds the reason when not; ``verbose`` also writes it to standard error.
         """
-        from opkiln.toolchain import host as host_compiler
+        from opkiln.loading import resolve
+        from opkiln.toolchain import host
 
         self.error_log = None
         try:
             op = self.op()
             missing = [s for s in op.spec.sources if not os.path.exists(os.path.join(self.root, s))]
-            loader.runnable(op.spec)
-            compiles, _ = loader.would_compile(op)
+            resolve.runnable(op.spec)
+            compiles, _ = resolve.would_compile(op.spec)
             if compiles and missing:
                 self.error_log = f"sources are missing: {', '.join(missing)}"
-            elif compiles and not host_compiler.available():
+            elif compiles and not host.available():
                 self.error_log = "it is not cached, and there is no C++ compiler"
             elif compiles and not settings.jit:
                 self.error_log = "it is not cached, and OPKILN_JIT=off"
@@ -193,6 +195,7 @@ class OpBuilder:
         """A ``setuptools.Extension`` that compiles and links exactly as the plan does."""
         from opkiln import plan as plans
         from opkiln.loading.build import make_plan
+        from opkiln.loading.resolve import target_of
         from opkiln.store.layers import Store
 
         try:
@@ -202,7 +205,7 @@ class OpBuilder:
                 "builder() needs setuptools", why=str(error), hint="pip install setuptools"
             ) from error
         spec = self.spec()
-        plan = make_plan(spec, loader.target_of(spec), Store())
+        plan = make_plan(spec, target_of(spec), Store())
         places = plans.anchors(plan, "")
         compile_args, link_args = plans.author_command(plan, places)
         return Extension(
@@ -235,6 +238,8 @@ class OpBuilder:
 
     def command_exists(self, cmd: str | Sequence[str]) -> bool:
         """Whether a program (any of several) is on PATH."""
+        from opkiln.toolchain import find
+
         names = [cmd] if isinstance(cmd, str) else list(cmd)
         if any(find.first(name) for name in names):
             return True
@@ -242,8 +247,12 @@ class OpBuilder:
         return False
 
     def _cpu_flags(self) -> tuple[str, ...]:
-        chosen = cpu.parse(settings.cpu, host.machine(), host.features())
-        return cpu.flags(chosen, host.machine(), frozenset(cpu.probes(host.machine())))
+        from opkiln import machine
+        from opkiln.arch import cpu
+        from opkiln.loading.resolve import target_cpu
+
+        family = machine.architecture()
+        return cpu.flags(target_cpu(), family, frozenset(cpu.probes(family)))
 
     def cpu_arch(self) -> str:
         """The compiler flag of the target CPU's level, as an author may put it in ``cxx_args``."""
@@ -251,9 +260,12 @@ class OpBuilder:
 
     def simd_width(self) -> str:
         """A macro for the target's vector unit: ``-D__AVX512__``, ``-D__AVX256__``, else scalar."""
-        chosen = cpu.parse(settings.cpu, host.machine(), host.features())
+        from opkiln import machine
+        from opkiln.arch import cpu
+        from opkiln.loading.resolve import target_cpu
+
         widths = {"avx512": "-D__AVX512__", "avx2": "-D__AVX256__"}
-        return widths.get(cpu.simd(host.machine(), chosen), "-D__SCALAR__")
+        return widths.get(cpu.simd(machine.architecture(), target_cpu()), "-D__SCALAR__")
 
     def strip_empty_entries(self, args: Sequence[str]) -> list[str]:
         """The arguments that say something."""

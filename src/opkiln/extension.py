@@ -13,6 +13,7 @@ from opkiln.model import (
     ABI_STABLE,
     ABI_TORCH,
     EXECUTABLE,
+    INLINE_ROOT,
     LIBRARY,
     PLAIN,
     PYTHON,
@@ -126,7 +127,7 @@ def load_inline(
     spec = OpSpec(
         name=name,
         distribution=DISTRIBUTION,
-        root="/opkiln/src",
+        root=INLINE_ROOT,
         sources=("main.cpp",),
         include_dirs=tuple(os.path.abspath(path) for path in extra_include_paths or ()),
         cxx_args=_flags("extra_cflags", extra_cflags),

@@ -19,6 +19,9 @@ ABI_TORCH = "torch"  # torch/extension.h: one torch version, one Python
 ABI_NONE = "none"  # no torch at all
 
 
+INLINE_ROOT = "/opkiln/src"  # where sources that are in no file are said to lie
+
+
 class OpSpec(Record):
     """What an author declares. Paths are relative to ``root`` or absolute."""
 

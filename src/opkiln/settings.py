@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from typing import Any
 
+# The store's layout. Bumped when entries of one version cannot be read by the other; both then
+# live side by side.
+LAYOUT = "v1"
+
 _OVERRIDES: ContextVar[dict[str, Any] | None] = ContextVar("opkiln_settings", default=None)
 
 
@@ -273,6 +277,18 @@ class Settings:
 
 settings = Settings()
 
+# What bears on how, where and whether a build runs, but not on which binary is the right one.
+_INDIFFERENT = (
+    "progress", "trace", "no_color", "rank", "max_jobs", "memory", "build_timeout", "tmpdir",
+    "runtime_dir", "cache_max_size", "jit", "fallback", "seal", "build_ops",
+)  # fmt: skip
+_VARIABLES = tuple(
+    name
+    for setting in vars(Settings).values()
+    if isinstance(setting, Setting) and setting.field not in _INDIFFERENT
+    for name in (setting.variable, *setting.aliases)
+)
+
 # Variables that change what a compiler does behind its argv, and that nobody sets to mean opkiln.
 # They never reach a compiler; `explain` names those that were set.
 DROPPED = (
@@ -322,6 +338,32 @@ def build_switch(op: str, variables: tuple[str, ...] = ()) -> bool | None:
             except ValueError as error:
                 raise SettingError(f"{name}={text!r}: {error}", hint=f"unset {name}") from None
     return None
+
+
+def fingerprint() -> tuple[str | None, ...] | None:
+    """Every value that could bear on a build, raw; None within ``override``: no two calls agree."""
+    if _OVERRIDES.get():
+        return None
+    get = os.environ.get
+    return tuple(get(name) for name in _VARIABLES)
+
+
+def store_candidates() -> list[tuple[str, bool]]:
+    """Directories that may hold the store, best first, and whether the user expects each."""
+    uid = os.getuid()
+    asked = settings.cache_dir
+    found: list[tuple[str, bool]] = []
+    if asked is not None:
+        asked = os.path.abspath(asked)
+        found += [(asked, True), (os.path.join(asked, f"opkiln-{uid}"), False)]
+    base = settings.xdg_cache_home or (settings.home and os.path.join(settings.home, ".cache"))
+    if not base:
+        expanded = os.path.expanduser("~")
+        base = os.path.join(expanded, ".cache") if os.path.isabs(expanded) else None
+    if base and os.path.isabs(base):
+        found.append((os.path.join(base, "opkiln"), True))
+    found.append((os.path.join(settings.tmpdir or "/tmp", f"opkiln-{uid}"), False))
+    return found
 
 
 @contextmanager

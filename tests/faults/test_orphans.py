@@ -220,6 +220,7 @@ def test_a_forked_child_that_holds_the_socket_does_not_hide_the_end_of_its_paren
         others = {pid for pid in pids() if one.mark.encode() in field(pid, "cmdline")}
         others -= {one.process.pid}
         assert others
+        time.sleep(0.3)  # the watchdog is up: a parent gone before that is another test's matter
         try:
             one.process.kill()
             one.process.wait()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +13,13 @@ from opkiln.engine import events
 from opkiln.loading import loader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from opkiln.builder import OpBuilder
 
 HERE = Path(__file__).parent
 
 
 class Package:
-    """A package below ``where``, a copy of ``sample/<kind>``. It is importable while on sys.path."""
+    """A package below ``where``, a copy of ``sample/<kind>``; importable while on sys.path."""
 
     def __init__(self, kind: str, where: Path, name: str) -> None:
         self.kind = kind
@@ -93,11 +90,3 @@ def settle(*paths: Path) -> None:
     old = time.time() - 1000
     for path in paths:
         os.utime(path, (old, old))
-
-
-def importable(where: Path) -> Iterator[None]:
-    """Put a directory on sys.path for a while."""
-    sys.path.insert(0, str(where))
-    importlib.invalidate_caches()
-    yield
-    sys.path.remove(str(where))

@@ -124,14 +124,15 @@ def test_slots_of_two_processes_never_overlap_and_a_waiter_learns_whom_it_waits_
 
 def test_who_cannot_have_all_the_slots_it_needs_holds_none(tmp_path: Path) -> None:
     shares = a_budget(4)
-    with holder(tmp_path) as first, holder(tmp_path, memory=3 * GIB) as second:
+    with holder(tmp_path) as first:
         assert said(first) == [0]
-        assert said(second) == [1, 2, 3]
-        first.kill()
-        first.wait()
-        assert refused(shares, memory=2 * GIB)
-        with holder(tmp_path) as third:
-            assert said(third) == [0]
+        with holder(tmp_path, memory=3 * GIB) as second:
+            assert said(second) == [1, 2, 3]
+            first.kill()
+            first.wait()
+            assert refused(shares, memory=2 * GIB)
+            with holder(tmp_path) as third:
+                assert said(third) == [0]
 
 
 def test_a_killed_holder_frees_its_slots(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ Whether a compiler knows a feature is asked of the compiler (``toolchain.probe``
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from opkiln.errors import ArchError
 from opkiln.record import Record
 
@@ -70,13 +72,10 @@ def _extras(machine: str) -> tuple[str, ...]:
     return {"x86_64": _X86_EXTRAS, "aarch64": _ARM_EXTRAS}.get(machine, ())
 
 
-def features_of(cpuinfo: str) -> frozenset[str]:
-    """The features of the first CPU in the text of ``/proc/cpuinfo``, by the compiler's names."""
-    for line in cpuinfo.splitlines():
-        label, _, value = line.partition(":")
-        if label.strip() in ("flags", "Features"):
-            return frozenset(_KERNEL_NAMES.get(name, name) for name in value.split())
-    return frozenset()
+@lru_cache(maxsize=4)
+def features_of(flags: str) -> frozenset[str]:
+    """The features in the kernel's list of a CPU's flags, by the compiler's names."""
+    return frozenset(_KERNEL_NAMES.get(name, name) for name in flags.split())
 
 
 def native(machine: str, features: frozenset[str]) -> CPU:

@@ -15,8 +15,8 @@ from opkiln.engine import events, schedule
 from opkiln.engine.schedule import StepFailed
 from opkiln.errors import BuildError, OpkilnError, SourcesChanging, StoreError, StoreWarning
 from opkiln.loading import compile as compiling
-from opkiln.loading import failure, loadtest, seal
-from opkiln.model import ABI_NONE, ABI_STABLE, Artifact, OpSpec, Plan, Target
+from opkiln.loading import failure, loadtest, receipt, seal
+from opkiln.model import ABI_NONE, ABI_STABLE, INLINE_ROOT, Artifact, OpSpec, Plan, Target
 from opkiln.settings import settings
 from opkiln.store import deps, key, lock, publish
 from opkiln.store.entry import Leaf
@@ -245,10 +245,19 @@ class _Build:
                 )
             else:
                 if final is not None:
+                    self._leave_receipt(final)
                     return Artifact(final.payload, final.manifest["sha256"], "built",
                                     linked.compiled, seconds)  # fmt: skip
         path, digest = _private_copy(linked.path)
         return Artifact(path, digest, "built", linked.compiled, seconds)
+
+    def _leave_receipt(self, leaf: Leaf) -> None:
+        spec, toolchain = self._plan.spec, self._plan.toolchain
+        if spec.inline:
+            spec = spec._replace(root=INLINE_ROOT)  # as it is asked for, not as it was staged
+        evidence = host.evidence(self._store.memory, toolchain)
+        if evidence is not None:
+            receipt.write(spec, toolchain, evidence, leaf.payload, leaf.manifest)
 
     def _appear(self, leaf: str, root: str, relative: str) -> Leaf | None:
         """Publish, and read back what is there now: ours, or that of whoever won the race.

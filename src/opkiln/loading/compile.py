@@ -84,7 +84,12 @@ def _from_store(
     plan: Plan, step: Step, store: Store, stage: str, hasher: deps.Hasher
 ) -> Compiled | None:
     places = plans.anchors_of(plan.spec, plan.toolchain)
-    leaf = store.find_object(key.step_key(plan, step), places, hasher).leaf
+    leaf, refused = store.find_object(key.step_key(plan, step), places, hasher)
+    for each in refused:
+        if each.damaged and store.root is not None and each.directory.startswith(store.root + "/"):
+            # So that the object that is about to be compiled can take its place. No lock is held:
+            # at worst this removes a whole one that another process just put there.
+            publish.discard(store.root, each.directory)
     if leaf is None:
         return None
     try:
@@ -148,9 +153,10 @@ class _Batch:
         )
 
     def _finish(self, step: Step, completed: Completed) -> None:
-        with open(os.path.join(self._stage, step.depfile), errors="surrogateescape") as file:
-            listed = deps.parse_depfile(file.read())
-        read = tuple(os.path.normpath(os.path.join(self._stage, path)) for path in listed)
+        # Bytes: a text file would turn a carriage return in a name into a newline.
+        with open(os.path.join(self._stage, step.depfile), "rb") as file:
+            listed = deps.parse_depfile(os.fsdecode(file.read()))
+        read = tuple(os.path.join(self._stage, path) for path in listed)
         if not self._saw(read, self._snapshots.get(step.output, {})):
             self.unsettled[step.output] = _snapshot(list(read))
             return
@@ -221,8 +227,6 @@ def write_leaf(
     log: str = "",
 ) -> None:
     """Lay out a leaf, ready to be published."""
-    import json
-
     from opkiln.digest import sha256_file
 
     os.mkdir(directory, 0o700)
@@ -238,7 +242,7 @@ def write_leaf(
     }
     files = {
         entry.MANIFEST: entry.write_manifest(full),
-        entry.SIDECAR: json.dumps(lists).encode("utf-8", "surrogateescape"),
+        entry.SIDECAR: entry.write_manifest({**lists, "schema": entry.SCHEMA}),
         entry.LOG: log.encode("utf-8", "surrogateescape"),
     }
     for file, data in files.items():

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from opkiln import plan as plans
 from opkiln import settings as settings_module
 from opkiln.errors import OpkilnError
-from opkiln.loading import loader
+from opkiln.loading import loader, resolve
 from opkiln.loading.build import inputs, make_plan
 from opkiln.loading.loader import Op
 from opkiln.loading.trace import Decision
@@ -41,11 +41,11 @@ class Explanation(NamedTuple):
 def explain(op: Op) -> Explanation:
     """Look at an op without building or loading it."""
     known = loader.traces().get((op.spec.distribution, op.spec.name))
-    _, trace = loader.would_compile(op)
+    _, trace = resolve.would_compile(op.spec)
     store = Store()
     keys, changes = {}, []
     try:
-        plan = make_plan(op.spec, loader.target_of(op.spec), store)
+        plan = make_plan(op.spec, resolve.target_of(op.spec), store)
     except OpkilnError as error:
         trace.add("build", "refused", f"{error.what}: {error.why}")
     else:

@@ -1,7 +1,7 @@
 """The order of resorts: what is loaded, the store's layers, a build, the fallback.
 
-    load -> loaded? -> runnable? -> store -> build -> open -> register
-                \\_______ refused, anywhere: the next resort, with the reason ______-> reference
+    load -> loaded? -> receipt? -> runnable? -> store -> build -> open
+                \\_______ refused, anywhere: the next resort, with the reason ____-> reference
 
 Safe to call from many threads and after a fork. The hit path imports nothing third-party, takes no
 lock on disk, starts no process and writes nothing.
@@ -14,28 +14,14 @@ import threading
 import warnings
 from typing import Any
 
-from opkiln import plan as plans
-from opkiln.arch import cpu, host
-from opkiln.errors import (
-    BuildError,
-    FallbackWarning,
-    LoadError,
-    OpkilnError,
-    SealedError,
-    StoreWarning,
-    ToolchainError,
-)
-from opkiln.loading import register, seal
+from opkiln.errors import BuildError, FallbackWarning, LoadError, OpkilnError, ToolchainError
+from opkiln.loading import receipt, register
 from opkiln.loading.native import open_artifact
 from opkiln.loading.register import Registration
 from opkiln.loading.trace import Trace
-from opkiln.model import ABI_NONE, ABI_STABLE, ABI_TORCH, Artifact, OpSpec, Target, TorchSDK
+from opkiln.model import LIBRARY, Artifact, OpSpec
 from opkiln.record import Record
 from opkiln.settings import settings
-from opkiln.store import deps, key
-from opkiln.store.layers import Store
-from opkiln.toolchain import host as host_compiler
-from opkiln.toolchain import torch_sdk
 
 
 class Op(Record):
@@ -69,54 +55,6 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def target_of(spec: OpSpec, sdk: TorchSDK | None = None) -> Target:
-    """The target of this machine, as the settings have it. Raises ArchError, BuildError."""
-    sdk = sdk or (None if spec.abi == ABI_NONE else torch_sdk.find())
-    machine = host.machine()
-    if spec.vectorize:
-        chosen = cpu.parse(settings.cpu, machine, host.features())
-    else:
-        chosen = cpu.CPU(cpu.native(machine, frozenset()).level)
-    flags = [
-        (name, value)
-        for name in (
-            "cppflags",
-            "cxxflags",
-            "ldflags",
-            "cpath",
-            "cplus_include_path",
-            "library_path",
-        )
-        if (value := getattr(settings, name))
-    ]
-    return Target(
-        backend="cpu",
-        system=host.system(),
-        machine=machine,
-        cpu=chosen.level,
-        cpu_features=chosen.features,
-        abi_tag=_abi_tag(spec, sdk),
-        debug=settings.debug,
-        flags=tuple(flags),
-    )
-
-
-def _abi_tag(spec: OpSpec, sdk: TorchSDK | None) -> str:
-    python = torch_sdk.python_tag()
-    if spec.abi == ABI_STABLE:
-        tag = torch_sdk.stable_abi_tag()
-        return f"{tag}-{python}" if spec.kind == "python" else tag
-    if spec.abi == ABI_TORCH:
-        if sdk is None:
-            raise BuildError(
-                f"op {spec.name} needs torch",
-                why="torch is not installed",
-                hint="pip install torch",
-            )
-        return torch_sdk.full_abi_tag(sdk)
-    return python if spec.kind == "python" else "none"
-
-
 def load(op: Op, *, again: bool = False, must_be_native: bool = False) -> Loaded:
     """Serve an op by the first resort that can.
 
@@ -142,111 +80,37 @@ def _serve(op: Op, must_be_native: bool) -> Loaded:
     if op.registration is not None:
         functions = register.register(op.spec.name, op.registration)
     try:
-        artifact, opened = _native(op, trace)
-    except (BuildError, LoadError, ToolchainError, SealedError) as error:
+        artifact, opened = _native(op.spec, trace)
+    except (BuildError, LoadError, ToolchainError) as error:
         return _fall_back(op, functions, trace, error, must_be_native)
     return Loaded(opened if functions is None else functions, artifact, trace)
 
 
-def _native(op: Op, trace: Trace) -> tuple[Artifact, Any]:
-    spec = op.spec
-    sdk = runnable(spec)
-    target = target_of(spec, sdk)
-    store = Store()
-    for note in store.location.notes:
-        _tell_once(note)
-    artifact = find(spec, target, store, trace)
-    if artifact is not None:
+def _native(spec: OpSpec, trace: Trace) -> tuple[Artifact, Any]:
+    remembered = receipt.recall(spec)
+    if remembered is not None:
         try:
-            return artifact, _open(spec, artifact)
+            opened = _open(spec, remembered)
         except LoadError as error:
-            trace.add("store", "refused", error.why, artifact.path)
-    return _build(spec, target, store, trace)
+            trace.add("store", "refused", error.why, remembered.path)
+        else:
+            trace.add("store", "taken", "nothing it rests on has changed", remembered.path)
+            return remembered, opened
+    from opkiln.loading import resolve
+    from opkiln.store.layers import Store
 
-
-def runnable(spec: OpSpec) -> TorchSDK | None:
-    """Whether a native op could run here at all. Raises LoadError with the reason."""
-    if host.system() != "linux":
-        raise LoadError(
-            f"op {spec.name} has no native version for {host.system()}",
-            why="native ops are built and loaded on Linux, x86-64 and aarch64",
-        )
-    if spec.abi == ABI_NONE:
-        return None
-    sdk = torch_sdk.find()
-    if sdk is None:
-        raise LoadError(
-            f"op {spec.name} needs torch", why="torch is not installed", hint="pip install torch"
-        )
-    if spec.abi == ABI_STABLE and not torch_sdk.has_stable_abi(sdk):
-        raise LoadError(
-            f"op {spec.name} needs torch {torch_sdk.STABLE_VERSION} or later",
-            why=f"torch {sdk.version} lacks the stable ABI",
-            hint=f"pip install 'torch>={torch_sdk.STABLE_VERSION}'",
-        )
-    return sdk
-
-
-def find(spec: OpSpec, target: Target, store: Store, trace: Trace) -> Artifact | None:
-    """The first entry of the store's layers that serves. Needs no compiler and writes nothing."""
-    toolchain = host_compiler.recall(store.memory)
-    build = None
-    if toolchain is not None:
-        build = key.build_key(plans.make(spec, target, toolchain))
-    elif host_compiler.available():
-        trace.add("store", "none", "the compiler is not known yet", store.memory)
-        build = ""  # it must be asked who it is before any entry can be its own
-    places = plans.anchors_of(spec, toolchain)
-    hasher = deps.Hasher()
-    for candidate in _covering(spec, target):
-        intent = key.intent_key(spec, candidate)
-        leaf, refused = store.find_op(spec.distribution, spec.name, intent, build, places, hasher)
-        for each in refused:
-            trace.add("store", "refused", each.reason, each.directory)
-        if leaf is None:
-            continue
-        needs = leaf.manifest["target"]
-        lacks = cpu.lacking(needs["cpu"], tuple(needs["cpu_features"]), host.features())
-        if lacks:
-            trace.add("store", "refused", f"needs {', '.join(lacks)}, which this CPU lacks",
-                      leaf.directory)  # fmt: skip
-            continue
-        trace.add("store", "taken", "its sources, flags and compiler are today's", leaf.directory)
-        return Artifact(leaf.payload, leaf.manifest["sha256"], "store")
-    trace.add("store", "none", "no entry for these sources, flags and compiler", store.root or "")
-    return None
-
-
-def _covering(spec: OpSpec, target: Target) -> list[Target]:
-    """The target, then those of the same kind whose binaries this CPU also covers.
-
-    Only for ``native``: a CPU that was named is the one that is wanted. Lower levels come from
-    layers that were built elsewhere; the user's own store holds what this machine would build.
-    """
-    if not spec.vectorize or settings.cpu != "native" or not settings.store_layers:
-        return [target]
-    options = cpu.covering(target.machine, host.features())
-    return [target._replace(cpu=each.level, cpu_features=each.features) for each in options]
-
-
-def _build(spec: OpSpec, target: Target, store: Store, trace: Trace) -> tuple[Artifact, Any]:
-    if reason := seal.why_not_compile():
-        trace.add("build", "refused", reason)
-        seal.about_to_compile(spec.name)
-    from opkiln.loading import progress
-    from opkiln.loading.build import build
-
+    target, store = resolve.target_of(spec, resolve.runnable(spec)), Store()
+    resolve.tell_notes(store)
+    found = resolve.find(spec, target, store, trace)
+    if found is not None:
+        try:
+            return found, _open(spec, found)
+        except LoadError as error:
+            trace.add("store", "refused", error.why, found.path)
     earlier = tuple(_history.get((spec.distribution, spec.name), ()))
-    try:
-        with progress.shown():
-            artifact = build(spec, target, store, loaded=earlier if spec.kind == "library" else ())
-    except OpkilnError as error:
-        trace.add("build", "refused", error.what)
-        raise
-    how = f"compiled {artifact.compiled} file(s) in {artifact.seconds:.1f} s"
-    trace.add("build", "taken", how if artifact.origin == "built" else "another process built it",
-              artifact.path)  # fmt: skip
-    return artifact, _open(spec, artifact)
+    loaded = earlier if spec.kind == LIBRARY else ()
+    built = resolve.build(spec, target, store, trace, loaded=loaded)
+    return built, _open(spec, built)
 
 
 def _open(spec: OpSpec, artifact: Artifact) -> Any:
@@ -272,26 +136,10 @@ def _fall_back(
         lines += [f"  {line}" for line in error.why.splitlines()]
         if error.hint:
             lines.append(f"hint: {error.hint}")
-        _tell_once("\n".join(lines), FallbackWarning)
+        if op.spec.name not in _told:
+            _told.add(op.spec.name)
+            warnings.warn("\n".join(lines), FallbackWarning, stacklevel=6)
     return Loaded(functions, None, trace)
-
-
-def _tell_once(text: str, category: type[Warning] = StoreWarning) -> None:
-    if text not in _told:
-        _told.add(text)
-        warnings.warn(text, category, stacklevel=5)
-
-
-def would_compile(op: Op) -> tuple[bool, Trace]:
-    """Whether loading this op here would compile, and the trace of looking. Builds nothing."""
-    trace = Trace()
-    try:
-        sdk = runnable(op.spec)
-    except LoadError as error:
-        trace.add("build", "refused", f"{error.what}: {error.why}")
-        return False, trace
-    target = target_of(op.spec, sdk)
-    return find(op.spec, target, Store(), trace) is None, trace
 
 
 def traces() -> dict[tuple[str, str], Trace]:

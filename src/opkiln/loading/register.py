@@ -40,19 +40,28 @@ class Registration(Record):
 class Functions:
     """An op's functions as attributes; each is the call into the dispatcher."""
 
-    def __init__(self, op: str, functions: dict[str, Any]) -> None:
-        self.__dict__.update(functions)
-        self.__dict__["__name__"] = op
+    def __init__(self, op: str, namespace: str, names: tuple[str, ...]) -> None:
+        self._op, self._namespace, self._names = op, namespace, names
+
+    def __getattr__(self, name: str) -> Any:
+        # torch makes its objects for an op when they are first asked for; so does this.
+        if name not in self.__dict__.get("_names", ()):
+            raise AttributeError(f"op {self.__dict__.get('_op')} has no function {name!r}")
+        import torch
+
+        function = getattr(getattr(torch.ops, self._namespace), name).default
+        self.__dict__[name] = function
+        return function
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._names]
 
     def __repr__(self) -> str:
-        names = ", ".join(name for name in vars(self) if not name.startswith("__"))
-        return f"<op {self.__dict__['__name__']}: {names}>"
+        return f"<op {self._op}: {', '.join(self._names)}>"
 
 
 def register(op: str, registration: Registration) -> Functions:
     """Define the schemas, once per process, and give the functions. Raises SpecError."""
-    import torch
-
     namespace = registration.namespace
     with _lock:
         known = _defined.get(f"{namespace}.{op}")
@@ -65,9 +74,7 @@ def register(op: str, registration: Registration) -> Functions:
                 why="a schema cannot be changed in a running process",
                 hint="restart the process",
             )
-    ops = getattr(torch.ops, namespace)
-    names = [_function_name(schema) for schema in registration.schemas]
-    return Functions(op, {name: getattr(ops, name).default for name in names})
+    return Functions(op, namespace, tuple(_function_name(each) for each in registration.schemas))
 
 
 def _function_name(schema: str) -> str:
@@ -107,7 +114,8 @@ def _define(op: str, registration: Registration) -> None:
             # The same as a fake kernel here, and registered in a tenth of the time.
             library.impl(name, _nothing, "Meta")  # type: ignore[no-untyped-call]
         if mutated:
-            _bump_versions(library, namespace, name, mutated)
+            names = [argument.name for argument in schema.arguments]
+            _bump_versions(library, namespace, name, [(i, names[i]) for i in mutated])
 
 
 class _Reference:
@@ -129,18 +137,16 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """The fake kernel of an op that only writes in place: shapes do not change."""
 
 
-def _bump_versions(library: Any, namespace: str, name: str, mutated: list[int]) -> None:
+def _bump_versions(library: Any, namespace: str, name: str, mutated: list[tuple[int, str]]) -> None:
     import torch
     from torch.autograd.graph import increment_version
 
-    overload = getattr(getattr(torch.ops, namespace), name).default
-    names = [argument.name for argument in overload._schema.arguments]
-
     def with_bump(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        for index in mutated:
-            value = args[index] if index < len(args) else kwargs.get(names[index])
+        for index, argument in mutated:
+            value = args[index] if index < len(args) else kwargs.get(argument)
             if value is not None:
                 increment_version(value)
+        overload = getattr(getattr(torch.ops, namespace), name).default
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return overload.redispatch(
                 keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs

@@ -1,16 +1,19 @@
 """What a compile read, as a list that proves itself by re-hashing.
 
 Files fall into three kinds:
-- *own*: below the source root or an include directory of the author's. Checked on every hit.
-- *external*: the compiler's and the system's headers. Checked on a hit wherever a compiler is
-  present; a slim image that has neither compiler nor headers cannot and need not.
-- *covered*: torch's and Python's headers, which the ABI tag stands for.
+- *external*: the compiler's and the system's headers, found on the compiler's own search path.
+  Checked on a hit wherever a compiler is present; a slim image that has neither compiler nor
+  headers cannot and need not.
+- *covered*: torch's and Python's headers, where the ABI tag stands for them.
+- *own*: everything else, wherever it lies. Checked on every hit.
 
 A new header that *shadows* one of these on the include path is in no dependency file. So the list
-also says which of the names that were included exist below each of the author's directories.
+also says which of the names that were included (or asked for with ``__has_include``) exist below
+each directory of the include path.
 
 Checking costs a ``stat`` per own file and per directory. Where a signature does not hold, contents
 decide: a checkout with other timestamps is still a hit, and an edit under an old timestamp is not.
+Paths stay as the compiler wrote them: ``a/../b`` is not ``b`` where ``a`` is a symbolic link.
 """
 
 from __future__ import annotations
@@ -19,15 +22,17 @@ import os
 from typing import Any
 
 from opkiln.digest import Signature, key, sha256_file
-from opkiln.model import ABI_NONE, Plan
+from opkiln.model import ABI_NONE, ABI_TORCH, PYTHON, Plan
 from opkiln.plan import anchors_of
 from opkiln.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 Place = tuple[str, str]  # (anchor, path below it)
+
+_INCLUDE_FLAGS = ("-I", "-isystem", "-iquote", "-idirafter")
 
 
 class Dep(Record):
@@ -60,30 +65,42 @@ class Dependencies(Record):
 
 
 def parse_depfile(text: str) -> list[str]:
-    """The prerequisites of a make-style dependency file, unescaped, in order."""
+    """The prerequisites of a make-style dependency file, unescaped, in order.
+
+    Compilers quote as little as make needs: of a run of backslashes before a blank half are there
+    to quote, before ``#`` or ``:`` one is, and elsewhere none.
+    """
     _, _, body = text.replace("\\\n", " ").partition(": ")
     paths: list[str] = []
     word: list[str] = []
     index = 0
     while index < len(body):
         char = body[index]
-        following = body[index + 1 : index + 2]
-        if char == "\\" and following and following in " \\#:[]":
-            word.append(following)
-            index += 2
-        elif char == "$" and following == "$":
+        index += 1
+        if char == "\\":
+            run = 1
+            while body[index : index + 1] == "\\":
+                index, run = index + 1, run + 1
+            following = body[index : index + 1]
+            if following in (" ", "\t"):
+                word.append("\\" * (run // 2))
+                if run % 2:
+                    word.append(following)
+                    index += 1
+            else:
+                quoting = 1 if following in ("#", ":") else 0
+                word.append("\\" * (run - quoting))
+        elif char == "$" and body[index : index + 1] == "$":
             word.append("$")
-            index += 2
+            index += 1
         elif char in " \t\n":
             if word:
                 paths.append("".join(word))
                 word = []
             if char == "\n":
                 break  # -MP style phony rules may follow; they name the same files
-            index += 1
         else:
             word.append(char)
-            index += 1
     if word:
         paths.append("".join(word))
     return list(dict.fromkeys(paths))
@@ -106,26 +123,22 @@ class Hasher:
 
 def own_place(plan: Plan, path: str) -> Place | None:
     """Where an own file is, by anchor; None for one that is external or covered."""
-    places = anchors_of(plan.spec, plan.toolchain)
-    if plan.spec.abi != ABI_NONE and _below(path, places.get("torch", "")) is not None:
+    if _covered(plan, path):
         return None
-    if _below(path, places.get("python", "")) is not None:
-        return None
-    if any(_below(path, directory) is not None for directory in plan.toolchain.include_dirs):
+    resolved = os.path.normpath(path)
+    if any(_below(resolved, directory) is not None for directory in plan.toolchain.include_dirs):
         return None
     relative = _below(path, plan.spec.root)
-    if relative is not None:
-        return "src", relative
-    for directory in _author_directories(plan):
-        if _below(path, directory) is not None:
-            return "abs", path
-    return None
+    return ("abs", path) if relative is None else ("src", relative)
 
 
 def _covered(plan: Plan, path: str) -> bool:
-    places = anchors_of(plan.spec, plan.toolchain)
-    torch = plan.spec.abi != ABI_NONE and _below(path, places.get("torch", "")) is not None
-    return torch or _below(path, places.get("python", "")) is not None
+    spec, places = plan.spec, anchors_of(plan.spec, plan.toolchain)
+    resolved = os.path.normpath(path)
+    if spec.abi != ABI_NONE and _below(resolved, places.get("torch", "")) is not None:
+        return True
+    tagged = spec.kind == PYTHON or spec.abi == ABI_TORCH  # with Python's version, that is
+    return tagged and _below(resolved, places.get("python", "")) is not None
 
 
 def _below(path: str, directory: str) -> str | None:
@@ -134,49 +147,59 @@ def _below(path: str, directory: str) -> str | None:
 
 
 def _author_directories(plan: Plan) -> list[str]:
-    """Where the author's own includes are looked for: the -I directories, then the sources'."""
+    """Where includes are looked for before the compiler's own path: -I and the like, sources."""
     root = plan.spec.root
     inline = {source for source, _ in plan.spec.inline}
     files = (source for source in plan.spec.sources if source not in inline)
     sources = (os.path.dirname(os.path.join(root, source)) for source in files)
     includes = (os.path.join(root, path) for path in plan.spec.include_dirs)
-    flagged = (arg[2:] for arg in plan.spec.cxx_args if arg.startswith("-I/"))
-    return list(dict.fromkeys(os.path.abspath(path) for path in (*includes, *flagged, *sources)))
+    users = dict(plan.target.flags)
+    flags = (*plan.spec.cxx_args, *users.get("cppflags", ()), *users.get("cxxflags", ()))
+    searched = (*users.get("cpath", ()), *users.get("cplus_include_path", ()))
+    named = (*includes, *_flagged(flags), *searched, *sources)
+    return list(dict.fromkeys(os.path.abspath(path) for path in named))
+
+
+def _flagged(flags: tuple[str, ...]) -> Iterator[str]:
+    """The absolute directories of ``-I/dir``, ``-isystem /dir`` and the like."""
+    for flag, following in zip(flags, (*flags[1:], ""), strict=False):
+        option = next((each for each in _INCLUDE_FLAGS if flag.startswith(each)), None)
+        if option is not None:
+            path = following if flag == option else flag[len(option) :]
+            if os.path.isabs(path):
+                yield path
 
 
 def gather(plan: Plan, read: Iterable[str], hasher: Hasher) -> Dependencies:
     """The dependencies of a build that read these files. Raises OSError if one is gone."""
     own: dict[Place, Dep] = {}
     external: dict[str, str] = {}
-    paths = [os.path.abspath(path) for path in read]
+    paths = list(read)
+    names = set(_included_names(plan, paths))
+    directories = dict.fromkeys(_author_directories(plan))
     inline = {("src", source) for source, _ in plan.spec.inline}
     for path in paths:
         place = own_place(plan, path)
-        if place in inline:
-            continue  # its text is part of the intent, and its file is gone after the build
-        if place is not None:
+        if place is None:
+            if not _covered(plan, path):
+                external[path] = hasher(path)[0]
+            continue
+        names |= _asked_for(path)
+        if place not in inline:  # its text is part of the intent, and its file goes with the build
             digest, signature = hasher(path)
             own[place] = Dep(*place, digest, signature)
-        elif not _covered(plan, path):
-            external[path] = hasher(path)[0]
-    names = _included_names(plan, paths)
-    directories = dict.fromkeys(_author_directories(plan))
-    own_paths = (path for path in paths if (own_place(plan, path) or None) not in {None, *inline})
-    directories.update(dict.fromkeys(os.path.dirname(path) for path in own_paths))
-    watches, watched = [], {}
+            directories[os.path.dirname(path)] = None
+    wanted = tuple(sorted(names))
+    watches = []
+    watched: dict[str, tuple[str, str, Signature]] = {}
     for directory in directories:
-        place = own_place(plan, os.path.join(directory, "x")) or ("abs", directory + "/x")
-        anchor, path = place[0], os.path.dirname(place[1])
-        watches.append(Watch(anchor, path, present(directory, names)))
-        for each in _existing(directory, names):
-            relative = os.path.relpath(each, directory)
-            watched[each] = (
-                anchor,
-                path if relative == "." else os.path.join(path, relative),
-                Signature.of(each),
-            )
-    listed = tuple(sorted(external.items()))
-    homes = sorted({os.path.dirname(path) for path in external})
+        watches.append(Watch(*_directory_place(plan, directory), present(directory, wanted)))
+        for each in _existing(directory, wanted):
+            watched[each] = (*_directory_place(plan, each), Signature.of(each))
+    system = [path for path in plan.toolchain.include_dirs if os.path.isdir(path)]
+    listings = [(path + "/", _listing(path, wanted)) for path in system]
+    listed = tuple(sorted([*external.items(), *listings]))
+    homes = sorted({*system, *(os.path.dirname(path) for path in external)})
     return Dependencies(
         own=tuple(own[place] for place in sorted(own)),
         external=key("external", listed),
@@ -184,22 +207,34 @@ def gather(plan: Plan, read: Iterable[str], hasher: Hasher) -> Dependencies:
         watches=tuple(watches),
         directories=tuple(watched.values()),
         external_directories=tuple((home, Signature.of(home)) for home in homes),
-        names=names,
+        names=wanted,
     )
 
 
-def _included_names(plan: Plan, paths: list[str]) -> tuple[str, ...]:
-    """Each file as an ``#include`` may have named it: relative to its search directories."""
+def _directory_place(plan: Plan, directory: str) -> Place:
+    relative = _below(directory + "/", plan.spec.root)
+    return ("abs", directory) if relative is None else ("src", relative.rstrip("/"))
+
+
+def _asked_for(path: str) -> set[str]:
+    """The names in a file's ``__has_include``: one that is not there now may appear."""
+    import re
+
+    with open(path, "rb") as file:
+        asked = re.findall(rb"__has_include(?:_next)?\s*\(\s*[<\"]([^>\"\n]+)", file.read())
+    return {os.fsdecode(name) for name in asked}
+
+
+def _included_names(plan: Plan, paths: list[str]) -> Iterator[str]:
+    """Each file as an ``#include`` may have named it: relative to each search directory."""
     places = anchors_of(plan.spec, plan.toolchain)
     search = [*_author_directories(plan), *plan.toolchain.include_dirs]
     for anchor, more in (("torch", "include"), ("torch", "include/torch/csrc/api/include")):
         if anchor in places:
             search.append(os.path.join(places[anchor], more))
-    names = set()
     for path in paths:
         found = [r for directory in search if (r := _below(path, directory)) is not None]
-        names.update(found or [os.path.basename(path)])
-    return tuple(sorted(names))
+        yield from found or [os.path.basename(path)]
 
 
 def present(directory: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -208,6 +243,10 @@ def present(directory: str, names: Iterable[str]) -> tuple[str, ...]:
         here = set(os.listdir(directory))
     except (FileNotFoundError, NotADirectoryError):
         return ()
+    except PermissionError:
+        # A compiler may open what is in there all the same.
+        return tuple(name for name in names if os.path.lexists(os.path.join(directory, name)))
+    here.add("..")
     return tuple(
         name
         for name in names
@@ -216,10 +255,19 @@ def present(directory: str, names: Iterable[str]) -> tuple[str, ...]:
     )
 
 
+def _listing(directory: str, names: Iterable[str]) -> str:
+    return key("listing", present(directory, names))
+
+
 def _existing(directory: str, names: Iterable[str]) -> list[str]:
-    """The directory and those below it where a new file could shadow an included name."""
+    """The directory and those below it where a new file could shadow an included name.
+
+    Of one that does not exist, the nearest ancestor: it changes when the directory is made.
+    """
     if not os.path.isdir(directory):
-        return []
+        while not os.path.isdir(directory):
+            directory = os.path.dirname(directory)
+        return [directory]
     homes = {os.path.dirname(name) for name in names}
     found = {directory}
     for home in homes:
@@ -291,9 +339,15 @@ def recheck(
         watches = now_watches
     digest = recorded["external"]
     if external and not all(_holds(path, fields) for path, *fields in recorded["external_dirs"]):
-        files = tuple((path, _digest_or_gone(path, hasher)) for path, _ in sidecar()["external"])
+        lists = sidecar()
+        files = tuple(
+            (path, _listing(path, lists["names"]))
+            if path.endswith("/")
+            else (path, _digest_or_gone(path, hasher))
+            for path, _ in lists["external"]
+        )
         if (now := key("external", files)) != digest:
-            before_files = dict(sidecar()["external"])
+            before_files = dict(lists["external"])
             changed += [f"{path} changed" for path, sha in files if before_files[path] != sha]
             digest = now
     return deps_key(own, digest, watches), changed

@@ -18,7 +18,7 @@ from typing import Any
 from opkiln.digest import sha256_file
 from opkiln.record import Record
 from opkiln.store import deps
-from opkiln.store.trust import fault
+from opkiln.trust import fault
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -72,12 +72,9 @@ def parse_manifest(data: bytes) -> dict[str, Any]:
 
 
 def read_sidecar(directory: str) -> dict[str, Any]:
-    """The long lists of a leaf. Raises OSError, ValueError."""
+    """The long lists of a leaf, if their digest holds. Raises OSError, ValueError."""
     with open(os.path.join(directory, SIDECAR), "rb") as file:
-        value = json.loads(file.read())
-    if not isinstance(value, dict):
-        raise ValueError("the sidecar is not an object")
-    return value
+        return parse_manifest(file.read())
 
 
 def examine(

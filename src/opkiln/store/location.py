@@ -13,11 +13,8 @@ from __future__ import annotations
 import os
 
 from opkiln.record import Record
-from opkiln.settings import settings
-from opkiln.store.trust import fault
-
-# Bumped when entries of one version cannot be read by the other; both then live side by side.
-LAYOUT = "v1"
+from opkiln.settings import LAYOUT, settings, store_candidates
+from opkiln.trust import fault
 
 
 class Layer(Record):
@@ -40,7 +37,7 @@ def choose() -> Location:
     layers: list[Layer] = []
     notes: list[str] = []
     writable: str | None = None
-    for candidate, asked in _candidates():
+    for candidate, asked in store_candidates():
         usable, readable, reason = _examine(candidate)
         if readable:
             layers.append(Layer(os.path.join(candidate, LAYOUT)))
@@ -53,24 +50,6 @@ def choose() -> Location:
             notes.append(f"{candidate} cannot be the store: {reason}")
     listed = tuple(Layer(os.path.join(path, LAYOUT), True) for path in settings.store_layers)
     return Location((*layers, *listed), writable, tuple(notes))
-
-
-def _candidates() -> list[tuple[str, bool]]:
-    """(directory, whether the user asked for it or has reason to expect it)."""
-    uid = os.getuid()
-    asked = settings.cache_dir
-    found: list[tuple[str, bool]] = []
-    if asked is not None:
-        asked = os.path.abspath(asked)
-        found += [(asked, True), (os.path.join(asked, f"opkiln-{uid}"), False)]
-    base = settings.xdg_cache_home or (settings.home and os.path.join(settings.home, ".cache"))
-    if not base:
-        expanded = os.path.expanduser("~")
-        base = os.path.join(expanded, ".cache") if os.path.isabs(expanded) else None
-    if base and os.path.isabs(base):
-        found.append((os.path.join(base, "opkiln"), True))
-    found.append((os.path.join(settings.tmpdir or "/tmp", f"opkiln-{uid}"), False))
-    return found
 
 
 def _examine(path: str) -> tuple[bool, bool, str]:

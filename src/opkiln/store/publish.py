@@ -66,14 +66,13 @@ def publish(source: str, root: str, relative: str) -> str:
     final = os.path.join(root, relative)
     staging = os.path.join(root, "staging", secrets.token_hex(12))
     try:
-        make_private(os.path.dirname(final))
         make_private(os.path.dirname(staging))
         os.mkdir(staging, 0o700)
         for name in sorted(os.listdir(source)):
             _copy(os.path.join(source, name), os.path.join(staging, name))
         _sync(staging)
         try:
-            os.rename(staging, final)
+            _rename(staging, final)
         except OSError as error:
             if error.errno not in _LOST:
                 raise
@@ -90,14 +89,30 @@ def publish(source: str, root: str, relative: str) -> str:
     return final
 
 
+def _rename(staging: str, final: str) -> None:
+    attempts = 10
+    while True:
+        try:
+            make_private(os.path.dirname(final))
+            os.rename(staging, final)
+        except FileNotFoundError:
+            # A collector removed the parent while it was empty; each of its runs does so once.
+            attempts -= 1
+            if not attempts or not os.path.isdir(staging):
+                raise
+        else:
+            return
+
+
 def discard(root: str, directory: str) -> None:
     """Take a damaged entry out of the way, so that its name is free. Readers keep what they have
-    open; a concurrent repair may already have done it."""
+    open; a concurrent repair may already have done it. One that cannot be moved stays, and is
+    refused by every reader."""
     trash = os.path.join(root, "staging", "damaged-" + secrets.token_hex(12))
     try:
         make_private(os.path.dirname(trash))
         os.rename(directory, trash)
-    except FileNotFoundError:
+    except OSError:
         return
     remove(trash)
 

@@ -38,6 +38,15 @@ def first(name: str) -> str | None:
     return next(on_path(name), None)
 
 
+def passed_over(name: str) -> list[str]:
+    """The paths that would run instead of ``first(name)`` if they came to exist."""
+    found = first(name)
+    tried = (
+        [os.path.join(directory, name) for directory in settings.path] if "/" not in name else []
+    )
+    return tried[: tried.index(found)] if found in tried else tried
+
+
 def _executable(path: str) -> bool:
     # A directory may be executable, too; a compiler never is one.
     return os.access(path, os.X_OK) and not os.path.isdir(path)

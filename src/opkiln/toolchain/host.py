@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from opkiln.arch import cpu, host
+from opkiln import machine as this
+from opkiln.arch import cpu
 from opkiln.digest import key, sha256_file
 from opkiln.errors import ToolchainError
 from opkiln.model import Toolchain
@@ -58,6 +59,28 @@ def candidates(memory: str) -> list[Candidate]:
 def available() -> bool:
     """Whether any compiler is to be found, without asking it anything."""
     return any(not candidate.refused for candidate in find.cxx_candidates())
+
+
+def evidence(memory: str, toolchain: Toolchain) -> dict[str, list[Any]] | None:
+    """What the choice of this compiler rests on, as facts that ``stat`` can check.
+
+    None where it cannot be put that way: another candidate was asked, and refused, before it.
+    """
+    candidate = next(find.cxx_candidates(), None)
+    if candidate is None or candidate.path != toolchain.cxx:
+        return None
+    record = _recall(memory, toolchain.cxx)
+    if record is None:
+        return None
+    names = [settings.cxx or "g++", *(name for name, _ in record["resolved"][1:])]
+    if toolchain.launcher is not None:
+        names.append(settings.launcher)
+    programs = [(path, os.path.realpath(path)) for name in names if (path := find.first(name))]
+    return {
+        "unchanged": record["signatures"],
+        "leads": [list(pair) for pair in programs],
+        "absent": [path for name in names for path in find.passed_over(name)],
+    }
 
 
 def _examined(memory: str) -> Iterator[tuple[Candidate, dict[str, Any] | None]]:
@@ -133,8 +156,8 @@ def _probe(path: str) -> tuple[dict[str, Any], list[str]]:
         reason = f"does not take {REQUIRED}: {_last_line(verbose)}"
         return _refusal(reason, resolved, version), files
     machine = _field(verbose, "Target:")
-    if not machine.startswith(host.machine()):
-        reason = f"compiles for {machine}, not for {host.machine()}"
+    if not machine.startswith(this.architecture()):
+        reason = f"compiles for {machine}, not for {this.architecture()}"
         return _refusal(reason, resolved, version), files
 
     for tool in ("cc1plus", "as", "ld"):
@@ -162,10 +185,10 @@ def _probe(path: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _accepted(ask: Any) -> list[str]:
-    flags = cpu.probes(host.machine())
+    flags = cpu.probes(this.architecture())
 
     def works(*chosen: str) -> bool:
-        if host.machine() == "aarch64":
+        if this.architecture() == "aarch64":
             chosen = ("-march=armv8.2-a" + "".join(chosen),)
         status, _ = ask(REQUIRED, "-x", "c++", "-fsyntax-only", *chosen, os.devnull)
         return bool(status == 0)

@@ -47,6 +47,7 @@ template <class T>
 inline void widen(const T* from, float* to, int64_t count) {
   const int64_t whole = whole_registers(count);
   for (int64_t i = 0; i < whole; i += Vec::kLanes) {
+    prefetch_ahead(from + i);
     Vec::load(from + i).store(to + i);
   }
   if (whole < count) {  // the rest through a padded register: no byte beyond the tensor is touched

@@ -11,17 +11,16 @@
 #include <cstring>
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define OPKILN_AVX512
 #define OPKILN_ISA avx512
-#define OPKILN_VEC "vec_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define OPKILN_AVX2
 #define OPKILN_ISA avx2
-#define OPKILN_VEC "vec_avx2.h"
 #elif defined(__aarch64__) && defined(__ARM_NEON)
+#define OPKILN_NEON
 #define OPKILN_ISA neon
-#define OPKILN_VEC "vec_neon.h"
 #else
 #define OPKILN_ISA portable
-#define OPKILN_VEC "vec_portable.h"
 #endif
 
 // The instruction set is part of every symbol: two variants of an op may be loaded in one process,
@@ -39,6 +38,13 @@ enum class Type : uint8_t { kFloat, kBFloat16, kFloat16 };
 
 constexpr int64_t size_of(Type type) {
   return type == Type::kFloat ? 4 : 2;
+}
+
+// Asks for the memory that a loop will read some iterations later. The hardware's own prefetchers
+// stop at page borders: asking a kilobyte ahead made four streams of fp32 5 to 8% faster on a Xeon.
+// (Stores around the cache made them 60% slower: the lines were just read.)
+inline void prefetch_ahead(const void* at) {
+  __builtin_prefetch(static_cast<const char*>(at) + 1024);
 }
 
 inline float widen(BFloat16 value) {
@@ -85,4 +91,12 @@ inline Float16 narrow_float16(float value) {
 
 }  // namespace opkiln::inline OPKILN_ISA
 
-#include OPKILN_VEC
+#if defined(OPKILN_AVX512)
+#include "vec_avx512.h"
+#elif defined(OPKILN_AVX2)
+#include "vec_avx2.h"
+#elif defined(OPKILN_NEON)
+#include "vec_neon.h"
+#else
+#include "vec_portable.h"
+#endif

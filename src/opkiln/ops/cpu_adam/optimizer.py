@@ -238,7 +238,7 @@ class CPUAdam(torch.optim.Optimizer):
             grads: list[Any] = [param.grad for param in params]
             if any(grad is None for grad in grads):
                 params = [param for param in params if param.grad is not None]
-                grads: list[Any] = [param.grad for param in params]
+                grads = [param.grad for param in params]
             if any(layout is not torch.strided for layout in set(map(_LAYOUT, grads))):
                 raise _sparse_gradient(index, group)
             states = [self.state[param] for param in params]

@@ -1,0 +1,199 @@
+"""``opkiln cache``: what is in the store, whether it is whole, and making it smaller."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import click
+
+from opkiln.cli import output
+from opkiln.cli.op_name import complete
+from opkiln.errors import StoreError
+from opkiln.report.layout import age, columns, size
+from opkiln.settings import parse_size, settings
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def _root() -> str:
+    """The layer that is written to. Raises StoreError where there is none."""
+    from opkiln.store.layers import Store
+
+    store = Store()
+    if store.root is None:
+        raise StoreError(
+            "there is no store that can be written to",
+            why="\n".join(store.location.notes),
+            hint="set OPKILN_CACHE_DIR to a directory that can be written to",
+        )
+    return store.root
+
+
+def _entries(number: int) -> str:
+    return f"{number} entry" if number == 1 else f"{number} entries"
+
+
+@click.group("cache")
+def command() -> None:
+    """Look at the store, check it, and make it smaller.
+
+    All of it can be rebuilt, and everything may be removed while other processes use it.
+    """
+
+
+@command.command("path")
+def path() -> None:
+    """Print the store's directory."""
+    output.data(os.path.dirname(_root()))
+
+
+@command.command("list")
+@click.option("--objects", is_flag=True, help="List the compiled objects, too.")
+@_JSON
+def list_(objects: bool, as_json: bool) -> None:
+    """List the entries: op, target CPU, compiler, size, time since the last use, path."""
+    from opkiln.store import inventory
+
+    found = [(each, inventory.details(each)) for each in inventory.entries(_root())]
+    found = [pair for pair in found if objects or pair[0].kind == inventory.OP]
+    if as_json:
+        rows = [
+            {**each._asdict(), "cpu": more.cpu, "compiler": more.compiler, "source": more.source,
+             "damaged": more.damaged}
+            for each, more in found
+        ]  # fmt: skip
+        output.data_json({"schema": 1, "entries": rows})
+        return
+    now = time.time()
+    table = [("op", "cpu", "compiler", "size", "used", "path")]
+    for each, more in found:
+        name = each.name if each.kind == inventory.OP else f"object of {more.source or each.name}"
+        table.append(
+            (name, more.cpu or "-", more.compiler or ("damaged" if more.damaged else "-"),
+             size(each.size), age(now - each.used), each.directory)
+        )  # fmt: skip
+    output.data(columns(table))
+
+
+@command.command("size")
+@_JSON
+def size_(as_json: bool) -> None:
+    """Print how much room the store takes."""
+    from opkiln.store import inventory
+
+    found = inventory.sizes(_root())
+    if as_json:
+        output.data_json({"schema": 1, **found._asdict(), "total_bytes": found.total})
+        return
+    rows = [
+        ("ops", str(found.ops), size(found.op_bytes)),
+        ("objects", str(found.objects), size(found.object_bytes)),
+        ("other", "", size(found.other_bytes)),
+        ("total", "", size(found.total)),
+    ]
+    output.data(columns(rows))
+
+
+@command.command("verify")
+@click.option("--remove", is_flag=True, help="Remove the damaged entries of the writable store.")
+@_JSON
+def verify(remove: bool, as_json: bool) -> int:
+    """Re-hash every entry of every layer; exit with 5 if one is damaged.
+
+    A damaged entry is never loaded, and the next build of its op replaces it. One that is refused
+    (its owner or mode) is not used either, but may be good for others.
+    """
+    from opkiln.store import gc, inventory
+    from opkiln.store.layers import Store
+
+    store = Store()
+    total, faults, removed = 0, [], []
+    for layer in store.location.layers:
+        for found, fault in inventory.verify(layer.root, listed=layer.listed):
+            total += 1
+            if fault is None:
+                continue
+            faults.append(fault)
+            if remove and fault.damaged and layer.root == store.root:
+                gc.discard(layer.root, found)
+                removed.append(fault.directory)
+    damaged = [fault for fault in faults if fault.damaged]
+    if as_json:
+        rows = [{**fault._asdict(), "removed": fault.directory in removed} for fault in faults]
+        output.data_json({"schema": 1, "entries": total, "faults": rows})
+    else:
+        for fault in faults:
+            word = "removed" if fault.directory in removed else "refused"
+            word = "damaged" if fault.damaged and word == "refused" else word
+            output.data(f"{word}  {fault.directory}: {fault.reason}")
+        output.data(f"{_entries(total)} checked, {len(damaged)} damaged")
+        if len(damaged) > len(removed):
+            output.say("hint: opkiln cache verify --remove")
+    return StoreError.exit_code if damaged else 0
+
+
+def _size(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is no size such as 512M or 4G") from None
+
+
+@command.command("gc")
+@click.option(
+    "--max-size", callback=_size, metavar="SIZE",
+    help="Shrink to SIZE, such as 512M or 4G, instead of OPKILN_CACHE_MAX_SIZE.",
+)  # fmt: skip
+@click.option("--now", is_flag=True, help="Do not spare what was used within the last day.")
+@_JSON
+def gc_(max_size: int | None, now: bool, as_json: bool) -> None:
+    """Remove the entries that were not used for the longest time, and leftovers of dead processes.
+
+    What a process on this host has loaded is never removed. What was used within the last day is
+    spared, as another host may have it loaded. An entry's last use is when it was published or,
+    where the file system keeps that, last read.
+    """
+    from opkiln.store import gc
+
+    limit = settings.cache_max_size if max_size is None else max_size
+    done = gc.collect(_root(), limit, now=now)
+    if as_json:
+        removed = [each._asdict() for each in done.removed]
+        output.data_json({"schema": 1, **done._asdict(), "removed": removed, "freed": done.freed})
+        return
+    for each in done.removed:
+        output.data(f"removed  {each.directory} ({each.kind} {each.name}, {size(each.size)})")
+    for leftover in done.swept:
+        output.data(f"swept  {leftover}")
+    output.data(
+        f"{_entries(len(done.removed))} removed, {size(done.freed)} freed, "
+        f"{size(done.after)} of at most {size(limit)} left"
+    )
+    if done.after > limit:
+        output.say(f"kept: {done.in_use} loaded by processes here, {done.recent} used within a day")
+        if done.recent:
+            output.say("hint: opkiln cache gc --now")
+
+
+@command.command("clear")
+@click.option("--op", metavar="OP", shell_complete=complete, help="Only this op's entries.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@_JSON
+def clear(op: str | None, yes: bool, as_json: bool) -> None:
+    """Remove everything, or all of one op. Processes that have it loaded keep what they have."""
+    from opkiln.store import gc
+
+    root = _root()
+    if not yes:
+        what = "everything" if op is None else f"op {op}"
+        click.confirm(f"Remove {what} from {os.path.dirname(root)}?", abort=True, err=True)
+    removed = gc.clear(root, op)
+    freed = sum(each.size for each in removed)
+    if as_json:
+        rows = [each._asdict() for each in removed]
+        output.data_json({"schema": 1, "removed": rows, "freed": freed})
+    else:
+        output.data(f"{_entries(len(removed))} removed, {size(freed)} freed")

@@ -1,0 +1,148 @@
+"""``opkiln demo``: train a small model with an op that is built on the way, cold and then warm."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import click
+
+from opkiln.cli import output
+from opkiln.errors import OpkilnError
+from opkiln.report.layout import columns, duration, paint, size
+
+# Rounding differs between the two implementations, and each step feeds on the one before. A wrong
+# formula is off by 1e-3 and more: one step moves a parameter by 3e-3.
+TOLERANCE = 1e-5
+
+
+class DemoError(OpkilnError):
+    """The training process ended without a result; its own exit code is ours."""
+
+    def __init__(self, what: str, *, why: str = "", hint: str = "", code: int = 1) -> None:
+        super().__init__(what, why=why, hint=hint)
+        self.exit_code = code
+
+
+@click.command("demo")
+@click.option("--keep", is_flag=True, help="Keep the demo's store, and print where it is.")
+def command(keep: bool) -> int:
+    """Train a small model with opkiln.optim.CPUAdam, cold and then warm.
+
+    The first process finds an empty store, so it builds the op. The second finds it there. Both
+    trainings are compared with torch.optim.AdamW; exits with 1 if they differ.
+    """
+    import shutil
+    import tempfile
+
+    from opkiln.settings import settings
+
+    work = tempfile.mkdtemp(prefix="opkiln-demo-", dir=settings.tmpdir)
+    try:
+        return _demo(work)
+    finally:
+        if keep:
+            output.say(f"kept: {work}")
+        else:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _demo(work: str) -> int:
+    output.data("A small model, trained with opkiln.optim.CPUAdam: cold, then warm.\n")
+    output.data(_title("found") + "\n" + _found())
+    output.data(_title("\ncold: a new process and an empty store"))
+    cold = _run(work)
+    output.data(_ran(cold))
+    output.data(_title("\nwarm: another new process, the same store"))
+    warm = _run(work)
+    output.data(_ran(warm))
+    passed, verdict = _compare(cold, warm)
+    output.data(_title("\ncompared with torch.optim.AdamW") + "\n" + verdict)
+    return 0 if passed else output.FOUND
+
+
+def _title(text: str) -> str:
+    return paint(text, "strong", colour=output.colour())
+
+
+def _found() -> str:
+    from opkiln.errors import ToolchainError
+    from opkiln.report import collect
+    from opkiln.store.layers import Store
+    from opkiln.toolchain import host, torch_sdk
+
+    here, torch = collect.machine(), torch_sdk.find()
+    try:
+        tools = host.choose(Store().memory)
+        compiler = f"{tools.cxx}, {tools.version}"
+    except ToolchainError as error:
+        compiler = error.what
+    rows = [
+        ("compiler", compiler),
+        ("cpu", f"{here.cpu} ({here.simd})"),
+        ("python", here.python),
+        ("torch", "not installed" if torch is None else torch.version),
+    ]
+    return columns(rows, indent=2)
+
+
+def _run(work: str) -> dict[str, Any]:
+    """One training process. Raises DemoError when it cannot do its work."""
+    from opkiln import process
+    from opkiln.settings import whole_environment
+
+    result = os.path.join(work, "result.json")
+    # The user's own surroundings, but a store that only the demo has, and nothing that would keep
+    # it from showing a build.
+    environment = {
+        **whole_environment(),
+        "OPKILN_CACHE_DIR": os.path.join(work, "store"),
+        "OPKILN_STORE_LAYERS": "",
+        "OPKILN_JIT": "on",
+        "OPKILN_SEAL": "off",
+        "OPKILN_PROGRESS": "lines",
+    }
+    argv = (sys.executable, "-m", "opkiln.ops.cpu_adam.demo", result)
+    done = process.run(argv, env=environment)
+    try:
+        with open(result) as file:
+            found: dict[str, Any] = json.load(file)
+        os.unlink(result)
+    except FileNotFoundError:
+        tail = "\n".join(done.output.splitlines()[-12:])
+        raise DemoError("the training process ended without a result", why=tail) from None
+    if "error" in found:
+        raise DemoError(**found["error"], code=done.returncode)
+    return {**found, "output": done.output.splitlines()}
+
+
+def _ran(found: dict[str, Any]) -> str:
+    trained = f"{found['steps']} steps in {duration(found['train'])}"
+    rows = [
+        ("load", f"{duration(found['load'])}, `import opkiln` included, torch imported before"),
+        ("entry", f"{found['entry']} ({size(os.path.getsize(found['entry']))})"),
+        ("train", f"{trained}, loss {found['first_loss']:.4f} -> {found['last_loss']:.4f}"),
+    ]
+    lines = [f"  {line}" for line in found["output"]]
+    return "\n".join([*lines, columns([*found["decisions"], *rows], indent=2)])
+
+
+def _compare(cold: dict[str, Any], warm: dict[str, Any]) -> tuple[bool, str]:
+    largest = max(cold["difference"], warm["difference"])
+    learnt = cold["last_loss"] < 0.5 * cold["first_loss"]
+    passed = largest <= TOLERANCE and learnt
+    same = "the same parameters, bit for bit" if cold["digest"] == warm["digest"] else (
+        "parameters that differ in rounding"
+    )  # fmt: skip
+    ratio = f"{cold['load'] / warm['load']:,.0f} times faster"
+    word, look = ("PASS", "good") if passed else ("FAIL", "bad")
+    rows = [
+        ("largest difference", f"{largest:.1e} of {cold['parameters']:,} parameters"),
+        ("allowed for rounding", f"{TOLERANCE:.1e}"),
+        ("cold and warm trained", same),
+        ("warm loading is", f"{ratio}: {duration(cold['load'])} -> {duration(warm['load'])}"),
+        ("result", paint(word, look, colour=output.colour())),
+    ]
+    return passed, columns(rows, indent=2)

@@ -1,0 +1,26 @@
+"""``opkiln explain OP``: why an op is served as it is."""
+
+from __future__ import annotations
+
+import click
+
+from opkiln.cli import output
+from opkiln.cli.op_name import complete
+
+
+@click.command("explain")
+@click.argument("op", shell_complete=complete)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(op: str, as_json: bool) -> None:
+    """Say why OP would be served as it is: each candidate, and why it is taken or refused.
+
+    When the newest entry does not serve any more, also say what changed since it was built.
+    """
+    from opkiln.registry import explain
+
+    found = explain(op)
+    if not as_json:
+        output.data(str(found))
+        return
+    decisions = [decision._asdict() for decision in found.decisions]
+    output.data_json({"schema": 1, **found._asdict(), "decisions": decisions})

@@ -1,0 +1,135 @@
+"""A receipt: the answer of one full search, and everything that answer rests on.
+
+Finding an op takes the target, the compiler's identity, a plan, three keys and the entry's
+dependency list. The process that built an entry writes down what all of that rested on, as facts
+that ``stat`` can check: these files have these signatures, these paths are absent, these names lead
+there. While every one of them holds, the search would end as it did, so a later process checks
+them, verifies the library's digest as ever, and is done in a third of the time.
+
+A receipt never says what a full search would not: anything that does not hold, and anything odd
+about the receipt itself, leads to the full search. It is only written by the builder; hits write
+nothing. What is not a file is in the receipt's name: the spec, every variable of ``settings``, the
+CPU's features, the Python and the torch in use.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from opkiln import machine, trust
+from opkiln.digest import Signature, key, sha256_file
+from opkiln.model import ABI_NONE, Artifact, OpSpec
+from opkiln.settings import LAYOUT, fingerprint, store_candidates
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.model import Toolchain
+
+SCHEMA = 1
+
+
+def recall(spec: OpSpec) -> Artifact | None:
+    """The artifact, if a receipt says so and all it rests on holds. Writes nothing."""
+    torch = "" if spec.abi == ABI_NONE else getattr(sys.modules.get("torch"), "__file__", None)
+    place = _place(spec, torch)
+    if place is None:
+        return None
+    root, path = place
+    try:
+        for directory in (root, path):
+            if trust.fault(directory, os.lstat(directory)):
+                return None
+        with open(path, "rb") as file:
+            receipt = json.loads(file.read())
+        if not _holds(receipt):
+            return None
+        return _verified(root, receipt)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # gone, damaged or of another kind: the full search decides
+
+
+def _holds(receipt: dict[str, Any]) -> bool:
+    lexists, realpath = os.path.lexists, os.path.realpath
+    return (
+        all(Signature(*fields).holds(path) for path, *fields in receipt["unchanged"])
+        and all(realpath(path) == target for path, target in receipt["leads"])
+        and not any(lexists(path) for path in receipt["absent"])
+    )
+
+
+def _verified(root: str, receipt: dict[str, Any]) -> Artifact | None:
+    """The library, if its owner, mode, size and digest are right."""
+    path = os.path.join(root, receipt["payload"])
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(fd)
+        if trust.fault(path, found) or found.st_size != receipt["size"]:
+            return None
+        if sha256_file(fd) != receipt["sha256"]:
+            return None
+    finally:
+        os.close(fd)
+    return Artifact(path, receipt["sha256"], "store")
+
+
+def _place(spec: OpSpec, torch: str | None) -> tuple[str, str] | None:
+    """(the store's root, the receipt's path), or None where there can be no receipt.
+
+    ``torch`` is the file of the package in use; None where it is needed and not imported: to look
+    for it takes as long as the full search.
+    """
+    variables = fingerprint()
+    if variables is None or torch is None:
+        return None
+    here = (machine.system(), machine.architecture(), machine.cpu_flags())
+    name = key("receipt", (SCHEMA, tuple(spec), variables, here, sys.version, torch))
+    root = os.path.join(store_candidates()[0][0], LAYOUT)
+    return root, os.path.join(root, "receipts", spec.distribution, spec.name, name + ".json")
+
+
+def write(
+    spec: OpSpec,
+    toolchain: Toolchain,
+    evidence: dict[str, list[Any]],
+    payload: str,
+    manifest: dict[str, Any],
+) -> None:
+    """Leave a receipt for an entry that was just published and read back.
+
+    ``evidence`` is what choosing the toolchain rested on (``toolchain.host.evidence``). A store
+    that cannot take the receipt is fine.
+    """
+    torch = "" if toolchain.torch is None else os.path.join(toolchain.torch.path, "__init__.py")
+    place = _place(spec, "" if spec.abi == ABI_NONE else torch)
+    if place is None or not payload.startswith(place[0] + "/"):
+        return
+    root, path = place
+    recorded = manifest["deps"]
+    own = [[os.path.join(spec.root, p) if a == "src" else p, *f] for a, p, _, *f in recorded["own"]]
+    watched = [
+        [os.path.join(spec.root, p) if a == "src" else p, *f] for a, p, *f in recorded["dirs"]
+    ]
+    unchanged = [*evidence["unchanged"], *own, *watched, *recorded["external_dirs"]]
+    if spec.abi != ABI_NONE and toolchain.torch is not None:
+        version = os.path.join(toolchain.torch.path, "version.py")
+        unchanged.append([version, *Signature.of(version)])
+    receipt = {
+        "payload": os.path.relpath(payload, root),
+        "size": manifest["size"],
+        "sha256": manifest["sha256"],
+        "unchanged": unchanged,
+        "leads": evidence["leads"],
+        "absent": evidence["absent"],
+    }
+    temporary = f"{path}.{os.getpid()}-{os.urandom(6).hex()}"
+    try:
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            json.dump(receipt, file, separators=(",", ":"))
+        os.replace(temporary, path)
+    except OSError:
+        return  # full or read-only: later loads take the full search

@@ -1,0 +1,189 @@
+"""The full search for an op's artifact: target, toolchain, plan, keys, the store's layers, a build.
+
+Imported when no receipt serves; ``loader`` is the front that every load goes through.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from opkiln import machine
+from opkiln import plan as plans
+from opkiln.arch import cpu
+from opkiln.errors import BuildError, LoadError, OpkilnError, StoreWarning
+from opkiln.loading import seal
+from opkiln.loading.trace import Trace
+from opkiln.model import ABI_NONE, ABI_STABLE, ABI_TORCH, Artifact, OpSpec, Target, TorchSDK
+from opkiln.settings import settings
+from opkiln.store import deps, key
+from opkiln.store.layers import Store
+from opkiln.toolchain import host, torch_sdk
+
+_FLAG_SETTINGS = (
+    "cppflags", "cxxflags", "ldflags", "cpath", "cplus_include_path", "library_path",
+)  # fmt: skip
+_told: set[str] = set()
+
+
+def features() -> frozenset[str]:
+    """This CPU's features, by the compiler's names."""
+    return cpu.features_of(machine.cpu_flags())
+
+
+def target_cpu() -> cpu.CPU:
+    """The CPU to build for, as the settings have it. Raises ArchError."""
+    return cpu.parse(settings.cpu, machine.architecture(), features())
+
+
+def target_of(spec: OpSpec, sdk: TorchSDK | None = None) -> Target:
+    """The target of this machine, as the settings have it. Raises ArchError, BuildError."""
+    sdk = sdk or (None if spec.abi == ABI_NONE else torch_sdk.find())
+    architecture = machine.architecture()
+    if spec.vectorize:
+        chosen = target_cpu()
+    else:
+        chosen = cpu.CPU(cpu.native(architecture, frozenset()).level)
+    flags = [(name, value) for name in _FLAG_SETTINGS if (value := getattr(settings, name))]
+    return Target(
+        backend="cpu",
+        system=machine.system(),
+        machine=architecture,
+        cpu=chosen.level,
+        cpu_features=chosen.features,
+        abi_tag=_abi_tag(spec, sdk),
+        debug=settings.debug,
+        flags=tuple(flags),
+    )
+
+
+def _abi_tag(spec: OpSpec, sdk: TorchSDK | None) -> str:
+    python = torch_sdk.python_tag()
+    if spec.abi == ABI_STABLE:
+        tag = torch_sdk.stable_abi_tag()
+        return f"{tag}-{python}" if spec.kind == "python" else tag
+    if spec.abi == ABI_TORCH:
+        if sdk is None:
+            raise BuildError(
+                f"op {spec.name} needs torch",
+                why="torch is not installed",
+                hint="pip install torch",
+            )
+        return torch_sdk.full_abi_tag(sdk)
+    return python if spec.kind == "python" else "none"
+
+
+def runnable(spec: OpSpec) -> TorchSDK | None:
+    """Whether a native op could run here at all. Raises LoadError with the reason."""
+    if machine.system() != "linux":
+        raise LoadError(
+            f"op {spec.name} has no native version for {machine.system()}",
+            why="native ops are built and loaded on Linux, x86-64 and aarch64",
+        )
+    if spec.abi == ABI_NONE:
+        return None
+    sdk = torch_sdk.find()
+    if sdk is None:
+        raise LoadError(
+            f"op {spec.name} needs torch", why="torch is not installed", hint="pip install torch"
+        )
+    if spec.abi == ABI_STABLE and not torch_sdk.has_stable_abi(sdk):
+        raise LoadError(
+            f"op {spec.name} needs torch {torch_sdk.STABLE_VERSION} or later",
+            why=f"torch {sdk.version} lacks the stable ABI",
+            hint=f"pip install 'torch>={torch_sdk.STABLE_VERSION}'",
+        )
+    return sdk
+
+
+def artifact(spec: OpSpec, trace: Trace, *, loaded: tuple[str, ...] = ()) -> Artifact:
+    """The op's artifact, found or built; torch is not imported. Native or an error.
+
+    ``loaded`` are earlier versions of its library that this process has open. Raises OpkilnError.
+    """
+    target, store = target_of(spec, runnable(spec)), Store()
+    tell_notes(store)
+    return find(spec, target, store, trace) or build(spec, target, store, trace, loaded=loaded)
+
+
+def tell_notes(store: Store) -> None:
+    """Warn, once each, of what keeps the store from being where it was asked to be."""
+    for note in store.location.notes:
+        if note not in _told:
+            _told.add(note)
+            warnings.warn(note, StoreWarning, stacklevel=6)
+
+
+def find(spec: OpSpec, target: Target, store: Store, trace: Trace) -> Artifact | None:
+    """The first entry of the store's layers that serves. Needs no compiler and writes nothing."""
+    toolchain = host.recall(store.memory)
+    build = None
+    if toolchain is not None:
+        build = key.build_key(plans.make(spec, target, toolchain))
+    elif host.available():
+        trace.add("store", "none", "the compiler is not known yet", store.memory)
+        build = ""  # it must be asked who it is before any entry can be its own
+    places = plans.anchors_of(spec, toolchain)
+    hasher = deps.Hasher()
+    for candidate in _covering(spec, target):
+        intent = key.intent_key(spec, candidate)
+        leaf, refused = store.find_op(spec.distribution, spec.name, intent, build, places, hasher)
+        for each in refused:
+            trace.add("store", "refused", each.reason, each.directory)
+        if leaf is None:
+            continue
+        needs = leaf.manifest["target"]
+        lacks = cpu.lacking(needs["cpu"], tuple(needs["cpu_features"]), features())
+        if lacks:
+            trace.add("store", "refused", f"needs {', '.join(lacks)}, which this CPU lacks",
+                      leaf.directory)  # fmt: skip
+            continue
+        trace.add("store", "taken", "its sources, flags and compiler are today's", leaf.directory)
+        return Artifact(leaf.payload, leaf.manifest["sha256"], "store")
+    trace.add("store", "none", "no entry for these sources, flags and compiler", store.root or "")
+    return None
+
+
+def _covering(spec: OpSpec, target: Target) -> list[Target]:
+    """The target, then those of the same kind whose binaries this CPU also covers.
+
+    Only for ``native``: a CPU that was named is the one that is wanted. Lower levels come from
+    layers that were built elsewhere; the user's own store holds what this machine would build.
+    """
+    if not spec.vectorize or settings.cpu != "native" or not settings.store_layers:
+        return [target]
+    options = cpu.covering(target.machine, features())
+    return [target._replace(cpu=each.level, cpu_features=each.features) for each in options]
+
+
+def build(
+    spec: OpSpec, target: Target, store: Store, trace: Trace, *, loaded: tuple[str, ...] = ()
+) -> Artifact:
+    """Build the op, or find that another process just did. Raises BuildError, SealedError."""
+    if reason := seal.why_not_compile():
+        trace.add("build", "refused", reason)
+        seal.about_to_compile(spec.name)
+    from opkiln.loading import build as building
+    from opkiln.loading import progress
+
+    try:
+        with progress.shown():
+            built = building.build(spec, target, store, loaded=loaded)
+    except OpkilnError as error:
+        trace.add("build", "refused", error.what)
+        raise
+    how = f"compiled {built.compiled} file(s) in {built.seconds:.1f} s"
+    trace.add(
+        "build", "taken", how if built.origin == "built" else "another process built it", built.path
+    )
+    return built
+
+
+def would_compile(spec: OpSpec) -> tuple[bool, Trace]:
+    """Whether loading this op here would compile, and the trace of looking. Builds nothing."""
+    trace = Trace()
+    try:
+        sdk = runnable(spec)
+    except LoadError as error:
+        trace.add("build", "refused", f"{error.what}: {error.why}")
+        return False, trace
+    return find(spec, target_of(spec, sdk), Store(), trace) is None, trace

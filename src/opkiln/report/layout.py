@@ -1,0 +1,63 @@
+"""Aligned text for people: columns, sizes, ages, and colour where it is wanted."""
+
+from __future__ import annotations
+
+import re
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_CODES = {"good": "32", "bad": "31", "weak": "2", "strong": "1"}
+
+
+def paint(text: str, look: str, *, colour: bool) -> str:
+    """``text`` as good, bad, weak or strong; as it is when there is no colour."""
+    return f"\x1b[{_CODES[look]}m{text}\x1b[0m" if colour and text else text
+
+
+def columns(rows: Iterable[Sequence[str]], *, indent: int = 0) -> str:
+    """Rows with their cells below each other, two blanks apart; the last column is ragged."""
+    table = [list(row) for row in rows]
+    count = max((len(row) for row in table), default=0)
+    widths = [
+        max((_width(row[i]) for row in table if i < len(row)), default=0) for i in range(count)
+    ]
+    lines = []
+    for row in table:
+        cells = [cell + " " * (widths[i] - _width(cell)) for i, cell in enumerate(row)]
+        lines.append((" " * indent + "  ".join(cells)).rstrip())
+    return "\n".join(lines)
+
+
+def _width(cell: str) -> int:
+    return len(_ANSI.sub("", cell))
+
+
+def count(number: int, noun: str) -> str:
+    """``1 op``, ``2 ops``; for nouns whose plural is that simple."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def size(bytes_: int) -> str:
+    """Bytes as a person reads them: ``412 B``, ``84.3 KiB``, ``1.2 GiB``."""
+    value = float(bytes_)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{bytes_} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def age(seconds: float) -> str:
+    """How long ago, in the largest unit that says something: ``40 s``, ``3 h``, ``12 d``."""
+    for limit, divisor, unit in ((90, 1, "s"), (5400, 60, "min"), (129600, 3600, "h")):
+        if seconds < limit:
+            return f"{max(0, seconds) / divisor:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"
+
+
+def duration(seconds: float) -> str:
+    """``1.3 ms``, ``2.41 s``."""
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

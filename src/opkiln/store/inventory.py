@@ -1,0 +1,212 @@
+"""What is in a layer of the store, and whether it is whole. Nothing here is on the way to a hit."""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import NamedTuple
+
+from opkiln.errors import StoreError
+from opkiln.store import deps, entry
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+OP, OBJECT = "op", "object"
+
+# ops/<distribution>/<op>/<intent>/<build>/<deps> and objects/<aa>/<step>/<deps>
+LEVELS = ((OP, "ops", 5), (OBJECT, "objects", 3))
+
+
+class Entry(NamedTuple):
+    """One leaf, by what its directory alone says.
+
+    A hit must not write, so ``used`` is what the file system says by itself: the later of the time
+    the entry was published and the time its payload was last read, which most mounts (``relatime``)
+    keep to within a day, and some (``noatime``) do not keep.
+    """
+
+    directory: str
+    kind: str  # op, object
+    name: str  # the op's name; the head of an object's key
+    size: int
+    published: float
+    used: float
+    payload: str  # "" when it is missing
+
+
+class Details(NamedTuple):
+    """What an entry's own files say of it; empty where they cannot be read."""
+
+    cpu: str
+    compiler: str
+    source: str  # of an object
+    sources: tuple[str, ...]  # of an op
+    damaged: str
+
+
+class Sizes(NamedTuple):
+    """How much there is of what, in bytes."""
+
+    ops: int
+    op_bytes: int
+    objects: int
+    object_bytes: int
+    other_bytes: int  # logs, locks, remembered probes, what is being staged
+
+    @property
+    def total(self) -> int:
+        return self.op_bytes + self.object_bytes + self.other_bytes
+
+
+class Fault(NamedTuple):
+    """An entry that `verify` found wanting. One that is not ``damaged`` may be good for others."""
+
+    directory: str
+    reason: str
+    damaged: bool
+
+
+def entries(root: str) -> Iterator[Entry]:
+    """Every leaf of a layer, good or not, by path. Raises StoreError."""
+    for kind, top, depth in LEVELS:
+        for directory in directories(os.path.join(root, top), depth):
+            found = _entry(directory, kind)
+            if found is not None:
+                yield found
+
+
+def directories(directory: str, depth: int) -> Iterator[str]:
+    """What is ``depth`` levels down, sorted; nothing where the path ends earlier."""
+    try:
+        names = sorted(os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return  # never made, collected meanwhile, or a stray file
+    except OSError as error:
+        raise cannot("read", directory, error) from error
+    for name in names:
+        path = os.path.join(directory, name)
+        if depth == 1:
+            yield path
+        else:
+            yield from directories(path, depth - 1)
+
+
+def _entry(directory: str, kind: str) -> Entry | None:
+    try:
+        found = os.lstat(directory)
+        if not stat.S_ISDIR(found.st_mode):
+            return None
+        size, used, payload = 0, found.st_mtime, ""
+        for file in os.scandir(directory):
+            status = file.stat(follow_symlinks=False)
+            size += status.st_size
+            if file.name not in (entry.MANIFEST, entry.SIDECAR, entry.LOG):
+                payload = file.path
+                used = max(used, status.st_atime)
+    except FileNotFoundError:
+        return None  # collected meanwhile
+    except OSError as error:
+        raise cannot("read", directory, error) from error
+    parts = directory.split("/")
+    name = parts[-4] if kind == OP else parts[-2][:12]
+    return Entry(directory, kind, name, size, found.st_mtime, used, payload)
+
+
+def details(found: Entry) -> Details:
+    """Read an entry's manifest and sidecar. Never raises for a damaged one."""
+    try:
+        with open(os.path.join(found.directory, entry.MANIFEST), "rb") as file:
+            manifest = entry.parse_manifest(file.read())
+        if found.kind == OBJECT:
+            return Details("", "", str(manifest["source"]), (), "")
+        inputs = entry.read_sidecar(found.directory)["inputs"]
+        target = manifest["target"]
+        return Details(
+            cpu="+".join((target["cpu"], *target["cpu_features"])),
+            compiler=str(inputs["toolchain"]["version"]),
+            source="",
+            sources=tuple(inputs["spec"]["sources"]),
+            damaged="",
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Details("", "", "", (), str(error) or type(error).__name__)
+
+
+def sizes(root: str) -> Sizes:
+    """Count a layer. What appears or goes while it is counted may be missed."""
+    count = {OP: 0, OBJECT: 0}
+    total = {OP: 0, OBJECT: 0}
+    for found in entries(root):
+        count[found.kind] += 1
+        total[found.kind] += found.size
+    other = 0
+    for top in names_in(root):
+        if top not in ("ops", "objects"):
+            other += _tree_size(os.path.join(root, top))
+    return Sizes(count[OP], total[OP], count[OBJECT], total[OBJECT], other)
+
+
+def verify(root: str, *, listed: bool = False) -> Iterator[tuple[Entry, Fault | None]]:
+    """Re-hash every entry of a layer, with what is wrong with each."""
+    for found in entries(root):
+        fault = _fault(found, listed)
+        _restore_access_time(found)
+        yield found, fault
+
+
+def _fault(found: Entry, listed: bool) -> Fault | None:
+    directory = found.directory
+    answer = entry.examine(directory, {}, deps.Hasher(), listed=listed, external=False, own=False)
+    if isinstance(answer, entry.Refused):
+        return Fault(directory, answer.reason, answer.damaged)
+    if answer is None:
+        if not os.path.isdir(directory):
+            return None  # collected meanwhile
+        return Fault(directory, f"damaged: {entry.MANIFEST} is missing", True)
+    try:
+        entry.read_sidecar(directory)
+        recorded = answer.manifest["deps"]
+        own = (tuple(dep[:3]) for dep in recorded["own"])
+        name = deps.deps_key(own, recorded["external"], recorded["watches"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Fault(directory, f"damaged: {error}", True)
+    if name != os.path.basename(directory):
+        return Fault(directory, "damaged: its dependencies give another name", True)
+    return None
+
+
+def _restore_access_time(found: Entry) -> None:
+    """Hashing everything is no use of anything: without this, gc could not tell what is old."""
+    if not found.payload:
+        return
+    try:
+        now = os.stat(found.payload)
+        os.utime(found.payload, (found.used, now.st_mtime))
+    except OSError:
+        return  # gone meanwhile, or a layer that is not ours to write to
+
+
+def names_in(directory: str) -> list[str]:
+    """A directory's listing, sorted; empty where there is none to be had."""
+    try:
+        return sorted(os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
+
+
+def _tree_size(path: str) -> int:
+    total = 0
+    for directory, _, names in os.walk(path):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(directory, name)).st_size
+            except FileNotFoundError:
+                continue  # a lock or a staging directory that has done its work
+    return total
+
+
+def cannot(be: str, path: str, error: OSError) -> StoreError:
+    """The error for a path that cannot be read, or removed."""
+    return StoreError(f"{path} cannot be {be}: {error.strerror or error}", hint=f"ls -ld {path}")

@@ -1,0 +1,93 @@
+"""Ops, compilers and processes to do harm to."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import opkiln
+from loaders import Loader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def bytecode(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many interpreters are started here: they share what the first one compiled."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    prefix = tmp_path_factory.getbasetemp() / "bytecode"
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(prefix))
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The node-local directory that builds are staged in."""
+    directory = tmp_path / "scratch"
+    directory.mkdir()
+    monkeypatch.setenv("OPKILN_TMPDIR", str(directory))
+    return directory
+
+
+@pytest.fixture
+def value() -> Callable[..., int]:
+    """Loads a torch-free op into this process, and calls it."""
+
+    def load(source: Path, name: str = "op", **more: Any) -> int:
+        library = opkiln.load(name, [str(source)], is_python_module=False, abi="none", **more)
+        return int(library.value())
+
+    return load
+
+
+@pytest.fixture
+def processes() -> Iterator[Callable[..., list[Loader]]]:
+    """Starts loader processes, and closes them when the test ends."""
+    started: list[Loader] = []
+
+    def start(count: int, env: dict[str, str] | None = None, **more: Any) -> list[Loader]:
+        new = [Loader(env, **more) for _ in range(count)]
+        started.extend(new)
+        return new
+
+    yield start
+    for loader in started:
+        loader.close()
+
+
+class Compiler:
+    """A g++ that notes each compile and takes its time."""
+
+    def __init__(self, directory: Path) -> None:
+        self.log = directory / "compiles"
+        self.delay = directory / "delay"
+        self.path = directory / "g++"
+        real = shutil.which("g++")
+        self.path.write_text(
+            "#!/bin/sh\n"
+            'for each in "$@"; do\n'
+            f'  if [ "$each" = -c ]; then echo c >> "{self.log}"; sleep "$(cat "{self.delay}")"; fi\n'
+            "done\n"
+            f'exec {real} "$@"\n'
+        )
+        self.path.chmod(0o755)
+        self.take(0)
+
+    def take(self, seconds: float) -> None:
+        self.delay.write_text(str(seconds))
+
+    @property
+    def compiles(self) -> int:
+        return len(self.log.read_text().split()) if self.log.exists() else 0
+
+
+@pytest.fixture
+def compiler(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Compiler:
+    made = Compiler(tmp_path_factory.mktemp("compiler"))
+    monkeypatch.setenv("CXX", str(made.path))
+    return made

@@ -1,0 +1,56 @@
+"""Loads ops in a process of its own: one request (a JSON line) in, one answer (a JSON line) out.
+
+A request holds the arguments of ``opkiln.load``, or of ``opkiln.load_inline`` when it has ``text``.
+The ops are torch-free libraries; ``value()`` of the one that was loaded is the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from typing import Any
+
+import opkiln
+from opkiln.errors import OpkilnError
+from opkiln.loading import loader
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    name = request["name"]
+    keywords = {"is_python_module": False, "abi": "none", **request.get("more", {})}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            if "text" in request:
+                library = opkiln.load_inline(name, request["text"], **keywords)
+            else:
+                library = opkiln.load(name, request["sources"], **keywords)
+        except OpkilnError as error:
+            result: dict[str, Any] = {"error": type(error).__name__, "text": str(error)}
+        else:
+            loaded = loader._loaded["jit", name]
+            assert loaded.artifact is not None
+            result = {
+                "value": library.value(),
+                "path": loaded.artifact.path,
+                "origin": loaded.artifact.origin,
+                "compiled": loaded.artifact.compiled,
+            }
+    return {**result, "warnings": [str(each.message) for each in caught]}
+
+
+def main() -> None:
+    for line in sys.stdin:
+        began = time.monotonic()
+        try:
+            result = answer(json.loads(line))
+        except Exception as error:
+            result = {"error": f"not an OpkilnError: {type(error).__name__}", "text": str(error)}
+        result["seconds"] = time.monotonic() - began
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Row 6: a damaged entry is noticed before it is loaded, replaced, and never served."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from loaders import Loader, leaves, returning, write
+from opkiln.digest import sha256_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CHANCE = random.Random(6)
+COUNTS = [10, pytest.param(200, marks=pytest.mark.full)]
+
+
+def flip_a_bit(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(CHANCE.randrange(path.stat().st_size))
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ (1 << CHANCE.randrange(8))]))
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, CHANCE.randrange(path.stat().st_size))
+
+
+def load_in_a_new_process(source: Path) -> tuple[int | None, str]:
+    # A fresh one each time: whoever has the file mapped while it is cut is past saving.
+    with Loader() as process:
+        answer = process.load("op", source)
+    assert process.process.returncode == 0
+    return answer.value, answer.origin
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("harm", [flip_a_bit, cut])
+def test_a_damaged_library_is_noticed_and_replaced(
+    harm: Callable[[Path], None], count: int, tmp_path: Path, cache: Path
+) -> None:
+    source = write(tmp_path / "op.cpp", returning(41))
+    assert load_in_a_new_process(source) == (41, "built")
+    (leaf,) = leaves(cache)
+    good = sha256_file(str(leaf / "op.so"))
+    for _ in range(count):
+        harm(leaf / "op.so")
+        assert load_in_a_new_process(source) == (41, "built")
+        assert leaves(cache) == [leaf]
+        assert sha256_file(str(leaf / "op.so")) == good
+    assert load_in_a_new_process(source) == (41, "store")
+
+
+@pytest.mark.parametrize("harm", [flip_a_bit, cut])
+@pytest.mark.parametrize("file", ["manifest.json", "inputs.json"])
+def test_damage_beside_the_library_heals_too(
+    harm: Callable[[Path], None], file: str, tmp_path: Path, cache: Path
+) -> None:
+    source = write(tmp_path / "op.cpp", returning(41))
+    assert load_in_a_new_process(source) == (41, "built")
+    (leaf,) = leaves(cache)
+    for _ in range(4):
+        harm(leaf / file)
+        # The directory of the source was written to just now, so that the lists are read, too.
+        assert load_in_a_new_process(source) == (41, "built")
+        assert load_in_a_new_process(source) == (41, "store")
+
+
+@pytest.mark.parametrize("harm", [flip_a_bit, cut])
+def test_a_damaged_object_is_compiled_again(
+    harm: Callable[[Path], None], tmp_path: Path, cache: Path
+) -> None:
+    source = write(tmp_path / "op.cpp", returning(41))
+    assert load_in_a_new_process(source) == (41, "built")
+    for _ in range(3):
+        (leaf,), (kept,) = leaves(cache), leaves(cache, "objects")
+        (built,) = kept.glob("*.o")
+        harm(built)
+        harm(leaf / "op.so")
+        assert load_in_a_new_process(source) == (41, "built")
+    harm(leaf / "op.so")
+    with Loader() as process:
+        answer = process.load("op", source)
+        assert (answer.value, answer.compiled) == (41, 0)  # its object is whole again
+
+
+def test_a_library_that_is_missing_from_its_entry_is_built_again(
+    tmp_path: Path, cache: Path
+) -> None:
+    source = write(tmp_path / "op.cpp", returning(41))
+    assert load_in_a_new_process(source) == (41, "built")
+    (leaf,) = leaves(cache)
+    (leaf / "op.so").unlink()
+    assert load_in_a_new_process(source) == (41, "built")
+    assert load_in_a_new_process(source) == (41, "store")

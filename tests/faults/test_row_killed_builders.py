@@ -1,0 +1,57 @@
+"""Row 1: a builder that is killed never blocks the others, and leaves nothing that loads wrong."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from loaders import Loader, leaves, returning, write
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from conftest import Compiler
+
+PROCESSES = 8
+KILLED = 4  # of the processes of a round
+
+
+@pytest.mark.parametrize("rounds", [5, pytest.param(50, marks=pytest.mark.full)])
+def test_killed_builders_block_nobody_and_leave_nothing_wrong(
+    rounds: int,
+    tmp_path: Path,
+    cache: Path,
+    scratch: Path,
+    compiler: Compiler,
+    processes: Callable[..., list[Loader]],
+) -> None:
+    chance = random.Random(1)
+    compiler.take(0.4)
+    began = time.monotonic()
+    (first,) = processes(1)
+    assert first.load("first", write(tmp_path / "first.cpp", returning(1))).value == 1
+    compile_seconds = time.monotonic() - began
+    for number in range(rounds):
+        source = write(tmp_path / "op.cpp", returning(number))
+        running = processes(PROCESSES)
+        for each in running:
+            each.ask("op", source)
+        for victim in running[:KILLED]:
+            time.sleep(chance.uniform(0, 0.5))
+            victim.kill()
+        killed = time.monotonic()
+        for survivor in running[KILLED:]:
+            left = compile_seconds + 5 - (time.monotonic() - killed)
+            answer = survivor.answer(max(left, 0.1))
+            assert answer.value == number, answer
+            survivor.close()
+    for leaf in leaves(cache):
+        assert {"manifest.json", "inputs.json", "build.log"} < {path.name for path in leaf.iterdir()}
+    deadline = time.monotonic() + 5
+    while list(scratch.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert list(scratch.iterdir()) == []

@@ -1,0 +1,82 @@
+"""Row 8: a hit writes nothing, starts nothing, and so needs no more than a readable cache."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+from loaders import Loader, returning, write
+from tracing import calls, strace
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
+
+
+def in_a_read_only_mount(directory: Path) -> list[str]:
+    command = ["unshare", "--mount", "sh", "-c", READ_ONLY, str(directory)]
+    if os.getuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("mounting needs root")
+    if subprocess.run([*command, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("nothing can be mounted here")
+    return command
+
+
+def built(tmp_path: Path) -> Path:
+    source = write(tmp_path / "op.cpp", returning(8, '#include "op.h"\n#include <vector>'))
+    write(tmp_path / "op.h", "#pragma once\n")
+    with Loader() as process:
+        assert process.load("op", source).origin == "built"
+    return source
+
+
+def test_a_hit_makes_no_system_call_that_writes_and_starts_no_process(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = built(tmp_path)
+    with Loader() as process:  # so that all bytecode is there
+        assert process.load("op", source).origin == "store"
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    log = tmp_path / "log"
+    with Loader(prefix=strace(log)) as process:
+        assert process.load("op", source).origin == "store"
+    made = calls(log)
+    assert any(call.path.endswith("op.so") for call in made)  # it saw the load at all
+    written = [call for call in made if call.writes and not call.path.startswith("pipe:")]
+    assert [call for call in written if call.path != "/dev/null"] == []
+    assert len([call for call in made if call.name == "execve" and not call.failed]) == 1
+    assert [call for call in made if call.name == "flock"] == []
+
+
+def test_a_read_only_cache_serves_hits(tmp_path: Path, cache: Path) -> None:
+    source = built(tmp_path)
+    log = tmp_path / "log"
+    with Loader(prefix=[*in_a_read_only_mount(cache), *strace(log)]) as process:
+        answer = process.load("op", source)
+        assert (answer.value, answer.origin) == (8, "store")
+        assert answer.path.is_relative_to(cache)
+    written = [call for call in calls(log) if call.writes and call.path.startswith(str(cache))]
+    assert written == []
+
+
+def test_a_miss_beside_a_read_only_cache_is_built_in_another_place(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere))
+    other = write(tmp_path / "other.cpp", returning(9))
+    with Loader(prefix=in_a_read_only_mount(cache)) as process:
+        answer = process.load("other", other)
+        assert answer.value == 9
+        assert answer.path.is_relative_to(elsewhere)
+        assert any("read-only" in text and str(elsewhere) in text for text in answer.warnings) or [
+            text for text in answer.warnings if "read-only" in text
+        ]
+        again = process.load("other", other)
+        assert (again.value, again.origin) == (9, "store")

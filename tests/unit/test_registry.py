@@ -1,0 +1,92 @@
+"""ALL_OPS: bundled ops and those of installed packages, looked up lazily."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from sample import child
+
+import opkiln
+from opkiln import registry
+from opkiln.builder import OpBuilder
+from opkiln.errors import SpecError, UnknownOp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from sample.package import Package
+
+
+def install(where: Path, *entries: str) -> None:
+    """What an installer leaves of a distribution with entry points."""
+    info = where / "sample_dist-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sample-dist\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[opkiln.ops]\n" + "\n".join(entries) + "\n")
+
+
+def test_bundled_ops_are_the_folders_with_a_builder() -> None:
+    assert "cpu_adam" in registry.bundled()
+    assert set(registry.bundled()) <= set(opkiln.ALL_OPS)
+    for name in registry.bundled():
+        assert opkiln.get_builder(name).name == name
+
+
+def test_a_builder_is_an_instance_of_its_own_each_time() -> None:
+    one, other = opkiln.get_builder("cpu_adam"), opkiln.get_builder("cpu_adam")
+    assert one is not other
+    assert isinstance(one, opkiln.ALL_OPS["cpu_adam"])
+
+
+@pytest.mark.parametrize("name", ["no_such_op", "../cpu_adam", "cpu_adam/../cpu_adam", "", "a b"])
+def test_an_unknown_op_is_an_error_that_lists_the_known_ones(name: str) -> None:
+    with pytest.raises(UnknownOp) as caught:
+        opkiln.get_builder(name)
+    assert repr(name) in caught.value.what
+    assert "cpu_adam" in caught.value.why
+    assert name not in opkiln.ALL_OPS
+
+
+def test_another_package_adds_ops_by_entry_point(plain: Package) -> None:
+    install(plain.where, f"their_op = {plain.name}.op:PlainBuilder")
+    builder = opkiln.get_builder("their_op")
+    assert builder.distribution == plain.name
+    assert "their_op" in list(opkiln.ALL_OPS)
+    assert len(opkiln.ALL_OPS) == len(list(opkiln.ALL_OPS))
+
+
+def test_an_entry_point_that_is_no_builder_is_refused_by_name(plain: Package) -> None:
+    install(plain.where, "odd_op = json:dumps")
+    with pytest.raises(SpecError, match="odd_op = json:dumps is not an OpBuilder"):
+        opkiln.get_builder("odd_op")
+
+
+def test_a_bundled_op_cannot_be_replaced_by_an_entry_point(plain: Package) -> None:
+    install(plain.where, f"cpu_adam = {plain.name}.op:PlainBuilder")
+    assert opkiln.get_builder("cpu_adam").distribution == "opkiln"
+    assert list(opkiln.ALL_OPS).count("cpu_adam") == 1
+
+
+def test_looking_up_a_bundled_op_reads_no_entry_points_and_imports_no_torch() -> None:
+    out = child.run("""
+        import sys, opkiln
+        opkiln.get_builder("cpu_adam").spec()
+        print("importlib.metadata" in sys.modules, "torch" in sys.modules)
+    """, bare=False)  # fmt: skip
+    assert out.split() == ["False", "False"]
+
+
+def test_a_builder_without_sources_says_so() -> None:
+    class Empty(OpBuilder):
+        NAME = "empty"
+
+    with pytest.raises(SpecError, match="Empty declares no sources"):
+        Empty().spec()
+
+
+def test_ops_of_one_name_in_two_packages_are_two_ops(package: Callable[..., Package]) -> None:
+    specs = [package("plain").builder().spec() for _ in range(2)]
+    assert specs[0].name == specs[1].name
+    assert specs[0].distribution != specs[1].distribution

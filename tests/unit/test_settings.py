@@ -1,0 +1,194 @@
+"""The table of settings: precedence, parsing, what reaches a child, and its documentation."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextvars import copy_context
+from pathlib import Path
+
+import pytest
+
+from opkiln.errors import SettingError
+from opkiln.settings import (
+    DROPPED,
+    build_switch,
+    child_environment,
+    dropped,
+    markdown,
+    override,
+    parse_size,
+    settings,
+    table,
+)
+
+SOURCE = Path(__file__).parents[2] / "src" / "opkiln"
+
+
+def test_a_value_is_read_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings.jit is True
+    monkeypatch.setenv("OPKILN_JIT", "off")
+    assert settings.jit is False
+
+
+def test_opkilns_own_name_wins_over_an_alias(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "clang++")
+    assert settings.cxx == "clang++"
+    monkeypatch.setenv("OPKILN_CXX", "g++")
+    assert settings.cxx == "g++"
+
+
+def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPKILN_FALLBACK", "")
+    assert settings.fallback == "warn"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("OPKILN_JIT", "maybe", "on or off"),
+        ("OPKILN_FALLBACK", "loud", "warn or silent or error"),
+        ("MAX_JOBS", "0", "at least 1"),
+        ("MAX_JOBS", "two", "two"),
+        ("OPKILN_BUILD_TIMEOUT", "-1", "positive"),
+        ("OPKILN_MEMORY", "lots", "lots"),
+        ("CXXFLAGS", "'unbalanced", "No closing quotation"),
+    ],
+)
+def test_a_value_without_meaning_is_an_error_that_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str, expected: str
+) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(SettingError) as caught:
+        for each in table():
+            each.resolve()
+    assert name in caught.value.what
+    assert expected in caught.value.what
+    assert caught.value.hint == f"unset {name}"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1048576", 1 << 20),
+        ("512M", 512 << 20),
+        ("4GiB", 4 << 30),
+        ("1.5k", 1536),
+        ("2tb", 2 << 40),
+    ],
+)
+def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+def test_flags_are_split_as_a_shell_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXXFLAGS", "-DA='x y' -O2")
+    assert settings.cxxflags == ("-DA=x y", "-O2")
+
+
+def test_an_override_holds_in_its_block_and_touches_no_variable() -> None:
+    before = dict(os.environ)
+    with override(jit=False, cpu="x86-64"):
+        with override(jit=True):
+            assert settings.jit is True
+            assert settings.cpu == "x86-64"
+        assert settings.jit is False
+    assert settings.jit is True
+    assert dict(os.environ) == before
+
+
+def test_an_override_is_not_seen_by_a_thread_that_runs_beside_it() -> None:
+    seen = []
+    with override(jit=False):
+        inside = copy_context()
+        threads = [
+            threading.Thread(target=lambda: seen.append(settings.jit)),
+            threading.Thread(target=lambda: seen.append(inside.run(lambda: settings.jit))),
+        ]
+        for thread in threads:
+            thread.start()
+            thread.join()
+    assert seen == [True, False]
+
+
+def test_an_override_of_an_unknown_setting_is_refused() -> None:
+    with pytest.raises(SettingError, match="no setting 'jti'"), override(jti=True):
+        pass
+
+
+def test_the_source_of_a_value_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = next(each for each in table() if each.field == "max_jobs")
+    assert setting.resolve() == (None, "default")
+    monkeypatch.setenv("MAX_JOBS", "3")
+    assert setting.resolve() == (3, "MAX_JOBS")
+    with override(max_jobs=5):
+        assert setting.resolve() == (5, "call")
+
+
+def test_an_op_is_selected_by_our_name_its_own_and_the_alias(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert build_switch("adam") is None
+    monkeypatch.setenv("DS_BUILD_ADAM", "1")
+    assert build_switch("adam") is True
+    monkeypatch.setenv("MY_ADAM", "0")
+    assert build_switch("adam", ("MY_ADAM",)) is False
+    monkeypatch.setenv("OPKILN_BUILD_ADAM", "1")
+    assert build_switch("adam", ("MY_ADAM",)) is True
+    monkeypatch.setenv("OPKILN_BUILD_ADAM", "perhaps")
+    with pytest.raises(SettingError, match="OPKILN_BUILD_ADAM"):
+        build_switch("adam")
+
+
+def test_a_child_gets_the_allow_listed_variables_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    monkeypatch.setenv("CPATH", "/opt/include")
+    for name in DROPPED:
+        monkeypatch.setenv(name, "x")
+    environment = child_environment()
+    assert environment["PATH"] == os.environ["PATH"]
+    assert not {"SECRET_TOKEN", "CPATH", "CXXFLAGS", *DROPPED} & environment.keys()
+    assert set(dropped()) == set(DROPPED)
+
+
+def test_every_setting_is_documented_and_named_once() -> None:
+    names = [name for each in table() for name in (each.variable, *each.aliases)]
+    assert len(names) == len(set(names))
+    text = markdown()
+    for each in table():
+        assert each.doc
+        assert f"`{each.variable}`" in text
+        assert each.doc in text
+    for name in DROPPED:
+        assert f"`{name}`" in text
+
+
+def test_the_environment_is_touched_in_one_module_and_written_in_none() -> None:
+    offenders = [
+        path.relative_to(SOURCE)
+        for path in SOURCE.rglob("*.py")
+        if path.name != "settings.py"
+        and any(word in path.read_text() for word in ("os.environ", "getenv", "putenv"))
+    ]
+    assert offenders == []
+    own = (SOURCE / "settings.py").read_text()
+    for write in (
+        "os.environ[name] =",
+        "environ.update",
+        "environ.setdefault",
+        "putenv",
+        "del os.",
+    ):
+        assert write not in own
+
+
+def test_subprocesses_are_started_in_one_module() -> None:
+    words = ("import subprocess", "os.system", "os.popen", "os.spawn", "posix_spawn", "shell=True")
+    offenders = [
+        path.relative_to(SOURCE)
+        for path in SOURCE.rglob("*.py")
+        if path.name != "process.py" and any(word in path.read_text() for word in words)
+    ]
+    assert offenders == []
