@@ -6,8 +6,12 @@ from typing import Any
 
 
 def bring() -> None:
-    """Import what a program that uses opkiln imports."""
-    import opkiln  # noqa: F401
+    """Import what a program that uses opkiln imports.
+
+    The name is taken, not only the package: opkiln's names are resolved when they are used, and
+    what that imports is import time too, as it is for the others.
+    """
+    from opkiln import get_builder  # noqa: F401
 
 
 def load() -> Any:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from peers import opkiln_cpu_adam
 
-bring = opkiln_cpu_adam.bring
+def bring() -> None:
+    """Import what a program that uses opkiln imports."""
+    from opkiln import load_inline  # noqa: F401
 
 
 def load() -> Any:

@@ -74,6 +74,11 @@ class OpBuilder:
         """Fake kernels for functions that return tensors: an object with functions by name."""
         return None
 
+    def autograd(self) -> Any:
+        """Gradients: an object with ``<function>_backward(ctx, *grads)`` and, where it saves
+        something, ``<function>_setup_context(ctx, inputs, output)``."""
+        return None
+
     def absolute_name(self) -> str:
         """The dotted name under which the op would be installed."""
         return f"{self.distribution}.ops.{self.name}.{self.name}_op"
@@ -123,6 +128,7 @@ class OpBuilder:
             schemas=self.SCHEMAS,
             reference=self.reference if has_reference else None,
             fake=self.fake if type(self).fake is not OpBuilder.fake else None,
+            autograd=self.autograd if type(self).autograd is not OpBuilder.autograd else None,
         )
         return Op(self.spec(), registration)
 

@@ -40,9 +40,25 @@ PLAN_VERSION = 1
 
 _CXX_SOURCES = (".cpp", ".cc", ".cxx", ".c++", ".C")
 
-# Flags that make a compiler run other programs or read its command line from a file that no key
-# sees. A depfile that lands elsewhere would make a build look as if it depended on nothing.
-_REFUSED_FLAGS = ("@", "-wrapper", "-specs", "--specs", "-fplugin", "-M", "-o", "-B", "-###", "-E")
+# How flags begin that make a compiler run other programs, load code, read its command line or a
+# profile from a file that no key sees, stop half-way, or write a file that nobody asked for. A
+# depfile that lands elsewhere would make a build look as if it depended on nothing.
+_REFUSED_FLAGS = (
+    "@", "-wrapper", "--wrapper", "-specs", "--specs", "--config", "-fplugin", "-fpass-plugin",
+    "-B", "--prefix", "-fuse-ld=/", "--ld-path", "-ccc-", "--gcc-toolchain", "-no-integrated-cpp",
+    "-M", "--dependencies", "--write-", "--user-dependencies", "-o", "--output", "-###", "-E",
+    "--preprocess", "-S", "--assemble", "-fsyntax-only", "-x", "--language", "-save-temps",
+    "--save-temps", "-dump", "-fdump", "-aux-info", "-time=", "-fprofile-use", "-fauto-profile",
+)  # fmt: skip
+# The same for what is handed on to the preprocessor, the assembler or the linker.
+_REFUSED_PARTS = (
+    "@", "-plugin", "--plugin", "-load", "-add-plugin", "-o", "--output", "-M", "--M",
+    "--out-implib", "--dependency-file", "-dependency-file",
+)  # fmt: skip
+_JOINED = ("-Wl,", "-Wa,", "-Wp,")
+_HANDED_ON = (
+    "-Xlinker", "-Xassembler", "-Xpreprocessor", "-Xclang", "--for-linker", "--for-assembler",
+)  # fmt: skip
 _PATH_FLAGS = ("-I", "-isystem", "-iquote", "-idirafter", "-L", "-include")
 
 _ENVIRONMENT = (("LC_ALL", "C"), ("SOURCE_DATE_EPOCH", "0"))
@@ -66,35 +82,50 @@ def check(spec: OpSpec) -> None:
                 f"op {spec.name}: no compiler is known for the source {source!r}",
                 why="C++ sources end in " + ", ".join(_CXX_SOURCES),
             )
-    for flag in (*spec.cxx_args, *spec.ldflags):
-        _check_flag(spec.name, flag)
+    _check_flags(spec.name, spec.cxx_args)
+    _check_flags(spec.name, spec.ldflags)
     for path in (spec.root, *spec.sources, *spec.include_dirs):
-        # Depfiles have no escape for a newline, and -ffile-prefix-map=OLD=NEW none for a '='.
-        if "\0" in path or "\n" in path or "=" in path:
+        # Depfiles have no escape for a newline, and -ffile-prefix-map=OLD=NEW none for a '='; some
+        # compilers escape a colon, so that an escaped one cannot be told from one that is not.
+        if any(each in path for each in ("\0", "\n", "=", "\\:")):
             raise SpecError(
                 f"op {spec.name}: the path {path!r} cannot be built from",
-                why="it holds a newline, a NUL or a '=', which dependency files and prefix maps "
-                "cannot express",
+                why="it holds a newline, a NUL, a '=' or a '\\:', which dependency files and "
+                "prefix maps cannot express",
                 hint="move the sources to a directory without these characters",
             )
 
 
-def _check_flag(op: str, flag: str) -> None:
-    if not flag or "\0" in flag:
-        raise SpecError(f"op {op}: the flag {flag!r} is empty or holds a NUL byte")
-    for refused in _REFUSED_FLAGS:
-        if flag.startswith(refused):
+def _check_flags(op: str, flags: tuple[str, ...], variable: str = "") -> None:
+    before = ""
+    for flag in flags:
+        if not flag or "\0" in flag or any("\ud800" <= char <= "\udc7f" for char in flag):
+            raise SpecError(f"op {op}: the flag {flag!r} is empty or cannot be passed to a program")
+        option, _, value = flag.partition("=")
+        if flag.startswith(_JOINED):
+            refused = any(part.startswith(_REFUSED_PARTS) for part in flag.split(",")[1:])
+        elif before in _HANDED_ON:
+            refused = flag.startswith(_REFUSED_PARTS)
+        elif option in _HANDED_ON:
+            refused = value.startswith(_REFUSED_PARTS)
+        else:
+            refused = flag.startswith(_REFUSED_FLAGS)
+        if refused:
             raise SpecError(
                 f"op {op}: the flag {flag!r} is not taken",
-                why="it would start another program, redirect an output or read flags from a file, "
-                "past the plan and its key",
+                why="it would start another program, redirect an output or read what no key sees, "
+                "past the plan",
+                hint=f"unset {variable}" if variable else "",
             )
+        before = flag
 
 
 def make(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
     """The plan. Raises SpecError for a declaration that cannot be built."""
     check(spec)
     flags = dict(target.flags)
+    for name in ("cppflags", "cxxflags", "ldflags"):
+        _check_flags(spec.name, flags.get(name, ()), name.upper())
     compiles = tuple(_compile(spec, target, toolchain, flags, source) for source in spec.sources)
     link = _link(spec, toolchain, flags, tuple(step.output for step in compiles))
     return Plan(spec, target, toolchain, (*compiles, link), _ENVIRONMENT, link.output)

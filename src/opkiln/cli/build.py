@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
     error: OpkilnError | None = None
 
 
-@click.command("build")
+@click.command("build", short_help="Build ops now, instead of at their first use.")
 @click.argument("ops", nargs=-1, shell_complete=complete)
 @click.option("--all", "everything", is_flag=True, help="Build every op that can run here.")
 @click.option(

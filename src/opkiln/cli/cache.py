@@ -48,7 +48,7 @@ def path() -> None:
     output.data(os.path.dirname(_root()))
 
 
-@command.command("list")
+@command.command("list", short_help="List the entries.")
 @click.option("--objects", is_flag=True, help="List the compiled objects, too.")
 @_JSON
 def list_(objects: bool, as_json: bool) -> None:
@@ -95,7 +95,7 @@ def size_(as_json: bool) -> None:
     output.data(columns(rows))
 
 
-@command.command("verify")
+@command.command("verify", short_help="Re-hash every entry; exit with 5 if one is damaged.")
 @click.option("--remove", is_flag=True, help="Remove the damaged entries of the writable store.")
 @_JSON
 def verify(remove: bool, as_json: bool) -> int:
@@ -142,7 +142,7 @@ def _size(_context: click.Context, _option: click.Parameter, text: str | None) -
         raise click.BadParameter(f"{text!r} is no size such as 512M or 4G") from None
 
 
-@command.command("gc")
+@command.command("gc", short_help="Remove what was not used for long, and leftovers.")
 @click.option(
     "--max-size", callback=_size, metavar="SIZE",
     help="Shrink to SIZE, such as 512M or 4G, instead of OPKILN_CACHE_MAX_SIZE.",

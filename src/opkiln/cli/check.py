@@ -24,7 +24,7 @@ class Checked(NamedTuple):
     path: str
 
 
-@click.command("check")
+@click.command("check", short_help="Exit with 1 if an op would compile here.")
 @click.argument("ops", nargs=-1, required=True, shell_complete=complete, metavar="OPS|FILE…")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(ops: tuple[str, ...], as_json: bool) -> int:

@@ -7,7 +7,7 @@ import click
 from opkiln.cli import output
 
 
-@click.command("completion")
+@click.command("completion", short_help="Print a completion script for a shell.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def command(shell: str) -> None:
     """Print a completion script for SHELL.

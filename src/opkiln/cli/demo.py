@@ -26,7 +26,7 @@ class DemoError(OpkilnError):
         self.exit_code = code
 
 
-@click.command("demo")
+@click.command("demo", short_help="Train a small model with an op, cold and warm.")
 @click.option("--keep", is_flag=True, help="Keep the demo's store, and print where it is.")
 def command(keep: bool) -> int:
     """Train a small model with opkiln.optim.CPUAdam, cold and then warm.
@@ -126,7 +126,8 @@ def _ran(found: dict[str, Any]) -> str:
         ("train", f"{trained}, loss {found['first_loss']:.4f} -> {found['last_loss']:.4f}"),
     ]
     lines = [f"  {line}" for line in found["output"]]
-    return "\n".join([*lines, columns([*found["decisions"], *rows], indent=2)])
+    decided = [(resort, f"{verdict}: {reason}") for resort, verdict, reason in found["decisions"]]
+    return "\n".join([*lines, columns([*decided, *rows], indent=2)])
 
 
 def _compare(cold: dict[str, Any], warm: dict[str, Any]) -> tuple[bool, str]:

@@ -8,7 +8,7 @@ from opkiln.cli import output
 from opkiln.cli.op_name import complete
 
 
-@click.command("explain")
+@click.command("explain", short_help="Say why an op is served as it is.")
 @click.argument("op", shell_complete=complete)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(op: str, as_json: bool) -> None:

@@ -69,7 +69,7 @@ def _run(arguments: list[str]) -> int:
     except click.Abort as abort:
         if isinstance(abort.__context__, KeyboardInterrupt):
             _leave_interrupted()
-        output.say("nothing was done")
+        output.say("\nnothing was done")
         return output.FOUND
     except BrokenPipeError:
         # Whoever read our output has enough. The interpreter must not try to flush it again.

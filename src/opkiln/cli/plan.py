@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from opkiln.model import Plan
 
 
-@click.command("plan")
+@click.command("plan", short_help="Print the commands that build an op.")
 @click.argument("op", shell_complete=complete)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--compile-commands", is_flag=True, help="Print a compile_commands.json.")

@@ -7,7 +7,7 @@ import click
 from opkiln.cli import output
 
 
-@click.command("report")
+@click.command("report", short_help="Show ops, environment, store and settings.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every setting.")
 def command(as_json: bool) -> None:
     """Show the ops, the environment, the store and the settings in force.

@@ -35,6 +35,7 @@ class Registration(Record):
     schemas: tuple[str, ...]
     reference: Callable[[], Any] | None
     fake: Callable[[], Any] | None = None
+    autograd: Callable[[], Any] | None = None
 
 
 class Functions:
@@ -113,9 +114,20 @@ def _define(op: str, registration: Registration) -> None:
         elif not schema.returns:
             # The same as a fake kernel here, and registered in a tenth of the time.
             library.impl(name, _nothing, "Meta")  # type: ignore[no-untyped-call]
+        if registration.autograd is not None and not mutated:
+            _differentiate(library, f"{namespace}::{name}", name, registration.autograd())
         if mutated:
             names = [argument.name for argument in schema.arguments]
             _bump_versions(library, namespace, name, [(i, names[i]) for i in mutated])
+
+
+def _differentiate(library: Any, qualified: str, name: str, formulas: Any) -> None:
+    import torch
+
+    backward = getattr(formulas, f"{name}_backward", None)
+    if backward is not None:
+        saving = getattr(formulas, f"{name}_setup_context", None)
+        torch.library.register_autograd(qualified, backward, setup_context=saving, lib=library)
 
 
 class _Reference:

@@ -115,6 +115,7 @@ def tell_notes(store: Store) -> None:
 
 def find(spec: OpSpec, target: Target, store: Store, trace: Trace) -> Artifact | None:
     """The first entry of the store's layers that serves. Needs no compiler and writes nothing."""
+    plans.check(spec)  # before its name becomes part of a path
     toolchain = host.recall(store.memory)
     build = None
     if toolchain is not None:

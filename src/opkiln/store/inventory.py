@@ -159,21 +159,21 @@ def verify(root: str, *, listed: bool = False) -> Iterator[tuple[Entry, Fault | 
 def _fault(found: Entry, listed: bool) -> Fault | None:
     directory = found.directory
     answer = entry.examine(directory, {}, deps.Hasher(), listed=listed, external=False, own=False)
+    if not os.path.isdir(directory):
+        return None  # collected while it was looked at, which may look like damage
     if isinstance(answer, entry.Refused):
-        return Fault(directory, answer.reason, answer.damaged)
+        return Fault(directory, answer.reason.removeprefix("damaged: "), answer.damaged)
     if answer is None:
-        if not os.path.isdir(directory):
-            return None  # collected meanwhile
-        return Fault(directory, f"damaged: {entry.MANIFEST} is missing", True)
+        return Fault(directory, f"{entry.MANIFEST} is missing", True)
     try:
         entry.read_sidecar(directory)
         recorded = answer.manifest["deps"]
         own = (tuple(dep[:3]) for dep in recorded["own"])
         name = deps.deps_key(own, recorded["external"], recorded["watches"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return Fault(directory, f"damaged: {error}", True)
+        return Fault(directory, str(error), True)
     if name != os.path.basename(directory):
-        return Fault(directory, "damaged: its dependencies give another name", True)
+        return Fault(directory, "its dependencies give another name", True)
     return None
 
 

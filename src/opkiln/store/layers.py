@@ -109,8 +109,8 @@ def _names(directory: str) -> list[str]:
     """Sub-directories, the newest first where there is more than one."""
     try:
         names = [name for name in os.listdir(directory) if not name.startswith(".")]
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return []
+    except OSError:
+        return []  # not there, not ours to read, or a network file system's stale handle
     if len(names) > 1:
         names.sort(key=lambda name: _age(os.path.join(directory, name)), reverse=True)
     return names

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_HELD = (errno.EAGAIN, errno.EACCES)
 _threads: dict[str, threading.Lock] = {}
 _guard = threading.Lock()
 
@@ -157,7 +157,9 @@ def _try_lock(fd: int) -> bool:
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno in _UNSUPPORTED
+        # Anything else (no locks on this file system, a stale handle) will not get better by
+        # waiting: it is our turn, and at worst somebody else's at the same time.
+        return error.errno not in _HELD
     return True
 
 
@@ -180,8 +182,12 @@ def _write_holder(fd: int, holder: Holder) -> None:
 
 
 def _clear_holder(fd: int) -> None:
-    if fd >= 0:
+    if fd < 0:
+        return
+    try:
         os.ftruncate(fd, 0)
+    except OSError:
+        return  # a stale handle: nobody else reads this file any more
 
 
 def _raise_failure(path: str, awaited: set[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 from opkiln import machine as this
@@ -90,8 +91,9 @@ def _examined(memory: str) -> Iterator[tuple[Candidate, dict[str, Any] | None]]:
             continue
         record = _recall(memory, candidate.path)
         if record is None:
+            asked_at = time.time_ns()
             record, files = _probe(candidate.path)
-            memo.remember(memory, _subject(candidate.path), record, files)
+            memo.remember(memory, _subject(candidate.path), record, files, asked_at)
         yield candidate._replace(refused=record["refused"], version=record["version"]), record
 
 

@@ -30,9 +30,15 @@ def recall(directory: str, subject: str) -> dict[str, Any] | None:
     return dict(record)
 
 
-def remember(directory: str, subject: str, facts: dict[str, Any], files: list[str]) -> None:
-    """Keep facts about a subject, bound to these files. A store that cannot be written is fine."""
-    signatures = [[path, *Signature.of(path)] for path in files]
+def remember(
+    directory: str, subject: str, facts: dict[str, Any], files: list[str], asked_at: int
+) -> None:
+    """Keep facts about a subject, bound to these files. A store that cannot be written is fine.
+
+    ``asked_at`` is the time before the first question: a file that changed since then may not be
+    the one that answered, and a signature read that early is not believed for it.
+    """
+    signatures = [[path, *Signature.of(path)._replace(read_at=asked_at)] for path in files]
     record = {**facts, "schema": SCHEMA, "subject": subject, "signatures": signatures}
     temporary = f"{_path(directory, subject)}.{os.getpid()}-{os.urandom(6).hex()}"
     try:

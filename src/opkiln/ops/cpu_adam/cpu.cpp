@@ -28,13 +28,14 @@ double bias_correction(const Hyper& h, double beta) {
   return h.bias_correction ? 1 - std::pow(beta, static_cast<double>(h.step)) : 1;
 }
 
-// A multiplier near 1 in two floats. Rounded to one it would be off by up to 3e-8, always to the same
-// side, which a hundred steps add up to more than 1e-6. Both parts are positive, so that infinity
-// times it is infinity and not infinity less infinity.
-struct Factor {
+// A multiplier near 1 as the sum of two floats. Rounded to one it would be off by up to 3e-8, always
+// to the same side, which a hundred steps add up to more than 1e-6. The first part has few bits and
+// the second is not small, so that without fused multiply-add, too, errors fall to both sides; both
+// are positive, so that infinity times it is infinity and not infinity less infinity.
+class Factor {
+ public:
   explicit Factor(double value)
-      : high_(all((std::ceil(value * 0x1p20) - 1) * 0x1p-20)),
-        low_(all(value - (std::ceil(value * 0x1p20) - 1) * 0x1p-20)) {}
+      : Factor(value, std::fmax(std::ceil(value * 256) - 2, 0) / 256) {}
 
   // this * x + y, rounded once where it matters.
   Vec times_plus(Vec x, Vec y) const {
@@ -42,6 +43,8 @@ struct Factor {
   }
 
  private:
+  Factor(double value, double high) : high_(all(high)), low_(all(value - high)) {}
+
   Vec high_, low_;
 };
 

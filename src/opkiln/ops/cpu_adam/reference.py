@@ -76,7 +76,9 @@ def cpu_adam_rollback_(
     What comes back differs from what was there by rounding only. With ``u`` the unit roundoff of
     the stored type (2**-24 for fp32, 2**-9 for bf16, 2**-11 for fp16), the errors stay within
     ``4u`` times ``|p| + |update|`` for a parameter, ``(|m| + |g|) / beta1`` for the average and
-    ``(v + g * g) / beta2`` for the average of squares, all as they were after the step.
+    ``(v + g * g) / beta2`` for the average of squares, all as they were after the step, ``g`` with
+    L2 decay included. L2 decay carries the parameter's error into the averages: there ``u`` is the
+    parameter's where that is larger.
     Raises RuntimeError as the step does, and for hyperparameters with which a step cannot be
     undone: a beta of 0, or a decoupled decay that multiplies parameters by 0.
     """
@@ -135,12 +137,13 @@ def _coefficients(
 
 
 def _multiply_(tensor: Tensor, factor: float) -> Tensor:
-    """In place, by a factor near 1 in two parts that are exact, or nearly so, in fp32.
+    """In place, by a factor near 1 as the sum of two numbers that fp32 holds well.
 
     Rounded to fp32 as a whole it would be off by up to 3e-8, always to the same side, which a
-    hundred steps add up to more than 1e-6. Both parts are positive: infinity stays infinity.
+    hundred steps add up to more than 1e-6. The first part has few bits and the second is not small:
+    so their products' errors fall to both sides. Both are positive: infinity stays infinity.
     """
-    high = (math.ceil(factor * 2**20) - 1) / 2**20
+    high = max(math.ceil(factor * 256) - 2, 0) / 256
     low = tensor * (factor - high)
     return tensor.mul_(high).add_(low)
 

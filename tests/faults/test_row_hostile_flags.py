@@ -1,0 +1,175 @@
+"""Row 21: whatever the flags say, only the toolchain's programs are started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from loaders import Loader, returning, write
+from opkiln.errors import SpecError
+from tracing import calls, strace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TOOLCHAIN = {"g++", "cc1plus", "as", "collect2", "ld", "python", "python3"}
+
+# Text that a shell, make or ninja would act on; a compiler only sees odd names of macros.
+INERT = (
+    "-DA=$(touch canary)", "-DA=$$(touch canary)", "-DA=`touch canary`", "-DA=;touch canary",
+    "-DA=|touch canary", "-DA=&touch canary", "-DA=>canary", "-DA=\ntouch canary", "-DA=${IFS}",
+    "-DA=%n", "-DA=é", "-DA='", '-DA="', "-DA=\\", "-DA= ", "-DA=#", "-DA=\x01", "-DA=@canary",
+)  # fmt: skip
+
+# Each starts another program, loads code into the compiler, reads flags from a file, writes a file
+# of its own or hides what was read. {dir} is a directory of the test's with all that they name.
+REFUSED = (
+    ("@{dir}/flags",), ("-wrapper", "{dir}/evil"), ("-wrapper={dir}/evil",), ("--wrapper={dir}/evil",),
+    ("-fplugin={dir}/evil.so",), ("-fplugin-arg-evil-x",), ("-fpass-plugin={dir}/evil.so",),
+    ("-specs={dir}/specs",), ("--specs={dir}/specs",), ("-specs", "{dir}/specs"),
+    ("-B{dir}/",), ("-B", "{dir}"), ("--prefix={dir}/",), ("--prefix", "{dir}/"),
+    ("-MF{dir}/canary",), ("-MF", "{dir}/canary"), ("-MM",), ("-M",), ("-MG",), ("-MT", "x"),
+    ("-o{dir}/canary",), ("-o", "{dir}/canary"), ("--output={dir}/canary",), ("-###",), ("-E",), ("-S",),
+    ("--preprocess",), ("--assemble",), ("-fsyntax-only",), ("-save-temps={dir}",), ("--save-temps",),
+    ("--write-dependencies",), ("--user-dependencies",), ("--dependencies",),
+    ("-Wp,-MD,{dir}/canary",), ("-Wp,@{dir}/flags",), ("-Xpreprocessor", "-MD"),
+    ("-Wa,@{dir}/flags",), ("-Wa,--MD={dir}/canary",), ("-Xassembler", "@{dir}/flags"),
+    ("-Xclang", "-load"), ("-load",), ("-fuse-ld={dir}/evil",), ("--ld-path={dir}/evil",),
+    ("-fdump-tree-all={dir}/canary",), ("-dumpdir", "{dir}/"), ("-aux-info", "{dir}/canary"),
+    ("-x", "none"), ("-xc",), ("--language=c",), ("-no-integrated-cpp",), ("--config={dir}/flags",),
+    ("-ccc-gcc-name", "{dir}/evil"), ("--gcc-toolchain={dir}",), ("-flto-partition=none", "@{dir}/flags"),
+    ("-include-pch", "{dir}/x"), ("-time={dir}/canary",), ("-fprofile-use={dir}/x",),
+)  # fmt: skip
+
+REFUSED_LINK = (
+    ("-Wl,@{dir}/flags",), ("-Wl,-plugin,{dir}/evil.so",), ("-Wl,--plugin={dir}/evil.so",),
+    ("-Wl,-plugin={dir}/evil.so",), ("-Xlinker", "@{dir}/flags"), ("-Xlinker", "-plugin"),
+    ("-Wl,-o,{dir}/canary",), ("-Wl,-Map={dir}/canary",), ("-Wl,-Map,{dir}/canary",),
+    ("-Wl,--Map={dir}/canary",), ("-Wl,--out-implib={dir}/canary",), ("-Wl,--output={dir}/canary",),
+    ("-Wl,--dependency-file={dir}/canary",), ("-Wl,-dependency-file={dir}/canary",),
+    ("-Wl,-O1,@{dir}/flags",), ("--for-linker=@{dir}/flags",), ("--for-linker", "-plugin"),
+)  # fmt: skip
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory whose programs leave a canary, here and wherever they are run from."""
+    directory = tmp_path / "evil"
+    directory.mkdir()
+    for name in ("evil", "cc1plus", "as", "ld", "collect2", "g++"):
+        script = write(directory / name, f"#!/bin/sh\ntouch {directory}/canary\nexit 1\n")
+        script.chmod(0o755)
+    write(directory / "flags", f"-B{directory}/\n")
+    write(directory / "specs", f"*cc1plus:\n-fplugin={directory}/evil.so\n")
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    return directory
+
+
+def named(flags: tuple[str, ...], directory: Path) -> list[str]:
+    return [flag.replace("{dir}", str(directory)) for flag in flags]
+
+
+def canaries(tmp_path: Path) -> list[Path]:
+    return list(tmp_path.rglob("canary*"))
+
+
+@pytest.mark.parametrize("flags", REFUSED, ids=" ".join)
+def test_a_compiler_flag_that_reaches_past_the_plan_is_refused(
+    flags: tuple[str, ...], tmp_path: Path, prepared: Path, value: Callable[..., int]
+) -> None:
+    source = write(tmp_path / "op.cpp", returning(21))
+    with pytest.raises(SpecError, match="is not taken"):
+        value(source, extra_cflags=named(flags, prepared))
+    assert canaries(tmp_path) == []
+
+
+@pytest.mark.parametrize("flags", REFUSED_LINK, ids=" ".join)
+def test_a_linker_flag_that_reaches_past_the_plan_is_refused(
+    flags: tuple[str, ...], tmp_path: Path, prepared: Path, value: Callable[..., int]
+) -> None:
+    source = write(tmp_path / "op.cpp", returning(21))
+    with pytest.raises(SpecError, match="is not taken"):
+        value(source, extra_ldflags=named(flags, prepared))
+    assert canaries(tmp_path) == []
+
+
+@pytest.mark.parametrize("variable", ["CXXFLAGS", "CPPFLAGS", "LDFLAGS"])
+def test_a_variable_gives_no_flag_that_an_author_may_not_give(
+    variable: str,
+    tmp_path: Path,
+    prepared: Path,
+    value: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = write(tmp_path / "op.cpp", returning(21))
+    for flag in (f"@{prepared}/flags", f"-B{prepared}/", f"-specs={prepared}/specs"):
+        monkeypatch.setenv(variable, flag)
+        with pytest.raises(SpecError, match="is not taken"):
+            value(source)
+    assert canaries(tmp_path) == []
+
+
+@pytest.mark.parametrize("flag", ["", "-D\0A", "-DA=\ud800"], ids=ascii)
+def test_a_flag_that_cannot_be_passed_is_refused(
+    flag: str, tmp_path: Path, value: Callable[..., int]
+) -> None:
+    source = write(tmp_path / "op.cpp", returning(21))
+    with pytest.raises(SpecError):
+        value(source, extra_cflags=[flag])
+
+
+def test_only_toolchain_programs_are_started_whatever_the_flags(
+    tmp_path: Path, prepared: Path, processes: Callable[..., list[Loader]]
+) -> None:
+    source = write(tmp_path / "op.cpp", returning(21))
+    log = tmp_path / "log"
+    with Loader(prefix=strace(log)) as process:
+        for index, flag in enumerate(INERT):
+            answer = process.load(f"op{index}", source, extra_cflags=[flag])
+            assert answer.value == 21 or answer.error in ("CompileError", "SpecError"), answer
+    assert canaries(tmp_path) == []
+    started = {call.path for call in calls(log) if call.name == "execve" and not call.failed}
+    names = {os.path.basename(os.path.realpath(path)).split("-")[-1] for path in started}
+    assert any(path.endswith("cc1plus") for path in started)
+    allowed = {Path(path).name for path in started}
+    plain = {name.rstrip("0123456789.") for name in allowed}
+    assert plain <= TOOLCHAIN, (allowed, names)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("-O2", "-g", "-Wall", "-Wextra", "-Werror=return-type", "-march=native", "-ffast-math"),
+        ("-fopenmp", "-pthread", "-mavx2", "-funroll-loops", "-fno-exceptions", "-fvisibility=hidden"),
+        ("-std=c++20", "-DX=1", "-UX", "-Wno-unused", "-include", "cstdint", "-fmax-errors=1"),
+        ("-Wp,-D_FORTIFY_SOURCE=2", "-Wa,--noexecstack", "-fstack-protector-strong", "-pipe"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_ordinary_compiler_flags_are_taken(
+    flags: tuple[str, ...], tmp_path: Path, value: Callable[..., int]
+) -> None:
+    assert value(write(tmp_path / "op.cpp", returning(21)), extra_cflags=list(flags)) == 21
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("-Wl,--as-needed", "-Wl,-O1", "-Wl,-z,relro,-z,now", "-Wl,-rpath,/opt/x", "-lm", "-ldl"),
+        ("-L/opt/x", "-Wl,--no-undefined", "-Wl,--exclude-libs,ALL", "-Xlinker", "--as-needed"),
+        ("-static-libstdc++", "-static-libgcc", "-pthread", "-s", "-Wl,--build-id=sha1"),
+        ("-Wl,-soname,x.so", "-Wl,--version-script={script}", "-Wl,-Bsymbolic", "-rdynamic"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_ordinary_linker_flags_are_taken(
+    flags: tuple[str, ...], tmp_path: Path, value: Callable[..., int]
+) -> None:
+    script = write(tmp_path / "script", "{ global: *; };\n")
+    given = [flag.replace("{script}", str(script)) for flag in flags]
+    assert value(write(tmp_path / "op.cpp", returning(21)), extra_ldflags=given) == 21

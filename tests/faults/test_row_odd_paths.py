@@ -1,0 +1,111 @@
+"""Row 20: whatever a directory is called, ops build in it and edits in it are seen."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from loaders import returning, write
+from opkiln.errors import SpecError
+from opkiln.store.deps import parse_depfile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ODD = (
+    "a b", " a", "a ", "a  b", "a'b", 'a"b', "a$b", "$HOME", "$(touch canary)", "`touch canary`",
+    "a%b", "%s%n", "a#b", "#a", "a:b", "a: b", "a\\b", "a\\\\b", "a\\ b", "a\\#b", "a\\$b", "a\\",
+    "a\tb", "a\rb", "-a", "--help", "@a", "a@b", "a,b", "a;touch canary", "a&b", "a|b", "a>b", "a*b",
+    "a?b", "[ab]", "{a,b}", "(a)", "~", "a!b", "a^b", "a+b", "é", "e\u0301", "漢字", "🔥", "\u202ea",
+    "a\u00a0b", "...", "a\x1bb", os.fsdecode(b"\xff\xfe"), "x" * 200, "{src}", "a/../b",
+)  # fmt: skip
+REFUSED = ("a=b", "a\nb", "a\\:b")
+
+
+def op_in(directory: Path, number: int) -> tuple[Path, Path, list[str]]:
+    """(source, header, include directories) of an op that lies in a directory."""
+    write(directory / "own.h", "#define OWN 1\n")
+    header = write(directory / "include" / "number.h", f"#define NUMBER {number}\n")
+    source = directory / "op.cpp"
+    write(source, returning("NUMBER + 0 * OWN", '#include "own.h"\n#include "number.h"'))
+    return source, header, [str(directory / "include")]
+
+
+@pytest.mark.parametrize("name", ODD, ids=ascii)
+def test_an_op_in_an_oddly_named_directory_builds_and_its_edits_are_seen(
+    name: str, tmp_path: Path, value: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name.split("/")[0]).mkdir()
+    source, header, includes = op_in(tmp_path / name, 100)
+    assert value(source, extra_include_paths=includes) == 100
+    write(header, "#define NUMBER 200\n")
+    assert value(source, extra_include_paths=includes) == 200
+    write(source.parent / "number.h", "#define NUMBER 300\n")  # which comes before
+    assert value(source, extra_include_paths=includes) == 300
+    assert not list(tmp_path.rglob("canary"))
+
+
+@pytest.mark.parametrize("name", REFUSED, ids=ascii)
+@pytest.mark.parametrize("where", ["source", "include"])
+def test_a_directory_that_no_compiler_can_report_is_one_clear_error(
+    name: str, where: str, tmp_path: Path, value: Callable[..., int]
+) -> None:
+    source, _, includes = op_in(tmp_path / "plain", 100)
+    odd_source, _, odd_includes = op_in(tmp_path / name, 100)
+    with pytest.raises(SpecError, match="cannot be built from"):
+        if where == "source":
+            value(odd_source, extra_include_paths=includes)
+        else:
+            value(source, extra_include_paths=odd_includes)
+
+
+@pytest.mark.parametrize("name", ODD, ids=ascii)
+def test_the_store_and_the_staging_directory_may_have_odd_names(
+    name: str, tmp_path: Path, value: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd" / name.split("/")[0]).mkdir(parents=True)
+    (tmp_path / "odd" / name / "scratch").mkdir(parents=True)
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(tmp_path / "odd" / name / "cache"))
+    monkeypatch.setenv("OPKILN_TMPDIR", str(tmp_path / "odd" / name / "scratch"))
+    source, header, includes = op_in(tmp_path / "plain", 100)
+    assert value(source, extra_include_paths=includes) == 100
+    write(header, "#define NUMBER 200\n")
+    assert value(source, extra_include_paths=includes) == 200
+    assert list((tmp_path / "odd" / name / "scratch").iterdir()) == []
+
+
+SOURCES = ("-o.cpp", "@args.cpp", "a b.cpp", "$(touch canary).cpp", "a;b.cpp", "a\\.cpp", "é.cpp")
+
+
+@pytest.mark.parametrize("name", SOURCES, ids=ascii)
+def test_a_source_may_have_an_odd_name(
+    name: str, tmp_path: Path, value: Callable[..., int]
+) -> None:
+    source = write(tmp_path / name, returning(1))
+    assert value(source) == 1
+    write(source, returning(2))
+    assert value(source) == 2
+    assert not list(tmp_path.rglob("canary"))
+
+
+@pytest.mark.parametrize(
+    ("text", "paths"),
+    [
+        ("x.o: a.cpp b.h\n", ["a.cpp", "b.h"]),
+        ("x.o: a.cpp \\\n  b.h \\\n  c.h\n", ["a.cpp", "b.h", "c.h"]),
+        ("x.o: \\\n a.cpp\n\nb.h:\n", ["a.cpp"]),
+        ("x.o: a\\ b.h c\\#d.h e$$f.h\n", ["a b.h", "c#d.h", "e$f.h"]),
+        ("x.o: a\\b.h a\\\\b.h\n", ["a\\b.h", "a\\\\b.h"]),
+        ("x.o: a\\\\\\ b.h\n", ["a\\ b.h"]),
+        ("x.o: a:b.h C:/d.h\n", ["a:b.h", "C:/d.h"]),
+        ("/s\\ t:u/x.o: a.cpp\n", ["a.cpp"]),
+        ("x.o:\n", []),
+        ("", []),
+    ],
+)
+def test_dependency_files_are_read_as_compilers_write_them(text: str, paths: list[str]) -> None:
+    assert parse_depfile(text) == paths
