@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
-from table import figure, ratio
+from table import figure
 
 WIDTH, LEFT, RIGHT = 760, 186, 150
-BAR, GAP, HEAD, FOOT = 16, 6, 34, 40
+BAR, GAP, HEAD, FOOT = 16, 6, 34, 48
 
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328 }
@@ -63,10 +63,11 @@ def draw(results: Path, target: Path) -> None:
     machine = document["machine"]
     y += FOOT
     footer = (
-        f"Medians of one run, {document['date'][:10]}, {machine['cpu']}, {machine['cores']} cores. "
-        "Shorter is better; 'n x' is the time relative to opkiln's."
+        f"Medians of one run, {document['date'][:10]}, {machine['cpu']}, {machine['cores']} cores.",
+        "Shorter is better; (n x): n times opkiln's time. Light bars are floors, not systems.",
     )
-    parts.append(f'<text class="faint" x="0" y="{y - 14}">{escape(footer)}</text>')
+    for line, text in enumerate(footer):
+        parts.append(f'<text class="faint" x="0" y="{y - 24 + 16 * line}">{escape(text)}</text>')
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" '
@@ -116,7 +117,7 @@ def _mine(row: dict[str, Any]) -> bool:
 
 
 def _times(value: float) -> str:
-    return f"{value:.0f} x" if value >= 10 else f"{ratio(value)} x"
+    return f"{value:.0f} x" if value >= 10 else f"{value:.2f} x"
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     private = tmp_path_factory.mktemp("private")
     monkeypatch.setenv("OPKILN_CACHE_DIR", str(private / "cache"))
     monkeypatch.setenv("OPKILN_RUNTIME_DIR", str(private / "run"))
-    monkeypatch.setenv("OPKILN_PROGRESS", "off")
     return private / "cache"
 
 

@@ -130,8 +130,18 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(shlex.split(text))
 
 
+def _command(text: str) -> tuple[str, ...]:
+    """A program, or a launcher and a program: ``g++``, ``/opt/my gcc/g++``, ``ccache g++``."""
+    return (text,) if os.access(text, os.X_OK) else _words(text)
+
+
 def _paths(text: str) -> tuple[str, ...]:
     return tuple(part for part in text.split(os.pathsep) if part)
+
+
+def _directories(text: str) -> tuple[str, ...]:
+    # A compiler runs in a directory of its own; these are meant as seen from the user's.
+    return tuple(os.path.abspath(part) for part in _paths(text))
 
 
 class Settings:
@@ -188,7 +198,9 @@ class Settings:
 
     # How it is built
     cxx = Setting(
-        "OPKILN_CXX", str, None, "The host C++ compiler, a name on PATH or a path.",
+        "OPKILN_CXX", _command, None,
+        "The host C++ compiler, a name on PATH or a path; a launcher may come before it "
+        "(`ccache g++`).",
         aliases=("CXX",), shown="the first of `g++`, `clang++`, `c++` on PATH that works",
     )  # fmt: skip
     launcher = Setting(
@@ -216,16 +228,16 @@ class Settings:
         aliases=("LDFLAGS",), shown="none",
     )  # fmt: skip
     cpath = Setting(
-        "CPATH", _paths, (), "Include directories; each enters the command line as `-I`.",
+        "CPATH", _directories, (), "Include directories; each enters the command line as `-I`.",
         shown="none", group="compiler",
     )  # fmt: skip
     cplus_include_path = Setting(
-        "CPLUS_INCLUDE_PATH", _paths, (),
+        "CPLUS_INCLUDE_PATH", _directories, (),
         "Include directories; each enters the command line as `-isystem`.",
         shown="none", group="compiler",
     )  # fmt: skip
     library_path = Setting(
-        "LIBRARY_PATH", _paths, (), "Library directories; each enters the link line as `-L`.",
+        "LIBRARY_PATH", _directories, (), "Library directories; each enters the link line as `-L`.",
         shown="none", group="compiler",
     )  # fmt: skip
 
@@ -312,6 +324,12 @@ def table() -> tuple[Setting, ...]:
     return tuple(value for value in vars(Settings).values() if isinstance(value, Setting))
 
 
+def origin_of(field: str) -> tuple[Any, str]:
+    """A setting's value in force, and where it comes from: a variable, ``default`` or ``call``."""
+    setting: Setting = vars(Settings)[field]
+    return setting.resolve()
+
+
 def child_environment() -> dict[str, str]:
     """The allow-listed part of this process's environment, for a compiler or another child."""
     return {name: os.environ[name] for name in _PASSED if name in os.environ}
@@ -345,7 +363,17 @@ def fingerprint() -> tuple[str | None, ...] | None:
     if _OVERRIDES.get():
         return None
     get = os.environ.get
-    return tuple(get(name) for name in _VARIABLES)
+    return (*(get(name) for name in _VARIABLES), os.getcwd() if _relative() else None)
+
+
+def _relative() -> bool:
+    """Whether a variable names a place as seen from the current directory."""
+    get = os.environ.get
+    directories = (get(name) or "" for name in ("CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH"))
+    programs = (get(name) or "" for name in ("OPKILN_CXX", "CXX", "OPKILN_LAUNCHER"))
+    named = [part for text in directories for part in text.split(os.pathsep) if part]
+    named += [word for text in programs for word in text.split() if "/" in word]
+    return not all(map(os.path.isabs, named))
 
 
 def store_candidates() -> list[tuple[str, bool]]:

@@ -21,3 +21,15 @@ def fault(path: str, found: os.stat_result, *, listed: bool = False) -> str:
     if found.st_mode & 0o022:
         return f"{path} is writable by others (mode {stat.S_IMODE(found.st_mode):04o})"
     return ""
+
+
+def make_private(path: str) -> None:
+    """Make a directory, and what is missing above it, for this user alone. Raises OSError."""
+    if os.path.isdir(path):
+        return
+    make_private(os.path.dirname(path))
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise

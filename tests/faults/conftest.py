@@ -37,8 +37,9 @@ def value() -> Callable[..., int]:
     """Loads a torch-free op into this process, and calls it."""
 
     def load(source: Path, name: str = "op", **more: Any) -> int:
-        library = opkiln.load(name, [str(source)], is_python_module=False, abi="none", **more)
-        return int(library.value())
+        # verbose: within an override of the settings, no receipt (see loading/receipt.py) serves.
+        more = {"is_python_module": False, "abi": "none", "verbose": True, **more}
+        return int(opkiln.load(name, [str(source)], **more).value())
 
     return load
 

@@ -19,7 +19,7 @@ from opkiln.loading import loader
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     name = request["name"]
-    keywords = {"is_python_module": False, "abi": "none", **request.get("more", {})}
+    keywords = {"is_python_module": False, "abi": "none", "verbose": True, **request.get("more", {})}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -15,8 +15,6 @@ from tracing import calls, strace
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-TOOLCHAIN = {"g++", "cc1plus", "as", "collect2", "ld", "python", "python3"}
-
 # Text that a shell, make or ninja would act on; a compiler only sees odd names of macros.
 INERT = (
     "-DA=$(touch canary)", "-DA=$$(touch canary)", "-DA=`touch canary`", "-DA=;touch canary",
@@ -37,11 +35,11 @@ REFUSED = (
     ("--write-dependencies",), ("--user-dependencies",), ("--dependencies",),
     ("-Wp,-MD,{dir}/canary",), ("-Wp,@{dir}/flags",), ("-Xpreprocessor", "-MD"),
     ("-Wa,@{dir}/flags",), ("-Wa,--MD={dir}/canary",), ("-Xassembler", "@{dir}/flags"),
-    ("-Xclang", "-load"), ("-load",), ("-fuse-ld={dir}/evil",), ("--ld-path={dir}/evil",),
+    ("-Xclang", "-load"), ("-fuse-ld={dir}/evil",), ("--ld-path={dir}/evil",),
     ("-fdump-tree-all={dir}/canary",), ("-dumpdir", "{dir}/"), ("-aux-info", "{dir}/canary"),
     ("-x", "none"), ("-xc",), ("--language=c",), ("-no-integrated-cpp",), ("--config={dir}/flags",),
     ("-ccc-gcc-name", "{dir}/evil"), ("--gcc-toolchain={dir}",), ("-flto-partition=none", "@{dir}/flags"),
-    ("-include-pch", "{dir}/x"), ("-time={dir}/canary",), ("-fprofile-use={dir}/x",),
+    ("-time={dir}/canary",), ("-fprofile-use={dir}/x",),
 )  # fmt: skip
 
 REFUSED_LINK = (
@@ -129,23 +127,23 @@ def test_only_toolchain_programs_are_started_whatever_the_flags(
     source = write(tmp_path / "op.cpp", returning(21))
     log = tmp_path / "log"
     with Loader(prefix=strace(log)) as process:
-        for index, flag in enumerate(INERT):
-            answer = process.load(f"op{index}", source, extra_cflags=[flag])
-            assert answer.value == 21 or answer.error in ("CompileError", "SpecError"), answer
+        for start in range(0, len(INERT), 6):
+            answer = process.load("op", source, extra_cflags=list(INERT[start : start + 6]))
+            assert answer.value == 21, answer
     assert canaries(tmp_path) == []
     started = {call.path for call in calls(log) if call.name == "execve" and not call.failed}
-    names = {os.path.basename(os.path.realpath(path)).split("-")[-1] for path in started}
-    assert any(path.endswith("cc1plus") for path in started)
-    allowed = {Path(path).name for path in started}
-    plain = {name.rstrip("0123456789.") for name in allowed}
-    assert plain <= TOOLCHAIN, (allowed, names)
+    names = {os.path.basename(path) for path in started}
+    assert {"cc1plus", "as", "ld"} <= names
+    interpreters = {name for name in names if name.startswith("python")}
+    assert names - interpreters <= {"g++", "cc1plus", "as", "collect2", "ld"}
+    assert all(os.path.dirname(path) not in (str(prepared), os.getcwd()) for path in started)
 
 
 @pytest.mark.parametrize(
     "flags",
     [
         ("-O2", "-g", "-Wall", "-Wextra", "-Werror=return-type", "-march=native", "-ffast-math"),
-        ("-fopenmp", "-pthread", "-mavx2", "-funroll-loops", "-fno-exceptions", "-fvisibility=hidden"),
+        ("-fopenmp", "-pthread", "-mavx2", "-funroll-loops", "-fno-exceptions", "-fno-rtti"),
         ("-std=c++20", "-DX=1", "-UX", "-Wno-unused", "-include", "cstdint", "-fmax-errors=1"),
         ("-Wp,-D_FORTIFY_SOURCE=2", "-Wa,--noexecstack", "-fstack-protector-strong", "-pipe"),
     ],

@@ -97,8 +97,8 @@ def test_flags_that_join_to_the_same_text_build_two_libraries(
 ) -> None:
     source = tmp_path / "op.cpp"
     source.write_text(
-        "#define STRING(x) #x\n#define TEXT(x) STRING(x)\n"
-        'extern "C" int value() { return sizeof(TEXT(A)) * 10 + sizeof(TEXT(B)); }\n'
+        "#ifdef B\n#define SECOND 1\n#else\n#define SECOND 0\n#endif\n"
+        'extern "C" int value() { return sizeof(A) * 10 + SECOND; }\n'
     )
-    assert value(source, extra_cflags=["-DA=1", "-DB=22"]) == 23
-    assert value(source, extra_cflags=["-DA=1 -DB=22", "-DB=1"]) == 102
+    assert value(source, extra_cflags=['-DA="a"', "-DB"]) == 21
+    assert value(source, extra_cflags=['-DA="a" "-DB"']) == 50

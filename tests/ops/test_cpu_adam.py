@@ -1,4 +1,4 @@
-"""The op cpu_adam: arithmetic, types, layouts, errors, registration; native and reference."""
+"""The op cpu_adam: its arithmetic in every mode and type, native and reference."""
 
 from __future__ import annotations
 
@@ -7,88 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from adam_oracle import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    HYPER,
+    SIZES,
+    assert_step,
+    assert_stored,
+    clone,
+    lists,
+    oracle,
+)  # fmt: skip
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-DTYPES = (F32, BF16, F16)
-SIZES = (0, 1, 7, 15, 16, 17, 4095, 100003)
-
-HYPER: dict[str, Any] = {
-    "step": 3,
-    "lr": 1e-2,
-    "beta1": 0.9,
-    "beta2": 0.99,
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-    "adamw_mode": True,
-    "bias_correction": True,
-    "maximize": False,
-    "grad_scale": 1.0,
-}
-
-
-def oracle(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, h: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The textbook's formulas in float64."""
-    p, g, m, v = (t.double() for t in (p, g, m, v))
-    g = g / h["grad_scale"]
-    if h["maximize"]:
-        g = -g
-    if h["adamw_mode"]:
-        p = p - h["lr"] * h["weight_decay"] * p
-    else:
-        g = g + h["weight_decay"] * p
-    m = h["beta1"] * m + (1 - h["beta1"]) * g
-    v = h["beta2"] * v + (1 - h["beta2"]) * g * g
-    m_hat, v_hat = m, v
-    if h["bias_correction"]:
-        m_hat = m / (1 - h["beta1"] ** h["step"])
-        v_hat = v / (1 - h["beta2"] ** h["step"])
-    return p - h["lr"] * m_hat / (v_hat.sqrt() + h["eps"]), m, v
-
-
-def lists(
-    sizes: tuple[int, ...], param: torch.dtype = F32, grad: torch.dtype = F32,
-    state: torch.dtype = F32, seed: int = 0,
-) -> list[list[Tensor]]:  # fmt: skip
-    """Params, grads, exp_avgs, exp_avg_sqs as they might be after a few steps."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(size: int) -> Tensor:
-        return torch.randn(size, generator=generator)
-
-    return [
-        [normal(n).to(param) for n in sizes],
-        [normal(n).to(grad) for n in sizes],
-        [(normal(n) * 0.1).to(state) for n in sizes],
-        [(normal(n) * 0.1).square().add(1e-3).to(state) for n in sizes],
-    ]
-
-
-def clone(tensors: list[list[Tensor]]) -> list[list[Tensor]]:
-    return [[t.clone() for t in row] for row in tensors]
-
-
-def assert_stored(got: Tensor, exact: Tensor) -> None:
-    """Equal to a float64 value up to one rounding to the stored type and a little fp32 error."""
-    unit = torch.finfo(got.dtype).eps / 2
-    slack = max(unit * 1.01, 1e-6) if got.dtype != F32 else 1e-6
-    # A value near zero is a difference of larger ones, so fp32 leaves an absolute error as well.
-    torch.testing.assert_close(got.double(), exact, rtol=slack, atol=4e-7, equal_nan=True)
-
-
-def assert_step(adam: Any, tensors: list[list[Tensor]], **changes: Any) -> None:
-    hyper = {**HYPER, **changes}
-    before = clone(tensors)
-    adam.cpu_adam_(*tensors, [], **hyper)
-    for i in range(len(tensors[0])):
-        exact = oracle(*(row[i] for row in before), hyper)
-        for row, value in zip((0, 2, 3), exact, strict=True):
-            assert_stored(tensors[row][i], value)
-        assert torch.equal(tensors[1][i], before[1][i]), "the gradient was written to"
 
 
 @pytest.mark.parametrize("grad", DTYPES, ids=str)
@@ -272,7 +206,7 @@ def test_the_number_of_threads_does_not_change_a_bit(native_adam: Any) -> None:
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            tensors = lists(sizes, BF16, F32, F32) + [[torch.zeros(n, dtype=F16) for n in sizes]]
+            tensors = [*lists(sizes, BF16, F32, F32), [torch.zeros(n, dtype=F16) for n in sizes]]
             native_adam.cpu_adam_(*tensors, **HYPER)
             results.append(tensors)
     finally:
@@ -282,156 +216,37 @@ def test_the_number_of_threads_does_not_change_a_bit(native_adam: Any) -> None:
             assert all(torch.equal(a, b) for a, b in zip(row, expected, strict=True))
 
 
-# Layouts
-
-
-def test_tensors_with_the_same_dense_strides_are_stepped(adam: Any) -> None:
-    flat = lists((2 * 3 * 4 * 5,))
-    dense = [
-        [t.view(2, 3, 4, 5).to(memory_format=torch.channels_last) for t in row] for row in flat
-    ]
-    adam.cpu_adam_(*flat, [], **HYPER)
-    adam.cpu_adam_(*dense, [], **HYPER)
-    for row, expected in zip(dense, flat, strict=True):
-        torch.testing.assert_close(row[0].reshape(-1), expected[0], rtol=0, atol=0)
-
-
-def test_other_layouts_are_refused_by_name_and_nothing_is_written(native_adam: Any) -> None:
-    for row, name in enumerate(("params", "grads", "exp_avgs", "exp_avg_sqs")):
-        for spoil, message in (
-            (lambda t: t.new_zeros(6, 8)[:, ::2], "not contiguous"),
-            (lambda t: t.new_zeros(4, 6).t(), "laid out differently"),
-        ):
-            tensors = [[t.view(6, 4) for t in lst] for lst in lists((24, 24))]
-            tensors[row][1] = spoil(tensors[row][1])
-            before = clone(tensors)
-            with pytest.raises(RuntimeError, match=message) as caught:
-                native_adam.cpu_adam_(*tensors, [], **HYPER)
-            assert f"{name}[1]" in str(caught.value) or name == "params"
-            for got, expected in zip(tensors, before, strict=True):
-                assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
-# Errors
-
-
-@pytest.mark.parametrize(
-    ("row", "value", "message"),
-    [
-        (1, torch.zeros(5), r"grads\[1\] has 5 elements, params\[1\] has 6"),
-        (2, torch.zeros(7), r"exp_avgs\[1\] has 7 elements, params\[1\] has 6"),
-        (3, torch.zeros(0), r"exp_avg_sqs\[1\] has 0 elements, params\[1\] has 6"),
-        (4, torch.zeros(5), r"copies\[1\] has 5 elements, params\[1\] has 6"),
-        (1, torch.zeros(6, dtype=torch.int32), r"grads\[1\] has dtype"),
-        (0, torch.zeros(6, dtype=torch.int64), r"params\[1\] has dtype"),
-        (1, torch.zeros(6).to_sparse(), r"grads\[1\] is not dense"),
-    ],
-)
-def test_a_wrong_tensor_is_refused_by_name_and_nothing_is_written(
-    adam: Any, row: int, value: Tensor, message: str
-) -> None:
-    tensors = [*lists((6, 6)), [torch.zeros(6), torch.zeros(6)]]
-    before = clone(tensors)
-    tensors[row][1] = value
-    with pytest.raises(RuntimeError, match=message):
-        adam.cpu_adam_(*tensors, **HYPER)
-    assert all(torch.equal(a[0], b[0]) for a, b in zip(tensors, before, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("row", "name"), [(1, "grads"), (2, "exp_avgs"), (3, "exp_avg_sqs"), (4, "copies")]
-)
-def test_a_list_of_another_length_is_refused_by_name(adam: Any, row: int, name: str) -> None:
-    tensors = [*lists((6, 6)), [torch.zeros(6), torch.zeros(6)]]
-    before = clone(tensors)
-    tensors[row].append(torch.zeros(6))
-    with pytest.raises(RuntimeError, match=f"{name} has 3 tensors, params has 2"):
-        adam.cpu_adam_(*tensors, **HYPER)
-    assert torch.equal(tensors[0][0], before[0][0])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"step": 0}, "step is 0, expected at least 1"), ({"grad_scale": 0.0}, "grad_scale is 0")],
-)
-def test_a_meaningless_number_is_refused(
-    adam: Any, changes: dict[str, Any], message: str
-) -> None:
-    for function in (adam.cpu_adam_, adam.cpu_adam_rollback_):
-        with pytest.raises(RuntimeError, match=message):
-            function(*lists((4,)), [], **{**HYPER, **changes})
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, F16], ids=str)
-def test_a_state_is_fp32_or_of_the_params_type(native_adam: Any, dtype: torch.dtype) -> None:
-    tensors = lists((6,), BF16, BF16, BF16)
-    tensors[2][0] = tensors[2][0].to(dtype)
-    with pytest.raises(RuntimeError, match=r"exp_avgs\[0\] has dtype"):
-        native_adam.cpu_adam_(*tensors, [], **HYPER)
-
-
-# Registration
-
-
-@pytest.mark.parametrize("function", ["cpu_adam_", "cpu_adam_rollback_"])
-def test_opcheck_finds_nothing(native_adam: Any, function: str) -> None:
-    tensors = [*lists((5, 33)), [torch.zeros(5), torch.zeros(33)]]
-    torch.library.opcheck(getattr(native_adam, function), tuple(tensors), HYPER)
-
-
-def test_a_compiled_function_that_steps_is_one_graph(native_adam: Any) -> None:
-    def train(tensors: list[list[Tensor]]) -> Tensor:
-        native_adam.cpu_adam_(*tensors, [], **HYPER)
-        return tensors[0][0] * 2
-
-    eager, compiled = lists((5, 33)), lists((5, 33))
-    expected = train(eager)
-    got = torch.compile(train, fullgraph=True, backend="aot_eager")(compiled)
-    assert torch.equal(got, expected)
-    for row, other in zip(eager, compiled, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(row, other, strict=True))
-
-
-def test_a_stale_gradient_is_noticed(native_adam: Any) -> None:
-    tensors = lists((8,))
-    param = tensors[0][0].requires_grad_()
-    loss = (param * param).sum()
-    versions = [row[0]._version for row in tensors]
-    with torch.no_grad():
-        native_adam.cpu_adam_(*tensors, [], **HYPER)
-    bumps = [row[0]._version - old for row, old in zip(tensors, versions, strict=True)]
-    assert bumps == [1, 0, 1, 1]
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 # Properties
 
+_quick = settings(
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the op has no state
+)
 _tensor = st.tuples(st.integers(0, 3000), st.sampled_from(DTYPES), st.sampled_from(DTYPES))
 
 
-@settings(max_examples=20, deadline=None)
-@given(shapes=st.lists(_tensor, min_size=1, max_size=8), wide=st.booleans(), seed=st.integers(0, 99))
+@_quick
+@given(
+    shapes=st.lists(_tensor, min_size=1, max_size=8), wide=st.booleans(), seed=st.integers(0, 99)
+)
 def test_a_list_is_stepped_as_its_tensors_one_by_one(
-    shapes: list[tuple[int, torch.dtype, torch.dtype]], wide: bool, seed: int
+    native_adam: Any, shapes: list[tuple[int, torch.dtype, torch.dtype]], wide: bool, seed: int
 ) -> None:
-    from conftest import native
-
-    ops = native("cpu_adam")
     together: list[list[Tensor]] = [[], [], [], []]
     for size, param, grad in shapes:
         one = lists((size,), param, grad, F32 if wide else param, seed)
         for row, more in zip(together, one, strict=True):
             row.extend(more)
     apart = clone(together)
-    ops.cpu_adam_(*together, [], **HYPER)
+    native_adam.cpu_adam_(*together, [], **HYPER)
     for i in range(len(shapes)):
-        ops.cpu_adam_(*([row[i]] for row in apart), [], **HYPER)
+        native_adam.cpu_adam_(*([row[i]] for row in apart), [], **HYPER)
     for row, other in zip(together, apart, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(row, other, strict=True))
 
 
-@settings(max_examples=20, deadline=None)
+@_quick
 @given(
     size=st.integers(0, 2000),
     lr=st.floats(1e-6, 0.1),
@@ -442,11 +257,9 @@ def test_a_list_is_stepped_as_its_tensors_one_by_one(
     adamw_mode=st.booleans(),
 )
 def test_native_and_reference_agree(
-    size: int, lr: float, beta1: float, beta2: float, weight_decay: float, step: int,
-    adamw_mode: bool,
+    native_adam: Any, size: int, lr: float, beta1: float, beta2: float, weight_decay: float,
+    step: int, adamw_mode: bool,
 ) -> None:  # fmt: skip
-    from conftest import native
-
     from opkiln.ops.cpu_adam import reference
 
     changes = {
@@ -454,7 +267,7 @@ def test_native_and_reference_agree(
         "adamw_mode": adamw_mode,
     }  # fmt: skip
     ours, theirs = lists((size,)), lists((size,))
-    native("cpu_adam").cpu_adam_(*ours, [], **{**HYPER, **changes})
+    native_adam.cpu_adam_(*ours, [], **{**HYPER, **changes})
     reference.cpu_adam_(*theirs, [], **{**HYPER, **changes})
     for row, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(row[0], other[0], rtol=2e-6, atol=1e-6)

@@ -1,59 +1,29 @@
-"""CPUAdam: as torch's Adam and AdamW, its state dicts, copies, rollback, and what it refuses."""
+"""CPUAdam: steps as torch's Adam and AdamW, copies, rollback, and what it refuses."""
 
 from __future__ import annotations
 
 import copy
-import io
-import pickle
-import warnings
 from typing import Any
 
 import pytest
 import torch
+from adam_models import (
+    BF16,
+    F16,
+    F32,
+    SHAPES,
+    assert_same,
+    give_gradients,
+    parameters,
+    stepped,
+    twins,
+)  # fmt: skip
 from torch import Tensor
 
 from opkiln.errors import UsageError
 from opkiln.optim import CPUAdam
-from opkiln.settings import override
 
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-
-
-@pytest.fixture(params=["native", "reference"], autouse=True)
-def served_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs each test on the native op and on the reference."""
-    if request.param == "native":
-        ops = request.getfixturevalue("native_adam")
-    else:
-        from opkiln.ops.cpu_adam import reference as ops
-    monkeypatch.setattr(CPUAdam, "_ops", ops)
-    return str(request.param)
-
-
-def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = F32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
-
-
-def twins(*shapes: tuple[int, ...], dtype: torch.dtype = F32) -> tuple[list[Tensor], list[Tensor]]:
-    return parameters(*shapes, dtype=dtype), parameters(*shapes, dtype=dtype)
-
-
-def give_gradients(*models: list[Tensor], seed: int = 0) -> None:
-    """The same gradients to each model."""
-    generator = torch.Generator().manual_seed(seed)
-    for members in zip(*models, strict=True):
-        grad = torch.randn(members[0].shape, generator=generator)
-        for param in members:
-            param.grad = grad.to(param.dtype).contiguous()
-
-
-def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=2e-6, atol=2e-6)
-
-
-SHAPES = ((3, 5), (17,), (), (64, 33), (0,))
+pytestmark = pytest.mark.usefixtures("served_by")
 
 
 @pytest.mark.parametrize("maximize", [False, True])
@@ -100,7 +70,7 @@ def test_a_closure_is_evaluated_with_gradients() -> None:
         optimizer.zero_grad()
         loss = param.square().sum()
         loss.backward()
-        return float(loss)
+        return loss.item()
 
     losses = [optimizer.step(closure) for _ in range(20)]
     assert losses[-1] < losses[0]
@@ -124,127 +94,6 @@ def test_narrow_parameters_have_fp32_states_or_their_own(dtype: torch.dtype) -> 
         optimizer.step()
         state = optimizer.state[params[0]]
         assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == expected
-
-
-# State dicts
-
-
-def stepped(kind: Any, params: list[Tensor], steps: int, **options: Any) -> Any:
-    optimizer = kind(params, lr=1e-2, weight_decay=0.1, **options)
-    for step in range(steps):
-        give_gradients(params, seed=step)
-        optimizer.step()
-    return optimizer
-
-
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-@pytest.mark.parametrize("theirs", [torch.optim.AdamW, torch.optim.Adam])
-def test_training_moves_between_torch_and_here_through_a_checkpoint(theirs: Any) -> None:
-    mine, other = twins(*SHAPES)
-    ours = stepped(CPUAdam, mine, 5, adamw_mode=theirs is torch.optim.AdamW)
-    torchs = stepped(theirs, other, 5)
-    swapped_here = CPUAdam(other)
-    swapped_here.load_state_dict(through_a_file(torchs.state_dict()))
-    swapped_there = theirs(mine)
-    swapped_there.load_state_dict(through_a_file(ours.state_dict()))
-    for step in range(5, 10):
-        give_gradients(mine, other, seed=step)
-        swapped_here.step()
-        swapped_there.step()
-    assert_same(mine, other)
-    assert swapped_here.param_groups[0]["decoupled_weight_decay"] is (theirs is torch.optim.AdamW)
-
-
-def test_the_state_dict_looks_like_torchs() -> None:
-    mine, other = twins((3, 4))
-    ours, theirs = stepped(CPUAdam, mine, 2), stepped(torch.optim.AdamW, other, 2)
-    for key, value in theirs.state_dict()["state"][0].items():
-        got = ours.state_dict()["state"][0][key]
-        assert (got.dtype, got.shape) == (value.dtype, value.shape), key
-    assert ours.state_dict()["state"][0]["step"].item() == 2.0
-    assert ours.state[mine[0]]["step"] == 2, "taking a state dict must not change the state"
-
-
-def test_loading_keeps_fp32_states_of_narrow_parameters() -> None:
-    params = parameters((100,), dtype=BF16)
-    saved = stepped(CPUAdam, params, 3).state_dict()
-    resumed = CPUAdam(parameters((100,), dtype=BF16))
-    resumed.load_state_dict(saved)
-    state = next(iter(resumed.state.values()))
-    assert state["exp_avg"].dtype == F32
-    assert torch.equal(state["exp_avg"], saved["state"][0]["exp_avg"])
-
-
-def test_loading_follows_the_choice_of_narrow_states() -> None:
-    saved = stepped(CPUAdam, parameters((100,), dtype=BF16), 3).state_dict()
-    resumed = CPUAdam(parameters((100,), dtype=BF16), fp32_optimizer_states=False)
-    resumed.load_state_dict(saved)
-    assert next(iter(resumed.state.values()))["exp_avg"].dtype == BF16
-
-
-def test_a_state_dict_of_deepspeeds_cpu_adam_is_taken() -> None:
-    params = parameters((4,))
-    averages = {"exp_avg": torch.ones(4), "exp_avg_sq": torch.full((4,), 2.0)}
-    group = {
-        "lr": 0.5, "bias_correction": True, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0,
-        "amsgrad": False, "params": [0],
-    }  # fmt: skip
-    optimizer = CPUAdam(params)
-    optimizer.load_state_dict({"state": {0: {"step": 7, **averages}}, "param_groups": [group]})
-    give_gradients(params)
-    optimizer.step()
-    assert optimizer.state[params[0]]["step"] == 8
-    assert optimizer.param_groups[0]["lr"] == 0.5
-
-
-def test_hooks_see_and_may_change_what_is_loaded() -> None:
-    saved = stepped(CPUAdam, parameters((4,), dtype=BF16), 3).state_dict()
-    resumed = CPUAdam(parameters((4,), dtype=BF16))
-    seen = []
-
-    def double_steps(_: Any, state: dict[str, Any]) -> dict[str, Any]:
-        changed = copy.deepcopy(state)
-        changed["state"][0]["step"] *= 2
-        return changed
-
-    resumed.register_load_state_dict_pre_hook(double_steps)
-    resumed.register_load_state_dict_post_hook(
-        lambda o: seen.extend(state["exp_avg"].dtype for state in o.state.values())
-    )
-    resumed.load_state_dict(saved)
-    assert next(iter(resumed.state.values()))["step"] == 6
-    assert seen == [F32]
-
-
-def test_a_refused_state_dict_changes_nothing() -> None:
-    params = parameters((4,))
-    optimizer = stepped(CPUAdam, params, 2)
-    saved = torch.optim.AdamW(parameters((4,)), amsgrad=True).state_dict()
-    with pytest.raises(UsageError, match=r"param_groups\[0\]: amsgrad"):
-        optimizer.load_state_dict(saved)
-    assert optimizer.state[params[0]]["step"] == 2
-    assert optimizer.param_groups[0]["lr"] == 1e-2
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))]  # noqa: S301
-)
-def test_a_duplicate_goes_on_where_the_original_does(duplicate: Any) -> None:
-    params = parameters((5,), (6,), dtype=BF16)
-    optimizer = stepped(CPUAdam, params, 3, fp32_optimizer_states=False)
-    other = duplicate(optimizer)
-    theirs = other.param_groups[0]["params"]
-    give_gradients(params, theirs, seed=9)
-    optimizer.step()
-    other.step()
-    assert all(torch.equal(a, b) for a, b in zip(params, theirs, strict=True))
-    assert other.defaults["fp32_optimizer_states"] is False
 
 
 def test_a_changed_state_or_group_is_used_at_the_next_step() -> None:
@@ -402,21 +251,7 @@ def test_a_meaningless_gradient_scale_is_refused(scale: float) -> None:
         CPUAdam(parameters((3,))).step(grad_scale=scale)
 
 
-# Loading and compiling
-
-
-def test_the_first_step_falls_back_with_one_warning_where_nothing_may_be_built(
-    served_by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if served_by == "native":
-        pytest.skip("the op is loaded in this process")
-    monkeypatch.setattr(CPUAdam, "_ops", None)
-    params = parameters((3,))
-    give_gradients(params)
-    before = params[0].detach().clone()
-    with override(jit=False, fallback="warn"), warnings.catch_warnings(record=True):
-        CPUAdam(params).step()
-    assert not torch.equal(params[0], before)
+# Compiling
 
 
 def test_a_compiled_step_steps() -> None:
@@ -426,11 +261,3 @@ def test_a_compiled_step_steps() -> None:
     torch.compile(ours.step, backend="aot_eager")()
     CPUAdam(other).step()
     assert torch.equal(mine[0], other[0])
-
-
-def test_importing_the_front_end_does_not_import_torch() -> None:
-    import subprocess
-    import sys
-
-    code = "import sys, opkiln.optim; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,6 +9,7 @@ import pytest
 
 from opkiln.store import location
 from opkiln.store.layers import Store
+from opkiln.trust import make_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,6 +60,8 @@ def test_a_directory_that_is_not_there_yet_can_be_the_store(
     found = choose(tmp_path / "a" / "b")
     assert found.writable == str(tmp_path / "a" / "b" / location.LAYOUT)
     assert found.notes == ()
+    # What another process publishes there from now on is found, too.
+    assert [layer.root for layer in found.layers] == [found.writable]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +100,7 @@ def test_a_directory_that_others_can_write_to_gets_a_private_one_inside(
     shared.chmod(mode)
     found = choose(shared)
     assert found.writable == str(shared / f"opkiln-{UID}" / location.LAYOUT)
-    assert [layer.root for layer in found.layers] == []
+    assert [layer.root for layer in found.layers] == [found.writable]
     assert "writable by others" in found.notes[0]
     assert found.notes[-1] == f"the store is {shared}/opkiln-{UID}"
 
@@ -133,7 +136,7 @@ def test_a_symbolic_link_is_not_the_store_but_a_private_directory_behind_it_may_
     found = choose(tmp_path / "link")
     assert "symbolic link" in found.notes[0]
     assert found.writable == str(tmp_path / "link" / f"opkiln-{UID}" / location.LAYOUT)
-    assert found.layers == ()
+    assert [layer.root for layer in found.layers] == [found.writable]
 
 
 def test_a_file_in_the_way_is_named(
@@ -175,8 +178,8 @@ def test_listed_layers_come_last_and_are_marked_as_trusted(
 
 
 def test_directories_are_made_for_the_user_alone(tmp_path: Path) -> None:
-    location.make_private(str(tmp_path / "a" / "b"))
-    location.make_private(str(tmp_path / "a" / "b"))
+    make_private(str(tmp_path / "a" / "b"))
+    make_private(str(tmp_path / "a" / "b"))
     assert [oct((tmp_path / name).stat().st_mode & 0o777) for name in ("a", "a/b")] == ["0o700"] * 2
 
 
@@ -186,4 +189,4 @@ def test_a_store_that_can_be_nowhere_still_answers(
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     store = Store(choose(tmp_path / "asked"))
     assert store.root is None
-    assert store.memory
+    assert store.memory == ()

@@ -36,7 +36,7 @@ def test_programs_are_found_in_the_order_of_path(tmp_path: Path) -> None:
     (tmp_path / "c" / "g++").mkdir(parents=True)
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "g++").write_text("not executable")
-    with override(path=tuple(str(tmp_path / name) for name in "cdba") + ("relative", "")):
+    with override(path=(*(str(tmp_path / name) for name in "cdba"), "relative", "")):
         found = list(find.on_path("g++"))
     assert found == [str(tmp_path / "b" / "g++"), str(tmp_path / "a" / "g++")]
 
@@ -50,7 +50,7 @@ def test_a_name_with_a_slash_is_itself(tmp_path: Path) -> None:
 
 def test_a_named_compiler_that_is_absent_is_not_replaced_by_another(tmp_path: Path) -> None:
     program(tmp_path / "g++")
-    with override(cxx="no-such-g++", path=(str(tmp_path),)):
+    with override(cxx=("no-such-g++",), path=(str(tmp_path),)):
         (only,) = find.cxx_candidates()
         assert (only.path, only.refused) == ("no-such-g++", "no such program")
         assert not host.available()
@@ -68,7 +68,7 @@ def test_one_compiler_under_two_names_is_asked_once(tmp_path: Path) -> None:
 def test_without_any_compiler_each_candidate_is_listed_with_its_refusal(tmp_path: Path) -> None:
     program(tmp_path / "g++", "echo broken install; exit 3")
     with override(path=(str(tmp_path),)), pytest.raises(ToolchainError) as caught:
-        host.choose(str(tmp_path / "memory"))
+        host.choose((str(tmp_path / "memory"),))
     assert f"{tmp_path}/g++ (PATH): --version exits with 3: broken install" in caught.value.why
     assert "clang++ (PATH): not on PATH" in caught.value.why
     assert "CXX" in caught.value.hint
@@ -80,7 +80,7 @@ def test_a_compiler_for_another_machine_is_refused_by_name(tmp_path: Path) -> No
         'case "$*" in *--version*) echo "g++ 99";; *) echo "Target: sparc64-linux-gnu";; esac',
     )
     with override(path=(str(tmp_path),)), pytest.raises(ToolchainError) as caught:
-        host.choose(str(tmp_path / "memory"))
+        host.choose((str(tmp_path / "memory"),))
     assert "compiles for sparc64-linux-gnu, not for" in caught.value.why
 
 
@@ -90,50 +90,71 @@ def test_a_compiler_without_the_language_standard_is_refused(tmp_path: Path) -> 
         'case "$*" in *--version*) echo "g++ 4";; *) echo "no c++20 here" >&2; exit 1;; esac',
     )
     with override(path=(str(tmp_path),)), pytest.raises(ToolchainError) as caught:
-        host.choose(str(tmp_path / "memory"))
+        host.choose((str(tmp_path / "memory"),))
     assert "does not take -std=c++20: no c++20 here" in caught.value.why
 
 
 def test_a_record_is_believed_until_one_of_its_files_changes(tmp_path: Path) -> None:
     one, two = program(tmp_path / "one"), program(tmp_path / "two")
     resting(one, two)
-    memo.remember(str(tmp_path / "memory"), "cc", {"version": "9"}, [str(one), str(two)])
-    found = memo.recall(str(tmp_path / "memory"), "cc")
+    memo.remember((str(tmp_path / "memory"),), "cc", {"version": "9"}, [str(one), str(two)])
+    found = memo.recall((str(tmp_path / "memory"),), "cc")
     assert found is not None
     assert found["version"] == "9"
-    assert memo.recall(str(tmp_path / "memory"), "other") is None
+    assert memo.recall((str(tmp_path / "memory"),), "other") is None
     two.write_text("changed")
-    assert memo.recall(str(tmp_path / "memory"), "cc") is None
+    assert memo.recall((str(tmp_path / "memory"),), "cc") is None
 
 
 def test_a_record_about_a_file_that_was_just_written_is_not_believed(tmp_path: Path) -> None:
     tool = program(tmp_path / "tool")
-    memo.remember(str(tmp_path), "cc", {"version": "9"}, [str(tool)])
-    assert memo.recall(str(tmp_path), "cc") is None
+    memo.remember((str(tmp_path),), "cc", {"version": "9"}, [str(tool)])
+    assert memo.recall((str(tmp_path),), "cc") is None
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "null", '{"schema": 1}', '{"schema": 99, "subject": "cc"}', "\xff"]
 )
 def test_a_damaged_record_is_not_believed(tmp_path: Path, text: str) -> None:
-    memo.remember(str(tmp_path), "cc", {}, [])
+    memo.remember((str(tmp_path),), "cc", {}, [])
     (record,) = tmp_path.iterdir()
-    assert memo.recall(str(tmp_path), "cc") is not None
+    assert memo.recall((str(tmp_path),), "cc") is not None
     record.write_text(text)
-    assert memo.recall(str(tmp_path), "cc") is None
+    assert memo.recall((str(tmp_path),), "cc") is None
 
 
 def test_a_record_that_names_another_subject_is_not_believed(tmp_path: Path) -> None:
-    memo.remember(str(tmp_path), "cc", {}, [])
+    memo.remember((str(tmp_path),), "cc", {}, [])
     (record,) = tmp_path.iterdir()
     record.write_text(json.dumps({**json.loads(record.read_text()), "subject": "cxx"}))
-    assert memo.recall(str(tmp_path), "cc") is None
+    assert memo.recall((str(tmp_path),), "cc") is None
+
+
+def test_a_record_is_read_from_every_directory_and_written_to_the_first(tmp_path: Path) -> None:
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    memo.remember((two,), "cc", {"version": "9"}, [])
+    assert memo.recall((one, two), "cc") is not None
+    memo.remember((one, two), "cxx", {"version": "9"}, [])
+    assert memo.recall((two,), "cxx") is None
+    assert memo.recall((one,), "cxx") is not None
+    memo.remember((), "cc", {}, [])
+    assert memo.recall((), "cc") is None
+
+
+def test_directories_are_private_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        memo.remember((str(tmp_path / "a" / "b"),), "cc", {}, [])
+    finally:
+        os.umask(before)
+    modes = [path.stat().st_mode & 0o777 for path in sorted(tmp_path.rglob("*"))]
+    assert modes == [0o700, 0o700, 0o600]
 
 
 def test_a_memory_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    memo.remember(str(tmp_path / "file" / "memory"), "cc", {}, [])
-    assert memo.recall(str(tmp_path / "file" / "memory"), "cc") is None
+    memo.remember((str(tmp_path / "file" / "memory"),), "cc", {}, [])
+    assert memo.recall((str(tmp_path / "file" / "memory"),), "cc") is None
 
 
 def a_torch(path: Path, version: str = "2.13.0+cpu", more: str = "") -> Path:

@@ -130,7 +130,7 @@ def _in_parallel(builders: list[OpBuilder]) -> dict[str, Outcome]:
         return outcomes
     threads = []
     for builder in builders:
-        # Each sees this thread's settings and its display. Daemons: see main._leave_interrupted.
+        # Each sees this thread's settings and its display. Daemons: an interrupt waits for none.
         run = contextvars.copy_context().run
         thread = threading.Thread(target=run, args=(work, builder), daemon=True)
         thread.start()

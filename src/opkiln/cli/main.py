@@ -79,9 +79,8 @@ def _run(arguments: list[str]) -> int:
 
 
 def _leave_interrupted() -> None:
-    # At once, and not through the interpreter's exit: other threads may be building. They must not
-    # go on to see their compilers die and leave that as a failed build for those who wait for it.
-    # The watchdog ends the compilers and removes what they staged.
+    # At once, and not through the interpreter's exit: other threads may be building. The watchdog
+    # ends their compilers and removes what they staged, and must not find them writing there.
     output.say("interrupted")
     sys.stdout.flush()
     os._exit(output.INTERRUPTED)

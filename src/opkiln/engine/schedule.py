@@ -112,7 +112,9 @@ class _Run:
             with self.changed:
                 self._add_threads()
                 while self.failure is None and len(self.results) < len(self.tasks):
-                    self.changed.wait()
+                    # Not without end: a signal that strikes just before the wait, or that the
+                    # kernel hands to another thread, is raised here only once it returns.
+                    self.changed.wait(0.1)
         finally:
             # Normally they are all about to end. After an interrupt this is what ends them: each
             # kills its process group and waits for it. A second interrupt waits no longer.

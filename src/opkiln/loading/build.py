@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from opkiln import plan as plans
 from opkiln import process
+from opkiln.digest import sha256_file
 from opkiln.engine import events, schedule
 from opkiln.engine.schedule import StepFailed
 from opkiln.errors import BuildError, OpkilnError, SourcesChanging, StoreError, StoreWarning
@@ -18,7 +19,7 @@ from opkiln.loading import compile as compiling
 from opkiln.loading import failure, loadtest, receipt, seal
 from opkiln.model import ABI_NONE, ABI_STABLE, INLINE_ROOT, Artifact, OpSpec, Plan, Target
 from opkiln.settings import settings
-from opkiln.store import deps, key, lock, publish
+from opkiln.store import deps, key, libraries, lock, publish
 from opkiln.store.entry import Leaf
 from opkiln.store.layers import Store
 from opkiln.toolchain import host, torch_sdk
@@ -148,13 +149,18 @@ class _Build:
         """Compile and link until one state of the sources went into all of it."""
         for _ in range(_ATTEMPTS):
             objects = compiling.objects(self._plan, self._store, stage)
+            linked = libraries.of(self._plan)
+            mine = (path for path in linked.files if deps.own_place(self._plan, path))
+            before = {path: sha256_file(path) for path in mine}
             log = self._link(stage, objects)
             read = tuple(dict.fromkeys(path for each in objects for path in each.read))
-            dependencies = deps.gather(self._plan, read, deps.Hasher())
+            dependencies = deps.gather(self._plan, read, deps.Hasher(), linked)
             now = deps.own_digests(self._plan, dependencies)
+            for each in objects:
+                before.update(each.own)
             # Each object is right for what it read when it was compiled; a header edited between
             # two compiles would be in one object as it was and in another as it is.
-            if all(now[path] == digest for each in objects for path, digest in each.own.items()):
+            if all(now.get(path, digest) == digest for path, digest in before.items()):
                 fresh = [each for each in objects if not each.cached]
                 return _Linked(
                     path=os.path.join(stage, self._plan.output),
@@ -304,8 +310,6 @@ _kept: list[str] = []
 def _private_copy(path: str) -> tuple[str, str]:
     """A copy of a verified library that lasts as long as this process: (path, sha256)."""
     import atexit
-
-    from opkiln.digest import sha256_file
 
     directory = publish.make_scratch("private")
     process.register_scratch(directory)

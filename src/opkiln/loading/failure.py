@@ -9,7 +9,7 @@ import signal
 
 from opkiln.engine.schedule import StepFailed
 from opkiln.errors import CompileError
-from opkiln.store.location import make_private
+from opkiln.trust import make_private
 
 _DIAGNOSTIC = re.compile(r"^(?P<where>[^\n]+?:\d+(?::\d+)?): (?:fatal )?error: .*$", re.MULTILINE)
 _LINKER = re.compile(r"^.*(?:undefined reference|cannot find -l|ld: ).*$", re.MULTILINE)

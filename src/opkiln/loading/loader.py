@@ -42,14 +42,13 @@ class Loaded(Record):
 _loaded: dict[tuple[str, str], Loaded] = {}
 _opened: dict[str, Any] = {}  # sha256 of a library -> what opening it gave
 _history: dict[tuple[str, str], list[str]] = {}  # an op's libraries in this process, oldest first
-_lock = threading.RLock()
+_locks: dict[tuple[str, str], threading.RLock] = {}  # one per op: two ops may build at once
 _told: set[str] = set()
 
 
 def _after_fork() -> None:
-    # The forking thread may not have been the one inside: the child must not inherit its lock.
-    global _lock
-    _lock = threading.RLock()
+    # The thread that forked may not be the one that is inside; the child must not wait for it.
+    _locks.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -65,7 +64,7 @@ def load(op: Op, *, again: bool = False, must_be_native: bool = False) -> Loaded
     known = _loaded.get(name)
     if known is not None and not again and (known.artifact is not None or not must_be_native):
         return known
-    with _lock:
+    with _locks.setdefault(name, threading.RLock()):
         known = _loaded.get(name)
         if known is not None and not again and (known.artifact is not None or not must_be_native):
             return known

@@ -126,7 +126,7 @@ def write(
     }
     temporary = f"{path}.{os.getpid()}-{os.urandom(6).hex()}"
     try:
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        trust.make_private(os.path.dirname(path))
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "w") as file:
             json.dump(receipt, file, separators=(",", ":"))

@@ -121,7 +121,7 @@ def find(spec: OpSpec, target: Target, store: Store, trace: Trace) -> Artifact |
     if toolchain is not None:
         build = key.build_key(plans.make(spec, target, toolchain))
     elif host.available():
-        trace.add("store", "none", "the compiler is not known yet", store.memory)
+        trace.add("store", "none", "the compiler is not known yet", store.root or "")
         build = ""  # it must be asked who it is before any entry can be its own
     places = plans.anchors_of(spec, toolchain)
     hasher = deps.Hasher()

@@ -30,6 +30,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from opkiln.store.libraries import Libraries
+
 Place = tuple[str, str]  # (anchor, path below it)
 
 _INCLUDE_FLAGS = ("-I", "-isystem", "-iquote", "-idirafter")
@@ -170,13 +172,25 @@ def _flagged(flags: tuple[str, ...]) -> Iterator[str]:
                 yield path
 
 
-def gather(plan: Plan, read: Iterable[str], hasher: Hasher) -> Dependencies:
-    """The dependencies of a build that read these files. Raises OSError if one is gone."""
+def gather(
+    plan: Plan, read: Iterable[str], hasher: Hasher, linked: Libraries | None = None
+) -> Dependencies:
+    """The dependencies of a build that read these files, and linked these libraries.
+
+    Raises OSError if one is gone.
+    """
     own: dict[Place, Dep] = {}
     external: dict[str, str] = {}
     paths = list(read)
     names = set(_included_names(plan, paths))
+    for path in paths:
+        if own_place(plan, path) is not None:
+            names |= _asked_for(path)
     directories = dict.fromkeys(_author_directories(plan))
+    if linked is not None:
+        paths += linked.files
+        names.update(linked.names)
+        directories.update(dict.fromkeys(linked.directories))
     inline = {("src", source) for source, _ in plan.spec.inline}
     for path in paths:
         place = own_place(plan, path)
@@ -184,7 +198,6 @@ def gather(plan: Plan, read: Iterable[str], hasher: Hasher) -> Dependencies:
             if not _covered(plan, path):
                 external[path] = hasher(path)[0]
             continue
-        names |= _asked_for(path)
         if place not in inline:  # its text is part of the intent, and its file goes with the build
             digest, signature = hasher(path)
             own[place] = Dep(*place, digest, signature)

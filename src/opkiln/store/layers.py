@@ -40,11 +40,14 @@ class Store:
         return self.location.writable
 
     @property
-    def memory(self) -> str:
-        """Where probes are remembered: the first layer's, even if it can only be read."""
-        roots = [self.root, *(layer.root for layer in self.location.layers)]
-        first = next((root for root in roots if root is not None), "/nonexistent")
-        return os.path.join(first, "toolchains")
+    def memory(self) -> tuple[str, ...]:
+        """Where probes are remembered: written to the first, read from all.
+
+        A warm store that can only be read must serve without asking the compiler anew.
+        """
+        roots = [self.root, *(layer.root for layer in self.location.layers if not layer.listed)]
+        named = dict.fromkeys(root for root in roots if root is not None)
+        return tuple(os.path.join(root, "toolchains") for root in named)
 
     def find_op(
         self,

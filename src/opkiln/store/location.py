@@ -39,7 +39,8 @@ def choose() -> Location:
     writable: str | None = None
     for candidate, asked in store_candidates():
         usable, readable, reason = _examine(candidate)
-        if readable:
+        if readable or usable:
+            # Also one that is still to be made: another process may make and fill it meanwhile.
             layers.append(Layer(os.path.join(candidate, LAYOUT)))
         if usable:
             writable = os.path.join(candidate, LAYOUT)
@@ -80,15 +81,3 @@ def _creatable(path: str) -> tuple[bool, bool, str]:
     if not os.access(parent, os.W_OK | os.X_OK):
         return False, False, f"{parent} is read-only"
     return True, False, ""
-
-
-def make_private(path: str) -> None:
-    """Make a directory, and what is missing above it, for this user alone. Raises OSError."""
-    if os.path.isdir(path):
-        return
-    make_private(os.path.dirname(path))
-    try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        if not os.path.isdir(path):
-            raise

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from opkiln import errors
-from opkiln.store.location import make_private
+from opkiln.trust import make_private
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from opkiln.errors import StoreError
 from opkiln.settings import settings
-from opkiln.store.location import make_private
+from opkiln.trust import make_private
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

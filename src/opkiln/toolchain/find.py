@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from opkiln.record import Record
-from opkiln.settings import settings
+from opkiln.settings import origin_of, settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -52,10 +52,17 @@ def _executable(path: str) -> bool:
     return os.access(path, os.X_OK) and not os.path.isdir(path)
 
 
+def launcher() -> str | None:
+    """What is to run before the compiler: ``OPKILN_LAUNCHER``, or the first word of ``CXX``."""
+    command = settings.cxx
+    return settings.launcher or (command[0] if command and len(command) > 1 else None)
+
+
 def cxx_candidates() -> Iterator[Candidate]:
     """Host C++ compilers in the order of preference: the one that was named, else PATH's."""
-    wanted, origin = type(settings).__dict__["cxx"].resolve()
-    if wanted is not None:
+    command, origin = origin_of("cxx")
+    if command:
+        wanted = command[-1]
         path = first(wanted)
         if path is None:
             yield Candidate(wanted, origin, "no such program")

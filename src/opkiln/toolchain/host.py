@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 REQUIRED = "-std=c++20"
 
 
-def recall(memory: str) -> Toolchain | None:
+def recall(memory: tuple[str, ...]) -> Toolchain | None:
     """The compiler that would be chosen, if it is remembered. Starts no process, writes nothing."""
     for candidate in find.cxx_candidates():
         if candidate.refused:
@@ -35,7 +35,7 @@ def recall(memory: str) -> Toolchain | None:
     return None
 
 
-def choose(memory: str) -> Toolchain:
+def choose(memory: tuple[str, ...]) -> Toolchain:
     """The first compiler that can be used, probed where nothing is remembered of it.
 
     Raises ToolchainError with each candidate and why it was refused.
@@ -52,7 +52,7 @@ def choose(memory: str) -> Toolchain:
     )
 
 
-def candidates(memory: str) -> list[Candidate]:
+def candidates(memory: tuple[str, ...]) -> list[Candidate]:
     """Every host compiler that was considered, for reports."""
     return [candidate for candidate, _ in _examined(memory)]
 
@@ -62,7 +62,7 @@ def available() -> bool:
     return any(not candidate.refused for candidate in find.cxx_candidates())
 
 
-def evidence(memory: str, toolchain: Toolchain) -> dict[str, list[Any]] | None:
+def evidence(memory: tuple[str, ...], toolchain: Toolchain) -> dict[str, list[Any]] | None:
     """What the choice of this compiler rests on, as facts that ``stat`` can check.
 
     None where it cannot be put that way: another candidate was asked, and refused, before it.
@@ -73,9 +73,10 @@ def evidence(memory: str, toolchain: Toolchain) -> dict[str, list[Any]] | None:
     record = _recall(memory, toolchain.cxx)
     if record is None:
         return None
-    names = [settings.cxx or "g++", *(name for name, _ in record["resolved"][1:])]
+    chosen = settings.cxx[-1] if settings.cxx else "g++"
+    names = [chosen, *(name for name, _ in record["resolved"][1:])]
     if toolchain.launcher is not None:
-        names.append(settings.launcher)
+        names.append(toolchain.launcher)
     programs = [(path, os.path.realpath(path)) for name in names if (path := find.first(name))]
     return {
         "unchanged": record["signatures"],
@@ -84,7 +85,7 @@ def evidence(memory: str, toolchain: Toolchain) -> dict[str, list[Any]] | None:
     }
 
 
-def _examined(memory: str) -> Iterator[tuple[Candidate, dict[str, Any] | None]]:
+def _examined(memory: tuple[str, ...]) -> Iterator[tuple[Candidate, dict[str, Any] | None]]:
     for candidate in find.cxx_candidates():
         if candidate.refused:
             yield candidate, None
@@ -101,7 +102,7 @@ def _subject(path: str) -> str:
     return f"host {path}"
 
 
-def _recall(memory: str, path: str) -> dict[str, Any] | None:
+def _recall(memory: tuple[str, ...], path: str) -> dict[str, Any] | None:
     record = memo.recall(memory, _subject(path))
     if record is None:
         return None
@@ -115,7 +116,7 @@ def _recall(memory: str, path: str) -> dict[str, Any] | None:
 
 
 def _toolchain(path: str, record: dict[str, Any]) -> Toolchain:
-    launcher = settings.launcher
+    launcher = find.launcher()
     if launcher is not None:
         found = find.first(launcher)
         if found is None:

@@ -14,7 +14,10 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 def can_link(
-    memory: str, function: str, libraries: tuple[str, ...], directories: tuple[str, ...] = ()
+    memory: tuple[str, ...],
+    function: str,
+    libraries: tuple[str, ...],
+    directories: tuple[str, ...] = (),
 ) -> bool:
     """Whether a program that calls ``function`` links with ``libraries``. Raises ToolchainError."""
     from opkiln.process import run

@@ -11,12 +11,18 @@ import os
 from typing import Any
 
 from opkiln.digest import Signature, key
+from opkiln.trust import make_private
 
 SCHEMA = 1
 
 
-def recall(directory: str, subject: str) -> dict[str, Any] | None:
-    """The record on this subject, if what it describes is unchanged."""
+def recall(directories: tuple[str, ...], subject: str) -> dict[str, Any] | None:
+    """The first record on this subject that describes it as it is."""
+    found = (_recall(directory, subject) for directory in directories)
+    return next((record for record in found if record is not None), None)
+
+
+def _recall(directory: str, subject: str) -> dict[str, Any] | None:
     try:
         with open(_path(directory, subject), "rb") as file:
             record = json.loads(file.read())
@@ -31,22 +37,31 @@ def recall(directory: str, subject: str) -> dict[str, Any] | None:
 
 
 def remember(
-    directory: str, subject: str, facts: dict[str, Any], files: list[str], asked_at: int
+    directories: tuple[str, ...],
+    subject: str,
+    facts: dict[str, Any],
+    files: list[str],
+    asked_at: int | None = None,
 ) -> None:
-    """Keep facts about a subject, bound to these files. A store that cannot be written is fine.
+    """Keep facts about a subject, bound to these files, in the first of the directories.
 
-    ``asked_at`` is the time before the first question: a file that changed since then may not be
-    the one that answered, and a signature read that early is not believed for it.
+    None, or one that cannot be written, is fine.
+
+    ``asked_at`` is the time before the first question, now if left out: a file that changed since
+    may not be the one that answered, so its signature is not to be believed.
     """
-    signatures = [[path, *Signature.of(path)._replace(read_at=asked_at)] for path in files]
+    if not directories:
+        return
+    signed = ((path, Signature.of(path)) for path in files)
+    signatures = [[path, *sig._replace(read_at=asked_at or sig.read_at)] for path, sig in signed]
     record = {**facts, "schema": SCHEMA, "subject": subject, "signatures": signatures}
-    temporary = f"{_path(directory, subject)}.{os.getpid()}-{os.urandom(6).hex()}"
+    temporary = f"{_path(directories[0], subject)}.{os.getpid()}-{os.urandom(6).hex()}"
     try:
-        os.makedirs(directory, mode=0o700, exist_ok=True)
+        make_private(directories[0])
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "w") as file:
             json.dump(record, file)
-        os.replace(temporary, _path(directory, subject))
+        os.replace(temporary, _path(directories[0], subject))
     except OSError:
         # A read-only or full store: the next process probes again, which is only slower.
         try:

@@ -13,7 +13,7 @@
 
 #include "vec.h"
 
-namespace opkiln::inline OPKILN_ISA {
+OPKILN_NAMESPACE_BEGIN
 
 // One tensor's memory and its type.
 struct Stream {
@@ -187,4 +187,4 @@ class Flat {
   std::vector<int64_t> starts_;
 };
 
-}  // namespace opkiln::inline OPKILN_ISA
+OPKILN_NAMESPACE_END

@@ -8,13 +8,12 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include <numeric>
 #include <string>
 #include <vector>
 
 #include "streams.h"
 
-namespace opkiln::inline OPKILN_ISA {
+OPKILN_NAMESPACE_BEGIN
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -50,21 +49,17 @@ inline void check_length(const Argument& list, const Argument& like) {
 // dimensions: contiguous, transposed, channels-last.
 [[gnu::cold]] inline bool is_dense(const Tensor& tensor) {
   const auto sizes = tensor.sizes(), strides = tensor.strides();
-  std::vector<std::size_t> order(sizes.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::sort(order.begin(), order.end(),
-            [&](std::size_t a, std::size_t b) { return strides[a] < strides[b]; });
-  int64_t expected = 1;
-  for (const std::size_t d : order) {
-    if (sizes[d] == 1) {
-      continue;
+  int64_t filled = 1;  // elements in the stretch that the dimensions found so far make up
+  for (bool grown = true; grown;) {
+    grown = false;
+    for (std::size_t d = 0; d < sizes.size(); ++d) {
+      if (sizes[d] > 1 && strides[d] == filled) {
+        filled *= sizes[d];
+        grown = true;
+      }
     }
-    if (strides[d] != expected) {
-      return false;
-    }
-    expected *= sizes[d];
   }
-  return true;
+  return filled == tensor.numel();
 }
 
 [[gnu::cold]] inline bool same_layout(const Tensor& a, const Tensor& b) {
@@ -178,4 +173,4 @@ void parallel_sweep(std::vector<Item<N>> items, const Body& body) {
   });
 }
 
-}  // namespace opkiln::inline OPKILN_ISA
+OPKILN_NAMESPACE_END

@@ -23,9 +23,16 @@
 #define OPKILN_ISA portable
 #endif
 
-// The instruction set is part of every symbol: two variants of an op may be loaded in one process,
-// and must not share inline functions.
-namespace opkiln::inline OPKILN_ISA {
+// The instruction set is part of every symbol, and all are hidden: two variants of an op may be
+// loaded in one process, and must not share inline functions.
+#define OPKILN_NAMESPACE_BEGIN \
+  namespace opkiln {           \
+  inline namespace [[gnu::visibility("hidden")]] OPKILN_ISA {
+#define OPKILN_NAMESPACE_END \
+  }                          \
+  }
+
+OPKILN_NAMESPACE_BEGIN
 
 struct BFloat16 {
   uint16_t bits;
@@ -89,7 +96,7 @@ inline Float16 narrow_float16(float value) {
   return {static_cast<uint16_t>(sign | ((rounded - ((127u - 15u) << 23)) >> 13))};
 }
 
-}  // namespace opkiln::inline OPKILN_ISA
+OPKILN_NAMESPACE_END
 
 #if defined(OPKILN_AVX512)
 #include "vec_avx512.h"

@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-namespace opkiln::inline OPKILN_ISA {
+OPKILN_NAMESPACE_BEGIN
 
 struct Vec {
   static constexpr int kLanes = 8;
@@ -69,4 +69,4 @@ struct Vec {
   }
 };
 
-}  // namespace opkiln::inline OPKILN_ISA
+OPKILN_NAMESPACE_END

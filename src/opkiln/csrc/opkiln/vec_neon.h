@@ -3,7 +3,7 @@
 
 #include <arm_neon.h>
 
-namespace opkiln::inline OPKILN_ISA {
+OPKILN_NAMESPACE_BEGIN
 
 struct Vec {
   static constexpr int kLanes = 4;
@@ -65,4 +65,4 @@ struct Vec {
   }
 };
 
-}  // namespace opkiln::inline OPKILN_ISA
+OPKILN_NAMESPACE_END

@@ -2,7 +2,7 @@
 // x86-64). Included by vec.h alone.
 #pragma once
 
-namespace opkiln::inline OPKILN_ISA {
+OPKILN_NAMESPACE_BEGIN
 
 struct Vec {
   static constexpr int kLanes = 4;
@@ -73,4 +73,4 @@ struct Vec {
   }
 };
 
-}  // namespace opkiln::inline OPKILN_ISA
+OPKILN_NAMESPACE_END

@@ -45,7 +45,7 @@ def run() -> dict[str, Any]:
     loaded = time.perf_counter()
 
     from opkiln.loading import loader
-    from opkiln.optim import CPUAdam
+    from opkiln.ops.cpu_adam.optimizer import CPUAdam
 
     ours, losses, seconds = _train(CPUAdam)
     theirs, _, their_seconds = _train(torch.optim.AdamW)

@@ -1,0 +1,49 @@
+"""What a link reads besides its objects: libraries and scripts of the author's and the user's.
+
+No dependency file lists them. They are found here as the linker finds them: by their path, or by
+name in the ``-L`` directories. What it finds on its own path belongs to the system, and is found
+again at run time.
+"""
+
+from __future__ import annotations
+
+import os
+
+from opkiln.model import Plan
+from opkiln.record import Record
+
+
+class Libraries(Record):
+    """Files that a link reads; names, and directories in which a new file could come first."""
+
+    files: tuple[str, ...]
+    names: tuple[str, ...]
+    directories: tuple[str, ...]
+
+
+def of(plan: Plan) -> Libraries:
+    """The libraries that a plan's link names, as they are now."""
+    users = dict(plan.target.flags)
+    named = (f"-l{name}" for name in plan.spec.libraries)
+    flags = (*plan.spec.ldflags, *named, *users.get("ldflags", ()))
+    words = [word for flag in flags for word in _words(flag)]
+    files, names, directories = [], [], []
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith("-L"):
+            directories.append(word[2:] or following)
+        elif word.startswith("-l"):
+            name = word[2:] or following
+            exact = name.startswith(":")
+            names += [name[1:]] if exact else [f"lib{name}.so", f"lib{name}.a"]
+        else:
+            files.append(word.rpartition("=")[2])
+    searched = [
+        path for path in (*directories, *users.get("library_path", ())) if os.path.isabs(path)
+    ]
+    files += [os.path.join(directory, name) for directory in searched for name in names]
+    present = (path for path in files if os.path.isabs(path) and os.path.isfile(path))
+    return Libraries(tuple(dict.fromkeys(present)), tuple(names), tuple(dict.fromkeys(searched)))
+
+
+def _words(flag: str) -> list[str]:
+    return flag.split(",")[1:] if flag.startswith("-Wl,") else [flag]

@@ -1,0 +1,285 @@
+"""What makes the cache compile, and what does not."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sample import child
+from sample.package import Steps, rest, settle
+
+import opkiln
+from opkiln import registry
+from opkiln.engine import events
+from opkiln.settings import override
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from sample.package import Package
+
+ALL = ["csrc/add.cpp", "csrc/scale.cpp", "csrc/where.cpp"]
+
+
+@pytest.fixture
+def built(plain: Package) -> Package:
+    """The sample, built once, its files old enough for every shortcut to apply."""
+    settle(*plain.files())
+    assert plain.load().add(1, 2) == 103
+    return plain
+
+
+def looked(package: Package, **attributes: Any) -> tuple[Any, Steps]:
+    """Load the op as it is now: (it, the steps that took)."""
+    steps = Steps()
+    with events.listening(steps):
+        return package.load(**attributes), steps
+
+
+def changes(package: Package, **attributes: Any) -> str:
+    """What `opkiln explain` would say has changed."""
+    from opkiln.loading.explain import explain
+
+    return "\n".join(explain(package.builder(**attributes).op()).changes)
+
+
+def test_a_cold_cache_compiles_every_source_and_links_once(plain: Package, steps: Steps) -> None:
+    library = plain.load()
+    assert (library.add(1, 2), library.scale(2)) == (103, 106)
+    assert steps.compiled == ALL
+    assert steps.linked == 1
+
+
+def test_a_second_load_in_this_process_is_the_same_library(built: Package) -> None:
+    again, steps = looked(built)
+    assert again is built.builder().load()
+    assert steps.seen == []
+
+
+def test_another_process_finds_it_and_runs_no_step(built: Package) -> None:
+    out = child.run(f"""
+        from opkiln.engine import events
+        from {built.name}.op import PlainBuilder
+        seen = []
+        with events.listening(seen.append):
+            print(PlainBuilder().load().add(1, 2), len(seen))
+    """, path=[built.where])  # fmt: skip
+    assert out.split() == ["103", "0"]
+
+
+def test_an_edited_header_recompiles_its_dependents_and_nothing_else(built: Package) -> None:
+    built.edit("csrc/include/scale.h", "kScale = 3", "kScale = 4")
+    assert "csrc/include/scale.h changed" in changes(built)
+    library, steps = looked(built)
+    assert library.scale(2) == 108
+    assert steps.compiled == ["csrc/scale.cpp"]
+    assert steps.labels(cached=True) == ["csrc/add.cpp", "csrc/where.cpp"]
+
+    built.edit("csrc/include/shared.h", "= 100", "= 200")
+    library, steps = looked(built)
+    assert (library.add(1, 2), library.scale(2)) == (203, 208)
+    assert steps.compiled == ["csrc/add.cpp", "csrc/scale.cpp"]
+
+
+def test_an_edited_source_recompiles_itself(built: Package) -> None:
+    built.edit("csrc/add.cpp", "a + b", "a - b")
+    library, steps = looked(built)
+    assert library.add(1, 2) == 99
+    assert steps.compiled == ["csrc/add.cpp"]
+
+
+def test_an_edit_that_is_taken_back_is_a_hit_again(built: Package) -> None:
+    built.edit("csrc/add.cpp", "a + b", "a - b")
+    looked(built)
+    built.edit("csrc/add.cpp", "a - b", "a + b")
+    library, steps = looked(built)
+    assert library.add(1, 2) == 103
+    assert steps.seen == []
+
+
+@pytest.mark.parametrize("when", [0.0, -20 * 365.25 * 86400, 20 * 365.25 * 86400])
+def test_touching_every_file_recompiles_nothing(built: Package, when: float) -> None:
+    moment = time.time() + when
+    for path in built.files():
+        os.utime(path, (moment, moment))
+    for _ in range(3):  # also with times in the future, and also the third time
+        library, steps = looked(built)
+        assert library.add(1, 2) == 103
+        assert steps.seen == []
+
+
+@pytest.mark.parametrize("years", [-20, 20])
+def test_an_edit_shows_whatever_time_it_bears(built: Package, years: int) -> None:
+    header = built / "csrc/include/shared.h"
+    for value in range(101, 104):
+        header.write_text(header.read_text().replace(str(value - 1), str(value)))
+        moment = time.time() + years * 365.25 * 86400
+        os.utime(header, (moment, moment))
+        rest()
+        library, steps = looked(built)
+        assert library.add(0, 0) == value
+        assert steps.compiled == ["csrc/add.cpp", "csrc/scale.cpp"]
+
+
+def test_an_edit_under_the_old_size_and_time_shows(built: Package) -> None:
+    header = built / "csrc/include/shared.h"
+    before = os.stat(header)
+    header.write_text(header.read_text().replace("= 100", "= 300"))
+    os.utime(header, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = os.stat(header)
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert looked(built)[0].add(0, 0) == 300
+
+
+@pytest.mark.parametrize("place", ["csrc/first", "csrc"])
+def test_a_new_header_that_shadows_another_is_noticed(built: Package, place: str) -> None:
+    (built / place / "shared.h").write_text("constexpr int kShared = 7;\n")
+    rest()
+    assert "is new on the include path" in changes(built)
+    library, steps = looked(built)
+    assert library.add(0, 0) == 7
+    assert steps.compiled == ["csrc/add.cpp", "csrc/scale.cpp"]
+    (built / place / "shared.h").unlink()
+    assert looked(built)[0].add(0, 0) == 100
+
+
+def test_a_new_file_that_nobody_includes_changes_nothing(built: Package) -> None:
+    (built / "csrc/first/other.h").write_text("#error never included\n")
+    (built / "csrc/notes.txt").write_text("x")
+    assert looked(built)[1].seen == []
+
+
+def test_a_changed_flag_rebuilds_and_explain_names_it(built: Package) -> None:
+    assert "-DEXTRA=1" in changes(built, FLAGS=("-DEXTRA=1",))
+    _, steps = looked(built, FLAGS=("-DEXTRA=1",))
+    assert steps.compiled == ALL
+    assert looked(built, FLAGS=("-DEXTRA=1",))[1].seen == []
+    assert looked(built)[1].seen == [], "the old flags' entry is still there"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("CXXFLAGS", "-DUSERS=1"), ("CPPFLAGS", "-DUSERS=1"), ("LDFLAGS", "-Wl,-z,now"),
+     ("OPKILN_DEBUG", "1"), ("CPATH", "/opt/no/such/include")],
+)  # fmt: skip
+def test_a_users_variable_rebuilds_and_explain_names_it(
+    built: Package, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    told = changes(built)
+    assert value in told or "debug: False -> True" in told
+    assert looked(built)[1].linked == 1
+    assert looked(built)[1].seen == []
+
+
+@pytest.mark.parametrize(
+    "variable", ["C_INCLUDE_PATH", "GCC_EXEC_PREFIX", "COMPILER_PATH", "DEPENDENCIES_OUTPUT"]
+)
+def test_a_variable_behind_the_command_line_reaches_no_compiler_and_is_named(
+    plain: Package, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str
+) -> None:
+    from opkiln.loading.explain import explain
+
+    shadow = tmp_path / "shadow"
+    shadow.mkdir()
+    (shadow / "shared.h").write_text("constexpr int kShared = -1;\n")
+    monkeypatch.setenv(variable, str(shadow))
+    assert plain.load().add(0, 0) == 100
+    told = explain(plain.builder().op())
+    assert variable in told.dropped
+    assert variable in str(told)
+    assert sorted(shadow.iterdir()) == [shadow / "shared.h"]
+
+
+def test_cpath_is_searched_and_what_it_holds_is_watched(
+    plain: Package, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "theirs.h").write_text("constexpr int kTheirs = 1;\n")
+    plain.edit("csrc/add.cpp", '"shared.h"', '"shared.h"\n#include <theirs.h>')
+    plain.edit("csrc/add.cpp", "kShared;", "kTheirs;")
+    monkeypatch.setenv("CPATH", str(theirs))
+    assert plain.load().add(0, 0) == 1
+    (theirs / "theirs.h").write_text("constexpr int kTheirs = 2;\n")
+    rest()
+    library, steps = looked(plain)
+    assert library.add(0, 0) == 2
+    assert steps.compiled == ["csrc/add.cpp"]
+
+
+def test_a_moved_package_is_a_hit(built: Package, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere with a blank"
+    shutil.copytree(built.path, moved / built.name)
+    out = child.run(f"""
+        from opkiln.engine import events
+        from {built.name}.op import PlainBuilder
+        seen = []
+        with events.listening(seen.append):
+            builder = PlainBuilder()
+            print(builder.load().add(1, 2), len(seen), builder.root)
+    """, path=[moved])  # fmt: skip
+    assert out.strip() == f"103 0 {moved / built.name}"
+
+
+def test_an_edit_in_a_moved_package_is_its_own(built: Package, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(built.path, moved / built.name)
+    header = moved / built.name / "csrc/include/shared.h"
+    header.write_text(header.read_text().replace("= 100", "= 500"))
+    code = f"from {built.name}.op import PlainBuilder; print(PlainBuilder().load().add(0, 0))"
+    assert child.run(code, path=[moved]).strip() == "500"
+    assert child.run(code, path=[built.where]).strip() == "100"
+
+
+def test_random_edits_never_load_stale(built: Package) -> None:
+    chance = random.Random(9)
+    header = built / "csrc/include/scale.h"
+    for _ in range(6):
+        value = chance.randrange(10_000)
+        header.write_text(f"constexpr int kScale = {value};\n")
+        moment = time.time() + chance.uniform(-20, 20) * 365.25 * 86400
+        os.utime(header, (moment, moment))
+        assert looked(built)[0].scale(1) == value + 100
+
+
+def test_a_damaged_library_is_replaced_and_never_loaded(built: Package, cache: Path) -> None:
+    (library,) = cache.glob("v1/ops/*/plain/*/*/*/plain.so")
+    data = bytearray(library.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    library.write_bytes(data)
+    out = child.run(f"""
+        from {built.name}.op import PlainBuilder
+        from opkiln.loading import loader
+        print(PlainBuilder().load().add(1, 2))
+        print(next(iter(loader.traces().values())))
+    """, path=[built.where])  # fmt: skip
+    assert out.startswith("103\n")
+    assert "another digest" in out
+    assert library.read_bytes() != bytes(data)
+
+
+def test_a_lower_cpu_level_is_another_entry(built: Package) -> None:
+    with override(cpu="x86-64-v2"):
+        assert "target cpu" in changes(built)
+        assert looked(built)[1].compiled == ALL
+        assert looked(built)[1].seen == []
+    assert looked(built)[1].seen == []
+
+
+def test_explain_by_name_reaches_an_op_of_another_package(
+    built: Package, package: Callable[..., Package]
+) -> None:
+    info = built.where / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[opkiln.ops]\ntheirs = {built.name}.op:PlainBuilder\n")
+    text = str(opkiln.explain("theirs"))
+    assert text.startswith("plain: as loaded by this process")
+    assert "build     taken    compiled 3 file(s)" in text
+    assert "theirs" in registry.ALL_OPS

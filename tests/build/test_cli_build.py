@@ -1,0 +1,379 @@
+"""The command line with real compilers, real stores and real processes."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sample.package import Package
+
+DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
+
+
+class Opkiln:
+    """Runs the command line in processes of their own, with the packages that were offered."""
+
+    def __init__(self, site: Path) -> None:
+        self.site = site
+        self.environment = {**os.environ, "PYTHONPATH": str(site), "OPKILN_PROGRESS": "lines"}
+
+    def offer(self, package: Package, op: str, kind: str) -> None:
+        """Let a package provide an op, as an installed distribution does."""
+        metadata = self.site / f"{op}-1.0.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {op}\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text(
+            f"[opkiln.ops]\n{op} = {package.name}.op:{kind}\n"
+        )
+
+    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "opkiln", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**self.environment, **variables},
+        )
+
+    def __call__(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        child = self.start(*arguments, **variables)
+        out, err = child.communicate(timeout=300)
+        assert "Traceback" not in err, err
+        return subprocess.CompletedProcess(child.args, child.returncode, out, err)
+
+    def json(self, *arguments: str, **variables: str) -> Any:
+        done = self(*arguments, "--json", **variables)
+        assert done.returncode in (0, 1), done.stderr
+        return json.loads(done.stdout)
+
+
+@pytest.fixture
+def opkiln(tmp_path: Path) -> Opkiln:
+    return Opkiln(tmp_path / "packages")
+
+
+@pytest.fixture
+def op(opkiln: Opkiln, plain: Package) -> Package:
+    """A torch-free op named ``plain``, provided by a package."""
+    opkiln.offer(plain, "plain", "PlainBuilder")
+    return plain
+
+
+@pytest.fixture
+def second(opkiln: Opkiln, package: Callable[..., Package]) -> Package:
+    """Another one, named ``other``."""
+    made = package("plain")
+    made.edit("op.py", 'NAME = "plain"', 'NAME = "other"')
+    opkiln.offer(made, "other", "PlainBuilder")
+    return made
+
+
+@pytest.fixture
+def no_compiler(tmp_path: Path) -> dict[str, str]:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    return {"PATH": str(empty)}
+
+
+def entry(opkiln: Opkiln, name: str = "plain") -> Path:
+    (found,) = [each for each in opkiln.json("cache", "list")["entries"] if each["name"] == name]
+    return Path(found["payload"])
+
+
+def test_an_op_is_built_once_and_then_found(opkiln: Opkiln, op: Package) -> None:
+    first = opkiln("build", "plain")
+    assert first.returncode == 0
+    assert re.search(r"^plain +built +\d+\.\d\d +/.*/plain\.so$", first.stdout, re.MULTILINE)
+    assert "built plain in" in first.stderr
+    second = opkiln("build", "plain")
+    assert re.search(r"^plain +cached ", second.stdout, re.MULTILINE)
+    assert second.stderr == ""
+    (row,) = opkiln.json("build", "plain")["ops"]
+    assert row["status"] == "cached"
+    assert hashlib.sha256(Path(row["path"]).read_bytes()).hexdigest() == row["sha256"]
+
+
+def test_a_build_of_what_is_built_imports_neither_torch_nor_the_engine(
+    opkiln: Opkiln, op: Package
+) -> None:
+    assert opkiln("build", "plain").returncode == 0
+    command = [sys.executable, "-X", "importtime", "-m", "opkiln", "build", "plain"]
+    done = subprocess.run(
+        command, env=opkiln.environment, capture_output=True, text=True, check=True
+    )
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "opkiln.loading.resolve" in imported
+    assert not imported & {"torch", "opkiln.engine.schedule", "opkiln.process"}
+
+
+def test_ops_build_together_and_leave_one_trace(
+    opkiln: Opkiln, op: Package, second: Package, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.json"
+    done = opkiln("build", "plain", "other", "-j", "1", "--trace", str(trace))
+    assert done.returncode == 0
+    assert [line.split()[:2] for line in done.stdout.splitlines()[1:]] == [
+        ["plain", "built"], ["other", "built"],
+    ]  # fmt: skip
+    events = json.loads(trace.read_text())["traceEvents"]
+    steps = [each for each in events if each["ph"] == "X" and each["tid"] < 1000]
+    assert {each["cat"] for each in steps} == {"plain", "other"}
+    assert len(steps) == 8
+    # -j 1: no two processes at once, although the ops were built by two threads.
+    steps.sort(key=lambda each: each["ts"])
+    for one, following in itertools.pairwise(steps):
+        assert one["ts"] + one["dur"] <= following["ts"] + 1
+
+
+def test_an_op_that_does_not_compile_exits_with_4_and_the_others_are_built(
+    opkiln: Opkiln, op: Package, second: Package
+) -> None:
+    source = next((op / "csrc").glob("add.cpp"))
+    source.write_text(source.read_text() + "\nint broken() { return nothing; }\n")
+    done = opkiln("build", "plain", "other")
+    assert done.returncode == 4
+    assert re.search(r"^other +built ", done.stdout, re.MULTILINE)
+    assert len(done.stdout.splitlines()) == 2
+    assert re.search(r"add\.cpp:\d+:\d+: error: .*nothing", done.stderr)
+    assert "error: op plain: csrc/add.cpp does not compile" in done.stderr
+    assert [each["name"] for each in opkiln.json("cache", "list")["entries"]] == ["other"]
+
+
+def test_all_skips_what_its_author_says_cannot_run_and_names_the_reason(
+    opkiln: Opkiln, op: Package, tmp_path: Path
+) -> None:
+    op.edit(
+        "op.py",
+        "    def sources",
+        "    def is_compatible(self, verbose=False):\n"
+        "        self.error_log = 'it needs a quantum computer'\n"
+        "        return False\n\n"
+        "    def sources",
+    )
+    # The bundled op must not cost this test a minute: it is skipped for want of a torch.
+    (tmp_path / "packages" / "torch").mkdir()
+    (tmp_path / "packages" / "torch" / "__init__.py").touch()
+    (tmp_path / "packages" / "torch" / "version.py").write_text("__version__ = '2.9.1'\n")
+    done = opkiln("build", "--all")
+    assert done.returncode == 0
+    assert done.stdout == ""
+    assert "skipped plain: it needs a quantum computer" in done.stderr
+    assert re.search(r"skipped cpu_adam: .*2\.9\.1 lacks the stable ABI", done.stderr)
+    # By name it is an explicit request.
+    assert opkiln("build", "plain").returncode == 0
+    assert opkiln("build", "cpu_adam").returncode == 6
+
+
+def test_a_build_that_no_store_can_take_exits_with_5(
+    opkiln: Opkiln, op: Package, cache: Path
+) -> None:
+    (cache / "v1").mkdir(parents=True)
+    cache.chmod(0o700)
+    (cache / "v1" / "staging").touch()  # where a directory has to be
+    done = opkiln("build", "plain")
+    assert done.returncode == 5
+    assert "error: op plain was built, but could not be stored" in done.stderr
+
+
+def test_the_printed_plan_run_by_hand_gives_the_same_bytes(
+    opkiln: Opkiln, op: Package, tmp_path: Path
+) -> None:
+    assert opkiln("build", "plain").returncode == 0
+    script = opkiln("plan", "plain").stdout
+    subprocess.run(["sh", "-e"], input=script, text=True, cwd=tmp_path, check=True)
+    assert (tmp_path / "build" / "plain.so").read_bytes() == entry(opkiln).read_bytes()
+
+
+def test_the_plan_for_programs_is_the_plan_for_people(
+    opkiln: Opkiln, op: Package, tmp_path: Path
+) -> None:
+    stage = str(tmp_path / "a stage")
+    plan = opkiln.json("plan", "plain", "--stage", stage)
+    assert (plan["schema"], plan["op"]) == (1, "plain")
+    assert [step["kind"] for step in plan["steps"]] == ["compile"] * 3 + ["link"]
+    script = opkiln("plan", "plain", "--stage", stage).stdout.splitlines()
+    commands = [shlex.split(line) for line in script if " -o " in line]
+    assignments = [f"{name}={value}" for name, value in plan["environment"].items()]
+    assert commands == [[*assignments, *step["argv"]] for step in plan["steps"]]
+    assert plan["steps"][-1]["output"] == f"{stage}/plain.so"
+    assert plan["toolchain"]["cxx"] == commands[0][len(assignments)]
+
+
+def test_compile_commands_name_existing_sources(opkiln: Opkiln, op: Package) -> None:
+    done = opkiln("plan", "plain", "--compile-commands")
+    listed = json.loads(done.stdout)
+    assert len(listed) == 3
+    for each in listed:
+        assert Path(each["file"]).is_file()
+        assert each["file"] in each["arguments"]
+        assert Path(each["directory"]).is_dir()
+
+
+def test_explain_names_the_header_that_was_edited(opkiln: Opkiln, op: Package) -> None:
+    assert opkiln("build", "plain").returncode == 0
+    assert "taken" in opkiln("explain", "plain").stdout
+    header = op / "csrc/include/scale.h"
+    header.write_text(header.read_text() + "// edited\n")
+    found = opkiln.json("explain", "plain")
+    assert any("scale.h changed" in change for change in found["changes"])
+    assert "scale.h changed" in opkiln("explain", "plain").stdout
+    assert opkiln("check", "plain").returncode == 1
+
+
+def test_a_warm_store_needs_no_compiler(
+    opkiln: Opkiln, op: Package, no_compiler: dict[str, str]
+) -> None:
+    assert opkiln("check", "plain").returncode == 1
+    cold = opkiln("build", "plain", **no_compiler)
+    assert cold.returncode == 3
+    assert "hint: apt-get install g++" in cold.stderr
+    assert opkiln("build", "plain").returncode == 0
+    warm = opkiln("check", "plain", **no_compiler)
+    assert (warm.returncode, warm.stdout.split()[:2]) == (0, ["plain", "ready"])
+    assert opkiln("build", "plain", **no_compiler).returncode == 0
+    rows = {each["op"]: each for each in opkiln.json("report", **no_compiler)["ops"]}
+    assert (rows["plain"]["cached"], rows["plain"]["compatible"]) == (True, True)
+
+
+def test_a_damaged_entry_is_found_removed_and_rebuilt(opkiln: Opkiln, op: Package) -> None:
+    assert opkiln("build", "plain").returncode == 0
+    assert opkiln("cache", "verify").returncode == 0
+    payload = entry(opkiln)
+    data = bytearray(payload.read_bytes())
+    data[len(data) // 2] ^= 1
+    payload.write_bytes(data)
+    damaged = opkiln("cache", "verify")
+    assert damaged.returncode == 5
+    assert f"damaged  {payload.parent}" in damaged.stdout
+    assert payload.exists()
+    assert f"removed  {payload.parent}" in opkiln("cache", "verify", "--remove").stdout
+    assert not payload.parent.exists()
+    assert opkiln("cache", "verify").returncode == 0
+    (row,) = opkiln.json("build", "plain")["ops"]
+    assert row["status"] == "built"
+
+
+def test_gc_spares_a_library_that_another_process_has_loaded(opkiln: Opkiln, op: Package) -> None:
+    assert opkiln("build", "plain").returncode == 0
+    code = (
+        "import sys; from opkiln.registry import get_builder; get_builder('plain').load();"
+        "print('loaded', flush=True); sys.stdin.read()"
+    )
+    user = subprocess.Popen(
+        [sys.executable, "-c", code], env=opkiln.environment, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert user.stdout is not None
+    assert user.stdout.readline() == "loaded\n"
+    done = opkiln("cache", "gc", "--max-size", "1", "--now")
+    assert done.returncode == 0
+    assert "kept: 1 loaded by processes here" in done.stderr
+    assert entry(opkiln).exists()
+    user.communicate(timeout=30)
+    freed = opkiln.json("cache", "gc", "--max-size", "1", "--now")
+    assert [each["name"] for each in freed["removed"]] == ["plain"]
+    assert opkiln.json("cache", "size")["ops"] == 0
+
+
+def test_clearing_an_op_leaves_the_other_one(opkiln: Opkiln, op: Package, second: Package) -> None:
+    second.edit("op.py", '"csrc/add.cpp", "csrc/scale.cpp", "csrc/where.cpp"', '"csrc/other.cpp"')
+    (second / "csrc/add.cpp").rename(second / "csrc/other.cpp")
+    assert opkiln("build", "plain", "other").returncode == 0
+    done = opkiln("cache", "clear", "--op", "plain", "--yes")
+    assert "4 entries removed" in done.stdout
+    assert opkiln("check", "other").returncode == 0
+    assert opkiln("check", "plain").returncode == 1
+
+
+SLOW = """
+constexpr long spin() { long s = 0; for (long i = 0; i < 400000000; ++i) s += i * i % 7; return s; }
+extern "C" long slow() { constexpr long value = spin(); return value; }
+"""
+
+
+def _compilers_of(marker: str) -> list[str]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if any(marker.encode() in part for part in command) and b"cc1plus" in command[0]:
+            found.append(process.name)
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_interrupted_build_exits_with_130_and_leaves_nothing(
+    opkiln: Opkiln, op: Package, second: Package, tmp_path: Path, cache: Path, count: int
+) -> None:
+    for package in (op, second):
+        (package / "csrc/add.cpp").write_text(SLOW)
+        limits = ["-fconstexpr-ops-limit=9999999999", "-fconstexpr-loop-limit=2000000000"]
+        package.edit("op.py", "return list(self.FLAGS)", f"return {limits}")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    names = ["plain", "other"][:count]
+    child = opkiln.start("build", *names, OPKILN_TMPDIR=str(scratch))
+    deadline = time.monotonic() + 60
+    while not _compilers_of(f"{op.name}/csrc/add.cpp") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=30)
+    assert (child.returncode, out) == (130, "")
+    assert err.rstrip().endswith("interrupted")
+    assert "Traceback" not in err
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and (_compilers_of(op.name) or list(scratch.iterdir())):
+        time.sleep(0.02)
+    assert _compilers_of(op.name) == []
+    assert list(scratch.iterdir()) == []
+    # Nobody is told that the interrupted build had failed.
+    assert not list((cache / "v1").glob("failures/*"))
+
+
+# What needs torch
+
+
+@pytest.mark.slow
+def test_every_documented_command_works_and_the_demo_passes(
+    opkiln: Opkiln, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```console\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    commands = [line[2:] for block in blocks for line in block.splitlines()]
+    assert all(command.startswith("opkiln ") for command in commands)
+    assert len(commands) > 15
+    for command in commands:
+        done = opkiln(*shlex.split(command)[1:])
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        if command == "opkiln demo":
+            assert re.search(r"result +PASS", done.stdout)
+            cold, warm = done.stdout.split("\nwarm: ")
+            assert re.search(r"build +taken: compiled 1 file", cold)
+            assert re.search(r"store +taken: ", warm)
+            assert "compiled" not in warm
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] is not None
+
+
+def test_the_demo_without_a_compiler_exits_with_3(
+    opkiln: Opkiln, no_compiler: dict[str, str]
+) -> None:
+    done = opkiln("demo", **no_compiler)
+    assert done.returncode == 3
+    assert "hint: apt-get install g++" in done.stderr

@@ -1,0 +1,130 @@
+"""The same inputs give the same bytes: in two directories, for two users, on two dates."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from sample import child
+from sample.package import Package
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BUILD = """
+    import sys
+    sys.path.insert(0, sys.argv[1])
+    from repro.op import {kind}Builder
+    from opkiln.loading import resolve
+    from opkiln.loading.trace import Trace
+    made = resolve.artifact({kind}Builder().spec(), Trace())
+    assert made.origin == "built"
+"""
+# A source that tries: the file's name, debug information, an anonymous namespace, static objects.
+TELLTALE = """
+#include "shared.h"
+#include <string>
+namespace { struct Hidden { std::string name = __FILE__; } hidden; }
+extern "C" const char* told() { return hidden.name.c_str(); }
+"""
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """A directory that other users can reach."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+def build(
+    base: Path,
+    directory: str,
+    cache: str,
+    *,
+    when: float | None = None,
+    kind: str = "plain",
+    user: int | None = None,
+    python: str | None = None,
+    env: dict[str, str | None] | None = None,
+) -> dict[str, str]:
+    """Build the package below ``directory`` into a new cache: the digests of all it made."""
+    package = Package(kind, base / directory, "repro")
+    if kind == "plain":
+        (package / "csrc/add.cpp").write_text((package / "csrc/add.cpp").read_text() + TELLTALE)
+    for path in [package.path, *package.path.rglob("*")]:
+        path.chmod(0o755 if path.is_dir() else 0o644)
+        if when is not None:
+            os.utime(path, (when, when))
+    (base / cache).mkdir()
+    if user is not None:
+        os.chown(base / cache, user, user)
+    environment = {"OPKILN_CACHE_DIR": str(base / cache), "OPKILN_DEBUG": None, **(env or {})}
+    child.run(
+        BUILD.format(kind=kind.capitalize()), str(package.where), env=environment, user=user,
+        bare=kind == "plain", **({} if python is None else {"python": python}),
+    )  # fmt: skip
+    found = [*(base / cache).rglob("*.o"), *(base / cache).rglob("*.so")]
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+    assert len(digests) == (4 if kind == "plain" else 2)
+    return digests
+
+
+def test_two_directories_two_caches_and_two_dates_give_the_same_bytes(base: Path) -> None:
+    one = build(base, "one", "cache1", when=1_000_000_000)
+    other = build(base, "a much longer/directory", "cache2", when=1_900_000_000)
+    assert one == other
+
+
+def test_debug_information_holds_no_path_of_the_machine(base: Path) -> None:
+    debug: dict[str, str | None] = {"OPKILN_DEBUG": "1"}
+    one = build(base, "one", "cache1", env=debug)
+    other = build(base, "a much longer/directory", "cache2", env=debug)
+    assert one == other
+    for path in (base / "cache1").rglob("*.o"):
+        assert str(base).encode() not in path.read_bytes()
+
+
+def test_other_temporary_directories_locales_and_time_zones_give_the_same_bytes(
+    base: Path,
+) -> None:
+    (base / "tmp").mkdir()
+    one = build(base, "one", "cache1")
+    other = build(base, "two", "cache2", env={"TMPDIR": str(base / "tmp"), "LANG": "tr_TR.UTF-8",
+                                              "LC_ALL": "de_DE.UTF-8", "TZ": "Asia/Tokyo",
+                                              "SOURCE_DATE_EPOCH": "12345"})  # fmt: skip
+    assert one == other
+
+
+def test_a_clock_on_another_day_gives_the_same_bytes(base: Path) -> None:
+    if shutil.which("faketime") is None:
+        pytest.skip("faketime is not installed")
+    one = build(base, "one", "cache1")
+    wrapper = base / "g++-yesterday"
+    wrapper.write_text('#!/bin/sh\nexec faketime "-40 days" g++ "$@"\n')
+    wrapper.chmod(0o755)
+    assert build(base, "two", "cache2", env={"CXX": str(wrapper)}) == one
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_two_users_get_the_same_bytes(base: Path) -> None:
+    python = child.python_for(child.NOBODY)
+    if python is None:
+        pytest.skip("no interpreter that another user can start")
+    (base / "tmp").mkdir(mode=0o777)
+    os.chmod(base / "tmp", 0o1777)
+    theirs = build(base, "one", "cache1", user=child.NOBODY, python=python,
+                   env={"HOME": "/nonexistent", "TMPDIR": str(base / "tmp"),
+                        "OPKILN_RUNTIME_DIR": None})  # fmt: skip
+    assert theirs == build(base, "two", "cache2")
+    assert all(path.stat().st_uid == child.NOBODY for path in (base / "cache1").rglob("*.so"))
+
+
+def test_an_op_on_the_stable_abi_gives_the_same_bytes(base: Path) -> None:
+    one = build(base, "one", "cache1", kind="stable")
+    assert one == build(base, "a much longer/directory", "cache2", kind="stable")

@@ -1,0 +1,68 @@
+"""Row 24: nothing rests on locks: where they fail or lie, work is repeated and nothing is wrong."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from loaders import Loader, leaves, returning, shim, write
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+PROCESSES = 8
+ROUNDS = [4, pytest.param(100, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("locks", ["missing", "lying"])
+def test_processes_without_working_locks_load_the_right_library(
+    locks: str,
+    rounds: int,
+    tmp_path: Path,
+    cache: Path,
+    scratch: Path,
+    processes: Callable[..., list[Loader]],
+) -> None:
+    chance = random.Random(24)
+    running = processes(PROCESSES, {"LOCKS": locks}, preload=shim("lying_locks", tmp_path))
+    warm = write(tmp_path / "warm.cpp", returning(1))
+    assert {each.load("warm", warm).value for each in running} == {1}
+    for number in range(rounds):
+        source = write(tmp_path / "op.cpp", returning(number))
+        for each in running:
+            each.ask("op", source)
+        answers = [each.answer() for each in running]
+        assert [answer.value for answer in answers] == [number] * PROCESSES, answers
+        assert [answer.warnings for answer in answers] == [[]] * PROCESSES
+        # Damage that all of them find, and mend, at once: nobody may remove what another loads.
+        for leaf in leaves(cache):
+            library = leaf / "op.so"
+            if library.exists() and chance.random() < 0.7:
+                data = library.read_bytes()
+                library.unlink()  # others have it mapped: a new file, not a hole in theirs
+                library.write_bytes(data[: len(data) // 2])
+        fresh = processes(3, {"LOCKS": locks}, preload=shim("lying_locks", tmp_path))
+        for each in fresh:
+            each.ask("op", source)
+        answers = [each.answer() for each in fresh]
+        assert [answer.value for answer in answers] == [number] * len(fresh), answers
+        for each in fresh:
+            each.close()
+    assert list(scratch.iterdir()) == []
+
+
+def test_the_shim_really_stands_between_processes_and_their_locks(
+    tmp_path: Path, processes: Callable[..., list[Loader]]
+) -> None:
+    """Without locks nobody waits: each compiles for itself, which shows that the shim works."""
+    running = processes(2, {"LOCKS": "lying"}, preload=shim("lying_locks", tmp_path))
+    warm = write(tmp_path / "warm.cpp", returning(1))
+    assert {each.load("warm", warm).value for each in running} == {1}
+    source = write(tmp_path / "op.cpp", returning(2, "#include <map>\n#include <string>"))
+    for each in running:
+        each.ask("op", source)
+    assert [each.answer().compiled for each in running] == [1, 1]
