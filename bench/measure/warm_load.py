@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from pathlib import Path
 
 from children import Workspace, load
 from measured import Bar, Failure, Row, Sample
@@ -122,8 +123,7 @@ def _overhead(times: Times, workspace: Workspace) -> list[Row]:
 
 
 def _library_size(workspace: Workspace) -> int:
-    store = workspace.warm.root / "opkiln"
-    return max(path.stat().st_size for path in store.rglob("*.so") if "cpu_adam" in str(path))
+    return Path((workspace.warm.root / "build" / "cpu_adam.path").read_text()).stat().st_size
 
 
 def sha256_rate() -> float:

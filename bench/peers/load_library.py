@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
+
+from peers import opkiln_cpu_adam
 
 
 def bring() -> None:
     """Nothing to import beyond torch."""
 
 
-def library() -> Path:
-    """The one library that opkiln's store holds for cpu_adam."""
-    store = Path(os.environ["OPKILN_CACHE_DIR"])
-    (found,) = (path for path in store.rglob("*.so") if "cpu_adam" in str(path))
-    return found
-
-
-_PATH = str(library())  # found before the clock starts
+_PATH = opkiln_cpu_adam.note_of_library().read_text()  # before the clock starts
 
 
 def load() -> Any:

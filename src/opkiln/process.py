@@ -30,6 +30,16 @@ from opkiln.watchdog import MARKER
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+# Popen waits for the end of a pipe that its child closes by exec. A fork of this process by another
+# thread at that moment would hold the pipe open for as long as the forked process lives, and if
+# that one waits for our build, for ever. So a fork waits until nothing is being started.
+_starting = threading.Lock()
+os.register_at_fork(
+    before=_starting.acquire,
+    after_in_parent=_starting.release,
+    after_in_child=_starting.release,
+)
+
 _WATCHDOG = os.path.join(os.path.dirname(os.path.abspath(__file__)), "watchdog.py")
 
 
@@ -176,15 +186,16 @@ def _start(
     argv: Sequence[str], cwd: str | None, environment: Mapping[str, str], apart: bool
 ) -> subprocess.Popen[bytes]:
     try:
-        return subprocess.Popen(
-            list(argv),
-            cwd=cwd,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE if apart else subprocess.STDOUT,
-            start_new_session=True,
-        )
+        with _starting:
+            return subprocess.Popen(
+                list(argv),
+                cwd=cwd,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE if apart else subprocess.STDOUT,
+                start_new_session=True,
+            )
     except (OSError, ValueError) as error:
         raise _not_started(argv, cwd, error) from error
 
@@ -355,15 +366,16 @@ def _start_watchdog(link: int, token: str) -> subprocess.Popen[bytes]:
         signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     )
     try:
-        return subprocess.Popen(
-            [sys.executable or "", "-I", "-S", _WATCHDOG, token, str(os.getpid())],
-            stdin=link,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            env=child_environment(),
-            start_new_session=True,
-        )
+        with _starting:
+            return subprocess.Popen(
+                [sys.executable or "", "-I", "-S", _WATCHDOG, token, str(os.getpid())],
+                stdin=link,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env=child_environment(),
+                start_new_session=True,
+            )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

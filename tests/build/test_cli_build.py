@@ -306,14 +306,15 @@ extern "C" long slow() { constexpr long value = spin(); return value; }
 """
 
 
-def _compilers_of(marker: str) -> list[str]:
+def _compilers_of(path: Path) -> list[str]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if any(marker.encode() in part for part in command) and b"cc1plus" in command[0]:
+        # By the whole path: other test runs have packages of the same name.
+        if b"cc1plus" in command[0] and any(bytes(path) in part for part in command):
             found.append(process.name)
     return found
 
@@ -331,17 +332,20 @@ def test_an_interrupted_build_exits_with_130_and_leaves_nothing(
     names = ["plain", "other"][:count]
     child = opkiln.start("build", *names, OPKILN_TMPDIR=str(scratch))
     deadline = time.monotonic() + 60
-    while not _compilers_of(f"{op.name}/csrc/add.cpp") and time.monotonic() < deadline:
+    while not _compilers_of(op / "csrc/add.cpp") and time.monotonic() < deadline:
         time.sleep(0.02)
     child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=30)
+    try:
+        out, err = child.communicate(timeout=30)
+    finally:
+        child.kill()
     assert (child.returncode, out) == (130, "")
     assert err.rstrip().endswith("interrupted")
     assert "Traceback" not in err
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and (_compilers_of(op.name) or list(scratch.iterdir())):
+    while time.monotonic() < deadline and (_compilers_of(op.path) or list(scratch.iterdir())):
         time.sleep(0.02)
-    assert _compilers_of(op.name) == []
+    assert _compilers_of(op.path) == []
     assert list(scratch.iterdir()) == []
     # Nobody is told that the interrupted build had failed.
     assert not list((cache / "v1").glob("failures/*"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import threading
@@ -21,14 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sample.package import Package, Steps
-
-LOAD = """
-    import sys
-    from {name}.op import PlainBuilder
-    sys.stdin.readline()
-    print(PlainBuilder().load(verbose=False).add(1, 2))
-"""
-
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
@@ -129,37 +122,26 @@ def test_a_killed_builder_leaves_no_compiler_and_no_half_entry(
 
 
 def test_who_waits_says_for_whom(plain: Package, compiler: Compiler, tmp_path: Path) -> None:
-    compiler.write(before=f"while [ ! -e '{tmp_path}/go' ]; do sleep 0.05; done")
-    (tmp_path / "go").touch()  # the probes may pass
-    ended([child.start("from opkiln.store.layers import Store\n"
-                       "from opkiln.toolchain import host; print(host.choose(Store().memory)[0])")])  # fmt: skip
-    (tmp_path / "go").unlink()
-    code = f"""
+    gate = f"while [ ! -e '{tmp_path}/go' ]; do sleep 0.05; done"
+    compiler.write(before=f"case \"$*\" in *' -c '*) {gate};; esac")
+    builder = loader(plain)
+    assert becomes_true(compiler.compiles)
+    waiter = child.start(f"""
         from opkiln.engine import events
         from {plain.name}.op import PlainBuilder
         def tell(event):
-            if event.kind == "waiting" and event.data["what"] == "build" and event.data["pid"]:
-                print("waiting for", event.data["pid"], flush=True)
+            if event.kind == "waiting" and event.data["what"] == "build":
+                print("waiting for", event.data["pid"], event.data["host"], flush=True)
         with events.listening(tell):
             PlainBuilder().load(verbose=False)
-    """
-    import select
-
-    time.sleep(2.1)  # until the script is old enough for what is remembered of it to be believed
-    ended_probe = tmp_path / "go"
-    ended_probe.touch()
-    ended([child.start("from opkiln.store.layers import Store\n"
-                       "from opkiln.toolchain import host; print(host.choose(Store().memory)[0])")])  # fmt: skip
-    ended_probe.unlink()
-    builder = loader(plain)
-    assert becomes_true(compiler.compiles)
-    waiter = child.start(code, path=[plain.where])
+    """, path=[plain.where])  # fmt: skip
     assert waiter.stdout is not None
     ready, _, _ = select.select([waiter.stdout], [], [], 30)
     assert ready, "it never said that it waits"
-    assert waiter.stdout.readline().strip() == f"waiting for {builder.pid}"
-    ended_probe.touch()
-    assert child.finish(builder).returncode == 0
+    said = waiter.stdout.readline().split()
+    (tmp_path / "go").touch()
+    assert said == ["waiting", "for", str(builder.pid), os.uname().nodename]
+    assert ended([builder]) == ["103"]
     assert child.finish(waiter).returncode == 0
 
 

@@ -6,9 +6,9 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from loaders import Loader
 
 import opkiln
-from loaders import Loader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -70,7 +70,9 @@ class Compiler:
         self.path.write_text(
             "#!/bin/sh\n"
             'for each in "$@"; do\n'
-            f'  if [ "$each" = -c ]; then echo c >> "{self.log}"; sleep "$(cat "{self.delay}")"; fi\n'
+            '  if [ "$each" = -c ]; then\n'
+            f'    echo c >> "{self.log}"; sleep "$(cat "{self.delay}")"\n'
+            "  fi\n"
             "done\n"
             f'exec {real} "$@"\n'
         )
@@ -86,9 +88,7 @@ class Compiler:
 
 
 @pytest.fixture
-def compiler(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Compiler:
+def compiler(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     made = Compiler(tmp_path_factory.mktemp("compiler"))
     monkeypatch.setenv("CXX", str(made.path))
     return made

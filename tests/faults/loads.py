@@ -19,7 +19,9 @@ from opkiln.loading import loader
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     name = request["name"]
-    keywords = {"is_python_module": False, "abi": "none", "verbose": True, **request.get("more", {})}
+    # verbose: within an override of the settings, no receipt (see loading/receipt.py) serves.
+    keywords = {"is_python_module": False, "abi": "none", "verbose": True}
+    keywords |= request.get("more", {})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-
 from loaders import Loader, let_rest, returning, write
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-
 from loaders import Loader, leaves, returning, write
+
 from opkiln.digest import sha256_file
 
 if TYPE_CHECKING:

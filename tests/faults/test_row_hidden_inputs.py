@@ -1,4 +1,4 @@
-"""Row 29: a variable that changes a compiler's result is part of the key, or no compiler sees it."""
+"""Row 29: a variable that changes a compiler's result is part of the key, or kept from it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
-
 from loaders import Loader, let_rest, returning, write
+
 from opkiln.loading.explain import explain
 from opkiln.loading.loader import Op
 from opkiln.model import OpSpec

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-
 from loaders import Loader, returning, write
-from opkiln.errors import SpecError
 from tracing import calls, strace
+
+from opkiln.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,20 +25,21 @@ INERT = (
 # Each starts another program, loads code into the compiler, reads flags from a file, writes a file
 # of its own or hides what was read. {dir} is a directory of the test's with all that they name.
 REFUSED = (
-    ("@{dir}/flags",), ("-wrapper", "{dir}/evil"), ("-wrapper={dir}/evil",), ("--wrapper={dir}/evil",),
+    ("@{dir}/flags",), ("-wrapper", "{dir}/evil"), ("-wrapper={dir}/evil",), ("--wrapper={dir}/x",),
     ("-fplugin={dir}/evil.so",), ("-fplugin-arg-evil-x",), ("-fpass-plugin={dir}/evil.so",),
     ("-specs={dir}/specs",), ("--specs={dir}/specs",), ("-specs", "{dir}/specs"),
     ("-B{dir}/",), ("-B", "{dir}"), ("--prefix={dir}/",), ("--prefix", "{dir}/"),
     ("-MF{dir}/canary",), ("-MF", "{dir}/canary"), ("-MM",), ("-M",), ("-MG",), ("-MT", "x"),
-    ("-o{dir}/canary",), ("-o", "{dir}/canary"), ("--output={dir}/canary",), ("-###",), ("-E",), ("-S",),
-    ("--preprocess",), ("--assemble",), ("-fsyntax-only",), ("-save-temps={dir}",), ("--save-temps",),
+    ("-o{dir}/canary",), ("-o", "{dir}/canary"), ("--output={dir}/canary",), ("-###",), ("-E",),
+    ("-S",), ("--preprocess",), ("--assemble",), ("-fsyntax-only",), ("-save-temps={dir}",),
+    ("--save-temps",),
     ("--write-dependencies",), ("--user-dependencies",), ("--dependencies",),
     ("-Wp,-MD,{dir}/canary",), ("-Wp,@{dir}/flags",), ("-Xpreprocessor", "-MD"),
     ("-Wa,@{dir}/flags",), ("-Wa,--MD={dir}/canary",), ("-Xassembler", "@{dir}/flags"),
     ("-Xclang", "-load"), ("-fuse-ld={dir}/evil",), ("--ld-path={dir}/evil",),
     ("-fdump-tree-all={dir}/canary",), ("-dumpdir", "{dir}/"), ("-aux-info", "{dir}/canary"),
     ("-x", "none"), ("-xc",), ("--language=c",), ("-no-integrated-cpp",), ("--config={dir}/flags",),
-    ("-ccc-gcc-name", "{dir}/evil"), ("--gcc-toolchain={dir}",), ("-flto-partition=none", "@{dir}/flags"),
+    ("-ccc-gcc-name", "{dir}/evil"), ("--gcc-toolchain={dir}",), ("-flto", "@{dir}/flags"),
     ("-time={dir}/canary",), ("-fprofile-use={dir}/x",),
 )  # fmt: skip
 

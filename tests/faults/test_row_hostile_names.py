@@ -6,12 +6,12 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
+from loaders import Loader, returning, write
 
 import opkiln
-from loaders import Loader, returning, write
 from opkiln.errors import SpecError
-from opkiln.loading.loader import Op
 from opkiln.loading.explain import explain
+from opkiln.loading.loader import Op
 from opkiln.model import OpSpec
 
 if TYPE_CHECKING:
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 HOSTILE = (
     "../../x", "/etc/x", "..", ".", "", "a/b", "a;touch b", "$(touch canary)", "`touch canary`",
-    "a\nb", "a\0b", "a" * 10_000, "a" * 101, "-o", "--help", "-Wl,-rpath", "@file", "a b", " a", "a ",
-    "ä", "Ω", "ａ", "a\u200b", "1a", "%n", "a%s", "a.so", "a\\b", "a'b", 'a"b', "a&b", "a|b", "a>b",
-    "a*b", "~", "~root", "{a}", "a:b", "a=b", "a,b", "a#b", "\udcff", "\ud800", "\x7f", "\x1b[31m",
+    "a\nb", "a\0b", "a" * 10_000, "a" * 101, "-o", "--help", "-Wl,-rpath", "@file", "a b", " a",
+    "a ", "ä", "Ω", "\uff41", "a\u200b", "1a", "%n", "a%s", "a.so", "a\\b", "a'b", 'a"b', "a&b", "a|b",
+    "a>b", "a*b", "~", "~root", "{a}", "a:b", "a=b", "a,b", "a#b", "\udcff", "\ud800", "\x7f",
+    "\x1b[31m",
     "manifest.json", "staging/x", "locks/../x", "CON", "a\tb", "a\rb", "../" * 3000,
 )  # fmt: skip
 PIECES = (
-    "..", "/", "a", "B", "_", "0", ";", "$(touch canary)", "`", "\n", "\0", " ", "-", "@", "\\", "'",
-    '"', "é", "\u202e", "\udc80", "%", "*", "~", "touch canary", "|", "&", ".", "x" * 60,
+    "..", "/", "a", "B", "_", "0", ";", "$(touch canary)", "`", "\n", "\0", " ", "-", "@", "\\",
+    "'", '"', "é", "\u202e", "\udc80", "%", "*", "~", "touch canary", "|", "&", ".", "x" * 60,
 )  # fmt: skip
 
 
@@ -39,12 +40,13 @@ def load(name: str, source: Path) -> int | None:
     try:
         library = opkiln.load(name, [str(source)], is_python_module=False, abi="none")
     except SpecError as error:
-        assert "cannot be the name of an op" in str(error)
-        assert len(str(error)) < 1000
-        assert "\x1b" not in str(error)
-        assert "\n" not in error.what
-        return None
-    return int(library.value())
+        refusal = error
+    else:
+        return int(library.value())
+    assert "cannot be the name of an op" in refusal.what
+    assert len(str(refusal)) < 1000
+    assert all(char.isprintable() for char in refusal.what)
+    return None
 
 
 def is_safe(name: str) -> bool:

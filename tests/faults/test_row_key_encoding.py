@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 # Pieces that meet where one value ends and the next begins, and that look like the encoding itself.
 PIECES = (
-    "", "-D", "A", "B", "-DA", "-DB", "-DA-DB", "-DA -DB", " ", "\0", "s1:A", "(2:", "i1;", "n", "t",
-    "é", "e\u0301", ":", "1", "{src}/", "\n", "\udcff", "-I", "/a", "/a/b",
+    "", "-D", "A", "B", "-DA", "-DB", "-DA-DB", "-DA -DB", " ", "\0", "s1:A", "(2:", "i1;", "n",
+    "t", "é", "e\u0301", ":", "1", "{src}/", "\n", "\udcff", "-I", "/a", "/a/b",
 )  # fmt: skip
 TARGET = Target("cpu", "linux", "x86_64", "x86-64-v3", (), "none")
 FIELDS = ("sources", "include_dirs", "cxx_args", "ldflags", "libraries")

@@ -7,7 +7,6 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
-
 from loaders import let_rest, returning, write
 
 if TYPE_CHECKING:

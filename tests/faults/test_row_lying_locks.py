@@ -6,7 +6,6 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-
 from loaders import Loader, leaves, returning, shim, write
 
 if TYPE_CHECKING:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-
 from loaders import Loader, leaves, returning, shim, write
 from tracing import calls, strace
 
@@ -65,6 +66,31 @@ def test_an_entry_that_stays_hidden_costs_each_process_one_build_at_most(
     for each in running:
         each.close()
     assert list(scratch.iterdir()) == []  # the copies go with their processes
+
+
+OPENED_TWICE = """
+import errno, os, sys
+def stale():
+    found = 0
+    for name in sorted(os.listdir(sys.argv[1])):
+        try:
+            os.close(os.open(os.path.join(sys.argv[1], name), os.O_RDONLY))
+        except OSError as error:
+            found += error.errno == errno.ESTALE
+    return found
+print(stale(), stale())
+"""
+
+
+def test_the_shim_really_makes_handles_stale_once(tmp_path: Path, cache: Path) -> None:
+    for number in range(64):
+        write(cache / "files" / str(number), "")
+    env = {"NETWORK_ROOT": str(cache), "NETWORK_STALE": "1"}
+    env["LD_PRELOAD"] = shim("slow_network", tmp_path)
+    command = [sys.executable, "-S", "-c", OPENED_TWICE, str(cache) + "/./files"]
+    first, second = subprocess.check_output(command, env=os.environ | env, text=True).split()
+    assert 0 < int(first) < 64
+    assert int(second) == 0
 
 
 def test_compilers_write_to_the_node_alone(tmp_path: Path, cache: Path, scratch: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-
 from loaders import returning, write
+
 from opkiln.errors import SpecError
 from opkiln.store.deps import parse_depfile
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 ODD = (
     "a b", " a", "a ", "a  b", "a'b", 'a"b', "a$b", "$HOME", "$(touch canary)", "`touch canary`",
     "a%b", "%s%n", "a#b", "#a", "a:b", "a: b", "a\\b", "a\\\\b", "a\\ b", "a\\#b", "a\\$b", "a\\",
-    "a\tb", "a\rb", "-a", "--help", "@a", "a@b", "a,b", "a;touch canary", "a&b", "a|b", "a>b", "a*b",
-    "a?b", "[ab]", "{a,b}", "(a)", "~", "a!b", "a^b", "a+b", "é", "e\u0301", "漢字", "🔥", "\u202ea",
-    "a\u00a0b", "...", "a\x1bb", os.fsdecode(b"\xff\xfe"), "x" * 200, "{src}", "a/../b",
+    "a\tb", "a\rb", "-a", "--help", "@a", "a@b", "a,b", "a;touch canary", "a&b", "a|b", "a>b",
+    "a*b", "a?b", "[ab]", "{a,b}", "(a)", "~", "a!b", "a^b", "a+b", "é", "e\u0301", "漢字", "🔥",
+    "\u202ea", "a\u00a0b", "...", "a\x1bb", os.fsdecode(b"\xff\xfe"), "x" * 200, "{src}", "a/../b",
 )  # fmt: skip
 REFUSED = ("a=b", "a\nb", "a\\:b")
 
@@ -50,7 +50,7 @@ def test_an_op_in_an_oddly_named_directory_builds_and_its_edits_are_seen(
 ) -> None:
     monkeypatch.setenv("OPKILN_CACHE_DIR", str(one_cache))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / name.split("/")[0]).mkdir()
+    (tmp_path / name.split("/", maxsplit=1)[0]).mkdir()
     # Numbers of its own, or the entry of another directory would serve: paths are not in the key.
     number = 1000 + 2 * ODD.index(name)
     source, header, includes = op_in(tmp_path / name, number)
@@ -67,11 +67,12 @@ def test_a_directory_that_no_compiler_can_report_is_one_clear_error(
 ) -> None:
     source, _, includes = op_in(tmp_path / "plain", 100)
     odd_source, _, odd_includes = op_in(tmp_path / name, 100)
+    if where == "source":
+        source = odd_source
+    else:
+        includes = odd_includes
     with pytest.raises(SpecError, match="cannot be built from"):
-        if where == "source":
-            value(odd_source, extra_include_paths=includes)
-        else:
-            value(source, extra_include_paths=odd_includes)
+        value(source, extra_include_paths=includes)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_a_directory_that_no_compiler_can_report_is_one_clear_error(
 def test_the_store_and_the_staging_directory_may_have_odd_names(
     name: str, tmp_path: Path, value: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "odd" / name.split("/")[0]).mkdir(parents=True)
+    (tmp_path / "odd" / name.split("/", maxsplit=1)[0]).mkdir(parents=True)
     (tmp_path / "odd" / name / "scratch").mkdir(parents=True)
     monkeypatch.setenv("OPKILN_CACHE_DIR", str(tmp_path / "odd" / name / "cache"))
     monkeypatch.setenv("OPKILN_TMPDIR", str(tmp_path / "odd" / name / "scratch"))

@@ -8,7 +8,6 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-
 from loaders import Loader, let_rest, returning, shim, write
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-
 from loaders import Loader, returning, write
 
 if TYPE_CHECKING:

@@ -77,5 +77,6 @@ def calls(log: Path) -> list[Call]:
         whole = pending.pop(pid, "") + line[resumed.end() :] if resumed else line
         match = _CALL.match(whole)
         if match:
-            found.append(Call(int(match["pid"]), match["name"], match["arguments"], match["result"]))
+            pid, name, arguments, result = match.groups()
+            found.append(Call(int(pid), name, arguments, result))
     return found

@@ -136,7 +136,10 @@ def _in_parallel(builders: list[OpBuilder]) -> dict[str, Outcome]:
         thread.start()
         threads.append(thread)
     for thread in threads:
-        thread.join()
+        while thread.is_alive():
+            # Not for ever: the kernel may hand an interrupt to another thread, and this one only
+            # sees it when it wakes.
+            thread.join(0.2)
     return outcomes
 
 

@@ -28,7 +28,7 @@ def of(plan: Plan) -> Libraries:
     flags = (*plan.spec.ldflags, *named, *users.get("ldflags", ()))
     words = [word for flag in flags for word in _words(flag)]
     files, names, directories = [], [], []
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         if word.startswith("-L"):
             directories.append(word[2:] or following)
         elif word.startswith("-l"):

@@ -1,0 +1,213 @@
+"""A build that fails: what it says, what it leaves, and what the others hear."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+from sample import child
+from sample.compiler import Compiler
+from sample.package import rest
+
+import opkiln
+from opkiln.errors import BuildTimeout, CompileError, LoadTestError, OpkilnError, SpecError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sample.package import Package, Steps
+
+BROKEN = "int good;\nint bad = no_such_name;\nint worse = nor_this;\n"
+
+
+def broken(package: Package) -> Package:
+    (package / "csrc/scale.cpp").write_text(BROKEN)
+    rest()
+    return package
+
+
+def entries(cache: Path) -> list[Path]:
+    return list(cache.glob("v1/ops/*/*/*/*/*"))
+
+
+def test_a_compile_error_shows_the_first_error_the_command_and_the_log(
+    plain: Package, cache: Path
+) -> None:
+    with pytest.raises(CompileError) as caught:
+        broken(plain).load()
+    error = caught.value
+    assert error.what == "op plain: csrc/scale.cpp does not compile"
+    first, *_ = error.why.splitlines()
+    assert first.startswith(f"{plain.path}/csrc/scale.cpp:2:")
+    assert "'no_such_name' was not declared" in first or "undeclared identifier" in first
+    assert "nor_this" not in error.why
+    command = re.search(r"^command: (.*)$", error.why, re.MULTILINE)
+    assert command is not None
+    assert f"-c {plain.path}/csrc/scale.cpp" in command[1]
+    log = re.search(r"^log: (.*)$", error.why, re.MULTILINE)
+    assert log is not None
+    with open(log[1]) as file:
+        text = file.read()
+    assert "nor_this" in text
+    assert log[1].startswith(str(cache))
+    assert "opkiln build plain" in error.hint
+    assert error.exit_code == 4
+
+
+def test_a_compile_error_publishes_nothing_but_the_good_objects(
+    plain: Package, cache: Path, steps: Steps
+) -> None:
+    with pytest.raises(CompileError):
+        broken(plain).load()
+    assert entries(cache) == []
+    (plain / "csrc/scale.cpp").write_text('extern "C" int scale(int a) { return a; }\n')
+    rest()
+    assert plain.load().scale(5) == 5
+    assert steps.linked == 1
+
+
+def test_a_mended_source_builds_in_the_same_process(plain: Package) -> None:
+    with pytest.raises(CompileError):
+        broken(plain).load()
+    (plain / "csrc/scale.cpp").write_text('extern "C" int scale(int a) { return a + 1; }\n')
+    assert plain.load().scale(1) == 2
+
+
+def test_eight_processes_show_the_same_error_after_one_compile(
+    plain: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for source in ("add", "where"):
+        (plain / f"csrc/{source}.cpp").write_text("")
+    broken(plain)
+    compiler = Compiler(tmp_path)
+    monkeypatch.setenv("CXX", str(compiler.path))
+    # The failure comes when all are waiting for it.
+    gate = f"while [ ! -e '{tmp_path}/go' ]; do sleep 0.05; done"
+    compiler.write(before=f"case \"$*\" in *' -c '*scale.cpp*) {gate};; esac")
+    children = [
+        child.start(f"""
+            from opkiln.engine import events
+            from {plain.name}.op import PlainBuilder
+            told = []
+            def tell(event):
+                if event.kind == "waiting" and event.data["pid"] and not told:
+                    told.append(1)
+                    open({str(tmp_path)!r} + "/waiting-" + str(__import__("os").getpid()), "w")
+            with events.listening(tell):
+                PlainBuilder().load(verbose=False)
+        """, path=[plain.where])
+        for _ in range(8)
+    ]  # fmt: skip
+    import time
+
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("waiting-*"))) < 7 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    (tmp_path / "go").touch()
+    messages = set()
+    for each in children:
+        done = child.finish(each)
+        assert done.returncode != 0
+        _, _, message = done.stderr.partition("opkiln.errors.CompileError: ")
+        assert "scale.cpp:2:" in message
+        messages.add(re.sub(r"opkiln-plain-\w+", "", message))
+    assert len(messages) == 1
+    assert compiler.compiles().count("scale.cpp") == 1
+
+
+def test_a_missing_header_and_a_missing_library_have_hints_to_copy(tmp_path: Path) -> None:
+    source = tmp_path / "a.cpp"
+    source.write_text("#include <no/such.h>\n")
+    with pytest.raises(CompileError) as caught:
+        opkiln.load("hinted", [str(source)], abi="none", is_python_module=False)
+    assert "no/such.h" in caught.value.hint
+    assert "include_paths()" in caught.value.hint
+    source.write_text("int x;\n")
+    with pytest.raises(CompileError) as caught:
+        opkiln.load("hinted", [str(source)], abi="none", is_python_module=False,
+                    extra_ldflags=["-lno_such_lib"])  # fmt: skip
+    assert caught.value.what == "op hinted: link failed"
+    assert "cannot find -lno_such_lib" in caught.value.why
+    assert "libno_such_lib" in caught.value.hint
+
+
+def test_an_error_in_inline_text_names_a_line_of_the_text(cache: Path) -> None:
+    with pytest.raises(CompileError) as caught:
+        opkiln.load_inline("inlined", "int ok;\nint bad = nothing;\n", abi="none",
+                           is_python_module=False)  # fmt: skip
+    assert "/opkiln/src/main.cpp:2:" in caught.value.why
+    (log,) = cache.glob("v1/logs/*")
+    assert "int bad = nothing;" in log.read_text()
+
+
+def test_a_library_with_a_missing_symbol_fails_its_load_test_and_is_not_published(
+    tmp_path: Path, cache: Path
+) -> None:
+    source = tmp_path / "a.cpp"
+    source.write_text('extern "C" int nowhere();\nextern "C" int f() { return nowhere(); }\n')
+    with pytest.raises(LoadTestError) as caught:
+        opkiln.load("lacking", [str(source)], abi="none", is_python_module=False)
+    assert "undefined symbol: nowhere" in caught.value.why
+    assert "c++filt nowhere" in caught.value.hint
+    assert entries(cache) == []
+
+
+def test_a_library_that_crashes_when_it_is_loaded_ends_a_child_and_not_this_process(
+    tmp_path: Path, cache: Path
+) -> None:
+    source = tmp_path / "a.cpp"
+    source.write_text("struct Bomb { Bomb() { __builtin_trap(); } } bomb;\n")
+    with pytest.raises(LoadTestError) as caught:
+        opkiln.load("bomb", [str(source)], abi="none", is_python_module=False)
+    assert re.search(r"died of SIG(ILL|TRAP)", caught.value.why)
+    assert entries(cache) == []
+
+
+def test_a_step_that_takes_too_long_is_ended_and_named(
+    plain: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    compiler = Compiler(tmp_path)
+    compiler.write(before="case \"$*\" in *' -c '*) sleep 60;; esac")
+    monkeypatch.setenv("CXX", str(compiler.path))
+    monkeypatch.setenv("OPKILN_BUILD_TIMEOUT", "0.5")
+    with pytest.raises(BuildTimeout) as caught:
+        plain.load()
+    assert "0.5 s" in caught.value.what
+    assert "OPKILN_BUILD_TIMEOUT=" in caught.value.hint
+    assert entries(cache) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"name": "../evil"}, "cannot be the name"),
+        ({"sources": []}, "declares no sources"),
+        ({"sources": ["absent.cpp"]}, "does not exist"),
+        ({"extra_cflags": ["-fplugin=x.so"]}, "is not taken"),
+        ({"extra_cflags": "-O2"}, "must be a list of flags"),
+        ({"abi": "c++"}, "expected 'torch', 'torch-stable' or 'none'"),
+        ({"with_cuda": True}, "not supported yet"),
+    ],
+)
+def test_a_wrong_call_is_refused_before_anything_runs(
+    tmp_path: Path, cache: Path, arguments: dict[str, object], expected: str
+) -> None:
+    source = tmp_path / "a.cpp"
+    source.write_text("int x;\n")
+    wrong = {"name": "ok", "sources": [str(source)], "abi": "none", **arguments}
+    with pytest.raises(OpkilnError, match=re.escape(expected)) as caught:
+        opkiln.load(**wrong, is_python_module=False)  # type: ignore[arg-type]
+    assert caught.value.exit_code == 2
+    assert not cache.exists()
+
+
+def test_a_builder_whose_sources_are_gone_says_so(plain: Package) -> None:
+    (plain / "csrc/add.cpp").unlink()
+    builder = plain.builder()
+    assert not builder.is_compatible()
+    assert builder.error_log == "sources are missing: csrc/add.cpp"
+    with pytest.raises((CompileError, SpecError)) as caught:
+        builder.load()
+    assert "csrc/add.cpp" in str(caught.value)
+    assert builder.error_log == str(caught.value)
