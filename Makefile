@@ -48,7 +48,7 @@ bench:
 	.bench-venv/bin/python bench/run.py
 
 docs: $(STAMP)
-	$(RUN) -c "from opkiln.settings import markdown; open('docs/settings.md', 'w').write(markdown())"
+	$(RUN) -c "from opkiln.report.settings_page import markdown; open('docs/settings.md', 'w').write(markdown())"
 
 clean:
 	rm -rf $(VENV) .bench-venv build dist src/*.egg-info

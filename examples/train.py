@@ -2,8 +2,9 @@
 
 import time
 
-import opkiln
 import torch
+
+import opkiln
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))

@@ -29,7 +29,8 @@ def encode(value: Any) -> bytes:
 
 def _encode(value: Any, out: list[bytes]) -> None:
     if isinstance(value, str):
-        data = value.encode("utf-8", "surrogateescape")
+        # surrogatepass, which loses nothing: paths that are not Unicode hold lone surrogates.
+        data = value.encode("utf-8", "surrogatepass")
         out.append(b"s%d:" % len(data))
         out.append(data)
     elif isinstance(value, (tuple, list)):

@@ -67,7 +67,7 @@ static int stale(const char *path) {
     if (!getenv("NETWORK_STALE") || !below_root(path)) return 0;
     uint64_t hash = 1469598103934665603ULL ^ (uint64_t)getpid();
     for (const char *at = path; *at; ++at) hash = (hash ^ (unsigned char)*at) * 1099511628211ULL;
-    if ((hash >> 20) % 4 != 0) return 0;
+    if ((hash >> 20) % 16 != 0) return 0;
     pthread_mutex_lock(&lock);
     int first = seen[hash % 4096] != hash;
     seen[hash % 4096] = hash;

@@ -49,8 +49,10 @@ def test_loads_succeed_on_a_file_system_that_hides_and_forgets(
     time.sleep(HIDE_MS / 1000)
     (visible,) = processes(1)
     answer = visible.load("op", source)
-    assert (answer.value, answer.origin) == (number, "store")
+    assert answer.value == number
     assert answer.path.is_relative_to(cache)
+    if faults == "hiding":
+        assert answer.origin == "store"
 
 
 def test_an_entry_that_stays_hidden_costs_each_process_one_build_at_most(
@@ -72,9 +74,9 @@ OPENED_TWICE = """
 import errno, os, sys
 def stale():
     found = 0
-    for name in sorted(os.listdir(sys.argv[1])):
+    for number in range(256):
         try:
-            os.close(os.open(os.path.join(sys.argv[1], name), os.O_RDONLY))
+            os.close(os.open(f"{sys.argv[1]}/{number}", os.O_RDONLY))
         except OSError as error:
             found += error.errno == errno.ESTALE
     return found
@@ -83,13 +85,13 @@ print(stale(), stale())
 
 
 def test_the_shim_really_makes_handles_stale_once(tmp_path: Path, cache: Path) -> None:
-    for number in range(64):
+    for number in range(256):
         write(cache / "files" / str(number), "")
     env = {"NETWORK_ROOT": str(cache), "NETWORK_STALE": "1"}
     env["LD_PRELOAD"] = shim("slow_network", tmp_path)
-    command = [sys.executable, "-S", "-c", OPENED_TWICE, str(cache) + "/./files"]
+    command = [sys.executable, "-S", "-c", OPENED_TWICE, str(cache / "files")]
     first, second = subprocess.check_output(command, env=os.environ | env, text=True).split()
-    assert 0 < int(first) < 64
+    assert 0 < int(first) < 128
     assert int(second) == 0
 
 

@@ -76,7 +76,7 @@ def test_a_directory_that_no_compiler_can_report_is_one_clear_error(
 
 
 @pytest.mark.parametrize(
-    "name", [*ODD[::5], *(pytest.param(n, marks=pytest.mark.full) for n in ODD)], ids=ascii
+    "name", [*ODD[::9], *(pytest.param(n, marks=pytest.mark.full) for n in ODD)], ids=ascii
 )
 def test_the_store_and_the_staging_directory_may_have_odd_names(
     name: str, tmp_path: Path, value: Callable[..., int], monkeypatch: pytest.MonkeyPatch

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from opkiln.errors import SettingError
+from opkiln.report.settings_page import markdown
 from opkiln.settings import (
     DROPPED,
     build_switch,
     child_environment,
     dropped,
-    markdown,
     override,
     parse_size,
     settings,
