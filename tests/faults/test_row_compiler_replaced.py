@@ -30,15 +30,13 @@ def test_a_compiler_replaced_in_place_causes_exactly_one_rebuild(
 ) -> None:
     source = write(tmp_path / "op.cpp", returning(11))
     let_rest()  # what is remembered of the compiler is believed from here on
-    for version in range(3):
+    for _ in range(3):
         before = compiler.compiles
-        for process in processes(3):
+        for process in processes(2):
             assert process.load("op", source).value == 11
         assert compiler.compiles - before == 1
         script = compiler.path.read_bytes().replace(b"#!/bin/sh", b"#!/bin/sh ", 1)
         replace_in_place(compiler.path, script)
-        if version == 1:
-            let_rest()
 
 
 def test_a_compiler_of_the_same_size_is_still_another(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from loaders import Loader, leaves, returning, write
+from loaders import Loader, leaves, let_rest, returning, write
 
 from opkiln.digest import sha256_file
 
@@ -69,6 +69,21 @@ def test_damage_beside_the_library_heals_too(
         write(tmp_path / f"unrelated{number}", "")  # in a watched directory: the lists are read
         assert load_in_a_new_process(source)[0] == 41
         assert load_in_a_new_process(source) == (41, "store")
+
+
+@pytest.mark.parametrize("harm", [flip_a_bit, cut])
+def test_a_damaged_receipt_misleads_nobody(
+    harm: Callable[[Path], None], tmp_path: Path, cache: Path
+) -> None:
+    source = write(tmp_path / "op.cpp", returning(41))
+    let_rest()  # from here on a receipt serves
+    assert load_in_a_new_process(source) == (41, "built")
+    (receipt,) = (cache / "v1" / "receipts").rglob("*.json")
+    for _ in range(6):
+        harm(receipt)
+        assert load_in_a_new_process(source) == (41, "store")
+    write(source, returning(42))
+    assert load_in_a_new_process(source) == (42, "built")
 
 
 @pytest.mark.parametrize("harm", [flip_a_bit, cut])

@@ -69,7 +69,8 @@ def test_flags_from_the_environment_are_part_of_the_key(
         monkeypatch.setenv(variable, flags)
         assert value(source) == number, flags
     monkeypatch.setenv(variable, f"-I {two}")
-    let_rest()
+    if variable == "CXXFLAGS":
+        let_rest()
     assert value(source) == 2
     write(two / "number.h", "#define NUMBER 6\n")
     assert value(source) == 6

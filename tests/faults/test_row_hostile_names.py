@@ -21,9 +21,9 @@ HOSTILE = (
     "../../x", "/etc/x", "..", ".", "", "a/b", "a;touch b", "$(touch canary)", "`touch canary`",
     "a\nb", "a\0b", "a" * 10_000, "a" * 101, "-o", "--help", "-Wl,-rpath", "@file", "a b", " a",
     "a ", "ä", "Ω", "\uff41", "a\u200b", "1a", "%n", "a%s", "a.so", "a\\b", "a'b", 'a"b', "a&b",
-    "a|b", "a>b", "a*b", "~", "~root", "{a}", "a:b", "a=b", "a,b", "a#b", "\udcff", "\ud800", "\x7f",
-    "\x1b[31m",
-    "manifest.json", "staging/x", "locks/../x", "CON", "a\tb", "a\rb", "../" * 3000,
+    "a|b", "a>b", "a*b", "~", "~root", "{a}", "a:b", "a=b", "a,b", "a#b", "\udcff", "\ud800",
+    "\x7f", "\x1b[31m", "manifest.json", "staging/x", "locks/../x", "CON", "a\tb", "a\rb",
+    "../" * 3000,
 )  # fmt: skip
 PIECES = (
     "..", "/", "a", "B", "_", "0", ";", "$(touch canary)", "`", "\n", "\0", " ", "-", "@", "\\",

@@ -63,6 +63,20 @@ def test_a_read_only_cache_serves_hits(tmp_path: Path, cache: Path) -> None:
     assert written == []
 
 
+def test_an_entry_serves_where_nothing_may_compile_and_the_compiler_is_not_known(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache restored on another machine: what was remembered of its compiler is worth nothing."""
+    source = built(tmp_path)
+    shutil.rmtree(cache / "v1" / "toolchains")
+    monkeypatch.setenv("OPKILN_JIT", "off")
+    with Loader(prefix=in_a_read_only_mount(cache)) as process:
+        answer = process.load("op", source)
+        assert (answer.value, answer.origin) == (8, "store")
+        write(source, returning(9))
+        assert process.load("op", source).error == "SealedError"
+
+
 def test_a_miss_beside_a_read_only_cache_is_built_in_another_place(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ def test_a_changed_state_or_group_is_used_at_the_next_step() -> None:
     give_gradients(params)
     optimizer.step()
     assert [state["step"] for state in optimizer.state.values()] == [10, 1]
+    assert optimizer.param_groups[0].keys() == optimizer.param_groups[1].keys()
     assert torch.equal(params[1], before), "its group's learning rate is 0"
     assert (params[0] < 0).all(), "it moved from 0 against the average that was put there"
 

@@ -16,7 +16,7 @@ from opkiln.engine import events, schedule
 from opkiln.engine.schedule import StepFailed
 from opkiln.errors import BuildError, OpkilnError, SourcesChanging, StoreError, StoreWarning
 from opkiln.loading import compile as compiling
-from opkiln.loading import failure, loadtest, receipt, seal
+from opkiln.loading import failure, loadtest, receipt, resolve, seal
 from opkiln.model import ABI_NONE, ABI_STABLE, INLINE_ROOT, Artifact, OpSpec, Plan, Target
 from opkiln.settings import settings
 from opkiln.store import deps, key, libraries, lock, publish
@@ -73,7 +73,9 @@ def _take_turn(plan: Plan, store: Store, loaded: tuple[str, ...]) -> Artifact:
         return None if leaf is None else Artifact(leaf.payload, leaf.manifest["sha256"], "store")
 
     if store.root is None:
-        return _Build(plan, store, intent, build_name, loaded).run()
+        # Nothing can be written, so nothing can be remembered of the compiler either: this is the
+        # first look that knows which builds are its own.
+        return arrived() or _Build(plan, store, intent, build_name, loaded).run()
 
     def waiting(state: lock.Waiting) -> None:
         holder = state.holder or lock.Holder(0, "", "")
@@ -261,6 +263,8 @@ class _Build:
         spec, toolchain = self._plan.spec, self._plan.toolchain
         if spec.inline:
             spec = spec._replace(root=INLINE_ROOT)  # as it is asked for, not as it was staged
+        if resolve.lacking(self._plan.target):
+            return  # built for another machine: a load here must come to the check of the CPU
         evidence = host.evidence(self._store.memory, toolchain)
         if evidence is not None:
             receipt.write(spec, toolchain, evidence, leaf.payload, leaf.manifest)

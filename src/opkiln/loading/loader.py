@@ -14,12 +14,19 @@ import threading
 import warnings
 from typing import Any
 
-from opkiln.errors import BuildError, FallbackWarning, LoadError, OpkilnError, ToolchainError
+from opkiln.errors import (
+    BuildError,
+    FallbackWarning,
+    LoadError,
+    OpkilnError,
+    StoreError,
+    ToolchainError,
+)
 from opkiln.loading import receipt, register
 from opkiln.loading.native import open_artifact
 from opkiln.loading.register import Registration
 from opkiln.loading.trace import Trace
-from opkiln.model import LIBRARY, Artifact, OpSpec
+from opkiln.model import EXECUTABLE, LIBRARY, Artifact, OpSpec
 from opkiln.record import Record
 from opkiln.settings import settings
 
@@ -43,7 +50,7 @@ _loaded: dict[tuple[str, str], Loaded] = {}
 _opened: dict[str, Any] = {}  # sha256 of a library -> what opening it gave
 _history: dict[tuple[str, str], list[str]] = {}  # an op's libraries in this process, oldest first
 _locks: dict[tuple[str, str], threading.RLock] = {}  # one per op: two ops may build at once
-_told: set[str] = set()
+_told: set[tuple[str, str]] = set()
 
 
 def _after_fork() -> None:
@@ -80,7 +87,7 @@ def _serve(op: Op, must_be_native: bool) -> Loaded:
         functions = register.register(op.spec.name, op.registration)
     try:
         artifact, opened = _native(op.spec, trace)
-    except (BuildError, LoadError, ToolchainError) as error:
+    except (BuildError, LoadError, StoreError, ToolchainError) as error:
         return _fall_back(op, functions, trace, error, must_be_native)
     return Loaded(opened if functions is None else functions, artifact, trace)
 
@@ -99,6 +106,7 @@ def _native(spec: OpSpec, trace: Trace) -> tuple[Artifact, Any]:
     from opkiln.store.layers import Store
 
     target, store = resolve.target_of(spec, resolve.runnable(spec)), Store()
+    resolve.check_cpu(spec, target)
     resolve.tell_notes(store)
     found = resolve.find(spec, target, store, trace)
     if found is not None:
@@ -113,7 +121,8 @@ def _native(spec: OpSpec, trace: Trace) -> tuple[Artifact, Any]:
 
 
 def _open(spec: OpSpec, artifact: Artifact) -> Any:
-    if artifact.sha256 in _opened:
+    # A program is the path of the file that was verified now, not of an equal one from before.
+    if artifact.sha256 in _opened and spec.kind != EXECUTABLE:
         return _opened[artifact.sha256]
     value = open_artifact(spec, artifact.path)
     _opened[artifact.sha256] = value
@@ -135,8 +144,9 @@ def _fall_back(
         lines += [f"  {line}" for line in error.why.splitlines()]
         if error.hint:
             lines.append(f"hint: {error.hint}")
-        if op.spec.name not in _told:
-            _told.add(op.spec.name)
+        name = (op.spec.distribution, op.spec.name)
+        if name not in _told:
+            _told.add(name)
             warnings.warn("\n".join(lines), FallbackWarning, stacklevel=6)
     return Loaded(functions, None, trace)
 

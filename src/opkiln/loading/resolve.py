@@ -95,6 +95,21 @@ def runnable(spec: OpSpec) -> TorchSDK | None:
     return sdk
 
 
+def lacking(target: Target) -> tuple[str, ...]:
+    """The features that this CPU lacks to run what is built for a target."""
+    return cpu.lacking(target.cpu, target.cpu_features, features())
+
+
+def check_cpu(spec: OpSpec, target: Target) -> None:
+    """Refuse to load what was asked for by name and cannot run here. Raises LoadError."""
+    if lacks := lacking(target):
+        raise LoadError(
+            f"op {spec.name} for {cpu.CPU(target.cpu, target.cpu_features)} cannot run here",
+            why=f"it needs {', '.join(lacks)}, which this CPU lacks",
+            hint="OPKILN_CPU=native",
+        )
+
+
 def artifact(spec: OpSpec, trace: Trace, *, loaded: tuple[str, ...] = ()) -> Artifact:
     """The op's artifact, found or built; torch is not imported. Native or an error.
 
@@ -120,7 +135,7 @@ def find(spec: OpSpec, target: Target, store: Store, trace: Trace) -> Artifact |
     build = None
     if toolchain is not None:
         build = key.build_key(plans.make(spec, target, toolchain))
-    elif host.available():
+    elif host.available() and not seal.why_not_compile():
         trace.add("store", "none", "the compiler is not known yet", store.root or "")
         build = ""  # it must be asked who it is before any entry can be its own
     places = plans.anchors_of(spec, toolchain)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch.optim.optimizer import ParamsT
 
+_FP32_STATES = "fp32_optimizer_states"
 _LAYOUT = attrgetter("layout")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -75,12 +76,13 @@ class CPUAdam(torch.optim.Optimizer):
         _check_hyperparameters(defaults)
         super().__init__(params, defaults)
         # Not a group's: how this process keeps states is not for a checkpoint to say.
-        self.defaults["fp32_optimizer_states"] = fp32_optimizer_states
+        self.defaults[_FP32_STATES] = fp32_optimizer_states
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         try:
             group = self.param_groups[-1]
+            group.pop(_FP32_STATES, None)
             _check_hyperparameters(group)
             for i, param in enumerate(group["params"]):
                 name = _name(len(self.param_groups) - 1, group, i)
@@ -200,7 +202,7 @@ class CPUAdam(torch.optim.Optimizer):
         self._last = None
         for group in self.param_groups:
             for key, value in self.defaults.items():
-                if key != "fp32_optimizer_states":
+                if key != _FP32_STATES:
                     group.setdefault(key, value)
         keys = chain.from_iterable(group["params"] for group in loaded["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -220,7 +222,7 @@ class CPUAdam(torch.optim.Optimizer):
         return self._ops
 
     def _state_dtype(self, param: Tensor) -> torch.dtype:
-        return torch.float32 if self.defaults["fp32_optimizer_states"] else param.dtype
+        return torch.float32 if self.defaults[_FP32_STATES] else param.dtype
 
     def _calls(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> list[_Call]:
         """The calls that make up a step: one per group, more where steps or copies differ.

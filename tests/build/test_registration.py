@@ -1,0 +1,179 @@
+"""Registration with torch: live replacement, version counters, compiled graphs, opcheck."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from sample.package import Package
+
+from opkiln.errors import FallbackWarning, SpecError
+from opkiln.settings import override
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Package]:
+    """A stable-ABI op, built once for this file and loaded natively."""
+    base = tmp_path_factory.mktemp("shared")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(base / "packages"))
+        made = Package("stable", base / "packages", "shared_stable")
+        with override(cache_dir=str(base / "cache"), progress="off"):
+            made.builder().jit_load()
+        yield made
+
+
+@pytest.fixture
+def native(shared: Package) -> Any:
+    """Its functions."""
+    functions = shared.builder().load()
+    assert functions.who(torch.ones(1)) == 1
+    return functions
+
+
+@pytest.fixture
+def stable(package: Callable[..., Package]) -> Package:
+    return package("stable")
+
+
+def referred(package: Package) -> list[str]:
+    """The calls that the reference has got."""
+    found: list[str] = importlib.import_module(f"{package.name}.reference").calls
+    return found
+
+
+def falling_back(package: Package, monkeypatch: pytest.MonkeyPatch) -> Any:
+    with monkeypatch.context() as patch, pytest.warns(FallbackWarning):
+        patch.setenv("OPKILN_JIT", "off")
+        return package.load()
+
+
+def test_the_op_exists_before_and_without_any_library(
+    stable: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    functions = falling_back(stable, monkeypatch)
+    x = torch.ones(4)
+    assert functions.who(x) == 0
+    functions.scale_(x, 3.0)
+    assert x.tolist() == [3.0] * 4
+    assert torch.equal(getattr(torch.ops, stable.name).axpy(x, x, 1.0), 2 * x)
+    assert "who, axpy, scale_" in repr(functions)
+
+
+def test_the_native_kernel_replaces_the_reference_live_also_in_a_graph_compiled_before(
+    stable: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    functions = falling_back(stable, monkeypatch)
+    x, y = torch.arange(4.0), torch.ones(4)
+    op = getattr(torch.ops, stable.name).axpy
+
+    def model(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return op(a, b, 2.0)  # type: ignore[no-any-return]
+
+    backends = ("aot_eager", "inductor")
+    graphs = [torch.compile(model, fullgraph=True, backend=backend) for backend in backends]
+    for graph in graphs:
+        assert torch.equal(graph(x, y), 2 * x + y)
+    before = len(referred(stable))
+    assert before >= len(graphs)
+    held = functions.axpy  # what a caller may have kept
+
+    assert stable.load().who(x) == 1
+
+    for call in (*graphs, lambda a, b: held(a, b, 2.0)):
+        assert torch.equal(call(x, y), 2 * x + y)
+    assert functions.who(x) == 1
+    assert len(referred(stable)) == before, "the reference was called after the replacement"
+
+
+@pytest.mark.parametrize("kind", ["native", "reference"])
+def test_a_mutated_tensor_shows_in_its_version_and_a_stale_gradient_is_caught(
+    kind: str, native: Any, stable: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    functions = native if kind == "native" else falling_back(stable, monkeypatch)
+    weight = torch.ones(3, requires_grad=True)
+    hidden = weight * 2
+    loss = (hidden * hidden).sum()  # saves `hidden` for the backward pass
+    version = hidden._version
+    with torch.no_grad():
+        functions.scale_(hidden, 2.0)
+    assert hidden._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_each_mutation_counts_once_natively(native: Any) -> None:
+    x = torch.ones(3)
+    for expected in (1, 2, 3):
+        native.scale_(x, 2.0)
+        assert x._version == expected
+    native.scale_(x=x, by=2.0)
+    assert x._version == 4
+    assert x.tolist() == [16.0] * 3
+
+
+def test_an_op_that_only_reads_bumps_nothing(native: Any) -> None:
+    x = torch.ones(3)
+    native.axpy(x, x, 2.0)
+    assert x._version == 0
+
+
+def test_opcheck_passes_for_what_returns_and_for_what_mutates(native: Any) -> None:
+    torch.library.opcheck(native.axpy, (torch.randn(8), torch.randn(8), 0.5))
+    torch.library.opcheck(native.scale_, (torch.randn(8), 0.5))
+
+
+def test_a_mutating_op_compiles_whole(native: Any, shared: Package) -> None:
+    op = getattr(torch.ops, shared.name).scale_
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        op(x, 2.0)
+        return x + 1
+
+    x = torch.ones(3)
+    assert step(x).tolist() == [3.0] * 3
+    assert x.tolist() == [2.0] * 3
+
+
+def test_an_edited_kernel_is_swapped_in_by_a_reload(stable: Package) -> None:
+    functions = stable.load()
+    x = torch.ones(1)
+    assert functions.who(x) == 1
+    stable.edit("csrc/stable.cpp", "kWho = 1", "kWho = 2")
+    assert functions.who(x) == 1, "nothing changes without being asked"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch: the kernel is being overridden
+        assert stable.builder().load(reload=True).who(x) == 2
+    assert functions.who(x) == 2
+    assert stable.builder().load().who(x) == 2
+
+
+def test_a_schema_that_makes_no_sense_is_refused_by_its_text(stable: Package) -> None:
+    builder = stable.builder(SCHEMAS=("who(Tensor x -> int",))
+    with pytest.raises(SpecError, match=r"the schema 'who\(Tensor x -> int' is malformed"):
+        builder.load()
+
+
+def test_a_schema_cannot_change_in_a_running_process(
+    stable: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    falling_back(stable, monkeypatch)
+    with pytest.raises(SpecError, match="with other schemas") as caught:
+        stable.load(SCHEMAS=("who(Tensor x, int y) -> int",))
+    assert caught.value.hint == "restart the process"
+
+
+def test_a_reference_that_lacks_a_function_says_which(
+    stable: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (stable / "reference.py").write_text("class Fake: pass\n")
+    functions = falling_back(stable, monkeypatch)
+    with pytest.raises(SpecError, match="the reference has no function 'who'"):
+        functions.who(torch.ones(1))
