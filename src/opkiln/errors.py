@@ -105,10 +105,14 @@ class ReloadError(LoadError):
     """The new build of an op cannot replace the one this process already has loaded."""
 
 
-class SealedError(LoadError):
-    """Something would have compiled after ``opkiln.seal("error")`` or with ``OPKILN_JIT=off``."""
+class CompilingOff(LoadError):
+    """Something would have to be compiled, and ``OPKILN_JIT=off``."""
 
     exit_code = 7
+
+
+class SealedError(CompilingOff):
+    """Something would have compiled after ``opkiln.seal("error")``. This never falls back."""
 
 
 class FallbackWarning(UserWarning):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from sample.package import Package, Steps
 
+
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     made = Compiler(tmp_path)

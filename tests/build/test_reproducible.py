@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,12 +28,39 @@ BUILD = """
     made = resolve.artifact({kind}Builder().spec(), Trace())
     assert made.origin == "built"
 """
-# A source that tries: the file's name, debug information, an anonymous namespace, static objects.
+# A source that tries: the file's name, the date, an anonymous namespace, static objects.
 TELLTALE = """
 #include "shared.h"
 #include <string>
-namespace { struct Hidden { std::string name = __FILE__; } hidden; }
+namespace { struct Hidden { std::string name = __FILE__ __DATE__ __TIME__; } hidden; }
 extern "C" const char* told() { return hidden.name.c_str(); }
+"""
+
+
+# Preloaded, it lets a compiler live 40 days ago.
+CLOCK = """
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+constexpr long kShift = 40 * 86400;
+extern "C" int clock_gettime(clockid_t id, timespec* at) {
+  const int status = syscall(SYS_clock_gettime, id, at);
+  if (id == CLOCK_REALTIME) at->tv_sec -= kShift;
+  return status;
+}
+extern "C" int gettimeofday(timeval* at, void*) {
+  timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  *at = {now.tv_sec, now.tv_nsec / 1000};
+  return 0;
+}
+extern "C" time_t time(time_t* at) {
+  timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  if (at != nullptr) *at = now.tv_sec;
+  return now.tv_sec;
+}
 """
 
 
@@ -102,13 +132,20 @@ def test_other_temporary_directories_locales_and_time_zones_give_the_same_bytes(
 
 
 def test_a_clock_on_another_day_gives_the_same_bytes(base: Path) -> None:
-    if shutil.which("faketime") is None:
-        pytest.skip("faketime is not installed")
-    one = build(base, "one", "cache1")
-    wrapper = base / "g++-yesterday"
-    wrapper.write_text('#!/bin/sh\nexec faketime "-40 days" g++ "$@"\n')
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    assert compiler is not None
+    (base / "shim.cpp").write_text(CLOCK)
+    shim = base / "shim.so"
+    subprocess.run([compiler, "-shared", "-fPIC", base / "shim.cpp", "-o", shim], check=True)
+    ask = [sys.executable, "-S", "-c", "import time; print(time.time())"]
+    shifted = subprocess.run(
+        ask, env={**os.environ, "LD_PRELOAD": str(shim)}, capture_output=True, check=True
+    )
+    assert float(shifted.stdout) < time.time() - 39 * 86400, "the shim shifts no clock"
+    wrapper = base / "g++-of-last-month"
+    wrapper.write_text(f'#!/bin/sh\nexport LD_PRELOAD={shim}\nexec {compiler} "$@"\n')
     wrapper.chmod(0o755)
-    assert build(base, "two", "cache2", env={"CXX": str(wrapper)}) == one
+    assert build(base, "one", "cache1", env={"CXX": str(wrapper)}) == build(base, "two", "cache2")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

@@ -13,6 +13,7 @@ from sample import child
 from sample.package import settle
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from sample.package import Package
@@ -41,8 +42,8 @@ print("seen", seen)
 
 # System calls that change a file system, start a process or take a lock on disk.
 WRITES = re.compile(
-    r"^(?:\d+ +)?(creat|mkdir|mkdirat|rename\w*|unlink\w*|link|linkat|symlink\w*|truncate|ftruncate|"
-    r"chmod|fchmod\w*|chown|fchown\w*|utime\w*|fsync|fdatasync|flock|pwrite64|rmdir|mknod\w*|"
+    r"^(?:\d+ +)?(creat|mkdir\w*|rename\w*|unlink\w*|link|linkat|symlink\w*|f?truncate|chmod|"
+    r"fchmod\w*|chown|fchown\w*|utime\w*|fsync|fdatasync|flock|pwrite64|rmdir|mknod\w*|"
     r"fork|vfork|execve|clone3?)\("
     r"|O_WRONLY|O_RDWR|O_CREAT|O_TRUNC|F_SETLK",
     re.MULTILINE,
@@ -118,6 +119,21 @@ def test_a_hit_imports_nothing_third_party_writes_nothing_and_starts_nothing(
     assert out.splitlines() == ["103", "foreign []", "seen []"]
 
 
+def test_a_hit_of_a_torch_op_imports_writes_and_starts_nothing_either(
+    package: Callable[..., Package],
+) -> None:
+    stable = package("stable")
+    settle(*stable.files())
+    stable.builder().jit_load()
+    code = (
+        f"import torch\n{AUDIT}OWN = {{'opkiln', '{stable.name}', 'torch'}}\n"
+        f"from {stable.name}.op import StableBuilder\n"
+        "print(StableBuilder().load().who(torch.ones(1)))\n"
+    ) + FOREIGN  # fmt: skip
+    out = child.run(code, path=[stable.where], bare=False)
+    assert out.splitlines() == ["1", "foreign []", "seen []"]
+
+
 def test_a_hit_makes_no_system_call_that_writes_or_starts(built: Package, tmp_path: Path) -> None:
     code = f"""
         import os
@@ -129,6 +145,25 @@ def test_a_hit_makes_no_system_call_that_writes_or_starts(built: Package, tmp_pa
     """
     environment = {"PYTHONDONTWRITEBYTECODE": "1"}
     assert traced(code, tmp_path, path=[built.where], env=environment) == []
+
+
+def test_a_cold_load_would_be_seen_by_both_ways_of_looking(plain: Package, tmp_path: Path) -> None:
+    code = AUDIT + (
+        f"from {plain.name}.op import PlainBuilder\nPlainBuilder().load()\n"
+        "print(sorted({event for event, _ in seen}))\n"
+    )
+    out = child.run(code, path=[plain.where])
+    assert {"subprocess.Popen", "os.mkdir", "os.rename", "open"} <= set(eval(out))
+    plain.edit("csrc/add.cpp", "a + b", "a - b")
+    seen = traced(f"""
+        import os
+        from {plain.name}.op import PlainBuilder
+        os.path.exists("/mark-begin")
+        PlainBuilder().load()
+        os.path.exists("/mark-end")
+    """, tmp_path, path=[plain.where])  # fmt: skip
+    assert any("execve(" in line for line in seen)
+    assert any("O_WRONLY|O_CREAT" in line for line in seen)
 
 
 def test_a_full_search_that_hits_writes_nothing_either(
@@ -198,6 +233,7 @@ def test_a_cache_that_can_only_be_read_serves_another_user(
         )
         out = child.run(code, f"{base}/packages", python=python, user=child.NOBODY,
             env={"OPKILN_CACHE_DIR": f"{base}/cache", "HOME": "/nonexistent",
-                 "TMPDIR": f"{base}/tmp", "OPKILN_RUNTIME_DIR": None, "PYTHONDONTWRITEBYTECODE": "1"})  # fmt: skip
+                 "TMPDIR": f"{base}/tmp", "OPKILN_RUNTIME_DIR": None,
+                 "PYTHONDONTWRITEBYTECODE": "1"})  # fmt: skip
         assert out.strip() == "103 []"
         assert sorted(os.walk(base)) == before

@@ -74,7 +74,7 @@ def test_an_entry_serves_where_nothing_may_compile_and_the_compiler_is_not_known
         answer = process.load("op", source)
         assert (answer.value, answer.origin) == (8, "store")
         write(source, returning(9))
-        assert process.load("op", source).error == "SealedError"
+        assert process.load("op", source).error == "CompilingOff"
 
 
 def test_a_miss_beside_a_read_only_cache_is_built_in_another_place(

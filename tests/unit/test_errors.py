@@ -36,7 +36,7 @@ def test_an_error_crosses_a_process_boundary_whole(kind: type[OpkilnError]) -> N
 def test_exit_codes_tell_the_families_apart() -> None:
     codes = {kind.__name__: kind.exit_code for kind in KINDS}
     assert codes["UsageError"] == codes["SpecError"] == codes["UnknownOp"] == 2
-    families = ("ToolchainError", "BuildError", "StoreError", "LoadError", "SealedError")
+    families = ("ToolchainError", "BuildError", "StoreError", "LoadError", "CompilingOff")
     assert len({codes[name] for name in families}) == len(families)
     assert all(code not in (0, 1) for name, code in codes.items() if name != "OpkilnError")
 

@@ -13,7 +13,7 @@ import click
 
 from opkiln.cli import output
 from opkiln.cli.op_name import complete
-from opkiln.errors import LoadError, OpkilnError, SealedError, StoreError
+from opkiln.errors import CompilingOff, LoadError, OpkilnError, StoreError
 from opkiln.report.layout import columns
 from opkiln.settings import override, settings
 
@@ -104,7 +104,7 @@ def _look(builder: OpBuilder, skipping: bool) -> Outcome | None:
         if not compiles:
             return _make(builder)
     except LoadError as error:
-        if skipping and not isinstance(error, SealedError):
+        if skipping and not isinstance(error, CompilingOff):
             return Outcome(builder.name, SKIPPED, reason=f"{error.what}: {error.why}")
         return Outcome(builder.name, FAILED, error=error)
     except OpkilnError as error:
@@ -170,11 +170,11 @@ def _require_stored(op: str, artifact: Artifact) -> None:
 
 def _with_hint(error: OpkilnError, builder: OpBuilder) -> OpkilnError:
     """The loader's hint for a forbidden compile is this very command; ours is how to allow it."""
-    if not isinstance(error, SealedError):
+    if not isinstance(error, CompilingOff):
         return error
     variable = "OPKILN_SEAL=off" if settings.jit else "OPKILN_JIT=on"
     hint = f"{variable} opkiln build {builder.name}"
-    return SealedError(error.what, why=error.why, hint=hint)
+    return CompilingOff(error.what, why=error.why, hint=hint)
 
 
 def _show(outcomes: list[Outcome]) -> None:

@@ -70,7 +70,10 @@ def _take_turn(plan: Plan, store: Store, loaded: tuple[str, ...]) -> Artifact:
         leaf = store.find_op(
             spec.distribution, spec.name, intent, build_name, places, deps.Hasher()
         ).leaf
-        return None if leaf is None else Artifact(leaf.payload, leaf.manifest["sha256"], "store")
+        # One under a name that is not its own, as `find` refused it: a store that was copied badly.
+        if leaf is None or leaf.manifest["target"]["cpu"] != plan.target.cpu:
+            return None
+        return Artifact(leaf.payload, leaf.manifest["sha256"], "store")
 
     if store.root is None:
         # Nothing can be written, so nothing can be remembered of the compiler either: this is the

@@ -19,6 +19,7 @@ from opkiln.errors import (
     FallbackWarning,
     LoadError,
     OpkilnError,
+    SealedError,
     StoreError,
     ToolchainError,
 )
@@ -87,6 +88,8 @@ def _serve(op: Op, must_be_native: bool) -> Loaded:
         functions = register.register(op.spec.name, op.registration)
     try:
         artifact, opened = _native(op.spec, trace)
+    except SealedError:
+        raise
     except (BuildError, LoadError, StoreError, ToolchainError) as error:
         return _fall_back(op, functions, trace, error, must_be_native)
     return Loaded(opened if functions is None else functions, artifact, trace)

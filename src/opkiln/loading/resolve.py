@@ -174,7 +174,7 @@ def _covering(spec: OpSpec, target: Target) -> list[Target]:
 def build(
     spec: OpSpec, target: Target, store: Store, trace: Trace, *, loaded: tuple[str, ...] = ()
 ) -> Artifact:
-    """Build the op, or find that another process just did. Raises BuildError, SealedError."""
+    """Build the op, or find that another process just did. Raises BuildError, CompilingOff."""
     if reason := seal.why_not_compile():
         trace.add("build", "refused", reason)
         seal.about_to_compile(spec.name)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import warnings
 
-from opkiln.errors import FallbackWarning, SealedError, UsageError
+from opkiln.errors import CompilingOff, FallbackWarning, SealedError, UsageError
 from opkiln.settings import settings
 
 _mode = "off"
 
 
 def seal(mode: str = "error") -> None:
-    """A compile from now on is an error, or a warning with ``"warn"``; ``"off"`` lifts it."""
+    """A compile from now on is an error, or a warning with ``"warn"``; ``"off"`` lifts it.
+
+    An error also for an op that has a reference: a server that was warmed up should not find out
+    by its latency that an op fell back.
+    """
     global _mode
     if mode not in ("warn", "error", "off"):
         raise UsageError(f"seal({mode!r}): expected 'warn', 'error' or 'off'")
@@ -20,20 +24,19 @@ def seal(mode: str = "error") -> None:
 
 def why_not_compile() -> str:
     """The reason for which nothing may compile here; empty when it may."""
-    if not settings.jit:
-        return "OPKILN_JIT=off: nothing is compiled here"
     if _in_force() == "error":
         return "opkiln is sealed: nothing may compile any more"
+    if not settings.jit:
+        return "OPKILN_JIT=off: nothing is compiled here"
     return ""
 
 
 def about_to_compile(op: str) -> None:
-    """Called before the first compile of an op. Raises SealedError where it must not happen."""
+    """Called before the first compile of an op. Raises CompilingOff, SealedError."""
     reason = why_not_compile()
     if reason:
-        raise SealedError(
-            f"op {op} would have to be compiled", why=reason, hint=f"opkiln build {op}"
-        )
+        kind = SealedError if _in_force() == "error" else CompilingOff
+        raise kind(f"op {op} would have to be compiled", why=reason, hint=f"opkiln build {op}")
     if _in_force() == "warn":
         warnings.warn(
             f"op {op} is compiled after opkiln was sealed; hint: opkiln build {op}",

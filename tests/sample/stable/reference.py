@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-
 calls: list[str] = []  # of the functions here, so that a test sees who was called
 
 
