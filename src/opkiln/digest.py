@@ -66,7 +66,7 @@ def sha256_file(path: str | int) -> str:
     digest = hashlib.sha256()
     fd = path if isinstance(path, int) else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        while chunk := os.read(fd, 1 << 20):
+        while chunk := os.read(fd, 1 << 17):
             digest.update(chunk)
     finally:
         if not isinstance(path, int):
@@ -98,9 +98,13 @@ class Signature(Record):
 
     def holds(self, path: str) -> bool:
         """Whether the file certainly still is what it was. Raises OSError if it is gone."""
-        size, mtime_ns, ctime_ns, inode, read_at = self
-        if max(mtime_ns, ctime_ns) > read_at - 2_000_000_000:
-            return False
-        found = os.stat(path)
-        now = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
-        return now == (size, mtime_ns, ctime_ns, inode)
+        return unchanged(path, *self)
+
+
+def unchanged(path: str, size: int, mtime_ns: int, ctime_ns: int, inode: int, read_at: int) -> bool:
+    """``Signature(...).holds(path)``, for many at once. Raises OSError if the file is gone."""
+    if max(mtime_ns, ctime_ns) > read_at - 2_000_000_000:
+        return False
+    found = os.stat(path)
+    now = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+    return now == (size, mtime_ns, ctime_ns, inode)

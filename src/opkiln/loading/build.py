@@ -10,7 +10,6 @@ import warnings
 from typing import Any, NamedTuple
 
 from opkiln import plan as plans
-from opkiln import process
 from opkiln.digest import sha256_file
 from opkiln.engine import events, schedule
 from opkiln.engine.schedule import StepFailed
@@ -319,7 +318,6 @@ def _private_copy(path: str) -> tuple[str, str]:
     import atexit
 
     directory = publish.make_scratch("private")
-    process.register_scratch(directory)
     if not _kept:
         atexit.register(_remove_kept)
     _kept.append(directory)

@@ -17,7 +17,7 @@ def open_artifact(spec: OpSpec, path: str) -> Any:
     try:
         if spec.kind == EXECUTABLE:
             return path
-        if spec.abi != ABI_NONE:
+        if spec.abi != ABI_NONE or spec.kind == LIBRARY:
             import torch
         if spec.kind == LIBRARY:
             torch.ops.load_library(path)  # type: ignore[no-untyped-call]

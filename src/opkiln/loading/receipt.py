@@ -2,9 +2,9 @@
 
 Finding an op takes the target, the compiler's identity, a plan, three keys and the entry's
 dependency list. The process that built an entry writes down what all of that rested on, as facts
-that ``stat`` can check: these files have these signatures, these paths are absent, these names lead
-there. While every one of them holds, the search would end as it did, so a later process checks
-them, verifies the library's digest as ever, and is done in a third of the time.
+that ``stat`` can check: these files have these signatures, these paths are absent. While every one
+of them holds, the search would end as it did, so a later process checks them, verifies the
+library's digest as ever, and is done in a third of the time.
 
 A receipt never says what a full search would not: anything that does not hold, and anything odd
 about the receipt itself, leads to the full search. It is only written by the builder; hits write
@@ -20,7 +20,7 @@ import sys
 from typing import Any
 
 from opkiln import machine, trust
-from opkiln.digest import Signature, key, sha256_file
+from opkiln.digest import Signature, key, sha256_file, unchanged
 from opkiln.model import ABI_NONE, Artifact, OpSpec
 from opkiln.settings import LAYOUT, fingerprint, store_candidates
 
@@ -52,12 +52,10 @@ def recall(spec: OpSpec) -> Artifact | None:
 
 
 def _holds(receipt: dict[str, Any]) -> bool:
-    lexists, realpath = os.path.lexists, os.path.realpath
-    return (
-        all(Signature(*fields).holds(path) for path, *fields in receipt["unchanged"])
-        and all(realpath(path) == target for path, target in receipt["leads"])
-        and not any(lexists(path) for path in receipt["absent"])
-    )
+    for each in receipt["unchanged"]:
+        if not unchanged(*each):
+            return False
+    return not any(map(os.path.lexists, receipt["absent"]))
 
 
 def _verified(root: str, receipt: dict[str, Any]) -> Artifact | None:
@@ -112,16 +110,15 @@ def write(
     watched = [
         [os.path.join(spec.root, p) if a == "src" else p, *f] for a, p, *f in recorded["dirs"]
     ]
-    unchanged = [*evidence["unchanged"], *own, *watched, *recorded["external_dirs"]]
+    files = [*evidence["unchanged"], *own, *watched, *recorded["external_dirs"]]
     if spec.abi != ABI_NONE and toolchain.torch is not None:
         version = os.path.join(toolchain.torch.path, "version.py")
-        unchanged.append([version, *Signature.of(version)])
+        files.append([version, *Signature.of(version)])
     receipt = {
         "payload": os.path.relpath(payload, root),
         "size": manifest["size"],
         "sha256": manifest["sha256"],
-        "unchanged": unchanged,
-        "leads": evidence["leads"],
+        "unchanged": files,
         "absent": evidence["absent"],
     }
     temporary = f"{path}.{os.getpid()}-{os.urandom(6).hex()}"

@@ -94,16 +94,13 @@ def _define(op: str, registration: Registration) -> None:
     fake = None if registration.fake is None else registration.fake()
     for text in registration.schemas:
         name = _function_name(text)
+        arguments, _, returns = text.rpartition("->")
         try:
-            schema = torch._C.parse_schema(f"{namespace}::{text}")
+            library.define(  # type: ignore[no-untyped-call]
+                text, tags=(torch.Tag.pt2_compliant_tag,)
+            )
         except RuntimeError as error:
             raise SpecError(f"op {op}: the schema {text!r} is malformed", why=str(error)) from error
-        mutated = [
-            i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write
-        ]
-        library.define(  # type: ignore[no-untyped-call]
-            text, tags=(torch.Tag.pt2_compliant_tag,)
-        )
         if registration.reference is not None:
             library.impl(  # type: ignore[no-untyped-call]
                 name, _Reference(op, name, registration.reference), "CompositeExplicitAutograd"
@@ -111,14 +108,15 @@ def _define(op: str, registration: Registration) -> None:
         fake_function = getattr(fake, name, None)
         if fake_function is not None:
             torch.library.register_fake(f"{namespace}::{name}", fake_function, lib=library)
-        elif not schema.returns:
+        elif returns.strip() == "()":
             # The same as a fake kernel here, and registered in a tenth of the time.
             library.impl(name, _nothing, "Meta")  # type: ignore[no-untyped-call]
-        if registration.autograd is not None and not mutated:
+        if "!" in arguments:  # `Tensor(a!)`: it writes to what it is given
+            library.impl(  # type: ignore[no-untyped-call]
+                name, _WithBump(namespace, name), "ADInplaceOrView", with_keyset=True
+            )
+        elif registration.autograd is not None:
             _differentiate(library, f"{namespace}::{name}", name, registration.autograd())
-        if mutated:
-            names = [argument.name for argument in schema.arguments]
-            _bump_versions(library, namespace, name, [(i, names[i]) for i in mutated])
 
 
 def _differentiate(library: Any, qualified: str, name: str, formulas: Any) -> None:
@@ -149,19 +147,31 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """The fake kernel of an op that only writes in place: shapes do not change."""
 
 
-def _bump_versions(library: Any, namespace: str, name: str, mutated: list[tuple[int, str]]) -> None:
-    import torch
-    from torch.autograd.graph import increment_version
+class _WithBump:
+    """Goes on to the op below, after counting up the versions of what it is about to change."""
 
-    def with_bump(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        for index, argument in mutated:
-            value = args[index] if index < len(args) else kwargs.get(argument)
+    def __init__(self, namespace: str, name: str) -> None:
+        self._namespace, self._name = namespace, name
+        self._overload: Any = None
+        self._mutated: list[tuple[int, str]] = []
+
+    def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+        from torch.autograd.graph import increment_version
+
+        if self._overload is None:
+            overload = getattr(getattr(torch.ops, self._namespace), self._name).default
+            self._mutated = [
+                (index, argument.name)
+                for index, argument in enumerate(overload._schema.arguments)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
+            self._overload = overload
+        for index, name in self._mutated:
+            value = args[index] if index < len(args) else kwargs.get(name)
             if value is not None:
                 increment_version(value)
-        overload = getattr(getattr(torch.ops, namespace), name).default
         with torch._C._AutoDispatchBelowADInplaceOrView():
-            return overload.redispatch(
+            return self._overload.redispatch(
                 keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs
             )
-
-    library.impl(name, with_bump, "ADInplaceOrView", with_keyset=True)

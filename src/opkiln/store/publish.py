@@ -37,7 +37,6 @@ def scratch(prefix: str) -> Iterator[str]:
     from opkiln import process
 
     path = make_scratch(prefix)
-    process.register_scratch(path)
     try:
         yield path
     finally:
@@ -46,16 +45,22 @@ def scratch(prefix: str) -> Iterator[str]:
 
 
 def make_scratch(prefix: str) -> str:
-    """A new private node-local directory. Raises StoreError."""
-    import tempfile
+    """A new private node-local directory that goes with this process. Raises StoreError."""
+    from opkiln import process
 
+    path = os.path.join(scratch_root(), f"opkiln-{prefix}-{secrets.token_hex(4)}")
+    # The watchdog first: a process killed between the two would leave a directory that nobody
+    # knows of. A name that is taken (nobody can guess it) is an error like any other.
+    process.register_scratch(path)
     try:
-        return tempfile.mkdtemp(prefix=f"opkiln-{prefix}-", dir=scratch_root())
+        os.mkdir(path, 0o700)
     except OSError as error:
+        process.release_scratch(path)
         raise StoreError(
             f"no build directory can be made in {scratch_root()}: {error.strerror}",
             hint="set OPKILN_TMPDIR to a writable node-local directory",
         ) from error
+    return path
 
 
 def publish(source: str, root: str, relative: str) -> str:

@@ -77,10 +77,11 @@ def evidence(memory: tuple[str, ...], toolchain: Toolchain) -> dict[str, list[An
     names = [chosen, *(name for name, _ in record["resolved"][1:])]
     if toolchain.launcher is not None:
         names.append(toolchain.launcher)
-    programs = [(path, os.path.realpath(path)) for name in names if (path := find.first(name))]
+    # By the names they go by, not by the files these lead to: a link that is turned elsewhere then
+    # shows, too, as a file with another inode.
+    known = {os.path.realpath(path): path for name in names if (path := find.first(name))}
     return {
-        "unchanged": record["signatures"],
-        "leads": [list(pair) for pair in programs],
+        "unchanged": [[known.get(path, path), *rest] for path, *rest in record["signatures"]],
         "absent": [path for name in names for path in find.passed_over(name)],
     }
 
