@@ -68,9 +68,13 @@ def _measure(options: Options, workspace: Workspace) -> tuple[Times, dict[str, s
     times: Times = {peer: [] for peer in PEERS if peer not in failures}
     for turn in range(repeats):
         for peer, taken in times.items():
-            if turn < SLOW.get(peer, repeats):
+            if peer in failures or turn >= SLOW.get(peer, repeats):
+                continue
+            try:
                 taken.append(load(peer, workspace.warm))
-    return times, failures
+            except Failure as failure:
+                failures[peer] = str(failure)
+    return {peer: taken for peer, taken in times.items() if peer not in failures}, failures
 
 
 def _sample(taken: list[dict[str, float]], *parts: str) -> Sample:

@@ -48,7 +48,7 @@ def make_scratch(prefix: str) -> str:
     """A new private node-local directory that goes with this process. Raises StoreError."""
     from opkiln import process
 
-    path = os.path.join(scratch_root(), f"opkiln-{prefix}-{secrets.token_hex(4)}")
+    path = os.path.abspath(f"{scratch_root()}/opkiln-{prefix}-{secrets.token_hex(4)}")
     # The watchdog first: a process killed between the two would leave a directory that nobody
     # knows of. A name that is taken (nobody can guess it) is an error like any other.
     process.register_scratch(path)
