@@ -290,10 +290,10 @@ class Settings:
 settings = Settings()
 
 # What bears on how, where and whether a build runs, but not on which binary is the right one.
-_INDIFFERENT = (
+_INDIFFERENT = frozenset((
     "progress", "trace", "no_color", "rank", "max_jobs", "memory", "build_timeout", "tmpdir",
     "runtime_dir", "cache_max_size", "jit", "fallback", "seal", "build_ops",
-)  # fmt: skip
+))  # fmt: skip
 _VARIABLES = tuple(
     name
     for setting in vars(Settings).values()
@@ -359,8 +359,11 @@ def build_switch(op: str, variables: tuple[str, ...] = ()) -> bool | None:
 
 
 def fingerprint() -> tuple[str | None, ...] | None:
-    """Every value that could bear on a build, raw; None within ``override``: no two calls agree."""
-    if _OVERRIDES.get():
+    """Every value that could bear on which binary is right, raw.
+
+    None where ``override`` has a say in it: what was overridden is in no variable.
+    """
+    if not set(_OVERRIDES.get() or ()) <= _INDIFFERENT:
         return None
     get = os.environ.get
     return (*(get(name) for name in _VARIABLES), os.getcwd() if _relative() else None)

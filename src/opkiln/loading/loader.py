@@ -110,7 +110,6 @@ def _native(spec: OpSpec, trace: Trace) -> tuple[Artifact, Any]:
 
     target, store = resolve.target_of(spec, resolve.runnable(spec)), Store()
     resolve.check_cpu(spec, target)
-    resolve.tell_notes(store)
     found = resolve.find(spec, target, store, trace)
     if found is not None:
         try:

@@ -116,12 +116,14 @@ def artifact(spec: OpSpec, trace: Trace, *, loaded: tuple[str, ...] = ()) -> Art
     ``loaded`` are earlier versions of its library that this process has open. Raises OpkilnError.
     """
     target, store = target_of(spec, runnable(spec)), Store()
-    tell_notes(store)
     return find(spec, target, store, trace) or build(spec, target, store, trace, loaded=loaded)
 
 
-def tell_notes(store: Store) -> None:
-    """Warn, once each, of what keeps the store from being where it was asked to be."""
+def _tell_notes(store: Store) -> None:
+    """Warn, once each, of what keeps the store from being where it was asked to be.
+
+    Before a build only: a hit from a read-only store is nothing to warn of.
+    """
     for note in store.location.notes:
         if note not in _told:
             _told.add(note)
@@ -175,6 +177,7 @@ def build(
     spec: OpSpec, target: Target, store: Store, trace: Trace, *, loaded: tuple[str, ...] = ()
 ) -> Artifact:
     """Build the op, or find that another process just did. Raises BuildError, CompilingOff."""
+    _tell_notes(store)
     if reason := seal.why_not_compile():
         trace.add("build", "refused", reason)
         seal.about_to_compile(spec.name)
