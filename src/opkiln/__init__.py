@@ -25,6 +25,19 @@ _MODULES = ("optim", "errors", "settings")
 
 __all__ = ["__version__", *_LAZY, *_MODULES]  # noqa: PLE0604 (names that are resolved lazily)
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # what type checkers and editors see of the lazy names
+    from opkiln import errors as errors
+    from opkiln import optim as optim
+    from opkiln import settings as settings
+    from opkiln.builder import OpBuilder as OpBuilder
+    from opkiln.extension import load as load
+    from opkiln.extension import load_inline as load_inline
+    from opkiln.loading.seal import seal as seal
+    from opkiln.registry import ALL_OPS as ALL_OPS
+    from opkiln.registry import explain as explain
+    from opkiln.registry import get_builder as get_builder
+
 
 def __getattr__(name: str) -> object:
     from importlib import import_module

@@ -12,7 +12,9 @@ from opkiln.errors import CompileError
 from opkiln.trust import make_private
 
 _DIAGNOSTIC = re.compile(r"^(?P<where>[^\n]+?:\d+(?::\d+)?): (?:fatal )?error: .*$", re.MULTILINE)
-_LINKER = re.compile(r"^.*(?:undefined reference|cannot find -l|ld: ).*$", re.MULTILINE)
+_LINKER = re.compile(
+    r"^.*(?:undefined reference|cannot find -l|multiple definition).*$", re.MULTILINE
+)
 _CONTEXT_LINES = 4
 
 
