@@ -1,7 +1,7 @@
 """opkiln: native PyTorch operators from a package that installs as pure Python.
 
-The first use of an op compiles exactly what this machine needs; later processes load it in about a
-millisecond; where an op cannot be had, its pure-PyTorch version runs and the user is told why.
+The first use of an op compiles exactly what this machine needs; later processes load it in a few
+milliseconds; where an op cannot be had, its pure-PyTorch version runs and the user is told why.
 
     import opkiln
     adam = opkiln.optim.CPUAdam(model.parameters(), lr=1e-3)

@@ -15,6 +15,7 @@ from opkiln.model import (
     EXECUTABLE,
     INLINE_ROOT,
     LIBRARY,
+    ONE_CALL,
     PLAIN,
     PYTHON,
     Artifact,
@@ -25,8 +26,6 @@ from opkiln.settings import override
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-DISTRIBUTION = "jit"  # ops that belong to no package
 
 
 def load(
@@ -73,7 +72,7 @@ def load(
     includes = [os.path.abspath(path) for path in extra_include_paths or ()]
     spec = OpSpec(
         name=name,
-        distribution=DISTRIBUTION,
+        distribution=ONE_CALL,
         root=root,
         sources=tuple(os.path.relpath(file, root) for file in files),
         include_dirs=tuple(includes),
@@ -126,7 +125,7 @@ def load_inline(
         parts.append(_bindings(functions, with_pytorch_error_handling))
     spec = OpSpec(
         name=name,
-        distribution=DISTRIBUTION,
+        distribution=ONE_CALL,
         root=INLINE_ROOT,
         sources=("main.cpp",),
         include_dirs=tuple(os.path.abspath(path) for path in extra_include_paths or ()),

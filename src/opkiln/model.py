@@ -19,6 +19,7 @@ ABI_TORCH = "torch"  # torch/extension.h: one torch version, one Python
 ABI_NONE = "none"  # no torch at all
 
 
+ONE_CALL = "jit"  # the distribution of what `opkiln.load` compiles: it belongs to no package
 INLINE_ROOT = "/opkiln/src"  # where sources that are in no file are said to lie
 
 

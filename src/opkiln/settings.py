@@ -98,14 +98,21 @@ def _switch(text: str) -> bool:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise ValueError("expected a whole number of at least 1")
-    return value
+    return int(text)
+
+
+def _number(text: str) -> float:
+    """A number, or one that is in no range."""
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 < value < 1e9:
         raise ValueError("expected a positive number of seconds")
     return value
@@ -118,7 +125,7 @@ def parse_size(text: str) -> int:
     """Bytes from ``512M``, ``4GiB``, ``1048576``. Raises ValueError."""
     lowered = text.strip().lower().removesuffix("ib").removesuffix("b")
     unit = lowered[-1:] if lowered[-1:] in ("k", "m", "g", "t") else ""
-    number = float(lowered.removesuffix(unit) if unit else lowered)
+    number = _number(lowered.removesuffix(unit) if unit else lowered)
     if not 0 < number < 1e18:
         raise ValueError("expected a size such as 512M or 4G")
     return int(number * _UNITS[unit])
@@ -182,17 +189,18 @@ class Settings:
     )  # fmt: skip
     fallback = Setting(
         "OPKILN_FALLBACK", _choice("warn", "silent", "error"), "warn",
-        "What to do when an op's native version cannot be had: serve its reference with one "
-        "warning, serve it silently, or raise.",
+        "When an op's native version cannot be had: `warn` serves its reference with one warning, "
+        "`silent` serves it without, `error` raises.",
     )  # fmt: skip
     seal = Setting(
         "OPKILN_SEAL", _choice("off", "warn", "error"), "off",
-        "As `opkiln.seal()`: from the start, a compile is a warning or an error.",
+        "`warn` or `error`: as `opkiln.seal(…)`, from the start. `off`: not sealed.",
     )  # fmt: skip
     build_ops = Setting(
         "OPKILN_BUILD_OPS", _switch, False,
-        "Precompile all ops at install time. `OPKILN_BUILD_<OP>` (`DS_BUILD_<OP>`) selects or "
-        "excludes one.",
+        "What `OpBuilder.build_wanted()` answers, for a package's own setup script; "
+        "`OPKILN_BUILD_<OP>` (`DS_BUILD_<OP>`) answers for one op. opkiln itself precompiles "
+        "nothing at install time.",
         aliases=("DS_BUILD_OPS",), shown="off",
     )  # fmt: skip
 
@@ -263,8 +271,8 @@ class Settings:
     )  # fmt: skip
     progress = Setting(
         "OPKILN_PROGRESS", _choice("auto", "bar", "lines", "off"), "auto",
-        "How a build reports: a bar on a terminal, plain lines elsewhere; ranks other than the "
-        "first are silent.",
+        "How a build reports: `bar`, `lines` or `off`; `auto` is a bar on a terminal, lines "
+        "elsewhere, and nothing in ranks other than the first.",
     )  # fmt: skip
     no_color = Setting(
         "NO_COLOR", bool, False, "Any value: no colour.", shown="off", group="terminal",
@@ -330,13 +338,30 @@ def origin_of(field: str) -> tuple[Any, str]:
     return setting.resolve()
 
 
+def unknown() -> list[str]:
+    """Variables that look like settings and are none, each with what may have been meant."""
+    from difflib import get_close_matches
+
+    known = [name for setting in table() for name in (setting.variable, *setting.aliases)]
+    strange = [
+        name
+        for name in os.environ
+        if name.startswith("OPKILN_") and name not in known and not name.startswith("OPKILN_BUILD_")
+    ]
+    texts = []
+    for name in sorted(strange):
+        close = get_close_matches(name, known, 1)
+        texts.append(f"{name} is no setting" + (f"; did you mean {close[0]}?" if close else ""))
+    return texts
+
+
 def child_environment() -> dict[str, str]:
     """The allow-listed part of this process's environment, for a compiler or another child."""
     return {name: os.environ[name] for name in _PASSED if name in os.environ}
 
 
 def whole_environment() -> dict[str, str]:
-    """A copy of everything, for the user's own programs (`opkiln run`), never for a compiler."""
+    """A copy of everything, for a program of the user's, never for a compiler."""
     return dict(os.environ)
 
 

@@ -280,6 +280,6 @@ def test_explain_by_name_reaches_an_op_of_another_package(
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[opkiln.ops]\ntheirs = {built.name}.op:PlainBuilder\n")
     text = str(opkiln.explain("theirs"))
-    assert text.startswith("plain: as loaded by this process")
+    assert text.startswith("plain: as this process loaded it")
     assert "build     taken    compiled 3 file(s)" in text
     assert "theirs" in registry.ALL_OPS

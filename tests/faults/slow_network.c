@@ -67,10 +67,12 @@ static int stale(const char *path) {
     if (!getenv("NETWORK_STALE") || !below_root(path)) return 0;
     uint64_t hash = 1469598103934665603ULL ^ (uint64_t)getpid();
     for (const char *at = path; *at; ++at) hash = (hash ^ (unsigned char)*at) * 1099511628211ULL;
-    if ((hash >> 20) % 16 != 0) return 0;
+    hash = (hash ^ (hash >> 33)) * 0xff51afd7ed558ccdULL;  /* similar paths fall apart */
+    hash ^= hash >> 33;
+    if (hash % 16 != 0) return 0;
     pthread_mutex_lock(&lock);
-    int first = seen[hash % 4096] != hash;
-    seen[hash % 4096] = hash;
+    int first = seen[(hash >> 4) % 4096] != hash;
+    seen[(hash >> 4) % 4096] = hash;
     pthread_mutex_unlock(&lock);
     return first;
 }

@@ -240,6 +240,49 @@ def test_a_cold_op_would_compile_and_the_hint_builds_it(run: Callable[..., Ran])
     assert run("check", "cpu_adam", "--json").json()["would_compile"] == ["cpu_adam"]
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "status", "reason"),
+    [
+        ("OPKILN_JIT", "off", "would fall back", "OPKILN_JIT=off"),
+        ("OPKILN_SEAL", "error", "would fail", "sealed"),
+        ("PATH", "/nonexistent", "would fall back", "there is no C++ compiler"),
+    ],
+)
+def test_an_op_that_cannot_compile_here_is_not_said_to(
+    run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, variable: str, value: str,
+    status: str, reason: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv(variable, value)
+    ran = run("check", "cpu_adam")
+    assert ran.code == 1
+    assert f"cpu_adam  {status}" in ran.out
+    assert reason in ran.out
+    assert "hint" not in ran.err
+    assert run("explain", "cpu_adam").out.startswith(f"cpu_adam: {status}: ")
+
+
+def test_a_misspelt_setting_is_pointed_out(
+    run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPKILN_FALLBCK", "error")
+    ran = run("report")
+    assert "OPKILN_FALLBCK is no setting; did you mean OPKILN_FALLBACK?" in ran.err
+    monkeypatch.setenv("OPKILN_FALLBACK", "eror")
+    ran = run("cache", "path")
+    assert ran.code == 2
+    assert "OPKILN_FALLBACK='eror'" in ran.err
+
+
+def test_a_cpu_that_is_none_names_the_variable(
+    run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPKILN_CPU", "foo")
+    ran = run("plan", "cpu_adam")
+    assert ran.code == 2
+    assert "OPKILN_CPU='foo': 'foo' is not a CPU" in ran.err
+    assert "hint: unset OPKILN_CPU" in ran.err
+
+
 def test_a_file_lists_ops_with_comments(run: Callable[..., Ran], tmp_path: Path) -> None:
     listed = tmp_path / "ops.txt"
     listed.write_text("# for the trainer\n\ncpu_adam  # the optimizer\ncpu_adam\n")

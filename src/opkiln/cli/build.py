@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
 )  # fmt: skip
 @click.option(
     "-j", "--jobs", type=click.IntRange(min=1), metavar="N",
-    help="Run at most N steps at once. The budget of this host holds besides.",
+    help="Run at most N steps at once. The host's budget applies as well.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(

@@ -1,4 +1,4 @@
-"""``opkiln check``: whether anything would compile here."""
+"""``opkiln check``: whether every op is there, ready to be loaded."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from opkiln.cli.op_name import complete
 from opkiln.errors import UnknownOp, UsageError
 from opkiln.report.layout import columns
 
-READY, WOULD_COMPILE, FALLS_BACK = "ready", "would compile", "cannot run here"
-
 
 class Checked(NamedTuple):
     """One op."""
@@ -24,17 +22,21 @@ class Checked(NamedTuple):
     path: str
 
 
-@click.command("check", short_help="Exit with 1 if an op would compile here.")
+@click.command("check", short_help="Exit with 1 unless every op is cached.")
 @click.argument("ops", nargs=-1, required=True, shell_complete=complete, metavar="OPS|FILE…")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(ops: tuple[str, ...], as_json: bool) -> int:
-    """Say which of OPS would compile when loaded here, and exit with 1 if any would.
+    """Say what loading each of OPS here would come to; exit with 1 unless all are cached.
 
-    An argument that is no op is a file with one op per line; # starts a comment. Nothing is built.
-    For an image or a node that must be warm: run it last, or before the job.
+    One that is not cached would compile, fall back to its reference, or fail. An argument that is
+    no op is a file with one op per line; # starts a comment. Nothing is built. For an image or a
+    node that must be warm: run it last, or before the job.
     """
+    from opkiln.loading.outlook import CACHED, WOULD_COMPILE
+
     checked = [_check(name) for name in _named(ops)]
-    cold = [each for each in checked if each.status == WOULD_COMPILE]
+    missing = [each for each in checked if each.status != CACHED]
+    cold = [each for each in missing if each.status == WOULD_COMPILE]
     if as_json:
         rows = [each._asdict() for each in checked]
         output.data_json({"schema": 1, "ops": rows, "would_compile": [each.op for each in cold]})
@@ -42,7 +44,7 @@ def command(ops: tuple[str, ...], as_json: bool) -> int:
         output.data(columns((each.op, each.status, each.reason or each.path) for each in checked))
         if cold:
             output.say("hint: opkiln build " + " ".join(each.op for each in cold))
-    return output.FOUND if cold else 0
+    return output.FOUND if missing else 0
 
 
 def _named(arguments: tuple[str, ...]) -> list[str]:
@@ -74,13 +76,8 @@ def _listed(path: str) -> list[str]:
 
 
 def _check(name: str) -> Checked:
-    from opkiln.loading.resolve import would_compile
+    from opkiln.loading.outlook import outlook
     from opkiln.registry import get_builder
 
-    compiles, trace = would_compile(get_builder(name).spec())
-    for decision in trace.decisions:
-        if decision.verdict == "taken":
-            return Checked(name, READY, "", decision.subject)
-    last = trace.decisions[-1] if trace.decisions else None
-    reason = "; ".join(trace.refusals()) or (last.reason if last else "")
-    return Checked(name, WOULD_COMPILE if compiles else FALLS_BACK, reason, "")
+    status, reason, path, _ = outlook(get_builder(name).op())
+    return Checked(name, status, reason, path)

@@ -9,7 +9,7 @@ from importlib import import_module
 
 import click
 
-from opkiln import __version__
+from opkiln import __version__, settings
 from opkiln.cli import output
 from opkiln.errors import OpkilnError
 
@@ -32,7 +32,7 @@ class _Commands(click.Group):
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit codes: 0 done, 1 no (check, demo), 2 usage, 3 no compiler, 4 build failed, "
-    "5 store, 6 load, 7 compiling is switched off, 130 interrupted.",
+    "5 store, 6 the op cannot run here, 7 compiling is switched off, 130 interrupted.",
 )
 @click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
 def cli() -> None:
@@ -41,6 +41,10 @@ def cli() -> None:
     Ops are built at their first use. These commands build them earlier, and say what is built,
     what would be, and why. Data is written to standard output, progress to standard error.
     """
+    for setting in settings.table():
+        setting.resolve()  # a value without a meaning is an error at once, not when it is used
+    for text in settings.unknown():
+        output.say(f"warning: {text}")
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from opkiln.errors import OpkilnError
 
 # Exit codes that no error class has; docs/cli.md lists them all.
-FOUND = 1  # `check`: something would compile; `demo`: FAIL
+FOUND = 1  # `check`: something is not cached; `demo`: FAIL
 INTERRUPTED = 130
 
 

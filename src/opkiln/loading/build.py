@@ -13,7 +13,14 @@ from opkiln import plan as plans
 from opkiln.digest import sha256_file
 from opkiln.engine import events, schedule
 from opkiln.engine.schedule import StepFailed
-from opkiln.errors import BuildError, OpkilnError, SourcesChanging, StoreError, StoreWarning
+from opkiln.errors import (
+    BuildError,
+    OpkilnError,
+    SourcesChanging,
+    SpecError,
+    StoreError,
+    StoreWarning,
+)
 from opkiln.loading import compile as compiling
 from opkiln.loading import failure, loadtest, receipt, resolve, seal
 from opkiln.model import ABI_NONE, ABI_STABLE, INLINE_ROOT, Artifact, OpSpec, Plan, Target
@@ -29,6 +36,13 @@ _ATTEMPTS = 4
 def make_plan(spec: OpSpec, target: Target, store: Store) -> Plan:
     """The plan for this machine's compiler. Raises ToolchainError, BuildError, SpecError."""
     plans.check(spec)
+    for source in () if spec.inline else spec.sources:
+        if not os.path.isfile(os.path.join(spec.root, source)):
+            raise SpecError(
+                f"op {spec.name}: the source {source} does not exist",
+                why=f"sources are looked for in {spec.root}",
+                hint="list it in the package's data files, so that the wheel carries it",
+            )
     toolchain = host.choose(store.memory)
     if spec.abi != ABI_NONE:
         torch = toolchain.torch
@@ -139,10 +153,10 @@ class _Build:
             log = failure.write_log(
                 self._store.root, f"{spec.name}-{self._build[:12]}", self._failed_log(failed)
             )
-            replaced = {stage: "/opkiln/build"}
+            replaced = {stage: "./build"}  # as `opkiln plan` has it
             if spec.inline:
-                replaced[spec.root] = "/opkiln/src"
-            raise failure.compile_error(failed, spec.name, log, replaced) from None
+                replaced[spec.root + "/"] = ""
+            raise failure.compile_error(failed, spec, log, replaced) from None
         loadtest.check(spec, self._plan.toolchain.torch, linked.path, tmpdir=stage)
         if self._loaded:
             self._test_reload(linked.path, stage)

@@ -11,6 +11,7 @@ from opkiln.errors import OpkilnError
 from opkiln.loading import loader, resolve
 from opkiln.loading.build import inputs, make_plan
 from opkiln.loading.loader import Op
+from opkiln.loading.outlook import outlook
 from opkiln.loading.trace import Decision
 from opkiln.model import Plan
 from opkiln.store import deps, entry, key
@@ -21,6 +22,7 @@ class Explanation(NamedTuple):
     """``str()`` of it is what `opkiln explain` prints."""
 
     op: str
+    verdict: str  # cached, would compile, would fall back: why, …; or how this process has it
     decisions: tuple[Decision, ...]
     keys: dict[str, str]
     changes: tuple[str, ...]  # since the newest entry, when that one does not serve
@@ -28,8 +30,8 @@ class Explanation(NamedTuple):
     loaded: bool  # whether the decisions are those of this process's own load
 
     def __str__(self) -> str:
-        lines = [f"{self.op}: " + ("as loaded by this process" if self.loaded else "as of now")]
-        lines += [f"  {decision}" for decision in self.decisions]
+        lines = [f"{self.op}: {self.verdict}"]
+        lines += [f"  {decision}".replace("\n", "\n    ") for decision in self.decisions]
         if self.changes:
             lines += ["changed since it was last built:", *(f"  {each}" for each in self.changes)]
         if self.dropped:
@@ -41,7 +43,7 @@ class Explanation(NamedTuple):
 def explain(op: Op) -> Explanation:
     """Look at an op without building or loading it."""
     known = loader.traces().get((op.spec.distribution, op.spec.name))
-    _, trace = resolve.would_compile(op.spec)
+    status, reason, _, trace = outlook(op)
     store = Store()
     keys, changes = {}, []
     try:
@@ -55,6 +57,11 @@ def explain(op: Op) -> Explanation:
     decisions = trace.decisions if known is None else known.decisions
     return Explanation(
         op=op.spec.name,
+        verdict="as this process loaded it"
+        if known
+        else f"{status}: {reason}"
+        if reason
+        else status,
         decisions=tuple(decisions),
         keys=keys,
         changes=tuple(changes),

@@ -9,6 +9,7 @@ import signal
 
 from opkiln.engine.schedule import StepFailed
 from opkiln.errors import CompileError
+from opkiln.model import ONE_CALL, OpSpec
 from opkiln.trust import make_private
 
 _DIAGNOSTIC = re.compile(r"^(?P<where>[^\n]+?:\d+(?::\d+)?): (?:fatal )?error: .*$", re.MULTILINE)
@@ -31,7 +32,9 @@ def first_error(output: str) -> str:
     return "\n".join(lines)
 
 
-def compile_error(failed: StepFailed, op: str, log: str, replaced: dict[str, str]) -> CompileError:
+def compile_error(
+    failed: StepFailed, spec: OpSpec, log: str, replaced: dict[str, str]
+) -> CompileError:
     """The error for a step that failed; ``replaced`` maps staging paths to lasting ones."""
     output = _replace(failed.completed.output, replaced)
     command = _replace(shlex.join(failed.completed.argv), replaced)
@@ -44,9 +47,9 @@ def compile_error(failed: StepFailed, op: str, log: str, replaced: dict[str, str
     what = "does not compile" if failed.task.label.endswith((".cpp", ".cc", ".cxx")) else "failed"
     parts = [why, f"command: {command}", f"log: {log}" if log else ""]
     return CompileError(
-        f"op {op}: {failed.task.label} {what}",
+        f"op {spec.name}: {failed.task.label} {what}",
         why="\n".join(part for part in parts if part),
-        hint=_hint(output, op),
+        hint=_hint(output, spec),
     )
 
 
@@ -56,7 +59,7 @@ def _replace(text: str, replaced: dict[str, str]) -> str:
     return text
 
 
-def _hint(output: str, op: str) -> str:
+def _hint(output: str, spec: OpSpec) -> str:
     library = re.search(r"cannot find -l(\S+?)(?::|\s|$)", output)
     if library:
         name = library.group(1)
@@ -66,7 +69,9 @@ def _hint(output: str, op: str) -> str:
         return f"add the directory of {header.group(1)} to include_paths(), or set CPATH"
     if "Killed" in output or "out of memory" in output.lower():
         return "MAX_JOBS=1"
-    return f"opkiln build {op}    # after mending it"
+    if spec.distribution == ONE_CALL:
+        return ""  # it has no name that a command would know
+    return f"opkiln build {spec.name}    # after fixing it"
 
 
 def write_log(root: str | None, name: str, text: str) -> str:

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from opkiln.errors import LoadError
-from opkiln.model import ABI_NONE, EXECUTABLE, LIBRARY, PLAIN, OpSpec
+from opkiln.model import ABI_NONE, EXECUTABLE, LIBRARY, PLAIN, PYTHON, OpSpec
 
 
 def open_artifact(spec: OpSpec, path: str) -> Any:
@@ -28,7 +28,12 @@ def open_artifact(spec: OpSpec, path: str) -> Any:
             return ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL)
         return _import_module(spec.name, path)
     except (OSError, ImportError) as error:
-        raise LoadError(f"{spec.name} cannot be loaded from {path}", why=str(error)) from error
+        hint = ""
+        if spec.kind == PYTHON and "PyInit_" in str(error):
+            hint = "is_python_module=False    # there is no PYBIND11_MODULE in it"
+        raise LoadError(
+            f"{spec.name} cannot be loaded from {path}", why=str(error), hint=hint
+        ) from error
 
 
 def _import_module(name: str, path: str) -> Any:

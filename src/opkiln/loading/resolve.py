@@ -10,11 +10,11 @@ import warnings
 from opkiln import machine
 from opkiln import plan as plans
 from opkiln.arch import cpu
-from opkiln.errors import BuildError, LoadError, OpkilnError, StoreWarning
+from opkiln.errors import ArchError, BuildError, LoadError, OpkilnError, StoreWarning
 from opkiln.loading import seal
 from opkiln.loading.trace import Trace
 from opkiln.model import ABI_NONE, ABI_STABLE, ABI_TORCH, Artifact, OpSpec, Target, TorchSDK
-from opkiln.settings import settings
+from opkiln.settings import origin_of, settings
 from opkiln.store import deps, key
 from opkiln.store.layers import Store
 from opkiln.toolchain import host, torch_sdk
@@ -32,7 +32,13 @@ def features() -> frozenset[str]:
 
 def target_cpu() -> cpu.CPU:
     """The CPU to build for, as the settings have it. Raises ArchError."""
-    return cpu.parse(settings.cpu, machine.architecture(), features())
+    asked, origin = origin_of("cpu")
+    try:
+        return cpu.parse(asked, machine.architecture(), features())
+    except ArchError as error:
+        what = f"{origin}={asked!r}: {error.what}" if origin.isupper() else error.what
+        hint = f"unset {origin}" if origin.isupper() else error.hint
+        raise ArchError(what, why=error.why, hint=hint) from None
 
 
 def target_of(spec: OpSpec, sdk: TorchSDK | None = None) -> Target:

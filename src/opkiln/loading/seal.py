@@ -22,9 +22,14 @@ def seal(mode: str = "error") -> None:
     _mode = mode
 
 
+def sealed() -> bool:
+    """Whether a compile is an error, whatever could serve instead."""
+    return _in_force() == "error"
+
+
 def why_not_compile() -> str:
     """The reason for which nothing may compile here; empty when it may."""
-    if _in_force() == "error":
+    if sealed():
         return "opkiln is sealed: nothing may compile any more"
     if not settings.jit:
         return "OPKILN_JIT=off: nothing is compiled here"
@@ -35,7 +40,7 @@ def about_to_compile(op: str) -> None:
     """Called before the first compile of an op. Raises CompilingOff, SealedError."""
     reason = why_not_compile()
     if reason:
-        kind = SealedError if _in_force() == "error" else CompilingOff
+        kind = SealedError if sealed() else CompilingOff
         raise kind(f"op {op} would have to be compiled", why=reason, hint=f"opkiln build {op}")
     if _in_force() == "warn":
         warnings.warn(

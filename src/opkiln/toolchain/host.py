@@ -11,7 +11,7 @@ from opkiln.arch import cpu
 from opkiln.digest import key, sha256_file
 from opkiln.errors import ToolchainError
 from opkiln.model import Toolchain
-from opkiln.settings import settings
+from opkiln.settings import origin_of, settings
 from opkiln.toolchain import find, memo, torch_sdk
 from opkiln.toolchain.find import Candidate
 
@@ -48,7 +48,9 @@ def choose(memory: tuple[str, ...]) -> Toolchain:
     raise ToolchainError(
         "no C++ compiler can be used here",
         why="\n".join(refusals),
-        hint="apt-get install g++    (or set CXX to a compiler)",
+        hint=f"unset {origin}"
+        if (origin := origin_of("cxx")[1]).isupper()
+        else "apt-get install g++    (or set CXX to a compiler)",
     )
 
 

@@ -1,4 +1,4 @@
-"""``CPUAdam``: the optimizer over ``cpu_adam``; drop-in for ``torch.optim.Adam`` and ``AdamW``."""
+"""``CPUAdam``: the optimizer over ``cpu_adam``, with DeepSpeedCPUAdam's arguments."""
 
 from __future__ import annotations
 
@@ -321,6 +321,12 @@ def _hyper(group: dict[str, Any], step: int, grad_scale: float) -> dict[str, Any
 
 def _check_hyperparameters(group: dict[str, Any], where: str = "") -> None:
     """Raises UsageError for a value that has no meaning. Comparisons are written to refuse NaN."""
+    if not isinstance(group["bias_correction"], bool):
+        raise UsageError(
+            f"{where}bias_correction is {group['bias_correction']!r}, expected True or False",
+            why="it is the third positional argument, as in DeepSpeedCPUAdam",
+            hint="CPUAdam(params, lr, betas=(0.9, 0.999))",
+        )
     for name in ("lr", "eps", "weight_decay"):
         value = float(group[name])
         if not 0 <= value < math.inf:

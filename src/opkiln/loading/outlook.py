@@ -1,0 +1,42 @@
+"""What loading an op here would come to, in a word, without doing it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from opkiln.loading import resolve, seal
+from opkiln.loading.loader import Op
+from opkiln.loading.trace import Trace
+from opkiln.settings import settings
+from opkiln.toolchain import host
+
+CACHED = "cached"
+WOULD_COMPILE = "would compile"
+WOULD_FALL_BACK = "would fall back"
+WOULD_FAIL = "would fail"
+
+
+class Outlook(NamedTuple):
+    """``reason`` says why it is not cached; ``path`` is the entry when it is."""
+
+    status: str
+    reason: str
+    path: str
+    trace: Trace
+
+
+def outlook(op: Op) -> Outlook:
+    """Look at an op as a load would. Builds and writes nothing. Raises ArchError, SpecError."""
+    compiles, trace = resolve.would_compile(op.spec)
+    for decision in trace.decisions:
+        if decision.verdict == "taken":
+            return Outlook(CACHED, "", decision.subject, trace)
+    last = trace.decisions[-1].reason if trace.decisions else ""
+    found = "; ".join(trace.refusals()) or last
+    barred = seal.why_not_compile() or ("" if host.available() else "there is no C++ compiler")
+    if compiles and not barred:
+        return Outlook(WOULD_COMPILE, found, "", trace)
+    reason = barred if compiles else found
+    has_reference = op.registration is not None and op.registration.reference is not None
+    falls_back = has_reference and settings.fallback != "error" and not seal.sealed()
+    return Outlook(WOULD_FALL_BACK if falls_back else WOULD_FAIL, reason, "", trace)
