@@ -94,9 +94,14 @@ class OpBuilder:
     @cached_property
     def root(self) -> str:
         """The directory that relative paths start from."""
-        package = sys.modules.get(type(self).__module__.partition(".")[0])
-        file = getattr(package, "__file__", None)
-        return os.path.dirname(os.path.abspath(file)) if file else os.getcwd()
+        name = ""
+        for part in type(self).__module__.split("."):
+            # The outermost package that is a directory of its own; a namespace package is none.
+            name = f"{name}.{part}" if name else part
+            file: str | None = getattr(sys.modules.get(name), "__file__", None)
+            if file:
+                return os.path.dirname(os.path.abspath(file))
+        return os.getcwd()
 
     def spec(self) -> OpSpec:
         """The declaration as one immutable record."""
@@ -273,6 +278,6 @@ class OpBuilder:
         widths = {"avx512": "-D__AVX512__", "avx2": "-D__AVX256__"}
         return widths.get(cpu.simd(machine.architecture(), target_cpu()), "-D__SCALAR__")
 
-    def strip_empty_entries(self, args: Sequence[str]) -> list[str]:
-        """The arguments that say something."""
-        return [argument for argument in args if argument]
+    def strip_empty_entries(self, args: Sequence[str | os.PathLike[str]]) -> list[str]:
+        """The arguments that say something, as text."""
+        return [os.fspath(argument) for argument in args if argument]

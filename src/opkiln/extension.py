@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from opkiln.errors import SpecError, UsageError
+from opkiln.digest import sha256_file
+from opkiln.errors import SpecError, StoreError, UsageError
 from opkiln.loading import loader
 from opkiln.loading.loader import Op
 from opkiln.model import (
@@ -32,8 +33,8 @@ def load(
     name: str,
     sources: str | Sequence[str],
     extra_cflags: Sequence[str] | None = None,
-    extra_cuda_cflags: Sequence[str] | None = None,
-    extra_sycl_cflags: Sequence[str] | None = None,
+    extra_cuda_cflags: Sequence[str] | None = None,  # noqa: ARG001 (for device sources)
+    extra_sycl_cflags: Sequence[str] | None = None,  # noqa: ARG001
     extra_ldflags: Sequence[str] | None = None,
     extra_include_paths: Sequence[str] | None = None,
     build_directory: str | None = None,
@@ -60,7 +61,7 @@ def load(
 
     Raises BuildError, LoadError and the other OpkilnErrors.
     """
-    _refuse_device_code(with_cuda, with_sycl, extra_cuda_cflags, extra_sycl_cflags)
+    _refuse_device_code(with_cuda, with_sycl)
     listed = [sources] if isinstance(sources, str) else list(sources)
     if not listed:
         raise SpecError(f"op {name} declares no sources")
@@ -69,7 +70,7 @@ def load(
         if not os.path.isfile(file):
             raise SpecError(f"op {name}: the source {file} does not exist")
     root = os.path.dirname(files[0]) if len(files) == 1 else os.path.commonpath(files)
-    includes = [os.path.abspath(path) for path in extra_include_paths or ()]
+    includes = [os.path.abspath(os.fspath(path)) for path in extra_include_paths or ()]
     spec = OpSpec(
         name=name,
         distribution=ONE_CALL,
@@ -91,8 +92,8 @@ def load_inline(
     sycl_sources: str | Sequence[str] | None = None,
     functions: str | Sequence[str] | Mapping[str, str] | None = None,
     extra_cflags: Sequence[str] | None = None,
-    extra_cuda_cflags: Sequence[str] | None = None,
-    extra_sycl_cflags: Sequence[str] | None = None,
+    extra_cuda_cflags: Sequence[str] | None = None,  # noqa: ARG001 (for device sources)
+    extra_sycl_cflags: Sequence[str] | None = None,  # noqa: ARG001
     extra_ldflags: Sequence[str] | None = None,
     extra_include_paths: Sequence[str] | None = None,
     build_directory: str | None = None,
@@ -113,7 +114,7 @@ def load_inline(
     text is part of the key, so nothing is written when the result is cached. ``use_pch`` is
     accepted and has no effect.
     """
-    _refuse_device_code(with_cuda, with_sycl, extra_cuda_cflags, extra_sycl_cflags)
+    _refuse_device_code(with_cuda, with_sycl)
     if cuda_sources or sycl_sources:
         raise UsageError("cuda_sources and sycl_sources are not supported yet")
     parts = [cpp_sources] if isinstance(cpp_sources, str) else list(cpp_sources)
@@ -152,8 +153,18 @@ def _load(spec: OpSpec, verbose: bool, build_directory: str | None) -> Any:
 def _copy_out(artifact: Artifact, directory: str) -> None:
     import shutil
 
-    os.makedirs(directory, exist_ok=True)
-    shutil.copy(artifact.path, directory)
+    target = os.path.join(directory, os.path.basename(artifact.path))
+    temporary = f"{target}.{os.getpid()}-{os.urandom(6).hex()}"
+    try:
+        os.makedirs(directory, exist_ok=True)
+        if not os.path.isfile(target) or sha256_file(target) != artifact.sha256:
+            # Never over the old one: another process may have it mapped.
+            shutil.copy(artifact.path, temporary)
+            os.replace(temporary, target)
+    except OSError as error:
+        raise StoreError(
+            f"{artifact.path} cannot be copied to build_directory={directory!r}: {error.strerror}"
+        ) from error
 
 
 def _abi(abi: str) -> str:

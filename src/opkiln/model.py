@@ -20,6 +20,9 @@ ABI_NONE = "none"  # no torch at all
 
 
 ONE_CALL = "jit"  # the distribution of what `opkiln.load` compiles: it belongs to no package
+# Bump when the same inputs should give another binary for a reason that no argv shows.
+PLAN_VERSION = 1
+
 INLINE_ROOT = "/opkiln/src"  # where sources that are in no file are said to lie
 
 

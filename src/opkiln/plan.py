@@ -35,10 +35,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-# Bump when the same inputs should give another binary for a reason that no argv shows.
-PLAN_VERSION = 1
-
-_CXX_SOURCES = (".cpp", ".cc", ".cxx", ".c++", ".C")
+_CXX_SOURCES = (".cpp", ".cc", ".cxx", ".c++", ".C", ".cp", ".CPP", ".c")
 
 # How flags begin that make a compiler run other programs, load code, read its command line or a
 # profile from a file that no key sees, stop half-way, or write a file that nobody asked for. A

@@ -1,5 +1,7 @@
 """A package with one native op."""
 
+from functools import cache
+
 from opkiln import OpBuilder
 
 
@@ -26,6 +28,11 @@ class ScaledAddBuilder(OpBuilder):
         return gradients
 
 
+@cache
+def _ops():
+    return ScaledAddBuilder().load()
+
+
 def scaled_add(x, y, scale):
     """x + scale * y"""
-    return ScaledAddBuilder().load().scaled_add(x, y, scale)
+    return _ops().scaled_add(x, y, scale)

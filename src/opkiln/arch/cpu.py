@@ -6,7 +6,7 @@ further features by name, so that a key says what the binary needs, two machines
 family share it, and no table of microarchitecture names has to be kept current. Features go by the
 compiler's names (``-m<feature>``); the kernel's differing names are mapped here.
 
-Whether a compiler knows a feature is asked of the compiler (``toolchain.probe``), not assumed.
+Whether a compiler knows a feature is asked of the compiler (``toolchain.host``), not assumed.
 """
 
 from __future__ import annotations

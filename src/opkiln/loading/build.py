@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
-import shutil
 import time
 import warnings
 from typing import Any, NamedTuple
@@ -15,7 +15,8 @@ from opkiln.engine import events, schedule
 from opkiln.engine.schedule import StepFailed
 from opkiln.errors import (
     BuildError,
-    OpkilnError,
+    CompileError,
+    LoadTestError,
     SourcesChanging,
     SpecError,
     StoreError,
@@ -28,6 +29,7 @@ from opkiln.settings import settings
 from opkiln.store import deps, key, libraries, lock, publish
 from opkiln.store.entry import Leaf
 from opkiln.store.layers import Store
+from opkiln.store.location import claim
 from opkiln.toolchain import host, torch_sdk
 
 _ATTEMPTS = 4
@@ -60,21 +62,31 @@ def make_plan(spec: OpSpec, target: Target, store: Store) -> Plan:
     return plans.make(spec, target, toolchain)
 
 
-def build(spec: OpSpec, target: Target, store: Store, *, loaded: tuple[str, ...] = ()) -> Artifact:
-    """The artifact, found or built. ``loaded`` are earlier versions this process has open.
+def build(spec: OpSpec, target: Target, store: Store) -> Artifact:
+    """The artifact, found or built.
 
     Raises every BuildError; nothing is published then, and whoever waits sees the same error.
+    Raises StoreError where something cannot be read or written.
     """
-    if spec.inline:
+    try:
+        if not spec.inline:
+            return _take_turn(make_plan(spec, target, store), store)
         with publish.scratch(f"{spec.name}-src") as root:
             for source, text in spec.inline:
-                with open(os.path.join(root, source), "w") as file:
+                path = os.path.join(root, source)
+                # The key digests the text; the file must not depend on the user's locale.
+                with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
                     file.write(text)
-            return _take_turn(make_plan(spec._replace(root=root), target, store), store, loaded)
-    return _take_turn(make_plan(spec, target, store), store, loaded)
+            return _take_turn(make_plan(spec._replace(root=root), target, store), store)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise StoreError(
+            f"op {spec.name} cannot be built: {error.strerror or error}{where}",
+            hint="set OPKILN_TMPDIR and OPKILN_CACHE_DIR to directories with space",
+        ) from error
 
 
-def _take_turn(plan: Plan, store: Store, loaded: tuple[str, ...]) -> Artifact:
+def _take_turn(plan: Plan, store: Store) -> Artifact:
     spec = plan.spec
     intent, build_name = key.intent_key(spec, plan.target), key.build_key(plan)
     places = plans.anchors_of(spec, plan.toolchain)
@@ -88,10 +100,11 @@ def _take_turn(plan: Plan, store: Store, loaded: tuple[str, ...]) -> Artifact:
             return None
         return Artifact(leaf.payload, leaf.manifest["sha256"], "store")
 
+    claim(store.root)
     if store.root is None:
         # Nothing can be written, so nothing can be remembered of the compiler either: this is the
         # first look that knows which builds are its own.
-        return arrived() or _Build(plan, store, intent, build_name, loaded).run()
+        return arrived() or _Build(plan, store, intent, build_name).run()
 
     def waiting(state: lock.Waiting) -> None:
         holder = state.holder or lock.Holder(0, "", "")
@@ -102,8 +115,10 @@ def _take_turn(plan: Plan, store: Store, loaded: tuple[str, ...]) -> Artifact:
         if isinstance(got, Artifact):
             return got
         try:
-            return _Build(plan, store, intent, build_name, loaded).run()
-        except OpkilnError as error:
+            return _Build(plan, store, intent, build_name).run()
+        except (CompileError, LoadTestError, SourcesChanging) as error:
+            # What follows from the inputs. A full disk, a time-out, a killed compiler are this
+            # process's own; whoever waits tries for itself.
             got.fail(error)
             raise
 
@@ -122,14 +137,11 @@ class _Linked(NamedTuple):
 class _Build:
     """One build of one plan."""
 
-    def __init__(
-        self, plan: Plan, store: Store, intent: str, build_name: str, loaded: tuple[str, ...]
-    ) -> None:
+    def __init__(self, plan: Plan, store: Store, intent: str, build_name: str) -> None:
         self._plan = plan
         self._store = store
         self._intent = intent
         self._build = build_name
-        self._loaded = loaded
 
     def run(self) -> Artifact:
         spec = self._plan.spec
@@ -158,8 +170,6 @@ class _Build:
                 replaced[spec.root + "/"] = ""
             raise failure.compile_error(failed, spec, log, replaced) from None
         loadtest.check(spec, self._plan.toolchain.torch, linked.path, tmpdir=stage)
-        if self._loaded:
-            self._test_reload(linked.path, stage)
         seconds = time.monotonic() - began
         return self._publish(linked, stage, seconds)
 
@@ -224,20 +234,6 @@ class _Build:
         command = shlex.join(failed.completed.argv)
         return f"{inline}$ {command}\n{failed.completed.output}"
 
-    def _test_reload(self, path: str, stage: str) -> None:
-        from opkiln.errors import LoadTestError, ReloadError
-
-        try:
-            loadtest.check(
-                self._plan.spec, self._plan.toolchain.torch, path, after=self._loaded, tmpdir=stage
-            )
-        except LoadTestError as error:
-            raise ReloadError(
-                f"the new build of {self._plan.spec.name} cannot be loaded beside the old one",
-                why=f"{error.why}\n(a library that defines its own schemas can be loaded once)",
-                hint="restart the process",
-            ) from error
-
     def _publish(self, linked: _Linked, stage: str, seconds: float) -> Artifact:
         spec = self._plan.spec
         leaf = os.path.join(stage, "leaf")
@@ -272,8 +268,8 @@ class _Build:
                     self._leave_receipt(final)
                     return Artifact(final.payload, final.manifest["sha256"], "built",
                                     linked.compiled, seconds)  # fmt: skip
-        path, digest = _private_copy(linked.path)
-        return Artifact(path, digest, "built", linked.compiled, seconds)
+        path = publish.private_copy(linked.path)
+        return Artifact(path, sha256_file(path), "built", linked.compiled, seconds)
 
     def _leave_receipt(self, leaf: Leaf) -> None:
         spec, toolchain = self._plan.spec, self._plan.toolchain
@@ -301,7 +297,8 @@ class _Build:
                 return found
             if isinstance(found, Refused) and found.damaged:
                 # We hold the lock, so this is no entry that another builder just made.
-                publish.discard(root, final)
+                with contextlib.suppress(OSError):  # it stays, and is refused by every reader
+                    publish.discard(root, final)
         return None
 
 
@@ -322,24 +319,3 @@ def inputs(plan: Plan) -> dict[str, Any]:
         "toolchain": {"version": plan.toolchain.version, "identity": plan.toolchain.identity},
         "steps": [[plans.render(arg, named) for arg in step.argv] for step in plan.steps],
     }
-
-
-_kept: list[str] = []
-
-
-def _private_copy(path: str) -> tuple[str, str]:
-    """A copy of a verified library that lasts as long as this process: (path, sha256)."""
-    import atexit
-
-    directory = publish.make_scratch("private")
-    if not _kept:
-        atexit.register(_remove_kept)
-    _kept.append(directory)
-    copy = os.path.join(directory, os.path.basename(path))
-    shutil.copy(path, copy)
-    return copy, sha256_file(copy)
-
-
-def _remove_kept() -> None:
-    while _kept:
-        publish.remove(_kept.pop())

@@ -9,6 +9,7 @@ reports what it read only afterwards, so:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -89,7 +90,8 @@ def _from_store(
         if each.damaged and store.root is not None and each.directory.startswith(store.root + "/"):
             # So that the object that is about to be compiled can take its place. No lock is held:
             # at worst this removes a whole one that another process just put there.
-            publish.discard(store.root, each.directory)
+            with contextlib.suppress(OSError):  # it stays, and is refused by every reader
+                publish.discard(store.root, each.directory)
     if leaf is None:
         return None
     try:
@@ -231,7 +233,10 @@ def write_leaf(
 
     os.mkdir(directory, 0o700)
     name = os.path.basename(payload)
-    os.link(payload, os.path.join(directory, name))
+    try:
+        os.link(payload, os.path.join(directory, name))
+    except OSError:  # a file system without hard links
+        shutil.copy(payload, directory)
     full = {
         **manifest,
         "schema": entry.SCHEMA,

@@ -8,7 +8,7 @@ import shlex
 import signal
 
 from opkiln.engine.schedule import StepFailed
-from opkiln.errors import CompileError
+from opkiln.errors import BuildError, CompileError
 from opkiln.model import ONE_CALL, OpSpec
 from opkiln.trust import make_private
 
@@ -34,7 +34,7 @@ def first_error(output: str) -> str:
 
 def compile_error(
     failed: StepFailed, spec: OpSpec, log: str, replaced: dict[str, str]
-) -> CompileError:
+) -> BuildError:
     """The error for a step that failed; ``replaced`` maps staging paths to lasting ones."""
     output = _replace(failed.completed.output, replaced)
     command = _replace(shlex.join(failed.completed.argv), replaced)
@@ -46,7 +46,9 @@ def compile_error(
         why = first_error(output)
     what = "does not compile" if failed.task.label.endswith((".cpp", ".cc", ".cxx")) else "failed"
     parts = [why, f"command: {command}", f"log: {log}" if log else ""]
-    return CompileError(
+    # A compiler that was killed says nothing about the source.
+    kind = CompileError if status > 0 else BuildError
+    return kind(
         f"op {spec.name}: {failed.task.label} {what}",
         why="\n".join(part for part in parts if part),
         hint=_hint(output, spec),
@@ -81,8 +83,10 @@ def write_log(root: str | None, name: str, text: str) -> str:
     path = os.path.join(root, "logs", name + ".log")
     try:
         make_private(os.path.dirname(path))
-        with open(path, "w", errors="surrogateescape") as file:
+        temporary = f"{path}.{os.getpid()}-{os.urandom(6).hex()}"
+        with open(temporary, "x", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
+        os.replace(temporary, path)
     except OSError:
         return ""  # the error itself says more than a log that cannot be kept
     return path

@@ -3,8 +3,8 @@
     load -> loaded? -> receipt? -> runnable? -> store -> build -> open
                 \\_______ refused, anywhere: the next resort, with the reason ____-> reference
 
-Safe to call from many threads and after a fork. The hit path imports nothing third-party, takes no
-lock on disk, starts no process and writes nothing.
+Safe to call from many threads and after a fork. The hit path imports nothing third-party but torch,
+takes no lock on disk, starts no process and writes nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from opkiln.errors import (
     FallbackWarning,
     LoadError,
     OpkilnError,
+    ReloadError,
     SealedError,
     StoreError,
     ToolchainError,
@@ -45,11 +46,12 @@ class Loaded(Record):
     value: Any
     artifact: Artifact | None
     trace: Trace
+    spec: OpSpec
 
 
 _loaded: dict[tuple[str, str], Loaded] = {}
 _opened: dict[str, Any] = {}  # sha256 of a library -> what opening it gave
-_history: dict[tuple[str, str], list[str]] = {}  # an op's libraries in this process, oldest first
+_history: dict[tuple[str, str], list[Artifact]] = {}  # an op's libraries here, oldest first
 _locks: dict[tuple[str, str], threading.RLock] = {}  # one per op: two ops may build at once
 _told: set[tuple[str, str]] = set()
 
@@ -69,16 +71,23 @@ def load(op: Op, *, again: bool = False, must_be_native: bool = False) -> Loaded
     error of what would fall back. Raises OpkilnError where nothing can serve.
     """
     name = (op.spec.distribution, op.spec.name)
-    known = _loaded.get(name)
-    if known is not None and not again and (known.artifact is not None or not must_be_native):
+    known = None if again else _known(name, op.spec, must_be_native)
+    if known is not None:
         return known
     with _locks.setdefault(name, threading.RLock()):
-        known = _loaded.get(name)
-        if known is not None and not again and (known.artifact is not None or not must_be_native):
-            return known
-        found = _serve(op, must_be_native)
-        _loaded[name] = found
-        return found
+        known = None if again else _known(name, op.spec, must_be_native)
+        if known is None:
+            known = _loaded[name] = _serve(op, must_be_native)
+        return known
+
+
+def _known(name: tuple[str, str], spec: OpSpec, must_be_native: bool) -> Loaded | None:
+    """What is loaded under this name, if it is what is asked for: a notebook may have redefined
+    the builder with other flags."""
+    known = _loaded.get(name)
+    if known is None or known.spec != spec or (must_be_native and known.artifact is None):
+        return None
+    return known
 
 
 def _serve(op: Op, must_be_native: bool) -> Loaded:
@@ -88,11 +97,13 @@ def _serve(op: Op, must_be_native: bool) -> Loaded:
         functions = register.register(op.spec.name, op.registration)
     try:
         artifact, opened = _native(op.spec, trace)
-    except SealedError:
+    except (ReloadError, SealedError):
         raise
     except (BuildError, LoadError, StoreError, ToolchainError) as error:
+        if _history.get((op.spec.distribution, op.spec.name)):
+            raise  # a native version is registered already, and no reference would replace it
         return _fall_back(op, functions, trace, error, must_be_native)
-    return Loaded(opened if functions is None else functions, artifact, trace)
+    return Loaded(opened if functions is None else functions, artifact, trace, op.spec)
 
 
 def _native(spec: OpSpec, trace: Trace) -> tuple[Artifact, Any]:
@@ -100,6 +111,8 @@ def _native(spec: OpSpec, trace: Trace) -> tuple[Artifact, Any]:
     if remembered is not None:
         try:
             opened = _open(spec, remembered)
+        except ReloadError:
+            raise
         except LoadError as error:
             trace.add("store", "refused", error.why, remembered.path)
         else:
@@ -114,21 +127,29 @@ def _native(spec: OpSpec, trace: Trace) -> tuple[Artifact, Any]:
     if found is not None:
         try:
             return found, _open(spec, found)
+        except ReloadError:
+            raise
         except LoadError as error:
             trace.add("store", "refused", error.why, found.path)
-    earlier = tuple(_history.get((spec.distribution, spec.name), ()))
-    loaded = earlier if spec.kind == LIBRARY else ()
-    built = resolve.build(spec, target, store, trace, loaded=loaded)
+    built = resolve.build(spec, target, store, trace)
     return built, _open(spec, built)
 
 
 def _open(spec: OpSpec, artifact: Artifact) -> Any:
-    # A program is the path of the file that was verified now, not of an equal one from before.
-    if artifact.sha256 in _opened and spec.kind != EXECUTABLE:
+    if spec.kind == EXECUTABLE:
+        return artifact.path
+    earlier = _history.setdefault((spec.distribution, spec.name), [])
+    newest = bool(earlier) and earlier[-1].sha256 == artifact.sha256
+    # Opening a library registers its ops over those before it. One that is not the newest any more
+    # (an edit that was undone) must be opened again to come out on top.
+    if artifact.sha256 in _opened and (newest or spec.kind != LIBRARY):
         return _opened[artifact.sha256]
-    value = open_artifact(spec, artifact.path)
-    _opened[artifact.sha256] = value
-    _history.setdefault((spec.distribution, spec.name), []).append(artifact.path)
+    if earlier:
+        from opkiln.loading.reload import prepare
+
+        artifact = prepare(spec, artifact, earlier)
+    value = _opened[artifact.sha256] = open_artifact(spec, artifact.path)
+    earlier.append(artifact)
     return value
 
 
@@ -150,7 +171,7 @@ def _fall_back(
         if name not in _told:
             _told.add(name)
             warnings.warn("\n".join(lines), FallbackWarning, stacklevel=6)
-    return Loaded(functions, None, trace)
+    return Loaded(functions, None, trace, op.spec)
 
 
 def traces() -> dict[tuple[str, str], Trace]:

@@ -22,8 +22,9 @@ def check(
     """
     if spec.kind == EXECUTABLE:
         return
+    interpreter = sys.executable or os.path.join(sys.base_exec_prefix, "bin", "python3")
     libraries = [*_torch_libraries(spec, torch), *after, path]
-    done = run((sys.executable, "-I", "-S", _PROBE, *libraries), timeout=120, tmpdir=tmpdir)
+    done = run((interpreter, "-I", "-S", _PROBE, *libraries), timeout=120, tmpdir=tmpdir)
     if done.returncode == 0:
         return
     if done.returncode < 0:

@@ -8,8 +8,8 @@ library's digest as ever, and is done in a third of the time.
 
 A receipt never says what a full search would not: anything that does not hold, and anything odd
 about the receipt itself, leads to the full search. It is only written by the builder; hits write
-nothing. What is not a file is in the receipt's name: the spec, every variable of ``settings``, the
-CPU's features, the Python and the torch in use.
+nothing. What is not a file is in the receipt's name: opkiln's version, the spec, every variable of
+``settings``, the CPU's features, the Python and the torch in use.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import os
 import sys
 from typing import Any
 
-from opkiln import machine, trust
+from opkiln import __version__, machine, trust
 from opkiln.digest import Signature, key, sha256_file, unchanged
-from opkiln.model import ABI_NONE, Artifact, OpSpec
+from opkiln.model import ABI_NONE, PLAN_VERSION, Artifact, OpSpec
 from opkiln.settings import LAYOUT, fingerprint, store_candidates
 
 TYPE_CHECKING = False
@@ -34,13 +34,13 @@ SCHEMA = 1
 def recall(spec: OpSpec) -> Artifact | None:
     """The artifact, if a receipt says so and all it rests on holds. Writes nothing."""
     torch = "" if spec.abi == ABI_NONE else getattr(sys.modules.get("torch"), "__file__", None)
-    place = _place(spec, torch)
-    if place is None:
-        return None
-    root, path = place
     try:
-        for directory in (root, path):
-            if trust.fault(directory, os.lstat(directory)):
+        place = _place(spec, torch)
+        if place is None:
+            return None
+        root, path = place
+        for each in (os.path.dirname(root), root, path):
+            if trust.fault(each, os.lstat(each)):
                 return None
         with open(path, "rb") as file:
             receipt = json.loads(file.read())
@@ -61,6 +61,9 @@ def _holds(receipt: dict[str, Any]) -> bool:
 def _verified(root: str, receipt: dict[str, Any]) -> Artifact | None:
     """The library, if its owner, mode, size and digest are right."""
     path = os.path.join(root, receipt["payload"])
+    directory = os.path.dirname(path)
+    if trust.fault(directory, os.lstat(directory)):
+        return None
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         found = os.fstat(fd)
@@ -83,7 +86,8 @@ def _place(spec: OpSpec, torch: str | None) -> tuple[str, str] | None:
     if variables is None or torch is None:
         return None
     here = (machine.system(), machine.architecture(), machine.cpu_flags())
-    name = key("receipt", (SCHEMA, tuple(spec), variables, here, sys.version, torch))
+    ours = (SCHEMA, __version__, PLAN_VERSION)
+    name = key("receipt", (ours, tuple(spec), variables, here, sys.version, torch))
     root = os.path.join(store_candidates()[0][0], LAYOUT)
     return root, os.path.join(root, "receipts", spec.distribution, spec.name, name + ".json")
 
@@ -100,6 +104,8 @@ def write(
     ``evidence`` is what choosing the toolchain rested on (``toolchain.host.evidence``). A store
     that cannot take the receipt is fine.
     """
+    from opkiln.toolchain import torch_sdk
+
     torch = "" if toolchain.torch is None else os.path.join(toolchain.torch.path, "__init__.py")
     place = _place(spec, "" if spec.abi == ABI_NONE else torch)
     if place is None or not payload.startswith(place[0] + "/"):
@@ -112,8 +118,10 @@ def write(
     ]
     files = [*evidence["unchanged"], *own, *watched, *recorded["external_dirs"]]
     if spec.abi != ABI_NONE and toolchain.torch is not None:
-        version = os.path.join(toolchain.torch.path, "version.py")
-        files.append([version, *Signature.of(version)])
+        files += [[each, *Signature.of(each)] for each in torch_sdk.read_from(toolchain.torch.path)]
+    files += [[each, *Signature.of(each)] for each in _deciding()]
+    if spec.abi != ABI_NONE and torch_sdk.find() != toolchain.torch:
+        return  # it was upgraded meanwhile: what was built is not for what is signed here
     receipt = {
         "payload": os.path.relpath(payload, root),
         "size": manifest["size"],
@@ -129,4 +137,16 @@ def write(
             json.dump(receipt, file, separators=(",", ":"))
         os.replace(temporary, path)
     except OSError:
-        return  # full or read-only: later loads take the full search
+        # Full or read-only: later loads take the full search.
+        try:
+            os.unlink(temporary)
+        except OSError:
+            pass
+
+
+def _deciding() -> list[str]:
+    """The files of opkiln whose code decides which entry is right: an edit there ends receipts."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    names = ("plan.py", "arch/cpu.py", "loading/resolve.py", "store/key.py", "store/deps.py",
+             "store/libraries.py", "toolchain/host.py", "toolchain/torch_sdk.py")  # fmt: skip
+    return [os.path.join(package, name) for name in names]

@@ -11,6 +11,7 @@ that changed under a saved tensor. A kernel at ADInplaceOrView does it here, for
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -25,7 +26,18 @@ if TYPE_CHECKING:
 
 _libraries: dict[str, torch.library.Library] = {}
 _defined: dict[str, tuple[str, ...]] = {}
+_current: dict[str, Registration] = {}  # the latest declaration of each op
+_made: set[str] = set()  # functions that are defined, by qualified name
 _lock = threading.RLock()
+
+
+def _after_fork() -> None:
+    # Another thread may have been inside, importing torch, when this one forked.
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Registration(Record):
@@ -66,6 +78,7 @@ def register(op: str, registration: Registration) -> Functions:
     namespace = registration.namespace
     with _lock:
         known = _defined.get(f"{namespace}.{op}")
+        _current[f"{namespace}.{op}"] = registration
         if known is None:
             _define(op, registration)
             _defined[f"{namespace}.{op}"] = registration.schemas
@@ -94,6 +107,8 @@ def _define(op: str, registration: Registration) -> None:
     fake = None if registration.fake is None else registration.fake()
     for text in registration.schemas:
         name = _function_name(text)
+        if f"{namespace}.{name}" in _made:
+            continue  # by an attempt that failed at a later schema
         arguments, _, returns = text.rpartition("->")
         try:
             library.define(  # type: ignore[no-untyped-call]
@@ -101,9 +116,10 @@ def _define(op: str, registration: Registration) -> None:
             )
         except RuntimeError as error:
             raise SpecError(f"op {op}: the schema {text!r} is malformed", why=str(error)) from error
+        _made.add(f"{namespace}.{name}")
         if registration.reference is not None:
             library.impl(  # type: ignore[no-untyped-call]
-                name, _Reference(op, name, registration.reference), "CompositeExplicitAutograd"
+                name, _Reference(f"{namespace}.{op}", name), "CompositeExplicitAutograd"
             )
         fake_function = getattr(fake, name, None)
         if fake_function is not None:
@@ -131,15 +147,20 @@ def _differentiate(library: Any, qualified: str, name: str, formulas: Any) -> No
 class _Reference:
     """The reference of one function, imported when it is first called: a hit never needs it."""
 
-    def __init__(self, op: str, name: str, provide: Callable[[], Any]) -> None:
-        self._op, self._name, self._provide = op, name, provide
+    def __init__(self, op: str, name: str) -> None:
+        self._op, self._name = op, name
+        self._provider: object = None
         self._function: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._function is None:
-            self._function = getattr(self._provide(), self._name, None)
-            if self._function is None:
+        provide = _current[self._op].reference
+        provider = getattr(provide, "__func__", provide)  # every builder's is a method of its own
+        if provider is not self._provider or self._function is None:
+            # First called, or declared anew in a notebook.
+            found = None if provide is None else getattr(provide(), self._name, None)
+            if found is None:
                 raise SpecError(f"op {self._op}: the reference has no function {self._name!r}")
+            self._provider, self._function = provider, found
         return self._function(*args, **kwargs)
 
 

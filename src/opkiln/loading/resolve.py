@@ -116,13 +116,10 @@ def check_cpu(spec: OpSpec, target: Target) -> None:
         )
 
 
-def artifact(spec: OpSpec, trace: Trace, *, loaded: tuple[str, ...] = ()) -> Artifact:
-    """The op's artifact, found or built; torch is not imported. Native or an error.
-
-    ``loaded`` are earlier versions of its library that this process has open. Raises OpkilnError.
-    """
+def artifact(spec: OpSpec, trace: Trace) -> Artifact:
+    """The op's artifact, found or built; torch is not imported. Native or an error: OpkilnError."""
     target, store = target_of(spec, runnable(spec)), Store()
-    return find(spec, target, store, trace) or build(spec, target, store, trace, loaded=loaded)
+    return find(spec, target, store, trace) or build(spec, target, store, trace)
 
 
 def _tell_notes(store: Store) -> None:
@@ -179,9 +176,7 @@ def _covering(spec: OpSpec, target: Target) -> list[Target]:
     return [target._replace(cpu=each.level, cpu_features=each.features) for each in options]
 
 
-def build(
-    spec: OpSpec, target: Target, store: Store, trace: Trace, *, loaded: tuple[str, ...] = ()
-) -> Artifact:
+def build(spec: OpSpec, target: Target, store: Store, trace: Trace) -> Artifact:
     """Build the op, or find that another process just did. Raises BuildError, CompilingOff."""
     _tell_notes(store)
     if reason := seal.why_not_compile():
@@ -192,7 +187,7 @@ def build(
 
     try:
         with progress.shown():
-            built = building.build(spec, target, store, loaded=loaded)
+            built = building.build(spec, target, store)
     except OpkilnError as error:
         trace.add("build", "refused", error.what)
         raise

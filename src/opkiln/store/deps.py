@@ -213,13 +213,15 @@ def gather(
     listings = [(path + "/", _listing(path, wanted)) for path in system]
     listed = tuple(sorted([*external.items(), *listings]))
     homes = sorted({*system, *(os.path.dirname(path) for path in external)})
+    # Package managers replace files, which their directory shows; people overwrite them in place.
+    local = sorted(path for path in external if path.startswith("/usr/local/"))
     return Dependencies(
         own=tuple(own[place] for place in sorted(own)),
         external=key("external", listed),
         external_files=listed,
         watches=tuple(watches),
         directories=tuple(watched.values()),
-        external_directories=tuple((home, Signature.of(home)) for home in homes),
+        external_directories=tuple((path, Signature.of(path)) for path in (*homes, *local)),
         names=wanted,
     )
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from opkiln.digest import key
-from opkiln.model import Anchored, OpSpec, Plan, Step, Target
-from opkiln.plan import PLAN_VERSION
+from opkiln.model import PLAN_VERSION, Anchored, OpSpec, Plan, Step, Target
 
 
 def intent_key(spec: OpSpec, target: Target) -> str:

@@ -15,6 +15,7 @@ from opkiln.record import Record
 from opkiln.store import deps
 from opkiln.store.entry import Leaf, Refused, examine
 from opkiln.store.location import Layer, Location, choose
+from opkiln.trust import fault
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -67,6 +68,9 @@ class Store:
         refused: list[Refused] = []
         for layer in self.location.layers:
             base = os.path.join(layer.root, "ops", distribution, op, intent)
+            if layer.listed and (reason := _open_to_all(layer.root, base)):
+                refused.append(Refused(base, reason))
+                continue
             exact = build is not None and not layer.listed
             builds = [build] if exact and build is not None else _names(base)
             for each in builds:
@@ -82,6 +86,9 @@ class Store:
         refused: list[Refused] = []
         for layer in self.location.layers:
             base = os.path.join(layer.root, "objects", step[:2], step)
+            if layer.listed and (reason := _open_to_all(layer.root, base)):
+                refused.append(Refused(base, reason))
+                continue
             found = self._find(layer, base, places, hasher, refused, external=True)
             if found is not None:
                 return Lookup(found, tuple(refused))
@@ -106,6 +113,21 @@ class Store:
             if leaf is not None:
                 refused.append(leaf)
         return None
+
+
+def _open_to_all(root: str, base: str) -> str:
+    """Why a listed layer is not to be trusted: everybody may put entries on the way to ``base``."""
+    path = os.path.dirname(root)  # what the user listed; it may well be a symbolic link
+    try:
+        if reason := fault(path, os.stat(path), listed=True):
+            return reason
+        for part in os.path.relpath(base, path).split("/"):
+            path = os.path.join(path, part)
+            if reason := fault(path, os.lstat(path), listed=True):
+                return reason
+    except OSError:
+        return ""  # there is nothing there
+    return ""
 
 
 def _names(directory: str) -> list[str]:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import os
 
+from opkiln.errors import StoreError
 from opkiln.record import Record
 from opkiln.settings import LAYOUT, settings, store_candidates
-from opkiln.trust import fault
+from opkiln.trust import fault, make_private
 
 
 class Layer(Record):
@@ -51,6 +52,24 @@ def choose() -> Location:
             notes.append(f"{candidate} cannot be the store: {reason}")
     listed = tuple(Layer(os.path.join(path, LAYOUT), True) for path in settings.store_layers)
     return Location((*layers, *listed), writable, tuple(notes))
+
+
+def claim(root: str | None) -> None:
+    """Make the writable root and make sure that it is ours before the first write.
+
+    Somebody may have made it since it was found missing. Raises StoreError.
+    """
+    if root is None:
+        return
+    try:
+        make_private(root)
+        for path in (os.path.dirname(root), root):
+            if reason := fault(path, os.lstat(path)):
+                raise StoreError(
+                    f"the store cannot be written: {reason}", hint="set OPKILN_CACHE_DIR"
+                )
+    except OSError:
+        return  # it cannot be written at all, which the publish will say
 
 
 def _examine(path: str) -> tuple[bool, bool, str]:

@@ -110,14 +110,13 @@ def _rename(staging: str, final: str) -> None:
 
 
 def discard(root: str, directory: str) -> None:
-    """Take a damaged entry out of the way, so that its name is free. Readers keep what they have
-    open; a concurrent repair may already have done it. One that cannot be moved stays, and is
-    refused by every reader."""
+    """Take an entry out of the way, whole, so that its name is free. Readers keep what they have
+    open; somebody else may already have done it. Raises OSError if it cannot be moved."""
     trash = os.path.join(root, "staging", "damaged-" + secrets.token_hex(12))
     try:
         make_private(os.path.dirname(trash))
         os.rename(directory, trash)
-    except OSError:
+    except FileNotFoundError:
         return
     remove(trash)
 
@@ -125,6 +124,30 @@ def discard(root: str, directory: str) -> None:
 def remove(path: str) -> None:
     """Remove a tree of ours; one that is gone already is fine."""
     shutil.rmtree(path, ignore_errors=True)
+
+
+_kept: list[tuple[int, str]] = []  # (the process that made it, the directory)
+
+
+def private_copy(path: str) -> str:
+    """A copy of a verified file that lasts as long as this process. Raises OSError, StoreError."""
+    import atexit
+
+    directory = make_scratch("private")
+    if not _kept:
+        atexit.register(_remove_kept)
+    _kept.append((os.getpid(), directory))
+    return shutil.copy(path, directory)
+
+
+def _remove_kept() -> None:
+    from opkiln import process
+
+    while _kept:
+        pid, directory = _kept.pop()
+        if pid == os.getpid():  # a forked child leaves its parent's alone
+            remove(directory)
+            process.release_scratch(directory)
 
 
 def _copy(source: str, destination: str) -> None:
@@ -140,5 +163,8 @@ def _sync(directory: str) -> None:
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+            raise
     finally:
         os.close(fd)

@@ -73,8 +73,8 @@ def evidence(memory: tuple[str, ...], toolchain: Toolchain) -> dict[str, list[An
     if candidate is None or candidate.path != toolchain.cxx:
         return None
     record = _recall(memory, toolchain.cxx)
-    if record is None:
-        return None
+    if record is None or record["identity"] != toolchain.identity:
+        return None  # it was replaced while it compiled
     chosen = settings.cxx[-1] if settings.cxx else "g++"
     names = [chosen, *(name for name, _ in record["resolved"][1:])]
     if toolchain.launcher is not None:

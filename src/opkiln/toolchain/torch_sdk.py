@@ -37,6 +37,13 @@ def _stamp(path: str) -> tuple[int, int]:
     return found.st_mtime_ns, found.st_ctime_ns
 
 
+def read_from(path: str) -> list[str]:
+    """The files that say what the torch at ``path`` is."""
+    config = os.path.join(path, "share", "cmake", "Torch", "TorchConfig.cmake")
+    version = os.path.join(path, "version.py")
+    return [version, config] if os.path.exists(config) else [version]
+
+
 @lru_cache(maxsize=4)
 def _read(path: str, stamp: tuple[int, int]) -> TorchSDK:  # noqa: ARG001 (keys the cache)
     with open(os.path.join(path, "version.py"), "rb") as file:
@@ -44,8 +51,7 @@ def _read(path: str, stamp: tuple[int, int]) -> TorchSDK:  # noqa: ARG001 (keys 
     facts = _assignments(text.decode("utf-8", "replace"))
     # Wheels since 2.7 are all built with the C++11 ABI; a build from source may say otherwise.
     cxx11 = True
-    config = os.path.join(path, "share", "cmake", "Torch", "TorchConfig.cmake")
-    if os.path.exists(config):
+    for config in read_from(path)[1:]:
         with open(config, encoding="utf-8", errors="replace") as file:
             cxx11 = "_GLIBCXX_USE_CXX11_ABI=0" not in file.read()
     return TorchSDK(
