@@ -176,6 +176,29 @@ def test_a_python_module_is_reloaded_after_an_edit(tmp_path: Path) -> None:
     assert load(1).answer() == 1
 
 
+def test_a_cached_version_of_a_library_that_defines_its_schema_is_refused_beside_another(
+    tmp_path: Path,
+) -> None:
+    source = write(tmp_path / "s.cpp", STABLE)
+    code = """
+import sys, torch, opkiln
+def load(answer):
+    flags = ["-DNAMESPACE=defines_twice", f"-DANSWER={answer}"]
+    return opkiln.load("defines", [sys.argv[1]], extra_cflags=flags, is_python_module=False,
+                       abi="torch-stable")
+for answer in sys.argv[2:]:
+    try:
+        load(answer)
+    except opkiln.errors.ReloadError as error:
+        sys.exit(f"refused: {error.hint}")
+"""
+    for answer in ("1", "2"):  # each builds one
+        child.run(code, source, answer, bare=False)
+    both = child.finish(child.start(code, source, "1", "2", bare=False))  # here both are hits
+    assert both.returncode == 1, both.stderr
+    assert "refused: restart the process" in both.stderr
+
+
 def test_a_library_that_defines_its_schema_loads_once_and_its_edit_is_refused_not_a_crash(
     tmp_path: Path,
 ) -> None:

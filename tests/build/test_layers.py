@@ -12,6 +12,7 @@ from sample.package import settle
 
 from opkiln import machine
 from opkiln.arch import cpu
+from opkiln.errors import StoreWarning
 from opkiln.loading import resolve
 from opkiln.settings import override
 
@@ -135,9 +136,22 @@ def test_a_layer_of_another_user_serves_because_it_is_listed_and_only_then(
     layered.load()
     assert layered.served_from().startswith(str(layered.layer))
     shutil.rmtree(layered.own, ignore_errors=True)
-    with override(cache_dir=str(layered.layer)):
+    with (
+        override(cache_dir=str(layered.layer)),
+        pytest.warns(StoreWarning, match="belongs to uid 65534"),
+    ):
         layered.package.load()
-    assert "belongs to uid 65534" in layered.trace()
+    assert layered.served_from().startswith(str(layered.layer / "opkiln-"))
+
+
+def test_a_layer_that_everybody_can_write_to_is_refused_though_it_is_listed(
+    layered: Layered,
+) -> None:
+    layered.build()
+    layered.layer.chmod(0o1777)
+    layered.load()
+    assert "is writable by everybody" in layered.trace()
+    assert layered.served_from().startswith(str(layered.own))
 
 
 def test_several_layers_are_tried_in_order(layered: Layered, tmp_path: Path) -> None:

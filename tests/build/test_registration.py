@@ -10,7 +10,7 @@ import pytest
 import torch
 from sample.package import Package
 
-from opkiln.errors import FallbackWarning, SpecError
+from opkiln.errors import CompileError, FallbackWarning, SpecError
 from opkiln.settings import override
 
 if TYPE_CHECKING:
@@ -154,6 +154,38 @@ def test_an_edited_kernel_is_swapped_in_by_a_reload(stable: Package) -> None:
         assert stable.builder().load(reload=True).who(x) == 2
     assert functions.who(x) == 2
     assert stable.builder().load().who(x) == 2
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch: the kernel is being overridden
+def test_an_edit_that_is_undone_brings_the_first_kernel_back(stable: Package) -> None:
+    x = torch.ones(1)
+    assert stable.load().who(x) == 1
+    stable.edit("csrc/stable.cpp", "kWho = 1", "kWho = 2")
+    assert stable.builder().load(reload=True).who(x) == 2
+    stable.edit("csrc/stable.cpp", "kWho = 2", "kWho = 1")
+    assert stable.builder().load(reload=True).who(x) == 1
+
+
+def test_a_reload_that_does_not_compile_raises_and_leaves_the_kernel_in_place(
+    stable: Package,
+) -> None:
+    x = torch.ones(1)
+    assert stable.load().who(x) == 1
+    stable.edit("csrc/stable.cpp", "kWho = 1", "kWho = oops")
+    for _ in range(2):
+        with pytest.raises(CompileError, match="does not compile"):
+            stable.builder().load(reload=True)
+    assert stable.builder().load().who(x) == 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_builder_that_is_declared_anew_is_not_mistaken_for_the_old_one(stable: Package) -> None:
+    x = torch.ones(1)
+    assert stable.load().who(x) == 1
+    (stable / "csrc" / "stable.cpp").write_text(
+        (stable / "csrc" / "stable.cpp").read_text().replace("kWho = 1", "kWho = WHO")
+    )
+    assert stable.builder(FLAGS=("-DWHO=7",)).load().who(x) == 7
 
 
 def test_a_schema_that_makes_no_sense_is_refused_by_its_text(stable: Package) -> None:

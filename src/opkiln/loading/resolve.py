@@ -123,14 +123,14 @@ def artifact(spec: OpSpec, trace: Trace) -> Artifact:
 
 
 def _tell_notes(store: Store) -> None:
-    """Warn, once each, of what keeps the store from being where it was asked to be.
+    """Warn, once, of what keeps the store from being where it was asked to be.
 
     Before a build only: a hit from a read-only store is nothing to warn of.
     """
-    for note in store.location.notes:
-        if note not in _told:
-            _told.add(note)
-            warnings.warn(note, StoreWarning, stacklevel=6)
+    text = "\n".join(store.location.notes)
+    if text and text not in _told:
+        _told.add(text)
+        warnings.warn(text, StoreWarning, stacklevel=6)
 
 
 def find(spec: OpSpec, target: Target, store: Store, trace: Trace) -> Artifact | None:

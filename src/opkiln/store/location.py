@@ -40,6 +40,10 @@ def choose() -> Location:
     writable: str | None = None
     for candidate, asked in store_candidates():
         usable, readable, reason = _examine(candidate)
+        inner = os.path.join(candidate, LAYOUT)
+        known = (usable or readable) and os.path.lexists(inner)
+        if known and (foreign := fault(inner, os.lstat(inner))):
+            usable, readable, reason = False, False, foreign
         if readable or usable:
             # Also one that is still to be made: another process may make and fill it meanwhile.
             layers.append(Layer(os.path.join(candidate, LAYOUT)))

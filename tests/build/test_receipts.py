@@ -1,0 +1,80 @@
+"""A receipt serves while all it rests on holds, and never beyond."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from opkiln import model
+from opkiln.loading import receipt
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sample.package import Package
+
+
+@pytest.fixture
+def built(plain: Package) -> Package:
+    """An op whose files have come to rest, built, so that its receipt holds."""
+    time.sleep(2.1)  # a file that changed within two seconds of being read is always hashed
+    plain.load()
+    return plain
+
+
+def recalled(package: Package) -> bool:
+    return receipt.recall(package.builder().spec()) is not None
+
+
+def test_a_build_leaves_a_receipt_that_serves(built: Package) -> None:
+    assert recalled(built)
+
+
+def test_an_edit_ends_it(built: Package) -> None:
+    source = built / "csrc" / "add.cpp"
+    source.write_text(source.read_text() + "\n")
+    assert not recalled(built)
+
+
+def test_a_new_compiler_first_on_the_path_ends_it(
+    plain: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tmp_path / "bin"
+    first.mkdir()
+    monkeypatch.setenv("PATH", f"{first}:{os.environ['PATH']}")
+    time.sleep(2.1)
+    plain.load()
+    assert recalled(plain)
+    (first / "g++").symlink_to("/usr/bin/g++")
+    assert not recalled(plain)
+
+
+def test_another_release_of_opkiln_does_not_believe_it(
+    built: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receipt, "PLAN_VERSION", model.PLAN_VERSION + 1)
+    assert not recalled(built)
+
+
+def test_a_store_that_others_may_write_to_is_not_served_from_by_receipt_either(
+    built: Package, cache: Path
+) -> None:
+    cache.chmod(0o777)
+    assert not recalled(built)
+    cache.chmod(0o700)
+    assert recalled(built)
+
+
+def test_a_flag_in_the_environment_and_another_python_have_receipts_of_their_own(
+    built: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXXFLAGS", "-DOTHER")
+    assert not recalled(built)
+    monkeypatch.delenv("CXXFLAGS")
+    assert recalled(built)
+    monkeypatch.setattr(sys, "version", "another")
+    assert not recalled(built)
