@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from opkiln.digest import sha256_file
 from opkiln.errors import LoadTestError, ReloadError
 from opkiln.loading import loadtest
-from opkiln.model import ABI_NONE, Artifact, OpSpec
+from opkiln.model import ABI_NONE, PLAIN, Artifact, OpSpec
 from opkiln.store import publish
 from opkiln.toolchain import torch_sdk
 
@@ -16,12 +17,14 @@ def prepare(spec: OpSpec, artifact: Artifact, earlier: list[Artifact]) -> Artifa
     needs a file of its own. Whether this works is tried in a child: two libraries that define the
     same schema end the process. Raises ReloadError.
     """
+    if spec.kind == PLAIN:
+        return artifact  # it registers nothing
     if any(each.sha256 == artifact.sha256 for each in earlier):
         artifact = artifact._replace(path=publish.private_copy(artifact.path))
     sdk = None if spec.abi == ABI_NONE else torch_sdk.find()
     with publish.scratch(f"{spec.name}-reload") as tmpdir:
         try:
-            before = tuple(each.path for each in earlier)
+            before = tuple(each.path for each in earlier if _intact(each))
             loadtest.check(spec, sdk, artifact.path, after=before, tmpdir=tmpdir)
         except LoadTestError as error:
             raise ReloadError(
@@ -30,3 +33,11 @@ def prepare(spec: OpSpec, artifact: Artifact, earlier: list[Artifact]) -> Artifa
                 hint="restart the process",
             ) from error
     return artifact
+
+
+def _intact(artifact: Artifact) -> bool:
+    """Whether the file is still what this process opened: it may be collected or damaged since."""
+    try:
+        return sha256_file(artifact.path) == artifact.sha256
+    except OSError:
+        return False
