@@ -161,15 +161,16 @@ int64_t traffic(const Item<N>& item) {
 // Below this much traffic one thread is as fast as waking another.
 constexpr int64_t kGrainBytes = 512 * 1024;
 
-// The whole list in torch's own thread pool; few bytes stay on the calling thread.
+// body(list, low, high) over parts of the whole list in torch's own thread pool; few bytes stay on
+// the calling thread.
 template <std::size_t N, class Body>
-void parallel_sweep(std::vector<Item<N>> items, const Body& body) {
-  const Flat<N> flat(std::move(items));
-  if (flat.size() == 0) {
+void parallel_over(std::vector<Item<N>> items, const Body& body) {
+  const Flat<N> list(std::move(items));
+  if (list.size() == 0) {
     return;
   }
-  torch::stable::parallel_for(0, flat.size(), kGrainBytes, [&](int64_t low, int64_t high) {
-    flat.sweep(low, high, body);
+  torch::stable::parallel_for(0, list.size(), kGrainBytes, [&](int64_t low, int64_t high) {
+    body(list, low, high);
   });
 }
 

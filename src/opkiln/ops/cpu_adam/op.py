@@ -25,7 +25,7 @@ class CPUAdamBuilder(OpBuilder):
     SCHEMAS = (f"cpu_adam_{_ARGUMENTS}", f"cpu_adam_rollback_{_ARGUMENTS}")
 
     def sources(self) -> list[str]:
-        return ["ops/cpu_adam/cpu.cpp"]
+        return ["ops/cpu_adam/cpu.cpp", "ops/cpu_adam/cpu_binding.cpp"]
 
     def include_paths(self) -> list[str]:
         return ["csrc"]
