@@ -63,6 +63,14 @@ class ToolchainError(OpkilnError):
     exit_code = 3
 
 
+class MissingCUDAException(ToolchainError):
+    """No CUDA toolkit is to be found; ``why`` lists where it was looked for."""
+
+
+class CUDAMismatchException(ToolchainError):
+    """The toolkits that were found do not fit torch's CUDA; ``hint`` is what would."""
+
+
 class BuildError(OpkilnError):
     """A build step failed. Nothing was published."""
 
@@ -117,6 +125,10 @@ class SealedError(CompilingOff):
 
 class FallbackWarning(UserWarning):
     """An op is served by its pure-PyTorch reference; the text says why. Given once per op."""
+
+
+class ArchWarning(UserWarning):
+    """A device gets code that is not made for it; the text says why, and what would be."""
 
 
 class StoreWarning(UserWarning):

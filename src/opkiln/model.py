@@ -18,6 +18,11 @@ ABI_STABLE = "torch-stable"  # torch's stable ABI: one binary for torch >= 2.10
 ABI_TORCH = "torch"  # torch/extension.h: one torch version, one Python
 ABI_NONE = "none"  # no torch at all
 
+# What a library's kernels run on.
+CPU = "cpu"
+CUDA = "cuda"
+ROCM = "rocm"
+XPU = "xpu"
 
 ONE_CALL = "jit"  # the distribution of what `opkiln.load` compiles: it belongs to no package
 # Bump when the same inputs should give another binary for a reason that no argv shows.
@@ -41,6 +46,8 @@ class OpSpec(Record):
     abi: str = ABI_STABLE
     std: str = "c++20"
     vectorize: bool = True  # compile for the target CPU's features, not only its baseline
+    backend: str = CPU  # one library per op and backend
+    device_args: tuple[str, ...] = ()  # flags for nvcc, hipcc or the SYCL compiler
     inline: tuple[tuple[str, str], ...] = ()  # (source, text) of sources that are in no file
 
 
@@ -52,9 +59,10 @@ class Target(Record):
     machine: str  # x86_64, aarch64
     cpu: str  # a psABI level: x86-64-v4; or armv8-a
     cpu_features: tuple[str, ...]  # beyond the level, explicit and sorted
-    abi_tag: str  # torch-stable-2.10, torch-2.13.0+cpu-cxx11-cpython-311, none
+    abi_tag: str  # torch-stable-2.10[-cu13], torch-2.13.0+cpu-cxx11-cpython-311, none
     debug: bool = False
     flags: tuple[tuple[str, tuple[str, ...]], ...] = ()  # the user's own: (("cxxflags", (...)),)
+    archs: tuple[str, ...] = ()  # of the device, canonical, as the op's filter left them: 9.0a+PTX
 
 
 class TorchSDK(Record):
@@ -68,8 +76,23 @@ class TorchSDK(Record):
     cxx11_abi: bool
 
 
+class DeviceCompiler(Record):
+    """A compiler of device code, and what is known of it."""
+
+    family: str  # nvcc, hipcc, icpx, sycl-rt
+    path: str  # absolute, of the program itself and not of a script that runs it
+    home: str  # the toolkit's root: the anchor "toolkit"
+    version: str  # 13.0, 5.2.3
+    identity: str  # digest over the programs and files that decide its output
+    archs: tuple[str, ...]  # what it says it can compile for: 7.5, 8.0, …
+    accepts: frozenset[str]  # flags that a probe has shown to work
+    include_dirs: tuple[str, ...]  # of its runtime's headers
+    library_dirs: tuple[str, ...]  # of its runtime's libraries
+    host: str = ""  # the host compiler it is to use, where that is not the toolchain's own
+
+
 class Toolchain(Record):
-    """A compiler for a target, and what is known of it."""
+    """The compilers for a target, and what is known of them."""
 
     family: str  # gcc, clang
     cxx: str  # absolute path
@@ -81,6 +104,7 @@ class Toolchain(Record):
     launcher: str | None = None
     torch: TorchSDK | None = None
     python_include: str = ""
+    device: DeviceCompiler | None = None
 
 
 class Anchored(Record):
@@ -91,7 +115,7 @@ class Anchored(Record):
     """
 
     prefix: str
-    anchor: str  # src, stage, torch, python, abs
+    anchor: str  # src, stage, torch, python, toolkit, abs
     path: str
     suffix: str = ""
 

@@ -249,6 +249,89 @@ class Settings:
         shown="none", group="compiler",
     )  # fmt: skip
 
+    # CUDA
+    cuda_home = Setting(
+        "OPKILN_CUDA_HOME", str, None,
+        "The CUDA toolkit to use. It is used or refused, never replaced by another.",
+        shown="the toolkit that fits torch best",
+    )  # fmt: skip
+    system_cuda_home = Setting(
+        "CUDA_HOME", str, None, "A CUDA toolkit, one of those that are looked at.",
+        shown="none", group="compiler",
+    )  # fmt: skip
+    cuda_path = Setting(
+        "CUDA_PATH", str, None, "A CUDA toolkit, one of those that are looked at.",
+        shown="none", group="compiler",
+    )  # fmt: skip
+    cuda_arch_list = Setting(
+        "OPKILN_CUDA_ARCH_LIST", str, None,
+        "The GPU architectures to build for: `8.0;9.0a;10.0f+PTX`, `Hopper`, `native`, `all`, "
+        "`all-major` (`opkiln arch LIST` shows what a list comes to).",
+        aliases=("TORCH_CUDA_ARCH_LIST",), shown="those of this machine's GPUs",
+    )  # fmt: skip
+    skip_cuda_check = Setting(
+        "OPKILN_SKIP_CUDA_CHECK", _switch, False,
+        "Take a CUDA toolkit of another major version than torch's.",
+        aliases=("DS_SKIP_CUDA_CHECK",), shown="off",
+    )  # fmt: skip
+    ccbin = Setting(
+        "OPKILN_CCBIN", str, None, "The host compiler of nvcc, a name on PATH or a path.",
+        aliases=("NVCC_CCBIN", "CUDAHOSTCXX"), shown="the host C++ compiler",
+    )  # fmt: skip
+    cudaflags = Setting(
+        "OPKILN_CUDAFLAGS", _words, (),
+        "Flags added to every compile of device code, after the author's.",
+        aliases=("CUDAFLAGS",), shown="none",
+    )  # fmt: skip
+    lineinfo = Setting(
+        "OPKILN_LINEINFO", _switch, False,
+        "Compile device code with `-lineinfo`, for profilers.", shown="off",
+    )  # fmt: skip
+    debug_cuda = Setting(
+        "OPKILN_DEBUG_CUDA", _switch, False,
+        "Show each kernel's registers, shared memory and spills when it is compiled.",
+        aliases=("DS_DEBUG_CUDA",), shown="off",
+    )  # fmt: skip
+    nvcc_threads = Setting(
+        "OPKILN_NVCC_THREADS", _positive, None,
+        "Architectures that one nvcc compiles at once; each takes a CPU of the budget.",
+        aliases=("DS_NVCC_THREADS", "NVCC_THREADS"), shown="as many as there are and fit",
+    )  # fmt: skip
+    cuda_visible_devices = Setting(
+        "CUDA_VISIBLE_DEVICES", str, None,
+        "The GPUs that this process may use: indices, UUIDs, MIG UUIDs.",
+        shown="all", group="job",
+    )  # fmt: skip
+    cuda_device_order = Setting(
+        "CUDA_DEVICE_ORDER", str, "FASTEST_FIRST", "How GPUs are counted.", group="job",
+    )  # fmt: skip
+
+    # ROCm
+    rocm_home = Setting(
+        "OPKILN_ROCM_HOME", str, None,
+        "The ROCm installation to use. It is used or refused, never replaced by another.",
+        aliases=("ROCM_HOME", "ROCM_PATH"), shown="found by `hipcc` on PATH, `/opt/rocm*`",
+    )  # fmt: skip
+    rocm_arch_list = Setting(
+        "OPKILN_ROCM_ARCH_LIST", str, None,
+        "The GPU architectures to build for: `gfx90a;gfx942:sramecc+`, `native`.",
+        aliases=("PYTORCH_ROCM_ARCH",), shown="those of this machine's GPUs",
+    )  # fmt: skip
+    hip_visible_devices = Setting(
+        "HIP_VISIBLE_DEVICES", str, None, "The GPUs that this process may use, by index.",
+        aliases=("ROCR_VISIBLE_DEVICES",), shown="all", group="job",
+    )  # fmt: skip
+
+    # SYCL
+    sycl_cxx = Setting(
+        "OPKILN_SYCL_CXX", str, None, "The SYCL compiler, a name on PATH or a path.",
+        shown="`icpx`, `dpcpp`; else the runtime compiler of `intel-sycl-rt`",
+    )  # fmt: skip
+    cmplr_root = Setting(
+        "CMPLR_ROOT", str, None, "The oneAPI compiler's directory, one of the places looked at.",
+        shown="none", group="compiler",
+    )  # fmt: skip
+
     # The engine
     max_jobs = Setting(
         "OPKILN_MAX_JOBS", _positive, None,
@@ -300,7 +383,8 @@ settings = Settings()
 # What bears on how, where and whether a build runs, but not on which binary is the right one.
 _INDIFFERENT = frozenset((
     "progress", "trace", "no_color", "rank", "max_jobs", "memory", "build_timeout", "tmpdir",
-    "runtime_dir", "cache_max_size", "jit", "fallback", "seal", "build_ops",
+    "runtime_dir", "cache_max_size", "jit", "fallback", "seal", "build_ops", "nvcc_threads",
+    "cuda_visible_devices", "cuda_device_order", "hip_visible_devices",
 ))  # fmt: skip
 _VARIABLES = tuple(
     name
