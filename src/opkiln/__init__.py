@@ -16,6 +16,8 @@ _LAZY = {
     "load": "opkiln.extension",
     "load_inline": "opkiln.extension",
     "OpBuilder": "opkiln.builder",
+    "CUDAOpBuilder": "opkiln.builder",
+    "SYCLOpBuilder": "opkiln.builder",
     "ALL_OPS": "opkiln.registry",
     "get_builder": "opkiln.registry",
     "explain": "opkiln.registry",
@@ -30,7 +32,9 @@ if TYPE_CHECKING:  # what type checkers and editors see of the lazy names
     from opkiln import errors as errors
     from opkiln import optim as optim
     from opkiln import settings as settings
+    from opkiln.builder import CUDAOpBuilder as CUDAOpBuilder
     from opkiln.builder import OpBuilder as OpBuilder
+    from opkiln.builder import SYCLOpBuilder as SYCLOpBuilder
     from opkiln.extension import load as load
     from opkiln.extension import load_inline as load_inline
     from opkiln.loading.seal import seal as seal

@@ -13,12 +13,15 @@ from opkiln.model import (
     ABI_NONE,
     ABI_STABLE,
     ABI_TORCH,
+    CUDA,
     EXECUTABLE,
     INLINE_ROOT,
     LIBRARY,
     ONE_CALL,
     PLAIN,
     PYTHON,
+    ROCM,
+    XPU,
     Artifact,
     OpSpec,
 )
@@ -33,8 +36,8 @@ def load(
     name: str,
     sources: str | Sequence[str],
     extra_cflags: Sequence[str] | None = None,
-    extra_cuda_cflags: Sequence[str] | None = None,  # noqa: ARG001 (for device sources)
-    extra_sycl_cflags: Sequence[str] | None = None,  # noqa: ARG001
+    extra_cuda_cflags: Sequence[str] | None = None,
+    extra_sycl_cflags: Sequence[str] | None = None,
     extra_ldflags: Sequence[str] | None = None,
     extra_include_paths: Sequence[str] | None = None,
     build_directory: str | None = None,
@@ -47,7 +50,7 @@ def load(
     *,
     abi: str = ABI_TORCH,
 ) -> Any:
-    """Compile C++ sources, or find them compiled, and load them.
+    """Compile C++, CUDA or SYCL sources, or find them compiled, and load them.
 
     Takes the arguments of ``torch.utils.cpp_extension.load``. Gives the extension module; with
     ``is_python_module=False`` the library's path (its ops are then in ``torch.ops``); with
@@ -55,13 +58,16 @@ def load(
     ABI: the compile is many times faster and the binary serves every torch from 2.10.
     ``abi="none"`` is for code without torch; as a library it is loaded as a ``ctypes.CDLL``.
 
+    ``with_cuda`` is true where a source is a ``.cu``, unless it is given; so is ``with_sycl`` for a
+    ``.sycl``. What to build for is ``TORCH_CUDA_ARCH_LIST``, else this machine's GPUs. On a ROCm
+    torch the same sources are compiled for HIP.
+
     Calling it again looks at the sources again: an edit is picked up, and an unchanged extension is
     the module that is already loaded. ``build_directory`` gets a copy of the result;
     ``keep_intermediates`` has no meaning here: objects are always kept, in the store.
 
     Raises BuildError, LoadError and the other OpkilnErrors.
     """
-    _refuse_device_code(with_cuda, with_sycl)
     listed = [sources] if isinstance(sources, str) else list(sources)
     if not listed:
         raise SpecError(f"op {name} declares no sources")
@@ -82,6 +88,7 @@ def load(
         kind=_kind(is_python_module, is_standalone, abi),
         abi=_abi(abi),
     )
+    spec = _with_device(spec, with_cuda, with_sycl, extra_cuda_cflags, extra_sycl_cflags)
     return _load(spec, verbose, build_directory)
 
 
@@ -92,8 +99,8 @@ def load_inline(
     sycl_sources: str | Sequence[str] | None = None,
     functions: str | Sequence[str] | Mapping[str, str] | None = None,
     extra_cflags: Sequence[str] | None = None,
-    extra_cuda_cflags: Sequence[str] | None = None,  # noqa: ARG001 (for device sources)
-    extra_sycl_cflags: Sequence[str] | None = None,  # noqa: ARG001
+    extra_cuda_cflags: Sequence[str] | None = None,
+    extra_sycl_cflags: Sequence[str] | None = None,
     extra_ldflags: Sequence[str] | None = None,
     extra_include_paths: Sequence[str] | None = None,
     build_directory: str | None = None,
@@ -114,10 +121,11 @@ def load_inline(
     text is part of the key, so nothing is written when the result is cached. ``use_pch`` is
     accepted and has no effect.
     """
-    _refuse_device_code(with_cuda, with_sycl)
-    if cuda_sources or sycl_sources:
-        raise UsageError("cuda_sources and sycl_sources are not supported yet")
-    parts = [cpp_sources] if isinstance(cpp_sources, str) else list(cpp_sources)
+    parts = _texts(cpp_sources)
+    of_device = {"cuda.cu": _texts(cuda_sources), "sycl.sycl": _texts(sycl_sources)}
+    if abi == ABI_TORCH and not no_implicit_headers and cuda_sources:
+        includes = ("torch/types.h", "cuda.h", "cuda_runtime.h")
+        of_device["cuda.cu"][:0] = [f"#include <{name}>" for name in includes]
     if abi == ABI_TORCH and not no_implicit_headers:
         parts.insert(0, "#include <torch/extension.h>")
     if functions is not None:
@@ -136,6 +144,11 @@ def load_inline(
         abi=_abi(abi),
         inline=(("main.cpp", "\n".join(parts) + "\n"),),
     )
+    more = [(name, "\n".join(texts) + "\n") for name, texts in of_device.items() if texts]
+    spec = spec._replace(
+        sources=(*spec.sources, *(name for name, _ in more)), inline=(*spec.inline, *more)
+    )
+    spec = _with_device(spec, with_cuda, with_sycl, extra_cuda_cflags, extra_sycl_cflags)
     return _load(spec, verbose, build_directory)
 
 
@@ -187,9 +200,31 @@ def _flags(argument: str, flags: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(flags or ())
 
 
-def _refuse_device_code(*arguments: object) -> None:
-    if any(arguments):
-        raise UsageError("CUDA and SYCL sources are not supported yet")
+def _with_device(
+    spec: OpSpec,
+    with_cuda: bool | None,
+    with_sycl: bool | None,
+    cuda_flags: Sequence[str] | None,
+    sycl_flags: Sequence[str] | None,
+) -> OpSpec:
+    """The spec for the backend that its sources, or the call, are for."""
+    cuda = any(s.endswith(".cu") for s in spec.sources) if with_cuda is None else with_cuda
+    sycl = any(s.endswith(".sycl") for s in spec.sources) if with_sycl is None else with_sycl
+    if cuda and sycl:
+        raise UsageError(f"op {spec.name}: one library cannot hold both CUDA and SYCL code")
+    if cuda:
+        from opkiln.toolchain.rocm_version import is_rocm_pytorch
+
+        flags = _flags("extra_cuda_cflags", cuda_flags)
+        return spec._replace(backend=ROCM if is_rocm_pytorch() else CUDA, device_args=flags)
+    if sycl:
+        flags = _flags("extra_sycl_cflags", sycl_flags)
+        return spec._replace(backend=XPU, device_args=flags)
+    return spec
+
+
+def _texts(sources: str | Sequence[str] | None) -> list[str]:
+    return [sources] if isinstance(sources, str) else list(sources or ())
 
 
 def _bindings(functions: str | Sequence[str] | Mapping[str, str], guarded: bool) -> str:

@@ -115,7 +115,7 @@ class Anchored(Record):
     """
 
     prefix: str
-    anchor: str  # src, stage, torch, python, toolkit, abs
+    anchor: str  # src, stage, torch, python, toolkit, threads, abs
     path: str
     suffix: str = ""
 
@@ -132,7 +132,9 @@ class Step(Record):
     source: str = ""  # compile: the source, for people
     depfile: str = ""  # compile: where the compiler lists what it read
     inputs: tuple[str, ...] = ()  # link: outputs of other steps
-    memory: int = 512 << 20  # what it is expected to take at most
+    memory: int = 512 << 20  # what it is expected to take at most, for each thread
+    threads: int = 1  # the most it can use; what it gets replaces the anchor "threads"
+    plain_paths: bool = False  # the compiler hands its arguments to a shell
 
 
 class Plan(Record):

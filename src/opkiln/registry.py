@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 
-from opkiln.builder import OpBuilder
+from opkiln.builder.base import OpBuilder
 from opkiln.errors import SpecError, UnknownOp
 
 TYPE_CHECKING = False
@@ -62,9 +62,13 @@ class _AllOps(Mapping[str, type[OpBuilder]]):
 ALL_OPS: Mapping[str, type[OpBuilder]] = _AllOps()
 
 
-def get_builder(name: str) -> OpBuilder:
-    """A new builder for an op. Raises UnknownOp."""
-    return ALL_OPS[name]()
+def get_builder(name: str, *, backend: str | None = None, archs: str | None = None) -> OpBuilder:
+    """A new builder for an op; for this machine, or for a backend and an arch list.
+
+    Raises UnknownOp, and UsageError where the op has no version for the backend.
+    """
+    builder = ALL_OPS[name]
+    return builder() if backend is None else builder(backend=backend, archs=archs)
 
 
 def explain(name: str) -> Explanation:

@@ -32,7 +32,9 @@ _OVERRIDES: ContextVar[dict[str, Any] | None] = ContextVar("opkiln_settings", de
 class Setting:
     """One documented variable. As a class attribute it reads as its parsed value."""
 
-    __slots__ = ("aliases", "default", "doc", "field", "group", "parse", "shown", "variable")
+    __slots__ = (
+        "aliases", "default", "doc", "empty_counts", "field", "group", "parse", "shown", "variable",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -44,6 +46,7 @@ class Setting:
         aliases: tuple[str, ...] = (),
         shown: str = "",
         group: str = "opkiln",
+        empty_counts: bool = False,
     ) -> None:
         self.variable = variable
         self.parse = parse
@@ -52,6 +55,7 @@ class Setting:
         self.aliases = aliases
         self.shown = shown  # how the default reads in the docs, where it is not its repr
         self.group = group
+        self.empty_counts = empty_counts  # an empty variable is a value of its own
         self.field = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -67,7 +71,9 @@ class Setting:
             return overrides[self.field], "call"
         for name in (self.variable, *self.aliases):
             text = os.environ.get(name)
-            if text:  # an empty variable means "not set", as shells' `VAR= cmd` is used
+            # An empty variable means "not set", as shells' `VAR= cmd` is used. Of GPUs it means
+            # "none": that is how a job hides them all.
+            if text or (text is not None and self.empty_counts):
                 try:
                     return self.parse(text), name
                 except ValueError as error:
@@ -149,6 +155,13 @@ def _paths(text: str) -> tuple[str, ...]:
 def _directories(text: str) -> tuple[str, ...]:
     # A compiler runs in a directory of its own; these are meant as seen from the user's.
     return tuple(os.path.abspath(part) for part in _paths(text))
+
+
+def _gfx_version(text: str) -> tuple[int, ...]:
+    words = text.split(".")
+    if len(words) != 3 or not all(word.isascii() and word.isdigit() for word in words):
+        raise ValueError("expected a version such as 10.3.0")
+    return tuple(map(int, words))
 
 
 class Settings:
@@ -299,8 +312,8 @@ class Settings:
     )  # fmt: skip
     cuda_visible_devices = Setting(
         "CUDA_VISIBLE_DEVICES", str, None,
-        "The GPUs that this process may use: indices, UUIDs, MIG UUIDs.",
-        shown="all", group="job",
+        "The GPUs that this process may use: indices, UUIDs, MIG UUIDs. Empty: none.",
+        shown="all", group="job", empty_counts=True,
     )  # fmt: skip
     cuda_device_order = Setting(
         "CUDA_DEVICE_ORDER", str, "FASTEST_FIRST", "How GPUs are counted.", group="job",
@@ -317,9 +330,21 @@ class Settings:
         "The GPU architectures to build for: `gfx90a;gfx942:sramecc+`, `native`.",
         aliases=("PYTORCH_ROCM_ARCH",), shown="those of this machine's GPUs",
     )  # fmt: skip
+    gfx_override = Setting(
+        "HSA_OVERRIDE_GFX_VERSION", _gfx_version, None,
+        "The architecture that the ROCm runtime takes every AMD GPU for, as `10.3.0`.",
+        shown="each GPU's own", group="job",
+    )  # fmt: skip
+    rocr_visible_devices = Setting(
+        "ROCR_VISIBLE_DEVICES", str, None,
+        "The AMD GPUs that this process may use, by index or UUID. Empty: none.",
+        shown="all", group="job", empty_counts=True,
+    )  # fmt: skip
     hip_visible_devices = Setting(
-        "HIP_VISIBLE_DEVICES", str, None, "The GPUs that this process may use, by index.",
-        aliases=("ROCR_VISIBLE_DEVICES",), shown="all", group="job",
+        "HIP_VISIBLE_DEVICES", str, None,
+        "Which of the GPUs that `ROCR_VISIBLE_DEVICES` leaves, counted among them. "
+        "`CUDA_VISIBLE_DEVICES` says it where this one does not.",
+        shown="all", group="job",
     )  # fmt: skip
 
     # SYCL
@@ -384,7 +409,7 @@ settings = Settings()
 _INDIFFERENT = frozenset((
     "progress", "trace", "no_color", "rank", "max_jobs", "memory", "build_timeout", "tmpdir",
     "runtime_dir", "cache_max_size", "jit", "fallback", "seal", "build_ops", "nvcc_threads",
-    "cuda_visible_devices", "cuda_device_order", "hip_visible_devices",
+    "cuda_visible_devices", "cuda_device_order", "rocr_visible_devices", "hip_visible_devices",
 ))  # fmt: skip
 _VARIABLES = tuple(
     name

@@ -43,6 +43,14 @@ def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> N
     assert settings.fallback == "warn"
 
 
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])
+def test_an_empty_list_of_gpus_is_a_list(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    setting = next(each for each in table() if each.variable == name)
+    assert setting.resolve() == (None, "default")
+    monkeypatch.setenv(name, "")
+    assert setting.resolve() == ("", name)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from opkiln.cli import output
+from opkiln.cli import output, targets
 from opkiln.cli.op_name import complete
 from opkiln.errors import CompilingOff, LoadError, OpkilnError, StoreError
 from opkiln.report.layout import columns
@@ -30,6 +30,8 @@ class Outcome(NamedTuple):
 
     op: str
     status: str
+    backend: str = ""
+    archs: tuple[str, ...] = ()
     seconds: float = 0.0
     path: str = ""
     sha256: str = ""
@@ -48,24 +50,37 @@ class Outcome(NamedTuple):
     "-j", "--jobs", type=click.IntRange(min=1), metavar="N",
     help="Run at most N steps at once. The host's budget applies as well.",
 )  # fmt: skip
+@targets.option(multiple=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
-    ops: tuple[str, ...], everything: bool, trace: str | None, jobs: int | None, as_json: bool
+    ops: tuple[str, ...],
+    everything: bool,
+    trace: str | None,
+    jobs: int | None,
+    target: tuple[str, ...],
+    as_json: bool,
 ) -> int:
     """Build OPS, unless they are built already.
 
     An op that is named must be built natively, or it is an error; it never falls back. With --all,
     an op that cannot run here (its torch is too old, its author says so) is skipped and listed.
     """
-    from opkiln.registry import ALL_OPS, get_builder
+    from opkiln.registry import ALL_OPS
 
     if bool(ops) == everything:
         raise click.UsageError("name the ops to build, or say --all")
-    builders = [get_builder(name) for name in (ALL_OPS if everything else dict.fromkeys(ops))]
+    wanted: list[targets.Wanted | None] = [targets.parse(text) for text in dict.fromkeys(target)]
+    outcomes: list[Outcome] = []
     with ExitStack() as stack:
         if jobs is not None:
             stack.enter_context(override(max_jobs=jobs))
-        outcomes = _build(builders, trace, skipping=everything)
+        for each in wanted or [None]:
+            names = list(ALL_OPS if everything else dict.fromkeys(ops))
+            if everything and each is not None:
+                names = [name for name in names if each.backend in ALL_OPS[name].BACKENDS]
+            with targets.applied(each):
+                builders = [targets.builder(name, each) for name in names]
+                outcomes += _build(builders, trace, skipping=everything)
     if as_json:
         output.data_json({"schema": 1, "ops": [_as_json(each) for each in outcomes]})
     else:
@@ -97,10 +112,10 @@ def _build(builders: list[OpBuilder], trace: str | None, *, skipping: bool) -> l
 def _look(builder: OpBuilder, skipping: bool) -> Outcome | None:
     """The outcome for an op that is cached, or that is not to be tried; None for one to build."""
     from opkiln.loading.resolve import would_compile
-    from opkiln.toolchain.host import available
+    from opkiln.toolchain.choice import available
 
     try:
-        compiles, _ = would_compile(builder.spec())
+        compiles, _ = would_compile(builder.op())
         if not compiles:
             return _make(builder)
     except LoadError as error:
@@ -110,7 +125,7 @@ def _look(builder: OpBuilder, skipping: bool) -> Outcome | None:
     except OpkilnError as error:
         return Outcome(builder.name, FAILED, error=error)
     # Without any compiler nothing is skipped: that is no trait of an op, but an error.
-    if skipping and settings.jit and available() and not builder.is_compatible():
+    if skipping and settings.jit and available(builder.backend) and not builder.is_compatible():
         return Outcome(builder.name, SKIPPED, reason=builder.error_log or "not compatible")
     return None
 
@@ -145,15 +160,20 @@ def _in_parallel(builders: list[OpBuilder]) -> dict[str, Outcome]:
 
 def _make(builder: OpBuilder) -> Outcome:
     """Find or build one op. Raises OpkilnError."""
+    from opkiln.loading.archs import wanted
     from opkiln.loading.resolve import artifact as find_or_build
     from opkiln.loading.trace import Trace
 
     began = time.monotonic()
-    artifact = find_or_build(builder.spec(), Trace())
+    op = builder.op()
+    artifact = find_or_build(op, Trace())
     seconds = time.monotonic() - began
     _require_stored(builder.name, artifact)
     status = BUILT if artifact.origin == "built" else CACHED
-    return Outcome(builder.name, status, seconds, artifact.path, artifact.sha256)
+    archs = wanted(op).archs
+    return Outcome(
+        builder.name, status, builder.backend, archs, seconds, artifact.path, artifact.sha256
+    )
 
 
 def _require_stored(op: str, artifact: Artifact) -> None:
@@ -180,12 +200,18 @@ def _with_hint(error: OpkilnError, builder: OpBuilder) -> OpkilnError:
 def _show(outcomes: list[Outcome]) -> None:
     done = [each for each in outcomes if each.status in (BUILT, CACHED)]
     if done:
-        rows = [("op", "status", "seconds", "path")]
-        rows += [(each.op, each.status, f"{each.seconds:.2f}", each.path) for each in done]
+        rows = [("op", "for", "status", "seconds", "path")]
+        rows += [
+            (each.op, _for(each), each.status, f"{each.seconds:.2f}", each.path) for each in done
+        ]
         output.data(columns(rows))
     for each in outcomes:
         if each.status == SKIPPED:
             output.say(f"skipped {each.op}: {' '.join(each.reason.split())}")
+
+
+def _for(each: Outcome) -> str:
+    return f"{each.backend} {';'.join(each.archs)}".strip()
 
 
 def _as_json(each: Outcome) -> dict[str, Any]:

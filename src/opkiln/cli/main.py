@@ -14,7 +14,9 @@ from opkiln.cli import output
 from opkiln.errors import OpkilnError
 
 # A command's module is imported when it runs, or when --help needs its first line.
-_COMMANDS = ("build", "plan", "explain", "check", "report", "cache", "demo", "completion")
+_COMMANDS = (
+    "build", "plan", "explain", "arch", "check", "report", "cache", "demo", "completion",
+)  # fmt: skip
 
 
 class _Commands(click.Group):
@@ -31,7 +33,7 @@ class _Commands(click.Group):
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit codes: 0 done, 1 no (check, demo), 2 usage, 3 no compiler, 4 build failed, "
+    epilog="Exit codes: 0 done, 1 no (check, arch, demo), 2 usage, 3 no compiler, 4 build failed, "
     "5 store, 6 the op cannot run here, 7 compiling is switched off, 130 interrupted.",
 )
 @click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")

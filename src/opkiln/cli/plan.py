@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from opkiln.cli import output
+from opkiln.cli import output, targets
 from opkiln.cli.op_name import complete
 
 TYPE_CHECKING = False
@@ -24,21 +24,23 @@ if TYPE_CHECKING:
     "--stage", default="./build", metavar="DIR", show_default=True,
     help="The directory that the commands write to. A build uses a private temporary one.",
 )  # fmt: skip
-def command(op: str, as_json: bool, compile_commands: bool, stage: str) -> None:
+@targets.option()
+def command(op: str, as_json: bool, compile_commands: bool, stage: str, target: str | None) -> None:
     """Print the commands that build OP here, as a script that may be run by hand.
 
     The plan is the same whether the op is cached or not, and a build by hand gives the same bytes.
     Nothing is built.
     """
     from opkiln.loading.build import make_plan
-    from opkiln.loading.resolve import target_of
-    from opkiln.registry import get_builder
+    from opkiln.loading.resolve import chosen
     from opkiln.store.layers import Store
 
     if as_json and compile_commands:
         raise click.UsageError("--json and --compile-commands exclude each other")
-    spec = get_builder(op).spec()
-    plan = make_plan(spec, target_of(spec), Store())
+    wanted = targets.parse(target) if target else None
+    with targets.applied(wanted):
+        asked = targets.builder(op, wanted).op()
+        plan = make_plan(asked.spec, *chosen(asked, Store()))
     if as_json:
         output.data_json(_as_json(plan, stage))
     elif compile_commands:
@@ -54,9 +56,13 @@ def _script(plan: Plan, stage: str) -> str:
     cpu = "+".join((target.cpu, *target.cpu_features))
     places = anchors(plan, stage)
     environment = [f"{name}={shlex.quote(value)}" for name, value in plan.environment]
+    device = f", {target.backend} {';'.join(target.archs)}" if target.archs else ""
+    by = f"# by {tools.version}"
+    if tools.device is not None:
+        by += f" and {tools.device.family} {tools.device.version}"
     lines = [
-        f"# {plan.spec.name} for {target.system} {target.machine}, {cpu}, {target.abi_tag}",
-        f"# by {tools.version}",
+        f"# {plan.spec.name} for {target.system} {target.machine}, {cpu}{device}, {target.abi_tag}",
+        by,
         f"mkdir -p {shlex.quote(stage)}",
     ]
     for step in plan.steps:

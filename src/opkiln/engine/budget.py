@@ -91,10 +91,14 @@ class Budget:
         self,
         *,
         memory: int = 0,
+        threads: int = 1,
         cancelled: threading.Event | None = None,
         waiting: Callable[[int, float], None] | None = None,
     ) -> Iterator[tuple[int, ...]]:
         """Slots for a step that expects ``memory`` bytes, held for the length of the block.
+
+        A step that can use several threads, each with ``memory`` bytes, gets slots for as many of
+        them as are free at once, and for one at least.
 
         While other processes hold them, ``waiting`` is called about once a second with the pid of
         one (0 when it is in another pid namespace) and the seconds waited so far. Raises
@@ -102,13 +106,14 @@ class Budget:
         """
         table = self._table
         want, most = self.slots_for(memory), settings.max_jobs
+        wider = min(len(self.limits.slots), want * threads)
         started, pause, call_at = time.monotonic(), _FIRST_PAUSE, _FIRST_CALL
         while True:
             if cancelled is not None and cancelled.is_set():
                 raise BuildCancelled("the build was cancelled while it waited for a free CPU")
             holder = None
             with table.changed:
-                taken = table.take(self.limits.slots, want, most)
+                taken = table.take(self.limits.slots, want, most, wider)
                 if taken:
                     break
                 # A release within this process wakes us at once; one elsewhere is found by
@@ -156,21 +161,26 @@ class _Table:
         self._held: set[int] = set()
         self._running = 0
 
-    def take(self, slots: tuple[int, ...], want: int, most: int | None) -> tuple[int, ...]:
-        """``want`` of the slots, or none. ``changed`` must be held."""
+    def take(
+        self, slots: tuple[int, ...], want: int, most: int | None, wider: int = 0
+    ) -> tuple[int, ...]:
+        """``want`` of the slots, up to ``wider`` if they are free, or none.
+
+        ``changed`` must be held.
+        """
         if most is not None and self._running >= most:
             return ()
         free = [slot for slot in slots if slot not in self._held]
         taken: list[int] = []
         for left, slot in zip(range(len(free), 0, -1), free, strict=True):
-            if len(taken) + left < want:
+            if len(taken) + left < want or len(taken) >= max(want, wider):
                 break
             if self._lock(slot):
                 taken.append(slot)
-                if len(taken) == want:
-                    self._held.update(taken)
-                    self._running += 1
-                    return tuple(taken)
+        if len(taken) >= want:
+            self._held.update(taken)
+            self._running += 1
+            return tuple(taken)
         for slot in taken:
             self._unlock(slot)
         return ()

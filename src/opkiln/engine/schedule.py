@@ -31,6 +31,8 @@ class Task(NamedTuple):
     after: tuple[str, ...]
     memory: int  # bytes that it is expected to take
     finish: Callable[[process.Completed], None] | None  # called after a zero exit
+    threads: int = 1  # the most it can use; each takes a CPU of the budget, and ``memory``
+    widened: Callable[[int], tuple[str, ...]] | None = None  # its argv for so many threads
 
 
 class StepFailed(Exception):
@@ -190,10 +192,13 @@ class _Run:
                 events.WAITING, op=task.op, pid=pid, host=host, seconds=seconds, what="a free CPU"
             )
 
-        with self.budget.hold(memory=task.memory, cancelled=self.cancelled, waiting=waiting):
+        with self.budget.hold(
+            memory=task.memory, threads=task.threads, cancelled=self.cancelled, waiting=waiting
+        ) as held:
             events.emit(events.STEP_START, **about)
+            threads = min(task.threads, len(held) // self.budget.slots_for(task.memory))
             completed = process.run(
-                task.argv,
+                task.argv if task.widened is None else task.widened(max(1, threads)),
                 cwd=task.cwd,
                 env=task.env,
                 tmpdir=task.tmpdir,

@@ -24,19 +24,28 @@ from opkiln.errors import (
 )
 from opkiln.loading import compile as compiling
 from opkiln.loading import failure, loadtest, receipt, resolve, seal
-from opkiln.model import ABI_NONE, ABI_STABLE, INLINE_ROOT, Artifact, OpSpec, Plan, Target
+from opkiln.model import (
+    ABI_NONE,
+    ABI_STABLE,
+    INLINE_ROOT,
+    Artifact,
+    OpSpec,
+    Plan,
+    Target,
+    Toolchain,
+)
 from opkiln.settings import settings
 from opkiln.store import deps, key, libraries, lock, publish
 from opkiln.store.entry import Leaf
 from opkiln.store.layers import Store
 from opkiln.store.location import claim
-from opkiln.toolchain import host, torch_sdk
+from opkiln.toolchain import choice, torch_sdk
 
 _ATTEMPTS = 4
 
 
-def make_plan(spec: OpSpec, target: Target, store: Store) -> Plan:
-    """The plan for this machine's compiler. Raises ToolchainError, BuildError, SpecError."""
+def make_plan(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
+    """The plan, checked against what is there. Raises BuildError, SpecError."""
     plans.check(spec)
     for source in () if spec.inline else spec.sources:
         if not os.path.isfile(os.path.join(spec.root, source)):
@@ -45,7 +54,6 @@ def make_plan(spec: OpSpec, target: Target, store: Store) -> Plan:
                 why=f"sources are looked for in {spec.root}",
                 hint="list it in the package's data files, so that the wheel carries it",
             )
-    toolchain = host.choose(store.memory)
     if spec.abi != ABI_NONE:
         torch = toolchain.torch
         if torch is None:
@@ -62,7 +70,7 @@ def make_plan(spec: OpSpec, target: Target, store: Store) -> Plan:
     return plans.make(spec, target, toolchain)
 
 
-def build(spec: OpSpec, target: Target, store: Store) -> Artifact:
+def build(spec: OpSpec, target: Target, toolchain: Toolchain, store: Store) -> Artifact:
     """The artifact, found or built.
 
     Raises every BuildError; nothing is published then, and whoever waits sees the same error.
@@ -70,14 +78,14 @@ def build(spec: OpSpec, target: Target, store: Store) -> Artifact:
     """
     try:
         if not spec.inline:
-            return _take_turn(make_plan(spec, target, store), store)
+            return _take_turn(make_plan(spec, target, toolchain), store)
         with publish.scratch(f"{spec.name}-src") as root:
             for source, text in spec.inline:
                 path = os.path.join(root, source)
                 # The key digests the text; the file must not depend on the user's locale.
                 with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
                     file.write(text)
-            return _take_turn(make_plan(spec._replace(root=root), target, store), store)
+            return _take_turn(make_plan(spec._replace(root=root), target, toolchain), store)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise StoreError(
@@ -277,9 +285,10 @@ class _Build:
             spec = spec._replace(root=INLINE_ROOT)  # as it is asked for, not as it was staged
         if resolve.lacking(self._plan.target):
             return  # built for another machine: a load here must come to the check of the CPU
-        evidence = host.evidence(self._store.memory, toolchain)
+        evidence = choice.evidence(self._store.memory, spec.backend, toolchain)
         if evidence is not None:
-            receipt.write(spec, toolchain, evidence, leaf.payload, leaf.manifest)
+            archs = self._plan.target.archs
+            receipt.write(spec, archs, toolchain, evidence, leaf.payload, leaf.manifest)
 
     def _appear(self, leaf: str, root: str, relative: str) -> Leaf | None:
         """Publish, and read back what is there now: ours, or that of whoever won the race.
@@ -310,12 +319,18 @@ def inputs(plan: Plan) -> dict[str, Any]:
         "stage": "{build}",
         "torch": "{torch}",
         "python": "{python}",
+        "toolkit": "{toolkit}",
+        "threads": "{threads}",
         "abs": "",
     }
     declared = {k: v for k, v in spec._asdict().items() if k not in ("root", "inline")}
     return {
         "spec": declared,
         "target": plan.target._asdict(),
-        "toolchain": {"version": plan.toolchain.version, "identity": plan.toolchain.identity},
+        "toolchain": {
+            each.family: {"version": each.version, "identity": each.identity}
+            for each in (plan.toolchain, plan.toolchain.device)
+            if each is not None
+        },
         "steps": [[plans.render(arg, named) for arg in step.argv] for step in plan.steps],
     }

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 from opkiln import plan as plans
 from opkiln.digest import Signature
 from opkiln.engine import events, schedule
-from opkiln.errors import SourcesChanging, StoreError
+from opkiln.errors import SourcesChanging, SpecError, StoreError
 from opkiln.model import Plan, Step
 from opkiln.settings import settings
+from opkiln.steps.flags import PLAIN
 from opkiln.store import deps, entry, key, publish
 from opkiln.store.layers import Store
 
@@ -141,24 +142,35 @@ class _Batch:
         schedule.execute(tasks, timeout=settings.build_timeout)
 
     def _task(self, step: Step) -> schedule.Task:
+        places = self._places
+        if step.plain_paths:
+            places = shown_plainly(self._plan, step, self._stage, places)
+
+        def widened(threads: int) -> tuple[str, ...]:
+            return plans.argv(step, {**places, "threads": str(threads)})
+
         return schedule.Task(
             name=step.output,
             op=self._plan.spec.name,
             label=step.source,
-            argv=plans.argv(step, self._places),
+            argv=plans.argv(step, places),
             cwd=self._stage,
             env=dict(self._plan.environment),
             tmpdir=self._stage,
             after=(),
             memory=step.memory,
             finish=lambda completed: self._finish(step, completed),
+            threads=min(step.threads, settings.nvcc_threads or step.threads),
+            widened=widened if step.threads > 1 else None,
         )
 
     def _finish(self, step: Step, completed: Completed) -> None:
         # Bytes: a text file would turn a carriage return in a name into a newline.
         with open(os.path.join(self._stage, step.depfile), "rb") as file:
             listed = deps.parse_depfile(os.fsdecode(file.read()))
-        read = tuple(os.path.join(self._stage, path) for path in listed)
+        link, root = os.path.join(self._stage, _LINK) + "/", self._plan.spec.root.rstrip("/") + "/"
+        seen = (os.path.join(self._stage, path) for path in listed)
+        read = tuple(root + p[len(link) :] if p.startswith(link) else p for p in seen)
         if not self._saw(read, self._snapshots.get(step.output, {})):
             self.unsettled[step.output] = _snapshot(list(read))
             return
@@ -181,6 +193,30 @@ class _Batch:
             except FileNotFoundError:
                 return False
         return True
+
+
+_LINK = "src"  # the source root, below the staging directory, for a compiler with a shell
+
+
+def shown_plainly(plan: Plan, step: Step, stage: str, places: dict[str, str]) -> dict[str, str]:
+    """The places for a compiler that hands its arguments to a shell: the source root through a
+    symbolic link where its path holds what a shell would interpret. Raises SpecError."""
+    if not PLAIN.match(plan.spec.root):
+        link = os.path.join(stage, _LINK)
+        with contextlib.suppress(FileExistsError):  # made for another source of the same build
+            os.symlink(plan.spec.root, link)
+        places = {**places, "src": link}
+    # The first program is started without a shell.
+    for declared, argument in list(zip(step.argv, plans.argv(step, places), strict=True))[1:]:
+        # A comma separates what is in a flag; in a path it would cut it in two.
+        parts = argument.split(",") if isinstance(declared, str) else [argument]
+        if not all(PLAIN.match(part) for part in parts):
+            raise SpecError(
+                f"op {plan.spec.name}: {argument!r} cannot be passed to {places['toolkit']}",
+                why="nvcc hands its arguments to a shell, which would interpret a character of it",
+                hint="move it to a path of plain letters, digits, '.', '_' and '-'",
+            )
+    return places
 
 
 def _keep(

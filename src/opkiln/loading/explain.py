@@ -42,12 +42,12 @@ class Explanation(NamedTuple):
 
 def explain(op: Op) -> Explanation:
     """Look at an op without building or loading it."""
-    known = loader.traces().get((op.spec.distribution, op.spec.name))
+    known = loader.traces().get(op.name)
     status, reason, _, trace = outlook(op)
     store = Store()
     keys, changes = {}, []
     try:
-        plan = make_plan(op.spec, resolve.target_of(op.spec), store)
+        plan = make_plan(op.spec, *resolve.chosen(op, store))
     except OpkilnError as error:
         trace.add("build", "refused", f"{error.what}: {error.why}")
     else:
@@ -106,12 +106,12 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
             then = before[part].get(name)
             if _plain(then) != _plain(now):
                 changes.append(f"{part} {name}: {_words(then)} -> {_words(now)}")
-    tools_then, tools_now = before["toolchain"], after["toolchain"]
-    if tools_then != tools_now:
-        if tools_then["version"] != tools_now["version"]:
-            changes.append(f"compiler: {tools_then['version']} -> {tools_now['version']}")
-        else:
-            changes.append(f"compiler: {tools_now['version']}, but its programs are others now")
+    for family, now in after["toolchain"].items():
+        then = before["toolchain"].get(family, {"version": "none"})
+        if then["version"] != now["version"]:
+            changes.append(f"compiler {family}: {then['version']} -> {now['version']}")
+        elif then != now:
+            changes.append(f"compiler {family}: {now['version']}, but its programs are others now")
     if not changes and before["steps"] != after["steps"]:
         for then, now in zip(before["steps"], after["steps"], strict=False):
             gone, new = set(then) - set(now), set(now) - set(then)

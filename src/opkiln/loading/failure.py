@@ -12,7 +12,10 @@ from opkiln.errors import BuildError, CompileError
 from opkiln.model import ONE_CALL, OpSpec
 from opkiln.trust import make_private
 
-_DIAGNOSTIC = re.compile(r"^(?P<where>[^\n]+?:\d+(?::\d+)?): (?:fatal )?error: .*$", re.MULTILINE)
+# file:line:column: of g++ and clang, file(line): of nvcc.
+_DIAGNOSTIC = re.compile(
+    r"^(?P<where>[^\n]+?(?::\d+(?::\d+)?|\(\d+\))): (?:fatal )?error:? .*$", re.MULTILINE
+)
 _LINKER = re.compile(
     r"^.*(?:undefined reference|cannot find -l|multiple definition).*$", re.MULTILINE
 )
@@ -44,7 +47,11 @@ def compile_error(
         why = f"{ended}\n{first_error(output)}"
     else:
         why = first_error(output)
-    what = "does not compile" if failed.task.label.endswith((".cpp", ".cc", ".cxx")) else "failed"
+    what = (
+        "does not compile"
+        if failed.task.label.endswith((".cpp", ".cc", ".cxx", ".cu"))
+        else "failed"
+    )
     parts = [why, f"command: {command}", f"log: {log}" if log else ""]
     # A compiler that was killed says nothing about the source.
     kind = CompileError if status > 0 else BuildError

@@ -28,16 +28,27 @@ from opkiln.loading import receipt, register
 from opkiln.loading.native import open_artifact
 from opkiln.loading.register import Registration
 from opkiln.loading.trace import Trace
-from opkiln.model import EXECUTABLE, LIBRARY, Artifact, OpSpec
+from opkiln.model import CPU, EXECUTABLE, LIBRARY, Artifact, OpSpec
 from opkiln.record import Record
 from opkiln.settings import settings
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 
 class Op(Record):
-    """What the loader needs: what to build, and how it is called."""
+    """What the loader needs: what to build, for which devices, and how it is called."""
 
     spec: OpSpec
     registration: Registration | None = None
+    rule: Callable[[list[str]], Any] | None = None  # the author's filter_ccs
+    asked: str = ""  # an arch list given in the call; it comes before every setting
+
+    @property
+    def name(self) -> tuple[str, str, str]:
+        """What tells it from every other: one library per distribution, op and backend."""
+        return self.spec.distribution, self.spec.name, self.spec.backend
 
 
 class Loaded(Record):
@@ -49,11 +60,13 @@ class Loaded(Record):
     spec: OpSpec
 
 
-_loaded: dict[tuple[str, str], Loaded] = {}
+_Name = tuple[str, str, str]
+
+_loaded: dict[_Name, Loaded] = {}
 _opened: dict[str, Any] = {}  # sha256 of a library -> what opening it gave
-_history: dict[tuple[str, str], list[Artifact]] = {}  # an op's libraries here, oldest first
-_locks: dict[tuple[str, str], threading.RLock] = {}  # one per op: two ops may build at once
-_told: set[tuple[str, str]] = set()
+_history: dict[_Name, list[Artifact]] = {}  # an op's libraries here, oldest first
+_locks: dict[_Name, threading.RLock] = {}  # one per op: two ops may build at once
+_told: set[_Name] = set()
 
 
 def _after_fork() -> None:
@@ -70,22 +83,21 @@ def load(op: Op, *, again: bool = False, must_be_native: bool = False) -> Loaded
     ``again`` looks at the sources anew, although the op is loaded. ``must_be_native`` makes an
     error of what would fall back. Raises OpkilnError where nothing can serve.
     """
-    name = (op.spec.distribution, op.spec.name)
-    known = None if again else _known(name, op.spec, must_be_native)
+    known = None if again else _known(op, must_be_native)
     if known is not None:
         return known
-    with _locks.setdefault(name, threading.RLock()):
-        known = None if again else _known(name, op.spec, must_be_native)
+    with _locks.setdefault(op.name, threading.RLock()):
+        known = None if again else _known(op, must_be_native)
         if known is None:
-            known = _loaded[name] = _serve(op, must_be_native)
+            known = _loaded[op.name] = _serve(op, must_be_native)
         return known
 
 
-def _known(name: tuple[str, str], spec: OpSpec, must_be_native: bool) -> Loaded | None:
+def _known(op: Op, must_be_native: bool) -> Loaded | None:
     """What is loaded under this name, if it is what is asked for: a notebook may have redefined
     the builder with other flags."""
-    known = _loaded.get(name)
-    if known is None or known.spec != spec or (must_be_native and known.artifact is None):
+    known = _loaded.get(op.name)
+    if known is None or known.spec != op.spec or (must_be_native and known.artifact is None):
         return None
     return known
 
@@ -96,21 +108,21 @@ def _serve(op: Op, must_be_native: bool) -> Loaded:
     if op.registration is not None:
         functions = register.register(op.spec.name, op.registration)
     try:
-        artifact, opened = _native(op.spec, trace)
+        artifact, opened = _native(op, trace)
     except (ReloadError, SealedError):
         raise
     except (BuildError, LoadError, StoreError, ToolchainError) as error:
-        if _history.get((op.spec.distribution, op.spec.name)):
+        if _history.get(op.name):
             raise  # a native version is registered already, and no reference would replace it
         return _fall_back(op, functions, trace, error, must_be_native)
     return Loaded(opened if functions is None else functions, artifact, trace, op.spec)
 
 
-def _native(spec: OpSpec, trace: Trace) -> tuple[Artifact, Any]:
-    remembered = receipt.recall(spec)
+def _native(op: Op, trace: Trace) -> tuple[Artifact, Any]:
+    remembered = receipt.recall(op.spec, _archs(op))
     if remembered is not None:
         try:
-            opened = _open(spec, remembered)
+            opened = _open(op, remembered)
         except ReloadError:
             raise
         except LoadError as error:
@@ -121,24 +133,33 @@ def _native(spec: OpSpec, trace: Trace) -> tuple[Artifact, Any]:
     from opkiln.loading import resolve
     from opkiln.store.layers import Store
 
-    target, store = resolve.target_of(spec, resolve.runnable(spec)), Store()
-    resolve.check_cpu(spec, target)
-    found = resolve.find(spec, target, store, trace)
+    target, store = resolve.target_of(op, resolve.runnable(op.spec)), Store()
+    resolve.check_cpu(op.spec, target)
+    found = resolve.find(op, target, store, trace)
     if found is not None:
         try:
-            return found, _open(spec, found)
+            return found, _open(op, found)
         except ReloadError:
             raise
         except LoadError as error:
             trace.add("store", "refused", error.why, found.path)
-    built = resolve.build(spec, target, store, trace)
-    return built, _open(spec, built)
+    built = resolve.build(op, target, store, trace)
+    return built, _open(op, built)
 
 
-def _open(spec: OpSpec, artifact: Artifact) -> Any:
+def _archs(op: Op) -> tuple[str, ...]:
+    if op.spec.backend == CPU:
+        return ()
+    from opkiln.loading import archs
+
+    return archs.wanted(op).archs
+
+
+def _open(op: Op, artifact: Artifact) -> Any:
+    spec = op.spec
     if spec.kind == EXECUTABLE:
         return artifact.path
-    earlier = _history.setdefault((spec.distribution, spec.name), [])
+    earlier = _history.setdefault(op.name, [])
     newest = bool(earlier) and earlier[-1].sha256 == artifact.sha256
     # Opening a library registers its ops over those before it. One that is not the newest any more
     # (an edit that was undone) must be opened again to come out on top.
@@ -167,13 +188,12 @@ def _fall_back(
         lines += [f"  {line}" for line in error.why.splitlines()]
         if error.hint:
             lines.append(f"hint: {error.hint}")
-        name = (op.spec.distribution, op.spec.name)
-        if name not in _told:
-            _told.add(name)
+        if op.name not in _told:
+            _told.add(op.name)
             warnings.warn("\n".join(lines), FallbackWarning, stacklevel=6)
     return Loaded(functions, None, trace, op.spec)
 
 
-def traces() -> dict[tuple[str, str], Trace]:
-    """The traces of what this process has loaded."""
+def traces() -> dict[_Name, Trace]:
+    """The traces of what this process has loaded, by distribution, op and backend."""
     return {name: loaded.trace for name, loaded in _loaded.items()}

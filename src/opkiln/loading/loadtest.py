@@ -7,7 +7,7 @@ import signal
 import sys
 
 from opkiln.errors import LoadTestError
-from opkiln.model import ABI_NONE, ABI_STABLE, EXECUTABLE, PYTHON, OpSpec, TorchSDK
+from opkiln.model import ABI_NONE, ABI_STABLE, CPU, EXECUTABLE, PYTHON, OpSpec, TorchSDK
 from opkiln.process import run
 
 _PROBE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "probe_load.py")
@@ -39,11 +39,20 @@ def check(
     )
 
 
+_DEVICE_LIBRARIES = ("libc10_cuda.so", "libtorch_cuda.so", "libc10_hip.so", "libtorch_hip.so")
+
+
+def _has(torch: TorchSDK, name: str) -> bool:
+    return os.path.exists(os.path.join(torch.path, "lib", name))
+
+
 def _torch_libraries(spec: OpSpec, torch: TorchSDK | None) -> list[str]:
     if spec.abi == ABI_NONE or torch is None:
         return []
     names = ["libc10.so", "libtorch_cpu.so"]
     if spec.abi != ABI_STABLE:
+        if spec.backend != CPU:
+            names += [name for name in _DEVICE_LIBRARIES if _has(torch, name)]
         names.append("libtorch.so")
     if spec.kind == PYTHON and spec.abi != ABI_STABLE:
         names.append("libtorch_python.so")

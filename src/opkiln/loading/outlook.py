@@ -7,8 +7,9 @@ from typing import NamedTuple
 from opkiln.loading import resolve, seal
 from opkiln.loading.loader import Op
 from opkiln.loading.trace import Trace
+from opkiln.model import CPU
 from opkiln.settings import settings
-from opkiln.toolchain import host
+from opkiln.toolchain import choice, host
 
 CACHED = "cached"
 WOULD_COMPILE = "would compile"
@@ -25,15 +26,24 @@ class Outlook(NamedTuple):
     trace: Trace
 
 
+def no_compiler(backend: str) -> str:
+    """What is missing to compile for a backend; empty when compilers are there."""
+    if not host.available():
+        return "there is no C++ compiler"
+    if backend != CPU and not choice.available(backend):
+        return f"there is no compiler for {backend}"
+    return ""
+
+
 def outlook(op: Op) -> Outlook:
     """Look at an op as a load would. Builds and writes nothing. Raises ArchError, SpecError."""
-    compiles, trace = resolve.would_compile(op.spec)
+    compiles, trace = resolve.would_compile(op)
     for decision in trace.decisions:
         if decision.verdict == "taken":
             return Outlook(CACHED, "", decision.subject, trace)
     last = trace.decisions[-1].reason if trace.decisions else ""
     found = "; ".join(trace.refusals()) or last
-    barred = seal.why_not_compile() or ("" if host.available() else "there is no C++ compiler")
+    barred = seal.why_not_compile() or no_compiler(op.spec.backend)
     if compiles and not barred:
         return Outlook(WOULD_COMPILE, found, "", trace)
     reason = barred if compiles else found

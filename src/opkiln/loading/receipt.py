@@ -9,7 +9,7 @@ library's digest as ever, and is done in a third of the time.
 A receipt never says what a full search would not: anything that does not hold, and anything odd
 about the receipt itself, leads to the full search. It is only written by the builder; hits write
 nothing. What is not a file is in the receipt's name: opkiln's version, the spec, every variable of
-``settings``, the CPU's features, the Python and the torch in use.
+``settings``, the CPU's features, the device architectures, the Python and the torch in use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from opkiln import __version__, machine, trust
 from opkiln.digest import Signature, key, sha256_file, unchanged
-from opkiln.model import ABI_NONE, PLAN_VERSION, Artifact, OpSpec
+from opkiln.model import ABI_NONE, CUDA, PLAN_VERSION, ROCM, XPU, Artifact, OpSpec
 from opkiln.settings import LAYOUT, fingerprint, store_candidates
 
 TYPE_CHECKING = False
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 SCHEMA = 1
 
 
-def recall(spec: OpSpec) -> Artifact | None:
+def recall(spec: OpSpec, archs: tuple[str, ...] = ()) -> Artifact | None:
     """The artifact, if a receipt says so and all it rests on holds. Writes nothing."""
     torch = "" if spec.abi == ABI_NONE else getattr(sys.modules.get("torch"), "__file__", None)
     try:
-        place = _place(spec, torch)
+        place = _place(spec, archs, torch)
         if place is None:
             return None
         root, path = place
@@ -76,7 +76,7 @@ def _verified(root: str, receipt: dict[str, Any]) -> Artifact | None:
     return Artifact(path, receipt["sha256"], "store")
 
 
-def _place(spec: OpSpec, torch: str | None) -> tuple[str, str] | None:
+def _place(spec: OpSpec, archs: tuple[str, ...], torch: str | None) -> tuple[str, str] | None:
     """(the store's root, the receipt's path), or None where there can be no receipt.
 
     ``torch`` is the file of the package in use; None where it is needed and not imported: to look
@@ -87,13 +87,14 @@ def _place(spec: OpSpec, torch: str | None) -> tuple[str, str] | None:
         return None
     here = (machine.system(), machine.architecture(), machine.cpu_flags())
     ours = (SCHEMA, __version__, PLAN_VERSION)
-    name = key("receipt", (ours, tuple(spec), variables, here, sys.version, torch))
+    name = key("receipt", (ours, tuple(spec), archs, variables, here, sys.version, torch))
     root = os.path.join(store_candidates()[0][0], LAYOUT)
     return root, os.path.join(root, "receipts", spec.distribution, spec.name, name + ".json")
 
 
 def write(
     spec: OpSpec,
+    archs: tuple[str, ...],
     toolchain: Toolchain,
     evidence: dict[str, list[Any]],
     payload: str,
@@ -101,13 +102,13 @@ def write(
 ) -> None:
     """Leave a receipt for an entry that was just published and read back.
 
-    ``evidence`` is what choosing the toolchain rested on (``toolchain.host.evidence``). A store
+    ``evidence`` is what choosing the toolchain rested on (``toolchain.choice.evidence``). A store
     that cannot take the receipt is fine.
     """
     from opkiln.toolchain import torch_sdk
 
     torch = "" if toolchain.torch is None else os.path.join(toolchain.torch.path, "__init__.py")
-    place = _place(spec, "" if spec.abi == ABI_NONE else torch)
+    place = _place(spec, archs, "" if spec.abi == ABI_NONE else torch)
     if place is None or not payload.startswith(place[0] + "/"):
         return
     root, path = place
@@ -119,7 +120,7 @@ def write(
     files = [*evidence["unchanged"], *own, *watched, *recorded["external_dirs"]]
     if spec.abi != ABI_NONE and toolchain.torch is not None:
         files += [[each, *Signature.of(each)] for each in torch_sdk.read_from(toolchain.torch.path)]
-    files += [[each, *Signature.of(each)] for each in _deciding()]
+    files += [[each, *Signature.of(each)] for each in _deciding(spec.backend)]
     if spec.abi != ABI_NONE and torch_sdk.find() != toolchain.torch:
         return  # it was upgraded meanwhile: what was built is not for what is signed here
     receipt = {
@@ -144,9 +145,22 @@ def write(
             pass
 
 
-def _deciding() -> list[str]:
+_DECIDING = (
+    "plan.py", "arch/cpu.py", "loading/resolve.py", "steps/host.py", "steps/link.py",
+    "steps/flags.py", "store/key.py", "store/deps.py", "store/libraries.py", "toolchain/host.py",
+    "toolchain/torch_sdk.py",
+)  # fmt: skip
+_DECIDING_FOR = {
+    CUDA: (
+        "arch/cuda.py", "loading/archs.py", "steps/nvcc.py", "toolchain/nvcc.py",
+        "toolchain/toolkits.py",
+    ),
+    ROCM: ("arch/hip.py", "loading/archs.py", "steps/hipcc.py", "toolchain/hipcc.py"),
+    XPU: ("steps/sycl.py", "toolchain/sycl.py"),
+}  # fmt: skip
+
+
+def _deciding(backend: str) -> list[str]:
     """The files of opkiln whose code decides which entry is right: an edit there ends receipts."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    names = ("plan.py", "arch/cpu.py", "loading/resolve.py", "store/key.py", "store/deps.py",
-             "store/libraries.py", "toolchain/host.py", "toolchain/torch_sdk.py")  # fmt: skip
-    return [os.path.join(package, name) for name in names]
+    return [os.path.join(package, name) for name in (*_DECIDING, *_DECIDING_FOR.get(backend, ()))]

@@ -10,14 +10,39 @@ import warnings
 from opkiln import machine
 from opkiln import plan as plans
 from opkiln.arch import cpu
-from opkiln.errors import ArchError, BuildError, LoadError, OpkilnError, StoreWarning
-from opkiln.loading import seal
+from opkiln.errors import (
+    ArchError,
+    BuildError,
+    LoadError,
+    OpkilnError,
+    StoreWarning,
+    ToolchainError,
+)
+from opkiln.loading import archs, seal
 from opkiln.loading.trace import Trace
-from opkiln.model import ABI_NONE, ABI_STABLE, ABI_TORCH, Artifact, OpSpec, Target, TorchSDK
+from opkiln.model import (
+    ABI_NONE,
+    ABI_STABLE,
+    ABI_TORCH,
+    CPU,
+    CUDA,
+    ROCM,
+    Artifact,
+    OpSpec,
+    Target,
+    Toolchain,
+    TorchSDK,
+)
 from opkiln.settings import origin_of, settings
 from opkiln.store import deps, key
 from opkiln.store.layers import Store
-from opkiln.toolchain import host, torch_sdk
+from opkiln.toolchain import choice, torch_sdk
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from opkiln.loading.loader import Op
 
 _FLAG_SETTINGS = (
     "cppflags", "cxxflags", "ldflags", "cpath", "cplus_include_path", "library_path",
@@ -41,8 +66,12 @@ def target_cpu() -> cpu.CPU:
         raise ArchError(what, why=error.why, hint=hint) from None
 
 
-def target_of(spec: OpSpec, sdk: TorchSDK | None = None) -> Target:
-    """The target of this machine, as the settings have it. Raises ArchError, BuildError."""
+def target_of(op: Op, sdk: TorchSDK | None = None) -> Target:
+    """The target of this machine, as the settings have it.
+
+    Raises ArchError, BuildError, and LoadError where there is no device to build for.
+    """
+    spec = op.spec
     sdk = sdk or (None if spec.abi == ABI_NONE else torch_sdk.find())
     architecture = machine.architecture()
     if spec.vectorize:
@@ -50,8 +79,10 @@ def target_of(spec: OpSpec, sdk: TorchSDK | None = None) -> Target:
     else:
         chosen = cpu.CPU(cpu.native(architecture, frozenset()).level)
     flags = [(name, value) for name in _FLAG_SETTINGS if (value := getattr(settings, name))]
+    if spec.backend != CPU:
+        flags += _device_flags(spec.backend)
     return Target(
-        backend="cpu",
+        backend=spec.backend,
         system=machine.system(),
         machine=architecture,
         cpu=chosen.level,
@@ -59,13 +90,25 @@ def target_of(spec: OpSpec, sdk: TorchSDK | None = None) -> Target:
         abi_tag=_abi_tag(spec, sdk),
         debug=settings.debug,
         flags=tuple(flags),
+        archs=archs.wanted(op).archs,
     )
+
+
+def _device_flags(backend: str) -> list[tuple[str, tuple[str, ...]]]:
+    flags = [("cudaflags", settings.cudaflags)] if settings.cudaflags else []
+    if backend == CUDA and settings.lineinfo:
+        flags.append(("lineinfo", ("-lineinfo",)))
+    if backend == CUDA and settings.debug_cuda:
+        flags.append(("debug_cuda", ("-Xptxas=-v",)))
+    return flags
 
 
 def _abi_tag(spec: OpSpec, sdk: TorchSDK | None) -> str:
     python = torch_sdk.python_tag()
     if spec.abi == ABI_STABLE:
         tag = torch_sdk.stable_abi_tag()
+        if spec.backend == CUDA and sdk is not None and sdk.cuda is not None:
+            tag = f"{tag}-cu{sdk.cuda.partition('.')[0]}"
         return f"{tag}-{python}" if spec.kind == "python" else tag
     if spec.abi == ABI_TORCH:
         if sdk is None:
@@ -116,10 +159,10 @@ def check_cpu(spec: OpSpec, target: Target) -> None:
         )
 
 
-def artifact(spec: OpSpec, trace: Trace) -> Artifact:
+def artifact(op: Op, trace: Trace) -> Artifact:
     """The op's artifact, found or built; torch is not imported. Native or an error: OpkilnError."""
-    target, store = target_of(spec, runnable(spec)), Store()
-    return find(spec, target, store, trace) or build(spec, target, store, trace)
+    target, store = target_of(op, runnable(op.spec)), Store()
+    return find(op, target, store, trace) or build(op, target, store, trace)
 
 
 def _tell_notes(store: Store) -> None:
@@ -133,19 +176,23 @@ def _tell_notes(store: Store) -> None:
         warnings.warn(text, StoreWarning, stacklevel=6)
 
 
-def find(spec: OpSpec, target: Target, store: Store, trace: Trace) -> Artifact | None:
+def find(op: Op, target: Target, store: Store, trace: Trace) -> Artifact | None:
     """The first entry of the store's layers that serves. Needs no compiler and writes nothing."""
+    spec = op.spec
     plans.check(spec)  # before its name becomes part of a path
-    toolchain = host.recall(store.memory)
-    build = None
+    toolchain = choice.recall(store.memory, spec.backend)
+    unknown = False
     if toolchain is not None:
-        build = key.build_key(plans.make(spec, target, toolchain))
-    elif host.available() and not seal.why_not_compile():
+        target = archs.fitted(op, target, toolchain)
+    elif choice.available(spec.backend) and not seal.why_not_compile():
         trace.add("store", "none", "the compiler is not known yet", store.root or "")
-        build = ""  # it must be asked who it is before any entry can be its own
+        unknown = True  # it must be asked who it is before any entry can be its own
     places = plans.anchors_of(spec, toolchain)
     hasher = deps.Hasher()
-    for candidate in _covering(spec, target):
+    for candidate in _covering(op, target, store, toolchain):
+        build = "" if unknown else None
+        if toolchain is not None:
+            build = key.build_key(plans.make(spec, candidate, toolchain))
         intent = key.intent_key(spec, candidate)
         leaf, refused = store.find_op(spec.distribution, spec.name, intent, build, places, hasher)
         for each in refused:
@@ -158,26 +205,56 @@ def find(spec: OpSpec, target: Target, store: Store, trace: Trace) -> Artifact |
             trace.add("store", "refused", f"needs {', '.join(lacks)}, which this CPU lacks",
                       leaf.directory)  # fmt: skip
             continue
-        trace.add("store", "taken", "its sources, flags and compiler are today's", leaf.directory)
+        reason = "its sources, flags and compiler are today's"
+        if candidate.archs != target.archs:
+            reason += f"; its code for {';'.join(candidate.archs)} runs here"
+        trace.add("store", "taken", reason, leaf.directory)
         return Artifact(leaf.payload, leaf.manifest["sha256"], "store")
     trace.add("store", "none", "no entry for these sources, flags and compiler", store.root or "")
     return None
 
 
-def _covering(spec: OpSpec, target: Target) -> list[Target]:
-    """The target, then those of the same kind whose binaries this CPU also covers.
+def _covering(
+    op: Op, target: Target, store: Store, toolchain: Toolchain | None
+) -> Iterator[Target]:
+    """The target, then those of the same kind whose binaries this machine also covers.
 
-    Only for ``native``: a CPU that was named is the one that is wanted. Lower levels come from
-    layers that were built elsewhere; the user's own store holds what this machine would build.
+    Only for ``native``: a CPU or a list of architectures that was named is the one that is wanted.
+    Lower CPU levels come from layers that were built elsewhere; the user's own store holds what
+    this machine would build.
     """
-    if not spec.vectorize or settings.cpu != "native" or not settings.store_layers:
-        return [target]
-    options = cpu.covering(target.machine, features())
-    return [target._replace(cpu=each.level, cpu_features=each.features) for each in options]
+    yield target
+    spec = op.spec
+    if spec.backend in (CUDA, ROCM) and archs.wanted(op).native:
+        yield from _of_other_archs(spec, target, store, toolchain)
+    if spec.vectorize and settings.cpu == "native" and settings.store_layers:
+        for each in cpu.covering(target.machine, features()):
+            lower = target._replace(cpu=each.level, cpu_features=each.features)
+            if lower != target:
+                yield lower
 
 
-def build(spec: OpSpec, target: Target, store: Store, trace: Trace) -> Artifact:
+def _of_other_archs(
+    spec: OpSpec, target: Target, store: Store, toolchain: Toolchain | None
+) -> Iterator[Target]:
+    """Targets of entries in the store that differ in their architectures alone and run here."""
+    ways: dict[str, list[Target]] = {"exact": [], "binary": [], "generic": [], "ptx": []}
+    for intent, needs in store.targets(spec.distribution, spec.name):
+        other = target._replace(archs=tuple(needs.get("archs", ())))
+        if other.archs == target.archs or key.intent_key(spec, other) != intent:
+            continue
+        if way := archs.coverage(other):
+            ways[way].append(other)
+    # What the driver would have to translate at each start is only better than nothing.
+    if toolchain is not None and not seal.why_not_compile():
+        del ways["ptx"]
+    for found in ways.values():
+        yield from found
+
+
+def build(op: Op, target: Target, store: Store, trace: Trace) -> Artifact:
     """Build the op, or find that another process just did. Raises BuildError, CompilingOff."""
+    spec = op.spec
     _tell_notes(store)
     if reason := seal.why_not_compile():
         trace.add("build", "refused", reason)
@@ -187,7 +264,8 @@ def build(spec: OpSpec, target: Target, store: Store, trace: Trace) -> Artifact:
 
     try:
         with progress.shown():
-            built = building.build(spec, target, store)
+            toolchain = choice.choose(store.memory, spec.backend)
+            built = building.build(spec, archs.fitted(op, target, toolchain), toolchain, store)
     except OpkilnError as error:
         trace.add("build", "refused", error.what)
         raise
@@ -198,12 +276,19 @@ def build(spec: OpSpec, target: Target, store: Store, trace: Trace) -> Artifact:
     return built
 
 
-def would_compile(spec: OpSpec) -> tuple[bool, Trace]:
+def chosen(op: Op, store: Store) -> tuple[Target, Toolchain]:
+    """The target and the compilers that a build here would use. Raises OpkilnError."""
+    toolchain = choice.choose(store.memory, op.spec.backend)
+    return archs.fitted(op, target_of(op), toolchain), toolchain
+
+
+def would_compile(op: Op) -> tuple[bool, Trace]:
     """Whether loading this op here would compile, and the trace of looking. Builds nothing."""
     trace = Trace()
     try:
-        sdk = runnable(spec)
-    except LoadError as error:
+        target = target_of(op, runnable(op.spec))
+        found = find(op, target, Store(), trace)
+    except (LoadError, ToolchainError) as error:
         trace.add("build", "refused", f"{error.what}: {error.why}")
         return False, trace
-    return find(spec, target_of(spec, sdk), Store(), trace) is None, trace
+    return found is None, trace

@@ -102,7 +102,7 @@ def op_status(name: str) -> OpStatus:
     try:
         builder = ALL_OPS[name]()
         op = builder.op()
-        _, trace = resolve.would_compile(op.spec)
+        _, trace = resolve.would_compile(op)
     except OpkilnError as error:
         return OpStatus(name, False, False, error.what, "")
     except Exception as error:

@@ -128,10 +128,17 @@ def own_place(plan: Plan, path: str) -> Place | None:
     if _covered(plan, path):
         return None
     resolved = os.path.normpath(path)
-    if any(_below(resolved, directory) is not None for directory in plan.toolchain.include_dirs):
+    if any(_below(resolved, directory) is not None for directory in _system(plan)):
         return None
     relative = _below(path, plan.spec.root)
     return ("abs", path) if relative is None else ("src", relative)
+
+
+def _system(plan: Plan) -> tuple[str, ...]:
+    """The compilers' own search path: the system's headers, the device toolkit's."""
+    device = plan.toolchain.device
+    own = plan.toolchain.include_dirs
+    return own if device is None else (*own, *device.include_dirs)
 
 
 def _covered(plan: Plan, path: str) -> bool:
@@ -156,7 +163,10 @@ def _author_directories(plan: Plan) -> list[str]:
     sources = (os.path.dirname(os.path.join(root, source)) for source in files)
     includes = (os.path.join(root, path) for path in plan.spec.include_dirs)
     users = dict(plan.target.flags)
-    flags = (*plan.spec.cxx_args, *users.get("cppflags", ()), *users.get("cxxflags", ()))
+    flags = (
+        *plan.spec.cxx_args, *plan.spec.device_args,
+        *users.get("cppflags", ()), *users.get("cxxflags", ()), *users.get("cudaflags", ()),
+    )  # fmt: skip
     searched = (*users.get("cpath", ()), *users.get("cplus_include_path", ()))
     named = (*includes, *_flagged(flags), *searched, *sources)
     return list(dict.fromkeys(os.path.abspath(path) for path in named))
@@ -209,12 +219,18 @@ def gather(
         watches.append(Watch(*_directory_place(plan, directory), present(directory, wanted)))
         for each in _existing(directory, wanted):
             watched[each] = (*_directory_place(plan, each), Signature.of(each))
-    system = [path for path in plan.toolchain.include_dirs if os.path.isdir(path)]
+    system = [path for path in _system(plan) if os.path.isdir(path)]
     listings = [(path + "/", _listing(path, wanted)) for path in system]
     listed = tuple(sorted([*external.items(), *listings]))
     homes = sorted({*system, *(os.path.dirname(path) for path in external)})
     # Package managers replace files, which their directory shows; people overwrite them in place.
-    local = sorted(path for path in external if path.startswith("/usr/local/"))
+    toolkits = _system(plan)[len(plan.toolchain.include_dirs) :]
+    local = sorted(
+        path
+        for path in external
+        if path.startswith("/usr/local/")
+        and not any(_below(os.path.normpath(path), toolkit) for toolkit in toolkits)
+    )
     return Dependencies(
         own=tuple(own[place] for place in sorted(own)),
         external=key("external", listed),
@@ -243,7 +259,7 @@ def _asked_for(path: str) -> set[str]:
 def _included_names(plan: Plan, paths: list[str]) -> Iterator[str]:
     """Each file as an ``#include`` may have named it: relative to each search directory."""
     places = anchors_of(plan.spec, plan.toolchain)
-    search = [*_author_directories(plan), *plan.toolchain.include_dirs]
+    search = [*_author_directories(plan), *_system(plan)]
     for anchor, more in (("torch", "include"), ("torch", "include/torch/csrc/api/include")):
         if anchor in places:
             search.append(os.path.join(places[anchor], more))

@@ -34,12 +34,15 @@ def intent_inputs(spec: OpSpec, target: Target) -> tuple[Any, ...]:
 
 
 def step_inputs(plan: Plan, step: Step) -> tuple[Any, ...]:
-    """A step as it is keyed: without the paths of the compiler and its launcher.
+    """A step as it is keyed: without the paths of the compilers and their launcher.
 
-    The toolchain's identity stands for the compiler, wherever it is installed; a launcher changes
-    how fast a result comes, not what it is.
+    The toolchain's identity stands for the compilers, wherever they are installed; a launcher
+    changes how fast a result comes, not what it is.
     """
-    tools = (plan.toolchain.cxx, plan.toolchain.launcher)
+    device = plan.toolchain.device
+    tools = {plan.toolchain.cxx, plan.toolchain.launcher}
+    if device is not None:
+        tools |= {device.path, device.host}
     arguments = tuple(
         tuple(argument) if isinstance(argument, Anchored) else argument
         for argument in step.argv
@@ -51,12 +54,18 @@ def step_inputs(plan: Plan, step: Step) -> tuple[Any, ...]:
 def build_key(plan: Plan) -> str:
     """How it is made."""
     steps = tuple(step_inputs(plan, step) for step in plan.steps)
-    return key("build", (PLAN_VERSION, steps, plan.environment, plan.toolchain.identity))
+    return key("build", (PLAN_VERSION, steps, plan.environment, _identity(plan)))
+
+
+def _identity(plan: Plan) -> tuple[str, ...]:
+    device = plan.toolchain.device
+    own = plan.toolchain.identity
+    return (own,) if device is None else (own, device.identity)
 
 
 def step_key(plan: Plan, step: Step) -> str:
     """One object: shared by every op, target and build that compiles it the same way."""
-    made = (PLAN_VERSION, step_inputs(plan, step), plan.environment, plan.toolchain.identity)
+    made = (PLAN_VERSION, step_inputs(plan, step), plan.environment, _identity(plan))
     # An inline source is no file, so it is in no list of dependencies: its text stands here.
     text = dict(plan.spec.inline).get(step.source)
     return key("step", (made, plan.target.abi_tag, text))

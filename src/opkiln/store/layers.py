@@ -13,13 +13,14 @@ import os
 
 from opkiln.record import Record
 from opkiln.store import deps
-from opkiln.store.entry import Leaf, Refused, examine
+from opkiln.store.entry import MANIFEST, Leaf, Refused, examine, parse_manifest
 from opkiln.store.location import Layer, Location, choose
 from opkiln.trust import fault
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+    from typing import Any
 
 
 class Lookup(Record):
@@ -80,6 +81,24 @@ class Store:
                 if found is not None:
                     return Lookup(found, tuple(refused))
         return Lookup(None, tuple(refused))
+
+    def targets(self, distribution: str, op: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(intent key, target) of the entries that an op has, by what one manifest of each says.
+
+        For choosing what to look for: nothing here is verified.
+        """
+        for layer in self.location.layers:
+            base = os.path.join(layer.root, "ops", distribution, op)
+            for intent in _names(base):
+                for build in _names(os.path.join(base, intent)):
+                    for leaf in _names(os.path.join(base, intent, build)):
+                        try:
+                            path = os.path.join(base, intent, build, leaf, MANIFEST)
+                            with open(path, "rb") as file:
+                                yield intent, parse_manifest(file.read())["target"]
+                        except (OSError, ValueError, KeyError):
+                            continue  # damaged or collected meanwhile: the next one may tell
+                        break
 
     def find_object(self, step: str, places: Mapping[str, str], hasher: deps.Hasher) -> Lookup:
         """A compiled object."""

@@ -82,12 +82,23 @@ inline Type type_of(const Argument& list, std::size_t i) {
   }
 }
 
+constexpr int32_t kCPU = -1;  // in place of the index of a GPU
+
+inline bool is_on(const Tensor& tensor, int32_t device) {
+  return device == kCPU ? tensor.is_cpu() : tensor.is_cuda() && tensor.get_device_index() == device;
+}
+
+inline std::string name_of(int32_t device) {
+  return device == kCPU ? "the CPU" : "cuda:" + std::to_string(device);
+}
+
 // The tensor that others are walked in step with, and what is asked of it for each of them.
 class Model {
  public:
-  Model(const Argument& list, std::size_t i)
+  Model(const Argument& list, std::size_t i, int32_t device = kCPU)
       : list_(list),
         index_(i),
+        device_(device),
         type_(type_of(list, i)),
         numel_(list.tensors[i].numel()),
         contiguous_(list.tensors[i].is_contiguous()) {}
@@ -96,12 +107,12 @@ class Model {
     return numel_;
   }
 
-  // The memory of list[i]: on the CPU, of a known dtype, of as many elements as the model, and laid
-  // out alike (both contiguous, or both dense with the same strides).
+  // The memory of list[i]: on the device, of a known dtype, of as many elements as the model, and
+  // laid out alike (both contiguous, or both dense with the same strides).
   Stream stream(const Argument& list, bool output) const {
     const Tensor& tensor = list.tensors[index_];
-    if (!tensor.is_cpu()) {
-      refuse(list.at(index_) + " is not on the CPU");
+    if (!is_on(tensor, device_)) {
+      refuse(list.at(index_) + " is not on " + name_of(device_));
     }
     const Type type = type_of(list, index_);
     if (tensor.numel() != numel_) {
@@ -144,6 +155,7 @@ class Model {
 
   const Argument& list_;
   std::size_t index_;
+  int32_t device_;
   Type type_;
   int64_t numel_;
   bool contiguous_;

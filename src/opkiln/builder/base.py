@@ -11,11 +11,12 @@ import sys
 from functools import cached_property
 from typing import Any
 
-from opkiln.errors import OpkilnError, SpecError
+from opkiln.errors import OpkilnError, SpecError, UsageError
 from opkiln.loading import loader
 from opkiln.loading.loader import Op
 from opkiln.loading.register import Registration
-from opkiln.model import ABI_STABLE, LIBRARY, OpSpec
+from opkiln.loading.trace import Trace
+from opkiln.model import ABI_STABLE, CPU, LIBRARY, OpSpec
 from opkiln.settings import build_switch, settings
 
 TYPE_CHECKING = False
@@ -39,10 +40,22 @@ class OpBuilder:
     ABI = ABI_STABLE
     NAMESPACE = ""  # of the op's functions; the distribution's name when empty
     DISTRIBUTION = ""  # the owning package; the top-level package of the class when empty
+    BACKENDS: tuple[str, ...] = (CPU,)  # what the op has sources for, the preferred one first
 
-    def __init__(self, name: str | None = None) -> None:
+    def __init__(
+        self, name: str | None = None, *, backend: str | None = None, archs: str | None = None
+    ) -> None:
+        """``backend`` and ``archs`` (an arch list) ask for one of ``BACKENDS`` by name; left out,
+        they are what this machine and the settings say. Raises UsageError."""
         self.name = name or self.NAME
         self.error_log: str | None = None
+        if backend is not None and backend not in self.BACKENDS:
+            raise UsageError(
+                f"op {self.name} has no version for {backend!r}",
+                why="it has: " + ", ".join(self.BACKENDS),
+            )
+        self._asked_backend = backend
+        self._asked_archs = archs or ""
 
     # What an author declares
 
@@ -84,6 +97,11 @@ class OpBuilder:
         return f"{self.distribution}.ops.{self.name}.{self.name}_op"
 
     # What follows from it
+
+    @cached_property
+    def backend(self) -> str:
+        """Which of ``BACKENDS`` this builder serves."""
+        return self._asked_backend or self.BACKENDS[0]
 
     @cached_property
     def distribution(self) -> str:
@@ -176,20 +194,20 @@ class OpBuilder:
         ``error_log`` holds the reason when not; ``verbose`` also writes it to standard error.
         """
         from opkiln.loading import resolve
-        from opkiln.toolchain import host
+        from opkiln.store.layers import Store
 
         self.error_log = None
         try:
-            op = self.op()
+            op, store = self.op(), Store()
             missing = [s for s in op.spec.sources if not os.path.exists(os.path.join(self.root, s))]
-            resolve.runnable(op.spec)
-            compiles, _ = resolve.would_compile(op.spec)
-            if compiles and missing:
-                self.error_log = f"sources are missing: {', '.join(missing)}"
-            elif compiles and not host.available():
-                self.error_log = "it is not cached, and there is no C++ compiler"
-            elif compiles and not settings.jit:
-                self.error_log = "it is not cached, and OPKILN_JIT=off"
+            target = resolve.target_of(op, resolve.runnable(op.spec))
+            if resolve.find(op, target, store, Trace()) is None:
+                if missing:
+                    self.error_log = f"sources are missing: {', '.join(missing)}"
+                elif not settings.jit:
+                    self.error_log = "it is not cached, and OPKILN_JIT=off"
+                else:
+                    resolve.chosen(op, store)
         except OpkilnError as error:
             self.error_log = str(error)
         if self.error_log and verbose:
@@ -206,7 +224,7 @@ class OpBuilder:
         """A ``setuptools.Extension`` that compiles and links exactly as the plan does."""
         from opkiln import plan as plans
         from opkiln.loading.build import make_plan
-        from opkiln.loading.resolve import target_of
+        from opkiln.loading.resolve import chosen
         from opkiln.store.layers import Store
 
         try:
@@ -215,15 +233,17 @@ class OpBuilder:
             raise OpkilnError(
                 "builder() needs setuptools", why=str(error), hint="pip install setuptools"
             ) from error
-        spec = self.spec()
-        plan = make_plan(spec, target_of(spec), Store())
-        places = plans.anchors(plan, "")
-        compile_args, link_args = plans.author_command(plan, places)
+        op = self.op()
+        spec = op.spec
+        plan = make_plan(spec, *chosen(op, Store()))
+        flags = plans.author_flags(plan)
+        # torch's BuildExtension takes flags by compiler; setuptools' own takes a list.
+        compiling = {"cxx": flags.cxx, "nvcc": flags.device} if plan.toolchain.device else flags.cxx
         return Extension(
             name=self.absolute_name(),
             sources=[os.path.join(spec.root, source) for source in spec.sources],
-            extra_compile_args=compile_args,
-            extra_link_args=link_args,
+            extra_compile_args=compiling,
+            extra_link_args=flags.link,
             language="c++",
         )
 

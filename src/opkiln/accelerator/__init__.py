@@ -1,0 +1,1 @@
+"""The GPUs of this machine, asked without touching them; one file per vendor."""

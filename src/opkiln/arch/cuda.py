@@ -1,0 +1,382 @@
+"""CUDA architectures: the grammar of arch lists, filters, coverage and flags. Pure functions.
+
+One grammar for everything a user may write: ``8.0;9.0a 10.0f+PTX``, separated by ``;``, ``,`` or
+white space; ``sm_90a``; names (``Hopper``), ``native``, ``all`` and ``all-major``. A list becomes a
+sorted tuple without duplicates, in numeric order: 10.0 comes after 9.0.
+
+Which architectures exist is not known here: a toolkit lists those it compiles for, and ``usable``
+compares. What is known here does not age: no ``a`` variant is older than 9.0, no ``f`` variant
+older than 10.0, and a minor version is one digit, as the numbers of nvcc (``sm_103``) need it.
+
+This is the only owner of ``-gencode`` flags.
+"""
+
+from __future__ import annotations
+
+from opkiln.arch import lists
+from opkiln.errors import ArchError
+from opkiln.record import Record
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+class Arch(Record):
+    """An architecture: ``suffix`` is ``""``, ``"a"`` (that chip only) or ``"f"`` (its family).
+
+    It stands for a binary image; with ``ptx`` ("+PTX"), for the image and its PTX. The tuple's own
+    order is the numeric one.
+    """
+
+    major: int
+    minor: int
+    suffix: str = ""
+    ptx: bool = False
+
+    @property
+    def number(self) -> str:
+        """As nvcc writes it: ``90a``, ``103``."""
+        return f"{self.major}{self.minor}{self.suffix}"
+
+    @property
+    def capability(self) -> Arch:
+        """The compute capability alone: neither suffix nor PTX."""
+        return Arch(self.major, self.minor)
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}{self.suffix}{'+PTX' if self.ptx else ''}"
+
+
+class Filtered(Record):
+    """What an op's filter kept, and what it removed."""
+
+    kept: tuple[Arch, ...]
+    removed: tuple[Arch, ...]
+
+
+class Usable(Record):
+    """What a toolkit compiles for, and what it does not, each with the reason."""
+
+    kept: tuple[Arch, ...]
+    refused: tuple[tuple[Arch, str], ...]
+
+
+# As TORCH_CUDA_ARCH_LIST has them.
+_NAMES = {
+    "kepler+tesla": "3.7",
+    "kepler": "3.5+PTX",
+    "maxwell+tegra": "5.3",
+    "maxwell": "5.0;5.2+PTX",
+    "pascal": "6.0;6.1+PTX",
+    "volta+tegra": "7.2",
+    "volta": "7.0+PTX",
+    "turing": "7.5+PTX",
+    "ampere+tegra": "8.7",
+    "ampere": "8.0;8.6+PTX",
+    "ada": "8.9+PTX",
+    "hopper": "9.0+PTX",
+    "blackwell+tegra": "11.0",
+    "blackwell": "10.0;10.3;12.0;12.1+PTX",
+}
+
+# Integrated GPUs. NVIDIA promises that a binary runs on a later minor version for the others only;
+# 10.1 (11.0 since CUDA 13) is in no family with 10.0.
+_TEGRA = frozenset({(5, 3), (6, 2), (7, 2), (8, 7), (8, 8), (10, 1), (11, 0)})
+
+_OLDEST = {"": (1, 0), "a": (9, 0), "f": (10, 0)}
+
+_GRAMMAR = (
+    "one is MAJOR.MINOR, MINOR one digit, with a or f and +PTX if wanted (8.0, 9.0a, 10.0f+PTX);\n"
+    "or a name (Volta, Turing, Ampere, Ada, Hopper, Blackwell), native, all or all-major"
+)
+_EXAMPLE = 'OPKILN_CUDA_ARCH_LIST="8.0;9.0a;10.0f+PTX"'
+
+
+def parse(
+    text: str, *, native: Sequence[Arch] | None = None, listed: Sequence[Arch] | None = None
+) -> tuple[Arch, ...]:
+    """The architectures that a list names, sorted, each once. Raises ArchError.
+
+    ``native`` is what this machine's GPUs need, ``listed`` what the toolkit compiles for; the words
+    ``native``, ``all`` and ``all-major`` are errors without them. ``+PTX`` after a name or one of
+    these words adds the PTX of its newest. The error quotes the first word that means nothing.
+
+    ``compute_80`` and ``80`` are refused: the first would be PTX without a binary, which no list
+    here says, and the second may be meant as either.
+    """
+    words = lists.split(text)
+    if not words:
+        raise ArchError(
+            f"{lists.quote(text)} names no CUDA architecture", why=_GRAMMAR, hint=_EXAMPLE
+        )
+    return merged(arch for word in words for arch in _word(word, native, listed))
+
+
+def merged(archs: Iterable[Arch]) -> tuple[Arch, ...]:
+    """Sorted, each once: ``8.0`` and ``8.0+PTX`` are one, with its PTX."""
+    found: dict[tuple[int, int, str], bool] = {}
+    for arch in archs:
+        key = (arch.major, arch.minor, arch.suffix)
+        found[key] = found.get(key, False) or arch.ptx
+    return tuple(Arch(*key, found[key]) for key in sorted(found))
+
+
+def show(archs: Iterable[Arch]) -> str:
+    """The canonical text of a list; ``parse`` gives the same list back."""
+    return ";".join(map(str, archs))
+
+
+def _word(
+    word: str, native: Sequence[Arch] | None, listed: Sequence[Arch] | None
+) -> tuple[Arch, ...]:
+    lower = word.lower()
+    base = lower.removesuffix("+ptx")
+    ptx = base != lower
+    if base == "native":
+        found = _native(word, native)
+    elif base in {"all", "all-major"}:
+        found = _all(word, listed, major_only=base == "all-major")
+    elif base in _NAMES:
+        found = parse(_NAMES[base])
+    else:
+        found = (_single(word, base),)
+    return (*found[:-1], found[-1]._replace(ptx=True)) if ptx else found
+
+
+def _native(word: str, native: Sequence[Arch] | None) -> tuple[Arch, ...]:
+    if not native:
+        raise ArchError(
+            f"{word!r} names this machine's GPUs, and there is no GPU here",
+            why="no NVIDIA GPU was found, or CUDA_VISIBLE_DEVICES hides them all",
+            hint=_EXAMPLE,
+        )
+    return merged(native)
+
+
+def _all(word: str, listed: Sequence[Arch] | None, *, major_only: bool) -> tuple[Arch, ...]:
+    # What `nvcc -arch=all` and `-arch=all-major` build: the PTX is that of the newest x.0, so that
+    # every later minor version can take it.
+    if not listed:
+        raise ArchError(
+            f"{word!r} names what the CUDA toolkit lists, and there is no toolkit here",
+            why="no nvcc was found",
+            hint="pip install 'opkiln[cuda]'",
+        )
+    known = merged(arch.capability for arch in listed)
+    newest = max((arch for arch in known if arch.minor == 0), default=known[-1])
+    wanted = [a for a in known if a.minor == 0 or a in {known[0], newest} or not major_only]
+    return tuple(arch._replace(ptx=arch == newest) for arch in wanted)
+
+
+def _single(word: str, base: str) -> Arch:
+    if base.startswith("sm_"):
+        digits, suffix = _unsuffixed(base[3:])
+        major, minor = digits[:-1], digits[-1:]
+    else:
+        digits, suffix = _unsuffixed(base)
+        major, _, minor = digits.partition(".")
+    if not (_is_number(major, 2) and _is_number(minor, 1)) or major == "0":
+        why, hint = _GRAMMAR, _EXAMPLE
+        if meant := _meant(base):
+            why, hint = f"did you mean {meant}?\n{_GRAMMAR}", f"OPKILN_CUDA_ARCH_LIST={meant}"
+        raise ArchError(f"{lists.quote(word)} is not a CUDA architecture", why=why, hint=hint)
+    found = Arch(int(major), int(minor), suffix)
+    oldest = _OLDEST[suffix]
+    if (found.major, found.minor) < oldest:
+        raise ArchError(
+            f"{lists.quote(word)} is not a CUDA architecture",
+            why=f"the oldest variant with {suffix!r} is {oldest[0]}.{oldest[1]}{suffix}",
+            hint=f"OPKILN_CUDA_ARCH_LIST={found.capability}",
+        )
+    return found
+
+
+def _unsuffixed(text: str) -> tuple[str, str]:
+    return (text[:-1], text[-1]) if text.endswith(("a", "f")) else (text, "")
+
+
+def _is_number(text: str, most: int) -> bool:
+    """Whether it is a plain decimal number: not ``08``, and not the digits of another script."""
+    plain = text.isascii() and text.isdigit() and len(text) <= most
+    return plain and (text == "0" or text[0] != "0")
+
+
+def _meant(base: str) -> str:
+    """What somebody who wrote ``8``, ``80``, ``sm90a``, ``compute_90`` or ``90-virtual`` meant."""
+    ptx = base.startswith("compute") or base.endswith("-virtual")
+    base = base.removeprefix("sm").removeprefix("compute").removeprefix("_").removeprefix("-")
+    digits, suffix = _unsuffixed(base.removesuffix("-real").removesuffix("-virtual"))
+    major, minor = (digits, "0") if len(digits) == 1 else (digits[:-1], digits[-1:])
+    if not (_is_number(major, 2) and _is_number(minor, 1)):
+        return ""
+    found = Arch(int(major), int(minor), suffix, ptx)
+    return str(found) if _OLDEST[suffix] <= (found.major, found.minor) < (20, 0) else ""
+
+
+def images(archs: Iterable[Arch]) -> tuple[str, ...]:
+    """The images of a fat binary for these, each once: ``sm_80``, ``sm_90a``, ``compute_90a``."""
+    found: list[str] = []
+    for arch in merged(archs):
+        found.append(f"sm_{arch.number}")
+        if arch.ptx:
+            found.append(f"compute_{arch.number}")
+    return tuple(found)
+
+
+def flags(archs: Iterable[Arch]) -> tuple[str, ...]:
+    """nvcc's ``-gencode`` flags for these, each exactly once; their only owner is here."""
+    return tuple(
+        f"-gencode=arch=compute_{image.partition('_')[2]},code={image}" for image in images(archs)
+    )
+
+
+def filtered(archs: Iterable[Arch], rule: lists.Rule) -> Filtered:
+    """What an op's ``filter_ccs`` keeps of these. Raises SpecError.
+
+    The rule gets plain capabilities ("8.0", "9.0"), each once, and what it decides for one holds
+    for its ``a``, ``f`` and PTX variants alike: rules that others wrote do ``int(minor)``, and a
+    suffix would break them. It returns those to keep, in any order, as strings or as
+    ``[major, minor]``; one returned with a suffix keeps that variant alone. A rule can only remove.
+    """
+    have = merged(archs)
+    names = list(dict.fromkeys(str(arch.capability) for arch in have))
+    keep: set[Arch] = set()
+    for item in lists.ask(rule, names) if names else []:
+        found = _variants(item, have)
+        if not found:
+            raise lists.unknown(rule, item, names)
+        keep.update(found)
+    return Filtered(
+        kept=tuple(arch for arch in have if arch in keep),
+        removed=tuple(arch for arch in have if arch not in keep),
+    )
+
+
+def _variants(item: str, have: Iterable[Arch]) -> list[Arch]:
+    """Those of ``have`` that a filter's answer names; none when it is no architecture at all."""
+    base = item.lower().removesuffix("+ptx")
+    try:
+        named = _single(item, base)
+    except ArchError:
+        return []
+    ptx = base != item.lower()
+    return [
+        arch
+        for arch in have
+        if arch.capability == named.capability and named.suffix in {"", arch.suffix}
+        if arch.ptx or not ptx
+    ]
+
+
+def usable(archs: Iterable[Arch], listed: Iterable[Arch], accepts: frozenset[str]) -> Usable:
+    """Which of these a toolkit compiles for, and why not the others.
+
+    ``listed`` is what it lists. Toolkits do not list ``a`` and ``f`` variants: each goes with its
+    capability, and where ``accepts`` (what probes have shown: "90a") is not empty, must be in it.
+    """
+    known = merged(arch.capability for arch in listed)
+    kept: list[Arch] = []
+    refused: list[tuple[Arch, str]] = []
+    for arch in merged(archs):
+        reason = _refusal(arch, known, accepts)
+        if reason:
+            refused.append((arch, reason))
+        else:
+            kept.append(arch)
+    return Usable(tuple(kept), tuple(refused))
+
+
+def _refusal(arch: Arch, known: tuple[Arch, ...], accepts: frozenset[str]) -> str:
+    capability = arch.capability
+    if not known:
+        return "the toolkit lists no architecture"
+    if capability < known[0]:
+        return f"the toolkit has no {capability}; its oldest is {known[0]}"
+    if capability > known[-1]:
+        return f"the toolkit has no {capability}; its newest is {known[-1]}"
+    if capability not in known:
+        return f"the toolkit has no {capability}; it has {', '.join(map(str, known))}"
+    if arch.suffix and accepts and arch.number not in accepts:
+        return f"the toolkit has {capability}, but not its variant {capability}{arch.suffix}"
+    return ""
+
+
+def for_device(capability: Arch, listed: Iterable[Arch], driver_ptx: bool) -> tuple[Arch, str]:
+    """What to compile for a device, and a note for a warning, empty when it is the device's own.
+
+    ``driver_ptx`` says whether the device's driver takes PTX of this toolkit's version. A device
+    that the toolkit does not know gets the newest older architecture whose binary it runs, or else
+    the newest older one at all, with its PTX where the driver takes it. Raises ArchError when the
+    device is older than the toolkit, and when nothing would run.
+    """
+    wanted = capability.capability
+    known = merged(arch.capability for arch in listed)
+    if wanted in known:
+        return wanted, ""
+    older = [arch for arch in known if arch < wanted]
+    what = f"this CUDA toolkit does not compile for a GPU of capability {wanted}"
+    if not older:
+        raise ArchError(
+            what,
+            why=f"its oldest architecture is {known[0]}" if known else "it lists no architecture",
+            hint="set OPKILN_CUDA_HOME to an older toolkit",
+        )
+    near = [arch for arch in older if covers([arch], wanted)]
+    if not near and not driver_ptx:
+        raise ArchError(
+            what,
+            why=f"its newest older architecture is {older[-1]}, and the driver is too old to take "
+            "PTX of this toolkit",
+            hint="set OPKILN_CUDA_HOME to a newer toolkit, and update the driver to go with it",
+        )
+    chosen = (near or older)[-1]._replace(ptx=driver_ptx)
+    how = "runs the binary" if near else "gets the PTX, which the driver translates at load,"
+    return chosen, (
+        f"a GPU has capability {wanted}, which this CUDA toolkit does not know: it {how} of "
+        f"{chosen.capability}"
+    )
+
+
+def covers(images_or_archs: Iterable[Arch | str], capability: Arch) -> str:
+    """How code for these runs on a device: "exact", "binary", "ptx", or "" when it does not.
+
+    "exact" is an image for just that capability, "binary" one for a lower minor version or a
+    family that it is in, "ptx" is translated by the driver. Images go by nvcc's names (``sm_90a``,
+    ``compute_90``); another name is an ArchError.
+    """
+    ways: set[str] = set()
+    for each in images_or_archs:
+        code, kinds = _image(each) if isinstance(each, str) else (each, _kinds(each))
+        ways.update(_runs(code, capability, ptx=kind == "compute") for kind in kinds)
+    return next((way for way in ("exact", "binary", "ptx") if way in ways), "")
+
+
+def _kinds(arch: Arch) -> tuple[str, ...]:
+    return ("sm", "compute") if arch.ptx else ("sm",)
+
+
+def _image(name: str) -> tuple[Arch, tuple[str, ...]]:
+    kind, _, number = name.partition("_")
+    if kind not in {"sm", "compute"}:
+        raise ArchError(f"{lists.quote(name)} is not an image of a CUDA binary")
+    return _single(name, f"sm_{number}"), (kind,)
+
+
+def _runs(code: Arch, device: Arch, *, ptx: bool) -> str:
+    made, here = (code.major, code.minor), (device.major, device.minor)
+    if made == here:
+        return "ptx" if ptx else "exact"
+    if code.suffix == "a" or made > here:
+        return ""
+    if ptx and not code.suffix:
+        return "ptx"
+    if code.major != device.major or made in _TEGRA or here in _TEGRA:
+        return ""
+    return "ptx" if ptx else "binary"
+
+
+def has_bf16(archs: Iterable[Arch]) -> bool:
+    """Whether every one of these has bfloat16 arithmetic; False for none at all."""
+    found = tuple(archs)
+    return bool(found) and all(arch.major >= 8 for arch in found)

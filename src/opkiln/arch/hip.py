@@ -1,0 +1,234 @@
+"""HIP architectures: the grammar of ``gfx…`` lists, filters, coverage and flags. Pure functions.
+
+A target is a processor (``gfx90a``, ``gfx1100``, ``gfx11-generic``) and, where wanted, settings of
+its features: ``gfx942:sramecc+:xnack-``. Code without a setting runs with the feature on or off.
+``native`` stands for this machine's GPUs. The same separators as everywhere: ``;``, ``,`` and white
+space. A list becomes a sorted tuple without duplicates, by version: gfx942 comes before gfx1030.
+
+Which processors a compiler knows is the compiler's to say. This is the only owner of
+``--offload-arch`` flags.
+"""
+
+from __future__ import annotations
+
+from opkiln.arch import lists
+from opkiln.errors import ArchError
+from opkiln.record import Record
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+class Arch(Record):
+    """A processor and the settings of its features (``xnack-``), sorted by name."""
+
+    processor: str
+    features: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return ":".join((self.processor, *self.features))
+
+
+class Filtered(Record):
+    """What an op's filter kept, and what it removed."""
+
+    kept: tuple[Arch, ...]
+    removed: tuple[Arch, ...]
+
+
+class Usable(Record):
+    """What a compiler has device libraries for, and what it has not, each with the reason."""
+
+    kept: tuple[Arch, ...]
+    refused: tuple[tuple[Arch, str], ...]
+
+
+# All that a target may set; they are part of LLVM's definition of a target ID.
+_FEATURES = ("sramecc", "xnack")
+
+# What runs the code of a generic processor. A chip that is missing here costs a build of its own.
+_GENERIC: dict[str, tuple[str, ...]] = {
+    "gfx9-generic": ("gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx90c"),
+    "gfx9-4-generic": ("gfx940", "gfx941", "gfx942", "gfx950"),
+    "gfx10-1-generic": ("gfx1010", "gfx1011", "gfx1012", "gfx1013"),
+    "gfx10-3-generic": (
+        "gfx1030", "gfx1031", "gfx1032", "gfx1033", "gfx1034", "gfx1035", "gfx1036",
+    ),
+    "gfx11-generic": (
+        "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153",
+    ),
+    "gfx12-generic": ("gfx1200", "gfx1201"),
+}  # fmt: skip
+
+_HEX = frozenset("0123456789abcdef")
+
+_GRAMMAR = (
+    "one is gfx and a version, with features where wanted (gfx90a, gfx1100, "
+    "gfx942:sramecc+:xnack-);\nor native"
+)
+_EXAMPLE = 'OPKILN_ROCM_ARCH_LIST="gfx90a;gfx942"'
+
+
+def parse(text: str, *, native: Sequence[Arch] | None = None) -> tuple[Arch, ...]:
+    """The targets that a list names, sorted, each once. Raises ArchError.
+
+    ``native`` is this machine's GPUs; the word is an error without them. The error quotes the
+    first word that means nothing. Targets of one processor must set the same features, as the
+    compiler demands: ``gfx90a;gfx90a:xnack+`` is an error.
+    """
+    words = lists.split(text)
+    if not words:
+        raise ArchError(
+            f"{lists.quote(text)} names no HIP architecture", why=_GRAMMAR, hint=_EXAMPLE
+        )
+    found: list[Arch] = []
+    for word in words:
+        found += _native(word, native) if word.lower() == "native" else (_single(word),)
+    return merged(found)
+
+
+def merged(archs: Iterable[Arch]) -> tuple[Arch, ...]:
+    """Sorted, each once. Raises ArchError when two of one processor set different features."""
+    found = tuple(sorted(set(archs), key=_order))
+    first: dict[str, Arch] = {}
+    for arch in found:
+        other = first.setdefault(arch.processor, arch)
+        if _names(other) != _names(arch):
+            raise ArchError(
+                f"{str(arch)!r} and {str(other)!r} exclude each other",
+                why="the targets of one processor must all set the same features",
+                hint=f"OPKILN_ROCM_ARCH_LIST={arch.processor}",
+            )
+    return found
+
+
+def show(archs: Iterable[Arch]) -> str:
+    """The canonical text of a list; ``parse`` gives the same list back."""
+    return ";".join(map(str, archs))
+
+
+def is_hip(text: str) -> bool:
+    """Whether a list is meant for HIP: its first word begins with gfx."""
+    return "".join(lists.split(text)[:1]).lower().startswith("gfx")
+
+
+def _native(word: str, native: Sequence[Arch] | None) -> tuple[Arch, ...]:
+    if not native:
+        raise ArchError(
+            f"{word!r} names this machine's GPUs, and there is no GPU here",
+            why="no AMD GPU was found, or HIP_VISIBLE_DEVICES hides them all",
+            hint=_EXAMPLE,
+        )
+    return tuple(native)
+
+
+def _single(word: str) -> Arch:
+    processor, *settings = word.lower().split(":")
+    if _version(processor) is None:
+        raise ArchError(
+            f"{lists.quote(word)} is not a HIP architecture", why=_GRAMMAR, hint=_EXAMPLE
+        )
+    names = [setting[:-1] for setting in settings]
+    well_formed = all(setting.endswith(("+", "-")) for setting in settings)
+    if not well_formed or not set(names) <= set(_FEATURES) or len(set(names)) < len(names):
+        raise ArchError(
+            f"{lists.quote(word)} is not a HIP architecture",
+            why=f"features are {' and '.join(_FEATURES)}, each once, with + or - after it",
+            hint=f"OPKILN_ROCM_ARCH_LIST={processor}",
+        )
+    return Arch(processor, tuple(sorted(settings)))
+
+
+def _version(processor: str) -> tuple[int, int, int] | None:
+    """Major, minor and stepping, for the order; None when it is no processor at all.
+
+    The last two digits are hexadecimal, minor and stepping; the rest is decimal. A generic
+    processor comes before those that it stands for.
+    """
+    digits = processor.removeprefix("gfx")
+    if digits == processor or not digits.isascii():
+        return None
+    generic = digits.endswith("-generic")
+    if generic:
+        major, dash, minor = digits.removesuffix("-generic").partition("-")
+        last = [minor if dash else "0"]
+    else:
+        major, last = digits[:-2], [*digits[-2:]]
+    if not (major.isdigit() and len(major) <= 2 and major[0] != "0" and _HEX.issuperset(last)):
+        return None
+    return int(major), int(last[0], 16), -1 if generic else int(last[1], 16)
+
+
+def _order(arch: Arch) -> tuple[object, ...]:
+    return (_version(arch.processor), *arch)
+
+
+def _names(arch: Arch) -> tuple[str, ...]:
+    return tuple(setting[:-1] for setting in arch.features)
+
+
+def flags(archs: Iterable[Arch]) -> tuple[str, ...]:
+    """hipcc's ``--offload-arch`` flags for these, each exactly once; their only owner is here."""
+    return tuple(f"--offload-arch={arch}" for arch in merged(archs))
+
+
+def filtered(archs: Iterable[Arch], rule: lists.Rule) -> Filtered:
+    """What an op's filter keeps of these. Raises SpecError.
+
+    The rule gets plain processors ("gfx90a"), each once, and returns those to keep, in any order;
+    what it decides for one holds whatever features it sets. A rule can only remove.
+    """
+    have = merged(archs)
+    names = list(dict.fromkeys(arch.processor for arch in have))
+    keep: set[str] = set()
+    for item in lists.ask(rule, names) if names else []:
+        if item.lower() not in names:
+            raise lists.unknown(rule, item, names)
+        keep.add(item.lower())
+    return Filtered(
+        kept=tuple(arch for arch in have if arch.processor in keep),
+        removed=tuple(arch for arch in have if arch.processor not in keep),
+    )
+
+
+def usable(archs: Iterable[Arch], listed: Iterable[Arch]) -> Usable:
+    """Which of these a compiler knows, and why not the others; features make no difference.
+
+    ``listed`` is what it has device libraries for.
+    """
+    known = tuple(arch.processor for arch in merged(listed))
+    have = merged(archs)
+    near = {arch: [name for name in known if _alike(name, arch.processor)] for arch in have}
+    return Usable(
+        kept=tuple(arch for arch in have if arch.processor in known),
+        refused=tuple(
+            (arch, f"the compiler has no {arch.processor}; it has {', '.join(near[arch] or known)}")
+            for arch in have
+            if arch.processor not in known
+        ),
+    )
+
+
+def _alike(one: str, other: str) -> bool:
+    """Whether two processors are of one major version: enough of a compiler's list to show."""
+    first, second = _version(one), _version(other)
+    return first is not None and second is not None and first[0] == second[0]
+
+
+def covers(archs: Iterable[Arch], device: Arch) -> str:
+    """How code for these runs on a device: "exact", "generic", or "" when it does not.
+
+    Code that sets a feature runs only where the device has it set so; a device that does not say
+    how a feature is set runs only code that leaves it open.
+    """
+    ways = {_runs(arch, device) for arch in archs}
+    return next((way for way in ("exact", "generic") if way in ways), "")
+
+
+def _runs(code: Arch, device: Arch) -> str:
+    if not set(code.features) <= set(device.features):
+        return ""
+    if code.processor == device.processor:
+        return "exact"
+    return "generic" if device.processor in _GENERIC.get(code.processor, ()) else ""

@@ -1,0 +1,229 @@
+"""What an ELF file says about itself: its machine, what it needs, where its sections are.
+
+The dynamic tables are found through the section headers, as binutils finds them. 64-bit
+little-endian files only: every platform that opkiln builds for.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+
+from opkiln.binary.source import Source, opened
+from opkiln.errors import LoadError
+from opkiln.record import Record
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from opkiln.binary.source import File
+
+_MACHINES = {62: "x86_64", 183: "aarch64"}
+_KINDS = {1: "object", 2: "executable", 3: "shared"}
+
+_HEADER = Struct("<16sHHIQQQIHHHHHH")
+_SECTION = Struct("<IIQQQQIIQQ")
+_DYNAMIC = Struct("<qQ")
+_SYMBOL = Struct("<IBBHQQ")
+_NEED = Struct("<HHIII")
+_NEED_VERSION = Struct("<IHHII")
+
+_STRTAB, _DYNAMIC_TABLE, _NOBITS, _DYNSYM, _VERNEED = 3, 6, 8, 11, 0x6FFFFFFE
+_DT_NULL, _DT_NEEDED = 0, 1
+_WEAK_VERSION = 2
+_STB_LOCAL, _STB_WEAK = 0, 2
+
+# A table is read whole. libtorch_cuda's largest is below 100 MB.
+_LARGEST_TABLE = 1 << 28
+
+
+class Elf(Record):
+    """What loading needs to know of a file.
+
+    ``machine`` is as ``uname`` has it (``x86_64``, ``aarch64``; another is ``machine 40``), and
+    ``kind`` is ``object``, ``executable`` or ``shared``. ``needed`` are the sonames in the order
+    in which they are searched. Sorted: ``versions``, the symbol versions that they must have
+    (``GLIBC_2.32``, ``GLIBCXX_3.4.29``), and ``undefined``, the dynamic symbols that others must
+    define. Weak versions and symbols are left out: nothing fails when they are missing.
+    """
+
+    machine: str
+    kind: str
+    needed: tuple[str, ...]
+    versions: tuple[str, ...]
+    undefined: tuple[str, ...]
+
+
+class Section(Record):
+    """One section: its name, its type, and where its bytes are (NOBITS ones have none)."""
+
+    name: str
+    kind: int
+    link: int
+    offset: int
+    size: int
+
+
+def read(file: File) -> Elf:
+    """Reads a library, object or executable. LoadError when it is none, or damaged."""
+    with opened(file) as source:
+        kind, machine, table = _tables(source)
+        return Elf(
+            _MACHINES.get(machine, f"machine {machine}"),
+            _KINDS[kind],
+            tuple(_needed(source, table)),
+            tuple(sorted(set(_versions(source, table)))),
+            tuple(sorted(set(_undefined(source, table)))),
+        )
+
+
+def sections(source: Source, name: str) -> Iterator[tuple[int, Source]]:
+    """The sections of this name that have bytes: where each begins, and the source up to its end.
+
+    LoadError when one is not wholly in the file.
+    """
+    found = [each for each in _tables(source)[2] if each.name == name and each.kind != _NOBITS]
+    # Sections that lie over each other would have the same bytes read many times over.
+    if sum(section.size for section in found) > source.size:
+        raise source.damaged(f"section {name}: larger than the file, or there many times over")
+    for section in found:
+        end = section.offset + section.size
+        if end > source.size:
+            raise source.damaged(
+                f"section {name}: {section.size} bytes at {section.offset:#x} reach past the end "
+                f"at {source.size:#x}"
+            )
+        yield section.offset, source.until(end)
+
+
+def _tables(source: Source) -> tuple[int, int, tuple[Section, ...]]:
+    magic = source.read(0, min(6, source.size), "ELF header")
+    if magic[:4] != b"\x7fELF":
+        raise LoadError(f"{source.name} is not an ELF file", why=_beginning(magic))
+    if magic[4:] != b"\x02\x01":
+        raise LoadError(
+            f"{source.name} is not a 64-bit little-endian ELF file", why=_beginning(magic)
+        )
+    header = source.unpack(_HEADER, 0, "ELF header")
+    _, kind, machine, _, _, _, start, _, _, _, _, width, count, names = header
+    if kind not in _KINDS:
+        raise source.damaged(f"ELF header: type {kind} is no library, object or executable")
+    if not start:
+        raise source.damaged("ELF header: there are no section headers")
+    if width != _SECTION.size:
+        raise source.damaged(f"ELF header: section headers of {width} bytes")
+    first = source.unpack(_SECTION, start, "first section header")
+    # From 0xff00 sections on, the numbers do not fit the header and are in the first section's.
+    count = count or first[5]
+    names = first[6] if names == 0xFFFF else names
+    headers = _whole(source, start, count * width, "section headers")
+    raw = list(_SECTION.iter_unpack(headers))
+    if names >= len(raw):
+        raise source.damaged(f"ELF header: section {names} of {len(raw)} has the sections' names")
+    strings = _Strings(source, raw[names][4], raw[names][5], "section names")
+    table = tuple(Section(strings.at(each[0]), each[1], each[6], each[4], each[5]) for each in raw)
+    return kind, machine, table
+
+
+def _needed(source: Source, table: tuple[Section, ...]) -> Iterator[str]:
+    for section in _of_kind(table, _DYNAMIC_TABLE):
+        strings = _linked(source, table, section)
+        for tag, value in _records(source, section, _DYNAMIC):
+            if tag == _DT_NULL:
+                break
+            if tag == _DT_NEEDED:
+                yield strings.at(value)
+
+
+def _undefined(source: Source, table: tuple[Section, ...]) -> Iterator[str]:
+    for section in _of_kind(table, _DYNSYM):
+        strings = _linked(source, table, section)
+        for name, info, _, defined_in, _, _ in _records(source, section, _SYMBOL):
+            if name and not defined_in and info >> 4 not in {_STB_LOCAL, _STB_WEAK}:
+                yield strings.at(name)
+
+
+def _versions(source: Source, table: tuple[Section, ...]) -> Iterator[str]:
+    for section in _of_kind(table, _VERNEED):
+        strings = _linked(source, table, section)
+        inside = Source(
+            source.name,
+            section.size,
+            held=_whole(source, section.offset, section.size, section.name),
+        )
+        # A chain of libraries, each with a chain of versions. In a sane file no record is in two
+        # chains, so that there are no more records than fit.
+        left = section.size // _NEED.size
+        at = 0
+        while section.size:
+            _, count, _, first, following = inside.unpack(_NEED, at, section.name)
+            left -= 1 + count
+            if left < 0:
+                raise source.damaged(f"section {section.name}: more records than it has room for")
+            position = at + first
+            for _ in range(count):
+                record = inside.unpack(_NEED_VERSION, position, section.name)
+                _, flags, _, name, step = record
+                if not flags & _WEAK_VERSION:
+                    yield strings.at(name)
+                position += step
+            if not following:
+                break
+            at += following
+
+
+class _Strings:
+    """A string table. Names that lie over each other cannot add up to more than it may hold."""
+
+    def __init__(self, source: Source, offset: int, size: int, what: str) -> None:
+        self._source = source
+        self._what = what
+        self._table = _whole(source, offset, size, what)
+        self._known: dict[int, str] = {}
+        # Linkers let names share their tails; eight times over is beyond what any does.
+        self._left = 8 * size
+
+    def at(self, offset: int) -> str:
+        """The name at an offset. LoadError when the table ends before the name does."""
+        known = self._known.get(offset)
+        if known is not None:
+            return known
+        end = self._table.find(b"\0", offset)
+        if end < 0:
+            raise self._source.damaged(f"{self._what}: no name ends after {offset:#x}")
+        self._left -= end - offset
+        if self._left < 0:
+            raise self._source.damaged(f"{self._what}: the names lie over each other")
+        name = self._table[offset:end].decode("utf-8", "backslashreplace")
+        self._known[offset] = name
+        return name
+
+
+def _of_kind(table: tuple[Section, ...], kind: int) -> list[Section]:
+    # Each of these tables is there once at most; the loader, too, knows one alone.
+    return [section for section in table if section.kind == kind][:1]
+
+
+def _linked(source: Source, table: tuple[Section, ...], section: Section) -> _Strings:
+    if section.link >= len(table) or table[section.link].kind != _STRTAB:
+        raise source.damaged(f"section {section.name}: its names are in no string table")
+    strings = table[section.link]
+    return _Strings(source, strings.offset, strings.size, f"section {strings.name}")
+
+
+def _records(source: Source, section: Section, layout: Struct) -> Iterator[tuple[int, ...]]:
+    if section.size % layout.size:
+        raise source.damaged(f"section {section.name}: {section.size} bytes are no whole records")
+    return layout.iter_unpack(
+        _whole(source, section.offset, section.size, f"section {section.name}")
+    )
+
+
+def _whole(source: Source, offset: int, size: int, what: str) -> bytes:
+    if size > _LARGEST_TABLE:
+        raise source.damaged(f"{what}: {size} bytes are more than any such table has")
+    return source.read(offset, size, what)
+
+
+def _beginning(magic: bytes) -> str:
+    return f"it begins with {magic.hex(' ')}" if magic else "it is empty"

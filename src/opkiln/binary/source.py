@@ -1,0 +1,106 @@
+"""The bytes of a file, read piece by piece, every piece checked against the file's size.
+
+A mapping would be simpler, and would end the process with SIGBUS when the file shrinks under it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import contextmanager
+
+from opkiln.errors import LoadError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from struct import Struct
+    from typing import Any
+
+    # A path, or what such a file holds.
+    File = str | os.PathLike[str] | bytes
+
+# No alignment is larger; a longer run of zeros is a hole in a damaged file.
+_LONGEST_PADDING = 1 << 21
+_CHUNK = 1 << 16
+
+
+class Source:
+    """A readable range of bytes with a name for messages."""
+
+    def __init__(self, name: str, size: int, *, fd: int = -1, held: bytes = b"") -> None:
+        self.name = name
+        self.size = size
+        self._fd = fd
+        self._held = held
+
+    def until(self, end: int) -> Source:
+        """The same bytes at the same offsets, up to ``end``: what a section or container has."""
+        return Source(self.name, min(end, self.size), fd=self._fd, held=self._held)
+
+    def read(self, offset: int, size: int, what: str) -> bytes:
+        """Exactly ``size`` bytes. LoadError names ``what`` they are when the file ends before."""
+        if offset + size > self.size:
+            raise self.damaged(
+                f"{what}: {size} bytes at {offset:#x} reach past the end at {self.size:#x}"
+            )
+        if self._fd < 0:
+            return self._held[offset : offset + size]
+        data = b""
+        while len(data) < size:
+            try:
+                piece = os.pread(self._fd, size - len(data), offset + len(data))
+            except OSError as error:
+                raise self.damaged(f"{what}: {error.strerror} at {offset:#x}") from error
+            if not piece:
+                raise self.damaged(f"{what}: the file was cut at {offset + len(data):#x} meanwhile")
+            data += piece
+        return data
+
+    def unpack(self, layout: Struct, offset: int, what: str) -> tuple[Any, ...]:
+        """The fields of ``layout`` at ``offset``."""
+        return layout.unpack(self.read(offset, layout.size, what))
+
+    def past_padding(self, offset: int, what: str) -> int:
+        """Where the first byte that is not zero lies, or the end."""
+        start = offset
+        while offset < self.size:
+            chunk = self.read(offset, min(_CHUNK, self.size - offset), what)
+            rest = chunk.lstrip(b"\0")
+            offset += len(chunk) - len(rest)
+            if offset - start > _LONGEST_PADDING:
+                raise self.damaged(f"{what}: nothing but zeros from {start:#x} to {offset:#x}")
+            if rest:
+                break
+        return offset
+
+    def damaged(self, why: str) -> LoadError:
+        """The error of a file that is not what its own headers say."""
+        from shlex import quote
+
+        return LoadError(
+            f"{self.name} is damaged, or of a kind that is not known",
+            why=why,
+            hint=f"readelf -hSW {quote(self.name)}",
+        )
+
+
+@contextmanager
+def opened(file: File) -> Iterator[Source]:
+    """The bytes of a regular file, or given ones. LoadError where they cannot be opened."""
+    if isinstance(file, bytes):
+        yield Source("<bytes>", len(file), held=file)
+        return
+    name = os.fspath(file)
+    try:
+        # Without O_NONBLOCK the open of a FIFO would wait for its writer.
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{name!r} cannot be read", why=str(error)) from error
+    try:
+        state = os.fstat(fd)
+        if not stat.S_ISREG(state.st_mode):
+            raise LoadError(f"{name} is not a regular file")
+        yield Source(name, state.st_size, fd=fd)
+    finally:
+        os.close(fd)

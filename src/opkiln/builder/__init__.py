@@ -1,0 +1,56 @@
+"""What authors subclass: OpBuilder, CUDAOpBuilder, SYCLOpBuilder; and what they may ask.
+
+The names are loaded when they are asked for: a C++ op never pays for the device side.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.builder.base import OpBuilder as OpBuilder
+    from opkiln.builder.cuda import CUDAOpBuilder as CUDAOpBuilder
+    from opkiln.builder.sycl import SYCLOpBuilder as SYCLOpBuilder
+    from opkiln.errors import CUDAMismatchException as CUDAMismatchException
+    from opkiln.errors import MissingCUDAException as MissingCUDAException
+    from opkiln.toolchain.cuda_version import assert_no_cuda_mismatch as assert_no_cuda_mismatch
+    from opkiln.toolchain.cuda_version import cuda_minor_mismatch_ok as cuda_minor_mismatch_ok
+    from opkiln.toolchain.cuda_version import (
+        get_default_compute_capabilities as get_default_compute_capabilities,
+    )
+    from opkiln.toolchain.cuda_version import installed_cuda_version as installed_cuda_version
+
+_NAMES = {
+    "OpBuilder": "opkiln.builder.base",
+    "CUDAOpBuilder": "opkiln.builder.cuda",
+    "SYCLOpBuilder": "opkiln.builder.sycl",
+    "CUDAMismatchException": "opkiln.errors",
+    "MissingCUDAException": "opkiln.errors",
+    "assert_no_cuda_mismatch": "opkiln.toolchain.cuda_version",
+    "cuda_minor_mismatch_ok": "opkiln.toolchain.cuda_version",
+    "get_default_compute_capabilities": "opkiln.toolchain.cuda_version",
+    "installed_cuda_version": "opkiln.toolchain.cuda_version",
+}
+
+__all__ = [
+    "CUDAMismatchException",
+    "CUDAOpBuilder",
+    "MissingCUDAException",
+    "OpBuilder",
+    "SYCLOpBuilder",
+    "assert_no_cuda_mismatch",
+    "cuda_minor_mismatch_ok",
+    "get_default_compute_capabilities",
+    "installed_cuda_version",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _NAMES:
+        return getattr(import_module(_NAMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,159 @@
+"""CUDAOpBuilder: an op with device code for CUDA, for ROCm from the same sources, and for the CPU.
+
+``BACKENDS`` says for which of these the op has sources; ``backend`` is the one that this builder
+serves. One library holds one backend.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from opkiln.builder.base import OpBuilder
+from opkiln.errors import LoadError
+from opkiln.model import CPU, CUDA, ROCM, OpSpec
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from opkiln.loading.loader import Op
+
+
+class CUDAOpBuilder(OpBuilder):
+    """What authors of device code subclass.
+
+    ``sources()`` lists ``.cu`` and ``.cpp`` files; where ``build_for_cpu`` is true, the C++ files
+    of the CPU version instead. ``filter_ccs()`` leaves architectures out. Kernels that include no
+    torch header compile in a fraction of the time: put the binding into a ``.cpp``.
+    """
+
+    BACKENDS: tuple[str, ...] = (CUDA, ROCM)
+
+    # What an author declares
+
+    def nvcc_args(self) -> Sequence[str]:
+        """Flags for nvcc or hipcc; they come after opkiln's own. Architectures are not among them:
+        what ``compute_capability_args()`` gives is left out, anything else like it is refused."""
+        return ()
+
+    def filter_ccs(self, ccs: list[str]) -> Sequence[Any]:
+        """Those of the capabilities ("8.0", "9.0") that the op can be built for.
+
+        One that is left out stays out, with all its variants (``9.0a``, ``+PTX``); a filter cannot
+        add. The answer is strings, or ``[major, minor]`` pairs.
+        """
+        return ccs
+
+    # What follows from it
+
+    @cached_property
+    def backend(self) -> str:
+        """The backend that is asked for; else the first of ``BACKENDS`` with a device here that
+        torch can use; else the CPU, where the op has a CPU version."""
+        if self._asked_backend:
+            return self._asked_backend
+        from opkiln.loading import archs
+        from opkiln.toolchain import torch_sdk
+
+        sdk = torch_sdk.find()
+        hip = sdk is not None and sdk.hip is not None
+        usable = [each for each in self.BACKENDS if each != (CUDA if hip else ROCM)]
+        torch_has = sdk is not None and (sdk.cuda is not None or hip)
+        for each in usable:
+            if each == CPU or (torch_has and not archs.why_no_device(each)):
+                return each
+        return usable[0] if usable else self.BACKENDS[0]
+
+    @property
+    def build_for_cpu(self) -> bool:
+        """Whether the CPU version is what is to be built."""
+        return self.backend == CPU
+
+    @property
+    def enable_bf16(self) -> bool:
+        """Whether every architecture that the filter left has bfloat16 arithmetic."""
+        if self.backend != CUDA:
+            return self.backend == ROCM
+        from opkiln.arch import cuda
+        from opkiln.loading import archs
+
+        try:
+            return cuda.has_bf16(cuda.parse(";".join(archs.wanted(self._bare()).archs)))
+        except LoadError:
+            return False  # there is nothing to build for; whoever loads is told
+
+    def compute_capability_args(self, cross_compile_archs: str | None = None) -> list[str]:
+        """The ``-gencode`` flags for these architectures, or those wanted here, less what the
+        filter removes; each once. Without a list or a device: every one that this nvcc has.
+
+        The plan adds them itself; they are here for other build systems.
+        """
+        from opkiln.arch import cuda
+        from opkiln.loading import archs
+
+        op = self._bare()._replace(asked=cross_compile_archs or self._asked_archs)
+        try:
+            wanted = archs.wanted(op)
+        except LoadError:
+            wanted = archs.wanted(op._replace(asked="all"))
+        return list(cuda.flags(cuda.parse(";".join(wanted.archs))))
+
+    def spec(self) -> OpSpec:
+        spec = super().spec()
+        if self.backend == CPU:
+            return spec
+        return spec._replace(backend=self.backend, device_args=self._device_args())
+
+    def _device_args(self) -> tuple[str, ...]:
+        given = self.strip_empty_entries(self.nvcc_args())
+        # What other systems have authors put here and the plan chooses itself: authors who hand it
+        # on are not to be sent away for it.
+        own: set[str] = set()
+        if any(flag.startswith("-gencode") for flag in given):
+            own = set(self.compute_capability_args())
+        return tuple(
+            flag for flag in given if flag not in own and not flag.startswith("--threads=")
+        )
+
+    def op(self) -> Op:
+        op = super().op()
+        return (
+            op if self.backend == CPU else op._replace(rule=self._rule(), asked=self._asked_archs)
+        )
+
+    def _rule(self) -> Any:
+        return None if type(self).filter_ccs is CUDAOpBuilder.filter_ccs else self.filter_ccs
+
+    def _bare(self) -> Op:
+        """The op as far as its architectures go, without asking for its sources and flags."""
+        from opkiln.loading.loader import Op
+
+        spec = OpSpec(self.name, self.distribution, self.root, (), backend=self.backend)
+        return Op(spec, rule=self._rule(), asked=self._asked_archs)
+
+    # What authors ask the machine
+
+    def is_rocm_pytorch(self) -> bool:
+        """Whether the torch that is installed is built for ROCm."""
+        from opkiln.toolchain.rocm_version import is_rocm_pytorch
+
+        return is_rocm_pytorch()
+
+    def installed_rocm_version(self) -> tuple[int, int]:
+        """(major, minor) of the ROCm installation that would be used. Raises ToolchainError."""
+        from opkiln.toolchain.rocm_version import installed_rocm_version
+
+        return installed_rocm_version()
+
+    def get_rocm_gpu_arch(self) -> str:
+        """The architectures of all AMD GPUs here, separated by ``;``."""
+        from opkiln.accelerator.amd import get_rocm_gpu_arch
+
+        return get_rocm_gpu_arch()
+
+    def get_rocm_wavefront_size(self) -> str:
+        """The wavefront size of the AMD GPUs here, as text."""
+        from opkiln.accelerator.amd import get_rocm_wavefront_size
+
+        return get_rocm_wavefront_size()

@@ -1,0 +1,215 @@
+"""``opkiln arch LIST``: what an arch list comes to."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import click
+
+from opkiln.cli import output
+from opkiln.cli.op_name import complete
+from opkiln.errors import ArchError, ToolchainError
+from opkiln.report.layout import columns
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.model import DeviceCompiler
+
+
+class Answer(NamedTuple):
+    """What a list comes to, step by step, in the words of its grammar."""
+
+    backend: str
+    asked: str
+    origin: str  # LIST, a variable, devices, toolkit
+    parsed: tuple[str, ...]
+    op: str
+    filter: str  # the name of the op's filter; empty when it has none
+    removed: tuple[str, ...]
+    toolkit: DeviceCompiler | None
+    no_toolkit: str  # why there is none
+    refused: tuple[tuple[str, str], ...]  # by the toolkit, each with the reason
+    notes: tuple[str, ...]  # on devices that get another's code
+    archs: tuple[str, ...]  # what is left
+    images: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+@click.command("arch", short_help="Show what an arch list comes to.")
+@click.argument("archs", nargs=-1, metavar="[LIST]")
+@click.option("--op", shell_complete=complete, metavar="OP", help="Apply the filter of this op.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(archs: tuple[str, ...], op: str | None, as_json: bool) -> int:
+    """Show what the GPU architectures in LIST come to: as they are read, what the op's filter
+    removes, what the toolkit refuses, and the compiler's flags.
+
+    LIST is what OPKILN_CUDA_ARCH_LIST takes: 8.0, 9.0a, 10.0f+PTX, Hopper, native, all, all-major,
+    with ; , or blanks between; or what OPKILN_ROCM_ARCH_LIST takes: gfx90a, gfx942:xnack-. Without
+    it: what the settings say, else this machine's GPUs, else all that the toolkit has. Exits with 1
+    when a build for the list would fail.
+    """
+    answer = _answer(" ".join(archs) if archs else None, op)
+    if as_json:
+        output.data_json(_as_json(answer))
+    else:
+        output.data(columns(_rows(answer)))
+    return output.FOUND if answer.refused or not answer.archs else 0
+
+
+def _answer(given: str | None, name: str | None) -> Answer:
+    from opkiln.loading import archs
+    from opkiln.model import CUDA
+    from opkiln.registry import get_builder
+    from opkiln.store.layers import Store
+
+    backend = _backend(given)
+    op = get_builder(name, backend=backend).op() if name else None
+    memory = Store().memory
+    toolkit, no_toolkit = _toolkit(memory, backend)
+    language = archs.grammar(backend)
+    listed = language.parse(";".join(toolkit.archs)) if toolkit and toolkit.archs else ()
+    devices, driver = _devices(memory, backend)
+    natives = language.parse(";".join(devices)) if devices else ()
+    asked, origin = _asked(given, backend, bool(devices), bool(listed))
+    try:
+        known = {"native": natives, **({"listed": listed} if backend == CUDA else {})}
+        parsed = language.parse(asked, **known)
+    except ArchError as error:
+        where = f"{origin}: " if origin.isupper() and origin != "LIST" else ""
+        raise ArchError(where + error.what, why=error.why, hint=error.hint) from None
+    rule = op.rule if op else None
+    kept, removed = language.filtered(parsed, rule) if rule else (parsed, ())
+    refused: tuple[tuple[Any, str], ...] = ()
+    notes: tuple[str, ...] = ()
+    if toolkit and listed:
+        if backend != CUDA:
+            kept, refused = language.usable(kept, listed)
+        elif asked.strip().lower() == "native":
+            kept, notes = _served(kept, toolkit, listed, driver)
+        else:
+            kept, refused = language.usable(kept, listed, toolkit.accepts)
+    return Answer(
+        backend=backend,
+        asked=asked,
+        origin=origin,
+        parsed=tuple(map(str, parsed)),
+        op=name or "",
+        filter=getattr(rule, "__qualname__", repr(rule)) if rule else "",
+        removed=tuple(map(str, removed)),
+        toolkit=toolkit,
+        no_toolkit=no_toolkit,
+        refused=tuple((str(arch), reason) for arch, reason in refused),
+        notes=notes,
+        archs=tuple(map(str, kept)),
+        images=language.images(kept) if backend == CUDA else tuple(map(str, kept)),
+        flags=language.flags(kept),
+    )
+
+
+def _backend(given: str | None) -> str:
+    """The list says it where it names a ``gfx…``; else the torch that is here."""
+    from opkiln.arch import hip
+    from opkiln.model import CUDA, ROCM
+    from opkiln.toolchain import torch_sdk
+
+    if given is not None and given.strip().lower() != "native":
+        return ROCM if hip.is_hip(given) else CUDA
+    torch = torch_sdk.find()
+    return ROCM if torch is not None and torch.hip else CUDA
+
+
+def _toolkit(memory: tuple[str, ...], backend: str) -> tuple[DeviceCompiler | None, str]:
+    from opkiln.toolchain import choice
+
+    try:
+        return choice.choose(memory, backend).device, ""
+    except ToolchainError as error:
+        return None, error.what
+
+
+def _devices(memory: tuple[str, ...], backend: str) -> tuple[tuple[str, ...], str]:
+    """What this machine's GPUs are, and the highest CUDA that their driver takes."""
+    from opkiln.accelerator import amd, nvidia
+    from opkiln.model import CUDA
+
+    if backend != CUDA:
+        return tuple(gpu.arch for gpu in amd.devices().gpus), ""
+    found = nvidia.devices(memory)
+    return nvidia.capabilities(found), found.cuda
+
+
+def _asked(given: str | None, backend: str, has_devices: bool, has_list: bool) -> tuple[str, str]:
+    """The list, and who says so: in the order in which a build takes them."""
+    from opkiln.model import CUDA
+    from opkiln.settings import origin_of
+
+    if given is not None:
+        return given, "LIST"
+    field = "cuda_arch_list" if backend == CUDA else "rocm_arch_list"
+    asked, origin = origin_of(field)
+    if asked:
+        return asked, origin
+    # Precompiling takes all there is; `native` is what names the missing GPU where nothing is.
+    everything = backend == CUDA and has_list and not has_devices
+    return ("all", "toolkit") if everything else ("native", "devices")
+
+
+def _served(
+    kept: tuple[Any, ...], toolkit: DeviceCompiler, listed: tuple[Any, ...], driver: str
+) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """What this machine's GPUs get of a toolkit that may not know them. Raises ArchError."""
+    from opkiln.arch import cuda
+    from opkiln.toolchain.torch_sdk import release
+
+    takes_ptx = release(driver) >= release(toolkit.version)
+    chosen = [cuda.for_device(arch, listed, takes_ptx) for arch in kept]
+    notes = tuple(note for _, note in chosen if note)
+    return cuda.merged(arch for arch, _ in chosen), notes
+
+
+def _rows(answer: Answer) -> list[tuple[str, str]]:
+    rows = [
+        ("asked", f"{answer.asked} ({answer.origin})"),
+        ("read as", ";".join(answer.parsed)),
+    ]
+    if answer.op:
+        rows.append(("filter", _filter_text(answer)))
+    rows.append(("toolkit", _toolkit_text(answer)))
+    rows += [("refused", f"{arch}: {reason}") for arch, reason in answer.refused]
+    rows += [("note", note) for note in answer.notes]
+    rows.append(("left", ";".join(answer.archs) or "nothing"))
+    rows += [("flags" if i == 0 else "", flag) for i, flag in enumerate(answer.flags)]
+    return rows
+
+
+def _filter_text(answer: Answer) -> str:
+    if not answer.filter:
+        return f"op {answer.op} has none"
+    removed = ";".join(answer.removed)
+    return f"{answer.filter} removed {removed or 'nothing'}"
+
+
+def _toolkit_text(answer: Answer) -> str:
+    if answer.toolkit is None:
+        return f"none: {answer.no_toolkit}"
+    tool = answer.toolkit
+    listed = f" has {';'.join(tool.archs)}" if tool.archs else ""
+    return f"{tool.family} {tool.version} in {tool.home}{listed}"
+
+
+def _as_json(answer: Answer) -> dict[str, Any]:
+    tool = answer.toolkit
+    return {
+        "schema": 1,
+        **answer._asdict(),
+        "toolkit": None
+        if tool is None
+        else {
+            "family": tool.family,
+            "version": tool.version,
+            "home": tool.home,
+            "archs": list(tool.archs),
+            "variants": sorted(name for name in tool.accepts if name[:1].isdigit()),
+        },
+        "refused": [{"arch": arch, "reason": reason} for arch, reason in answer.refused],
+    }

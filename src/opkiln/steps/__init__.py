@@ -1,0 +1,1 @@
+"""How a source becomes a compile step and objects become a link step; one file per compiler."""

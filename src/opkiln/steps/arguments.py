@@ -1,0 +1,61 @@
+"""The parts of command lines that every compiler shares: anchored paths, names of objects."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+
+from opkiln.digest import key
+from opkiln.model import Anchored, Arg, DeviceCompiler, OpSpec
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_PATH_FLAGS = ("-I", "-isystem", "-iquote", "-idirafter", "-L", "-include")
+
+# The same bytes wherever the sources and the build lie: __FILE__, debug information.
+PREFIX_MAPS = (
+    Anchored("-ffile-prefix-map=", "src", "", "=/opkiln/src"),
+    Anchored("-ffile-prefix-map=", "stage", "", "=/opkiln/build"),
+)
+
+
+def anchored(spec: OpSpec, path: str, prefix: str = "") -> Anchored:
+    """A path of the author's, below the source root where it is there."""
+    if not os.path.isabs(path):
+        return Anchored(prefix, "src", posixpath.normpath(path))
+    root = spec.root.rstrip("/") + "/"
+    if path.startswith(root):
+        return Anchored(prefix, "src", posixpath.normpath(path[len(root) :]))
+    return Anchored(prefix, "abs", path)
+
+
+def in_toolkit(device: DeviceCompiler, path: str, prefix: str = "") -> Anchored:
+    """A path of the device toolkit's, below its root where it is there."""
+    home = device.home.rstrip("/") + "/"
+    if path.startswith(home):
+        return Anchored(prefix, "toolkit", path[len(home) :])
+    return Anchored(prefix, "abs", path)
+
+
+def author_flags(spec: OpSpec, flags: tuple[str, ...]) -> Iterator[Arg]:
+    """An author's flags, with the paths below the source root anchored."""
+    for flag in flags:
+        prefix = next((p for p in _PATH_FLAGS if flag.startswith(p) and flag != p), None)
+        path = flag[len(prefix) :] if prefix else ""
+        yield anchored(spec, path, prefix or "") if os.path.isabs(path) else flag
+
+
+def object_name(source: str) -> str:
+    """The object of a source, named after its path: two files of one name do not collide."""
+    plain = (
+        char if char.isascii() and (char.isalnum() or char in "_.") else "-" for char in source
+    )
+    flat = "".join(plain).lstrip("-")[-80:]
+    return f"{flat}-{key('source', source)[:8]}.o"
+
+
+def depfile_name(output: str) -> str:
+    """The dependency file that goes with an object."""
+    return output[:-2] + ".d"

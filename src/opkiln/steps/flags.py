@@ -1,0 +1,105 @@
+"""Flags that are not taken, from authors or from variables: those that get past the plan."""
+
+from __future__ import annotations
+
+import re
+
+from opkiln.errors import SpecError
+
+# How flags begin that make a compiler run other programs, load code, read its command line or a
+# profile from a file that no key sees, stop half-way, or write a file that nobody asked for. A
+# depfile that lands elsewhere would make a build look as if it depended on nothing.
+_REFUSED_FLAGS = (
+    "@", "-wrapper", "--wrapper", "-specs", "--specs", "--config", "-fplugin", "-fpass-plugin",
+    "-B", "--prefix", "-fuse-ld=/", "--ld-path", "-ccc-", "--gcc-toolchain", "-no-integrated-cpp",
+    "-M", "--dependencies", "--write-", "--user-dependencies", "-o", "--output", "-###", "-E",
+    "--preprocess", "-S", "--assemble", "-fsyntax-only", "-x", "--language", "-save-temps",
+    "--save-temps", "-dump", "-fdump", "-aux-info", "-time=", "-fprofile-use", "-fauto-profile",
+)  # fmt: skip
+# The same for what is handed on to the preprocessor, the assembler or the linker.
+_REFUSED_PARTS = (
+    "@", "-plugin", "--plugin", "-load", "-add-plugin", "-o", "--output", "-M", "--M",
+    "--out-implib", "--dependency-file", "-dependency-file",
+)  # fmt: skip
+_JOINED = ("-Wl,", "-Wa,", "-Wp,")
+_HANDED_ON = (
+    "-Xlinker", "-Xassembler", "-Xpreprocessor", "-Xclang", "--for-linker", "--for-assembler",
+)  # fmt: skip
+# The same for nvcc, which also chooses architectures, host compiler and threads by flags: each of
+# those has its one owner in the plan.
+_REFUSED_BY_NVCC = (
+    "-gencode", "--generate-code", "-arch", "--gpu-architecture", "-code", "--gpu-code", "-ccbin",
+    "--compiler-bindir", "-optf", "--options-file", "-run", "--run", "-link", "--link", "-lib",
+    "--lib", "-ptx", "--ptx", "-cubin", "--cubin", "-fatbin", "--fatbin", "-cuda", "--cuda",
+    "-keep", "--keep", "-odir", "--output-directory", "-dryrun", "--dryrun", "-prec-dir",
+    "-ldir", "-target-dir", "--target-directory", "-t", "--threads",
+    "-objtemp", "--objdir-as-tempdir", "-dlink", "--device-link", "-optix-ir", "-ltoir", "-time",
+    "--time",
+)  # fmt: skip
+_TO_HOST = ("-Xcompiler", "--compiler-options")
+_NVCC_THREADS = re.compile(r"-t\d")
+_RELOCATABLE = ("-rdc=true", "--relocatable-device-code=true", "-dc", "--device-c")
+
+# What no shell and no list of nvcc's takes for anything but itself.
+PLAIN = re.compile(r"[A-Za-z0-9_@%+=:./^-]*\Z")
+
+
+def check(op: str, flags: tuple[str, ...], variable: str = "") -> None:
+    """Refuse what a host compiler or linker must not be given. Raises SpecError.
+
+    ``variable`` is where the flags come from, where they are not the author's.
+    """
+    before = ""
+    for flag in flags:
+        if not flag or "\0" in flag or any("\ud800" <= char <= "\udc7f" for char in flag):
+            raise SpecError(f"op {op}: the flag {flag!r} is empty or cannot be passed to a program")
+        option, _, value = flag.partition("=")
+        if flag.startswith(_JOINED):
+            refused = any(part.startswith(_REFUSED_PARTS) for part in flag.split(",")[1:])
+        elif before in _HANDED_ON:
+            refused = flag.startswith(_REFUSED_PARTS)
+        elif option in _HANDED_ON:
+            refused = value.startswith(_REFUSED_PARTS)
+        else:
+            refused = flag.startswith(_REFUSED_FLAGS)
+        if refused:
+            raise SpecError(
+                f"op {op}: the flag {flag!r} is not taken",
+                why="it would start another program, redirect an output or read what no key sees, "
+                "past the plan",
+                hint=f"unset {variable}" if variable else "",
+            )
+        before = flag
+
+
+def check_nvcc(op: str, flags: tuple[str, ...], variable: str = "") -> None:
+    """Refuse what nvcc must not be given. Raises SpecError."""
+    before = ""
+    for flag in flags:
+        option, _, value = flag.partition("=")
+        joined = option in _TO_HOST and value
+        parts = (value if joined else flag).split(",") if joined or before in _TO_HOST else [flag]
+        for part in parts:
+            if not PLAIN.match(part):
+                raise SpecError(
+                    f"op {op}: the nvcc flag {flag!r} is not taken",
+                    why="nvcc hands its flags to a shell, which would interpret a character of it",
+                    hint=f"unset {variable}" if variable else "",
+                )
+        if option in _REFUSED_BY_NVCC or _NVCC_THREADS.match(flag):
+            raise SpecError(
+                f"op {op}: the nvcc flag {flag!r} is not taken",
+                why="architectures, host compiler, threads and outputs are the plan's to choose",
+                hint=f"unset {variable}"
+                if variable
+                else "override filter_ccs() to leave "
+                "architectures out; TORCH_CUDA_ARCH_LIST asks for them",
+            )
+        if flag in _RELOCATABLE:
+            raise SpecError(
+                f"op {op}: the nvcc flag {flag!r} is not taken",
+                why="relocatable device code needs a device link, which plans do not have",
+                hint="define kernels in the file that calls them",
+            )
+        check(op, tuple(parts), variable)
+        before = flag

@@ -1,0 +1,104 @@
+"""C++ sources, by g++ or clang++."""
+
+from __future__ import annotations
+
+from opkiln.arch import cpu
+from opkiln.model import (
+    ABI_NONE,
+    ABI_STABLE,
+    ABI_TORCH,
+    EXECUTABLE,
+    PYTHON,
+    Anchored,
+    Arg,
+    OpSpec,
+    Step,
+    Target,
+    Toolchain,
+)
+from opkiln.steps.arguments import (
+    PREFIX_MAPS,
+    anchored,
+    author_flags,
+    depfile_name,
+    in_toolkit,
+    object_name,
+)
+from opkiln.toolchain import torch_sdk
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SOURCES = (".cpp", ".cc", ".cxx", ".c++", ".C", ".cp", ".CPP", ".c")
+
+_MEMORY = {ABI_STABLE: 700 << 20, ABI_TORCH: 2500 << 20, ABI_NONE: 400 << 20}
+
+
+def compile_step(
+    spec: OpSpec,
+    target: Target,
+    toolchain: Toolchain,
+    flags: Mapping[str, tuple[str, ...]],
+    source: str,
+) -> Step:
+    """The step that compiles one C++ source."""
+    output = object_name(source)
+    depfile = depfile_name(output)
+    arguments: list[Arg] = [toolchain.launcher] if toolchain.launcher else []
+    arguments += [toolchain.cxx, f"-std={spec.std}"]
+    arguments += ["-O0", "-g3"] if target.debug else ["-O3", "-DNDEBUG"]
+    if spec.kind != EXECUTABLE:
+        arguments.append("-fPIC")
+    if spec.vectorize:
+        chosen = cpu.CPU(target.cpu, target.cpu_features)
+        arguments += cpu.flags(chosen, target.machine, toolchain.accepts)
+    arguments += PREFIX_MAPS
+    if toolchain.family == "gcc":
+        arguments.append(f"-frandom-seed={output}")
+    arguments += torch_defines(spec, toolchain)
+    arguments += flags.get("cppflags", ())
+    arguments += author_flags(spec, spec.cxx_args)
+    arguments += flags.get("cxxflags", ())
+    arguments += [anchored(spec, path, "-I") for path in spec.include_dirs]
+    arguments += [f"-I{path}" for path in flags.get("cpath", ())]
+    if toolchain.device is not None:
+        device = toolchain.device
+        arguments += [in_toolkit(device, path, "-isystem") for path in device.include_dirs]
+    arguments += torch_includes(spec)
+    arguments += [f"-isystem{path}" for path in flags.get("cplus_include_path", ())]
+    arguments += ["-MD", "-MF", Anchored("", "stage", depfile)]
+    arguments += ["-c", anchored(spec, source), "-o", Anchored("", "stage", output)]
+    return Step(
+        kind="compile",
+        output=output,
+        argv=tuple(arguments),
+        source=source,
+        depfile=depfile,
+        memory=_MEMORY[spec.abi],
+    )
+
+
+def torch_defines(spec: OpSpec, toolchain: Toolchain) -> list[Arg]:
+    """The macros that torch's headers expect."""
+    arguments: list[Arg] = []
+    if spec.kind == PYTHON or spec.abi == ABI_TORCH:
+        arguments.append(f"-DTORCH_EXTENSION_NAME={spec.name}")
+    if spec.abi == ABI_TORCH:
+        abi = 1 if toolchain.torch is None or toolchain.torch.cxx11_abi else 0
+        arguments += [f"-D_GLIBCXX_USE_CXX11_ABI={abi}", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+    elif spec.abi == ABI_STABLE:
+        arguments.append(torch_sdk.STABLE_DEFINE)
+    return arguments
+
+
+def torch_includes(spec: OpSpec, option: str = "-isystem") -> list[Arg]:
+    """The directories of torch's and Python's headers."""
+    arguments: list[Arg] = []
+    if spec.abi != ABI_NONE:
+        arguments.append(Anchored(option, "torch", "include"))
+    if spec.abi == ABI_TORCH:
+        arguments.append(Anchored(option, "torch", "include/torch/csrc/api/include"))
+    if spec.kind == PYTHON or spec.abi == ABI_TORCH:
+        arguments.append(Anchored(option, "python", ""))
+    return arguments

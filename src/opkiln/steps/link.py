@@ -1,0 +1,85 @@
+"""The link: objects to a library or a program, by the host compiler."""
+
+from __future__ import annotations
+
+from opkiln.model import (
+    ABI_NONE,
+    ABI_STABLE,
+    ABI_TORCH,
+    CUDA,
+    EXECUTABLE,
+    LIBRARY,
+    PLAIN,
+    PYTHON,
+    Anchored,
+    Arg,
+    OpSpec,
+    Step,
+    Target,
+    Toolchain,
+)
+from opkiln.steps.arguments import author_flags, in_toolkit
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_TORCH_LIBRARIES = {
+    (ABI_STABLE, LIBRARY): ("-ltorch_cpu",),
+    (ABI_STABLE, PYTHON): ("-ltorch_cpu",),
+    (ABI_STABLE, EXECUTABLE): ("-ltorch_cpu",),
+    (ABI_TORCH, LIBRARY): ("-lc10", "-ltorch_cpu", "-ltorch"),
+    (ABI_TORCH, PYTHON): ("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"),
+    (ABI_TORCH, EXECUTABLE): ("-lc10", "-ltorch_cpu", "-ltorch"),
+    (ABI_TORCH, PLAIN): ("-lc10", "-ltorch_cpu", "-ltorch"),
+}
+
+
+def output_name(spec: OpSpec) -> str:
+    """The file name of the artifact."""
+    return spec.name if spec.kind == EXECUTABLE else f"{spec.name}.so"
+
+
+def link_step(
+    spec: OpSpec,
+    target: Target,
+    toolchain: Toolchain,
+    flags: Mapping[str, tuple[str, ...]],
+    objects: tuple[str, ...],
+) -> Step:
+    """The step that links a plan's objects."""
+    output = output_name(spec)
+    arguments: list[Arg] = [toolchain.cxx]
+    if spec.kind != EXECUTABLE:
+        arguments.append("-shared")
+    arguments += [Anchored("", "stage", name) for name in objects]
+    arguments += author_flags(spec, spec.ldflags)
+    arguments += [f"-l{name}" for name in spec.libraries]
+    if spec.abi != ABI_NONE:
+        # By soname and without an rpath: torch has its libraries loaded before any op is.
+        arguments.append(Anchored("-L", "torch", "lib"))
+        arguments += _TORCH_LIBRARIES.get((spec.abi, spec.kind), ())
+        if spec.kind == EXECUTABLE and toolchain.torch is not None:
+            # A program has no torch around it. Its path is part of the bytes, so of the key, too.
+            arguments.append(f"-Wl,-rpath,{toolchain.torch.path}/lib")
+    if target.backend == CUDA:
+        arguments += _cuda_runtime(spec, toolchain)
+    arguments += [f"-L{path}" for path in flags.get("library_path", ())]
+    arguments += flags.get("ldflags", ())
+    arguments += ["-o", Anchored("", "stage", output)]
+    return Step(kind="link", output=output, argv=tuple(arguments), inputs=objects, memory=500 << 20)
+
+
+def _cuda_runtime(spec: OpSpec, toolchain: Toolchain) -> list[Arg]:
+    """The CUDA runtime: static, so that the library also loads where there is none.
+
+    A full-ABI extension of a CUDA torch shares torch's own.
+    """
+    device, torch = toolchain.device, toolchain.torch
+    assert device is not None  # a plan for this backend is made with its compiler
+    search: list[Arg] = [in_toolkit(device, path, "-L") for path in device.library_dirs]
+    if spec.abi == ABI_TORCH and torch is not None and torch.cuda is not None:
+        # By its soname: the PyPI toolkit has no libcudart.so without a version.
+        runtime = f"-l:libcudart.so.{torch.cuda.partition('.')[0]}"
+        return ["-lc10_cuda", "-ltorch_cuda", *search, runtime]
+    return [*search, "-lcudart_static", "-ldl", "-lrt", "-lpthread"]

@@ -1,0 +1,60 @@
+"""The toolchain of a backend: the host compiler, and beside it the compiler of device code."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from opkiln.model import CPU, CUDA, ROCM, XPU, Toolchain
+from opkiln.toolchain import host
+
+# A compiler family's module has recall, choose, available and evidence, as ``host`` does.
+_FAMILIES = {CUDA: "nvcc", ROCM: "hipcc", XPU: "sycl"}
+
+
+def _family(backend: str) -> Any:
+    return import_module(f"opkiln.toolchain.{_FAMILIES[backend]}")
+
+
+def _wanted(backend: str, toolchain: Toolchain) -> str | None:
+    """The version of the backend's runtime that torch was built with."""
+    torch = toolchain.torch
+    return None if torch is None else {CUDA: torch.cuda, ROCM: torch.hip}.get(backend)
+
+
+def recall(memory: tuple[str, ...], backend: str) -> Toolchain | None:
+    """The compilers that would be chosen, if remembered. Starts no process, writes nothing."""
+    toolchain = host.recall(memory)
+    if toolchain is None or backend == CPU:
+        return toolchain
+    device = _family(backend).recall(memory, _wanted(backend, toolchain), toolchain)
+    return None if device is None else toolchain._replace(device=device)
+
+
+def choose(memory: tuple[str, ...], backend: str) -> Toolchain:
+    """The compilers for a backend, probed where nothing is remembered of them.
+
+    Raises ToolchainError with each candidate and why it was refused.
+    """
+    toolchain = host.choose(memory)
+    if backend == CPU:
+        return toolchain
+    device = _family(backend).choose(memory, _wanted(backend, toolchain), toolchain)
+    return toolchain._replace(device=device)
+
+
+def available(backend: str) -> bool:
+    """Whether compilers for a backend are to be found, without asking them anything."""
+    return host.available() and (backend == CPU or bool(_family(backend).available()))
+
+
+def evidence(
+    memory: tuple[str, ...], backend: str, toolchain: Toolchain
+) -> dict[str, list[Any]] | None:
+    """What the choice of these compilers rests on, as facts that ``stat`` can check, or None."""
+    facts = host.evidence(memory, toolchain)
+    if facts is None or backend == CPU:
+        return facts
+    device = toolchain.device
+    more = None if device is None else _family(backend).evidence(memory, device)
+    return None if more is None else {name: [*facts[name], *more[name]] for name in facts}

@@ -1,0 +1,160 @@
+"""Which CUDA toolkit goes with which torch: the rule, its errors, and the names DeepSpeed gave it.
+
+Versions of one CUDA major are compatible with each other; versions of two majors are not. The
+functions that DeepSpeed's op builders know are here under their names, over the same rule. None of
+them imports torch: its CUDA version is read from its files.
+"""
+
+from __future__ import annotations
+
+from opkiln.errors import CUDAMismatchException, MissingCUDAException
+from opkiln.settings import origin_of, settings
+from opkiln.toolchain import find, toolkits, torch_sdk
+from opkiln.toolchain.torch_sdk import release
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.toolchain.toolkits import Toolkit
+
+_SKIP = "OPKILN_SKIP_CUDA_CHECK=1"
+
+
+def misfit(version: str, torch_cuda: str | None) -> str:
+    """Why a toolkit of this version cannot build for this torch; empty when it can."""
+    if torch_cuda is None or release(version)[0] == release(torch_cuda)[0]:
+        return ""
+    if settings.skip_cuda_check:
+        return ""
+    return f"CUDA {version}; torch was built with {torch_cuda}, another major version"
+
+
+def distance(version: str, torch_cuda: str | None) -> tuple[int, int, int]:
+    """How far a toolkit's version is from torch's: the smaller, the better it fits.
+
+    The same version, then the nearest newer minor, which knows all that torch's does, then the
+    nearest older one; then the nearest other major. All fit a torch without CUDA alike.
+    """
+    if torch_cuda is None:
+        return 0, 0, 0
+    (major, minor), (wanted, wanted_minor) = release(version), release(torch_cuda)
+    if major != wanted:
+        return abs(major - wanted), int(major < wanted), -minor
+    return 0, int(minor < wanted_minor), abs(minor - wanted_minor)
+
+
+def fitting(version: str) -> str:
+    """The command that installs a whole toolkit of this version."""
+    major, minor = release(version)
+    if major < 13:  # the wheels of CUDA 12 and before hold no nvcc
+        return f"conda install -c nvidia cuda-toolkit={major}.{minor}"
+    # By the package that pins them all: nvcc's own wheel asks for any release of its parts, and
+    # 13.0's ptxas does not read what 13.4's cicc writes.
+    return f"pip install 'cuda-toolkit[nvcc,cccl,cudart]=={major}.{minor}.*'"
+
+
+def missing(torch_cuda: str | None) -> MissingCUDAException:
+    """The error for a machine where no toolkit was found."""
+    named, origin = origin_of("cuda_home")
+    if named:
+        what, hint = f"{origin}={named} holds no CUDA toolkit", f"unset {origin}"
+    else:
+        what, hint = "no CUDA toolkit is installed", "pip install 'opkiln[cuda]'"
+        if torch_cuda is not None and release(torch_cuda)[0] < 13:
+            hint = fitting(torch_cuda)
+    return MissingCUDAException(what, why=toolkits.looked_in(), hint=hint)
+
+
+def mismatch(torch_cuda: str, why: str) -> CUDAMismatchException:
+    """The error for a machine whose toolkits are all of another major version than torch's."""
+    named, origin = origin_of("cuda_home")
+    fix = f"unset {origin}" if named else fitting(torch_cuda)
+    return CUDAMismatchException(
+        f"no CUDA toolkit here fits torch, which was built with CUDA {torch_cuda}",
+        why=why,
+        hint=f"{fix}    (or {_SKIP}, at your own risk)",
+    )
+
+
+# The names that DeepSpeed's op builders know
+
+
+def installed_cuda_version(name: str = "", *, memory: tuple[str, ...] = ()) -> tuple[int, int]:
+    """(major, minor) of the toolkit that fits torch's CUDA best, whether it fits or not.
+
+    ``name`` is the op it is asked for. Raises MissingCUDAException.
+    """
+    return _nearest(name, memory).release
+
+
+def assert_no_cuda_mismatch(name: str = "", *, memory: tuple[str, ...] = ()) -> bool:
+    """True when a toolkit's CUDA fits torch's, or torch has none.
+
+    Raises CUDAMismatchException, MissingCUDAException; ``name`` is the op it is asked for.
+    """
+    toolkit, torch_cuda = _nearest(name, memory), _torch_cuda()
+    reason = misfit(toolkit.record["version"], torch_cuda)
+    if reason and torch_cuda is not None:
+        error = mismatch(torch_cuda, f"{toolkit.label} ({toolkit.place.origin}): {reason}")
+        error.what = _prefixed(name, error.what)
+        raise error
+    return True
+
+
+def get_default_compute_capabilities(*, memory: tuple[str, ...] = ()) -> str:
+    """Every architecture that the toolkit's nvcc lists, as ``7.5;8.0;8.6``.
+
+    Raises MissingCUDAException.
+    """
+    return ";".join(_nearest("", memory).record["archs"])
+
+
+class _Minors:
+    """The versions of one major: those that are compatible with each other."""
+
+    def __init__(self, major: int) -> None:
+        self.major = major
+
+    def __contains__(self, version: object) -> bool:
+        return isinstance(version, str) and release(version)[0] == self.major
+
+    def __repr__(self) -> str:
+        return f"[every {self.major}.x]"
+
+
+class _Majors:
+    """For each CUDA major, the versions that may be mixed: all of that major."""
+
+    def __contains__(self, major: object) -> bool:
+        return isinstance(major, int) and major > 0
+
+    def __getitem__(self, major: int) -> _Minors:
+        if major not in self:
+            raise KeyError(major)
+        return _Minors(major)
+
+
+cuda_minor_mismatch_ok = _Majors()
+
+
+def _torch_cuda() -> str | None:
+    sdk = torch_sdk.find()
+    return None if sdk is None else sdk.cuda
+
+
+def _nearest(name: str, memory: tuple[str, ...]) -> Toolkit:
+    torch_cuda = _torch_cuda()
+    hosts = (each.path for each in find.cxx_candidates() if not each.refused)
+    found = toolkits.survey(memory, next(hosts, ""), ask=True) or []
+    works = [each for each in found if not each.record["refused"]]
+    if not works:
+        error = missing(torch_cuda)
+        refused = (f"{each.label} ({each.place.origin}): {each.record['refused']}"
+                   for each in found)  # fmt: skip
+        error.why = "\n".join(refused) or error.why
+        error.what = _prefixed(name, error.what)
+        raise error
+    return min(works, key=lambda each: distance(each.record["version"], torch_cuda))
+
+
+def _prefixed(name: str, what: str) -> str:
+    return f"op {name}: {what}" if name else what

@@ -1,0 +1,235 @@
+"""CUDA sources as HIP: a translated copy of what an op compiles, beside which the author's stay.
+
+The vocabulary is that of torch's own hipify, so that what works there works here; the files are
+laid out differently. torch renames what it translates and rewrites each ``#include`` to match,
+beside the source. Here the copy has the names and the lines of the original: nothing that an
+``#include`` says has to change, however it is written, and what the compiler says of line 40 is
+true of the author's line 40.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from typing import NamedTuple
+
+from opkiln.digest import key, sha256_file
+from opkiln.errors import SpecError, ToolchainError
+from opkiln.model import OpSpec, TorchSDK
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_TRANSLATOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "translate_hip.py")
+
+# `#include "x"`, `# include <x>`, `__has_include(<x>)`; and one for the preprocessor alone to read.
+_INCLUDE = re.compile(
+    r"""(?:^[ \t]*\#[ \t]*include(?:_next)?|__has_include[ \t]*\()[ \t]*(["<])([^">\n]+)[">]""",
+    re.MULTILINE,
+)
+_COMPUTED = re.compile(r"^[ \t]*\#[ \t]*include[ \t]+[A-Za-z_]", re.MULTILINE)
+_HEADERS = (".h", ".hh", ".hpp", ".hxx", ".h++", ".cuh", ".inl", ".inc", ".ipp", ".tpp", ".def")
+
+# What tells the headers of torch, CUDA and ROCm from an author's.
+_FOREIGN = ("torch/headeronly", "torch/extension.h", "hip/hip_runtime.h")
+_CUDA = "cuda_runtime_api.h"
+
+
+class Staged(NamedTuple):
+    """The copy. An op is built from it as it would be from its own root."""
+
+    root: str  # stands for the spec's root: paths that are relative to that one hold
+    sources: dict[str, str]  # as the spec names it -> relative to root
+    include_dirs: tuple[str, ...]  # absolute; stand for the spec's, in their order
+    origin: dict[str, str]  # a file of the copy -> the author's, both absolute
+    digests: dict[str, str]  # an author's file -> sha256 of what was copied
+
+
+def stage(spec: OpSpec, torch: TorchSDK, directory: str) -> Staged:
+    """Copy an op's sources, and the headers that they may include, and translate the copy.
+
+    ``directory`` exists and is empty. It comes to hold the files by their absolute paths, as below
+    another root directory: however ``..`` leads from one to the other, it leads there in the copy.
+    Headers are an author's where they lie beside what includes them or in the spec's include
+    directories, unless those are torch's, CUDA's or ROCm's; a directory that only a flag names is not
+    looked into. Files that hold nothing of CUDA are
+    copied as they are. The source tree is only read.
+
+    Raises SpecError for a source that is not there, ToolchainError where torch's hipify cannot be
+    used, OSError.
+    """
+    copy = _Copy(spec, directory)
+    for source in spec.sources:
+        copy.add_source(source)
+    copy.add_includes()
+    copy.write()
+    _translate(torch, directory, copy.own_includes())
+    root = copy.place(spec.root)
+    return Staged(
+        root=root,
+        sources={source: os.path.relpath(copy.at(source), root) for source in spec.sources},
+        include_dirs=copy.include_dirs(),
+        origin={copy.place(path): read_from for path, read_from in copy.origin.items()},
+        digests=copy.digests,
+    )
+
+
+def identity(torch: TorchSDK) -> str:
+    """What the outcome of a translation depends on besides the sources, for a key.
+
+    Raises ToolchainError where torch has no hipify.
+    """
+    return key("hipify", [sha256_file(path) for path in (_TRANSLATOR, *_modules(torch))])
+
+
+class _Copy:
+    """The files of a copy, before they are written, by the paths that compilers look for."""
+
+    def __init__(self, spec: OpSpec, directory: str) -> None:
+        self._spec = spec
+        self._directory = directory
+        self._inline = dict(spec.inline)
+        self._searched = [d for d in map(self._absolute, spec.include_dirs) if not _foreign(d)]
+        self._contents: dict[str, bytes] = {}
+        self._own: dict[str, list[str]] = {}  # path -> the names in it that lead to the author's
+        self.origin: dict[str, str] = {}
+        self.digests: dict[str, str] = {}
+
+    def place(self, path: str) -> str:
+        """Where a file or a directory is in the copy."""
+        return os.path.join(self._directory, os.path.normpath(path).lstrip("/"))
+
+    def at(self, source: str) -> str:
+        """Where a source of the spec's is in the copy."""
+        return self.place(self._absolute(source))
+
+    def include_dirs(self) -> tuple[str, ...]:
+        directories = map(self._absolute, self._spec.include_dirs)
+        # CUDA's own headers and HIP's define the same things.
+        kept = (d for d in directories if not os.path.exists(os.path.join(d, _CUDA)))
+        return tuple(self.place(d) if d in self._searched else d for d in kept)
+
+    def own_includes(self) -> dict[str, list[str]]:
+        """For each file of the copy, relative to it: the names that it includes of the author's."""
+        return {
+            os.path.relpath(self.place(path), self._directory): sorted(set(names))
+            for path, names in sorted(self._own.items())
+        }
+
+    def add_source(self, source: str) -> None:
+        path = self._absolute(source)
+        if source in self._inline:
+            self._contents[path] = self._inline[source].encode("utf-8", "surrogateescape")
+        elif not self._add(path):
+            raise SpecError(
+                f"op {self._spec.name}: the source {source} does not exist",
+                why=f"sources are looked for in {self._spec.root}",
+            )
+
+    def add_includes(self) -> None:
+        """Follow what the files include, whether or not a condition would leave it out."""
+        waiting = list(self._contents)
+        while waiting:
+            path = waiting.pop()
+            text = self._contents[path].decode("utf-8", "surrogateescape")
+            names = self._own[path] = []
+            for bracket, name in _INCLUDE.findall(text):
+                found = [each for each in self._looked_up(path, bracket, name) if self._has(each)]
+                if found:
+                    names.append(name)
+                waiting += [each for each in found if self._add(each)]
+            if _COMPUTED.search(text):
+                waiting += [each for each in self._every_header(path) if self._add(each)]
+
+    def write(self) -> None:
+        for directory in (self._spec.root, *self._searched):
+            os.makedirs(self.place(directory), exist_ok=True)
+        for path, content in sorted(self._contents.items()):
+            place = self.place(path)
+            os.makedirs(os.path.dirname(place), exist_ok=True)
+            with open(place, "wb") as file:
+                file.write(content)
+
+    def _absolute(self, path: str) -> str:
+        return os.path.join(self._spec.root, path)
+
+    def _looked_up(self, includer: str, bracket: str, name: str) -> Iterator[str]:
+        """Everything that a name may mean; which one it is depends on the file that is compiled."""
+        if os.path.isabs(name):
+            return
+        if bracket == '"':
+            yield os.path.join(os.path.dirname(includer), name)
+        for directory in self._searched:
+            yield os.path.join(directory, name)
+
+    def _has(self, path: str) -> bool:
+        return os.path.normpath(path) in self._contents or os.path.isfile(path)
+
+    def _every_header(self, includer: str) -> Iterator[str]:
+        beside = os.path.dirname(includer)
+        for top in dict.fromkeys((beside, *self._searched)):
+            for directory, below, names in os.walk(top):
+                below.sort()
+                yield from (
+                    os.path.join(directory, n) for n in sorted(names) if n.endswith(_HEADERS)
+                )
+
+    def _add(self, path: str) -> bool:
+        """Take a file into the copy; False where it is there already, or nowhere."""
+        # The compiler will look for `a/../b`. In the original `a` may be a link that leads
+        # elsewhere; in the copy it never is one. So it is read by the one and kept by the other.
+        kept = os.path.normpath(path)
+        if kept in self._contents or not os.path.isfile(path):
+            return False
+        with open(path, "rb") as file:
+            content = file.read()
+        self._contents[kept] = content
+        self.origin[kept] = path
+        self.digests[path] = _sha256(content)
+        return True
+
+
+def _sha256(content: bytes) -> str:
+    import hashlib
+
+    return hashlib.sha256(content).hexdigest()
+
+
+def _foreign(directory: str) -> bool:
+    return any(os.path.exists(os.path.join(directory, mark)) for mark in (*_FOREIGN, _CUDA))
+
+
+def _translate(torch: TorchSDK, directory: str, files: dict[str, list[str]]) -> None:
+    """Translate files in place, in a process that has torch's hipify and nothing else of torch."""
+    from opkiln.process import run
+
+    modules = _modules(torch)
+    listing = os.path.join(directory, "hipify.json")  # no file of the author's lies in `/`
+    with open(listing, "w", encoding="ascii") as file:
+        json.dump(files, file)
+    argv = (sys.executable, "-I", "-S", _TRANSLATOR, os.path.dirname(modules[0]), listing)
+    done = run(argv, cwd=directory, timeout=600)
+    os.unlink(listing)
+    if done.returncode != 0:
+        raise ToolchainError(
+            f"the hipify of torch {torch.version} cannot translate CUDA sources",
+            why=done.output.strip(),
+            hint="pip install --upgrade torch",
+        )
+
+
+def _modules(torch: TorchSDK) -> list[str]:
+    """torch's hipify, file by file, in the order of their names."""
+    directory = os.path.join(torch.path, "utils", "hipify")
+    try:
+        names = sorted(name for name in os.listdir(directory) if name.endswith(".py"))
+    except OSError as error:
+        raise ToolchainError(
+            f"torch {torch.version} has no hipify, which translates CUDA sources to HIP",
+            why=f"{directory}: {error.strerror}",
+            hint="pip install --force-reinstall torch",
+        ) from None
+    return [os.path.join(directory, name) for name in names]

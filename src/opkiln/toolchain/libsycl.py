@@ -1,0 +1,142 @@
+"""libsycl: where it is, and whether it will find a CPU to run on. Asks no program."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+
+from opkiln.settings import settings
+from opkiln.toolchain import find
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PACKAGE = "intel-sycl-rt"
+PROGRAMS = ("icpx", "dpcpp")
+ONEAPI = "/opt/intel/oneapi/compiler"
+
+_NAME = re.compile(r"libsycl\.so\.(\d+)\Z")
+# The runtime compiler of libsycl 8 (2025) needs device libraries that its wheel does not carry.
+_OLDEST = 9
+_DRIVER = "libintelocl.so"  # OpenCL's for a CPU, from intel-opencl-rt
+_VENDORS = "/etc/OpenCL/vendors"
+
+
+def is_library(path: str) -> bool:
+    """Whether this is the path of a libsycl with its number."""
+    return _NAME.match(os.path.basename(path)) is not None
+
+
+def below(home: str) -> Iterator[str]:
+    """Every ``lib/libsycl.so.N`` of an installation, the highest N first."""
+    directory = os.path.join(home, "lib")
+    try:
+        matches = [match for name in os.listdir(directory) if (match := _NAME.match(name))]
+    except OSError:
+        return
+    for match in sorted(matches, key=lambda match: int(match[1]), reverse=True):
+        yield os.path.join(directory, match[0])
+
+
+def installed() -> str | None:
+    """The libsycl that pip or conda has put beside this interpreter or into the user's site."""
+    beside = next(below(sys.prefix), None)
+    if beside is not None:
+        return beside
+    # Slow to import, and needed only for a package that is not where a virtual environment or
+    # conda has it: --user, --target, a system's own interpreter.
+    from importlib.metadata import PackageNotFoundError, files
+
+    try:
+        listed = files(PACKAGE) or []
+    except PackageNotFoundError:
+        return None
+    paths = (os.path.realpath(each.locate()) for each in listed if is_library(each.name))
+    return next(paths, None)
+
+
+def unfit(library: str) -> str:
+    """Why kernels cannot be compiled by this runtime, as far as its files tell; else empty."""
+    name = os.path.basename(library)
+    if int(name.rpartition(".")[2]) < _OLDEST:
+        return f"{name} cannot compile kernels by itself: pip install -U '{PACKAGE}>=2026'"
+    home = os.path.dirname(os.path.dirname(library))
+    for part in ("include/sycl/sycl.hpp", "lib/libsycl-jit.so"):
+        if not os.path.exists(os.path.join(home, part)):
+            return f"{os.path.join(home, part)} is missing"
+    return ""
+
+
+def programs() -> Iterator[tuple[str, str]]:
+    """(path, origin) of every place a compiler may be; the bare name of one not on PATH."""
+    for name in PROGRAMS:
+        yield find.first(name) or name, "PATH"
+    if root := settings.cmplr_root:
+        for name in PROGRAMS:
+            yield os.path.join(os.path.abspath(root), "bin", name), "CMPLR_ROOT"
+    try:
+        releases = [name for name in os.listdir(ONEAPI) if name[:1].isdigit()]
+    except OSError:
+        return
+    releases.sort(key=lambda name: [int(part) for part in re.findall(r"\d+", name)], reverse=True)
+    for release in releases:
+        yield os.path.join(ONEAPI, release, "bin", "icpx"), ONEAPI
+
+
+def locate(soname: str) -> str | None:
+    """Where the libsycl of this name is (``libsycl.so.9``): a compiler's, or a pip package's.
+
+    An op's library knows it by its soname alone, so that it is the same file wherever the runtime
+    lies; so the runtime has to be loaded before the op.
+    """
+    named = settings.sycl_cxx
+    places = ([named] if named else []) + [path for path, _ in programs()]
+    compilers = [path for place in places if (path := find.first(place)) is not None]
+    paths = [os.path.join(home_of(path), "lib", soname) for path in compilers]
+    beside = installed()
+    if beside is not None:
+        paths.append(os.path.join(os.path.dirname(beside), soname))
+    return next((path for path in paths if os.path.exists(path)), None)
+
+
+def home_of(program: str) -> str:
+    """The installation that a compiler belongs to."""
+    return os.path.dirname(os.path.dirname(os.path.realpath(program)))
+
+
+def no_cpu_device(library: str, icd_filenames: str | None, vendors: str = _VENDORS) -> str:
+    """Why SYCL will find no CPU with this libsycl; empty when nothing speaks against it.
+
+    SYCL reaches a CPU through OpenCL, whose loader knows its drivers from ``OCL_ICD_FILENAMES`` and
+    from the files in ``vendors``. The driver that pip installs is in neither. opkiln does not set
+    the variable: that would be seen by every child of this process, and changing the environment
+    races with whatever thread is reading it.
+    """
+    driver = os.path.join(os.path.dirname(library), _DRIVER)
+    fix = f"export OCL_ICD_FILENAMES={driver}"
+    if not os.path.exists(driver):
+        fix = "pip install intel-opencl-rt"
+    if icd_filenames:
+        names = [name for name in icd_filenames.split(os.pathsep) if name]
+        # One without a slash is for the dynamic linker to find: nothing to be said of it.
+        if any("/" not in name or os.path.exists(name) for name in names):
+            return ""
+        return f"OCL_ICD_FILENAMES={icd_filenames!r} names no file that exists: {fix}"
+    if any(map(os.path.exists, _vendor_drivers(vendors))):
+        return ""
+    return f"OpenCL has no driver for a CPU: {fix}"
+
+
+def _vendor_drivers(directory: str) -> Iterator[str]:
+    """The CPU drivers that OpenCL's loader would find by itself."""
+    try:
+        names = sorted(name for name in os.listdir(directory) if name.endswith(".icd"))
+        for name in names:
+            with open(os.path.join(directory, name), encoding="utf-8", errors="replace") as file:
+                driver = file.readline().strip()
+            if os.path.basename(driver).startswith(_DRIVER):
+                yield driver
+    except OSError:
+        return  # what this process cannot read, the loader in it cannot read either

@@ -1,0 +1,332 @@
+"""SYCL: a compiler of its own (icpx, dpcpp), or the runtime compiler of ``intel-sycl-rt``.
+
+Two families. ``icpx`` compiles kernels ahead of time, as any compiler does. ``sycl-rt`` is what
+``pip install intel-sycl-rt`` brings: headers, libsycl and a compiler inside it, which takes kernels
+as source text when the op first runs; the C++ around them is compiled by the host compiler.
+
+The runtime compiler is tested for real (``make test-sycl``). icpx is on no package index, so its
+part is tested with a stand-in program that answers as icpx does, and with no icpx.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from typing import Any
+
+from opkiln import machine as this
+from opkiln.digest import Signature, key, sha256_file
+from opkiln.errors import ToolchainError
+from opkiln.model import DeviceCompiler, Toolchain
+from opkiln.settings import origin_of, settings
+from opkiln.toolchain import find, libsycl, memo
+from opkiln.toolchain.find import Candidate
+from opkiln.toolchain.host import REQUIRED
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ICPX = "icpx"
+RUNTIME = "sycl-rt"
+
+_INSTALL = (
+    f"pip install -U '{libsycl.PACKAGE}>=2026' intel-opencl-rt    (or set OPKILN_SYCL_CXX to icpx)"
+)
+
+# The programs that decide what icpx makes, by the names it knows them by.
+_PARTS = ("clang", "ld", "llvm-spirv", "sycl-post-link", "clang-linker-wrapper", "ocloc")
+# Each is kept in `accepts` where it is taken. icpx computes as if by -ffast-math unless told not
+# to; no reference does.
+_FLAGS = ("-ffp-model=precise",)
+
+_PROBE = """\
+#include <sycl/kernel_bundle_enums.hpp>
+auto language = sycl::ext::oneapi::experimental::source_language::sycl;
+"""
+
+
+def recall(
+    memory: tuple[str, ...],
+    torch_xpu: str | None,  # noqa: ARG001 (no choice rests on it)
+    host: Toolchain,
+) -> DeviceCompiler | None:
+    """The compiler that would be chosen, if it is remembered. Starts no process, writes nothing."""
+    for candidate in _found():
+        if candidate.refused:
+            continue
+        record = _recall(memory, candidate.path, host)
+        if record is None:
+            return None
+        if not record["refused"]:
+            return _compiler(candidate.path, record)
+    return None
+
+
+def choose(memory: tuple[str, ...], torch_xpu: str | None, host: Toolchain) -> DeviceCompiler:  # noqa: ARG001
+    """The first compiler that can be used, probed where nothing is remembered of it.
+
+    Raises ToolchainError with each candidate and why it was refused.
+    """
+    refusals = []
+    for candidate, record in _examined(memory, host):
+        if record is not None and not record["refused"]:
+            return _compiler(candidate.path, record)
+        refusals.append(f"{candidate.path} ({candidate.origin}): {candidate.refused}")
+    origin = origin_of("sycl_cxx")[1]
+    raise ToolchainError(
+        "no SYCL compiler can be used here",
+        why="\n".join(refusals),
+        hint=f"unset {origin}" if origin.isupper() else _INSTALL,
+    )
+
+
+def candidates(
+    memory: tuple[str, ...],
+    torch_xpu: str | None,  # noqa: ARG001
+    host: Toolchain,
+) -> list[Candidate]:
+    """Every compiler and runtime that was considered, for reports."""
+    return [candidate for candidate, _ in _examined(memory, host)]
+
+
+def available() -> bool:
+    """Whether any compiler is to be found, without asking it anything."""
+    return any(not candidate.refused for candidate in _found())
+
+
+def evidence(
+    memory: tuple[str, ...],
+    compiler: DeviceCompiler,
+    torch_xpu: str | None,  # noqa: ARG001
+    host: Toolchain,
+) -> dict[str, list[Any]] | None:
+    """What the choice of this compiler rests on, as facts that ``stat`` can check.
+
+    None where it cannot be put that way: something that is refused is where a better one may be.
+    """
+    watched = [] if settings.sycl_cxx else [libsycl.ONEAPI]
+    if compiler.family == RUNTIME:
+        watched.append(os.path.dirname(compiler.path))  # where a newer libsycl would appear
+    absent = [path for path in watched if not os.path.lexists(path)]
+    try:
+        # Before the choice is made again: what appears from here on is in no signature.
+        unchanged = [[path, *Signature.of(path)] for path in watched if path not in absent]
+    except OSError:
+        return None
+    passed_over = _passed_over(compiler)
+    record = _recall(memory, compiler.path, host)
+    if passed_over is None or record is None or record["identity"] != compiler.identity:
+        return None  # it was replaced while it compiled
+    return {
+        "unchanged": [*unchanged, *record["signatures"]],
+        "absent": list(dict.fromkeys([*absent, *passed_over])),
+    }
+
+
+def _passed_over(compiler: DeviceCompiler) -> list[str] | None:
+    """The paths that would be taken instead if they came to exist; None if one of them does."""
+    absent = []
+    for name in (settings.sycl_cxx,) if settings.sycl_cxx else libsycl.PROGRAMS:
+        absent += find.passed_over(name)
+        if find.first(name) == compiler.path:
+            break
+    for candidate in _found():
+        if candidate.path == compiler.path:
+            return absent
+        if os.path.isabs(candidate.path):
+            absent.append(candidate.path)
+            if os.path.lexists(candidate.path):
+                return None
+    return None
+
+
+def soname(compiler: DeviceCompiler) -> str:
+    """The libsycl that what this compiler makes needs: ``libsycl.so.9``; empty if it has none."""
+    if compiler.family == RUNTIME:
+        return os.path.basename(compiler.path)
+    return os.path.basename(next(libsycl.below(compiler.home), ""))
+
+
+def _found() -> Iterator[Candidate]:
+    """Compilers in the order of preference: the one that was named, else all there are."""
+    named, origin = origin_of("sycl_cxx")
+    if named:
+        path = find.first(named)
+        yield Candidate(path or named, origin, "" if path else "no such program")
+        return  # an explicit choice that cannot be met is not replaced by another
+    seen: set[str] = set()
+    for path, origin in libsycl.programs():
+        if not os.path.isabs(path):
+            yield Candidate(path, origin, "not on PATH")
+        elif find.first(path) is None:
+            yield Candidate(path, origin, "no such program")
+        elif (real := os.path.realpath(path)) not in seen:
+            seen.add(real)
+            yield Candidate(path, origin)
+    library = libsycl.installed()
+    if library is None:
+        yield Candidate(libsycl.PACKAGE, "this interpreter", "not installed")
+    else:
+        yield Candidate(library, libsycl.PACKAGE, libsycl.unfit(library))
+
+
+def _examined(
+    memory: tuple[str, ...], host: Toolchain
+) -> Iterator[tuple[Candidate, dict[str, Any] | None]]:
+    for candidate in _found():
+        if candidate.refused:
+            yield candidate, None
+            continue
+        record = _recall(memory, candidate.path, host)
+        if record is None:
+            asked_at = time.time_ns()
+            if libsycl.is_library(candidate.path):
+                record, files = _probe_runtime(candidate.path, host)
+            else:
+                record, files = _probe_program(candidate.path)
+            memo.remember(memory, _subject(candidate.path, host), record, files, asked_at)
+        yield candidate._replace(refused=record["refused"], version=record["version"]), record
+
+
+def _subject(path: str, host: Toolchain) -> str:
+    # A runtime's record says what one host compiler makes of its headers.
+    return f"sycl {path} {host.identity if libsycl.is_library(path) else ''}"
+
+
+def _recall(memory: tuple[str, ...], path: str, host: Toolchain) -> dict[str, Any] | None:
+    record = memo.recall(memory, _subject(path, host))
+    if record is None:
+        return None
+    # The files are unchanged, but the names may lead elsewhere now.
+    for name, target in record["resolved"]:
+        program = find.first(name)
+        if program is None or os.path.realpath(program) != target:
+            return None
+    return record
+
+
+def _compiler(path: str, record: dict[str, Any]) -> DeviceCompiler:
+    home = record["home"]
+    return DeviceCompiler(
+        family=record["family"],
+        path=path,
+        home=home,
+        version=record["version"],
+        identity=record["identity"],
+        archs=(),  # neither lists them: what is not compiled for a device is compiled on it
+        accepts=frozenset(record["accepts"]),
+        include_dirs=tuple(record["include_dirs"]),
+        library_dirs=(os.path.join(home, "lib"),),
+    )
+
+
+def _probe_program(path: str) -> tuple[dict[str, Any], list[str]]:
+    """Ask a compiler everything at once: (record, the files that the answers depend on)."""
+    from opkiln.process import run
+
+    def ask(*arguments: str) -> tuple[int, str]:
+        done = run((path, *arguments), timeout=60, supervised=False)
+        return done.returncode, done.output
+
+    files = [os.path.realpath(path)]
+    resolved = [[path, files[0]]]
+    status, answer = ask("--version")
+    banner = answer.partition("\n")[0].strip()
+    if status != 0 or not banner:
+        return _refusal(f"--version exits with {status}: {banner}", resolved), files
+    number = re.search(r"(?:Compiler|version) (\d+(?:\.\d+)+)", banner)
+    version = number[1] if number else banner
+
+    empty = ("-fsyntax-only", "-x", "c++", os.devnull)
+    status, verbose = ask("-fsycl", REQUIRED, "-v", *empty)
+    if status != 0:
+        said = verbose.strip().rpartition("\n")[2]
+        return _refusal(f"does not take -fsycl {REQUIRED}: {said}", resolved, version), files
+    target = re.search(r"^Target: (\S+)", verbose, re.MULTILINE)
+    machine = target[1] if target else "an unknown machine"
+    if not machine.startswith(this.architecture()):
+        reason = f"compiles for {machine}, not for {this.architecture()}"
+        return _refusal(reason, resolved, version), files
+
+    for tool in _PARTS:
+        status, answer = ask(f"-print-prog-name={tool}")
+        name = answer.strip()
+        program = find.first(name) if status == 0 and name else None
+        if program is not None:
+            files.append(os.path.realpath(program))
+            resolved.append([name, files[-1]])
+    home = libsycl.home_of(path)
+    files += [os.path.realpath(library) for library in libsycl.below(home)]
+    files = list(dict.fromkeys(files))
+    record = {
+        "refused": "",
+        "resolved": resolved,
+        "family": ICPX,
+        "home": home,
+        "version": version,
+        "identity": key("sycl", (ICPX, banner, machine, [sha256_file(file) for file in files])),
+        "accepts": [flag for flag in _FLAGS if ask("-fsycl", flag, *empty)[0] == 0],
+        "include_dirs": _search_path(verbose),
+    }
+    return record, files
+
+
+def _probe_runtime(library: str, host: Toolchain) -> tuple[dict[str, Any], list[str]]:
+    """Try the headers on the host compiler: (record, the files that the answers depend on)."""
+    import tempfile
+
+    from opkiln.process import run
+
+    home = os.path.dirname(os.path.dirname(library))
+    include = os.path.join(home, "include")
+    files = [library, os.path.join(include, "sycl", "version.hpp")]
+    with open(files[1], encoding="utf-8", errors="replace") as file:
+        version = _version(file.read())
+    with tempfile.TemporaryDirectory(prefix="opkiln-probe-", dir=settings.tmpdir) as scratch:
+        source = os.path.join(scratch, "probe.cpp")
+        with open(source, "w", encoding="utf-8") as file:
+            file.write(_PROBE)
+        argv = (host.cxx, REQUIRED, "-fsyntax-only", f"-isystem{include}", source)
+        done = run(argv, tmpdir=scratch, timeout=60, supervised=False)
+    if done.returncode != 0:
+        error = next((line for line in done.output.splitlines() if "error:" in line), "")
+        said = error.partition("error:")[2].strip() or f"exit {done.returncode}"
+        reason = f"its headers have no runtime compiler that {host.cxx} can use: {said}"
+        return _refusal(reason, [], version), files
+    record = {
+        "refused": "",
+        "resolved": [],
+        "family": RUNTIME,
+        "home": home,
+        "version": version,
+        # Kernels are compiled where the op runs, by what is there: libsycl-jit has no part in it.
+        "identity": key("sycl", (RUNTIME, version, [sha256_file(file) for file in files])),
+        "accepts": [],
+        "include_dirs": [include],
+    }
+    return record, files
+
+
+def _version(header: str) -> str:
+    """``9.0.0 (20260930)``: libsycl's version and its compiler's, as version.hpp has them."""
+    defined = dict(re.findall(r"^#define __(\w+)_VERSION (\d+)", header, re.MULTILINE))
+    names = ("LIBSYCL_MAJOR", "LIBSYCL_MINOR", "LIBSYCL_PATCH")
+    number = ".".join(defined.get(name, "0") for name in names)
+    return f"{number} ({defined.get('SYCL_COMPILER', 'unknown')})"
+
+
+def _search_path(verbose: str) -> list[str]:
+    """Where headers are looked for, in the passes for the device and for the host alike."""
+    listings = re.findall(
+        r"^#include <\.\.\.> search starts here:$(.*?)^End of search list\.$",
+        verbose,
+        re.MULTILINE | re.DOTALL,
+    )
+    lines = (line.strip() for listing in listings for line in listing.splitlines())
+    return list(dict.fromkeys(os.path.realpath(line) for line in lines if line))
+
+
+def _refusal(reason: str, resolved: list[list[str]], version: str = "") -> dict[str, Any]:
+    return {"refused": reason, "resolved": resolved, "version": version}

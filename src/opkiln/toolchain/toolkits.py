@@ -1,0 +1,343 @@
+"""CUDA toolkits: the places where one may be, and what each nvcc says of itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+from opkiln.record import Record
+from opkiln.settings import origin_of, settings
+from opkiln.toolchain import memo, torch_sdk
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+# Where installers put toolkits. A trailing `*` stands for every directory that begins so.
+DIRECTORIES = ("/usr/local/cuda", "/usr/local/cuda-*", "/opt/cuda")
+
+# What of a toolkit decides its output, apart from the headers that a compile reads. The headers
+# here mark the release of the wheel that brought them: wheels are upgraded one by one.
+_PROGRAMS = ("nvcc", "cudafe++", "ptxas", "fatbinary", "nvlink", "nvcc.profile",
+             "crt/link.stub", "crt/prelink.stub")  # fmt: skip
+_LIBRARIES = ("libcudart_static.a", "libcudadevrt.a")
+_HEADERS = ("cuda.h", "cuda_runtime_api.h", "crt/host_config.h",
+            "cuda/std/__cccl/version.h", "cub/version.cuh")  # fmt: skip
+
+_PATHFINDER = (
+    "from cuda.pathfinder import find_nvidia_binary_utility as find; print(find('nvcc') or '')"
+)
+
+
+class Place(Record):
+    """Somewhere an nvcc may be."""
+
+    nvcc: str
+    origin: str  # OPKILN_CUDA_HOME, CUDA_HOME, CUDA_PATH, PATH, a directory, conda, PyPI
+    named: bool = False  # by the user: that nothing is there is worth a word
+
+
+class Toolkit(Record):
+    """An nvcc that was found, and its record: what it says of itself, or why it is refused."""
+
+    place: Place
+    record: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        """The toolkit for people: its root, or the nvcc where that is not known."""
+        return str(self.record.get("home") or self.place.nvcc)
+
+    @property
+    def release(self) -> tuple[int, int]:
+        """(13, 0)."""
+        return torch_sdk.release(self.record["version"])
+
+
+def places() -> Iterator[Place]:
+    """Every place where an nvcc may be, in the order of preference, whether one is there or not.
+
+    A toolkit that was named by ``OPKILN_CUDA_HOME`` is the only place there is.
+    """
+    for field in ("cuda_home", "system_cuda_home", "cuda_path"):
+        home, origin = origin_of(field)
+        if home:
+            yield Place(_nvcc_below(os.path.abspath(home)), origin, named=True)
+            if field == "cuda_home":
+                return
+    for directory in settings.path:
+        if os.path.isabs(directory):
+            yield Place(os.path.join(directory, "nvcc"), "PATH")
+    for pattern in DIRECTORIES:
+        for home in _matching(pattern):
+            yield Place(_nvcc_below(home), pattern)
+    if os.path.isdir(os.path.join(sys.prefix, "conda-meta")):
+        yield Place(_nvcc_below(sys.prefix), "conda")
+    for site in _site_directories():
+        wheels = os.path.join(site, "nvidia")
+        for home in (*_matching(os.path.join(wheels, "cu*")), os.path.join(wheels, "cuda_nvcc")):
+            if home[-1].isdigit() or home.endswith("_nvcc"):  # cu13, cuda_nvcc; not curand
+                yield Place(_nvcc_below(home), "PyPI")
+
+
+def present() -> list[Place]:
+    """The places where an nvcc is, each program once."""
+    found: dict[str, Place] = {}
+    for place in places():
+        if _executable(place.nvcc):
+            found.setdefault(_itself(place.nvcc), place)
+    return list(found.values())
+
+
+def watched() -> tuple[list[str], list[str]]:
+    """(paths whose signatures, paths whose absence) decide which toolkits there are.
+
+    The former are directories that are listed, and every nvcc by the name it was found by, so that
+    a link that is turned elsewhere shows.
+    """
+    parents = [os.path.dirname(pattern) for pattern in DIRECTORIES if pattern.endswith("*")]
+    parents += [os.path.join(site, "nvidia") for site in _site_directories()]
+    signed = [path for path in parents if os.path.isdir(path)]
+    absent = [path for path in parents if not os.path.isdir(path)]
+    for place in places():
+        (signed if _executable(place.nvcc) else absent).append(place.nvcc)
+    return list(dict.fromkeys(signed)), list(dict.fromkeys(absent))
+
+
+def survey(memory: tuple[str, ...], host: str, *, ask: bool) -> list[Toolkit] | None:
+    """Every toolkit of this machine, each once, in the order of preference.
+
+    One of which nothing is remembered is asked, with ``host`` as its host compiler (nvcc answers
+    little without one); or, without ``ask``, the answer is None.
+    """
+    found = present()
+    if not found:
+        last = _last_resort(memory, ask)
+        found = [] if last is None else [last]
+    toolkits: dict[str, Toolkit] = {}
+    for place in found:
+        record = _recall(memory, place.nvcc)
+        if record is None:
+            if not ask:
+                return None
+            asked_at = time.time_ns()
+            record, files = _question(_itself(place.nvcc), host)
+            if files:
+                memo.remember(memory, _subject(place.nvcc), record, files, asked_at)
+            record = {**record, "signatures": []}
+        toolkits.setdefault(record["program"], Toolkit(place, record))
+    return list(toolkits.values())
+
+
+def unfound() -> list[Place]:
+    """The places that the user named and where no nvcc is."""
+    return [place for place in places() if place.named and not _executable(place.nvcc)]
+
+
+def looked_in() -> str:
+    """Where toolkits were looked for, one place a line."""
+    if settings.cuda_home:
+        return "\n".join(f"{place.origin}: no {place.nvcc}" for place in unfound())
+    lines = [f"{place.origin}: no {place.nvcc}" for place in unfound()]
+    lines += ["PATH: no nvcc", *(f"{pattern}: no bin/nvcc" for pattern in DIRECTORIES)]
+    wheels = (os.path.join(site, "nvidia") for site in _site_directories())
+    return "\n".join([*lines, *(f"PyPI: no nvcc in {path}" for path in wheels)])
+
+
+def _nvcc_below(home: str) -> str:
+    return os.path.join(home, "bin", "nvcc")
+
+
+def _executable(path: str) -> bool:
+    return os.access(path, os.X_OK) and not os.path.isdir(path)
+
+
+def _matching(pattern: str) -> list[str]:
+    """What a pattern stands for, the highest number first."""
+    if not pattern.endswith("*"):
+        return [pattern]
+    parent, stem = os.path.split(pattern[:-1])
+    try:
+        names = [name for name in os.listdir(parent) if name.startswith(stem)]
+    except OSError:
+        return []  # no such directory, or none that we may look into
+    names.sort(key=lambda name: (torch_sdk.release(name.removeprefix(stem)), name), reverse=True)
+    return [os.path.join(parent, name) for name in names]
+
+
+def _site_directories() -> list[str]:
+    """Where this interpreter's packages are: beside torch, and where pip installs."""
+    import site
+
+    torch = torch_sdk.locate()
+    found = [os.path.dirname(torch)] if torch else []
+    found += site.getsitepackages()
+    if site.ENABLE_USER_SITE:
+        found.append(site.getusersitepackages())
+    return list(dict.fromkeys(found))
+
+
+def _itself(path: str) -> str:
+    """The program behind a path, as nvcc must be called; a wrapper (a script, ccache) stays.
+
+    nvcc looks for its toolkit beside the name it is called by, and a symbolic link leads it astray.
+    A link to the file itself is only followed where the toolkit is not beside the link: package
+    managers may fill a whole toolkit with links into their caches.
+    """
+    beside = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+    for each in (beside, os.path.realpath(path)):
+        if os.path.exists(os.path.join(os.path.dirname(each), "nvcc.profile")):
+            return each
+    return path
+
+
+def _last_resort(memory: tuple[str, ...], ask: bool) -> Place | None:
+    """What cuda-pathfinder, where installed, knows of: a layout of wheels that is new to us.
+
+    Asked in a process of its own: it keeps its answers for as long as the process lives, and loads
+    libraries to find them.
+    """
+    if settings.cuda_home:
+        return None
+    subject = f"cuda-pathfinder {sys.prefix}"
+    record = memo.recall(memory, subject)
+    if record is None and ask and sys.executable and _has_pathfinder():
+        from opkiln.process import capture
+
+        answer = capture((sys.executable, "-c", _PATHFINDER), timeout=60)
+        nvcc = answer.stdout.strip()
+        if answer.returncode == 0 and nvcc and _executable(nvcc):
+            record = {"nvcc": nvcc}
+            memo.remember(memory, subject, record, [nvcc])
+    return None if record is None else Place(record["nvcc"], "cuda-pathfinder")
+
+
+def _has_pathfinder() -> bool:
+    sites = _site_directories()
+    return any(os.path.isdir(os.path.join(site, "cuda", "pathfinder")) for site in sites)
+
+
+# What an nvcc says of itself
+
+
+def _subject(path: str) -> str:
+    program = _itself(path)
+    if os.path.exists(os.path.join(os.path.dirname(program), "nvcc.profile")):
+        return f"nvcc {program}"
+    # What a wrapper runs may depend on PATH: ccache takes the next nvcc there.
+    return f"nvcc wrapper {program} {os.path.realpath(program)} {os.pathsep.join(settings.path)}"
+
+
+def _recall(memory: tuple[str, ...], path: str) -> dict[str, Any] | None:
+    return memo.recall(memory, _subject(path))
+
+
+def _question(path: str, host: str) -> tuple[dict[str, Any], list[str]]:
+    """Ask an nvcc who and where it is: (record, the files that the answers depend on).
+
+    No files where the answer depends on something else, and is not to be remembered.
+    """
+    from opkiln.process import run
+
+    def ask(*arguments: str) -> tuple[int, str]:
+        done = run((path, *arguments), timeout=60, supervised=False)
+        return done.returncode, done.output
+
+    files = [os.path.realpath(path)]
+    status, banner = ask("--version")
+    version = banner.partition("release ")[2].partition(",")[0].strip()
+    if status != 0 or torch_sdk.release(version) == (0, 0):
+        return _refusal(path, f"--version exits with {status}: {_last_line(banner)}"), files
+    status, listing = ask("--list-gpu-arch")
+    archs = _archs(listing) if status == 0 else []
+    if not archs:
+        reason = f"does not list its architectures: {_last_line(listing)}"
+        return _refusal(path, reason, version), files
+    ccbin = ("-ccbin", host) if host else ()
+    status, dryrun = ask("--dryrun", *ccbin, "-x", "cu", "-c", os.devnull)
+    said = dict(line[3:].split("=", 1) for line in dryrun.splitlines() if _assigns(line))
+    here = os.path.realpath(said.get("_HERE_", ""))
+    program = os.path.join(here, "nvcc")
+    if status != 0 or "TOP" not in said or not _executable(program):
+        reason = f"--dryrun does not say where its toolkit is: {_last_line(dryrun)}"
+        return _refusal(path, reason, version), []  # the host compiler may be at fault
+
+    home = os.path.realpath(said["TOP"])
+    include_dirs = _existing(_quoted(said, "INCLUDES", "-I") + _quoted(said, "SYSTEM_INCLUDES", ""))
+    # The wheels' own nvcc.profile names a lib64, and they have a lib.
+    usual = [os.path.join(home, "lib64"), os.path.join(home, "lib")]
+    library_dirs = _existing([*_quoted(said, "LIBRARIES", "-L"), *usual])
+    library_dirs = [path for path in library_dirs if _holds(path, _LIBRARIES[0])]
+    nvvm = os.path.join(home, "nvvm")
+    parts = [
+        *_parts("bin", [here], _PROGRAMS),
+        *_parts("nvvm", [said.get("CICC_PATH", ""), os.path.join(nvvm, "bin")], ["cicc"]),
+        *_parts("nvvm", [said.get("NVVMIR_LIBRARY_DIR", "")], ["libdevice.10.bc"]),
+        *_parts("nvvm", [os.path.join(nvvm, "lib64"), *usual], ["libnvvm.so.4"]),
+        *_parts("lib", library_dirs, _LIBRARIES),
+        *_parts("include", include_dirs, _HEADERS),
+    ]  # fmt: skip
+    # A refusal, too, is remembered, until a part that was missing comes to be there.
+    directories = _existing([home, here, *usual, *include_dirs, *library_dirs])
+    record = {
+        "refused": "",
+        "program": program,
+        "home": home,
+        "version": version,
+        "banner": banner,
+        "archs": archs,
+        "include_dirs": include_dirs,
+        "library_dirs": library_dirs,
+        "parts": parts,
+        "directories": directories,
+    }
+    files += [program, os.path.join(here, "nvcc.profile"), *directories]
+    return record, list(dict.fromkeys(files))
+
+
+def _refusal(path: str, reason: str, version: str = "") -> dict[str, Any]:
+    return {"refused": reason, "program": path, "version": version}
+
+
+def _assigns(line: str) -> bool:
+    name = line[3:].partition("=")[0]
+    return line.startswith("#$ ") and "=" in line and name.replace("_", "").isalpha()
+
+
+def _quoted(said: dict[str, str], name: str, prefix: str) -> list[str]:
+    """The directories of one variable: ``"-I/a" "-I/b"``, or ``"-isystem" "/a"``."""
+    import shlex
+
+    words = shlex.split(said.get(name, ""))
+    return [word.removeprefix(prefix) for word in words if prefix or not word.startswith("-")]
+
+
+def _existing(paths: list[str]) -> list[str]:
+    return list(dict.fromkeys(os.path.realpath(path) for path in paths if os.path.isdir(path)))
+
+
+def _holds(directory: str, name: str) -> bool:
+    return os.path.exists(os.path.join(directory, name))
+
+
+def _parts(role: str, directories: list[str], names: Iterable[str]) -> list[list[str]]:
+    """[role/name, file] for each name, from the first directory that holds it."""
+    found = []
+    for name in names:
+        holder = next((each for each in directories if each and _holds(each, name)), None)
+        if holder is not None:
+            found.append([f"{role}/{name}", os.path.realpath(os.path.join(holder, name))])
+    return found
+
+
+def _archs(listing: str) -> list[str]:
+    """``7.5``, ``8.0``, … of lines such as ``compute_75``, in numeric order."""
+    numbers = [line.strip().removeprefix("compute_") for line in listing.splitlines()]
+    ordered = sorted({int(number) for number in numbers if number.isdigit()})
+    return [f"{number // 10}.{number % 10}" for number in ordered]
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
