@@ -128,9 +128,8 @@ def test_an_author_who_repeats_the_cpu_flag_does_not_double_it(plain: Package) -
     builder = plain.builder()
     flag = builder.cpu_arch()
     assert flag.startswith("-m")
-    plan = make_plan(
-        plain.builder(FLAGS=(flag, "-DX")).spec(), resolve.target_of(builder.spec()), Store()
-    )
+    op = plain.builder(FLAGS=(flag, "-DX")).op()
+    plan = make_plan(op.spec, *resolve.chosen(op, Store()))
     for step in plan.steps[:-1]:
         words = plans.argv(step, plans.anchors(plan, "/stage"))
         assert words.count(flag) == 1

@@ -140,7 +140,7 @@ def test_a_torch_upgraded_in_place_rebuilds_a_full_abi_op_once_and_a_stable_one_
         for abi in ("torch", "torch-stable"):
             spec = OpSpec(abi.replace("-", "_"), "test", sys.argv[1], ("op.cpp",), abi=abi)
             changes = explain(Op(spec)).changes
-            print(abi, resolve.artifact(spec, Trace()).compiled, " ".join(changes))
+            print(abi, resolve.artifact(Op(spec), Trace()).compiled, " ".join(changes))
         assert "torch" not in sys.modules
     """
 

@@ -237,7 +237,7 @@ def test_without_torch_at_all_a_torch_op_says_so(stable: Package) -> None:
         from {stable.name}.op import StableBuilder
         builder = StableBuilder()
         print(builder.is_compatible(), builder.error_log)
-        resolve.artifact(builder.spec(), Trace())
+        resolve.artifact(builder.op(), Trace())
     """, path=[stable.where]))  # fmt: skip
     assert done.stdout.startswith("False op stable needs torch")
     assert "LoadError: op stable needs torch\n  torch is not installed" in done.stderr

@@ -190,8 +190,8 @@ def test_an_entry_for_a_better_cpu_is_refused_naming_what_this_one_lacks(
     monkeypatch.setattr(machine, "cpu_flags", lambda: "fpu sse2")
     from opkiln.store import key
 
-    spec = layered.package.builder().spec()
-    asked = key.intent_key(spec, resolve.target_of(spec))
+    op = layered.package.builder().op()
+    asked = key.intent_key(op.spec, resolve.target_of(op))
     os.rename(entry, entry.with_name(asked))
     layered.load()
     assert layered.served_from().startswith(str(layered.own))

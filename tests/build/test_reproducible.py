@@ -25,7 +25,7 @@ BUILD = """
     from repro.op import {kind}Builder
     from opkiln.loading import resolve
     from opkiln.loading.trace import Trace
-    made = resolve.artifact({kind}Builder().spec(), Trace())
+    made = resolve.artifact({kind}Builder().op(), Trace())
     assert made.origin == "built"
 """
 # A source that tries: the file's name, the date, an anonymous namespace, static objects.

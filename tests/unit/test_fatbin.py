@@ -1,136 +1,29 @@
-"""Reading libraries: GPU images, what is needed, and files that are not what they say."""
+"""GPU images of libraries by name, and fat binaries and bundles that are not what they say."""
 
 from __future__ import annotations
 
-import os
-import struct
 import tracemalloc
-import zlib
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from sample.binaries import (
+    CUBIN,
+    LTO,
+    NOBITS,
+    PTX,
+    A,
+    F,
+    bundle,
+    container,
+    cuda,
+    hip,
+    image,
+    library,
+    packed,
+)
 
-from opkiln.binary import elf
 from opkiln.binary.bundle import hip_images
 from opkiln.binary.fatbin import images, relocatable_images
-from opkiln.binary.source import opened
 from opkiln.errors import LoadError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-PTX, CUBIN, LTO = 1, 2, 8
-A, F = 1 << 20, 1 << 21
-STRTAB, DYNAMIC, NOBITS, DYNSYM, VERNEED = 3, 6, 8, 11, 0x6FFFFFFE
-
-
-def image(
-    kind: int, arch: int, flags: int = 0, *, version: int = 0x101, header: int = 64, size: int = 24
-) -> bytes:
-    """One entry of a fat binary, as nvcc writes it."""
-    words = struct.pack("<HHIQIIHHIIIQ", kind, version, header, size, 0, 0, 8, 1, arch, 0, 0,
-                        0x11 | flags)  # fmt: skip
-    return words.ljust(header, b"\0") + b"\x28" * 24
-
-
-def container(
-    *entries: bytes, version: int = 1, header: int = 16, size: int | None = None
-) -> bytes:
-    body = b"".join(entries)
-    size = len(body) if size is None else size
-    return struct.pack("<IHHQ", 0xBA55ED50, version, header, size) + body
-
-
-def bundle(*targets: str, entries: int | None = None, size: int = 32) -> bytes:
-    """An offload bundle, as clang writes it: the host's empty entry, then the targets'."""
-    ids = [b"host-x86_64-unknown-linux", *(target.encode() for target in targets)]
-    table = b"__CLANG_OFFLOAD_BUNDLE__" + struct.pack(
-        "<Q", len(ids) if entries is None else entries
-    )
-    offset = 4096
-    for index, each in enumerate(ids):
-        table += struct.pack("<QQQ", offset, size if index else 0, len(each)) + each
-        offset += size if index else 0
-    return table.ljust(4096, b"\0") + b"\x7f" * (32 * len(targets))
-
-
-def packed(whole: bytes, *, version: int = 3, method: int = 0, size: int | None = None) -> bytes:
-    body = zlib.compress(whole)
-    sizes = "<II8s" if version == 2 else "<QQ8s"
-    header = 8 + struct.calcsize(sizes)
-    size = header + len(body) if size is None else size
-    return struct.pack("<4sHH", b"CCOB", version, method) + struct.pack(
-        sizes, size, len(whole), b"hashhash"
-    ) + body  # fmt: skip
-
-
-def library(
-    *sections: tuple[str, int, bytes, int], kind: int = 3, machine: int = 62, repeat: int = 0
-) -> bytes:
-    """A file of these sections (name, type, bytes, link), numbered from 1; names come last."""
-    names, body, headers = b"\0.shstrtab\0", b"", [bytes(64)]
-    listed = [*sections, *([sections[-1]] * repeat)]
-    placed: dict[int, tuple[int, int]] = {}
-    for name, type_, data, link in listed:
-        if id(data) not in placed:
-            placed[id(data)] = (len(names), 64 + len(body))
-            names += name.encode() + b"\0"
-            body += data + bytes(-len(data) % 8)
-        at_name, offset = placed[id(data)]
-        headers.append(struct.pack("<IIQQQQIIQQ", at_name, type_, 0, 0, offset, len(data),
-                                   link, 0, 8, 0))  # fmt: skip
-    headers.append(struct.pack("<IIQQQQIIQQ", 1, STRTAB, 0, 0, 64 + len(body), len(names),
-                               0, 0, 1, 0))  # fmt: skip
-    body += names + bytes(-len(names) % 8)
-    count, last = len(headers), len(headers) - 1
-    if count >= 0xFF00:  # then both numbers are in the first header
-        headers[0] = struct.pack("<IIQQQQIIQQ", 0, 0, 0, 0, 0, count, last, 0, 0, 0)
-        count, last = 0, 0xFFFF
-    header = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", kind, machine, 1, 0, 0,
-                         64 + len(body), 0, 64, 56, 0, 64, count, last)  # fmt: skip
-    return header + body + b"".join(headers)
-
-
-def cuda(*containers: bytes, name: str = ".nv_fatbin") -> bytes:
-    return library((name, 1, b"".join(containers), 0))
-
-
-def hip(*bundles: bytes) -> bytes:
-    return library((".hip_fatbin", 1, b"".join(bundles), 0))
-
-
-def dynamic(strings: bytes = b"\0liba.so\0libb.so\0A_1.0\0A_1.1\0f\0g\0") -> bytes:
-    """A library that needs libb.so and liba.so (A_1.0; A_1.1 weakly), and f; g is weak."""
-    tags = [(1, 9), (1, 1), (12, 0), (0, 0), (1, 1)]
-    at = {name: strings.index(name) for name in (b"A_1.0", b"A_1.1", b"f\0", b"g\0")}
-    symbols = [
-        (0, 0, 0),
-        (at[b"f\0"], 0x12, 0),  # global, undefined
-        (at[b"g\0"], 0x22, 0),  # weak, undefined
-        (1, 0x12, 3),  # defined here
-        (9, 0x02, 0),  # local
-    ]
-    versions = struct.pack("<HHIII", 1, 2, 1, 16, 0)
-    versions += struct.pack("<IHHII", 0, 0, 2, at[b"A_1.0"], 16)
-    versions += struct.pack("<IHHII", 0, 2, 3, at[b"A_1.1"], 0)
-    return library(
-        (".dynstr", STRTAB, strings, 0),
-        (".dynamic", DYNAMIC, b"".join(struct.pack("<qQ", *tag) for tag in tags), 1),
-        (".dynsym", DYNSYM,
-         b"".join(struct.pack("<IBBHQQ", n, i, 0, s, 0, 0) for n, i, s in symbols), 1),
-        (".gnu.version_r", VERNEED, versions, 1),
-        (".nv_fatbin", 1, container(image(CUBIN, 90, A)) + bytes(8) + container(), 0),
-        (".hip_fatbin", 1, bundle("hipv4-amdgcn-amd-amdhsa--gfx90a") + packed(
-            bundle("hip-amdgcn-amd-amdhsa--gfx1030")), 0),
-    )  # fmt: skip
-
-
-def everything(file: bytes | Path) -> tuple[object, ...]:
-    return elf.read(file), images(file), relocatable_images(file), hip_images(file)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +75,7 @@ def test_longer_headers_and_unknown_kinds_are_passed_over() -> None:
 
 def test_a_file_without_images_has_none() -> None:
     plain = library((".text", 1, b"\xc3", 0))
-    assert everything(plain) == (elf.Elf("x86_64", "shared", (), (), ()), (), (), ())
+    assert (images(plain), relocatable_images(plain), hip_images(plain)) == ((), (), ())
     nobits = library((".nv_fatbin", NOBITS, b"\xc3", 0))
     assert images(nobits) == ()
 
@@ -282,237 +175,3 @@ def test_a_damaged_offload_bundle_is_a_load_error_that_says_where(section: bytes
     with pytest.raises(LoadError) as raised:
         hip_images(library((".hip_fatbin", 1, section, 0), (".rest", 1, bytes(0), 0)))
     assert why in raised.value.why
-
-
-def test_what_a_library_needs_is_read_without_what_is_weak() -> None:
-    assert elf.read(dynamic()) == elf.Elf(
-        "x86_64", "shared", ("libb.so", "liba.so"), ("A_1.0",), ("f",)
-    )
-
-
-@pytest.mark.parametrize(
-    ("machine", "name"), [(62, "x86_64"), (183, "aarch64"), (243, "machine 243")]
-)
-def test_the_machine_has_the_name_that_the_kernel_gives_it(machine: int, name: str) -> None:
-    assert elf.read(library((".text", 1, b"", 0), machine=machine, kind=1))[:2] == (name, "object")
-
-
-def test_a_real_library_of_this_process_needs_what_is_mapped() -> None:
-    found = elf.read(mapped_library())
-    assert found.machine == os.uname().machine
-    assert found.kind == "shared"
-    assert any(name.startswith(("libc.", "libm.", "ld-linux")) for name in found.needed)
-
-
-def test_more_sections_than_the_header_can_count_are_read() -> None:
-    file = library(
-        (".nv_fatbin", 1, container(image(PTX, 80)), 0), (".text", 1, b"\xc3", 0), repeat=70_000
-    )
-    assert images(file) == ("compute_80",)
-
-
-@pytest.mark.parametrize(
-    ("content", "what", "why"),
-    [
-        (b"", "is not an ELF file", "it is empty"),
-        (b"!<arch>\nlib", "is not an ELF file", "21 3c 61 72"),
-        (b"\x7fELF\x01\x01" + bytes(60), "not a 64-bit little-endian", "01 01"),
-        (b"\x7fELF\x02\x02" + bytes(60), "not a 64-bit little-endian", "02 02"),
-        (library((".text", 1, b"", 0), kind=4), "is damaged", "type 4"),
-        (library((".text", 1, b"", 0))[:60], "is damaged", "ELF header: 64 bytes"),
-        (library((".text", 1, b"", 0))[:64], "is damaged", "first section header"),
-        (library((".text", 1, b"", 0))[:-1], "is damaged", "section headers"),
-    ],
-)
-def test_what_is_no_whole_elf_file_is_a_load_error(
-    content: bytes, what: str, why: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "lib.so"
-    path.write_bytes(content)
-    for read in (elf.read, images, hip_images):
-        with pytest.raises(LoadError) as raised:
-            read(path)
-        assert f"{path} " in raised.value.what
-        assert what in raised.value.what
-        assert why in raised.value.why
-
-
-def test_what_is_no_regular_file_is_a_load_error_and_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    for path, what in [
-        (tmp_path / "fifo", "is not a regular file"),
-        (tmp_path, "is not a regular file"),
-        (tmp_path / "absent", "cannot be read"),
-        ("with\0nul", "cannot be read"),
-    ]:
-        with pytest.raises(LoadError, match=what):
-            images(path)
-
-
-def test_a_file_that_shrinks_while_it_is_read_is_a_load_error(tmp_path: Path) -> None:
-    path = tmp_path / "lib.so"
-    path.write_bytes(dynamic())
-    with opened(path) as source:
-        os.truncate(path, 100)
-        with pytest.raises(LoadError, match="meanwhile"):
-            source.read(64, 100, "a table")
-
-
-@pytest.mark.parametrize("name", [".nv_fatbin", ".hip_fatbin", ".dynstr"])
-def test_a_sparse_file_of_a_terabyte_takes_no_memory(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "lib.so"
-    file = bytearray(dynamic())
-    start = struct.unpack_from("<Q", file, 40)[0]
-    index = [".dynstr", ".dynamic", ".dynsym", ".gnu.version_r", ".nv_fatbin", ".hip_fatbin"].index(
-        name
-    )
-    struct.pack_into("<QQ", file, start + 64 * (index + 1) + 24, len(file), 1 << 39)
-    path.write_bytes(file)
-    os.truncate(path, 1 << 40)
-    tracemalloc.start()
-    try:
-        with pytest.raises(LoadError):
-            everything(path)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 23
-    finally:
-        tracemalloc.stop()
-
-
-def test_sections_that_lie_over_each_other_are_not_read_over_and_over() -> None:
-    file = library((".nv_fatbin", 1, container(*[image(CUBIN, 80)] * 2000), 0), repeat=60_000)
-    with pytest.raises(LoadError, match="many times over"):
-        images(file)
-
-
-def test_names_that_lie_over_each_other_do_not_multiply() -> None:
-    strings = b"\0" + b"x" * 100_000 + b"\0"
-    symbols = b"".join(struct.pack("<IBBHQQ", n + 1, 0x12, 0, 0, 0, 0) for n in range(50_000))
-    file = library((".dynstr", STRTAB, strings, 0), (".dynsym", DYNSYM, symbols, 1))
-    with pytest.raises(LoadError, match="over each other"):
-        elf.read(file)
-
-
-@pytest.mark.parametrize(
-    ("section", "why"),
-    [
-        (struct.pack("<HHIII", 1, 60_000, 1, 16, 0), "more records"),
-        (struct.pack("<HHIII", 1, 0, 1, 0, 1) * 2, "more records"),
-        (struct.pack("<HHIII", 1, 0, 1, 0, 64) * 2, "reach past"),
-        (struct.pack("<HHIII", 1, 1, 1, 1 << 31, 0) * 2, "reach past"),
-        (bytes(8), "reach past"),
-    ],
-)
-def test_chains_of_versions_end(section: bytes, why: str) -> None:
-    with pytest.raises(LoadError) as raised:
-        elf.read(library((".dynstr", STRTAB, b"\0", 0), (".gnu.version_r", VERNEED, section, 1)))
-    assert why in raised.value.why
-
-
-def test_tables_without_names_or_of_broken_records_are_load_errors() -> None:
-    for table in (
-        [(".dynsym", DYNSYM, bytes(24), 9)],
-        [(".dynsym", DYNSYM, bytes(24), 1)],
-        [(".dynstr", STRTAB, b"\0", 0), (".dynsym", DYNSYM, bytes(23), 1)],
-        [(".dynstr", STRTAB, b"abc", 0), (".dynamic", DYNAMIC, struct.pack("<qQ", 1, 1), 1)],
-        [(".dynstr", STRTAB, b"\0", 0), (".dynamic", DYNAMIC, struct.pack("<qQ", 1, 2**64 - 1), 1)],
-    ):
-        with pytest.raises(LoadError):
-            elf.read(library(*table))
-
-
-def mapped() -> list[str]:
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return sorted({line.split(maxsplit=5)[-1] for line in lines if ".so" in line})
-
-
-def mapped_library() -> Path:
-    """The smallest library that this process has loaded and that needs others' symbols."""
-    files = [Path(path) for path in mapped() if Path(path).is_file()]
-    for path in sorted(files, key=lambda path: (path.stat().st_size, path)):
-        found = elf.read(path)
-        if found.undefined and any(version.startswith("GLIBC_") for version in found.versions):
-            return path
-    pytest.skip("no library of this process needs glibc's symbols")
-
-
-def mutated(
-    whole: bytes, places: list[int], changes: list[tuple[int, int, int]], cut: int
-) -> bytes:
-    """``whole`` with numbers written over some of the places, less ``cut`` thousandths."""
-    data = bytearray(whole)
-    for place, width, value in changes:
-        at = places[place % len(places)]
-        data[at : at + width] = value.to_bytes(8, "little")[:width]
-    return bytes(data[: len(data) - len(data) * cut // 1000])
-
-
-def telling(whole: bytes) -> list[int]:
-    """Where a change matters most: the header, the section headers, the tables that are read."""
-    start = struct.unpack_from("<Q", whole, 40)[0]
-    count = struct.unpack_from("<H", whole, 60)[0]
-    places = [*range(64), *range(start, start + 64 * count)]
-    for index in range(count):
-        kind, _, _, offset, size = struct.unpack_from("<IQQQQ", whole, start + 64 * index + 4)
-        if kind in {DYNAMIC, DYNSYM, VERNEED, STRTAB}:
-            places += range(offset, offset + min(size, 512))
-    return places
-
-
-NUMBERS = st.one_of(
-    st.integers(0, 255),
-    st.integers(0, 2**64 - 1),
-    st.sampled_from([0, 1, 0xFFFF, 2**31, 2**32 - 1, 2**63, 2**64 - 1]),
-)
-CHANGES = st.lists(
-    st.tuples(st.integers(0, 1 << 20), st.sampled_from([1, 2, 4, 8]), NUMBERS), max_size=6
-)
-SHARES = st.one_of(st.just(0), st.integers(0, 1000))
-MADE = dynamic()
-MADE_PLACES = [at for at in range(len(MADE)) if any(MADE[max(0, at - 8) : at + 8])]
-
-
-@cache
-def real() -> tuple[bytes, list[int]]:
-    whole = mapped_library().read_bytes()
-    return whole, telling(whole)
-
-
-def stands(read: Callable[[bytes], object], file: bytes) -> bool:
-    """Whether it has a result; without one there is a LoadError, and no other."""
-    try:
-        read(file)
-    except LoadError:
-        return False
-    return True
-
-
-@settings(max_examples=1500, deadline=None)
-@given(changes=CHANGES, cut=SHARES)
-def test_any_change_of_a_library_with_images_gives_a_result_or_a_load_error(
-    changes: list[tuple[int, int, int]], cut: int
-) -> None:
-    file = mutated(MADE, MADE_PLACES, changes, cut)
-    results = [stands(read, file) for read in (elf.read, images, relocatable_images, hip_images)]
-    assert all(results) or file != MADE
-
-
-@settings(max_examples=300, deadline=None)
-@given(changes=CHANGES, cut=SHARES)
-def test_any_change_of_a_real_library_gives_a_result_or_a_load_error(
-    changes: list[tuple[int, int, int]], cut: int
-) -> None:
-    whole, places = real()
-    file = mutated(whole, places, changes, cut)
-    results = [stands(read, file) for read in (elf.read, images)]
-    assert all(results) or file != whole
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=400), st.booleans())
-def test_any_bytes_in_a_section_give_a_result_or_a_load_error(noise: bytes, led: bool) -> None:
-    for name, read, lead in (
-        (".nv_fatbin", images, container(size=len(noise))),
-        (".hip_fatbin", hip_images, b"__CLANG_OFFLOAD_BUNDLE__"),
-    ):
-        section = (lead if led else b"") + noise
-        assert stands(read, library((name, 1, section, 0))) or section.strip(b"\0")

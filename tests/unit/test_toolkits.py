@@ -17,7 +17,7 @@ from opkiln.settings import override
 from opkiln.toolchain import cuda_version, host, nvcc, toolkits, torch_sdk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 _NVCC = r"""#!/bin/sh
@@ -267,13 +267,15 @@ def test_where_none_works_the_error_says_what_each_said(here: Machine) -> None:
 # Where toolkits are looked for
 
 
-def test_without_any_toolkit_the_error_says_where_it_was_looked(here: Machine) -> None:
-    with override(system_cuda_home=str(here.root / "gone")):
-        assert not nvcc.available()
-        with pytest.raises(MissingCUDAException) as caught:
-            here.choose("13.0")
+def test_without_any_toolkit_the_error_says_where_it_was_looked(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(here.root / "gone"))
+    assert not nvcc.available()
+    with pytest.raises(MissingCUDAException) as caught:
+        here.choose("13.0")
     for place in (f"CUDA_HOME: no {here.root}/gone/bin/nvcc", "PATH", "usr/cuda-*", "site/nvidia"):
-        assert place.replace("CUDA_HOME", "call") in caught.value.why
+        assert place in caught.value.why
     assert caught.value.hint == "pip install 'opkiln[cuda]'"
     assert here.recall("13.0") is None
 
@@ -320,7 +322,7 @@ def test_a_toolkit_that_is_found_twice_is_asked_once(here: Machine) -> None:
     with override(system_cuda_home=str(here.root / "usr/cuda")):
         assert here.choose("13.0").path == str(made.nvcc)
         assert list(here.candidates("13.0").values()) == [("call", "13.0", "")]
-    assert sum("--version" in line for line in made.asked()) <= 2  # once a search, just written
+    assert sum("--version" in line for line in made.asked()) == 2  # by each of two searches
 
 
 def test_a_script_on_path_leads_to_the_toolkit_that_it_runs(here: Machine) -> None:
@@ -538,7 +540,7 @@ def test_a_ccbin_that_is_absent_is_an_error_and_not_replaced(here: Machine) -> N
 
 
 @pytest.fixture
-def torch_with(monkeypatch: pytest.MonkeyPatch) -> object:
+def torch_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
     def pretend(cuda: str | None) -> None:
         sdk = torch_sdk.TorchSDK("/torch", "2.13.0", "id", cuda, None, True)
         monkeypatch.setattr(torch_sdk, "find", lambda: sdk)
@@ -546,8 +548,10 @@ def torch_with(monkeypatch: pytest.MonkeyPatch) -> object:
     return pretend
 
 
-def test_the_installed_version_is_that_of_the_best_fit(here: Machine, torch_with: object) -> None:
-    torch_with("13.2")  # type: ignore[operator]
+def test_the_installed_version_is_that_of_the_best_fit(
+    here: Machine, torch_with: Callable[[str | None], None]
+) -> None:
+    torch_with("13.2")
     with pytest.raises(MissingCUDAException, match="op fused_adam: no CUDA toolkit"):
         cuda_version.installed_cuda_version("fused_adam")
     here.toolkit("12.9")
@@ -563,8 +567,10 @@ def test_the_installed_version_is_that_of_the_best_fit(here: Machine, torch_with
     assert cuda_version.get_default_compute_capabilities() == "8.0;9.0;10.0"
 
 
-def test_a_torch_without_cuda_mismatches_nothing(here: Machine, torch_with: object) -> None:
-    torch_with(None)  # type: ignore[operator]
+def test_a_torch_without_cuda_mismatches_nothing(
+    here: Machine, torch_with: Callable[[str | None], None]
+) -> None:
+    torch_with(None)
     here.toolkit("12.9")
     assert cuda_version.assert_no_cuda_mismatch() is True
 

@@ -59,10 +59,10 @@ Tensor silu_mul(const Tensor& x, const Tensor& y) {
   STD_TORCH_CHECK(y.scalar_type() == x.scalar_type(), "y must be float32");
   STD_TORCH_CHECK(x.sizes().equals(y.sizes()), "x and y must have the same shape");
   STD_TORCH_CHECK(x.is_contiguous() && y.is_contiguous(), "x and y must be contiguous");
-  static Device device;
   Tensor out = torch::stable::empty_like(x);
   const int64_t n = x.numel();
   if (n == 0) return out;
+  static Device device;
   const float* a = x.const_data_ptr<float>();
   const float* b = y.const_data_ptr<float>();
   float* o = out.mutable_data_ptr<float>();

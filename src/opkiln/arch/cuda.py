@@ -148,7 +148,7 @@ def _native(word: str, native: Sequence[Arch] | None) -> tuple[Arch, ...]:
     if not native:
         raise ArchError(
             f"{word!r} names this machine's GPUs, and there is no GPU here",
-            why="no NVIDIA GPU was found, or CUDA_VISIBLE_DEVICES hides them all",
+            why="no NVIDIA GPU was found",
             hint=_EXAMPLE,
         )
     return merged(native)

@@ -117,7 +117,7 @@ def _native(word: str, native: Sequence[Arch] | None) -> tuple[Arch, ...]:
     if not native:
         raise ArchError(
             f"{word!r} names this machine's GPUs, and there is no GPU here",
-            why="no AMD GPU was found, or HIP_VISIBLE_DEVICES hides them all",
+            why="no AMD GPU was found",
             hint=_EXAMPLE,
         )
     return tuple(native)

@@ -123,7 +123,8 @@ class CUDAOpBuilder(OpBuilder):
         )
 
     def _rule(self) -> Any:
-        return None if type(self).filter_ccs is CUDAOpBuilder.filter_ccs else self.filter_ccs
+        filters = type(self).filter_ccs is not CUDAOpBuilder.filter_ccs
+        return self.filter_ccs if filters and self.backend == CUDA else None
 
     def _bare(self) -> Op:
         """The op as far as its architectures go, without asking for its sources and flags."""

@@ -68,7 +68,7 @@ def _answer(given: str | None, name: str | None) -> Answer:
     toolkit, no_toolkit = _toolkit(memory, backend)
     language = archs.grammar(backend)
     listed = language.parse(";".join(toolkit.archs)) if toolkit and toolkit.archs else ()
-    devices, driver = _devices(memory, backend)
+    devices = _devices(memory, backend)
     natives = language.parse(";".join(devices)) if devices else ()
     asked, origin = _asked(given, backend, bool(devices), bool(listed))
     try:
@@ -85,7 +85,7 @@ def _answer(given: str | None, name: str | None) -> Answer:
         if backend != CUDA:
             kept, refused = language.usable(kept, listed)
         elif asked.strip().lower() == "native":
-            kept, notes = _served(kept, toolkit, listed, driver)
+            kept, notes = archs.for_devices(kept, toolkit)
         else:
             kept, refused = language.usable(kept, listed, toolkit.accepts)
     return Answer(
@@ -127,15 +127,14 @@ def _toolkit(memory: tuple[str, ...], backend: str) -> tuple[DeviceCompiler | No
         return None, error.what
 
 
-def _devices(memory: tuple[str, ...], backend: str) -> tuple[tuple[str, ...], str]:
-    """What this machine's GPUs are, and the highest CUDA that their driver takes."""
+def _devices(memory: tuple[str, ...], backend: str) -> tuple[str, ...]:
+    """What this machine's GPUs are."""
     from opkiln.accelerator import amd, nvidia
     from opkiln.model import CUDA
 
     if backend != CUDA:
-        return tuple(gpu.arch for gpu in amd.devices().gpus), ""
-    found = nvidia.devices(memory)
-    return nvidia.capabilities(found), found.cuda
+        return tuple(gpu.arch for gpu in amd.devices().gpus)
+    return nvidia.capabilities(nvidia.devices(memory))
 
 
 def _asked(given: str | None, backend: str, has_devices: bool, has_list: bool) -> tuple[str, str]:
@@ -152,19 +151,6 @@ def _asked(given: str | None, backend: str, has_devices: bool, has_list: bool) -
     # Precompiling takes all there is; `native` is what names the missing GPU where nothing is.
     everything = backend == CUDA and has_list and not has_devices
     return ("all", "toolkit") if everything else ("native", "devices")
-
-
-def _served(
-    kept: tuple[Any, ...], toolkit: DeviceCompiler, listed: tuple[Any, ...], driver: str
-) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """What this machine's GPUs get of a toolkit that may not know them. Raises ArchError."""
-    from opkiln.arch import cuda
-    from opkiln.toolchain.torch_sdk import release
-
-    takes_ptx = release(driver) >= release(toolkit.version)
-    chosen = [cuda.for_device(arch, listed, takes_ptx) for arch in kept]
-    notes = tuple(note for _, note in chosen if note)
-    return cuda.merged(arch for arch, _ in chosen), notes
 
 
 def _rows(answer: Answer) -> list[tuple[str, str]]:

@@ -16,10 +16,13 @@ from opkiln.errors import ArchError, ArchWarning, LoadError, ToolchainError
 from opkiln.model import CUDA, ROCM, DeviceCompiler, Target, Toolchain
 from opkiln.record import Record
 from opkiln.settings import LAYOUT, origin_of, store_candidates
+from opkiln.toolchain.torch_sdk import release
 from opkiln.trust import fault
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from opkiln.loading.loader import Op
 
 _SETTINGS = {CUDA: "cuda_arch_list", ROCM: "rocm_arch_list"}
@@ -150,46 +153,55 @@ def fitted(op: Op, target: Target, toolchain: Toolchain) -> Target:
     that was asked for by name and cannot be compiled is a ToolchainError.
     """
     device = toolchain.device
-    if target.backend != CUDA or device is None:
+    if device is None or not target.archs:
         return target
-    language = grammar(CUDA)
+    language = grammar(target.backend)
     archs = language.parse(";".join(target.archs))
-    listed = language.parse(";".join(device.archs))
-    _, refused = language.usable(archs, listed, device.accepts)
+    listed = language.parse(";".join(device.archs)) if device.archs else ()
+    if target.backend == CUDA:
+        _, refused = language.usable(archs, listed, device.accepts)
+    else:
+        refused = language.usable(archs, listed).refused if listed else ()
     if not refused:
         return target
-    if not wanted(op).native:
+    if target.backend != CUDA or not wanted(op).native:
         raise ToolchainError(
             f"op {op.spec.name} cannot be compiled for {language.show(a for a, _ in refused)}",
             why="\n".join(f"{arch}: {reason}" for arch, reason in refused)
-            + f"\nthe toolkit is CUDA {device.version}, {device.home}",
-            hint=f"OPKILN_CUDA_ARCH_LIST='{language.show(listed)}'",
+            + f"\nthe toolkit is {_name(target.backend)} {device.version}, {device.home}",
+            hint=f"{_variable(target.backend)}='{language.show(listed)}'",
         )
-    from opkiln.accelerator import nvidia
-
-    driver = nvidia.devices(memory()).cuda
-    takes_ptx = _numbers(driver) >= _numbers(device.version)
-    chosen = []
-    for arch in archs:
-        try:
-            served, note = language.for_device(arch, listed, takes_ptx)
-        except ArchError as error:
-            raise ToolchainError(error.what, why=error.why, hint=error.hint) from None
-        chosen.append(served)
-        if note and note not in _told:
+    try:
+        chosen, notes = for_devices(archs, device)
+    except ArchError as error:
+        raise ToolchainError(error.what, why=error.why, hint=error.hint) from None
+    for note in notes:
+        if note not in _told:
             _told.add(note)
             newer = _newer_toolkit(device)
             warnings.warn(f"op {op.spec.name}: {note}\nhint: {newer}", ArchWarning, stacklevel=6)
-    return target._replace(archs=tuple(map(str, language.merged(chosen))))
+    return target._replace(archs=tuple(map(str, chosen)))
+
+
+def for_devices(
+    archs: Iterable[Any], device: DeviceCompiler
+) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """What this machine's GPUs get of a CUDA toolkit that may not know them, with a note for each
+    that it does not know. Raises ArchError."""
+    from opkiln.accelerator import nvidia
+
+    language = grammar(CUDA)
+    listed = language.parse(";".join(device.archs))
+    driver = nvidia.devices(memory()).cuda
+    takes_ptx = release(driver) >= release(device.version)
+    chosen = [language.for_device(arch, listed, takes_ptx) for arch in archs]
+    notes = tuple(dict.fromkeys(note for _, note in chosen if note))
+    return language.merged(arch for arch, _ in chosen), notes
 
 
 def _newer_toolkit(device: DeviceCompiler) -> str:
     major = device.version.partition(".")[0]
     return f"install a newer CUDA {major} toolkit: pip install -U 'opkiln[cuda]'"
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 
 def coverage(target: Target) -> str:

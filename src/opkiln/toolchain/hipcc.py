@@ -111,10 +111,9 @@ def _search(
 ) -> _Search | None:
     """Look at every hipcc; None where something is not remembered and may not be asked."""
     found: list[tuple[Candidate, dict[str, Any]]] = []
-    refused: list[Candidate] = []
-    for candidate in rocm_homes.hipcc_candidates():
+    listed = list(rocm_homes.hipcc_candidates())
+    for candidate in listed:
         if candidate.refused:
-            refused.append(candidate)
             continue
         record = _recall(memory, candidate.path)
         if record is None:
@@ -129,14 +128,21 @@ def _search(
     works = [pair for pair in found if not pair[1]["refused"]]
     fitting = [pair for pair in works if not _misfit(pair[1], torch_hip, host)]
     best = min(fitting, key=lambda pair: _fit(pair[1], torch_hip), default=None)
+    taken = None if best is None else _compiler(best[1], host)
     for candidate, record in found:
         reason = record["refused"] or _misfit(record, torch_hip, host)
-        if not reason and best is not None and candidate is not best[0]:
-            reason = f"{best[0].path} was found before it or is nearer to torch's version"
-        refused.append(candidate._replace(refused=reason, version=record["version"]))
+        if not reason and taken is not None and record["program"] != taken.path:
+            reason = _outranked(record, taken, torch_hip)
+        seen = candidate._replace(refused=reason, version=record["version"])
+        listed[listed.index(candidate)] = seen
     signatures = [each for candidate, record in found for each in _signed(candidate, record)]
-    taken = None if best is None else _compiler(best[1], host)
-    return _Search(taken, refused, bool(works) and not fitting, signatures)
+    return _Search(taken, listed, bool(works) and not fitting, signatures)
+
+
+def _outranked(record: dict[str, Any], taken: DeviceCompiler, torch_hip: str | None) -> str:
+    if torch_hip is None or record["version"] == taken.version:
+        return f"found after {taken.path}"
+    return f"HIP {taken.version} in {taken.home} is nearer to torch's {torch_hip}"
 
 
 def _signed(candidate: Candidate, record: dict[str, Any]) -> list[list[Any]]:

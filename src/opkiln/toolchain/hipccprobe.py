@@ -10,7 +10,7 @@ from typing import Any
 
 from opkiln.arch import hip
 from opkiln.digest import key, sha256_file
-from opkiln.errors import ArchError
+from opkiln.errors import ArchError, BuildTimeout, ToolchainError
 from opkiln.settings import settings
 from opkiln.toolchain import rocm_homes, torch_sdk
 
@@ -25,6 +25,7 @@ ENVIRONMENT = (("HIP_PLATFORM", "amd"),)
 
 _RUNTIME = "libamdhip64.so"
 _HEADER = "hip/hip_runtime.h"
+_VERSION = "hip/hip_version.h"
 _REQUIRED = "-std=c++20"
 _ISA = "oclc_isa_version_"  # how the names of device libraries begin that stand for a processor
 # Every ROCm of the last years has device libraries for one of these: to ask it about itself.
@@ -40,6 +41,13 @@ def probe(path: str) -> tuple[dict[str, Any], list[str]]:
     """Ask a hipcc everything at once: (record, the files that the answers depend on)."""
     program = os.path.realpath(path)
     files = [program, *_beside(program)]
+    try:
+        return _asked(program, files)
+    except (ToolchainError, BuildTimeout) as error:  # it cannot be started, or does not end
+        return {"refused": f"{error.what}: {error.why}", "version": ""}, files
+
+
+def _asked(program: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:
     with tempfile.TemporaryDirectory(prefix="opkiln-probe-", dir=settings.tmpdir) as scratch:
         ask = _asking(program, scratch)
         status, banner = ask("--version")
@@ -66,6 +74,9 @@ def probe(path: str) -> tuple[dict[str, Any], list[str]]:
     bitcode = _bitcode(dry)
     parts = [*files, *map(os.path.realpath, called), *_shared_code(called)]
     parts += [os.path.join(directory, name) for directory, name in bitcode]
+    include_dirs = [d for d in _header_directories(dry) if _holds(d, _HEADER)]
+    # The release of the headers. Those that only a device's compile reads are in no depfile.
+    parts += [os.path.join(d, _VERSION) for d in include_dirs if _holds(d, _VERSION)]
     parts = list(dict.fromkeys(parts))
     # Signed, too, and no part of the identity: what decides only which archs there are, and what
     # is linked with (which a link's own inputs are keyed by).
@@ -81,7 +92,7 @@ def probe(path: str) -> tuple[dict[str, Any], list[str]]:
         "identity": key("toolchain", ("hipcc", version, digests)),
         "archs": _archs(name for _, name in bitcode),
         "accepts": [_REQUIRED],
-        "include_dirs": [d for d in _header_directories(dry) if _holds(d, _HEADER)],
+        "include_dirs": include_dirs,
         "library_dirs": library_dirs,
         "resolved": [[name, os.path.realpath(name)] for name in called],
     }

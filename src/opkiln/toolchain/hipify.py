@@ -54,9 +54,9 @@ def stage(spec: OpSpec, torch: TorchSDK, directory: str) -> Staged:
     ``directory`` exists and is empty. It comes to hold the files by their absolute paths, as below
     another root directory: however ``..`` leads from one to the other, it leads there in the copy.
     Headers are an author's where they lie beside what includes them or in the spec's include
-    directories, unless those are torch's, CUDA's or ROCm's; a directory that only a flag names is not
-    looked into. Files that hold nothing of CUDA are
-    copied as they are. The source tree is only read.
+    directories, unless those are torch's, CUDA's or ROCm's; a directory that only a flag names is
+    not looked into. Files that hold nothing of CUDA are copied as they are. The source tree is only
+    read.
 
     Raises SpecError for a source that is not there, ToolchainError where torch's hipify cannot be
     used, OSError.

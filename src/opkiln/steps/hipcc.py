@@ -1,0 +1,140 @@
+"""HIP sources, and CUDA sources that were translated to HIP, by hipcc.
+
+A build compiles the translated copy (``toolchain.hipify``), which has the names of the original:
+the plan is the same for both. hipcc puts the path after ``-o`` between double quotes and has a
+shell read it, so steps ask for plain paths.
+
+``-MD`` lists what the compile for the host read. Those for the devices may read other headers and
+list nothing: what a build depends on is all of the translated copy, and what is listed.
+"""
+
+from __future__ import annotations
+
+from opkiln.arch import hip
+from opkiln.digest import key
+from opkiln.errors import SpecError
+from opkiln.model import ABI_TORCH, EXECUTABLE, Anchored, Arg, OpSpec, Step, Target, Toolchain
+from opkiln.steps import flags as taken
+from opkiln.steps.arguments import (
+    PREFIX_MAPS,
+    anchored,
+    author_flags,
+    depfile_name,
+    in_toolkit,
+    object_name,
+)
+from opkiln.steps.host import torch_defines, torch_includes
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SOURCES = (".cu", ".hip")
+
+_MEMORY = 900 << 20
+# torch's own headers take far more.
+_MEMORY_WITH_TORCH = 3000 << 20
+
+# What HIP's and torch's headers want to know, in device code and in C++ that includes them.
+DEFINES = ("-D__HIP_PLATFORM_AMD__=1", "-DUSE_ROCM=1")
+# torch's headers define these operators and conversions themselves.
+_TORCH_HALF = ("-D__HIP_NO_HALF_OPERATORS__=1", "-D__HIP_NO_HALF_CONVERSIONS__=1")
+# CUDA's __shfl_down_sync and its kin, which no translation touches. Since ROCm 6.2.
+_WARP_SYNC = "-DHIP_ENABLE_WARP_SYNC_BUILTINS=1"
+
+# How flags begin that choose architectures, passes or another ROCm: each has its one owner.
+_REFUSED = (
+    "--offload-", "--no-offload-", "--amdgpu-target", "--cuda-", "--hip-link", "--rocm-path",
+    "--hip-path", "--rocm-device-lib-path", "--hip-device-lib-path", "--hip-version", "--genco",
+    "-cuid", "-fuse-cuid", "-parallel-jobs", "-Xarch_", "-nogpu", "-mcpu", "-march",
+)  # fmt: skip
+_RELOCATABLE = "-fgpu-rdc"
+
+
+def check(op: str, flags: tuple[str, ...], variable: str = "") -> None:
+    """Refuse what hipcc must not be given. Raises SpecError.
+
+    ``variable`` is where the flags come from, where they are not the author's.
+    """
+    hint = f"unset {variable}" if variable else ""
+    for flag in flags:
+        if flag.startswith(_REFUSED):
+            raise SpecError(
+                f"op {op}: the hipcc flag {flag!r} is not taken",
+                why="architectures, passes and the ROCm in use are the plan's to choose",
+                hint=hint or "PYTORCH_ROCM_ARCH asks for architectures",
+            )
+        if flag == _RELOCATABLE:
+            raise SpecError(
+                f"op {op}: the hipcc flag {flag!r} is not taken",
+                why="relocatable device code needs a device link, which plans do not have",
+                hint=hint or "define kernels in the file that calls them",
+            )
+        if "\n" in flag:
+            raise SpecError(
+                f"op {op}: the hipcc flag {flag!r} is not taken",
+                why="hipcc hands its flags to a shell, which would drop the newline",
+                hint=hint,
+            )
+    taken.check(op, flags, variable)
+
+
+def compile_step(
+    spec: OpSpec,
+    target: Target,
+    toolchain: Toolchain,
+    flags: Mapping[str, tuple[str, ...]],
+    source: str,
+) -> Step:
+    """The step that compiles one source for every architecture of the target."""
+    device = toolchain.device
+    assert device is not None  # a plan for this backend is made with its compiler
+    output = object_name(source)
+    depfile = depfile_name(output)
+    authors = (*spec.device_args, *flags.get("cudaflags", ()))
+    # No launcher: hipcc cannot be run through ccache or sccache.
+    arguments: list[Arg] = [device.path, "-x", "hip"]
+    if not any(flag.startswith(("-std", "--std")) for flag in authors):
+        arguments.append(f"-std={spec.std}")
+    if target.debug:
+        arguments += ["-O0", "-g3"]
+    else:
+        optimised = any(flag.startswith("-O") for flag in authors)
+        arguments += ["-DNDEBUG"] if optimised else ["-O3", "-DNDEBUG"]
+    if spec.kind != EXECUTABLE:
+        arguments.append("-fPIC")
+    arguments += hip.flags(hip.parse(";".join(target.archs)))
+    arguments += PREFIX_MAPS
+    # What names of internal device symbols are made of; by default, the source's path.
+    arguments.append(f"-cuid={key('cuid', (spec.name, output))[:16]}")
+    arguments += DEFINES
+    arguments.append(_WARP_SYNC)
+    if spec.abi == ABI_TORCH:
+        arguments += _TORCH_HALF
+    arguments += torch_defines(spec, toolchain)
+    # As nvcc includes cuda_runtime.h into every file.
+    arguments += ["-include", "hip/hip_runtime.h"]
+    arguments += author_flags(spec, authors)
+    arguments += [anchored(spec, path, "-I") for path in spec.include_dirs]
+    arguments += [f"-I{path}" for path in flags.get("cpath", ())]
+    arguments += torch_includes(spec)
+    arguments += ["-MD", "-MF", Anchored("", "stage", depfile)]
+    arguments += ["-c", anchored(spec, source), "-o", Anchored("", "stage", output)]
+    return Step(
+        kind="compile",
+        output=output,
+        argv=tuple(arguments),
+        source=source,
+        depfile=depfile,
+        memory=_MEMORY_WITH_TORCH if spec.abi == ABI_TORCH else _MEMORY,
+        plain_paths=True,
+    )
+
+
+def runtime(spec: OpSpec, toolchain: Toolchain) -> list[Arg]:
+    """What a link takes of HIP: its runtime by soname, which a ROCm torch has loaded."""
+    device = toolchain.device
+    assert device is not None  # a plan for this backend is made with its compiler
+    torch: list[Arg] = ["-lc10_hip", "-ltorch_hip"] if spec.abi == ABI_TORCH else []
+    search = [in_toolkit(device, path, "-L") for path in device.library_dirs]
+    return [*torch, *search, "-lamdhip64"]

@@ -1,0 +1,134 @@
+"""A machine with no CUDA toolkit but the one from PyPI."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import opkiln
+from opkiln import settings
+
+pytestmark = pytest.mark.slow
+
+_EXTRA = ("cuda-toolkit[cccl,cudart,nvcc]==13.0.*", "cuda-pathfinder")
+
+# Runs in the environment that has the wheels, with every other toolkit hidden.
+_CHILD = """\
+import json, sys
+from opkiln.errors import ToolchainError
+from opkiln.toolchain import host, nvcc, toolkits
+
+toolkits.DIRECTORIES = ()
+memory = (sys.argv[1],)
+chain = host.choose(memory)
+try:
+    compiler = nvcc.choose(memory, "13.0", chain)
+except ToolchainError as error:
+    print(json.dumps({"error": str(error), "kind": type(error).__name__}))
+else:
+    fields = compiler._asdict() | {"accepts": sorted(compiler.accepts)}
+    origins = [each.origin for each in nvcc.candidates(memory, "13.0", chain)]
+    print(json.dumps(fields | {"cxx": chain.cxx, "origins": origins}))
+"""
+
+_KERNEL = """\
+#include <cuda_runtime.h>
+#include <cuda_fp16.h>
+#include <cub/warp/warp_reduce.cuh>
+__global__ void twice(__half* data) { data[threadIdx.x] = __hadd(data[threadIdx.x], data[0]); }
+extern "C" int launch(void* data) {
+  twice<<<1, 32>>>(static_cast<__half*>(data));
+  return cudaGetLastError();
+}
+"""
+
+
+class Environment:
+    """A virtual environment with the wheels of the extra ``cuda``."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.python = root / "venv" / "bin" / "python"
+        subprocess.run([sys.executable, "-m", "venv", root / "venv"], check=True)
+
+    def install(self, *names: str) -> None:
+        command = [self.python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *names]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.skip(f"pip install {' '.join(names)}: {done.stderr.strip()[-500:]}")
+
+    def ask(self) -> dict[str, object]:
+        """What ``choose`` finds there, where PATH holds no nvcc."""
+        path = [each for each in os.environ["PATH"].split(":") if not Path(each, "nvcc").exists()]
+        if shutil.which("g++", path=":".join(path)) is None:
+            pytest.skip("g++ is only where nvcc is, too")
+        variables = {name for each in settings.table() for name in (each.variable, *each.aliases)}
+        environment = {k: v for k, v in os.environ.items() if k not in variables}
+        environment |= {"PATH": ":".join(path), "HOME": str(self.root),
+                        "PYTHONPATH": str(Path(opkiln.__file__).parents[1])}  # fmt: skip
+        done = subprocess.run(
+            [self.python, "-c", _CHILD, self.root / "memory"],
+            env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        answer: dict[str, object] = json.loads(done.stdout)
+        return answer
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    if sysconfig.get_platform() not in ("linux-x86_64", "linux-aarch64"):
+        pytest.skip(f"no wheels for {sysconfig.get_platform()}")
+    made = Environment(tmp_path_factory.mktemp("wheels"))
+    made.install(*_EXTRA)
+    return made
+
+
+def test_the_nvcc_of_the_wheels_compiles_and_links_with_the_static_runtime(
+    wheels: Environment, tmp_path: Path
+) -> None:
+    found = wheels.ask()
+    assert "error" not in found, found
+    assert found["version"] == "13.0"
+    assert found["origins"] == ["PyPI"]
+    assert str(found["home"]).startswith(str(wheels.root / "venv"))
+    located = subprocess.run(
+        [wheels.python, "-c", "from cuda.pathfinder import find_nvidia_binary_utility as find; "
+         "print(find('nvcc'))"],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert os.path.realpath(located.stdout.strip()) == found["path"]
+
+    source, compiled, library = (tmp_path / f"kernel.{end}" for end in ("cu", "o", "so"))
+    source.write_text(_KERNEL)
+    subprocess.run(
+        [str(found["path"]), "-ccbin", str(found["cxx"]), "-std=c++20", "-arch=sm_90",
+         "-Xcompiler", "-fPIC", "-c", source, "-o", compiled],
+        check=True, cwd=tmp_path,
+    )  # fmt: skip
+    (directory,) = found["library_dirs"]  # type: ignore[misc]
+    subprocess.run(
+        [str(found["cxx"]), "-shared", compiled, "-o", library, f"-L{directory}",
+         "-lcudart_static", "-ldl", "-lrt", "-lpthread"],
+        check=True,
+    )  # fmt: skip
+    needed = subprocess.run(["ldd", library], check=True, capture_output=True, text=True).stdout
+    assert "cudart" not in needed
+
+
+def test_wheels_of_two_releases_are_refused_with_the_command_that_mends_them(
+    wheels: Environment,
+) -> None:
+    # As `pip install nvidia-cuda-nvcc==13.0.*` alone would leave it: its parts are the newest.
+    wheels.install("--no-deps", "nvidia-nvvm==13.4.*")
+    found = wheels.ask()
+    assert found.get("kind") == "ToolchainError", found
+    assert "Unsupported .version" in str(found["error"])
+    assert "pip install 'cuda-toolkit[nvcc,cccl,cudart]==13.0.*'" in str(found["error"])

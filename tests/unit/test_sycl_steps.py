@@ -1,0 +1,161 @@
+"""The command lines of SYCL builds, by icpx and by the host compiler for the runtime compiler."""
+
+from __future__ import annotations
+
+import pytest
+
+from opkiln.errors import ToolchainError
+from opkiln.model import (
+    ABI_STABLE,
+    LIBRARY,
+    XPU,
+    DeviceCompiler,
+    OpSpec,
+    Step,
+    Target,
+    Toolchain,
+    TorchSDK,
+)
+from opkiln.plan import anchors_of, argv, render
+from opkiln.steps import sycl
+
+SPEC = OpSpec(
+    name="op",
+    distribution="pkg",
+    root="/root of/pkg",
+    sources=("op.cpp", "kernels.sycl"),
+    include_dirs=("include",),
+    cxx_args=("-DMINE",),
+    device_args=("-fsycl-id-queries-fit-in-int",),
+    kind=LIBRARY,
+    abi=ABI_STABLE,
+    backend=XPU,
+)
+TARGET = Target(XPU, "linux", "x86_64", "x86-64-v3", (), "torch-stable-2.10")
+
+
+def toolchain(device: DeviceCompiler) -> Toolchain:
+    return Toolchain(
+        family="gcc",
+        cxx="/usr/bin/g++",
+        version="g++ 12",
+        machine="x86_64-linux-gnu",
+        identity="h",
+        accepts=frozenset(("-march=x86-64-v3",)),
+        include_dirs=("/usr/include",),
+        torch=TorchSDK("/torch", "2.13.0", "t", None, None, True),
+        device=device,
+    )
+
+
+def icpx(*accepts: str) -> Toolchain:
+    compiler = DeviceCompiler(
+        family="icpx",
+        path="/oneapi/bin/icpx",
+        home="/oneapi",
+        version="2025.3",
+        identity="i",
+        archs=(),
+        accepts=frozenset(accepts),
+        include_dirs=("/oneapi/include",),
+        library_dirs=("/oneapi/lib",),
+    )
+    return toolchain(compiler)
+
+
+def runtime(home: str = "/env") -> Toolchain:
+    compiler = DeviceCompiler(
+        family="sycl-rt",
+        path=f"{home}/lib/libsycl.so.9",
+        home=home,
+        version="9.0.0",
+        identity="r",
+        archs=(),
+        accepts=frozenset(),
+        include_dirs=(f"{home}/include",),
+        library_dirs=(f"{home}/lib",),
+    )
+    return toolchain(compiler)
+
+
+def line(step: Step, tools: Toolchain) -> list[str]:
+    return list(argv(step, anchors_of(SPEC, tools) | {"stage": "/stage"}))
+
+
+@pytest.mark.parametrize("source", SPEC.sources)
+def test_icpx_compiles_every_source_as_sycl(source: str) -> None:
+    tools = icpx("-ffp-model=precise")
+    step = sycl.compile_step(SPEC, TARGET, tools, {"cxxflags": ("-DUSER",)}, source)
+    words = line(step, tools)
+    assert words[:2] == ["/oneapi/bin/icpx", "-fsycl"]
+    assert words[-6:-2] == ["-x", "c++", "-c", f"/root of/pkg/{source}"]
+    assert words[-1] == f"/stage/{step.output}"
+    assert words[words.index("-MF") + 1] == f"/stage/{step.depfile}"
+    assert "-isystem/torch/include" in words
+    assert "-I/root of/pkg/include" in words
+    # opkiln's own, the author's for C++, the author's for SYCL, the user's: the last one wins.
+    order = ["-ffp-model=precise", "-DMINE", "-fsycl-id-queries-fit-in-int", "-DUSER"]
+    assert [word for word in words if word in order] == order
+    assert not [word for word in words if word.startswith("-march")]
+
+
+def test_a_flag_that_icpx_does_not_accept_is_left_out() -> None:
+    words = line(sycl.compile_step(SPEC, TARGET, icpx(), {}, "op.cpp"), icpx())
+    assert "-ffp-model=precise" not in words
+
+
+def test_without_a_list_of_devices_icpx_is_given_no_targets() -> None:
+    words = line(sycl.compile_step(SPEC, TARGET, icpx(), {}, "op.cpp"), icpx())
+    assert not [word for word in words if "target" in word]
+    assert sycl.linker(TARGET, icpx()) == ["/oneapi/bin/icpx", "-fsycl"]
+
+
+def test_named_devices_get_machine_code_and_every_other_one_gets_spirv() -> None:
+    target = TARGET._replace(archs=("bmg", "pvc"))
+    words = line(sycl.compile_step(SPEC, target, icpx(), {}, "op.cpp"), icpx())
+    assert words.count("-fsycl-targets=spir64_gen,spir64") == 1
+    assert sycl.linker(target, icpx()) == [
+        "/oneapi/bin/icpx",
+        "-fsycl",
+        "-fsycl-targets=spir64_gen,spir64",
+        "-Xsycl-target-backend=spir64_gen",
+        "-device bmg,pvc",
+    ]
+
+
+def test_icpx_brings_its_own_runtime_to_the_link() -> None:
+    assert sycl.libraries(icpx()) == []
+
+
+def test_a_debug_build_is_not_optimised() -> None:
+    words = line(sycl.compile_step(SPEC, TARGET._replace(debug=True), icpx(), {}, "op.cpp"), icpx())
+    assert [word for word in words if word.startswith(("-O", "-g"))] == ["-O0", "-g3"]
+
+
+def test_for_the_runtime_compiler_the_host_compiler_is_given_its_headers() -> None:
+    words = line(sycl.compile_step(SPEC, TARGET, runtime(), {}, "op.cpp"), runtime())
+    assert words[0] == "/usr/bin/g++"
+    assert "-isystem/env/include" in words
+    assert not [word for word in words if "fsycl" in word]
+
+
+def test_for_the_runtime_compiler_libsycl_is_linked_by_its_soname_without_an_rpath() -> None:
+    places = anchors_of(SPEC, runtime())
+    assert sycl.linker(TARGET, runtime()) == ["/usr/bin/g++"]
+    words = [render(each, places) for each in sycl.libraries(runtime())]
+    assert words == ["-L/env/lib", "-l:libsycl.so.9"]
+
+
+def test_where_the_runtime_lies_is_not_in_the_plan() -> None:
+    here, moved = runtime(), runtime("/other")
+    assert sycl.libraries(here) == sycl.libraries(moved)
+    steps = [sycl.compile_step(SPEC, TARGET, each, {}, "op.cpp") for each in (here, moved)]
+    assert steps[0] == steps[1]
+
+
+def test_kernels_in_a_sycl_source_need_a_compiler_and_the_error_says_what_else_would_do() -> None:
+    with pytest.raises(ToolchainError) as caught:
+        sycl.compile_step(SPEC, TARGET, runtime(), {}, "kernels.sycl")
+    assert "kernels.sycl" in caught.value.what
+    assert "/env/lib/libsycl.so.9" in caught.value.why
+    assert "source text" in caught.value.hint
