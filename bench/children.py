@@ -14,7 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from measured import Failure
@@ -33,6 +35,7 @@ class Caches(NamedTuple):
     """A set of build caches, one directory per system, below ``root``."""
 
     root: Path
+    added: Mapping[str, str] = MappingProxyType({})  # to the environment, over everything else
 
     def environment(self) -> dict[str, str]:
         """What makes every system keep its builds here and take nothing from elsewhere."""
@@ -51,6 +54,7 @@ class Caches(NamedTuple):
             "TVM_FFI_CACHE_DIR": str(self._made("tvm-ffi")),
             "BENCH_BUILD_DIR": str(self._made("build")),
             "DS_ACCELERATOR": "cpu",
+            **self.added,
         }
 
     def _made(self, name: str, mode: int = 0o755) -> Path:
@@ -62,13 +66,15 @@ class Caches(NamedTuple):
 class Workspace:
     """The directory of a run, temporary or kept: one warm set of caches, cold ones on demand."""
 
-    def __init__(self, kept: Path | None = None) -> None:
+    def __init__(
+        self, kept: Path | None = None, added: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         if kept is not None:
             kept.mkdir(parents=True, exist_ok=True)
         self.kept = kept is not None
         self.root = kept.resolve() if kept else Path(tempfile.mkdtemp(prefix="opkiln-bench-"))
         self.fresh = not (self.root / "warm").exists()
-        self.warm = Caches(self.root / "warm")
+        self.warm = Caches(self.root / "warm", added)
         self._first: dict[str, dict[str, Any] | Failure] = {}
 
     def close(self) -> None:
@@ -91,10 +97,18 @@ class Workspace:
             raise answer
         return answer
 
-    def cold_load(self, peer: str) -> dict[str, Any]:
-        """Timings of a load into caches of its own, which are removed again."""
-        caches = Caches(Path(tempfile.mkdtemp(prefix="cold-", dir=self.root)))
+    def cold_load(
+        self, peer: str, prepared: Callable[[Caches], None] | None = None
+    ) -> dict[str, Any]:
+        """Timings of a load into caches of its own, which are removed again.
+
+        ``prepared`` puts into them what is not to count as cold.
+        """
+        directory = Path(tempfile.mkdtemp(prefix="cold-", dir=self.root))
+        caches = self.warm._replace(root=directory)
         try:
+            if prepared is not None:
+                prepared(caches)
             return load(peer, caches)
         finally:
             shutil.rmtree(caches.root, ignore_errors=True)

@@ -88,10 +88,14 @@ def by_hand(workspace: Workspace) -> float:
     """Wall seconds of the plan's own commands: the compiles side by side, then the link."""
     stage = Path(tempfile.mkdtemp(prefix="by-hand-", dir=workspace.root))
     command = [sys.executable, "-m", "opkiln", "plan", "cpu_adam", "--json", "--stage", str(stage)]
-    plan: dict[str, Any] = json.loads(finish(command, workspace.warm).stdout)
+    return run(json.loads(finish(command, workspace.warm).stdout), stage)
+
+
+def run(plan: dict[str, Any], stage: Path) -> float:
+    """Wall seconds of a plan that was printed as JSON."""
     environment = plan["environment"] | {"PATH": os.environ["PATH"]}
 
-    def run(step: dict[str, Any]) -> None:
+    def finished(step: dict[str, Any]) -> None:
         done = subprocess.run(
             step["argv"], cwd=stage, env=environment, capture_output=True, text=True, check=False
         )
@@ -102,9 +106,9 @@ def by_hand(workspace: Workspace) -> float:
     links = [step for step in plan["steps"] if step["kind"] == "link"]
     begin = time.perf_counter()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(run, compiles))
+        list(pool.map(finished, compiles))
     for step in links:
-        run(step)
+        finished(step)
     seconds = time.perf_counter() - begin
     if not Path(plan["output"]).exists():
         raise Failure("the commands succeeded and made no library")

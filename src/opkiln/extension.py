@@ -216,10 +216,11 @@ def _with_device(
         from opkiln.toolchain.rocm_version import is_rocm_pytorch
 
         flags = _flags("extra_cuda_cflags", cuda_flags)
-        return spec._replace(backend=ROCM if is_rocm_pytorch() else CUDA, device_args=flags)
+        backend = ROCM if is_rocm_pytorch() else CUDA
+        return spec._replace(backend=backend, device_args=flags, vectorize=False)
     if sycl:
         flags = _flags("extra_sycl_cflags", sycl_flags)
-        return spec._replace(backend=XPU, device_args=flags)
+        return spec._replace(backend=XPU, device_args=flags, vectorize=False)
     return spec
 
 

@@ -9,10 +9,14 @@ if TYPE_CHECKING:
     from typing import Any
 
     from opkiln.ops.cpu_adam.optimizer import CPUAdam
+    from opkiln.ops.fused_adam.optimizer import FusedAdam
 
-__all__ = ["CPUAdam"]
+__all__ = ["CPUAdam", "FusedAdam"]
 
-_HOMES = {"CPUAdam": "opkiln.ops.cpu_adam.optimizer"}
+_HOMES = {
+    "CPUAdam": "opkiln.ops.cpu_adam.optimizer",
+    "FusedAdam": "opkiln.ops.fused_adam.optimizer",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -145,8 +145,10 @@ def test_a_host_compiler_that_nvcc_does_not_support_is_refused_with_the_range(
 def test_another_host_compiler_is_used_where_it_is_asked_for(
     memory: tuple[str, ...], chain: Toolchain, compiler: DeviceCompiler, tmp_path: Path
 ) -> None:
-    others = [path for name in ("clang++", "clang++-15", "g++-12", "g++-13", "g++-11")
-              if (path := shutil.which(name)) and os.path.realpath(path) != os.path.realpath(chain.cxx)]  # fmt: skip
+    names = ("clang++", "clang++-15", "g++-11", "g++-12", "g++-13")
+    own = os.path.realpath(chain.cxx)
+    found = [path for path in map(shutil.which, names) if path is not None]
+    others = [path for path in found if os.path.realpath(path) != own]
     if not others:
         pytest.skip("there is only one host compiler")
     with override(ccbin=others[0]):

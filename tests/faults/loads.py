@@ -32,7 +32,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         except OpkilnError as error:
             result: dict[str, Any] = {"error": type(error).__name__, "text": str(error)}
         else:
-            loaded = loader._loaded["jit", name]
+            loaded = loader._loaded["jit", name, "cpu"]
             assert loaded.artifact is not None
             result = {
                 "value": library.value(),

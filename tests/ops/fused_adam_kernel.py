@@ -39,7 +39,13 @@ class Kernel:
     def __init__(self, library: Path) -> None:
         loaded = ctypes.CDLL(str(library))
         self._run = loaded.run
-        self._run.argtypes = (POINTER(_Hyper), POINTER(_Item), c_size_t, POINTER(c_void_p), c_size_t)
+        self._run.argtypes = (
+            POINTER(_Hyper),
+            POINTER(_Item),
+            c_size_t,
+            POINTER(c_void_p),
+            c_size_t,
+        )
         for function, mirror in ((loaded.item_bytes, _Item), (loaded.hyper_bytes, _Hyper)):
             function.restype = c_size_t
             assert function() == ctypes.sizeof(mirror), "kernel.h was changed, but not this file"

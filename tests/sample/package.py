@@ -60,7 +60,7 @@ class Package:
     def loaded(self) -> loader.Loaded:
         """What this process has of the op."""
         builder = self.builder()
-        return loader._loaded[builder.distribution, builder.name]
+        return loader._loaded[builder.op().name]
 
 
 class Steps:

@@ -386,47 +386,57 @@ def test_a_libsycl_is_located_by_its_number_in_a_compilers_home_or_a_package(
         assert libsycl.locate("libsycl.so.8") == str(tmp_path / "mine" / "lib" / "libsycl.so.8")
 
 
-class TestCPUDevice:
-    """Whether SYCL will find a CPU: OpenCL's loader must know its driver."""
+class TestDevices:
+    """Whether SYCL will find a device: an Intel GPU, or a CPU by a driver that OpenCL knows of."""
 
-    @pytest.fixture
-    def library(self, tmp_path: Path) -> str:
-        return str(runtime(tmp_path / "prefix"))
+    @pytest.fixture(autouse=True)
+    def no_devices(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("vendors", "drm"):
+            (tmp_path / name).mkdir()
+        monkeypatch.setattr(libsycl, "_VENDORS", str(tmp_path / "vendors"))
+        monkeypatch.setattr(libsycl, "_GPUS", str(tmp_path / "drm"))
 
-    @pytest.fixture
-    def vendors(self, tmp_path: Path) -> Path:
-        path = tmp_path / "vendors"
-        path.mkdir()
-        return path
-
-    def test_the_command_to_copy_names_the_driver_that_is_there(
-        self, library: str, vendors: Path
-    ) -> None:
-        driver = os.path.join(os.path.dirname(library), "libintelocl.so")
-        with open(driver, "w"):
-            pass
-        why = libsycl.no_cpu_device(library, None, str(vendors))
-        assert why.endswith(f"export OCL_ICD_FILENAMES={driver}")
-        assert libsycl.no_cpu_device(library, driver, str(vendors)) == ""
-
-    def test_without_a_driver_its_package_is_named(self, library: str, vendors: Path) -> None:
-        why = libsycl.no_cpu_device(library, None, str(vendors))
-        assert why.endswith("pip install intel-opencl-rt")
-        assert libsycl.no_cpu_device(library, None, "/no/such/vendors") == why
-
-    def test_a_variable_that_names_no_file_is_quoted(self, library: str, vendors: Path) -> None:
-        why = libsycl.no_cpu_device(library, "/gone/libintelocl.so", str(vendors))
-        assert "OCL_ICD_FILENAMES='/gone/libintelocl.so' names no file that exists" in why
-
-    def test_a_bare_name_is_left_to_the_dynamic_linker(self, library: str, vendors: Path) -> None:
-        assert libsycl.no_cpu_device(library, "libintelocl.so", str(vendors)) == ""
-
-    def test_a_driver_that_the_system_has_registered_is_enough(
-        self, library: str, vendors: Path
-    ) -> None:
-        driver = vendors / "libintelocl.so.2026"
-        (vendors / "nvidia.icd").write_text("libnvidia-opencl.so.1\n")
-        (vendors / "intel.icd").write_text(f"{driver}\n")
-        assert libsycl.no_cpu_device(library, None, str(vendors)) != ""
+    def test_the_command_to_copy_names_the_driver_that_is_there(self, tmp_path: Path) -> None:
+        driver = runtime(tmp_path / "prefix").parent / "libintelocl.so"
         driver.write_text("")
-        assert libsycl.no_cpu_device(library, None, str(vendors)) == ""
+        assert libsycl.no_device(None) == (
+            "there is no Intel GPU, and OpenCL has no driver for a CPU",
+            f"export OCL_ICD_FILENAMES={driver}",
+        )
+        assert libsycl.no_device(str(driver)) is None
+
+    def test_what_is_not_installed_is_what_the_command_installs(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        missing = libsycl.no_device(None)
+        assert missing is not None
+        assert missing[1] == libsycl.INSTALL
+        runtime(tmp_path / "prefix")
+        monkeypatch.setattr(libsycl, "_VENDORS", "/no/such/directory")
+        without_driver = libsycl.no_device(None)
+        assert without_driver is not None
+        assert without_driver[1] == "pip install intel-opencl-rt"
+
+    def test_a_variable_that_names_no_file_is_quoted(self) -> None:
+        missing = libsycl.no_device("/gone/libintelocl.so")
+        assert missing is not None
+        assert "OCL_ICD_FILENAMES='/gone/libintelocl.so' names no file" in missing[0]
+
+    def test_a_bare_name_is_left_to_the_dynamic_linker(self) -> None:
+        assert libsycl.no_device("libintelocl.so") is None
+
+    def test_a_driver_that_the_system_has_registered_is_enough(self, tmp_path: Path) -> None:
+        driver = tmp_path / "libintelocl.so.2026"
+        (tmp_path / "vendors" / "nvidia.icd").write_text("libnvidia-opencl.so.1\n")
+        (tmp_path / "vendors" / "intel.icd").write_text(f"{driver}\n")
+        assert libsycl.no_device(None) is not None
+        driver.write_text("")
+        assert libsycl.no_device(None) is None
+
+    @pytest.mark.parametrize(("vendor", "found"), [("0x8086", True), ("0x10de", False)])
+    def test_a_gpu_counts_when_it_is_intels(self, tmp_path: Path, vendor: str, found: bool) -> None:
+        (tmp_path / "drm" / "renderD128").mkdir()  # of no vendor: on no PCI bus
+        device = tmp_path / "drm" / "renderD129" / "device"
+        device.mkdir(parents=True)
+        (device / "vendor").write_text(f"{vendor}\n")
+        assert (libsycl.no_device(None) is None) is found

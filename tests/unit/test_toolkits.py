@@ -333,11 +333,43 @@ def test_a_script_on_path_leads_to_the_toolkit_that_it_runs(here: Machine) -> No
     assert here.candidates("13.0") == {"hidden": ("PATH", "13.0", "")}
 
 
-def test_a_program_of_that_name_that_is_no_nvcc_is_refused(here: Machine) -> None:
+@pytest.mark.parametrize("torch_cuda", [None, "13.0"])
+def test_a_program_of_that_name_that_is_no_nvcc_is_refused(
+    here: Machine, torch_cuda: str | None
+) -> None:
     program(here.bin / "nvcc", "echo 'shim: not installed' >&2; exit 127")
     with pytest.raises(ToolchainError) as caught:
-        here.choose("13.0")
+        here.choose(torch_cuda)
+    assert type(caught.value) is ToolchainError  # it says nothing of a version
     assert "--version exits with 127: shim: not installed" in caught.value.why
+    assert "pip install " in caught.value.hint
+
+
+def test_a_script_that_led_nowhere_is_asked_again_when_a_toolkit_is_installed(
+    here: Machine,
+) -> None:
+    target = here.root / "usr/other-13.0"
+    program(here.bin / "nvcc", f"exec '{target}/bin/nvcc' \"$@\"")
+    resting(here.root)
+    for _ in range(2):
+        with pytest.raises(ToolchainError, match="--version exits with 127"):
+            here.choose("13.0")
+    here.toolkit("13.0", "usr/other-13.0")
+    assert here.choose("13.0").home == str(target)
+
+
+def test_an_nvcc_that_fails_with_one_host_compiler_is_asked_again_with_another(
+    here: Machine,
+) -> None:
+    here.toolkit("13.0").write(unknown=f"*{here.cxx}' '*")
+    other = a_compiler(here.bin / "g++-12")
+    resting(here.root)
+    chain = here.host
+    for _ in range(2):
+        with pytest.raises(ToolchainError, match="does not say where its toolkit is"):
+            nvcc.choose(here.memory, "13.0", chain)
+    with override(ccbin=str(other)):
+        assert nvcc.choose(here.memory, "13.0", chain).host == str(other)
 
 
 @pytest.mark.parametrize("where", ["site/nvidia/cu13", "site/nvidia/cuda_nvcc"])
@@ -369,11 +401,21 @@ def test_cuda_pathfinder_is_asked_where_nothing_else_is_found(
     here: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = here.toolkit("13.0", "site/elsewhere")
-    python = program(here.root / "python", f"echo '{made.nvcc}'")
+    log = here.root / "asked"
+    python = program(here.root / "python", f"echo asked >> '{log}'; cat '{here.root}/answer'")
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(MissingCUDAException):
         here.choose("13.0")
+    assert not log.exists()  # it is not installed
     (here.root / "site/cuda/pathfinder").mkdir(parents=True)
+    (here.root / "answer").write_text("\n")
+    resting(here.root / "site")
+    for _ in range(2):
+        with pytest.raises(MissingCUDAException):
+            here.choose("13.0")
+    assert log.read_text() == "asked\n"  # that there is none is remembered
+    (here.root / "answer").write_text(f"{made.nvcc}\n")
+    (here.root / "site/something-1.0.dist-info").mkdir()  # until something is installed
     assert here.choose("13.0").home == str(made.home)
     assert here.candidates("13.0")["site/elsewhere"][0] == "cuda-pathfinder"
 

@@ -103,7 +103,8 @@ class CUDAOpBuilder(OpBuilder):
         spec = super().spec()
         if self.backend == CPU:
             return spec
-        return spec._replace(backend=self.backend, device_args=self._device_args())
+        # The host's part of a device library only launches kernels: it fits every CPU.
+        return spec._replace(backend=self.backend, device_args=self._device_args(), vectorize=False)
 
     def _device_args(self) -> tuple[str, ...]:
         given = self.strip_empty_entries(self.nvcc_args())

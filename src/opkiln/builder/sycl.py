@@ -35,4 +35,4 @@ class SYCLOpBuilder(OpBuilder):
         if self.backend == CPU:
             return spec
         flags = tuple(self.strip_empty_entries(self.sycl_args()))
-        return spec._replace(backend=self.backend, device_args=flags)
+        return spec._replace(backend=self.backend, device_args=flags, vectorize=False)

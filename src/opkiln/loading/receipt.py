@@ -123,6 +123,7 @@ def write(
     files += [[each, *Signature.of(each)] for each in _deciding(spec.backend)]
     if spec.abi != ABI_NONE and torch_sdk.find() != toolchain.torch:
         return  # it was upgraded meanwhile: what was built is not for what is signed here
+    files = list({each[0]: each for each in files}.values())
     receipt = {
         "payload": os.path.relpath(payload, root),
         "size": manifest["size"],

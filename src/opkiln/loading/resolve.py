@@ -265,6 +265,8 @@ def build(op: Op, target: Target, store: Store, trace: Trace) -> Artifact:
     try:
         with progress.shown():
             toolchain = choice.choose(store.memory, spec.backend)
+            if note := choice.note(spec.backend, toolchain):
+                _note_once(note)
             built = building.build(spec, archs.fitted(op, target, toolchain), toolchain, store)
     except OpkilnError as error:
         trace.add("build", "refused", error.what)
@@ -274,6 +276,14 @@ def build(op: Op, target: Target, store: Store, trace: Trace) -> Artifact:
         "build", "taken", how if built.origin == "built" else "another process built it", built.path
     )
     return built
+
+
+def _note_once(text: str) -> None:
+    from opkiln.engine import events
+
+    if text not in _told:
+        _told.add(text)
+        events.emit(events.NOTE, text=text)
 
 
 def chosen(op: Op, store: Store) -> tuple[Target, Toolchain]:

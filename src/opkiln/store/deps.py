@@ -127,8 +127,7 @@ def own_place(plan: Plan, path: str) -> Place | None:
     """Where an own file is, by anchor; None for one that is external or covered."""
     if _covered(plan, path):
         return None
-    resolved = os.path.normpath(path)
-    if any(_below(resolved, directory) is not None for directory in _system(plan)):
+    if _of_system(plan, path):
         return None
     relative = _below(path, plan.spec.root)
     return ("abs", path) if relative is None else ("src", relative)
@@ -139,6 +138,15 @@ def _system(plan: Plan) -> tuple[str, ...]:
     device = plan.toolchain.device
     own = plan.toolchain.include_dirs
     return own if device is None else (*own, *device.include_dirs)
+
+
+def _of_system(plan: Plan, path: str) -> bool:
+    # nvcc goes to its headers by way of symbolic links that lie within the toolkit.
+    device = plan.toolchain.device
+    ways = [os.path.normpath(path)]
+    if device is not None and _below(ways[0], device.home) is not None:
+        ways.append(os.path.realpath(path))
+    return any(_below(way, each) is not None for way in ways for each in _system(plan))
 
 
 def _covered(plan: Plan, path: str) -> bool:
@@ -224,12 +232,11 @@ def gather(
     listed = tuple(sorted([*external.items(), *listings]))
     homes = sorted({*system, *(os.path.dirname(path) for path in external)})
     # Package managers replace files, which their directory shows; people overwrite them in place.
-    toolkits = _system(plan)[len(plan.toolchain.include_dirs) :]
+    home = "" if plan.toolchain.device is None else plan.toolchain.device.home
     local = sorted(
         path
         for path in external
-        if path.startswith("/usr/local/")
-        and not any(_below(os.path.normpath(path), toolkit) for toolkit in toolkits)
+        if path.startswith("/usr/local/") and _below(os.path.normpath(path), home) is None
     )
     return Dependencies(
         own=tuple(own[place] for place in sorted(own)),

@@ -43,6 +43,13 @@ def choose(memory: tuple[str, ...], backend: str) -> Toolchain:
     return toolchain._replace(device=device)
 
 
+def note(backend: str, toolchain: Toolchain) -> str:
+    """What a user should know of a choice that is good enough; empty for one that fits."""
+    if backend != CUDA or toolchain.device is None:
+        return ""
+    return str(_family(CUDA).mismatch_note(toolchain.device, _wanted(CUDA, toolchain)))
+
+
 def available(backend: str) -> bool:
     """Whether compilers for a backend are to be found, without asking them anything."""
     return host.available() and (backend == CPU or bool(_family(backend).available()))

@@ -43,7 +43,9 @@ def distance(version: str, torch_cuda: str | None) -> tuple[int, int, int]:
 
 
 def fitting(version: str) -> str:
-    """The command that installs a whole toolkit of this version."""
+    """The command that installs a whole toolkit of this version; any, where it is empty."""
+    if not version:
+        return "pip install 'opkiln[cuda]'"
     major, minor = release(version)
     if major < 13:  # the wheels of CUDA 12 and before hold no nvcc
         return f"conda install -c nvidia cuda-toolkit={major}.{minor}"
@@ -60,7 +62,7 @@ def missing(torch_cuda: str | None) -> MissingCUDAException:
     else:
         what, hint = "no CUDA toolkit is installed", "pip install 'opkiln[cuda]'"
         if torch_cuda is not None and release(torch_cuda)[0] < 13:
-            hint = fitting(torch_cuda)
+            hint = fitting(torch_cuda)  # what the extra brings would be refused
     return MissingCUDAException(what, why=toolkits.looked_in(), hint=hint)
 
 

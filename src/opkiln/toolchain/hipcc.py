@@ -17,6 +17,7 @@ from opkiln.errors import ToolchainError
 from opkiln.model import DeviceCompiler, Toolchain
 from opkiln.settings import origin_of
 from opkiln.toolchain import hipccprobe, memo, rocm_homes, torch_sdk
+from opkiln.toolchain import host as hosts
 from opkiln.toolchain.find import Candidate
 
 # What every run of hipcc gets besides the allow-listed environment.
@@ -66,19 +67,22 @@ def available() -> bool:
     return any(not candidate.refused for candidate in rocm_homes.hipcc_candidates())
 
 
-def evidence(
-    memory: tuple[str, ...], compiler: DeviceCompiler, torch_hip: str | None, host: Toolchain
-) -> dict[str, list[Any]] | None:
+def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, list[Any]] | None:
     """What the choice of this hipcc rests on, as facts that ``stat`` can check.
 
-    None where it cannot be put that way, or where another choice would be made by now.
+    It is the choice for the host compiler and the torch of this machine, which have evidence of
+    their own. None where another choice would be made by now.
     """
+    host = hosts.recall(memory)
+    if host is None:
+        return None
     listed, absent = rocm_homes.watched()
     try:
         # Before the choice is made again: what appears from here on is in no signature.
         unchanged = [[path, *Signature.of(path)] for path in listed]
     except OSError:
         return None
+    torch_hip = None if host.torch is None else host.torch.hip
     search = _search(memory, torch_hip, host, ask=False)
     if search is None or search.taken != compiler:
         return None

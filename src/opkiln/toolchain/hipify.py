@@ -122,7 +122,9 @@ class _Copy:
     def add_source(self, source: str) -> None:
         path = self._absolute(source)
         if source in self._inline:
-            self._contents[path] = self._inline[source].encode("utf-8", "surrogateescape")
+            self._contents[os.path.normpath(path)] = self._inline[source].encode(
+                "utf-8", "surrogateescape"
+            )
         elif not self._add(path):
             raise SpecError(
                 f"op {self._spec.name}: the source {source} does not exist",
@@ -133,16 +135,18 @@ class _Copy:
         """Follow what the files include, whether or not a condition would leave it out."""
         waiting = list(self._contents)
         while waiting:
-            path = waiting.pop()
-            text = self._contents[path].decode("utf-8", "surrogateescape")
-            names = self._own[path] = []
+            kept = waiting.pop()
+            path = self.origin.get(kept, kept)
+            text = self._contents[kept].decode("utf-8", "surrogateescape")
+            names = self._own[kept] = []
             for bracket, name in _INCLUDE.findall(text):
                 found = [each for each in self._looked_up(path, bracket, name) if self._has(each)]
                 if found:
                     names.append(name)
-                waiting += [each for each in found if self._add(each)]
+                waiting += [os.path.normpath(each) for each in found if self._add(each)]
             if _COMPUTED.search(text):
-                waiting += [each for each in self._every_header(path) if self._add(each)]
+                headers = self._every_header(path)
+                waiting += [os.path.normpath(each) for each in headers if self._add(each)]
 
     def write(self) -> None:
         for directory in (self._spec.root, *self._searched):

@@ -1,4 +1,4 @@
-"""libsycl: where it is, and whether it will find a CPU to run on. Asks no program."""
+"""libsycl: where it is, and whether it will find a device to run on. Asks no program."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 PACKAGE = "intel-sycl-rt"
 PROGRAMS = ("icpx", "dpcpp")
 ONEAPI = "/opt/intel/oneapi/compiler"
+INSTALL = f"pip install -U '{PACKAGE}>=2026' intel-opencl-rt"
 
 _NAME = re.compile(r"libsycl\.so\.(\d+)\Z")
 # The runtime compiler of libsycl 8 (2025) needs device libraries that its wheel does not carry.
 _OLDEST = 9
 _DRIVER = "libintelocl.so"  # OpenCL's for a CPU, from intel-opencl-rt
 _VENDORS = "/etc/OpenCL/vendors"
+_GPUS = "/sys/class/drm"
 
 
 def is_library(path: str) -> bool:
@@ -106,37 +108,64 @@ def home_of(program: str) -> str:
     return os.path.dirname(os.path.dirname(os.path.realpath(program)))
 
 
-def no_cpu_device(library: str, icd_filenames: str | None, vendors: str = _VENDORS) -> str:
-    """Why SYCL will find no CPU with this libsycl; empty when nothing speaks against it.
+def no_device(icd_filenames: str | None) -> tuple[str, str] | None:
+    """(why SYCL will find no device, what would change that); None when nothing speaks against it.
 
-    SYCL reaches a CPU through OpenCL, whose loader knows its drivers from ``OCL_ICD_FILENAMES`` and
-    from the files in ``vendors``. The driver that pip installs is in neither. opkiln does not set
-    the variable: that would be seen by every child of this process, and changing the environment
-    races with whatever thread is reading it.
+    ``icd_filenames`` is the value of ``OCL_ICD_FILENAMES``. SYCL reaches a CPU through OpenCL,
+    whose loader knows its drivers from this variable and from the system's directory of drivers.
+    The one that pip installs is in neither. opkiln does not set the variable: every child of the
+    process would inherit it, and changing the environment races with whichever thread reads it.
     """
-    driver = os.path.join(os.path.dirname(library), _DRIVER)
-    fix = f"export OCL_ICD_FILENAMES={driver}"
-    if not os.path.exists(driver):
-        fix = "pip install intel-opencl-rt"
+    if _intel_gpu():
+        return None
     if icd_filenames:
         names = [name for name in icd_filenames.split(os.pathsep) if name]
         # One without a slash is for the dynamic linker to find: nothing to be said of it.
         if any("/" not in name or os.path.exists(name) for name in names):
-            return ""
-        return f"OCL_ICD_FILENAMES={icd_filenames!r} names no file that exists: {fix}"
-    if any(map(os.path.exists, _vendor_drivers(vendors))):
-        return ""
-    return f"OpenCL has no driver for a CPU: {fix}"
+            return None
+        why = f"OCL_ICD_FILENAMES={icd_filenames!r} names no file that exists"
+    elif any(map(os.path.exists, _registered_drivers())):
+        return None
+    else:
+        why = "OpenCL has no driver for a CPU"
+    return f"there is no Intel GPU, and {why}", _driver_command()
 
 
-def _vendor_drivers(directory: str) -> Iterator[str]:
+def _driver_command() -> str:
+    library = installed()
+    if library is None:
+        return INSTALL
+    driver = os.path.join(os.path.dirname(library), _DRIVER)
+    if os.path.exists(driver):
+        return f"export OCL_ICD_FILENAMES={driver}"
+    return "pip install intel-opencl-rt"
+
+
+def _registered_drivers() -> Iterator[str]:
     """The CPU drivers that OpenCL's loader would find by itself."""
     try:
-        names = sorted(name for name in os.listdir(directory) if name.endswith(".icd"))
-        for name in names:
-            with open(os.path.join(directory, name), encoding="utf-8", errors="replace") as file:
-                driver = file.readline().strip()
-            if os.path.basename(driver).startswith(_DRIVER):
-                yield driver
+        for name in sorted(os.listdir(_VENDORS)):
+            if name.endswith(".icd"):
+                with open(os.path.join(_VENDORS, name), encoding="utf-8", errors="replace") as file:
+                    driver = file.readline().strip()
+                if os.path.basename(driver).startswith(_DRIVER):
+                    yield driver
     except OSError:
         return  # what this process cannot read, the loader in it cannot read either
+
+
+def _intel_gpu() -> bool:
+    """Whether the kernel has a GPU of Intel's that programs can compute on."""
+    try:
+        nodes = [name for name in os.listdir(_GPUS) if name.startswith("renderD")]
+    except OSError:
+        return False
+    return any(_vendor(node) == "0x8086" for node in nodes)
+
+
+def _vendor(node: str) -> str:
+    try:
+        with open(os.path.join(_GPUS, node, "device", "vendor"), encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""  # a device that is on no PCI bus has none

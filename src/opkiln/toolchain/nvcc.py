@@ -123,12 +123,12 @@ def _search(
     found = toolkits.survey(memory, partner.cxx, ask=ask)
     if found is None:
         return None
-    misfits = [cuda_version.misfit(each.record["version"], torch_cuda) for each in found]
-    refusals = [
-        each.record["refused"] or misfit for each, misfit in zip(found, misfits, strict=True)
-    ]
+    refusals = [each.record["refused"] for each in found]
+    working = [place for place, refused in enumerate(refusals) if not refused]
+    for place in working:
+        refusals[place] = cuda_version.misfit(found[place].record["version"], torch_cuda)
     ranked = sorted(
-        (place for place, refused in enumerate(refusals) if not refused),
+        (place for place in working if not refusals[place]),
         key=lambda place: cuda_version.distance(found[place].record["version"], torch_cuda),
     )
     signatures = [row for each in found for row in each.record["signatures"]]
@@ -153,7 +153,7 @@ def _search(
         Candidate(each.label, each.place.origin, refused, each.record["version"])
         for each, refused in zip(found, refusals, strict=True)
     ]
-    mismatched = any(misfits) and not ranked
+    mismatched = bool(working) and not ranked
     return _Search(taken, bool(found), candidates, mismatched, unsupported, signatures)
 
 
@@ -196,11 +196,11 @@ def _failure(
             hint=f"OPKILN_CCBIN={others[0]}" if others else _installing(search.unsupported),
         )
     named, origin = origin_of("cuda_home")
-    version = torch_cuda or next(each.version for each in search.candidates if each.version)
+    said = next((each.version for each in search.candidates if each.version), "")
     return ToolchainError(
         "no CUDA toolkit can be used here",
         why=why,
-        hint=f"unset {origin}" if named else cuda_version.fitting(version),
+        hint=f"unset {origin}" if named else cuda_version.fitting(torch_cuda or said),
     )
 
 
@@ -228,7 +228,7 @@ def _others(memory: tuple[str, ...], torch_cuda: str | None, host: Toolchain) ->
 
 def _on_path_by_version() -> list[str]:
     """``g++-14``, ``g++-13``, … and ``clang++-18``, … of PATH, in this order."""
-    found = []
+    found: dict[str, tuple[bool, int, str]] = {}
     for directory in settings.path:
         try:
             names = os.listdir(directory)
@@ -237,8 +237,9 @@ def _on_path_by_version() -> list[str]:
         for name in names:
             stem, _, number = name.rpartition("-")
             if stem in ("g++", "clang++") and number.isdigit():
-                found.append((stem != "g++", -int(number), os.path.join(directory, name)))
-    return [path for _, _, path in sorted(found)]
+                path = os.path.join(directory, name)
+                found.setdefault(os.path.realpath(path), (stem != "g++", -int(number), path))
+    return [path for _, _, path in sorted(found.values())]
 
 
 def _compiler(toolkit: Toolkit, probed: dict[str, Any], ccbin: Toolchain | None) -> DeviceCompiler:

@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 ICPX = "icpx"
 RUNTIME = "sycl-rt"
 
-_INSTALL = (
-    f"pip install -U '{libsycl.PACKAGE}>=2026' intel-opencl-rt    (or set OPKILN_SYCL_CXX to icpx)"
-)
-
 # The programs that decide what icpx makes, by the names it knows them by.
 _PARTS = ("clang", "ld", "llvm-spirv", "sycl-post-link", "clang-linker-wrapper", "ocloc")
 # Each is kept in `accepts` where it is taken. icpx computes as if by -ffast-math unless told not
@@ -78,7 +74,9 @@ def choose(memory: tuple[str, ...], torch_xpu: str | None, host: Toolchain) -> D
     raise ToolchainError(
         "no SYCL compiler can be used here",
         why="\n".join(refusals),
-        hint=f"unset {origin}" if origin.isupper() else _INSTALL,
+        hint=f"unset {origin}"
+        if origin.isupper()
+        else f"{libsycl.INSTALL}    (or set OPKILN_SYCL_CXX to icpx)",
     )
 
 

@@ -97,10 +97,8 @@ def watched() -> tuple[list[str], list[str]]:
     The former are directories that are listed, and every nvcc by the name it was found by, so that
     a link that is turned elsewhere shows.
     """
-    parents = [os.path.dirname(pattern) for pattern in DIRECTORIES if pattern.endswith("*")]
-    parents += [os.path.join(site, "nvidia") for site in _site_directories()]
-    signed = [path for path in parents if os.path.isdir(path)]
-    absent = [path for path in parents if not os.path.isdir(path)]
+    signed = [path for path in _listed() if os.path.isdir(path)]
+    absent = [path for path in _listed() if not os.path.isdir(path)]
     for place in places():
         (signed if _executable(place.nvcc) else absent).append(place.nvcc)
     return list(dict.fromkeys(signed)), list(dict.fromkeys(absent))
@@ -118,14 +116,13 @@ def survey(memory: tuple[str, ...], host: str, *, ask: bool) -> list[Toolkit] | 
         found = [] if last is None else [last]
     toolkits: dict[str, Toolkit] = {}
     for place in found:
-        record = _recall(memory, place.nvcc)
+        record = _recall(memory, place.nvcc, host)
         if record is None:
             if not ask:
                 return None
             asked_at = time.time_ns()
             record, files = _question(_itself(place.nvcc), host)
-            if files:
-                memo.remember(memory, _subject(place.nvcc), record, files, asked_at)
+            memo.remember(memory, _subject(place.nvcc), record, files, asked_at)
             record = {**record, "signatures": []}
         toolkits.setdefault(record["program"], Toolkit(place, record))
     return list(toolkits.values())
@@ -144,6 +141,12 @@ def looked_in() -> str:
     lines += ["PATH: no nvcc", *(f"{pattern}: no bin/nvcc" for pattern in DIRECTORIES)]
     wheels = (os.path.join(site, "nvidia") for site in _site_directories())
     return "\n".join([*lines, *(f"PyPI: no nvcc in {path}" for path in wheels)])
+
+
+def _listed() -> list[str]:
+    """The directories whose entries are places."""
+    parents = [os.path.dirname(pattern) for pattern in DIRECTORIES if pattern.endswith("*")]
+    return parents + [os.path.join(site, "nvidia") for site in _site_directories()]
 
 
 def _nvcc_below(home: str) -> str:
@@ -203,20 +206,26 @@ def _last_resort(memory: tuple[str, ...], ask: bool) -> Place | None:
         return None
     subject = f"cuda-pathfinder {sys.prefix}"
     record = memo.recall(memory, subject)
-    if record is None and ask and sys.executable and _has_pathfinder():
-        from opkiln.process import capture
+    if record is None and ask:
+        sites = [site for site in _site_directories() if os.path.isdir(site)]
+        if not any(os.path.isdir(os.path.join(site, "cuda", "pathfinder")) for site in sites):
+            return None
+        asked_at = time.time_ns()
+        nvcc = _pathfinder()
+        record = {"nvcc": nvcc}
+        # Whatever pip installs next changes one of these directories.
+        memo.remember(memory, subject, record, [*sites, nvcc] if nvcc else sites, asked_at)
+    return Place(record["nvcc"], "cuda-pathfinder") if record and record["nvcc"] else None
 
-        answer = capture((sys.executable, "-c", _PATHFINDER), timeout=60)
-        nvcc = answer.stdout.strip()
-        if answer.returncode == 0 and nvcc and _executable(nvcc):
-            record = {"nvcc": nvcc}
-            memo.remember(memory, subject, record, [nvcc])
-    return None if record is None else Place(record["nvcc"], "cuda-pathfinder")
 
+def _pathfinder() -> str:
+    from opkiln.process import capture
 
-def _has_pathfinder() -> bool:
-    sites = _site_directories()
-    return any(os.path.isdir(os.path.join(site, "cuda", "pathfinder")) for site in sites)
+    if not sys.executable:
+        return ""  # Python is embedded in another program
+    answer = capture((sys.executable, "-c", _PATHFINDER), timeout=60)
+    nvcc = answer.stdout.strip()
+    return nvcc if answer.returncode == 0 and nvcc and _executable(nvcc) else ""
 
 
 # What an nvcc says of itself
@@ -230,22 +239,22 @@ def _subject(path: str) -> str:
     return f"nvcc wrapper {program} {os.path.realpath(program)} {os.pathsep.join(settings.path)}"
 
 
-def _recall(memory: tuple[str, ...], path: str) -> dict[str, Any] | None:
-    return memo.recall(memory, _subject(path))
+def _recall(memory: tuple[str, ...], path: str, host: str) -> dict[str, Any] | None:
+    record = memo.recall(memory, _subject(path))
+    # Where it was refused, its host compiler may have been at fault.
+    return record if record is None or record["host"] in ("", host) else None
 
 
 def _question(path: str, host: str) -> tuple[dict[str, Any], list[str]]:
-    """Ask an nvcc who and where it is: (record, the files that the answers depend on).
-
-    No files where the answer depends on something else, and is not to be remembered.
-    """
+    """Ask an nvcc who and where it is: (record, the files that the answers depend on)."""
     from opkiln.process import run
 
     def ask(*arguments: str) -> tuple[int, str]:
         done = run((path, *arguments), timeout=60, supervised=False)
         return done.returncode, done.output
 
-    files = [os.path.realpath(path)]
+    # A script may have led nowhere; what it leads to is most likely where toolkits are installed.
+    files = [os.path.realpath(path), *filter(os.path.isdir, _listed())]
     status, banner = ask("--version")
     version = banner.partition("release ")[2].partition(",")[0].strip()
     if status != 0 or torch_sdk.release(version) == (0, 0):
@@ -262,7 +271,8 @@ def _question(path: str, host: str) -> tuple[dict[str, Any], list[str]]:
     program = os.path.join(here, "nvcc")
     if status != 0 or "TOP" not in said or not _executable(program):
         reason = f"--dryrun does not say where its toolkit is: {_last_line(dryrun)}"
-        return _refusal(path, reason, version), []  # the host compiler may be at fault
+        refusal = {**_refusal(path, reason, version), "host": host or "none"}
+        return refusal, [*files, os.path.realpath(host)] if host else files
 
     home = os.path.realpath(said["TOP"])
     include_dirs = _existing(_quoted(said, "INCLUDES", "-I") + _quoted(said, "SYSTEM_INCLUDES", ""))
@@ -283,6 +293,7 @@ def _question(path: str, host: str) -> tuple[dict[str, Any], list[str]]:
     directories = _existing([home, here, *usual, *include_dirs, *library_dirs])
     record = {
         "refused": "",
+        "host": "",
         "program": program,
         "home": home,
         "version": version,
@@ -293,12 +304,12 @@ def _question(path: str, host: str) -> tuple[dict[str, Any], list[str]]:
         "parts": parts,
         "directories": directories,
     }
-    files += [program, os.path.join(here, "nvcc.profile"), *directories]
+    files = [files[0], program, os.path.join(here, "nvcc.profile"), *directories]
     return record, list(dict.fromkeys(files))
 
 
 def _refusal(path: str, reason: str, version: str = "") -> dict[str, Any]:
-    return {"refused": reason, "program": path, "version": version}
+    return {"refused": reason, "program": path, "version": version, "host": ""}
 
 
 def _assigns(line: str) -> bool:

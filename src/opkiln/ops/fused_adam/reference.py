@@ -1,4 +1,4 @@
-"""``fused_adam`` in pure PyTorch: what runs where there is no native version, and what tests compare.
+"""``fused_adam`` in pure PyTorch: what serves where there is no native version, and what tests see.
 
 Tensors of 16-bit types are computed on in fp32 and rounded once, when stored; fp32 and fp64 are
 computed on as they are. Unlike the native versions this takes any device, any strides and states

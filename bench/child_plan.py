@@ -1,0 +1,30 @@
+"""In a fresh process: the commands that opkiln would build the CUDA op by, into ``STAGE``.
+
+``child_plan.py STAGE``. The compilers are probed where the store does not know them yet.
+"""
+
+import json
+import os
+import sys
+
+from opkiln import plan as plans
+from opkiln.loading.build import make_plan
+from opkiln.loading.resolve import chosen
+from opkiln.store.layers import Store
+from peers import cuda_opkiln_builder
+
+
+def main(stage: str) -> None:
+    """Print each step's argv."""
+    op = cuda_opkiln_builder.builder().op()
+    plan = make_plan(op.spec, *chosen(op, Store()))
+    places = plans.anchors(plan, stage)
+    answer = {
+        "steps": [{"kind": s.kind, "argv": list(plans.argv(s, places))} for s in plan.steps],
+        "environment": dict(plan.environment),
+        "output": os.path.join(stage, plan.output),
+    }
+    print("\nBENCH-ANSWER " + json.dumps(answer), flush=True)
+
+
+main(sys.argv[1])

@@ -1,0 +1,66 @@
+"""What every Adam here asks of its parameter groups, with errors that name the place."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from opkiln.errors import UsageError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_hyperparameters(owner: str, group: dict[str, Any], where: str = "") -> None:
+    """Raises UsageError for a value that has no meaning. Comparisons are written to refuse NaN."""
+    if not isinstance(group["bias_correction"], bool):
+        raise UsageError(
+            f"{where}bias_correction is {group['bias_correction']!r}, expected True or False",
+            why="it is the third positional argument, as in DeepSpeed's",
+            hint=f"{owner}(params, lr, betas=(0.9, 0.999))",
+        )
+    for name in ("lr", "eps", "weight_decay"):
+        value = float(group[name])
+        if not 0 <= value < math.inf:
+            raise UsageError(f"{where}{name} is {value}, expected a finite number of at least 0")
+    for i, beta in enumerate(group["betas"]):
+        if not 0 <= float(beta) < 1:
+            raise UsageError(
+                f"{where}betas[{i}] is {float(beta)}, expected at least 0 and less than 1"
+            )
+    if group["amsgrad"]:
+        raise UsageError(
+            f"{where}amsgrad is not supported by {owner}",
+            hint="torch.optim.AdamW(params, amsgrad=True)",
+        )
+
+
+def check_dtypes(index: int, group: dict[str, Any]) -> None:
+    """Raises UsageError for a parameter of a type that the ops do not know."""
+    for i, param in enumerate(group["params"]):
+        if param.dtype not in DTYPES:
+            raise UsageError(
+                f"{place(index, group, i)} has dtype {param.dtype}, "
+                "expected float32, bfloat16 or float16"
+            )
+
+
+def sparse_gradient(owner: str, index: int, group: dict[str, Any]) -> UsageError:
+    """The error for a group in which there is a sparse gradient."""
+    name, layout = next(
+        (place(index, group, i), param.grad.layout)
+        for i, param in enumerate(group["params"])
+        if param.grad is not None and param.grad.layout is not torch.strided
+    )
+    return UsageError(
+        f"the gradient of {name} is sparse ({layout}); {owner} takes dense gradients only",
+        hint="torch.optim.SparseAdam(params)",
+    )
+
+
+def place(index: int, group: dict[str, Any], i: int) -> str:
+    """What to call a parameter in a message: by its name, too, where the group has names."""
+    names = group.get("param_names")
+    position = f"param_groups[{index}]['params'][{i}]"
+    return f"{names[i]} ({position})" if names else position

@@ -1,0 +1,260 @@
+"""Which architectures an op is built for, and which entry serves which GPUs.
+
+There is no GPU here: what the driver would answer is put in its place. What is compiled is real.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from typing import TYPE_CHECKING
+
+import pytest
+
+from opkiln.accelerator import nvidia
+from opkiln.binary import fatbin
+from opkiln.builder import CUDAOpBuilder
+from opkiln.errors import (
+    ArchError,
+    ArchWarning,
+    CompilingOff,
+    FallbackWarning,
+    LoadError,
+    MissingCUDAException,
+    ToolchainError,
+)
+from opkiln.loading import resolve
+from opkiln.loading.trace import Trace
+from opkiln.settings import override
+from opkiln.store.layers import Store
+from opkiln.toolchain import toolkits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sample.package import Package, Steps
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc on PATH")
+
+
+@pytest.fixture
+def device(package: Callable[..., Package]) -> Package:
+    return package("device")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts GPUs of these capabilities, in PCI order, into this machine."""
+
+    def have(*capabilities: str, cuda: str = "13.0") -> None:
+        gpus = tuple(
+            nvidia.GPU(index, f"GPU-{index}", "stand-in", capability, 1 << 30)
+            for index, capability in enumerate(capabilities)
+        )
+        monkeypatch.setitem(nvidia._known, "/", nvidia.Devices(gpus, "580", cuda, "nvml"))
+
+    return have
+
+
+def artifact(package: Package, **settings: object) -> tuple[str, Trace]:
+    """What serves the op here, found or built."""
+    trace = Trace()
+    with override(**settings):
+        builder = package.builder(_asked_backend="cuda")
+        return resolve.artifact(builder.op(), trace).path, trace
+
+
+@needs_nvcc
+def test_ranks_with_one_visible_gpu_each_share_one_build_for_all_gpus(
+    device: Package, machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, steps: Steps
+) -> None:
+    machine("9.0", "8.0", "9.0")
+    paths = set()
+    for visible in ("0", "1", "2", "0,1,2"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        paths.add(artifact(device)[0])
+    assert len(paths) == 1
+    assert fatbin.images(paths.pop()) == ("sm_80", "sm_90")
+    assert steps.linked == 1
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("built", "gpu"), [("8.0;9.0", "9.0"), ("9.0a", "9.0"), ("8.0", "8.6"), ("10.0f", "10.3")]
+)
+def test_an_entry_whose_images_cover_the_gpu_is_a_hit(
+    device: Package, machine: Callable[..., None], steps: Steps, built: str, gpu: str
+) -> None:
+    made, _ = artifact(device, cuda_arch_list=built)
+    machine(gpu)
+    found, trace = artifact(device)
+    assert found == made
+    assert steps.linked == 1
+    assert f"its code for {built} runs here" in str(trace.decisions[-1])
+
+
+@needs_nvcc
+def test_code_for_another_gpu_is_not_taken(
+    device: Package, machine: Callable[..., None], steps: Steps
+) -> None:
+    other, _ = artifact(device, cuda_arch_list="8.6;10.0a")
+    machine("8.0")
+    found, _ = artifact(device)
+    assert found != other
+    assert fatbin.images(found) == ("sm_80",)
+    assert steps.linked == 2
+
+
+@needs_nvcc
+def test_a_list_that_was_named_is_built_although_another_entry_would_run(
+    device: Package, machine: Callable[..., None], steps: Steps
+) -> None:
+    machine("9.0")
+    artifact(device)
+    found, _ = artifact(device, cuda_arch_list="9.0a")
+    assert fatbin.images(found) == ("sm_90a",)
+    assert steps.linked == 2
+
+
+@needs_nvcc
+def test_ptx_serves_only_where_nothing_better_can_be_compiled(
+    device: Package, machine: Callable[..., None], steps: Steps
+) -> None:
+    ptx, _ = artifact(device, cuda_arch_list="8.0+PTX")
+    machine("9.0")
+    found, trace = artifact(device, jit=False)
+    assert found == ptx
+    assert steps.linked == 1
+    better, _ = artifact(device)
+    assert fatbin.images(better) == ("sm_90",)
+    assert "its code for 8.0+PTX runs here" in str(trace.decisions[-1])
+    with pytest.raises(CompilingOff):
+        artifact(device, jit=False, cuda_arch_list="7.5")
+
+
+@needs_nvcc
+def test_a_gpu_newer_than_the_toolkit_gets_ptx_and_a_warning(
+    device: Package, machine: Callable[..., None], steps: Steps
+) -> None:
+    machine("13.5", cuda="14.2")
+    with pytest.warns(ArchWarning, match="capability 13.5, which this CUDA toolkit does not know"):
+        path, _ = artifact(device)
+    assert any(image.startswith("compute_") for image in fatbin.images(path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        assert artifact(device)[0] == path
+    assert steps.linked == 1
+
+
+@needs_nvcc
+def test_a_gpu_newer_than_toolkit_and_driver_is_refused_with_the_reason(
+    device: Package, machine: Callable[..., None]
+) -> None:
+    machine("13.5", cuda="12.9")
+    with pytest.raises(ToolchainError, match="13.5") as refused:
+        artifact(device)
+    assert "driver is too old to take PTX" in refused.value.why
+
+
+@needs_nvcc
+def test_an_arch_that_the_toolkit_lacks_is_refused_with_what_it_has(device: Package) -> None:
+    with pytest.raises(ToolchainError, match="cannot be compiled for 5.0") as no:
+        artifact(device, cuda_arch_list="5.0;9.0")
+    assert "its oldest is 7.5" in no.value.why
+    assert no.value.hint.startswith("OPKILN_CUDA_ARCH_LIST=")
+
+
+def test_without_gpu_or_list_the_cpu_version_is_built(device: Package) -> None:
+    builder = device.builder()
+    assert builder.backend == "cpu"
+    assert isinstance(builder, CUDAOpBuilder)
+    assert builder.build_for_cpu
+    assert builder.load().answer() == 42
+
+
+def test_a_bad_list_is_one_error_that_quotes_the_token(
+    device: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0b")
+    with pytest.raises(ArchError, match=r"TORCH_CUDA_ARCH_LIST: '9\.0b' is not a CUDA arch"):
+        artifact(device)
+
+
+def test_a_filter_that_leaves_nothing_says_what_was_asked_and_what_it_removed(
+    device: Package,
+) -> None:
+    builder = device.builder(_asked_backend="cuda", LEAST=12)
+    with override(cuda_arch_list="8.0;9.0a"), pytest.raises(LoadError) as nothing:
+        resolve.artifact(builder.op(), Trace())
+    assert nothing.value.why.endswith("asks for 8.0;9.0a, and the op's filter removed 8.0;9.0a")
+
+
+@pytest.fixture
+def no_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without CUDA: nothing on PATH, in /usr/local or from PyPI."""
+    monkeypatch.setattr(toolkits, "DIRECTORIES", ())
+    monkeypatch.setattr(toolkits, "_site_directories", list)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+
+
+@pytest.mark.usefixtures("no_toolkit")
+def test_without_a_toolkit_the_cpu_part_builds_and_cuda_says_what_to_install(
+    device: Package, machine: Callable[..., None]
+) -> None:
+    machine("9.0")
+    assert device.builder().load().answer() == 42  # this torch has no CUDA
+    with pytest.raises(MissingCUDAException) as missing:
+        artifact(device)
+    assert missing.value.hint == "pip install 'opkiln[cuda]'"
+    assert not device.builder(_asked_backend="cuda").is_compatible()
+
+
+_SCHEMA = "twice(Tensor x) -> Tensor"
+
+
+class _Reference:
+    @staticmethod
+    def twice(x: object) -> object:
+        return x + x  # type: ignore[operator]
+
+
+@pytest.mark.usefixtures("no_toolkit")
+def test_a_missing_toolkit_falls_back_with_one_warning_that_names_cause_and_fix(
+    device: Package, machine: Callable[..., None]
+) -> None:
+    import torch
+
+    machine("9.0")
+
+    class Builder(type(device.builder())):  # type: ignore[misc]
+        ABI, KIND, BACKENDS = "torch-stable", "library", ("cuda",)
+        SCHEMAS = (_SCHEMA,)
+        DISTRIBUTION = device.name
+
+        def reference(self) -> type[_Reference]:
+            return _Reference
+
+    with pytest.warns(FallbackWarning) as told:
+        functions = Builder().load()
+    assert functions.twice(torch.ones(2)).tolist() == [2, 2]
+    (warning,) = told
+    assert "runs as its pure-PyTorch reference: no CUDA toolkit" in str(warning.message)
+    assert "hint: pip install 'opkiln[cuda]'" in str(warning.message)
+    with pytest.raises(MissingCUDAException):
+        Builder().jit_load()
+
+
+def test_nothing_is_written_or_compiled_to_learn_the_architectures(
+    device: Package, machine: Callable[..., None], steps: Steps
+) -> None:
+    machine("8.0", "9.0")
+    builder = device.builder(_asked_backend="cuda")
+    assert isinstance(builder, CUDAOpBuilder)
+    assert builder.enable_bf16
+    assert builder.compute_capability_args() == [
+        "-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=sm_90",
+    ]  # fmt: skip
+    assert builder.compute_capability_args("7.5;7.5+PTX") == [
+        "-gencode=arch=compute_75,code=sm_75", "-gencode=arch=compute_75,code=compute_75",
+    ]  # fmt: skip
+    assert Store().root is None or not steps.seen

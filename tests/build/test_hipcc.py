@@ -1,0 +1,195 @@
+"""Real HIP compiles, of translated CUDA sources, for GPUs that need not be there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from opkiln import ops, plan, process
+from opkiln.model import ABI_NONE, PLAIN, ROCM, DeviceCompiler, OpSpec, Target, Toolchain
+from opkiln.steps import hipcc as steps
+from opkiln.store.deps import parse_depfile
+from opkiln.toolchain import hipcc, hipify, host, torch_sdk
+
+_KERNEL = """\
+#include "scale.h"
+
+template <class T>
+concept Number = requires(T x) { x * x; };
+
+template <Number T>
+__global__ void scale(T* x, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) {
+    x[i] *= std::exp(x[i]) * kScale;
+  }
+}
+
+extern "C" int launch(float* x, int n, void* stream) {
+  scale<<<(n + 255) / 256, 256, 0, static_cast<cudaStream_t>(stream)>>>(x, n);
+  return cudaGetLastError();
+}
+"""
+_HEADER = "#pragma once\n#include <cmath>\nconstexpr float kScale = 2;\n"
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    return (str(tmp_path_factory.mktemp("memory")),)
+
+
+@pytest.fixture
+def toolchain(memory: tuple[str, ...]) -> Toolchain:
+    """The host compiler and hipcc, whatever the HIP of the torch that is here."""
+    if not hipcc.available():
+        pytest.skip("no hipcc is installed: apt-get install hipcc")
+    if torch_sdk.find() is None:
+        pytest.skip("torch is not installed, and hipify is a part of it")
+    compiler = host.choose(memory)
+    return compiler._replace(device=hipcc.choose(memory, None, compiler))
+
+
+@pytest.fixture
+def device(toolchain: Toolchain) -> DeviceCompiler:
+    assert toolchain.device is not None
+    return toolchain.device
+
+
+def an_op(root: Path) -> OpSpec:
+    root.mkdir(parents=True)
+    (root / "kernel.cu").write_text(_KERNEL)
+    (root / "scale.h").write_text(_HEADER)
+    return OpSpec(
+        name="scaled", distribution="package", root=str(root), sources=("kernel.cu",),
+        backend=ROCM, kind=PLAIN, abi=ABI_NONE,
+    )  # fmt: skip
+
+
+def a_target(*archs: str) -> Target:
+    return Target(
+        backend=ROCM, system="linux", machine="x86_64", cpu="x86-64", cpu_features=(),
+        abi_tag="none", archs=archs,
+    )  # fmt: skip
+
+
+class Built:
+    """One source, translated and compiled in a stage of its own."""
+
+    def __init__(self, spec: OpSpec, toolchain: Toolchain, stage: Path, *archs: str) -> None:
+        assert toolchain.torch is not None
+        (stage / "hip").mkdir(parents=True)
+        self.stage = stage
+        self.staged = hipify.stage(spec, toolchain.torch, str(stage / "hip"))
+        copy = spec._replace(root=self.staged.root)
+        places = plan.anchors_of(copy, toolchain) | {"stage": str(stage)}
+        (source,) = spec.sources
+        self.step = steps.compile_step(copy, a_target(*archs), toolchain, {}, source)
+        self.done = process.run(
+            plan.argv(self.step, places), cwd=str(stage), env=dict(hipcc.ENVIRONMENT),
+            tmpdir=str(stage),
+        )  # fmt: skip
+        self.linking = [plan.render(each, places) for each in steps.runtime(spec, toolchain)]
+
+    @property
+    def object(self) -> bytes:
+        assert self.done.returncode == 0, self.done.output
+        return (self.stage / self.step.output).read_bytes()
+
+    def read(self) -> set[str]:
+        """The author's files that the compiler says it read."""
+        listed = parse_depfile((self.stage / self.step.depfile).read_text())
+        return {self.staged.origin[path] for path in listed if path in self.staged.origin}
+
+
+def test_a_cuda_source_compiles_for_an_amd_gpu_and_links(
+    tmp_path: Path, toolchain: Toolchain
+) -> None:
+    built = Built(an_op(tmp_path / "op"), toolchain, tmp_path / "stage", "gfx90a")
+    assert built.done.returncode == 0, built.done.output
+    assert b"amdgcn-amd-amdhsa--gfx90a" in built.object
+    assert built.read() == {str(tmp_path / "op" / name) for name in ("kernel.cu", "scale.h")}
+    library = str(tmp_path / "stage" / "op.so")
+    argv = (toolchain.cxx, "-shared", str(built.stage / built.step.output), "-o", library)
+    linked = process.run((*argv, *built.linking))
+    assert linked.returncode == 0, linked.output
+    assert b"libamdhip64.so" in Path(library).read_bytes()
+
+
+def test_the_same_source_in_two_places_gives_the_same_object_for_exactly_its_gpus(
+    tmp_path: Path, toolchain: Toolchain, device: DeviceCompiler
+) -> None:
+    archs = [each for each in ("gfx90a", "gfx1030") if each in device.archs]
+    assert archs
+    objects = [
+        Built(an_op(tmp_path / name / "op"), toolchain, tmp_path / f"stage-{name}", *archs).object
+        for name in ("one", "a-longer-name")
+    ]
+    assert objects[0] == objects[1]
+    for arch in ("gfx90a", "gfx1030", "gfx906"):
+        assert (f"amdgcn-amd-amdhsa--{arch}".encode() in objects[0]) is (arch in archs)
+
+
+def test_what_the_compiler_says_of_a_line_is_true_of_the_authors(
+    tmp_path: Path, toolchain: Toolchain
+) -> None:
+    spec = an_op(tmp_path / "op")
+    (tmp_path / "op" / "kernel.cu").write_text(_KERNEL.replace("kScale", "kScala"))
+    built = Built(spec, toolchain, tmp_path / "stage", "gfx90a")
+    line = _KERNEL.splitlines().index("    x[i] *= std::exp(x[i]) * kScale;") + 1
+    assert built.done.returncode != 0
+    assert f"kernel.cu:{line}:" in built.done.output
+    assert "kScala" in built.done.output
+
+
+def test_an_architecture_that_this_hipcc_cannot_compile_for_is_refused_with_its_reason(
+    memory: tuple[str, ...], device: DeviceCompiler
+) -> None:
+    assert hipcc.can_compile(memory, device, "gfx90a") == ""
+    refusal = f"HIP {device.version} does not compile for"
+    assert hipcc.can_compile(memory, device, "gfx499").startswith(f"{refusal} gfx499: ")
+    if torch_sdk.release(device.version) >= (6, 0):
+        pytest.skip("this hipcc is new enough for gfx942")
+    assert hipcc.can_compile(memory, device, "gfx942") == (
+        f"{refusal} gfx942: invalid target ID 'gfx942'"
+    )
+
+
+def test_beside_an_nvcc_it_still_compiles_for_amd(
+    tmp_path: Path, device: DeviceCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\necho nvcc: NVIDIA >> '{tmp_path}/asked'; echo nvcc: NVIDIA\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{nvcc.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("HIP_PLATFORM", "nvidia")
+    monkeypatch.setenv("OPKILN_ROCM_HOME", device.home)
+    chosen = hipcc.choose((), None, host.choose(()))
+    assert chosen == device
+    assert not (tmp_path / "asked").exists()
+
+
+def test_fused_adam_is_translated_and_compiles_and_its_source_tree_is_untouched(
+    tmp_path: Path, toolchain: Toolchain
+) -> None:
+    package = Path(ops.__file__).parent
+    root = package / "fused_adam"
+
+    def tree() -> dict[str, tuple[int, bytes]]:
+        files = [path for path in package.rglob("*") if "__pycache__" not in path.parts]
+        return {
+            str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+            for path in files
+        }
+
+    before = tree()
+    spec = OpSpec(
+        name="fused_adam", distribution="opkiln", root=str(root), sources=("cuda.cu",),
+        backend=ROCM, include_dirs=(str(package.parent / "csrc"),),
+    )  # fmt: skip
+    built = Built(spec, toolchain, tmp_path / "stage", "gfx90a")
+    assert b"amdgcn-amd-amdhsa--gfx90a" in built.object
+    assert str(root / "cuda.cu") in built.read()
+    assert tree() == before
