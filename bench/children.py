@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -97,21 +98,19 @@ class Workspace:
             raise answer
         return answer
 
-    def cold_load(
-        self, peer: str, prepared: Callable[[Caches], None] | None = None
-    ) -> dict[str, Any]:
-        """Timings of a load into caches of its own, which are removed again.
-
-        ``prepared`` puts into them what is not to count as cold.
-        """
-        directory = Path(tempfile.mkdtemp(prefix="cold-", dir=self.root))
-        caches = self.warm._replace(root=directory)
-        try:
-            if prepared is not None:
-                prepared(caches)
+    def cold_load(self, peer: str) -> dict[str, Any]:
+        """Timings of a load into caches of its own, which are removed again."""
+        with self.cold() as caches:
             return load(peer, caches)
+
+    @contextmanager
+    def cold(self) -> Iterator[Caches]:
+        """Empty caches, which are removed again."""
+        directory = Path(tempfile.mkdtemp(prefix="cold-", dir=self.root))
+        try:
+            yield self.warm._replace(root=directory)
         finally:
-            shutil.rmtree(caches.root, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def load(peer: str, caches: Caches, *, prefix: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from children import Caches, Workspace, ask
+from children import Caches, Workspace, ask, load
 from measured import Bar, Failure, Row, Sample
 
 from measure import Options, cold_build
@@ -44,9 +44,10 @@ PEERS = (
     Variant("cuda_cpp_extension", "torch cpp_extension", "load_inline", 2),
     Variant("cuda_cpp_extension_apart", "torch cpp_extension", "load_inline, kernel apart", 1),
 )
-# A peer's usual form against opkiln's first use, which asks the most of opkiln.
+KEPT = OPKILN[2]
+SLOW = PEERS[2:]
+# A peer's usual form against opkiln's first use, the harder of the two.
 BARS = {"cuda_tvm_ffi": (1.0, "<= 1"), "cuda_cpp_extension": (1 / 8, "<= 1/8")}
-AGAINST = OPKILN[0]
 
 
 def rows(options: Options, workspace: Workspace) -> list[Row]:
@@ -56,31 +57,38 @@ def rows(options: Options, workspace: Workspace) -> list[Row]:
     by_hand(workspace)
     times: dict[Variant, list[float]] = {each: [] for each in (*OPKILN, FLOOR, *PEERS)}
     failures: dict[Variant, str] = {}
-    # A build that takes a minute is not repeated more often because the others are.
-    wanted = {v: v.repeats if v.repeats <= 2 else options.times(v.repeats, 1) for v in times}
-    if options.quick:
-        wanted |= dict.fromkeys(PEERS[2:], 1)
+    # Those that take a minute are not built more often because the others are.
+    wanted = {v: min(v.repeats, options.times(v.repeats, 1)) if v in SLOW else
+              options.times(v.repeats, 1) for v in times}  # fmt: skip
     for turn in range(max(wanted.values())):
         for variant, taken in times.items():
             if variant in failures or turn >= wanted[variant]:
                 continue
             try:
-                taken.append(_once(variant, workspace))
+                taken.append(_once(variant, workspace, first=turn == 0 and workspace.fresh))
             except Failure as failure:
                 failures[variant] = str(failure)
     samples = {variant: Sample(tuple(taken), "s") for variant, taken in times.items() if taken}
     return [_row(variant, samples, failures, workspace) for variant in times]
 
 
-def _once(variant: Variant, workspace: Workspace) -> float:
+def _once(variant: Variant, workspace: Workspace, *, first: bool) -> float:
     if variant == FLOOR:
         return by_hand(workspace)
+    # The warm caches know the compilers and hold no build of this peer yet; afterwards they serve
+    # the measure of warm loads.
+    if first and (variant == KEPT or variant in PEERS):
+        return float(workspace.first_load(variant.peer)["load"])
+    return _cold(variant, workspace)
 
-    def knowing(caches: Caches) -> None:
-        _copy_memory(workspace.warm, caches)
 
-    answer = workspace.cold_load(variant.peer, knowing if variant.known else None)
-    return float(answer["load"])
+def _cold(variant: Variant, workspace: Workspace, trace: Path | None = None) -> float:
+    with workspace.cold() as caches:
+        if variant.known:
+            _copy_memory(workspace.warm, caches)
+        if trace is not None:
+            caches = caches._replace(added={**caches.added, "OPKILN_TRACE": str(trace)})
+        return float(load(variant.peer, caches)["load"])
 
 
 def by_hand(workspace: Workspace) -> float:
@@ -95,9 +103,8 @@ def by_hand(workspace: Workspace) -> float:
 def _copy_memory(known: Caches, caches: Caches) -> None:
     """What opkiln remembers of the compilers, without anything that it built."""
     store = Path(known.environment()["OPKILN_CACHE_DIR"])
-    target = Path(caches.environment()["OPKILN_CACHE_DIR"])
     (memory,) = store.glob("*/toolchains")
-    layout = target / memory.parent.name
+    layout = Path(caches.environment()["OPKILN_CACHE_DIR"]) / memory.parent.name
     layout.mkdir(mode=0o700)
     shutil.copytree(memory, layout / memory.name)
 
@@ -112,13 +119,10 @@ def _row(
         return Row(NAME, variant.who, variant.what, None, failures[variant])
     sample = samples[variant]
     if variant in OPKILN:
-        details = {"steps_ms": _steps(variant, workspace)}
+        details = _traced(variant, workspace) if variant.peer == KEPT.peer else {}
         return Row(NAME, variant.who, variant.what, sample, details=details)
-    ratios = {
-        mine.what: samples[mine].median / sample.median for mine in OPKILN if mine in samples
-    }
-    against = OPKILN[2] if variant == FLOOR else AGAINST
-    ratio = ratios.get(against.what)
+    ratios = {mine.what: samples[mine].median / sample.median for mine in OPKILN if mine in samples}
+    ratio = ratios.get(KEPT.what if variant == FLOOR else OPKILN[0].what)
     bar = None
     if ratio is not None and variant.peer in BARS:
         limit, text = BARS[variant.peer]
@@ -129,10 +133,19 @@ def _row(
     )  # fmt: skip
 
 
-def _steps(variant: Variant, workspace: Workspace) -> dict[str, float]:
-    """How long each step took in one more, traced, build; ``axpb`` is all of it but the probes."""
+def _traced(variant: Variant, workspace: Workspace) -> dict[str, Any]:
+    """Where the time of one more build goes, in seconds from the call of ``load()``.
+
+    ``build`` is from the plan to the published library; what is left of ``load`` are opkiln's
+    questions to the compilers, where it has to ask, and the opening of the library.
+    """
     trace = workspace.root / "trace.json"
-
-    def traced(caches: Caches) -> Caches: ...
-
-    return {}
+    try:
+        seconds = {"load": _cold(variant, workspace, trace)}
+    except Failure as failure:
+        return {"traced": str(failure)}
+    for event in json.loads(trace.read_text())["traceEvents"]:
+        if event["ph"] == "X":
+            name = "build" if event["name"] == "axpb" else event["name"]
+            seconds[name] = event["dur"] / 1e6
+    return {"traced_s": seconds}

@@ -11,7 +11,7 @@ import posixpath
 from typing import NamedTuple
 
 from opkiln.errors import SpecError
-from opkiln.model import CUDA, Anchored, Arg, OpSpec, Plan, Step, Target, Toolchain
+from opkiln.model import CUDA, ROCM, XPU, Anchored, Arg, OpSpec, Plan, Step, Target, Toolchain
 from opkiln.steps import flags, host, link
 
 TYPE_CHECKING = False
@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 _ENVIRONMENT = (("LC_ALL", "C"), ("SOURCE_DATE_EPOCH", "0"))
 
-_DEVICE_SOURCES = {CUDA: (".cu",)}  # the names by which a backend's compiler knows its sources
+# hipcc compiles for AMD's GPUs and, where it finds nvcc, would rather compile for NVIDIA's.
+_ENVIRONMENTS = {ROCM: (*_ENVIRONMENT, ("HIP_PLATFORM", "amd"))}
+
+# The names by which a backend's compiler knows its sources.
+_DEVICE_SOURCES = {CUDA: (".cu",), ROCM: (".cu", ".hip"), XPU: (".sycl",)}
 
 
 def check(spec: OpSpec) -> None:
@@ -42,10 +46,7 @@ def check(spec: OpSpec) -> None:
             )
     flags.check(spec.name, spec.cxx_args)
     flags.check(spec.name, spec.ldflags)
-    if spec.backend == CUDA:
-        flags.check_nvcc(spec.name, spec.device_args)
-    elif spec.device_args:
-        flags.check(spec.name, spec.device_args)
+    _check_device_flags(spec.backend, spec.name, spec.device_args)
     for path in (spec.root, *spec.sources, *spec.include_dirs):
         # Depfiles have no escape for a newline, and -ffile-prefix-map=OLD=NEW none for a '='; some
         # compilers escape a colon, so that an escaped one cannot be told from one that is not.
@@ -58,18 +59,29 @@ def check(spec: OpSpec) -> None:
             )
 
 
+def _check_device_flags(backend: str, op: str, given: tuple[str, ...], variable: str = "") -> None:
+    if backend == CUDA:
+        flags.check_nvcc(op, given, variable)
+    elif backend == ROCM:
+        from opkiln.steps import hipcc
+
+        hipcc.check(op, given, variable)
+    else:
+        flags.check(op, given, variable)
+
+
 def make(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
     """The plan. Raises SpecError for a declaration that cannot be built."""
     check(spec)
     users = dict(target.flags)
     for name in ("cppflags", "cxxflags", "ldflags"):
         flags.check(spec.name, users.get(name, ()), name.upper())
-    if target.backend == CUDA:
-        flags.check_nvcc(spec.name, users.get("cudaflags", ()), "CUDAFLAGS")
+    _check_device_flags(target.backend, spec.name, users.get("cudaflags", ()), "CUDAFLAGS")
     compiles = tuple(_compile(spec, target, toolchain, users, source) for source in spec.sources)
     objects = tuple(step.output for step in compiles)
     last = link.link_step(spec, target, toolchain, users, objects)
-    return Plan(spec, target, toolchain, (*compiles, last), _ENVIRONMENT, last.output)
+    environment = _ENVIRONMENTS.get(target.backend, _ENVIRONMENT)
+    return Plan(spec, target, toolchain, (*compiles, last), environment, last.output)
 
 
 def _compile(
@@ -79,10 +91,19 @@ def _compile(
     users: Mapping[str, tuple[str, ...]],
     source: str,
 ) -> Step:
-    if target.backend == CUDA and source.endswith(_DEVICE_SOURCES[CUDA]):
+    of_device = source.endswith(_DEVICE_SOURCES.get(target.backend, ()))
+    if target.backend == CUDA and of_device:
         from opkiln.steps import nvcc
 
         return nvcc.compile_step(spec, target, toolchain, users, source)
+    if target.backend == ROCM and of_device:
+        from opkiln.steps import hipcc
+
+        return hipcc.compile_step(spec, target, toolchain, users, source)
+    if target.backend == XPU:
+        from opkiln.steps import sycl
+
+        return sycl.compile_step(spec, target, toolchain, users, source)
     return host.compile_step(spec, target, toolchain, users, source)
 
 
@@ -125,10 +146,23 @@ class Flags(NamedTuple):
     link: list[str]
 
 
-def author_flags(plan: Plan) -> Flags:
-    """The flags that a plan's steps have in common; those of one source alone are left out."""
+def author_flags(plan: Plan, module: str) -> Flags:
+    """The flags that a plan's steps have in common; those of one source alone are left out.
+
+    ``module`` is what the build system calls the artifact. Raises SpecError where the sources lie
+    below a path that nvcc's shell would interpret: there is no link to show them through.
+    """
     places = anchors(plan, "")
     *compiles, last = plan.steps
+    if any(step.plain_paths for step in compiles):
+        for path in (plan.spec.root, *plan.spec.include_dirs):
+            if any(char in path for char in '$`"\\'):
+                raise SpecError(
+                    f"op {plan.spec.name}: {path!r} cannot be passed to nvcc",
+                    why="nvcc hands its arguments to a shell, which would interpret a character "
+                    "of it",
+                    hint="move it to a path without these characters",
+                )
     device = plan.toolchain.device
     program = "" if device is None else device.path
     of_device = [step for step in compiles if program and program in step.argv]
@@ -136,22 +170,26 @@ def author_flags(plan: Plan) -> Flags:
     linking = argv(last, places)
     objects = {render(Anchored("", "stage", name), places) for name in last.inputs}
     return Flags(
-        cxx=_common(plan, of_host, places),
-        device=_common(plan, of_device, places),
+        cxx=_common(of_host, plan.toolchain.cxx, places, module),
+        device=_common(of_device, program, places, module),
         link=[part for part in linking[1:-2] if part not in objects and part != "-shared"],
     )
 
 
 _OF_ONE_SOURCE = ("-frandom-seed=", "-Xcudafe=--orig_src_path_name=")
+_MODULE = "-DTORCH_EXTENSION_NAME="
+_HOST_MAP = "-Xcompiler=-ffile-prefix-map="
 
 
-def _common(plan: Plan, steps: list[Step], places: Mapping[str, str]) -> list[str]:
+def _common(steps: list[Step], program: str, places: Mapping[str, str], module: str) -> list[str]:
     if not steps:
         return []
     parts = argv(steps[0], places)
-    start = parts.index("-ccbin") + 2 if "-ccbin" in parts else parts.index(plan.toolchain.cxx) + 1
-    return [
+    kept = [
         part
-        for part in parts[start : parts.index("-MD")]
+        for part in parts[parts.index(program) + 1 : parts.index("-MD")]
         if "=/opkiln/build" not in part and not part.startswith(_OF_ONE_SOURCE)
+        # Quoted for no shell; nvcc itself takes care of the other paths.
+        if not part.startswith(_HOST_MAP) or flags.PLAIN.match(part)
     ]
+    return [_MODULE + module if part.startswith(_MODULE) else part for part in kept]

@@ -503,13 +503,24 @@ def fingerprint() -> tuple[str | None, ...] | None:
     return (*(get(name) for name in _VARIABLES), os.getcwd() if _relative() else None)
 
 
+_PROGRAMS = (
+    "OPKILN_CXX", "CXX", "OPKILN_LAUNCHER", "OPKILN_CCBIN", "NVCC_CCBIN", "CUDAHOSTCXX",
+    "OPKILN_SYCL_CXX",
+)  # fmt: skip
+_HOMES = (
+    "OPKILN_CUDA_HOME", "CUDA_HOME", "CUDA_PATH", "OPKILN_ROCM_HOME", "ROCM_HOME", "ROCM_PATH",
+    "CMPLR_ROOT",
+)  # fmt: skip
+
+
 def _relative() -> bool:
     """Whether a variable names a place as seen from the current directory."""
     get = os.environ.get
     directories = (get(name) or "" for name in ("CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH"))
-    programs = (get(name) or "" for name in ("OPKILN_CXX", "CXX", "OPKILN_LAUNCHER"))
+    programs = (get(name) or "" for name in _PROGRAMS)
     named = [part for text in directories for part in text.split(os.pathsep) if part]
     named += [word for text in programs for word in text.split() if "/" in word]
+    named += [home for name in _HOMES if (home := get(name))]
     return not all(map(os.path.isabs, named))
 
 

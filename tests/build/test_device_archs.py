@@ -137,7 +137,7 @@ def test_a_gpu_newer_than_the_toolkit_gets_ptx_and_a_warning(
     device: Package, machine: Callable[..., None], steps: Steps
 ) -> None:
     machine("13.5", cuda="14.2")
-    with pytest.warns(ArchWarning, match="capability 13.5, which this CUDA toolkit does not know"):
+    with pytest.warns(ArchWarning, match=r"capability 13\.5, which this CUDA toolkit"):
         path, _ = artifact(device)
     assert any(image.startswith("compute_") for image in fatbin.images(path))
     with warnings.catch_warnings():
@@ -151,14 +151,14 @@ def test_a_gpu_newer_than_toolkit_and_driver_is_refused_with_the_reason(
     device: Package, machine: Callable[..., None]
 ) -> None:
     machine("13.5", cuda="12.9")
-    with pytest.raises(ToolchainError, match="13.5") as refused:
+    with pytest.raises(ToolchainError, match=r"13\.5") as refused:
         artifact(device)
     assert "driver is too old to take PTX" in refused.value.why
 
 
 @needs_nvcc
 def test_an_arch_that_the_toolkit_lacks_is_refused_with_what_it_has(device: Package) -> None:
-    with pytest.raises(ToolchainError, match="cannot be compiled for 5.0") as no:
+    with pytest.raises(ToolchainError, match=r"cannot be compiled for 5\.0") as no:
         artifact(device, cuda_arch_list="5.0;9.0")
     assert "its oldest is 7.5" in no.value.why
     assert no.value.hint.startswith("OPKILN_CUDA_ARCH_LIST=")

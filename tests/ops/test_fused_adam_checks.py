@@ -98,7 +98,9 @@ def test_other_layouts_are_refused_by_name(native: Any) -> None:
             (torch.zeros(6, 8)[:, ::2], "not contiguous"),
             (torch.zeros(4, 6).t(), "laid out differently"),
         ):
-            lists = [*([t.view(6, 4) for t in row] for row in tensors((24,), BF16, masters=True)[:5])]
+            lists = [
+                *([t.view(6, 4) for t in row] for row in tensors((24,), BF16, masters=True)[:5])
+            ]
             lists.append([torch.tensor(0.0)])
             lists[role][0] = odd
             assert_refused(native, lists, rf"{ROLES[role]}\[0\].* {message}")

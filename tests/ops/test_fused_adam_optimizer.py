@@ -115,7 +115,10 @@ def test_a_closure_is_evaluated_with_gradients() -> None:
 
 def test_zero_grad_follows_the_choice_of_keeping_gradients() -> None:
     params = parameters((4,))
-    for optimizer, kept in ((FusedAdam(params), False), (FusedAdam(params, set_grad_none=False), True)):
+    for optimizer, kept in (
+        (FusedAdam(params), False),
+        (FusedAdam(params, set_grad_none=False), True),
+    ):
         give_gradients(params)
         optimizer.zero_grad()
         assert (params[0].grad is not None) is kept
@@ -170,7 +173,8 @@ def test_gradients_that_were_unscaled_and_clipped_are_not_scaled_again() -> None
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_masters_are_stepped_in_place_of_narrow_parameters(dtype: torch.dtype) -> None:
     narrow, wide = [*parameters((33,), dtype=dtype), *parameters((7,))], parameters((33,), (7,))
-    wide[0].data.copy_(narrow[0].detach())
+    for param, source in zip(wide, narrow, strict=True):
+        param.data.copy_(source.detach())
     ours, theirs = FusedAdam(narrow, lr=1e-4, master_weights=True), FusedAdam(wide, lr=1e-4)
     for step in range(20):
         give_gradients(narrow, seed=step)

@@ -90,11 +90,13 @@ def test_the_library_knows_its_runtime_by_name_and_not_by_place() -> None:
 def test_the_example_works_under_torch_compile_and_passes_opcheck() -> None:
     code = """
         import torch
-        import sycl_op
+        from sycl_op import SiluMulBuilder
 
+        op = SiluMulBuilder().jit_load()
         x, y = torch.randn(1000), torch.randn(1000)
-        sycl_op.silu_mul(x, y)
-        compiled = torch.compile(sycl_op.silu_mul, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(
+            lambda x, y: op.silu_mul(x, y), fullgraph=True, backend="aot_eager"
+        )
         torch.testing.assert_close(compiled(x, y), torch.nn.functional.silu(x) * y)
         torch.library.opcheck(torch.ops.sycl_op.silu_mul.default, (x, y))
         print("works")

@@ -169,7 +169,7 @@ def test_headers_are_found_wherever_an_include_may_lead(tmp_path: Path, torch: T
         "shared/beside.h", "shared/up.h",
     ]  # fmt: skip
     assert (top / "shared/beside.h").read_text() == "hipStream_t beside;\n"
-    assert staged.include_dirs == (f"{top}/op/include",)
+    assert staged.include_dirs == {"include": f"{top}/op/include"}
 
 
 def test_a_header_behind_a_link_is_where_the_compiler_will_look(
@@ -208,7 +208,7 @@ def test_torchs_and_cudas_own_headers_stay_out_of_the_copy(tmp_path: Path, torch
     outside = (str(tmp_path / "cuda"), str(tmp_path / "torch"))
     spec = a_spec(tmp_path / "op", "a.cu", include_dirs=outside)
     staged = stage(spec, torch, tmp_path / "stage")
-    assert staged.include_dirs == (str(tmp_path / "torch"),)
+    assert staged.include_dirs == {str(tmp_path / "torch"): str(tmp_path / "torch")}
     assert len(staged.origin) == 1
     text = (Path(staged.root) / "a.cu").read_text()
     assert text == "#include <hip/hip_runtime_api.h>\n#include <torch/extension.h>\n"

@@ -221,7 +221,11 @@ class OpBuilder:
         return bool(settings.build_ops) if chosen is None else chosen
 
     def builder(self) -> Any:
-        """A ``setuptools.Extension`` that compiles and links exactly as the plan does."""
+        """A ``setuptools.Extension`` that compiles and links with the plan's flags.
+
+        One with device code is for torch's ``BuildExtension``, which adds no architectures of its
+        own to those that are in the flags.
+        """
         from opkiln import plan as plans
         from opkiln.loading.build import make_plan
         from opkiln.loading.resolve import chosen
@@ -236,11 +240,12 @@ class OpBuilder:
         op = self.op()
         spec = op.spec
         plan = make_plan(spec, *chosen(op, Store()))
-        flags = plans.author_flags(plan)
+        name = self.absolute_name()
+        flags = plans.author_flags(plan, name.rpartition(".")[2])
         # torch's BuildExtension takes flags by compiler; setuptools' own takes a list.
         compiling = {"cxx": flags.cxx, "nvcc": flags.device} if plan.toolchain.device else flags.cxx
         return Extension(
-            name=self.absolute_name(),
+            name=name,
             sources=[os.path.join(spec.root, source) for source in spec.sources],
             extra_compile_args=compiling,
             extra_link_args=flags.link,

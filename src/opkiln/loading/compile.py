@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from opkiln import plan as plans
 from opkiln.digest import Signature
 from opkiln.engine import events, schedule
-from opkiln.errors import SourcesChanging, SpecError, StoreError
-from opkiln.model import Plan, Step
+from opkiln.errors import BuildError, SourcesChanging, SpecError, StoreError
+from opkiln.model import ROCM, Plan, Step
 from opkiln.settings import settings
 from opkiln.steps.flags import PLAIN
 from opkiln.store import deps, entry, key, publish
@@ -28,6 +28,7 @@ from opkiln.store.layers import Store
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from opkiln.process import Completed
+    from opkiln.toolchain.hipify import Staged
 
 _ROUNDS = 5
 # Change times come from the kernel's coarse clock, which lags by up to a tick.
@@ -65,10 +66,11 @@ def objects(plan: Plan, store: Store, stage: str) -> list[Compiled]:
                 events.emit("step-end", op=plan.spec.name, label=step.source, step=step.output,
                             wall=0.0, max_rss=0, cached=True)  # fmt: skip
     snapshots = {step.output: _snapshot([plans.render(step.argv[-3], places)]) for step in missing}
-    for _ in range(_ROUNDS):
+    for turn in range(_ROUNDS):
         if not missing:
             break
-        batch = _Batch(plan, store, stage, places, snapshots)
+        copy = _translated(plan, os.path.join(stage, f"hip{turn}"))
+        batch = _Batch(plan, store, stage, places, snapshots, copy)
         batch.run(missing)
         done.update(batch.settled)
         missing = [step for step in missing if step.output in batch.unsettled]
@@ -117,6 +119,23 @@ def _snapshot(paths: list[str]) -> dict[str, str]:
     return taken
 
 
+def _translated(plan: Plan, directory: str) -> Staged | None:
+    """For ROCm, the copy of the sources that is compiled instead of them."""
+    if plan.target.backend != ROCM:
+        return None
+    from opkiln.toolchain import hipify
+
+    torch = plan.toolchain.torch
+    if torch is None:
+        raise BuildError(
+            f"op {plan.spec.name} needs torch to be built for ROCm",
+            why="torch's hipify translates its sources, and torch is not installed",
+            hint="pip install torch",
+        )
+    os.mkdir(directory, 0o700)
+    return hipify.stage(plan.spec, torch, directory)
+
+
 class _Batch:
     """One round of compiles."""
 
@@ -127,13 +146,16 @@ class _Batch:
         stage: str,
         places: dict[str, str],
         snapshots: dict[str, dict[str, str]],
+        copy: Staged | None,
     ) -> None:
         self._plan = plan
         self._store = store
         self._stage = stage
-        self._places = places
+        self._places = places if copy is None else {**places, "src": copy.root}
+        self._copy = copy
         self._snapshots = snapshots
         self._began = time.time_ns()
+        self._tells = "debug_cuda" in dict(plan.target.flags)
         self.settled: dict[str, Compiled] = {}
         self.unsettled: dict[str, dict[str, str]] = {}  # output -> snapshot for the next round
 
@@ -147,30 +169,39 @@ class _Batch:
             places = shown_plainly(self._plan, step, self._stage, places)
 
         def widened(threads: int) -> tuple[str, ...]:
-            return plans.argv(step, {**places, "threads": str(threads)})
+            return self._argv(step, {**places, "threads": str(threads)})
 
         return schedule.Task(
             name=step.output,
             op=self._plan.spec.name,
             label=step.source,
-            argv=plans.argv(step, places),
+            argv=self._argv(step, places),
             cwd=self._stage,
             env=dict(self._plan.environment),
             tmpdir=self._stage,
             after=(),
             memory=step.memory,
             finish=lambda completed: self._finish(step, completed),
-            threads=min(step.threads, settings.nvcc_threads or step.threads),
+            # What ptxas says of a kernel takes several lines, which two of them would mix up.
+            threads=1 if self._tells else min(step.threads, settings.nvcc_threads or step.threads),
             widened=widened if step.threads > 1 else None,
         )
+
+    def _argv(self, step: Step, places: dict[str, str]) -> tuple[str, ...]:
+        argv = plans.argv(step, places)
+        if self._copy is None:
+            return argv
+        # Relative ones are below the root, which the copy stands for.
+        declared = [path for path in self._plan.spec.include_dirs if os.path.isabs(path)]
+        copied = {f"-I{path}": self._copy.include_dirs.get(path) for path in declared}
+        renamed = (f"-I{copied[each]}" if copied.get(each) else each for each in argv)
+        return tuple(each for each in renamed if copied.get(each, "") is not None)
 
     def _finish(self, step: Step, completed: Completed) -> None:
         # Bytes: a text file would turn a carriage return in a name into a newline.
         with open(os.path.join(self._stage, step.depfile), "rb") as file:
             listed = deps.parse_depfile(os.fsdecode(file.read()))
-        link, root = os.path.join(self._stage, _LINK) + "/", self._plan.spec.root.rstrip("/") + "/"
-        seen = (os.path.join(self._stage, path) for path in listed)
-        read = tuple(root + p[len(link) :] if p.startswith(link) else p for p in seen)
+        read = self._read(listed)
         if not self._saw(read, self._snapshots.get(step.output, {})):
             self.unsettled[step.output] = _snapshot(list(read))
             return
@@ -178,14 +209,33 @@ class _Batch:
         own = deps.own_digests(self._plan, dependencies)
         result = Compiled(step, read, own, completed.output, completed.wall, completed.max_rss)
         self.settled[step.output] = result
+        if self._tells:
+            for kernel in kernels.read(completed.output):
+                events.emit("note", text=f"{self._plan.spec.name}: {kernel}")
         if self._store.root is not None:
             _keep(self._plan, result, dependencies, self._store.root, self._stage)
+
+    def _read(self, listed: list[str]) -> tuple[str, ...]:
+        """The author's and the system's files that a compile read, by its dependency file."""
+        link, root = os.path.join(self._stage, _LINK) + "/", self._places["src"].rstrip("/") + "/"
+        seen = (os.path.join(self._stage, path) for path in listed)
+        read = [root + p[len(link) :] if p.startswith(link) else p for p in seen]
+        if self._copy is not None:
+            # The compiles for the devices list nothing: all of the copy may have been read.
+            origin = self._copy.origin
+            read = [*(origin.get(os.path.normpath(path), path) for path in read), *origin.values()]
+        return tuple(dict.fromkeys(read))
 
     def _saw(self, read: tuple[str, ...], snapshot: dict[str, str]) -> bool:
         """Whether the files, as they are now, certainly are what the compiler read."""
         hasher = deps.Hasher()
+        copied = {} if self._copy is None else self._copy.digests
         for path in read:
             try:
+                if path in copied:
+                    if copied[path] != hasher(path)[0]:
+                        return False
+                    continue
                 if Signature.of(path).ctime_ns < self._began - _TICK_NS:
                     continue
                 if snapshot.get(path) != hasher(path)[0]:
@@ -201,10 +251,10 @@ _LINK = "src"  # the source root, below the staging directory, for a compiler wi
 def shown_plainly(plan: Plan, step: Step, stage: str, places: dict[str, str]) -> dict[str, str]:
     """The places for a compiler that hands its arguments to a shell: the source root through a
     symbolic link where its path holds what a shell would interpret. Raises SpecError."""
-    if not PLAIN.match(plan.spec.root):
+    if not PLAIN.match(places["src"]):
         link = os.path.join(stage, _LINK)
         with contextlib.suppress(FileExistsError):  # made for another source of the same build
-            os.symlink(plan.spec.root, link)
+            os.symlink(places["src"], link)
         places = {**places, "src": link}
     # The first program is started without a shell.
     for declared, argument in list(zip(step.argv, plans.argv(step, places), strict=True))[1:]:
@@ -212,8 +262,9 @@ def shown_plainly(plan: Plan, step: Step, stage: str, places: dict[str, str]) ->
         parts = argument.split(",") if isinstance(declared, str) else [argument]
         if not all(PLAIN.match(part) for part in parts):
             raise SpecError(
-                f"op {plan.spec.name}: {argument!r} cannot be passed to {places['toolkit']}",
-                why="nvcc hands its arguments to a shell, which would interpret a character of it",
+                f"op {plan.spec.name}: {argument!r} cannot be passed to the compiler",
+                why=f"{step.argv[0]} hands its arguments to a shell, which would interpret a "
+                "character of it",
                 hint="move it to a path of plain letters, digits, '.', '_' and '-'",
             )
     return places

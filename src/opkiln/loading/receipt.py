@@ -153,7 +153,8 @@ _DECIDING = (
 )  # fmt: skip
 _DECIDING_FOR = {
     CUDA: (
-        "arch/cuda.py", "loading/archs.py", "steps/nvcc.py", "toolchain/nvcc.py",
+        "arch/cuda.py", "arch/lists.py", "loading/archs.py", "steps/nvcc.py", "toolchain/choice.py",
+        "toolchain/cuda_version.py", "toolchain/nvcc.py", "toolchain/nvccprobe.py",
         "toolchain/toolkits.py",
     ),
     ROCM: ("arch/hip.py", "loading/archs.py", "steps/hipcc.py", "toolchain/hipcc.py"),

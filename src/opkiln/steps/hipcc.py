@@ -23,7 +23,7 @@ from opkiln.steps.arguments import (
     in_toolkit,
     object_name,
 )
-from opkiln.steps.host import torch_defines, torch_includes
+from opkiln.steps.host import HIP_DEFINES, torch_defines, torch_includes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ _MEMORY = 900 << 20
 # torch's own headers take far more.
 _MEMORY_WITH_TORCH = 3000 << 20
 
-# What HIP's and torch's headers want to know, in device code and in C++ that includes them.
-DEFINES = ("-D__HIP_PLATFORM_AMD__=1", "-DUSE_ROCM=1")
 # torch's headers define these operators and conversions themselves.
 _TORCH_HALF = ("-D__HIP_NO_HALF_OPERATORS__=1", "-D__HIP_NO_HALF_CONVERSIONS__=1")
 # CUDA's __shfl_down_sync and its kin, which no translation touches. Since ROCm 6.2.
@@ -107,7 +105,7 @@ def compile_step(
     arguments += PREFIX_MAPS
     # What names of internal device symbols are made of; by default, the source's path.
     arguments.append(f"-cuid={key('cuid', (spec.name, output))[:16]}")
-    arguments += DEFINES
+    arguments += HIP_DEFINES
     arguments.append(_WARP_SYNC)
     if spec.abi == ABI_TORCH:
         arguments += _TORCH_HALF

@@ -9,6 +9,7 @@ from opkiln.model import (
     ABI_TORCH,
     EXECUTABLE,
     PYTHON,
+    ROCM,
     Anchored,
     Arg,
     OpSpec,
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 SOURCES = (".cpp", ".cc", ".cxx", ".c++", ".C", ".cp", ".CPP", ".c")
+
+# What HIP's and torch's headers want to know, in device code and in C++ that includes them.
+HIP_DEFINES = ("-D__HIP_PLATFORM_AMD__=1", "-DUSE_ROCM=1")
 
 _MEMORY = {ABI_STABLE: 700 << 20, ABI_TORCH: 2500 << 20, ABI_NONE: 400 << 20}
 
@@ -56,6 +60,8 @@ def compile_step(
     arguments += PREFIX_MAPS
     if toolchain.family == "gcc":
         arguments.append(f"-frandom-seed={output}")
+    if target.backend == ROCM:
+        arguments += HIP_DEFINES
     arguments += torch_defines(spec, toolchain)
     arguments += flags.get("cppflags", ())
     arguments += author_flags(spec, spec.cxx_args)

@@ -11,6 +11,8 @@ from opkiln.model import (
     LIBRARY,
     PLAIN,
     PYTHON,
+    ROCM,
+    XPU,
     Anchored,
     Arg,
     OpSpec,
@@ -50,6 +52,10 @@ def link_step(
     """The step that links a plan's objects."""
     output = output_name(spec)
     arguments: list[Arg] = [toolchain.cxx]
+    if target.backend == XPU:
+        from opkiln.steps import sycl
+
+        arguments = sycl.linker(target, toolchain)
     if spec.kind != EXECUTABLE:
         arguments.append("-shared")
     arguments += [Anchored("", "stage", name) for name in objects]
@@ -64,6 +70,12 @@ def link_step(
             arguments.append(f"-Wl,-rpath,{toolchain.torch.path}/lib")
     if target.backend == CUDA:
         arguments += _cuda_runtime(spec, toolchain)
+    elif target.backend == ROCM:
+        from opkiln.steps import hipcc
+
+        arguments += hipcc.runtime(spec, toolchain)
+    elif target.backend == XPU:
+        arguments += sycl.libraries(toolchain)
     arguments += [f"-L{path}" for path in flags.get("library_path", ())]
     arguments += flags.get("ldflags", ())
     arguments += ["-o", Anchored("", "stage", output)]

@@ -141,12 +141,15 @@ def _system(plan: Plan) -> tuple[str, ...]:
 
 
 def _of_system(plan: Plan, path: str) -> bool:
-    # nvcc goes to its headers by way of symbolic links that lie within the toolkit.
+    resolved = os.path.normpath(path)
+    if any(_below(resolved, directory) is not None for directory in _system(plan)):
+        return True
+    # nvcc goes to its headers by way of symbolic links, hipcc to its compiler's: all within the
+    # toolkit, which may be as wide as /usr.
     device = plan.toolchain.device
-    ways = [os.path.normpath(path)]
-    if device is not None and _below(ways[0], device.home) is not None:
-        ways.append(os.path.realpath(path))
-    return any(_below(way, each) is not None for way in ways for each in _system(plan))
+    if device is None or _below(path, plan.spec.root) is not None:
+        return False
+    return _below(resolved, device.home) is not None
 
 
 def _covered(plan: Plan, path: str) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from opkiln.digest import key
-from opkiln.model import PLAN_VERSION, Anchored, OpSpec, Plan, Step, Target
+from opkiln.model import PLAN_VERSION, ROCM, Anchored, OpSpec, Plan, Step, Target
 
 
 def intent_key(spec: OpSpec, target: Target) -> str:
@@ -58,9 +58,15 @@ def build_key(plan: Plan) -> str:
 
 
 def _identity(plan: Plan) -> tuple[str, ...]:
-    device = plan.toolchain.device
-    own = plan.toolchain.identity
-    return (own,) if device is None else (own, device.identity)
+    tools = plan.toolchain
+    parts = [tools.identity]
+    if tools.device is not None:
+        parts.append(tools.device.identity)
+    if plan.target.backend == ROCM and tools.torch is not None:
+        from opkiln.toolchain import hipify
+
+        parts.append(hipify.identity(tools.torch))  # what its sources are translated by
+    return tuple(parts)
 
 
 def step_key(plan: Plan, step: Step) -> str:

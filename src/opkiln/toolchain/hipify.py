@@ -43,7 +43,7 @@ class Staged(NamedTuple):
 
     root: str  # stands for the spec's root: paths that are relative to that one hold
     sources: dict[str, str]  # as the spec names it -> relative to root
-    include_dirs: tuple[str, ...]  # absolute; stand for the spec's, in their order
+    include_dirs: dict[str, str]  # as the spec names it -> absolute; CUDA's own left out
     origin: dict[str, str]  # a file of the copy -> the author's, both absolute
     digests: dict[str, str]  # an author's file -> sha256 of what was copied
 
@@ -106,11 +106,11 @@ class _Copy:
         """Where a source of the spec's is in the copy."""
         return self.place(self._absolute(source))
 
-    def include_dirs(self) -> tuple[str, ...]:
-        directories = map(self._absolute, self._spec.include_dirs)
+    def include_dirs(self) -> dict[str, str]:
+        named = ((each, self._absolute(each)) for each in self._spec.include_dirs)
         # CUDA's own headers and HIP's define the same things.
-        kept = (d for d in directories if not os.path.exists(os.path.join(d, _CUDA)))
-        return tuple(self.place(d) if d in self._searched else d for d in kept)
+        kept = ((n, d) for n, d in named if not os.path.exists(os.path.join(d, _CUDA)))
+        return {n: self.place(d) if d in self._searched else d for n, d in kept}
 
     def own_includes(self) -> dict[str, list[str]]:
         """For each file of the copy, relative to it: the names that it includes of the author's."""

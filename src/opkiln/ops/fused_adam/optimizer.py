@@ -192,7 +192,9 @@ class FusedAdam(torch.optim.Optimizer):
                 for name in (*_AVERAGES, *((_MASTER,) if self._has_master(param) else ())):
                     if name in saved:
                         state[name] = saved[name].to(device=param.device, dtype=torch.float32)
-                made = saved.get("step", saved_group.get("step", 0))  # DeepSpeed had it in the group
+                made = saved.get(
+                    "step", saved_group.get("step", 0)
+                )  # DeepSpeed had it in the group
                 count = (param.device, float(made))
                 if count not in counts:
                     counts[count] = torch.tensor(count[1], dtype=torch.float32, device=count[0])

@@ -1,0 +1,76 @@
+"""What ``ptxas -v`` says of each kernel, in one line each."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from typing import NamedTuple
+
+_ENTRY = re.compile(r"Compiling entry function '([^']+)' for '(\w+)'")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+
+
+class Kernel(NamedTuple):
+    """What one kernel takes on one architecture."""
+
+    name: str  # as the linker has it
+    arch: str  # sm_90a
+    registers: int  # of a thread
+    shared: int  # bytes of a block, known at compile time
+    stores: int  # bytes of a thread that are spilled
+    loads: int  # and read back
+
+    def __str__(self) -> str:
+        spilled = "no spills"
+        if self.stores or self.loads:
+            spilled = f"{self.stores} bytes spilled and {self.loads} read back"
+        return (
+            f"{_demangled(self.name)} for {self.arch}: {self.registers} registers, "
+            f"{self.shared} bytes of shared memory, {spilled}"
+        )
+
+
+def read(output: str) -> list[Kernel]:
+    """The kernels in the output of a compile, in its order; what says nothing of one is skipped."""
+    found: list[Kernel] = []
+    entry, spills = None, None
+    for line in output.splitlines():
+        if match := _ENTRY.search(line):
+            entry, spills = match, None
+        elif entry and (match := _SPILLS.search(line)):
+            spills = match
+        elif entry and spills and (match := _REGISTERS.search(line)):
+            shared = _SHARED.search(line)
+            found.append(
+                Kernel(
+                    name=entry[1],
+                    arch=entry[2],
+                    registers=int(match[1]),
+                    shared=int(shared[1]) if shared else 0,
+                    stores=int(spills[1]),
+                    loads=int(spills[2]),
+                )
+            )
+            entry = None  # functions that it calls are reported after it
+    return found
+
+
+def _demangled(name: str) -> str:
+    """A C++ name as it is written; unchanged where there is no C++ library to ask."""
+    try:
+        demangle = ctypes.CDLL("libstdc++.so.6")["__cxa_demangle"]
+    except OSError:
+        return name
+    demangle.restype = ctypes.c_void_p
+    demangle.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    text = demangle(name.encode(), None, None, None)
+    if not text:
+        return name  # a C name
+    free = ctypes.CDLL(None)["free"]
+    free.argtypes = [ctypes.c_void_p]
+    try:
+        return ctypes.string_at(text).decode()
+    finally:
+        free(text)
