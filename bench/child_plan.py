@@ -7,11 +7,12 @@ import json
 import os
 import sys
 
+from peers import cuda_opkiln_builder
+
 from opkiln import plan as plans
 from opkiln.loading.build import make_plan
 from opkiln.loading.resolve import chosen
 from opkiln.store.layers import Store
-from peers import cuda_opkiln_builder
 
 
 def main(stage: str) -> None:

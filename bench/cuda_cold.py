@@ -12,6 +12,7 @@ import argparse
 import os
 import re
 import shutil
+import site
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +24,8 @@ import table
 from children import Workspace
 from measure import Options, cuda_cold, cuda_load
 from measured import Failure, Row
+
+import opkiln
 
 MEASURES: dict[str, Callable[[Options, Workspace], list[Row]]] = {
     cuda_cold.NAME: cuda_cold.rows,
@@ -73,7 +76,11 @@ def environment(home: Path, arch: str, has_gpu: bool) -> dict[str, str]:
     """One and the same for every system."""
     # tvm-ffi's libraries need libcudart, which a CPU torch does not bring.
     searched = [os.environ.get("LD_LIBRARY_PATH", ""), str(home / "lib64")]
+    packages = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     return {
+        # The children have another working directory, and another home.
+        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, packages)),
+        "PYTHONUSERBASE": site.getuserbase(),
         "CUDA_HOME": str(home),
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, searched)),
         "TORCH_CUDA_ARCH_LIST": arch,
@@ -89,7 +96,7 @@ def described(found: list[dict[str, str]], nvcc: str, arch: str, commit: str) ->
     head["commit"] = commit or head["commit"]
     names = [f"{gpu['name']}, driver {gpu['driver_version']}" for gpu in found]
     head["machine"]["gpus"] = names or "none: compiled and loaded, not called"
-    head["versions"] |= {"nvcc": nvcc, "arch": arch}
+    head["versions"] |= {"opkiln": opkiln.__version__, "nvcc": nvcc, "arch": arch}
     return head
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,8 +67,10 @@ def rows(options: Options, workspace: Workspace) -> list[Row]:
                 continue
             try:
                 taken.append(_once(variant, workspace, first=turn == 0 and workspace.fresh))
+                said = f"{taken[-1]:.2f} s"
             except Failure as failure:
-                failures[variant] = str(failure)
+                said = failures[variant] = str(failure)
+            print(f"bench:   {variant.who}, {variant.what}: {said}", file=sys.stderr, flush=True)
     samples = {variant: Sample(tuple(taken), "s") for variant, taken in times.items() if taken}
     return [_row(variant, samples, failures, workspace) for variant in times]
 
@@ -87,7 +90,8 @@ def _cold(variant: Variant, workspace: Workspace, trace: Path | None = None) -> 
         if variant.known:
             _copy_memory(workspace.warm, caches)
         if trace is not None:
-            caches = caches._replace(added={**caches.added, "OPKILN_TRACE": str(trace)})
+            added = {**caches.added, "OPKILN_TRACE": str(trace)}
+            return float(load(variant.peer, caches._replace(added=added))["load"])
         return float(load(variant.peer, caches)["load"])
 
 

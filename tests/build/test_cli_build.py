@@ -98,10 +98,10 @@ def entry(opkiln: Opkiln, name: str = "plain") -> Path:
 def test_an_op_is_built_once_and_then_found(opkiln: Opkiln, op: Package) -> None:
     first = opkiln("build", "plain")
     assert first.returncode == 0
-    assert re.search(r"^plain +built +\d+\.\d\d +/.*/plain\.so$", first.stdout, re.MULTILINE)
+    assert re.search(r"^plain +cpu +built +\d+\.\d\d +/.*/plain\.so$", first.stdout, re.MULTILINE)
     assert "built plain in" in first.stderr
     second = opkiln("build", "plain")
-    assert re.search(r"^plain +cached ", second.stdout, re.MULTILINE)
+    assert re.search(r"^plain +cpu +cached ", second.stdout, re.MULTILINE)
     assert second.stderr == ""
     (row,) = opkiln.json("build", "plain")["ops"]
     assert row["status"] == "cached"
@@ -127,8 +127,8 @@ def test_ops_build_together_and_leave_one_trace(
     trace = tmp_path / "trace.json"
     done = opkiln("build", "plain", "other", "-j", "1", "--trace", str(trace))
     assert done.returncode == 0
-    assert [line.split()[:2] for line in done.stdout.splitlines()[1:]] == [
-        ["plain", "built"], ["other", "built"],
+    assert [line.split()[:3] for line in done.stdout.splitlines()[1:]] == [
+        ["plain", "cpu", "built"], ["other", "cpu", "built"],
     ]  # fmt: skip
     events = json.loads(trace.read_text())["traceEvents"]
     steps = [each for each in events if each["ph"] == "X" and each["tid"] < 1000]
@@ -147,7 +147,7 @@ def test_an_op_that_does_not_compile_exits_with_4_and_the_others_are_built(
     source.write_text(source.read_text() + "\nint broken() { return nothing; }\n")
     done = opkiln("build", "plain", "other")
     assert done.returncode == 4
-    assert re.search(r"^other +built ", done.stdout, re.MULTILINE)
+    assert re.search(r"^other +cpu +built ", done.stdout, re.MULTILINE)
     assert len(done.stdout.splitlines()) == 2
     assert re.search(r"add\.cpp:\d+:\d+: error: .*nothing", done.stderr)
     assert "error: op plain: csrc/add.cpp does not compile" in done.stderr

@@ -195,7 +195,7 @@ def test_a_step_that_takes_too_long_is_ended_and_named(
         ({"extra_cflags": ["-fplugin=x.so"]}, "is not taken"),
         ({"extra_cflags": "-O2"}, "must be a list of flags"),
         ({"abi": "c++"}, "expected 'torch', 'torch-stable' or 'none'"),
-        ({"with_cuda": True}, "not supported yet"),
+        ({"with_cuda": True, "with_sycl": True}, "cannot hold both CUDA and SYCL"),
     ],
 )
 def test_a_wrong_call_is_refused_before_anything_runs(

@@ -188,7 +188,8 @@ def check_more_tensors_than_one_launch_takes_with_a_count_for_each() -> None:
 def check_ten_thousand_views_are_stepped_as_the_whole() -> None:
     whole = tensors((257 * 10_000,))
     flat = clone(whole)
-    native().fused_adam_(*([view for t in row for view in t.split(257)] for row in whole), **HYPER)
+    views = [[view for t in row for view in t.split(257)] for row in whole[:4]]
+    native().fused_adam_(*views, [], whole[5], **HYPER)
     native().fused_adam_(*flat, **HYPER)
     assert_equal(whole, flat)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,8 +11,13 @@ from fused_oracle import HYPER, ROLES, tensors
 from torch import Tensor
 
 import opkiln
+from opkiln.binary import elf, fatbin
 from opkiln.errors import ToolchainError
 from opkiln.ops.fused_adam import reference
+from opkiln.ops.fused_adam.op import FusedAdamBuilder
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def _native() -> Any:
@@ -106,6 +111,12 @@ def test_other_layouts_are_refused_by_name(native: Any) -> None:
             assert_refused(native, lists, rf"{ROLES[role]}\[0\].* {message}")
 
 
+def test_a_count_that_two_parameters_share_is_refused(op: Any) -> None:
+    lists = given()
+    lists[5][1] = lists[5][0]
+    assert_refused(op, lists, "steps has a tensor twice")
+
+
 @pytest.mark.parametrize("name", ["lr_tensor", "grad_scale", "found_inf"])
 def test_a_number_in_a_tensor_is_one_floating_point_number(op: Any, name: str) -> None:
     for value, message in (
@@ -152,3 +163,22 @@ def test_a_stale_gradient_is_noticed(native: Any) -> None:
     assert bumps == [1, 0, 1, 1, 1, 1]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+# The CUDA library
+
+
+def test_the_cuda_library_loads_on_a_torch_without_cuda(cache: Path) -> None:
+    builder = FusedAdamBuilder(backend="cuda", archs="8.0;9.0a+PTX")
+    try:
+        builder.jit_load(verbose=False)
+    except ToolchainError as error:
+        pytest.skip(f"there is no nvcc that fits: {error.what}")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("opkiln::fused_adam_", "CUDA")
+    (library,) = cache.rglob("*.so")
+    needed = elf.read(library).needed
+    assert "libtorch_cpu.so" in needed
+    assert not [name for name in needed if "cuda" in name], (
+        "cudart is static, torch's is not linked"
+    )
+    assert fatbin.images(library) == ("sm_80", "sm_90a", "compute_90a")

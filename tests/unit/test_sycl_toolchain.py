@@ -6,14 +6,14 @@ import os
 import sys
 import time
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from opkiln import digest, machine
 from opkiln.digest import unchanged
 from opkiln.errors import ToolchainError
-from opkiln.model import Toolchain
+from opkiln.model import DeviceCompiler, Toolchain
 from opkiln.settings import override
 from opkiln.toolchain import libsycl, sycl
 
@@ -106,6 +106,15 @@ def at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(time_ns=lambda: time.time_ns() + 10_000_000_000)
     monkeypatch.setattr(sycl, "time", now)
     monkeypatch.setattr(digest, "time", now)
+
+
+def evidence(
+    memory: tuple[str, ...], compiler: DeviceCompiler, gxx: Toolchain
+) -> dict[str, list[Any]] | None:
+    """The evidence on a machine whose host compiler is this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sycl.hosts, "recall", lambda memory: gxx)
+        return sycl.evidence(memory, compiler)
 
 
 def test_without_any_of_them_each_place_is_listed_with_its_refusal(
@@ -240,7 +249,7 @@ def test_a_compiler_that_is_refused_leaves_the_turn_to_the_runtime(
     library = runtime(tmp_path / "prefix")
     chosen = sycl.choose(memory, None, host(tmp_path))
     assert (chosen.family, chosen.path) == ("sycl-rt", str(library))
-    assert sycl.evidence(memory, chosen, None, host(tmp_path)) is None
+    assert evidence(memory, chosen, host(tmp_path)) is None
 
 
 def test_the_pip_runtime_is_found_beside_the_interpreter(
@@ -349,7 +358,7 @@ def test_a_receipt_for_the_runtime_ends_when_a_compiler_appears(
     library = runtime(home)
     gxx = host(tmp_path)
     chosen = sycl.choose(memory, None, gxx)
-    facts = sycl.evidence(memory, chosen, None, gxx)
+    facts = evidence(memory, chosen, gxx)
     assert facts is not None
     assert all(unchanged(*each) for each in facts["unchanged"])
     for place in (f"{tmp_path}/bin/icpx", f"{tmp_path}/bin/dpcpp", f"{tmp_path}/oneapi"):
@@ -370,7 +379,7 @@ def test_there_is_no_receipt_where_another_candidate_was_asked_and_refused(
     with override(cmplr_root=str(tmp_path / "root")):
         chosen = sycl.choose(memory, None, gxx)
         assert chosen.path == str(library)
-        assert sycl.evidence(memory, chosen, None, gxx) is None
+        assert evidence(memory, chosen, gxx) is None
 
 
 def test_a_libsycl_is_located_by_its_number_in_a_compilers_home_or_a_package(

@@ -59,18 +59,18 @@ def list_(objects: bool, as_json: bool) -> None:
     found = [pair for pair in found if objects or pair[0].kind == inventory.OP]
     if as_json:
         rows = [
-            {**each._asdict(), "cpu": more.cpu, "compiler": more.compiler, "source": more.source,
+            {**each._asdict(), "for": more.made_for, "compiler": more.compiler, "source": more.source,
              "damaged": more.damaged}
             for each, more in found
         ]  # fmt: skip
         output.data_json({"schema": 1, "entries": rows})
         return
     now = time.time()
-    table = [("op", "cpu", "compiler", "size", "used", "path")]
+    table = [("op", "for", "compiler", "size", "used", "path")]
     for each, more in found:
         name = each.name if each.kind == inventory.OP else f"object of {more.source or each.name}"
         table.append(
-            (name, more.cpu or "-", more.compiler or ("damaged" if more.damaged else "-"),
+            (name, more.made_for or "-", more.compiler or ("damaged" if more.damaged else "-"),
              size(each.size), age(now - each.used), each.directory)
         )  # fmt: skip
     output.data(columns(table))

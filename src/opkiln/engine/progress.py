@@ -24,20 +24,22 @@ _FIRST_LINE, _NEXT_LINE = 2.0, 30.0  # seconds of waiting before a line about it
 _CLEAR, _GREEN, _RED, _PLAIN = "\r\x1b[2K", "\x1b[32m", "\x1b[31m", "\x1b[0m"
 
 
-def for_people(stream: TextIO | None = None) -> Bar | Lines | None:
+def for_people(stream: TextIO | None = None) -> Bar | Lines | Notes | None:
     """The sink that ``OPKILN_PROGRESS`` asks for, on ``stream`` or standard error; None: silence.
 
     ``auto`` is a bar on a terminal, lines elsewhere, and nothing in a rank other than the first.
+    What ``OPKILN_DEBUG_CUDA`` asks for is told even then: by the one process that compiles.
     """
     target = sys.stderr if stream is None else stream
     choice = settings.progress
-    if target is None or choice == "off":  # a service may have no stderr
+    if target is None:  # a service may have no stderr
         return None
     terminal = _is_terminal(target)
     if choice == "auto":
-        if settings.rank not in (None, 0):
-            return None
-        choice = "bar" if terminal else "lines"
+        others = settings.rank not in (None, 0)
+        choice = "off" if others else "bar" if terminal else "lines"
+    if choice == "off":
+        return Notes(target) if settings.debug_cuda else None
     colour = terminal and not settings.no_color
     return Bar(target, colour=colour) if choice == "bar" else Lines(target, colour=colour)
 
@@ -170,6 +172,17 @@ class Lines:
                 self._output.write(_printable(data["text"]) + "\n")
             if event.kind != events.WAITING:
                 self._next.pop(data.get("op", ""), None)
+
+
+class Notes:
+    """Nothing but what a user may want to know."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._output = _Output(stream)
+
+    def __call__(self, event: Event) -> None:
+        if event.kind == events.NOTE:
+            self._output.write(_printable(event.data["text"]) + "\n")
 
 
 class Bar:

@@ -19,6 +19,7 @@ from opkiln import plan as plans
 from opkiln.digest import Signature
 from opkiln.engine import events, schedule
 from opkiln.errors import BuildError, SourcesChanging, SpecError, StoreError
+from opkiln.loading import kernels
 from opkiln.model import ROCM, Plan, Step
 from opkiln.settings import settings
 from opkiln.steps.flags import PLAIN

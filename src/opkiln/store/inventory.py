@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 class Details(NamedTuple):
     """What an entry's own files say of it; empty where they cannot be read."""
 
-    cpu: str
+    made_for: str  # "x86-64-v4", "cuda 9.0a, x86-64"
     compiler: str
     source: str  # of an object
     sources: tuple[str, ...]  # of an op
@@ -123,9 +123,10 @@ def details(found: Entry) -> Details:
             return Details("", "", str(manifest["source"]), (), "")
         inputs = entry.read_sidecar(found.directory)["inputs"]
         target = manifest["target"]
+        device = f"{target['backend']} {';'.join(target['archs'])}, " if target["archs"] else ""
         return Details(
-            cpu="+".join((target["cpu"], *target["cpu_features"])),
-            compiler=str(inputs["toolchain"]["version"]),
+            made_for=device + "+".join((target["cpu"], *target["cpu_features"])),
+            compiler=", ".join(str(each["version"]) for each in inputs["toolchain"].values()),
             source="",
             sources=tuple(inputs["spec"]["sources"]),
             damaged="",

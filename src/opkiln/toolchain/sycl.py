@@ -21,8 +21,8 @@ from opkiln.errors import ToolchainError
 from opkiln.model import DeviceCompiler, Toolchain
 from opkiln.settings import origin_of, settings
 from opkiln.toolchain import find, libsycl, memo
+from opkiln.toolchain import host as hosts
 from opkiln.toolchain.find import Candidate
-from opkiln.toolchain.host import REQUIRED
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -94,16 +94,15 @@ def available() -> bool:
     return any(not candidate.refused for candidate in _found())
 
 
-def evidence(
-    memory: tuple[str, ...],
-    compiler: DeviceCompiler,
-    torch_xpu: str | None,  # noqa: ARG001
-    host: Toolchain,
-) -> dict[str, list[Any]] | None:
+def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, list[Any]] | None:
     """What the choice of this compiler rests on, as facts that ``stat`` can check.
 
-    None where it cannot be put that way: something that is refused is where a better one may be.
+    It is the choice beside the host compiler of this machine, which has evidence of its own. None
+    where it cannot be put that way: something that is refused is where a better one may be.
     """
+    host = hosts.recall(memory)
+    if host is None:
+        return None
     watched = [] if settings.sycl_cxx else [libsycl.ONEAPI]
     if compiler.family == RUNTIME:
         watched.append(os.path.dirname(compiler.path))  # where a newer libsycl would appear
@@ -238,10 +237,10 @@ def _probe_program(path: str) -> tuple[dict[str, Any], list[str]]:
     version = number[1] if number else banner
 
     empty = ("-fsyntax-only", "-x", "c++", os.devnull)
-    status, verbose = ask("-fsycl", REQUIRED, "-v", *empty)
+    status, verbose = ask("-fsycl", hosts.REQUIRED, "-v", *empty)
     if status != 0:
         said = verbose.strip().rpartition("\n")[2]
-        return _refusal(f"does not take -fsycl {REQUIRED}: {said}", resolved, version), files
+        return _refusal(f"does not take -fsycl {hosts.REQUIRED}: {said}", resolved, version), files
     target = re.search(r"^Target: (\S+)", verbose, re.MULTILINE)
     machine = target[1] if target else "an unknown machine"
     if not machine.startswith(this.architecture()):
@@ -286,7 +285,7 @@ def _probe_runtime(library: str, host: Toolchain) -> tuple[dict[str, Any], list[
         source = os.path.join(scratch, "probe.cpp")
         with open(source, "w", encoding="utf-8") as file:
             file.write(_PROBE)
-        argv = (host.cxx, REQUIRED, "-fsyntax-only", f"-isystem{include}", source)
+        argv = (host.cxx, hosts.REQUIRED, "-fsyntax-only", f"-isystem{include}", source)
         done = run(argv, tmpdir=scratch, timeout=60, supervised=False)
     if done.returncode != 0:
         error = next((line for line in done.output.splitlines() if "error:" in line), "")

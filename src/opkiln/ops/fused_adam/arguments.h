@@ -3,6 +3,7 @@
 
 #include <opkiln/tensors.h>
 
+#include <algorithm>
 #include <optional>
 
 OPKILN_NAMESPACE_BEGIN
@@ -74,6 +75,21 @@ inline void check_number(const std::string& name, const Tensor& tensor, int32_t 
   if (tensor.numel() != 1) {
     refuse(name + " has " + std::to_string(tensor.numel()) + " elements, expected one");
   }
+}
+
+// Where the counts of steps are. No two may be in the same place: it would be counted up twice.
+inline std::vector<float*> step_pointers(const Argument& steps, int32_t device) {
+  std::vector<float*> out(steps.tensors.size());
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    check_number(steps.at(i), steps.tensors[i], device);
+    out[i] = static_cast<float*>(steps.tensors[i].mutable_data_ptr());
+  }
+  std::vector<float*> sorted = out;
+  std::sort(sorted.begin(), sorted.end());
+  if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) {
+    refuse("steps has a tensor twice, expected one for all parameters or one for each");
+  }
+  return out;
 }
 
 OPKILN_NAMESPACE_END

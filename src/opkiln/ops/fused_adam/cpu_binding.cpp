@@ -12,29 +12,21 @@ using namespace opkiln;
 
 using Items = std::vector<Item<kStreams>>;
 
-double read(const Tensor& tensor) {
-  const void* const at = tensor.const_data_ptr();
-  return tensor.scalar_type() == ScalarType::Float ? *static_cast<const float*>(at)
-                                                   : *static_cast<const double*>(at);
-}
-
 double read(const char* name, const OptionalTensor& tensor, double otherwise,
             bool or_double = false) {
   if (!tensor) {
     return otherwise;
   }
   check_number(name, *tensor, kCPU, or_double);
-  return read(*tensor);
+  const void* const at = tensor->const_data_ptr();
+  return tensor->scalar_type() == ScalarType::Float ? *static_cast<const float*>(at)
+                                                    : *static_cast<const double*>(at);
 }
 
 // The items, by how many steps were made before this one. Everything is checked before the first of
 // them is stepped.
-std::map<int64_t, Items> unpack(const Lists& lists) {
+std::map<int64_t, Items> unpack(const Lists& lists, const std::vector<float*>& steps) {
   std::map<int64_t, Items> out;
-  const TensorList& steps = lists.steps.tensors;
-  for (std::size_t i = 0; i < steps.size(); ++i) {
-    check_number(lists.steps.at(i), steps[i], kCPU);
-  }
   for (std::size_t i = 0; i < lists.params.tensors.size(); ++i) {
     const Model model(lists.params, i);
     Item<kStreams> item;
@@ -48,7 +40,7 @@ std::map<int64_t, Items> unpack(const Lists& lists) {
       item.streams[kParam] = lists.master(model, i);
     }
     item.traffic = traffic(item);
-    out[static_cast<int64_t>(read(steps[steps.size() == 1 ? 0 : i]))].push_back(item);
+    out[static_cast<int64_t>(*steps[steps.size() == 1 ? 0 : i])].push_back(item);
   }
   return out;
 }
@@ -63,7 +55,8 @@ void step(TensorList params, TensorList grads, TensorList exp_avgs, TensorList e
   lr = read("lr_tensor", lr_tensor, lr, /*or_double=*/true);
   const double scale = read("grad_scale", grad_scale, 1);
   const bool skip = read("found_inf", found_inf, 0) != 0;
-  std::map<int64_t, Items> parts = unpack(lists);
+  const std::vector<float*> counts = step_pointers(lists.steps, kCPU);
+  std::map<int64_t, Items> parts = unpack(lists, counts);
   if (skip) {
     return;
   }
@@ -74,8 +67,8 @@ void step(TensorList params, TensorList grads, TensorList exp_avgs, TensorList e
       adam_step(hyper, list, low, high);
     });
   }
-  for (const Tensor& made : steps) {
-    *static_cast<float*>(made.mutable_data_ptr()) += 1;
+  for (float* made : counts) {
+    *made += 1;
   }
 }
 

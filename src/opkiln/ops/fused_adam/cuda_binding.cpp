@@ -25,15 +25,6 @@ fused_adam::Type kernel_type(const Stream& stream) {
   __builtin_unreachable();
 }
 
-std::vector<float*> step_pointers(const Argument& steps, int32_t device) {
-  std::vector<float*> out(steps.tensors.size());
-  for (std::size_t i = 0; i < out.size(); ++i) {
-    check_number(steps.at(i), steps.tensors[i], device);
-    out[i] = static_cast<float*>(steps.tensors[i].mutable_data_ptr());
-  }
-  return out;
-}
-
 std::vector<fused_adam::Item> unpack(const Lists& lists, const std::vector<float*>& steps,
                                      int32_t device) {
   std::vector<fused_adam::Item> items(lists.params.tensors.size());

@@ -153,6 +153,10 @@ def _check_lists(
     for name, tensors in (*lists.items(), *([("steps", steps)] if len(steps) != 1 else ())):
         if len(tensors) != len(params):
             raise RuntimeError(f"{name} has {len(tensors)} tensors, params has {len(params)}")
+    if len(set(map(id, steps))) != len(steps):
+        raise RuntimeError(
+            "steps has a tensor twice, expected one for all parameters or one for each"
+        )
     for name, tensors in lists.items():
         for i, (tensor, param) in enumerate(zip(tensors, params, strict=True)):
             where = f"{name}[{i}]"

@@ -1,0 +1,18 @@
+import torch
+from cuda_op import BiasGeluBuilder, bias_gelu
+
+builder = BiasGeluBuilder()
+builder.load()
+served = "the reference" if builder.error_log else f"native code for {builder.backend}"
+
+device = "cpu" if builder.backend == "cpu" else "cuda"  # torch's word for ROCm's devices, too
+x = torch.randn(64, 1000, device=device, requires_grad=True)
+bias = torch.randn(1000, device=device, requires_grad=True)
+out = bias_gelu(x, bias)
+out.square().sum().backward()
+
+expected = torch.nn.functional.gelu(x + bias)
+grads = torch.autograd.grad(expected.square().sum(), (x, bias))
+torch.testing.assert_close(out, expected)
+torch.testing.assert_close((x.grad, bias.grad), grads)
+print(f"bias_gelu is right, and so is its gradient: {served}")

@@ -1,0 +1,279 @@
+"""Each op gets its own architectures, each flag once, by whatever way its package is built.
+
+One package has three ops with different filters. Whatever builds it uses a toolkit whose nvcc
+writes down its arguments and then is the real one, so the command lines and what came of them are
+both looked at.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from sample.toolkit import arch_words, source_of
+from sample.workshop import ASKED, OPS, Built, Workshop
+
+from opkiln.accelerator import nvidia
+from opkiln.arch import cuda
+from opkiln.binary import elf
+from opkiln.binary.fatbin import images
+from opkiln.builder import CUDAOpBuilder, get_default_compute_capabilities
+from opkiln.errors import LoadError, SpecError
+from opkiln.loading import resolve
+from opkiln.loading.build import make_plan
+from opkiln.model import ABI_NONE, CPU, CUDA, PLAIN, Plan
+from opkiln.plan import anchors, argv
+from opkiln.settings import override
+from opkiln.store.layers import Store
+from opkiln.toolchain import nvcc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NEWEST = ("sm_90a", "sm_100f", "compute_100f")
+IMAGES = {
+    "ampere_up": ("sm_80", "sm_86", *NEWEST),
+    "hopper_up": NEWEST,
+    "anywhere": ("sm_75", "sm_80", "sm_86", *NEWEST),
+}
+
+pytestmark = pytest.mark.skipif(not nvcc.available(), reason="no nvcc on this machine")
+
+
+def flags_of(names: tuple[str, ...]) -> list[str]:
+    return [f"-gencode=arch=compute_{name.partition('_')[2]},code={name}" for name in names]
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("shop"))
+
+
+WAYS = ("jit", "resolved", "serial", "parallel", "processes", "build_extension",
+        "build_extension_with_ninja")  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def built(request: pytest.FixtureRequest, shop: Workshop) -> Built:
+    """The package, built in one of the ways; that the environment stays as it was is held there."""
+    made: Built = getattr(shop, request.param)()
+    return made
+
+
+def test_each_compile_line_holds_exactly_its_ops_flags_each_once(built: Built) -> None:
+    lines = {source_of(line): line for line in built.compiles}
+    assert len(lines) == len(built.compiles) == len(IMAGES)
+    for name, wanted in IMAGES.items():
+        assert sorted(arch_words(lines[f"{name}.cu"])) == sorted(flags_of(wanted))
+
+
+def test_each_library_contains_exactly_those_images(built: Built) -> None:
+    assert {name: images(path) for name, path in built.libraries.items()} == IMAGES
+
+
+def test_no_library_needs_a_cuda_runtime_or_a_cuda_torch(built: Built) -> None:
+    for path in built.libraries.values():
+        needed = elf.read(path).needed
+        assert not [name for name in needed if "cuda" in name or "torch" in name or "c10" in name]
+
+
+def test_the_machines_own_nvcc_gives_the_same_bytes_as_the_recording_one(shop: Workshop) -> None:
+    own = shop.with_the_machines_own()
+    assert own.compiles == []
+    assert {name: images(path) for name, path in own.libraries.items()} == IMAGES
+    recorded = shop.resolved()
+    for name, path in own.libraries.items():
+        assert Path(path).read_bytes() == Path(recorded.libraries[name]).read_bytes()
+
+
+def test_what_looks_for_arch_flags_finds_every_spelling() -> None:
+    line = ["-gencode", "arch=compute_80,code=sm_80", "-arch=sm_90", "--gpu-architecture", "sm_86",
+            "-code=sm_90,compute_90", "--generate-code=arch=compute_75,code=lto_75", "-O3",
+            "-I/arch/sm_90", "-o", "/x/sm_90.o", "-DNDEBUG", "-arch", "native"]  # fmt: skip
+    dull = ["-O3", "-I/arch/sm_90", "-o", "/x/sm_90.o", "-DNDEBUG"]
+    assert arch_words(line) == [word for word in line if word not in dull]
+
+
+# Without building
+
+
+@pytest.fixture
+def at(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
+    """This process, with the compilers known and the list set: the module of the ops."""
+    for name, value in shop.variables(shop.store()).items():
+        if name.startswith(("OPKILN_", "TORCH_CUDA")) and value is not None:
+            monkeypatch.setenv(name, value)
+    monkeypatch.syspath_prepend(str(shop.package.where))
+    import cuda_ops.op
+
+    before = dict(os.environ)
+    yield cuda_ops.op
+    assert dict(os.environ) == before
+
+
+def planned(builder: CUDAOpBuilder) -> Plan:
+    op = builder.op()
+    return make_plan(op.spec, *resolve.chosen(op, Store()))
+
+
+def arch_flags(builder: CUDAOpBuilder) -> list[str]:
+    """The arch flags of all of a plan's command lines."""
+    plan = planned(builder)
+    places = anchors(plan, "/stage")
+    return [word for step in plan.steps for word in arch_words(list(argv(step, places)))]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(IMAGES)), ids="-".join)
+def test_a_filter_does_not_reach_the_next_op_in_whatever_order(
+    at: type, order: tuple[str, ...]
+) -> None:
+    for name in (*order, *order):
+        builder = getattr(at, OPS[name])()
+        assert builder.compute_capability_args() == flags_of(IMAGES[name])
+        assert arch_flags(builder) == flags_of(IMAGES[name])
+        assert builder.builder().extra_compile_args["nvcc"].count(flags_of(NEWEST)[0]) == 1
+
+
+def test_threads_that_plan_at_once_do_not_see_each_others_filters(at: type) -> None:
+    seen: dict[str, list[list[str]]] = {name: [] for name in IMAGES}
+    barrier = threading.Barrier(6)
+
+    def work(name: str) -> None:
+        barrier.wait()
+        for _ in range(5):
+            seen[name].append(arch_flags(getattr(at, OPS[name])()))
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in (*IMAGES, *IMAGES)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {name: [flags_of(wanted)] * 10 for name, wanted in IMAGES.items()}
+
+
+def test_a_list_that_changes_between_two_builds_is_seen(
+    at: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder = at.AmpereUpBuilder
+    assert arch_flags(builder()) == flags_of(IMAGES["ampere_up"])
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5;9.0")
+    assert arch_flags(builder()) == flags_of(("sm_90",))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", ASKED)
+    assert arch_flags(builder()) == flags_of(IMAGES["ampere_up"])
+    assert arch_flags(builder(backend="cuda", archs="8.9;7.5")) == flags_of(("sm_89",))
+
+
+def test_a_filter_that_leaves_nothing_is_an_error_that_names_the_list(at: type) -> None:
+    with override(cuda_arch_list="7.5;8.0"), pytest.raises(LoadError) as caught:
+        planned(at.HopperUpBuilder())
+    assert "7.5;8.0" in caught.value.why
+    assert "filter removed" in caught.value.why
+
+
+@pytest.mark.parametrize("answer", [["9.0", "12.0"], ["8.9"], ["sm_120"], [[9, 1]], ["all"], [""]])
+def test_a_filter_that_answers_something_new_is_a_spec_error(at: type, answer: list[str]) -> None:
+    class Adds(at.AnywhereBuilder):  # type: ignore[name-defined,misc]
+        def filter_ccs(self, ccs: list[str]) -> list[str]:
+            return answer
+
+    with pytest.raises(SpecError):
+        planned(Adds())
+
+
+def test_an_author_who_hands_on_compute_capability_args_does_not_double_them(at: type) -> None:
+    class HandsOn(at.AmpereUpBuilder):  # type: ignore[name-defined,misc]
+        def nvcc_args(self) -> list[str]:
+            return ["-O2", "--use_fast_math", *self.compute_capability_args(), "--threads=8"]
+
+    plan = planned(HandsOn())
+    words = argv(plan.steps[0], anchors(plan, "/stage"))
+    assert arch_words(list(words)) == flags_of(IMAGES["ampere_up"])
+    assert words.count("-O2") == words.count("--use_fast_math") == 1
+    assert [word for word in words if word.startswith("--threads")] == ["--threads=1"]
+    handed = HandsOn().builder().extra_compile_args["nvcc"]
+    assert arch_words(handed) == flags_of(IMAGES["ampere_up"])
+
+
+REFUSED = (
+    ("-gencode=arch=compute_120,code=sm_120",),
+    ("-gencode", "arch=compute_80,code=sm_80"),
+    ("--generate-code=arch=compute_80,code=sm_80",),
+    ("--generate-code", "arch=compute_80,code=sm_80"),
+    ("-arch=sm_80",), ("-arch", "sm_80"), ("-arch=native",), ("-arch=all-major",),
+    ("--gpu-architecture=sm_80",), ("--gpu-architecture", "sm_80"),
+    ("-arch=compute_80", "-code=sm_80"), ("-code=sm_80",), ("--gpu-code=sm_80",),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", REFUSED, ids=" ".join)
+def test_an_author_does_not_choose_architectures_by_flags(
+    at: type, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    with pytest.raises(SpecError, match="is not taken") as caught:
+        planned(type("Chooses", (at.AnywhereBuilder,), {"FLAGS": flags})())
+    assert "filter_ccs" in caught.value.hint
+    monkeypatch.setenv("CUDAFLAGS", " ".join(flags))
+    with pytest.raises(SpecError, match="is not taken") as caught:
+        planned(at.AnywhereBuilder())
+    assert caught.value.hint == "unset CUDAFLAGS"
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "has"),
+    [("anywhere", ASKED, False), ("ampere_up", ASKED, True), ("hopper_up", ASKED, True),
+     ("anywhere", "8.0;9.0a", True), ("anywhere", "7.5", False), ("hopper_up", "7.5", False)],
+)  # fmt: skip
+def test_bfloat16_follows_the_list_that_the_filter_left(
+    at: type, name: str, asked: str, has: bool
+) -> None:
+    with override(cuda_arch_list=asked):
+        assert getattr(at, OPS[name])().enable_bf16 is has
+
+
+def test_without_a_list_or_a_device_a_cross_compile_is_for_all_that_nvcc_lists(
+    at: type, shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
+    none = nvidia.Devices((), "", "", "", "no GPU in this test")
+    monkeypatch.setitem(nvidia._known, "/", none)
+    program = shop.real / "bin" / "nvcc"
+    listed = subprocess.run(
+        [program, "--list-gpu-arch"], check=True, capture_output=True, text=True
+    ).stdout.split()
+    assert [
+        cuda.parse(word)[0].number for word in get_default_compute_capabilities().split(";")
+    ] == [name.partition("_")[2] for name in listed]
+    found = at.AnywhereBuilder().compute_capability_args()
+    assert [flag for flag in found if "code=sm_" in flag] == flags_of(
+        tuple(name.replace("compute", "sm") for name in listed)
+    )
+    assert len(found) == len(set(found)) == len(listed) + 1
+    assert at.HopperUpBuilder().compute_capability_args("8.0;9.0+PTX") == flags_of(
+        ("sm_90", "compute_90")
+    )
+
+
+def test_the_cpu_version_has_no_architecture_at_all(at: type) -> None:
+    class Both(CUDAOpBuilder):
+        NAME = "both"
+        BACKENDS = (CUDA, CPU)
+        KIND = PLAIN
+        ABI = ABI_NONE
+        root = at.AnywhereBuilder().root
+
+        def sources(self) -> list[str]:
+            return ["csrc/shared.cpp"] if self.build_for_cpu else ["csrc/anywhere.cu"]
+
+        def filter_ccs(self, ccs: list[str]) -> list[str]:
+            raise AssertionError("asked of a CPU build")
+
+    builder = Both(backend=CPU)
+    assert builder.build_for_cpu
+    assert arch_flags(builder) == []
+    assert planned(builder).target.archs == ()
+    assert isinstance(builder.builder().extra_compile_args, list)
