@@ -1,6 +1,7 @@
 # Everything from a fresh clone, with python3, make and a C++ compiler:
 #   make demo    trains a small model with a JIT-built operator, cold and then warm
 #   make test    lint, types, import contracts, all tests
+#   make test-sycl   the SYCL example on Intel's runtime compiler (installs 1.6 GB beside .venv)
 #   make bench   side by side with the peers (installs them into an environment of their own)
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ PYTEST ?=
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
 
-.PHONY: all setup demo test lint unit test-full bench docs clean
+.PHONY: all setup demo test lint unit test-full test-sycl bench docs clean
 
 all: test
 
@@ -43,6 +44,9 @@ test: lint
 test-full: lint
 	$(RUN) -m pytest $(PYTEST)
 
+test-sycl:
+	$(PYTHON) tests/sycl/run.py --torch "$(TORCH)" $(PYTEST)
+
 bench:
 	$(PYTHON) bench/setup.py
 	.bench-venv/bin/python bench/run.py
@@ -51,4 +55,4 @@ docs: $(STAMP)
 	$(RUN) -c "from opkiln.report.settings_page import markdown; open('docs/settings.md', 'w').write(markdown())"
 
 clean:
-	rm -rf $(VENV) .bench-venv build dist src/*.egg-info
+	rm -rf $(VENV) .bench-venv .sycl-venv build dist src/*.egg-info

@@ -59,7 +59,7 @@ class Target(Record):
     machine: str  # x86_64, aarch64
     cpu: str  # a psABI level: x86-64-v4; or armv8-a
     cpu_features: tuple[str, ...]  # beyond the level, explicit and sorted
-    abi_tag: str  # torch-stable-2.10[-cu13], torch-2.13.0+cpu-cxx11-cpython-311, none
+    abi_tag: str  # torch-stable-2.10[-cuda13], torch-2.13.0+cpu-cxx11-cpython-311, none
     debug: bool = False
     flags: tuple[tuple[str, tuple[str, ...]], ...] = ()  # the user's own: (("cxxflags", (...)),)
     archs: tuple[str, ...] = ()  # of the device, canonical, as the op's filter left them: 9.0a+PTX

@@ -357,6 +357,13 @@ class Settings:
         shown="none", group="compiler",
     )  # fmt: skip
 
+    ocl_icd_filenames = Setting(
+        "OCL_ICD_FILENAMES", str, None,
+        "OpenCL's drivers, by path. SYCL finds a CPU only through one: "
+        "`<env>/lib/libintelocl.so` of `intel-opencl-rt`.",
+        shown="those in `/etc/OpenCL/vendors`", group="job",
+    )  # fmt: skip
+
     # The engine
     max_jobs = Setting(
         "OPKILN_MAX_JOBS", _positive, None,
@@ -425,6 +432,8 @@ DROPPED = (
     "DEPENDENCIES_OUTPUT", "SUNPRO_DEPENDENCIES", "LD_RUN_PATH", "LDEMULATION", "GNUTARGET",
     "COLLECT_NO_DEMANGLE", "CCC_OVERRIDE_OPTIONS", "CCC_ADD_ARGS",
     "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CFLAGS", "MAKEFLAGS", "SOURCE_DATE_EPOCH",
+    "HIPCC_COMPILE_FLAGS_APPEND", "HIPCC_LINK_FLAGS_APPEND", "HIP_PATH", "HIP_CLANG_PATH",
+    "HIP_PLATFORM", "DEVICE_LIB_PATH", "HCC_AMDGPU_TARGET",
 )  # fmt: skip
 
 # What a child process keeps of this one's environment. None of them decides what a compiler

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from sample import child
 from sample.toolkit import arch_words, source_of
 from sample.workshop import ASKED, OPS, Built, Workshop
 
@@ -30,10 +31,9 @@ from opkiln.model import ABI_NONE, CPU, CUDA, PLAIN, Plan
 from opkiln.plan import anchors, argv
 from opkiln.settings import override
 from opkiln.store.layers import Store
-from opkiln.toolchain import nvcc
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    pass
 
 NEWEST = ("sm_90a", "sm_100f", "compute_100f")
 IMAGES = {
@@ -42,16 +42,9 @@ IMAGES = {
     "anywhere": ("sm_75", "sm_80", "sm_86", *NEWEST),
 }
 
-pytestmark = pytest.mark.skipif(not nvcc.available(), reason="no nvcc on this machine")
-
 
 def flags_of(names: tuple[str, ...]) -> list[str]:
     return [f"-gencode=arch=compute_{name.partition('_')[2]},code={name}" for name in names]
-
-
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop(tmp_path_factory.mktemp("shop"))
 
 
 WAYS = ("jit", "resolved", "serial", "parallel", "processes", "build_extension",
@@ -61,8 +54,7 @@ WAYS = ("jit", "resolved", "serial", "parallel", "processes", "build_extension",
 @pytest.fixture(scope="module", params=WAYS)
 def built(request: pytest.FixtureRequest, shop: Workshop) -> Built:
     """The package, built in one of the ways; that the environment stays as it was is held there."""
-    made: Built = getattr(shop, request.param)()
-    return made
+    return shop.built(request.param)
 
 
 def test_each_compile_line_holds_exactly_its_ops_flags_each_once(built: Built) -> None:
@@ -83,12 +75,19 @@ def test_no_library_needs_a_cuda_runtime_or_a_cuda_torch(built: Built) -> None:
 
 
 def test_the_machines_own_nvcc_gives_the_same_bytes_as_the_recording_one(shop: Workshop) -> None:
-    own = shop.with_the_machines_own()
+    own = shop.built("with_the_machines_own")
     assert own.compiles == []
     assert {name: images(path) for name, path in own.libraries.items()} == IMAGES
-    recorded = shop.resolved()
+    recorded = shop.built("parallel")
     for name, path in own.libraries.items():
         assert Path(path).read_bytes() == Path(recorded.libraries[name]).read_bytes()
+
+
+def test_what_looks_at_the_environment_sees_a_variable_that_was_set(shop: Workshop) -> None:
+    for body in ("os.environ['TORCH_CUDA_ARCH_LIST'] = '8.0'", "os.putenv('NEW', '1')"):
+        done = child.finish(shop.start(body, shop.variables(shop.base)))
+        assert done.returncode != 0
+        assert "AssertionError" in done.stderr
 
 
 def test_what_looks_for_arch_flags_finds_every_spelling() -> None:
@@ -103,7 +102,7 @@ def test_what_looks_for_arch_flags_finds_every_spelling() -> None:
 
 
 @pytest.fixture
-def at(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
+def at(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> type:
     """This process, with the compilers known and the list set: the module of the ops."""
     for name, value in shop.variables(shop.store()).items():
         if name.startswith(("OPKILN_", "TORCH_CUDA")) and value is not None:
@@ -111,9 +110,7 @@ def at(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
     monkeypatch.syspath_prepend(str(shop.package.where))
     import cuda_ops.op
 
-    before = dict(os.environ)
-    yield cuda_ops.op
-    assert dict(os.environ) == before
+    return cuda_ops.op
 
 
 def planned(builder: CUDAOpBuilder) -> Plan:
@@ -132,11 +129,13 @@ def arch_flags(builder: CUDAOpBuilder) -> list[str]:
 def test_a_filter_does_not_reach_the_next_op_in_whatever_order(
     at: type, order: tuple[str, ...]
 ) -> None:
+    before = dict(os.environ)
     for name in (*order, *order):
         builder = getattr(at, OPS[name])()
         assert builder.compute_capability_args() == flags_of(IMAGES[name])
         assert arch_flags(builder) == flags_of(IMAGES[name])
         assert builder.builder().extra_compile_args["nvcc"].count(flags_of(NEWEST)[0]) == 1
+    assert dict(os.environ) == before
 
 
 def test_threads_that_plan_at_once_do_not_see_each_others_filters(at: type) -> None:
@@ -178,15 +177,21 @@ def test_a_filter_that_leaves_nothing_is_an_error_that_names_the_list(at: type) 
 @pytest.mark.parametrize("answer", [["9.0", "12.0"], ["8.9"], ["sm_120"], [[9, 1]], ["all"], [""]])
 def test_a_filter_that_answers_something_new_is_a_spec_error(at: type, answer: list[str]) -> None:
     class Adds(at.AnywhereBuilder):  # type: ignore[name-defined,misc]
+        __module__ = at.__name__
+
         def filter_ccs(self, ccs: list[str]) -> list[str]:
             return answer
 
-    with pytest.raises(SpecError):
+    with pytest.raises(SpecError, match="filter_ccs"):
         planned(Adds())
+    with pytest.raises(SpecError, match="filter_ccs"):
+        Adds().compute_capability_args()
 
 
 def test_an_author_who_hands_on_compute_capability_args_does_not_double_them(at: type) -> None:
     class HandsOn(at.AmpereUpBuilder):  # type: ignore[name-defined,misc]
+        __module__ = at.__name__
+
         def nvcc_args(self) -> list[str]:
             return ["-O2", "--use_fast_math", *self.compute_capability_args(), "--threads=8"]
 
@@ -207,6 +212,7 @@ REFUSED = (
     ("-arch=sm_80",), ("-arch", "sm_80"), ("-arch=native",), ("-arch=all-major",),
     ("--gpu-architecture=sm_80",), ("--gpu-architecture", "sm_80"),
     ("-arch=compute_80", "-code=sm_80"), ("-code=sm_80",), ("--gpu-code=sm_80",),
+    ("-Xptxas=-v,-arch=sm_80",), ("-Xptxas", "--gpu-name=sm_80"), ("--ptxas-options=-arch=sm_80",),
 )  # fmt: skip
 
 
@@ -245,9 +251,9 @@ def test_without_a_list_or_a_device_a_cross_compile_is_for_all_that_nvcc_lists(
     listed = subprocess.run(
         [program, "--list-gpu-arch"], check=True, capture_output=True, text=True
     ).stdout.split()
-    assert [
-        cuda.parse(word)[0].number for word in get_default_compute_capabilities().split(";")
-    ] == [name.partition("_")[2] for name in listed]
+    listed.sort(key=lambda name: int(name.partition("_")[2]))
+    defaults = cuda.parse(get_default_compute_capabilities())
+    assert [f"compute_{arch.number}" for arch in defaults] == listed
     found = at.AnywhereBuilder().compute_capability_args()
     assert [flag for flag in found if "code=sm_" in flag] == flags_of(
         tuple(name.replace("compute", "sm") for name in listed)

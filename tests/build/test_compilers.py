@@ -58,7 +58,7 @@ def test_a_new_version_is_named_with_the_old_one(plain: Package, compiler: Compi
     compiler.write(version="g++ (Made up) 98.1")
     plain.load()
     compiler.write(version="g++ (Made up) 99.2")
-    assert "compiler: g++ (Made up) 98.1 -> g++ (Made up) 99.2" in changes(plain)
+    assert "compiler gcc: g++ (Made up) 98.1 -> g++ (Made up) 99.2" in changes(plain)
     plain.load()
     assert len(compiler.compiles()) == 6
 

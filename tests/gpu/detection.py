@@ -1,6 +1,6 @@
 """Detection on a machine with NVIDIA GPUs: one line per check. Needs torch, and no pytest.
 
-    PYTHONPATH=src python tests/gpu/detection.py
+PYTHONPATH=src python tests/gpu/detection.py
 """
 
 from __future__ import annotations

@@ -79,6 +79,11 @@ def test_the_example_is_compiled_once_and_computes_what_its_reference_does() -> 
     assert run(COMPARE, OPKILN_JIT="off") == built
 
 
+def test_the_examples_own_script_runs() -> None:
+    code = f"import runpy; runpy.run_path({str(EXAMPLE / 'use.py')!r})"
+    assert run(code) == "silu_mul is right"
+
+
 def test_the_library_knows_its_runtime_by_name_and_not_by_place() -> None:
     assert LIBRARY is not None
     built = run(COMPARE)

@@ -38,9 +38,9 @@ class Shelf:
         """Publish an entry that was last used some days ago."""
         lists = {
             "read": [], "external": [], "names": [],
-            "inputs": {"spec": {"sources": [source]}, "toolchain": {"version": "g++ 12"}},
+            "inputs": {"spec": {"sources": [source]}, "toolchain": {"gcc": {"version": "g++ 12"}}},
         }  # fmt: skip
-        target = {"cpu": "x86-64-v3", "cpu_features": ["avxvnni"]}
+        target = {"backend": "cpu", "archs": [], "cpu": "x86-64-v3", "cpu_features": ["avxvnni"]}
         manifest = {"kind": "plain", "op": name, "target": target}
         return self._put(f"ops/acme/{name}/{KEY}/{KEY}", f"{name}.so", manifest, lists, size, days)
 
@@ -109,7 +109,7 @@ def test_an_entry_is_listed_with_what_its_files_say(shelf: Shelf) -> None:
     assert found.payload == str(leaf / "adam.so")
     assert found.size == sum(file.stat().st_size for file in leaf.iterdir()) > 5000
     details = inventory.details(found)
-    assert (details.cpu, details.compiler) == ("x86-64-v3+avxvnni", "g++ 12")
+    assert (details.made_for, details.compiler) == ("x86-64-v3+avxvnni", "g++ 12")
     assert details.sources == ("adam.cpp",)
 
 

@@ -1,6 +1,5 @@
 """A package with one op for CUDA, ROCm and the CPU."""
 
-from functools import cache
 from pathlib import Path
 
 import opkiln
@@ -36,11 +35,12 @@ class BiasGeluBuilder(CUDAOpBuilder):
         return gradients
 
 
-@cache
-def _ops():
-    return BiasGeluBuilder().load()
+_ops = None
 
 
 def bias_gelu(x, bias):
     """gelu(x + bias)"""
-    return _ops().bias_gelu(x, bias)
+    global _ops
+    if _ops is None:
+        _ops = BiasGeluBuilder().load()
+    return _ops.bias_gelu(x, bias)

@@ -1,7 +1,5 @@
 """A package with one native op."""
 
-from functools import cache
-
 from opkiln import OpBuilder
 
 
@@ -28,11 +26,12 @@ class ScaledAddBuilder(OpBuilder):
         return gradients
 
 
-@cache
-def _ops():
-    return ScaledAddBuilder().load()
+_ops = None
 
 
 def scaled_add(x, y, scale):
     """x + scale * y"""
-    return _ops().scaled_add(x, y, scale)
+    global _ops
+    if _ops is None:
+        _ops = ScaledAddBuilder().load()
+    return _ops.scaled_add(x, y, scale)

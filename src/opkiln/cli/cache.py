@@ -59,8 +59,8 @@ def list_(objects: bool, as_json: bool) -> None:
     found = [pair for pair in found if objects or pair[0].kind == inventory.OP]
     if as_json:
         rows = [
-            {**each._asdict(), "for": more.made_for, "compiler": more.compiler, "source": more.source,
-             "damaged": more.damaged}
+            {**each._asdict(), "for": more.made_for, "compiler": more.compiler,
+             "source": more.source, "damaged": more.damaged}
             for each, more in found
         ]  # fmt: skip
         output.data_json({"schema": 1, "entries": rows})

@@ -98,7 +98,7 @@ class Budget:
         """Slots for a step that expects ``memory`` bytes, held for the length of the block.
 
         A step that can use several threads, each with ``memory`` bytes, gets slots for as many of
-        them as are free at once, and for one at least.
+        them as are free at once, and for one at least; never for more than ``OPKILN_MAX_JOBS``.
 
         While other processes hold them, ``waiting`` is called about once a second with the pid of
         one (0 when it is in another pid namespace) and the seconds waited so far. Raises
@@ -106,7 +106,7 @@ class Budget:
         """
         table = self._table
         want, most = self.slots_for(memory), settings.max_jobs
-        wider = min(len(self.limits.slots), want * threads)
+        wider = min(len(self.limits.slots), want * threads, max(want, most or want * threads))
         started, pause, call_at = time.monotonic(), _FIRST_PAUSE, _FIRST_CALL
         while True:
             if cancelled is not None and cancelled.is_set():

@@ -39,7 +39,7 @@ from opkiln.store import deps, key, libraries, lock, publish
 from opkiln.store.entry import Leaf
 from opkiln.store.layers import Store
 from opkiln.store.location import claim
-from opkiln.toolchain import choice, torch_sdk
+from opkiln.toolchain import choice, libsycl, sycl, torch_sdk
 
 _ATTEMPTS = 4
 
@@ -177,7 +177,8 @@ class _Build:
             if spec.inline:
                 replaced[spec.root + "/"] = ""
             raise failure.compile_error(failed, spec, log, replaced) from None
-        loadtest.check(spec, self._plan.toolchain.torch, linked.path, tmpdir=stage)
+        after = _runtimes(self._plan.toolchain)
+        loadtest.check(spec, self._plan.toolchain.torch, linked.path, after=after, tmpdir=stage)
         seconds = time.monotonic() - began
         return self._publish(linked, stage, seconds)
 
@@ -309,6 +310,15 @@ class _Build:
                 with contextlib.suppress(OSError):  # it stays, and is refused by every reader
                     publish.discard(root, final)
         return None
+
+
+def _runtimes(toolchain: Toolchain) -> tuple[str, ...]:
+    """The libraries that a process has loaded before an op of this toolchain: SYCL's."""
+    device = toolchain.device
+    if device is None or device.family not in (sycl.ICPX, sycl.RUNTIME):
+        return ()
+    library = libsycl.locate(sycl.soname(device))
+    return () if library is None else (library,)
 
 
 def inputs(plan: Plan) -> dict[str, Any]:

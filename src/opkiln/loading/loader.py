@@ -134,7 +134,7 @@ def _native(op: Op, trace: Trace) -> tuple[Artifact, Any]:
     from opkiln.store.layers import Store
 
     target, store = resolve.target_of(op, resolve.runnable(op.spec)), Store()
-    resolve.check_cpu(op.spec, target)
+    resolve.check_device(op.spec, target)
     found = resolve.find(op, target, store, trace)
     if found is not None:
         try:

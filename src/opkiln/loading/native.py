@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from opkiln.errors import LoadError
-from opkiln.model import ABI_NONE, EXECUTABLE, LIBRARY, PLAIN, PYTHON, OpSpec
+from opkiln.model import ABI_NONE, EXECUTABLE, LIBRARY, PLAIN, PYTHON, XPU, OpSpec
 
 
 def open_artifact(spec: OpSpec, path: str) -> Any:
@@ -19,6 +19,8 @@ def open_artifact(spec: OpSpec, path: str) -> Any:
             return path
         if spec.abi != ABI_NONE or spec.kind == LIBRARY:
             import torch
+        if spec.backend == XPU:
+            _load_libsycl(path)
         if spec.kind == LIBRARY:
             torch.ops.load_library(path)  # type: ignore[no-untyped-call]
             return None
@@ -34,6 +36,22 @@ def open_artifact(spec: OpSpec, path: str) -> Any:
         raise LoadError(
             f"{spec.name} cannot be loaded from {path}", why=str(error), hint=hint
         ) from error
+
+
+def _load_libsycl(path: str) -> None:
+    """Load the SYCL runtime that a library needs: it names it by its soname alone."""
+    import ctypes
+
+    from opkiln.binary import elf
+    from opkiln.toolchain import libsycl
+
+    for name in filter(libsycl.is_library, elf.read(path).needed):
+        try:
+            # First the one that is loaded, by torch say: a second copy would know other devices.
+            ctypes.CDLL(name)
+        except OSError:
+            if located := libsycl.locate(name):
+                ctypes.CDLL(located)
 
 
 def _import_module(name: str, path: str) -> Any:

@@ -158,7 +158,7 @@ _DECIDING_FOR = {
         "toolchain/toolkits.py",
     ),
     ROCM: ("arch/hip.py", "loading/archs.py", "steps/hipcc.py", "toolchain/hipcc.py"),
-    XPU: ("steps/sycl.py", "toolchain/sycl.py"),
+    XPU: ("steps/sycl.py", "toolchain/sycl.py", "toolchain/libsycl.py"),
 }  # fmt: skip
 
 

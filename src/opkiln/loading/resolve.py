@@ -27,6 +27,7 @@ from opkiln.model import (
     CPU,
     CUDA,
     ROCM,
+    XPU,
     Artifact,
     OpSpec,
     Target,
@@ -36,7 +37,7 @@ from opkiln.model import (
 from opkiln.settings import origin_of, settings
 from opkiln.store import deps, key
 from opkiln.store.layers import Store
-from opkiln.toolchain import choice, torch_sdk
+from opkiln.toolchain import choice, libsycl, torch_sdk
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -107,8 +108,9 @@ def _abi_tag(spec: OpSpec, sdk: TorchSDK | None) -> str:
     python = torch_sdk.python_tag()
     if spec.abi == ABI_STABLE:
         tag = torch_sdk.stable_abi_tag()
-        if spec.backend == CUDA and sdk is not None and sdk.cuda is not None:
-            tag = f"{tag}-cu{sdk.cuda.partition('.')[0]}"
+        runtime = None if sdk is None else {CUDA: sdk.cuda, ROCM: sdk.hip}.get(spec.backend)
+        if runtime is not None:
+            tag = f"{tag}-{spec.backend}{runtime.partition('.')[0]}"
         return f"{tag}-{python}" if spec.kind == "python" else tag
     if spec.abi == ABI_TORCH:
         if sdk is None:
@@ -149,8 +151,11 @@ def lacking(target: Target) -> tuple[str, ...]:
     return cpu.lacking(target.cpu, target.cpu_features, features())
 
 
-def check_cpu(spec: OpSpec, target: Target) -> None:
+def check_device(spec: OpSpec, target: Target) -> None:
     """Refuse to load what was asked for by name and cannot run here. Raises LoadError."""
+    if spec.backend == XPU and (missing := libsycl.no_device(settings.ocl_icd_filenames)):
+        why, hint = missing
+        raise LoadError(f"op {spec.name} has no SYCL device to run on", why=why, hint=hint)
     if lacks := lacking(target):
         raise LoadError(
             f"op {spec.name} for {cpu.CPU(target.cpu, target.cpu_features)} cannot run here",
@@ -297,6 +302,7 @@ def would_compile(op: Op) -> tuple[bool, Trace]:
     trace = Trace()
     try:
         target = target_of(op, runnable(op.spec))
+        check_device(op.spec, target)
         found = find(op, target, Store(), trace)
     except (LoadError, ToolchainError) as error:
         trace.add("build", "refused", f"{error.what}: {error.why}")

@@ -6,7 +6,7 @@ import os
 import posixpath
 
 from opkiln.digest import key
-from opkiln.model import Anchored, Arg, DeviceCompiler, OpSpec
+from opkiln.model import ABI_NONE, Anchored, Arg, DeviceCompiler, OpSpec
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -14,11 +14,18 @@ if TYPE_CHECKING:
 
 _PATH_FLAGS = ("-I", "-isystem", "-iquote", "-idirafter", "-L", "-include")
 
-# The same bytes wherever the sources and the build lie: __FILE__, debug information.
-PREFIX_MAPS = (
-    Anchored("-ffile-prefix-map=", "src", "", "=/opkiln/src"),
+# The same bytes wherever torch, the sources and the build lie: __FILE__, debug information. The
+# last one that fits is taken, and a compiler may be shown sources below the staging directory.
+_TORCH_MAP = Anchored("-ffile-prefix-map=", "torch", "", "=/opkiln/torch")
+_PREFIX_MAPS = (
     Anchored("-ffile-prefix-map=", "stage", "", "=/opkiln/build"),
+    Anchored("-ffile-prefix-map=", "src", "", "=/opkiln/src"),
 )
+
+
+def prefix_maps(spec: OpSpec) -> tuple[Anchored, ...]:
+    """The flags that keep where things lie out of what is compiled."""
+    return _PREFIX_MAPS if spec.abi == ABI_NONE else (_TORCH_MAP, *_PREFIX_MAPS)
 
 
 def anchored(spec: OpSpec, path: str, prefix: str = "") -> Anchored:

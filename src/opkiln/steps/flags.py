@@ -27,18 +27,25 @@ _HANDED_ON = (
 )  # fmt: skip
 # The same for nvcc, which also chooses architectures, host compiler and threads by flags: each of
 # those has its one owner in the plan.
-_REFUSED_BY_NVCC = (
+_REFUSED_BY_NVCC = frozenset((
     "-gencode", "--generate-code", "-arch", "--gpu-architecture", "-code", "--gpu-code", "-ccbin",
     "--compiler-bindir", "-optf", "--options-file", "-run", "--run", "-link", "--link", "-lib",
     "--lib", "-ptx", "--ptx", "-cubin", "--cubin", "-fatbin", "--fatbin", "-cuda", "--cuda",
     "-keep", "--keep", "-odir", "--output-directory", "-dryrun", "--dryrun", "-prec-dir",
     "-ldir", "-target-dir", "--target-directory", "-t", "--threads",
     "-objtemp", "--objdir-as-tempdir", "-dlink", "--device-link", "-optix-ir", "-ltoir", "-time",
-    "--time",
+    "--time", "-split-compile", "--split-compile", "--gpu-name",
+))  # fmt: skip
+# Those whose value is a list: of flags for another program, of numbers.
+_LISTS = (
+    "-Xcompiler", "--compiler-options", "-Xptxas", "--ptxas-options", "-Xcudafe",
+    "-diag-suppress", "--diag-suppress", "-diag-warn", "--diag-warn", "-diag-error", "--diag-error",
 )  # fmt: skip
-_TO_HOST = ("-Xcompiler", "--compiler-options")
 _NVCC_THREADS = re.compile(r"-t\d")
-_RELOCATABLE = ("-rdc=true", "--relocatable-device-code=true", "-dc", "--device-c")
+_RELOCATABLE = (
+    "-rdc=true", "--relocatable-device-code=true", "-rdc", "--relocatable-device-code", "-dc",
+    "--device-c", "-dlto", "-lto", "--dlink-time-opt", "-ewp", "--extensible-whole-program",
+)  # fmt: skip
 
 # What no shell and no list of nvcc's takes for anything but itself.
 PLAIN = re.compile(r"[A-Za-z0-9_@%+=:./^-]*\Z")
@@ -77,16 +84,10 @@ def check_nvcc(op: str, flags: tuple[str, ...], variable: str = "") -> None:
     before = ""
     for flag in flags:
         option, _, value = flag.partition("=")
-        joined = option in _TO_HOST and value
-        parts = (value if joined else flag).split(",") if joined or before in _TO_HOST else [flag]
-        for part in parts:
-            if not PLAIN.match(part):
-                raise SpecError(
-                    f"op {op}: the nvcc flag {flag!r} is not taken",
-                    why="nvcc hands its flags to a shell, which would interpret a character of it",
-                    hint=f"unset {variable}" if variable else "",
-                )
-        if option in _REFUSED_BY_NVCC or _NVCC_THREADS.match(flag):
+        joined = option in _LISTS and value
+        parts = (value if joined else flag).split(",") if joined or before in _LISTS else [flag]
+        named = {part.partition("=")[0] for part in (flag, *parts)}
+        if named & _REFUSED_BY_NVCC or _NVCC_THREADS.match(flag):
             raise SpecError(
                 f"op {op}: the nvcc flag {flag!r} is not taken",
                 why="architectures, host compiler, threads and outputs are the plan's to choose",
@@ -95,6 +96,13 @@ def check_nvcc(op: str, flags: tuple[str, ...], variable: str = "") -> None:
                 else "override filter_ccs() to leave "
                 "architectures out; TORCH_CUDA_ARCH_LIST asks for them",
             )
+        for part in parts:
+            if not PLAIN.match(part):
+                raise SpecError(
+                    f"op {op}: the nvcc flag {flag!r} is not taken",
+                    why="nvcc hands its flags to a shell, which would interpret a character of it",
+                    hint=f"unset {variable}" if variable else "",
+                )
         if flag in _RELOCATABLE:
             raise SpecError(
                 f"op {op}: the nvcc flag {flag!r} is not taken",

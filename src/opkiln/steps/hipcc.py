@@ -16,12 +16,12 @@ from opkiln.errors import SpecError
 from opkiln.model import ABI_TORCH, EXECUTABLE, Anchored, Arg, OpSpec, Step, Target, Toolchain
 from opkiln.steps import flags as taken
 from opkiln.steps.arguments import (
-    PREFIX_MAPS,
     anchored,
     author_flags,
     depfile_name,
     in_toolkit,
     object_name,
+    prefix_maps,
 )
 from opkiln.steps.host import HIP_DEFINES, torch_defines, torch_includes
 
@@ -102,7 +102,7 @@ def compile_step(
     if spec.kind != EXECUTABLE:
         arguments.append("-fPIC")
     arguments += hip.flags(hip.parse(";".join(target.archs)))
-    arguments += PREFIX_MAPS
+    arguments += prefix_maps(spec)
     # What names of internal device symbols are made of; by default, the source's path.
     arguments.append(f"-cuid={key('cuid', (spec.name, output))[:16]}")
     arguments += HIP_DEFINES

@@ -18,12 +18,12 @@ from opkiln.model import (
     Toolchain,
 )
 from opkiln.steps.arguments import (
-    PREFIX_MAPS,
     anchored,
     author_flags,
     depfile_name,
     in_toolkit,
     object_name,
+    prefix_maps,
 )
 from opkiln.toolchain import torch_sdk
 
@@ -57,7 +57,7 @@ def compile_step(
     if spec.vectorize:
         chosen = cpu.CPU(target.cpu, target.cpu_features)
         arguments += cpu.flags(chosen, target.machine, toolchain.accepts)
-    arguments += PREFIX_MAPS
+    arguments += prefix_maps(spec)
     if toolchain.family == "gcc":
         arguments.append(f"-frandom-seed={output}")
     if target.backend == ROCM:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from opkiln.arch import cuda
 from opkiln.model import ABI_TORCH, EXECUTABLE, Anchored, Arg, OpSpec, Step, Target, Toolchain
 from opkiln.steps.arguments import (
-    PREFIX_MAPS,
     anchored,
     author_flags,
     depfile_name,
     object_name,
+    prefix_maps,
 )
 from opkiln.steps.host import torch_defines, torch_includes
 
@@ -68,7 +68,7 @@ def compile_step(
     arguments += [f for f in ("--compress-mode=size",) if f in device.accepts]
     if "--threads" in device.accepts and len(cuda.images(archs)) > 1:
         arguments.append(Anchored("--threads=", "threads", ""))
-    arguments += [each._replace(prefix=f"-Xcompiler={each.prefix}") for each in PREFIX_MAPS]
+    arguments += [each._replace(prefix=f"-Xcompiler={each.prefix}") for each in prefix_maps(spec)]
     # Names of internal symbols are made of the source's path; this is the path they are made of.
     arguments.append(f"-Xcudafe=--orig_src_path_name=/opkiln/src/{output}")
     if spec.abi == ABI_TORCH:

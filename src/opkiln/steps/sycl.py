@@ -10,12 +10,12 @@ from opkiln.errors import ToolchainError
 from opkiln.model import EXECUTABLE, Anchored, Arg, DeviceCompiler, OpSpec, Step, Target, Toolchain
 from opkiln.steps import host
 from opkiln.steps.arguments import (
-    PREFIX_MAPS,
     anchored,
     author_flags,
     depfile_name,
     in_toolkit,
     object_name,
+    prefix_maps,
 )
 from opkiln.toolchain import sycl
 
@@ -58,7 +58,7 @@ def compile_step(
     arguments += [flag for flag in ("-ffp-model=precise",) if flag in device.accepts]
     if spec.kind != EXECUTABLE:
         arguments.append("-fPIC")
-    arguments += PREFIX_MAPS
+    arguments += prefix_maps(spec)
     arguments += host.torch_defines(spec, toolchain)
     arguments += flags.get("cppflags", ())
     arguments += author_flags(spec, spec.cxx_args)
