@@ -11,14 +11,26 @@ from pathlib import Path
 
 import pytest
 
+from opkiln.arch import cuda
+from opkiln.binary import fatbin
+from opkiln.model import CPU, CUDA, ROCM
 from opkiln.report import settings_page
+from opkiln.toolchain import choice
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DEVICES = ROOT / "docs" / "devices.md"
+CUDA_OP = ROOT / "examples" / "cuda_op"
+# What nvcc 13.0 lists; the page on devices shows what lists come to with it.
+LISTED = cuda.parse("7.5;8.0;8.6;8.7;8.8;8.9;9.0;10.0;10.3;11.0;12.0;12.1")
+
 _FILE = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
+_RUN = re.compile(r"<!-- run -->\n```python\n(.*?)```\n\n```text\n(.*?)```", re.DOTALL)
 _SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
+_CONSOLE = re.compile(r"^\$ (opkiln arch .*)\n((?:[^$`\n].*\n)+)", re.MULTILINE)
+_ARCHS = re.compile(r"^\|.*\| `([^`]+)` \| `([^`]+)` \|$", re.MULTILINE)
 _CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
-_LINK = re.compile(r"\]\(([^)#:]+)\)")
+_LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +38,24 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("docs-cache"))
 
 
-def _run(argv: list[str], cache: str, **changes: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def toolkit(cache: str) -> str:
+    """The CUDA toolkit that opkiln takes here."""
+    if not choice.available(CUDA):
+        pytest.skip("no nvcc: pip install 'opkiln[cuda]'")
+    code = (
+        "from opkiln.store.layers import Store\n"
+        "from opkiln.toolchain import choice\n"
+        "print(choice.choose(Store().memory, 'cuda').device.home)"
+    )
+    done = _run([sys.executable, "-c", code], cache)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def _run(
+    argv: list[str], cache: str, cwd: Path = ROOT, **changes: str
+) -> subprocess.CompletedProcess[str]:
     bin_directory = os.path.dirname(sys.executable)
     environment = {
         **os.environ,
@@ -35,7 +64,7 @@ def _run(argv: list[str], cache: str, **changes: str) -> subprocess.CompletedPro
         **changes,
     }
     return subprocess.run(
-        argv, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        argv, env=environment, cwd=cwd, capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -58,20 +87,134 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("example", ["first_op/use.py", "one_call.py", "train.py"])
+@pytest.mark.parametrize(
+    "example", ["first_op/use.py", "cuda_op/use.py", "one_call.py", "train.py"]
+)
 def test_an_example_runs_cold_and_warm(example: str, cache: str) -> None:
     argv = [sys.executable, str(ROOT / "examples" / example)]
     cold = _run(argv, cache)
     assert cold.returncode == 0, cold.stderr
+    if cold.stdout.endswith(": the reference\n"):
+        pytest.skip("a GPU without a toolkit: " + cold.stderr)
     warm = _run(argv, cache, OPKILN_JIT="off", OPKILN_FALLBACK="error")
     assert warm.returncode == 0, warm.stderr
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/using.md", "docs/authoring.md"])
+@pytest.mark.parametrize(
+    ("package", "call"),
+    [("first_op", "scaled_add(x, y, 0.5)"), ("cuda_op", "bias_gelu(x, y)")],
+)
+def test_an_examples_op_works_in_a_whole_graph_once_it_was_called(
+    package: str, call: str, cache: str
+) -> None:
+    code = (
+        f"import torch, {package}\n"
+        "x, y = torch.randn(8), torch.randn(8)\n"
+        f"def call(x, y): return {package}.{call}\n"
+        "expected = call(x, y)\n"
+        "compiled = torch.compile(call, fullgraph=True, backend='aot_eager')\n"
+        "assert torch.equal(compiled(x, y), expected)\n"
+    )
+    done = _run([sys.executable, "-c", code], cache, ROOT / "examples" / package)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_example_without_a_gpu_is_served_by_its_cpu_version(cache: str) -> None:
+    # A driver that is there is not asked for what CUDA_VISIBLE_DEVICES leaves: the call is.
+    code = (
+        "from cuda_op import BiasGeluBuilder\n"
+        "builder = BiasGeluBuilder(backend='cpu')\n"
+        "builder.jit_load()\n"
+        "print(builder.backend, builder.build_for_cpu, builder.error_log)\n"
+    )
+    done = _run([sys.executable, "-c", code], cache, CUDA_OP)
+    assert (done.returncode, done.stdout) == (0, "cpu True None\n"), done.stderr
+
+
+def test_the_example_compiles_for_the_gpus_it_is_asked_for(toolkit: str, cache: str) -> None:
+    code = (
+        "from cuda_op import BiasGeluBuilder\n"
+        "from opkiln.loading import loader\n"
+        "builder = BiasGeluBuilder(backend='cuda', archs='8.0;9.0')\n"
+        "builder.jit_load()\n"
+        "(trace,) = loader.traces().values()\n"
+        "print(trace.decisions[-1].subject)\n"
+        "print(*builder.builder().extra_compile_args['nvcc'], sep='\\n')\n"
+    )
+    done = _run([sys.executable, "-c", code], cache, CUDA_OP)
+    assert done.returncode == 0, done.stderr
+    entry, *flags = done.stdout.splitlines()
+    assert fatbin.images(_library(Path(entry))) == ("sm_80", "sm_90")
+    assert [flag for flag in flags if "sm_" in flag or "compute_" in flag] == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90,code=sm_90",
+    ]
+
+
+def _library(entry: Path) -> Path:
+    return entry if entry.is_file() else entry / "bias_gelu.so"
+
+
+def test_the_examples_setup_script_builds_the_same_images(
+    toolkit: str, cache: str, tmp_path: Path
+) -> None:
+    # A torch without CUDA refuses .cu files only because it has looked for no toolkit.
+    code = (
+        "import runpy, sys\n"
+        "from torch.utils import cpp_extension\n"
+        f"cpp_extension.CUDA_HOME = {toolkit!r}\n"
+        f"sys.argv = ['setup.py', '-q', 'build', '--build-base', {str(tmp_path)!r}]\n"
+        "runpy.run_path('setup.py', run_name='__main__')\n"
+    )
+    done = _run([sys.executable, "-c", code], cache, CUDA_OP, TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (library,) = tmp_path.rglob("*.so")
+    assert fatbin.images(library) == ("sm_80", "sm_90", "compute_90")
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/using.md", "docs/authoring.md", "docs/devices.md"]
+)
 def test_commands_on_a_page_run(name: str, cache: str) -> None:
     for block in _SHELL.findall((ROOT / name).read_text()):
         for line in block.splitlines():
             command = shlex.split(line, comments=True)
             if command and command[0] == "opkiln":
                 done = _run([sys.executable, "-m", *command], cache)
-                assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+                here = choice.available(_backend(command))
+                assert done.returncode == (0 if here else 3), f"{line}\n{done.stdout}{done.stderr}"
+
+
+def _backend(command: list[str]) -> str:
+    """What a command compiles for. Where there is no compiler for that, it says so, and fails."""
+    target = "".join(command[command.index("--target") + 1 :][:1]) if "--target" in command else ""
+    return next((each for each in (CUDA, ROCM) if target.startswith(each)), CPU)
+
+
+def test_the_arch_table_is_what_the_grammar_says() -> None:
+    rows = _ARCHS.findall(DEVICES.read_text())
+    assert {"9.0a", "Blackwell", "all", "all-major"} <= {asked for asked, _ in rows}
+    for asked, shown in rows:
+        assert cuda.show(cuda.parse(asked, listed=LISTED)) == shown, asked
+
+
+def test_what_opkiln_arch_is_shown_to_print_is_what_it_prints(toolkit: str, cache: str) -> None:
+    shown = _CONSOLE.findall(DEVICES.read_text())
+    assert len(shown) == 2
+    for line, expected in shown:
+        done = _run([sys.executable, "-m", *shlex.split(line)], cache)
+        # The toolkit is this machine's; all else is the same with every one of CUDA 13.
+        assert _without_toolkit(done.stdout) == _without_toolkit(expected), done.stderr
+        assert done.returncode == ("refused" in expected)
+
+
+def _without_toolkit(text: str) -> list[str]:
+    return [line.rstrip() for line in text.splitlines() if not line.startswith("toolkit")]
+
+
+def test_code_on_the_page_about_devices_prints_what_it_is_shown_to_print(cache: str) -> None:
+    found = _RUN.findall(DEVICES.read_text())
+    assert found
+    for code, expected in found:
+        done = _run([sys.executable, "-c", code], cache, CUDA_OP)
+        assert (done.returncode, done.stdout) == (0, expected), done.stderr

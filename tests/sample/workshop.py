@@ -34,23 +34,25 @@ _IMPORT = f"from cuda_ops.op import {_KINDS}"
 class Built(NamedTuple):
     """What one way of building the package did."""
 
-    compiles: list[list[str]]
-    libraries: dict[str, str]
+    compiles: list[list[str]]  # the arguments of each nvcc
+    libraries: dict[str, str]  # by op
+    environments: list[tuple[str, str]]  # of each process that built: before, and afterwards
 
 
-# The environment is looked at from inside, and as a child would inherit it.
+# The environment is looked at from inside, and as a child inherits it.
 _HARNESS = """
 import os, subprocess, sys
-def environment():
-    env = subprocess.run(["env", "-0"], check=True, capture_output=True).stdout
-    return sorted(os.environb.items()), env
+notes = sys.argv[1]
+def note(when):
+    inherited = subprocess.run(["env", "-0"], check=True, capture_output=True).stdout
+    with open(notes + when, "w") as file:
+        print(list(os.environb.items()), inherited, file=file)
 {prepare}
-before = environment()
+note("before")
 try:
     {body}
 finally:
-    after = environment()
-    assert after == before, (set(after[0]) ^ set(before[0]), after[1], before[1])
+    note("after")
 """
 
 
@@ -80,6 +82,8 @@ class Workshop:
             self.environment = dict(os.environ)
         self.recording.compiles()
         self._stores = itertools.count()
+        self._children = itertools.count()
+        self._notes: list[Path] = []
         self._built: dict[str, Built] = {}
 
     def _announce(self) -> None:
@@ -116,12 +120,21 @@ class Workshop:
         self, body: str, variables: dict[str, str | None], prepare: str = ""
     ) -> subprocess.Popen[str]:
         code = _HARNESS.format(body=textwrap.indent(body, "    ").strip(), prepare=prepare)
-        return child.start(code, path=[self.package.where], env=variables, bare=False)
+        notes = self.base / f"environment{next(self._children)}-"
+        self._notes.append(notes)
+        return child.start(code, str(notes), path=[self.package.where], env=variables, bare=False)
 
     def finish(self, started: subprocess.Popen[str]) -> str:
         done = child.finish(started, timeout=300)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         return str(done.stdout)
+
+    def environments(self) -> list[tuple[str, str]]:
+        """What each process since the last call had in its environment, before and afterwards."""
+        noted, self._notes = self._notes, []
+        return [
+            (Path(f"{each}before").read_text(), Path(f"{each}after").read_text()) for each in noted
+        ]
 
     # The ways to build the package
 
@@ -141,7 +154,8 @@ class Workshop:
         )
         return self._printed(body)
 
-    def resolved(self) -> Built:
+    def resolved_with_the_machines_own(self) -> Built:
+        """By the function that every load and every command comes to, with no stand-in."""
         body = (
             f"{_IMPORT}\n"
             "from opkiln.loading import resolve\n"
@@ -151,12 +165,12 @@ class Workshop:
             "    assert made.origin == 'built'\n"
             "    print(kind.NAME, made.path)\n"
         )
-        return self._printed(body)
+        return self._printed(body, self.real)
 
-    def _printed(self, body: str) -> Built:
-        out = self.finish(self.start(body, self.variables(self.store())))
+    def _printed(self, body: str, toolkit: Path | None = None) -> Built:
+        out = self.finish(self.start(body, self.variables(self.store(), toolkit)))
         libraries = dict(line.split() for line in out.splitlines())
-        return Built(self.recording.compiles(), libraries)
+        return Built(self.recording.compiles(), libraries, self.environments())
 
     def serial(self) -> Built:
         return self._commands([[*OPS, "-j", "1"]])
@@ -167,12 +181,9 @@ class Workshop:
     def processes(self) -> Built:
         return self._commands([[name] for name in OPS])
 
-    def with_the_machines_own(self) -> Built:
-        return self._commands([[*OPS]], self.real)
-
-    def _commands(self, lines: list[list[str]], toolkit: Path | None = None) -> Built:
+    def _commands(self, lines: list[list[str]]) -> Built:
         """``opkiln build``, as many at once as there are lines."""
-        variables = self.variables(self.store(), toolkit)
+        variables = self.variables(self.store())
         running = []
         for words in lines:
             body = (
@@ -186,7 +197,7 @@ class Workshop:
             for row in json.loads(self.finish(started))["ops"]:
                 assert row["status"] == "built"
                 libraries[row["op"]] = row["path"]
-        return Built(self.recording.compiles(), libraries)
+        return Built(self.recording.compiles(), libraries, self.environments())
 
     def build_extension(self) -> Built:
         return self._setup(ninja=False)
@@ -199,7 +210,7 @@ class Workshop:
 
         A torch without CUDA refuses .cu files only because it has looked for no toolkit: all that
         is missing is the module variable that holds where it is. setuptools writes two variables
-        of its own into the environment (``check_environ``), before the harness looks at it.
+        of its own into the environment (``check_environ``): it does so before that is looked at.
         """
         pytest.importorskip("torch")
         pytest.importorskip("setuptools")
@@ -236,7 +247,7 @@ class Workshop:
         out = self.finish(self.start(body, variables, prepare))
         assert ("[1/2]" in out) == ninja
         found = {path.parent.name: str(path) for path in (work / "out").rglob("*_op*.so")}
-        return Built(self.recording.compiles(), found)
+        return Built(self.recording.compiles(), found, self.environments())
 
 
 def _ninja() -> str:

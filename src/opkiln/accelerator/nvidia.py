@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 
-from opkiln.record import Record
+from opkiln.accelerator.gpu import GPU, Devices
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
@@ -22,27 +22,6 @@ if TYPE_CHECKING:
 # A machine with an NVIDIA driver has one of these: the kernel module, its device node alone (in a
 # sandbox that shows no /proc/driver), the Windows driver under WSL.
 _TRACES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg")
-
-
-class GPU(Record):
-    """One GPU, as the driver tells of it."""
-
-    index: int  # type: ignore[assignment]  # NVML's, which is the order of PCI addresses
-    uuid: str
-    name: str
-    capability: str  # "9.0"
-    memory: int  # bytes; 0 where the driver does not say
-    parts: tuple[str, ...] = ()  # UUIDs of its MIG instances
-
-
-class Devices(Record):
-    """The GPUs of this machine that the driver lets this process see."""
-
-    gpus: tuple[GPU, ...] = ()
-    driver: str = ""  # "580.65.06"
-    cuda: str = ""  # the highest CUDA that the driver takes: "13.0"; empty where it does not say
-    how: str = ""  # who answered: nvml, nvidia-smi, memo; empty for nobody
-    why: str = ""  # why there are none, or which were left out
 
 
 _known: dict[str, Devices] = {}  # by root; plain data, as true in a forked child as here

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from opkiln import process
-from opkiln.accelerator.nvidia import GPU, Devices
+from opkiln.accelerator.gpu import GPU, Devices
 from opkiln.errors import ToolchainError
 from opkiln.toolchain import find
 

@@ -11,7 +11,7 @@ import ctypes
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from opkiln.accelerator.nvidia import GPU, Devices
+from opkiln.accelerator.gpu import GPU, Devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
