@@ -105,6 +105,7 @@ class Toolchain(Record):
     torch: TorchSDK | None = None
     python_include: str = ""
     device: DeviceCompiler | None = None
+    shared_runtime: str = ""  # libstdc++ to link, for a compiler that would link its own static one
 
 
 class Anchored(Record):

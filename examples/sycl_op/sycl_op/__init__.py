@@ -6,8 +6,6 @@
 The second line tells OpenCL, through which SYCL reaches a CPU, where its driver is.
 """
 
-from functools import cache
-
 from opkiln import SYCLOpBuilder
 
 
@@ -29,11 +27,12 @@ class SiluMulBuilder(SYCLOpBuilder):
         return fake
 
 
-@cache
-def _ops():
-    return SiluMulBuilder().load()
+_ops = None
 
 
 def silu_mul(x, y):
     """x * sigmoid(x) * y"""
-    return _ops().silu_mul(x, y)
+    global _ops
+    if _ops is None:
+        _ops = SiluMulBuilder().load()
+    return _ops.silu_mul(x, y)

@@ -16,7 +16,7 @@ from opkiln.loading import loader
 from opkiln.loading.loader import Op
 from opkiln.loading.register import Registration
 from opkiln.loading.trace import Trace
-from opkiln.model import ABI_STABLE, CPU, LIBRARY, OpSpec
+from opkiln.model import ABI_STABLE, CPU, LIBRARY, XPU, OpSpec
 from opkiln.settings import build_switch, settings
 
 TYPE_CHECKING = False
@@ -227,6 +227,7 @@ class OpBuilder:
         own to those that are in the flags.
         """
         from opkiln import plan as plans
+        from opkiln.loading.archs import nothing_asked
         from opkiln.loading.build import make_plan
         from opkiln.loading.resolve import chosen
         from opkiln.store.layers import Store
@@ -238,12 +239,15 @@ class OpBuilder:
                 "builder() needs setuptools", why=str(error), hint="pip install setuptools"
             ) from error
         op = self.op()
+        if not op.asked and nothing_asked(op.spec.backend):
+            op = op._replace(asked="all")
         spec = op.spec
         plan = make_plan(spec, *chosen(op, Store()))
         name = self.absolute_name()
         flags = plans.author_flags(plan, name.rpartition(".")[2])
         # torch's BuildExtension takes flags by compiler; setuptools' own takes a list.
-        compiling = {"cxx": flags.cxx, "nvcc": flags.device} if plan.toolchain.device else flags.cxx
+        family = "sycl" if spec.backend == XPU else "nvcc"
+        compiling = {"cxx": flags.cxx, family: flags.device} if plan.toolchain.device else flags.cxx
         return Extension(
             name=name,
             sources=[os.path.join(spec.root, source) for source in spec.sources],
@@ -302,6 +306,10 @@ class OpBuilder:
 
         widths = {"avx512": "-D__AVX512__", "avx2": "-D__AVX256__"}
         return widths.get(cpu.simd(machine.architecture(), target_cpu()), "-D__SCALAR__")
+
+    def warning(self, message: str) -> None:
+        """Keep a remark, such as what a filter left out, in ``error_log``."""
+        self.error_log = message
 
     def strip_empty_entries(self, args: Sequence[str | os.PathLike[str]]) -> list[str]:
         """The arguments that say something, as text."""

@@ -84,20 +84,21 @@ class CUDAOpBuilder(OpBuilder):
             return False  # there is nothing to build for; whoever loads is told
 
     def compute_capability_args(self, cross_compile_archs: str | None = None) -> list[str]:
-        """The ``-gencode`` flags for these architectures, or those wanted here, less what the
-        filter removes; each once. Without a list or a device: every one that this nvcc has.
+        """The ``-gencode`` flags (``--offload-arch`` on ROCm) for these architectures, or those
+        wanted here, less what the filter removes; each once. Without a list or a device: every one
+        that this nvcc has.
 
         The plan adds them itself; they are here for other build systems.
         """
-        from opkiln.arch import cuda
         from opkiln.loading import archs
 
+        if self.backend == CPU:
+            return []
         op = self._bare()._replace(asked=cross_compile_archs or self._asked_archs)
-        try:
-            wanted = archs.wanted(op)
-        except LoadError:
-            wanted = archs.wanted(op._replace(asked="all"))
-        return list(cuda.flags(cuda.parse(";".join(wanted.archs))))
+        if not op.asked and archs.nothing_asked(self.backend):
+            op = op._replace(asked="all")
+        language = archs.grammar(self.backend)
+        return list(language.flags(language.parse(";".join(archs.wanted(op).archs))))
 
     def spec(self) -> OpSpec:
         spec = super().spec()

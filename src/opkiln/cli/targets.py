@@ -58,9 +58,12 @@ def applied(wanted: Wanted | None) -> Iterator[None]:
 
 def builder(op: str, wanted: Wanted | None) -> OpBuilder:
     """The builder of an op for a target, or for this machine. Raises UnknownOp, UsageError."""
+    from opkiln.loading.archs import nothing_asked
     from opkiln.registry import get_builder
 
     if wanted is None:
         return get_builder(op)
-    archs = None if wanted.backend == CPU else wanted.archs
+    archs = "" if wanted.backend == CPU else wanted.archs
+    if not archs and nothing_asked(wanted.backend):
+        archs = "all"
     return get_builder(op, backend=wanted.backend, archs=archs)

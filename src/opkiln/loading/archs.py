@@ -15,7 +15,7 @@ from typing import Any
 from opkiln.errors import ArchError, ArchWarning, LoadError, ToolchainError
 from opkiln.model import CUDA, ROCM, DeviceCompiler, Target, Toolchain
 from opkiln.record import Record
-from opkiln.settings import LAYOUT, origin_of, store_candidates
+from opkiln.settings import LAYOUT, origin_of, settings, store_candidates
 from opkiln.toolchain.torch_sdk import release
 from opkiln.trust import fault
 
@@ -136,6 +136,12 @@ def why_no_device(backend: str) -> str:
         found = amd.devices()
         return "" if found.gpus else found.why
     return ""
+
+
+def nothing_asked(backend: str) -> bool:
+    """Whether neither a setting nor a device says what to build for, so that a build for other
+    machines is for every architecture that the toolkit has."""
+    return backend == CUDA and not settings.cuda_arch_list and bool(why_no_device(CUDA))
 
 
 def _listed(backend: str) -> tuple[Any, ...]:

@@ -177,6 +177,8 @@ def _open(op: Op, artifact: Artifact) -> Any:
 def _fall_back(
     op: Op, functions: Any, trace: Trace, error: OpkilnError, must_be_native: bool
 ) -> Loaded:
+    if not trace.refusals():
+        trace.add("target", "refused", f"{error.what}: {error.why}" if error.why else error.what)
     has_reference = op.registration is not None and op.registration.reference is not None
     if must_be_native or not has_reference or settings.fallback == "error":
         reason = "not allowed here" if has_reference else "the op has no reference"

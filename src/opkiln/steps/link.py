@@ -68,6 +68,8 @@ def link_step(
         if spec.kind == EXECUTABLE and toolchain.torch is not None:
             # A program has no torch around it. Its path is part of the bytes, so of the key, too.
             arguments.append(f"-Wl,-rpath,{toolchain.torch.path}/lib")
+    if toolchain.shared_runtime:
+        arguments.append(toolchain.shared_runtime)
     if target.backend == CUDA:
         arguments += _cuda_runtime(spec, toolchain)
     elif target.backend == ROCM:

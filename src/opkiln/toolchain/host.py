@@ -138,6 +138,7 @@ def _toolchain(path: str, record: dict[str, Any]) -> Toolchain:
         launcher=launcher,
         torch=torch_sdk.find(),
         python_include=torch_sdk.python_include(),
+        shared_runtime=record["shared_runtime"],
     )
 
 
@@ -186,8 +187,30 @@ def _probe(path: str) -> tuple[dict[str, Any], list[str]]:
         "identity": identity,
         "accepts": _accepted(ask),
         "include_dirs": _search_path(verbose),
+        "shared_runtime": _shared_runtime(ask),
     }
     return record, files
+
+
+def _shared_runtime(ask: Any) -> str:
+    """The libstdc++ of this process, for a compiler that links a static one into what it makes.
+
+    Wrappers of custom compilers do. A library with a copy of its own in a process that has another
+    crashes when it formats a message: streams and locales are shared, and are not the same.
+    """
+    linking = ask("-###", "-shared", "-x", "c++", os.devnull, "-o", "probe.so")[1]
+    before, found, _ = linking.replace('"', "").partition("-lstdc++")
+    if not found or not before.rstrip().endswith("-Bstatic"):
+        return ""
+    import ctypes
+
+    try:
+        ctypes.CDLL("libstdc++.so.6")
+        with open("/proc/self/maps") as file:
+            mapped = [line.split()[-1] for line in file if "/libstdc++.so.6" in line]
+    except OSError:
+        return ""  # there is none to share
+    return mapped[0] if mapped else ""
 
 
 def _accepted(ask: Any) -> list[str]:

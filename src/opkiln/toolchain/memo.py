@@ -13,7 +13,7 @@ from typing import Any
 from opkiln.digest import Signature, key
 from opkiln.trust import make_private
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def recall(directories: tuple[str, ...], subject: str) -> dict[str, Any] | None:

@@ -1,0 +1,54 @@
+"""A compiler that links a static libstdc++ into what it makes, as wrappers of custom ones do."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+import opkiln
+from opkiln.binary import elf
+from opkiln.store.layers import Store
+from opkiln.toolchain import host
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_SOURCE = """
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+void complain(torch::stable::Tensor x) {
+  STD_TORCH_CHECK(false, "a message with the number ", x.numel());
+}
+
+STABLE_TORCH_LIBRARY_IMPL(static_runtime, CPU, m) { m.impl("complain", TORCH_BOX(&complain)); }
+"""
+
+
+@pytest.fixture
+def wrapper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    program = tmp_path / "g++"
+    program.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} "$@" -static-libstdc++\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", str(program))
+    return program
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+@pytest.mark.usefixtures("wrapper")
+def test_an_op_shares_the_c_plus_plus_runtime_of_its_process() -> None:
+    import torch
+
+    library = torch.library.Library("static_runtime", "FRAGMENT")
+    library.define("complain(Tensor x) -> ()")
+    path = opkiln.load_inline("static_runtime", _SOURCE, is_python_module=False, abi="torch-stable")
+    assert "libstdc++.so.6" in elf.read(path).needed
+    with pytest.raises(RuntimeError, match="a message with the number 3"):
+        torch.ops.static_runtime.complain(torch.ones(3))
+
+
+def test_a_compiler_that_shares_it_anyway_is_left_alone() -> None:
+    assert host.choose(Store().memory).shared_runtime == ""
