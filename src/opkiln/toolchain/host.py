@@ -195,12 +195,17 @@ def _probe(path: str) -> tuple[dict[str, Any], list[str]]:
 def _shared_runtime(ask: Any) -> str:
     """The libstdc++ of this process, for a compiler that links a static one into what it makes.
 
-    Wrappers of custom compilers do. A library with a copy of its own in a process that has another
-    crashes when it formats a message: streams and locales are shared, and are not the same.
+    Wrappers ask for that, and compilers that were copied without their libraries do it unasked. A
+    library with a copy of its own in a process that has another crashes when it formats a message:
+    streams and locales are shared, and are not the same.
     """
-    linking = ask("-###", "-shared", "-x", "c++", os.devnull, "-o", "probe.so")[1]
-    before, found, _ = linking.replace('"', "").partition("-lstdc++")
-    if not found or not before.rstrip().endswith("-Bstatic"):
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="opkiln-probe-", dir=settings.tmpdir) as scratch:
+        output = os.path.join(scratch, "probe.so")
+        # The linker names each file it opens; of an archive, only what it takes from it.
+        status, opened = ask("-shared", "-x", "c++", os.devnull, "-o", output, "-Wl,-t")
+    if status != 0 or "libstdc++.so" in opened or "libc++" in opened:
         return ""
     import ctypes
 
