@@ -187,12 +187,12 @@ def _probe(path: str) -> tuple[dict[str, Any], list[str]]:
         "identity": identity,
         "accepts": _accepted(ask),
         "include_dirs": _search_path(verbose),
-        "shared_runtime": _shared_runtime(ask),
+        "shared_runtime": _shared_runtime(path),
     }
     return record, files
 
 
-def _shared_runtime(ask: Any) -> str:
+def _shared_runtime(path: str) -> str:
     """The libstdc++ of this process, for a compiler that links a static one into what it makes.
 
     Wrappers ask for that, and compilers that were copied without their libraries do it unasked. A
@@ -201,11 +201,14 @@ def _shared_runtime(ask: Any) -> str:
     """
     import tempfile
 
+    from opkiln.process import run
+
     with tempfile.TemporaryDirectory(prefix="opkiln-probe-", dir=settings.tmpdir) as scratch:
         output = os.path.join(scratch, "probe.so")
         # The linker names each file it opens; of an archive, only what it takes from it.
-        status, opened = ask("-shared", "-x", "c++", os.devnull, "-o", output, "-Wl,-t")
-    if status != 0 or "libstdc++.so" in opened or "libc++" in opened:
+        linking = (path, "-shared", "-x", "c++", os.devnull, "-o", output, "-Wl,-t")
+        done = run(linking, timeout=60, tmpdir=scratch, supervised=False)
+    if done.returncode != 0 or "libstdc++.so" in done.output or "libc++" in done.output:
         return ""
     import ctypes
 
