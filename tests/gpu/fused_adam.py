@@ -278,7 +278,9 @@ def check_it_runs_on_the_current_stream() -> None:
     lists = tensors((5000,))
     before = clone(lists)
     side, done = torch.cuda.Stream(), torch.cuda.Event()
-    native().fused_adam_(*tensors((8,)), **HYPER)  # the kernel's own loading is behind us
+    # A kernel that is loaded waits for the device: those that are needed below come before.
+    native().fused_adam_(*tensors((8,)), **HYPER)
+    lists[1][0].clone().mul_(2.0)
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(2_000_000_000)  # about a second
