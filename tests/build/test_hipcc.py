@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from opkiln import ops, plan, process
+from opkiln import get_builder, ops, plan, process
+from opkiln.binary import bundle
+from opkiln.loading import resolve
+from opkiln.loading.trace import Trace
 from opkiln.model import ABI_NONE, PLAIN, ROCM, DeviceCompiler, OpSpec, Target, Toolchain
-from opkiln.steps import hipcc as steps
+from opkiln.steps import hipcc as hip_steps
 from opkiln.store.deps import parse_depfile
 from opkiln.toolchain import hipcc, hipify, host, torch_sdk
+
+if TYPE_CHECKING:
+    from sample.package import Steps
 
 _KERNEL = """\
 #include "scale.h"
@@ -85,12 +92,12 @@ class Built:
         copy = spec._replace(root=self.staged.root)
         places = plan.anchors_of(copy, toolchain) | {"stage": str(stage)}
         (source,) = spec.sources
-        self.step = steps.compile_step(copy, a_target(*archs), toolchain, {}, source)
+        self.step = hip_steps.compile_step(copy, a_target(*archs), toolchain, {}, source)
         self.done = process.run(
             plan.argv(self.step, places), cwd=str(stage), env=dict(hipcc.ENVIRONMENT),
             tmpdir=str(stage),
         )  # fmt: skip
-        self.linking = [plan.render(each, places) for each in steps.runtime(spec, toolchain)]
+        self.linking = [plan.render(each, places) for each in hip_steps.runtime(spec, toolchain)]
 
     @property
     def object(self) -> bytes:
@@ -171,25 +178,24 @@ def test_beside_an_nvcc_it_still_compiles_for_amd(
     assert not (tmp_path / "asked").exists()
 
 
-def test_fused_adam_is_translated_and_compiles_and_its_source_tree_is_untouched(
-    tmp_path: Path, toolchain: Toolchain
+@pytest.mark.usefixtures("device")
+def test_fused_adam_is_translated_built_and_found_again_and_its_source_tree_is_untouched(
+    steps: Steps,
 ) -> None:
-    package = Path(ops.__file__).parent
-    root = package / "fused_adam"
+    package = Path(ops.__file__).parents[1]
 
     def tree() -> dict[str, tuple[int, bytes]]:
-        files = [path for path in package.rglob("*") if "__pycache__" not in path.parts]
+        sources = (path for folder in ("ops", "csrc") for path in (package / folder).rglob("*"))
         return {
-            str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
-            for path in files
+            str(path): (path.stat().st_mtime_ns, path.read_bytes())
+            for path in sources
+            if path.is_file() and "__pycache__" not in path.parts
         }
 
     before = tree()
-    spec = OpSpec(
-        name="fused_adam", distribution="opkiln", root=str(root), sources=("cuda.cu",),
-        backend=ROCM, include_dirs=(str(package.parent / "csrc"),),
-    )  # fmt: skip
-    built = Built(spec, toolchain, tmp_path / "stage", "gfx90a")
-    assert b"amdgcn-amd-amdhsa--gfx90a" in built.object
-    assert str(root / "cuda.cu") in built.read()
+    op = get_builder("fused_adam", backend="rocm", archs="gfx90a").op()
+    built = resolve.artifact(op, Trace())
+    assert bundle.hip_images(built.path) == ("gfx90a",)
     assert tree() == before
+    assert resolve.artifact(op, Trace()) == built._replace(origin="store", compiled=0, seconds=0.0)
+    assert steps.linked == 1

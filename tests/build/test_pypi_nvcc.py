@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 import opkiln
 from opkiln import settings
@@ -43,6 +44,23 @@ else:
     print(json.dumps(fields | {"cxx": chain.cxx, "origins": origins}))
 """
 
+# The same, with this environment's torch behind that one's packages.
+_FUSED_ADAM = """\
+import json, sys
+import opkiln
+from opkiln.binary import elf, fatbin
+from opkiln.loading import loader
+from opkiln.toolchain import toolkits
+
+toolkits.DIRECTORIES = ()
+sys.path.append(sys.argv[2])
+opkiln.get_builder("fused_adam", backend="cuda", archs="8.0;9.0a").jit_load(verbose=False)
+(loaded,) = loader._loaded.values()
+path = loaded.artifact.path
+print(json.dumps({"images": fatbin.images(path), "needed": elf.read(path).needed}))
+"""
+_TORCH = str(Path(torch.__file__).parents[1])
+
 _KERNEL = """\
 #include <cuda_runtime.h>
 #include <cuda_fp16.h>
@@ -69,17 +87,18 @@ class Environment:
         if done.returncode != 0:
             pytest.skip(f"pip install {' '.join(names)}: {done.stderr.strip()[-500:]}")
 
-    def ask(self) -> dict[str, object]:
-        """What ``choose`` finds there, where PATH holds no nvcc."""
+    def ask(self, code: str = _CHILD) -> dict[str, object]:
+        """What code prints there, where PATH holds no nvcc."""
         path = [each for each in os.environ["PATH"].split(":") if not Path(each, "nvcc").exists()]
         if shutil.which("g++", path=":".join(path)) is None:
             pytest.skip("g++ is only where nvcc is, too")
         variables = {name for each in settings.table() for name in (each.variable, *each.aliases)}
         environment = {k: v for k, v in os.environ.items() if k not in variables}
         environment |= {"PATH": ":".join(path), "HOME": str(self.root),
-                        "PYTHONPATH": str(Path(opkiln.__file__).parents[1])}  # fmt: skip
+                        "PYTHONPATH": str(Path(opkiln.__file__).parents[1]),
+                        "OPKILN_CACHE_DIR": str(self.root / "cache")}  # fmt: skip
         done = subprocess.run(
-            [self.python, "-c", _CHILD, self.root / "memory"],
+            [self.python, "-c", code, self.root / "memory", _TORCH],
             check=False, env=environment, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -127,6 +146,14 @@ def test_the_nvcc_of_the_wheels_compiles_and_links_with_the_static_runtime(
     )  # fmt: skip
     needed = subprocess.run(["ldd", library], check=True, capture_output=True, text=True).stdout
     assert "cudart" not in needed
+
+
+def test_fused_adam_compiles_links_and_loads_with_the_toolkit_of_the_wheels(
+    wheels: Environment,
+) -> None:
+    built = wheels.ask(_FUSED_ADAM)
+    assert built["images"] == ["sm_80", "sm_90a"]
+    assert not any("cuda" in name for name in built["needed"])  # type: ignore[attr-defined]
 
 
 def test_wheels_of_two_releases_are_refused_with_the_command_that_mends_them(
