@@ -22,6 +22,8 @@ _LAZY = {
     "get_builder": "opkiln.registry",
     "explain": "opkiln.registry",
     "seal": "opkiln.loading.seal",
+    "get_accelerator": "opkiln.accelerator.detect",
+    "set_accelerator": "opkiln.accelerator.detect",
 }
 _MODULES = ("optim", "errors", "settings")
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:  # what type checkers and editors see of the lazy names
     from opkiln import errors as errors
     from opkiln import optim as optim
     from opkiln import settings as settings
+    from opkiln.accelerator.detect import get_accelerator as get_accelerator
+    from opkiln.accelerator.detect import set_accelerator as set_accelerator
     from opkiln.builder import CUDAOpBuilder as CUDAOpBuilder
     from opkiln.builder import OpBuilder as OpBuilder
     from opkiln.builder import SYCLOpBuilder as SYCLOpBuilder

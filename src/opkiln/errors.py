@@ -49,12 +49,21 @@ class SpecError(UsageError):
     """An op's declaration is wrong: no sources, a source that does not exist, a hostile name."""
 
 
+class UnknownBackend(UsageError):
+    """An op has no version for the backend that was asked for."""
+
+
 class UnknownOp(UsageError, KeyError):
     """No bundled op and no installed package provides an op of this name."""
 
 
 class ArchError(UsageError):
     """An architecture list or CPU name that cannot be understood; quotes the bad token."""
+
+
+class AcceleratorError(UsageError, ValueError):
+    """An accelerator was asked for that cannot serve here, or for what it does not have; ``why``
+    lists those that can, and why each other cannot."""
 
 
 class ToolchainError(OpkilnError):

@@ -155,8 +155,15 @@ def load_inline(
 def _load(spec: OpSpec, verbose: bool, build_directory: str | None) -> Any:
     # Several specs may go by one name here; each call finds its own, by key.
     quiet = {} if verbose else {"progress": "off"}
+    asked = ""
+    if spec.backend == CUDA and spec.device_args:
+        from opkiln.arch import cuda
+
+        # torch takes the architectures from here, too, and then from nowhere else.
+        flags, archs = cuda.from_flags(spec.device_args)
+        spec, asked = spec._replace(device_args=flags), cuda.show(archs)
     with override(**quiet):
-        loaded = loader.load(Op(spec), again=True)
+        loaded = loader.load(Op(spec, asked=asked), again=True)
     assert loaded.artifact is not None  # there is no reference to fall back to
     if build_directory is not None:
         _copy_out(loaded.artifact, build_directory)

@@ -48,6 +48,7 @@ class OpSpec(Record):
     vectorize: bool = True  # compile for the target CPU's features, not only its baseline
     backend: str = CPU  # one library per op and backend
     device_args: tuple[str, ...] = ()  # flags for nvcc, hipcc or the SYCL compiler
+    registered: bool = False  # its schemas are defined in Python; a library must not do it again
     inline: tuple[tuple[str, str], ...] = ()  # (source, text) of sources that are in no file
 
 

@@ -70,13 +70,20 @@ def _check_device_flags(backend: str, op: str, given: tuple[str, ...], variable:
         flags.check(op, given, variable)
 
 
+def _variables(name: str) -> str:
+    """The variables that a user's flags may come from, as `unset` takes them."""
+    return f"OPKILN_{name.upper()} {name.upper()}"
+
+
 def make(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
     """The plan. Raises SpecError for a declaration that cannot be built."""
     check(spec)
     users = dict(target.flags)
     for name in ("cppflags", "cxxflags", "ldflags"):
-        flags.check(spec.name, users.get(name, ()), name.upper())
-    _check_device_flags(target.backend, spec.name, users.get("cudaflags", ()), "CUDAFLAGS")
+        flags.check(spec.name, users.get(name, ()), _variables(name))
+    _check_device_flags(
+        target.backend, spec.name, users.get("cudaflags", ()), _variables("cudaflags")
+    )
     compiles = tuple(_compile(spec, target, toolchain, users, source) for source in spec.sources)
     objects = tuple(step.output for step in compiles)
     last = link.link_step(spec, target, toolchain, users, objects)

@@ -44,7 +44,14 @@ class _AllOps(Mapping[str, type[OpBuilder]]):
             return _only_builder(name)
         for entry in _entry_points():
             if entry.name == name:
-                found = entry.load()
+                try:
+                    found = entry.load()
+                except Exception as error:
+                    raise SpecError(
+                        f"op {name}: {entry.value} cannot be imported",
+                        why=f"{type(error).__name__}: {error}",
+                        hint=f"python -c 'import {entry.module}'",
+                    ) from error
                 if not (isinstance(found, type) and issubclass(found, OpBuilder)):
                     raise SpecError(f"entry point {name} = {entry.value} is not an OpBuilder")
                 return found
@@ -67,8 +74,11 @@ def get_builder(name: str, *, backend: str | None = None, archs: str | None = No
 
     Raises UnknownOp, and UsageError where the op has no version for the backend.
     """
-    builder = ALL_OPS[name]
-    return builder() if backend is None else builder(backend=backend, archs=archs)
+    builder = ALL_OPS[name]()
+    if backend is not None or archs is not None:
+        # Not through the constructor: an author's may take no arguments.
+        builder.ask_for(backend, archs)
+    return builder
 
 
 def explain(name: str) -> Explanation:

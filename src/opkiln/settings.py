@@ -217,6 +217,14 @@ class Settings:
         aliases=("DS_BUILD_OPS",), shown="off",
     )  # fmt: skip
 
+    accelerator = Setting(
+        "OPKILN_ACCELERATOR", str.lower, None,
+        "The accelerator to use, by name: `cuda`, `rocm`, `xpu`, `hpu`, `npu`, `mlu`, `sdaa`, "
+        "`supa`, `mps`, `cpu`, or that of another package. One that has no device here is an "
+        "error.",
+        aliases=("DS_ACCELERATOR",), shown="the first one with a device",
+    )  # fmt: skip
+
     # How it is built
     cxx = Setting(
         "OPKILN_CXX", _command, None,
@@ -237,11 +245,16 @@ class Settings:
         "OPKILN_DEBUG", _switch, False, "Build with `-O0 -g3` instead of `-O3`.", shown="off",
     )  # fmt: skip
     cppflags = Setting(
-        "OPKILN_CPPFLAGS", _words, (), "Flags added to every compile, before the author's.",
+        "OPKILN_CPPFLAGS", _words, (),
+        "Flags added to every compile, before the author's; hipcc is not given them. nvcc takes "
+        "macros and include directories itself and hands the rest to its host compiler; one with a "
+        "comma or a character that a shell reads is refused.",
         aliases=("CPPFLAGS",), shown="none",
     )  # fmt: skip
     cxxflags = Setting(
-        "OPKILN_CXXFLAGS", _words, (), "Flags added to every compile, after the author's.",
+        "OPKILN_CXXFLAGS", _words, (),
+        "Flags added to every compile of C++, SYCL's too, after the author's; nvcc and hipcc are "
+        "given those of `OPKILN_CUDAFLAGS`.",
         aliases=("CXXFLAGS",), shown="none",
     )  # fmt: skip
     ldflags = Setting(
@@ -254,7 +267,7 @@ class Settings:
     )  # fmt: skip
     cplus_include_path = Setting(
         "CPLUS_INCLUDE_PATH", _directories, (),
-        "Include directories; each enters the command line as `-isystem`.",
+        "Include directories; each enters the command line as `-isystem`, but hipcc's.",
         shown="none", group="compiler",
     )  # fmt: skip
     library_path = Setting(
@@ -417,6 +430,7 @@ _INDIFFERENT = frozenset((
     "progress", "trace", "no_color", "rank", "max_jobs", "memory", "build_timeout", "tmpdir",
     "runtime_dir", "cache_max_size", "jit", "fallback", "seal", "build_ops", "nvcc_threads",
     "cuda_visible_devices", "cuda_device_order", "rocr_visible_devices", "hip_visible_devices",
+    "accelerator",  # which of an op's backends serves is in its spec
 ))  # fmt: skip
 _VARIABLES = tuple(
     name

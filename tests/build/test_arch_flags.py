@@ -228,7 +228,7 @@ def test_an_author_does_not_choose_architectures_by_flags(
     monkeypatch.setenv("CUDAFLAGS", " ".join(flags))
     with pytest.raises(SpecError, match="is not taken") as caught:
         planned(at.AnywhereBuilder())
-    assert caught.value.hint == "unset CUDAFLAGS"
+    assert caught.value.hint == "unset OPKILN_CUDAFLAGS CUDAFLAGS"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from sample.package import Package, rest
 import opkiln
 from opkiln.binary.fatbin import images
 from opkiln.builder import CUDAOpBuilder, OpBuilder
-from opkiln.errors import SpecError
+from opkiln.errors import BuildError, SpecError
 from opkiln.loading import kernels, resolve
 from opkiln.loading.build import make_plan
 from opkiln.model import ABI_NONE, CUDA, PLAIN, PYTHON, Plan
@@ -177,7 +177,7 @@ def test_a_source_whose_name_a_shell_would_read_is_one_clear_error(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     source = write(tmp_path / name, KERNEL)
-    with pytest.raises(SpecError, match="cannot be passed"):
+    with pytest.raises(BuildError, match="cannot be passed"):
         load(source)
     assert not list(tmp_path.rglob("canary"))
 

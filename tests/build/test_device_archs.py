@@ -5,8 +5,10 @@ There is no GPU here: what the driver would answer is put in its place. What is 
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,7 +25,7 @@ from opkiln.errors import (
     MissingCUDAException,
     ToolchainError,
 )
-from opkiln.loading import resolve
+from opkiln.loading import loader, resolve
 from opkiln.loading.trace import Trace
 from opkiln.settings import override
 from opkiln.store.layers import Store
@@ -161,7 +163,7 @@ def test_an_arch_that_the_toolkit_lacks_is_refused_with_what_it_has(device: Pack
     with pytest.raises(ToolchainError, match=r"cannot be compiled for 5\.0") as no:
         artifact(device, cuda_arch_list="5.0;9.0")
     assert "its oldest is 7.5" in no.value.why
-    assert no.value.hint.startswith("OPKILN_CUDA_ARCH_LIST=")
+    assert no.value.hint == "export OPKILN_CUDA_ARCH_LIST='9.0'"
 
 
 def test_without_gpu_or_list_the_cpu_version_is_built(device: Package) -> None:
@@ -258,3 +260,105 @@ def test_nothing_is_written_or_compiled_to_learn_the_architectures(
         "-gencode=arch=compute_75,code=sm_75", "-gencode=arch=compute_75,code=compute_75",
     ]  # fmt: skip
     assert Store().root is None or not steps.seen
+
+
+@needs_nvcc
+def test_code_that_cannot_run_on_the_visible_gpu_is_refused_with_the_reason(
+    device: Package, machine: Callable[..., None]
+) -> None:
+    machine("9.0")
+    with override(cuda_arch_list="8.0"), pytest.raises(LoadError, match=r"for 8\.0 cannot run"):
+        device.builder(_asked_backend="cuda").jit_load()
+    machine("7.5", "9.0")
+    builder = device.builder(_asked_backend="cuda", LEAST=8)
+    with (
+        override(cuda_visible_devices="0", cuda_device_order="PCI_BUS_ID"),
+        pytest.raises(LoadError, match=r"cannot run on this machine's 7\.5") as refused,
+    ):
+        builder.jit_load()
+    assert "the op's filter left 9.0" in refused.value.why
+
+
+@needs_nvcc
+def test_an_old_card_that_nobody_may_use_costs_no_op(
+    device: Package, machine: Callable[..., None]
+) -> None:
+    machine("6.1", "9.0")
+    with (
+        override(cuda_visible_devices="1", cuda_device_order="PCI_BUS_ID"),
+        pytest.warns(ArchWarning, match="it is left out"),
+    ):
+        path, _ = artifact(device)
+    assert fatbin.images(path) == ("sm_90",)
+
+
+@needs_nvcc
+def test_what_a_filter_removes_does_not_come_back_through_another_entry(
+    device: Package, machine: Callable[..., None], steps: Steps
+) -> None:
+    wide, _ = artifact(device, cuda_arch_list="7.5;9.0")
+    machine("9.0")
+    builder = device.builder(_asked_backend="cuda", LEAST=8)
+    found = resolve.artifact(builder.op(), Trace())
+    assert found.path != wide
+    assert fatbin.images(found.path) == ("sm_90",)
+
+
+@needs_nvcc
+def test_another_list_in_the_same_process_is_another_library(device: Package) -> None:
+    paths = set()
+    for archs in ("8.0", "9.0", "8.0"):
+        builder = device.builder(_asked_backend="cuda", _asked_archs=archs)
+        paths.add(builder.load()._name)
+    assert len(paths) == 2
+
+
+@needs_nvcc
+def test_a_toolkit_that_cannot_be_used_is_no_worse_than_none(
+    device: Package, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made, _ = artifact(device, cuda_arch_list="9.0")
+    broken = tmp_path / "toolkit" / "bin" / "nvcc"
+    broken.parent.mkdir(parents=True)
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("OPKILN_CUDA_HOME", str(tmp_path / "toolkit"))
+    with override(cuda_arch_list="9.0"):
+        builder = device.builder(_asked_backend="cuda")
+        builder.jit_load()
+    loaded = loader._loaded[builder.op().name]
+    assert loaded.artifact is not None
+    assert loaded.artifact.path == made
+
+
+@needs_nvcc
+def test_an_authors_header_below_the_toolkit_is_the_authors(
+    device: Package, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    home = tmp_path / "toolkit"
+    real = Path(os.path.realpath(shutil.which("nvcc") or "")).parents[1]
+    real = Path("/usr/local/cuda") if not (real / "nvvm").exists() else real
+    home.mkdir()
+    for part in os.listdir(real):
+        (home / part).symlink_to(real / part)
+    (home / "bin").unlink()
+    (home / "bin").mkdir()
+    for program in os.listdir(real / "bin"):
+        if program != "nvcc":
+            (home / "bin" / program).symlink_to(real / "bin" / program)
+    shutil.copy(real / "bin" / "nvcc", home / "bin" / "nvcc")
+    monkeypatch.setenv("OPKILN_CUDA_HOME", str(home))
+    mine = home / "share" / "mine"
+    mine.mkdir(parents=True)
+    shutil.move(device / "kernel.h", mine / "kernel.h")
+    first, _ = artifact_with(device, mine)
+    (mine / "kernel.h").write_text("#define FACTOR 3\n")
+    assert artifact_with(device, mine)[0] != first
+
+
+def artifact_with(package: Package, include: Path) -> tuple[str, Trace]:
+    trace = Trace()
+    with override(cuda_arch_list="9.0"):
+        op = package.builder(_asked_backend="cuda").op()
+        op = op._replace(spec=op.spec._replace(include_dirs=(str(include),)))
+        return resolve.artifact(op, trace).path, trace

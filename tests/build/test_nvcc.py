@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import opkiln
 from opkiln.errors import ToolchainError
 from opkiln.model import DeviceCompiler, Toolchain
 from opkiln.settings import override
@@ -26,6 +27,19 @@ extern "C" int launch(float* data) {
   twice<float><<<1, 32>>>(data);
   return cudaGetLastError();
 }
+"""
+
+# It does not compile, for the host or for a device, unless every flag is there.
+_FLAGGED = """\
+#include <included.h>
+#include "quoted.h"
+#if !defined(INCLUDED) || !defined(QUOTED)
+#error a directory is missing
+#endif
+__device__ __host__ inline int sum() { return FORTY + TWO + Before{0}.zero; }
+__global__ void fill(int* x) { *x = sum(); }
+extern "C" int total() { return sum(); }
+extern "C" void launch(int* x) { fill<<<1, 1>>>(x); }
 """
 
 pytestmark = pytest.mark.skipif(not nvcc.available(), reason="no nvcc on this machine")
@@ -157,6 +171,23 @@ def test_another_host_compiler_is_used_where_it_is_asked_for(
     assert other.host == others[0]
     assert other.identity != compiler.identity
     assert build(other, chain.cxx, tmp_path).exists()
+
+
+def test_flags_and_directories_of_the_user_reach_host_and_device_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("included", "quoted"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.h").write_text(f"#define {name.upper()} 1\n")
+    (tmp_path / "op.cu").write_text(_FLAGGED)
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(tmp_path / "store"))
+    monkeypatch.setenv("OPKILN_CUDA_ARCH_LIST", "9.0")
+    monkeypatch.setenv("CPLUS_INCLUDE_PATH", str(tmp_path / "included"))
+    flags = f"-DFORTY=40 -iquote {tmp_path}/quoted -Wdate-time -D TWO=2"
+    (tmp_path / "before.h").write_text("#pragma once\nstruct Before { int zero; };\n")
+    monkeypatch.setenv("CPPFLAGS", f"{flags} -include {tmp_path}/before.h")
+    library = opkiln.load("op", [str(tmp_path / "op.cu")], is_python_module=False, abi="none")
+    assert library.total() == 42
 
 
 def test_there_is_evidence_for_the_choice(

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from opkiln import machine
+from opkiln import machine, process
 from opkiln.digest import unchanged
-from opkiln.errors import CUDAMismatchException, MissingCUDAException, ToolchainError
-from opkiln.model import Toolchain
+from opkiln.errors import (
+    CUDAMismatchException,
+    MissingCUDAException,
+    ToolchainError,
+)
+from opkiln.model import CUDA, Toolchain
 from opkiln.settings import override
-from opkiln.toolchain import cuda_version, host, nvcc, toolkits, torch_sdk
+from opkiln.toolchain import choice, cuda_version, host, nvcc, toolkits, torch_sdk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -358,6 +362,86 @@ def test_a_script_that_led_nowhere_is_asked_again_when_a_toolkit_is_installed(
     assert here.choose("13.0").home == str(target)
 
 
+def test_a_link_that_a_script_goes_through_is_followed_when_it_is_turned(here: Machine) -> None:
+    one, two = here.toolkit("13.0", "one"), here.toolkit("13.0", "two")
+    current = here.root / "current"
+    current.symlink_to(one.home)
+    program(here.bin / "nvcc", f"exec '{current}/bin/nvcc' \"$@\"")
+    resting(here.root)
+    chain = here.host
+    taken = nvcc.choose(here.memory, _torch_cuda(), chain)
+    assert taken.home == str(one.home)
+    facts = nvcc.evidence(here.memory, taken)
+    assert facts is not None
+    assert broken(facts) == set()
+    current.unlink()
+    current.symlink_to(two.home)
+    assert broken(facts) == {f"{current}/bin"}
+    assert nvcc.recall(here.memory, _torch_cuda(), chain) is None
+    assert nvcc.choose(here.memory, _torch_cuda(), chain).home == str(two.home)
+
+
+def test_an_nvcc_that_cannot_be_started_does_not_hide_the_others(here: Machine) -> None:
+    interpreter = here.root / "gone" / "sh"
+    (here.bin / "nvcc").write_text(f"#!{interpreter} -e\n")
+    (here.bin / "nvcc").chmod(0o755)
+    made = here.toolkit("13.0")
+    resting(here.root)
+    chain = here.host
+    taken = nvcc.choose(here.memory, _torch_cuda(), chain)
+    assert taken.home == str(made.home)
+    assert "the interpreter or loader it names is not" in here.candidates("13.0")["bin/nvcc"][2]
+    assert nvcc.recall(here.memory, _torch_cuda(), chain) == taken
+    facts = nvcc.evidence(here.memory, taken)
+    assert facts is not None
+    assert str(interpreter) in facts["absent"]
+    # Once it can be started, it is asked again.
+    program(interpreter, f"shift 2; exec '{here.toolkit('13.0', 'late').nvcc}' \"$@\"")
+    assert nvcc.recall(here.memory, None, chain) is None
+    assert nvcc.choose(here.memory, None, chain).home == str(here.root / "late")
+
+
+def test_an_nvcc_that_does_not_answer_does_not_hide_the_others(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = program(here.bin / "nvcc", f"echo asked >> '{here.root}/log'; exec sleep 60")
+    made = here.toolkit("13.0")
+    resting(here.root)
+    chain, run = here.host, process.run
+
+    def impatient(argv: tuple[str, ...], **how: Any) -> process.Completed:
+        return run(argv, **{**how, "timeout": 0.2 if argv[0] == str(stuck) else how["timeout"]})
+
+    monkeypatch.setattr(process, "run", impatient)
+    for _ in range(2):
+        assert nvcc.choose(here.memory, _torch_cuda(), chain).home == str(made.home)
+    assert "ran longer than 0.2 s" in here.candidates("13.0")["bin/nvcc"][2]
+    assert (here.root / "log").read_text() == "asked\n"  # it is left alone for a while
+    taken = nvcc.recall(here.memory, _torch_cuda(), chain)
+    assert taken is not None
+    assert nvcc.evidence(here.memory, taken) is None  # which is nothing that a stat could show
+    later = time.time() + 4000
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert nvcc.recall(here.memory, _torch_cuda(), chain) is None
+
+
+def test_a_toolkit_that_goes_while_it_is_asked_is_passed_over(here: Machine) -> None:
+    program(here.bin / "nvcc", 'rm -f "$0"; exit 1')
+    made = here.toolkit("13.0")
+    assert here.choose("13.0").home == str(made.home)
+    made.write(compiling=f"rm '{made.home}/bin/ptxas'")  # read before, or after
+    last = here.toolkit("13.2")
+    assert here.choose("13.0").home in (str(made.home), str(last.home))
+
+
+def test_a_toolkit_with_a_part_that_cannot_be_read_is_passed_over(here: Machine) -> None:
+    made, next_best = here.toolkit("13.0"), here.toolkit("13.2")
+    (made.home / "bin/ptxas").unlink()
+    (made.home / "bin/ptxas").mkdir()
+    assert here.choose("13.0").home == str(next_best.home)
+    assert "cannot be asked: [Errno 21]" in here.candidates("13.0")["usr/cuda-13.0"][2]
+
+
 def test_an_nvcc_that_fails_with_one_host_compiler_is_asked_again_with_another(
     here: Machine,
 ) -> None:
@@ -418,6 +502,18 @@ def test_cuda_pathfinder_is_asked_where_nothing_else_is_found(
     (here.root / "site/something-1.0.dist-info").mkdir()  # until something is installed
     assert here.choose("13.0").home == str(made.home)
     assert here.candidates("13.0")["site/elsewhere"][0] == "cuda-pathfinder"
+
+
+def test_a_variable_that_names_nothing_is_noted_with_what_is_used(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = here.toolkit("13.0")
+    chain = here.host._replace(device=here.choose(None))
+    assert choice.note(CUDA, chain) == nvcc.mismatch_note(here.choose(None), _torch_cuda())
+    monkeypatch.setenv("CUDA_HOME", str(here.root / "gone"))
+    assert choice.note(CUDA, chain).startswith(
+        f"CUDA_HOME: there is no {here.root}/gone/bin/nvcc; {made.home} is used"
+    )
 
 
 # What is known of a compiler
@@ -498,6 +594,17 @@ def test_a_refusal_is_remembered_until_the_missing_part_is_there(here: Machine) 
     assert here.choose("13.0").home == str(made.home)
 
 
+def broken(facts: dict[str, list[Any]]) -> set[str]:
+    """What of the evidence for a choice does not hold any more."""
+    gone = {path for path, *_ in facts["unchanged"] if not os.path.exists(path)}
+    changed = {
+        path
+        for path, *signature in facts["unchanged"]
+        if path not in gone and not unchanged(path, *signature)
+    }
+    return gone | changed | {path for path in facts["absent"] if os.path.lexists(path)}
+
+
 def _torch_cuda() -> str | None:
     """That of the torch in use, which evidence speaks of; the toolkits below are of 13.0."""
     sdk = torch_sdk.find()
@@ -514,29 +621,19 @@ def test_the_evidence_of_a_choice_ends_with_what_it_rests_on(here: Machine) -> N
     assert taken.home == str(made.home)
     facts = nvcc.evidence(here.memory, taken)
     assert facts is not None
-
-    def broken() -> set[str]:
-        gone = {path for path, *_ in facts["unchanged"] if not os.path.exists(path)}
-        changed = {
-            path
-            for path, *signature in facts["unchanged"]
-            if path not in gone and not unchanged(path, *signature)
-        }
-        return gone | changed | {path for path in facts["absent"] if os.path.lexists(path)}
-
-    assert broken() == set()
+    assert broken(facts) == set()
     for newcomer, shows in (
         ("usr/cuda/bin/nvcc", "usr/cuda/bin/nvcc"),
         ("usr/cuda-13.9/bin/nvcc", "usr"),  # a directory that is listed
         ("site/nvidia/cu13/bin/nvcc", "site/nvidia"),
     ):
         program(here.root / newcomer, "exit 1")
-        assert str(here.root / shows) in broken()
+        assert str(here.root / shows) in broken(facts)
     (made.home / "bin/ptxas").write_text("another")
-    assert str(made.home / "bin/ptxas") in broken()
+    assert str(made.home / "bin/ptxas") in broken(facts)
     (here.bin / "nvcc").unlink()
     (here.bin / "nvcc").symlink_to(other.nvcc)
-    assert str(here.bin / "nvcc") in broken()
+    assert str(here.bin / "nvcc") in broken(facts)
 
 
 def test_there_is_no_evidence_of_a_choice_that_would_not_be_made(here: Machine) -> None:
@@ -576,6 +673,33 @@ def test_a_ccbin_that_is_absent_is_an_error_and_not_replaced(here: Machine) -> N
         here.choose("13.0")
     assert "g++-77" in caught.value.what
     assert "no such program" in caught.value.why
+
+
+def test_a_ccbin_that_is_absent_is_told_by_the_name_of_its_variable(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here.toolkit("13.0")
+    monkeypatch.setenv("CUDAHOSTCXX", "g++-77")
+    with pytest.raises(ToolchainError) as caught:
+        here.choose("13.0")
+    assert caught.value.why == "g++-77 (CUDAHOSTCXX): no such program"
+    assert caught.value.hint == "unset CUDAHOSTCXX"
+
+
+@pytest.mark.parametrize("name", ["g++-14", "g++"])  # another compiler, and the toolchain's own
+def test_a_ccbin_that_comes_first_on_path_ends_the_evidence(here: Machine, name: str) -> None:
+    here.toolkit("13.0")
+    a_compiler(here.bin / name)
+    earlier = here.root / "earlier"
+    resting(here.root)
+    with override(ccbin=name, path=(str(earlier), str(here.bin), "/usr/bin", "/bin")):
+        taken = nvcc.choose(here.memory, _torch_cuda(), here.host)
+        facts = nvcc.evidence(here.memory, taken)
+        assert facts is not None
+        assert broken(facts) == set()
+        newcomer = a_compiler(earlier / name)
+        assert str(newcomer) in broken(facts)
+        assert nvcc.choose(here.memory, _torch_cuda(), here.host).host == str(newcomer)
 
 
 # The names that DeepSpeed's builders know

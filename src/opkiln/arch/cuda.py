@@ -231,6 +231,32 @@ def flags(archs: Iterable[Arch]) -> tuple[str, ...]:
     )
 
 
+_ARCH_FLAGS = ("-gencode", "--generate-code", "-arch", "--gpu-architecture", "-code", "--gpu-code")
+
+
+def from_flags(given: Sequence[str]) -> tuple[tuple[str, ...], tuple[Arch, ...]]:
+    """(the other flags, the architectures) of flags as they are written for nvcc.
+
+    A binary image stands for itself, an image of PTX for its architecture with PTX. Raises
+    ArchError for one that names none.
+    """
+    rest: list[str] = []
+    found: list[Arch] = []
+    words = iter(given)
+    for word in words:
+        option, joined, value = word.partition("=")
+        if option not in _ARCH_FLAGS:
+            rest.append(word)
+            continue
+        text = value if joined else next(words, "")
+        for code in text.rpartition("code=")[2].strip("[]").split(","):
+            kind, _, number = code.partition("_")
+            if kind not in {"sm", "compute"}:
+                raise ArchError(f"{lists.quote(word)} names no CUDA architecture", hint=_EXAMPLE)
+            found.append(_single(code, f"sm_{number}")._replace(ptx=kind == "compute"))
+    return tuple(rest), merged(found)
+
+
 def filtered(archs: Iterable[Arch], rule: lists.Rule) -> Filtered:
     """What an op's ``filter_ccs`` keeps of these. Raises SpecError.
 

@@ -11,12 +11,12 @@ import sys
 from functools import cached_property
 from typing import Any
 
-from opkiln.errors import OpkilnError, SpecError, UsageError
+from opkiln.errors import OpkilnError, SpecError, UnknownBackend
 from opkiln.loading import loader
 from opkiln.loading.loader import Op
 from opkiln.loading.register import Registration
 from opkiln.loading.trace import Trace
-from opkiln.model import ABI_STABLE, CPU, LIBRARY, XPU, OpSpec
+from opkiln.model import ABI_STABLE, CPU, CUDA, LIBRARY, ROCM, XPU, OpSpec
 from opkiln.settings import build_switch, settings
 
 TYPE_CHECKING = False
@@ -49,8 +49,21 @@ class OpBuilder:
         they are what this machine and the settings say. Raises UsageError."""
         self.name = name or self.NAME
         self.error_log: str | None = None
+        self.remarks: list[str] = []
+        self.ask_for(backend, archs)
+
+    def ask_for(self, backend: str | None, archs: str | None) -> None:
+        """As the arguments of the same names: for builders whose constructor does not take them.
+
+        Raises UsageError, and SpecError for a name in ``BACKENDS`` that is no backend.
+        """
+        if unknown := set(self.BACKENDS) - {CPU, CUDA, ROCM, XPU}:
+            raise SpecError(
+                f"op {self.name}: BACKENDS names {', '.join(sorted(unknown))}",
+                why="backends are cpu, cuda, rocm and xpu",
+            )
         if backend is not None and backend not in self.BACKENDS:
-            raise UsageError(
+            raise UnknownBackend(
                 f"op {self.name} has no version for {backend!r}",
                 why="it has: " + ", ".join(self.BACKENDS),
             )
@@ -139,13 +152,20 @@ class OpBuilder:
             libraries=tuple(self.strip_empty_entries(self.libraries_args())),
             kind=self.KIND,
             abi=self.ABI,
+            registered=bool(self.SCHEMAS),
         )
 
     def op(self) -> Op:
         """What the loader serves: the spec, and how it is registered."""
-        if not self.SCHEMAS:
-            return Op(self.spec())
         has_reference = type(self).reference is not OpBuilder.reference
+        if not self.SCHEMAS:
+            if has_reference:
+                raise SpecError(
+                    f"op {self.name} has a reference() but no SCHEMAS",
+                    why="the reference serves the functions that SCHEMAS names",
+                    hint=f'SCHEMAS = ("{self.name}(Tensor x) -> Tensor",)',
+                )
+            return Op(self.spec())
         registration = Registration(
             namespace=self.NAMESPACE or self.distribution,
             schemas=self.SCHEMAS,
@@ -308,9 +328,19 @@ class OpBuilder:
         return widths.get(cpu.simd(machine.architecture(), target_cpu()), "-D__SCALAR__")
 
     def warning(self, message: str) -> None:
-        """Keep a remark, such as what a filter left out, in ``error_log``."""
-        self.error_log = message
+        """Keep a remark, such as what a filter left out, in ``remarks``: it decides nothing."""
+        if message not in self.remarks:
+            self.remarks.append(message)
+
+    def version_dependent_macros(self) -> list[str]:
+        """The macros by which sources written for several torches know this one."""
+        return ["-DVERSION_GE_1_1", "-DVERSION_GE_1_3", "-DVERSION_GE_1_5"]
 
     def strip_empty_entries(self, args: Sequence[str | os.PathLike[str]]) -> list[str]:
-        """The arguments that say something, as text."""
+        """The arguments that say something, as text. Raises SpecError for a string."""
+        if isinstance(args, str):
+            raise SpecError(
+                f"op {self.name}: {args!r} is a string where a list of strings is wanted",
+                why="sources(), include_paths() and the methods that return flags return lists",
+            )
         return [os.fspath(argument) for argument in args if argument]

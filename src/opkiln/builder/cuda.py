@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from opkiln.builder.base import OpBuilder
-from opkiln.errors import LoadError
+from opkiln.errors import LoadError, ToolchainError
 from opkiln.model import CPU, CUDA, ROCM, OpSpec
 
 TYPE_CHECKING = False
@@ -49,16 +49,20 @@ class CUDAOpBuilder(OpBuilder):
 
     @cached_property
     def backend(self) -> str:
-        """The backend that is asked for; else the first of ``BACKENDS`` with a device here that
-        torch can use; else the CPU, where the op has a CPU version."""
+        """The backend that is asked for; else that of the accelerator that is; else the first of
+        ``BACKENDS`` with a device here that torch can use; else the CPU, where the op has a CPU
+        version."""
         if self._asked_backend:
             return self._asked_backend
+        from opkiln.accelerator import choice
         from opkiln.loading import archs
         from opkiln.toolchain import torch_sdk
 
         sdk = torch_sdk.find()
         hip = sdk is not None and sdk.hip is not None
-        usable = [each for each in self.BACKENDS if each != (CUDA if hip else ROCM)]
+        usable = tuple(each for each in self.BACKENDS if each != (CUDA if hip else ROCM))
+        if asked := choice.asked_backend(usable):
+            return asked
         torch_has = sdk is not None and (sdk.cuda is not None or hip)
         for each in usable:
             if each == CPU or (torch_has and not archs.why_no_device(each)):
@@ -80,7 +84,7 @@ class CUDAOpBuilder(OpBuilder):
 
         try:
             return cuda.has_bf16(cuda.parse(";".join(archs.wanted(self._bare()).archs)))
-        except LoadError:
+        except (LoadError, ToolchainError):
             return False  # there is nothing to build for; whoever loads is told
 
     def compute_capability_args(self, cross_compile_archs: str | None = None) -> list[str]:
@@ -98,21 +102,34 @@ class CUDAOpBuilder(OpBuilder):
         if not op.asked and archs.nothing_asked(self.backend):
             op = op._replace(asked="all")
         language = archs.grammar(self.backend)
-        return list(language.flags(language.parse(";".join(archs.wanted(op).archs))))
+        try:
+            wanted = archs.wanted(op).archs
+        except (LoadError, ToolchainError):
+            if cross_compile_archs:
+                raise
+            return []  # there is nothing to build for, or with; whoever builds is told
+        return list(language.flags(language.parse(";".join(wanted))))
 
     def spec(self) -> OpSpec:
         spec = super().spec()
         if self.backend == CPU:
             return spec
-        # The host's part of a device library only launches kernels: it fits every CPU.
-        return spec._replace(backend=self.backend, device_args=self._device_args(), vectorize=False)
+        # The host's part of a device library only launches kernels: it fits every CPU. The CUDA
+        # runtime is linked statically; a second, shared one would have to be there when it loads.
+        runtimes = ("cudart", "cudart_static") if self.backend == CUDA else ()
+        return spec._replace(
+            backend=self.backend,
+            device_args=self._device_args(),
+            vectorize=False,
+            libraries=tuple(name for name in spec.libraries if name not in runtimes),
+        )
 
     def _device_args(self) -> tuple[str, ...]:
         given = self.strip_empty_entries(self.nvcc_args())
         # What other systems have authors put here and the plan chooses itself: authors who hand it
         # on are not to be sent away for it.
         own: set[str] = set()
-        if any(flag.startswith("-gencode") for flag in given):
+        if any(flag.startswith(("-gencode", "--offload-arch")) for flag in given):
             own = set(self.compute_capability_args())
         return tuple(
             flag for flag in given if flag not in own and not flag.startswith("--threads=")

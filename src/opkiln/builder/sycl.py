@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
+from opkiln.accelerator import choice
 from opkiln.builder.base import OpBuilder
 from opkiln.model import CPU, XPU, OpSpec
 
@@ -24,6 +27,12 @@ class SYCLOpBuilder(OpBuilder):
     def sycl_args(self) -> Sequence[str]:
         """Flags for the SYCL compiler; they come after opkiln's own."""
         return ()
+
+    @cached_property
+    def backend(self) -> str:
+        """The backend that is asked for; else that of the accelerator that is; else the first of
+        ``BACKENDS``."""
+        return self._asked_backend or choice.asked_backend(self.BACKENDS) or self.BACKENDS[0]
 
     @property
     def build_for_cpu(self) -> bool:

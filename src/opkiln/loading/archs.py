@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from opkiln.errors import ArchError, ArchWarning, LoadError, ToolchainError
-from opkiln.model import CUDA, ROCM, DeviceCompiler, Target, Toolchain
+from opkiln.model import CUDA, ONE_CALL, ROCM, DeviceCompiler, Target, Toolchain
 from opkiln.record import Record
 from opkiln.settings import LAYOUT, origin_of, settings, store_candidates
 from opkiln.toolchain.torch_sdk import release
@@ -74,23 +74,30 @@ def wanted(op: Op) -> Wanted:
             raise LoadError(
                 f"op {op.spec.name} has no {_name(backend)} architecture to be built for",
                 why=f"{why_no_device(backend)}, and no list of architectures is set",
-                hint=f"export {_variable(backend)}={_EXAMPLE[backend]}",
+                hint=_elsewhere(op),
             )
         asked, origin = "native", "devices"
     listed = {"listed": _listed(backend)} if "all" in asked.lower() and backend == CUDA else {}
+    if asked.strip().lower() == "native" and not devices:
+        raise LoadError(
+            f"op {op.spec.name} has no {_name(backend)} architecture to be built for",
+            why=f"{_asker(origin)} asks for native, and {why_no_device(backend)}",
+            hint=_elsewhere(op),
+        )
     try:
         named = language.parse(asked, native=devices, **listed)
     except ArchError as error:
         if not origin.isupper():
             raise
-        raise ArchError(f"{origin}: {error.what}", why=error.why, hint=f"unset {origin}") from None
+        hint = f"export {origin}={_EXAMPLE[backend]}"
+        raise ArchError(f"{origin}: {error.what}", why=error.why, hint=hint) from None
     kept, removed = named, ()
     if op.rule is not None:
         kept, removed = language.filtered(named, op.rule)
     if not kept:
         raise LoadError(
             f"op {op.spec.name} has no {_name(backend)} architecture to be built for",
-            why=f"{origin} asks for {language.show(named)}, and the op's filter removed "
+            why=f"{_asker(origin)} asks for {language.show(named)}, and the op's filter removed "
             f"{language.show(removed)}",
             hint=f"opkiln arch --op {op.spec.name} all",
         )
@@ -99,6 +106,18 @@ def wanted(op: Op) -> Wanted:
 
 
 _EXAMPLE = {CUDA: "9.0", ROCM: "gfx90a"}
+
+
+def _elsewhere(op: Op) -> str:
+    """How to build for a machine that has a device."""
+    backend, name = op.spec.backend, op.spec.name
+    if op.spec.distribution == ONE_CALL:
+        return f"export {_variable(backend)}={_EXAMPLE[backend]}"
+    return f"opkiln build {name} --target {backend}:{_EXAMPLE[backend]}    # for a machine with one"
+
+
+def _asker(origin: str) -> str:
+    return {"call": "the call", "devices": "this machine"}.get(origin, origin)
 
 
 def _name(backend: str) -> str:
@@ -175,18 +194,51 @@ def fitted(op: Op, target: Target, toolchain: Toolchain) -> Target:
             f"op {op.spec.name} cannot be compiled for {language.show(a for a, _ in refused)}",
             why="\n".join(f"{arch}: {reason}" for arch, reason in refused)
             + f"\nthe toolkit is {_name(target.backend)} {device.version}, {device.home}",
-            hint=f"{_variable(target.backend)}='{language.show(listed)}'",
+            hint=_instead(op, target.backend, [a for a in archs if a not in dict(refused)], listed),
         )
-    try:
-        chosen, notes = for_devices(archs, device)
-    except ArchError as error:
-        raise ToolchainError(error.what, why=error.why, hint=error.hint) from None
+    chosen, notes = _servable(archs, device)
     for note in notes:
         if note not in _told:
             _told.add(note)
             newer = _newer_toolkit(device)
             warnings.warn(f"op {op.spec.name}: {note}\nhint: {newer}", ArchWarning, stacklevel=6)
     return target._replace(archs=tuple(map(str, chosen)))
+
+
+def _servable(
+    archs: Iterable[Any], device: DeviceCompiler
+) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """``for_devices``, less the GPUs that this toolkit cannot serve and nobody here may use.
+
+    An old display card beside the GPUs of a job must not cost the job its op.
+    """
+    seen = set(_visible(CUDA))
+    left: list[Any] = []
+    notes: list[str] = []
+    last = None
+    for arch in archs:
+        try:
+            served, said = for_devices([arch], device)
+        except ArchError as error:
+            if str(arch) in seen or not seen:
+                raise ToolchainError(error.what, why=error.why, hint=error.hint) from None
+            notes.append(f"{error.what}: it is left out")
+            last = error
+        else:
+            left += served
+            notes += said
+    if not left:
+        assert last is not None  # the list is not empty
+        raise ToolchainError(last.what, why=last.why, hint=last.hint)
+    return grammar(CUDA).merged(left), tuple(notes)
+
+
+def _instead(op: Op, backend: str, left: list[Any], listed: tuple[Any, ...]) -> str:
+    """How to ask for what can be compiled: what was asked for less the rest, or the newest."""
+    archs = grammar(backend).show(left or listed[-1:])
+    if op.asked:
+        return f"opkiln build {op.spec.name} --target {backend}:{archs.replace(';', ',')}"
+    return f"export {_variable(backend)}='{archs}'"
 
 
 def for_devices(
@@ -210,20 +262,51 @@ def _newer_toolkit(device: DeviceCompiler) -> str:
     return f"install a newer CUDA {major} toolkit: pip install -U 'opkiln[cuda]'"
 
 
-def coverage(target: Target) -> str:
-    """How code for a target's architectures runs on the devices that this process may use:
-    ``exact``, ``binary``, ``ptx``; empty where it does not, or where there is no device."""
-    language = grammar(target.backend)
-    archs = language.parse(";".join(target.archs))
-    if target.backend == CUDA:
+_WAYS = ("", "ptx", "generic", "binary", "exact")  # the worst first
+
+
+def coverage(backend: str, archs: tuple[str, ...]) -> str:
+    """How code for these architectures runs on the devices that this process may use: ``exact``,
+    ``binary``, ``generic``, ``ptx``; empty where it does not, or where there is no device."""
+    language = grammar(backend)
+    code = language.parse(";".join(archs))
+    ways = [language.covers(code, language.parse(name)[0]) for name in _visible(backend)]
+    return min(ways, key=_WAYS.index) if ways else ""
+
+
+def _visible(backend: str) -> list[str]:
+    if backend == CUDA:
         from opkiln.accelerator import nvidia
 
-        gpus, _ = nvidia.visible(nvidia.devices(memory()))
-        names = sorted({gpu.capability for gpu in gpus})
-    else:
-        from opkiln.accelerator import amd
+        gpus, certain = nvidia.visible(nvidia.devices(memory()))
+        return sorted({gpu.capability for gpu in gpus}) if certain else []
+    from opkiln.accelerator import amd
 
-        names = sorted({gpu.arch for gpu in amd.visible(amd.devices())})
-    ways = [language.covers(archs, language.parse(name)[0]) for name in names]
-    order = ("", "ptx", "generic", "binary", "exact")
-    return min(ways, key=order.index) if ways else ""
+    return sorted({gpu.arch for gpu in amd.visible(amd.devices())})
+
+
+def kept(op: Op, archs: tuple[str, ...]) -> bool:
+    """Whether the op's filter keeps all of these."""
+    if op.rule is None or not archs:
+        return bool(archs)
+    language = grammar(op.spec.backend)
+    return not language.filtered(language.parse(";".join(archs)), op.rule).removed
+
+
+def require_coverage(op: Op, archs: tuple[str, ...]) -> None:
+    """Raise LoadError where code for these cannot run on a GPU that this process may use.
+
+    A GPU that is newer than the toolkit is not refused here: it may get what it can run.
+    """
+    backend = op.spec.backend
+    language = grammar(backend)
+    code = language.parse(";".join(archs)) if archs else ()
+    for name in _visible(backend):
+        if code and not language.covers(code, language.parse(name)[0]):
+            origin = _asker(wanted(op).origin)
+            raise LoadError(
+                f"op {op.spec.name} for {language.show(code)} cannot run on this machine's {name}",
+                why=f"{origin} asks for {wanted(op).asked}"
+                + (f", of which the op's filter left {language.show(code)}" if op.rule else ""),
+                hint=f"export {_variable(backend)}=native" if origin.isupper() else "",
+            )

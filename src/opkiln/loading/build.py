@@ -52,7 +52,7 @@ def make_plan(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
             raise SpecError(
                 f"op {spec.name}: the source {source} does not exist",
                 why=f"sources are looked for in {spec.root}",
-                hint="list it in the package's data files, so that the wheel carries it",
+                hint="check its name; in a wheel, list it in the package's data files",
             )
     if spec.abi != ABI_NONE:
         torch = toolchain.torch
@@ -176,7 +176,7 @@ class _Build:
             replaced = {stage: "./build"}  # as `opkiln plan` has it
             if spec.inline:
                 replaced[spec.root + "/"] = ""
-            raise failure.compile_error(failed, spec, log, replaced) from None
+            raise failure.compile_error(failed, spec, self._plan.target, log, replaced) from None
         after = _runtimes(self._plan.toolchain)
         loadtest.check(spec, self._plan.toolchain.torch, linked.path, after=after, tmpdir=stage)
         seconds = time.monotonic() - began

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from opkiln import plan as plans
 from opkiln.digest import Signature
 from opkiln.engine import events, schedule
-from opkiln.errors import BuildError, SourcesChanging, SpecError, StoreError
+from opkiln.errors import BuildError, SourcesChanging, StoreError
 from opkiln.loading import kernels
 from opkiln.model import ROCM, Plan, Step
 from opkiln.settings import settings
@@ -218,14 +218,20 @@ class _Batch:
 
     def _read(self, listed: list[str]) -> tuple[str, ...]:
         """The author's and the system's files that a compile read, by its dependency file."""
-        link, root = os.path.join(self._stage, _LINK) + "/", self._places["src"].rstrip("/") + "/"
-        seen = (os.path.join(self._stage, path) for path in listed)
-        read = [root + p[len(link) :] if p.startswith(link) else p for p in seen]
+        read = [self._unlinked(os.path.join(self._stage, path)) for path in listed]
         if self._copy is not None:
             # The compiles for the devices list nothing: all of the copy may have been read.
             origin = self._copy.origin
             read = [*(origin.get(os.path.normpath(path), path) for path in read), *origin.values()]
         return tuple(dict.fromkeys(read))
+
+    def _unlinked(self, path: str) -> str:
+        """A path as it is, for one that a compiler was shown through a link."""
+        for anchor in _LINKED:
+            link = os.path.join(self._stage, anchor) + "/"
+            if path.startswith(link):
+                return os.path.join(self._places[anchor], path[len(link) :])
+        return path
 
     def _saw(self, read: tuple[str, ...], snapshot: dict[str, str]) -> bool:
         """Whether the files, as they are now, certainly are what the compiler read."""
@@ -246,27 +252,32 @@ class _Batch:
         return True
 
 
-_LINK = "src"  # the source root, below the staging directory, for a compiler with a shell
+# What a compiler with a shell is shown below the staging directory, where a path is not plain.
+_LINKED = ("src", "torch", "python")
 
 
 def shown_plainly(plan: Plan, step: Step, stage: str, places: dict[str, str]) -> dict[str, str]:
-    """The places for a compiler that hands its arguments to a shell: the source root through a
-    symbolic link where its path holds what a shell would interpret. Raises SpecError."""
-    if not PLAIN.match(places["src"]):
-        link = os.path.join(stage, _LINK)
-        with contextlib.suppress(FileExistsError):  # made for another source of the same build
-            os.symlink(places["src"], link)
-        places = {**places, "src": link}
+    """The places for a compiler that hands its arguments to a shell: through symbolic links where
+    a path holds what a shell would interpret. Raises BuildError where that does not help."""
+    places = dict(places)
+    for anchor in _LINKED:
+        place = places.get(anchor, "")
+        if not PLAIN.match(place):
+            link = os.path.join(stage, anchor)
+            with contextlib.suppress(FileExistsError):  # made for another source of the same build
+                os.symlink(place, link)
+            places[anchor] = link
     # The first program is started without a shell.
     for declared, argument in list(zip(step.argv, plans.argv(step, places), strict=True))[1:]:
         # A comma separates what is in a flag; in a path it would cut it in two.
         parts = argument.split(",") if isinstance(declared, str) else [argument]
         if not all(PLAIN.match(part) for part in parts):
-            raise SpecError(
+            raise BuildError(
                 f"op {plan.spec.name}: {argument!r} cannot be passed to the compiler",
                 why=f"{step.argv[0]} hands its arguments to a shell, which would interpret a "
                 "character of it",
-                hint="move it to a path of plain letters, digits, '.', '_' and '-'",
+                hint="move it to a path of plain letters, digits, '.', '_' and '-'; "
+                "OPKILN_TMPDIR says where builds are staged",
             )
     return places
 

@@ -9,7 +9,7 @@ import signal
 
 from opkiln.engine.schedule import StepFailed
 from opkiln.errors import BuildError, CompileError
-from opkiln.model import ONE_CALL, OpSpec
+from opkiln.model import CUDA, ONE_CALL, OpSpec, Target
 from opkiln.trust import make_private
 
 # file:line:column: of g++ and clang, file(line): of nvcc.
@@ -36,7 +36,7 @@ def first_error(output: str) -> str:
 
 
 def compile_error(
-    failed: StepFailed, spec: OpSpec, log: str, replaced: dict[str, str]
+    failed: StepFailed, spec: OpSpec, target: Target, log: str, replaced: dict[str, str]
 ) -> BuildError:
     """The error for a step that failed; ``replaced`` maps staging paths to lasting ones."""
     output = _replace(failed.completed.output, replaced)
@@ -58,7 +58,7 @@ def compile_error(
     return kind(
         f"op {spec.name}: {failed.task.label} {what}",
         why="\n".join(part for part in parts if part),
-        hint=_hint(output, spec),
+        hint=_hint(output, spec, target),
     )
 
 
@@ -68,11 +68,22 @@ def _replace(text: str, replaced: dict[str, str]) -> str:
     return text
 
 
-def _hint(output: str, spec: OpSpec) -> str:
+# Libraries of the CUDA toolkit that neither Debian nor the extra `cuda` brings along.
+_CUDA_LIBRARIES = ("cublas", "cublasLt", "cufft", "curand", "cusolver", "cusparse", "nvrtc")
+_NOT_STABLE = "should not be included when either TORCH_STABLE_ONLY"
+
+
+def _hint(output: str, spec: OpSpec, target: Target) -> str:
     library = re.search(r"cannot find -l(\S+?)(?::|\s|$)", output)
     if library:
         name = library.group(1)
-        return f"apt-get install lib{name}-dev    (or LDFLAGS=-L<directory of lib{name}.so>)"
+        if target.backend == CUDA and name in _CUDA_LIBRARIES:
+            bring = f"pip install 'cuda-toolkit[{name.removesuffix('Lt')}]'"
+        else:
+            bring = f"apt-get install lib{name}-dev"
+        return f"{bring}    (or LDFLAGS=-L<directory of lib{name}.so>)"
+    if _NOT_STABLE in output:
+        return 'ABI = "torch"    # in the builder; or include torch/csrc/stable/… instead'
     header = re.search(r"fatal error: (\S+): No such file", output)
     if header:
         return f"add the directory of {header.group(1)} to include_paths(), or set CPATH"
@@ -80,7 +91,8 @@ def _hint(output: str, spec: OpSpec) -> str:
         return "MAX_JOBS=1"
     if spec.distribution == ONE_CALL:
         return ""  # it has no name that a command would know
-    return f"opkiln build {spec.name}    # after fixing it"
+    where = f" --target {target.backend}:{','.join(target.archs)}" if target.archs else ""
+    return f"opkiln build {spec.name}{where}    # after fixing it"
 
 
 def write_log(root: str | None, name: str, text: str) -> str:

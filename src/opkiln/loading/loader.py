@@ -57,7 +57,7 @@ class Loaded(Record):
     value: Any
     artifact: Artifact | None
     trace: Trace
-    spec: OpSpec
+    op: Op
 
 
 _Name = tuple[str, str, str]
@@ -97,9 +97,11 @@ def _known(op: Op, must_be_native: bool) -> Loaded | None:
     """What is loaded under this name, if it is what is asked for: a notebook may have redefined
     the builder with other flags."""
     known = _loaded.get(op.name)
-    if known is None or known.spec != op.spec or (must_be_native and known.artifact is None):
+    if known is None or (must_be_native and known.artifact is None):
         return None
-    return known
+    # Not the filter, which is another object for each builder; nor how it is registered.
+    same = known.op.spec == op.spec and known.op.asked == op.asked
+    return known if same else None
 
 
 def _serve(op: Op, must_be_native: bool) -> Loaded:
@@ -115,11 +117,12 @@ def _serve(op: Op, must_be_native: bool) -> Loaded:
         if _history.get(op.name):
             raise  # a native version is registered already, and no reference would replace it
         return _fall_back(op, functions, trace, error, must_be_native)
-    return Loaded(opened if functions is None else functions, artifact, trace, op.spec)
+    return Loaded(opened if functions is None else functions, artifact, trace, op)
 
 
 def _native(op: Op, trace: Trace) -> tuple[Artifact, Any]:
-    remembered = receipt.recall(op.spec, _archs(op))
+    archs = _archs(op)
+    remembered = receipt.recall(op.spec, archs)
     if remembered is not None:
         try:
             opened = _open(op, remembered)
@@ -136,6 +139,7 @@ def _native(op: Op, trace: Trace) -> tuple[Artifact, Any]:
     target, store = resolve.target_of(op, resolve.runnable(op.spec)), Store()
     resolve.check_device(op.spec, target)
     found = resolve.find(op, target, store, trace)
+    refused = None
     if found is not None:
         try:
             return found, _open(op, found)
@@ -143,7 +147,19 @@ def _native(op: Op, trace: Trace) -> tuple[Artifact, Any]:
             raise
         except LoadError as error:
             trace.add("store", "refused", error.why, found.path)
-    built = resolve.build(op, target, store, trace)
+            refused = error
+    try:
+        built = resolve.build(op, target, store, trace)
+    except OpkilnError as error:
+        if refused is None:
+            unusable = isinstance(error, ToolchainError)
+            found = resolve.find(op, target, store, trace, alone=True) if unusable else None
+            if found is None:
+                raise
+            return found, _open(op, found)
+        # That it cannot be built again is not what is wrong.
+        why = f"{refused.why}\nand it cannot be built again: {error.what}"
+        raise LoadError(refused.what, why=why, hint=refused.hint or error.hint) from error
     return built, _open(op, built)
 
 
@@ -152,7 +168,9 @@ def _archs(op: Op) -> tuple[str, ...]:
         return ()
     from opkiln.loading import archs
 
-    return archs.wanted(op).archs
+    wanted = archs.wanted(op)
+    archs.require_coverage(op, wanted.archs)
+    return wanted.archs
 
 
 def _open(op: Op, artifact: Artifact) -> Any:
@@ -171,6 +189,8 @@ def _open(op: Op, artifact: Artifact) -> Any:
         artifact = prepare(spec, artifact, earlier)
     value = _opened[artifact.sha256] = open_artifact(spec, artifact.path)
     earlier.append(artifact)
+    if op.registration is not None and spec.kind == LIBRARY:
+        register.require_kernels(spec.name, spec.backend, op.registration)
     return value
 
 
@@ -193,7 +213,7 @@ def _fall_back(
         if op.name not in _told:
             _told.add(op.name)
             warnings.warn("\n".join(lines), FallbackWarning, stacklevel=6)
-    return Loaded(functions, None, trace, op.spec)
+    return Loaded(functions, None, trace, op)
 
 
 def traces() -> dict[_Name, Trace]:

@@ -6,10 +6,12 @@ import os
 import signal
 import sys
 
+from opkiln.binary import elf
 from opkiln.errors import LoadTestError
 from opkiln.model import ABI_NONE, ABI_STABLE, CPU, EXECUTABLE, PYTHON, OpSpec, TorchSDK
 from opkiln.process import run
 
+_DEFINES = "aoti_torch_library_def"  # what m.def() of torch's stable ABI calls
 _PROBE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "probe_load.py")
 
 
@@ -22,6 +24,12 @@ def check(
     """
     if spec.kind == EXECUTABLE:
         return
+    if spec.registered and _DEFINES in elf.read(path).undefined:
+        raise LoadTestError(
+            f"{spec.name} defines a schema in C++, which SCHEMAS defines in Python",
+            why="the second definition would end the process that loads it",
+            hint="STABLE_TORCH_LIBRARY_IMPL    # in place of STABLE_TORCH_LIBRARY and _FRAGMENT",
+        )
     interpreter = sys.executable or os.path.join(sys.base_exec_prefix, "bin", "python3")
     libraries = [*_torch_libraries(spec, torch), *after, path]
     done = run((interpreter, "-I", "-S", _PROBE, *libraries), timeout=120, tmpdir=tmpdir)

@@ -43,7 +43,7 @@ def outlook(op: Op) -> Outlook:
             return Outlook(CACHED, "", decision.subject, trace)
     last = trace.decisions[-1].reason if trace.decisions else ""
     found = "; ".join(trace.refusals()) or last
-    barred = seal.why_not_compile() or no_compiler(op.spec.backend)
+    barred = (seal.why_not_compile() or no_compiler(op.spec.backend)) if compiles else ""
     if compiles and not barred:
         return Outlook(WOULD_COMPILE, found, "", trace)
     reason = barred if compiles else found

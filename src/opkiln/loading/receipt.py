@@ -121,6 +121,10 @@ def write(
     if spec.abi != ABI_NONE and toolchain.torch is not None:
         files += [[each, *Signature.of(each)] for each in torch_sdk.read_from(toolchain.torch.path)]
     files += [[each, *Signature.of(each)] for each in _deciding(spec.backend)]
+    if spec.backend == ROCM and toolchain.torch is not None:
+        from opkiln.toolchain import hipify
+
+        files += [[each, *Signature.of(each)] for each in hipify.modules(toolchain.torch)]
     if spec.abi != ABI_NONE and torch_sdk.find() != toolchain.torch:
         return  # it was upgraded meanwhile: what was built is not for what is signed here
     files = list({each[0]: each for each in files}.values())
@@ -147,7 +151,8 @@ def write(
 
 
 _DECIDING = (
-    "plan.py", "arch/cpu.py", "loading/resolve.py", "steps/host.py", "steps/link.py",
+    "plan.py", "arch/cpu.py", "loading/resolve.py", "steps/arguments.py", "steps/host.py",
+    "steps/link.py",
     "steps/flags.py", "store/key.py", "store/deps.py", "store/libraries.py", "toolchain/host.py",
     "toolchain/torch_sdk.py",
 )  # fmt: skip
@@ -157,7 +162,11 @@ _DECIDING_FOR = {
         "toolchain/cuda_version.py", "toolchain/nvcc.py", "toolchain/nvccprobe.py",
         "toolchain/toolkits.py",
     ),
-    ROCM: ("arch/hip.py", "loading/archs.py", "steps/hipcc.py", "toolchain/hipcc.py"),
+    ROCM: (
+        "arch/hip.py", "arch/lists.py", "loading/archs.py", "steps/hipcc.py",
+        "toolchain/choice.py", "toolchain/hipcc.py", "toolchain/hipccprobe.py",
+        "toolchain/hipify.py", "toolchain/translate_hip.py",
+    ),
     XPU: ("steps/sycl.py", "toolchain/sycl.py", "toolchain/libsycl.py"),
 }  # fmt: skip
 

@@ -15,7 +15,8 @@ import os
 import threading
 from typing import Any
 
-from opkiln.errors import SpecError
+from opkiln.errors import LoadError, SpecError
+from opkiln.model import CPU, CUDA, ROCM, XPU
 from opkiln.record import Record
 
 TYPE_CHECKING = False
@@ -89,6 +90,26 @@ def register(op: str, registration: Registration) -> Functions:
                 hint="restart the process",
             )
     return Functions(op, namespace, tuple(_function_name(each) for each in registration.schemas))
+
+
+# The dispatch keys under which a backend's library may register: torch calls ROCm's devices CUDA,
+# and SYCL runs on CPUs, too.
+_KEYS = {CPU: ("CPU",), CUDA: ("CUDA",), ROCM: ("CUDA",), XPU: ("XPU", "CPU")}
+
+
+def require_kernels(op: str, backend: str, registration: Registration) -> None:
+    """Raise LoadError where a library that was just loaded serves none of the op's functions."""
+    import torch
+
+    names = [f"{registration.namespace}::{_function_name(s)}" for s in registration.schemas]
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    if not any(has(name, key) for name in names for key in _KEYS[backend]):
+        raise LoadError(
+            f"op {op}: its library registers none of {', '.join(names)} for {_KEYS[backend][0]}",
+            why="it was loaded, and torch has no kernel from it: the namespace, the names or the "
+            "dispatch key in C++ are others",
+            hint=f"STABLE_TORCH_LIBRARY_IMPL({registration.namespace}, {_KEYS[backend][0]}, m)",
+        )
 
 
 def _function_name(schema: str) -> str:

@@ -181,15 +181,24 @@ def _tell_notes(store: Store) -> None:
         warnings.warn(text, StoreWarning, stacklevel=6)
 
 
-def find(op: Op, target: Target, store: Store, trace: Trace) -> Artifact | None:
-    """The first entry of the store's layers that serves. Needs no compiler and writes nothing."""
+def find(
+    op: Op, target: Target, store: Store, trace: Trace, *, alone: bool = False
+) -> Artifact | None:
+    """The first entry of the store's layers that serves. Needs no compiler and writes nothing.
+
+    ``alone``: no compiler here can be used, so that any build of today's sources will do.
+    """
     spec = op.spec
     plans.check(spec)  # before its name becomes part of a path
-    toolchain = choice.recall(store.memory, spec.backend)
+    toolchain = None if alone else choice.recall(store.memory, spec.backend)
     unknown = False
     if toolchain is not None:
-        target = archs.fitted(op, target, toolchain)
-    elif choice.available(spec.backend) and not seal.why_not_compile():
+        try:
+            target = archs.fitted(op, target, toolchain)
+        except ToolchainError as error:
+            trace.add("build", "refused", f"{error.what}: {error.why}")
+            toolchain = None  # it cannot make what is wanted, which may be there all the same
+    elif not alone and choice.available(spec.backend) and not seal.why_not_compile():
         trace.add("store", "none", "the compiler is not known yet", store.root or "")
         unknown = True  # it must be asked who it is before any entry can be its own
     places = plans.anchors_of(spec, toolchain)
@@ -231,7 +240,7 @@ def _covering(
     yield target
     spec = op.spec
     if spec.backend in (CUDA, ROCM) and archs.wanted(op).native:
-        yield from _of_other_archs(spec, target, store, toolchain)
+        yield from _of_other_archs(op, target, store, toolchain)
     if spec.vectorize and settings.cpu == "native" and settings.store_layers:
         for each in cpu.covering(target.machine, features()):
             lower = target._replace(cpu=each.level, cpu_features=each.features)
@@ -240,15 +249,17 @@ def _covering(
 
 
 def _of_other_archs(
-    spec: OpSpec, target: Target, store: Store, toolchain: Toolchain | None
+    op: Op, target: Target, store: Store, toolchain: Toolchain | None
 ) -> Iterator[Target]:
     """Targets of entries in the store that differ in their architectures alone and run here."""
+    spec = op.spec
     ways: dict[str, list[Target]] = {"exact": [], "binary": [], "generic": [], "ptx": []}
     for intent, needs in store.targets(spec.distribution, spec.name):
         other = target._replace(archs=tuple(needs.get("archs", ())))
         if other.archs == target.archs or key.intent_key(spec, other) != intent:
             continue
-        if way := archs.coverage(other):
+        # What the op's filter removes does not come back this way.
+        if archs.kept(op, other.archs) and (way := archs.coverage(spec.backend, other.archs)):
             ways[way].append(other)
     # What the driver would have to translate at each start is only better than nothing.
     if toolchain is not None and not seal.why_not_compile():

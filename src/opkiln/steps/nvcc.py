@@ -2,12 +2,15 @@
 
 nvcc hands its arguments to a shell and cuts what follows ``-Xcompiler`` at commas. So nothing but
 plain characters may reach it: ``flags.check_nvcc`` refuses flags with others, and a build whose
-sources lie below a path with others shows them to nvcc through a symbolic link.
+sources lie below a path with others shows them to nvcc through a symbolic link. Of the user's
+``CPPFLAGS`` it is given the macros and include directories; the host compiler, which preprocesses
+for the host and for every device, gets the rest through it.
 """
 
 from __future__ import annotations
 
 from opkiln.arch import cuda
+from opkiln.errors import SpecError
 from opkiln.model import ABI_TORCH, EXECUTABLE, Anchored, Arg, OpSpec, Step, Target, Toolchain
 from opkiln.steps.arguments import (
     anchored,
@@ -16,11 +19,12 @@ from opkiln.steps.arguments import (
     object_name,
     prefix_maps,
 )
+from opkiln.steps.flags import check_nvcc
 from opkiln.steps.host import torch_defines, torch_includes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 SOURCES = (".cu",)
 
@@ -37,6 +41,10 @@ _TORCH_HALF = (
     "--expt-relaxed-constexpr",
 )
 
+# Options of g++ that nvcc has, too, and how it wants to be given the value.
+_SHARED = {"-D": "-D", "-U": "-U", "-I": "-I", "-isystem": "-isystem=", "-include": "-include="}
+_JOINED = ("-D", "-U", "-I", "-isystem")  # may be written in one word with the value
+
 
 def compile_step(
     spec: OpSpec,
@@ -45,7 +53,10 @@ def compile_step(
     flags: Mapping[str, tuple[str, ...]],
     source: str,
 ) -> Step:
-    """The step that compiles one CUDA source for every architecture of the target."""
+    """The step that compiles one CUDA source for every architecture of the target.
+
+    Raises SpecError for what is in a variable of the user's and cannot be passed to nvcc.
+    """
     device = toolchain.device
     assert device is not None  # a plan for this backend is made with its compiler
     archs = cuda.parse(";".join(target.archs))
@@ -64,8 +75,8 @@ def compile_step(
     if spec.kind != EXECUTABLE:
         arguments.append("-Xcompiler=-fPIC")
     arguments += cuda.flags(archs)
-    arguments += ["--objdir-as-tempdir"]
-    arguments += [f for f in ("--compress-mode=size",) if f in device.accepts]
+    optional = ("--objdir-as-tempdir", "--compress-mode=size")
+    arguments += [flag for flag in optional if flag in device.accepts]
     if "--threads" in device.accepts and len(cuda.images(archs)) > 1:
         arguments.append(Anchored("--threads=", "threads", ""))
     arguments += [each._replace(prefix=f"-Xcompiler={each.prefix}") for each in prefix_maps(spec)]
@@ -76,10 +87,14 @@ def compile_step(
     arguments += torch_defines(spec, toolchain)
     arguments += flags.get("lineinfo", ())
     arguments += flags.get("debug_cuda", ())
+    arguments += _preprocessing(spec.name, flags.get("cppflags", ()))
     arguments += author_flags(spec, authors)
     arguments += [anchored(spec, path, "-I") for path in spec.include_dirs]
-    arguments += [f"-I{path}" for path in flags.get("cpath", ())]
+    arguments += _directories(spec.name, "-I", "CPATH", flags.get("cpath", ()))
     arguments += torch_includes(spec, "-isystem=")
+    arguments += _directories(
+        spec.name, "-isystem=", "CPLUS_INCLUDE_PATH", flags.get("cplus_include_path", ())
+    )
     arguments += ["-MD", "-MF", Anchored("", "stage", depfile)]
     arguments += ["-c", anchored(spec, source), "-o", Anchored("", "stage", output)]
     memory = _MEMORY_WITH_TORCH if spec.abi == ABI_TORCH else _MEMORY_PER_ARCH
@@ -93,3 +108,32 @@ def compile_step(
         threads=len(cuda.images(archs)) if "--threads" in device.accepts else 1,
         plain_paths=True,
     )
+
+
+def _preprocessing(op: str, words: tuple[str, ...]) -> Iterator[str]:
+    """``CPPFLAGS`` as nvcc takes them."""
+    variables = "OPKILN_CPPFLAGS CPPFLAGS"
+    check_nvcc(op, words, variables)
+    rest = iter(words)
+    for word in rest:
+        option = next((each for each in _SHARED if _is(each, word)), None)
+        if option is None:
+            yield f"-Xcompiler={word}"
+        else:
+            yield _SHARED[option] + (word[len(option) :] or next(rest, ""))
+
+
+def _is(option: str, word: str) -> bool:
+    return word == option or (option in _JOINED and word.startswith(option))
+
+
+def _directories(op: str, option: str, variable: str, paths: tuple[str, ...]) -> Iterator[str]:
+    for path in paths:
+        # nvcc quotes a path for the shell, in a way that these break out of; a comma ends it.
+        if any(char in path for char in ',"`'):
+            raise SpecError(
+                f"op {op}: {path!r}, of {variable}, cannot be passed to nvcc",
+                why="it holds a comma, a quote or a backtick",
+                hint=f"unset {variable}",
+            )
+        yield option + path

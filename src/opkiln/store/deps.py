@@ -140,16 +140,25 @@ def _system(plan: Plan) -> tuple[str, ...]:
     return own if device is None else (*own, *device.include_dirs)
 
 
+# Where compilers keep headers of their own, below a toolkit's root.
+_TOOLKIT_PARTS = ("nvvm", "targets", "lib/clang", "lib/llvm", "llvm", "amdgcn")
+
+
 def _of_system(plan: Plan, path: str) -> bool:
     resolved = os.path.normpath(path)
     if any(_below(resolved, directory) is not None for directory in _system(plan)):
         return True
     # nvcc goes to its headers by way of symbolic links, hipcc to its compiler's: all within the
-    # toolkit, which may be as wide as /usr.
+    # toolkit. That may be as wide as /usr, where an author's directories may lie, too.
     device = plan.toolchain.device
-    if device is None or _below(path, plan.spec.root) is not None:
+    if device is None or _below(resolved, device.home) is None:
         return False
-    return _below(resolved, device.home) is not None
+    places = (plan.spec.root, *_author_directories(plan))
+    if any(_below(path, place) is not None for place in places):
+        return False
+    real = os.path.realpath(path)
+    within = (*_system(plan), *(os.path.join(device.home, part) for part in _TOOLKIT_PARTS))
+    return any(_below(way, each) is not None for way in (resolved, real) for each in within)
 
 
 def _covered(plan: Plan, path: str) -> bool:

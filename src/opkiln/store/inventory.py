@@ -126,7 +126,10 @@ def details(found: Entry) -> Details:
         device = f"{target['backend']} {';'.join(target['archs'])}, " if target["archs"] else ""
         return Details(
             made_for=device + "+".join((target["cpu"], *target["cpu_features"])),
-            compiler=", ".join(str(each["version"]) for each in inputs["toolchain"].values()),
+            compiler=", ".join(
+                each["version"] if family in ("gcc", "clang") else f"{family} {each['version']}"
+                for family, each in inputs["toolchain"].items()
+            ),
             source="",
             sources=tuple(inputs["spec"]["sources"]),
             damaged="",

@@ -37,9 +37,10 @@ def of(plan: Plan) -> Libraries:
             names += [name[1:]] if exact else [f"lib{name}.so", f"lib{name}.a"]
         else:
             files.append(word.rpartition("=")[2])
-    searched = [
-        path for path in (*directories, *users.get("library_path", ())) if os.path.isabs(path)
-    ]
+    device = plan.toolchain.device
+    toolkit = () if device is None else device.library_dirs
+    everywhere = (*directories, *toolkit, *users.get("library_path", ()))
+    searched = [path for path in everywhere if os.path.isabs(path)]
     files += [os.path.join(directory, name) for directory in searched for name in names]
     present = (path for path in files if os.path.isabs(path) and os.path.isfile(path))
     return Libraries(tuple(dict.fromkeys(present)), tuple(names), tuple(dict.fromkeys(searched)))

@@ -47,7 +47,9 @@ def note(backend: str, toolchain: Toolchain) -> str:
     """What a user should know of a choice that is good enough; empty for one that fits."""
     if backend != CUDA or toolchain.device is None:
         return ""
-    return str(_family(CUDA).mismatch_note(toolchain.device, _wanted(CUDA, toolchain)))
+    nvcc, device = _family(CUDA), toolchain.device
+    said = (nvcc.unfound_note(device), nvcc.mismatch_note(device, _wanted(CUDA, toolchain)))
+    return "; ".join(filter(None, said))
 
 
 def available(backend: str) -> bool:

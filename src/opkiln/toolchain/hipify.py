@@ -82,7 +82,7 @@ def identity(torch: TorchSDK) -> str:
 
     Raises ToolchainError where torch has no hipify.
     """
-    return key("hipify", [sha256_file(path) for path in (_TRANSLATOR, *_modules(torch))])
+    return key("hipify", [sha256_file(path) for path in (_TRANSLATOR, *modules(torch))])
 
 
 class _Copy:
@@ -210,11 +210,11 @@ def _translate(torch: TorchSDK, directory: str, files: dict[str, list[str]]) -> 
     """Translate files in place, in a process that has torch's hipify and nothing else of torch."""
     from opkiln.process import run
 
-    modules = _modules(torch)
+    own = modules(torch)
     listing = os.path.join(directory, "hipify.json")  # no file of the author's lies in `/`
     with open(listing, "w", encoding="ascii") as file:
         json.dump(files, file)
-    argv = (sys.executable, "-I", "-S", _TRANSLATOR, os.path.dirname(modules[0]), listing)
+    argv = (sys.executable, "-I", "-S", _TRANSLATOR, os.path.dirname(own[0]), listing)
     done = run(argv, cwd=directory, timeout=600)
     os.unlink(listing)
     if done.returncode != 0:
@@ -225,7 +225,7 @@ def _translate(torch: TorchSDK, directory: str, files: dict[str, list[str]]) -> 
         )
 
 
-def _modules(torch: TorchSDK) -> list[str]:
+def modules(torch: TorchSDK) -> list[str]:
     """torch's hipify, file by file, in the order of their names."""
     directory = os.path.join(torch.path, "utils", "hipify")
     try:

@@ -203,7 +203,8 @@ def _shared_runtime(path: str) -> str:
 
     from opkiln.process import run
 
-    with tempfile.TemporaryDirectory(prefix="opkiln-probe-", dir=settings.tmpdir) as scratch:
+    place = settings.tmpdir if os.path.isdir(settings.tmpdir or "") else "/tmp"
+    with tempfile.TemporaryDirectory(prefix="opkiln-probe-", dir=place) as scratch:
         output = os.path.join(scratch, "probe.so")
         # The linker names each file it opens; of an archive, only what it takes from it.
         linking = (path, "-shared", "-x", "c++", os.devnull, "-o", output, "-Wl,-t")

@@ -13,7 +13,7 @@ from typing import Any
 from opkiln.digest import Signature, key
 from opkiln.trust import make_private
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 def recall(directories: tuple[str, ...], subject: str) -> dict[str, Any] | None:
@@ -45,14 +45,18 @@ def remember(
 ) -> None:
     """Keep facts about a subject, bound to these files, in the first of the directories.
 
-    None, or one that cannot be written, is fine.
+    None, or one that cannot be written, is fine. Nothing is kept where one of the files is gone by
+    now: what was asked is not what is there.
 
     ``asked_at`` is the time before the first question, now if left out: a file that changed since
     may not be the one that answered, so its signature is not to be believed.
     """
     if not directories:
         return
-    signed = ((path, Signature.of(path)) for path in files)
+    try:
+        signed = [(path, Signature.of(path)) for path in files]
+    except OSError:
+        return
     signatures = [[path, *sig._replace(read_at=asked_at or sig.read_at)] for path, sig in signed]
     record = {**facts, "schema": SCHEMA, "subject": subject, "signatures": signatures}
     temporary = f"{_path(directories[0], subject)}.{os.getpid()}-{os.urandom(6).hex()}"

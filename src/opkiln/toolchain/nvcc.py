@@ -28,6 +28,8 @@ class _Search(NamedTuple):
     mismatched: bool  # those that work are of another major version than torch's
     unsupported: str  # what nvcc says of a host compiler outside its range
     signatures: list[list[Any]]  # of the files that the outcome rests on
+    absent: list[str]  # files that would change it
+    lasting: bool  # it rests on nothing else
 
 
 def recall(
@@ -86,8 +88,12 @@ def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, lis
         return None
     if any(map(os.path.lexists, absent)):
         return None  # something that is no nvcc is where one may be
-    if compiler.host:
-        with override(cxx=(compiler.host,), launcher=None):
+    if not search.lasting:
+        return None
+    absent += search.absent
+    if settings.ccbin:
+        # By the word that was given: another program of that name may come first on PATH.
+        with override(cxx=(settings.ccbin,), launcher=None):
             ccbin = hosts.recall(memory)
             own = None if ccbin is None else hosts.evidence(memory, ccbin)
         if own is None:
@@ -108,6 +114,12 @@ def mismatch_note(compiler: DeviceCompiler, torch_cuda: str | None) -> str:
     if release(compiler.version)[0] == release(torch_cuda)[0]:
         return f"{what}: versions of one major are compatible"
     return f"{what}, another major version, as {origin_of('skip_cuda_check')[1]} asks"
+
+
+def unfound_note(compiler: DeviceCompiler) -> str:
+    """What is to be said, once, of places that variables name and where no nvcc is; or nothing."""
+    absent = [f"{place.origin}: there is no {place.nvcc}" for place in toolkits.unfound()]
+    return "; ".join([*absent, f"{compiler.home} is used"]) if absent else ""
 
 
 # The choice
@@ -153,8 +165,16 @@ def _search(
         Candidate(each.label, each.place.origin, refused, each.record["version"])
         for each, refused in zip(found, refusals, strict=True)
     ]
-    mismatched = bool(working) and not ranked
-    return _Search(taken, bool(found), candidates, mismatched, unsupported, signatures)
+    return _Search(
+        taken,
+        bool(found),
+        candidates,
+        mismatched=bool(working) and not ranked,
+        unsupported=unsupported,
+        signatures=signatures,
+        absent=[path for each in found for path in each.record["absent"]],
+        lasting=not any(each.record["until"] for each in found),
+    )
 
 
 def _partner(memory: tuple[str, ...], host: Toolchain, *, ask: bool) -> Toolchain | None:
@@ -169,9 +189,10 @@ def _partner(memory: tuple[str, ...], host: Toolchain, *, ask: bool) -> Toolchai
             return hosts.choose(memory)
         except ToolchainError as error:
             raise ToolchainError(
-                f"nvcc cannot use {wanted} as its host compiler", why=error.why,
-                hint=f"unset {origin}",
-            ) from None  # fmt: skip
+                f"nvcc cannot use {wanted} as its host compiler",
+                why=error.why.replace(" (call): ", f" ({origin}): ", 1),
+                hint=f"unset {origin}" if origin.isupper() else "",
+            ) from None
 
 
 def _outranked(toolkit: Toolkit, taken: DeviceCompiler, torch_cuda: str | None) -> str:

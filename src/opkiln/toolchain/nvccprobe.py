@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from opkiln.digest import key, sha256_file
+from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.settings import settings
 from opkiln.toolchain import memo
 
@@ -56,7 +57,13 @@ def pair(
     record = memo.recall(memory, subject)
     if record is None and ask:
         asked_at = time.time_ns()
-        record = _probe(toolkit.record, host.cxx, in_parts=toolkit.place.origin == "PyPI")
+        try:
+            record = _probe(toolkit.record, host.cxx, in_parts=toolkit.place.origin == "PyPI")
+        except (ToolchainError, BuildTimeout) as error:
+            # It was asked who it is a moment ago: it went since, or the machine is overloaded.
+            return {**_refusal(f"{error.what}: {error.why}"), "signatures": []}
+        except OSError as error:
+            return {**_refusal(f"cannot be asked: {error}"), "signatures": []}
         files = [path for _, path in toolkit.record["parts"]] + toolkit.record["directories"]
         memo.remember(memory, subject, record, files, asked_at)
         record = {**record, "signatures": []}

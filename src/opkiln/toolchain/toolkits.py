@@ -7,6 +7,7 @@ import sys
 import time
 from typing import Any
 
+from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.record import Record
 from opkiln.settings import origin_of, settings
 from opkiln.toolchain import memo, torch_sdk
@@ -25,6 +26,8 @@ _PROGRAMS = ("nvcc", "cudafe++", "ptxas", "fatbinary", "nvlink", "nvcc.profile",
 _LIBRARIES = ("libcudart_static.a", "libcudadevrt.a")
 _HEADERS = ("cuda.h", "cuda_runtime_api.h", "crt/host_config.h",
             "cuda/std/__cccl/version.h", "cub/version.cuh")  # fmt: skip
+
+_PATIENCE = 3600  # seconds for which an nvcc that did not answer in time is not asked again
 
 _PATHFINDER = (
     "from cuda.pathfinder import find_nvidia_binary_utility as find; print(find('nvcc') or '')"
@@ -241,20 +244,46 @@ def _subject(path: str) -> str:
 
 def _recall(memory: tuple[str, ...], path: str, host: str) -> dict[str, Any] | None:
     record = memo.recall(memory, _subject(path))
-    # Where it was refused, its host compiler may have been at fault.
-    return record if record is None or record["host"] in ("", host) else None
+    if record is None or record["host"] not in ("", host):
+        return None  # where it was refused, its host compiler may have been at fault
+    if record["until"] and record["until"] < time.time():
+        return None
+    return None if any(map(os.path.exists, record["absent"])) else record
 
 
 def _question(path: str, host: str) -> tuple[dict[str, Any], list[str]]:
     """Ask an nvcc who and where it is: (record, the files that the answers depend on)."""
+    # A script may have led nowhere; what it leads to is most likely where toolkits are installed.
+    files = [os.path.realpath(path), *filter(os.path.isdir, _listed())]
+    try:
+        return _asked(path, host, files)
+    except ToolchainError as error:  # it cannot be started
+        refusal = _refusal(path, f"{error.what}: {error.why}")
+        return {**refusal, "absent": _missing_interpreter(path)}, files
+    except BuildTimeout as error:
+        # Its file system may have been busy. To wait again in every process would be worse.
+        refusal = _refusal(path, f"{error.what}: {error.why}")
+        return {**refusal, "until": time.time() + _PATIENCE}, files
+
+
+def _missing_interpreter(path: str) -> list[str]:
+    """The program that a script is to be run by, where it is not there."""
+    try:
+        with open(path, "rb") as file:
+            head = file.readline(4096)
+    except OSError:
+        return []
+    words = os.fsdecode(head.removeprefix(b"#!")).split() if head.startswith(b"#!") else []
+    return words[:1] if words and not os.path.exists(words[0]) else []
+
+
+def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:
     from opkiln.process import run
 
     def ask(*arguments: str) -> tuple[int, str]:
         done = run((path, *arguments), timeout=60, supervised=False)
         return done.returncode, done.output
 
-    # A script may have led nowhere; what it leads to is most likely where toolkits are installed.
-    files = [os.path.realpath(path), *filter(os.path.isdir, _listed())]
     status, banner = ask("--version")
     version = banner.partition("release ")[2].partition(",")[0].strip()
     if status != 0 or torch_sdk.release(version) == (0, 0):
@@ -267,9 +296,11 @@ def _question(path: str, host: str) -> tuple[dict[str, Any], list[str]]:
     ccbin = ("-ccbin", host) if host else ()
     status, dryrun = ask("--dryrun", *ccbin, "-x", "cu", "-c", os.devnull)
     said = dict(line[3:].split("=", 1) for line in dryrun.splitlines() if _assigns(line))
-    here = os.path.realpath(said.get("_HERE_", ""))
+    called = said.get("_HERE_", "")
+    here = os.path.realpath(called)
     program = os.path.join(here, "nvcc")
-    if status != 0 or "TOP" not in said or not _executable(program):
+    found = os.path.isabs(called) and "TOP" in said and _executable(program)
+    if status != 0 or not found:
         reason = f"--dryrun does not say where its toolkit is: {_last_line(dryrun)}"
         refusal = {**_refusal(path, reason, version), "host": host or "none"}
         return refusal, [*files, os.path.realpath(host)] if host else files
@@ -294,6 +325,8 @@ def _question(path: str, host: str) -> tuple[dict[str, Any], list[str]]:
     record = {
         "refused": "",
         "host": "",
+        "absent": [],
+        "until": 0,
         "program": program,
         "home": home,
         "version": version,
@@ -304,12 +337,19 @@ def _question(path: str, host: str) -> tuple[dict[str, Any], list[str]]:
         "parts": parts,
         "directories": directories,
     }
-    files = [files[0], program, os.path.join(here, "nvcc.profile"), *directories]
+    # With the directory by the name that a wrapper calls it by: a link on the way to it that is
+    # turned elsewhere then shows as a directory with another inode.
+    files = [files[0], program, os.path.join(here, "nvcc.profile"), called, *directories]
     return record, list(dict.fromkeys(files))
 
 
 def _refusal(path: str, reason: str, version: str = "") -> dict[str, Any]:
-    return {"refused": reason, "program": path, "version": version, "host": ""}
+    return {
+        "refused": reason, "program": path, "version": version,
+        "host": "",  # the host compiler that it was refused with, where that may be the reason
+        "absent": [],  # what must not exist for this to hold
+        "until": 0,  # when this is to be asked again; 0 where only a change is a reason to
+    }  # fmt: skip
 
 
 def _assigns(line: str) -> bool:

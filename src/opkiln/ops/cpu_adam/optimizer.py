@@ -12,6 +12,7 @@ from torch import Tensor
 
 from opkiln.errors import UsageError
 from opkiln.ops.cpu_adam.layout import lay_out_alike
+from opkiln.ops.param_groups import check_dtypes, check_hyperparameters, place, sparse_gradient
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 _FP32_STATES = "fp32_optimizer_states"
 _LAYOUT = attrgetter("layout")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Call(NamedTuple):
@@ -73,27 +73,25 @@ class CPUAdam(torch.optim.Optimizer):
             "decoupled_weight_decay": adamw_mode,  # torch's name for it: state dicts carry it over
             "maximize": maximize,
         }
-        _check_hyperparameters(defaults)
+        check_hyperparameters("CPUAdam", defaults)
         super().__init__(params, defaults)
         # Not a group's: how this process keeps states is not for a checkpoint to say.
         self.defaults[_FP32_STATES] = fp32_optimizer_states
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
+        index = len(self.param_groups) - 1
+        group = self.param_groups[index]
         try:
-            group = self.param_groups[-1]
             group.pop(_FP32_STATES, None)
-            _check_hyperparameters(group)
+            check_hyperparameters("CPUAdam", group)
+            check_dtypes(index, group)
             for i, param in enumerate(group["params"]):
-                name = _name(len(self.param_groups) - 1, group, i)
                 if param.device.type != "cpu":
                     raise UsageError(
-                        f"{name} is on {param.device}: CPUAdam steps parameters in host memory",
+                        f"{place(index, group, i)} is on {param.device}: "
+                        "CPUAdam steps parameters in host memory",
                         hint="torch.optim.AdamW(params, fused=True)",
-                    )
-                if param.dtype not in _DTYPES:
-                    raise UsageError(
-                        f"{name} has dtype {param.dtype}, expected float32, bfloat16 or float16"
                     )
         except UsageError:
             self.param_groups.pop()
@@ -182,7 +180,8 @@ class CPUAdam(torch.optim.Optimizer):
         # the state dict, and they see the states as they will be.
         def before(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
             for index, group in enumerate(loaded["param_groups"]):
-                _check_hyperparameters({**self.defaults, **group}, f"param_groups[{index}]: ")
+                where = f"param_groups[{index}]: "
+                check_hyperparameters("CPUAdam", {**self.defaults, **group}, where)
             seen.update(loaded)
 
         def after(_: torch.optim.Optimizer) -> None:
@@ -242,7 +241,7 @@ class CPUAdam(torch.optim.Optimizer):
                 params = [param for param in params if param.grad is not None]
                 grads = [param.grad for param in params]
             if any(layout is not torch.strided for layout in set(map(_LAYOUT, grads))):
-                raise _sparse_gradient(index, group)
+                raise sparse_gradient("CPUAdam", index, group)
             states = [self.state[param] for param in params]
             if not all(states):
                 states = [self._initialised(param) for param in params]
@@ -317,45 +316,3 @@ def _hyper(group: dict[str, Any], step: int, grad_scale: float) -> dict[str, Any
         "maximize": group["maximize"],
         "grad_scale": grad_scale,
     }
-
-
-def _check_hyperparameters(group: dict[str, Any], where: str = "") -> None:
-    """Raises UsageError for a value that has no meaning. Comparisons are written to refuse NaN."""
-    if not isinstance(group["bias_correction"], bool):
-        raise UsageError(
-            f"{where}bias_correction is {group['bias_correction']!r}, expected True or False",
-            why="it is the third positional argument, as in DeepSpeedCPUAdam",
-            hint="CPUAdam(params, lr, betas=(0.9, 0.999))",
-        )
-    for name in ("lr", "eps", "weight_decay"):
-        value = float(group[name])
-        if not 0 <= value < math.inf:
-            raise UsageError(f"{where}{name} is {value}, expected a finite number of at least 0")
-    for i, beta in enumerate(group["betas"]):
-        if not 0 <= float(beta) < 1:
-            raise UsageError(
-                f"{where}betas[{i}] is {float(beta)}, expected at least 0 and less than 1"
-            )
-    if group["amsgrad"]:
-        raise UsageError(
-            f"{where}amsgrad is not supported by CPUAdam",
-            hint="torch.optim.AdamW(params, amsgrad=True)",
-        )
-
-
-def _sparse_gradient(index: int, group: dict[str, Any]) -> UsageError:
-    name, layout = next(
-        (_name(index, group, i), param.grad.layout)
-        for i, param in enumerate(group["params"])
-        if param.grad is not None and param.grad.layout is not torch.strided
-    )
-    return UsageError(
-        f"the gradient of {name} is sparse ({layout}); CPUAdam takes dense gradients only",
-        hint="torch.optim.SparseAdam(params)",
-    )
-
-
-def _name(index: int, group: dict[str, Any], i: int) -> str:
-    names = group.get("param_names")
-    place = f"param_groups[{index}]['params'][{i}]"
-    return f"{names[i]} ({place})" if names else place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from operator import attrgetter
 from typing import Any, NamedTuple, overload
 
@@ -46,11 +47,12 @@ class FusedAdam(torch.optim.Optimizer):
     stepped in their place. State dicts are interchangeable with those of ``torch.optim.Adam`` and
     ``AdamW``.
 
-    A step never waits for the GPU, and can be captured in a CUDA graph after one that was not: the
-    count of steps is on the device, and ``lr`` is read there, at each replay, where it is a tensor
-    on the parameters' device. ``torch.amp.GradScaler`` hands its scale and its finding of infinite
-    gradients to the op: where one was found nothing changes and the step is not counted.
-    Gradients are not written to.
+    A step on GPUs never waits for them, and can be captured in a CUDA graph after one that was not:
+    the count of steps is on the device, and ``lr`` is read there, at each replay, where it is a
+    tensor on the parameters' device. ``torch.amp.GradScaler`` hands its scale and its finding of
+    infinite gradients to the op: where one was found nothing changes and the step is not counted.
+    Gradients are not written to. Parameters that have made all their steps together share the
+    tensor ``step`` of their states: replace it there rather than write to it.
     The native op is loaded (and built, if need be) at the first step; where it cannot be had the
     PyTorch reference serves, with one warning.
 
@@ -144,7 +146,9 @@ class FusedAdam(torch.optim.Optimizer):
             return counts[id(step)].clone()
 
         packed["state"] = {
-            key: {**state, "step": count(state["step"])} if "step" in state else state
+            key: {**state, "step": count(state["step"])}
+            if isinstance(state, dict) and "step" in state
+            else state
             for key, state in packed["state"].items()
         }
         return packed
@@ -219,15 +223,12 @@ class FusedAdam(torch.optim.Optimizer):
         calls: list[_Call] = []
         for index, group in enumerate(self.param_groups):
             params: list[Tensor] = group["params"]
-            idle: list[Tensor] = []
             grads: list[Any] = [param.grad for param in params]
             if any(grad is None for grad in grads):
-                idle = [param for param in params if param.grad is None]
                 params = [param for param in params if param.grad is not None]
                 grads = [param.grad for param in params]
             if any(layout is not torch.strided for layout in set(map(_LAYOUT, grads))):
                 raise sparse_gradient("FusedAdam", index, group)
-            unmoved = {id(self.state[param].get("step")) for param in idle if param in self.state}
             for device in dict.fromkeys(map(_DEVICE, params)):
                 here, gradients = params, grads
                 if any(other != device for other in map(_DEVICE, params)):
@@ -236,13 +237,18 @@ class FusedAdam(torch.optim.Optimizer):
                 states = [self.state[param] for param in here]
                 if not all(states):
                     self._initialise(here, states)
-                calls.append(
-                    _Call(
-                        device, here, gradients, states, self._masters(here, states),
-                        _steps(states, unmoved), self._hyper(group, device),
-                    )
-                )  # fmt: skip
-        return calls
+                masters, hyper = self._masters(here, states), self._hyper(group, device)
+                calls.append(_Call(device, here, gradients, states, masters, [], hyper))
+        # Whoever holds a count has a say in it: parameters of other groups, those without a
+        # gradient, and those that were taken out of their group and may come back.
+        holders = Counter(
+            [
+                id(state["step"])
+                for state in self.state.values()
+                if isinstance(state, dict) and "step" in state  # torch lets users keep things there
+            ]
+        )
+        return [call._replace(steps=_steps(call.states, holders)) for call in calls]
 
     def _initialise(self, params: list[Tensor], states: list[dict[str, Any]]) -> None:
         """Zeros for those without a state; they share a count of steps, having made none."""
@@ -294,30 +300,35 @@ def _at(device: torch.device, number: Tensor | None) -> Tensor | None:
     if number is None:
         return None
     wide = number.dtype if number.dtype == torch.float64 else torch.float32
-    return number.to(device=device, dtype=wide, non_blocking=True)
+    # Towards the CPU it must have arrived when the op reads it; the GPU's stream keeps the order.
+    return number.to(device=device, dtype=wide, non_blocking=device.type == "cuda")
 
 
-def _steps(states: list[dict[str, Any]], unmoved: set[int]) -> list[Tensor]:
+def _steps(states: list[dict[str, Any]], holders: Counter[int]) -> list[Tensor]:
     """The counts of steps: one where all share one, otherwise one for each, no two the same.
 
-    ``unmoved`` are the ids of counts that parameters share which are not stepped now.
+    ``holders`` is how many states hold a count, by its id. A count that states outside this call
+    hold, too, is left to them, and these states get a copy.
     """
-    steps: list[Tensor] = [state["step"] for state in states]
-    first = steps[0]
-    if all(step is first for step in steps):
-        if id(first) in unmoved:
+    first: Tensor = states[0]["step"]
+    if all(state["step"] is first for state in states):
+        here = len(set(map(id, states)))  # a group may name a parameter twice
+        if holders[id(first)] > here:
             _refuse_capture(first.device, "parameters that were stepped together no longer are")
+            holders[id(first)] -= here
             first = first.clone()
             for state in states:
                 state["step"] = first
         return [first]
-    taken = set(unmoved)
-    for i, state in enumerate(states):
-        if id(steps[i]) in taken:
+    steps: dict[int, Tensor] = {}
+    for state in states:
+        step = state["step"]
+        if holders[id(step)] > 1 or id(step) in steps:
             _refuse_capture(first.device, "parameters that were stepped together no longer are")
-            steps[i] = state["step"] = steps[i].clone()
-        taken.add(id(steps[i]))
-    return steps
+            holders[id(step)] -= 1
+            step = state["step"] = step.clone()
+        steps[id(step)] = step
+    return list(steps.values())
 
 
 def _refuse_capture(device: torch.device, why: str) -> None:

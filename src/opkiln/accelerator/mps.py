@@ -1,0 +1,102 @@
+"""Apple GPUs."""
+
+from __future__ import annotations
+
+from opkiln import machine
+from opkiln.accelerator.answer import Answer
+from opkiln.accelerator.base import Accelerator
+from opkiln.accelerator.streams import OneStream
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import SimpleNamespace
+    from typing import Any
+
+    import torch
+
+
+class MpsAccelerator(OneStream, Accelerator):
+    """``torch.mps``: one device, one stream, and an allocator that keeps no peaks."""
+
+    name = "mps"
+    device_type = "mps"
+
+    @classmethod
+    def look(cls, root: str = "/", *, asked: bool = False) -> Answer:  # noqa: ARG003
+        """torch tells; it is imported on macOS alone."""
+        if machine.system() != "darwin":
+            return Answer(cls.name, False, f"Metal is macOS's, and this is {machine.system()}")
+        try:
+            import torch
+        except ImportError as error:
+            return Answer(cls.name, False, f"torch cannot be imported: {error}")
+        if not torch.backends.mps.is_available():
+            return Answer(cls.name, False, f"torch {torch.__version__} finds no Metal device")
+        return Answer(cls.name, True, "torch finds a Metal device")
+
+    # The device
+
+    def set_device(self, device_index: int) -> None:
+        """Nothing: there is one."""
+
+    def current_device(self) -> int:
+        return 0
+
+    def synchronize(self, device_index: int | None = None) -> None:  # noqa: ARG002
+        self.module().synchronize()
+
+    def get_device_properties(self, device_index: int | None = None) -> SimpleNamespace:  # noqa: ARG002
+        from types import SimpleNamespace
+
+        return SimpleNamespace(name="Apple GPU", total_memory=self.total_memory())
+
+    # Random numbers
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:  # noqa: ARG002
+        self.module().set_rng_state(new_state)
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:  # noqa: ARG002
+        state: torch.Tensor = self.module().get_rng_state()
+        return state
+
+    def manual_seed_all(self, seed: int) -> None:
+        self.manual_seed(seed)
+
+    def initial_seed(self) -> int:
+        return self.default_generator(0).initial_seed()
+
+    def default_generator(self, device_index: int) -> torch.Generator:  # noqa: ARG002
+        generator: torch.Generator = self.module()._get_default_mps_generator()
+        return generator
+
+    # Memory, which the device shares with the host
+
+    def memory_allocated(self, device_index: int | None = None) -> int:  # noqa: ARG002
+        return int(self.module().current_allocated_memory())
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """What the allocator holds: the nearest to a peak that is counted."""
+        return self.memory_reserved(device_index)
+
+    def memory_reserved(self, device_index: int | None = None) -> int:  # noqa: ARG002
+        return int(self.module().driver_allocated_memory())
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """What the allocator holds: the nearest to a peak that is counted."""
+        return self.memory_reserved(device_index)
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        return {
+            "allocated_bytes.all.current": self.memory_allocated(device_index),
+            "reserved_bytes.all.current": self.memory_reserved(device_index),
+        }
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Nothing: no peaks are kept."""
+
+    def total_memory(self, device_index: int | None = None) -> int:  # noqa: ARG002
+        return int(self.module().recommended_max_memory())
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:  # noqa: ARG002
+        """The tensor as it is: there is no copy between two memories to make faster."""
+        return tensor

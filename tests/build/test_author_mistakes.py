@@ -1,0 +1,130 @@
+"""Mistakes that authors of ops make, and what they are told."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from opkiln.builder import CUDAOpBuilder, OpBuilder
+from opkiln.errors import LoadError, LoadTestError, SpecError, UnknownBackend
+from opkiln.registry import get_builder
+from opkiln.settings import override
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from sample.package import Package
+
+_BINDING = """
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+using torch::stable::Tensor;
+Tensor same(Tensor x) { return x; }
+STABLE_TORCH_LIBRARY_IMPL(%s, CPU, m) { m.impl("same", TORCH_BOX(&same)); }
+"""
+
+
+class _Reference:
+    @staticmethod
+    def same(x: Any) -> Any:
+        return x
+
+
+def builder(
+    tmp_path: Path, name: str, source: str, schema: str = "same(Tensor x) -> Tensor"
+) -> Any:
+    (tmp_path / "binding.cpp").write_text(source)
+
+    class Builder(OpBuilder):
+        NAME = name
+        NAMESPACE = name
+        DISTRIBUTION = name
+        SCHEMAS = (schema,)
+        root = str(tmp_path)
+
+        def sources(self) -> list[str]:
+            return ["binding.cpp"]
+
+        def reference(self) -> type[_Reference]:
+            return _Reference
+
+    return Builder()
+
+
+def test_a_library_that_registers_under_another_namespace_is_named(tmp_path: Path) -> None:
+    made = builder(tmp_path, "mistaken_ns", _BINDING % "another_ns")
+    with pytest.raises(LoadError, match="registers none of mistaken_ns::same for CPU") as caught:
+        made.jit_load()
+    assert caught.value.hint == "STABLE_TORCH_LIBRARY_IMPL(mistaken_ns, CPU, m)"
+
+
+def test_a_schema_that_is_defined_twice_is_refused_before_it_can_end_a_process(
+    tmp_path: Path,
+) -> None:
+    twice = _BINDING % "mistaken_def"
+    twice += (
+        'STABLE_TORCH_LIBRARY_FRAGMENT(mistaken_def, m) { m.def("same(Tensor x) -> Tensor"); }\n'
+    )
+    made = builder(tmp_path, "mistaken_def", twice)
+    with pytest.raises(LoadTestError, match="defines a schema in C"):
+        made.jit_load()
+
+
+def test_a_reference_without_schemas_is_told_what_is_missing(tmp_path: Path) -> None:
+    made = builder(tmp_path, "mistaken_none", _BINDING % "x")
+    type(made).SCHEMAS = ()
+    with pytest.raises(SpecError, match=r"has a reference\(\) but no SCHEMAS"):
+        made.load()
+
+
+def test_a_string_where_a_list_is_wanted_is_told_so(device: Package) -> None:
+    made = device.builder(_asked_backend="cuda", FLAGS="-O3 --use_fast_math")
+    with override(cuda_arch_list="9.0"), pytest.raises(SpecError, match="is a string where a list"):
+        made.op()
+
+
+def test_a_backend_that_is_none_is_refused() -> None:
+    with pytest.raises(SpecError, match="BACKENDS names CUDA"):
+        type("Wrong", (CUDAOpBuilder,), {"NAME": "wrong", "BACKENDS": ("CUDA",)})()
+    with pytest.raises(UnknownBackend, match="has no version for 'cuda'"):
+        get_builder("cpu_adam", backend="cuda")
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc on PATH")
+def test_a_filter_in_deepspeeds_manner_prunes_and_decides_nothing_else(device: Package) -> None:
+    class Builder(type(device.builder())):  # type: ignore[misc]
+        root = device.builder().root
+
+        def __init__(self) -> None:
+            super().__init__(name=self.NAME)
+
+        def filter_ccs(self, ccs: list[str]) -> list[list[str]]:
+            kept = [cc.split(".") for cc in ccs if int(cc.split(".")[0]) >= 8]
+            pruned = [cc for cc in ccs if int(cc.split(".")[0]) < 8]
+            if pruned:
+                self.warning(f"Filtered compute capabilities {pruned}")
+            return kept
+
+        def nvcc_args(self) -> list[str]:
+            return ["-O3", "--use_fast_math", *self.version_dependent_macros(),
+                    *self.compute_capability_args()]  # fmt: skip
+
+        def libraries_args(self) -> list[str]:
+            return ["cudart"]
+
+    made = Builder()
+    made.ask_for("cuda", None)
+    with override(cuda_arch_list="7.5;9.0"):
+        assert made.is_compatible(), made.error_log
+        assert made.remarks == ["Filtered compute capabilities ['7.5']"]
+        assert made.spec().libraries == ()
+        assert made.jit_load().answer() == 42
+
+
+@pytest.fixture
+def device(package: Callable[..., Package]) -> Package:
+    return package("device")
