@@ -13,7 +13,14 @@ import click
 
 from opkiln.cli import output, targets
 from opkiln.cli.op_name import complete
-from opkiln.errors import CompilingOff, LoadError, OpkilnError, StoreError
+from opkiln.errors import (
+    CompilingOff,
+    LoadError,
+    OpkilnError,
+    SpecError,
+    StoreError,
+    UnknownBackend,
+)
 from opkiln.report.layout import columns
 from opkiln.settings import override, settings
 
@@ -76,10 +83,17 @@ def command(
             stack.enter_context(override(max_jobs=jobs))
         for each in wanted or [None]:
             names = list(ALL_OPS if everything else dict.fromkeys(ops))
-            if everything and each is not None:
-                names = [name for name in names if each.backend in ALL_OPS[name].BACKENDS]
             with targets.applied(each):
-                builders = [targets.builder(name, each) for name in names]
+                builders = []
+                for name in names:
+                    try:
+                        builders.append(targets.builder(name, each))
+                    except UnknownBackend as none:
+                        if not everything:
+                            raise
+                        outcomes.append(Outcome(name, SKIPPED, reason=f"{none.what}: {none.why}"))
+                    except SpecError as wrong:  # another package's, which the rest need not suffer
+                        outcomes.append(Outcome(name, FAILED, error=wrong))
                 outcomes += _build(builders, trace, skipping=everything)
     if as_json:
         output.data_json({"schema": 1, "ops": [_as_json(each) for each in outcomes]})

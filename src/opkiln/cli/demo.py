@@ -69,11 +69,11 @@ def _title(text: str) -> str:
 
 def _found() -> str:
     from opkiln.errors import ToolchainError
-    from opkiln.report import collect
+    from opkiln.report.machine import machine
     from opkiln.store.layers import Store
     from opkiln.toolchain import host, torch_sdk
 
-    here, torch = collect.machine(), torch_sdk.find()
+    here, torch = machine(), torch_sdk.find()
     try:
         tools = host.choose(Store().memory)
         compiler = f"{tools.cxx}, {tools.version}"

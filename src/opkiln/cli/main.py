@@ -15,7 +15,7 @@ from opkiln.errors import OpkilnError
 
 # A command's module is imported when it runs, or when --help needs its first line.
 _COMMANDS = (
-    "build", "plan", "explain", "arch", "check", "report", "cache", "demo", "completion",
+    "build", "plan", "explain", "arch", "check", "report", "doctor", "cache", "demo", "completion",
 )  # fmt: skip
 
 
@@ -33,16 +33,20 @@ class _Commands(click.Group):
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit codes: 0 done, 1 no (check, arch, demo), 2 usage, 3 no compiler, 4 build failed, "
-    "5 store, 6 the op cannot run here, 7 compiling is switched off, 130 interrupted.",
+    epilog="Exit codes: 0 done, 1 no (check, arch, demo, doctor), 2 usage, 3 no compiler, 4 build "
+    "failed, 5 store, 6 the op cannot run here, 7 compiling is switched off, 8 warnings only "
+    "(doctor), 130 interrupted.",
 )
 @click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
-def cli() -> None:
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """Compile, cache and inspect native PyTorch operators.
 
     Ops are built at their first use. These commands build them earlier, and say what is built,
     what would be, and why. Data is written to standard output, progress to standard error.
     """
+    if ctx.invoked_subcommand == "doctor":
+        return  # it finds what is wrong with them, beside all else
     for setting in settings.table():
         setting.resolve()  # a value without a meaning is an error at once, not when it is used
     for text in settings.unknown():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -25,6 +26,16 @@ INTERRUPTED = 130
 def colour(stream: TextIO | None = None) -> bool:
     """Whether to colour what goes to ``stream`` (standard output): a terminal, no ``NO_COLOR``."""
     return (stream or sys.stdout).isatty() and not settings.no_color
+
+
+def width() -> int | None:
+    """Of the terminal; None where the output goes elsewhere, and lines are for programs."""
+    if not sys.stdout.isatty():
+        return None
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+    except OSError:
+        return None  # a terminal that does not say
 
 
 def data(text: str) -> None:

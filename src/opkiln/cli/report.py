@@ -5,20 +5,68 @@ from __future__ import annotations
 import click
 
 from opkiln.cli import output
+from opkiln.errors import UsageError
 
 
 @click.command("report", short_help="Show ops, environment, store and settings.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every setting.")
-def command(as_json: bool) -> None:
+@click.option(
+    "--markdown", is_flag=True,
+    help="Print Markdown for an issue, without your home directory and user name.",
+)  # fmt: skip
+@click.option(
+    "--html", "page", metavar="FILE", type=click.Path(dir_okay=False),
+    help="Write a page to look at: one file that loads nothing else.",
+)  # fmt: skip
+@click.option("--hide-ops", is_flag=True, help="Leave the ops out.")
+@click.option("--hide-env", is_flag=True, help="Leave everything but the ops out.")
+@click.option("--errors-only", is_flag=True, help="Show only what does not work.")
+@click.option("--probe", is_flag=True, help="Ask also the toolkits that torch is not built for.")
+def command(
+    as_json: bool, markdown: bool, page: str | None, hide_ops: bool, hide_env: bool,
+    errors_only: bool, probe: bool,
+) -> None:  # fmt: skip
     """Show the ops, the environment, the store and the settings in force.
 
-    An op is cached when loading it compiles nothing, and compatible when its native version can be
-    had here at all. Nothing is built, and torch is not imported.
+    An op is installed when it is shipped as a binary, cached when loading it compiles nothing, and
+    compatible when its native version can be had here at all. Nothing is built, and torch is not
+    imported. Compilers are asked who they are once; then it is remembered.
     """
-    from opkiln.report import collect, text
+    if as_json + markdown + (page is not None) > 1:
+        raise click.UsageError("--json, --markdown and --html exclude each other")
+    if page is not None and errors_only:
+        raise click.UsageError("--html shows everything; --errors-only is for the other forms")
+    from opkiln.report.collect import collect
 
-    found = collect.collect()
+    found = collect(
+        ops=not hide_ops, environment=not hide_env, probe=probe, changes=page is not None
+    )
     if as_json:
-        output.data_json(collect.as_json(found))
+        from opkiln.report import schema
+
+        output.data_json(schema.document(found, errors_only=errors_only))
+    elif markdown:
+        from opkiln.report import markdown as document
+
+        output.data(document.render(found, errors_only=errors_only))
+    elif page is not None:
+        from opkiln.report import page as html
+
+        _write(page, html.render(found))
     else:
-        output.data(text.render(found, colour=output.colour()))
+        from opkiln.report import text
+
+        output.data(
+            text.render(
+                found, colour=output.colour(), width=output.width(), errors_only=errors_only
+            )
+        )
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+    output.say(f"wrote {path}")

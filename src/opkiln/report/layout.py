@@ -13,12 +13,16 @@ _CODES = {"good": "32", "bad": "31", "weak": "2", "strong": "1"}
 
 
 def paint(text: str, look: str, *, colour: bool) -> str:
-    """``text`` as good, bad, weak or strong; as it is when there is no colour."""
-    return f"\x1b[{_CODES[look]}m{text}\x1b[0m" if colour and text else text
+    """``text`` as good, bad, weak or strong; as it is when there is no colour, or no look."""
+    return f"\x1b[{_CODES[look]}m{text}\x1b[0m" if colour and text and look else text
 
 
-def columns(rows: Iterable[Sequence[str]], *, indent: int = 0) -> str:
-    """Rows with their cells below each other, two blanks apart; the last column is ragged."""
+def columns(rows: Iterable[Sequence[str]], *, indent: int = 0, width: int | None = None) -> str:
+    """Rows with their cells below each other, two blanks apart; the last column is ragged.
+
+    With a ``width``, what does not fit goes on in the next line, below its own column; or, where
+    that column would be too narrow to read, further left.
+    """
     table = [list(row) for row in rows]
     count = max((len(row) for row in table), default=0)
     widths = [
@@ -27,8 +31,34 @@ def columns(rows: Iterable[Sequence[str]], *, indent: int = 0) -> str:
     lines = []
     for row in table:
         cells = [cell + " " * (widths[i] - _width(cell)) for i, cell in enumerate(row)]
-        lines.append((" " * indent + "  ".join(cells)).rstrip())
+        line = (" " * indent + "  ".join(cells)).rstrip()
+        if width is not None and _width(line) > width and row:
+            before = " " * indent + "".join(f"{cell}  " for cell in cells[:-1])
+            lines += _folded(before, row[-1], width, indent)
+        else:
+            lines.append(line)
     return "\n".join(lines)
+
+
+_NARROW = 24  # characters that a column needs to be read
+
+
+def _folded(before: str, last: str, width: int, indent: int) -> list[str]:
+    import textwrap
+
+    start = _width(before)
+    if width - start < _NARROW:
+        lines, start = ([before.rstrip()] if before.strip() else []), indent + 2
+    else:
+        lines = []
+    # Colours are of no width, and a colour that is begun in one line holds in the next.
+    codes = _ANSI.findall(last)
+    plain = _ANSI.sub("", last)
+    parts = textwrap.wrap(plain, max(_NARROW, width - start), break_on_hyphens=False,
+                          break_long_words=False) or [""]  # fmt: skip
+    painted = [f"{codes[0]}{part}{codes[-1]}" if codes else part for part in parts]
+    head = before if not lines and before.strip() else " " * start
+    return [*lines, head + painted[0], *(" " * start + part for part in painted[1:])]
 
 
 def _width(cell: str) -> int:

@@ -1,0 +1,158 @@
+"""The compilers and toolkits of this machine: which is taken, and why each other one is not.
+
+Host compilers are asked who they are, which takes a moment, once: it is remembered. To ask a
+toolkit takes up to seconds, so one is asked when torch is built for its backend, when it is
+remembered, or when the caller wants it (``probe``); else it is only listed.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from opkiln.errors import ToolchainError
+from opkiln.model import CPU, CUDA, ROCM, XPU
+from opkiln.settings import origin_of
+from opkiln.toolchain import choice, find, host, libsycl, rocm_homes, toolkits, torch_sdk
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from opkiln.model import Toolchain, TorchSDK
+    from opkiln.toolchain.find import Candidate
+
+BACKENDS = {CPU: "C++", CUDA: "CUDA", ROCM: "ROCm", XPU: "SYCL"}
+PROBE = "opkiln report --probe"
+
+
+class Tool(NamedTuple):
+    """A compiler or toolkit that was looked at. At most one of a backend is taken."""
+
+    backend: str
+    path: str
+    origin: str  # how it was found: CXX, PATH, a directory
+    version: str  # "" where it was not asked, or did not say
+    taken: bool
+    refused: str  # why it is not taken
+    asked: bool = True  # False: it was found, and not asked who it is
+
+
+def survey(memory: tuple[str, ...], torch: TorchSDK | None, *, probe: bool) -> tuple[Tool, ...]:
+    """Every compiler, by backend, in the order of preference."""
+    tools = _ranked(CPU, host.candidates(memory))
+    usable = any(tool.taken for tool in tools)
+    for backend in (CUDA, ROCM, XPU):
+        tools += _toolkits(memory, backend, torch, probe=probe, has_host=usable)
+    return tuple(tools)
+
+
+def taken(tools: Iterable[Tool], backend: str) -> Tool | None:
+    """The one that builds for a backend."""
+    return next((tool for tool in tools if tool.backend == backend and tool.taken), None)
+
+
+def objection(tools: Iterable[Tool], backend: str) -> str:
+    """Why nothing can be compiled for a backend; empty when it can, or when it is not known."""
+    found = list(tools)
+    for each in dict.fromkeys((CPU, backend)):
+        own = [tool for tool in found if tool.backend == each]
+        if taken(own, each) is None and all(tool.asked for tool in own):
+            here = "; ".join(f"{tool.path}: {tool.refused}" for tool in own) or "none was found"
+            return f"no {BACKENDS[each]} compiler can be used here ({here})"
+    return ""
+
+
+def wanted(backend: str, torch: TorchSDK | None) -> bool:
+    """Whether torch is built for a backend."""
+    if torch is None:
+        return False
+    if backend == XPU:
+        return os.path.exists(os.path.join(torch.path, "lib", "libtorch_xpu.so"))
+    return bool({CPU: True, CUDA: torch.cuda, ROCM: torch.hip}[backend])
+
+
+def _ranked(backend: str, candidates: Iterable[Candidate]) -> list[Tool]:
+    """Candidates as tools: the first that is not refused is taken, those behind it come after."""
+    tools: list[Tool] = []
+    best = ""
+    for each in candidates:
+        refused = each.refused or (f"found after {best}" if best else "")
+        tools.append(Tool(backend, each.path, each.origin, each.version, not refused, refused))
+        best = best or ("" if each.refused else each.path)
+    return tools
+
+
+def _toolkits(
+    memory: tuple[str, ...], backend: str, torch: TorchSDK | None, *, probe: bool, has_host: bool
+) -> list[Tool]:
+    if not has_host:
+        return _listed(backend, "not asked: it needs a C++ compiler")
+    try:
+        if not (probe or wanted(backend, torch)) and choice.recall(memory, backend) is None:
+            name = BACKENDS[backend]
+            lacks = "there is no torch" if torch is None else f"torch is not built for {name}"
+            return _listed(backend, f"not asked: {lacks} ({PROBE} asks)")
+        return _ranked(backend, _candidates(memory, backend, torch, host.choose(memory)))
+    except (ToolchainError, OSError) as error:
+        # A launcher, or a host compiler for nvcc, that was named and cannot be used, or a torch
+        # that cannot be read: no toolkit gets that far.
+        return _listed(backend, error.what if isinstance(error, ToolchainError) else str(error))
+
+
+def _candidates(
+    memory: tuple[str, ...], backend: str, torch: TorchSDK | None, toolchain: Toolchain
+) -> list[Candidate]:
+    from opkiln.toolchain import hipcc, nvcc, sycl
+
+    if backend == CUDA:
+        return nvcc.candidates(memory, torch.cuda if torch else None, toolchain)
+    if backend == ROCM:
+        return hipcc.candidates(memory, torch.hip if torch else None, toolchain)
+    return sycl.candidates(memory, None, toolchain)
+
+
+def _listed(backend: str, why: str) -> list[Tool]:
+    """What is there, by the files alone; and what is not, where the user named it."""
+    return [
+        Tool(backend, path, origin, "", False, missing or why, asked=bool(missing))
+        for path, origin, missing in _present(backend)
+    ]
+
+
+def _present(backend: str) -> list[tuple[str, str, str]]:
+    """(path, origin, why it cannot be one) of what may have a compiler for a backend."""
+    if backend == CUDA:
+        absent = [(place.nvcc, place.origin, "no such program") for place in toolkits.unfound()]
+        return absent + [(_home(place.nvcc), place.origin, "") for place in toolkits.present()]
+    if backend == ROCM:
+        named = origin_of("rocm_home")[1]
+        return [
+            (each.path, each.origin, each.refused)
+            for each in rocm_homes.hipcc_candidates()
+            if not each.refused or each.origin == named
+        ]
+    path, origin = origin_of("sycl_cxx")
+    if path:
+        return [(find.first(path) or path, origin, "" if find.first(path) else "no such program")]
+    programs = [(*each, "") for each in libsycl.programs() if find.first(each[0])]
+    library = libsycl.installed()
+    return [*programs, *([(library, libsycl.PACKAGE, "")] if library else [])]
+
+
+def _home(nvcc: str) -> str:
+    """The toolkit that an nvcc lies in; the nvcc itself where it lies in none, as a script does."""
+    directory = os.path.dirname(nvcc)
+    is_toolkit = os.path.exists(os.path.join(directory, "nvcc.profile"))
+    return os.path.dirname(directory) if is_toolkit else nvcc
+
+
+def torch_built_with(torch: TorchSDK | None, error: str = "") -> str:
+    """What torch is and was built with, in a line."""
+    if torch is None:
+        return f"cannot be read: {error}" if error else "not installed"
+    backends = [f"CUDA {torch.cuda}"] if torch.cuda else []
+    backends += [f"HIP {torch.hip}"] if torch.hip else []
+    abi = "C++11 ABI" if torch.cxx11_abi else "pre-C++11 ABI"
+    stable = "" if torch_sdk.has_stable_abi(torch) else ", no stable ABI"
+    return f"{torch.version}, {' and '.join(backends) or 'no CUDA, no HIP'}, {abi}{stable}"

@@ -1,0 +1,239 @@
+"""The store: where it is, whose, and whether it has room, may be executed from and tells time."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+import tempfile
+import time
+
+from opkiln.report.doctor import room
+from opkiln.report.doctor.finding import Outcome, failed, joined, passed, skipped, warned
+from opkiln.report.doctor.here import Here
+from opkiln.report.layout import count, size
+from opkiln.settings import LAYOUT, origin_of, override, settings, store_candidates
+from opkiln.store import inventory
+from opkiln.trust import fault
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LITTLE, _TOO_LITTLE = 1 << 30, 64 << 20  # bytes: a CUDA op with its objects takes tens of MiB
+_FEW, _TOO_FEW = 2000, 100  # inodes: an entry takes about ten
+_SKEW = 2.0  # seconds, within which no signature is believed anyway
+_LEFTOVER = 3600.0  # seconds after which `cache gc` takes what is staged for abandoned
+
+
+def place(here: Here) -> Outcome:
+    """Where the store is, and why not where it was asked for."""
+    location = here.store.location
+    if location.writable is None:
+        return failed(joined("nothing can be written", *location.notes), _move())
+    directory = room.of(location.writable).path
+    try:
+        _time_of_a_new_file(directory)
+    except OSError as error:
+        # Permissions do not tell all: a file system may refuse for reasons of its own.
+        return failed(f"nothing can be written to {directory}: {error.strerror}", _move())
+    if not location.notes:
+        return passed(os.path.dirname(location.writable))
+    facts = joined(*location.notes)
+    if any(_foreign(path) or _open(path) for path in _asked()):
+        return skipped(f"{facts}: see store owner, store mode")
+    in_use = os.path.dirname(location.writable)
+    command = f"export OPKILN_CACHE_DIR={shlex.quote(in_use)}"
+    return warned(facts, f"mkdir -p -m 700 {shlex.quote(in_use)} && {command}")
+
+
+def owner(here: Here) -> Outcome:  # noqa: ARG001 (the form of a check)
+    """The directory that was asked for is this user's or root's."""
+    foreign = [path for path in _asked() if _foreign(path)]
+    if not foreign:
+        return passed(_state(lambda found: f"uid {found.st_uid}"))
+    facts = "; ".join(f"{path} belongs to uid {os.lstat(path).st_uid}" for path in foreign)
+    top = shlex.quote(foreign[0])
+    if os.geteuid() == 0:
+        command = f"chown -R 0:0 {top}"
+    else:
+        variable = origin_of("cache_dir")[1]
+        command = (
+            f"unset {variable}" if variable.isupper() else f"sudo chown -R {os.getuid()} {top}"
+        )
+    return warned(f"{facts}, not to uid {os.getuid()} or root: it is not used", command)
+
+
+def mode(here: Here) -> Outcome:  # noqa: ARG001
+    """Nobody else can write to the directory that was asked for."""
+    opened = [path for path in _asked() if _open(path)]
+    if not opened:
+        return passed(_state(lambda found: f"mode {stat.S_IMODE(found.st_mode):04o}"))
+    facts = "; ".join(
+        f"{path} has mode {stat.S_IMODE(os.lstat(path).st_mode):04o}" for path in opened
+    )
+    return warned(
+        f"{facts}: others can write to it, so it is not used",
+        f"chmod go-w {' '.join(map(shlex.quote, opened))}",
+    )
+
+
+def _asked() -> list[str]:
+    """The root that the user expects, and the layout's directory in it, where they exist."""
+    root = store_candidates()[0][0]
+    return [path for path in (root, os.path.join(root, LAYOUT)) if os.path.lexists(path)]
+
+
+def _foreign(path: str) -> bool:
+    return os.lstat(path).st_uid not in (os.getuid(), 0)
+
+
+def _open(path: str) -> bool:
+    found = os.lstat(path)
+    return not stat.S_ISLNK(found.st_mode) and bool(found.st_mode & 0o022)
+
+
+def _state(shown: Callable[[os.stat_result], str]) -> str:
+    asked = _asked()
+    return f"{asked[0]}: {shown(os.lstat(asked[0]))}" if asked else "it is still to be made"
+
+
+def space(here: Here) -> Outcome:
+    """The store has room for what is built, and keeps to its own limit."""
+    root = here.store.root
+    if root is None:
+        return skipped("nothing can be written: see store")
+    found = room.of(root)
+    facts = f"{size(found.free)} free of {size(found.total)} at {found.path}"
+    held = inventory.sizes(root).total if os.path.isdir(root) else 0
+    limit = int(settings.cache_max_size)
+    if found.free < _LITTLE:
+        # Collecting helps where the store itself holds what is missing.
+        command = "opkiln cache gc --now --max-size 1K" if held > _LITTLE else _move()
+        verdict = failed if found.free < _TOO_LITTLE else warned
+        return verdict(f"{facts}; the store holds {size(held)}", command)
+    if held > limit:
+        return warned(f"{facts}; the store holds {size(held)}, more than {size(limit)}",
+                      "opkiln cache gc")  # fmt: skip
+    return passed(f"{facts}; the store holds {size(held)} of at most {size(limit)}")
+
+
+def inodes(here: Here) -> Outcome:
+    """The store's file system can hold more files."""
+    root = here.store.root
+    if root is None:
+        return skipped("nothing can be written: see store")
+    found = room.of(root)
+    if found.inodes is None:
+        return passed(f"{found.path} makes them as needed")
+    facts = f"{found.inodes} left at {found.path}"
+    if found.inodes >= _FEW:
+        return passed(facts)
+    return (failed if found.inodes < _TOO_FEW else warned)(facts, _move())
+
+
+def noexec(here: Here) -> Outcome:
+    """Libraries can be loaded from every directory of the store."""
+    roots = [layer.root for layer in here.store.location.layers]
+    mounted = [path for path in roots if os.path.isdir(path) or path == here.store.root]
+    barred = [path for path in mounted if room.of(path).noexec]
+    if not barred:
+        return passed("no part of it is on a file system mounted noexec")
+    facts = f"{', '.join(barred)} is on a file system mounted noexec: nothing loads from there"
+    own = here.store.root in barred
+    return failed(facts, _move()) if own else warned(facts, "unset OPKILN_STORE_LAYERS")
+
+
+def layers(here: Here) -> Outcome:
+    """The read-only layers that were listed are there, and not open to everybody."""
+    listed = [layer.root for layer in here.store.location.layers if layer.listed]
+    if not listed:
+        return passed("none is listed (OPKILN_STORE_LAYERS)")
+    texts = []
+    for path in listed:
+        if not os.path.isdir(path):
+            texts.append(f"{path} is not there")
+        elif reason := fault(path, os.lstat(path), listed=True):
+            texts.append(reason)
+    if not texts:
+        return passed(", ".join(listed))
+    bad = [path for path in settings.store_layers if any(path in text for text in texts)]
+    kept = [path for path in settings.store_layers if path not in bad]
+    command = f"export OPKILN_STORE_LAYERS={shlex.quote(os.pathsep.join(kept))}"
+    return warned(joined(*texts), command if kept else "unset OPKILN_STORE_LAYERS")
+
+
+def clock(here: Here) -> Outcome:
+    """Files that are written to the store get this machine's time."""
+    root = here.store.root
+    if root is None:
+        return skipped("nothing can be written: see store")
+    directory, before = room.of(root).path, time.time()
+    try:
+        written = _time_of_a_new_file(directory)
+    except OSError:
+        return skipped(f"nothing can be written to {directory}: see store")
+    skew = written - before
+    facts = (
+        f"a file written to {directory} now is {abs(skew):.1f} s {'ahead' if skew > 0 else 'old'}"
+    )
+    if abs(skew) > _SKEW:
+        return warned(
+            f"{facts}: the file server's clock differs, so files are hashed that need not be",
+            "timedatectl set-ntp true",
+        )
+    return passed(facts)
+
+
+def _time_of_a_new_file(directory: str) -> float:
+    """What the file system takes for now. Raises OSError."""
+    with tempfile.NamedTemporaryFile(prefix=".opkiln-doctor-", dir=directory) as file:
+        file.write(b"x")
+        file.flush()  # a full file system refuses the first byte, not the name
+        return os.fstat(file.fileno()).st_mtime
+
+
+def leftovers(here: Here) -> Outcome:
+    """Nothing that a killed process staged lies about. Locks cannot: the kernel holds them."""
+    root = here.store.root
+    if root is None:
+        return skipped("nothing can be written: see store")
+    staging, now = os.path.join(root, "staging"), time.time()
+    old = []
+    for name in inventory.names_in(staging):
+        path = os.path.join(staging, name)
+        try:
+            newest = max(os.lstat(each).st_mtime for each in (path, *_inside(path)))
+        except FileNotFoundError:
+            continue  # it is being published at this moment
+        if newest < now - _LEFTOVER:
+            old.append(path)
+    if old:
+        noun = count(len(old), "directory") if len(old) == 1 else f"{len(old)} directories"
+        return warned(f"{noun} in {staging} that a killed process left", "opkiln cache gc")
+    return passed("nothing is left of processes that died")
+
+
+def _inside(path: str) -> list[str]:
+    return [os.path.join(path, name) for name in inventory.names_in(path)]
+
+
+def _move() -> str:
+    """The command that puts the store where there is room; empty where there is none."""
+    asked, origin = origin_of("cache_dir")
+    if asked:
+        with override(cache_dir=None):
+            usual, expected = store_candidates()[0]
+        found = room.of(usual)
+        if (
+            expected
+            and found.free >= _LITTLE
+            and not found.noexec
+            and os.access(found.path, os.W_OK)
+        ):
+            return f"unset {origin}"
+    other = room.elsewhere(_LITTLE)
+    if not other:
+        return ""
+    place = shlex.quote(os.path.join(other, f"opkiln-{os.getuid()}-store"))
+    return f"mkdir -p -m 700 {place} && export OPKILN_CACHE_DIR={place}"

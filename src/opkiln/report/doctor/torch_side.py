@@ -1,0 +1,156 @@
+"""torch: that it is there, new enough, can be loaded, and brings one OpenMP runtime."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from opkiln.accelerator import amd
+from opkiln.errors import LoadTestError
+from opkiln.loading import loadtest
+from opkiln.model import ABI_STABLE, OpSpec
+from opkiln.report.doctor.finding import Outcome, failed, joined, passed, skipped, warned
+from opkiln.report.doctor.here import Here, pip
+from opkiln.settings import child_environment, whole_environment
+from opkiln.toolchain import torch_sdk
+
+
+def version(here: Here) -> Outcome:
+    """torch is there, and has the stable ABI that the bundled ops are built on."""
+    torch = here.torch
+    if torch is None:
+        return failed("torch is not installed: no op can be called", pip("install", "torch"))
+    parts = [f"CUDA {torch.cuda}" if torch.cuda else "", f"HIP {torch.hip}" if torch.hip else ""]
+    facts = ", ".join([torch.version, *filter(None, parts), torch.path])
+    if not torch_sdk.has_stable_abi(torch):
+        least = torch_sdk.STABLE_VERSION
+        return failed(
+            f"{facts}: it lacks the stable ABI of torch {least}, so references serve",
+            pip("install", "--upgrade", f"torch>={least}"),
+        )
+    return passed(facts)
+
+
+def devices(here: Here) -> Outcome:
+    """torch was built for the GPUs that are here."""
+    torch = here.torch
+    if torch is None:
+        return skipped("torch is not installed")
+    nvidia, radeon = here.nvidia.gpus, amd.devices().gpus
+    if not nvidia and not radeon:
+        return skipped("there is no GPU of NVIDIA's or AMD's")
+    names = ", ".join([*(gpu.name for gpu in nvidia), *(gpu.name for gpu in radeon)])
+    if (nvidia and torch.cuda) or (radeon and torch.hip):
+        return passed(f"torch {torch.version} is built for {names}")
+    # What the package index has is built for CUDA; for ROCm there is another index.
+    command = pip("install", "--force-reinstall", "torch") if nvidia else ""
+    return warned(f"torch {torch.version} has neither CUDA nor HIP: it cannot use {names}", command)
+
+
+def libraries(here: Here) -> Outcome:
+    """torch's libraries can be loaded: tried in a child, without importing torch."""
+    torch = here.torch
+    if torch is None:
+        return skipped("torch is not installed")
+    directory = os.path.join(torch.path, "lib")
+    # The load test takes what an op on the stable ABI needs, and after it the one named here.
+    spec = OpSpec(name="torch", distribution="opkiln", root="/", sources=(), abi=ABI_STABLE)
+    last = os.path.join(directory, "libtorch.so")
+    release = torch.version.partition("+")[0]
+    try:
+        loadtest.check(spec, torch, last, tmpdir=here.scratch)
+    except LoadTestError as error:
+        again = pip("install", "--force-reinstall", "--no-deps", f"torch=={release}")
+        return failed(f"{directory}: {joined(*error.why.splitlines())}", again)
+    return passed(f"{directory}: libc10, libtorch_cpu and libtorch load")
+
+
+def cxx_abi(here: Here) -> Outcome:
+    """The C++ ABI that ops on torch's full interface are compiled for."""
+    torch = here.torch
+    if torch is None:
+        return skipped("torch is not installed")
+    if torch.cxx11_abi:
+        return passed("C++11 (_GLIBCXX_USE_CXX11_ABI=1)")
+    return warned(
+        f"torch {torch.version} is built with _GLIBCXX_USE_CXX11_ABI=0: ops are compiled for that, "
+        "and go with no other C++ library of this system",
+        pip("install", "--upgrade", "torch"),
+    )
+
+
+# Two OpenMP runtimes
+
+_FAMILIES = {"libgomp": "GNU", "libiomp5": "LLVM", "libomp": "LLVM"}
+_MAPPED = """
+import ctypes, os, sys
+for path in sys.argv[1:]:
+    ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_GLOBAL)
+with open('/proc/self/maps') as maps:
+    print('\\n'.join({line.split(None, 5)[5].strip() for line in maps if line.count('/')}))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def openmp(here: Here) -> Outcome:
+    """One OpenMP runtime in the process, not two that each start a thread per CPU."""
+    torch = here.torch
+    if torch is None:
+        return skipped("torch is not installed")
+    preloaded = whole_environment().get("LD_PRELOAD", "")
+    loaded = _loaded(torch.path, preloaded)
+    found = {path: family for path in loaded if (family := _family(path))}
+    beside = {path: family for path in _beside() if (family := _family(path))}
+    together = {**found, **beside}
+    if len(set(together.values())) < 2:
+        names = ", ".join(found) or "none is loaded with torch"
+        return passed(names)
+    what = ", ".join(f"{path} ({family})" for path, family in together.items())
+    if len(set(found.values())) > 1:
+        text = f"two runtimes load together, and each starts a thread per CPU: {what}"
+        asked = any(_family(each) for each in preloaded.replace(":", " ").split())
+        return warned(text, "unset LD_PRELOAD" if asked else "")
+    return warned(
+        f"torch loads one, and another package of this environment can load a second: {what}",
+        _removal(beside),
+    )
+
+
+def _family(path: str) -> str:
+    stem = os.path.basename(path).partition(".so")[0].partition("-")[0]
+    return _FAMILIES.get(stem, "")
+
+
+def _loaded(torch: str, preloaded: str) -> list[str]:
+    """The files that a process has mapped once torch's libraries are in it."""
+    from opkiln.process import capture
+
+    names = ("libc10.so", "libtorch_cpu.so")
+    libraries = [path for name in names if os.path.exists(path := os.path.join(torch, "lib", name))]
+    environment = {**child_environment(), **({"LD_PRELOAD": preloaded} if preloaded else {})}
+    argv = (sys.executable or "python3", "-I", "-S", "-c", _MAPPED, *libraries)
+    answer = capture(argv, env=environment, timeout=60)
+    # By the files behind them: conda makes libgomp a link to the other family's.
+    return sorted({os.path.realpath(path) for path in answer.stdout.split("\n") if path})
+
+
+def _beside() -> list[str]:
+    """Those in the environment's own library directory, where conda and pip's MKL put them."""
+    directory = os.path.join(sys.prefix, "lib")
+    names = ("libgomp.so.1", "libiomp5.so", "libomp.so")
+    paths = (os.path.join(directory, name) for name in names)
+    return sorted({os.path.realpath(path) for path in paths if os.path.exists(path)})
+
+
+def _removal(beside: dict[str, str]) -> str:
+    from importlib import metadata
+
+    if not any(family == "LLVM" for family in beside.values()):
+        return ""
+    try:
+        metadata.distribution("intel-openmp")
+    except metadata.PackageNotFoundError:
+        conda = os.path.isdir(os.path.join(sys.prefix, "conda-meta"))
+        return "conda install -y nomkl" if conda else ""
+    return pip("uninstall", "-y", "intel-openmp")

@@ -1,0 +1,262 @@
+"""A report in words: sections of rows of cells, which every form that people read is made of."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from opkiln.report.compilers import BACKENDS, torch_built_with
+from opkiln.report.layout import age, count, duration, size
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from opkiln.report.cache import StoreStatus
+    from opkiln.report.collect import Environment, InForce, Report
+    from opkiln.report.compilers import Tool
+    from opkiln.report.devices import Devices
+    from opkiln.report.machine import Limit, Machine, Space
+    from opkiln.report.operators import BackendStatus, OpStatus
+
+
+class Cell(NamedTuple):
+    """A few words, and how they look: good, bad, weak, or plain."""
+
+    text: str
+    look: str = ""
+
+
+Row = tuple[Cell, ...]
+
+
+class Section(NamedTuple):
+    """A table with a title. ``head`` is empty where the first column says what each row is."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[Row, ...]
+    note: str = ""
+
+
+def sections(report: Report) -> list[Section]:
+    """Everything that was collected."""
+    found = []
+    if report.ops is not None:
+        found.append(ops(report.ops))
+    if report.environment is not None:
+        around = report.environment
+        found += [
+            environment(report.opkiln, around),
+            compilers(around.tools),
+            accelerators(around.devices),
+            store(around.store, report.made),
+            settings(around.settings),
+        ]
+    if report.problems:
+        found.append(problems(report))
+    return found
+
+
+def problems(report: Report) -> Section:
+    """What somebody should look at."""
+    rows = []
+    for each in report.problems:
+        rows.append((Cell(each.subject, "bad"), Cell(_line(each.text))))
+        if each.hint:
+            rows.append((Cell(""), Cell(f"hint: {each.hint}", "weak")))
+    return Section("problems", (), tuple(rows), "" if rows else "none")
+
+
+# The ops
+
+
+def ops(found: tuple[OpStatus, ...]) -> Section:
+    """A row for each op and backend; the first of an op is the one that serves here."""
+    rows = [row for each in found for row in _op(each)]
+    head = ("op", "backend", "installed", "cached", "compatible", "")
+    return Section("ops", head, tuple(rows), "" if rows else "none")
+
+
+def _op(found: OpStatus) -> list[Row]:
+    rows = [_on(found.op, found.here, serves=True)]
+    rows += [_on("", each, serves=False) for each in found.backends[1:]]
+    return rows
+
+
+def _on(name: str, found: BackendStatus, *, serves: bool) -> Row:
+    # What does not serve here need not work here.
+    look = "" if serves else "weak"
+    return (
+        Cell(name),
+        Cell(found.backend or "-", look),
+        _yes(found.installed, look or "weak"),
+        _yes(found.cached, look or ("good" if found.cached else "weak")),
+        _yes(found.compatible, look or ("good" if found.compatible else "bad")),
+        Cell(_line(found.reason), look),
+    )
+
+
+def _yes(value: bool, look: str) -> Cell:
+    return Cell("yes" if value else "no", look)
+
+
+# The environment
+
+
+def environment(version: str, around: Environment) -> Section:
+    """What opkiln, Python, the system, torch and the limits are."""
+    machine, torch = around.machine, around.torch
+    rows = [
+        _row("opkiln", version),
+        _row("python", f"{machine.python}, {machine.executable}"),
+        _row("system", machine.system),
+        _row("cpu", machine.cpu),
+        _row("", f"{machine.level} ({machine.simd})"),
+        _row("torch", torch_built_with(torch, around.torch_error), "bad" if torch is None else ""),
+    ]
+    if torch is not None:
+        rows.append(_row("", torch.path))
+    rows += _budget(around)
+    rows += _granted(machine)
+    if around.dropped:
+        rows.append(_row("dropped", ", ".join(around.dropped) + " (no compiler sees them)"))
+    rows += [_row("unknown", text, "bad") for text in around.unknown]
+    return Section("environment", (), tuple(rows))
+
+
+def _budget(around: Environment) -> list[Row]:
+    budget, limits = around.budget, around.budget.limits
+    jobs = f", at most {count(budget.max_jobs, 'job')}" if budget.max_jobs else ""
+    rows = [
+        _row("budget", f"{count(len(limits.slots), 'CPU')} ({limits.cpus_from}){jobs}"),
+        _row("", f"{size(limits.memory)} of memory ({limits.memory_from})"),
+        _row("", f"shared through {budget.where}" if budget.where else "not shared"),
+    ]
+    return rows + [_row("", f"not shared through {each}", "bad") for each in budget.refused]
+
+
+def _granted(machine: Machine) -> list[Row]:
+    group = machine.cgroup
+    granted = [f"{group.cpu_quota:g} CPUs' worth of time"] if group.cpu_quota else []
+    granted += [f"{group.cpus} CPUs"] if group.cpus else []
+    granted += [f"{size(group.memory_limit)} of memory"] if group.memory_limit else []
+    said = f"{group.path or 'none'}: {', '.join(granted) or 'no limits'}"
+    shared = machine.shared_memory
+    limits = ", ".join(_limit(each) for each in machine.limits)
+    return [
+        _row("cgroup", said),
+        _row("/dev/shm", "none" if shared is None else _room(shared)),
+        _row("limits", limits),
+    ]
+
+
+def _limit(limit: Limit) -> str:
+    def words(value: int | None) -> str:
+        if value is None:
+            return "unlimited"
+        return size(value) if limit.name == "memlock" else str(value)
+
+    soft, hard = words(limit.soft), words(limit.hard)
+    return f"{limit.name} {soft}" + ("" if soft == hard else f" (at most {hard})")
+
+
+def _room(space: Space) -> str:
+    return f"{size(space.free)} free of {size(space.total)}"
+
+
+# Compilers and devices
+
+
+def compilers(tools: Iterable[Tool]) -> Section:
+    """Every compiler and toolkit: taken, or why not."""
+    found = list(tools)
+    rows = []
+    for backend, name in BACKENDS.items():
+        own = [tool for tool in found if tool.backend == backend]
+        if not own:
+            rows.append(_row(name, "none was found", "weak"))
+        rows += [_tool(name if number == 0 else "", tool) for number, tool in enumerate(own)]
+    return Section("compilers", (), tuple(rows))
+
+
+def _tool(label: str, tool: Tool) -> Row:
+    word = "refused: " if tool.asked else ""
+    state = "taken" if tool.taken else f"{word}{_line(tool.refused)}"
+    facts = ", ".join(part for part in (tool.path, tool.version, state) if part)
+    return _row(label, f"{facts} ({tool.origin})", "" if tool.taken else "weak")
+
+
+def accelerators(found: Devices) -> Section:
+    """Which kinds of device there are, the GPUs, their drivers, and what they talk through."""
+    rows = []
+    for kind in found.accelerators:
+        answer, look = ("yes", "good") if kind.present else ("no", "weak")
+        rows.append(_row(kind.name, f"{answer}: {kind.why}" if kind.why else answer, look))
+    for each in found.drivers:
+        if each.version:
+            takes = f", takes CUDA up to {each.cuda}" if each.cuda else ""
+            rows.append(_row(f"{each.vendor} driver", f"{each.version}{takes}"))
+    for gpu in found.gpus:
+        hidden = "" if gpu.visible else ", not visible to this process"
+        memory = f", {size(gpu.memory)}" if gpu.memory else ""
+        text = f"{gpu.name}, {gpu.arch}{memory}{hidden}"
+        rows.append(_row(f"{gpu.vendor} GPU {gpu.index}", text, "weak" if hidden else ""))
+    for library in found.collectives:
+        rows.append(_row(library.name, f"{library.version or 'unknown version'}, {library.path}"))
+    if not found.collectives:
+        rows.append(_row("NCCL", "none was found", "weak"))
+    return Section("accelerators", (), tuple(rows))
+
+
+# The store and the settings
+
+
+def store(found: StoreStatus, now: float) -> Section:
+    """Where entries are, how much there is, and the last build."""
+    nowhere = found.root is None
+    rows = [_row("path", found.root or "none: nothing can be written", "bad" if nowhere else "")]
+    if found.sizes is not None:
+        kinds = f"{count(found.sizes.ops, 'op')} and {count(found.sizes.objects, 'object')}"
+        rows.append(_row("size", f"{size(found.sizes.total)} of {size(found.limit)}: {kinds}"))
+    if found.space is not None:
+        rows.append(_row("space", _room(found.space)))
+    for build in found.builds[:1]:
+        when = f"{age(now - build.ended)} ago, in {duration(build.seconds)}"
+        rows.append(_row("last build", f"{build.op} for {build.made_for}, {when}"))
+    rows += [_row("layer", layer) for layer in found.layers if layer != found.root]
+    rows += [_row("note", note, "bad") for note in found.notes]
+    return Section("cache", (), tuple(rows))
+
+
+def settings(found: tuple[InForce, ...]) -> Section:
+    """Those that are not at their defaults, with where they come from."""
+    given = [each for each in found if each.origin != "default"]
+    rows = [
+        (Cell(each.variable), Cell(value_of(each)), Cell(_origin(each), "weak")) for each in given
+    ]
+    note = f"{len(found) - len(given)} more at their defaults (`opkiln report --json` has all)"
+    return Section("settings", (), tuple(rows), note)
+
+
+def value_of(each: InForce) -> str:
+    """A setting's value as a user would write it."""
+    if isinstance(each.value, tuple):
+        separator = {True: ":", False: " "}[each.variable.endswith(("PATH", "LAYERS"))]
+        if each.variable == "HSA_OVERRIDE_GFX_VERSION":
+            separator = "."
+        return separator.join(map(str, each.value))
+    if isinstance(each.value, bool):
+        return "on" if each.value else "off"
+    return str(each.value)
+
+
+def _origin(each: InForce) -> str:
+    return "" if each.origin == each.variable else f"from {each.origin}"
+
+
+def _row(label: str, text: str, look: str = "") -> Row:
+    return Cell(label), Cell(text, look)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,130 @@
+"""How every op stands here, for each backend it has. Nothing is built, loaded or asked."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from opkiln.builder.base import OpBuilder
+from opkiln.errors import OpkilnError, SpecError
+from opkiln.loading.outlook import CACHED, WOULD_COMPILE, WOULD_FAIL, outlook
+from opkiln.registry import ALL_OPS, GROUP, bundled
+from opkiln.report import compilers
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from opkiln.loading.trace import Decision
+    from opkiln.report.compilers import Tool
+
+
+class BackendStatus(NamedTuple):
+    """One op on one backend. ``compatible``: its native version can be had, now or by a build."""
+
+    backend: str
+    status: str  # of loading.outlook: cached, would compile, would fall back, would fail
+    installed: bool  # shipped as a binary
+    cached: bool  # loading it compiles nothing
+    compatible: bool
+    reason: str  # why it is not cached, or not compatible
+    path: str  # of the entry that serves
+    decisions: tuple[Decision, ...]  # every candidate, and why it was taken or refused
+
+
+class OpStatus(NamedTuple):
+    """One op. ``serves`` is the backend that loading it here would take."""
+
+    op: str
+    distribution: str
+    serves: str
+    backends: tuple[BackendStatus, ...]  # the one that serves first
+    error: str = ""  # why nothing is known of it: it cannot be imported, its declaration is wrong
+    changes: tuple[str, ...] = ()  # since it was last built; only where that was asked for
+
+    @property
+    def here(self) -> BackendStatus:
+        """How it stands on the backend that serves."""
+        if self.backends:
+            return self.backends[0]
+        return BackendStatus(self.serves, WOULD_FAIL, False, False, False, self.error, "", ())
+
+
+def statuses(tools: tuple[Tool, ...], *, changes: bool = False) -> tuple[OpStatus, ...]:
+    """Every op, bundled or not. One that cannot be imported is a row that says so.
+
+    ``changes`` also looks for what changed since each was last built, which takes longer.
+    """
+    return tuple(_status(name, find, tools, changes=changes) for name, find in _builders())
+
+
+def _builders() -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, how to get its builder) of every op.
+
+    As ``ALL_OPS`` has them, which reads all of the entry points again for each op that it is asked
+    for: with thirty, that would be half of a report's time.
+    """
+    seen = set()
+    for name in bundled():
+        seen.add(name)
+        yield name, lambda name=name: ALL_OPS[name]  # type: ignore[misc]
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group=GROUP):
+        if entry.name not in seen:
+            seen.add(entry.name)
+            yield entry.name, entry.load
+
+
+def _status(
+    name: str, find: Callable[[], object], tools: tuple[Tool, ...], *, changes: bool
+) -> OpStatus:
+    distribution = ""
+    try:
+        kind = find()
+        if not (isinstance(kind, type) and issubclass(kind, OpBuilder)):
+            raise SpecError(f"the entry point {name} is not an OpBuilder")
+        builder = kind()
+        distribution, serves = builder.distribution, builder.backend
+        ordered = dict.fromkeys((serves, *kind.BACKENDS))
+        backends = tuple(_on(name, kind, each, tools) for each in ordered)
+        changed = _changes(builder) if changes and backends[0].status == WOULD_COMPILE else ()
+    except OpkilnError as error:
+        return OpStatus(name, distribution, "", (), error.what)
+    except Exception as error:  # whatever an author's module raises
+        return OpStatus(name, distribution, "", (), f"{type(error).__name__}: {error}")
+    return OpStatus(name, distribution, serves, backends, changes=changed)
+
+
+def _on(name: str, kind: type[OpBuilder], backend: str, tools: tuple[Tool, ...]) -> BackendStatus:
+    try:
+        found = outlook(kind(backend=backend).op())
+    except OpkilnError as error:
+        return BackendStatus(backend, WOULD_FAIL, False, False, False, error.what, "", ())
+    decisions = tuple(found.trace.decisions)
+    status = found.status
+    reason = " ".join(found.reason.split()).removeprefix(f"op {name} ")
+    taken = {each.resort for each in decisions if each.verdict == "taken"}
+    compatible = status in (CACHED, WOULD_COMPILE)
+    if status == WOULD_COMPILE:
+        # The outlook takes a compiler for good that is there; these were asked.
+        if objection := compilers.objection(tools, backend):
+            compatible, reason = False, objection
+        else:
+            why = "; ".join(found.trace.refusals()) or "not built yet"
+            reason = f"{why}: its first use builds it"
+    return BackendStatus(
+        backend=backend,
+        status=status,
+        installed="prebuilt" in taken,
+        cached=status == CACHED,
+        compatible=compatible,
+        reason=reason,
+        path=found.path,
+        decisions=decisions,
+    )
+
+
+def _changes(builder: OpBuilder) -> tuple[str, ...]:
+    from opkiln.loading.explain import explain
+
+    return explain(builder.op()).changes

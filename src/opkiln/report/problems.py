@@ -1,0 +1,60 @@
+"""What of a report somebody should look at: what does not work here, and what would help."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from opkiln.model import CPU
+from opkiln.report.compilers import BACKENDS, taken, wanted
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from opkiln.report.collect import Environment
+    from opkiln.report.operators import OpStatus
+
+
+class Problem(NamedTuple):
+    """One thing that is not as it was meant to be."""
+
+    subject: str  # an op, "torch", "cache", …
+    text: str
+    hint: str = ""  # a command
+
+
+def of(ops: tuple[OpStatus, ...] | None, environment: Environment | None) -> tuple[Problem, ...]:
+    """Every problem of what was looked at: the environment's first, as they explain the ops'."""
+    found = [] if environment is None else list(_around(environment))
+    for each in ops or ():
+        here = each.here
+        if not here.compatible:
+            found.append(Problem(each.op, here.reason, f"opkiln explain {each.op}"))
+    return tuple(found)
+
+
+def _around(environment: Environment) -> Iterator[Problem]:
+    torch = environment.torch
+    if environment.torch_error:
+        reinstall = "pip install --force-reinstall torch"
+        yield Problem("torch", f"it cannot be read: {environment.torch_error}", reinstall)
+    elif torch is None:
+        yield Problem("torch", "it is not installed", "pip install torch")
+    for backend, name in BACKENDS.items():
+        own = [tool for tool in environment.tools if tool.backend == backend]
+        needed = backend == CPU or wanted(backend, torch)
+        if not needed or taken(own, backend):
+            continue
+        what = "compiler" if backend == CPU else "toolkit"
+        reasons = "; ".join(f"{tool.path}: {tool.refused}" for tool in own) or "none was found"
+        hint = "apt-get install g++" if backend == CPU else "opkiln doctor"
+        yield Problem(f"{name} {what}", f"none can be used: {reasons}", hint)
+    store = environment.store
+    for note in store.notes:
+        yield Problem("cache", note)
+    if store.root is None:
+        yield Problem("cache", "nothing can be written", "export OPKILN_CACHE_DIR=DIRECTORY")
+    for refused in environment.budget.refused:
+        yield Problem("budget", f"not shared with other processes through {refused}")
+    for text in environment.unknown:
+        yield Problem("settings", text)

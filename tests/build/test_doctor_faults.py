@@ -1,0 +1,500 @@
+"""Faults planted in a real environment: the doctor finds each, and the command it prints mends it.
+
+The command is typed into a shell as it is printed, and the check runs again in that shell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from sample.child import NOBODY
+from sample.compiler import torch_like
+from sample.doctor import Patient, can_mount
+
+from opkiln.report.doctor.packages import install
+from opkiln.toolchain import nvcc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+needs_nvcc = pytest.mark.skipif(not nvcc.available(), reason="no nvcc on this machine")
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a script in front of the real g++."""
+
+    def write(*lines: str, last: str = "") -> Path:
+        path = tmp_path / "bin" / "g++"
+        path.parent.mkdir(exist_ok=True)
+        text = "\n".join(["#!/bin/sh", *lines, f'exec {shutil.which("g++")} "$@" {last}', ""])
+        path.write_text(text)
+        path.chmod(0o755)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def mountable(tmp_path: Path) -> Path:
+    """A directory on which a test may mount what it likes."""
+    place = tmp_path / "mounted"
+    place.mkdir()
+    if not can_mount(place):
+        pytest.skip("this user cannot mount a file system")
+    return place
+
+
+# The compiler
+
+
+def test_a_compiler_without_cpp_20_is_found_and_left_aside(program: Callable[..., Path]) -> None:
+    refuse = 'case "$*" in *c++20*) echo "error: unknown argument -std=c++20" >&2; exit 1;; esac'
+    patient = Patient({"CXX": str(program(refuse))})
+    found = patient.check("compiler")
+    assert found.verdict == "FAIL"
+    assert "does not take -std=c++20: error: unknown argument" in found.evidence
+    assert found.command == "unset CXX"
+    mended = patient.check("compiler", after=found.command)
+    assert mended.verdict == "PASS"
+    assert shutil.which("g++") in mended.evidence
+
+
+def test_a_compiler_whose_library_headers_are_missing_is_found(
+    program: Callable[..., Path],
+) -> None:
+    patient = Patient({"CXX": str(program(last="-nostdinc++"))})
+    found = patient.check("compiler")
+    assert found.verdict == "FAIL"
+    assert "concepts: No such file" in found.evidence
+    assert patient.check("compiler", after=found.command).verdict == "PASS"
+
+
+def test_no_compiler_at_all_is_found_and_what_to_install_is_said(tmp_path: Path) -> None:
+    found = Patient({}).check("compiler", after=f"export PATH='{tmp_path}'")
+    assert found.verdict == "FAIL"
+    assert "g++ (PATH): not on PATH; clang++ (PATH): not on PATH" in found.evidence
+    assert found.command == install("g++")
+    found = Patient({"CXX": str(tmp_path / "nothing")}).check("compiler")
+    assert (found.verdict, found.command) == ("FAIL", "unset CXX")
+    assert "nothing (CXX): no such program" in found.evidence
+
+
+def test_without_a_path_a_compiler_does_not_find_its_own_programs() -> None:
+    patient = Patient({})
+    found = patient.check("compiler", after="unset PATH")
+    if found.verdict == "PASS":
+        pytest.skip("this compiler names its programs by their paths")
+    assert found.command == "export PATH=/usr/local/bin:/usr/bin:/bin"
+    assert patient.check("compiler", after=f"unset PATH; {found.command}").verdict == "PASS"
+
+
+def test_a_compiler_with_a_static_runtime_is_found(program: Callable[..., Path]) -> None:
+    patient = Patient({"CXX": str(program(last="-static-libstdc++"))})
+    found = patient.check("c++ runtime")
+    assert found.verdict == "WARN"
+    assert "would link a static libstdc++" in found.evidence
+    assert "libstdc++.so.6" in found.evidence
+    assert patient.check("c++ runtime", after=found.command).verdict == "PASS"
+
+
+def test_a_static_runtime_that_nobody_asked_for_is_avoided_by_naming_another_compiler(
+    program: Callable[..., Path],
+) -> None:
+    first = program(last="-static-libstdc++").parent
+    patient = Patient({"PATH": f"{first}{os.pathsep}{os.environ['PATH']}"})
+    found = patient.check("c++ runtime")
+    assert found.command.startswith("export OPKILN_CXX=/")
+    assert patient.check("c++ runtime", after=found.command).verdict == "PASS"
+
+
+def test_a_launcher_that_is_not_there_is_found_once() -> None:
+    patient = Patient({"OPKILN_LAUNCHER": "no-such-ccache"})
+    found = patient.check("launcher")
+    assert found.verdict == "FAIL"
+    assert "no-such-ccache, which is not on PATH" in found.evidence
+    assert patient.check("compiler").verdict == "SKIP"
+    assert patient.check("launcher", after=found.command).verdict == "PASS"
+    assert patient.check("compiler", after=found.command).verdict == "PASS"
+
+
+# The store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    made = tmp_path / "store"
+    made.mkdir(mode=0o700)
+    return made
+
+
+def test_a_store_that_others_can_write_to_is_found_and_closed(store: Path) -> None:
+    store.chmod(0o777)
+    patient = Patient({"OPKILN_CACHE_DIR": str(store)})
+    found = patient.check("store mode")
+    assert found.verdict == "WARN"
+    assert f"{store} has mode 0777" in found.evidence
+    elsewhere = patient.check("store")
+    assert elsewhere.verdict == "SKIP"
+    assert f"the store is {store}/opkiln-" in elsewhere.evidence
+    assert patient.check("store mode", after=found.command).verdict == "PASS"
+    assert store.stat().st_mode & 0o777 == 0o755
+    assert patient.check("store").evidence == str(store)
+
+
+@needs_root
+def test_a_store_of_another_user_is_found_and_taken_over(store: Path) -> None:
+    (store / "v1").mkdir()
+    os.chown(store / "v1", NOBODY, NOBODY)
+    os.chown(store, NOBODY, NOBODY)
+    patient = Patient({"OPKILN_CACHE_DIR": str(store)})
+    found = patient.check("store owner")
+    assert found.verdict == "WARN"
+    assert f"{store} belongs to uid {NOBODY}" in found.evidence
+    assert patient.check("store owner", after=found.command).verdict == "PASS"
+    assert patient.check("store").evidence == str(store)
+
+
+def test_a_store_whose_path_is_a_file_is_found(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": ""}
+    patient = Patient({**home, "OPKILN_CACHE_DIR": str(tmp_path / "file" / "store")})
+    found = patient.check("store")
+    assert found.verdict == "WARN"
+    assert f"{tmp_path}/file/store cannot be the store: Not a directory" in found.evidence
+    assert f"the store is {tmp_path}/.cache/opkiln" in found.evidence
+    mended = patient.check("store", after=found.command)
+    assert (mended.verdict, mended.evidence) == ("PASS", f"{tmp_path}/.cache/opkiln")
+
+
+def test_a_store_that_refuses_every_write_is_found_and_left(tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": ""}
+    patient = Patient({**home, "OPKILN_CACHE_DIR": "/proc/store"})  # root may write there, it seems
+    found = patient.check("store")
+    assert found.verdict in ("FAIL", "WARN")
+    assert "/proc" in found.evidence
+    assert patient.check("store clock").verdict in ("SKIP", "PASS")
+    assert patient.check("store", after=found.command).verdict == "PASS"
+
+
+def test_a_store_on_a_noexec_mount_is_found_and_left(mountable: Path, tmp_path: Path) -> None:
+    env = {"OPKILN_CACHE_DIR": f"{mountable}/store", "HOME": str(tmp_path), "XDG_CACHE_HOME": ""}
+    patient = Patient(env, mounts={mountable: "noexec"})
+    found = patient.check("store noexec")
+    assert found.verdict == "FAIL"
+    assert f"{mountable}/store/v1 is on a file system mounted noexec" in found.evidence
+    assert patient.check("store noexec", after=found.command).verdict == "PASS"
+
+
+def test_a_full_file_system_is_found_and_left(mountable: Path, tmp_path: Path) -> None:
+    env = {"OPKILN_CACHE_DIR": f"{mountable}/store", "HOME": str(tmp_path), "XDG_CACHE_HOME": ""}
+    patient = Patient(env, mounts={mountable: "size=64k,nr_inodes=20"})
+    for check, evidence in (("store space", "free of 64.0 KiB"), ("store inodes", "left at")):
+        found = patient.check(check)
+        assert found.verdict == "FAIL"
+        assert evidence in found.evidence
+        assert patient.check(check, after=found.command).verdict == "PASS"
+
+
+def test_what_a_killed_publisher_left_is_found_and_swept(store: Path) -> None:
+    left = store / "v1" / "staging" / "abandoned"
+    left.mkdir(parents=True, mode=0o700)
+    (store / "v1").chmod(0o700)
+    (left / "op.so").write_text("half of it")
+    for path in (left / "op.so", left):
+        os.utime(path, (time.time() - 7200,) * 2)
+    patient = Patient({"OPKILN_CACHE_DIR": str(store)})
+    found = patient.check("store leftovers")
+    assert (found.verdict, found.command) == ("WARN", "opkiln cache gc")
+    assert "1 directory in" in found.evidence
+    assert patient.check("store leftovers", after=f"{found.command} >&2").verdict == "PASS"
+    assert not left.exists()
+
+
+def test_a_layer_that_is_not_there_is_found_and_left_out(store: Path, tmp_path: Path) -> None:
+    (tmp_path / "good" / "v1").mkdir(parents=True)
+    listed = f"{tmp_path}/good:{tmp_path}/gone"
+    patient = Patient({"OPKILN_CACHE_DIR": str(store), "OPKILN_STORE_LAYERS": listed})
+    found = patient.check("store layers")
+    assert found.verdict == "WARN"
+    assert f"{tmp_path}/gone/v1 is not there" in found.evidence
+    mended = patient.check("store layers", after=found.command)
+    assert (mended.verdict, mended.evidence) == ("PASS", f"{tmp_path}/good/v1")
+
+
+def test_a_file_server_with_another_clock_is_found(store: Path, tmp_path: Path) -> None:
+    # The clock of this process is put back: the file system's is what it was.
+    ahead = "import time; real = time.time; time.time = lambda: real() - 90"
+    found = Patient({"OPKILN_CACHE_DIR": str(store)}, stand_ins=ahead).check("store clock")
+    assert found.verdict == "WARN"
+    assert "90.0 s ahead" in found.evidence
+
+
+# The directories that builds pass through
+
+
+def test_a_tmpdir_that_does_not_exist_is_found_and_made(tmp_path: Path) -> None:
+    patient = Patient({"TMPDIR": str(tmp_path / "not there")})
+    found = patient.check("tmpdir")
+    assert found.verdict == "FAIL"
+    assert f"TMPDIR={tmp_path}/not there does not exist" in found.evidence
+    # One finding, not ten: what else writes temporary files does so elsewhere.
+    assert patient.check("compiler").verdict == "PASS"
+    assert patient.check("self-check cpu").evidence.endswith(": see tmpdir")
+    assert patient.check("tmpdir", after=found.command).verdict == "PASS"
+    assert (tmp_path / "not there").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_noexec_tmpdir_is_found_and_builds_fail_there_until_it_is_left(mountable: Path) -> None:
+    patient = Patient({"TMPDIR": str(mountable)}, mounts={mountable: "noexec"})
+    found = patient.check("tmpdir noexec")
+    assert found.verdict == "FAIL"
+    assert f"TMPDIR={mountable} is mounted noexec" in found.evidence
+    assert patient.check("self-check cpu").verdict == "FAIL"
+    assert patient.check("tmpdir noexec", after=found.command).verdict == "PASS"
+    assert patient.check("self-check cpu", after=found.command).verdict == "PASS"
+
+
+def test_a_tmpdir_without_room_is_found_and_left(mountable: Path) -> None:
+    patient = Patient({"TMPDIR": str(mountable)}, mounts={mountable: "size=4M"})
+    found = patient.check("tmpdir space")
+    assert found.verdict == "FAIL"
+    assert "free of 4.0 MiB" in found.evidence
+    assert patient.check("tmpdir space", after=found.command).verdict == "PASS"
+
+
+@pytest.mark.usefixtures("mountable")
+def test_a_small_dev_shm_is_found_and_grown() -> None:
+    patient = Patient({}, mounts={"/dev/shm": "size=64M"})
+    found = patient.check("shared memory")
+    assert found.verdict == "WARN"
+    assert "free of 64.0 MiB" in found.evidence
+    assert patient.check("shared memory", after=found.command).verdict == "PASS"
+
+
+# Variables
+
+
+def test_a_misspelt_setting_is_found_and_its_value_goes_to_the_right_one(tmp_path: Path) -> None:
+    patient = Patient({"OPKILN_CACHEDIR": str(tmp_path / "meant")})
+    del patient.env["OPKILN_CACHE_DIR"]
+    found = patient.check("variable names")
+    assert found.verdict == "WARN"
+    assert "OPKILN_CACHEDIR is no setting; did you mean OPKILN_CACHE_DIR?" in found.evidence
+    assert patient.check("variable names", after=found.command).verdict == "PASS"
+    assert patient.check("store", after=found.command).evidence == str(tmp_path / "meant")
+
+
+def test_names_that_are_nearly_deepspeeds_or_an_ops_are_found() -> None:
+    patient = Patient(
+        {"DS_SKIP_CUDA_CHEK": "1", "DS_BUILD_CPU_ADAMM": "1", "DS_BUILD_CPU_ADAM": "1"}
+    )
+    found = patient.check("variable names")
+    assert found.verdict == "WARN"
+    assert "did you mean DS_SKIP_CUDA_CHECK?" in found.evidence
+    assert "there is no op cpu_adamm" in found.evidence
+    assert patient.check("variable names", after=found.command).verdict == "PASS"
+
+
+def test_flags_that_no_compiler_sees_are_found() -> None:
+    patient = Patient({"NVCC_APPEND_FLAGS": "-lineinfo", "GCC_EXEC_PREFIX": "/opt/gcc/"})
+    found = patient.check("kept-away variables")
+    assert found.verdict == "WARN"
+    assert "sees GCC_EXEC_PREFIX, NVCC_APPEND_FLAGS" in found.evidence
+    assert "NVCC_APPEND_FLAGS: set OPKILN_CUDAFLAGS" in found.evidence
+    assert patient.check("kept-away variables", after=found.command).verdict == "PASS"
+
+
+def test_less_memory_than_one_job_takes_is_found() -> None:
+    patient = Patient({"OPKILN_MEMORY": "100M"})
+    found = patient.check("memory")
+    assert found.verdict == "FAIL"
+    assert "100.0 MiB (OPKILN_MEMORY)" in found.evidence
+    assert found.command == "unset OPKILN_MEMORY"
+    assert patient.check("memory", after=found.command).verdict in ("PASS", "WARN")
+
+
+def test_a_budget_directory_that_cannot_be_used_is_found(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    patient = Patient({"OPKILN_RUNTIME_DIR": str(tmp_path / "open")})
+    found = patient.check("budget")
+    assert found.verdict == "WARN"
+    assert "others may write to it (mode 777)" in found.evidence
+    assert patient.check("budget", after=found.command).verdict == "PASS"
+
+
+# torch
+
+
+def test_a_torch_that_cannot_be_loaded_is_found(tmp_path: Path) -> None:
+    made = torch_like(tmp_path / "site", "2.13.0+cpu")
+    real = os.path.realpath(made / "lib")
+    (made / "lib").unlink()
+    shutil.copytree(real, made / "lib", copy_function=os.symlink)
+    (made / "lib" / "libc10.so").unlink()
+    (made / "lib" / "libc10.so").write_text("not a library")
+    patient = Patient({})
+    patient.env["PYTHONPATH"] = f"{tmp_path / 'site'}{os.pathsep}{patient.env['PYTHONPATH']}"
+    found = patient.check("torch libraries")
+    assert found.verdict == "FAIL"
+    assert "libc10.so: " in found.evidence
+    assert found.command.endswith("-m pip install --force-reinstall --no-deps torch==2.13.0")
+
+
+def test_two_openmp_runtimes_are_found(tmp_path: Path) -> None:
+    library = tmp_path / "libiomp5.so"
+    subprocess.run(["g++", "-shared", "-x", "c++", os.devnull, "-o", str(library)], check=True)
+    patient = Patient({"LD_PRELOAD": str(library)})
+    found = patient.check("openmp")
+    assert found.verdict == "WARN"
+    assert f"{library} (LLVM)" in found.evidence
+    assert "libgomp" in found.evidence
+    assert found.command == "unset LD_PRELOAD"
+    assert patient.check("openmp", after=found.command).verdict == "PASS"
+
+
+def test_an_openmp_runtime_that_another_package_brought_is_found(tmp_path: Path) -> None:
+    # As conda and pip's MKL lay it out: in the library directory of the environment.
+    library = tmp_path / "lib" / "libiomp5.so"
+    library.parent.mkdir()
+    library.write_text("")
+    (tmp_path / "conda-meta").mkdir()
+    patient = Patient({}, stand_ins=f"import sys; sys.prefix = {str(tmp_path)!r}")
+    found = patient.check("openmp")
+    assert (found.verdict, found.command) == ("WARN", "conda install -y nomkl")
+    assert f"{library} (LLVM)" in found.evidence
+    library.unlink()
+    (tmp_path / "lib" / "libgomp.so.1").write_text("")
+    assert patient.check("openmp").verdict == "PASS"  # two of one family
+
+
+# GPUs: what the driver would answer is put in its place
+
+_GPU = """
+from opkiln.accelerator import nvidia
+gpu = nvidia.GPU(0, 'GPU-0', 'NVIDIA stand-in', {capability!r}, 1 << 30)
+nvidia._known['/'] = nvidia.Devices((gpu,), '580.65.06', {cuda!r}, 'nvml')
+"""
+
+
+@needs_nvcc
+def test_a_gpu_that_the_arch_list_leaves_out_is_found() -> None:
+    stand_in = _GPU.format(capability="9.0", cuda="13.0")
+    patient = Patient({"TORCH_CUDA_ARCH_LIST": "8.0;9.0b"}, stand_ins=stand_in)
+    found = patient.check("cuda arch list")
+    assert found.verdict == "FAIL"
+    assert "'9.0b' is not a CUDA arch" in found.evidence
+    assert patient.check("cuda gpus").verdict == "SKIP"
+    patient.env["TORCH_CUDA_ARCH_LIST"] = "8.0"
+    assert patient.check("cuda arch list").verdict == "PASS"
+    found = patient.check("cuda gpus")
+    assert found.verdict == "FAIL"
+    assert "TORCH_CUDA_ARCH_LIST=8.0 has nothing that runs on 9.0" in found.evidence
+    assert found.command == "unset TORCH_CUDA_ARCH_LIST"
+    mended = patient.check("cuda gpus", after=found.command)
+    assert mended.verdict == "PASS"
+    assert "NVIDIA stand-in (9.0)" in mended.evidence
+
+
+@needs_nvcc
+def test_an_arch_that_the_toolkit_lacks_is_found_and_taken_off_the_list() -> None:
+    patient = Patient({"TORCH_CUDA_ARCH_LIST": "3.5;9.0a"})
+    found = patient.check("cuda arch list")
+    assert found.verdict == "FAIL"
+    assert "3.5: the toolkit has no 3.5" in found.evidence
+    mended = patient.check("cuda arch list", after=found.command)
+    assert mended.verdict == "PASS"
+    assert "TORCH_CUDA_ARCH_LIST=9.0a is 9.0a" in mended.evidence
+
+
+@needs_nvcc
+def test_a_gpu_that_the_toolkit_does_not_know_is_a_warning() -> None:
+    stand_in = _GPU.format(capability="13.5", cuda="14.2")
+    found = Patient({}, stand_ins=stand_in).check("cuda gpus")
+    assert found.verdict == "WARN"
+    assert "capability 13.5, which this CUDA toolkit does not know" in found.evidence
+    assert found.command.endswith("-m pip install --upgrade 'opkiln[cuda]'")
+
+
+# The self-check
+
+
+def test_the_self_check_compiles_loads_and_calls() -> None:
+    for name in ("self-check cpu", "self-check torch"):
+        found = Patient({}).check(name)
+        assert found.verdict == "PASS", found.evidence
+        assert "compiled, loaded and called" in found.evidence
+
+
+@needs_nvcc
+def test_the_self_check_builds_for_cuda_without_a_gpu_too() -> None:
+    found = Patient({"TORCH_CUDA_ARCH_LIST": "all"}).check("self-check cuda")
+    assert found.verdict == "PASS", found.evidence
+    assert "compiled" in found.evidence
+
+
+def test_an_op_that_crashes_its_process_is_a_failed_self_check(tmp_path: Path) -> None:
+    header = tmp_path / "crash.h"
+    header.write_text(
+        'extern "C" int opkiln_doctor(int, int, int*) { __builtin_trap(); }\n'
+        "#define opkiln_doctor opkiln_hidden\n"
+    )
+    found = Patient({"CXXFLAGS": f"-include {header}"}).check("self-check cpu")
+    assert found.verdict == "FAIL"
+    assert "the child died of SIG" in found.evidence
+    assert "while it would call" in found.evidence
+
+
+def test_an_op_that_does_not_compile_is_a_failed_self_check() -> None:
+    found = Patient({"CXXFLAGS": "-Dint=nonsense"}).check("self-check cpu")
+    assert found.verdict == "FAIL"
+    assert "nonsense" in found.evidence
+
+
+def test_the_self_check_leaves_nothing_behind(tmp_path: Path, cache: Path) -> None:
+    patient = Patient({"TMPDIR": str(tmp_path)})
+    assert patient.check("self-check cpu").verdict == "PASS"
+    assert list(tmp_path.iterdir()) == []
+    assert not (cache / "v1" / "ops").exists()
+
+
+# The command as a whole
+
+
+def test_every_check_runs_and_the_exit_code_says_the_worst(tmp_path: Path) -> None:
+    def doctor(**env: str) -> tuple[int, dict[str, dict[str, str]]]:
+        patient = Patient({"PYTHONPATH": "", **env})
+        argv = (sys.executable, "-m", "opkiln", "doctor", "--no-build", "--json")
+        done = patient.shell('exec "$@"', *argv)
+        answer = json.loads(done.stdout)
+        found = {each["check"]: each for each in answer["findings"]}
+        verdicts = {each["verdict"] for each in found.values()}
+        assert answer["worst"] == next(v for v in ("FAIL", "WARN", "PASS") if v in verdicts)
+        return done.returncode, found
+
+    code, found = doctor()
+    verdicts = {name: each["verdict"] for name, each in found.items()}
+    assert code == (1 if "FAIL" in verdicts.values() else 8 if "WARN" in verdicts.values() else 0)
+    assert verdicts["compiler"] == verdicts["torch"] == verdicts["torch libraries"] == "PASS"
+    assert not any("self-check" in name for name in found)
+
+    code, found = doctor(NVCC_APPEND_FLAGS="-g")
+    assert found["kept-away variables"]["verdict"] == "WARN"
+    assert code in (8, 1)
+
+    code, found = doctor(OPKILN_JIT="maybe", OPKILN_MEMORY="lots")
+    assert code == 1
+    assert found["settings"]["command"] == "unset OPKILN_JIT OPKILN_MEMORY"
+    assert found["memory"]["verdict"] == "SKIP"
+    assert "OPKILN_MEMORY='lots' is not a valid value" in found["memory"]["evidence"]

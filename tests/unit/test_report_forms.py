@@ -1,0 +1,357 @@
+"""A report's forms: text, JSON and Markdown of one report that has something of everything."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opkiln.accelerator import amd, gpu, nvidia
+from opkiln.engine import budget
+from opkiln.errors import StoreError
+from opkiln.loading.trace import Decision
+from opkiln.model import TorchSDK
+from opkiln.report import (
+    cache,
+    collect,
+    compilers,
+    devices,
+    layout,
+    machine,
+    markdown,
+    operators,
+    problems,
+    redact,
+    schema,
+    text,
+    timeline,
+)
+from opkiln.settings import override
+from opkiln.store import inventory
+
+DOCS = Path(__file__).parents[2] / "docs" / "report.md"
+NOW = 1_800_000_000.0
+MISFIT = "CUDA 12.8; torch was built with 13.0, another major version"
+
+
+def backend(name: str, status: str = "cached", reason: str = "") -> operators.BackendStatus:
+    decision = Decision("store", "taken" if status == "cached" else "refused", reason, "/store/x")
+    good = status in ("cached", "would compile")
+    cached = status == "cached"
+    return operators.BackendStatus(name, status, False, cached, good, reason, "", (decision,))
+
+
+def op(name: str, *backends: operators.BackendStatus, **more: Any) -> operators.OpStatus:
+    return operators.OpStatus(name, "sample", backends[0].backend, backends, **more)
+
+
+OPS = (
+    op("fast_gelu", backend("cuda"), backend("cpu", "would compile", "not built yet")),
+    op("slow_gelu", backend("cuda", "would fall back", "there is no compiler for cuda")),
+    operators.OpStatus("broken", "", "", (), "ImportError: no module named nothing"),
+)
+
+
+def filled(ops: tuple[operators.OpStatus, ...] = OPS) -> collect.Report:
+    """A report of a machine with everything."""
+    here = machine.Machine(
+        "3.11.7", "/usr/bin/python3", "Linux", "A CPU", "x86-64-v4", "avx512",
+        machine.Space("/dev/shm", 64 << 20, 32 << 20),
+        (machine.Limit("memlock", 65536, None), machine.Limit("nofile", 1024, 4096)),
+        machine.Cgroup("/job", 2.5, 8 << 30, 4),
+    )  # fmt: skip
+    tools = (
+        compilers.Tool("cpu", "/usr/bin/g++", "PATH", "g++ 12.2", True, ""),
+        compilers.Tool("cpu", "clang++", "PATH", "", False, "not on PATH"),
+        compilers.Tool("cuda", "/usr/local/cuda-12.8", "/usr/local/cuda-*", "12.8", False, MISFIT),
+        compilers.Tool("rocm", "/opt/rocm/bin/hipcc", "/opt", "", False, "not asked", False),
+    )  # fmt: skip
+    found = devices.Devices(
+        gpus=(devices.Gpu("NVIDIA", 0, "NVIDIA H200", "9.0", 141 << 30, True),
+              devices.Gpu("NVIDIA", 1, "NVIDIA H200", "9.0", 141 << 30, False)),
+        drivers=(devices.Driver("NVIDIA", "580.65.06", "13.0", ""),),
+        accelerators=(devices.Accelerator("cuda", True, "2 x NVIDIA H200"),
+                      devices.Accelerator("npu", False, "torch_npu is not installed")),
+        collectives=(devices.Library("NCCL", "/usr/lib/libnccl.so.2.27.3", "2.27.3"),),
+    )  # fmt: skip
+    limits = budget.Limits((0, 1), 8 << 30, 4 << 30, "CPU affinity", "80% of the machine's memory")
+    store = cache.StoreStatus(
+        "/cache/v1", ("/cache/v1", "/layer/v1"), ("/shared cannot be the store: not ours",),
+        inventory.Sizes(2, 4096, 3, 2048, 100), 20 << 30,
+        machine.Space("/cache", 10 << 30, 1 << 30),
+        (cache.Build("fast_gelu", "sample", "cuda 9.0", NOW - 60, 12.5, 900 << 20, "/cache/x"),
+         cache.Build("fast_gelu", "sample", "cpu", NOW - 65, 3.0, 200 << 20, "/cache/y"),
+         cache.Build("slow_gelu", "sample", "cpu", NOW - 90000, 1.0, 0, "/cache/z")),
+    )  # fmt: skip
+    environment = collect.Environment(
+        machine=here,
+        tools=tools,
+        torch=TorchSDK("/site/torch", "2.13.0+cu130", "abc", "13.0", None, True),
+        torch_error="",
+        devices=found,
+        budget=budget.Description(limits, 2, "/dev/shm/opkiln-0/slots", ("/run: read-only",)),
+        store=store,
+        settings=(collect.InForce("OPKILN_MAX_JOBS", 2, "MAX_JOBS"),
+                  collect.InForce("OPKILN_JIT", True, "default"),
+                  collect.InForce("OPKILN_STORE_LAYERS", ("/layer", "/more"), "call")),
+        unknown=("OPKILN_JITT is no setting; did you mean OPKILN_JIT?",),
+        dropped=("CFLAGS",),
+    )  # fmt: skip
+    return collect.Report("0.1.0", NOW, ops, environment, problems.of(ops, environment))
+
+
+# Text
+
+
+def test_the_text_says_it_all_in_words() -> None:
+    said = "\n".join(
+        " ".join(line.split()) for line in text.render(filled(), colour=False).splitlines()
+    )
+    for line in (
+        "fast_gelu cuda no yes yes",
+        "cpu no no yes not built yet",
+        "slow_gelu cuda no no no there is no compiler for cuda",
+        "broken - no no no ImportError: no module named nothing",
+        "torch 2.13.0+cu130, CUDA 13.0, C++11 ABI",
+        "cgroup /job: 2.5 CPUs' worth of time, 4 CPUs, 8.0 GiB of memory",
+        "/dev/shm 32.0 MiB free of 64.0 MiB",
+        "limits memlock 64.0 KiB (at most unlimited), nofile 1024 (at most 4096)",
+        "dropped CFLAGS (no compiler sees them)",
+        "C++ /usr/bin/g++, g++ 12.2, taken (PATH)",
+        f"CUDA /usr/local/cuda-12.8, 12.8, refused: {MISFIT} (/usr/local/cuda-*)",
+        "ROCm /opt/rocm/bin/hipcc, not asked (/opt)",
+        "SYCL none was found",
+        "cuda yes: 2 x NVIDIA H200",
+        "npu no: torch_npu is not installed",
+        "NVIDIA driver 580.65.06, takes CUDA up to 13.0",
+        "NVIDIA GPU 0 NVIDIA H200, 9.0, 141.0 GiB",
+        "NVIDIA GPU 1 NVIDIA H200, 9.0, 141.0 GiB, not visible to this process",
+        "NCCL 2.27.3, /usr/lib/libnccl.so.2.27.3",
+        "size 6.1 KiB of 20.0 GiB: 2 ops and 3 objects",
+        "space 1.0 GiB free of 10.0 GiB",
+        "last build fast_gelu for cuda 9.0, 60 s ago, in 12.50 s",
+        "layer /layer/v1",
+        "note /shared cannot be the store: not ours",
+        "OPKILN_MAX_JOBS 2 from MAX_JOBS",
+        "OPKILN_STORE_LAYERS /layer:/more from call",
+        "1 more at their defaults (`opkiln report --json` has all)",
+        f"CUDA toolkit none can be used: /usr/local/cuda-12.8: {MISFIT}",
+        "settings OPKILN_JITT is no setting; did you mean OPKILN_JIT?",
+    ):  # fmt: skip
+        assert line in said.splitlines(), line
+
+
+def test_every_line_is_whole_without_a_terminal_and_fits_one_that_is_narrow() -> None:
+    whole = text.render(filled(), colour=False)
+    assert max(map(len, whole.splitlines())) > 100
+    for width in (60, 80, 100):
+        folded = text.render(filled(), colour=False, width=width)
+        # Only what has no blank to be broken at may stand out.
+        assert all(len(line) <= width or " " not in line.strip() for line in folded.splitlines())
+        assert "".join(folded.split()) == "".join(whole.split())
+
+
+def test_colour_adds_nothing_but_colour() -> None:
+    plain = text.render(filled(), colour=False, width=60)
+    painted = text.render(filled(), colour=True, width=60)
+    assert "\x1b[32m" in painted
+    assert re.sub(r"\x1b\[\d*m", "", painted) == plain
+    for line in painted.splitlines():
+        # A line that begins a colour ends it: a pager shows lines by themselves.
+        assert line.count("\x1b[0m") * 2 == line.count("\x1b[")
+
+
+def test_a_report_without_problems_says_so_when_only_they_are_asked_for() -> None:
+    fine = collect.Report("0.1.0", NOW, OPS[:1], None, ())
+    assert text.render(fine, colour=False, errors_only=True) == "problems\n  none"
+    assert "problems" not in text.render(fine, colour=False)
+
+
+def test_a_word_that_is_longer_than_the_line_stays_whole() -> None:
+    folded = layout.columns([("path", "/a/" + "b" * 90 + " and more")], width=40)
+    assert "/a/" + "b" * 90 in folded
+
+
+# JSON
+
+
+def fields(value: Any, path: str = "") -> set[str]:
+    """Every value of a document by its place, as ``ops[].backends[].status``."""
+    if isinstance(value, dict):
+        return {
+            field
+            for name, part in value.items()
+            for field in fields(part, f"{path}.{name}" if path else name)
+        }
+    if isinstance(value, list) and any(isinstance(part, dict) for part in value):
+        return {field for part in value for field in fields(part, f"{path}[]")}
+    return {path}
+
+
+DOCUMENTED = re.compile(r"^\| `([\w.\[\]]+)` \|", re.MULTILINE)
+
+
+def test_the_json_is_what_the_docs_say_field_by_field() -> None:
+    document = json.loads(json.dumps(schema.document(filled())))
+    assert document["schema"] == schema.SCHEMA
+    documented = set(DOCUMENTED.findall(DOCS.read_text()))
+    assert fields(document) - {"ops[].backends"} == documented  # of an op that is broken, empty
+    assert f"`schema` is {schema.SCHEMA}" in DOCS.read_text()
+
+
+def test_a_report_of_this_machine_has_no_field_that_is_not_documented() -> None:
+    found = fields(json.loads(json.dumps(schema.document(collect.collect()))))
+    documented = set(DOCUMENTED.findall(DOCS.read_text()))
+    strange = found - documented
+    # An empty list, or null, stands for all that would be in it.
+    assert not {each for each in strange if not any(d.startswith(each) for d in documented)}
+
+
+def test_only_the_ops_with_problems_are_in_a_document_of_problems() -> None:
+    document = schema.document(filled(), errors_only=True)
+    assert [each["op"] for each in document["ops"]] == ["slow_gelu", "broken"]
+    assert document["environment"] is None
+    assert len(document["problems"]) == len(filled().problems)
+
+
+# Markdown
+
+
+def test_markdown_begins_with_the_problems_and_folds_the_rest() -> None:
+    said = markdown.render(filled())
+    assert said.startswith("### opkiln 0.1.0\n\n**problems**\n\n|")
+    assert said.count("<details>") == said.count("</details>") == 5
+    tables = [line for line in said.splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in tables)
+    assert "| fast\\_gelu | cuda | no | yes | yes |  |" in tables
+
+
+def test_markup_in_what_was_found_stays_text() -> None:
+    name = "a|b<script>*_`"
+    said = markdown.render(collect.Report("1", NOW, (op(name, backend("cpu")),), None, ()))
+    assert "| a\\|b\\<script>\\*\\_\\` |" in said
+
+
+# Redaction
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("/home/ann/x", "~/x"),
+        ("-I/home/ann/include -L/scratch/ann/lib", "-I~/include -L/scratch/<user>/lib"),
+        ("/home/annabel/x", "/home/annabel/x"),
+        ("/home/ann", "~"),
+        ("/tmp/pytest-of-ann/x", "/tmp/pytest-of-<user>/x"),
+        ("ann is a word", "ann is a word"),
+        ("/home/ann.old/x", "/home/<user>.old/x"),
+    ],
+)
+def test_home_and_name_are_taken_out_of_paths(
+    before: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redact.os, "getuid", lambda: 4_000_000_000)  # nobody in the passwd file
+    with override(home="/home/ann"):
+        assert redact.without_user(before) == after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("-DHF_TOKEN=abc -O2", "-DHF_TOKEN=*** -O2"),
+        ("https://me:pw@host/x", "https://***@host/x"),
+        ("-Dmy_password=x", "-Dmy_password=***"),
+        ("-DTOKENS_PER_STEP", "-DTOKENS_PER_STEP"),
+        ("/opt/secret/lib", "/opt/secret/lib"),
+    ],
+)
+def test_what_looks_like_a_secret_is_starred_out(before: str, after: str) -> None:
+    assert redact.without_secrets(before) == after
+
+
+# What is found
+
+
+def test_nccl_is_found_once_with_the_version_of_its_name_or_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch, wheel, named = tmp_path / "torch", tmp_path / "nvidia/nccl", tmp_path / "named"
+    for directory in (torch, wheel / "lib", wheel / "include", named):
+        directory.mkdir(parents=True)
+    (wheel / "lib/libnccl.so.2").touch()
+    header = "#define NCCL_MAJOR 2\n#define NCCL_MINOR 28\n#define NCCL_PATCH 9\n"
+    (wheel / "include/nccl.h").write_text(header)
+    (named / "libnccl.so.2.27.3").touch()
+    (named / "libnccl.so.2").symlink_to("libnccl.so.2.27.3")
+    (named / "librccl.so.1").touch()
+    monkeypatch.setattr(devices, "_SYSTEM", ())
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{named}:relative")
+    sdk = TorchSDK(str(torch), "2.13.0", "x", "13.0", None, True)
+    with override(rocm_home=str(tmp_path / "nothing")):
+        found = list(devices.collectives(sdk))
+    assert [(each.name, each.version) for each in found] == [
+        ("NCCL", "2.27.3"), ("RCCL", ""), ("NCCL", "2.28.9"),
+    ]  # fmt: skip
+
+
+def test_gpus_are_those_of_both_vendors_with_what_this_process_may_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cards = tuple(gpu.GPU(n, f"GPU-{n}", "NVIDIA H200", "9.0", 141 << 30) for n in range(2))
+    of_nvidia = gpu.Devices(cards, "580.65.06", "13.0", "nvml")
+    monkeypatch.setattr(nvidia, "devices", lambda memory=(), root="/": of_nvidia)
+    of_amd = amd.Devices((amd.GPU(0, "gfx942", 64, "MI300X", 192 << 30),))
+    monkeypatch.setattr(amd, "devices", lambda root="/": of_amd)
+    with override(cuda_visible_devices="1"):
+        found = devices.devices((), None)
+    assert [(each.vendor, each.index, each.arch, each.visible) for each in found.gpus] == [
+        ("NVIDIA", 0, "9.0", False), ("NVIDIA", 1, "9.0", True), ("AMD", 0, "gfx942", False),
+    ]  # fmt: skip
+    assert found.drivers[0] == devices.Driver("NVIDIA", "580.65.06", "13.0", "")
+    answers = {each.name: each for each in found.accelerators}
+    assert not answers["cuda"].present  # there are GPUs, and no torch that could drive them
+    assert "built without CUDA" in answers["cuda"].why
+
+
+def test_a_store_that_cannot_be_read_is_a_note_and_a_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unreadable(root: str) -> None:
+        raise StoreError(f"{root}/ops cannot be read: Permission denied")
+
+    monkeypatch.setattr(inventory, "entries", unreadable)
+    found = collect.collect(ops=False)
+    assert found.environment is not None
+    assert found.environment.store.sizes is None
+    assert any("Permission denied" in each.text for each in found.problems)
+
+
+def test_the_group_of_either_version_is_named(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    file = tmp_path / "proc/self/cgroup"
+    file.write_text("4:memory:/slurm/job\n0::/unified\n")
+    assert machine.machine(str(tmp_path)).cgroup.path == "/unified"
+    file.write_text("4:memory:/slurm/job\n")
+    found = machine.machine(str(tmp_path))
+    assert found.cgroup == machine.Cgroup("/slurm/job", None, None, None)
+    assert found.system.startswith("unknown distribution (linux ")
+
+
+def test_room_is_that_of_where_a_path_will_be(tmp_path: Path) -> None:
+    found = machine.space(str(tmp_path / "not" / "there"))
+    assert found is not None
+    assert found.path == str(tmp_path)
+    assert 0 < found.free <= found.total
+
+
+def test_builds_close_in_time_share_a_scale() -> None:
+    environment = filled().environment
+    assert environment is not None
+    found = timeline.runs(environment.store.builds)
+    assert [[each.made_for for each in builds] for builds in found] == [
+        ["cuda 9.0", "cpu"],
+        ["cpu"],
+    ]
