@@ -246,7 +246,7 @@ class Settings:
     )  # fmt: skip
     cppflags = Setting(
         "OPKILN_CPPFLAGS", _words, (),
-        "Flags added to every compile, before the author's; hipcc is not given them. nvcc takes "
+        "Flags added to every compile, before the author's. nvcc takes "
         "macros and include directories itself and hands the rest to its host compiler; one with a "
         "comma or a character that a shell reads is refused.",
         aliases=("CPPFLAGS",), shown="none",
@@ -267,7 +267,7 @@ class Settings:
     )  # fmt: skip
     cplus_include_path = Setting(
         "CPLUS_INCLUDE_PATH", _directories, (),
-        "Include directories; each enters the command line as `-isystem`, but hipcc's.",
+        "Include directories; each enters the command line as `-isystem`.",
         shown="none", group="compiler",
     )  # fmt: skip
     library_path = Setting(

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 from opkiln.accelerator.answer import Answer
 from opkiln.accelerator.base import Accelerator
 from opkiln.accelerator.profiling import itt
 from opkiln.accelerator.torch_build import why_without
+from opkiln.toolchain.libsycl import intel_gpus
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
-
-_GPUS = "sys/class/drm"
-_INTEL = "0x8086"
 
 
 class XpuAccelerator(Accelerator):
@@ -30,7 +26,7 @@ class XpuAccelerator(Accelerator):
     @classmethod
     def look(cls, root: str = "/", *, asked: bool = False) -> Answer:  # noqa: ARG003
         """The kernel's files tell: SYCL could only be asked by starting its drivers."""
-        nodes = _render_nodes(root)
+        nodes = intel_gpus(root)
         if not nodes:
             return Answer(cls.name, False, "there is no Intel GPU here")
         if why := why_without("XPU"):
@@ -43,21 +39,3 @@ class XpuAccelerator(Accelerator):
 
     def _marks(self) -> Any:
         return itt()
-
-
-def _render_nodes(root: str) -> list[str]:
-    """The GPUs of Intel's that programs can compute on, by their nodes below ``/dev/dri``."""
-    here = os.path.join(root, _GPUS)
-    try:
-        names = sorted(name for name in os.listdir(here) if name.startswith("renderD"))
-    except OSError:
-        return []
-    return [name for name in names if _vendor(os.path.join(here, name)) == _INTEL]
-
-
-def _vendor(node: str) -> str:
-    try:
-        with open(os.path.join(node, "device", "vendor"), encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""  # a device that is on no PCI bus has none

@@ -112,10 +112,12 @@ def compile_step(
     arguments += torch_defines(spec, toolchain)
     # As nvcc includes cuda_runtime.h into every file.
     arguments += ["-include", "hip/hip_runtime.h"]
+    arguments += flags.get("cppflags", ())
     arguments += author_flags(spec, authors)
     arguments += [anchored(spec, path, "-I") for path in spec.include_dirs]
     arguments += [f"-I{path}" for path in flags.get("cpath", ())]
     arguments += torch_includes(spec)
+    arguments += [f"-isystem{path}" for path in flags.get("cplus_include_path", ())]
     arguments += ["-MD", "-MF", Anchored("", "stage", depfile)]
     arguments += ["-c", anchored(spec, source), "-o", Anchored("", "stage", output)]
     return Step(

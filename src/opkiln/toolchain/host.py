@@ -9,7 +9,7 @@ from typing import Any
 from opkiln import machine as this
 from opkiln.arch import cpu
 from opkiln.digest import key, sha256_file
-from opkiln.errors import ToolchainError
+from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.model import Toolchain
 from opkiln.settings import origin_of, settings
 from opkiln.toolchain import find, memo, torch_sdk
@@ -96,8 +96,13 @@ def _examined(memory: tuple[str, ...]) -> Iterator[tuple[Candidate, dict[str, An
         record = _recall(memory, candidate.path)
         if record is None:
             asked_at = time.time_ns()
-            record, files = _probe(candidate.path)
-            memo.remember(memory, _subject(candidate.path), record, files, asked_at)
+            try:
+                record, files = _probe(candidate.path)
+            except (ToolchainError, BuildTimeout, OSError) as error:
+                # Not remembered: a dead interpreter, a full disk, a slow machine may be mended.
+                record = _refusal(f"cannot be asked: {error}", [])
+            else:
+                memo.remember(memory, _subject(candidate.path), record, files, asked_at)
         yield candidate._replace(refused=record["refused"], version=record["version"]), record
 
 

@@ -23,7 +23,7 @@ _NAME = re.compile(r"libsycl\.so\.(\d+)\Z")
 _OLDEST = 9
 _DRIVER = "libintelocl.so"  # OpenCL's for a CPU, from intel-opencl-rt
 _VENDORS = "/etc/OpenCL/vendors"
-_GPUS = "/sys/class/drm"
+_GPUS = "sys/class/drm"
 
 
 def is_library(path: str) -> bool:
@@ -116,7 +116,7 @@ def no_device(icd_filenames: str | None) -> tuple[str, str] | None:
     The one that pip installs is in neither. opkiln does not set the variable: every child of the
     process would inherit it, and changing the environment races with whichever thread reads it.
     """
-    if _intel_gpu():
+    if intel_gpus():
         return None
     if icd_filenames:
         names = [name for name in icd_filenames.split(os.pathsep) if name]
@@ -154,18 +154,19 @@ def _registered_drivers() -> Iterator[str]:
         return  # what this process cannot read, the loader in it cannot read either
 
 
-def _intel_gpu() -> bool:
-    """Whether the kernel has a GPU of Intel's that programs can compute on."""
+def intel_gpus(root: str = "/") -> list[str]:
+    """The GPUs of Intel's that programs can compute on, by their nodes below ``/dev/dri``."""
+    here = os.path.join(root, _GPUS)
     try:
-        nodes = [name for name in os.listdir(_GPUS) if name.startswith("renderD")]
+        names = sorted(name for name in os.listdir(here) if name.startswith("renderD"))
     except OSError:
-        return False
-    return any(_vendor(node) == "0x8086" for node in nodes)
+        return []
+    return [name for name in names if _vendor(os.path.join(here, name)) == "0x8086"]
 
 
 def _vendor(node: str) -> str:
     try:
-        with open(os.path.join(_GPUS, node, "device", "vendor"), encoding="ascii") as file:
+        with open(os.path.join(node, "device", "vendor"), encoding="ascii") as file:
             return file.read().strip()
     except OSError:
         return ""  # a device that is on no PCI bus has none
