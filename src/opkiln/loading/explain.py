@@ -89,13 +89,30 @@ def _changes(plan: Plan, store: Store) -> list[str]:
 
 
 def _newest(plan: Plan, store: Store) -> str | None:
-    found: list[tuple[float, str]] = []
+    """The newest entry for the same backend; one for the same architectures before any other.
+
+    Entries for two targets are not two states of one.
+    """
+    found: list[tuple[bool, float, str]] = []
     for layer in store.location.layers:
         base = os.path.join(layer.root, "ops", plan.spec.distribution, plan.spec.name)
         for directory, _, files in os.walk(base):
             if entry.MANIFEST in files:
-                found.append((os.stat(directory).st_mtime, directory))
-    return max(found)[1] if found else None
+                made = _made_for(directory)
+                if made is None or made[0] == plan.target.backend:
+                    same = made is not None and made[1] == plan.target.archs
+                    found.append((same, os.stat(directory).st_mtime, directory))
+    return max(found)[2] if found else None
+
+
+def _made_for(directory: str) -> tuple[str, tuple[str, ...]] | None:
+    """(backend, architectures) of an entry; None for one that cannot be read."""
+    try:
+        with open(os.path.join(directory, entry.MANIFEST), "rb") as file:
+            target = entry.parse_manifest(file.read())["target"]
+        return target["backend"], tuple(target["archs"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
