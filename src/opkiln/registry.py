@@ -46,7 +46,7 @@ class _AllOps(Mapping[str, type[OpBuilder]]):
             if entry.name == name:
                 try:
                     found = entry.load()
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     raise SpecError(
                         f"op {name}: {entry.value} cannot be imported",
                         why=f"{type(error).__name__}: {error}",

@@ -8,7 +8,9 @@ machine's own unless a test asks for it.
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from sample import child
 from sample.rocm import Rocm
 
 from opkiln.report import compilers
+from opkiln.report.doctor import packages
 from opkiln.toolchain import nvcc
 
 if TYPE_CHECKING:
@@ -142,7 +145,7 @@ def test_no_compiler(world: World) -> None:
     assert "cpu_adam cpu no no no there is no C++ compiler" in section(text, "ops")
     assert "C++ g++, refused: not on PATH (PATH)" in section(text, "compilers")
     assert "C++ compiler none can be used: g++: not on PATH" in section(text, "problems")
-    assert "hint: apt-get install g++" in section(text, "problems")
+    assert f"hint: {packages.install('g++')}" in section(text, "problems")
     found = world.json()
     assert not row(found, "cpu_adam")["compatible"]
     assert {each["taken"] for each in found["environment"]["compilers"]} == {False}
@@ -164,7 +167,8 @@ def test_no_torch(world: World) -> None:
     text = world.text()
     assert "torch not installed" in section(text, "environment")
     assert "cpu_adam cpu no no no needs torch: torch is not installed" in section(text, "ops")
-    assert "torch it is not installed\nhint: pip install torch" in section(text, "problems")
+    pip = f"{shlex.quote(sys.executable)} -m pip install torch"
+    assert f"torch it is not installed\nhint: {pip}" in section(text, "problems")
     found = world.json()
     assert found["environment"]["torch"] is None
     assert "torch is not installed" in row(found, "cpu_adam")["reason"]
@@ -177,7 +181,7 @@ def test_a_torch_that_cannot_be_read_is_a_problem_and_no_end(world: World) -> No
     assert "torch cannot be read: [Errno 2] No such file or directory" in section(
         text, "environment"
     )
-    assert "hint: pip install --force-reinstall torch" in section(text, "problems")
+    assert "-m pip install --force-reinstall torch" in section(text, "problems")
     assert "version.py" in row(world.json(), "cpu_adam")["reason"]
     assert "version.py" in world.json()["environment"]["torch_error"]
 
@@ -215,6 +219,41 @@ def test_a_toolkit_that_was_named_and_is_not_there_is_listed_without_asking(
     assert "CUDA /gone/bin/nvcc, refused: no such program (CUDA_HOME)" in found
     assert "ROCm /gone/bin/hipcc, refused: no such program (ROCM_HOME)" in found
     assert "SYCL /gone/icpx, refused: no such program (OPKILN_SYCL_CXX)" in found
+    problems = section(world.text(), "problems")
+    assert "CUDA_HOME there is no /gone/bin/nvcc\nhint: unset CUDA_HOME" in problems
+    assert "ROCM_HOME there is no /gone/bin/hipcc\nhint: unset ROCM_HOME" in problems
+    assert "OPKILN_SYCL_CXX there is no /gone/icpx\nhint: unset OPKILN_SYCL_CXX" in problems
+
+
+def test_a_compiler_that_was_named_and_is_not_there_is_to_be_unset(world: World) -> None:
+    world.compiler()
+    world.torch("2.13.0+cpu")
+    world.variables["CXX"] = "/nope"
+    problems = section(world.text(), "problems")
+    assert "C++ compiler none can be used: /nope: " in problems
+    assert "hint: unset CXX" in problems
+
+
+def test_the_accelerator_in_force_is_the_first_that_answers_or_the_one_asked_for(
+    world: World,
+) -> None:
+    world.compiler()
+    world.torch("2.13.0+cpu")
+    assert "in force cpu" in section(world.text(), "accelerators").splitlines()
+    world.variables["OPKILN_ACCELERATOR"] = "cpu"
+    assert "in force cpu (OPKILN_ACCELERATOR)" in section(world.text(), "accelerators").splitlines()
+
+
+def test_an_accelerator_that_was_asked_for_and_cannot_serve_is_a_problem(world: World) -> None:
+    world.compiler()
+    world.torch("2.13.0+cpu")
+    world.variables["OPKILN_ACCELERATOR"] = "npu"
+    text = world.text()
+    why = "OPKILN_ACCELERATOR=npu cannot be used: "
+    assert f"in force none: {why}" in section(text, "accelerators")
+    assert f"accelerator {why}" in section(text, "problems")
+    assert "hint: unset OPKILN_ACCELERATOR" in section(text, "problems")
+    assert world.json()["environment"]["accelerator"]["name"] == ""
 
 
 def test_a_launcher_that_is_not_there_does_not_end_the_report(world: World) -> None:

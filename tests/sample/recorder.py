@@ -107,6 +107,7 @@ def answers(name: str, devices: int, recorder: Recorder) -> dict[str, Any]:
         "driver_allocated_memory": value(3 << 20), "recommended_max_memory": value(TOTAL),
         "is_bf16_supported": value(True), "graph": value(nullcontext()),
         f"{name.upper()}Graph": graph, "_lazy_call": lambda callback: callback(),
+        "nccl": SimpleNamespace(version=_noted(recorder, "nccl.version", value((2, 27, 5)))),
         "nvtx": ranges, "cnpx": ranges, "amp": SimpleNamespace(),
         "temperature": value(41), "power_draw": value(250_000), "utilization": value(90),
         "clock_rate": value(1_980),

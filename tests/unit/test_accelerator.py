@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
+import threading
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from opkiln.accelerator.base import Accelerator
 from opkiln.accelerator.cpu import CpuAccelerator
 from opkiln.accelerator.cuda import CudaAccelerator
 from opkiln.accelerator.hpu import HpuAccelerator
+from opkiln.accelerator.mps import MpsAccelerator
 from opkiln.accelerator.rocm import RocmAccelerator
 from opkiln.accelerator.streams import HostEvent
 from opkiln.errors import AcceleratorError
@@ -64,6 +69,7 @@ DEEPSPEED = [
     "range_pop",
     "lazy_call",
     "communication_backend_name",
+    "communication_backend_version",
     "is_triton_supported",
     "prefer_triton_grouped_mm",
     "create_graph",
@@ -77,6 +83,7 @@ DEEPSPEED = [
     "IntTensor",
     "LongTensor",
     "pin_memory",
+    "unpin_memory",
     "is_pinned",
     "on_accelerator",
     "op_builder_dir",
@@ -221,6 +228,67 @@ def test_events_that_were_not_recorded_have_no_distance() -> None:
     begin.record()
     with pytest.raises(RuntimeError, match="both events must be recorded"):
         begin.elapsed_time(end)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"device": "cpu", "priority": -1}])
+def test_a_cpu_stream_does_all_that_a_cuda_stream_does(arguments: dict[str, Any]) -> None:
+    cpu = CpuAccelerator()
+    stream = cpu.Stream(**arguments)
+    stream.wait_stream(cpu.current_stream())
+    with stream as entered:
+        assert entered is stream is cpu.current_stream()
+        begin = stream.record_event()
+    assert cpu.current_stream() is cpu.default_stream()
+    end = HostEvent(enable_timing=True)
+    assert stream.record_event(end) is end
+    stream.wait_event(end)
+    stream.synchronize()
+    assert stream.query() is True
+    assert begin.elapsed_time(end) > 0
+
+
+@pytest.mark.parametrize("theirs", [torch.cpu.Stream(), torch.Stream(device="cpu")])
+def test_torchs_own_cpu_streams_can_be_chosen(theirs: Any) -> None:
+    cpu = CpuAccelerator()
+    with cpu.stream(theirs):
+        assert cpu.current_stream() is theirs
+        with cpu.stream(None):
+            assert cpu.current_stream() is theirs
+        cpu.Stream().wait_stream(theirs)
+    assert cpu.current_stream() is cpu.default_stream()
+
+
+def test_a_stream_is_the_current_one_of_its_thread_alone_and_until_an_error() -> None:
+    cpu, seen = CpuAccelerator(), []
+    with pytest.raises(KeyError), cpu.stream(cpu.Stream()):  # noqa: PT012 (what goes on inside)
+        other = threading.Thread(target=lambda: seen.append(cpu.current_stream()))
+        other.start()
+        other.join()
+        raise KeyError
+    assert seen == [cpu.default_stream()]
+    assert cpu.current_stream() is cpu.default_stream()
+
+
+def test_a_stream_of_a_device_that_runs_ahead_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: waits.append("mps"))
+    mps = MpsAccelerator(recorder.module("mps"))
+    mps.current_stream().synchronize()
+    assert mps.Stream().query() is True
+    assert waits == ["mps", "mps"]
+    with mps.stream(mps.Stream()):
+        assert CpuAccelerator().current_stream() is CpuAccelerator().default_stream()
+
+
+def test_nvidias_communication_library_tells_its_version() -> None:
+    module = recorder.module("cuda")
+    assert CudaAccelerator(module).communication_backend_version() == (2, 27, 5)
+    assert module.calls == ["nccl.version"]
+
+
+def test_a_triton_without_a_spec_is_a_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    assert CudaAccelerator(recorder.module("cuda")).is_triton_supported()
 
 
 def test_the_cpus_peak_is_counted_anew_after_a_reset() -> None:

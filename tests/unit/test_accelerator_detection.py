@@ -19,6 +19,7 @@ from opkiln.accelerator.cuda import CudaAccelerator
 from opkiln.builder import SYCLOpBuilder
 from opkiln.errors import AcceleratorError
 from opkiln.model import TorchSDK
+from opkiln.report import operators
 from opkiln.settings import override
 from opkiln.toolchain import torch_sdk
 
@@ -68,6 +69,9 @@ def intel_gpu(root: Path) -> None:
     device = root / "sys/class/drm/renderD128/device"
     device.mkdir(parents=True)
     (device / "vendor").write_text("0x8086\n")
+    node = root / "dev/dri/renderD128"
+    node.parent.mkdir(parents=True)
+    node.touch()
 
 
 def answer(name: str) -> Answer:
@@ -138,6 +142,18 @@ def test_an_intel_gpu_is_xpus_where_torch_has_xpu(
     (where / "lib").mkdir()
     (where / "lib" / "libtorch_xpu.so").touch()
     assert opkiln.get_accelerator().name == "xpu"
+
+
+def test_an_intel_gpu_that_the_process_cannot_open_is_not_taken(
+    fresh: Path, torch_with: Callable[..., Path]
+) -> None:
+    intel_gpu(fresh)
+    where = torch_with()
+    (where / "lib").mkdir()
+    (where / "lib" / "libtorch_xpu.so").touch()
+    (fresh / "dev/dri/renderD128").unlink()  # as in a container that was given no GPU
+    assert opkiln.get_accelerator().name == "cpu"
+    assert answer("xpu").why == "not open to this user: /dev/dri/renderD128"
 
 
 def test_without_torch_the_cpu_is_found_all_the_same(
@@ -241,12 +257,20 @@ def test_an_accelerator_of_another_package_is_found_before_opkilns_own(
 def test_another_packages_accelerator_without_its_device_does_not_win(
     outside: Callable[..., None],
 ) -> None:
-    outside(absent="AbsentAccelerator", failing="FailingAccelerator", gone="NoSuchClass")
+    outside(
+        absent="AbsentAccelerator",
+        failing="FailingAccelerator",
+        gone="NoSuchClass",
+        unmade="UnmadeAccelerator",
+        leaving="LeavingAccelerator",
+    )
     assert opkiln.get_accelerator().name == "cpu"
     why = {each.name: each.why for each in detect.trace()}
     assert why["absent"] == "slot 3 is empty"
     assert why["failing"].endswith("OSError: libfailing.so: cannot open shared object file")
     assert "AttributeError" in why["gone"]
+    assert why["unmade"].endswith("RuntimeError: the card is held by another process")
+    assert why["leaving"].endswith("SystemExit: no licence")
 
 
 def test_another_packages_accelerator_can_be_asked_for_by_name(
@@ -257,6 +281,15 @@ def test_another_packages_accelerator_can_be_asked_for_by_name(
     assert opkiln.get_accelerator().name == "outside"
     monkeypatch.setenv("OPKILN_ACCELERATOR", "absent")
     with pytest.raises(AcceleratorError, match="absent cannot be used: slot 3 is empty"):
+        opkiln.get_accelerator()
+
+
+def test_another_packages_accelerator_that_cannot_be_made_is_refused_by_name_too(
+    outside: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside(unmade="UnmadeAccelerator")
+    monkeypatch.setenv("OPKILN_ACCELERATOR", "unmade")
+    with pytest.raises(AcceleratorError, match=r"unmade cannot be used: .*held by another process"):
         opkiln.get_accelerator()
 
 
@@ -384,6 +417,54 @@ def test_a_builder_serves_the_accelerator_that_is_asked_for(
     assert opkiln.get_builder("fused_adam").backend == fused_adam
     assert opkiln.get_builder("cpu_adam").backend == cpu_adam
     assert Both().backend == both
+
+
+@pytest.mark.parametrize("make", [lambda: opkiln.get_builder("fused_adam"), Both])
+def test_a_builder_refuses_a_name_that_no_accelerator_has(
+    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPKILN_ACCELERATOR", "nonsense")
+    expected = "OPKILN_ACCELERATOR=nonsense cannot be used: there is no accelerator of this name"
+    with pytest.raises(AcceleratorError) as caught:
+        _ = make().backend
+    assert caught.value.what == expected
+
+
+def test_an_op_is_not_compatible_with_an_accelerator_that_does_not_exist(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPKILN_ACCELERATOR", "nonsense")
+    builder = opkiln.get_builder("fused_adam")
+    assert not builder.is_compatible()
+    assert "there is no accelerator of this name" in str(builder.error_log)
+
+
+def test_a_builder_takes_the_name_of_another_packages_accelerator(
+    outside: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside(Mine="AbsentAccelerator")
+    monkeypatch.setenv("OPKILN_ACCELERATOR", "mine")
+    assert opkiln.get_builder("fused_adam").backend == "cpu"
+
+
+def test_a_builder_refuses_rocm_where_torch_is_built_without_it(
+    torch_with: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPKILN_ACCELERATOR", "rocm")
+    torch_with(cuda="13.0")
+    with pytest.raises(AcceleratorError, match=r"torch 2\.13\.0 is built without ROCm"):
+        _ = opkiln.get_builder("fused_adam").backend
+    torch_with(hip="6.2")
+    assert opkiln.get_builder("fused_adam").backend == "rocm"
+
+
+def test_the_report_has_a_row_for_an_op_whose_accelerator_does_not_exist(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPKILN_ACCELERATOR", "nonsense")
+    rows = {row.op: row for row in operators.statuses(())}
+    assert "there is no accelerator of this name" in rows["fused_adam"].error
+    assert rows["cpu_adam"].error == ""
 
 
 def test_a_builder_follows_the_accelerator_that_is_set(

@@ -88,6 +88,41 @@ def test_a_vendors_package_that_imports_but_counts_no_device_does_not_win(tmp_pa
     assert told[2].startswith("torch_mlu is installed, but fails: OSError: libascend_hal.so")
 
 
+def test_a_vendors_package_that_leaves_the_interpreter_does_not_take_the_process_along(
+    tmp_path: Path,
+) -> None:
+    package = tmp_path / "packages" / "torch_npu"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise SystemExit('set_env.sh was not sourced')\n")
+    told = in_a_child(
+        f"""
+        import opkiln
+        from opkiln.accelerator import detect
+        detect.ROOT = {str(vendors.node(tmp_path / "system", "npu"))!r}
+        print(opkiln.get_accelerator().name)
+        print(*[each.why for each in detect.trace() if each.name == "npu"])
+        """,
+        tmp_path / "packages",
+    )
+    refusal = "torch_npu is installed, but fails: SystemExit: set_env.sh was not sourced"
+    assert told == ["cpu", refusal]
+
+
+def test_a_vendors_package_that_was_put_in_by_hand_is_asked_like_another(tmp_path: Path) -> None:
+    told = in_a_child(
+        f"""
+        import sys, types, opkiln
+        from opkiln.accelerator import detect
+        sys.modules["torch_mlu"] = types.ModuleType("torch_mlu")  # it has no spec
+        detect.ROOT = {str(vendors.node(tmp_path / "system", "mlu"))!r}
+        print(opkiln.get_accelerator().name)
+        print(*[each.why for each in detect.trace() if each.name == "mlu"])
+        """
+    )
+    assert told[0] == "cpu"
+    assert told[1].startswith("torch_mlu is installed, but fails: ")
+
+
 def test_a_vendors_device_that_answers_is_taken_and_drives_torch(tmp_path: Path) -> None:
     told = in_a_child(
         f"""

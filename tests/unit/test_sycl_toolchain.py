@@ -400,10 +400,11 @@ class TestDevices:
 
     @pytest.fixture(autouse=True)
     def no_devices(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("vendors", "drm"):
+        for name in ("vendors", "drm", "dri"):
             (tmp_path / name).mkdir()
         monkeypatch.setattr(libsycl, "_VENDORS", str(tmp_path / "vendors"))
         monkeypatch.setattr(libsycl, "_GPUS", str(tmp_path / "drm"))
+        monkeypatch.setattr(libsycl, "_NODES", str(tmp_path / "dri"))
 
     def test_the_command_to_copy_names_the_driver_that_is_there(self, tmp_path: Path) -> None:
         driver = runtime(tmp_path / "prefix").parent / "libintelocl.so"
@@ -448,4 +449,13 @@ class TestDevices:
         device = tmp_path / "drm" / "renderD129" / "device"
         device.mkdir(parents=True)
         (device / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / "dri" / "renderD129").touch()
         assert (libsycl.no_device(None) is None) is found
+
+    def test_a_gpu_that_cannot_be_opened_does_not_count_and_is_named(self, tmp_path: Path) -> None:
+        device = tmp_path / "drm" / "renderD128" / "device"
+        device.mkdir(parents=True)
+        (device / "vendor").write_text("0x8086\n")
+        missing = libsycl.no_device(None)
+        assert missing is not None
+        assert missing[0].startswith("the Intel GPU (renderD128) is not open to this user, and ")

@@ -11,6 +11,21 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+# opkiln's own accelerators and their classes, each in the module of its name, in the order of
+# preference.
+OWN = {
+    "cuda": "CudaAccelerator",
+    "rocm": "RocmAccelerator",
+    "xpu": "XpuAccelerator",
+    "hpu": "HpuAccelerator",
+    "npu": "NpuAccelerator",
+    "mlu": "MluAccelerator",
+    "sdaa": "SdaaAccelerator",
+    "supa": "SupaAccelerator",
+    "mps": "MpsAccelerator",
+    "cpu": "CpuAccelerator",
+}
+
 _given: Any = None  # the object that set_accelerator was given
 
 
@@ -36,9 +51,19 @@ def asked_name() -> str | None:
 
 def asked_backend(backends: tuple[str, ...]) -> str | None:
     """Which of an op's backends the accelerator that is asked for takes; None where none is asked
-    for, or where the op has nothing for it."""
+    for, or where the op has nothing for it.
+
+    Its device need not be here: an op can be built for another machine's. Raises AcceleratorError
+    for a name that no accelerator has, and for ``rocm`` where torch is built without it.
+    """
     name = asked_name()
-    return None if name is None else serving(name, backends)
+    if name is None:
+        return None
+    if _given is None and (name not in OWN or name == "rocm"):
+        from opkiln.accelerator import detect  # not on the way to a hit of CUDA's or the CPU's
+
+        detect.must_be_known(name)
+    return serving(name, backends)
 
 
 def serving(accelerator: str, backends: tuple[str, ...]) -> str | None:

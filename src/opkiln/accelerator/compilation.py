@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from opkiln.accelerator.identity import Identity
+from opkiln.accelerator.packages import installed
 from opkiln.errors import AcceleratorError
 
 TYPE_CHECKING = False
@@ -35,9 +36,7 @@ class Compilation(Identity):
 
     def is_triton_supported(self) -> bool:
         """Whether Triton is installed and compiles for the current device."""
-        from importlib.util import find_spec
-
-        return self.TRITON and find_spec("triton") is not None
+        return self.TRITON and installed("triton")
 
     def prefer_triton_grouped_mm(self) -> bool:
         """Whether a grouped matrix product is faster in Triton than in torch."""

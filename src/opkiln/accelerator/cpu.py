@@ -114,7 +114,13 @@ class CpuAccelerator(OneStream, Accelerator):
     def available_memory(self, device_index: int | None = None) -> int:  # noqa: ARG002
         return host_memory.available()
 
-    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:  # noqa: ARG002
+    def pin_memory(
+        self,
+        tensor: torch.Tensor,
+        align_bytes: int = 1,  # noqa: ARG002 (nothing is allocated)
+        make_copy: bool = True,  # noqa: ARG002
+        match_shape: bool = True,  # noqa: ARG002
+    ) -> torch.Tensor:
         """The tensor as it is: no device copies from it."""
         return tensor
 

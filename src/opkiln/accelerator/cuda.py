@@ -38,6 +38,9 @@ class CudaAccelerator(Accelerator):
             return Answer(cls.name, False, f"{why}; the GPU is there: {gpus[0].name}")
         return Answer(cls.name, True, f"{len(gpus)} x {gpus[0].name}, asked by {devices.how}")
 
+    def communication_backend_version(self) -> tuple[int, ...] | None:
+        return tuple(self.module().nccl.version())
+
     def _capability(self) -> tuple[int, int]:
         major, minor = self.module().get_device_capability()
         return major, minor

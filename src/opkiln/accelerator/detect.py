@@ -14,6 +14,8 @@ from importlib import import_module
 
 from opkiln.accelerator import choice
 from opkiln.accelerator.answer import Answer
+from opkiln.accelerator.choice import OWN
+from opkiln.accelerator.torch_build import why_without
 from opkiln.errors import AcceleratorError
 from opkiln.settings import origin_of, settings
 
@@ -27,20 +29,6 @@ if TYPE_CHECKING:
 
 GROUP = "opkiln.accelerators"
 ROOT = "/"  # where the system's files lie
-
-# Each in the module of its name, in the order of preference.
-_OWN = {
-    "cuda": "CudaAccelerator",
-    "rocm": "RocmAccelerator",
-    "xpu": "XpuAccelerator",
-    "hpu": "HpuAccelerator",
-    "npu": "NpuAccelerator",
-    "mlu": "MluAccelerator",
-    "sdaa": "SdaaAccelerator",
-    "supa": "SupaAccelerator",
-    "mps": "MpsAccelerator",
-    "cpu": "CpuAccelerator",
-}
 
 # By what OPKILN_ACCELERATOR says. Plain objects without a context: as good in a forked child.
 _found: dict[str | None, tuple[Any, tuple[Answer, ...]]] = {}
@@ -106,25 +94,26 @@ def survey(root: str | None = None) -> tuple[Answer, ...]:
 
 def _first() -> tuple[Any, tuple[Answer, ...]]:
     answers = []
-    for answer, kind in _ask_all(ROOT):
+    for answer, accelerator in _ask_all(ROOT):
         answers.append(answer)
         if answer.present:
-            return kind(), tuple(answers)
+            return accelerator, tuple(answers)
     raise AssertionError("the CPU is always there")
 
 
 def _ask_all(root: str) -> Iterator[tuple[Answer, Any]]:
-    """Each accelerator's answer and its class."""
+    """Each accelerator's answer, and the accelerator where it can serve."""
     for entry in _entry_points():
         yield _ask_entry(entry, root, asked=False)
-    for name in _OWN:
+    for name in OWN:
         kind = _own(name)
-        yield kind.look(root), kind
+        answer = kind.look(root)
+        yield answer, kind() if answer.present else None
 
 
 def _own(name: str) -> type[Accelerator]:
     module = import_module(f"opkiln.accelerator.{name}")
-    kind: type[Accelerator] = getattr(module, _OWN[name])
+    kind: type[Accelerator] = getattr(module, OWN[name])
     return kind
 
 
@@ -162,35 +151,52 @@ def _declared() -> bool:
 
 
 def _ask_entry(entry: EntryPoint, root: str, *, asked: bool) -> tuple[Answer, Any]:
-    """What another package's accelerator says. Its code may fail in any way: that is an answer."""
-    if entry.name in _OWN:
+    """What another package's accelerator says, and the accelerator where it can serve. Its code may
+    fail in any way, or leave the interpreter: that is an answer."""
+    if entry.name in OWN:
         return Answer(entry.name, False, f"{entry.value}: the name is opkiln's own"), None
     try:
         kind = entry.load()
         if not hasattr(kind, "look"):  # one that was written for DeepSpeed
-            present = bool(kind().is_available())
-            return Answer(entry.name, present, f"{entry.value}.is_available() is {present}"), kind
+            accelerator = kind()
+            present = bool(accelerator.is_available())
+            why = f"{entry.value}.is_available() is {present}"
+            return Answer(entry.name, present, why), accelerator
         answer = kind.look(root, asked=asked)
-        return Answer(entry.name, bool(answer.present), str(answer.why)), kind
-    except Exception as error:
+        told = Answer(entry.name, bool(answer.present), str(answer.why))
+        return told, kind() if told.present else None
+    except (Exception, SystemExit) as error:
         return Answer(entry.name, False, f"{entry.value}: {type(error).__name__}: {error}"), None
 
 
 # What was asked for by name
 
 
+def must_be_known(name: str) -> None:
+    """Raise AcceleratorError for a name that no accelerator has, and for ``rocm`` where torch is
+    built without it. Asks no device for a name that is good, and imports no package."""
+    if name not in OWN:
+        _theirs(name)
+    elif name == "rocm" and (why := why_without("ROCm")):
+        raise _cannot(name, why)
+
+
+def _theirs(name: str) -> EntryPoint:
+    for entry in _entry_points():
+        if entry.name.lower() == name:
+            return entry
+    raise _cannot(name, "there is no accelerator of this name")
+
+
 def _named(name: str) -> tuple[Any, tuple[Answer, ...]]:
-    if name in _OWN:
-        found = _ask_own(name)
+    if name in OWN:
+        answer, kind = _ask_own(name)
+        accelerator = kind() if answer.present else None
     else:
-        theirs = [entry for entry in _entry_points() if entry.name.lower() == name]
-        if not theirs:
-            raise _cannot(name, "there is no accelerator of this name")
-        found = _ask_entry(theirs[0], ROOT, asked=True)
-    answer, kind = found
+        answer, accelerator = _ask_entry(_theirs(name), ROOT, asked=True)
     if not answer.present:
         raise _cannot(name, answer.why)
-    return kind(), (answer,)
+    return accelerator, (answer,)
 
 
 def _ask_own(name: str) -> tuple[Answer, type[Accelerator]]:

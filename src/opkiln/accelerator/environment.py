@@ -21,6 +21,10 @@ class Environment(Identity):
         """The backend of ``torch.distributed`` for this device: ``nccl``."""
         return self.COMMUNICATION
 
+    def communication_backend_version(self) -> tuple[int, ...] | None:
+        """The version of that backend's library; None where torch has no way to ask."""
+        return None
+
     def export_envs(self) -> list[str]:
         """Beginnings of the variables' names that a launcher hands on to other machines."""
         return list(self.EXPORTED)

@@ -79,9 +79,14 @@ class Memory(Device):
         self,
         tensor: torch.Tensor,
         align_bytes: int = 1,  # noqa: ARG002 (torch's allocator aligns to pages)
+        make_copy: bool = True,  # noqa: ARG002 (it always copies, and keeps the shape)
+        match_shape: bool = True,  # noqa: ARG002
     ) -> torch.Tensor:
         """A copy of a CPU tensor in page-locked memory, from which the device copies faster."""
         return tensor.pin_memory()
+
+    def unpin_memory(self, tensor: torch.Tensor) -> None:
+        """Nothing: torch gives the pages back when the last tensor on them is gone."""
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in page-locked memory."""

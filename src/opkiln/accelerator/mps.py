@@ -5,7 +5,7 @@ from __future__ import annotations
 from opkiln import machine
 from opkiln.accelerator.answer import Answer
 from opkiln.accelerator.base import Accelerator
-from opkiln.accelerator.streams import OneStream
+from opkiln.accelerator.streams import Chosen, HostStream, OneStream
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,11 +15,28 @@ if TYPE_CHECKING:
     import torch
 
 
+class MpsStream(HostStream):
+    """The one stream of the device, which works while the host goes on."""
+
+    chosen = Chosen()
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.mps.synchronize()
+
+    def _event(self) -> Any:
+        import torch
+
+        return torch.mps.Event(enable_timing=True)
+
+
 class MpsAccelerator(OneStream, Accelerator):
     """``torch.mps``: one device, one stream, and an allocator that keeps no peaks."""
 
     name = "mps"
     device_type = "mps"
+    DEFAULT = MpsStream()
 
     @classmethod
     def look(cls, root: str = "/", *, asked: bool = False) -> Answer:  # noqa: ARG003
@@ -97,6 +114,12 @@ class MpsAccelerator(OneStream, Accelerator):
     def total_memory(self, device_index: int | None = None) -> int:  # noqa: ARG002
         return int(self.module().recommended_max_memory())
 
-    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:  # noqa: ARG002
+    def pin_memory(
+        self,
+        tensor: torch.Tensor,
+        align_bytes: int = 1,  # noqa: ARG002 (nothing is allocated)
+        make_copy: bool = True,  # noqa: ARG002
+        match_shape: bool = True,  # noqa: ARG002
+    ) -> torch.Tensor:
         """The tensor as it is: there is no copy between two memories to make faster."""
         return tensor

@@ -7,6 +7,7 @@ from importlib import import_module
 
 from opkiln.accelerator.answer import Answer
 from opkiln.accelerator.base import Accelerator
+from opkiln.accelerator.packages import installed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ class VendorAccelerator(Accelerator):
             return Answer(cls.name, False, f"{package} is installed, but there is no {files} here")
         try:
             count = cls().device_count()
-        except Exception as error:  # a vendor's package fails in ways of its own
+        # A vendor's package fails in ways of its own; some leave the interpreter when they are
+        # imported without their driver.
+        except (Exception, SystemExit) as error:
             told = f"{type(error).__name__}: {error}"
             return Answer(cls.name, False, f"{package} is installed, but fails: {told}")
         if not count:
@@ -40,9 +43,7 @@ class VendorAccelerator(Accelerator):
 
     @classmethod
     def _package(cls) -> str | None:
-        from importlib.util import find_spec
-
-        return next((name for name in cls.PACKAGES if find_spec(name) is not None), None)
+        return next((name for name in cls.PACKAGES if installed(name)), None)
 
     def _find_module(self) -> Any:
         import_module(self._package() or self.PACKAGES[0])  # which makes torch know the device

@@ -6,7 +6,7 @@ from opkiln.accelerator.answer import Answer
 from opkiln.accelerator.base import Accelerator
 from opkiln.accelerator.profiling import itt
 from opkiln.accelerator.torch_build import why_without
-from opkiln.toolchain.libsycl import intel_gpus
+from opkiln.toolchain.libsycl import closed_gpus, intel_gpus
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ class XpuAccelerator(Accelerator):
     def look(cls, root: str = "/", *, asked: bool = False) -> Answer:  # noqa: ARG003
         """The kernel's files tell: SYCL could only be asked by starting its drivers."""
         nodes = intel_gpus(root)
+        if not nodes and (shut := closed_gpus(root)):
+            paths = ", ".join(f"/dev/dri/{name}" for name in shut)
+            return Answer(cls.name, False, f"not open to this user: {paths}")
         if not nodes:
             return Answer(cls.name, False, "there is no Intel GPU here")
         if why := why_without("XPU"):

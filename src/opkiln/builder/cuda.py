@@ -51,7 +51,7 @@ class CUDAOpBuilder(OpBuilder):
     def backend(self) -> str:
         """The backend that is asked for; else that of the accelerator that is; else the first of
         ``BACKENDS`` with a device here that torch can use; else the CPU, where the op has a CPU
-        version."""
+        version. Raises AcceleratorError where the accelerator that is asked for does not exist."""
         if self._asked_backend:
             return self._asked_backend
         from opkiln.accelerator import choice

@@ -31,7 +31,7 @@ class SYCLOpBuilder(OpBuilder):
     @cached_property
     def backend(self) -> str:
         """The backend that is asked for; else that of the accelerator that is; else the first of
-        ``BACKENDS``."""
+        ``BACKENDS``. Raises AcceleratorError where that accelerator does not exist."""
         return self._asked_backend or choice.asked_backend(self.BACKENDS) or self.BACKENDS[0]
 
     @property

@@ -11,7 +11,7 @@ import click
 
 from opkiln import __version__, settings
 from opkiln.cli import output
-from opkiln.errors import OpkilnError
+from opkiln.errors import OpkilnError, StoreError
 
 # A command's module is imported when it runs, or when --help needs its first line.
 _COMMANDS = (
@@ -62,7 +62,8 @@ def main() -> None:
 def _run(arguments: list[str]) -> int:
     try:
         code = cli.main(arguments, prog_name="opkiln", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed before we started, and nothing was to be written
+            sys.stdout.flush()
     except OpkilnError as error:
         output.say_failure(error)
         return error.exit_code
@@ -82,9 +83,14 @@ def _run(arguments: list[str]) -> int:
         output.say("\nnothing was done")
         return output.FOUND
     except BrokenPipeError:
-        # Whoever read our output has enough. The interpreter must not try to flush it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        output.discard()  # whoever read it has enough
         return output.FOUND
+    except OSError as error:
+        # A full disk or a closed file under our output, or what no command has a word for.
+        output.discard()
+        reason = error.strerror or str(error)
+        output.say_error(f"{os.fsdecode(error.filename)}: {reason}" if error.filename else reason)
+        return StoreError.exit_code
     return code if isinstance(code, int) else 0
 
 
@@ -92,7 +98,8 @@ def _leave_interrupted() -> None:
     # At once, and not through the interpreter's exit: other threads may be building. The watchdog
     # ends their compilers and removes what they staged, and must not find them writing there.
     output.say("interrupted")
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     os._exit(output.INTERRUPTED)
 
 

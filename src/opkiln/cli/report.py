@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from contextlib import suppress
+
 import click
 
 from opkiln.cli import output
@@ -15,8 +19,8 @@ from opkiln.errors import UsageError
     help="Print Markdown for an issue, without your home directory and user name.",
 )  # fmt: skip
 @click.option(
-    "--html", "page", metavar="FILE", type=click.Path(dir_okay=False),
-    help="Write a page to look at: one file that loads nothing else.",
+    "--html", "page", metavar="FILE", type=click.Path(dir_okay=False, allow_dash=True),
+    help="Write a page to look at: one file that loads nothing else. -: standard output.",
 )  # fmt: skip
 @click.option("--hide-ops", is_flag=True, help="Leave the ops out.")
 @click.option("--hide-env", is_flag=True, help="Leave everything but the ops out.")
@@ -64,9 +68,31 @@ def command(
 
 
 def _write(path: str, text: str) -> None:
+    content = text.encode("utf-8", "backslashreplace")  # a path need not be text
+    if path == "-":
+        output.data_file(content)
+        return
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
+        if os.path.exists(path) and not os.path.isfile(path):
+            with open(path, "wb") as file:  # a pipe or a device is written to, and stays
+                file.write(content)
+        else:
+            _replace(os.path.realpath(path), content)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error
     output.say(f"wrote {path}")
+
+
+def _replace(path: str, content: bytes) -> None:
+    """Beside the file, then renamed: a full disk or a kill never leaves half a page."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(temporary, "xb") as file:
+            file.write(content)
+        if os.path.exists(path):
+            shutil.copymode(path, temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise

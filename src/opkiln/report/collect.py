@@ -35,6 +35,7 @@ class Environment(NamedTuple):
 
     machine: Machine
     tools: tuple[compilers.Tool, ...]
+    unfound: tuple[compilers.Unfound, ...]
     torch: TorchSDK | None
     torch_error: str  # why nothing is known of the torch that is there
     devices: devices.Devices
@@ -85,6 +86,7 @@ def _environment(
     return Environment(
         machine=machine(),
         tools=tools,
+        unfound=compilers.unfound(),
         torch=torch,
         torch_error=error,
         devices=devices.devices(store.memory, torch),
@@ -100,6 +102,5 @@ def _in_force(variable: str, value: Any, origin: str) -> InForce:
     if isinstance(value, str):
         value = redact.without_secrets(value)
     elif isinstance(value, tuple):
-        value = tuple(redact.without_secrets(each) if isinstance(each, str) else each
-                      for each in value)  # fmt: skip
+        value = redact.words_without_secrets(value)
     return InForce(variable, value, origin)

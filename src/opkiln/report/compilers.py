@@ -38,6 +38,14 @@ class Tool(NamedTuple):
     asked: bool = True  # False: it was found, and not asked who it is
 
 
+class Unfound(NamedTuple):
+    """A toolkit that the user named, and that is not there."""
+
+    backend: str
+    path: str
+    origin: str  # the variable that names it
+
+
 def survey(memory: tuple[str, ...], torch: TorchSDK | None, *, probe: bool) -> tuple[Tool, ...]:
     """Every compiler, by backend, in the order of preference."""
     tools = _ranked(CPU, host.candidates(memory))
@@ -45,6 +53,17 @@ def survey(memory: tuple[str, ...], torch: TorchSDK | None, *, probe: bool) -> t
     for backend in (CUDA, ROCM, XPU):
         tools += _toolkits(memory, backend, torch, probe=probe, has_host=usable)
     return tuple(tools)
+
+
+def unfound() -> tuple[Unfound, ...]:
+    """The toolkits that a variable names and that are not there."""
+    found = [Unfound(CUDA, place.nvcc, place.origin) for place in toolkits.unfound()]
+    for backend, field in ((ROCM, "rocm_home"), (XPU, "sycl_cxx")):
+        named, origin = origin_of(field)
+        if named:
+            absent = (path for path, by, missing in _present(backend) if missing and by == origin)
+            found += [Unfound(backend, path, origin) for path in absent]
+    return tuple(found)
 
 
 def taken(tools: Iterable[Tool], backend: str) -> Tool | None:

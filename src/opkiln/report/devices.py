@@ -7,7 +7,8 @@ import re
 from typing import NamedTuple
 
 from opkiln.accelerator import amd, nvidia
-from opkiln.settings import child_environment
+from opkiln.errors import AcceleratorError
+from opkiln.settings import child_environment, origin_of
 from opkiln.toolchain import rocm_homes
 
 TYPE_CHECKING = False
@@ -51,6 +52,16 @@ class Accelerator(NamedTuple):
     why: str
 
 
+class InForce(NamedTuple):
+    """The accelerator that this process would run on, or why there is none."""
+
+    name: str  # "" where the one that was asked for cannot serve
+    why: str  # the device that answers
+    origin: str  # the variable that asks for it; "" where it is the first that answers
+    error: str = ""
+    hint: str = ""
+
+
 class Library(NamedTuple):
     """A library for collective communication, by its files."""
 
@@ -64,6 +75,7 @@ class Devices(NamedTuple):
 
     gpus: tuple[Gpu, ...]
     drivers: tuple[Driver, ...]
+    in_force: InForce
     accelerators: tuple[Accelerator, ...]
     collectives: tuple[Library, ...]
 
@@ -81,13 +93,15 @@ def devices(memory: tuple[str, ...], torch: TorchSDK | None) -> Devices:
         Gpu("AMD", each.index, each.name, each.arch, each.memory, each in left)
         for each in of_amd.gpus
     ]
+    kinds = accelerators()
     return Devices(
         gpus=tuple(gpus),
         drivers=(
             Driver("NVIDIA", of_nvidia.driver, of_nvidia.cuda, of_nvidia.why),
             Driver("AMD", _amd_driver(), "", of_amd.why),
         ),
-        accelerators=accelerators(),
+        in_force=in_force(kinds),
+        accelerators=kinds,
         collectives=tuple(collectives(torch)),
     )
 
@@ -100,6 +114,21 @@ def accelerators() -> tuple[Accelerator, ...]:
     from opkiln.accelerator import detect
 
     return tuple(Accelerator(each.name, each.present, each.why) for each in detect.survey())
+
+
+def in_force(kinds: tuple[Accelerator, ...]) -> InForce:
+    """The one that was asked for by name, else the first of ``kinds`` that answers."""
+    from opkiln.accelerator import choice, detect
+
+    if choice.asked_name() is None:
+        first = next(kind for kind in kinds if kind.present)  # the CPU always is
+        return InForce(first.name, first.why, "")
+    origin = "" if choice.given() is not None else origin_of("accelerator")[1]
+    try:
+        taken = detect.trace()[-1]
+    except AcceleratorError as error:
+        return InForce("", "", origin, error.what, error.hint)
+    return InForce(taken.name, taken.why, origin)
 
 
 def collectives(torch: TorchSDK | None) -> Iterator[Library]:

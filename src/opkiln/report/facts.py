@@ -188,7 +188,12 @@ def _tool(label: str, tool: Tool) -> Row:
 
 def accelerators(found: Devices) -> Section:
     """Which kinds of device there are, the GPUs, their drivers, and what they talk through."""
-    rows = []
+    chosen = found.in_force
+    asked = f" ({chosen.origin})" if chosen.origin else ""
+    rows = [
+        _row("in force", f"none: {_line(chosen.error)}", "bad") if chosen.error
+        else _row("in force", f"{chosen.name}{asked}")
+    ]  # fmt: skip
     for kind in found.accelerators:
         answer, look = ("yes", "good") if kind.present else ("no", "weak")
         rows.append(_row(kind.name, f"{answer}: {kind.why}" if kind.why else answer, look))

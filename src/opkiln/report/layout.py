@@ -17,6 +17,15 @@ def paint(text: str, look: str, *, colour: bool) -> str:
     return f"\x1b[{_CODES[look]}m{text}\x1b[0m" if colour and text and look else text
 
 
+def visible(text: str) -> str:
+    """What a terminal would obey, or cannot show, spelt out: ``\\x1b``."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
+
+
 def columns(rows: Iterable[Sequence[str]], *, indent: int = 0, width: int | None = None) -> str:
     """Rows with their cells below each other, two blanks apart; the last column is ragged.
 
@@ -51,6 +60,8 @@ def _folded(before: str, last: str, width: int, indent: int) -> list[str]:
         lines, start = ([before.rstrip()] if before.strip() else []), indent + 2
     else:
         lines = []
+    if not _ANSI.sub("", last).strip():
+        return [before.rstrip()]
     # Colours are of no width, and a colour that is begun in one line holds in the next.
     codes = _ANSI.findall(last)
     plain = _ANSI.sub("", last)

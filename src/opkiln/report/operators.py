@@ -8,7 +8,7 @@ from opkiln.builder.base import OpBuilder
 from opkiln.errors import OpkilnError, SpecError
 from opkiln.loading.outlook import CACHED, WOULD_COMPILE, WOULD_FAIL, outlook
 from opkiln.registry import ALL_OPS, GROUP, bundled
-from opkiln.report import compilers
+from opkiln.report import compilers, redact
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _status(
         changed = _changes(builder) if changes and backends[0].status == WOULD_COMPILE else ()
     except OpkilnError as error:
         return OpStatus(name, distribution, "", (), error.what)
-    except Exception as error:  # whatever an author's module raises
+    except (Exception, SystemExit) as error:  # whatever an author's module raises
         return OpStatus(name, distribution, "", (), f"{type(error).__name__}: {error}")
     return OpStatus(name, distribution, serves, backends, changes=changed)
 
@@ -127,4 +127,5 @@ def _on(name: str, kind: type[OpBuilder], backend: str, tools: tuple[Tool, ...])
 def _changes(builder: OpBuilder) -> tuple[str, ...]:
     from opkiln.loading.explain import explain
 
-    return explain(builder.op()).changes
+    # Flags are among them.
+    return tuple(redact.without_secrets(each) for each in explain(builder.op()).changes)

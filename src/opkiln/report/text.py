@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opkiln.report import facts
-from opkiln.report.layout import columns, paint
+from opkiln.report.layout import columns, paint, visible
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,4 +31,4 @@ def _section(section: Section, colour: bool, width: int | None) -> str:
 
 
 def _painted(row: Row, colour: bool) -> tuple[str, ...]:
-    return tuple(paint(cell.text, cell.look, colour=colour) for cell in row)
+    return tuple(paint(visible(cell.text), cell.look, colour=colour) for cell in row)

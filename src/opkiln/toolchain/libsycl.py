@@ -24,6 +24,7 @@ _OLDEST = 9
 _DRIVER = "libintelocl.so"  # OpenCL's for a CPU, from intel-opencl-rt
 _VENDORS = "/etc/OpenCL/vendors"
 _GPUS = "sys/class/drm"
+_NODES = "dev/dri"
 
 
 def is_library(path: str) -> bool:
@@ -128,7 +129,9 @@ def no_device(icd_filenames: str | None) -> tuple[str, str] | None:
         return None
     else:
         why = "OpenCL has no driver for a CPU"
-    return f"there is no Intel GPU, and {why}", _driver_command()
+    shut = closed_gpus()
+    gpu = f"the Intel GPU ({shut[0]}) is not open to this user" if shut else "there is no Intel GPU"
+    return f"{gpu}, and {why}", _driver_command()
 
 
 def _driver_command() -> str:
@@ -155,7 +158,21 @@ def _registered_drivers() -> Iterator[str]:
 
 
 def intel_gpus(root: str = "/") -> list[str]:
-    """The GPUs of Intel's that programs can compute on, by their nodes below ``/dev/dri``."""
+    """The GPUs of Intel's that this process can compute on, by their nodes below ``/dev/dri``."""
+    return [name for name in _intel_nodes(root) if _is_open(root, name)]
+
+
+def closed_gpus(root: str = "/") -> list[str]:
+    """The GPUs of Intel's that the kernel has and this process cannot open: its user is not in
+    their group, or its container has no node for them."""
+    return [name for name in _intel_nodes(root) if not _is_open(root, name)]
+
+
+def _is_open(root: str, name: str) -> bool:
+    return os.access(os.path.join(root, _NODES, name), os.R_OK | os.W_OK)
+
+
+def _intel_nodes(root: str) -> list[str]:
     here = os.path.join(root, _GPUS)
     try:
         names = sorted(name for name in os.listdir(here) if name.startswith("renderD"))

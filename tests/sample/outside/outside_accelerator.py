@@ -51,3 +51,22 @@ class FailingAccelerator(CpuAccelerator):
     @classmethod
     def look(cls, root: str = "/", *, asked: bool = False) -> Answer:
         raise OSError("libfailing.so: cannot open shared object file")
+
+
+class UnmadeAccelerator(OutsideAccelerator):
+    """One whose device is there and cannot be had."""
+
+    name = "unmade"
+
+    def __init__(self) -> None:
+        raise RuntimeError("the card is held by another process")
+
+
+class LeavingAccelerator(CpuAccelerator):
+    """One that leaves the interpreter where it cannot go on."""
+
+    name = "leaving"
+
+    @classmethod
+    def look(cls, root: str = "/", *, asked: bool = False) -> Answer:
+        raise SystemExit("no licence")
