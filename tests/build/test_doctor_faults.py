@@ -165,6 +165,89 @@ def test_a_store_of_another_user_is_found_and_taken_over(store: Path) -> None:
     assert patient.check("store").evidence == str(store)
 
 
+def _elsewhere(path: Path | str, home: Path) -> dict[str, str]:
+    return {"OPKILN_CACHE_DIR": str(path), "HOME": str(home), "XDG_CACHE_HOME": ""}
+
+
+def _left_alone(patient: Patient, check: str, path: Path) -> None:
+    """The check's command mends it, and leaves the directory as it is."""
+    before = path.stat()
+    found = patient.check(check)
+    assert found.verdict == "WARN"
+    assert "chmod" not in found.command
+    assert "chown" not in found.command
+    assert "OPKILN_CACHE_DIR" in found.command
+    assert patient.check(check, after=found.command).verdict == "PASS"
+    assert patient.check("store", after=found.command).verdict == "PASS"
+    after = path.stat()
+    assert (after.st_mode, after.st_uid, after.st_gid) == (
+        before.st_mode, before.st_uid, before.st_gid,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mode", "inside"), [(0o1777, ""), (0o777, "thesis.tex"), (0o777, "v1/index.html")]
+)
+def test_a_directory_that_is_more_than_a_store_keeps_its_mode(
+    mode: int, inside: str, store: Path, tmp_path: Path
+) -> None:
+    if inside:
+        (store / inside).parent.mkdir(exist_ok=True, mode=0o700)
+        (store / inside).write_text("")
+    store.chmod(mode)
+    _left_alone(Patient(_elsewhere(store, tmp_path)), "store mode", store)
+
+
+@pytest.mark.parametrize("options", ["mode=0777", "mode=0777,ro"])
+def test_a_file_system_that_others_can_write_to_keeps_its_mode(
+    options: str, mountable: Path, tmp_path: Path
+) -> None:
+    patient = Patient(_elsewhere(mountable, tmp_path), mounts={mountable: options})
+    _left_alone(patient, "store mode", mountable)
+
+
+@pytest.mark.usefixtures("mountable")
+def test_no_command_changes_a_directory_on_a_read_only_file_system(
+    mountable: Path, tmp_path: Path
+) -> None:
+    place = mountable / "store"
+    patient = Patient(_elsewhere(place, tmp_path), mounts={mountable: "mode=0755"})
+    made = f"mkdir -m 777 {place} && chmod 777 {place} && mount -o remount,ro {mountable}"
+    found = patient.check("store mode", after=made)
+    assert (found.verdict, "chmod" in found.command) == ("WARN", False)
+    assert patient.check("store mode", after=f"{made}\n{found.command}").verdict == "PASS"
+
+
+def test_a_store_that_a_load_stepped_aside_from_is_still_closed(store: Path) -> None:
+    store.chmod(0o777)
+    patient = Patient({"OPKILN_CACHE_DIR": str(store)})
+    assert patient.check("compiler").verdict == "PASS"  # what it learns is remembered
+    assert [path.name for path in store.iterdir()] == [f"opkiln-{os.getuid()}"]
+    assert patient.check("store mode").command == f"chmod go-w {store}"
+
+
+@needs_root
+@pytest.mark.parametrize("inside", ["thesis.tex", "v1/index.html", ""])
+def test_a_directory_of_another_user_that_is_no_store_is_not_taken(
+    inside: str, store: Path, tmp_path: Path
+) -> None:
+    if inside:
+        (store / inside).parent.mkdir(exist_ok=True)
+        (store / inside).write_text("")
+    os.chown(store, NOBODY, NOBODY)
+    _left_alone(Patient(_elsewhere(store, tmp_path)), "store owner", store)
+
+
+@needs_root
+def test_the_store_in_another_users_home_is_not_taken(tmp_path: Path) -> None:
+    # As with sudo, which may leave HOME as it was.
+    store = tmp_path / "bob" / "store"
+    (store / "v1" / "ops").mkdir(parents=True)
+    for path in (tmp_path / "bob", store, store / "v1"):
+        os.chown(path, NOBODY, NOBODY)
+    _left_alone(Patient(_elsewhere(store, tmp_path)), "store owner", store)
+
+
 def test_a_store_whose_path_is_a_file_is_found(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": ""}
@@ -230,6 +313,17 @@ def test_a_layer_that_is_not_there_is_found_and_left_out(store: Path, tmp_path: 
     assert f"{tmp_path}/gone/v1 is not there" in found.evidence
     mended = patient.check("store layers", after=found.command)
     assert (mended.verdict, mended.evidence) == ("PASS", f"{tmp_path}/good/v1")
+
+
+def test_a_layer_whose_name_begins_as_that_of_one_that_is_gone_is_kept(
+    store: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "layer" / "v1").mkdir(parents=True)
+    listed = f"{tmp_path}/layer:{tmp_path}/layer-gone"
+    patient = Patient({"OPKILN_CACHE_DIR": str(store), "OPKILN_STORE_LAYERS": listed})
+    found = patient.check("store layers")
+    assert found.command == f"export OPKILN_STORE_LAYERS={tmp_path}/layer"
+    assert patient.check("store layers", after=found.command).verdict == "PASS"
 
 
 def test_a_file_server_with_another_clock_is_found(store: Path, tmp_path: Path) -> None:
@@ -349,7 +443,14 @@ def test_a_torch_that_cannot_be_loaded_is_found(tmp_path: Path) -> None:
     found = patient.check("torch libraries")
     assert found.verdict == "FAIL"
     assert "libc10.so: " in found.evidence
-    assert found.command.endswith("-m pip install --force-reinstall --no-deps torch==2.13.0")
+    # The very build: by its version alone another may come in its place.
+    assert found.command.endswith("-m pip install --force-reinstall --no-deps torch==2.13.0+cpu")
+    version = made / "version.py"
+    text = version.read_text().replace("2.13.0+cpu", "2.13.0")
+    version.unlink()
+    version.write_text(text)
+    found = patient.check("torch libraries")
+    assert (found.verdict, found.command) == ("FAIL", "")
 
 
 def test_two_openmp_runtimes_are_found(tmp_path: Path) -> None:
@@ -450,16 +551,52 @@ def test_an_op_that_crashes_its_process_is_a_failed_self_check(tmp_path: Path) -
         'extern "C" int opkiln_doctor(int, int, int*) { __builtin_trap(); }\n'
         "#define opkiln_doctor opkiln_hidden\n"
     )
-    found = Patient({"CXXFLAGS": f"-include {header}"}).check("self-check cpu")
+    patient = Patient({"CXXFLAGS": f"-include {header}"})
+    found = patient.check("self-check cpu")
     assert found.verdict == "FAIL"
     assert "the child died of SIG" in found.evidence
     assert "while it would call" in found.evidence
+    assert found.command == "unset CXXFLAGS"
+    assert patient.check("self-check cpu", after=found.command).verdict == "PASS"
 
 
-def test_an_op_that_does_not_compile_is_a_failed_self_check() -> None:
-    found = Patient({"CXXFLAGS": "-Dint=nonsense"}).check("self-check cpu")
+@pytest.mark.parametrize(
+    ("flags", "evidence"),
+    [
+        ({"CXXFLAGS": "-Dint=nonsense"}, "nonsense"),
+        ({"OPKILN_CXXFLAGS": "-Dint=nonsense", "CXXFLAGS": "-Dint=bogus"}, "nonsense"),
+        ({"LDFLAGS": "-lno_such_library"}, "cannot find -lno_such_library"),
+    ],
+)
+def test_flags_with_which_nothing_compiles_are_found_and_taken_off(
+    flags: dict[str, str], evidence: str
+) -> None:
+    patient = Patient(flags)
+    found = patient.check("self-check cpu")
     assert found.verdict == "FAIL"
-    assert "nonsense" in found.evidence
+    assert evidence in found.evidence
+    # Neither lasts: the log and what was compiled are removed with the store.
+    assert "log: " not in found.evidence
+    assert "command: " not in found.evidence
+    assert found.command == f"unset {' '.join(flags)}"
+    assert patient.check("self-check cpu", after=found.command).verdict == "PASS"
+
+
+def test_an_op_that_does_not_compile_by_no_flag_has_no_command_that_cannot_work(
+    program: Callable[..., Path],
+) -> None:
+    # For the self-check alone: what asks the compiler what it is gets its answer.
+    refuse = 'case "$*" in *main.cpp*) echo "main.cpp:1:1: error: refused" >&2; exit 1;; esac'
+    found = Patient({"CXX": str(program(refuse))}).check("self-check cpu")
+    assert (found.verdict, found.command) == ("FAIL", "")
+    assert found.evidence.endswith("main.cpp:1:1: error: refused")
+
+
+def test_the_self_check_imports_nothing_from_the_current_directory(tmp_path: Path) -> None:
+    (tmp_path / "ctypes.py").write_text("raise SystemExit('not the one that was meant')\n")
+    there = f"import os, sys; sys.path.remove(''); os.chdir({str(tmp_path)!r})"
+    found = Patient({}, stand_ins=there).check("self-check cpu")
+    assert found.verdict == "PASS", found.evidence
 
 
 def test_the_self_check_leaves_nothing_behind(tmp_path: Path, cache: Path) -> None:

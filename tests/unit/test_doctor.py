@@ -174,6 +174,16 @@ def test_json_has_every_finding_and_the_worst(planted: Callable[..., tuple[int, 
     }
 
 
+def test_json_too_has_only_what_is_wrong_where_that_is_asked_for(
+    planted: Callable[..., tuple[int, str]],
+) -> None:
+    outcomes = {"good": passed("fine"), "odd": warned("bent"), "none": skipped("no")}
+    code, shown = planted("--json", "--errors-only", **outcomes)
+    answer = json.loads(shown)
+    assert (code, answer["worst"]) == (doctor.WARNED, WARN)
+    assert [each["check"] for each in answer["findings"]] == ["odd"]
+
+
 def test_every_check_is_documented_and_no_other() -> None:
     documented = re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(), re.MULTILINE)
     assert documented == [*checks.CHECKS, *checks.BUILDS]
@@ -189,6 +199,7 @@ def test_every_check_is_documented_and_no_other() -> None:
         ("apt-get install g++    (or set CXX to a compiler)", "apt-get install g++"),
         ("OPKILN_CCBIN=/usr/bin/g++-12", "export OPKILN_CCBIN=/usr/bin/g++-12"),
         ("set OPKILN_CUDA_HOME to an older toolkit", ""),
+        ("add the directory of a.h to include_paths(), or set CPATH", ""),
         ("c++filt _Z1f    # then link the library that defines it", "c++filt _Z1f"),
         ("", ""),
     ],
@@ -280,6 +291,63 @@ def test_a_torch_of_the_old_cpp_abi_is_a_warning(tmp_path: Path) -> None:
     assert "_GLIBCXX_USE_CXX11_ABI=0" in found.evidence
 
 
+# What programs get: an accelerator, and ops
+
+
+@pytest.mark.parametrize("variable", ["OPKILN_ACCELERATOR", "DS_ACCELERATOR"])
+def test_an_accelerator_that_cannot_serve_is_found(variable: str) -> None:
+    patient = Patient({variable: "npu"})
+    found = patient.check("accelerator")
+    assert (found.verdict, found.command) == (FAIL, f"unset {variable}")
+    assert found.evidence.startswith(f"{variable}=npu cannot be used: ")
+    assert "cpu can: " in found.evidence
+    assert patient.check("accelerator", after=found.command).verdict == PASS
+
+
+def test_the_accelerator_that_was_asked_for_is_named() -> None:
+    found = Patient({"OPKILN_ACCELERATOR": "cpu"}).check("accelerator")
+    assert found.verdict == PASS
+    assert found.evidence.startswith("cpu, as OPKILN_ACCELERATOR asks; ")
+
+
+def _with_ops(site: Path, **modules: str) -> Patient:
+    """An installed package that declares an op of each name, with these modules."""
+    (site / "theirs-1.0.dist-info").mkdir(parents=True)
+    (site / "theirs-1.0.dist-info" / "METADATA").write_text("Name: theirs\nVersion: 1.0\n")
+    lines = ["[opkiln.ops]", *(f"{name} = {name}_module:Builder" for name in modules)]
+    (site / "theirs-1.0.dist-info" / "entry_points.txt").write_text("\n".join(lines))
+    for name, code in modules.items():
+        (site / f"{name}_module.py").write_text(code)
+    return Patient({"PYTHONPATH": f"{site}{os.pathsep}{SOURCE}"})
+
+
+_GOOD = "from opkiln import OpBuilder\nclass Builder(OpBuilder):\n    NAME = 'good'\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "evidence"),
+    [
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("raise SystemExit('not on this machine')", "not on this machine"),
+        ("raise SystemExit(0)", "op bad: "),
+        ("import os; os._exit(0)", "op bad: the child ended with 0"),
+        ("import os; os.abort()", "op bad: the child died of SIGABRT"),
+    ],
+)
+def test_an_op_that_cannot_be_imported_is_found(code: str, evidence: str, tmp_path: Path) -> None:
+    patient = _with_ops(tmp_path, good=_GOOD, bad=code)
+    found = patient.check("ops")
+    assert found.verdict == WARN
+    assert evidence in found.evidence
+    assert "good" not in found.evidence
+    assert found.command.endswith(" -c 'import bad_module'")
+    (tmp_path / "bad_module.py").write_text(_GOOD)
+    mended = patient.check("ops")
+    assert (mended.verdict, mended.evidence.endswith("; 2 of other packages")) == (
+        PASS, True,
+    )  # fmt: skip
+
+
 # CUDA, of scripts
 
 _ALONE = """
@@ -349,6 +417,22 @@ def test_a_mismatch_that_was_allowed_is_a_warning(toolkits: Toolkits) -> None:
     found = patient.check("cuda toolkit")
     assert (found.verdict, found.command) == (WARN, "unset DS_SKIP_CUDA_CHECK")
     assert "another major version, as DS_SKIP_CUDA_CHECK asks" in found.evidence
+
+
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
+def test_a_variable_that_names_a_place_without_nvcc_is_a_warning(
+    variable: str, toolkits: Toolkits
+) -> None:
+    gone = str(toolkits.root / "cuda-gone")
+    good = next(name for name in ("CUDA_HOME", "CUDA_PATH") if name != variable)
+    patient = toolkits.patient(None, **{variable: gone, good: toolkits.add("13.0")})
+    for after, mended in (("", PASS), (f"unset {good}", SKIP)):  # with another toolkit, and without
+        found = patient.check("cuda toolkit", after=after)
+        assert (found.verdict, found.command) == (WARN, f"unset {variable}")
+        assert f"{variable}: there is no {gone}/bin/nvcc" in found.evidence
+        assert found.evidence.count(gone) == 1
+        typed = f"{after}\n{found.command}"
+        assert patient.check("cuda toolkit", after=typed).verdict == mended
 
 
 def test_a_torch_with_cuda_and_no_toolkit_is_found(toolkits: Toolkits) -> None:

@@ -22,19 +22,20 @@ def command(as_json: bool, errors_only: bool, no_build: bool) -> int:
     warnings only. Nothing is changed: the self-check builds into a directory that is removed.
     """
     from opkiln.report.doctor import checks, text
-    from opkiln.report.doctor.finding import FAIL, WARN, worst
+    from opkiln.report.doctor.finding import FAIL, PASS, SKIP, WARN, worst
 
     # Of the terminal; what is written elsewhere is one line each, whatever its length.
     width = output.width()
     findings = []
     names = [*checks.CHECKS, *(() if no_build else checks.BUILDS)]
+    shown = (WARN, FAIL) if errors_only else (PASS, SKIP, WARN, FAIL)
     for found in checks.examine(build=not no_build):
         findings.append(found)
-        if not as_json and (not errors_only or found.verdict in (WARN, FAIL)):
+        if not as_json and found.verdict in shown:
             output.data(text.line(found, names, colour=output.colour(), width=width))
     verdict = worst(findings)
     if as_json:
-        rows = [each._asdict() for each in findings]
+        rows = [each._asdict() for each in findings if each.verdict in shown]
         output.data_json({"schema": 1, "worst": verdict, "findings": rows})
     else:
         output.data(text.summary(findings))

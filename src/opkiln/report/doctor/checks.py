@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from opkiln.errors import OpkilnError, SettingError
 from opkiln.report.doctor import (
+    accelerator,
     budget,
     compilers,
     cuda,
+    ops,
     places,
     rocm,
     selfcheck,
@@ -50,6 +52,8 @@ CHECKS: dict[str, Check] = {
     "rocm gpus": rocm.gpus,
     "sycl": sycl.toolkit,
     "sycl device": sycl.device,
+    "accelerator": accelerator.chosen,
+    "ops": ops.importable,
     "store": store.place,
     "store owner": store.owner,
     "store mode": store.mode,

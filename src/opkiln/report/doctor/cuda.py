@@ -12,14 +12,17 @@ from opkiln.report.doctor.finding import Outcome, copyable, failed, joined, pass
 from opkiln.report.doctor.here import Here, of_this_python, pip
 from opkiln.report.doctor.packages import install
 from opkiln.settings import origin_of, settings
-from opkiln.toolchain import cuda_version, nvcc
+from opkiln.toolchain import cuda_version, nvcc, toolkits
 from opkiln.toolchain.torch_sdk import release
 
 
 def toolkit(here: Here) -> Outcome:
     """A CUDA toolkit is there, works, and is of torch's major version."""
+    absent = toolkits.unfound()
+    nothing = [f"{place.origin}: there is no {place.nvcc}" for place in absent]
+    unset = f"unset {' '.join(dict.fromkeys(place.origin for place in absent))}"
     if reason := _unwanted(here):
-        return skipped(reason)
+        return warned(joined(*nothing, reason), unset) if absent else skipped(reason)
     found, torch_cuda = here.cuda, _torch_cuda(here)
     if isinstance(found, ToolchainError):
         if _of_host(found):
@@ -28,13 +31,15 @@ def toolkit(here: Here) -> Outcome:
         command = of_this_python(copyable(found.hint))
         # Without CUDA in torch no kernel is called here: then it is only that none can be built.
         return failed(evidence, command) if torch_cuda else warned(evidence, command)
-    others = [each for each in _candidates(here) if each.refused]
+    named = {place.nvcc for place in absent}
+    others = [each for each in _candidates(here) if each.refused and each.path not in named]
     refused = [f"{each.path} not taken: {each.refused}" for each in others]
     note = nvcc.mismatch_note(found, torch_cuda)
     if torch_cuda and release(found.version)[0] != release(torch_cuda)[0]:
         return warned(joined(note, *refused), f"unset {origin_of('skip_cuda_check')[1]}")
     fits = f"torch has {torch_cuda}" if torch_cuda else "torch has no CUDA"
-    return passed(joined(f"CUDA {found.version} in {found.home}", note or fits, *refused))
+    facts = joined(f"CUDA {found.version} in {found.home}", note or fits, *nothing, *refused)
+    return warned(facts, unset) if absent else passed(facts)
 
 
 def host_compiler(here: Here) -> Outcome:

@@ -65,7 +65,7 @@ def copyable(hint: str) -> str:
     name, equals, _ = first.partition("=")
     if equals and name.isidentifier():
         return f"export {command}"
-    return "" if first in ("set", "install", "move", "restart") else command
+    return "" if first in ("set", "add", "install", "move", "restart") else command
 
 
 def joined(*parts: str) -> str:

@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import sys
 from typing import Any
 
 from opkiln import process
 from opkiln.accelerator import amd, nvidia
 from opkiln.errors import StoreError
 from opkiln.model import CUDA, ROCM, XPU, DeviceCompiler
+from opkiln.report.doctor import child
 from opkiln.report.doctor.finding import Outcome, copyable, failed, joined, passed, skipped
 from opkiln.report.doctor.here import Here, of_this_python
 from opkiln.report.layout import duration
-from opkiln.settings import settings, whole_environment
+from opkiln.settings import settings, table, whole_environment
 from opkiln.store import publish
 from opkiln.toolchain import hipcc, libsycl, nvcc, torch_sdk
 from opkiln.toolchain import sycl as sycl_compilers
 
-_CHILD = "opkiln.report.doctor.selfcheck_child"
+_CHILD = """
+from opkiln.report.doctor.selfcheck_child import main
+sys.exit(main(*sys.argv[1:]))
+"""
 _LONGEST = 600.0  # seconds
+# Settings that put words of the user's on command lines. The op itself compiles without any.
+_FLAGS = ("cppflags", "cxxflags", "cudaflags", "ldflags")
+_OF_FILES = ("command: ", "log: ")  # lines of an error
 
 
 def cpu(here: Here) -> Outcome:
@@ -101,8 +106,7 @@ def _in(work: str, what: str, variables: dict[str, str], *, calls: bool) -> Outc
         **variables,
     }
     how = "call" if calls else "load"
-    argv = (sys.executable or "python3", "-m", _CHILD, what, how, result)
-    done = process.run(argv, env=environment, timeout=_LONGEST)
+    done = process.run(child.argv(_CHILD, what, how, result), env=environment, timeout=_LONGEST)
     found: dict[str, Any] = {}
     if os.path.exists(result):
         with open(result) as file:
@@ -110,13 +114,24 @@ def _in(work: str, what: str, variables: dict[str, str], *, calls: bool) -> Outc
     if "answer" in found:
         rest = "loaded and called" if calls else "loaded, with no GPU to call it on"
         return passed(f"compiled, {rest}, in {duration(found['seconds'])}")
+    flags = _unset_flags()
     if "what" in found:
-        evidence = joined(found["what"], *found["why"].splitlines()[:4])
-        return failed(evidence, of_this_python(copyable(found["hint"])))
-    if done.returncode < 0:
-        step = found.get("step", "start")
-        ended = f"died of {signal.Signals(-done.returncode).name} while it would {step}"
-    else:
-        ended = f"ended with {done.returncode}"
+        # The log is gone with the store, and the command is of files that are.
+        why = [line for line in found["why"].splitlines() if not line.startswith(_OF_FILES)]
+        told = of_this_python(copyable(found["hint"]))
+        command = "" if "opkiln_doctor" in told else told
+        if found["by_flags"] and flags:
+            command = flags
+        return failed(joined(found["what"], *why[:4]), command)
+    step = f" while it would {found.get('step', 'start')}" if done.returncode < 0 else ""
     last = done.output.strip().splitlines()[-1:]
-    return failed(joined(f"the child {ended}", *last))
+    return failed(joined(f"the child {child.ended(done.returncode)}{step}", *last), flags)
+
+
+def _unset_flags() -> str:
+    """The command that takes the user's flags off command lines; empty where there are none."""
+    environment = whole_environment()
+    fields = (setting for setting in table() if setting.field in _FLAGS)
+    names = [name for each in fields for name in (each.variable, *each.aliases)]
+    given = [name for name in names if environment.get(name)]
+    return f"unset {' '.join(given)}" if given else ""

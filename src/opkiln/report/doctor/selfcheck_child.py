@@ -1,4 +1,4 @@
-"""What the self-check's child runs: ``python -m … BACKEND call|load RESULT``.
+"""What the self-check's child runs: ``main(BACKEND, "call" or "load", RESULT)``.
 
 It compiles, loads and (unless told not to) calls a tiny op through the same engine as any program,
 and writes what came of it to the file RESULT. Before each step that may crash it writes which.
@@ -7,12 +7,11 @@ and writes what came of it to the file RESULT. Before each step that may crash i
 from __future__ import annotations
 
 import json
-import sys
 import time
 from importlib import import_module
 from typing import Any
 
-from opkiln.errors import LoadError, OpkilnError
+from opkiln.errors import CompileError, LoadError, LoadTestError, OpkilnError
 from opkiln.loading import loader
 from opkiln.loading.loader import Op
 from opkiln.loading.register import Registration
@@ -138,14 +137,11 @@ def main(backend: str, how: str, result: str) -> int:
                 write(step="call")
                 answer = _called(library)
     except OpkilnError as error:
-        write(what=error.what, why=error.why, hint=error.hint)
+        by_flags = isinstance(error, (CompileError, LoadTestError))  # or so it may be
+        write(what=error.what, why=error.why, hint=error.hint, by_flags=by_flags)
         return 1
     if answer != 42:
-        write(what=f"the op computed 20 + 22 = {answer}", why="", hint="")
+        write(what=f"the op computed 20 + 22 = {answer}", why="", hint="", by_flags=True)
         return 1
     write(answer=answer, seconds=time.monotonic() - began)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

@@ -11,6 +11,7 @@ import time
 from opkiln.report.doctor import room
 from opkiln.report.doctor.finding import Outcome, failed, joined, passed, skipped, warned
 from opkiln.report.doctor.here import Here
+from opkiln.report.doctor.packages import as_root
 from opkiln.report.layout import count, size
 from opkiln.settings import LAYOUT, origin_of, override, settings, store_candidates
 from opkiln.store import inventory
@@ -47,24 +48,20 @@ def place(here: Here) -> Outcome:
     return warned(facts, f"mkdir -p -m 700 {shlex.quote(in_use)} && {command}")
 
 
-def owner(here: Here) -> Outcome:  # noqa: ARG001 (the form of a check)
+def owner(here: Here) -> Outcome:
     """The directory that was asked for is this user's or root's."""
     foreign = [path for path in _asked() if _foreign(path)]
     if not foreign:
         return passed(_state(lambda found: f"uid {found.st_uid}"))
     facts = "; ".join(f"{path} belongs to uid {os.lstat(path).st_uid}" for path in foreign)
-    top = shlex.quote(foreign[0])
-    if os.geteuid() == 0:
-        command = f"chown -R 0:0 {top}"
+    if _takeable(foreign[0]):
+        command = as_root(f"chown -R {os.getuid()}:{os.getgid()} {shlex.quote(foreign[0])}")
     else:
-        variable = origin_of("cache_dir")[1]
-        command = (
-            f"unset {variable}" if variable.isupper() else f"sudo chown -R {os.getuid()} {top}"
-        )
+        command = _private(here)
     return warned(f"{facts}, not to uid {os.getuid()} or root: it is not used", command)
 
 
-def mode(here: Here) -> Outcome:  # noqa: ARG001
+def mode(here: Here) -> Outcome:
     """Nobody else can write to the directory that was asked for."""
     opened = [path for path in _asked() if _open(path)]
     if not opened:
@@ -72,15 +69,66 @@ def mode(here: Here) -> Outcome:  # noqa: ARG001
     facts = "; ".join(
         f"{path} has mode {stat.S_IMODE(os.lstat(path).st_mode):04o}" for path in opened
     )
-    return warned(
-        f"{facts}: others can write to it, so it is not used",
-        f"chmod go-w {' '.join(map(shlex.quote, opened))}",
-    )
+    if all(map(_closable, opened)):
+        command = f"chmod go-w {' '.join(map(shlex.quote, opened))}"
+    else:
+        command = _private(here)
+    return warned(f"{facts}: others can write to it, so it is not used", command)
+
+
+# A directory that a variable names may be everybody's (/tmp) or somebody's (/home/bob): a command
+# that changes its mode or owner is for one that is the store's and nothing else.
+
+_CONTENTS = {
+    "failures", "locks", "logs", "objects", "ops", "receipts", "staging", "toolchains",
+}  # fmt: skip
+
+
+def _closable(path: str) -> bool:
+    """Whether taking the others' right to write takes it from nobody who needs it."""
+    found = os.lstat(path)
+    return found.st_uid == os.getuid() and not found.st_mode & stat.S_ISVTX and _only_a_store()
+
+
+def _takeable(path: str) -> bool:
+    """Whether it is a store that another user left in a directory of ours."""
+    above = os.stat(os.path.dirname(path))
+    ours = above.st_uid == os.getuid() and not above.st_mode & 0o022
+    return ours and len(_asked()) > 1 and _only_a_store()
+
+
+def _only_a_store() -> bool:
+    """Whether the directory that was asked for can be changed, and holds a store or nothing."""
+    # The second is made, and for us alone, by the first load that may not use the directory.
+    allowed = ({LAYOUT, f"opkiln-{os.getuid()}"}, _CONTENTS)
+    for path, known in zip(_asked(), allowed, strict=False):
+        if os.path.islink(path) or os.path.ismount(path) or room.of(path).read_only:
+            return False
+        try:
+            if not set(os.listdir(path)) <= known:
+                return False
+        except OSError:
+            return False  # no directory, or not even ours to read
+    return True
+
+
+def _private(here: Here) -> str:
+    """The command for a directory that is this user's alone."""
+    if command := _move():
+        return command
+    writable = here.store.root
+    if writable is None:
+        return ""
+    in_use = shlex.quote(os.path.dirname(writable))
+    return f"mkdir -p -m 700 {in_use} && export OPKILN_CACHE_DIR={in_use}"
 
 
 def _asked() -> list[str]:
     """The root that the user expects, and the layout's directory in it, where they exist."""
-    root = store_candidates()[0][0]
+    return _within(store_candidates()[0][0])
+
+
+def _within(root: str) -> list[str]:
     return [path for path in (root, os.path.join(root, LAYOUT)) if os.path.lexists(path)]
 
 
@@ -149,18 +197,17 @@ def layers(here: Here) -> Outcome:
     listed = [layer.root for layer in here.store.location.layers if layer.listed]
     if not listed:
         return passed("none is listed (OPKILN_STORE_LAYERS)")
-    texts = []
+    refused: dict[str, str] = {}
     for path in listed:
         if not os.path.isdir(path):
-            texts.append(f"{path} is not there")
+            refused[path] = f"{path} is not there"
         elif reason := fault(path, os.lstat(path), listed=True):
-            texts.append(reason)
-    if not texts:
+            refused[path] = reason
+    if not refused:
         return passed(", ".join(listed))
-    bad = [path for path in settings.store_layers if any(path in text for text in texts)]
-    kept = [path for path in settings.store_layers if path not in bad]
+    kept = [path for path in settings.store_layers if os.path.join(path, LAYOUT) not in refused]
     command = f"export OPKILN_STORE_LAYERS={shlex.quote(os.pathsep.join(kept))}"
-    return warned(joined(*texts), command if kept else "unset OPKILN_STORE_LAYERS")
+    return warned(joined(*refused.values()), command if kept else "unset OPKILN_STORE_LAYERS")
 
 
 def clock(here: Here) -> Outcome:
@@ -230,6 +277,7 @@ def _move() -> str:
             and found.free >= _LITTLE
             and not found.noexec
             and os.access(found.path, os.W_OK)
+            and not any(_foreign(path) or _open(path) for path in _within(usual))
         ):
             return f"unset {origin}"
     other = room.elsewhere(_LITTLE)
