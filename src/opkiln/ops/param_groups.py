@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from opkiln.errors import UsageError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -64,3 +69,33 @@ def place(index: int, group: dict[str, Any], i: int) -> str:
     names = group.get("param_names")
     position = f"param_groups[{index}]['params'][{i}]"
     return f"{names[i]} ({position})" if names else position
+
+
+@contextmanager
+def taking_over(
+    owner: str, optimizer: torch.optim.Optimizer, take_over: Callable[[dict[str, Any]], None]
+) -> Iterator[None]:
+    """Around torch's ``load_state_dict``: checks what is loaded before, and calls ``take_over``
+    with it after torch has cast the states to the parameters' own types. Raises UsageError."""
+    seen: dict[str, Any] = {}
+
+    # Last of the hooks before and first of those after: it sees what the user's hooks made of the
+    # state dict, and they see the states as they will be.
+    def before(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+        for index, group in enumerate(loaded["param_groups"]):
+            where = f"param_groups[{index}]: "
+            check_hyperparameters(owner, {**optimizer.defaults, **group}, where)
+        seen.update(loaded)
+
+    def after(_: torch.optim.Optimizer) -> None:
+        take_over(seen)
+
+    handles = (
+        optimizer.register_load_state_dict_pre_hook(before),
+        optimizer.register_load_state_dict_post_hook(after, prepend=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from opkiln.errors import UsageError
 from opkiln.ops.cpu_adam.layout import lay_out_alike
-from opkiln.ops.param_groups import check_dtypes, check_hyperparameters, place, sparse_gradient
+from opkiln.ops.param_groups import (
+    check_dtypes,
+    check_hyperparameters,
+    place,
+    sparse_gradient,
+    taking_over,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -158,28 +164,8 @@ class FusedAdam(torch.optim.Optimizer):
 
         Unlike torch's own, this keeps fp32 states of 16-bit parameters fp32.
         """
-        seen: dict[str, Any] = {}
-
-        # Last of the hooks before and first of those after: it sees what the user's hooks made of
-        # the state dict, and they see the states as they will be.
-        def before(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
-            for index, group in enumerate(loaded["param_groups"]):
-                where = f"param_groups[{index}]: "
-                check_hyperparameters("FusedAdam", {**self.defaults, **group}, where)
-            seen.update(loaded)
-
-        def after(_: torch.optim.Optimizer) -> None:
-            self._take_over(seen)
-
-        handles = (
-            self.register_load_state_dict_pre_hook(before),
-            self.register_load_state_dict_post_hook(after, prepend=True),
-        )
-        try:
+        with taking_over("FusedAdam", self, self._take_over):
             super().load_state_dict(state_dict)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _take_over(self, loaded: dict[str, Any]) -> None:
         for group, saved_group in zip(self.param_groups, loaded["param_groups"], strict=True):
