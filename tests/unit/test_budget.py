@@ -99,6 +99,18 @@ def test_a_step_takes_as_many_slots_as_its_memory_needs() -> None:
             assert len(taken) == slots
 
 
+def test_a_step_with_threads_takes_the_slots_that_are_free_and_one_at_least() -> None:
+    shares = a_budget(4)
+    with shares.hold(threads=3) as wide:
+        assert len(wide) == 3
+        with shares.hold(threads=3) as narrow:
+            assert len(narrow) == 1
+    with shares.hold(memory=2 * GIB, threads=8) as hungry:
+        assert len(hungry) == 4
+    with override(max_jobs=2), shares.hold(threads=8) as bounded:
+        assert len(bounded) == 2
+
+
 def test_slots_of_two_processes_never_overlap_and_a_waiter_learns_whom_it_waits_for(
     tmp_path: Path,
 ) -> None:

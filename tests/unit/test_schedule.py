@@ -332,3 +332,17 @@ def test_tasks_that_cannot_be_ordered_are_refused_before_any_runs(tmp_path: Path
 
 def test_nothing_to_do_is_done() -> None:
     assert schedule.execute([], timeout=1) == {}
+
+
+def test_a_step_is_run_with_as_many_threads_as_it_was_given_slots() -> None:
+    given: list[int] = []
+
+    def widened(threads: int) -> tuple[str, ...]:
+        given.append(threads)
+        return ("true",)
+
+    wide = task("wide")._replace(threads=8, widened=widened)
+    execute([wide], timeout=60, budget=a_budget(3))
+    hungry = task("hungry", memory=(1 << 30) // 3 + 1)._replace(threads=8, widened=widened)
+    execute([hungry], timeout=60, budget=a_budget(3))
+    assert given == [3, 1], "memory for one thread takes two of the three slots"
