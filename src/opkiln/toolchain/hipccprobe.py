@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-import tempfile
 from itertools import pairwise
 from typing import Any
 
 from opkiln.arch import hip
 from opkiln.digest import key, sha256_file
 from opkiln.errors import ArchError, BuildTimeout, ToolchainError
-from opkiln.settings import settings
 from opkiln.toolchain import rocm_homes, torch_sdk
 
 TYPE_CHECKING = False
@@ -48,7 +46,9 @@ def probe(path: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _asked(program: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:
-    with tempfile.TemporaryDirectory(prefix="opkiln-probe-", dir=settings.tmpdir) as scratch:
+    from opkiln.toolchain import probing
+
+    with probing.scratch() as scratch:
         ask = _asking(program, scratch)
         status, banner = ask("--version")
         version = banner.partition("HIP version: ")[2].partition("\n")[0].partition("-")[0].strip()
@@ -101,7 +101,9 @@ def _asked(program: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:
 
 def compile_error(program: str, arch: str) -> str:
     """What a hipcc says when it is to compile a kernel for an architecture; empty if it does."""
-    with tempfile.TemporaryDirectory(prefix="opkiln-probe-", dir=settings.tmpdir) as scratch:
+    from opkiln.toolchain import probing
+
+    with probing.scratch() as scratch:
         ask = _asking(program, scratch)
         status, said = ask(f"--offload-arch={arch}", _REQUIRED, *_compiling(scratch))
     return "" if status == 0 else _first_error(said)

@@ -204,12 +204,10 @@ def _shared_runtime(path: str) -> str:
     library with a copy of its own in a process that has another crashes when it formats a message:
     streams and locales are shared, and are not the same.
     """
-    import tempfile
-
     from opkiln.process import run
+    from opkiln.toolchain import probing
 
-    place = settings.tmpdir if os.path.isdir(settings.tmpdir or "") else "/tmp"
-    with tempfile.TemporaryDirectory(prefix="opkiln-probe-", dir=place) as scratch:
+    with probing.scratch() as scratch:
         output = os.path.join(scratch, "probe.so")
         # The linker names each file it opens; of an archive, only what it takes from it.
         linking = (path, "-shared", "-x", "c++", os.devnull, "-o", output, "-Wl,-t")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 
 from opkiln.errors import UsageError
 from opkiln.settings import settings
@@ -25,7 +24,9 @@ def can_link(
     if not _IDENTIFIER.match(function):
         raise UsageError(f"{function!r} is not the name of a C function")
     toolchain = host.choose(memory)
-    with tempfile.TemporaryDirectory(prefix="opkiln-probe-", dir=settings.tmpdir) as scratch:
+    from opkiln.toolchain import probing
+
+    with probing.scratch() as scratch:
         source = os.path.join(scratch, "probe.cpp")
         with open(source, "w") as file:
             file.write(f'extern "C" char {function}();\nint main() {{ return {function}(); }}\n')

@@ -9,13 +9,11 @@ compiles and links.
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from typing import Any
 
 from opkiln.digest import key, sha256_file
 from opkiln.errors import BuildTimeout, ToolchainError
-from opkiln.settings import settings
 from opkiln.toolchain import memo
 
 TYPE_CHECKING = False
@@ -74,9 +72,10 @@ def _probe(toolkit: dict[str, Any], cxx: str, *, in_parts: bool) -> dict[str, An
     from concurrent.futures import ThreadPoolExecutor
 
     from opkiln.process import run
+    from opkiln.toolchain import probing
 
     with (
-        tempfile.TemporaryDirectory(prefix="opkiln-probe-", dir=settings.tmpdir) as scratch,
+        probing.scratch() as scratch,
         ThreadPoolExecutor(_AT_ONCE) as pool,
     ):
 

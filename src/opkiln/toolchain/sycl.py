@@ -272,7 +272,6 @@ def _probe_program(path: str) -> tuple[dict[str, Any], list[str]]:
 
 def _probe_runtime(library: str, host: Toolchain) -> tuple[dict[str, Any], list[str]]:
     """Try the headers on the host compiler: (record, the files that the answers depend on)."""
-    import tempfile
 
     from opkiln.process import run
 
@@ -281,7 +280,9 @@ def _probe_runtime(library: str, host: Toolchain) -> tuple[dict[str, Any], list[
     files = [library, os.path.join(include, "sycl", "version.hpp")]
     with open(files[1], encoding="utf-8", errors="replace") as file:
         version = _version(file.read())
-    with tempfile.TemporaryDirectory(prefix="opkiln-probe-", dir=settings.tmpdir) as scratch:
+    from opkiln.toolchain import probing
+
+    with probing.scratch() as scratch:
         source = os.path.join(scratch, "probe.cpp")
         with open(source, "w", encoding="utf-8") as file:
             file.write(_PROBE)
