@@ -39,7 +39,7 @@ unit: $(STAMP)
 	$(RUN) -m pytest tests/unit $(PYTEST)
 
 test: lint
-	$(RUN) -m pytest -m "not full" --durations=10 $(PYTEST)
+	$(RUN) -m pytest -m "not full" -rs --durations=10 $(PYTEST)
 
 test-full: lint
 	$(RUN) -m pytest $(PYTEST)
