@@ -29,7 +29,7 @@ from opkiln.loading import loader, resolve
 from opkiln.loading.trace import Trace
 from opkiln.settings import override
 from opkiln.store.layers import Store
-from opkiln.toolchain import toolkits
+from opkiln.toolchain import toolkits, torch_sdk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -362,3 +362,16 @@ def artifact_with(package: Package, include: Path) -> tuple[str, Trace]:
         op = package.builder(_asked_backend="cuda").op()
         op = op._replace(spec=op.spec._replace(include_dirs=(str(include),)))
         return resolve.artifact(op, trace).path, trace
+
+
+@pytest.mark.parametrize(("visible", "backend"), [("0", "cuda"), ("", "cpu"), ("-1", "cpu")])
+def test_a_process_that_may_use_no_gpu_gets_the_cpu_version(
+    device: Package, machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch,
+    visible: str, backend: str,
+) -> None:  # fmt: skip
+    machine("9.0")
+    sdk = torch_sdk.find()
+    assert sdk is not None
+    monkeypatch.setattr(torch_sdk, "find", lambda: sdk._replace(cuda="13.0"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert device.builder().backend == backend

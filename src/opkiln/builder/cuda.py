@@ -65,7 +65,7 @@ class CUDAOpBuilder(OpBuilder):
             return asked
         torch_has = sdk is not None and (sdk.cuda is not None or hip)
         for each in usable:
-            if each == CPU or (torch_has and not archs.why_no_device(each)):
+            if each == CPU or (torch_has and archs.may_use_device(each)):
                 return each
         return usable[0] if usable else self.BACKENDS[0]
 

@@ -163,6 +163,17 @@ def nothing_asked(backend: str) -> bool:
     return backend == CUDA and not settings.cuda_arch_list and bool(why_no_device(CUDA))
 
 
+def may_use_device(backend: str) -> bool:
+    """Whether there is a device of a backend that this process may use."""
+    if why_no_device(backend):
+        return False
+    if backend != CUDA:
+        return True
+    from opkiln.accelerator import nvidia
+
+    return bool(nvidia.visible(nvidia.devices(memory()))[0])
+
+
 def _listed(backend: str) -> tuple[Any, ...]:
     from opkiln.toolchain import choice
 
