@@ -5,6 +5,8 @@ All of them are immutable and hold only immutable values.
 
 from __future__ import annotations
 
+import os
+
 from opkiln.record import Record
 
 # What a finished op is, and so how it is loaded.
@@ -29,6 +31,7 @@ ONE_CALL = "jit"  # the distribution of what `opkiln.load` compiles: it belongs 
 PLAN_VERSION = 1
 
 INLINE_ROOT = "/opkiln/src"  # where sources that are in no file are said to lie
+PACKAGE = os.path.dirname(os.path.abspath(__file__))  # opkiln itself: the anchor of its headers
 
 
 class OpSpec(Record):
@@ -117,7 +120,7 @@ class Anchored(Record):
     """
 
     prefix: str
-    anchor: str  # src, stage, torch, python, toolkit, threads, abs
+    anchor: str  # src, opkiln, stage, torch, python, toolkit, threads, abs
     path: str
     suffix: str = ""
 

@@ -11,7 +11,19 @@ import posixpath
 from typing import NamedTuple
 
 from opkiln.errors import SpecError
-from opkiln.model import CUDA, ROCM, XPU, Anchored, Arg, OpSpec, Plan, Step, Target, Toolchain
+from opkiln.model import (
+    CUDA,
+    PACKAGE,
+    ROCM,
+    XPU,
+    Anchored,
+    Arg,
+    OpSpec,
+    Plan,
+    Step,
+    Target,
+    Toolchain,
+)
 from opkiln.steps import flags, host, link
 
 TYPE_CHECKING = False
@@ -121,7 +133,7 @@ def anchors(plan: Plan, stage: str) -> dict[str, str]:
 
 def anchors_of(spec: OpSpec, toolchain: Toolchain | None) -> dict[str, str]:
     """The anchors that do not depend on a build."""
-    places = {"src": spec.root, "abs": ""}
+    places = {"src": spec.root, "opkiln": PACKAGE, "abs": ""}
     if toolchain is not None:
         places["python"] = toolchain.python_include
         if toolchain.torch is not None:

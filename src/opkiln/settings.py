@@ -196,6 +196,10 @@ class Settings:
     )  # fmt: skip
 
     # What happens
+    prebuilt = Setting(
+        "OPKILN_PREBUILT", _switch, True,
+        "`off` passes over the libraries that packages were installed with.",
+    )  # fmt: skip
     jit = Setting(
         "OPKILN_JIT", _switch, True,
         "`off`: never compile. What is not cached or installed falls back or fails.", shown="on",
@@ -211,10 +215,24 @@ class Settings:
     )  # fmt: skip
     build_ops = Setting(
         "OPKILN_BUILD_OPS", _switch, False,
-        "What `OpBuilder.build_wanted()` answers, for a package's own setup script; "
-        "`OPKILN_BUILD_<OP>` (`DS_BUILD_<OP>`) answers for one op. opkiln itself precompiles "
-        "nothing at install time.",
+        "When a package is installed: precompile all its ops, skipping those that cannot be built "
+        "here. `OPKILN_BUILD_<OP>` (`DS_BUILD_<OP>`) decides for one op: `1` builds it or fails, "
+        "`0` leaves it out.",
         aliases=("DS_BUILD_OPS",), shown="off",
+    )  # fmt: skip
+    build_targets = Setting(
+        "OPKILN_BUILD_TARGETS", str, None,
+        "What ops are precompiled for when a package is installed: "
+        "`cuda:8.0,9.0a+PTX;cpu:x86-64-v3`, as `opkiln build --target` takes them, separated by "
+        "`;`.",
+        shown="three levels of this machine's CPU family, and the GPUs of `OPKILN_CUDA_ARCH_LIST`, "
+        "else those here, else all that nvcc knows",
+    )  # fmt: skip
+    build_string = Setting(
+        "OPKILN_BUILD_STRING", str, None,
+        "Marks the version of a package that is built: `cu130` gives `1.0+cu130`, `.dev7` gives "
+        "`1.0.dev7`.",
+        aliases=("DS_BUILD_STRING",), shown="none",
     )  # fmt: skip
 
     accelerator = Setting(
@@ -231,6 +249,12 @@ class Settings:
         "The host C++ compiler, a name on PATH or a path; a launcher may come before it "
         "(`ccache g++`).",
         aliases=("CXX",), shown="the first of `g++`, `clang++`, `c++` on PATH that works",
+    )  # fmt: skip
+    torch_dir = Setting(
+        "OPKILN_TORCH_DIR", str, None,
+        "torch's package directory, for builds by a Python that has no torch of its own, such as "
+        "that of an isolated build environment.",
+        shown="the torch that is imported",
     )  # fmt: skip
     launcher = Setting(
         "OPKILN_LAUNCHER", str, None,
@@ -428,7 +452,8 @@ settings = Settings()
 # What bears on how, where and whether a build runs, but not on which binary is the right one.
 _INDIFFERENT = frozenset((
     "progress", "trace", "no_color", "rank", "max_jobs", "memory", "build_timeout", "tmpdir",
-    "runtime_dir", "cache_max_size", "jit", "fallback", "seal", "build_ops", "nvcc_threads",
+    "runtime_dir", "cache_max_size", "jit", "fallback", "seal", "build_ops", "build_targets",
+    "build_string", "nvcc_threads",
     "cuda_visible_devices", "cuda_device_order", "rocr_visible_devices", "hip_visible_devices",
     "accelerator",  # which of an op's backends serves is in its spec
 ))  # fmt: skip
@@ -504,15 +529,32 @@ def dropped() -> tuple[str, ...]:
 
 def build_switch(op: str, variables: tuple[str, ...] = ()) -> bool | None:
     """What ``OPKILN_BUILD_<OP>`` (``DS_BUILD_<OP>``) says of one op; None when neither is set."""
-    stem = op.upper()
+    return build_switch_of(op, variables)[0]
+
+
+def build_switch_of(op: str, variables: tuple[str, ...] = ()) -> tuple[bool | None, str]:
+    """As ``build_switch``, and the variable that says so. Raises SettingError."""
+    stem, taken = op.upper(), _names()
     for name in (f"OPKILN_BUILD_{stem}", *variables, f"DS_BUILD_{stem}"):
         text = os.environ.get(name)
-        if text:
+        # An op may be called `string`; the variable of that name is a setting all the same.
+        if text and name not in taken:
             try:
-                return _switch(text)
+                return _switch(text), name
             except ValueError as error:
                 raise SettingError(f"{name}={text!r}: {error}", hint=f"unset {name}") from None
-    return None
+    return None, ""
+
+
+def build_switches() -> list[str]:
+    """The variables that are set here and look like ``OPKILN_BUILD_<OP>``."""
+    taken = _names()
+    set_here = (name for name, text in os.environ.items() if text)
+    return sorted(n for n in set_here if n.startswith("OPKILN_BUILD_") and n not in taken)
+
+
+def _names() -> set[str]:
+    return {name for setting in table() for name in (setting.variable, *setting.aliases)}
 
 
 def fingerprint() -> tuple[str | None, ...] | None:

@@ -23,6 +23,21 @@ def fault(path: str, found: os.stat_result, *, listed: bool = False) -> str:
     return ""
 
 
+def open_to_all(root: str, base: str) -> str:
+    """Why a listed layer is not to be trusted: everybody may put entries on the way to ``base``."""
+    path = os.path.dirname(root)  # what the user listed; it may well be a symbolic link
+    try:
+        if reason := fault(path, os.stat(path), listed=True):
+            return reason
+        for part in os.path.relpath(base, path).split("/"):
+            path = os.path.join(path, part)
+            if reason := fault(path, os.lstat(path), listed=True):
+                return reason
+    except OSError:
+        return ""  # there is nothing there
+    return ""
+
+
 def make_private(path: str) -> None:
     """Make a directory, and what is missing above it, for this user alone. Raises OSError."""
     if os.path.isdir(path):

@@ -7,7 +7,7 @@ import zlib
 
 PTX, CUBIN, LTO = 1, 2, 8
 A, F = 1 << 20, 1 << 21
-STRTAB, DYNAMIC, NOBITS, DYNSYM, VERNEED = 3, 6, 8, 11, 0x6FFFFFFE
+STRTAB, DYNAMIC, NOBITS, DYNSYM, VERNEED, VERSYM = 3, 6, 8, 11, 0x6FFFFFFE, 0x6FFFFFFF
 
 
 def image(
@@ -86,7 +86,7 @@ def hip(*bundles: bytes) -> bytes:
 
 
 def dynamic(strings: bytes = b"\0liba.so\0libb.so\0A_1.0\0A_1.1\0f\0g\0") -> bytes:
-    """A library that needs libb.so and liba.so (A_1.0; A_1.1 weakly), and f; g is weak."""
+    """A library that needs libb.so and liba.so (A_1.0; A_1.1 weakly), and its f; g is weak."""
     tags = [(1, 9), (1, 1), (12, 0), (0, 0), (1, 1)]
     at = {name: strings.index(name) for name in (b"A_1.0", b"A_1.1", b"f\0", b"g\0")}
     symbols = [
@@ -108,4 +108,5 @@ def dynamic(strings: bytes = b"\0liba.so\0libb.so\0A_1.0\0A_1.1\0f\0g\0") -> byt
         (".nv_fatbin", 1, container(image(CUBIN, 90, A)) + bytes(8) + container(), 0),
         (".hip_fatbin", 1, bundle("hipv4-amdgcn-amd-amdhsa--gfx90a") + packed(
             bundle("hip-amdgcn-amd-amdhsa--gfx1030")), 0),
+        (".gnu.version", VERSYM, struct.pack("<5H", 0, 2, 3, 1, 0), 3),
     )  # fmt: skip

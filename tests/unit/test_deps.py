@@ -11,7 +11,7 @@ import pytest
 
 from opkiln import plan as plans
 from opkiln.model import ABI_NONE, ABI_STABLE, PLAIN, OpSpec, Plan, Target, Toolchain, TorchSDK
-from opkiln.store import deps
+from opkiln.store import deps, recheck
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,7 +62,7 @@ class Workshop:
         return [str(path) for path in sorted(self.src.parent.rglob("*")) if path.is_file()]
 
     def gather(self, plan: Plan | None = None) -> deps.Dependencies:
-        return deps.gather(plan or self.plan(), self.read(), deps.Hasher())
+        return deps.gather(plan or self.plan(), self.read(), recheck.Hasher())
 
 
 class Recorded:
@@ -81,8 +81,8 @@ class Recorded:
             return self.sidecar
 
         places = plans.anchors_of(plan.spec, plan.toolchain)
-        now, changed = deps.recheck(
-            self.manifest, places, deps.Hasher(), sidecar, external=external
+        now, changed = recheck.recheck(
+            self.manifest, places, recheck.Hasher(), sidecar, external=external
         )
         return now == self.name, changed
 

@@ -19,6 +19,7 @@ from sample.binaries import (
     PTX,
     STRTAB,
     VERNEED,
+    VERSYM,
     container,
     dynamic,
     image,
@@ -36,13 +37,67 @@ if TYPE_CHECKING:
 
 
 def everything(file: bytes | Path) -> tuple[object, ...]:
-    return elf.read(file), images(file), relocatable_images(file), hip_images(file)
+    return (
+        elf.read(file),
+        elf.defined(file),
+        images(file),
+        relocatable_images(file),
+        hip_images(file),
+    )
 
 
 def test_what_a_library_needs_is_read_without_what_is_weak() -> None:
     assert elf.read(dynamic()) == elf.Elf(
-        "x86_64", "shared", ("libb.so", "liba.so"), ("A_1.0",), ("f",)
+        "x86_64",
+        "shared",
+        ("libb.so", "liba.so"),
+        ("A_1.0",),
+        ("f",),
+        (("liba.so", "f", "A_1.0"),),
     )
+
+
+def linked(*symbols: tuple[bytes, int, int], numbers: bytes | None) -> bytes:
+    """A library with these symbols (name, binding, section), which needs A_1.0 (2) of liba.so."""
+    strings = b"\0liba.so\0A_1.0\0" + b"".join(name + b"\0" for name, _, _ in symbols)
+    versions = struct.pack("<HHIII", 1, 1, 1, 16, 0) + struct.pack("<IHHII", 0, 0, 2, 9, 0)
+    table = bytes(24) + b"".join(
+        struct.pack("<IBBHQQ", strings.index(name + b"\0"), binding << 4 | 2, 0, section, 0, 0)
+        for name, binding, section in symbols
+    )
+    made = [
+        (".dynstr", STRTAB, strings, 0),
+        (".dynsym", DYNSYM, table, 1),
+        (".gnu.version_r", VERNEED, versions, 1),
+    ]
+    return library(*made, *([(".gnu.version", VERSYM, numbers, 2)] if numbers is not None else []))
+
+
+def test_each_symbol_is_told_with_the_library_and_the_version_it_comes_from() -> None:
+    names = [(b"of_a", 1, 0), (b"of_anyone", 1, 0), (b"hidden_of_a", 1, 0), (b"weak", 2, 0)]
+    file = linked(*names, numbers=struct.pack("<5H", 0, 2, 1, 0x8002, 2))
+    assert elf.read(file).symbols == (
+        ("", "of_anyone", ""),
+        ("liba.so", "hidden_of_a", "A_1.0"),
+        ("liba.so", "of_a", "A_1.0"),
+    )
+
+
+def test_symbols_of_a_library_without_versions_come_from_anyone() -> None:
+    assert elf.read(linked((b"f", 1, 0), numbers=None)).symbols == (("", "f", ""),)
+
+
+def test_a_table_of_version_numbers_that_is_too_short_is_a_load_error() -> None:
+    with pytest.raises(LoadError) as raised:
+        elf.read(linked((b"f", 1, 0), numbers=struct.pack("<H", 0)))
+    assert "symbol 1 has no version's number" in raised.value.why
+
+
+def test_what_a_library_defines_is_told_without_what_it_needs_or_keeps() -> None:
+    names = [(b"strong", 1, 4), (b"weak", 2, 4), (b"local", 0, 4), (b"needed", 1, 0)]
+    assert elf.defined(linked(*names, numbers=None)) == {"strong", "weak"}
+    with pytest.raises(LoadError):
+        elf.defined(b"no library")
 
 
 @pytest.mark.parametrize(
@@ -57,6 +112,10 @@ def test_a_real_library_of_this_process_needs_what_is_mapped() -> None:
     assert found.machine == os.uname().machine
     assert found.kind == "shared"
     assert any(name.startswith(("libc.", "libm.", "ld-linux")) for name in found.needed)
+    assert {soname for soname, _, _ in found.symbols if soname} <= set(found.needed)
+    assert {version for _, _, version in found.symbols if version} <= set(found.versions)
+    assert {name for _, name, _ in found.symbols} == set(found.undefined)
+    assert elf.defined(mapped_library()).isdisjoint(found.undefined)
 
 
 def test_more_sections_than_the_header_can_count_are_read() -> None:
@@ -113,14 +172,13 @@ def test_a_file_that_shrinks_while_it_is_read_is_a_load_error(tmp_path: Path) ->
             source.read(64, 100, "a table")
 
 
-@pytest.mark.parametrize("name", [".nv_fatbin", ".hip_fatbin", ".dynstr"])
+@pytest.mark.parametrize("name", [".nv_fatbin", ".hip_fatbin", ".dynstr", ".gnu.version"])
 def test_a_sparse_file_of_a_terabyte_takes_no_memory(name: str, tmp_path: Path) -> None:
     path = tmp_path / "lib.so"
     file = bytearray(dynamic())
     start = struct.unpack_from("<Q", file, 40)[0]
-    index = [".dynstr", ".dynamic", ".dynsym", ".gnu.version_r", ".nv_fatbin", ".hip_fatbin"].index(
-        name
-    )
+    index = [".dynstr", ".dynamic", ".dynsym", ".gnu.version_r", ".nv_fatbin", ".hip_fatbin",
+             ".gnu.version"].index(name)  # fmt: skip
     struct.pack_into("<QQ", file, start + 64 * (index + 1) + 24, len(file), 1 << 39)
     path.write_bytes(file)
     os.truncate(path, 1 << 40)
@@ -208,7 +266,7 @@ def telling(whole: bytes) -> list[int]:
     places = [*range(64), *range(start, start + 64 * count)]
     for index in range(count):
         kind, _, _, offset, size = struct.unpack_from("<IQQQQ", whole, start + 64 * index + 4)
-        if kind in {DYNAMIC, DYNSYM, VERNEED, STRTAB}:
+        if kind in {DYNAMIC, DYNSYM, VERNEED, VERSYM, STRTAB}:
             places += range(offset, offset + min(size, 512))
     return places
 
@@ -247,7 +305,8 @@ def test_any_change_of_a_library_with_images_gives_a_result_or_a_load_error(
     changes: list[tuple[int, int, int]], cut: int
 ) -> None:
     file = mutated(MADE, MADE_PLACES, changes, cut)
-    results = [stands(read, file) for read in (elf.read, images, relocatable_images, hip_images)]
+    readers = (elf.read, elf.defined, images, relocatable_images, hip_images)
+    results = [stands(read, file) for read in readers]
     assert all(results) or file != MADE
 
 
@@ -258,7 +317,7 @@ def test_any_change_of_a_real_library_gives_a_result_or_a_load_error(
 ) -> None:
     whole, places = real()
     file = mutated(whole, places, changes, cut)
-    results = [stands(read, file) for read in (elf.read, images)]
+    results = [stands(read, file) for read in (elf.read, elf.defined, images)]
     assert all(results) or file != whole
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from opkiln.store import deps, entry
+from opkiln.store import entry, recheck
 from opkiln.store.entry import Leaf, Refused
 from opkiln.trust import fault
 
@@ -23,7 +23,7 @@ def leaf(tmp_path: Path) -> Path:
     import hashlib
 
     recorded = {"own": [], "external": "", "watches": [], "dirs": [], "external_dirs": []}
-    directory = tmp_path / deps.deps_key((), "", ())
+    directory = tmp_path / recheck.deps_key((), "", ())
     directory.mkdir(mode=0o700)
     manifest = {
         "schema": entry.SCHEMA,
@@ -40,7 +40,7 @@ def leaf(tmp_path: Path) -> Path:
 
 
 def examine(directory: Path, *, listed: bool = False) -> Leaf | Refused | None:
-    return entry.examine(str(directory), {}, deps.Hasher(), listed=listed, external=True)
+    return entry.examine(str(directory), {}, recheck.Hasher(), listed=listed, external=True)
 
 
 def refusal(directory: Path, *, listed: bool = False) -> Refused:

@@ -27,10 +27,13 @@ _DYNAMIC = Struct("<qQ")
 _SYMBOL = Struct("<IBBHQQ")
 _NEED = Struct("<HHIII")
 _NEED_VERSION = Struct("<IHHII")
+_VERSION_INDEX = Struct("<H")
 
-_STRTAB, _DYNAMIC_TABLE, _NOBITS, _DYNSYM, _VERNEED = 3, 6, 8, 11, 0x6FFFFFFE
+_STRTAB, _DYNAMIC_TABLE, _NOBITS, _DYNSYM = 3, 6, 8, 11
+_VERNEED, _VERSYM = 0x6FFFFFFE, 0x6FFFFFFF
 _DT_NULL, _DT_NEEDED = 0, 1
 _WEAK_VERSION = 2
+_HIDDEN = 0x8000  # a mark beside a version's number
 _STB_LOCAL, _STB_WEAK = 0, 2
 
 # A table is read whole. The largest of libtorch_cpu, a library of 400 MB, has 5 MB.
@@ -45,6 +48,8 @@ class Elf(Record):
     in which they are searched. Sorted: ``versions``, the symbol versions that they must have
     (``GLIBC_2.32``, ``GLIBCXX_3.4.29``), and ``undefined``, the dynamic symbols that others must
     define. Weak versions and symbols are left out: nothing fails when they are missing.
+    ``symbols`` has the same symbols with where they come from: (soname, symbol, version), the
+    soname and the version empty where the linker found no version.
     """
 
     machine: str
@@ -52,6 +57,7 @@ class Elf(Record):
     needed: tuple[str, ...]
     versions: tuple[str, ...]
     undefined: tuple[str, ...]
+    symbols: tuple[tuple[str, str, str], ...]
 
 
 class Section(Record):
@@ -68,13 +74,22 @@ def read(file: File) -> Elf:
     """Reads a library, object or executable. LoadError when it is none, or damaged."""
     with opened(file) as source:
         kind, machine, table = _tables(source)
+        versions = tuple(_versions(source, table))
+        symbols = set(_undefined(source, table, versions))
         return Elf(
             _MACHINES.get(machine, f"machine {machine}"),
             _KINDS[kind],
             tuple(_needed(source, table)),
-            tuple(sorted(set(_versions(source, table)))),
-            tuple(sorted(set(_undefined(source, table)))),
+            tuple(sorted({each.name for each in versions if not each.weak})),
+            tuple(sorted({name for _, name, _ in symbols})),
+            tuple(sorted(symbols)),
         )
+
+
+def defined(file: File) -> frozenset[str]:
+    """The dynamic symbols that a library has for others, weak ones too. LoadError as ``read``."""
+    with opened(file) as source:
+        return frozenset(_defined(source, _tables(source)[2]))
 
 
 def sections(source: Source, name: str) -> Iterator[tuple[int, Source]]:
@@ -135,15 +150,49 @@ def _needed(source: Source, table: tuple[Section, ...]) -> Iterator[str]:
                 yield strings.at(value)
 
 
-def _undefined(source: Source, table: tuple[Section, ...]) -> Iterator[str]:
+class _Version(Record):
+    """A version of a library's symbols that is needed, and its number in this file."""
+
+    soname: str
+    name: str
+    number: int
+    weak: bool
+
+
+def _undefined(
+    source: Source, table: tuple[Section, ...], versions: tuple[_Version, ...]
+) -> Iterator[tuple[str, str, str]]:
+    needed = {each.number: (each.soname, each.name) for each in versions}
+    for section in _of_kind(table, _DYNSYM):
+        strings = _linked(source, table, section)
+        indices = _version_indices(source, table)
+        symbols = _records(source, section, _SYMBOL)
+        for position, (name, info, _, defined_in, _, _) in enumerate(symbols):
+            if name and not defined_in and info >> 4 not in {_STB_LOCAL, _STB_WEAK}:
+                if indices and position >= len(indices):
+                    raise source.damaged(
+                        f"section {section.name}: symbol {position} has no version's number"
+                    )
+                index = indices[position] & ~_HIDDEN if indices else 0
+                soname, version = needed.get(index, ("", ""))
+                yield soname, strings.at(name), version
+
+
+def _defined(source: Source, table: tuple[Section, ...]) -> Iterator[str]:
     for section in _of_kind(table, _DYNSYM):
         strings = _linked(source, table, section)
         for name, info, _, defined_in, _, _ in _records(source, section, _SYMBOL):
-            if name and not defined_in and info >> 4 not in {_STB_LOCAL, _STB_WEAK}:
+            if name and defined_in and info >> 4 != _STB_LOCAL:
                 yield strings.at(name)
 
 
-def _versions(source: Source, table: tuple[Section, ...]) -> Iterator[str]:
+def _version_indices(source: Source, table: tuple[Section, ...]) -> tuple[int, ...]:
+    for section in _of_kind(table, _VERSYM):
+        return tuple(index for (index,) in _records(source, section, _VERSION_INDEX))
+    return ()  # a library without any version
+
+
+def _versions(source: Source, table: tuple[Section, ...]) -> Iterator[_Version]:
     for section in _of_kind(table, _VERNEED):
         strings = _linked(source, table, section)
         inside = Source(
@@ -156,16 +205,16 @@ def _versions(source: Source, table: tuple[Section, ...]) -> Iterator[str]:
         left = section.size // _NEED.size
         at = 0
         while section.size:
-            _, count, _, first, following = inside.unpack(_NEED, at, section.name)
+            _, count, soname, first, following = inside.unpack(_NEED, at, section.name)
             left -= 1 + count
             if left < 0:
                 raise source.damaged(f"section {section.name}: more records than it has room for")
             position = at + first
             for _ in range(count):
                 record = inside.unpack(_NEED_VERSION, position, section.name)
-                _, flags, _, name, step = record
-                if not flags & _WEAK_VERSION:
-                    yield strings.at(name)
+                _, flags, index, name, step = record
+                weak = bool(flags & _WEAK_VERSION)
+                yield _Version(strings.at(soname), strings.at(name), index & ~_HIDDEN, weak)
                 position += step
             if not following:
                 break

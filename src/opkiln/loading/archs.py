@@ -285,6 +285,38 @@ def coverage(backend: str, archs: tuple[str, ...]) -> str:
     return min(ways, key=_WAYS.index) if ways else ""
 
 
+def way_of(op: Op, archs: tuple[str, ...], images: tuple[str, ...]) -> tuple[str, str]:
+    """(how a library runs where it is wanted, the device or architecture it is worst for).
+
+    Wanted is what was asked for by name, else the GPUs that this process may use. The way is empty
+    where it does not run. Raises what ``wanted`` does.
+    """
+    backend, needs = op.spec.backend, wanted(op)
+    language = grammar(backend)
+    made = language.parse(";".join(archs))
+    code = images if backend == CUDA and images else made
+    names = (_visible(backend) or needs.archs) if needs.native else needs.archs
+    ways = []
+    for name in names:
+        device = language.parse(name)[0]
+        way = language.covers(code, device)
+        # A variant that was asked for by name is wanted for its instructions; what is translated
+        # at each start is no answer to a list.
+        if not needs.native and (way == "ptx" or (_variant(device) and not _has(made, device))):
+            way = ""
+        ways.append((_WAYS.index(way), way, name))
+    _, way, name = min(ways)
+    return way, name
+
+
+def _variant(arch: Any) -> str:
+    return getattr(arch, "suffix", "")
+
+
+def _has(made: Iterable[Any], arch: Any) -> bool:
+    return any(each._replace(ptx=False) == arch._replace(ptx=False) for each in made)
+
+
 def _visible(backend: str) -> list[str]:
     if backend == CUDA:
         from opkiln.accelerator import nvidia

@@ -23,12 +23,13 @@ from opkiln.errors import (
     StoreWarning,
 )
 from opkiln.loading import compile as compiling
-from opkiln.loading import failure, loadtest, receipt, resolve, seal
+from opkiln.loading import failure, loadtest, needs, receipt, resolve, seal
 from opkiln.model import (
     ABI_NONE,
     ABI_STABLE,
     INLINE_ROOT,
     Artifact,
+    DeviceCompiler,
     OpSpec,
     Plan,
     Target,
@@ -39,6 +40,7 @@ from opkiln.store import deps, key, libraries, lock, publish
 from opkiln.store.entry import Leaf
 from opkiln.store.layers import Store
 from opkiln.store.location import claim
+from opkiln.store.recheck import Hasher
 from opkiln.toolchain import choice, libsycl, sycl, torch_sdk
 
 _ATTEMPTS = 4
@@ -101,7 +103,7 @@ def _take_turn(plan: Plan, store: Store) -> Artifact:
 
     def arrived() -> Artifact | None:
         leaf = store.find_op(
-            spec.distribution, spec.name, intent, build_name, places, deps.Hasher()
+            spec.distribution, spec.name, intent, build_name, places, Hasher()
         ).leaf
         # One under a name that is not its own, as `find` refused it: a store that was copied badly.
         if leaf is None or leaf.manifest["target"]["cpu"] != plan.target.cpu:
@@ -191,7 +193,7 @@ class _Build:
             before = {path: sha256_file(path) for path in mine}
             log = self._link(stage, objects)
             read = tuple(dict.fromkeys(path for each in objects for path in each.read))
-            dependencies = deps.gather(self._plan, read, deps.Hasher(), linked)
+            dependencies = deps.gather(self._plan, read, Hasher(), linked)
             now = deps.own_digests(self._plan, dependencies)
             for each in objects:
                 before.update(each.own)
@@ -250,7 +252,10 @@ class _Build:
             "kind": spec.kind,
             "op": spec.name,
             "distribution": spec.distribution,
+            "spec": key.spec_key(spec),
             "target": self._plan.target._asdict(),
+            "needs": needs.of(linked.path, self._plan),
+            "toolchain": {each.family: each.version for each in _compilers(self._plan)},
             "seconds": round(seconds, 3),
             "max_rss": linked.max_rss,
             "created": time.time(),
@@ -302,7 +307,7 @@ class _Build:
         places = plans.anchors_of(self._plan.spec, self._plan.toolchain)
         for _ in range(2):
             final = publish.publish(leaf, root, relative)
-            found = examine(final, places, deps.Hasher(), listed=False, external=False)
+            found = examine(final, places, Hasher(), listed=False, external=False)
             if isinstance(found, Leaf):
                 return found
             if isinstance(found, Refused) and found.damaged:
@@ -310,6 +315,11 @@ class _Build:
                 with contextlib.suppress(OSError):  # it stays, and is refused by every reader
                     publish.discard(root, final)
         return None
+
+
+def _compilers(plan: Plan) -> list[Toolchain | DeviceCompiler]:
+    device = plan.toolchain.device
+    return [plan.toolchain] if device is None else [plan.toolchain, device]
 
 
 def _runtimes(toolchain: Toolchain) -> tuple[str, ...]:
@@ -326,6 +336,7 @@ def inputs(plan: Plan) -> dict[str, Any]:
     spec = plan.spec
     named = {
         "src": "{src}",
+        "opkiln": "{opkiln}",
         "stage": "{build}",
         "torch": "{torch}",
         "python": "{python}",
@@ -339,8 +350,7 @@ def inputs(plan: Plan) -> dict[str, Any]:
         "target": plan.target._asdict(),
         "toolchain": {
             each.family: {"version": each.version, "identity": each.identity}
-            for each in (plan.toolchain, plan.toolchain.device)
-            if each is not None
+            for each in _compilers(plan)
         },
         "steps": [[plans.render(arg, named) for arg in step.argv] for step in plan.steps],
     }

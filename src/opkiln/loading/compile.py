@@ -25,6 +25,7 @@ from opkiln.settings import settings
 from opkiln.steps.flags import PLAIN
 from opkiln.store import deps, entry, key, publish
 from opkiln.store.layers import Store
+from opkiln.store.recheck import Hasher
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def objects(plan: Plan, store: Store, stage: str) -> list[Compiled]:
     Raises schedule.StepFailed, SourcesChanging, and what the engine raises.
     """
     places = plans.anchors(plan, stage)
-    hasher = deps.Hasher()
+    hasher = Hasher()
     done: dict[str, Compiled] = {}
     missing: list[Step] = []
     for step in plan.steps:
@@ -86,7 +87,7 @@ def objects(plan: Plan, store: Store, stage: str) -> list[Compiled]:
 
 
 def _from_store(
-    plan: Plan, step: Step, store: Store, stage: str, hasher: deps.Hasher
+    plan: Plan, step: Step, store: Store, stage: str, hasher: Hasher
 ) -> Compiled | None:
     places = plans.anchors_of(plan.spec, plan.toolchain)
     leaf, refused = store.find_object(key.step_key(plan, step), places, hasher)
@@ -110,7 +111,7 @@ def _from_store(
 
 
 def _snapshot(paths: list[str]) -> dict[str, str]:
-    hasher = deps.Hasher()
+    hasher = Hasher()
     taken: dict[str, str] = {}
     for path in paths:
         try:
@@ -206,7 +207,7 @@ class _Batch:
         if not self._saw(read, self._snapshots.get(step.output, {})):
             self.unsettled[step.output] = _snapshot(list(read))
             return
-        dependencies = deps.gather(self._plan, read, deps.Hasher())
+        dependencies = deps.gather(self._plan, read, Hasher())
         own = deps.own_digests(self._plan, dependencies)
         result = Compiled(step, read, own, completed.output, completed.wall, completed.max_rss)
         self.settled[step.output] = result
@@ -235,7 +236,7 @@ class _Batch:
 
     def _saw(self, read: tuple[str, ...], snapshot: dict[str, str]) -> bool:
         """Whether the files, as they are now, certainly are what the compiler read."""
-        hasher = deps.Hasher()
+        hasher = Hasher()
         copied = {} if self._copy is None else self._copy.digests
         for path in read:
             try:
@@ -253,7 +254,7 @@ class _Batch:
 
 
 # What a compiler with a shell is shown below the staging directory, where a path is not plain.
-_LINKED = ("src", "torch", "python")
+_LINKED = ("src", "opkiln", "torch", "python")
 
 
 def shown_plainly(plan: Plan, step: Step, stage: str, places: dict[str, str]) -> dict[str, str]:
@@ -312,7 +313,7 @@ def sidecar(plan: Plan, read: tuple[str, ...], dependencies: deps.Dependencies) 
 
 
 def _anchored(path: str, places: dict[str, str]) -> tuple[str, str]:
-    for anchor in ("torch", "python", "src"):
+    for anchor in ("torch", "python", "src", "opkiln"):
         place = places.get(anchor)
         if place and path.startswith(place.rstrip("/") + "/"):
             return anchor, path[len(place.rstrip("/")) + 1 :]

@@ -14,8 +14,9 @@ from opkiln.loading.loader import Op
 from opkiln.loading.outlook import outlook
 from opkiln.loading.trace import Decision
 from opkiln.model import Plan
-from opkiln.store import deps, entry, key
+from opkiln.store import entry, key
 from opkiln.store.layers import Store
+from opkiln.store.recheck import Hasher, recheck
 
 
 class Explanation(NamedTuple):
@@ -79,8 +80,8 @@ def _changes(plan: Plan, store: Store) -> list[str]:
             manifest = entry.parse_manifest(file.read())
         before = entry.read_sidecar(newest)["inputs"]
         places = plans.anchors_of(plan.spec, plan.toolchain)
-        _, edited = deps.recheck(
-            manifest["deps"], places, deps.Hasher(), lambda: entry.read_sidecar(newest),
+        _, edited = recheck(
+            manifest["deps"], places, Hasher(), lambda: entry.read_sidecar(newest),
             external=True,
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,6 +1,6 @@
-"""The order of resorts: what is loaded, the store's layers, a build, the fallback.
+"""The order of resorts: loaded, installed, the store's layers, a build, the fallback.
 
-    load -> loaded? -> receipt? -> runnable? -> store -> build -> open
+    load -> loaded? -> prebuilt? -> receipt? -> runnable? -> store -> build -> open
                 \\_______ refused, anywhere: the next resort, with the reason ____-> reference
 
 Safe to call from many threads and after a fork. The hit path imports nothing third-party but torch,
@@ -24,7 +24,7 @@ from opkiln.errors import (
     StoreError,
     ToolchainError,
 )
-from opkiln.loading import receipt, register
+from opkiln.loading import installed, receipt, register
 from opkiln.loading.native import open_artifact
 from opkiln.loading.register import Registration
 from opkiln.loading.trace import Trace
@@ -122,6 +122,8 @@ def _serve(op: Op, must_be_native: bool) -> Loaded:
 
 def _native(op: Op, trace: Trace) -> tuple[Artifact, Any]:
     archs = _archs(op)
+    if (layers := installed.layers(op.spec)) and (carried := _carried(op, layers, trace)):
+        return carried
     remembered = receipt.recall(op.spec, archs)
     if remembered is not None:
         try:
@@ -161,6 +163,22 @@ def _native(op: Op, trace: Trace) -> tuple[Artifact, Any]:
         why = f"{refused.why}\nand it cannot be built again: {error.what}"
         raise LoadError(refused.what, why=why, hint=refused.hint or error.hint) from error
     return built, _open(op, built)
+
+
+def _carried(op: Op, layers: list[str], trace: Trace) -> tuple[Artifact, Any] | None:
+    """What a package was installed with, if it fits and opens; the next resort serves if not."""
+    from opkiln.loading import prebuilt
+
+    found = prebuilt.find(op, layers, trace, prebuilt.PREBUILT)
+    if found is None:
+        return None
+    try:
+        return found, _open(op, found)
+    except ReloadError:
+        raise
+    except LoadError as error:
+        trace.add(prebuilt.PREBUILT, "refused", error.why, found.path)
+        return None
 
 
 def _archs(op: Op) -> tuple[str, ...]:

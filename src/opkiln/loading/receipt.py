@@ -21,7 +21,7 @@ from typing import Any
 
 from opkiln import __version__, machine, trust
 from opkiln.digest import Signature, key, sha256_file, unchanged
-from opkiln.model import ABI_NONE, CUDA, PLAN_VERSION, ROCM, XPU, Artifact, OpSpec
+from opkiln.model import ABI_NONE, CUDA, PACKAGE, PLAN_VERSION, ROCM, XPU, Artifact, OpSpec
 from opkiln.settings import LAYOUT, fingerprint, store_candidates
 
 TYPE_CHECKING = False
@@ -113,10 +113,9 @@ def write(
         return
     root, path = place
     recorded = manifest["deps"]
-    own = [[os.path.join(spec.root, p) if a == "src" else p, *f] for a, p, _, *f in recorded["own"]]
-    watched = [
-        [os.path.join(spec.root, p) if a == "src" else p, *f] for a, p, *f in recorded["dirs"]
-    ]
+    places = {"src": spec.root, "opkiln": PACKAGE, "abs": ""}
+    own = [[os.path.join(places[a], p), *f] for a, p, _, *f in recorded["own"]]
+    watched = [[os.path.join(places[a], p), *f] for a, p, *f in recorded["dirs"]]
     files = [*evidence["unchanged"], *own, *watched, *recorded["external_dirs"]]
     if spec.abi != ABI_NONE and toolchain.torch is not None:
         files += [[each, *Signature.of(each)] for each in torch_sdk.read_from(toolchain.torch.path)]
@@ -153,8 +152,8 @@ def write(
 _DECIDING = (
     "plan.py", "arch/cpu.py", "loading/resolve.py", "steps/arguments.py", "steps/host.py",
     "steps/link.py",
-    "steps/flags.py", "store/key.py", "store/deps.py", "store/libraries.py", "toolchain/host.py",
-    "toolchain/torch_sdk.py",
+    "steps/flags.py", "store/key.py", "store/deps.py", "store/recheck.py", "store/libraries.py",
+    "toolchain/host.py", "toolchain/torch_sdk.py",
 )  # fmt: skip
 _DECIDING_FOR = {
     CUDA: (
@@ -173,5 +172,4 @@ _DECIDING_FOR = {
 
 def _deciding(backend: str) -> list[str]:
     """The files of opkiln whose code decides which entry is right: an edit there ends receipts."""
-    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    return [os.path.join(package, name) for name in (*_DECIDING, *_DECIDING_FOR.get(backend, ()))]
+    return [os.path.join(PACKAGE, name) for name in (*_DECIDING, *_DECIDING_FOR.get(backend, ()))]

@@ -12,18 +12,16 @@ from opkiln import plan as plans
 from opkiln.arch import cpu
 from opkiln.errors import (
     ArchError,
-    BuildError,
     LoadError,
     OpkilnError,
     StoreWarning,
     ToolchainError,
 )
-from opkiln.loading import archs, seal
+from opkiln.loading import archs, prebuilt, seal
 from opkiln.loading.trace import Trace
 from opkiln.model import (
     ABI_NONE,
     ABI_STABLE,
-    ABI_TORCH,
     CPU,
     CUDA,
     ROCM,
@@ -35,8 +33,9 @@ from opkiln.model import (
     TorchSDK,
 )
 from opkiln.settings import origin_of, settings
-from opkiln.store import deps, key
+from opkiln.store import key
 from opkiln.store.layers import Store
+from opkiln.store.recheck import Hasher
 from opkiln.toolchain import choice, libsycl, torch_sdk
 
 TYPE_CHECKING = False
@@ -88,7 +87,7 @@ def target_of(op: Op, sdk: TorchSDK | None = None) -> Target:
         machine=architecture,
         cpu=chosen.level,
         cpu_features=chosen.features,
-        abi_tag=_abi_tag(spec, sdk),
+        abi_tag=torch_sdk.abi_tag(spec, sdk),
         debug=settings.debug,
         flags=tuple(flags),
         archs=archs.wanted(op).archs,
@@ -102,25 +101,6 @@ def _device_flags(backend: str) -> list[tuple[str, tuple[str, ...]]]:
     if backend == CUDA and settings.debug_cuda:
         flags.append(("debug_cuda", ("-Xptxas=-v",)))
     return flags
-
-
-def _abi_tag(spec: OpSpec, sdk: TorchSDK | None) -> str:
-    python = torch_sdk.python_tag()
-    if spec.abi == ABI_STABLE:
-        tag = torch_sdk.stable_abi_tag()
-        runtime = None if sdk is None else {CUDA: sdk.cuda, ROCM: sdk.hip}.get(spec.backend)
-        if runtime is not None:
-            tag = f"{tag}-{spec.backend}{runtime.partition('.')[0]}"
-        return f"{tag}-{python}" if spec.kind == "python" else tag
-    if spec.abi == ABI_TORCH:
-        if sdk is None:
-            raise BuildError(
-                f"op {spec.name} needs torch",
-                why="torch is not installed",
-                hint="pip install torch",
-            )
-        return torch_sdk.full_abi_tag(sdk)
-    return python if spec.kind == "python" else "none"
 
 
 def runnable(spec: OpSpec) -> TorchSDK | None:
@@ -165,7 +145,10 @@ def check_device(spec: OpSpec, target: Target) -> None:
 
 
 def artifact(op: Op, trace: Trace) -> Artifact:
-    """The op's artifact, found or built; torch is not imported. Native or an error: OpkilnError."""
+    """The op's artifact in the store, found or built, whatever packages were installed with.
+
+    torch is not imported. Native or an error: OpkilnError.
+    """
     target, store = target_of(op, runnable(op.spec)), Store()
     return find(op, target, store, trace) or build(op, target, store, trace)
 
@@ -186,6 +169,8 @@ def find(
 ) -> Artifact | None:
     """The first entry of the store's layers that serves. Needs no compiler and writes nothing.
 
+    In the user's own layers that is the build that this machine would make, in listed ones the best
+    that runs here.
     ``alone``: no compiler here can be used, so that any build of today's sources will do.
     """
     spec = op.spec
@@ -202,7 +187,7 @@ def find(
         trace.add("store", "none", "the compiler is not known yet", store.root or "")
         unknown = True  # it must be asked who it is before any entry can be its own
     places = plans.anchors_of(spec, toolchain)
-    hasher = deps.Hasher()
+    hasher = Hasher()
     for candidate in _covering(op, target, store, toolchain):
         build = "" if unknown else None
         if toolchain is not None:
@@ -224,6 +209,9 @@ def find(
             reason += f"; its code for {';'.join(candidate.archs)} runs here"
         trace.add("store", "taken", reason, leaf.directory)
         return Artifact(leaf.payload, leaf.manifest["sha256"], "store")
+    listed = [layer.root for layer in store.location.layers if layer.listed]
+    if listed and (shared := prebuilt.find(op, listed, trace, "store")):
+        return shared
     trace.add("store", "none", "no entry for these sources, flags and compiler", store.root or "")
     return None
 
@@ -231,21 +219,13 @@ def find(
 def _covering(
     op: Op, target: Target, store: Store, toolchain: Toolchain | None
 ) -> Iterator[Target]:
-    """The target, then those of the same kind whose binaries this machine also covers.
+    """The target, then those of other architectures whose binaries this machine also covers.
 
-    Only for ``native``: a CPU or a list of architectures that was named is the one that is wanted.
-    Lower CPU levels come from layers that were built elsewhere; the user's own store holds what
-    this machine would build.
+    Only for ``native``: a list of architectures that was named is the one that is wanted.
     """
     yield target
-    spec = op.spec
-    if spec.backend in (CUDA, ROCM) and archs.wanted(op).native:
+    if op.spec.backend in (CUDA, ROCM) and archs.wanted(op).native:
         yield from _of_other_archs(op, target, store, toolchain)
-    if spec.vectorize and settings.cpu == "native" and settings.store_layers:
-        for each in cpu.covering(target.machine, features()):
-            lower = target._replace(cpu=each.level, cpu_features=each.features)
-            if lower != target:
-                yield lower
 
 
 def _of_other_archs(
@@ -314,7 +294,7 @@ def would_compile(op: Op) -> tuple[bool, Trace]:
     try:
         target = target_of(op, runnable(op.spec))
         check_device(op.spec, target)
-        found = find(op, target, Store(), trace)
+        found = prebuilt.carried(op, trace) or find(op, target, Store(), trace)
     except (LoadError, ToolchainError) as error:
         trace.add("build", "refused", f"{error.what}: {error.why}")
         return False, trace

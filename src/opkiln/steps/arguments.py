@@ -6,7 +6,7 @@ import os
 import posixpath
 
 from opkiln.digest import key
-from opkiln.model import ABI_NONE, Anchored, Arg, DeviceCompiler, OpSpec
+from opkiln.model import ABI_NONE, PACKAGE, Anchored, Arg, DeviceCompiler, OpSpec
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ _PATH_FLAGS = ("-I", "-isystem", "-iquote", "-idirafter", "-L", "-include")
 
 # The same bytes wherever torch, the sources and the build lie: __FILE__, debug information. The
 # last one that fits is taken, and a compiler may be shown sources below the staging directory.
+_OPKILN_MAP = Anchored("-ffile-prefix-map=", "opkiln", "", "=/opkiln/opkiln")
 _TORCH_MAP = Anchored("-ffile-prefix-map=", "torch", "", "=/opkiln/torch")
 _PREFIX_MAPS = (
     Anchored("-ffile-prefix-map=", "stage", "", "=/opkiln/build"),
@@ -25,16 +26,19 @@ _PREFIX_MAPS = (
 
 def prefix_maps(spec: OpSpec) -> tuple[Anchored, ...]:
     """The flags that keep where things lie out of what is compiled."""
-    return _PREFIX_MAPS if spec.abi == ABI_NONE else (_TORCH_MAP, *_PREFIX_MAPS)
+    maps = _PREFIX_MAPS if spec.abi == ABI_NONE else (_TORCH_MAP, *_PREFIX_MAPS)
+    ours = any(anchored(spec, path).anchor == "opkiln" for path in spec.include_dirs)
+    return (_OPKILN_MAP, *maps) if ours else maps
 
 
 def anchored(spec: OpSpec, path: str, prefix: str = "") -> Anchored:
-    """A path of the author's, below the source root where it is there."""
+    """A path of the author's, below the source root or opkiln's own where it is there."""
     if not os.path.isabs(path):
         return Anchored(prefix, "src", posixpath.normpath(path))
-    root = spec.root.rstrip("/") + "/"
-    if path.startswith(root):
-        return Anchored(prefix, "src", posixpath.normpath(path[len(root) :]))
+    for anchor, place in (("src", spec.root), ("opkiln", PACKAGE)):
+        root = place.rstrip("/") + "/"
+        if path.startswith(root):
+            return Anchored(prefix, anchor, posixpath.normpath(path[len(root) :]))
     return Anchored(prefix, "abs", path)
 
 

@@ -11,8 +11,6 @@ A new header that *shadows* one of these on the include path is in no dependency
 also says which of the names that were included (or asked for with ``__has_include``) exist below
 each directory of the include path.
 
-Checking costs a ``stat`` per own file and per directory. Where a signature does not hold, contents
-decide: a checkout with other timestamps is still a hit, and an edit under an old timestamp is not.
 Paths stay as the compiler wrote them: ``a/../b`` is not ``b`` where ``a`` is a symbolic link.
 """
 
@@ -21,14 +19,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from opkiln.digest import Signature, key, sha256_file
-from opkiln.model import ABI_NONE, ABI_TORCH, PYTHON, Plan
+from opkiln.digest import Signature, key
+from opkiln.model import ABI_NONE, ABI_TORCH, PACKAGE, PYTHON, Plan
 from opkiln.plan import anchors_of
 from opkiln.record import Record
+from opkiln.store.recheck import Hasher, deps_key, listing, present
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
 
     from opkiln.store.libraries import Libraries
 
@@ -108,29 +107,21 @@ def parse_depfile(text: str) -> list[str]:
     return list(dict.fromkeys(paths))
 
 
-class Hasher:
-    """File digests for the length of one operation, each file read once."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[str, Signature]] = {}
-
-    def __call__(self, path: str) -> tuple[str, Signature]:
-        """(sha256, signature from just before the read). Raises OSError."""
-        known = self._known.get(path)
-        if known is None:
-            signature = Signature.of(path)
-            known = self._known[path] = (sha256_file(path), signature)
-        return known
-
-
 def own_place(plan: Plan, path: str) -> Place | None:
     """Where an own file is, by anchor; None for one that is external or covered."""
     if _covered(plan, path):
         return None
     if _of_system(plan, path):
         return None
-    relative = _below(path, plan.spec.root)
-    return ("abs", path) if relative is None else ("src", relative)
+    return _place(plan, path)
+
+
+def _place(plan: Plan, path: str) -> Place:
+    for anchor, directory in (("src", plan.spec.root), ("opkiln", PACKAGE)):
+        relative = _below(path, directory)
+        if relative is not None:
+            return anchor, relative.rstrip("/")
+    return "abs", path.rstrip("/") or path
 
 
 def _system(plan: Plan) -> tuple[str, ...]:
@@ -240,7 +231,7 @@ def gather(
         for each in _existing(directory, wanted):
             watched[each] = (*_directory_place(plan, each), Signature.of(each))
     system = [path for path in _system(plan) if os.path.isdir(path)]
-    listings = [(path + "/", _listing(path, wanted)) for path in system]
+    listings = [(path + "/", listing(path, wanted)) for path in system]
     listed = tuple(sorted([*external.items(), *listings]))
     homes = sorted({*system, *(os.path.dirname(path) for path in external)})
     # Package managers replace files, which their directory shows; people overwrite them in place.
@@ -262,8 +253,7 @@ def gather(
 
 
 def _directory_place(plan: Plan, directory: str) -> Place:
-    relative = _below(directory + "/", plan.spec.root)
-    return ("abs", directory) if relative is None else ("src", relative.rstrip("/"))
+    return _place(plan, directory + "/")
 
 
 def _asked_for(path: str) -> set[str]:
@@ -285,28 +275,6 @@ def _included_names(plan: Plan, paths: list[str]) -> Iterator[str]:
     for path in paths:
         found = [r for directory in search if (r := _below(path, directory)) is not None]
         yield from found or [os.path.basename(path)]
-
-
-def present(directory: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Which of these relative names exist below a directory."""
-    try:
-        here = set(os.listdir(directory))
-    except (FileNotFoundError, NotADirectoryError):
-        return ()
-    except PermissionError:
-        # A compiler may open what is in there all the same.
-        return tuple(name for name in names if os.path.lexists(os.path.join(directory, name)))
-    here.add("..")
-    return tuple(
-        name
-        for name in names
-        if name.partition("/")[0] in here
-        and ("/" not in name or os.path.lexists(os.path.join(directory, name)))
-    )
-
-
-def _listing(directory: str, names: Iterable[str]) -> str:
-    return key("listing", present(directory, names))
 
 
 def _existing(directory: str, names: Iterable[str]) -> list[str]:
@@ -336,85 +304,10 @@ def own_digests(plan: Plan, dependencies: Dependencies) -> dict[str, str]:
     return {os.path.join(places[dep.anchor], dep.path): dep.sha256 for dep in dependencies.own}
 
 
-def deps_key(
-    own: Iterable[tuple[str, str, str]], external: str, watches: Iterable[tuple[Any, ...]]
-) -> str:
-    """The name that a list of dependencies gives."""
-    return key("deps", (tuple(own), external, tuple(watches)))
-
-
 def key_of(dependencies: Dependencies) -> str:
     """The deps_key of a build that just ended."""
     return deps_key((dep[:3] for dep in dependencies.own), dependencies.external,
                     dependencies.watches)  # fmt: skip
-
-
-def recheck(
-    recorded: Mapping[str, Any],
-    places: Mapping[str, str],
-    hasher: Hasher,
-    sidecar: Callable[[], Mapping[str, Any]],
-    *,
-    external: bool,
-) -> tuple[str, list[str]]:
-    """(the deps_key of the files as they are now, what changed). Raises OSError, KeyError.
-
-    ``recorded`` is a manifest's ``deps``; ``sidecar`` reads the long lists, which only a directory
-    that was touched makes necessary. ``external`` says whether to look at the system's headers.
-    """
-    changed: list[str] = []
-    own = []
-    for anchor, path, digest, *fields in recorded["own"]:
-        full = os.path.join(places[anchor], path)
-        now = digest
-        try:
-            if not Signature(*fields).holds(full):
-                now = hasher(full)[0]
-        except FileNotFoundError:
-            now = "gone"
-        if now != digest:
-            changed.append(f"{path} is gone" if now == "gone" else f"{path} changed")
-        own.append((anchor, path, now))
-    watches = tuple((anchor, path, tuple(names)) for anchor, path, names in recorded["watches"])
-    if not all(_holds(os.path.join(places[a], p), fields) for a, p, *fields in recorded["dirs"]):
-        names = sidecar()["names"]
-        now_watches = tuple(
-            (anchor, path, present(os.path.join(places[anchor], path), names))
-            for anchor, path, _ in watches
-        )
-        for (_, path, before), (_, _, after) in zip(watches, now_watches, strict=True):
-            changed += [
-                f"{path}/{name} is new on the include path" for name in set(after) - set(before)
-            ]
-        watches = now_watches
-    digest = recorded["external"]
-    if external and not all(_holds(path, fields) for path, *fields in recorded["external_dirs"]):
-        lists = sidecar()
-        files = tuple(
-            (path, _listing(path, lists["names"]))
-            if path.endswith("/")
-            else (path, _digest_or_gone(path, hasher))
-            for path, _ in lists["external"]
-        )
-        if (now := key("external", files)) != digest:
-            before_files = dict(lists["external"])
-            changed += [f"{path} changed" for path, sha in files if before_files[path] != sha]
-            digest = now
-    return deps_key(own, digest, watches), changed
-
-
-def _digest_or_gone(path: str, hasher: Hasher) -> str:
-    try:
-        return hasher(path)[0]
-    except FileNotFoundError:
-        return "gone"
-
-
-def _holds(path: str, fields: Iterable[int]) -> bool:
-    try:
-        return Signature(*fields).holds(path)
-    except FileNotFoundError:
-        return False
 
 
 def to_manifest(dependencies: Dependencies) -> dict[str, Any]:

@@ -17,14 +17,14 @@ from typing import Any
 
 from opkiln.digest import sha256_file
 from opkiln.record import Record
-from opkiln.store import deps
+from opkiln.store.recheck import Hasher, recheck
 from opkiln.trust import fault
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-SCHEMA = 1
+SCHEMA = 2  # 1 did not say what a library needs of the machine that loads it
 MANIFEST = "manifest.json"
 SIDECAR = "inputs.json"
 LOG = "build.log"
@@ -39,10 +39,11 @@ class Leaf(Record):
 
     directory: str
     manifest: dict[str, Any]
+    file: str = ""  # where the payload is, for a leaf that is no directory (``store.archive``)
 
     @property
     def payload(self) -> str:
-        return os.path.join(self.directory, self.manifest["payload"])
+        return self.file or os.path.join(self.directory, self.manifest["payload"])
 
 
 class Refused(Record):
@@ -80,7 +81,7 @@ def read_sidecar(directory: str) -> dict[str, Any]:
 def examine(
     directory: str,
     places: Mapping[str, str],
-    hasher: deps.Hasher,
+    hasher: Hasher,
     *,
     listed: bool,
     external: bool,
@@ -105,7 +106,7 @@ def examine(
             os.close(fd)
         manifest = parse_manifest(data)
         if own:
-            now, changed = deps.recheck(
+            now, changed = recheck(
                 manifest["deps"], places, hasher, lambda: read_sidecar(directory), external=external
             )
             if now != os.path.basename(directory):

@@ -7,7 +7,8 @@ import stat
 from typing import NamedTuple
 
 from opkiln.errors import StoreError
-from opkiln.store import deps, entry
+from opkiln.store import entry
+from opkiln.store.recheck import Hasher, deps_key
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def verify(root: str, *, listed: bool = False) -> Iterator[tuple[Entry, Fault | 
 
 def _fault(found: Entry, listed: bool) -> Fault | None:
     directory = found.directory
-    answer = entry.examine(directory, {}, deps.Hasher(), listed=listed, external=False, own=False)
+    answer = entry.examine(directory, {}, Hasher(), listed=listed, external=False, own=False)
     if not os.path.isdir(directory):
         return None  # collected while it was looked at, which may look like damage
     if isinstance(answer, entry.Refused):
@@ -173,7 +174,7 @@ def _fault(found: Entry, listed: bool) -> Fault | None:
         entry.read_sidecar(directory)
         recorded = answer.manifest["deps"]
         own = (tuple(dep[:3]) for dep in recorded["own"])
-        name = deps.deps_key(own, recorded["external"], recorded["watches"])
+        name = deps_key(own, recorded["external"], recorded["watches"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Fault(directory, str(error), True)
     if name != os.path.basename(directory):

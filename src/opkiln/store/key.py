@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from opkiln.digest import key
-from opkiln.model import PLAN_VERSION, ROCM, Anchored, OpSpec, Plan, Step, Target
+from opkiln.model import PACKAGE, PLAN_VERSION, ROCM, Anchored, OpSpec, Plan, Step, Target
 
 
 def intent_key(spec: OpSpec, target: Target) -> str:
@@ -19,18 +19,29 @@ def intent_key(spec: OpSpec, target: Target) -> str:
 
 
 def intent_inputs(spec: OpSpec, target: Target) -> tuple[Any, ...]:
-    root = spec.root.rstrip("/") + "/"
+    return (declared(spec), tuple(target))
+
+
+def spec_key(spec: OpSpec) -> str:
+    """What an author declared, whatever it is built for."""
+    return key("spec", declared(spec))
+
+
+def declared(spec: OpSpec) -> tuple[Any, ...]:
+    """A declaration as it is keyed: without where its package, or opkiln, is installed."""
+    root, ours = spec.root.rstrip("/") + "/", PACKAGE + "/"
 
     def below(text: str) -> str:
         # Authors write absolute paths; below the root they mean "in my package", wherever it is.
-        return text.replace(root, "{src}/") if root in text else text
+        return text.replace(root, "{src}/").replace(ours, "{opkiln}/") if "/" in text else text
 
-    declared = tuple(
-        tuple(below(item) for item in value) if isinstance(value, tuple) else value
+    return tuple(
+        tuple(below(item) if isinstance(item, str) else item for item in value)
+        if isinstance(value, tuple)
+        else value
         for field, value in zip(spec._fields, spec, strict=True)
         if field != "root"
     )
-    return (declared, tuple(target))
 
 
 def step_inputs(plan: Plan, step: Step) -> tuple[Any, ...]:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import os
 
 from opkiln.record import Record
-from opkiln.store import deps
 from opkiln.store.entry import MANIFEST, Leaf, Refused, examine, parse_manifest
 from opkiln.store.location import Layer, Location, choose
-from opkiln.trust import fault
+from opkiln.store.recheck import Hasher
+from opkiln.trust import open_to_all
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -58,22 +58,20 @@ class Store:
         intent: str,
         build: str | None,
         places: Mapping[str, str],
-        hasher: deps.Hasher,
+        hasher: Hasher,
     ) -> Lookup:
-        """An op's entry for this intent.
+        """An op's entry for this intent in the user's own layers; listed ones are not for one key.
 
-        With a ``build`` key (a compiler is here) the user's own layer must hold that very build;
-        listed layers, and every layer where there is no compiler, may serve any build whose sources
-        are the ones on disk.
+        With a ``build`` key (a compiler is here) it must be that very build; where there is no
+        compiler, any build whose sources are the ones on disk.
         """
         refused: list[Refused] = []
         for layer in self.location.layers:
-            base = os.path.join(layer.root, "ops", distribution, op, intent)
-            if layer.listed and (reason := _open_to_all(layer.root, base)):
-                refused.append(Refused(base, reason))
+            if layer.listed:
                 continue
-            exact = build is not None and not layer.listed
-            builds = [build] if exact and build is not None else _names(base)
+            base = os.path.join(layer.root, "ops", distribution, op, intent)
+            exact = build is not None
+            builds = _names(base) if build is None else [build]
             for each in builds:
                 found = self._find(
                     layer, os.path.join(base, each), places, hasher, refused, external=exact
@@ -83,11 +81,14 @@ class Store:
         return Lookup(None, tuple(refused))
 
     def targets(self, distribution: str, op: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(intent key, target) of the entries that an op has, by what one manifest of each says.
+        """(intent key, target) of the entries that an op has in the user's own layers, by what one
+        manifest of each says.
 
         For choosing what to look for: nothing here is verified.
         """
         for layer in self.location.layers:
+            if layer.listed:
+                continue
             base = os.path.join(layer.root, "ops", distribution, op)
             for intent in _names(base):
                 for build in _names(os.path.join(base, intent)):
@@ -100,12 +101,12 @@ class Store:
                             continue  # damaged or collected meanwhile: the next one may tell
                         break
 
-    def find_object(self, step: str, places: Mapping[str, str], hasher: deps.Hasher) -> Lookup:
+    def find_object(self, step: str, places: Mapping[str, str], hasher: Hasher) -> Lookup:
         """A compiled object."""
         refused: list[Refused] = []
         for layer in self.location.layers:
             base = os.path.join(layer.root, "objects", step[:2], step)
-            if layer.listed and (reason := _open_to_all(layer.root, base)):
+            if layer.listed and (reason := open_to_all(layer.root, base)):
                 refused.append(Refused(base, reason))
                 continue
             found = self._find(layer, base, places, hasher, refused, external=True)
@@ -118,7 +119,7 @@ class Store:
         layer: Layer,
         base: str,
         places: Mapping[str, str],
-        hasher: deps.Hasher,
+        hasher: Hasher,
         refused: list[Refused],
         *,
         external: bool,
@@ -132,21 +133,6 @@ class Store:
             if leaf is not None:
                 refused.append(leaf)
         return None
-
-
-def _open_to_all(root: str, base: str) -> str:
-    """Why a listed layer is not to be trusted: everybody may put entries on the way to ``base``."""
-    path = os.path.dirname(root)  # what the user listed; it may well be a symbolic link
-    try:
-        if reason := fault(path, os.stat(path), listed=True):
-            return reason
-        for part in os.path.relpath(base, path).split("/"):
-            path = os.path.join(path, part)
-            if reason := fault(path, os.lstat(path), listed=True):
-                return reason
-    except OSError:
-        return ""  # there is nothing there
-    return ""
 
 
 def _names(directory: str) -> list[str]:

@@ -7,23 +7,36 @@ import os
 import sys
 from functools import lru_cache
 
-from opkiln.model import TorchSDK
+from opkiln.errors import BuildError, SettingError
+from opkiln.model import ABI_STABLE, ABI_TORCH, CUDA, ROCM, OpSpec, TorchSDK
+from opkiln.settings import settings
 
 STABLE_VERSION = "2.10"
 STABLE_DEFINE = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 
 
 def locate() -> str | None:
-    """The directory of the torch package this interpreter would import, or None."""
+    """The directory of the torch package this interpreter would import, or None.
+
+    Where it would import none: that of ``OPKILN_TORCH_DIR``. An isolated build has one in sight,
+    which it could not import.
+    """
     loaded = sys.modules.get("torch")
     if loaded is not None and getattr(loaded, "__file__", None):
         return os.path.dirname(str(loaded.__file__))
     from importlib.util import find_spec
 
     spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    return os.path.dirname(spec.origin)
+    if spec is not None and spec.origin is not None:
+        return os.path.dirname(spec.origin)
+    named: str | None = settings.torch_dir
+    if named is not None and not os.path.isfile(os.path.join(named, "version.py")):
+        raise SettingError(
+            f"OPKILN_TORCH_DIR={named!r}: there is no torch",
+            why="it is the directory with torch's version.py",
+            hint="unset OPKILN_TORCH_DIR",
+        )
+    return None if named is None else os.path.abspath(named)
 
 
 def find() -> TorchSDK | None:
@@ -106,6 +119,26 @@ def python_tag() -> str:
 def stable_abi_tag() -> str:
     """The tag of a binary on torch's stable ABI: no torch version in it, no Python."""
     return f"torch-stable-{STABLE_VERSION}"
+
+
+def abi_tag(spec: OpSpec, sdk: TorchSDK | None) -> str:
+    """What a binary of this op depends on, with the torch at hand. Raises BuildError."""
+    python = python_tag()
+    if spec.abi == ABI_STABLE:
+        tag = stable_abi_tag()
+        runtime = None if sdk is None else {CUDA: sdk.cuda, ROCM: sdk.hip}.get(spec.backend)
+        if runtime is not None:
+            tag = f"{tag}-{spec.backend}{runtime.partition('.')[0]}"
+        return f"{tag}-{python}" if spec.kind == "python" else tag
+    if spec.abi == ABI_TORCH:
+        if sdk is None:
+            raise BuildError(
+                f"op {spec.name} needs torch",
+                why="torch is not installed",
+                hint="pip install torch",
+            )
+        return full_abi_tag(sdk)
+    return python if spec.kind == "python" else "none"
 
 
 def python_include() -> str:

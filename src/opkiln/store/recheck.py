@@ -1,0 +1,129 @@
+"""Whether what an entry was built from is still what is on disk.
+
+Checking costs a ``stat`` per own file and per directory. Where a signature does not hold, contents
+decide: a checkout with other timestamps is still a hit, and an edit under an old timestamp is not.
+What was shipped to another machine carries no signatures (``ship.layer``), so contents decide.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from opkiln.digest import Signature, key, sha256_file
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+
+class Hasher:
+    """File digests for the length of one operation, each file read once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[str, Signature]] = {}
+
+    def __call__(self, path: str) -> tuple[str, Signature]:
+        """(sha256, signature from just before the read). Raises OSError."""
+        known = self._known.get(path)
+        if known is None:
+            signature = Signature.of(path)
+            known = self._known[path] = (sha256_file(path), signature)
+        return known
+
+
+def present(directory: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Which of these relative names exist below a directory."""
+    try:
+        here = set(os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    except PermissionError:
+        # A compiler may open what is in there all the same.
+        return tuple(name for name in names if os.path.lexists(os.path.join(directory, name)))
+    here.add("..")
+    return tuple(
+        name
+        for name in names
+        if name.partition("/")[0] in here
+        and ("/" not in name or os.path.lexists(os.path.join(directory, name)))
+    )
+
+
+def listing(directory: str, names: Iterable[str]) -> str:
+    return key("listing", present(directory, names))
+
+
+def deps_key(
+    own: Iterable[tuple[str, str, str]], external: str, watches: Iterable[tuple[Any, ...]]
+) -> str:
+    """The name that a list of dependencies gives."""
+    return key("deps", (tuple(own), external, tuple(watches)))
+
+
+def recheck(
+    recorded: Mapping[str, Any],
+    places: Mapping[str, str],
+    hasher: Hasher,
+    sidecar: Callable[[], Mapping[str, Any]],
+    *,
+    external: bool,
+) -> tuple[str, list[str]]:
+    """(the deps_key of the files as they are now, what changed). Raises OSError, KeyError.
+
+    ``recorded`` is a manifest's ``deps``; ``sidecar`` reads the long lists, which only a directory
+    that was touched makes necessary. ``external`` says whether to look at the system's headers.
+    """
+    changed: list[str] = []
+    own = []
+    for anchor, path, digest, *fields in recorded["own"]:
+        full = os.path.join(places[anchor], path)
+        now = digest
+        try:
+            if not Signature(*fields).holds(full):
+                now = hasher(full)[0]
+        except FileNotFoundError:
+            now = "gone"
+        if now != digest:
+            changed.append(f"{path} is gone" if now == "gone" else f"{path} changed")
+        own.append((anchor, path, now))
+    watches = tuple((anchor, path, tuple(names)) for anchor, path, names in recorded["watches"])
+    if not all(_holds(os.path.join(places[a], p), fields) for a, p, *fields in recorded["dirs"]):
+        names = sidecar()["names"]
+        now_watches = tuple(
+            (anchor, path, present(os.path.join(places[anchor], path), names))
+            for anchor, path, _ in watches
+        )
+        for (_, path, before), (_, _, after) in zip(watches, now_watches, strict=True):
+            changed += [
+                f"{path}/{name} is new on the include path" for name in set(after) - set(before)
+            ]
+        watches = now_watches
+    digest = recorded["external"]
+    if external and not all(_holds(path, fields) for path, *fields in recorded["external_dirs"]):
+        lists = sidecar()
+        files = tuple(
+            (path, listing(path, lists["names"]))
+            if path.endswith("/")
+            else (path, _digest_or_gone(path, hasher))
+            for path, _ in lists["external"]
+        )
+        if (now := key("external", files)) != digest:
+            before_files = dict(lists["external"])
+            changed += [f"{path} changed" for path, sha in files if before_files[path] != sha]
+            digest = now
+    return deps_key(own, digest, watches), changed
+
+
+def _digest_or_gone(path: str, hasher: Hasher) -> str:
+    try:
+        return hasher(path)[0]
+    except FileNotFoundError:
+        return "gone"
+
+
+def _holds(path: str, fields: Iterable[int]) -> bool:
+    try:
+        return Signature(*fields).holds(path)
+    except FileNotFoundError:
+        return False
