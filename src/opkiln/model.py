@@ -20,6 +20,9 @@ ABI_STABLE = "torch-stable"  # torch's stable ABI: one binary for torch >= 2.10
 ABI_TORCH = "torch"  # torch/extension.h: one torch version, one Python
 ABI_NONE = "none"  # no torch at all
 
+STABLE_VERSION = "2.10"  # of torch: the stable ABI's floor that opkiln builds for
+STABLE_TAG = f"{ABI_STABLE}-{STABLE_VERSION}"
+
 # What a library's kernels run on.
 CPU = "cpu"
 CUDA = "cuda"
@@ -110,6 +113,7 @@ class Toolchain(Record):
     python_include: str = ""
     device: DeviceCompiler | None = None
     shared_runtime: str = ""  # libstdc++ to link, for a compiler that would link its own static one
+    cross: bool = False  # for another machine than this one, whose torch is not here to link
 
 
 class Anchored(Record):
@@ -131,7 +135,7 @@ Arg = str | Anchored
 class Step(Record):
     """One process to run: its argv, its inputs and its one output below ``stage``."""
 
-    kind: str  # compile, link
+    kind: str  # compile, stub (a library to link in the place of one that is not here), link
     output: str  # relative to the staging directory
     argv: tuple[Arg, ...]
     source: str = ""  # compile: the source, for people

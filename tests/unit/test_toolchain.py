@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from opkiln.errors import ToolchainError
+from opkiln.model import OpSpec
 from opkiln.settings import override
 from opkiln.toolchain import find, host, memo, torch_sdk
 
@@ -187,7 +188,8 @@ def test_a_torch_upgraded_in_place_is_another_torch(tmp_path: Path) -> None:
 
 
 def test_the_stable_tag_holds_no_torch_version_and_no_python() -> None:
-    assert torch_sdk.stable_abi_tag() == "torch-stable-2.10"
+    spec = OpSpec("op", "package", "/src", ("a.cpp",))
+    assert torch_sdk.abi_tag(spec, None) == "torch-stable-2.10"
 
 
 def test_an_old_c_plus_plus_abi_is_noticed(tmp_path: Path) -> None:

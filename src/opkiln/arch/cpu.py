@@ -68,6 +68,13 @@ def _levels(machine: str) -> tuple[tuple[str, frozenset[str]], ...]:
     return ((machine, frozenset()),)
 
 
+def machine_of(text: str, here: str) -> str:
+    """The machine that a CPU, as it may be asked for, is one of; ``native`` is what is ``here``."""
+    head = text.strip().partition("+")[0]
+    families = (("x86_64", _X86_LEVELS), ("aarch64", _ARM_LEVELS))
+    return next((name for name, levels in families if head in dict(levels)), here)
+
+
 def _extras(machine: str) -> tuple[str, ...]:
     return {"x86_64": _X86_EXTRAS, "aarch64": _ARM_EXTRAS}.get(machine, ())
 
@@ -76,6 +83,12 @@ def _extras(machine: str) -> tuple[str, ...]:
 def features_of(flags: str) -> frozenset[str]:
     """The features in the kernel's list of a CPU's flags, by the compiler's names."""
     return frozenset(_KERNEL_NAMES.get(name, name) for name in flags.split())
+
+
+def kernel_names(features: frozenset[str]) -> frozenset[str]:
+    """Features as the kernel's list of a CPU's flags has them: the other way round."""
+    theirs = {ours: kernels for kernels, ours in _KERNEL_NAMES.items()}
+    return frozenset(theirs.get(name, name) for name in features)
 
 
 def native(machine: str, features: frozenset[str]) -> CPU:

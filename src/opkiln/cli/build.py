@@ -1,54 +1,69 @@
-"""``opkiln build``: build ops now, so that no process has to later."""
+"""``opkiln build``: build ops now, so that no process has to later; here, or for other machines."""
 
 from __future__ import annotations
 
-import contextvars
 import os
-import threading
-import time
-from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
 from opkiln.cli import output, targets
 from opkiln.cli.op_name import complete
-from opkiln.errors import (
-    CompilingOff,
-    LoadError,
-    OpkilnError,
-    SpecError,
-    StoreError,
-    UnknownBackend,
-)
+from opkiln.errors import UsageError
 from opkiln.report.layout import columns
-from opkiln.settings import override, settings
+from opkiln.settings import parse_size
+from opkiln.ship import prebuild
+from opkiln.ship.prebuild import BUILT, CACHED, SKIPPED, Outcome
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.builder import OpBuilder
-    from opkiln.model import Artifact
-
-BUILT, CACHED, SKIPPED, FAILED = "built", "cached", "skipped", "failed"
+    from opkiln.ship.targets import Wanted
 
 
-class Outcome(NamedTuple):
-    """What became of one op."""
-
-    op: str
-    status: str
-    backend: str = ""
-    archs: tuple[str, ...] = ()
-    seconds: float = 0.0
-    path: str = ""
-    sha256: str = ""
-    reason: str = ""
-    error: OpkilnError | None = None
+def _size(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is no size such as 80M or 2G") from None
 
 
 @click.command("build", short_help="Build ops now, instead of at their first use.")
 @click.argument("ops", nargs=-1, shell_complete=complete)
 @click.option("--all", "everything", is_flag=True, help="Build every op that can run here.")
+@click.option(
+    "--recorded", type=click.Path(dir_okay=False), metavar="FILE",
+    help="Build the ops that `opkiln cache record` noted in FILE, for what they were used for.",
+)  # fmt: skip
+@click.option(
+    "--for-script", type=click.Path(exists=True, dir_okay=False), metavar="SCRIPT",
+    help="Run a Python script and build the ops that it loads; its arguments follow `--`.",
+)  # fmt: skip
+@targets.option(multiple=True)
+@click.option(
+    "--out", type=click.Path(file_okay=False), metavar="DIR",
+    help="Put the libraries into DIR, a layer for OPKILN_STORE_LAYERS.",
+)  # fmt: skip
+@click.option(
+    "--wheel", type=click.Path(file_okay=False), metavar="DIR",
+    help="Write a wheel of them to DIR; where it is installed, opkiln finds them.",
+)  # fmt: skip
+@click.option(
+    "--bundle", type=click.Path(dir_okay=False), metavar="FILE",
+    help="Write them to one FILE, for `opkiln cache import` and OPKILN_STORE_LAYERS.",
+)  # fmt: skip
+@click.option("--name", metavar="NAME", help="The wheel's name.  [default: <package>-ops]")
+@click.option("--version", metavar="VERSION", help="The wheel's version.  [default: opkiln's]")
+@click.option(
+    "--max-wheel-size", callback=_size, metavar="SIZE",
+    help="Split the wheel by architecture, so that each is at most SIZE, such as 80M.",
+)  # fmt: skip
+@click.option(
+    "--verify", is_flag=True,
+    help="Check what each library needs of torch, glibc and libstdc++; exit with 4 if it is more "
+    "than its wheel's tag promises.",
+)  # fmt: skip
 @click.option(
     "--trace", type=click.Path(dir_okay=False), metavar="FILE",
     help="Write a trace for chrome://tracing or Perfetto.",
@@ -57,14 +72,22 @@ class Outcome(NamedTuple):
     "-j", "--jobs", type=click.IntRange(min=1), metavar="N",
     help="Run at most N steps at once. The host's budget applies as well.",
 )  # fmt: skip
-@targets.option(multiple=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     ops: tuple[str, ...],
     everything: bool,
+    recorded: str | None,
+    for_script: str | None,
+    target: tuple[str, ...],
+    out: str | None,
+    wheel: str | None,
+    bundle: str | None,
+    name: str | None,
+    version: str | None,
+    max_wheel_size: int | None,
+    verify: bool,
     trace: str | None,
     jobs: int | None,
-    target: tuple[str, ...],
     as_json: bool,
 ) -> int:
     """Build OPS, unless they are built already.
@@ -72,143 +95,75 @@ def command(
     An op that is named must be built natively, or it is an error; it never falls back. With --all,
     an op that cannot run here (its torch is too old, its author says so) is skipped and listed.
     """
-    from opkiln.registry import ALL_OPS
+    named = bool(ops) and for_script is None
+    if sum((named, everything, recorded is not None, for_script is not None)) != 1:
+        raise click.UsageError("name the ops to build, or say --all, --recorded or --for-script")
+    if wheel is None and (name or version or max_wheel_size):
+        raise click.UsageError("--name, --version and --max-wheel-size are for --wheel")
+    if for_script is not None:
+        asked = _used_by(for_script, ops, _wanted(target))
+    else:
+        asked = _asked(ops, everything, recorded, _wanted(target))
+    outcomes = [*prebuild.prebuild(asked.requests, jobs=jobs, trace=trace), *asked.refused]
+    failures = [each.error for each in outcomes if each.error is not None]
+    written: list[str] = []
+    done = [each.path for each in outcomes if each.path]
+    if done and not failures:
+        from opkiln.ship import wrappings
 
-    if bool(ops) == everything:
-        raise click.UsageError("name the ops to build, or say --all")
-    wanted: list[targets.Wanted | None] = [targets.parse(text) for text in dict.fromkeys(target)]
-    outcomes: list[Outcome] = []
-    with ExitStack() as stack:
-        if jobs is not None:
-            stack.enter_context(override(max_jobs=jobs))
-        for each in wanted or [None]:
-            names = list(ALL_OPS if everything else dict.fromkeys(ops))
-            with targets.applied(each):
-                builders = []
-                for name in names:
-                    try:
-                        builders.append(targets.builder(name, each))
-                    except UnknownBackend as none:
-                        if not everything:
-                            raise
-                        outcomes.append(Outcome(name, SKIPPED, reason=f"{none.what}: {none.why}"))
-                    except SpecError as wrong:  # another package's, which the rest need not suffer
-                        outcomes.append(Outcome(name, FAILED, error=wrong))
-                outcomes += _build(builders, trace, skipping=everything)
+        if verify:
+            failures += wrappings.violations(done)
+        if not failures:
+            written = wrappings.write(
+                done, out=out, wheel=wheel, bundle=bundle, name=name, version=version,
+                max_size=max_wheel_size,
+            )  # fmt: skip
     if as_json:
-        output.data_json({"schema": 1, "ops": [_as_json(each) for each in outcomes]})
+        rows = [_as_json(each) for each in outcomes]
+        output.data_json({"schema": 1, "ops": rows, "written": written})
     else:
         _show(outcomes)
-    failures = [each.error for each in outcomes if each.error is not None]
+        for path in written:
+            output.data(f"wrote {path}")
     for error in failures:
         output.say_failure(error)
     return failures[0].exit_code if failures else 0
 
 
-def _build(builders: list[OpBuilder], trace: str | None, *, skipping: bool) -> list[Outcome]:
-    """What is there is found first: where nothing is missing, no thread and no display starts."""
-    outcomes: dict[str, Outcome] = {}
-    missing: list[OpBuilder] = []
-    for builder in builders:
-        found = _look(builder, skipping)
-        if found is None:
-            missing.append(builder)
-        else:
-            outcomes[builder.name] = found
-    if missing or trace is not None:
-        from opkiln.loading import progress
+def _asked(
+    ops: tuple[str, ...], everything: bool, recorded: str | None, wanted: list[Wanted]
+) -> prebuild.Asked:
+    from opkiln.registry import ALL_OPS
 
-        with progress.shown(trace):
-            outcomes |= _in_parallel(missing)
-    return [outcomes[builder.name] for builder in builders]
+    if recorded is not None:
+        from opkiln.ship import prewarm
+
+        return prewarm.requests(recorded, wanted)
+    names = list(ALL_OPS if everything else dict.fromkeys(ops))
+    return prebuild.requests(ALL_OPS, names, wanted, named=not everything)
 
 
-def _look(builder: OpBuilder, skipping: bool) -> Outcome | None:
-    """The outcome for an op that is cached, or that is not to be tried; None for one to build."""
-    from opkiln.loading.resolve import would_compile
-    from opkiln.toolchain.choice import available
+def _used_by(script: str, arguments: tuple[str, ...], wanted: list[Wanted]) -> prebuild.Asked:
+    from opkiln.ship import prewarm
+    from opkiln.store import publish
+
+    output.say(f"running {script}; references serve for the ops that are not built yet")
+    with publish.scratch("record") as stage:
+        noted = os.path.join(stage, "ops.jsonl")
+        prewarm.run_script(script, arguments, noted)
+        if not os.path.exists(noted):
+            output.say(f"{script} loaded no op")
+            return prebuild.Asked((), ())
+        return prewarm.requests(noted, wanted, ran_here=True)
+
+
+def _wanted(texts: tuple[str, ...]) -> list[Wanted]:
+    from opkiln.ship.targets import parse
 
     try:
-        compiles, _ = would_compile(builder.op())
-        if not compiles:
-            return _make(builder)
-    except LoadError as error:
-        if skipping and not isinstance(error, CompilingOff):
-            return Outcome(builder.name, SKIPPED, reason=f"{error.what}: {error.why}")
-        return Outcome(builder.name, FAILED, error=error)
-    except OpkilnError as error:
-        return Outcome(builder.name, FAILED, error=error)
-    # Without any compiler nothing is skipped: that is no trait of an op, but an error.
-    if skipping and settings.jit and available(builder.backend) and not builder.is_compatible():
-        return Outcome(builder.name, SKIPPED, reason=builder.error_log or "not compatible")
-    return None
-
-
-def _in_parallel(builders: list[OpBuilder]) -> dict[str, Outcome]:
-    """Build each in a thread: the engine's budget decides how many steps run at once."""
-    outcomes: dict[str, Outcome] = {}
-
-    def work(builder: OpBuilder) -> None:
-        try:
-            outcomes[builder.name] = _make(builder)
-        except OpkilnError as error:
-            outcomes[builder.name] = Outcome(builder.name, FAILED, error=_with_hint(error, builder))
-
-    if len(builders) == 1:
-        work(builders[0])  # in this thread, where an interrupt reaches it
-        return outcomes
-    threads = []
-    for builder in builders:
-        # Each sees this thread's settings and its display. Daemons: an interrupt waits for none.
-        run = contextvars.copy_context().run
-        thread = threading.Thread(target=run, args=(work, builder), daemon=True)
-        thread.start()
-        threads.append(thread)
-    for thread in threads:
-        while thread.is_alive():
-            # Not for ever: the kernel may hand an interrupt to another thread, and this one only
-            # sees it when it wakes.
-            thread.join(0.2)
-    return outcomes
-
-
-def _make(builder: OpBuilder) -> Outcome:
-    """Find or build one op. Raises OpkilnError."""
-    from opkiln.loading.archs import wanted
-    from opkiln.loading.resolve import artifact as find_or_build
-    from opkiln.loading.trace import Trace
-
-    began = time.monotonic()
-    op = builder.op()
-    artifact = find_or_build(op, Trace())
-    seconds = time.monotonic() - began
-    _require_stored(builder.name, artifact)
-    status = BUILT if artifact.origin == "built" else CACHED
-    archs = wanted(op).archs
-    return Outcome(
-        builder.name, status, builder.backend, archs, seconds, artifact.path, artifact.sha256
-    )
-
-
-def _require_stored(op: str, artifact: Artifact) -> None:
-    """A build that no store could take lasts only as long as this process. Raises StoreError."""
-    from opkiln.store.layers import Store
-
-    layers = [layer.root for layer in Store().location.layers]
-    if not any(artifact.path.startswith(os.path.join(root, "")) for root in layers):
-        raise StoreError(
-            f"op {op} was built, but could not be stored",
-            hint="set OPKILN_CACHE_DIR to a directory that can be written to",
-        )
-
-
-def _with_hint(error: OpkilnError, builder: OpBuilder) -> OpkilnError:
-    """The loader's hint for a forbidden compile is this very command; ours is how to allow it."""
-    if not isinstance(error, CompilingOff):
-        return error
-    variable = "OPKILN_SEAL=off" if settings.jit else "OPKILN_JIT=on"
-    hint = f"{variable} opkiln build {builder.name}"
-    return CompilingOff(error.what, why=error.why, hint=hint)
+        return list(dict.fromkeys(each for text in texts for each in parse(text)))
+    except UsageError as error:
+        raise click.UsageError(f"--target: {error.what}; {error.why}") from None
 
 
 def _show(outcomes: list[Outcome]) -> None:
@@ -221,11 +176,14 @@ def _show(outcomes: list[Outcome]) -> None:
         output.data(columns(rows))
     for each in outcomes:
         if each.status == SKIPPED:
-            output.say(f"skipped {each.op}: {' '.join(each.reason.split())}")
+            target = f" for {each.target}" if each.target else ""
+            output.say(f"skipped {each.op}{target}: {' '.join(each.reason.split())}")
 
 
 def _for(each: Outcome) -> str:
-    return f"{each.backend} {';'.join(each.archs)}".strip()
+    if each.archs:
+        return f"{each.backend} {';'.join(each.archs)}"
+    return each.target.replace(":", " ") or each.backend
 
 
 def _as_json(each: Outcome) -> dict[str, Any]:

@@ -19,9 +19,8 @@ def command(op: str, target: str | None, as_json: bool) -> None:
     """
     from opkiln.loading.explain import explain
 
-    wanted = targets.parse(target) if target else None
-    with targets.applied(wanted):
-        found = explain(targets.builder(op, wanted).op())
+    with targets.builder_for(op, target) as builder:
+        found = explain(builder.op())
     if not as_json:
         output.data(str(found))
         return

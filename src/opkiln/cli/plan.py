@@ -37,9 +37,8 @@ def command(op: str, as_json: bool, compile_commands: bool, stage: str, target: 
 
     if as_json and compile_commands:
         raise click.UsageError("--json and --compile-commands exclude each other")
-    wanted = targets.parse(target) if target else None
-    with targets.applied(wanted):
-        asked = targets.builder(op, wanted).op()
+    with targets.builder_for(op, target) as builder:
+        asked = builder.op()
         plan = make_plan(asked.spec, *chosen(asked, Store()))
     if as_json:
         output.data_json(_as_json(plan, stage))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -59,6 +60,22 @@ _sinks: list[Sink] = []
 _hooked: list[bool] = []
 
 
+_target: ContextVar[str] = ContextVar("opkiln_told_target", default="")
+
+
+@contextlib.contextmanager
+def told_for(target: str) -> Iterator[None]:
+    """Within the block, and the threads it starts, an op goes by its name and this target.
+
+    For builds of one op for several: they would be taken for one.
+    """
+    token = _target.set(target)
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
 def emit(kind: str, **data: Any) -> None:
     """Tell every sink, in this thread. With none it costs next to nothing.
 
@@ -68,6 +85,8 @@ def emit(kind: str, **data: Any) -> None:
         return
     if FIELDS.get(kind) is None or set(FIELDS[kind]) != data.keys():
         raise ValueError(f"no event {kind!r} with {', '.join(data)}")
+    if (target := _target.get()) and "op" in data:
+        data["op"] = f"{data['op']} {target}"
     event = Event(kind, time.monotonic(), data)
     for sink in tuple(_sinks):
         sink(event)

@@ -28,6 +28,7 @@ from opkiln.model import (
     ABI_NONE,
     ABI_STABLE,
     INLINE_ROOT,
+    STABLE_VERSION,
     Artifact,
     DeviceCompiler,
     OpSpec,
@@ -65,9 +66,9 @@ def make_plan(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
             )  # fmt: skip
         if spec.abi == ABI_STABLE and not torch_sdk.has_stable_abi(torch):
             raise BuildError(
-                f"op {spec.name} needs torch {torch_sdk.STABLE_VERSION} or later to be built",
+                f"op {spec.name} needs torch {STABLE_VERSION} or later to be built",
                 why=f"torch {torch.version} lacks the stable ABI's headers",
-                hint=f"pip install 'torch>={torch_sdk.STABLE_VERSION}'",
+                hint=f"pip install 'torch>={STABLE_VERSION}'",
             )
     return plans.make(spec, target, toolchain)
 
@@ -179,8 +180,12 @@ class _Build:
             if spec.inline:
                 replaced[spec.root + "/"] = ""
             raise failure.compile_error(failed, spec, self._plan.target, log, replaced) from None
-        after = _runtimes(self._plan.toolchain)
-        loadtest.check(spec, self._plan.toolchain.torch, linked.path, after=after, tmpdir=stage)
+        torch = self._plan.toolchain.torch
+        if self._plan.toolchain.cross:
+            loadtest.inspect(spec, self._plan.target, torch, linked.path)
+        else:
+            after = _runtimes(self._plan.toolchain)
+            loadtest.check(spec, torch, linked.path, after=after, tmpdir=stage)
         seconds = time.monotonic() - began
         return self._publish(linked, stage, seconds)
 
@@ -216,26 +221,30 @@ class _Build:
         )
 
     def _link(self, stage: str, objects: list[compiling.Compiled]) -> str:
-        step = self._plan.steps[-1]
         places = plans.anchors(self._plan, stage)
-        task = schedule.Task(
-            name=step.output,
-            op=self._plan.spec.name,
-            label=events.LINK,
-            argv=plans.argv(step, places),
-            cwd=stage,
-            env=dict(self._plan.environment),
-            tmpdir=stage,
-            after=(),
-            memory=step.memory,
-            finish=None,
-        )
-        linked = schedule.execute([task], timeout=settings.build_timeout)[step.output]
+        steps = [step for step in self._plan.steps if step.kind != "compile"]
+        stubs = tuple(step.output for step in steps if step.kind == "stub")
+        tasks = [
+            schedule.Task(
+                name=step.output,
+                op=self._plan.spec.name,
+                label=step.output if step.kind == "stub" else events.LINK,
+                argv=plans.argv(step, places),
+                cwd=stage,
+                env=dict(self._plan.environment),
+                tmpdir=stage,
+                after=() if step.kind == "stub" else stubs,
+                memory=step.memory,
+                finish=None,
+            )
+            for step in steps
+        ]
+        done = schedule.execute(tasks, timeout=settings.build_timeout)
         parts = []
         for each in objects:
             command = shlex.join(plans.argv(each.step, places))
             parts.append(f"$ {command}\n{each.log if not each.cached else '(from the store)'}")
-        parts.append(f"$ {shlex.join(task.argv)}\n{linked.output}")
+        parts += [f"$ {shlex.join(task.argv)}\n{done[task.name].output}" for task in tasks]
         return "\n".join(parts)
 
     def _failed_log(self, failed: StepFailed) -> str:
@@ -344,7 +353,9 @@ def inputs(plan: Plan) -> dict[str, Any]:
         "threads": "{threads}",
         "abs": "",
     }
-    declared = {k: v for k, v in spec._asdict().items() if k not in ("root", "inline")}
+    fields = [field for field in spec._fields if field != "root"]
+    declared = dict(zip(fields, key.declared(spec), strict=True))
+    del declared["inline"]
     return {
         "spec": declared,
         "target": plan.target._asdict(),
@@ -352,5 +363,6 @@ def inputs(plan: Plan) -> dict[str, Any]:
             each.family: {"version": each.version, "identity": each.identity}
             for each in _compilers(plan)
         },
+        "torch": {} if plan.toolchain.torch is None else {"version": plan.toolchain.torch.version},
         "steps": [[plans.render(arg, named) for arg in step.argv] for step in plan.steps],
     }

@@ -13,15 +13,13 @@ import os
 import sys
 
 from opkiln import machine
-from opkiln.arch import cpu
-from opkiln.model import ABI_NONE, ABI_STABLE, CPU, CUDA, LIBRARY
+from opkiln.model import ABI_NONE, ABI_STABLE, CPU, CUDA, LIBRARY, STABLE_TAG
 from opkiln.record import Record
 from opkiln.settings import origin_of, settings
-from opkiln.toolchain import torch_sdk
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from typing import Any
 
     from opkiln.loading.loader import Op
@@ -43,9 +41,10 @@ def judge(op: Op, manifest: Mapping[str, Any], spec_key: str, *, listed: bool) -
 
     ``listed``: in a layer that the user named, where flags of the environment count as they do for
     the user's own store; what a package was shipped with has the flags of whoever shipped it.
-    Raises KeyError, TypeError and ValueError for a manifest that is none.
+    ``lacking`` has the rest, which takes longer and is asked of the best alone. Raises KeyError,
+    TypeError and ValueError for a manifest that is none.
     """
-    spec, target = op.spec, manifest["target"]
+    target = manifest["target"]
     if manifest["spec"] != spec_key:
         return Fit("it was built from another declaration of this op")
     if (target["system"], target["machine"]) != (machine.system(), machine.architecture()):
@@ -56,8 +55,7 @@ def judge(op: Op, manifest: Mapping[str, Any], spec_key: str, *, listed: bool) -
     return (
         _other_flags(target, listed)
         or _other_abi(op, target["abi_tag"])
-        or _lacking_cpu(op, target)
-        or _lacking(manifest["needs"], torch=spec.abi != ABI_NONE)
+        or _lacking_cpu(op, manifest)
         or _on_device(op, manifest)
     )
 
@@ -77,14 +75,18 @@ def _other_flags(target: Mapping[str, Any], listed: bool) -> Fit | None:
 
 def _other_abi(op: Op, built: str) -> Fit | None:
     spec = op.spec
-    stable_library = spec.abi == ABI_STABLE and spec.kind == LIBRARY
-    sdk = None if spec.abi == ABI_NONE or stable_library else torch_sdk.find()
-    if spec.abi != ABI_NONE and not stable_library and sdk is None:
-        return Fit("torch is not installed")
-    here = torch_sdk.abi_tag(spec, sdk)
-    # The CUDA or ROCm release that torch was built with: what a library needs of that it says by
-    # the sonames it needs and the driver that its code takes.
-    if _without_runtime(built) == _without_runtime(here):
+    # Not the CUDA or ROCm release that torch was built with: what a library needs of that it says
+    # by the sonames it needs and the driver that its code takes.
+    if spec.abi == ABI_STABLE and spec.kind == LIBRARY:
+        here = STABLE_TAG
+    else:
+        from opkiln.toolchain import torch_sdk
+
+        sdk = None if spec.abi == ABI_NONE else torch_sdk.find()
+        if sdk is None and spec.abi != ABI_NONE:
+            return Fit("torch is not installed")
+        here = _without_runtime(torch_sdk.abi_tag(spec, sdk))
+    if _without_runtime(built) == here:
         return None
     return Fit(f"it is built for {built}, and here is {here}")
 
@@ -96,45 +98,65 @@ def _without_runtime(tag: str) -> str:
 _RUNTIMES = ("cuda", "rocm")
 
 
-def _lacking_cpu(op: Op, target: Mapping[str, Any]) -> Fit | None:
-    level, features = target["cpu"], tuple(target["cpu_features"])
-    have = cpu.features_of(machine.cpu_flags())
-    if lacks := cpu.lacking(level, features, have):
-        return Fit(f"it needs {', '.join(lacks)}, which this CPU lacks")
+def _lacking_cpu(op: Op, manifest: Mapping[str, Any]) -> Fit | None:
+    lacks = set(manifest["needs"]["cpu"]).difference(machine.cpu_flags().split())
     asked, origin = origin_of("cpu")
-    if asked == "native" or not op.spec.vectorize:
+    if not lacks and (asked == "native" or not op.spec.vectorize):
         return None
-    wanted = cpu.parse(asked, machine.architecture(), have)
+    from opkiln.arch import cpu
+
+    if lacks:
+        names = sorted(cpu.features_of(" ".join(lacks)))
+        return Fit(f"it needs {', '.join(names)}, which this CPU lacks")
+    target = manifest["target"]
+    level, features = target["cpu"], tuple(target["cpu_features"])
+    wanted = cpu.parse(asked, machine.architecture(), cpu.features_of(machine.cpu_flags()))
     if (level, features) == tuple(wanted):
         return None
     return Fit(f"it is for {cpu.CPU(level, features)}, and {origin} asks for {wanted}")
 
 
-def _lacking(needs: Mapping[str, Any], *, torch: bool) -> Fit | None:
-    """Every library that it needs, and every symbol of theirs: asked of the dynamic linker."""
+def lacking(needs: Mapping[str, Any], abi: str) -> str:
+    """What a library needs and this machine's libraries lack. Empty where nothing is missing.
+
+    Every soname and every symbol is asked of the dynamic linker. Where nobody has imported torch
+    yet, its libraries are not opened, which would take a second: they are asked as files.
+    """
     import ctypes
     from _ctypes import dlopen, dlsym
 
-    dlvsym = getattr(ctypes.CDLL(None), "dlvsym", None)  # glibc's; others have no versions
+    program = ctypes.CDLL(None)
+    dlvsym = getattr(program, "dlvsym", None)  # glibc's; others have no versions
     if dlvsym is not None:
         dlvsym.restype, dlvsym.argtypes = ctypes.c_void_p, (ctypes.c_void_p, *[ctypes.c_char_p] * 2)
     handles: dict[str, int] = {}
+    files: list[str] = []
     for soname in needs["sonames"]:
         try:
             handles[soname] = _already(dlopen, soname) or dlopen(soname, os.RTLD_LAZY)
         except OSError:
-            if torch and "torch" not in sys.modules and soname.startswith(_OF_TORCH):
-                continue  # nobody has imported it yet; it brings them
-            return Fit(f"it needs {soname}, which is not here")
-    whole = len(handles) == len(needs["sonames"])
+            # Once torch is imported, what it brings is found by its soname.
+            unasked = abi != ABI_NONE and "torch" not in sys.modules
+            found = _with_torch(soname) if unasked else ""
+            if not found:
+                return f"it needs {soname}, which is not here"
+            files.append(found)
+    unknown = []
+    # The program's own, too: a Python module finds the interpreter's symbols there.
+    anywhere = (*handles.values(), program._handle)
     for soname, symbol, version in needs["symbols"]:
         if version and soname in handles and dlvsym is not None:
             if not dlvsym(handles[soname], symbol.encode(), version.encode()):
-                return Fit(f"it needs {symbol} of {version}, which this {soname} lacks")
-        elif not version and whole and not _anywhere(dlsym, handles, symbol):
-            where = " or ".join(name for name in handles if name.startswith(_OF_TORCH))
-            return Fit(f"it needs {symbol}, which {_torch() or where or 'no library'} lacks")
-    return None
+                return f"it needs {symbol} of {version}, which this {soname} lacks"
+        elif not version and not _has(dlsym, anywhere, symbol):
+            unknown.append(symbol)
+    if files and abi == ABI_STABLE:  # any other ABI is of one torch, which its tag names
+        unknown = _not_in(files, unknown)
+    elif files:
+        unknown = []
+    if unknown:
+        return f"it needs {unknown[0]}, which {_torch(needs['sonames']) or 'no library here'} lacks"
+    return ""
 
 
 _OF_TORCH = ("libtorch", "libc10")
@@ -147,8 +169,8 @@ def _already(dlopen: Any, soname: str) -> int:
         return 0
 
 
-def _anywhere(dlsym: Any, handles: Mapping[str, int], symbol: str) -> bool:
-    for handle in handles.values():
+def _has(dlsym: Any, handles: Iterable[int], symbol: str) -> bool:
+    for handle in handles:
         try:
             if dlsym(handle, symbol):
                 return True
@@ -157,15 +179,43 @@ def _anywhere(dlsym: Any, handles: Mapping[str, int], symbol: str) -> bool:
     return False
 
 
-def _torch() -> str:
-    module = sys.modules.get("torch")
-    return "" if module is None else f"torch {getattr(module, '__version__', '')}"
+def _with_torch(soname: str) -> str:
+    """The file of a library that importing torch brings: its own, or of the packages it needs."""
+    from opkiln.toolchain import torch_sdk
+
+    if (sdk := torch_sdk.find()) is None:
+        return ""
+    own = os.path.join(sdk.path, "lib", soname)
+    if os.path.exists(own):
+        return own
+    from glob import glob
+
+    packages = os.path.join(os.path.dirname(sdk.path), "nvidia", "*", "lib", soname)
+    return next(iter(glob(packages)), "")
+
+
+def _not_in(files: Iterable[str], symbols: list[str]) -> list[str]:
+    """The symbols that none of these files has."""
+    from opkiln.binary import exported
+
+    for file in files:
+        symbols = [*exported.missing(file, symbols)]
+    return symbols
+
+
+def _torch(sonames: Iterable[str]) -> str:
+    if not any(soname.startswith(_OF_TORCH) for soname in sonames):
+        return ""
+    from opkiln.toolchain import torch_sdk
+
+    sdk = torch_sdk.find()
+    return "" if sdk is None else f"torch {sdk.version}"
 
 
 def _on_device(op: Op, manifest: Mapping[str, Any]) -> Fit:
     """The rank, or why no device here runs it; libraries without device code fit every machine."""
     target = manifest["target"]
-    size = len(cpu.requires(target["cpu"], tuple(target["cpu_features"])))
+    size = len(manifest["needs"]["cpu"])
     if op.spec.backend not in ("cuda", "rocm"):
         return Fit("", (0, -size))
     from opkiln.loading import archs
@@ -185,6 +235,7 @@ def _old_driver(toolchain: Mapping[str, str], way: str) -> str:
     """The driver must know the runtime in the library; translating PTX takes one as new as it."""
     from opkiln.accelerator import nvidia
     from opkiln.loading import archs
+    from opkiln.toolchain import torch_sdk
 
     made = toolchain.get("nvcc", "")
     driver = nvidia.devices(archs.memory()).cuda

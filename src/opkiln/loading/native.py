@@ -22,12 +22,16 @@ def open_artifact(spec: OpSpec, path: str) -> Any:
         if spec.backend == XPU:
             _load_libsycl(path)
         if spec.kind == LIBRARY:
-            torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+            if path.startswith("/proc/"):
+                # In memory (store.archive). torch would open what the link leads to, which is no
+                # file.
+                _open_library(path)
+                torch.ops.loaded_libraries.add(path)
+            else:
+                torch.ops.load_library(path)  # type: ignore[no-untyped-call]
             return None
         if spec.kind == PLAIN:
-            import ctypes
-
-            return ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL)
+            return _open_library(path)
         return _import_module(spec.name, path)
     except (OSError, ImportError) as error:
         hint = ""
@@ -36,6 +40,12 @@ def open_artifact(spec: OpSpec, path: str) -> Any:
         raise LoadError(
             f"{spec.name} cannot be loaded from {path}", why=str(error), hint=hint
         ) from error
+
+
+def _open_library(path: str) -> Any:
+    import ctypes
+
+    return ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL)
 
 
 def _load_libsycl(path: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from opkiln.arch import cpu
 from opkiln.binary import elf
 from opkiln.model import CUDA, ROCM, Plan
 
@@ -11,14 +12,20 @@ from opkiln.model import CUDA, ROCM, Plan
 def of(path: str, plan: Plan) -> dict[str, Any]:
     """For a manifest: ``loading.fit`` holds it against the machine. Raises LoadError.
 
-    ``symbols`` are those that others must define, by the library and the version they were linked
-    to; ``images`` the device code that is really in the file.
+    ``cpu`` are the CPU's features by the kernel's names, ``images`` the device code that is really
+    in the file. ``symbols`` are those that others must define, by the library and the version they
+    were linked to: one for each version, since a library that has it has all of it.
     """
-    found = elf.read(path)
+    found, target = elf.read(path), plan.target
+    symbols = {(soname, version or name): name for soname, name, version in found.symbols}
+    versions = {(soname, name): version for soname, name, version in found.symbols}
     return {
+        "cpu": sorted(cpu.kernel_names(cpu.requires(target.cpu, target.cpu_features))),
         "sonames": list(found.needed),
-        "symbols": [list(each) for each in found.symbols],
-        "images": list(_images(path, plan.target.backend)),
+        "symbols": sorted(
+            [soname, name, versions[soname, name]] for (soname, _), name in symbols.items()
+        ),
+        "images": list(_images(path, target.backend)),
     }
 
 

@@ -10,21 +10,97 @@ from __future__ import annotations
 
 import os
 
+from opkiln.errors import StoreError
 from opkiln.loading import fit, installed
 from opkiln.model import PACKAGE, Artifact
+from opkiln.record import Record
 from opkiln.store import entry, key
 from opkiln.store.recheck import Hasher
 from opkiln.trust import open_to_all
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from typing import Any
 
     from opkiln.loading.loader import Op
     from opkiln.loading.trace import Trace
 
 PREBUILT, STORE = "prebuilt", "store"  # the resorts: installed with a package; a listed layer
+
+_NO_MANIFEST = (OSError, ValueError, KeyError, TypeError, StoreError)
+
+
+class Directory:
+    """A layer of directories: ``<intent>/<build>/<deps>`` below an op's own."""
+
+    def __init__(self, root: str, *, own: bool = False) -> None:
+        self.root = root
+        self.own = own  # the user's, where what was built has been looked up by its key
+
+    def leaves(self, op: Op) -> Iterable[str]:
+        """An op's entries. Raises StoreError where the layer is not to be trusted."""
+        base = os.path.join(self.root, "ops", op.spec.distribution, op.spec.name)
+        if reason := open_to_all(self.root, base):
+            raise StoreError(reason)
+        return _below(base, 3)
+
+    def manifest(self, leaf: str) -> dict[str, Any]:
+        """What an entry says of itself. Raises OSError, ValueError."""
+        with open(os.path.join(leaf, entry.MANIFEST), "rb") as file:
+            return entry.parse_manifest(file.read())
+
+    def examine(
+        self, leaf: str, places: Mapping[str, str], *, own: bool
+    ) -> entry.Leaf | entry.Refused | None:
+        """``store.entry.examine``."""
+        return entry.examine(leaf, places, Hasher(), listed=not self.own, external=False, own=own)
+
+    def subject(self, found: entry.Leaf) -> str:
+        """What the trace calls an entry."""
+        return found.payload
+
+
+class Bundle:
+    """A layer in one file (``store.archive``)."""
+
+    own = False
+
+    def __init__(self, file: str) -> None:
+        self.root = file
+
+    def leaves(self, op: Op) -> Iterable[str]:
+        """An op's entries. Raises StoreError, OSError, ValueError for a file that is no bundle."""
+        from opkiln.store import archive
+
+        return archive.leaves(self.root, op.spec.distribution, op.spec.name)
+
+    def manifest(self, leaf: str) -> dict[str, Any]:
+        """What an entry says of itself. Raises StoreError, KeyError, ValueError, OSError."""
+        from opkiln.store import archive
+
+        return archive.manifest(leaf)
+
+    def examine(
+        self, leaf: str, places: Mapping[str, str], *, own: bool
+    ) -> entry.Leaf | entry.Refused:
+        """``store.archive.examine``: a good one's library is in memory."""
+        from opkiln.store import archive
+
+        return archive.examine(leaf, places, Hasher(), own=own)
+
+    def subject(self, found: entry.Leaf) -> str:
+        """What the trace calls an entry: its file in memory says nothing."""
+        return found.directory
+
+
+class Fitting(Record):
+    """An entry that fits by its manifest, with the place it is in."""
+
+    rank: tuple[int, ...]
+    leaf: str
+    needs: Mapping[str, Any]
+    place: Directory | Bundle
 
 
 def carried(op: Op, trace: Trace) -> Artifact | None:
@@ -33,43 +109,60 @@ def carried(op: Op, trace: Trace) -> Artifact | None:
     return find(op, layers, trace, PREBUILT) if layers else None
 
 
-def find(op: Op, layers: Iterable[str], trace: Trace, resort: str) -> Artifact | None:
+def find(
+    op: Op, layers: Iterable[str], trace: Trace, resort: str, own: Iterable[str] = ()
+) -> Artifact | None:
     """The best library for this machine in some layers, with what was refused in the trace.
 
-    Raises ArchError for a list of architectures, or a CPU, that was asked for and is none.
+    In the user's ``own`` layers only what `opkiln cache import` put there is looked at: what was
+    built there has a key. Raises ArchError for a list of architectures, or a CPU, that was asked
+    for and is none.
     """
-    spec = op.spec
-    declared = ""
-    fitting: list[tuple[tuple[int, ...], str]] = []
-    for layer in layers:
-        base = os.path.join(layer, "ops", spec.distribution, spec.name)
-        if reason := open_to_all(layer, base):
-            trace.add(resort, "refused", reason, base)
+    places: list[Directory | Bundle] = [Directory(layer, own=True) for layer in own]
+    places += [Bundle(layer) if os.path.isfile(layer) else Directory(layer) for layer in layers]
+    fitting = [each for place in places for each in _fitting(op, place, trace, resort)]
+    for each in sorted(fitting, key=lambda each: (each.rank, each.leaf)):
+        if reason := fit.lacking(each.needs, op.spec.abi):
+            trace.add(resort, "refused", reason, each.leaf)
             continue
-        for leaf in _leaves(base):
-            declared = declared or key.spec_key(spec)
-            try:
-                manifest = _manifest(leaf)
-                if manifest["target"]["backend"] != spec.backend:
-                    continue
-                verdict = fit.judge(op, manifest, declared, listed=resort == STORE)
-            except FileNotFoundError:
-                continue  # removed meanwhile
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                trace.add(resort, "refused", f"damaged: {error}", leaf)
-                continue
-            if verdict.misfit:
-                trace.add(resort, "refused", verdict.misfit, leaf)
-            else:
-                fitting.append((verdict.rank, leaf))
-    for _, leaf in sorted(fitting):
-        found = _examined(op, leaf)
+        found = _examined(op, each)
         if isinstance(found, entry.Leaf):
-            trace.add(resort, "taken", _fits(found.manifest["target"]), found.payload)
+            reason = _fits(found.manifest["target"])
+            trace.add(resort, "taken", reason, each.place.subject(found))
             return Artifact(found.payload, found.manifest["sha256"], resort)
         if found is not None:
             trace.add(resort, "refused", found.reason, found.directory)
     return None
+
+
+def _fitting(op: Op, place: Directory | Bundle, trace: Trace, resort: str) -> Iterator[Fitting]:
+    """A layer's entries that fit by what their manifests say."""
+    try:
+        leaves = place.leaves(op)
+    except _NO_MANIFEST as error:
+        trace.add(resort, "refused", str(error), place.root)
+        return
+    declared = ""
+    for leaf in leaves:
+        declared = declared or key.spec_key(op.spec)
+        try:
+            manifest = place.manifest(leaf)
+            if manifest["target"]["backend"] != op.spec.backend:
+                continue
+            if place.own and "created" in manifest:
+                continue
+            verdict = fit.judge(op, manifest, declared, listed=resort == STORE)
+            needs = manifest["needs"]
+        except FileNotFoundError:
+            continue  # removed meanwhile
+        except _NO_MANIFEST as error:
+            if not place.own:  # where the look-up by key has said so
+                trace.add(resort, "refused", f"damaged: {error}", leaf)
+            continue
+        if verdict.misfit:
+            trace.add(resort, "refused", verdict.misfit, leaf)
+        else:
+            yield Fitting(verdict.rank, leaf, needs, place)
 
 
 def _fits(target: dict[str, Any]) -> str:
@@ -77,12 +170,13 @@ def _fits(target: dict[str, Any]) -> str:
     return f"its sources are today's, and its code for {made} runs here"
 
 
-def _leaves(base: str) -> Iterator[str]:
-    """``<intent>/<build>/<deps>`` below an op's directory."""
-    for intent in _names(base):
-        for build in _names(os.path.join(base, intent)):
-            for deps in _names(os.path.join(base, intent, build)):
-                yield os.path.join(base, intent, build, deps)
+def _below(directory: str, levels: int) -> Iterator[str]:
+    """The directories so many levels down."""
+    if not levels:
+        yield directory
+        return
+    for name in _names(directory):
+        yield from _below(os.path.join(directory, name), levels - 1)
 
 
 def _names(directory: str) -> list[str]:
@@ -92,19 +186,14 @@ def _names(directory: str) -> list[str]:
         return []  # not there, no directory, or not ours to read
 
 
-def _manifest(leaf: str) -> dict[str, Any]:
-    with open(os.path.join(leaf, entry.MANIFEST), "rb") as file:
-        return entry.parse_manifest(file.read())
-
-
-def _examined(op: Op, leaf: str) -> entry.Leaf | entry.Refused | None:
+def _examined(op: Op, each: Fitting) -> entry.Leaf | entry.Refused | None:
     """Owner and mode, the sources, the digests. A package that ships no sources has none to
     differ from."""
     spec = op.spec
     places = {"src": spec.root, "opkiln": PACKAGE, "abs": ""}
-    found = entry.examine(leaf, places, Hasher(), listed=True, external=False)
+    found = each.place.examine(each.leaf, places, own=True)
     if isinstance(found, entry.Refused) and not found.damaged:
         files = (os.path.join(spec.root, source) for source in spec.sources)
         if not spec.inline and not any(map(os.path.lexists, files)):
-            return entry.examine(leaf, places, Hasher(), listed=True, external=False, own=False)
+            return each.place.examine(each.leaf, places, own=False)
     return found

@@ -25,6 +25,7 @@ from opkiln.model import (
     CPU,
     CUDA,
     ROCM,
+    STABLE_VERSION,
     XPU,
     Artifact,
     OpSpec,
@@ -119,9 +120,9 @@ def runnable(spec: OpSpec) -> TorchSDK | None:
         )
     if spec.abi == ABI_STABLE and not torch_sdk.has_stable_abi(sdk):
         raise LoadError(
-            f"op {spec.name} needs torch {torch_sdk.STABLE_VERSION} or later",
+            f"op {spec.name} needs torch {STABLE_VERSION} or later",
             why=f"torch {sdk.version} lacks the stable ABI",
-            hint=f"pip install 'torch>={torch_sdk.STABLE_VERSION}'",
+            hint=f"pip install 'torch>={STABLE_VERSION}'",
         )
     return sdk
 
@@ -210,7 +211,8 @@ def find(
         trace.add("store", "taken", reason, leaf.directory)
         return Artifact(leaf.payload, leaf.manifest["sha256"], "store")
     listed = [layer.root for layer in store.location.layers if layer.listed]
-    if listed and (shared := prebuilt.find(op, listed, trace, "store")):
+    own = [layer.root for layer in store.location.layers if not layer.listed]
+    if shared := prebuilt.find(op, listed, trace, "store", own):
         return shared
     trace.add("store", "none", "no entry for these sources, flags and compiler", store.root or "")
     return None
@@ -288,9 +290,15 @@ def chosen(op: Op, store: Store) -> tuple[Target, Toolchain]:
     return archs.fitted(op, target_of(op), toolchain), toolchain
 
 
-def would_compile(op: Op) -> tuple[bool, Trace]:
-    """Whether loading this op here would compile, and the trace of looking. Builds nothing."""
+def would_compile(op: Op, *, elsewhere: bool = False) -> tuple[bool, Trace]:
+    """Whether loading this op here would compile, and the trace of looking. Builds nothing.
+
+    ``elsewhere``: whether building it for another machine would, which need not be able to run here
+    and must be in the store.
+    """
     trace = Trace()
+    if elsewhere:
+        return find(op, target_of(op, runnable(op.spec)), Store(), trace) is None, trace
     try:
         target = target_of(op, runnable(op.spec))
         check_device(op.spec, target)

@@ -65,7 +65,7 @@ _UNIX, _DATE = 3, 0x21  # the first of January 1980, where zip's calendar begins
 _MODE = (stat.S_IFREG | 0o644) << 16
 
 # One part of a path. None begins with a dot, so that none leads upward.
-_PART = r"[^/\0\\.\n][^/\0\\\n]{0,254}"
+_PART = r"[^/\0\\!.\n][^/\0\\!\n]{0,254}"
 _KEY = r"[0-9a-f]{40}"
 _MEMBER = re.compile(
     rf"(?P<leaf>{LAYOUT}/ops/{_PART}/{_PART}/{_KEY}/{_KEY}/{_KEY})/(?P<file>{_PART})\Z"
@@ -164,6 +164,10 @@ class Bundle:
     def leaves(self, prefix: str = LAYOUT) -> list[str]:
         """The entries below a directory of the bundle, by path."""
         return list(dict.fromkeys(m.name.rpartition("/")[0] for m in self.below(prefix)))
+
+    def files(self, leaf: str) -> dict[str, Member]:
+        """The files of an entry, by name."""
+        return {member.name.rpartition("/")[2]: member for member in self.below(leaf)}
 
     def read(self, member: Member) -> bytes:
         """The checked contents of a small member. Raises Damaged, OSError."""
@@ -290,65 +294,64 @@ def _unreadable(path: str, error: OSError) -> StoreError:
     return StoreError(f"{path} cannot be read: {error.strerror or error}", hint=f"ls -l {path}")
 
 
-# As a layer
+# As a layer. An entry goes by the path of its bundle and its own within it: FILE!v1/ops/…
 
 
-def find(
-    path: str,
-    base: str,
-    places: Mapping[str, str],
-    hasher: Hasher,
-    refused: list[Refused],
-) -> Leaf | None:
-    """The first entry below ``base`` (``ops/<distribution>/<op>/<intent>``) whose sources are the
-    ones on disk; its payload is in sealed memory. Never raises for what is wrong with the file."""
+def leaves(path: str, distribution: str, op: str) -> list[str]:
+    """An op's entries in a bundle that the user listed. Raises StoreError, Damaged, OSError."""
+    with Bundle(path, listed=True) as bundle:
+        return [f"{path}!{leaf}" for leaf in bundle.leaves(f"{LAYOUT}/ops/{distribution}/{op}")]
+
+
+def manifest(leaf: str) -> dict[str, Any]:
+    """What an entry says of itself. Raises StoreError, KeyError, ValueError, OSError."""
+    path, inner = _split(leaf)
+    with Bundle(path, listed=True) as bundle:
+        return parse_manifest(bundle.read(bundle.files(inner)[MANIFEST]))
+
+
+def examine(
+    leaf: str, places: Mapping[str, str], hasher: Hasher, *, own: bool = True
+) -> Leaf | Refused:
+    """Check an entry as ``store.entry.examine`` does; a good one's payload is in sealed memory.
+
+    Never raises for what is wrong with the file.
+    """
     try:
+        path, inner = _split(leaf)
         with Bundle(path, listed=True) as bundle:
-            for leaf in bundle.leaves(f"{LAYOUT}/{base}"):
-                found = _examine(bundle, leaf, places, hasher)
-                if isinstance(found, Leaf):
-                    return found
-                refused.append(found)
-    except (StoreError, Damaged, OSError) as error:
-        refused.append(Refused(path, str(error), damaged=isinstance(error, Damaged)))
-    return None
-
-
-def manifests(path: str, distribution: str, op: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(relative path, manifest) of each of an op's entries; nothing where the file is no bundle."""
-    try:
-        with Bundle(path, listed=True) as bundle:
-            for member in bundle.below(f"{LAYOUT}/ops/{distribution}/{op}"):
-                leaf, _, file = member.name.rpartition("/")
-                if file == MANIFEST:
-                    yield leaf.partition("/")[2], parse_manifest(bundle.read(member))
-    except (StoreError, OSError, ValueError):
-        return  # a look-up says what is wrong with it
+            return _examine(bundle, leaf, inner, places, hasher, own=own)
+    except KeyError as error:
+        return Refused(leaf, f"damaged: {error} is missing", damaged=True)
+    except (ValueError, TypeError) as error:
+        return Refused(leaf, f"damaged: {error}", damaged=True)
+    except (StoreError, OSError) as error:
+        return Refused(leaf, f"unreadable: {error}")
 
 
 def _examine(
-    bundle: Bundle, leaf: str, places: Mapping[str, str], hasher: Hasher
+    bundle: Bundle, leaf: str, inner: str, places: Mapping[str, str], hasher: Hasher, *, own: bool
 ) -> Leaf | Refused:
-    where = f"{bundle.path}!{leaf}"
-    files = {member.name.rpartition("/")[2]: member for member in bundle.below(leaf)}
-    try:
-        manifest = parse_manifest(bundle.read(files[MANIFEST]))
+    files = bundle.files(inner)
+    found = parse_manifest(bundle.read(files[MANIFEST]))
+    if own:
         now, changed = recheck(
-            manifest["deps"], places, hasher,
+            found["deps"], places, hasher,
             lambda: parse_manifest(bundle.read(files[SIDECAR])), external=False,
         )  # fmt: skip
-        if now != leaf.rpartition("/")[2]:
-            return Refused(where, "; ".join(changed) or "its dependencies have changed")
-        payload = files[manifest["payload"]]
-        if (payload.size, payload.sha256) != (manifest["size"], manifest["sha256"]):
-            return Refused(where, "damaged: index and manifest differ", damaged=True)
-        return Leaf(where, manifest, _in_memory(bundle, payload))
-    except KeyError as error:
-        return Refused(where, f"damaged: {error} is missing", damaged=True)
-    except (ValueError, TypeError) as error:
-        return Refused(where, f"damaged: {error}", damaged=True)
-    except OSError as error:
-        return Refused(where, f"unreadable: {error}")
+        if now != inner.rpartition("/")[2]:
+            return Refused(leaf, "; ".join(changed) or "its dependencies have changed")
+    payload = files[found["payload"]]
+    if (payload.size, payload.sha256) != (found["size"], found["sha256"]):
+        return Refused(leaf, "damaged: its index and its manifest differ", damaged=True)
+    return Leaf(leaf, found, _in_memory(bundle, payload))
+
+
+def _split(leaf: str) -> tuple[str, str]:
+    path, mark, rest = leaf.rpartition(f"!{LAYOUT}/")
+    if not mark:
+        raise ValueError(f"{leaf} is in no bundle")
+    return path, f"{LAYOUT}/{rest}"
 
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
@@ -368,7 +371,7 @@ def _in_memory(bundle: Bundle, member: Member) -> str:
     """A path under which the member can be opened, by this process and by its children."""
     global _last
     known = _sealed.get(member.sha256)
-    if known is not None:
+    if known is not None and _still(known, member.sha256):
         return known
     first = os.memfd_create(
         "opkiln-" + member.name.rpartition("/")[2], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -390,6 +393,8 @@ def _in_memory(bundle: Bundle, member: Member) -> str:
     return path
 
 
-def in_memory(path: str) -> bool:
-    """Whether a path is one of those that ``find`` gives; it leads to no file by ``realpath``."""
-    return path in _sealed.values()
+def _still(path: str, sha256: str) -> bool:
+    try:
+        return sha256_file(path) == sha256
+    except OSError:
+        return False  # somebody closed the descriptor, as daemons close all of theirs

@@ -31,6 +31,7 @@ LOG = "build.log"
 
 _HEAD = '{"sha256":"'
 _MIDDLE = '","manifest":'
+_TAIL = "}\n"
 _BODY_AT = len(_HEAD) + 64 + len(_MIDDLE)
 
 
@@ -58,13 +59,14 @@ def write_manifest(manifest: Mapping[str, Any]) -> bytes:
     """A manifest as a file: valid JSON that carries the digest of its own body."""
     body = json.dumps(manifest, separators=(",", ":"), sort_keys=True)
     digest = hashlib.sha256(body.encode()).hexdigest()
-    return f"{_HEAD}{digest}{_MIDDLE}{body}}}\n".encode()
+    return f"{_HEAD}{digest}{_MIDDLE}{body}{_TAIL}".encode()
 
 
 def parse_manifest(data: bytes) -> dict[str, Any]:
     """The body of a manifest whose digest holds. Raises ValueError."""
-    body = data[_BODY_AT:].rstrip(b"\n")[:-1]
-    if hashlib.sha256(body).hexdigest().encode() != data[len(_HEAD) : len(_HEAD) + 64]:
+    body = data[_BODY_AT : -len(_TAIL)]
+    digest = hashlib.sha256(body).hexdigest()
+    if data != f"{_HEAD}{digest}{_MIDDLE}".encode() + body + _TAIL.encode():
         raise ValueError("the manifest's digest does not match")
     manifest = json.loads(body)
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:

@@ -105,6 +105,8 @@ class Store:
         """A compiled object."""
         refused: list[Refused] = []
         for layer in self.location.layers:
+            if layer.bundle:
+                continue  # it has finished libraries alone
             base = os.path.join(layer.root, "objects", step[:2], step)
             if layer.listed and (reason := open_to_all(layer.root, base)):
                 refused.append(Refused(base, reason))

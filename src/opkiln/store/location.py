@@ -19,10 +19,14 @@ from opkiln.trust import fault, make_private
 
 
 class Layer(Record):
-    """A directory of entries. ``listed``: the user named it, which is what makes it trusted."""
+    """A directory of entries, or a bundle of them: one file (``store.archive``).
+
+    ``listed``: the user named it, which is what makes it trusted.
+    """
 
     root: str
     listed: bool = False
+    bundle: bool = False
 
 
 class Location(Record):
@@ -54,8 +58,14 @@ def choose() -> Location:
             break
         if asked or notes:
             notes.append(f"{candidate} cannot be the store: {reason}")
-    listed = tuple(Layer(os.path.join(path, LAYOUT), True) for path in settings.store_layers)
+    listed = map(_listed, settings.store_layers)
     return Location((*layers, *listed), writable, tuple(notes))
+
+
+def _listed(path: str) -> Layer:
+    if os.path.isfile(path):
+        return Layer(os.path.abspath(path), listed=True, bundle=True)
+    return Layer(os.path.join(path, LAYOUT), listed=True)
 
 
 def claim(root: str | None) -> None:

@@ -8,10 +8,17 @@ import sys
 from functools import lru_cache
 
 from opkiln.errors import BuildError, SettingError
-from opkiln.model import ABI_STABLE, ABI_TORCH, CUDA, ROCM, OpSpec, TorchSDK
+from opkiln.model import (
+    ABI_STABLE,
+    ABI_TORCH,
+    CUDA,
+    ROCM,
+    STABLE_TAG,
+    OpSpec,
+    TorchSDK,
+)
 from opkiln.settings import settings
 
-STABLE_VERSION = "2.10"
 STABLE_DEFINE = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 
 
@@ -116,16 +123,11 @@ def python_tag() -> str:
     return f"{sys.implementation.cache_tag}{getattr(sys, 'abiflags', '')}-{version}"
 
 
-def stable_abi_tag() -> str:
-    """The tag of a binary on torch's stable ABI: no torch version in it, no Python."""
-    return f"torch-stable-{STABLE_VERSION}"
-
-
 def abi_tag(spec: OpSpec, sdk: TorchSDK | None) -> str:
     """What a binary of this op depends on, with the torch at hand. Raises BuildError."""
     python = python_tag()
     if spec.abi == ABI_STABLE:
-        tag = stable_abi_tag()
+        tag = STABLE_TAG
         runtime = None if sdk is None else {CUDA: sdk.cuda, ROCM: sdk.hip}.get(spec.backend)
         if runtime is not None:
             tag = f"{tag}-{spec.backend}{runtime.partition('.')[0]}"

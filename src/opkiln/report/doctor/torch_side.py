@@ -8,7 +8,7 @@ import sys
 from opkiln.accelerator import amd
 from opkiln.errors import LoadTestError
 from opkiln.loading import loadtest
-from opkiln.model import ABI_STABLE, OpSpec
+from opkiln.model import ABI_STABLE, STABLE_VERSION, OpSpec
 from opkiln.report.doctor.finding import Outcome, failed, joined, passed, skipped, warned
 from opkiln.report.doctor.here import Here, pip
 from opkiln.settings import child_environment, whole_environment
@@ -23,7 +23,7 @@ def version(here: Here) -> Outcome:
     parts = [f"CUDA {torch.cuda}" if torch.cuda else "", f"HIP {torch.hip}" if torch.hip else ""]
     facts = ", ".join([torch.version, *filter(None, parts), torch.path])
     if not torch_sdk.has_stable_abi(torch):
-        least = torch_sdk.STABLE_VERSION
+        least = STABLE_VERSION
         return failed(
             f"{facts}: it lacks the stable ABI of torch {least}, so references serve",
             pip("install", "--upgrade", f"torch>={least}"),

@@ -1,0 +1,1 @@
+"""Precompiled ops: what a release, an image or a package of somebody else carries."""

@@ -1,0 +1,134 @@
+"""The bill of materials of a wheel: CycloneDX 1.6, as PEP 770 has it carried.
+
+It lists each library with its digest, and what went into it: the compilers, the CUDA runtime where
+it was linked into the library, torch's headers. The same layer gives the same bytes, so there is
+no serial number in it and no time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from opkiln import __version__
+from opkiln.ship.audit import FULL_TAG, STABLE_TAG
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from opkiln.ship.contents import Entry
+
+# Linked into a library, by the argument that asks for it: (name, whose version it has).
+_STATIC = {"-lcudart_static": ("cudart_static", "nvcc")}
+
+Component = dict[str, Any]
+
+
+def sbom(entries: Iterable[Entry], below: str, *, name: str, version: str) -> bytes:
+    """The document for a wheel of this name that has these entries below the path ``below``."""
+    normal = re.sub(r"[-_.]+", "-", name).lower()
+    purl = f"pkg:pypi/{normal}@{quote(version)}"
+    libraries: list[Component] = []
+    parts: dict[str, Component] = {}
+    depends = {purl: set[str]()}
+    for entry in entries:
+        library = _library(entry, below)
+        libraries.append(library)
+        depends[purl].add(library["bom-ref"])
+        used = depends[library["bom-ref"]] = set()
+        for part in _parts(entry):
+            parts[part["bom-ref"]] = part
+            depends[part["bom-ref"]] = set()
+            used.add(part["bom-ref"])
+    root = {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
+    tool = {"type": "application", "name": "opkiln", "version": __version__}
+    components = [*libraries, *parts.values()]
+    document = {
+        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"tools": {"components": [tool]}, "component": root},
+        "components": sorted(components, key=lambda each: str(each["bom-ref"])),
+        "dependencies": [
+            {"ref": ref, "dependsOn": sorted(used)} if used else {"ref": ref}
+            for ref, used in sorted(depends.items())
+        ],
+    }
+    return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _library(entry: Entry, below: str) -> Component:
+    manifest = entry.manifest
+    target = manifest["target"]
+    path = f"{below}/{entry.place}/{manifest['payload']}"
+    told = {
+        "abi": target["abi_tag"],
+        "archs": ";".join(target["archs"]),
+        "backend": target["backend"],
+        "cpu": " ".join((target["cpu"], *target["cpu_features"])),
+        "distribution": manifest["distribution"],
+        "machine": target["machine"],
+        "path": path,
+    }
+    return {
+        "type": "library",
+        "bom-ref": path,
+        "name": manifest["op"],
+        "hashes": [{"alg": "SHA-256", "content": manifest["sha256"]}],
+        "properties": _properties(told),
+    }
+
+
+def _parts(entry: Entry) -> Iterator[Component]:
+    """What went into a library that is not its author's."""
+    inputs = entry.lists.get("inputs", {})
+    compilers: dict[str, dict[str, str]] = inputs.get("toolchain", {})
+    for family, known in sorted(compilers.items()):
+        # Not part of what is installed: "excluded" is how CycloneDX says so.
+        yield {
+            "type": "application",
+            "bom-ref": f"compiler:{family}:{known['identity']}",
+            "name": family,
+            "version": known["version"],
+            "scope": "excluded",
+            "properties": _properties({"identity": known["identity"]}),
+        }
+    linked = {argument for step in inputs.get("steps", ())[-1:] for argument in step}
+    for argument, (name, family) in _STATIC.items():
+        if argument in linked and family in compilers:
+            version = compilers[family]["version"]
+            yield {
+                "type": "library",
+                "bom-ref": f"static:{name}:{version}",
+                "name": name,
+                "version": version,
+                "properties": _properties({"linked": "static"}),
+            }
+    tag = str(entry.manifest["target"]["abi_tag"])
+    if tag.startswith(FULL_TAG):
+        yield _torch(tag, inputs.get("torch", {}).get("version", ""))
+
+
+def _torch(tag: str, version: str) -> Component:
+    """torch, whose headers were compiled."""
+    stable = tag.startswith(STABLE_TAG)
+    named = tag.removeprefix(STABLE_TAG if stable else FULL_TAG).partition("-")[0]
+    if not stable:
+        version = version or named  # a stable op's tag names the oldest torch that it runs with
+    told = {"used": "headers", "stable-abi": named if stable else ""}
+    known = {"version": version, "purl": f"pkg:pypi/torch@{quote(version)}"} if version else {}
+    ref = ":".join(filter(None, ("headers:torch", version, told["stable-abi"])))
+    return {
+        "type": "library",
+        "bom-ref": ref,
+        "name": "torch",
+        **known,
+        "properties": _properties(told),
+    }
+
+
+def _properties(told: dict[str, str]) -> list[dict[str, str]]:
+    return [{"name": f"opkiln:{key}", "value": value} for key, value in told.items() if value]

@@ -1,0 +1,284 @@
+"""A wheel of prebuilt ops: a layer that an installer puts where opkiln finds it.
+
+    opkiln_prebuilt/<wheel_name>/v1/ops/…       the layer, as the store reads it
+    <wheel_name>-<version>.dist-info/           METADATA, WHEEL, sboms/opkiln.cdx.json, RECORD
+
+``opkiln_prebuilt`` is a directory without code, which many wheels share. The same layer gives the
+same bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import csv
+import io
+import os
+import re
+import secrets
+from typing import TYPE_CHECKING, NamedTuple
+
+from opkiln import __version__
+from opkiln.binary import elf
+from opkiln.errors import StoreError, UsageError
+from opkiln.loading import installed
+from opkiln.model import EXECUTABLE
+from opkiln.ship import contents
+from opkiln.ship.audit import python_tag
+from opkiln.ship.platform_tag import platform_tag
+from opkiln.ship.sbom import sbom
+from opkiln.ship.wheel_zip import LARGEST, MOST_MEMBERS, Added, Writer, chunks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from opkiln.ship.contents import Entry
+
+HOME = installed.SHARED  # what an installed opkiln looks for
+SBOM = "sboms/opkiln.cdx.json"
+GENERATOR = "opkiln"
+ANY_PYTHON = "py3-none"
+
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_NUMBER = r"(?:0|[1-9][0-9]*)"
+_VERSION = re.compile(
+    rf"(?:{_NUMBER}!)?{_NUMBER}(?:\.{_NUMBER})*(?:(?:a|b|rc){_NUMBER})?(?:\.post{_NUMBER})?"
+    rf"(?:\.dev{_NUMBER})?(?:\+[a-z0-9]+(?:\.[a-z0-9]+)*)?"
+)
+
+
+class _Job(NamedTuple):
+    """What all wheels of one call share."""
+
+    out_dir: str
+    version: str
+    requires: tuple[str, ...]
+    max_size: int | None
+
+
+class _Staged(NamedTuple):
+    """A finished wheel that does not have its name yet."""
+
+    temporary: str
+    final: str
+
+
+def write_wheel(
+    layer_dir: str,
+    out_dir: str,
+    *,
+    name: str,
+    version: str,
+    requires: Sequence[str] = (),
+    max_size: int | None = None,
+) -> list[str]:
+    """Write a layer's ops as wheels, one for each machine, and give their paths.
+
+    ``requires`` are requirements as a wheel's metadata has them. With ``max_size``, in bytes, ops
+    that are too large together go to wheels of their own, by backend, then by what it is built
+    for, then one by one; what they are is in their names. Nothing appears before all is written.
+
+    Raises UsageError for a name or version that no wheel can have, for ops that no one tag fits
+    and for an op that is too large by itself; StoreError for a layer that is empty or damaged, and
+    where nothing can be written; LoadError for a payload that is no library.
+    """
+    _check_names(name, version, requires)
+    job = _Job(out_dir, version, tuple(requires), max_size)
+    by_machine: dict[str, list[Entry]] = {}
+    for entry in contents.entries(layer_dir):
+        by_machine.setdefault(entry.manifest["target"]["machine"], []).append(entry)
+    staged: list[_Staged] = []
+    try:
+        os.makedirs(out_dir, exist_ok=True)
+        for _, entries in sorted(by_machine.items()):
+            staged += _fitting(job, name, entries, _SPLITS)
+        for each in staged:
+            os.replace(each.temporary, each.final)
+        _sync(out_dir)
+    except OSError as error:
+        raise StoreError(
+            f"no wheel can be written to {out_dir}: {error.strerror or error}",
+            hint=f"ls -ld {out_dir}; df -h {out_dir}",
+        ) from error
+    finally:
+        for each in staged:
+            with contextlib.suppress(FileNotFoundError):  # it has its name now
+                os.unlink(each.temporary)
+    return [each.final for each in staged]
+
+
+def wheel_name(name: str) -> str:
+    """A distribution's name as wheels have it in theirs: ``opkiln_ops``."""
+    return re.sub(r"[-_.]+", "_", name).lower()
+
+
+def _check_names(name: str, version: str, requires: Sequence[str]) -> None:
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"{name!r} cannot be the name of a wheel",
+            why="it has letters, digits and -, _ or . between them",
+        )
+    if not _VERSION.fullmatch(version):
+        raise UsageError(
+            f"{version!r} cannot be the version of a wheel",
+            why="it has the form 1.2, 1.2rc1, 1.2.post1, 1.2.dev1 or 1.2+tag.1 (PEP 440)",
+        )
+    for each in requires:
+        if not each.strip() or "\n" in each or "\r" in each:
+            raise UsageError(f"{each!r} cannot be a requirement of a wheel")
+
+
+# What tells ops apart that do not fit into one wheel, from coarse to fine.
+
+
+def _backend(entry: Entry) -> str:
+    return str(entry.manifest["target"]["backend"])
+
+
+def _built_for(entry: Entry) -> str:
+    target = entry.manifest["target"]
+    return "-".join(target["archs"]) or str(target["cpu"])
+
+
+def _op(entry: Entry) -> str:
+    return str(entry.manifest["op"])
+
+
+def _intent(entry: Entry) -> str:
+    return entry.place.split("/")[-3][:8]
+
+
+_Split = tuple["Callable[[Entry], str]", ...]
+_SPLITS: _Split = (_backend, _built_for, _op, _intent)
+
+
+def _fitting(job: _Job, name: str, entries: list[Entry], splits: _Split) -> list[_Staged]:
+    """Stage these entries as one wheel, or as several of which each is small enough."""
+    staged = _stage(job, name, entries)
+    size = os.stat(staged.temporary).st_size
+    if job.max_size is None or size <= job.max_size:
+        return [staged]
+    os.unlink(staged.temporary)
+    if len(entries) == 1:
+        (entry,) = entries
+        raise UsageError(
+            f"op {_op(entry)} for {_backend(entry)} {_built_for(entry)} makes a wheel of {size} "
+            f"bytes, and {job.max_size} are allowed",
+            why=f"its library has {entry.manifest['size']} bytes; one op is in one wheel",
+            hint="opkiln build OP --target cuda:9.0a --wheel DIR    # fewer architectures at once",
+        )
+    groups: dict[str, list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(splits[0](entry), []).append(entry)
+    made: list[_Staged] = []
+    try:
+        for part, group in sorted(groups.items()):
+            suffix = re.sub(r"[^a-z0-9]+", "-", part.replace(".", "").lower()).strip("-")
+            made += _fitting(job, f"{name}-{suffix}", group, splits[1:])
+    except BaseException:
+        for each in made:
+            os.unlink(each.temporary)
+        raise
+    return made
+
+
+def _stage(job: _Job, name: str, entries: list[Entry]) -> _Staged:
+    tag = f"{_python(entries)}-{platform_tag(elf.read(entry.payload) for entry in entries)}"
+    final = os.path.join(job.out_dir, f"{wheel_name(name)}-{job.version}-{tag}.whl")
+    temporary = os.path.join(job.out_dir, f".{secrets.token_hex(8)}.whl.part")
+    try:
+        with open(temporary, "xb") as out:
+            archive = Writer(out)
+            _write(archive, job, name, tag, entries)
+            archive.close()
+            size = out.tell()
+            out.flush()
+            os.fsync(out.fileno())
+        if size > LARGEST or 3 * len(entries) > MOST_MEMBERS:
+            raise UsageError(
+                f"{len(entries)} ops make a wheel of {size} bytes, more than a zip file can count",
+                hint="opkiln build --wheel DIR --max-wheel-size 1G",
+            )
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    return _Staged(temporary, final)
+
+
+def _python(entries: list[Entry]) -> str:
+    """The first two parts of the tag: every Python, or the one that all entries are for."""
+    tags: dict[str, list[str]] = {}
+    for entry in entries:
+        tag = python_tag(entry.manifest["target"]["abi_tag"]) or ANY_PYTHON
+        tags.setdefault(tag, []).append(_op(entry))
+    if len(tags) > 1:
+        raise UsageError(
+            "these ops cannot be in one wheel: they are for different Pythons",
+            why="\n".join(f"{tag}: {', '.join(ops)}" for tag, ops in sorted(tags.items())),
+            hint="opkiln build OP --wheel DIR    # those of one kind at a time",
+        )
+    return next(iter(tags))
+
+
+def _write(archive: Writer, job: _Job, name: str, tag: str, entries: list[Entry]) -> None:
+    below = f"{HOME}/{wheel_name(name)}"
+    info = f"{wheel_name(name)}-{job.version}.dist-info"
+    added = []
+    for entry in entries:
+        for file in entry.files:
+            payload = file == entry.manifest["payload"]
+            program = payload and entry.manifest["kind"] == EXECUTABLE
+            path = os.path.join(entry.directory, file)
+            put = archive.add(f"{below}/{entry.place}/{file}", chunks(path), executable=program)
+            if payload and put.sha256.hex() != entry.manifest["sha256"]:
+                raise StoreError(f"{path} was changed while it was put into a wheel")
+            added.append(put)
+    ops = sorted({_op(entry) for entry in entries})
+    bill = sbom(entries, below, name=name, version=job.version)
+    for file, data in (
+        ("METADATA", _metadata(name, job, ops)),
+        (SBOM, bill),
+        ("WHEEL", _wheel(tag)),
+    ):
+        added.append(archive.add(f"{info}/{file}", [data]))
+    archive.add(f"{info}/RECORD", [_record(added, f"{info}/RECORD")])
+
+
+def _metadata(name: str, job: _Job, ops: list[str]) -> bytes:
+    lines = [
+        "Metadata-Version: 2.4",
+        f"Name: {name}",
+        f"Version: {job.version}",
+        f"Summary: Operators precompiled for opkiln: {', '.join(ops)}",
+        "Requires-Python: >=3.11",
+        *(f"Requires-Dist: {each.strip()}" for each in job.requires),
+    ]
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _wheel(tag: str) -> bytes:
+    return (
+        "Wheel-Version: 1.0\n"
+        f"Generator: {GENERATOR} {__version__}\n"
+        "Root-Is-Purelib: false\n"
+        f"Tag: {tag}\n"
+    ).encode()
+
+
+def _record(added: list[Added], itself: str) -> bytes:
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    for each in added:
+        digest = base64.urlsafe_b64encode(each.sha256).rstrip(b"=").decode()
+        rows.writerow((each.name, f"sha256={digest}", each.size))
+    rows.writerow((itself, "", ""))
+    return text.getvalue().encode()
+
+
+def _sync(directory: str) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

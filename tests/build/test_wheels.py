@@ -1,0 +1,220 @@
+"""Ops that were really built, in a wheel that is really installed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.tags import sys_tags
+from packaging.utils import parse_wheel_filename
+
+from opkiln import machine, settings
+from opkiln.binary import elf
+from opkiln.digest import sha256_file
+from opkiln.errors import BuildError
+from opkiln.settings import override
+from opkiln.ship import audit, contents, layer
+from opkiln.ship.platform_tag import platform
+from opkiln.ship.wheel import HOME, write_wheel
+from opkiln.ship.wheel_check import verify_wheel
+from opkiln.store.layers import Store
+from opkiln.toolchain import choice, nvcc, torch_sdk
+
+LEVEL = "x86-64-v2" if machine.architecture() == "x86_64" else "armv8-a"
+
+
+def variables(**more: str) -> dict[str, str]:
+    """An environment in which nothing is set that opkiln reads, but this."""
+    names = {name for each in settings.table() for name in (each.variable, *each.aliases)}
+    kept = ("PATH", "HOME", "TMPDIR")
+    plain = {k: v for k, v in os.environ.items() if k in kept or k not in names}
+    return {**plain, **more}
+
+
+def built(store: Path, op: str, target: str) -> str:
+    """The path of an op that the command built into a store."""
+    command = [sys.executable, "-m", "opkiln", "build", op, "--target", target, "--json"]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True,
+        env=variables(OPKILN_CACHE_DIR=str(store), OPKILN_PROGRESS="off"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["ops"]
+    assert row["status"] == "built"
+    return str(row["path"])
+
+
+def cpu_layer(base: Path) -> Path:
+    if not choice.available("cpu"):
+        pytest.skip("no C++ compiler on this machine")
+    layer.export([built(base / "store", "cpu_adam", f"cpu:{LEVEL}")], str(base / "layer"))
+    return base / "layer"
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A layer of the CPU's Adam and, where there is nvcc, of the GPU's."""
+    pytest.importorskip("torch")
+    base = tmp_path_factory.mktemp("shipped")
+    made = cpu_layer(base)
+    if nvcc.available():
+        layer.export([built(base / "store", "fused_adam", "cuda:9.0a")], str(made))
+    return made
+
+
+@pytest.fixture(scope="module")
+def wheel(shipped: Path) -> Path:
+    asked = {"name": "opkiln-ops", "version": "0.1.0"}
+    (path,) = write_wheel(str(shipped), str(shipped.parent / "dist"), requires=["opkiln"], **asked)
+    return Path(path)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where pip has put it."""
+    pytest.importorskip("pip")
+    target = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index",
+               "--disable-pip-version-check", "--target", str(target), str(wheel)]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    return target
+
+
+def test_the_tag_is_one_that_this_system_takes_and_no_python_is_in_it(
+    wheel: Path, shipped: Path
+) -> None:
+    _, _, _, tags = parse_wheel_filename(wheel.name)
+    assert tags & set(sys_tags())
+    (tag,) = tags
+    assert (tag.interpreter, tag.abi) == ("py3", "none")
+    libraries = [elf.read(each.payload) for each in contents.entries(str(shipped))]
+    assert tag.platform == platform(libraries).tag
+    assert tag.platform.startswith("manylinux_2_")
+
+
+def test_pip_installs_the_layer_as_it_is(installed: Path, shipped: Path, wheel: Path) -> None:
+    home = installed / HOME / "opkiln_ops"
+    for each in contents.entries(str(shipped)):
+        for file in each.files:
+            put = home / each.place / file
+            assert put.read_bytes() == Path(each.directory, file).read_bytes()
+            assert not put.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    assert [each.place for each in contents.entries(str(home))] == [
+        each.place for each in contents.entries(str(shipped))
+    ]
+    info = installed / "opkiln_ops-0.1.0.dist-info"
+    assert json.loads((info / "sboms" / "opkiln.cdx.json").read_text())["specVersion"] == "1.6"
+    recorded = {row[0] for row in csv.reader((info / "RECORD").read_text().splitlines())}
+    with zipfile.ZipFile(wheel) as archive:
+        assert set(archive.namelist()) <= recorded
+
+
+def test_the_installed_layer_serves_without_compiling(installed: Path, tmp_path: Path) -> None:
+    code = (
+        "import opkiln, torch\n"
+        "from opkiln.registry import get_builder\n"
+        "builder = get_builder('cpu_adam')\n"
+        "print(builder.load() is not None)\n"
+        "print(opkiln.explain('cpu_adam'))\n"
+    )
+    path = os.pathsep.join([str(installed), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True,
+        env=variables(OPKILN_CACHE_DIR=str(tmp_path / "store"), OPKILN_JIT="off",
+                      OPKILN_FALLBACK="error", PYTHONPATH=path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("True\n")
+    assert str(installed / HOME / "opkiln_ops") in done.stdout
+
+
+def test_the_sbom_tells_of_the_compilers_that_built_and_what_they_linked(
+    wheel: Path, shipped: Path
+) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        name = "opkiln_ops-0.1.0.dist-info/sboms/opkiln.cdx.json"
+        found = json.loads(archive.read(name))
+        digests = {each["hashes"][0]["content"] for each in found["components"] if "hashes" in each}
+        libraries = [name for name in archive.namelist() if name.endswith(".so")]
+        assert {each["bom-ref"] for each in found["components"]} >= set(libraries)
+    assert digests == {sha256_file(each.payload) for each in contents.entries(str(shipped))}
+    names = {each["name"]: each.get("version", "") for each in found["components"]}
+    assert {"cpu_adam", "torch"} <= set(names)
+    assert {"gcc", "clang"} & set(names)
+    if nvcc.available():
+        assert names["nvcc"] == names["cudart_static"] != ""
+
+
+def test_another_build_elsewhere_gives_the_same_wheel(shipped: Path, tmp_path: Path) -> None:
+    wheels = []
+    for number, made in enumerate((shipped, cpu_layer(tmp_path))):
+        alone = tmp_path / f"alone{number}"
+        ops = "v1/ops/opkiln/cpu_adam"
+        shutil.copytree(made / ops, alone / ops)
+        out = tmp_path / f"dist{number}"
+        wheels += write_wheel(str(alone), str(out), name="opkiln-ops", version="0.1.0")
+    first, second = (Path(path) for path in wheels)
+    assert first.name == second.name
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_wheel_of_real_ops_verifies(wheel: Path) -> None:
+    verify_wheel(str(wheel))
+
+
+def test_bundled_ops_keep_to_the_stable_abi(shipped: Path) -> None:
+    torch = torch_sdk.locate()
+    assert torch is not None
+    for each in contents.entries(str(shipped)):
+        found = audit.require(each.payload, each.manifest, f"{torch}/lib/libtorch_cpu.so")
+        assert [finding.level for finding in found] == [audit.NOTE]
+
+
+BREAKS = """
+namespace c10 { struct Allocator; Allocator* GetAllocator(int); }
+extern "C" int PyGILState_Check();
+extern "C" int torch_abi_of_next_year();
+extern "C" void* op() {
+    return PyGILState_Check() + torch_abi_of_next_year() ? c10::GetAllocator(0) : nullptr;
+}
+"""
+
+
+def compiled(directory: Path, source: str, compiler: str) -> str:
+    (directory / "op.cpp").write_text(source)
+    output = str(directory / "op.so")
+    command = [compiler, "-shared", "-fPIC", "-O1", str(directory / "op.cpp"), "-o", output]
+    subprocess.run(command, check=True, capture_output=True)
+    return output
+
+
+def test_a_library_that_breaks_the_promise_is_refused_with_each_symbol(
+    shipped: Path, tmp_path: Path
+) -> None:
+    with override(cache_dir=str(tmp_path / "store")):
+        path = compiled(tmp_path, BREAKS, choice.choose(Store().memory, "cpu").cxx)
+    manifest = contents.entries(str(shipped))[0].manifest
+    torch = torch_sdk.locate()
+    with pytest.raises(BuildError) as raised:
+        audit.require(path, manifest, f"{torch}/lib/libtorch_cpu.so")
+    for name in ("PyGILState_Check", "_ZN3c1012GetAllocatorEi", "torch_abi_of_next_year"):
+        assert name in raised.value.why
+
+
+@pytest.mark.parametrize("name", ["aarch64-linux-gnu-g++", "x86_64-linux-gnu-g++"])
+def test_the_tag_of_a_cross_compiled_library_is_its_machines(name: str, tmp_path: Path) -> None:
+    compiler = shutil.which(name)
+    if compiler is None:
+        pytest.skip(f"no {name}")
+    source = '#include <string>\nextern "C" int op(int n) { return std::to_string(n).size(); }\n'
+    found = platform([elf.read(compiled(tmp_path, source, compiler))])
+    assert found.tag.startswith("manylinux_2_")
+    assert found.tag.endswith("_" + name.partition("-")[0])

@@ -1,0 +1,302 @@
+"""Row 26: a wheel that was changed after it was written is refused, whatever was changed in it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import random
+import zipfile
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from sample.prebuilt import SYSTEM, TORCH, add, linked
+
+from opkiln.errors import LoadError
+from opkiln.ship import wheel_zip
+from opkiln.ship.wheel import write_wheel
+from opkiln.ship.wheel_check import verify_wheel
+from opkiln.store.entry import parse_manifest, write_manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CHANCE = random.Random(26)
+COUNTS = [50, pytest.param(2000, marks=pytest.mark.full)]
+INFO = "demo_ops-1.0.dist-info"
+
+Files = dict[str, bytes]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of three ops, with libraries that get smaller, and with some that do not."""
+    base = tmp_path_factory.mktemp("wheel")
+    for seed, op in enumerate(("alpha", "beta", "gamma")):
+        content = random.Random(seed).randbytes(4000) + bytes(6000)
+        add(base / "layer", op, linked(*SYSTEM, *TORCH, content=content))
+    (path,) = write_wheel(str(base / "layer"), str(base), name="demo-ops", version="1.0")
+    verify_wheel(path)
+    return Path(path)
+
+
+def unpacked(path: Path) -> Files:
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def packed(path: Path, files: Files) -> None:
+    """Write an archive of these files just as opkiln writes its own."""
+    with path.open("wb") as out:
+        archive = wheel_zip.Writer(out)
+        for name, data in files.items():
+            archive.add(name, [data])
+        archive.close()
+
+
+def recorded(files: Files) -> Files:
+    """The same files with a RECORD that fits them."""
+    lines = []
+    for name, data in files.items():
+        if name != f"{INFO}/RECORD":
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            lines.append(f"{name},sha256={digest},{len(data)}\n")
+    lines.append(f"{INFO}/RECORD,,\n")
+    return {**files, f"{INFO}/RECORD": "".join(lines).encode()}
+
+
+def pick(files: Files, ending: str = "", count: int = 1) -> list[str]:
+    return CHANCE.sample([name for name in files if name.endswith(ending)], count)
+
+
+# What may happen to a wheel. Each changes the file, and gives the name in it that is to be told of
+# where there is just one, "" where the archive itself is what is not whole.
+
+
+def flip_a_byte(path: Path) -> str:
+    data = bytearray(path.read_bytes())
+    data[CHANCE.randrange(len(data))] ^= CHANCE.randrange(1, 256)
+    path.write_bytes(data)
+    return ""
+
+
+def cut(path: Path) -> str:
+    data = path.read_bytes()
+    path.write_bytes(data[: CHANCE.randrange(len(data))])
+    return ""
+
+
+def append_bytes(path: Path) -> str:
+    path.write_bytes(path.read_bytes() + CHANCE.randbytes(CHANCE.randrange(1, 40)))
+    return ""
+
+
+def prepend_bytes(path: Path) -> str:
+    path.write_bytes(CHANCE.randbytes(CHANCE.randrange(1, 40)) + path.read_bytes())
+    return ""
+
+
+def add_a_file(path: Path) -> str:
+    name = CHANCE.choice(["opkiln_prebuilt/demo_ops/evil.so", "evil.pth", f"{INFO}/evil"])
+    packed(path, {name: CHANCE.randbytes(50), **unpacked(path)})
+    return name
+
+
+def add_a_file_as_anybody_would(path: Path) -> str:
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("sitecustomize.py", "import evil")
+    return "sitecustomize.py"
+
+
+def add_a_file_and_record_it(path: Path) -> str:
+    """Into an entry of the store, where nobody would miss it."""
+    files = unpacked(path)
+    (payload,) = pick(files, ".so")
+    name = payload.removesuffix(".so") + "2.so"
+    packed(path, recorded({name: b"evil", **files}))
+    return name
+
+
+def remove_a_file(path: Path) -> str:
+    files = unpacked(path)
+    (name,) = pick(files)
+    packed(path, {each: data for each, data in files.items() if each != name})
+    return name
+
+
+def rename_a_file(path: Path) -> str:
+    files = unpacked(path)
+    (name,) = pick(files)
+    packed(path, {each + ("x" if each == name else ""): data for each, data in files.items()})
+    return name
+
+
+def move_an_entry_and_record_it(path: Path) -> str:
+    """An op's entry under another op's name."""
+    files = unpacked(path)
+    moved = {name.replace("/demo/alpha/", "/demo/delta/"): data for name, data in files.items()}
+    packed(path, recorded(moved))
+    return next(name for name in moved if "/delta/" in name and name.endswith("manifest.json"))
+
+
+def swap_payloads(path: Path) -> str:
+    files = unpacked(path)
+    one, other = pick(files, ".so", 2)
+    packed(path, {**files, one: files[other], other: files[one]})
+    return min(one, other)
+
+
+def swap_payloads_and_record_it(path: Path) -> str:
+    files = unpacked(path)
+    one, other = pick(files, ".so", 2)
+    packed(path, recorded({**files, one: files[other], other: files[one]}))
+    return min(one, other)
+
+
+def change_a_payload_and_record_it(path: Path) -> str:
+    files = unpacked(path)
+    (name,) = pick(files, ".so")
+    data = bytearray(files[name])
+    data[CHANCE.randrange(len(data))] ^= CHANCE.randrange(1, 256)
+    packed(path, recorded({**files, name: bytes(data)}))
+    return name
+
+
+def change_a_manifest_and_record_it(path: Path) -> str:
+    files = unpacked(path)
+    (name,) = pick(files, "manifest.json")
+    data = bytearray(files[name].rstrip(b"\n"))
+    data[CHANCE.randrange(len(data) - 1)] ^= CHANCE.randrange(1, 256)
+    packed(path, recorded({**files, name: bytes(data)}))
+    return name.removesuffix("/manifest.json")
+
+
+def change_what_a_manifest_was_made_of(path: Path) -> str:
+    """With its own digest made to fit, and RECORD's: the entry's name no longer does."""
+    files = unpacked(path)
+    (name,) = pick(files, "manifest.json")
+    manifest = parse_manifest(files[name])
+    manifest["deps"]["own"][0][2] = CHANCE.randbytes(32).hex()
+    packed(path, recorded({**files, name: write_manifest(manifest)}))
+    return name
+
+
+CHANGES: list[Callable[[Path], str]] = [
+    flip_a_byte, cut, append_bytes, prepend_bytes, add_a_file, add_a_file_as_anybody_would,
+    add_a_file_and_record_it, remove_a_file, rename_a_file, move_an_entry_and_record_it,
+    swap_payloads, swap_payloads_and_record_it, change_a_payload_and_record_it,
+    change_a_manifest_and_record_it, change_what_a_manifest_was_made_of, flip_a_byte, flip_a_byte,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_no_changed_wheel_is_taken_and_the_file_and_the_digest_are_named(
+    whole: Path, count: int, tmp_path: Path
+) -> None:
+    good = whole.read_bytes()
+    refused = 0
+    for change in itertools.islice(itertools.cycle(CHANGES), count):
+        path = tmp_path / whole.name
+        path.write_bytes(good)
+        name = change(path)
+        assert path.read_bytes() != good
+        with pytest.raises(LoadError) as raised:
+            verify_wheel(str(path))
+        said = str(raised.value)
+        assert raised.value.what.startswith(f"{path} is refused: "), change.__name__
+        assert name in said, change.__name__
+        assert hashlib.sha256(path.read_bytes()).hexdigest() in said
+        refused += 1
+    assert refused == count
+    path.write_bytes(good)
+    verify_wheel(str(path))
+
+
+def test_a_flipped_byte_of_a_file_is_told_with_the_digests_that_are_expected_and_found(
+    whole: Path, tmp_path: Path
+) -> None:
+    files = unpacked(whole)
+    (name,) = pick(files, "beta.so")
+    changed = files[name][:-1] + bytes([files[name][-1] ^ 1])
+    packed(tmp_path / whole.name, {**files, name: changed})
+    with pytest.raises(LoadError) as raised:
+        verify_wheel(str(tmp_path / whole.name))
+    expected, found = (hashlib.sha256(data).hexdigest() for data in (files[name], changed))
+    assert f"{name} has the SHA-256 {found}, and RECORD says {expected}" in raised.value.what
+
+
+def test_a_wheel_under_another_name_is_refused(whole: Path, tmp_path: Path) -> None:
+    for name in ("demo_ops-1.0-py3-none-any.whl", "other-1.0-py3-none-manylinux_2_17_x86_64.whl"):
+        (tmp_path / name).write_bytes(whole.read_bytes())
+        with pytest.raises(LoadError, match=r"is refused: it(s name|) (is|has)"):
+            verify_wheel(str(tmp_path / name))
+
+
+def test_a_byte_flipped_anywhere_around_the_files_is_seen(whole: Path, tmp_path: Path) -> None:
+    """In every header, the whole directory and the end: what RECORD does not reach."""
+    good = whole.read_bytes()
+    path = tmp_path / whole.name
+    with zipfile.ZipFile(whole) as archive:
+        listed = archive.infolist()
+        places = list(range(archive.start_dir, len(good)))
+    for each in listed:
+        header = 30 + len(each.filename)
+        places += range(each.header_offset, each.header_offset + header)
+        places.append(each.header_offset + header + each.compress_size - 1)
+    for place in CHANCE.sample(places, 400):
+        data = bytearray(good)
+        data[place] ^= 1 << CHANCE.randrange(8)
+        path.write_bytes(data)
+        with pytest.raises(LoadError):
+            verify_wheel(str(path))
+
+
+def test_bits_behind_the_end_of_what_was_deflated_are_seen(whole: Path, tmp_path: Path) -> None:
+    """No reader of zip files looks at them, and nothing that is unpacked differs."""
+    good = whole.read_bytes()
+    path = tmp_path / whole.name
+    hidden = 0
+    with zipfile.ZipFile(whole) as archive:
+        listed = archive.infolist()
+    for each, bit in itertools.product(listed, range(8)):
+        data = bytearray(good)
+        data[each.header_offset + 30 + len(each.filename) + each.compress_size - 1] ^= 1 << bit
+        path.write_bytes(data)
+        try:
+            hidden += unpacked(path) == unpacked(whole)
+        except (zipfile.BadZipFile, zlib.error):
+            pass
+        with pytest.raises(LoadError):
+            verify_wheel(str(path))
+    assert hidden  # there are such bits
+
+
+def test_a_packages_own_wheel_is_checked_by_its_record_and_its_entries(
+    whole: Path, tmp_path: Path
+) -> None:
+    """One that another tool wrote has times and modes of its own, and is no less checked."""
+    files = unpacked(whole)
+    files[f"{INFO}/WHEEL"] = files[f"{INFO}/WHEEL"].replace(b"opkiln ", b"setuptools ")
+    path = tmp_path / whole.name
+
+    def written(changed: Files) -> None:
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, data in recorded(changed).items():
+                archive.writestr(name, data)
+
+    written(files)
+    verify_wheel(str(path))
+    one, other = pick(files, ".so", 2)
+    written({**files, one: files[other]})
+    with pytest.raises(LoadError, match=one):
+        verify_wheel(str(path))
+
+
+def test_what_cannot_be_read_is_a_load_error(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="cannot be read"):
+        verify_wheel(str(tmp_path / "absent-1.0-py3-none-any.whl"))
+    (tmp_path / "empty-1.0-py3-none-any.whl").write_bytes(b"")
+    with pytest.raises(LoadError, match="no whole zip archive"):
+        verify_wheel(str(tmp_path / "empty-1.0-py3-none-any.whl"))
