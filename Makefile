@@ -2,17 +2,20 @@
 #   make demo    trains a small model with a JIT-built operator, cold and then warm
 #   make test    lint, types, import contracts, all tests
 #   make test-sycl   the SYCL example on Intel's runtime compiler (installs 1.6 GB beside .venv)
+#   make test-torches   one wheel of ops on several torches (installs them, gigabytes)
+#   make test-aarch64   kernels and ops for aarch64 (apt-get install g++-aarch64-linux-gnu qemu-user)
 #   make bench   side by side with the peers (installs them into an environment of their own)
 
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   ?= .venv
 PYTEST ?=
+TORCHES ?= 2.10.0 2.14.1
 
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
 
-.PHONY: all setup demo test lint unit test-full test-sycl bench docs clean
+.PHONY: all setup demo test lint unit test-full test-sycl test-torches test-aarch64 bench docs clean
 
 all: test
 
@@ -47,6 +50,12 @@ test-full: lint
 test-sycl:
 	$(PYTHON) tests/sycl/run.py --torch "$(TORCH)" $(PYTEST)
 
+test-torches: $(STAMP)
+	$(RUN) tests/torches/run.py $(TORCHES)
+
+test-aarch64: $(STAMP)
+	$(RUN) -m pytest -rs tests/build/test_aarch64.py tests/ops/test_vec.py $(PYTEST)
+
 bench:
 	$(PYTHON) bench/setup.py
 	.bench-venv/bin/python bench/run.py
@@ -55,4 +64,4 @@ docs: $(STAMP)
 	$(RUN) -c "from opkiln.report.settings_page import markdown; open('docs/settings.md', 'w').write(markdown())"
 
 clean:
-	rm -rf $(VENV) .bench-venv .sycl-venv build dist src/*.egg-info
+	rm -rf $(VENV) .bench-venv .sycl-venv .torch-*-venv build dist src/*.egg-info

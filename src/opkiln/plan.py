@@ -12,8 +12,13 @@ from typing import NamedTuple
 
 from opkiln.errors import SpecError
 from opkiln.model import (
+    ABI_NONE,
+    ABI_TORCH,
+    CPU,
     CUDA,
+    EXECUTABLE,
     PACKAGE,
+    PYTHON,
     ROCM,
     XPU,
     Anchored,
@@ -96,11 +101,31 @@ def make(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
     _check_device_flags(
         target.backend, spec.name, users.get("cudaflags", ()), _variables("cudaflags")
     )
+    if toolchain.cross:
+        _check_cross(spec, target)
     compiles = tuple(_compile(spec, target, toolchain, users, source) for source in spec.sources)
     objects = tuple(step.output for step in compiles)
     last = link.link_step(spec, target, toolchain, users, objects)
     environment = _ENVIRONMENTS.get(target.backend, _ENVIRONMENT)
-    return Plan(spec, target, toolchain, (*compiles, last), environment, last.output)
+    steps = (*compiles, *link.stub_steps(spec, toolchain), last)
+    return Plan(spec, target, toolchain, steps, environment, last.output)
+
+
+def _check_cross(spec: OpSpec, target: Target) -> None:
+    """Refuse what needs more of the other machine than a compiler for it. Raises SpecError."""
+    if target.backend != CPU:
+        needs = f"a {target.backend} toolkit"
+    elif spec.abi == ABI_TORCH or spec.kind == PYTHON:
+        needs = "torch's and Python's own headers and libraries"
+    elif spec.kind == EXECUTABLE and spec.abi != ABI_NONE:
+        needs = "torch's libraries"
+    else:
+        return
+    raise SpecError(
+        f"op {spec.name} cannot be built for {target.machine} here",
+        why=f"it needs {needs} of that machine",
+        hint=f"opkiln build {spec.name}    # on {target.machine}",
+    )
 
 
 def _compile(
@@ -172,7 +197,7 @@ def author_flags(plan: Plan, module: str) -> Flags:
     below a path that nvcc's shell would interpret: there is no link to show them through.
     """
     places = anchors(plan, "")
-    *compiles, last = plan.steps
+    compiles, last = [step for step in plan.steps if step.kind == "compile"], plan.steps[-1]
     if any(step.plain_paths for step in compiles):
         for path in (plan.spec.root, *plan.spec.include_dirs):
             if any(char in path for char in '$`"\\'):

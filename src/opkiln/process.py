@@ -108,6 +108,25 @@ def capture(
     return Captured(ended.returncode, ended.streams[0], ended.streams[1])
 
 
+def attend(argv: Sequence[str], *, env: Mapping[str, str]) -> int:
+    """Run a program of the user's in the foreground, with our standard streams, to its end.
+
+    Returns its exit status, negative for the signal that ended it. Raises ToolchainError when it
+    cannot be started. An interrupt of the terminal reaches it as it reaches us, and is raised here
+    once it has ended.
+    """
+    try:
+        with _starting:
+            child = subprocess.Popen(list(argv), env=dict(env))
+    except (OSError, ValueError) as error:
+        raise _not_started(argv, None, error) from None
+    try:
+        return child.wait()
+    except KeyboardInterrupt:
+        child.wait()
+        raise
+
+
 def register_scratch(path: str) -> None:
     """Have the watchdog remove this directory should this process die before it is released."""
     _guard.register(os.fsencode(os.path.abspath(path)))

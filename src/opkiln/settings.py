@@ -103,6 +103,10 @@ def _switch(text: str) -> bool:
     raise ValueError("expected 1 or 0, on or off")
 
 
+def _jit(text: str) -> bool | str:
+    return "needed" if text.lower() == "needed" else _switch(text)
+
+
 def _positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise ValueError("expected a whole number of at least 1")
@@ -201,8 +205,9 @@ class Settings:
         "`off` passes over the libraries that packages were installed with.",
     )  # fmt: skip
     jit = Setting(
-        "OPKILN_JIT", _switch, True,
-        "`off`: never compile. What is not cached or installed falls back or fails.", shown="on",
+        "OPKILN_JIT", _jit, True,
+        "`off`: never compile. What is not cached or installed falls back or fails. `needed`: "
+        "compile only what has nothing to fall back to.", shown="on",
     )  # fmt: skip
     fallback = Setting(
         "OPKILN_FALLBACK", _choice("warn", "silent", "error"), "warn",
@@ -212,6 +217,11 @@ class Settings:
     seal = Setting(
         "OPKILN_SEAL", _choice("off", "warn", "error"), "off",
         "`warn` or `error`: as `opkiln.seal(…)`, from the start. `off`: not sealed.",
+    )  # fmt: skip
+    record = Setting(
+        "OPKILN_RECORD", str, None,
+        "A file to which each process appends the ops that it loads, for "
+        "`opkiln build --recorded FILE`.", shown="none",
     )  # fmt: skip
     build_ops = Setting(
         "OPKILN_BUILD_OPS", _switch, False,
@@ -255,6 +265,11 @@ class Settings:
         "torch's package directory, for builds by a Python that has no torch of its own, such as "
         "that of an isolated build environment.",
         shown="the torch that is imported",
+    )  # fmt: skip
+    cxx_aarch64 = Setting(
+        "OPKILN_CXX_AARCH64", str, None,
+        "The C++ compiler for aarch64 on another machine (`--target cpu:armv8-a`), a name on PATH "
+        "or a path.", shown="`aarch64-linux-gnu-g++`",
     )  # fmt: skip
     launcher = Setting(
         "OPKILN_LAUNCHER", str, None,
@@ -452,8 +467,8 @@ settings = Settings()
 # What bears on how, where and whether a build runs, but not on which binary is the right one.
 _INDIFFERENT = frozenset((
     "progress", "trace", "no_color", "rank", "max_jobs", "memory", "build_timeout", "tmpdir",
-    "runtime_dir", "cache_max_size", "jit", "fallback", "seal", "build_ops", "build_targets",
-    "build_string", "nvcc_threads",
+    "runtime_dir", "cache_max_size", "record", "jit", "fallback", "seal", "build_ops",
+    "build_targets", "build_string", "nvcc_threads",
     "cuda_visible_devices", "cuda_device_order", "rocr_visible_devices", "hip_visible_devices",
     "accelerator",  # which of an op's backends serves is in its spec
 ))  # fmt: skip
@@ -570,7 +585,7 @@ def fingerprint() -> tuple[str | None, ...] | None:
 
 _PROGRAMS = (
     "OPKILN_CXX", "CXX", "OPKILN_LAUNCHER", "OPKILN_CCBIN", "NVCC_CCBIN", "CUDAHOSTCXX",
-    "OPKILN_SYCL_CXX",
+    "OPKILN_SYCL_CXX", "OPKILN_CXX_AARCH64",
 )  # fmt: skip
 _HOMES = (
     "OPKILN_CUDA_HOME", "CUDA_HOME", "CUDA_PATH", "OPKILN_ROCM_HOME", "ROCM_HOME", "ROCM_PATH",

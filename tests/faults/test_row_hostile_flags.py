@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from loaders import Loader, returning, write
-from tracing import calls, strace
+from sample.tracing import calls, strace
 
 from opkiln.errors import SpecError
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from loaders import Loader, leaves, returning, shim, write
-from tracing import calls, strace
+from sample.tracing import calls, strace
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -41,6 +41,7 @@ class OpBuilder:
     NAMESPACE = ""  # of the op's functions; the distribution's name when empty
     DISTRIBUTION = ""  # the owning package; the top-level package of the class when empty
     BACKENDS: tuple[str, ...] = (CPU,)  # what the op has sources for, the preferred one first
+    _translated: OpSpec | None = None  # what hipify_extension() made, for builder()
 
     def __init__(
         self, name: str | None = None, *, backend: str | None = None, archs: str | None = None
@@ -241,10 +242,10 @@ class OpBuilder:
         return bool(settings.build_ops) if chosen is None else chosen
 
     def builder(self) -> Any:
-        """A ``setuptools.Extension`` that compiles and links with the plan's flags.
+        """A ``setuptools.Extension`` for ``opkiln.ship.setuptools.BuildExtension``.
 
-        One with device code is for torch's ``BuildExtension``, which adds no architectures of its
-        own to those that are in the flags.
+        It has the plan's flags, so other commands compile and link it, too; with device code,
+        torch's ``BuildExtension``, which adds no architectures of its own to those in the flags.
         """
         from opkiln import plan as plans
         from opkiln.loading.archs import nothing_asked
@@ -261,20 +262,30 @@ class OpBuilder:
         op = self.op()
         if not op.asked and nothing_asked(op.spec.backend):
             op = op._replace(asked="all")
-        spec = op.spec
-        plan = make_plan(spec, *chosen(op, Store()))
+        target, tools = chosen(op, Store())
+        spec = self._translated or op.spec
+        plan = make_plan(spec, target, tools)
         name = self.absolute_name()
         flags = plans.author_flags(plan, name.rpartition(".")[2])
         # torch's BuildExtension takes flags by compiler; setuptools' own takes a list.
         family = "sycl" if spec.backend == XPU else "nvcc"
         compiling = {"cxx": flags.cxx, family: flags.device} if plan.toolchain.device else flags.cxx
-        return Extension(
+        extension = Extension(
             name=name,
             sources=[os.path.join(spec.root, source) for source in spec.sources],
             extra_compile_args=compiling,
             extra_link_args=flags.link,
             language="c++",
         )
+        extension.opkiln = self  # by which opkiln.ship.setuptools knows it
+        return extension
+
+    def hipify_extension(self, directory: str = os.path.join("build", "hip")) -> list[str]:  # noqa: ARG002 (what it is for, ROCm's builders say)
+        """Translate CUDA sources to HIP for ``builder()``; the files that it made.
+
+        None where the op is not built for ROCm. Authors' setup scripts call it for every op.
+        """
+        return []
 
     # What authors ask the machine
 
@@ -307,11 +318,10 @@ class OpBuilder:
         return False
 
     def _cpu_flags(self) -> tuple[str, ...]:
-        from opkiln import machine
         from opkiln.arch import cpu
-        from opkiln.loading.resolve import target_cpu
+        from opkiln.loading.resolve import target_cpu, target_machine
 
-        family = machine.architecture()
+        family = target_machine()
         return cpu.flags(target_cpu(), family, frozenset(cpu.probes(family)))
 
     def cpu_arch(self) -> str:
@@ -320,12 +330,11 @@ class OpBuilder:
 
     def simd_width(self) -> str:
         """A macro for the target's vector unit: ``-D__AVX512__``, ``-D__AVX256__``, else scalar."""
-        from opkiln import machine
         from opkiln.arch import cpu
-        from opkiln.loading.resolve import target_cpu
+        from opkiln.loading.resolve import target_cpu, target_machine
 
         widths = {"avx512": "-D__AVX512__", "avx2": "-D__AVX256__"}
-        return widths.get(cpu.simd(machine.architecture(), target_cpu()), "-D__SCALAR__")
+        return widths.get(cpu.simd(target_machine(), target_cpu()), "-D__SCALAR__")
 
     def warning(self, message: str) -> None:
         """Keep a remark, such as what a filter left out, in ``remarks``: it decides nothing."""

@@ -6,6 +6,7 @@ serves. One library holds one backend.
 
 from __future__ import annotations
 
+import os
 from functools import cached_property
 
 from opkiln.builder.base import OpBuilder
@@ -123,6 +124,37 @@ class CUDAOpBuilder(OpBuilder):
             vectorize=False,
             libraries=tuple(name for name in spec.libraries if name not in runtimes),
         )
+
+    def hipify_extension(self, directory: str = os.path.join("build", "hip")) -> list[str]:
+        """For ROCm: translate the sources into a copy below ``directory``, which ``builder()`` then
+        compiles; the copies of the sources. The author's own files stay as they are.
+
+        Loading needs no call: a build translates what it compiles, in its own directory.
+        Raises SpecError, ToolchainError where torch's hipify cannot be used, OSError.
+        """
+        if self.backend != ROCM:
+            return []
+        import shutil
+
+        from opkiln.toolchain import hipify, torch_sdk
+
+        sdk, spec = torch_sdk.find(), self.spec()
+        if sdk is None:
+            raise ToolchainError(
+                f"op {self.name} cannot be translated to HIP",
+                why="torch's hipify does that, and torch is not installed",
+                hint="pip install torch",
+            )
+        place = os.path.abspath(os.path.join(directory, self.name))
+        shutil.rmtree(place, ignore_errors=True)  # of a call before; the sources may be others
+        os.makedirs(place)
+        staged = hipify.stage(spec, sdk, place)
+        self._translated = spec._replace(
+            root=staged.root,
+            sources=tuple(staged.sources.values()),
+            include_dirs=tuple(staged.include_dirs.values()),
+        )
+        return [os.path.join(staged.root, source) for source in staged.sources.values()]
 
     def _device_args(self) -> tuple[str, ...]:
         given = self.strip_empty_entries(self.nvcc_args())

@@ -7,16 +7,20 @@ import time
 
 import click
 
-from opkiln.cli import output
+from opkiln.cli import bundles, output, recording
 from opkiln.cli.op_name import complete
 from opkiln.errors import StoreError
 from opkiln.report.layout import age, columns, size
 from opkiln.settings import parse_size, settings
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.store.inventory import Fault
+
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-def _root() -> str:
+def writable_root() -> str:
     """The layer that is written to. Raises StoreError where there is none."""
     from opkiln.store.layers import Store
 
@@ -36,16 +40,21 @@ def _entries(number: int) -> str:
 
 @click.group("cache")
 def command() -> None:
-    """Look at the store, check it, and make it smaller.
+    """Look at the store, check it, make it smaller, and carry entries to other machines.
 
     All of it can be rebuilt, and everything may be removed while other processes use it.
     """
 
 
+command.add_command(bundles.export)
+command.add_command(bundles.import_)
+command.add_command(recording.record)
+
+
 @command.command("path")
 def path() -> None:
     """Print the store's directory."""
-    output.data(os.path.dirname(_root()))
+    output.data(os.path.dirname(writable_root()))
 
 
 @command.command("list", short_help="List the entries.")
@@ -55,7 +64,7 @@ def list_(objects: bool, as_json: bool) -> None:
     """List the entries: op, target CPU, compiler, size, time since the last use, path."""
     from opkiln.store import inventory
 
-    found = [(each, inventory.details(each)) for each in inventory.entries(_root())]
+    found = [(each, inventory.details(each)) for each in inventory.entries(writable_root())]
     found = [pair for pair in found if objects or pair[0].kind == inventory.OP]
     if as_json:
         rows = [
@@ -82,7 +91,7 @@ def size_(as_json: bool) -> None:
     """Print how much room the store takes."""
     from opkiln.store import inventory
 
-    found = inventory.sizes(_root())
+    found = inventory.sizes(writable_root())
     if as_json:
         output.data_json({"schema": 1, **found._asdict(), "total_bytes": found.total})
         return
@@ -110,6 +119,11 @@ def verify(remove: bool, as_json: bool) -> int:
     store = Store()
     total, faults, removed = 0, [], []
     for layer in store.location.layers:
+        if layer.bundle:
+            found_in, fault = _check_bundle(layer.root)
+            total += found_in
+            faults += [fault] if fault else []
+            continue
         for found, fault in inventory.verify(layer.root, listed=layer.listed):
             total += 1
             if fault is None:
@@ -131,6 +145,17 @@ def verify(remove: bool, as_json: bool) -> int:
         if len(damaged) > len(removed):
             output.say("hint: opkiln cache verify --remove")
     return StoreError.exit_code if damaged else 0
+
+
+def _check_bundle(path: str) -> tuple[int, Fault | None]:
+    """(entries in a bundle, what is wrong with it)."""
+    from opkiln.ship.bundle import read_bundle
+    from opkiln.store.inventory import Fault
+
+    try:
+        return len(read_bundle(path)), None
+    except StoreError as error:
+        return 0, Fault(path, error.what.removeprefix(f"{path} is "), True)
 
 
 def _size(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
@@ -159,7 +184,7 @@ def gc_(max_size: int | None, now: bool, as_json: bool) -> None:
     from opkiln.store import gc
 
     limit = settings.cache_max_size if max_size is None else max_size
-    done = gc.collect(_root(), limit, now=now)
+    done = gc.collect(writable_root(), limit, now=now)
     if as_json:
         removed = [each._asdict() for each in done.removed]
         output.data_json({"schema": 1, **done._asdict(), "removed": removed, "freed": done.freed})
@@ -186,7 +211,7 @@ def clear(op: str | None, yes: bool, as_json: bool) -> None:
     """Remove everything, or all of one op. Processes that have it loaded keep what they have."""
     from opkiln.store import gc
 
-    root = _root()
+    root = writable_root()
     if not yes:
         what = "everything" if op is None else f"op {op}"
         click.confirm(f"Remove {what} from {os.path.dirname(root)}?", abort=True, err=True)

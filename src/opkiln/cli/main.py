@@ -15,7 +15,8 @@ from opkiln.errors import OpkilnError, StoreError
 
 # A command's module is imported when it runs, or when --help needs its first line.
 _COMMANDS = (
-    "build", "plan", "explain", "arch", "check", "report", "doctor", "cache", "demo", "completion",
+    "build", "plan", "explain", "arch", "check", "report", "doctor", "cache", "new", "demo",
+    "completion",
 )  # fmt: skip
 
 

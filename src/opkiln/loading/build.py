@@ -228,7 +228,7 @@ class _Build:
             schedule.Task(
                 name=step.output,
                 op=self._plan.spec.name,
-                label=step.output if step.kind == "stub" else events.LINK,
+                label=events.LINK,
                 argv=plans.argv(step, places),
                 cwd=stage,
                 env=dict(self._plan.environment),

@@ -13,9 +13,10 @@ import os
 import sys
 
 from opkiln import machine
-from opkiln.model import ABI_NONE, ABI_STABLE, CPU, CUDA, LIBRARY, STABLE_TAG
+from opkiln.model import ABI_NONE, ABI_STABLE, CPU, CUDA, LIBRARY, ROCM, STABLE_TAG
 from opkiln.record import Record
 from opkiln.settings import origin_of, settings
+from opkiln.store import key
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from opkiln.loading.loader import Op
 
-_WAYS = ("exact", "binary", "generic", "ptx")
 _RTLD_NOLOAD = 4  # glibc's; the os module has it under no name before Python 3.13
 _FLAGS = ("cppflags", "cxxflags", "ldflags", "cudaflags")
 
@@ -36,16 +36,38 @@ class Fit(Record):
     rank: tuple[int, ...] = ()
 
 
-def judge(op: Op, manifest: Mapping[str, Any], spec_key: str, *, listed: bool) -> Fit:
-    """Hold a manifest against the op as it is declared and the machine as it is.
+class Wanted(Record):
+    """What every library of an op is held against."""
+
+    spec_key: str
+    flags: tuple[tuple[str, tuple[str, ...], str], ...]  # name, value, the variable that asks
+    cpu: frozenset[str]  # this CPU's features, by the kernel's names
+
+
+def wanted(op: Op, *, listed: bool) -> Wanted:
+    """The op as it is declared, the flags that were asked for, and this CPU.
 
     ``listed``: in a layer that the user named, where flags of the environment count as they do for
     the user's own store; what a package was shipped with has the flags of whoever shipped it.
+    """
+    flags = []
+    for name in _FLAGS if op.spec.backend != CPU else _FLAGS[:-1]:
+        value, origin = origin_of(name)
+        if listed or origin.startswith("OPKILN_"):
+            variable = origin if origin.isupper() else name.upper()
+            flags.append((name, tuple(value or ()), variable))
+    have = frozenset(machine.cpu_flags().split())
+    return Wanted(key.spec_key(op.spec), tuple(flags), have)
+
+
+def judge(op: Op, manifest: Mapping[str, Any], asked: Wanted) -> Fit:
+    """Hold a manifest against the op as it is declared and the machine as it is.
+
     ``lacking`` has the rest, which takes longer and is asked of the best alone. Raises KeyError,
     TypeError and ValueError for a manifest that is none.
     """
     target = manifest["target"]
-    if manifest["spec"] != spec_key:
+    if manifest["spec"] != asked.spec_key:
         return Fit("it was built from another declaration of this op")
     if (target["system"], target["machine"]) != (machine.system(), machine.architecture()):
         return Fit(f"it is for {target['system']} on {target['machine']}")
@@ -53,22 +75,17 @@ def judge(op: Op, manifest: Mapping[str, Any], spec_key: str, *, listed: bool) -
         return Fit("OPKILN_DEBUG is set, and it was built without" if settings.debug else
                    "it was built for debugging")  # fmt: skip
     return (
-        _other_flags(target, listed)
+        _other_flags(target, asked)
         or _other_abi(op, target["abi_tag"])
-        or _lacking_cpu(op, manifest)
+        or _lacking_cpu(op, manifest, asked)
         or _on_device(op, manifest)
     )
 
 
-def _other_flags(target: Mapping[str, Any], listed: bool) -> Fit | None:
+def _other_flags(target: Mapping[str, Any], asked: Wanted) -> Fit | None:
     built = {name: tuple(value) for name, value in target["flags"]}
-    for name in _FLAGS:
-        if name == "cudaflags" and target["backend"] == CPU:
-            continue
-        value, origin = origin_of(name)
-        counts = listed or origin.startswith("OPKILN_")
-        if counts and tuple(value or ()) != built.get(name, ()):
-            variable = origin if origin.isupper() else name.upper()
+    for name, value, variable in asked.flags:
+        if value != built.get(name, ()):
             return Fit(f"it was built with other flags than {variable} asks for")
     return None
 
@@ -98,10 +115,10 @@ def _without_runtime(tag: str) -> str:
 _RUNTIMES = ("cuda", "rocm")
 
 
-def _lacking_cpu(op: Op, manifest: Mapping[str, Any]) -> Fit | None:
-    lacks = set(manifest["needs"]["cpu"]).difference(machine.cpu_flags().split())
-    asked, origin = origin_of("cpu")
-    if not lacks and (asked == "native" or not op.spec.vectorize):
+def _lacking_cpu(op: Op, manifest: Mapping[str, Any], asked: Wanted) -> Fit | None:
+    lacks = set(manifest["needs"]["cpu"]) - asked.cpu
+    named, origin = origin_of("cpu")
+    if not lacks and (named == "native" or not op.spec.vectorize):
         return None
     from opkiln.arch import cpu
 
@@ -110,10 +127,10 @@ def _lacking_cpu(op: Op, manifest: Mapping[str, Any]) -> Fit | None:
         return Fit(f"it needs {', '.join(names)}, which this CPU lacks")
     target = manifest["target"]
     level, features = target["cpu"], tuple(target["cpu_features"])
-    wanted = cpu.parse(asked, machine.architecture(), cpu.features_of(machine.cpu_flags()))
-    if (level, features) == tuple(wanted):
+    other = cpu.parse(named, machine.architecture(), cpu.features_of(machine.cpu_flags()))
+    if (level, features) == tuple(other):
         return None
-    return Fit(f"it is for {cpu.CPU(level, features)}, and {origin} asks for {wanted}")
+    return Fit(f"it is for {cpu.CPU(level, features)}, and {origin} asks for {other}")
 
 
 def lacking(needs: Mapping[str, Any], abi: str) -> str:
@@ -125,19 +142,24 @@ def lacking(needs: Mapping[str, Any], abi: str) -> str:
     import ctypes
     from _ctypes import dlopen, dlsym
 
-    program = ctypes.CDLL(None)
-    dlvsym = getattr(program, "dlvsym", None)  # glibc's; others have no versions
-    if dlvsym is not None:
+    program = ctypes.pythonapi  # the whole program; opening it again would take longer
+    dlvsym = None
+    if hasattr(program, "dlvsym"):  # glibc's; others have no versions
+        dlvsym = program["dlvsym"]  # not the attribute, which is everybody's
         dlvsym.restype, dlvsym.argtypes = ctypes.c_void_p, (ctypes.c_void_p, *[ctypes.c_char_p] * 2)
     handles: dict[str, int] = {}
-    files: list[str] = []
+    files: list[str] = []  # of torch's, which nobody has imported yet
     for soname in needs["sonames"]:
+        if soname.startswith("ld-"):
+            # The dynamic linker is here, and its symbols are found everywhere but by its handle.
+            handles[soname] = program._handle
+            continue
         try:
             handles[soname] = _already(dlopen, soname) or dlopen(soname, os.RTLD_LAZY)
         except OSError:
             # Once torch is imported, what it brings is found by its soname.
             unasked = abi != ABI_NONE and "torch" not in sys.modules
-            found = _with_torch(soname) if unasked else ""
+            found = _brought(soname) if unasked else ""
             if not found:
                 return f"it needs {soname}, which is not here"
             files.append(found)
@@ -150,16 +172,19 @@ def lacking(needs: Mapping[str, Any], abi: str) -> str:
                 return f"it needs {symbol} of {version}, which this {soname} lacks"
         elif not version and not _has(dlsym, anywhere, symbol):
             unknown.append(symbol)
-    if files and abi == ABI_STABLE:  # any other ABI is of one torch, which its tag names
-        unknown = _not_in(files, unknown)
-    elif files:
-        unknown = []
-    if unknown:
-        return f"it needs {unknown[0]}, which {_torch(needs['sonames']) or 'no library here'} lacks"
+    if not unknown or (files and abi != ABI_STABLE):  # of one torch alone, which its tag names
+        return ""
+    from opkiln.loading import torch_files
+
+    if unknown := torch_files.missing(files, unknown):
+        return f"it needs {unknown[0]}, which {torch_files.named(needs['sonames'])} lacks"
     return ""
 
 
-_OF_TORCH = ("libtorch", "libc10")
+def _brought(soname: str) -> str:
+    from opkiln.loading import torch_files
+
+    return torch_files.locate(soname)
 
 
 def _already(dlopen: Any, soname: str) -> int:
@@ -179,74 +204,10 @@ def _has(dlsym: Any, handles: Iterable[int], symbol: str) -> bool:
     return False
 
 
-def _with_torch(soname: str) -> str:
-    """The file of a library that importing torch brings: its own, or of the packages it needs."""
-    from opkiln.toolchain import torch_sdk
-
-    if (sdk := torch_sdk.find()) is None:
-        return ""
-    own = os.path.join(sdk.path, "lib", soname)
-    if os.path.exists(own):
-        return own
-    from glob import glob
-
-    packages = os.path.join(os.path.dirname(sdk.path), "nvidia", "*", "lib", soname)
-    return next(iter(glob(packages)), "")
-
-
-def _not_in(files: Iterable[str], symbols: list[str]) -> list[str]:
-    """The symbols that none of these files has."""
-    from opkiln.binary import exported
-
-    for file in files:
-        symbols = [*exported.missing(file, symbols)]
-    return symbols
-
-
-def _torch(sonames: Iterable[str]) -> str:
-    if not any(soname.startswith(_OF_TORCH) for soname in sonames):
-        return ""
-    from opkiln.toolchain import torch_sdk
-
-    sdk = torch_sdk.find()
-    return "" if sdk is None else f"torch {sdk.version}"
-
-
 def _on_device(op: Op, manifest: Mapping[str, Any]) -> Fit:
     """The rank, or why no device here runs it; libraries without device code fit every machine."""
-    target = manifest["target"]
-    size = len(manifest["needs"]["cpu"])
-    if op.spec.backend not in ("cuda", "rocm"):
-        return Fit("", (0, -size))
-    from opkiln.loading import archs
+    if op.spec.backend not in (CUDA, ROCM):
+        return Fit("", (0, -len(manifest["needs"]["cpu"])))
+    from opkiln.loading import device_fit
 
-    made = ";".join(target["archs"])
-    if not archs.kept(op, tuple(target["archs"])):
-        return Fit(f"it is for {made}, of which the op's filter keeps less")
-    way, device = archs.way_of(op, tuple(target["archs"]), tuple(manifest["needs"]["images"]))
-    if not way:
-        return Fit(f"its code is for {made}, which does not run on {device}")
-    if op.spec.backend == CUDA and (reason := _old_driver(manifest["toolchain"], way)):
-        return Fit(reason)
-    return Fit("", (_WAYS.index(way), len(target["archs"]), -size))
-
-
-def _old_driver(toolchain: Mapping[str, str], way: str) -> str:
-    """The driver must know the runtime in the library; translating PTX takes one as new as it."""
-    from opkiln.accelerator import nvidia
-    from opkiln.loading import archs
-    from opkiln.toolchain import torch_sdk
-
-    made = toolchain.get("nvcc", "")
-    driver = nvidia.devices(archs.memory()).cuda
-    if not driver or not made:
-        return ""
-    here, needs = torch_sdk.release(driver), torch_sdk.release(made)
-    if here[0] < needs[0]:
-        return f"it is built with CUDA {made}, and the driver here takes CUDA up to {driver}"
-    if way == "ptx" and here < needs:
-        return (
-            f"only its PTX fits the GPU, which is of CUDA {made}, and the driver here takes PTX "
-            f"up to CUDA {driver}"
-        )
-    return ""
+    return device_fit.judge(op, manifest)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+from contextlib import contextmanager
 from typing import Any
 
 from opkiln.errors import (
@@ -30,11 +31,11 @@ from opkiln.loading.register import Registration
 from opkiln.loading.trace import Trace
 from opkiln.model import CPU, EXECUTABLE, LIBRARY, Artifact, OpSpec
 from opkiln.record import Record
-from opkiln.settings import settings
+from opkiln.settings import override, settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 class Op(Record):
@@ -49,6 +50,11 @@ class Op(Record):
     def name(self) -> tuple[str, str, str]:
         """What tells it from every other: one library per distribution, op and backend."""
         return self.spec.distribution, self.spec.name, self.spec.backend
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether it can be served where its native version cannot."""
+        return self.registration is not None and self.registration.reference is not None
 
 
 class Loaded(Record):
@@ -89,8 +95,24 @@ def load(op: Op, *, again: bool = False, must_be_native: bool = False) -> Loaded
     with _locks.setdefault(op.name, threading.RLock()):
         known = None if again else _known(op, must_be_native)
         if known is None:
-            known = _loaded[op.name] = _serve(op, must_be_native)
+            if settings.record:
+                from opkiln.loading import recording
+
+                recording.note(settings.record, op)
+            with _sparing(op, must_be_native):
+                known = _loaded[op.name] = _serve(op, must_be_native)
         return known
+
+
+@contextmanager
+def _sparing(op: Op, must_be_native: bool) -> Iterator[None]:
+    """With OPKILN_JIT=needed, an op that has a reference is not compiled."""
+    falls_back = op.has_reference and not must_be_native and settings.fallback != "error"
+    if settings.jit == "needed" and falls_back:
+        with override(jit=None):
+            yield
+    else:
+        yield
 
 
 def _known(op: Op, must_be_native: bool) -> Loaded | None:
@@ -217,9 +239,8 @@ def _fall_back(
 ) -> Loaded:
     if not trace.refusals():
         trace.add("target", "refused", f"{error.what}: {error.why}" if error.why else error.what)
-    has_reference = op.registration is not None and op.registration.reference is not None
-    if must_be_native or not has_reference or settings.fallback == "error":
-        reason = "not allowed here" if has_reference else "the op has no reference"
+    if must_be_native or not op.has_reference or settings.fallback == "error":
+        reason = "not allowed here" if op.has_reference else "the op has no reference"
         trace.add("fallback", "refused", reason)
         raise error
     trace.add("fallback", "taken", "the pure-PyTorch reference serves")

@@ -8,7 +8,16 @@ import sys
 
 from opkiln.binary import elf
 from opkiln.errors import LoadTestError
-from opkiln.model import ABI_NONE, ABI_STABLE, CPU, EXECUTABLE, PYTHON, OpSpec, TorchSDK
+from opkiln.model import (
+    ABI_NONE,
+    ABI_STABLE,
+    CPU,
+    EXECUTABLE,
+    PYTHON,
+    OpSpec,
+    Target,
+    TorchSDK,
+)
 from opkiln.process import run
 
 _DEFINES = "aoti_torch_library_def"  # what m.def() of torch's stable ABI calls
@@ -24,12 +33,8 @@ def check(
     """
     if spec.kind == EXECUTABLE:
         return
-    if spec.registered and _DEFINES in elf.read(path).undefined:
-        raise LoadTestError(
-            f"{spec.name} defines a schema in C++, which SCHEMAS defines in Python",
-            why="the second definition would end the process that loads it",
-            hint="STABLE_TORCH_LIBRARY_IMPL    # in place of STABLE_TORCH_LIBRARY and _FRAGMENT",
-        )
+    if spec.registered:
+        _require_no_schema(spec, elf.read(path))
     interpreter = sys.executable or os.path.join(sys.base_exec_prefix, "bin", "python3")
     libraries = [*_torch_libraries(spec, torch), *after, path]
     done = run((interpreter, "-I", "-S", _PROBE, *libraries), timeout=120, tmpdir=tmpdir)
@@ -45,6 +50,45 @@ def check(
         why=reason,
         hint=f"c++filt {missing}    # then link the library that defines it" if missing else "",
     )
+
+
+def inspect(spec: OpSpec, target: Target, torch: TorchSDK | None, path: str) -> None:
+    """What ``check`` is for a library of another machine, which no process here can load.
+
+    It is for that machine, and torch has what it needs of torch. The torch that is here stands in
+    for that machine's: the symbols of the stable ABI are the same on all. Raises LoadTestError.
+    """
+    found = elf.read(path)
+    if found.machine != target.machine:
+        raise LoadTestError(
+            f"{spec.name} was built for {target.machine}, and is for {found.machine}",
+            why="the compiler makes code for another machine than it says",
+        )
+    if spec.kind == EXECUTABLE:
+        return
+    if spec.registered:
+        _require_no_schema(spec, found)
+    # What the linker found in a library of that machine has a version; what it did not is torch's.
+    elsewhere = {symbol for _, symbol, version in found.symbols if not version}
+    if spec.abi != ABI_NONE and torch is not None:
+        elsewhere -= elf.defined(os.path.join(torch.path, "lib", "libtorch_cpu.so"))
+    if elsewhere:
+        missing = sorted(elsewhere)[0]
+        more = f" and {len(elsewhere) - 1} more" if len(elsewhere) > 1 else ""
+        raise LoadTestError(
+            f"{spec.name} was built but could not be loaded on {target.machine}",
+            why=f"undefined symbol: {missing}{more}",
+            hint=f"c++filt {missing}    # then link the library that defines it",
+        )
+
+
+def _require_no_schema(spec: OpSpec, found: elf.Elf) -> None:
+    if _DEFINES in found.undefined:
+        raise LoadTestError(
+            f"{spec.name} defines a schema in C++, which SCHEMAS defines in Python",
+            why="the second definition would end the process that loads it",
+            hint="STABLE_TORCH_LIBRARY_IMPL    # in place of STABLE_TORCH_LIBRARY and _FRAGMENT",
+        )
 
 
 _DEVICE_LIBRARIES = ("libc10_cuda.so", "libtorch_cuda.so", "libc10_hip.so", "libtorch_hip.so")

@@ -43,10 +43,11 @@ def outlook(op: Op) -> Outlook:
             return Outlook(CACHED, "", decision.subject, trace)
     last = trace.decisions[-1].reason if trace.decisions else ""
     found = "; ".join(trace.refusals()) or last
+    falls_back = op.has_reference and settings.fallback != "error" and not seal.sealed()
     barred = (seal.why_not_compile() or no_compiler(op.spec.backend)) if compiles else ""
+    if compiles and not barred and falls_back and settings.jit == "needed":
+        barred = seal.SPARED
     if compiles and not barred:
         return Outlook(WOULD_COMPILE, found, "", trace)
     reason = barred if compiles else found
-    has_reference = op.registration is not None and op.registration.reference is not None
-    falls_back = has_reference and settings.fallback != "error" and not seal.sealed()
     return Outlook(WOULD_FALL_BACK if falls_back else WOULD_FAIL, reason, "", trace)

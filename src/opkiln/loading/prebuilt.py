@@ -14,7 +14,7 @@ from opkiln.errors import StoreError
 from opkiln.loading import fit, installed
 from opkiln.model import PACKAGE, Artifact
 from opkiln.record import Record
-from opkiln.store import entry, key
+from opkiln.store import entry
 from opkiln.store.recheck import Hasher
 from opkiln.trust import open_to_all
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from typing import Any
 
+    from opkiln.loading.bundled import Bundle
     from opkiln.loading.loader import Op
     from opkiln.loading.trace import Trace
 
@@ -61,39 +62,6 @@ class Directory:
         return found.payload
 
 
-class Bundle:
-    """A layer in one file (``store.archive``)."""
-
-    own = False
-
-    def __init__(self, file: str) -> None:
-        self.root = file
-
-    def leaves(self, op: Op) -> Iterable[str]:
-        """An op's entries. Raises StoreError, OSError, ValueError for a file that is no bundle."""
-        from opkiln.store import archive
-
-        return archive.leaves(self.root, op.spec.distribution, op.spec.name)
-
-    def manifest(self, leaf: str) -> dict[str, Any]:
-        """What an entry says of itself. Raises StoreError, KeyError, ValueError, OSError."""
-        from opkiln.store import archive
-
-        return archive.manifest(leaf)
-
-    def examine(
-        self, leaf: str, places: Mapping[str, str], *, own: bool
-    ) -> entry.Leaf | entry.Refused:
-        """``store.archive.examine``: a good one's library is in memory."""
-        from opkiln.store import archive
-
-        return archive.examine(leaf, places, Hasher(), own=own)
-
-    def subject(self, found: entry.Leaf) -> str:
-        """What the trace calls an entry: its file in memory says nothing."""
-        return found.directory
-
-
 class Fitting(Record):
     """An entry that fits by its manifest, with the place it is in."""
 
@@ -119,7 +87,7 @@ def find(
     for and is none.
     """
     places: list[Directory | Bundle] = [Directory(layer, own=True) for layer in own]
-    places += [Bundle(layer) if os.path.isfile(layer) else Directory(layer) for layer in layers]
+    places += [_bundle(layer) if os.path.isfile(layer) else Directory(layer) for layer in layers]
     fitting = [each for place in places for each in _fitting(op, place, trace, resort)]
     for each in sorted(fitting, key=lambda each: (each.rank, each.leaf)):
         if reason := fit.lacking(each.needs, op.spec.abi):
@@ -142,16 +110,15 @@ def _fitting(op: Op, place: Directory | Bundle, trace: Trace, resort: str) -> It
     except _NO_MANIFEST as error:
         trace.add(resort, "refused", str(error), place.root)
         return
-    declared = ""
+    asked = fit.wanted(op, listed=resort == STORE)
     for leaf in leaves:
-        declared = declared or key.spec_key(op.spec)
         try:
             manifest = place.manifest(leaf)
             if manifest["target"]["backend"] != op.spec.backend:
                 continue
             if place.own and "created" in manifest:
                 continue
-            verdict = fit.judge(op, manifest, declared, listed=resort == STORE)
+            verdict = fit.judge(op, manifest, asked)
             needs = manifest["needs"]
         except FileNotFoundError:
             continue  # removed meanwhile
@@ -163,6 +130,12 @@ def _fitting(op: Op, place: Directory | Bundle, trace: Trace, resort: str) -> It
             trace.add(resort, "refused", verdict.misfit, leaf)
         else:
             yield Fitting(verdict.rank, leaf, needs, place)
+
+
+def _bundle(file: str) -> Bundle:
+    from opkiln.loading.bundled import Bundle
+
+    return Bundle(file)
 
 
 def _fits(target: dict[str, Any]) -> str:

@@ -56,11 +56,16 @@ def features() -> frozenset[str]:
     return cpu.features_of(machine.cpu_flags())
 
 
+def target_machine() -> str:
+    """The machine to build CPU ops for: this one, unless the settings name a CPU of another."""
+    return cpu.machine_of(settings.cpu, machine.architecture())
+
+
 def target_cpu() -> cpu.CPU:
     """The CPU to build for, as the settings have it. Raises ArchError."""
     asked, origin = origin_of("cpu")
     try:
-        return cpu.parse(asked, machine.architecture(), features())
+        return cpu.parse(asked, target_machine(), features())
     except ArchError as error:
         what = f"{origin}={asked!r}: {error.what}" if origin.isupper() else error.what
         hint = f"unset {origin}" if origin.isupper() else error.hint
@@ -74,7 +79,9 @@ def target_of(op: Op, sdk: TorchSDK | None = None) -> Target:
     """
     spec = op.spec
     sdk = sdk or (None if spec.abi == ABI_NONE else torch_sdk.find())
-    architecture = machine.architecture()
+    # Code for a GPU is launched by this machine's CPU, whatever that of other ops is.
+    ours = spec.backend != CPU and not spec.vectorize
+    architecture = machine.architecture() if ours else target_machine()
     if spec.vectorize:
         chosen = target_cpu()
     else:
@@ -129,6 +136,8 @@ def runnable(spec: OpSpec) -> TorchSDK | None:
 
 def lacking(target: Target) -> tuple[str, ...]:
     """The features that this CPU lacks to run what is built for a target."""
+    if target.machine != machine.architecture():
+        return (target.machine,)
     return cpu.lacking(target.cpu, target.cpu_features, features())
 
 
@@ -176,7 +185,8 @@ def find(
     """
     spec = op.spec
     plans.check(spec)  # before its name becomes part of a path
-    toolchain = None if alone else choice.recall(store.memory, spec.backend)
+    foreign = target.machine != machine.architecture()
+    toolchain = None if alone else choice.recall(store.memory, spec.backend, target.machine)
     unknown = False
     if toolchain is not None:
         try:
@@ -184,7 +194,9 @@ def find(
         except ToolchainError as error:
             trace.add("build", "refused", f"{error.what}: {error.why}")
             toolchain = None  # it cannot make what is wanted, which may be there all the same
-    elif not alone and choice.available(spec.backend) and not seal.why_not_compile():
+    elif (
+        not alone and choice.available(spec.backend, target.machine) and not seal.why_not_compile()
+    ):
         trace.add("store", "none", "the compiler is not known yet", store.root or "")
         unknown = True  # it must be asked who it is before any entry can be its own
     places = plans.anchors_of(spec, toolchain)
@@ -201,7 +213,7 @@ def find(
             continue
         needs = leaf.manifest["target"]
         lacks = cpu.lacking(needs["cpu"], tuple(needs["cpu_features"]), features())
-        if lacks:
+        if lacks and not foreign:  # which nobody will load here
             trace.add("store", "refused", f"needs {', '.join(lacks)}, which this CPU lacks",
                       leaf.directory)  # fmt: skip
             continue
@@ -212,7 +224,7 @@ def find(
         return Artifact(leaf.payload, leaf.manifest["sha256"], "store")
     listed = [layer.root for layer in store.location.layers if layer.listed]
     own = [layer.root for layer in store.location.layers if not layer.listed]
-    if shared := prebuilt.find(op, listed, trace, "store", own):
+    if not foreign and (shared := prebuilt.find(op, listed, trace, "store", own)):
         return shared
     trace.add("store", "none", "no entry for these sources, flags and compiler", store.root or "")
     return None
@@ -262,7 +274,7 @@ def build(op: Op, target: Target, store: Store, trace: Trace) -> Artifact:
 
     try:
         with progress.shown():
-            toolchain = choice.choose(store.memory, spec.backend)
+            toolchain = choice.choose(store.memory, spec.backend, target.machine)
             if note := choice.note(spec.backend, toolchain):
                 _note_once(note)
             built = building.build(spec, archs.fitted(op, target, toolchain), toolchain, store)
@@ -286,8 +298,9 @@ def _note_once(text: str) -> None:
 
 def chosen(op: Op, store: Store) -> tuple[Target, Toolchain]:
     """The target and the compilers that a build here would use. Raises OpkilnError."""
-    toolchain = choice.choose(store.memory, op.spec.backend)
-    return archs.fitted(op, target_of(op), toolchain), toolchain
+    target = target_of(op)
+    toolchain = choice.choose(store.memory, op.spec.backend, target.machine)
+    return archs.fitted(op, target, toolchain), toolchain
 
 
 def would_compile(op: Op, *, elsewhere: bool = False) -> tuple[bool, Trace]:

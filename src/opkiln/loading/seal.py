@@ -7,6 +7,8 @@ import warnings
 from opkiln.errors import CompilingOff, FallbackWarning, SealedError, UsageError
 from opkiln.settings import settings
 
+SPARED = "OPKILN_JIT=needed: what has a reference is not compiled here"
+
 _mode = "off"
 
 
@@ -32,6 +34,8 @@ def why_not_compile() -> str:
     if sealed():
         return "opkiln is sealed: nothing may compile any more"
     if not settings.jit:
+        if settings.jit is None:
+            return SPARED
         return "OPKILN_JIT=off: nothing is compiled here"
     return ""
 

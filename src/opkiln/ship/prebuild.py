@@ -17,6 +17,7 @@ from opkiln.errors import (
     StoreError,
     UnknownBackend,
 )
+from opkiln.model import CPU
 from opkiln.settings import override, settings
 from opkiln.ship import targets
 from opkiln.ship.targets import Wanted
@@ -127,7 +128,7 @@ def _look(request: Request) -> Outcome | None:
     """The outcome of what is there, or is not to be tried; None for what is to be built."""
     from opkiln.digest import sha256_file
     from opkiln.loading.prebuilt import PREBUILT
-    from opkiln.loading.resolve import would_compile
+    from opkiln.loading.resolve import target_machine, would_compile
     from opkiln.toolchain.choice import available
 
     builder = request.builder
@@ -146,7 +147,8 @@ def _look(request: Request) -> Outcome | None:
     except OpkilnError as error:
         return _outcome(request, FAILED, error=error)
     # Without any compiler nothing is skipped: that is no trait of an op, but an error.
-    tried = settings.jit and available(builder.backend)
+    machine = target_machine() if builder.backend == CPU else ""
+    tried = settings.jit and available(builder.backend, machine)
     if not request.named and tried and not builder.is_compatible():
         return _outcome(request, SKIPPED, reason=builder.error_log or "not compatible")
     return None

@@ -37,6 +37,25 @@ _TORCH_LIBRARIES = {
 }
 
 
+# No op has a file of this name: its own is a C identifier.
+_STUB = "stub-libtorch_cpu.so"
+
+
+def stub_steps(spec: OpSpec, toolchain: Toolchain) -> tuple[Step, ...]:
+    """What stands in for torch's library in a link for another machine: it has its soname alone.
+
+    A link needs no more: symbols of a shared library may stay undefined, and what comes out has the
+    same needs. Whether torch has the symbols is seen by inspecting it (``loading.loadtest``).
+    """
+    if not toolchain.cross or spec.abi == ABI_NONE:
+        return ()
+    argv: tuple[Arg, ...] = (
+        toolchain.cxx, "-shared", "-nostdlib", "-x", "c++", "/dev/null",
+        "-Wl,-soname,libtorch_cpu.so", "-o", Anchored("", "stage", _STUB),
+    )  # fmt: skip
+    return (Step(kind="stub", output=_STUB, argv=argv, memory=100 << 20),)
+
+
 def output_name(spec: OpSpec) -> str:
     """The file name of the artifact."""
     return spec.name if spec.kind == EXECUTABLE else f"{spec.name}.so"
@@ -61,7 +80,11 @@ def link_step(
     arguments += [Anchored("", "stage", name) for name in objects]
     arguments += author_flags(spec, spec.ldflags)
     arguments += [f"-l{name}" for name in spec.libraries]
-    if spec.abi != ABI_NONE:
+    if spec.abi != ABI_NONE and toolchain.cross:
+        # Needed although nothing is taken from it, which some linkers would leave out.
+        kept = ("-Wl,--push-state,--no-as-needed", Anchored("", "stage", _STUB), "-Wl,--pop-state")
+        arguments += kept
+    elif spec.abi != ABI_NONE:
         # By soname and without an rpath: torch has its libraries loaded before any op is.
         arguments.append(Anchored("-L", "torch", "lib"))
         arguments += _TORCH_LIBRARIES.get((spec.abi, spec.kind), ())

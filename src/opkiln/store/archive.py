@@ -354,7 +354,6 @@ def _split(leaf: str) -> tuple[str, str]:
     return path, f"{LAYOUT}/{rest}"
 
 
-_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _sealed: dict[str, str] = {}  # SHA-256 -> path; the descriptors stay open as long as the process
 _last = 2  # the highest descriptor that was used so
 
@@ -379,7 +378,8 @@ def _in_memory(bundle: Bundle, member: Member) -> str:
     try:
         bundle.copy(member, first)
         # Sealed first, digested then: until then another process of this user could write to it.
-        fcntl.fcntl(first, fcntl.F_ADD_SEALS, _SEALS)
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(first, fcntl.F_ADD_SEALS, seals)
         os.lseek(first, 0, os.SEEK_SET)
         _compare(member, sha256_file(first))
         # The dynamic linker knows a library by its path: a number that comes back, after somebody

@@ -22,21 +22,24 @@ def _wanted(backend: str, toolchain: Toolchain) -> str | None:
     return None if torch is None else {CUDA: torch.cuda, ROCM: torch.hip}.get(backend)
 
 
-def recall(memory: tuple[str, ...], backend: str) -> Toolchain | None:
-    """The compilers that would be chosen, if remembered. Starts no process, writes nothing."""
-    toolchain = host.recall(memory)
+def recall(memory: tuple[str, ...], backend: str, machine: str = "") -> Toolchain | None:
+    """The compilers that would be chosen, if remembered. Starts no process, writes nothing.
+
+    ``machine`` is the one to compile for, where it is not this one.
+    """
+    toolchain = host.recall(memory, machine)
     if toolchain is None or backend == CPU:
         return toolchain
     device = _family(backend).recall(memory, _wanted(backend, toolchain), toolchain)
     return None if device is None else toolchain._replace(device=device)
 
 
-def choose(memory: tuple[str, ...], backend: str) -> Toolchain:
+def choose(memory: tuple[str, ...], backend: str, machine: str = "") -> Toolchain:
     """The compilers for a backend, probed where nothing is remembered of them.
 
     Raises ToolchainError with each candidate and why it was refused.
     """
-    toolchain = host.choose(memory)
+    toolchain = host.choose(memory, machine)
     if backend == CPU:
         return toolchain
     device = _family(backend).choose(memory, _wanted(backend, toolchain), toolchain)
@@ -52,9 +55,9 @@ def note(backend: str, toolchain: Toolchain) -> str:
     return "; ".join(filter(None, said))
 
 
-def available(backend: str) -> bool:
+def available(backend: str, machine: str = "") -> bool:
     """Whether compilers for a backend are to be found, without asking them anything."""
-    return host.available() and (backend == CPU or bool(_family(backend).available()))
+    return host.available(machine) and (backend == CPU or bool(_family(backend).available()))
 
 
 def evidence(

@@ -58,6 +58,18 @@ def launcher() -> str | None:
     return settings.launcher or (command[0] if command and len(command) > 1 else None)
 
 
+def cross_candidates(machine: str) -> Iterator[Candidate]:
+    """C++ compilers for another machine: the one that was named, else the one of its usual name."""
+    asked, origin = origin_of("cxx_aarch64") if machine == "aarch64" else (None, "PATH")
+    name = asked or f"{machine}-linux-gnu-g++"
+    path = first(name)
+    how = origin if asked else "PATH"
+    if path is None:
+        yield Candidate(name, how, "no such program" if asked else "not on PATH")
+    else:
+        yield Candidate(path, how)
+
+
 def cxx_candidates() -> Iterator[Candidate]:
     """Host C++ compilers in the order of preference: the one that was named, else PATH's."""
     command, origin = origin_of("cxx")

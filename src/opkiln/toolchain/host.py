@@ -22,36 +22,55 @@ if TYPE_CHECKING:
 REQUIRED = "-std=c++20"
 
 
-def recall(memory: tuple[str, ...]) -> Toolchain | None:
-    """The compiler that would be chosen, if it is remembered. Starts no process, writes nothing."""
-    for candidate in find.cxx_candidates():
+def recall(memory: tuple[str, ...], machine: str = "") -> Toolchain | None:
+    """The compiler that would be chosen, if it is remembered. Starts no process, writes nothing.
+
+    ``machine`` is the one to compile for, where it is not this one.
+    """
+    for candidate in _candidates(machine):
         if candidate.refused:
             continue
-        record = _recall(memory, candidate.path)
+        record = _recall(memory, _subject(candidate.path, machine))
         if record is None:
             return None
         if not record["refused"]:
-            return _toolchain(candidate.path, record)
+            return _toolchain(candidate.path, record, cross=_is_cross(machine))
     return None
 
 
-def choose(memory: tuple[str, ...]) -> Toolchain:
+def choose(memory: tuple[str, ...], machine: str = "") -> Toolchain:
     """The first compiler that can be used, probed where nothing is remembered of it.
 
     Raises ToolchainError with each candidate and why it was refused.
     """
     refusals = []
-    for candidate, record in _examined(memory):
+    for candidate, record in _examined(memory, machine):
         if record is not None and not record["refused"]:
-            return _toolchain(candidate.path, record)
+            return _toolchain(candidate.path, record, cross=_is_cross(machine))
         refusals.append(f"{candidate.path} ({candidate.origin}): {candidate.refused}")
+    why = "\n".join(refusals)
+    if _is_cross(machine):
+        raise ToolchainError(
+            f"no C++ compiler for {machine} can be used here",
+            why=why,
+            hint=f"apt-get install g++-{machine.replace('_', '-')}-linux-gnu"
+            + ("    (or set OPKILN_CXX_AARCH64)" if machine == "aarch64" else ""),
+        )
     raise ToolchainError(
         "no C++ compiler can be used here",
-        why="\n".join(refusals),
+        why=why,
         hint=f"unset {origin}"
         if (origin := origin_of("cxx")[1]).isupper()
         else "apt-get install g++    (or set CXX to a compiler)",
     )
+
+
+def _is_cross(machine: str) -> bool:
+    return machine not in ("", this.architecture())
+
+
+def _candidates(machine: str) -> Iterator[Candidate]:
+    return find.cross_candidates(machine) if _is_cross(machine) else find.cxx_candidates()
 
 
 def candidates(memory: tuple[str, ...]) -> list[Candidate]:
@@ -59,9 +78,9 @@ def candidates(memory: tuple[str, ...]) -> list[Candidate]:
     return [candidate for candidate, _ in _examined(memory)]
 
 
-def available() -> bool:
+def available(machine: str = "") -> bool:
     """Whether any compiler is to be found, without asking it anything."""
-    return any(not candidate.refused for candidate in find.cxx_candidates())
+    return any(not candidate.refused for candidate in _candidates(machine))
 
 
 def evidence(memory: tuple[str, ...], toolchain: Toolchain) -> dict[str, list[Any]] | None:
@@ -72,7 +91,7 @@ def evidence(memory: tuple[str, ...], toolchain: Toolchain) -> dict[str, list[An
     candidate = next(find.cxx_candidates(), None)
     if candidate is None or candidate.path != toolchain.cxx:
         return None
-    record = _recall(memory, toolchain.cxx)
+    record = _recall(memory, _subject(toolchain.cxx))
     if record is None or record["identity"] != toolchain.identity:
         return None  # it was replaced while it compiled
     chosen = settings.cxx[-1] if settings.cxx else "g++"
@@ -88,30 +107,34 @@ def evidence(memory: tuple[str, ...], toolchain: Toolchain) -> dict[str, list[An
     }
 
 
-def _examined(memory: tuple[str, ...]) -> Iterator[tuple[Candidate, dict[str, Any] | None]]:
-    for candidate in find.cxx_candidates():
+def _examined(
+    memory: tuple[str, ...], machine: str = ""
+) -> Iterator[tuple[Candidate, dict[str, Any] | None]]:
+    for candidate in _candidates(machine):
         if candidate.refused:
             yield candidate, None
             continue
-        record = _recall(memory, candidate.path)
+        subject = _subject(candidate.path, machine)
+        record = _recall(memory, subject)
         if record is None:
             asked_at = time.time_ns()
             try:
-                record, files = _probe(candidate.path)
+                record, files = _probe(candidate.path, machine or this.architecture())
             except (ToolchainError, BuildTimeout, OSError) as error:
                 # Not remembered: a dead interpreter, a full disk, a slow machine may be mended.
                 record = _refusal(f"cannot be asked: {error}", [])
             else:
-                memo.remember(memory, _subject(candidate.path), record, files, asked_at)
+                memo.remember(memory, subject, record, files, asked_at)
         yield candidate._replace(refused=record["refused"], version=record["version"]), record
 
 
-def _subject(path: str) -> str:
-    return f"host {path}"
+def _subject(path: str, machine: str = "") -> str:
+    # A compiler that is refused for one machine may be the right one for another.
+    return f"host {path} for {machine}" if _is_cross(machine) else f"host {path}"
 
 
-def _recall(memory: tuple[str, ...], path: str) -> dict[str, Any] | None:
-    record = memo.recall(memory, _subject(path))
+def _recall(memory: tuple[str, ...], subject: str) -> dict[str, Any] | None:
+    record = memo.recall(memory, subject)
     if record is None:
         return None
     # The files are unchanged, but the names may lead elsewhere now: a symbolic link that was
@@ -123,8 +146,8 @@ def _recall(memory: tuple[str, ...], path: str) -> dict[str, Any] | None:
     return record
 
 
-def _toolchain(path: str, record: dict[str, Any]) -> Toolchain:
-    launcher = find.launcher()
+def _toolchain(path: str, record: dict[str, Any], *, cross: bool) -> Toolchain:
+    launcher = settings.launcher if cross else find.launcher()
     if launcher is not None:
         found = find.first(launcher)
         if found is None:
@@ -144,10 +167,11 @@ def _toolchain(path: str, record: dict[str, Any]) -> Toolchain:
         torch=torch_sdk.find(),
         python_include=torch_sdk.python_include(),
         shared_runtime=record["shared_runtime"],
+        cross=cross,
     )
 
 
-def _probe(path: str) -> tuple[dict[str, Any], list[str]]:
+def _probe(path: str, wanted: str) -> tuple[dict[str, Any], list[str]]:
     """Ask a compiler everything at once: (record, the files that the answers depend on)."""
     from opkiln.process import run
 
@@ -168,8 +192,8 @@ def _probe(path: str) -> tuple[dict[str, Any], list[str]]:
         reason = f"does not take {REQUIRED}: {_last_line(verbose)}"
         return _refusal(reason, resolved, version), files
     machine = _field(verbose, "Target:")
-    if not machine.startswith(this.architecture()):
-        reason = f"compiles for {machine}, not for {this.architecture()}"
+    if not machine.startswith(wanted):
+        reason = f"compiles for {machine}, not for {wanted}"
         return _refusal(reason, resolved, version), files
 
     for tool in ("cc1plus", "as", "ld"):
@@ -190,9 +214,9 @@ def _probe(path: str) -> tuple[dict[str, Any], list[str]]:
         "version": version,
         "machine": machine,
         "identity": identity,
-        "accepts": _accepted(ask),
+        "accepts": _accepted(ask, wanted),
         "include_dirs": _search_path(verbose),
-        "shared_runtime": _shared_runtime(path),
+        "shared_runtime": "" if _is_cross(wanted) else _shared_runtime(path),
     }
     return record, files
 
@@ -225,11 +249,11 @@ def _shared_runtime(path: str) -> str:
     return mapped[0] if mapped else ""
 
 
-def _accepted(ask: Any) -> list[str]:
-    flags = cpu.probes(this.architecture())
+def _accepted(ask: Any, machine: str) -> list[str]:
+    flags = cpu.probes(machine)
 
     def works(*chosen: str) -> bool:
-        if this.architecture() == "aarch64":
+        if machine == "aarch64":
             chosen = ("-march=armv8.2-a" + "".join(chosen),)
         status, _ = ask(REQUIRED, "-x", "c++", "-fsyntax-only", *chosen, os.devnull)
         return bool(status == 0)

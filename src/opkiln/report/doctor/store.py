@@ -199,13 +199,14 @@ def layers(here: Here) -> Outcome:
         return passed("none is listed (OPKILN_STORE_LAYERS)")
     refused: dict[str, str] = {}
     for path in listed:
-        if not os.path.isdir(path):
+        if not os.path.exists(path):
             refused[path] = f"{path} is not there"
         elif reason := fault(path, os.lstat(path), listed=True):
             refused[path] = reason
     if not refused:
         return passed(", ".join(listed))
-    kept = [path for path in settings.store_layers if os.path.join(path, LAYOUT) not in refused]
+    asked = zip(settings.store_layers, listed, strict=True)
+    kept = [path for path, layer in asked if layer not in refused]
     command = f"export OPKILN_STORE_LAYERS={shlex.quote(os.pathsep.join(kept))}"
     return warned(joined(*refused.values()), command if kept else "unset OPKILN_STORE_LAYERS")
 

@@ -18,6 +18,7 @@ WRITING = (
     "ftruncate,fallocate,utimensat,setxattr,fsetxattr,write,pwrite64,writev,pwritev,sendfile,"
     "copy_file_range,fsync,fdatasync,flock,execve"
 )
+NETWORK = "socket,connect,bind,listen,accept,accept4,sendto,sendmsg"
 _CALL = re.compile(r"^(?P<pid>\d+) +(?P<name>\w+)\((?P<arguments>.*)\) += (?P<result>-?\w+)")
 
 
@@ -45,18 +46,19 @@ class Call(NamedTuple):
     @property
     def writes(self) -> bool:
         """Whether it changes, or could change, a file system."""
-        if self.name in ("execve", "flock"):
+        if self.name in ("execve", "flock", *NETWORK.split(",")):
             return False
         if self.name in ("open", "openat", "openat2"):
             return any(flag in self.arguments for flag in ("O_WRONLY", "O_RDWR", "O_CREAT"))
         return True
 
 
-def strace(log: Path) -> list[str]:
-    """The command to put before another one."""
+def strace(log: Path, also: str = "") -> list[str]:
+    """The command to put before another one; ``also`` are further calls to look at."""
     if shutil.which("strace") is None or not _works():
         pytest.skip("strace cannot be used here")
-    return ["strace", "-f", "-y", "-s", "4096", "-o", str(log), "-e", f"trace={WRITING}"]
+    wanted = f"{WRITING},{also}" if also else WRITING
+    return ["strace", "-f", "-y", "-s", "4096", "-o", str(log), "-e", f"trace={wanted}"]
 
 
 def _works() -> bool:

@@ -1,0 +1,106 @@
+"""``opkiln cache export`` and ``import``: entries of the store as one file, and back."""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+from opkiln.cli import output
+from opkiln.cli.op_name import complete
+from opkiln.errors import StoreError
+from opkiln.report.layout import columns, size
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def _digest(_context: click.Context, _option: click.Parameter, text: str | None) -> str:
+    if text is not None and not re.fullmatch("[0-9a-fA-F]{64}", text):
+        raise click.BadParameter(f"{text!r} is no SHA-256 as sha256sum prints it")
+    return text or ""
+
+
+@click.command("export", short_help="Write entries to one file.")
+@click.argument("file", type=click.Path(dir_okay=False))
+@click.option(
+    "--op", "ops", multiple=True, metavar="OP", shell_complete=complete,
+    help="Only this op's entries. May be given several times.",
+)  # fmt: skip
+@_JSON
+def export(file: str, ops: tuple[str, ...], as_json: bool) -> None:
+    """Write the newest entry of each op and target to FILE, for other machines.
+
+    There `opkiln cache import FILE` takes them into the store, or OPKILN_STORE_LAYERS=FILE reads
+    them where they are. FILE holds nothing of this machine: no paths, no times.
+    """
+    from opkiln.ship import layer
+    from opkiln.ship.bundle import write_bundle
+    from opkiln.store import publish
+    from opkiln.store.layers import Store
+
+    roots = [each.root for each in Store().location.layers if not each.listed]
+    payloads = [path for root in roots for path in _newest(root, ops)]
+    missing = set(ops) - {path.split("/")[-5] for path in payloads}
+    if missing or not payloads:
+        names = ", ".join(sorted(missing)) or "--all"
+        raise StoreError(
+            f"the store has no entry of {names}" if missing else "the store has no entries",
+            hint=f"opkiln build {names.replace(',', '')}",
+        )
+    with publish.scratch("export") as stage:
+        layer.export(payloads, stage)
+        written = write_bundle(stage, file)
+    if as_json:
+        output.data_json({"schema": 1, **written._asdict()})
+    else:
+        output.data(f"{written.sha256}  {written.path}")
+        noun = "entry" if written.entries == 1 else "entries"
+        output.say(f"{written.entries} {noun}, {size(written.size)}")
+
+
+def _newest(root: str, ops: tuple[str, ...]) -> Iterator[str]:
+    """The payload of the newest entry for each op and intent."""
+    from opkiln.store import inventory
+
+    newest: dict[tuple[str, ...], inventory.Entry] = {}
+    for found in inventory.entries(root):
+        if found.kind != inventory.OP or (ops and found.name not in ops) or not found.payload:
+            continue
+        intent = tuple(found.directory.split("/")[-5:-2])
+        if intent not in newest or newest[intent].published < found.published:
+            newest[intent] = found
+    for found in newest.values():
+        if not inventory.details(found).damaged:
+            yield found.payload
+
+
+@click.command("import", short_help="Take entries from such a file.")
+@click.argument("file", type=click.Path(dir_okay=False))
+@click.option(
+    "--sha256", callback=_digest, metavar="DIGEST",
+    help="Refuse FILE unless it has this digest, from whoever gave it to you.",
+)  # fmt: skip
+@_JSON
+def import_(file: str, sha256: str, as_json: bool) -> None:
+    """Take the entries in FILE into the store, after every byte of it was checked.
+
+    They serve where their sources are the installed ones and this machine runs their code, also
+    beside a compiler. A FILE that is not as it was written is refused, and nothing is taken.
+    """
+    from opkiln.cli.cache import writable_root
+    from opkiln.ship.bundle import unpack
+
+    taken = unpack(file, writable_root(), sha256=sha256)
+    if as_json:
+        output.data_json({"schema": 1, "entries": [each._asdict() for each in taken]})
+        return
+    rows = [("op", "package", "status", "path")]
+    rows += [
+        (each.op, each.distribution, "new" if each.new else "there already", each.directory)
+        for each in taken
+    ]
+    output.data(columns(rows))

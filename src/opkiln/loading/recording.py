@@ -1,0 +1,101 @@
+"""A note of each op that a process loads: what a workload uses, so that it can be built before.
+
+One line of JSON for each op, backend and target, appended in one write, so that all processes of a
+job can share a file. A line that is there already is not written again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import warnings
+from typing import NamedTuple
+
+from opkiln.errors import OpkilnError, StoreError, StoreWarning
+from opkiln.model import CPU
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.loading.loader import Op
+
+_FIELDS = ("distribution", "op", "backend", "archs")
+
+
+class Use(NamedTuple):
+    """An op that a process loaded, and what for: architectures, or a CPU, empty for any."""
+
+    distribution: str
+    op: str
+    backend: str
+    archs: str
+
+
+def note(file: str, op: Op) -> None:
+    """Append an op to a file. One that cannot be written is a warning: the op is loaded anyway."""
+    use = Use(op.spec.distribution, op.spec.name, op.spec.backend, _archs(op))
+    line = (json.dumps(use._asdict()) + "\n").encode()
+    try:
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            _lock(fd)
+            known = os.pread(fd, os.fstat(fd).st_size, 0)
+            if line not in known.splitlines(keepends=True):
+                # After a line that a full disk cut off, this one must not go on with it.
+                os.write(fd, line if known.endswith(b"\n") or not known else b"\n" + line)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        warnings.warn(
+            f"op {use.op} is not noted in {file}: {error.strerror or error}",
+            StoreWarning,
+            stacklevel=3,
+        )
+
+
+def _lock(fd: int) -> None:
+    # For file systems of several hosts, where appending is no single step. Others do without.
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX)
+    except OSError:
+        return
+
+
+def _archs(op: Op) -> str:
+    """What the op is wanted for here; empty where nothing can tell, or it is the same anywhere."""
+    from opkiln.loading import archs, resolve
+
+    try:
+        if op.spec.backend != CPU:
+            return ";".join(archs.wanted(op).archs)
+        return str(resolve.target_cpu()) if op.spec.vectorize else ""
+    except OpkilnError:
+        return ""
+
+
+def read(file: str) -> list[Use]:
+    """The ops that were noted in a file, each once. Raises StoreError.
+
+    What a full disk cut off is passed over.
+    """
+    try:
+        with open(file, encoding="utf-8", errors="surrogateescape") as lines:
+            text = lines.read()
+    except OSError as error:
+        raise StoreError(
+            f"{file} cannot be read: {error.strerror or error}",
+            hint=f"opkiln cache record {file} -- COMMAND",
+        ) from error
+    found: dict[Use, None] = {}
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+            found[Use(*(str(record[name]) for name in _FIELDS))] = None
+        except (ValueError, KeyError, TypeError):
+            continue
+    if text and not found:
+        raise StoreError(
+            f"{file} is no record of ops",
+            hint=f"opkiln cache record OTHER -- COMMAND    # and leave {file} alone",
+        )
+    return list(found)

@@ -1,0 +1,96 @@
+"""Libraries that packages were installed with: each serves here, or is refused with its reason."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import PathFinder
+
+from opkiln.loading.installed import OWN, SHARED
+from opkiln.loading.outlook import CACHED
+from opkiln.loading.prebuilt import PREBUILT
+from opkiln.model import PACKAGE
+from opkiln.registry import GROUP, bundled
+from opkiln.report.doctor import child
+from opkiln.report.doctor.finding import Outcome, joined, passed, skipped, warned
+from opkiln.report.doctor.here import Here, pip
+from opkiln.settings import LAYOUT, settings
+from opkiln.store.inventory import names_in
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# What an op is declared as is its author's code, and judging a library opens those it needs.
+_ASK = """
+import json
+from opkiln.errors import OpkilnError
+from opkiln.loading.outlook import outlook
+from opkiln.registry import ALL_OPS
+status, decisions = '', []
+try:
+    status, _, _, trace = outlook(ALL_OPS[sys.argv[1]]().op())
+    decisions = [[each.resort, each.verdict, each.reason] for each in trace.decisions]
+except OpkilnError:
+    pass
+print()
+print(json.dumps({'status': status, 'decisions': decisions}))
+"""
+
+
+def installed(here: Here) -> Outcome:  # noqa: ARG001 (the form of a check)
+    """What is installed is what serves: nothing of it is stale, damaged or for another machine."""
+    found = dict(_found())
+    if not found:
+        return passed("no package was installed with libraries of ops")
+    if not settings.prebuilt:
+        return skipped(f"OPKILN_PREBUILT=off: {', '.join(found)} is installed and not looked at")
+    serving, instead, refused, commands = [], [], [], []
+    for op, brought_by in found.items():
+        answer, died = child.answer(_ASK, op)
+        if died:
+            continue  # which `ops` reports
+        mine = [each[1:] for each in answer["decisions"] if each[0] == PREBUILT]
+        reasons = "; ".join(dict.fromkeys(reason for verdict, reason in mine if verdict != "taken"))
+        if any(verdict == "taken" for verdict, _ in mine):
+            serving.append(op)
+        elif reasons and answer["status"] == CACHED:
+            instead.append(f"{op} is refused, and a build of it serves: {reasons}")
+        elif reasons:
+            refused.append(f"{op} is refused: {reasons}")
+            damaged = "damaged: " in reasons
+            again = pip("install", "--force-reinstall", "--no-deps", brought_by)
+            commands.append(again if damaged else f"opkiln build {op}")
+    facts = joined(f"they serve {', '.join(serving)}" if serving else "", *instead)
+    if refused:
+        return warned(joined(*refused, facts), " && ".join(dict.fromkeys(commands)))
+    return passed(facts or f"{', '.join(found)}: none for what would be loaded here")
+
+
+def _found() -> Iterator[tuple[str, str]]:
+    """(op, the distribution that brought a library of it), of the ops that are declared.
+
+    By the places of ``loading.installed``: nobody's package is imported to tell.
+    """
+    shared = [os.path.join(each, SHARED) for each in sys.path if os.path.isabs(each)]
+    layers = [(name, os.path.join(each, name)) for each in shared for name in names_in(each)]
+    for op, distribution, package in _declared():
+        for brought_by, layer in [(distribution, os.path.join(package, OWN)), *layers]:
+            ops = os.path.join(layer, LAYOUT, "ops")
+            if any(op in names_in(os.path.join(ops, each)) for each in names_in(ops)):
+                yield op, brought_by
+                break
+
+
+def _declared() -> Iterator[tuple[str, str, str]]:
+    """(op, its distribution, the directory of its package) of every op."""
+    own = bundled()
+    yield from ((op, "opkiln", PACKAGE) for op in own)
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group=GROUP):
+        top = entry.module.partition(".")[0]
+        found = PathFinder.find_spec(top)
+        if entry.name not in own and found and found.submodule_search_locations:
+            name = entry.dist.name if entry.dist else top
+            yield entry.name, name, next(iter(found.submodule_search_locations))

@@ -1,0 +1,241 @@
+"""Writing a layer as one file, and taking such a file into a store.
+
+``store.archive`` has the format, and reads single entries where the file lies. What is done here
+looks at the whole of it: a file with one byte that is not as it was written is refused before
+anything is taken from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from typing import NamedTuple
+from zlib import crc32
+
+from opkiln.digest import sha256_file
+from opkiln.errors import StoreError
+from opkiln.settings import LAYOUT
+from opkiln.store import inventory, publish
+from opkiln.store.archive import (
+    INDEX,
+    LARGEST,
+    MOST_MEMBERS,
+    Bundle,
+    Damaged,
+    Member,
+    directory,
+    index_of,
+    local_header,
+)
+from opkiln.store.entry import MANIFEST, SIDECAR, Leaf, Refused, examine, parse_manifest
+from opkiln.store.location import claim
+from opkiln.store.recheck import Hasher, deps_key
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any, BinaryIO
+
+_CHUNK = 1 << 20
+
+
+class Written(NamedTuple):
+    """A bundle that was written."""
+
+    path: str
+    sha256: str  # as sha256sum has it
+    entries: int
+    size: int
+
+
+class Taken(NamedTuple):
+    """An entry of a bundle that is in the store now."""
+
+    op: str
+    distribution: str
+    directory: str
+    new: bool  # False: it was there already
+
+
+# Writing
+
+
+def write_bundle(layer_dir: str, file: str) -> Written:
+    """Write the entries of a layer, as ``ship.layer`` leaves them, to one file.
+
+    The same entries give the same bytes. ``file`` appears whole or not at all. Raises StoreError
+    where the layer is empty or damaged, or the file cannot be written.
+    """
+    members = list(_listed(layer_dir))
+    if not members:
+        raise StoreError(f"{layer_dir} has no entries", hint="opkiln build --all --out DIR")
+    total = sum(size for _, _, size, _ in members)
+    if total > LARGEST - (64 << 20) or len(members) > MOST_MEMBERS:
+        raise StoreError(
+            f"{len(members)} files of {total} bytes are too many for one bundle",
+            why=f"it holds up to {LARGEST >> 30} GiB in {MOST_MEMBERS} files",
+            hint="opkiln cache export FILE --op OP    # several bundles; each is a layer",
+        )
+    temporary = f"{file}.{secrets.token_hex(6)}"
+    try:
+        with open(temporary, "xb") as out:
+            _write(out, members)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, file)
+    except OSError as error:
+        raise StoreError(
+            f"{file} cannot be written ({total} bytes): {error.strerror or error}",
+            hint=f"ls -ld {os.path.dirname(os.path.abspath(file))}",
+        ) from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+    entries = sum(name.endswith("/" + MANIFEST) for name, *_ in members)
+    return Written(file, sha256_file(file), entries, os.stat(file).st_size)
+
+
+def _listed(layer_dir: str) -> Iterator[tuple[str, str, int, str]]:
+    """(name in the bundle, path, size, SHA-256) of every file of a layer, by name."""
+    found: list[tuple[str, str]] = []
+    for leaf in inventory.directories(os.path.join(layer_dir, LAYOUT, "ops"), 5):
+        answer = examine(leaf, {}, Hasher(), listed=True, external=False, own=False)
+        if not isinstance(answer, Leaf):
+            reason = answer.reason if isinstance(answer, Refused) else f"{MANIFEST} is missing"
+            raise StoreError(f"{leaf} cannot be bundled: {reason}")
+        names = {MANIFEST, SIDECAR, answer.manifest["payload"]}
+        if more := set(os.listdir(leaf)) - names:
+            raise StoreError(
+                f"{leaf} cannot be bundled: it also has {', '.join(sorted(more))}",
+                why="only entries that were made to be shipped can be",
+                hint="opkiln cache export FILE",
+            )
+        below = os.path.relpath(leaf, layer_dir)
+        found += [(f"{below}/{name}", os.path.join(leaf, name)) for name in names]
+    for name, path in sorted(found):
+        yield name, path, os.stat(path).st_size, sha256_file(path)
+
+
+def _write(out: BinaryIO, members: list[tuple[str, str, int, str]]) -> None:
+    index = index_of((name, size, sha256) for name, _, size, sha256 in members)
+    listed = [(INDEX, len(index), crc32(index), 0)]
+    out.write(local_header(INDEX, len(index), crc32(index)) + index)
+    for name, path, size, sha256 in members:
+        at = out.tell()
+        out.write(local_header(name, size, 0))  # the checksum is known when it is written
+        crc = 0
+        with open(path, "rb") as data:
+            while chunk := data.read(_CHUNK):
+                crc = crc32(chunk, crc)
+                out.write(chunk)
+        if out.tell() != at + len(local_header(name, size, 0)) + size:
+            raise StoreError(f"{path} (SHA-256 {sha256}) was changed while it was bundled")
+        out.seek(at)
+        out.write(local_header(name, size, crc))
+        out.seek(0, os.SEEK_END)
+        listed.append((name, size, crc, at))
+    out.write(directory(listed))
+
+
+# Reading
+
+
+def read_bundle(file: str, *, sha256: str = "") -> list[dict[str, Any]]:
+    """The manifests of a bundle's entries, after every byte of it was checked.
+
+    ``sha256`` is what the file must have, from whoever gave it. Raises StoreError, which names the
+    file and the digests.
+    """
+    with _opened(file, sha256) as bundle:
+        return [manifest for _, manifest, _ in _entries(bundle)]
+
+
+def unpack(file: str, root: str, *, sha256: str = "") -> list[Taken]:
+    """Publish each entry of a bundle in the store at ``root`` (``Store.root``).
+
+    Everything is checked before the first one is published, and each appears whole or not at all.
+    Raises StoreError, as ``read_bundle`` does.
+    """
+    with _opened(file, sha256) as bundle:
+        entries = list(_entries(bundle))
+        claim(root)
+        return [_publish(bundle, *entry, root) for entry in entries]
+
+
+@contextlib.contextmanager
+def _opened(file: str, sha256: str) -> Iterator[Bundle]:
+    """A bundle that was checked; what is wrong with it, then or later, as a StoreError."""
+    try:
+        with Bundle(file) as bundle:
+            if sha256 and (found := bundle.digest()) != sha256.lower():
+                raise Damaged(f"it has the SHA-256 {found}, not {sha256.lower()}")
+            bundle.check()
+            yield bundle
+    except Damaged as error:
+        raise StoreError(
+            f"{file} is refused: {error}",
+            why=f"the whole file has the SHA-256 {sha256_file(file)}",
+            hint=f"sha256sum {file}    # compare it with where it comes from, and copy it again",
+        ) from error
+    except OSError as error:
+        raise StoreError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _entries(bundle: Bundle) -> Iterator[tuple[str, dict[str, Any], dict[str, Member]]]:
+    """(path, manifest, files) of each entry, if all of its parts agree. Raises Damaged."""
+    for leaf in bundle.leaves():
+        files = bundle.files(leaf)
+        try:
+            manifest = parse_manifest(bundle.read(files[MANIFEST]))
+            parse_manifest(bundle.read(files[SIDECAR]))
+            payload = files[manifest["payload"]]
+            recorded = manifest["deps"]
+            own = (tuple(dep[:3]) for dep in recorded["own"])
+            name = deps_key(own, recorded["external"], recorded["watches"])
+            place = leaf.split("/")
+            agree = (
+                name == place[-1]
+                and place[2:4] == [manifest["distribution"], manifest["op"]]
+                and (payload.size, payload.sha256) == (manifest["size"], manifest["sha256"])
+                and set(files) == {MANIFEST, SIDECAR, manifest["payload"]}
+            )
+        except KeyError as error:
+            raise Damaged(f"{leaf}: {error} is missing") from error
+        except (ValueError, TypeError) as error:
+            raise Damaged(f"{leaf}: {error}") from error
+        if not agree:
+            digest = files[MANIFEST].sha256
+            raise Damaged(f"{leaf} is not what its manifest (SHA-256 {digest}) says")
+        yield leaf, manifest, files
+
+
+def _publish(
+    bundle: Bundle, leaf: str, manifest: dict[str, Any], files: dict[str, Member], root: str
+) -> Taken:
+    relative = leaf.partition("/")[2]
+    final = os.path.join(root, relative)
+    new = False
+    if not _whole(final):
+        with publish.scratch("import") as stage:
+            for name, member in files.items():
+                mode = 0o700 if name == manifest["payload"] else 0o600
+                fd = os.open(
+                    os.path.join(stage, name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC,
+                    mode,
+                )  # fmt: skip
+                try:
+                    bundle.copy(member, fd)
+                finally:
+                    os.close(fd)
+            with contextlib.suppress(OSError):  # what cannot be moved away is refused by readers
+                publish.discard(root, final)
+            publish.publish(stage, root, relative)
+        new = True
+    return Taken(manifest["op"], manifest["distribution"], final, new)
+
+
+def _whole(final: str) -> bool:
+    """Whether the store has an entry already. One that is damaged there is replaced."""
+    found = examine(final, {}, Hasher(), listed=False, external=False, own=False)
+    return isinstance(found, Leaf)

@@ -1,0 +1,127 @@
+"""Precompiled ops in the wheels that hatchling builds.
+
+    [build-system]
+    requires = ["hatchling", "opkiln"]
+
+    [tool.hatch.build.targets.wheel.hooks.opkiln]
+
+And, for versions that ``OPKILN_BUILD_STRING`` marks:
+
+    [tool.hatch.version]
+    source = "opkiln"
+    path = "src/my_package/__init__.py"
+
+hatchling finds both by an entry point of opkiln's own.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.plugin import hookimpl
+from hatchling.version.source.regex import RegexSource
+
+from opkiln.errors import OpkilnError, SpecError
+from opkiln.registry import GROUP
+from opkiln.settings import settings
+from opkiln.ship import selection
+from opkiln.ship.precompile import PREBUILT, PURE, precompile
+
+
+class PrecompileOps(BuildHookInterface):  # type: ignore[misc]
+    """The hook: adds ``<package>/prebuilt`` to a wheel. ``where`` says what its packages are
+    imported from, if that is neither ``src`` nor the project's own directory."""
+
+    PLUGIN_NAME = "opkiln"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """hatchling calls it before each build; ``version`` is what kind of wheel it builds."""
+        if self.target_name != "wheel":
+            return
+        # Gone when the process is: hatchling says nothing when it ends a build, or a look at
+        # metadata, for which it calls this, too.
+        self._staged = tempfile.TemporaryDirectory(prefix="opkiln-", dir=settings.tmpdir)
+        try:
+            self._require_marked()
+            self._precompile(version == "editable", build_data)
+        except OpkilnError as error:
+            self.app.abort(str(error))
+
+    def _precompile(self, editable: bool, build_data: dict[str, Any]) -> None:
+        tags = set()
+        entry_points = self.metadata.core.entry_points.get(GROUP, {})
+        for package, values in self._packages(entry_points).items():
+            where = self._where(package)
+            out = None if editable else os.path.join(self._staged.name, package, PREBUILT)
+            shipment = precompile(package, selection.declared(values, where), where, out)
+            if shipment.report:
+                self.app.display_info(shipment.report)
+            if out is not None and shipment.tag != PURE:
+                build_data["force_include"][out] = "/".join((*package.split("."), PREBUILT))
+                tags.add(shipment.tag)
+        if tags:
+            build_data["pure_python"] = False
+            build_data["tag"] = selection.strictest(tags)
+
+    def _packages(self, entry_points: dict[str, str]) -> dict[str, dict[str, str]]:
+        """The ops of each package, which is the outermost with a directory of its own."""
+        found: dict[str, dict[str, str]] = {}
+        for name, value in entry_points.items():
+            parts = value.partition(":")[0].strip().split(".")
+            names = [".".join(parts[: end + 1]) for end in range(len(parts))]
+            package = next((each for each in names if self._source(each)), None)
+            if package is None:
+                raise SpecError(
+                    f"op {name}: {value} is in no package of this project",
+                    why=f"looked for {names[0]}/__init__.py in {', '.join(self._roots())}",
+                    hint='[tool.hatch.build.targets.wheel.hooks.opkiln] where = "lib"',
+                )
+            found.setdefault(package, {})[name] = value
+        return found
+
+    def _roots(self) -> list[str]:
+        given = self.config.get("where")
+        names = [given] if given else ["src", "."]
+        return [os.path.normpath(os.path.join(self.root, name)) for name in names]
+
+    def _source(self, package: str) -> str | None:
+        """The directory that a package is imported from, where it is a directory with code."""
+        below = os.path.join(*package.split("."), "__init__.py")
+        return next((r for r in self._roots() if os.path.isfile(os.path.join(r, below))), None)
+
+    def _where(self, package: str) -> str:
+        found = self._source(package)
+        assert found is not None  # _packages has looked
+        return found
+
+    def _require_marked(self) -> None:
+        version = self.metadata.version
+        if selection.tagged(version) != version:
+            raise SpecError(
+                f"OPKILN_BUILD_STRING={settings.build_string} has no part in the version {version}",
+                why="hatchling reads the version before it calls this hook",
+                hint='[tool.hatch.version] source = "opkiln" path = "…/__init__.py"',
+            )
+
+
+class MarkedVersion(RegexSource):  # type: ignore[misc]
+    """hatchling's own source of versions, a file with ``__version__``, and the mark besides."""
+
+    PLUGIN_NAME = "opkiln"
+
+    def get_version_data(self) -> dict[str, Any]:
+        found: dict[str, Any] = super().get_version_data()
+        return {**found, "version": selection.tagged(found["version"])}
+
+
+@hookimpl  # type: ignore[untyped-decorator]
+def hatch_register_build_hook() -> type[PrecompileOps]:
+    return PrecompileOps
+
+
+@hookimpl  # type: ignore[untyped-decorator]
+def hatch_register_version_source() -> type[MarkedVersion]:
+    return MarkedVersion

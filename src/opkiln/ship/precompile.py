@@ -1,0 +1,294 @@
+"""Precompile a package's ops into the package: what every build backend calls.
+
+Selects by the variables, builds all of it as one parallel graph in the user's store, audits it, and
+writes the layer ``<package>/prebuilt``, which the loader of the installed package looks into.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import sys
+import sysconfig
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from opkiln.builder.base import OpBuilder
+from opkiln.errors import BuildError, OpkilnError, SpecError, UnknownBackend
+from opkiln.settings import LAYOUT, override, settings
+from opkiln.ship import audit, contents, prebuild, selection, targets
+from opkiln.ship.platform_tag import platform_tag
+from opkiln.ship.prebuild import Request
+from opkiln.ship.selection import Choice, Declared
+from opkiln.ship.targets import Wanted
+from opkiln.toolchain import torch_sdk
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from opkiln.ship.prebuild import Outcome
+
+PREBUILT = "prebuilt"  # the layer's name in a package
+PURE = "py3-none-any"
+_NO_ISOLATION = "pip install --no-build-isolation ."
+
+
+class Shipment(NamedTuple):
+    """What became of a package's ops."""
+
+    outcomes: tuple[Outcome, ...]
+    tag: str  # of the wheel: ``py3-none-any`` where nothing is in it that was compiled
+    report: str  # for people: what was built for what, and what was skipped and why
+
+
+def precompile(
+    package: str,
+    ops: Sequence[Declared],
+    where: str,
+    out: str | None,
+    extensions: Sequence[OpBuilder] = (),
+) -> Shipment:
+    """Precompile the ops that the variables select into the layer ``out``.
+
+    ``where`` is the directory that the package is imported from: its source tree. A layer that is
+    at ``out`` from a build before goes, whatever is selected now. Without ``out`` the ops are built
+    for this machine, in the user's store: for an install whose sources stay where they are.
+    ``extensions`` are builders that the package's author asks for, whatever the variables say.
+
+    Raises BuildError where an op that was named cannot be had, or where one breaks what its tag
+    promises; SettingError, OSError.
+    """
+    if out is not None and os.path.lexists(out):
+        shutil.rmtree(out)
+    chosen = [each for each in selection.choose(ops) if each.wanted]
+    notes = [f"{name} names no op of {package}" for name in selection.strangers(ops)]
+    if not chosen and not extensions:
+        return Shipment((), PURE, _report(package, (), "", notes))
+    tag = PURE
+    with _torch_of_the_environment(), _importable(where, package):
+        asked = _asked(chosen, extensions, here=out is None)
+        named = {each.op.name: each.origin for each in chosen if each.named}
+        named |= {each.name: "" for each in extensions}
+        outcomes = [
+            each if each.error is None or each.op in named else _skipped(each)
+            for each in (*asked.refused, *prebuild.prebuild(asked.requests))
+        ]
+        _require_named(package, named, outcomes)
+        payloads = sorted({each.path for each in outcomes if each.path})
+        if out is not None and payloads:
+            tag = _exported(payloads, out)
+        if torch_sdk.locate() is None and any(each.reason for each in outcomes):
+            notes.append(f"there is no torch where this was built. hint: {_NO_ISOLATION}")
+    to = f"precompiled, wheel tag {tag}" if out is not None else "built for this machine"
+    return Shipment(tuple(outcomes), tag, _report(package, outcomes, to, notes))
+
+
+def _skipped(outcome: Outcome) -> Outcome:
+    """An op that was only swept up is left out for whatever reason."""
+    assert outcome.error is not None
+    reason = _one_line(outcome.error)
+    return outcome._replace(status=prebuild.SKIPPED, reason=reason, error=None)
+
+
+def tag_of(layer: str) -> str:
+    """The tag of a wheel with this layer in it; ``py3-none-any`` where there is none.
+
+    Raises StoreError for a layer that is damaged, UsageError for one of two machines.
+    """
+    from opkiln.binary import elf
+
+    if not os.path.isdir(os.path.join(layer, LAYOUT)):
+        return PURE
+    found = contents.entries(layer)
+    pythons = {audit.python_tag(each.manifest["target"]["abi_tag"]) for each in found} - {""}
+    assert len(pythons) <= 1  # all were built by this interpreter
+    platform = platform_tag(elf.read(each.payload) for each in found)
+    return f"{next(iter(pythons), 'py3-none')}-{platform}"
+
+
+def not_shipped(layer: str, package: str) -> list[str]:
+    """Files of the package's own that its ops were made of and that ``package``, the directory that
+    is to be shipped, lacks; none where it has no source at all, which is an author's right.
+
+    What is shipped must be whole: an op with half its sources would be refused, as changed.
+    """
+    if not os.path.isdir(os.path.join(layer, LAYOUT)):
+        return []
+    files = {
+        path
+        for entry in contents.entries(layer)
+        for anchor, path, *_ in entry.manifest["deps"]["own"]
+        if anchor == "src"
+    }
+    missing = sorted(f for f in files if not os.path.exists(os.path.join(package, f)))
+    return missing if len(missing) < len(files) else []
+
+
+@contextmanager
+def _torch_of_the_environment() -> Iterator[None]:
+    """An isolated build sees only what it requires; its interpreter is the environment's all the
+    same, and torch's headers and libraries lie in that one's packages."""
+    if torch_sdk.locate() is None:
+        for scheme in ("purelib", "platlib"):
+            path = os.path.join(sysconfig.get_path(scheme), "torch")
+            if os.path.isfile(os.path.join(path, "version.py")):
+                with override(torch_dir=path):
+                    yield
+                return
+    yield
+
+
+@contextmanager
+def _importable(where: str, package: str) -> Iterator[None]:
+    """Let a package be imported from its source tree, and not as an older one is installed."""
+    top = package.partition(".")[0]
+    loaded = getattr(sys.modules.get(top), "__file__", None) or ""
+    if not os.path.abspath(loaded).startswith(os.path.join(os.path.abspath(where), "")):
+        for name in [each for each in sys.modules if each.partition(".")[0] == top]:
+            del sys.modules[name]
+    sys.path.insert(0, where)
+    try:
+        yield
+    finally:
+        sys.path.remove(where)
+
+
+def _asked(
+    chosen: Sequence[Choice], extensions: Sequence[OpBuilder], *, here: bool
+) -> prebuild.Asked:
+    """What to build, for this machine or for others; and what cannot even be asked for."""
+    requests: list[Request] = []
+    refused: list[Outcome] = []
+    for each in chosen:
+        try:
+            builder = _builder(each.op)
+            wanted: Sequence[Wanted | None] = (None,) if here else _targets(builder)
+            requests += [
+                Request(targets.ask(_builder(each.op), target), target, each.named)
+                for target in wanted
+            ]
+        except OpkilnError as error:
+            refused.append(prebuild.Outcome(each.op.name, prebuild.FAILED, error=error))
+    for builder in extensions:
+        asked = builder.op().asked
+        if here or asked:
+            wanted = (Wanted(builder.backend, asked),) if asked else (None,)
+        else:
+            wanted = selection.targets((builder.backend,))
+        requests += [Request(targets.ask(_again(builder), target), target) for target in wanted]
+    return prebuild.Asked(tuple(requests), tuple(refused))
+
+
+def _targets(builder: OpBuilder) -> tuple[Wanted, ...]:
+    found = selection.targets(builder.BACKENDS)
+    if not found:
+        raise UnknownBackend(
+            f"op {builder.name} has no version for {settings.build_targets}",
+            why=f"it has: {', '.join(builder.BACKENDS)}, and OPKILN_BUILD_TARGETS asks for others",
+        )
+    return found
+
+
+def _again(builder: OpBuilder) -> OpBuilder:
+    """A builder as it was before it was asked what it serves."""
+    again = copy.copy(builder)
+    vars(again).pop("backend", None)
+    return again
+
+
+def _builder(op: Declared) -> OpBuilder:
+    """A new builder of an op. Raises SpecError."""
+    if not op.value:
+        from opkiln import registry
+
+        return registry.get_builder(op.name)
+    module, _, attribute = op.value.partition(":")
+    try:
+        kind: Any = import_module(module.strip())
+        for name in attribute.strip().split("."):
+            kind = getattr(kind, name)
+    except (Exception, SystemExit) as error:
+        lacks_torch = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+        raise SpecError(
+            f"op {op.name}: {op.value} cannot be imported from the package's sources",
+            why=f"{type(error).__name__}: {error}",
+            hint=_NO_ISOLATION if lacks_torch else "",
+        ) from error
+    if not (isinstance(kind, type) and issubclass(kind, OpBuilder)):
+        raise SpecError(f"op {op.name}: {op.value} is not an OpBuilder")
+    builder = kind()
+    if builder.name != op.name:
+        raise SpecError(
+            f"the entry point {op.name} = {op.value} is for an op called {builder.name}",
+            why="variables, reports and the loader would know it by two names",
+            hint=f'{builder.name} = "{op.value}"',
+        )
+    return builder
+
+
+def _require_named(package: str, named: dict[str, str], outcomes: Sequence[Outcome]) -> None:
+    """Raise for ops that were asked for by name and cannot be had, with each one's reason."""
+    failures = [each for each in outcomes if each.error is not None]
+    if not failures:
+        return
+    ops = dict.fromkeys(each.op for each in failures)
+    variables = ", ".join(dict.fromkeys(filter(None, (named[op] for op in ops))))
+    asks = f", as {variables} asks" if variables else ""
+    hint = next((each.error.hint for each in failures if each.error and each.error.hint), "")
+    if torch_sdk.locate() is None:
+        hint = _NO_ISOLATION
+    raise BuildError(
+        f"{package} cannot be installed with {', '.join(ops)} precompiled{asks}",
+        why="\n".join(dict.fromkeys(_told(each) for each in failures)),
+        hint=hint,
+    )
+
+
+def _told(outcome: Outcome) -> str:
+    error = outcome.error
+    assert error is not None
+    return "\n".join([error.what, *(f"  {line}" for line in error.why.splitlines())])
+
+
+def _exported(payloads: list[str], out: str) -> str:
+    """Write the layer, each library audited; the wheel's tag. Raises BuildError."""
+    from opkiln.ship import layer
+
+    layer.export(payloads, out)
+    sdk = torch_sdk.find()
+    torch_lib = None if sdk is None else os.path.join(sdk.path, "lib", "libtorch_cpu.so")
+    for entry in contents.entries(out):
+        audit.require(entry.payload, entry.manifest, torch_lib)
+    return tag_of(out)
+
+
+def _report(package: str, outcomes: Sequence[Outcome], to: str, notes: Sequence[str]) -> str:
+    from opkiln.report.layout import columns
+
+    done = [each for each in outcomes if each.path]
+    lines = []
+    if outcomes:
+        ops = len({each.op for each in done})
+        lines.append(f"{package}: {ops} op{'' if ops == 1 else 's'} {to}")
+        rows = [(each.op, _for(each), each.status, f"{each.seconds:.1f} s") for each in done]
+        lines += [columns(rows, indent=2)] if rows else []
+        lines += [
+            f"  skipped {each.op}{f' ({each.target})' if each.target else ''}: {each.reason}"
+            for each in outcomes
+            if not each.path and each.reason
+        ]
+    lines += [f"  note: {note}" for note in notes]
+    return "\n".join(lines)
+
+
+def _for(outcome: Outcome) -> str:
+    if ":" in outcome.target or not outcome.archs:
+        return outcome.target or outcome.backend
+    return f"{outcome.backend}:{','.join(outcome.archs)}"
+
+
+def _one_line(error: OpkilnError) -> str:
+    return " ".join(f"{error.what}: {error.why}".split()).rstrip(": ")

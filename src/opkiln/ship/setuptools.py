@@ -1,0 +1,276 @@
+"""Precompiled ops in the wheels that setuptools builds.
+
+A project that declares ops as entry points needs no more than opkiln among its build requirements:
+setuptools finds ``ship.hook`` by an entry point of opkiln's own, and the build gets a step that
+precompiles what the variables select. A project with a setup.py may use ``BuildExtension`` where it
+used torch's, with ``MyBuilder().builder()`` among its ``ext_modules``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from setuptools import Command
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import SetupError
+
+from opkiln.errors import OpkilnError, SpecError
+from opkiln.registry import GROUP
+from opkiln.ship import selection
+from opkiln.ship.precompile import PREBUILT, PURE, Shipment, not_shipped, precompile, tag_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from setuptools import Distribution, Extension
+
+    from opkiln.builder import OpBuilder
+    from opkiln.ship.selection import Declared
+
+STEP = "build_opkiln"
+
+
+def finalize(dist: Distribution) -> None:
+    """Add the step to a project's build. It does nothing where there are no ops after all."""
+    if STEP not in dist.cmdclass:
+        dist.cmdclass.update(commands(dist))
+
+
+def commands(dist: Distribution) -> dict[str, type[Command]]:
+    """The commands of a project, with the step among them."""
+
+    class Build(dist.get_command_class("build")):  # type: ignore[misc]
+        sub_commands: ClassVar = [*dist.get_command_class("build").sub_commands, (STEP, None)]
+
+    class Wheel(dist.get_command_class("bdist_wheel")):  # type: ignore[misc]
+        def get_tag(self) -> tuple[str, str, str]:
+            return _tag(self, super().get_tag())
+
+    class Info(dist.get_command_class("egg_info")):  # type: ignore[misc]
+        def tagged_version(self) -> str:
+            try:
+                return selection.tagged(super().tagged_version())
+            except OpkilnError as error:
+                raise SetupError(str(error)) from error
+
+    for kind, name in ((Build, "build"), (Wheel, "bdist_wheel"), (Info, "egg_info")):
+        kind.__name__ = name
+    return {"build": Build, "bdist_wheel": Wheel, "egg_info": Info, STEP: PrecompileOps}
+
+
+def _tag(command: Any, usual: tuple[str, str, str]) -> tuple[str, str, str]:
+    """A wheel's tag, by what was precompiled into it."""
+    dist = command.distribution
+    extensions = dist.ext_modules or ()
+    if dist.has_c_libraries() or any(_builder_of(each) is None for each in extensions):
+        return usual  # compiled by setuptools, for this Python and this platform
+    tags: set[str] = set()
+    # An editable wheel has none, whatever lies in a build directory from a build before.
+    if command.skip_build or dist.have_run.get(STEP):
+        step = command.get_finalized_command(STEP)
+        tags = {tag_of(step.layer(package)) for package in step.packages()} - {PURE}
+    if not tags:
+        return ("py3", "none", "any") if extensions else usual
+    command.root_is_pure = False
+    # Of several packages in one wheel, each asks for a platform: the strictest serves all.
+    python, abi, platform = selection.strictest(tags).split("-")
+    if command.plat_name_supplied:
+        platform = command.plat_name.replace("-", "_").replace(".", "_")
+    return python, abi, platform
+
+
+class PrecompileOps(Command):  # type: ignore[misc]
+    """The step: precompiles ops into ``<package>/prebuilt`` of what is being built."""
+
+    description = "precompile the ops that OPKILN_BUILD_OPS and OPKILN_BUILD_<OP> select"
+    user_options: ClassVar[list[tuple[str, str | None, str]]] = []
+    command_name = STEP
+    editable_mode = False
+
+    def initialize_options(self) -> None:
+        self.build_lib: str | None = None
+
+    def finalize_options(self) -> None:
+        self.set_undefined_options("build", ("build_lib", "build_lib"))
+
+    def run(self) -> None:
+        """Build, or find built; the report goes to standard error. Raises SetupError."""
+        try:
+            for package, (ops, extensions) in self.packages().items():
+                # The sources of an editable install are where they are edited, and what was
+                # compiled from them is in the user's store, as it is after their first use.
+                out = None if self.editable_mode else self.layer(package)
+                shipment = precompile(package, ops, self._where(package), out, extensions)
+                _tell(shipment)
+                if out is not None:
+                    self._require_sources(package, out)
+        except OpkilnError as error:
+            raise SetupError(str(error)) from error
+
+    def packages(self) -> dict[str, tuple[list[Declared], list[OpBuilder]]]:
+        """The packages with ops, each with those of its entry points and of its extensions."""
+        if self.distribution.get_name() == "opkiln":
+            return {"opkiln": (selection.bundled(), [])}  # which go by no entry point
+        found: dict[str, tuple[list[Declared], list[OpBuilder]]] = {}
+        for name, value in _entry_points(self.distribution).items():
+            package = self._package(value.partition(":")[0].strip())
+            ops = selection.declared({name: value}, self._where(package))
+            found.setdefault(package, ([], []))[0].extend(ops)
+        for extension in self.distribution.ext_modules or ():
+            builder = _builder_of(extension)
+            if builder is not None:
+                found.setdefault(_imported_package(builder), ([], []))[1].append(builder)
+        return found
+
+    def layer(self, package: str) -> str:
+        """Where a package's ops are precompiled to."""
+        assert self.build_lib is not None
+        return os.path.join(self.build_lib, *package.split("."), PREBUILT)
+
+    def _package(self, module: str) -> str:
+        """The outermost package of a module that is a directory of its own, as builders see it."""
+        name = ""
+        for part in module.split("."):
+            name = f"{name}.{part}" if name else part
+            if os.path.exists(os.path.join(self._directory(name), "__init__.py")):
+                return name
+        raise SpecError(
+            f"the op in {module} belongs to no package",
+            why=f"{self._directory(name)} has no __init__.py; precompiled ops lie in their package",
+        )
+
+    def _directory(self, package: str) -> str:
+        directory: str = self.get_finalized_command("build_py").get_package_dir(package)
+        return os.path.abspath(directory)
+
+    def _where(self, package: str) -> str:
+        """The directory that a package can be imported from. Raises SpecError."""
+        directory = self._directory(package)
+        tail = os.path.join("", *package.split("."))
+        if not directory.endswith(os.sep + tail):
+            raise SpecError(
+                f"{package} cannot be imported from its sources",
+                why=f"package_dir puts it into {directory}",
+                hint=f"mv {directory} {os.path.join(os.path.dirname(directory), tail)}",
+            )
+        return directory[: -len(tail) - 1] or os.sep
+
+    def _require_sources(self, package: str, out: str) -> None:
+        missing = not_shipped(out, os.path.dirname(out))
+        if missing:
+            raise SpecError(
+                f"{package} would be installed without {', '.join(missing)}",
+                why="its ops are made of these, and would be refused without them, as changed",
+                hint='[tool.setuptools.package-data] "*" = ["*.cpp", "*.cu", "*.h"]',
+            )
+
+    # What setuptools asks of a step
+
+    def get_source_files(self) -> list[str]:
+        return []
+
+    def get_outputs(self) -> list[str]:
+        found = []
+        for package in self.packages() if not self.editable_mode else ():
+            for directory, _, names in os.walk(self.layer(package)):
+                found += [os.path.join(directory, name) for name in names]
+        return sorted(found)
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+class BuildExtension(build_ext):  # type: ignore[misc]
+    """Takes the place of torch's command of this name: ``cmdclass={"build_ext": BuildExtension}``.
+
+    An extension that is ``MyBuilder().builder()`` is precompiled for the loader, into
+    ``<package>/prebuilt``, for this machine's family of CPUs and for the GPUs that the settings
+    ask for. ``CppExtension`` and ``CUDAExtension`` are built as torch means them; others are left
+    to setuptools.
+    """
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        given: list[Extension] = list(self.distribution.ext_modules or ())
+        self._ops = [each for each in given if _builder_of(each) is not None]
+        self.extensions = [each for each in given if _builder_of(each) is None]
+
+    def run(self) -> None:
+        super().run()
+        if self._ops:
+            self.distribution.cmdclass.setdefault(STEP, PrecompileOps)
+            step = self.get_finalized_command(STEP)
+            step.editable_mode = bool(self.inplace)
+            self.run_command(STEP)
+
+    def build_extensions(self) -> None:
+        """All of torch's at once, as modules where setuptools expects them. Raises SetupError."""
+        from opkiln.ship import prebuild, torch_extension
+
+        given: list[Extension] = self.extensions
+        torchs = [each for each in given if torch_extension.is_torchs(each)]
+        self.extensions = [each for each in given if each not in torchs]
+        try:
+            super().build_extensions()
+            builders = [torch_extension.ExtensionBuilder(each) for each in torchs]
+            outcomes = prebuild.prebuild([prebuild.Request(each) for each in builders])
+        except OpkilnError as error:
+            raise SetupError(str(error)) from error
+        finally:
+            self.extensions = given
+        for extension, outcome in zip(torchs, outcomes, strict=True):
+            if outcome.error is not None:
+                raise SetupError(str(outcome.error)) from outcome.error
+            place = self.get_ext_fullpath(extension.name)
+            self.mkpath(os.path.dirname(place))
+            self.copy_file(outcome.path, place)
+
+    @classmethod
+    def with_options(cls, **options: Any) -> type[BuildExtension]:
+        """As torch's: the class itself. ninja and its options have no part in these builds."""
+        del options
+        return cls
+
+
+def _builder_of(extension: Extension) -> OpBuilder | None:
+    found: OpBuilder | None = getattr(extension, "opkiln", None)
+    return found
+
+
+def _imported_package(builder: OpBuilder) -> str:
+    name = ""
+    for part in type(builder).__module__.split("."):
+        name = f"{name}.{part}" if name else part
+        file = getattr(sys.modules.get(name), "__file__", None) or ""
+        if os.path.basename(file) == "__init__.py":
+            return name
+    raise SpecError(
+        f"op {builder.name} belongs to no package",
+        why=f"{type(builder).__name__} is in the module {type(builder).__module__}",
+    )
+
+
+def _entry_points(dist: Distribution) -> dict[str, str]:
+    """The ops that a project declares, as setuptools has read it."""
+    given: Any = getattr(dist, "entry_points", None) or {}
+    if isinstance(given, str):
+        from configparser import ConfigParser
+
+        parser = ConfigParser(delimiters=("=",))
+        parser.optionxform = str  # type: ignore[assignment,method-assign]
+        parser.read_string(given)
+        return dict(parser[GROUP]) if GROUP in parser else {}
+    lines = given.get(GROUP, ())
+    return _split(lines.splitlines() if isinstance(lines, str) else lines)
+
+
+def _split(lines: Sequence[str]) -> dict[str, str]:
+    pairs = (line.partition("=") for line in lines if line.strip())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _tell(shipment: Shipment) -> None:
+    if shipment.report:
+        sys.stderr.write(f"{shipment.report}\n")

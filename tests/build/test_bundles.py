@@ -1,0 +1,293 @@
+"""Bundles of real ops: taken into a store, or read where they lie, on machines of all kinds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from click.testing import CliRunner
+from sample import child
+from sample.compiler import Compiler
+from sample.package import settle
+
+from opkiln import machine
+from opkiln.cli.cache import command as cache_command
+from opkiln.errors import StoreError
+from opkiln.settings import override
+from opkiln.ship import layer
+from opkiln.ship.bundle import unpack, write_bundle
+from opkiln.store import archive, inventory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from click.testing import Result
+    from sample.package import Package, Steps
+
+on_x86 = pytest.mark.skipif(machine.architecture() != "x86_64", reason="x86-64 only")
+
+
+class Shipped:
+    """A package whose op is built elsewhere and comes here as one file."""
+
+    def __init__(self, package: Package, base: Path) -> None:
+        self.package = package
+        self.elsewhere = base / "elsewhere"
+        self.here = base / "here"
+        self.file = base / "ops.bundle"
+
+    def build(self, *settings: dict[str, Any]) -> None:
+        """Build elsewhere, with each of these settings, and bundle what is there."""
+        for each in settings or ({},):
+            with override(cache_dir=str(self.elsewhere), **each):
+                self.package.load()
+        self.bundle()
+
+    def bundle(self) -> None:
+        found = inventory.entries(str(self.elsewhere / "v1"))
+        payloads = [each.payload for each in found if each.kind == inventory.OP]
+        stage = self.file.with_suffix(".layer")
+        layer.export(payloads, str(stage))
+        write_bundle(str(stage), str(self.file))
+
+    def load(self, **settings: Any) -> Any:
+        with override(cache_dir=str(self.here), **settings):
+            return self.package.load()
+
+    def take(self) -> None:
+        unpack(str(self.file), str(self.here / "v1"))
+
+    def served_from(self) -> str:
+        artifact = self.package.loaded().artifact
+        assert artifact is not None
+        return artifact.path
+
+    def trace(self) -> str:
+        return str(self.package.loaded().trace)
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_new_process() -> None:
+    """The same sources give the same library, which this process may have in memory already."""
+    archive._sealed.clear()
+
+
+@pytest.fixture
+def shipped(plain: Package, tmp_path: Path) -> Shipped:
+    settle(*plain.files())
+    return Shipped(plain, tmp_path)
+
+
+def test_an_imported_entry_serves_beside_another_compiler(
+    shipped: Shipped, tmp_path: Path, steps: Steps
+) -> None:
+    other = Compiler(tmp_path)
+    other.write(version="g++ (Elsewhere) 99.1")
+    shipped.build({"cxx": (str(other.path),)})
+    shipped.take()
+    done = len(steps.seen)
+    assert shipped.load().add(1, 2) == 103
+    assert shipped.served_from().startswith(str(shipped.here))
+    assert len(steps.seen) == done
+
+
+def test_an_imported_entry_serves_where_there_is_no_compiler(
+    shipped: Shipped, tmp_path: Path
+) -> None:
+    shipped.build()
+    shipped.take()
+    assert shipped.load(path=(str(tmp_path),)).add(1, 2) == 103
+    assert shipped.served_from().startswith(str(shipped.here))
+
+
+def test_an_imported_entry_of_other_sources_does_not_serve(shipped: Shipped) -> None:
+    shipped.build()
+    shipped.take()
+    shipped.package.edit("csrc/add.cpp", "a + b", "a - b")
+    assert shipped.load().add(1, 2) == 99
+    assert "csrc/add.cpp changed" in shipped.trace()
+
+
+@on_x86
+def test_of_several_cpu_levels_in_a_bundle_the_best_that_runs_here_serves(
+    shipped: Shipped,
+) -> None:
+    shipped.build({"cpu": "x86-64"}, {"cpu": "x86-64-v2"})
+    shipped.take()
+    assert shipped.load().add(1, 2) == 103
+    assert "its code for x86-64-v2 runs here" in shipped.trace()
+
+
+def test_a_bundle_is_a_layer_that_nothing_is_written_for(shipped: Shipped, steps: Steps) -> None:
+    shipped.build()
+    done = len(steps.seen)
+    assert shipped.load(store_layers=(str(shipped.file),)).add(1, 2) == 103
+    assert shipped.served_from().startswith("/proc/")
+    assert len(steps.seen) == done
+    assert not shipped.here.exists()
+    assert f"{shipped.file}!v1/ops/" in shipped.trace()
+
+
+def test_a_bundle_is_a_layer_beside_directories(shipped: Shipped, tmp_path: Path) -> None:
+    shipped.build()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert shipped.load(store_layers=(str(empty), str(shipped.file))).add(1, 2) == 103
+    assert shipped.served_from().startswith("/proc/")
+
+
+def test_an_op_from_a_bundle_can_be_edited_and_reloaded(shipped: Shipped) -> None:
+    shipped.build()
+    layers = (str(shipped.file),)
+    assert shipped.load(store_layers=layers).add(1, 2) == 103
+    shipped.package.edit("csrc/add.cpp", "a + b", "a - b")
+    assert shipped.load(store_layers=layers).add(1, 2) == 99
+    shipped.package.edit("csrc/add.cpp", "a - b", "a + b")
+    assert shipped.load(store_layers=layers).add(1, 2) == 103
+
+
+def test_a_damaged_bundle_is_passed_over_and_the_op_is_built(shipped: Shipped) -> None:
+    shipped.build()
+    data = bytearray(shipped.file.read_bytes())
+    data[len(data) // 2] ^= 1
+    shipped.file.write_bytes(data)
+    assert shipped.load(store_layers=(str(shipped.file),)).add(1, 2) == 103
+    assert shipped.served_from().startswith(str(shipped.here))
+    assert "has the SHA-256" in shipped.trace()
+
+
+def test_a_torch_op_is_served_from_a_bundle_and_reloaded_beside_it(
+    package: Callable[..., Package], tmp_path: Path
+) -> None:
+    """torch opens what a path leads to, and there is no such file; nor is there one for the child
+    that tries a new version beside the old."""
+    stable = package("stable")
+    settle(*stable.files())
+    shipped = Shipped(stable, tmp_path)
+    shipped.build()
+    code = """
+        import importlib, sys, torch
+        from opkiln.loading import loader
+        builder = importlib.import_module(sys.argv[1] + ".op").StableBuilder()
+        functions = builder.load()
+        print(functions.who(torch.ones(2)), *(l.artifact.path for l in loader._loaded.values()))
+        with open(sys.argv[2], "a") as file:
+            file.write("int edited() { return 1; }")
+        print(builder.load(reload=True).who(torch.ones(2)),
+              *(l.artifact.origin for l in loader._loaded.values()))
+    """
+    source = next(path for path in stable.files() if path.suffix == ".cpp")
+    environment = {
+        "OPKILN_CACHE_DIR": str(shipped.here),
+        "OPKILN_STORE_LAYERS": str(shipped.file),
+        "OPKILN_FALLBACK": "error",
+    }
+    arguments = (stable.name, str(source))
+    out = child.run(code, *arguments, path=[stable.where], env=environment, bare=False)
+    first, second = out.splitlines()
+    assert first.split()[0] == second.split()[0] != "0"
+    assert first.split()[1].startswith("/proc/")
+    assert second.split()[1] == "built"
+
+
+# The commands
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with a bundled op in it."""
+    directory = tmp_path_factory.mktemp("store")
+    done = opkiln("build", "cpu_adam", OPKILN_CACHE_DIR=str(directory))
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def opkiln(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "opkiln", *arguments], env={**os.environ, **environment},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cache_command, list(arguments), catch_exceptions=True)
+
+
+def test_export_and_import_carry_an_op_to_another_store(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "ops.bundle"
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(store))
+    exported = invoke("export", str(file), "--json")
+    assert exported.exit_code == 0, exported.output
+    written = json.loads(exported.stdout)
+    assert written["entries"] == 1
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(tmp_path / "other"))
+    imported = invoke("import", str(file), "--sha256", written["sha256"], "--json")
+    assert imported.exit_code == 0, imported.output
+    (entry,) = json.loads(imported.stdout)["entries"]
+    assert (entry["op"], entry["distribution"], entry["new"]) == ("cpu_adam", "opkiln", True)
+    assert "there already" in invoke("import", str(file)).stdout
+    done = opkiln("check", "cpu_adam", OPKILN_CACHE_DIR=str(tmp_path / "other"))
+    assert (done.returncode, "cached" in done.stdout) == (0, True), done.stdout
+    again = tmp_path / "again.bundle"
+    assert invoke("export", str(again)).exit_code == 0
+    assert again.read_bytes() == file.read_bytes()
+
+
+def test_an_op_that_the_store_lacks_cannot_be_exported(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(store))
+    done = invoke("export", str(tmp_path / "file"), "--op", "cpu_adam", "--op", "no_such_op")
+    assert isinstance(done.exception, StoreError)
+    assert "no entry of no_such_op" in done.exception.what
+    assert not (tmp_path / "file").exists()
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(tmp_path / "empty"))
+    assert "no entries" in str(invoke("export", str(tmp_path / "file")).exception)
+
+
+def test_a_digest_that_is_none_is_a_wrong_call(tmp_path: Path) -> None:
+    done = invoke("import", str(tmp_path), "--sha256", "abc")
+    assert done.exit_code == 2
+
+
+def test_verify_checks_every_byte_of_a_listed_bundle(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "ops.bundle"
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(store))
+    assert invoke("export", str(file)).exit_code == 0
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setenv("OPKILN_STORE_LAYERS", str(file))
+    whole = CliRunner().invoke(cache_command, ["verify"], standalone_mode=False)
+    assert (whole.return_value, "1 entry checked" in whole.stdout) == (0, True)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    harmed = CliRunner().invoke(cache_command, ["verify"], standalone_mode=False)
+    assert (harmed.return_value, str(file) in harmed.stdout) == (5, True)
+
+
+def test_what_a_listed_bundle_has_counts_as_built(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "ops.bundle"
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(store))
+    assert invoke("export", str(file)).exit_code == 0
+    environment = {
+        "OPKILN_CACHE_DIR": str(tmp_path / "empty"),
+        "OPKILN_STORE_LAYERS": str(file),
+        "OPKILN_JIT": "off",
+    }
+    done = opkiln("build", "cpu_adam", "--json", **environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ops"][0]["status"] == "cached"
+    refused = opkiln("build", "cpu_adam", "--out", str(tmp_path / "out"), **environment)
+    assert refused.returncode == 5
+    assert "OPKILN_STORE_LAYERS" in refused.stderr

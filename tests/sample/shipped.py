@@ -1,0 +1,157 @@
+"""A package whose op was built elsewhere and shipped, and a note of each library that is opened."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+from opkiln.loading import loader, resolve
+from opkiln.loading.explain import explain
+from opkiln.loading.trace import Trace
+from opkiln.settings import override
+from opkiln.ship import layer
+from opkiln.store import entry
+from sample.package import settle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import pytest
+
+    from sample.package import Package
+
+# Written by the library's constructor, which dlopen runs: a library that is refused before that
+# leaves no note. The test of a fresh build, in an environment of its own, leaves none either.
+OPENED = "SAMPLE_OPENED"
+_NOTING = f"""
+#include <dlfcn.h>
+#include <cstdio>
+#include <cstdlib>
+namespace {{
+__attribute__((constructor)) void note_opened() {{
+  Dl_info self;
+  const char* log = std::getenv("{OPENED}");
+  if (log && dladdr(reinterpret_cast<void*>(&note_opened), &self)) {{
+    std::FILE* file = std::fopen(log, "a");
+    std::fprintf(file, "%s\\n", self.dli_fname);
+    std::fclose(file);
+  }}
+}}
+}}  // namespace
+extern "C" int level() {{
+#if defined(__AVX512F__)
+  return 4;
+#elif defined(__AVX2__)
+  return 3;
+#elif defined(__SSE4_2__)
+  return 2;
+#else
+  return 1;
+#endif
+}}
+"""
+
+
+class Shipped:
+    """A package, a machine elsewhere that builds its op, and where this one finds what it built.
+
+    The op's libraries note that they are opened, and which; ``level()`` is the x86-64 level that
+    they were compiled for.
+    """
+
+    def __init__(
+        self, package: Package, source: str, base: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.package = package
+        self.base = base
+        self.own = package.path / "prebuilt"
+        self._log = base / "opened"
+        self._attributes: dict[str, Any] = {}
+        monkeypatch.setenv(OPENED, str(self._log))
+        path = package / source
+        # One library in one process is opened once, whatever its path: each gets its own bytes.
+        name = f'extern "C" const char* sample_name() {{ return "{package.name}"; }}\n'
+        path.write_text(path.read_text() + _NOTING + name)
+        settle(*package.files())
+
+    def build(self, to: Path | None = None, *, backend: str = "", **settings: Any) -> Path:
+        """Build elsewhere and ship, with the package itself by default; the entry's directory."""
+        with override(cache_dir=str(self.base / "elsewhere"), **settings):
+            more = {"_asked_backend": backend} if backend else {}
+            made = resolve.artifact(self.package.builder(**more).op(), Trace())
+            (leaf,) = layer.export([made.path], str(to or self.own))
+        return type(self.base)(leaf)
+
+    def load(self, **attributes: Any) -> Any:
+        """Load as this machine's user does, into a store that is empty at first."""
+        self._attributes = attributes
+        return self.package.load(**attributes)
+
+    @property
+    def loaded(self) -> loader.Loaded:
+        """What the last load came to."""
+        return loader._loaded[self.package.builder(**self._attributes).op().name]
+
+    def explained(self, **attributes: Any) -> str:
+        """What `opkiln explain` says in a process that has not loaded it."""
+        op = self.package.builder(**attributes).op()
+        known = loader._loaded.pop(op.name, None)
+        try:
+            return str(explain(op))
+        finally:
+            if known is not None:
+                loader._loaded[op.name] = known
+
+    @property
+    def origin(self) -> str:
+        """Which resort served."""
+        artifact = self.loaded.artifact
+        return "" if artifact is None else artifact.origin
+
+    @property
+    def trace(self) -> str:
+        return str(self.loaded.trace)
+
+    @property
+    def opened(self) -> list[str]:
+        """The libraries that any process opened, in order."""
+        return self._log.read_text().splitlines() if self._log.exists() else []
+
+
+def rewrite(leaf: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change what an entry says of itself, with a digest that holds."""
+    path = leaf / entry.MANIFEST
+    manifest = entry.parse_manifest(path.read_bytes())
+    change(manifest)
+    path.write_bytes(entry.write_manifest(manifest))
+
+
+def announce(package: Package, op: str, kind: str) -> None:
+    """Let a package provide an op, as an installed distribution does."""
+    metadata = package.where / f"{package.name}-1.0.dist-info"
+    metadata.mkdir()
+    text = f"Metadata-Version: 2.1\nName: {package.name}\nVersion: 1.0\n"
+    (metadata / "METADATA").write_text(text)
+    (metadata / "entry_points.txt").write_text(f"[opkiln.ops]\n{op} = {package.name}.op:{kind}\n")
+
+
+def mask(path: Path, level: int) -> Path:
+    """A /proc/cpuinfo of a CPU that has an x86-64 level and no more, for ``machine._CPUINFO``."""
+    from opkiln.arch import cpu
+
+    name = "x86-64" if level == 1 else f"x86-64-v{level}"
+    flags = " ".join(sorted(cpu.kernel_names(cpu.requires(name, ()))))
+    path.write_text(f"processor\t: 0\nmodel name\t: masked\nflags\t\t: fpu sse2 {flags}\n\n")
+    return path
+
+
+def described(leaf: Path) -> dict[str, Any]:
+    """An entry's manifest."""
+    return dict(json.loads((leaf / entry.MANIFEST).read_bytes())["manifest"])
+
+
+def without_sources(package: Package) -> None:
+    """As a package that ships libraries alone."""
+    shutil.rmtree(package / "csrc")
