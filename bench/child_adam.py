@@ -4,14 +4,15 @@
 reason; one whose parameters end up elsewhere than torch's fails too, since it did other work.
 """
 
-import ctypes
 import json
 import random
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import streams
 import torch
 
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -56,29 +57,12 @@ def deepspeed(made: list[torch.nn.Parameter]) -> Step:
 
 
 def stream(made: list[torch.nn.Parameter]) -> Step:
-    """The loop of sources/adamw_stream.cpp, every pointer gathered beforehand."""
-    function = ctypes.CDLL(sys.argv[3]).adamw_stream
-    n = len(made)
+    """The loop of sources/optimizer_streams.cpp."""
     states = [[torch.zeros_like(p) for p in made] for _ in range(2)]
     grads = [p.grad for p in made if p.grad is not None]
     lists: list[list[torch.Tensor]] = [[p.data for p in made], grads, *states]
-    pointers = [(ctypes.c_void_p * n)(*(t.data_ptr() for t in tensors)) for tensors in lists]
-    ends, total = [], 0
-    for p in made:
-        total += p.numel()
-        ends.append(total)
-    ends_array = (ctypes.c_int64 * n)(*ends)
     numbers = (HYPER["lr"], *HYPER["betas"], HYPER["eps"], HYPER["weight_decay"])
-    floats = [ctypes.c_float(value) for value in numbers]
-    count = 0
-
-    def step() -> None:
-        nonlocal count
-        count += 1
-        function(ctypes.c_int64(n), *pointers, ends_array, ctypes.c_int64(count), *floats)
-
-    step.keep = lists  # type: ignore[attr-defined]  # the pointers do not own the tensors
-    return step
+    return streams.stepping(Path(sys.argv[3]), "adamw_stream", lists, numbers, counted=True)
 
 
 SYSTEMS = {"opkiln": opkiln, "fused": fused, "deepspeed": deepspeed, "stream": stream}

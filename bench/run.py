@@ -16,7 +16,17 @@ import machine
 import picture
 import table
 from children import Workspace
-from measure import Options, adam_step, cold_build, importing, reporting, syscalls, warm_load
+from measure import (
+    Options,
+    adam_step,
+    aot,
+    cold_build,
+    importing,
+    prebuilt_load,
+    reporting,
+    syscalls,
+    warm_load,
+)
 from measured import Failure, Row
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -26,9 +36,13 @@ PICTURE = REPOSITORY / "docs" / "pictures" / "bench.svg"
 # In the order in which they run: the cold builds fill the caches that the warm measures use.
 MEASURES: dict[str, ModuleType] = {
     module.NAME: module
-    for module in (cold_build, importing, warm_load, syscalls, reporting, adam_step)
-}
-SHOWN = ("import", "warm-load", "syscalls", "cold-build", "report", "adam-step")
+    for module in (
+        cold_build, importing, warm_load, prebuilt_load, syscalls, aot, reporting, adam_step,
+    )
+}  # fmt: skip
+SHOWN = (
+    "import", "warm-load", "prebuilt-load", "syscalls", "cold-build", "aot", "report", "adam-step",
+)  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
+import streams
 from children import Workspace, ask, finish
 from measured import Failure, Row, Sample
 
@@ -31,18 +31,12 @@ def rows(options: Options, workspace: Workspace) -> list[Row]:
 
 
 def _stream_library(workspace: Workspace) -> Path:
-    """The hand-written loop, compiled here with the flags that it needs to be vectorised."""
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        raise Failure("torch is not installed")
-    root = Path(spec.origin).parent
-    output = workspace.root / "adamw_stream.so"
-    source = Path(__file__).resolve().parent.parent / "sources" / "adamw_stream.cpp"
-    command = [
-        "g++", "-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared",
-        "-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{root / 'include'}", str(source),
-        "-o", str(output), f"-L{root / 'lib'}", "-ltorch_cpu",
-    ]  # fmt: skip
+    """The hand-written loop, compiled here."""
+    output = workspace.root / "optimizer_streams.so"
+    try:
+        command = streams.compiling(output)
+    except FileNotFoundError as error:
+        raise Failure(str(error)) from error
     finish(command, workspace.warm)
     return output
 

@@ -9,7 +9,7 @@ import hashlib
 import time
 from pathlib import Path
 
-from children import Workspace, load
+from children import Caches, Workspace, load
 from measured import Bar, Failure, Row, Sample
 
 from measure import Options
@@ -50,7 +50,7 @@ def rows(options: Options, workspace: Workspace) -> list[Row]:
             continue
         table += _variant(peer, who, times)
     if OPKILN in times and FLOOR in times:
-        table += _overhead(times, workspace)
+        table += overhead(NAME, times, loaded_library(workspace.warm))
     return table
 
 
@@ -77,44 +77,45 @@ def _measure(options: Options, workspace: Workspace) -> tuple[Times, dict[str, s
     return {peer: taken for peer, taken in times.items() if peer not in failures}, failures
 
 
-def _sample(taken: list[dict[str, float]], *parts: str) -> Sample:
+def sample_of(taken: list[dict[str, float]], *parts: str) -> Sample:
     return Sample(tuple(sum(one[part] for part in parts) * 1e3 for one in taken), "ms")
 
 
 def _variant(peer: str, who: str, times: Times) -> list[Row]:
-    together = _sample(times[peer], "import", "load")
+    together = sample_of(times[peer], "import", "load")
     ratio, bar = None, None
     if peer != OPKILN and OPKILN in times:
-        ratio = _sample(times[OPKILN], "import", "load").median / together.median
+        ratio = sample_of(times[OPKILN], "import", "load").median / together.median
         if peer in BARS:
             text = "<= 1/10" if BARS[peer] < 1 else "<= 1"
             bar = Bar(BARS[peer], ratio, text)
     return [
-        Row(NAME, who, "import", _sample(times[peer], "import")),
-        Row(NAME, who, f"load ({LOADED[peer]})", _sample(times[peer], "load")),
+        Row(NAME, who, "import", sample_of(times[peer], "import")),
+        Row(NAME, who, f"load ({LOADED[peer]})", sample_of(times[peer], "load")),
         Row(NAME, who, "together", together, ratio=ratio, bar=bar),
     ]
 
 
-def _beyond(times: Times, *parts: str) -> Sample:
-    samples = [_sample(times[peer], *parts) for peer in (OPKILN, FLOOR)]
+def beyond(times: Times, *parts: str) -> Sample:
+    """What opkiln takes beyond the bare load, turn by turn."""
+    samples = [sample_of(times[peer], *parts) for peer in (OPKILN, FLOOR)]
     pairs = zip(*(sample.values for sample in samples), strict=True)
     return Sample(tuple(mine - bare for mine, bare in pairs), "ms")
 
 
-def _overhead(times: Times, workspace: Workspace) -> list[Row]:
+def overhead(measure: str, times: Times, library: Path) -> list[Row]:
     """opkiln's load beyond the bare one, against what verifying the file may cost.
 
     The second row has opkiln's own modules in it too: what a program pays that says nothing but
     ``opkiln.get_builder("cpu_adam").load()``, whose first part imports them.
     """
-    sample = _beyond(times, "load")
-    size = _library_size(workspace)
+    sample = beyond(times, "load")
+    size = library.stat().st_size
     rate = sha256_rate()
     limit = OVERHEAD_MS + size / rate * 1e3
     return [
         Row(
-            NAME,
+            measure,
             "opkiln",
             "load beyond load_library",
             sample,
@@ -122,12 +123,13 @@ def _overhead(times: Times, workspace: Workspace) -> list[Row]:
             bar=Bar(limit, sample.median, f"<= {limit:.2f} ms"),
             details={"library_bytes": size, "sha256_bytes_per_second": rate},
         ),
-        Row(NAME, "opkiln", "the same with its imports", _beyond(times, "import", "load")),
+        Row(measure, "opkiln", "the same with its imports", beyond(times, "import", "load")),
     ]
 
 
-def _library_size(workspace: Workspace) -> int:
-    return Path((workspace.warm.root / "build" / "cpu_adam.path").read_text()).stat().st_size
+def loaded_library(caches: Caches) -> Path:
+    """The file that opkiln loaded last with these caches."""
+    return Path((caches.root / "build" / "cpu_adam.path").read_text())
 
 
 def sha256_rate() -> float:

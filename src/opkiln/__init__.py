@@ -25,15 +25,18 @@ _LAZY = {
     "get_accelerator": "opkiln.accelerator.detect",
     "set_accelerator": "opkiln.accelerator.detect",
 }
-_MODULES = ("optim", "errors", "settings")
+_MODULES = ("optim", "quant", "io", "utils", "errors", "settings")
 
 __all__ = ["__version__", *_LAZY, *_MODULES]  # noqa: PLE0604 (names that are resolved lazily)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # what type checkers and editors see of the lazy names
     from opkiln import errors as errors
+    from opkiln import io as io
     from opkiln import optim as optim
+    from opkiln import quant as quant
     from opkiln import settings as settings
+    from opkiln import utils as utils
     from opkiln.accelerator.detect import get_accelerator as get_accelerator
     from opkiln.accelerator.detect import set_accelerator as set_accelerator
     from opkiln.builder import CUDAOpBuilder as CUDAOpBuilder

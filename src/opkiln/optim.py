@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from opkiln import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
+    from opkiln.ops.cpu_adagrad.optimizer import CPUAdagrad
     from opkiln.ops.cpu_adam.optimizer import CPUAdam
+    from opkiln.ops.cpu_lion.optimizer import CPULion
     from opkiln.ops.fused_adam.optimizer import FusedAdam
+    from opkiln.ops.fused_lamb.optimizer import FusedLamb
+    from opkiln.ops.fused_lion.optimizer import FusedLion
 
-__all__ = ["CPUAdam", "FusedAdam"]
+__all__ = ["CPUAdagrad", "CPUAdam", "CPULion", "FusedAdam", "FusedLamb", "FusedLion"]
 
 _HOMES = {
+    "CPUAdagrad": "opkiln.ops.cpu_adagrad.optimizer",
     "CPUAdam": "opkiln.ops.cpu_adam.optimizer",
+    "CPULion": "opkiln.ops.cpu_lion.optimizer",
     "FusedAdam": "opkiln.ops.fused_adam.optimizer",
+    "FusedLamb": "opkiln.ops.fused_lamb.optimizer",
+    "FusedLion": "opkiln.ops.fused_lion.optimizer",
 }
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+__getattr__, __dir__ = lazy.names(__name__, _HOMES)

@@ -359,12 +359,14 @@ def test_every_documented_command_works_and_the_demo_passes(
     opkiln: Opkiln, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import opkiln; opkiln.get_builder('cpu_adam').load()\n")
+    path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
     blocks = re.findall(r"```console\n(.*?)```", DOCS.read_text(), re.DOTALL)
     commands = [line[2:] for block in blocks for line in block.splitlines()]
     assert all(command.startswith("opkiln ") for command in commands)
     assert len(commands) > 15
     for command in commands:
-        done = opkiln(*shlex.split(command)[1:])
+        done = opkiln(*shlex.split(command)[1:], PATH=path)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         if command == "opkiln demo":
             assert re.search(r"result +PASS", done.stdout)

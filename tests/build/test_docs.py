@@ -20,6 +20,7 @@ from opkiln.toolchain import choice
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DEVICES = ROOT / "docs" / "devices.md"
+OPTIMIZERS = ROOT / "docs" / "optimizers.md"
 CUDA_OP = ROOT / "examples" / "cuda_op"
 # What nvcc 13.0 lists; the page on devices shows what lists come to with it.
 LISTED = cuda.parse("7.5;8.0;8.6;8.7;8.8;8.9;9.0;10.0;10.3;11.0;12.0;12.1")
@@ -212,8 +213,9 @@ def _without_toolkit(text: str) -> list[str]:
     return [line.rstrip() for line in text.splitlines() if not line.startswith("toolkit")]
 
 
-def test_code_on_the_page_about_devices_prints_what_it_is_shown_to_print(cache: str) -> None:
-    found = _RUN.findall(DEVICES.read_text())
+@pytest.mark.parametrize("page", [DEVICES, OPTIMIZERS], ids=lambda page: page.name)
+def test_code_on_a_page_prints_what_it_is_shown_to_print(page: Path, cache: str) -> None:
+    found = _RUN.findall(page.read_text())
     assert found
     for code, expected in found:
         done = _run([sys.executable, "-c", code], cache, CUDA_OP)

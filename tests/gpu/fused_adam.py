@@ -1,21 +1,18 @@
-"""fused_adam on a GPU: one line per check, then timings. Needs torch and nvcc, and no pytest.
+"""fused_adam on a GPU: one line per check. Needs torch and nvcc, and no pytest.
 
-    PYTHONPATH=src python tests/gpu/fused_adam.py [--timings FILE] [--only WORD]
+    PYTHONPATH=src python tests/gpu/fused_adam.py [--only WORD]
 
 The exit code is 0 when every check passed or says why it could not be made, otherwise 1.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import math
 import sys
 import time
-import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,21 +20,14 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
 
 from adam_oracle import BF16, DTYPES, F16, F32, assert_stored, clone, oracle
+from checks import Skipped, assert_equal, assert_same, give_gradients, main, parameters, refusal
 from fused_oracle import HYPER, ROLES, assert_step
 from fused_oracle import tensors as host_tensors
 
 import opkiln
-from opkiln.errors import UsageError
 from opkiln.optim import FusedAdam
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-SIZES = (0, 1, 7, 4095, 4096, 4097, 1_000_003)
-
-
-class Skipped(Exception):
-    """A check that cannot be made here, with the reason."""
+SIZES = (0, 1, 7, 511, 512, 513, 4095, 4096, 4097, 1_000_003)
 
 
 def native() -> Any:
@@ -46,43 +36,6 @@ def native() -> Any:
 
 def tensors(*args: Any, **kwargs: Any) -> list[list[Tensor]]:
     return [[t.cuda() for t in row] for row in host_tensors(*args, **kwargs)]
-
-
-def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = F32, device: Any = "cuda") -> Any:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(s, generator=generator).to(device, dtype).requires_grad_() for s in shapes
-    ]  # fmt: skip
-
-
-def give_gradients(*models: list[Tensor], seed: int = 0, scale: float = 1.0) -> None:
-    """The same gradients to each model, into the tensors that are there, if any."""
-    generator = torch.Generator().manual_seed(seed)
-    for members in zip(*models, strict=True):
-        value = torch.randn(members[0].shape, generator=generator) * scale
-        for param in members:
-            if param.grad is None:
-                param.grad = torch.empty_like(param)
-            param.grad.copy_(value)
-
-
-def assert_same(ours: list[Tensor], theirs: list[Tensor], rtol: float = 5e-6) -> None:
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=rtol, atol=2e-6)
-
-
-def assert_equal(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> None:
-    for row, other in zip(ours, theirs, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(row, other, strict=True))
-
-
-def refusal(call: Callable[[], Any]) -> str:
-    """What a call that must fail says."""
-    try:
-        call()
-    except (RuntimeError, UsageError) as error:
-        return str(error)
-    raise AssertionError("it was not refused")
 
 
 # Building
@@ -519,45 +472,124 @@ def check_loading_keeps_fp32_states_of_narrow_parameters() -> None:
         assert torch.equal(state[name], optimizer.state[params[0]][name])
 
 
-CHECKS = [
-    value for name, value in list(globals().items()) if name.startswith("check_")
-]  # fmt: skip
+# Plans
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--timings", metavar="FILE", help="measure, too, and write JSON there")
-    parser.add_argument("--only", metavar="WORD", default="", help="checks with this in their name")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("FAIL there is no GPU that torch can use")
-        return 1
-    print(f"torch {torch.__version__} on {torch.cuda.get_device_name()}", flush=True)
-    failed = 0
-    for check in CHECKS:
-        name = check.__name__.removeprefix("check_").replace("_", " ")
-        if options.only not in name:
-            continue
-        try:
-            said = check()
+def check_fresh_gradients_of_many_tensors_are_stepped_as_torchs() -> None:
+    for dtype in (F32, BF16):
+        shapes = [(1 + 977 * i % 3000,) for i in range(300)]
+        mine, other = (parameters(*shapes, dtype=dtype) for _ in range(2))
+        for param in other:
+            param.data = param.data.float()
+        ours = FusedAdam(mine, lr=1e-2, weight_decay=0.1, master_weights=True)
+        theirs = torch.optim.AdamW(other, lr=1e-2, weight_decay=0.1)
+        for step in range(8):
+            generator = torch.Generator().manual_seed(step)
+            for a, b in zip(mine, other, strict=True):
+                a.grad = torch.randn(a.shape, generator=generator).to("cuda", dtype)
+                b.grad = a.grad.float()
+            ours.step()
+            theirs.step()
+        assert ours._plans is not None
+        assert ours._plans.of_group[0] is not None, "it was not planned"
+        masters = [ours.state[p].get("master_param", p) for p in mine]
+        assert_same(masters, other, rtol=2e-5)
+
+
+def check_a_plan_does_not_outlive_what_it_was_made_for() -> None:
+    mine, other = (parameters((300, 5), (17,), (4099,)) for _ in range(2))
+    ours = FusedAdam(mine, lr=1e-2, weight_decay=0.1)
+    theirs = torch.optim.AdamW(other, lr=1e-2, weight_decay=0.1)
+    for step in range(24):
+        for param in (*mine, *other):
+            param.grad = None
+        give_gradients(mine, other, seed=step)
+        if step == 4:
+            mine[1].data = mine[1].data.clone()
+        elif step == 8:
+            for params, optimizer in ((mine, ours), (other, theirs)):
+                optimizer.state[params[1]]["exp_avg"] = torch.full((17,), 0.5, device="cuda")
+        elif step == 12:
+            ours.load_state_dict(copy.deepcopy(ours.state_dict()))
+        elif step == 16:
+            mine[0].grad = other[0].grad = None
+        elif step == 20:
+            mine[0].grad = mine[0].grad.t().contiguous().t()
+        if step in (5, 9):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+                ours.step()
             torch.cuda.synchronize()
-            print(f"PASS {name}" + (f" ({said})" if said else ""), flush=True)
-        except Skipped as reason:
-            print(f"SKIP {name}: {reason}", flush=True)
-        except Exception:  # whatever it is, the other checks are still to be made
-            failed += 1
-            print(f"FAIL {name}\n{traceback.format_exc()}", flush=True)
-    if options.timings:
-        from fused_adam_timings import timings
+        else:
+            ours.step()
+        theirs.step()
+    assert_same(mine, other)
 
-        found = {
-            "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-            "cuda": torch.version.cuda, "rows": timings(),
-        }  # fmt: skip
-        Path(options.timings).write_text(json.dumps(found, indent=1))
-    print(f"{'FAIL' if failed else 'PASS'}: {failed} failed")
-    return 1 if failed else 0
 
+def check_a_planned_step_that_is_refused_says_which_gradient() -> None:
+    lists = tensors((6, 600))
+    plan, ledger = native().fused_adam_plan(*lists)
+    for wrong, message in (
+        (torch.zeros(5, device="cuda"), "grads[1] has 5 elements, params[1] has 600"),
+        (torch.zeros(600), "grads[1] is not on cuda:0"),
+        (torch.zeros(1200, device="cuda")[::2], "grads[1] is not contiguous"),
+        (torch.zeros(600, device="cuda", dtype=torch.float64), "grads[1] has dtype Double"),
+    ):
+        before = clone(lists)
+        grads = [lists[1][0], wrong]
+        said = refusal(lambda: native().fused_adam_planned_(plan, ledger, grads, **HYPER))  # noqa: B023
+        assert message in said, said
+        assert_equal(lists, before)
+    assert "has 1 tensors, the plan has 2" in refusal(
+        lambda: native().fused_adam_planned_(plan, ledger, lists[1][:1], **HYPER)
+    )
+    assert "not belong together" in refusal(
+        lambda: native().fused_adam_planned_(plan[:-1], ledger, lists[1], **HYPER)
+    )
+
+
+def check_a_planned_step_is_that_of_lists_and_a_fake_plan_is_as_large() -> None:
+    planned, lists = (tensors((6, 600, 5000), BF16, BF16, True, (1.0, 2.0, 3.0)) for _ in range(2))
+    op = native()
+    plan, ledger = op.fused_adam_plan(*planned)
+    for _ in range(3):
+        grads = [torch.randn_like(grad) for grad in lists[1]]
+        op.fused_adam_planned_(plan, ledger, grads, **HYPER)
+        op.fused_adam_(lists[0], grads, *lists[2:], **HYPER)
+    assert_equal([planned[0], *planned[2:]], [lists[0], *lists[2:]])
+    from opkiln.ops.multi_tensor.plans import fake_plan
+
+    for real, fake in zip((plan, ledger), fake_plan(planned[0], planned[5]), strict=True):
+        assert (real.shape, real.dtype, real.device) == (fake.shape, fake.dtype, fake.device)
+
+
+def check_opcheck_finds_nothing_in_the_planned_form() -> None:
+    # What a plan holds are addresses, so two of them are not compared.
+    utils = ("test_schema", "test_faketensor")
+    lists = tensors((5, 600), BF16, masters=True)
+    torch.library.opcheck(native().fused_adam_plan, tuple(lists), test_utils=utils)
+    plan, ledger = native().fused_adam_plan(*lists)
+    arguments = (plan, ledger, lists[1])
+    torch.library.opcheck(native().fused_adam_planned_, arguments, HYPER, test_utils=utils)
+
+
+def check_clipped_steps_are_those_of_gradients_that_were_clipped() -> None:
+    mine, other = (parameters((4099,), (33, 7)) for _ in range(2))
+    ours = FusedAdam(mine, lr=1e-2, max_grad_norm=0.5)
+    theirs = torch.optim.AdamW(other, lr=1e-2, weight_decay=0.0)
+    for step in range(6):
+        give_gradients(mine, other, seed=step)
+        torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+        try:
+            ours.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.nn.utils.clip_grad_norm_(other, 0.5)
+        theirs.step()
+    assert_same(mine, other, rtol=2e-5)
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(CHECKS, __doc__))

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from opkiln.errors import ToolchainError
+
+if TYPE_CHECKING:
+    from host_oracle import Case
+
+HOST_OPTIMIZERS = {
+    "CPUAdam": "cpu_adam",
+    "CPUAdagrad": "cpu_adagrad",
+    "CPULion": "cpu_lion",
+}
 
 
 def _native(name: str) -> Any:
@@ -19,14 +29,15 @@ def _native(name: str) -> Any:
         pytest.skip(f"no native {name} here: {error.what}")
 
 
+def _reference(name: str) -> Any:
+    """The op's functions in PyTorch."""
+    return import_module(f"opkiln.ops.{name}.reference")
+
+
 @pytest.fixture(params=["native", "reference"])
 def adam(request: pytest.FixtureRequest) -> Any:
     """``cpu_adam_`` and ``cpu_adam_rollback_``: the native ones, then the reference's."""
-    if request.param == "native":
-        return _native("cpu_adam")
-    from opkiln.ops.cpu_adam import reference
-
-    return reference
+    return _native("cpu_adam") if request.param == "native" else _reference("cpu_adam")
 
 
 @pytest.fixture
@@ -37,12 +48,34 @@ def native_adam() -> Any:
 
 @pytest.fixture(params=["native", "reference"])
 def served_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What CPUAdam runs on: the native op, then the reference."""
-    from opkiln.optim import CPUAdam
+    """What the host optimizers run on: the native ops, then the references."""
+    from opkiln import optim
 
-    if request.param == "native":
-        ops = _native("cpu_adam")
-    else:
-        from opkiln.ops.cpu_adam import reference as ops
-    monkeypatch.setattr(CPUAdam, "_ops", ops)
+    for optimizer, name in HOST_OPTIMIZERS.items():
+        ops = _native(name) if request.param == "native" else _reference(name)
+        monkeypatch.setattr(getattr(optim, optimizer), "_ops", ops)
     return str(request.param)
+
+
+@pytest.fixture
+def native_optimizer(name: str) -> None:
+    """The op of the host optimizer of this name is native, or the test is skipped."""
+    _native(HOST_OPTIMIZERS[name])
+
+
+@pytest.fixture(params=["native", "reference"])
+def ops(request: pytest.FixtureRequest, case: Case) -> Any:
+    """The functions of a case's op: the native ones, then the reference's."""
+    return _native(case.op) if request.param == "native" else _reference(case.op)
+
+
+@pytest.fixture
+def native_ops(case: Case) -> Any:
+    """The native functions of a case's op."""
+    return _native(case.op)
+
+
+@pytest.fixture
+def reference_ops(case: Case) -> Any:
+    """The reference of a case's op."""
+    return _reference(case.op)

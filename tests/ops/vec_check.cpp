@@ -63,6 +63,22 @@ void check_conversions() {
   }
 }
 
+// Stores around the caches give what plain ones give, at addresses that are aligned and not.
+template <class T>
+void check_around(const char* what) {
+  alignas(64) T plain[3 * Vec::kLanes + 1] = {}, around[3 * Vec::kLanes + 1] = {};
+  float in[3 * Vec::kLanes];
+  for (int i = 0; i < 3 * Vec::kLanes; ++i) {
+    in[i] = 1.0f / static_cast<float>(i + 1);
+  }
+  for (const int offset : {0, 1}) {
+    narrow(in, plain + offset, 3 * Vec::kLanes - 1);
+    narrow_around(in, around + offset, 3 * Vec::kLanes - 1);
+    settle_stores();
+    expect(std::memcmp(plain, around, sizeof(plain)) == 0, what, offset, 0, 0);
+  }
+}
+
 void check_known_values() {
   const float infinity = std::numeric_limits<float>::infinity();
   const struct {
@@ -110,15 +126,21 @@ void check_arithmetic() {
     compare(subtract_product(z, x, y), "subtract_product",
             [&](int i) { return c[i] - double(a[i]) * b[i]; }, 4e-6);
     compare(at_least(Vec::all(0), x), "at_least", [&](int i) { return std::max(a[i], 0.0f); }, 0);
+    compare(sign(x), "sign", [&](int i) { return a[i] < 0 ? -1 : 1; }, 0);
   }
   float out[Vec::kLanes];
   at_least(Vec::all(0), Vec::all(std::numeric_limits<float>::quiet_NaN())).store(out);
   expect(out[0] != out[0], "at_least", NAN, out[0], NAN);
+  sign(Vec::all(std::numeric_limits<float>::quiet_NaN())).store(out);
+  expect(out[0] != out[0], "sign", NAN, out[0], NAN);
+  sign(Vec::all(0)).store(out);
+  expect(out[0] == 0, "sign", 0, out[0], 0);
 }
 
 // Doubles the first stream and adds the second, over tensors of all sizes and types, with guard
-// elements after each; in one range and cut into many.
-void check_flat(int64_t ranges) {
+// elements after each; in one range and cut into many; with a body that takes bf16 and fp16 straight
+// from memory, and one that does not.
+void check_flat(int64_t ranges, bool straight) {
   constexpr Type types[] = {Type::kFloat, Type::kBFloat16, Type::kFloat16};
   constexpr int64_t sizes[] = {0, 1, 7, 15, 16, 17, 63, 511, 512, 513, 1023, 4095, 10001};
   std::vector<Item<2>> items;
@@ -136,22 +158,27 @@ void check_flat(int64_t ranges) {
       for (const Type b : types) {
         Item<2> item;
         item.streams = {make(a, size, 1.5f, true), make(b, size, 0.25f, false)};
-        item.copy = b == Type::kFloat ? Stream{} : make(b, size, 0, true);
+        item.copy = b == Type::kFloat || a == b ? Stream{} : make(b, size, 0, true);
         item.numel = size;
         item.traffic = 2 * size_of(a) + size_of(b);
         items.push_back(item);
       }
     }
   }
+  const auto body = [](const auto& at, int64_t count) {
+    const auto [to, from] = at;
+    for (int64_t i = 0; i < count; i += Vec::kLanes) {
+      multiply_add(Vec::all(2), Vec::load(to + i), Vec::load(from + i)).store(to + i);
+    }
+  };
   const Flat<2> flat(items);
   for (int64_t r = 0; r < ranges; ++r) {
-    flat.sweep(flat.size() * r / ranges, flat.size() * (r + 1) / ranges,
-               [](const std::array<float*, 2>& at, int64_t count) {
-                 for (int64_t i = 0; i < count; i += Vec::kLanes) {
-                   multiply_add(Vec::all(2), Vec::load(at[0] + i), Vec::load(at[1] + i))
-                       .store(at[0] + i);
-                 }
-               });
+    const int64_t low = flat.size() * r / ranges, high = flat.size() * (r + 1) / ranges;
+    if (straight) {
+      flat.sweep(low, high, body);
+    } else {
+      flat.sweep(low, high, [&](const std::array<float*, 2>& at, int64_t count) { body(at, count); });
+    }
   }
   const auto check = [&](const Stream& stream, int64_t count, float wanted, const char* what) {
     std::vector<float> got(count + Vec::kLanes);
@@ -179,8 +206,12 @@ int main() {
   check_known_values();
   check_conversions();
   check_arithmetic();
+  check_around<float>("around float");
+  check_around<BFloat16>("around bfloat16");
+  check_around<Float16>("around float16");
   for (const int64_t ranges : {1, 2, 3, 7, 64}) {
-    check_flat(ranges);
+    check_flat(ranges, true);
+    check_flat(ranges, false);
   }
   std::printf("%d lanes, %d failures\n", Vec::kLanes, failures);
   return failures == 0 ? 0 : 1;

@@ -397,4 +397,4 @@ def test_commands_and_ops_are_completed() -> None:
         return start(env={**os.environ, **variables}).stdout.split()
 
     assert completed("opkiln re") == ["plain,report"]
-    assert completed("opkiln build cpu_a") == ["plain,cpu_adam"]
+    assert completed("opkiln build cpu_adam") == ["plain,cpu_adam"]

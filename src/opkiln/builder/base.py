@@ -214,7 +214,7 @@ class OpBuilder:
 
         ``error_log`` holds the reason when not; ``verbose`` also writes it to standard error.
         """
-        from opkiln.loading import resolve
+        from opkiln.loading import prebuilt, resolve
         from opkiln.store.layers import Store
 
         self.error_log = None
@@ -222,7 +222,8 @@ class OpBuilder:
             op, store = self.op(), Store()
             missing = [s for s in op.spec.sources if not os.path.exists(os.path.join(self.root, s))]
             target = resolve.target_of(op, resolve.runnable(op.spec))
-            if resolve.find(op, target, store, Trace()) is None:
+            served = prebuilt.carried(op, Trace()) or resolve.find(op, target, store, Trace())
+            if served is None:
                 if missing:
                     self.error_log = f"sources are missing: {', '.join(missing)}"
                 elif not settings.jit:

@@ -1,4 +1,4 @@
-"""What every Adam here asks of its parameter groups, with errors that name the place."""
+"""What every optimizer here asks of its parameter groups, with errors that name the place."""
 
 from __future__ import annotations
 
@@ -17,23 +17,33 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def check_numbers(group: dict[str, Any], *names: str, where: str = "") -> None:
+    """Raises UsageError for one that is negative or not finite."""
+    for name in names:
+        value = float(group[name])
+        if not 0 <= value < math.inf:  # NaN is not
+            raise UsageError(f"{where}{name} is {value}, expected a finite number of at least 0")
+
+
+def check_betas(group: dict[str, Any], where: str = "") -> None:
+    """Raises UsageError for a beta outside [0, 1)."""
+    for i, beta in enumerate(group["betas"]):
+        if not 0 <= float(beta) < 1:
+            raise UsageError(
+                f"{where}betas[{i}] is {float(beta)}, expected at least 0 and less than 1"
+            )
+
+
 def check_hyperparameters(owner: str, group: dict[str, Any], where: str = "") -> None:
-    """Raises UsageError for a value that has no meaning. Comparisons are written to refuse NaN."""
+    """Those of Adam. Raises UsageError for a value that has no meaning."""
     if not isinstance(group["bias_correction"], bool):
         raise UsageError(
             f"{where}bias_correction is {group['bias_correction']!r}, expected True or False",
             why="it is the third positional argument, as in DeepSpeed's",
             hint=f"{owner}(params, lr, betas=(0.9, 0.999))",
         )
-    for name in ("lr", "eps", "weight_decay"):
-        value = float(group[name])
-        if not 0 <= value < math.inf:
-            raise UsageError(f"{where}{name} is {value}, expected a finite number of at least 0")
-    for i, beta in enumerate(group["betas"]):
-        if not 0 <= float(beta) < 1:
-            raise UsageError(
-                f"{where}betas[{i}] is {float(beta)}, expected at least 0 and less than 1"
-            )
+    check_numbers(group, "lr", "eps", "weight_decay", where=where)
+    check_betas(group, where)
     if group["amsgrad"]:
         raise UsageError(
             f"{where}amsgrad is not supported by {owner}",
@@ -73,10 +83,19 @@ def place(index: int, group: dict[str, Any], i: int) -> str:
 
 @contextmanager
 def taking_over(
-    owner: str, optimizer: torch.optim.Optimizer, take_over: Callable[[dict[str, Any]], None]
+    owner: str,
+    optimizer: torch.optim.Optimizer,
+    take_over: Callable[[dict[str, Any]], None],
+    check: Callable[[dict[str, Any], str], None] | None = None,
+    check_state: Callable[[dict[str, Any], str], None] | None = None,
 ) -> Iterator[None]:
     """Around torch's ``load_state_dict``: checks what is loaded before, and calls ``take_over``
-    with it after torch has cast the states to the parameters' own types. Raises UsageError."""
+    with it after torch has cast the states to the parameters' own types.
+
+    ``check(group, where)`` checks the hyperparameters of a group; without it they are Adam's.
+    ``check_state(state, where)`` checks a parameter's state that is there.
+    Raises UsageError.
+    """
     seen: dict[str, Any] = {}
 
     # Last of the hooks before and first of those after: it sees what the user's hooks made of the
@@ -84,7 +103,14 @@ def taking_over(
     def before(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
         for index, group in enumerate(loaded["param_groups"]):
             where = f"param_groups[{index}]: "
-            check_hyperparameters(owner, {**optimizer.defaults, **group}, where)
+            whole = {**optimizer.defaults, **group}
+            if check is None:
+                check_hyperparameters(owner, whole, where)
+            else:
+                check(whole, where)
+            for key in group["params"]:
+                if check_state is not None and (saved := loaded["state"].get(key)):
+                    check_state(saved, f"state[{key}]: ")
         seen.update(loaded)
 
     def after(_: torch.optim.Optimizer) -> None:

@@ -1,4 +1,4 @@
-// As much of CUDA's runtime as fused_adam's kernels use, for a C++ compiler: a block's threads are
+// As much of CUDA's runtime as the catalogue's kernels use, for a C++ compiler: a block's threads are
 // threads of the host, and blocks run one after the other. Behind it are the real kernels.
 #pragma once
 
@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -47,21 +48,31 @@ void run_grid(dim3 blocks, dim3 threads, const Kernel& kernel) {
 
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 
 inline const char* cudaGetErrorString(cudaError_t) {
   return "invalid value";
 }
-inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+
+inline int launches = 0;
+
+template <class... Parameters, std::size_t... kIndex>
+void call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<kIndex...>) {
+  kernel(*static_cast<const Parameters*>(arguments[kIndex])...);
+}
+
+// CUDA takes the kernel's address alone; here its type says what the arguments are.
+template <class... Parameters>
+cudaError_t cudaLaunchKernel(void (*kernel)(Parameters...), dim3 blocks, dim3 threads,
+                             void** arguments, std::size_t, cudaStream_t) {
+  ++launches;
+  if (blocks.x == 0 || threads.x == 0) {
+    return cudaErrorInvalidValue;
+  }
+  run_grid(blocks, threads, [&] {
+    call(kernel, arguments, std::index_sequence_for<Parameters...>());
+  });
   return cudaSuccess;
 }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = 1;
-  return cudaSuccess;
-}
-cudaError_t cudaLaunchKernel(const void* kernel, dim3 blocks, dim3 threads, void** arguments,
-                             std::size_t shared_bytes, cudaStream_t stream);
 
 inline float __uint_as_float(uint32_t bits) {
   return std::bit_cast<float>(bits);

@@ -54,6 +54,13 @@ inline void prefetch_ahead(const void* at) {
   __builtin_prefetch(static_cast<const char*>(at) + 1024);
 }
 
+// After stores around the caches, which others may see late and in any order.
+inline void settle_stores() {
+#if defined(__x86_64__)
+  __builtin_ia32_sfence();
+#endif
+}
+
 inline float widen(BFloat16 value) {
   return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
 }

@@ -27,6 +27,23 @@ struct Vec {
     _mm256_storeu_ps(to, value);
   }
   void store(BFloat16* to) const {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bfloat16());
+  }
+  void store(Float16* to) const {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), float16());
+  }
+
+  void store_around(float* to) const {
+    _mm256_stream_ps(to, value);
+  }
+  void store_around(BFloat16* to) const {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to), bfloat16());
+  }
+  void store_around(Float16* to) const {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to), float16());
+  }
+
+  __m128i bfloat16() const {
     const __m256i bits = _mm256_castps_si256(value);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
@@ -36,11 +53,10 @@ struct Vec {
     const __m256i high = _mm256_srli_epi32(rounded, 16);
     // The pack works within 128-bit halves; the permutation brings the two results together.
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
+    return _mm256_castsi256_si128(packed);
   }
-  void store(Float16* to) const {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
-                     _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  __m128i float16() const {
+    return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
 
   friend Vec operator+(Vec a, Vec b) {
@@ -63,6 +79,11 @@ struct Vec {
   }
   friend Vec subtract_product(Vec c, Vec a, Vec b) {
     return {_mm256_fnmadd_ps(a.value, b.value, c.value)};
+  }
+  friend Vec sign(Vec a) {
+    const __m256 nonzero = _mm256_cmp_ps(a.value, _mm256_setzero_ps(), _CMP_NEQ_OQ);
+    const __m256 bit = _mm256_and_ps(a.value, _mm256_set1_ps(-0.0f));
+    return {_mm256_blendv_ps(a.value, _mm256_or_ps(bit, _mm256_set1_ps(1)), nonzero)};
   }
   friend Vec at_least(Vec bound, Vec a) {
     return {_mm256_max_ps(bound.value, a.value)};

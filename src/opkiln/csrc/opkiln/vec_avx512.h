@@ -26,20 +26,36 @@ struct Vec {
   void store(float* to) const {
     _mm512_storeu_ps(to, value);
   }
-  // Not VCVTNEPS2BF16: it flushes subnormals to zero.
   void store(BFloat16* to) const {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bfloat16());
+  }
+  void store(Float16* to) const {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), float16());
+  }
+
+  // Around the caches, to memory that is aligned to a register's worth of its type.
+  void store_around(float* to) const {
+    _mm512_stream_ps(to, value);
+  }
+  void store_around(BFloat16* to) const {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), bfloat16());
+  }
+  void store_around(Float16* to) const {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), float16());
+  }
+
+  // Not VCVTNEPS2BF16: it flushes subnormals to zero.
+  __m256i bfloat16() const {
     const __m512i bits = _mm512_castps_si512(value);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
     const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
     const __m512i rounded = _mm512_mask_mov_epi32(
         _mm512_add_epi32(bits, bias), nan, _mm512_set1_epi32(0x7fc00000));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
-                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
   }
-  void store(Float16* to) const {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
-                        _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  __m256i float16() const {
+    return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
 
   friend Vec operator+(Vec a, Vec b) {
@@ -64,6 +80,12 @@ struct Vec {
   // c - a * b, rounded once.
   friend Vec subtract_product(Vec c, Vec a, Vec b) {
     return {_mm512_fnmadd_ps(a.value, b.value, c.value)};
+  }
+  // -1, 0 or 1; NaN stays NaN.
+  friend Vec sign(Vec a) {
+    const __mmask16 nonzero = _mm512_cmp_ps_mask(a.value, _mm512_setzero_ps(), _CMP_NEQ_OQ);
+    const __m512 bit = _mm512_and_ps(a.value, _mm512_set1_ps(-0.0f));
+    return {_mm512_mask_or_ps(a.value, nonzero, bit, _mm512_set1_ps(1))};
   }
   // a, or the bound where a is less; NaN stays NaN (MAXPS gives its second operand then).
   friend Vec at_least(Vec bound, Vec a) {

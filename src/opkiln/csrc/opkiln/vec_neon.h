@@ -39,6 +39,11 @@ struct Vec {
     vst1_u16(reinterpret_cast<uint16_t*>(to), vreinterpret_u16_f16(vcvt_f16_f32(value)));
   }
 
+  template <class T>
+  void store_around(T* to) const {
+    store(to);
+  }
+
   friend Vec operator+(Vec a, Vec b) {
     return {vaddq_f32(a.value, b.value)};
   }
@@ -59,6 +64,11 @@ struct Vec {
   }
   friend Vec subtract_product(Vec c, Vec a, Vec b) {
     return {vfmsq_f32(c.value, a.value, b.value)};
+  }
+  friend Vec sign(Vec a) {
+    const uint32x4_t nonzero = vorrq_u32(vcltzq_f32(a.value), vcgtzq_f32(a.value));
+    const float32x4_t one = vbslq_f32(vdupq_n_u32(0x80000000u), a.value, vdupq_n_f32(1));
+    return {vbslq_f32(nonzero, one, a.value)};
   }
   friend Vec at_least(Vec bound, Vec a) {
     return {vmaxq_f32(bound.value, a.value)};

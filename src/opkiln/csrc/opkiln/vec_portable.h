@@ -46,6 +46,11 @@ struct Vec {
     }
   }
 
+  template <class T>
+  void store_around(T* to) const {
+    store(to);
+  }
+
   friend Vec operator+(const Vec& a, const Vec& b) {
     return each([&](int i) { return a.value[i] + b.value[i]; });
   }
@@ -67,6 +72,11 @@ struct Vec {
   }
   friend Vec subtract_product(const Vec& c, const Vec& a, const Vec& b) {
     return each([&](int i) { return c.value[i] - a.value[i] * b.value[i]; });
+  }
+  friend Vec sign(const Vec& a) {
+    return each([&](int i) {
+      return a.value[i] < 0 ? -1.0f : a.value[i] > 0 ? 1.0f : a.value[i];
+    });
   }
   friend Vec at_least(const Vec& bound, const Vec& a) {
     return each([&](int i) { return a.value[i] < bound.value[i] ? bound.value[i] : a.value[i]; });

@@ -3,41 +3,15 @@
 
 #include "cpu.h"
 
-#include <cmath>
+#include <opkiln/factor.h>
 
 namespace {
 
 using namespace opkiln;
 
-using Pointers = std::array<float*, kStreams>;
-
-Vec all(double value) {
-  return Vec::all(static_cast<float>(value));
-}
-
 double bias_correction(const Hyper& h, double beta) {
   return h.bias_correction ? 1 - std::pow(beta, static_cast<double>(h.step)) : 1;
 }
-
-// A multiplier near 1 as the sum of two floats. Rounded to one it would be off by up to 3e-8, always
-// to the same side, which a hundred steps add up to more than 1e-6. The first part has few bits and
-// the second is not small, so that without fused multiply-add, too, errors fall to both sides; both
-// are positive, so that infinity times it is infinity and not infinity less infinity.
-class Factor {
- public:
-  explicit Factor(double value)
-      : Factor(value, std::fmax(std::ceil(value * 256) - 2, 0) / 256) {}
-
-  // this * x + y, rounded once where it matters.
-  Vec times_plus(Vec x, Vec y) const {
-    return multiply_add(x, high_, multiply_add(x, low_, y));
-  }
-
- private:
-  Factor(double value, double high) : high_(all(high)), low_(all(value - high)) {}
-
-  Vec high_, low_;
-};
 
 // What both directions need of the hyperparameters, worked out in double once per call.
 struct Coefficients {
@@ -74,14 +48,13 @@ struct Coefficients {
   Vec minus_step_size, root_factor, eps;
 };
 
-[[gnu::noinline]] void step(const Coefficients& coefficients, const Pointers& at, int64_t count) {
+template <class Streams>
+[[gnu::noinline]] void step(const Coefficients& coefficients, const Streams& at, int64_t count) {
   const Coefficients c = coefficients;  // a local: no store below can change it
   const Factor kept(c.kept), beta2(c.beta2);
   const auto [params, grads, exp_avgs, exp_avg_sqs] = at;
   for (int64_t i = 0; i < count; i += Vec::kLanes) {
-    for (const float* stream : at) {
-      prefetch_ahead(stream + i);
-    }
+    prefetch_ahead(at, i);
     Vec p = Vec::load(params + i);
     const Vec g = c.gradient(Vec::load(grads + i), p);
     Vec m = Vec::load(exp_avgs + i);
@@ -96,8 +69,8 @@ struct Coefficients {
   }
 }
 
-[[gnu::noinline]] void rollback(const Coefficients& coefficients, const Pointers& at,
-                                int64_t count) {
+[[gnu::noinline]] void rollback(const Coefficients& coefficients,
+                                const std::array<float*, kStreams>& at, int64_t count) {
   const Coefficients c = coefficients;
   const Vec kept = all(c.kept), beta1 = all(c.beta1), beta2 = all(c.beta2), zero = all(0);
   const auto [params, grads, exp_avgs, exp_avg_sqs] = at;
@@ -122,13 +95,14 @@ OPKILN_NAMESPACE_BEGIN
 void adam_step(const Hyper& hyper, const Flat<kStreams>& list, int64_t low, int64_t high) {
   const Coefficients coefficients(hyper);
   list.sweep(low, high,
-             [&](const Pointers& at, int64_t count) { step(coefficients, at, count); });
+             [&](const auto& at, int64_t count) { step(coefficients, at, count); });
 }
 
 void adam_rollback(const Hyper& hyper, const Flat<kStreams>& list, int64_t low, int64_t high) {
   const Coefficients coefficients(hyper);
-  list.sweep(low, high,
-             [&](const Pointers& at, int64_t count) { rollback(coefficients, at, count); });
+  list.sweep(low, high, [&](const std::array<float*, kStreams>& at, int64_t count) {
+    rollback(coefficients, at, count);
+  });
 }
 
 OPKILN_NAMESPACE_END

@@ -12,6 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opkiln.ops.host_reference import (
+    check_lists,
+    check_step,
+    grad_factor,
+    multiply_,
+    scaled,
+    store,
+    wide,
+)
+
 
 def cpu_adam_(
     params: list[Tensor],
@@ -39,19 +49,21 @@ def cpu_adam_(
     c = _coefficients(
         step, lr, beta1, beta2, weight_decay, adamw_mode, bias_correction, maximize, grad_scale
     )
-    _check(params, grads, exp_avgs, exp_avg_sqs, copies)
+    check_lists(
+        {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}, copies
+    )
     with torch.no_grad():
         for i, param in enumerate(params):
-            p, m, v = (_wide(t, like=param) for t in (param, exp_avgs[i], exp_avg_sqs[i]))
+            p, m, v = (wide(t, like=param) for t in (param, exp_avgs[i], exp_avg_sqs[i]))
             g = _gradient(c, grads[i], p)
             m.lerp_(g, 1 - beta1)
-            _multiply_(v, beta2).addcmul_(g, g, value=1 - beta2)
+            multiply_(v, beta2).addcmul_(g, g, value=1 - beta2)
             if c.kept != 1:
-                _multiply_(p, c.kept)
+                multiply_(p, c.kept)
             p.sub_(_update(c, m, v, eps))
-            _store(p, param, copies[i] if copies else None)
-            _store(m, exp_avgs[i])
-            _store(v, exp_avg_sqs[i])
+            store(p, param, copies[i] if copies else None)
+            store(m, exp_avgs[i])
+            store(v, exp_avg_sqs[i])
 
 
 def cpu_adam_rollback_(
@@ -90,18 +102,20 @@ def cpu_adam_rollback_(
             f"a step with beta1 {beta1:g}, beta2 {beta2:g} and lr * weight_decay "
             f"{lr * weight_decay:g} cannot be rolled back"
         )
-    _check(params, grads, exp_avgs, exp_avg_sqs, copies)
+    check_lists(
+        {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}, copies
+    )
     with torch.no_grad():
         for i, param in enumerate(params):
-            p, m, v = (_wide(t, like=param) for t in (param, exp_avgs[i], exp_avg_sqs[i]))
+            p, m, v = (wide(t, like=param) for t in (param, exp_avgs[i], exp_avg_sqs[i]))
             p.add_(_update(c, m, v, eps)).div_(c.kept)
             g = _gradient(c, grads[i], p)
             m.sub_(g, alpha=1 - beta1).div_(beta1)
             # Rounding may leave less than nothing of a small average.
             v.addcmul_(g, g, value=beta2 - 1).div_(beta2).clamp_(min=0)
-            _store(p, param, copies[i] if copies else None)
-            _store(m, exp_avgs[i])
-            _store(v, exp_avg_sqs[i])
+            store(p, param, copies[i] if copies else None)
+            store(m, exp_avgs[i])
+            store(v, exp_avg_sqs[i])
 
 
 class _Coefficients(NamedTuple):
@@ -123,12 +137,9 @@ def _coefficients(
     maximize: bool,
     grad_scale: float,
 ) -> _Coefficients:
-    if step < 1:
-        raise RuntimeError(f"step is {step}, expected at least 1")
-    if grad_scale == 0:
-        raise RuntimeError("grad_scale is 0, expected a divisor")
+    check_step(step)
     return _Coefficients(
-        grad_factor=(-1 if maximize else 1) / grad_scale,
+        grad_factor=grad_factor(grad_scale, maximize),
         l2=0.0 if adamw_mode else weight_decay,
         kept=1 - lr * weight_decay if adamw_mode else 1.0,
         step_size=lr / (1 - beta1**step if bias_correction else 1),
@@ -136,65 +147,12 @@ def _coefficients(
     )
 
 
-def _multiply_(tensor: Tensor, factor: float) -> Tensor:
-    """In place, by a factor near 1 as the sum of two numbers that fp32 holds well.
-
-    Rounded to fp32 as a whole it would be off by up to 3e-8, always to the same side, which a
-    hundred steps add up to more than 1e-6. The first part has few bits and the second is not small:
-    so their products' errors fall to both sides. Both are positive: infinity stays infinity.
-    """
-    high = max(math.ceil(factor * 256) - 2, 0) / 256
-    low = tensor * (factor - high)
-    return tensor.mul_(high).add_(low)
-
-
 def _gradient(c: _Coefficients, grad: Tensor, param: Tensor) -> Tensor:
     """The gradient that the averages see. With L2 it depends on the parameter before the step."""
-    g = grad.to(param.dtype).reshape(param.shape) * c.grad_factor
+    g = scaled(grad, param, c.grad_factor)
     return g.add_(param, alpha=c.l2) if c.l2 else g
 
 
 def _update(c: _Coefficients, exp_avg: Tensor, exp_avg_sq: Tensor, eps: float) -> Tensor:
     """What a step takes off the parameter, from the averages after the step."""
     return (exp_avg * c.step_size).div_(exp_avg_sq.sqrt().mul_(c.root_factor).add_(eps))
-
-
-def _wide(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor itself where its type is the one to compute in, otherwise a wider copy."""
-    return tensor.to(torch.promote_types(like.dtype, torch.float32)).view(like.shape)
-
-
-def _store(value: Tensor, tensor: Tensor, copy: Tensor | None = None) -> None:
-    if value.dtype != tensor.dtype:
-        tensor.copy_(value.view(tensor.shape))
-    if copy is not None:
-        copy.copy_(tensor.view(copy.shape))
-
-
-def _check(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    copies: list[Tensor],
-) -> None:
-    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    if copies:
-        lists["copies"] = copies
-    for name, tensors in lists.items():
-        if len(tensors) != len(params):
-            raise RuntimeError(f"{name} has {len(tensors)} tensors, params has {len(params)}")
-        for i, (tensor, param) in enumerate(zip(tensors, params, strict=True)):
-            if not tensor.is_floating_point():
-                raise RuntimeError(f"{name}[{i}] has dtype {tensor.dtype}, expected floating point")
-            if tensor.layout != torch.strided:
-                raise RuntimeError(f"{name}[{i}] is not dense: its layout is {tensor.layout}")
-            if tensor.numel() != param.numel():
-                raise RuntimeError(
-                    f"{name}[{i}] has {tensor.numel()} elements, params[{i}] has {param.numel()}"
-                )
-            if tensor.shape != param.shape and not tensor.is_contiguous():
-                raise RuntimeError(
-                    f"{name}[{i}] and params[{i}] are laid out differently: "
-                    f"shapes {tuple(tensor.shape)} and {tuple(param.shape)}, gaps in the first"
-                )

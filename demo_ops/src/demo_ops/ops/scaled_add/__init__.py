@@ -1,0 +1,1 @@
+"""scaled_add: its builder, its reference, its kernels."""

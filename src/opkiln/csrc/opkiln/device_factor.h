@@ -1,0 +1,34 @@
+// What device code makes of numbers worked out in double. Compiled for the device by nvcc and hipcc,
+// and for the host by any C++ compiler. (factor.h has the same for the CPU's vector registers.)
+#pragma once
+
+#include <math.h>
+
+#if defined(__CUDACC__) || defined(__HIPCC__)
+#define OPKILN_HOST_DEVICE __host__ __device__
+#else
+#define OPKILN_HOST_DEVICE
+#endif
+
+namespace opkiln {
+namespace device {
+
+// A multiplier near 1 as the sum of two floats. Rounded to one it would be off by up to 3e-8, always
+// to the same side, which a hundred steps add up to more than 1e-6. The first part has few bits, so
+// that errors fall to both sides; both are positive, so that infinity times it is infinity.
+struct Factor {
+  float high, low;
+
+  OPKILN_HOST_DEVICE static Factor of(double value) {
+    const double high = fmax(ceil(value * 256) - 2, 0.0) / 256;
+    return {static_cast<float>(high), static_cast<float>(value - high)};
+  }
+
+  // this * x + y, rounded once where it matters.
+  OPKILN_HOST_DEVICE float times_plus(float x, float y) const {
+    return fmaf(x, high, fmaf(x, low, y));
+  }
+};
+
+}  // namespace device
+}  // namespace opkiln

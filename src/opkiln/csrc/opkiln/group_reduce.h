@@ -1,0 +1,65 @@
+// Reductions over teams of threads: neighbours in a block, a power of two of them, so that groups of
+// any size have as many threads as they need. For CUDA and HIP; no torch header.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace opkiln {
+
+constexpr unsigned kWarp = 32;  // AMD's of 64 serve as two
+
+struct Team {
+  unsigned size;   // a power of two that divides the block
+  unsigned lane;   // of this thread in its team
+  unsigned index;  // of the team in its block
+  unsigned count;  // of teams in a block
+
+  __device__ explicit Team(unsigned log2_size)
+      : size(1u << log2_size),
+        lane(threadIdx.x & (size - 1)),
+        index(threadIdx.x >> log2_size),
+        count(blockDim.x >> log2_size) {}
+};
+
+// The value of the thread whose index in the warp differs in these bits. All threads of the warp
+// must come here.
+__device__ inline uint32_t exchange(uint32_t value, unsigned bits) {
+#if defined(__HIP_PLATFORM_AMD__) || defined(__HIP_PLATFORM_HCC__)
+  return static_cast<uint32_t>(__shfl_xor(static_cast<int>(value), static_cast<int>(bits), 32));
+#else
+  return __shfl_xor_sync(0xffffffffu, value, static_cast<int>(bits), 32);
+#endif
+}
+
+__device__ inline float exchange(float value, unsigned bits) {
+  return __uint_as_float(exchange(__float_as_uint(value), bits));
+}
+
+// Combines the values of a team; each of its threads gets the result. A value has the methods
+// exchanged(bits), of `exchange`, and absorb(other), which must not depend on the order. All threads
+// of the block must come here, and no more than once unless teams are within warps: `shared`, of one
+// value for each warp of a block, is not cleared.
+template <class Value>
+__device__ Value reduce_team(Value value, const Team& team, Value* shared) {
+  const unsigned within = team.size < kWarp ? team.size : kWarp;
+  for (unsigned bits = 1; bits < within; bits *= 2) {
+    value.absorb(value.exchanged(bits));
+  }
+  if (team.size > kWarp) {
+    const unsigned warps = team.size / kWarp, warp = threadIdx.x / kWarp;
+    if (threadIdx.x % kWarp == 0) {
+      shared[warp] = value;
+    }
+    __syncthreads();
+    // Every warp of the team combines the values of all, one in each thread.
+    value = shared[team.index * warps + threadIdx.x % warps];
+    for (unsigned bits = 1; bits < warps; bits *= 2) {
+      value.absorb(value.exchanged(bits));
+    }
+  }
+  return value;
+}
+
+}  // namespace opkiln

@@ -1,0 +1,84 @@
+// Random bits that are a function of where they are used: Philox4x32 (Salmon et al., 2011), the same
+// on the host and on devices, and in pure PyTorch (ops/quantizer/reference.py). Any thread makes those
+// of its own elements: nothing is stored, no order matters. Needs no other header.
+#pragma once
+
+#include <cstdint>
+
+#if !defined(OPKILN_HOST_DEVICE)
+#if defined(__CUDACC__) || defined(__HIPCC__)
+#define OPKILN_HOST_DEVICE __host__ __device__
+#else
+#define OPKILN_HOST_DEVICE
+#endif
+#endif
+
+namespace opkiln {
+
+struct RandomWords {
+  uint32_t at[4];
+};
+
+// Internal linkage below, so that libraries for several instruction sets in one process do not share
+// a copy.
+
+constexpr int kRandomRounds = 10;  // seven are the fewest that pass every test of its authors
+
+OPKILN_HOST_DEVICE static inline void random_round(uint32_t& c0, uint32_t& c1, uint32_t& c2,
+                                                   uint32_t& c3, uint32_t k0, uint32_t k1) {
+  const uint64_t p0 = static_cast<uint64_t>(c0) * 0xD2511F53u;
+  const uint64_t p1 = static_cast<uint64_t>(c2) * 0xCD9E8D57u;
+  c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
+  c1 = static_cast<uint32_t>(p1);
+  c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
+  c3 = static_cast<uint32_t>(p0);
+}
+
+OPKILN_HOST_DEVICE static inline void next_random_key(uint32_t& k0, uint32_t& k1) {
+  k0 += 0x9E3779B9u;
+  k1 += 0xBB67AE85u;
+}
+
+// The keys of all rounds, worked out once.
+template <int kRounds = kRandomRounds>
+struct RandomKeys {
+  uint32_t at[2 * kRounds];
+};
+
+template <int kRounds = kRandomRounds>
+OPKILN_HOST_DEVICE static inline RandomKeys<kRounds> random_keys(uint64_t key) {
+  uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+  RandomKeys<kRounds> keys;
+  for (int round = 0; round < kRounds; ++round) {
+    keys.at[2 * round] = k0;
+    keys.at[2 * round + 1] = k1;
+    next_random_key(k0, k1);
+  }
+  return keys;
+}
+
+// For a counter of 128 bits, given as two halves. In device code the keys belong in the parameters of
+// the launch, where instructions read them without a register.
+template <int kRounds>
+OPKILN_HOST_DEVICE static inline RandomWords random_words(uint64_t low, uint64_t high,
+                                                          const RandomKeys<kRounds>& keys) {
+  uint32_t c0 = static_cast<uint32_t>(low), c1 = static_cast<uint32_t>(low >> 32);
+  uint32_t c2 = static_cast<uint32_t>(high), c3 = static_cast<uint32_t>(high >> 32);
+  for (int round = 0; round < kRounds; ++round) {
+    random_round(c0, c1, c2, c3, keys.at[2 * round], keys.at[2 * round + 1]);
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+// The same, of the key itself.
+OPKILN_HOST_DEVICE static inline RandomWords random_words(uint64_t low, uint64_t high,
+                                                          uint64_t key) {
+  return random_words(low, high, random_keys<>(key));
+}
+
+// The half of `index`, 0 to 7, of the words: 16 bits.
+OPKILN_HOST_DEVICE static inline uint32_t half_of(const RandomWords& words, int index) {
+  return (index & 1) != 0 ? words.at[index >> 1] >> 16 : words.at[index >> 1] & 0xffffu;
+}
+
+}  // namespace opkiln

@@ -1,0 +1,31 @@
+"""Modules whose names are imported when they are used."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
+
+
+def names(
+    module: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of a module that has each name from the module at home in
+    it. A name is looked up once."""
+
+    def getattribute(name: str) -> Any:
+        home = homes.get(name)
+        if home is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        value = getattr(import_module(home), name)
+        setattr(sys.modules[module], name, value)
+        return value
+
+    def listing() -> list[str]:
+        return sorted({*vars(sys.modules[module]), *homes})
+
+    return getattribute, listing

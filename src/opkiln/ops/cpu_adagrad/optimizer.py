@@ -1,0 +1,137 @@
+"""``CPUAdagrad``: the optimizer over ``cpu_adagrad``, for dense and sparse gradients."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from opkiln.errors import UsageError
+from opkiln.ops.host_optimizer import HostOptimizer
+from opkiln.ops.param_groups import check_numbers
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+    from torch.optim.optimizer import ParamsT
+
+    from opkiln.ops.host_calls import Call
+
+_ROWS = "cpu_adagrad_rows_"
+
+
+class CPUAdagrad(HostOptimizer):
+    """Adagrad for parameters in host memory, in one pass over it.
+
+    Parameters are fp32, bf16 or fp16, mixed as you like. Their sum of squares is fp32, or of the
+    parameter's own type with ``fp32_optimizer_states=False``; arithmetic is fp32 throughout.
+    Gradients are dense or sparse (``torch.sparse_coo``, of an embedding say): of a parameter, its
+    sum and its copy only the rows that the gradient has are read and written.
+    State dicts are interchangeable with those of ``torch.optim.Adagrad``.
+    The native op is loaded (and built, if need be) at the first step; where it cannot be had the
+    PyTorch reference serves, with one warning.
+
+    Raises UsageError, naming the argument or parameter: a hyperparameter out of range,
+    ``amsgrad=True``, a parameter that is not on the CPU or of another type, a sparse gradient with
+    weight decay.
+    """
+
+    OWNER = "CPUAdagrad"
+    FUNCTION = "cpu_adagrad_"
+    STATES = ("sum",)
+    ELSEWHERE = "torch.optim.Adagrad(params)"
+    IN_DEEPSPEED: ClassVar[Mapping[str, str]] = {"sum": "exp_avg_sq"}
+    SPARSE = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+        *,
+        lr_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        maximize: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise UsageError("amsgrad is not supported by CPUAdagrad: Adagrad has no such variant")
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, fp32_optimizer_states=fp32_optimizer_states)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        # Now, as torch's does: its Adagrad takes no state dict without states.
+        for param in self.param_groups[-1]["params"]:
+            self._initialised(param)
+
+    def _check(self, group: dict[str, Any], where: str = "") -> None:
+        numbers = ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value")
+        check_numbers(group, *numbers, where=where)
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "lr": float(group["lr"]),  # a tensor, maybe, as schedulers of torch allow
+            "lr_decay": float(group["lr_decay"]),
+            "eps": float(group["eps"]),
+            "weight_decay": float(group["weight_decay"]),
+            "maximize": group["maximize"],
+        }
+
+    def _load(self) -> Any:
+        if self._ops is None:
+            from opkiln.ops.cpu_adagrad.op import CPUAdagradBuilder
+
+            self._ops = CPUAdagradBuilder().load()
+        return self._ops
+
+    def _initial(self) -> float:
+        return float(self.defaults["initial_accumulator_value"])
+
+    def _sparse_calls(
+        self, index: int, params: list[Tensor], copies: Mapping[Tensor, Tensor]
+    ) -> list[Call]:
+        group = self.param_groups[index]
+        gradients = self._sparse_gradients(params)
+        assert gradients is not None  # torch gives a strided parameter no other sparse gradient
+        if float(group["weight_decay"]) != 0:
+            raise UsageError(
+                f"param_groups[{index}]: weight_decay is {group['weight_decay']}, "
+                "but there is a sparse gradient",
+                why="decay would change the rows without a gradient, too",
+                hint="put parameters with sparse gradients into a group with weight_decay=0",
+            )
+        calls = self._calls_of(index, _ROWS, params, gradients, copies)
+        for call in calls:
+            del call.hyper["weight_decay"]
+        return calls
+
+    def _sparse_gradients(self, params: list[Tensor]) -> list[list[Tensor]] | None:
+        indices, values = [], []
+        for param in params:
+            grad = param.grad
+            if grad is None or grad.layout is not torch.sparse_coo:
+                return None
+            grad = grad.coalesce()  # sorted, and each row once: the update is not linear
+            indices.append(_row_numbers(grad))
+            values.append(grad.values().contiguous())
+        return [indices, values]
+
+
+def _row_numbers(grad: Tensor) -> Tensor:
+    """The positions of a coalesced gradient's rows, its sparse dimensions taken as one."""
+    rows = grad.indices()[0]
+    for dimension in range(1, grad.sparse_dim()):
+        rows = rows * grad.shape[dimension] + grad.indices()[dimension]
+    return rows.contiguous()

@@ -1,0 +1,233 @@
+"""``cpu_adagrad`` in pure PyTorch: what runs where there is no native version, and what tests
+compare.
+
+Tensors of 16-bit types are computed on in fp32 and rounded once, when stored; fp32 and fp64 are
+computed on as they are. Unlike the native version these work on any device and any strides.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opkiln.ops.host_reference import (
+    check_length,
+    check_lists,
+    check_step,
+    check_tensor,
+    grad_factor,
+    scaled,
+    store,
+    wide,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def cpu_adagrad_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    sums: list[Tensor],
+    copies: list[Tensor],
+    step: int,
+    lr: float,
+    lr_decay: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    grad_scale: float,
+) -> None:
+    """Make the ``step``-th step (the first is 1), in place.
+
+    Gradients are divided by ``grad_scale``. ``copies`` is empty, or has a tensor per parameter that
+    receives its new value in its own dtype. Raises RuntimeError before anything is written when
+    lists differ in length, or tensors in size.
+    """
+    c = _coefficients(step, lr, lr_decay, eps, weight_decay, maximize, grad_scale)
+    _each(_step, c, params, grads, sums, copies)
+
+
+def cpu_adagrad_rollback_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    sums: list[Tensor],
+    copies: list[Tensor],
+    step: int,
+    lr: float,
+    lr_decay: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    grad_scale: float,
+) -> None:
+    """Undo the ``step``-th step, given what it was given, in place.
+
+    What comes back differs from what was there by rounding only. With ``u`` the unit roundoff of
+    the stored type (2**-24 for fp32, 2**-9 for bf16, 2**-11 for fp16), the errors stay within
+    ``4u`` times ``|p| + |update|`` for a parameter and ``s + g * g`` for the sum, both as they were
+    after the step. With weight decay a parameter's error is divided by what the decay left of it,
+    ``1 - lr * weight_decay / (sqrt(s) + eps)``, and is carried into the sum.
+    Raises RuntimeError as the step does.
+    """
+    c = _coefficients(step, lr, lr_decay, eps, weight_decay, maximize, grad_scale)
+    _each(_rollback, c, params, grads, sums, copies)
+
+
+def cpu_adagrad_rows_(
+    params: list[Tensor],
+    indices: list[Tensor],
+    values: list[Tensor],
+    sums: list[Tensor],
+    copies: list[Tensor],
+    step: int,
+    lr: float,
+    lr_decay: float,
+    eps: float,
+    maximize: bool,
+    grad_scale: float,
+) -> None:
+    """``cpu_adagrad_`` for gradients that have some rows only; the others are not touched.
+
+    ``values[i]`` holds the rows of ``params[i]`` that ``indices[i]`` names, in ascending order
+    without duplicates, its other dimensions taken as one. Of a copy, too, only those are written.
+    Raises RuntimeError, before anything is written, also for indices that are not so.
+    """
+    c = _coefficients(step, lr, lr_decay, eps, 0.0, maximize, grad_scale)
+    _each_rows(_step, c, params, indices, values, sums, copies)
+
+
+def cpu_adagrad_rows_rollback_(
+    params: list[Tensor],
+    indices: list[Tensor],
+    values: list[Tensor],
+    sums: list[Tensor],
+    copies: list[Tensor],
+    step: int,
+    lr: float,
+    lr_decay: float,
+    eps: float,
+    maximize: bool,
+    grad_scale: float,
+) -> None:
+    """Undo a step of ``cpu_adagrad_rows_``, as ``cpu_adagrad_rollback_`` does."""
+    c = _coefficients(step, lr, lr_decay, eps, 0.0, maximize, grad_scale)
+    _each_rows(_rollback, c, params, indices, values, sums, copies)
+
+
+class _Coefficients(NamedTuple):
+    grad_factor: float  # 1 / grad_scale, negative to maximize
+    weight_decay: float  # added to the gradient, times the parameter
+    step_size: float
+    eps: float
+
+
+def _coefficients(
+    step: int,
+    lr: float,
+    lr_decay: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    grad_scale: float,
+) -> _Coefficients:
+    check_step(step)
+    return _Coefficients(
+        grad_factor=grad_factor(grad_scale, maximize),
+        weight_decay=weight_decay,
+        step_size=lr / (1 + (step - 1) * lr_decay),
+        eps=eps,
+    )
+
+
+def _step(c: _Coefficients, p: Tensor, g: Tensor, s: Tensor) -> None:
+    """Parameters and sums in place; the gradient may be used up."""
+    if c.weight_decay:
+        g.add_(p, alpha=c.weight_decay)
+    s.addcmul_(g, g)
+    p.sub_((g * c.step_size).div_(s.sqrt().add_(c.eps)))
+
+
+def _rollback(c: _Coefficients, p: Tensor, g: Tensor, s: Tensor) -> None:
+    root = s.sqrt().add_(c.eps)
+    p.add_((g * c.step_size).div_(root))
+    if c.weight_decay:
+        p.div_(1 - c.step_size * c.weight_decay / root)
+        g.add_(p, alpha=c.weight_decay)
+    # Rounding may leave less than nothing of a small sum.
+    s.addcmul_(g, g, value=-1).clamp_(min=0)
+
+
+def _each(
+    update: Callable[[_Coefficients, Tensor, Tensor, Tensor], None],
+    c: _Coefficients,
+    params: list[Tensor],
+    grads: list[Tensor],
+    sums: list[Tensor],
+    copies: list[Tensor],
+) -> None:
+    check_lists({"params": params, "grads": grads, "sums": sums}, copies)
+    with torch.no_grad():
+        for i, param in enumerate(params):
+            p, s = wide(param, like=param), wide(sums[i], like=param)
+            update(c, p, scaled(grads[i], p, c.grad_factor), s)
+            store(p, param, copies[i] if copies else None)
+            store(s, sums[i])
+
+
+def _each_rows(
+    update: Callable[[_Coefficients, Tensor, Tensor, Tensor], None],
+    c: _Coefficients,
+    params: list[Tensor],
+    indices: list[Tensor],
+    values: list[Tensor],
+    sums: list[Tensor],
+    copies: list[Tensor],
+) -> None:
+    check_length("indices", indices, "params", params)
+    check_length("values", values, "params", params)
+    check_lists({"params": params, "sums": sums}, copies)
+    for i in range(len(params)):
+        _check_rows(i, params[i], indices[i], values[i])
+    with torch.no_grad():
+        for i, param in enumerate(params):
+            if not values[i].numel():
+                continue
+            rows, shape = indices[i], (-1, values[i].numel() // indices[i].numel())
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            p, s = (tensor.reshape(shape)[rows].to(dtype) for tensor in (param, sums[i]))
+            update(c, p, scaled(values[i], p, c.grad_factor), s)
+            _store_rows(p, param, rows)
+            _store_rows(s, sums[i], rows)
+            if copies:
+                _store_rows(p.to(param.dtype), copies[i], rows)
+
+
+def _store_rows(values: Tensor, tensor: Tensor, rows: Tensor) -> None:
+    whole = tensor.reshape(-1, values.shape[1])
+    whole[rows] = values.to(tensor.dtype)
+    if whole.data_ptr() != tensor.data_ptr():  # a copy: the tensor's strides allow no such view
+        tensor.copy_(whole.view(tensor.shape))
+
+
+def _check_rows(i: int, param: Tensor, indices: Tensor, values: Tensor) -> None:
+    check_tensor(f"values[{i}]", values)
+    if indices.dtype != torch.int64:
+        raise RuntimeError(f"indices[{i}] has dtype {indices.dtype}, expected torch.int64")
+    count = indices.numel()
+    width = values.numel() // count if count else 0
+    if width * count != values.numel() or (width and param.numel() % width):
+        raise RuntimeError(
+            f"values[{i}] has {values.numel()} elements, which are not {count} rows of params[{i}]"
+        )
+    if not values.numel():
+        return
+    rows = param.numel() // width
+    beyond = indices[(indices < 0) | (indices >= rows)]
+    if beyond.numel():
+        raise RuntimeError(f"indices[{i}] names row {int(beyond[0])} of {rows}")
+    if (indices.diff() <= 0).any():
+        raise RuntimeError(f"indices[{i}] is not in ascending order without duplicates")

@@ -1,0 +1,1 @@
+"""Lion in place on host memory: step and rollback of a step."""

@@ -1,0 +1,214 @@
+// Groups to codes and back on the host: blocks that stay in the first level cache, in loops that the
+// compiler turns into vectors. The arithmetic is that of number.h.
+
+#include "cpu.h"
+
+#include <algorithm>
+
+#include "number.h"
+
+namespace {
+
+using namespace opkiln;
+using namespace opkiln::fp_quantizer;
+
+constexpr int64_t kRandomAtOnce = 8;  // elements that one call of the generator serves
+
+// The elements [begin, begin + count) as floats; in `scratch` where they are not floats already.
+const float* floats(const Stream& input, int64_t begin, int64_t count, float* scratch) {
+  if (input.type == Type::kFloat) {
+    return input.at<float>(begin);
+  }
+  widen(input, begin, count, scratch);
+  return scratch;
+}
+
+// The bits of the largest magnitude; those of NaN and infinity are larger than any other.
+[[gnu::noinline]] uint32_t absmax(const float* values, int64_t count) {
+  uint32_t most = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    most = std::max(most, bits_of(values[i]) & 0x7fffffffu);
+  }
+  return most;
+}
+
+template <class F>
+[[gnu::noinline]] void encode(const float* values, float inverse, uint32_t* codes, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    codes[i] = nearest<F>(values[i] * inverse);
+  }
+}
+
+// `first` is the index of the first value in the whole input, a multiple of 8.
+template <class F>
+[[gnu::noinline]] void encode_stochastic(const float* values, float inverse, uint32_t* codes,
+                                         int64_t count, uint64_t first, const Quantizing& work) {
+  const Keys keys = random_keys<kRounds>(work.seed);
+  uint32_t random[kBlock];
+  for (int64_t i = 0; i < count; i += kRandomAtOnce) {
+    const uint64_t block = (first + static_cast<uint64_t>(i)) / kRandomAtOnce;
+    const RandomWords words = random_words(block, work.offset, keys);
+    for (int k = 0; k < kRandomAtOnce; ++k) {
+      random[i + k] = half_of(words, k);
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    codes[i] = stochastic<F>(values[i] * inverse, random[i]);
+  }
+}
+
+// Codes side by side, from a whole byte on; those after the last one up to a whole byte are read,
+// and must be 0.
+template <class F>
+[[gnu::noinline]] void pack(const uint32_t* codes, int64_t count, uint8_t* to) {
+  const auto byte = [](uint32_t bits) { return static_cast<uint8_t>(bits); };
+  if constexpr (F::kBits == 8) {
+    for (int64_t i = 0; i < count; ++i) {
+      to[i] = byte(codes[i]);
+    }
+  } else if constexpr (F::kBits == 4) {
+    for (int64_t i = 0; i < (count + 1) / 2; ++i) {
+      to[i] = byte(codes[2 * i] | codes[2 * i + 1] << 4);
+    }
+  } else {
+    constexpr int kEach = 24 / F::kBits;  // of three bytes
+    const int64_t bytes = (count * F::kBits + 7) / 8;
+    for (int64_t i = 0; i < bytes / 3; ++i) {
+      uint32_t all = 0;
+      for (int k = 0; k < kEach; ++k) {
+        all |= codes[kEach * i + k] << (F::kBits * k);
+      }
+      to[3 * i] = byte(all);
+      to[3 * i + 1] = byte(all >> 8);
+      to[3 * i + 2] = byte(all >> 16);
+    }
+    if (bytes % 3 != 0) {
+      uint32_t all = 0;
+      for (int k = 0; k < kEach; ++k) {
+        all |= codes[bytes / 3 * kEach + k] << (F::kBits * k);
+      }
+      for (int64_t i = bytes / 3 * 3; i < bytes; ++i, all >>= 8) {
+        to[i] = byte(all);
+      }
+    }
+  }
+}
+
+template <class F>
+void quantize_group(const Quantizing& work, int64_t group) {
+  const int64_t begin = group * work.group_size;
+  const int64_t end = std::min(work.numel, begin + work.group_size);
+  alignas(64) float scratch[kBlock];
+  alignas(64) uint32_t codes[kBlock + 4];
+  uint32_t most = 0;
+  const float* values = nullptr;
+  for (int64_t at = begin; at < end; at += kBlock) {
+    const int64_t count = std::min(kBlock, end - at);
+    values = floats(work.input, at, count, scratch);
+    most = std::max(most, absmax(values, count));
+  }
+  const float scale = scale_of<F>(most), inverse = 1.0f / scale;
+  work.scales[group] = scale;
+  for (int64_t at = begin; at < end; at += kBlock) {
+    const int64_t count = std::min(kBlock, end - at);
+    if (work.group_size > kBlock) {
+      values = floats(work.input, at, count, scratch);
+    }
+    if (most >= kInfinity) {
+      std::fill_n(codes, count, 0u);
+    } else if (work.stochastic) {
+      encode_stochastic<F>(values, inverse, codes, count, static_cast<uint64_t>(at), work);
+    } else {
+      encode<F>(values, inverse, codes, count);
+    }
+    std::fill_n(codes + count, 4, 0u);
+    pack<F>(codes, count, work.codes + at * F::kBits / 8);
+  }
+}
+
+// The codes from an element on; `index` may be in the middle of a byte.
+template <class F>
+[[gnu::noinline]] void unpack(const uint8_t* from, int64_t index, int64_t count, uint32_t* codes) {
+  if constexpr (F::kBits == 8) {
+    for (int64_t i = 0; i < count; ++i) {
+      codes[i] = from[index + i];
+    }
+  } else {
+    constexpr int kEach = F::kBits == 4 ? 2 : 24 / F::kBits, kBytes = kEach * F::kBits / 8;
+    const auto one = [&](int64_t i) {
+      const int64_t bit = (index + i) * F::kBits;
+      const int shift = static_cast<int>(bit & 7);
+      uint32_t all = from[bit >> 3];
+      if (shift + F::kBits > 8) {
+        all |= static_cast<uint32_t>(from[(bit >> 3) + 1]) << 8;
+      }
+      codes[i] = all >> shift;
+    };
+    int64_t i = 0;
+    for (; i < count && (index + i) % kEach != 0; ++i) {
+      one(i);
+    }
+    const uint8_t* at = from + (index + i) / kEach * kBytes;
+    for (; i + kEach <= count; i += kEach, at += kBytes) {
+      uint32_t all = at[0];
+      for (int k = 1; k < kBytes; ++k) {
+        all |= static_cast<uint32_t>(at[k]) << (8 * k);
+      }
+      for (int k = 0; k < kEach; ++k) {
+        codes[i + k] = all >> (F::kBits * k);
+      }
+    }
+    for (; i < count; ++i) {
+      one(i);
+    }
+  }
+}
+
+template <class F>
+[[gnu::noinline]] void decode(const uint32_t* codes, float scale, float* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    to[i] = number_of<F>(codes[i]) * scale;
+  }
+}
+
+template <class F>
+void dequantize(const Dequantizing& work, int64_t source, int64_t target, int64_t count) {
+  alignas(64) float values[kBlock];
+  alignas(64) uint32_t codes[kBlock];
+  while (count > 0) {
+    const int64_t now = std::min(count, kBlock);
+    unpack<F>(work.codes, source, now, codes);
+    for (int64_t done = 0; done < now;) {
+      const int64_t group = (source + done) / work.group_size;
+      const int64_t part = std::min(now - done, (group + 1) * work.group_size - (source + done));
+      decode<F>(codes + done, work.scales[group], values + done, part);
+      done += part;
+    }
+    const int64_t whole = whole_registers(now + Vec::kLanes - 1);
+    std::fill(values + now, values + whole, 0.0f);  // narrow reads whole registers
+    narrow(values, work.output, target, now);
+    source += now;
+    target += now;
+    count -= now;
+  }
+}
+
+}  // namespace
+
+OPKILN_NAMESPACE_BEGIN
+
+void quantize_groups(const Quantizing& work, int64_t low, int64_t high) {
+  with_format(work.bits, work.mantissa_bits, [&](auto format) {
+    for (int64_t group = low; group < high; ++group) {
+      quantize_group<decltype(format)>(work, group);
+    }
+  });
+}
+
+void dequantize_range(const Dequantizing& work, int64_t source, int64_t target, int64_t count) {
+  with_format(work.bits, work.mantissa_bits, [&](auto format) {
+    dequantize<decltype(format)>(work, source, target, count);
+  });
+}
+
+OPKILN_NAMESPACE_END

@@ -1,0 +1,270 @@
+// Codes of 16 values at a time, in device code. Where the GPU has an instruction for a format, it is
+// used; all give the same bits as number.h.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "number.h"
+
+namespace opkiln {
+namespace fp_quantizer {
+
+constexpr int kChunk = 16;
+
+// Not contracted with an addition that follows.
+__device__ inline float product(float a, float b) {
+#if defined(__NVCC__)
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
+__device__ inline uint32_t bits_in(float value) {
+  return bits_of(value);
+}
+__device__ inline uint32_t bits_in(uint16_t value) {
+  return value;
+}
+
+// The larger magnitudes of two pairs of halves, NaN above all; their signs mean nothing.
+template <bool kBFloat16>
+__device__ inline uint32_t larger_halves(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint32_t out;
+  if constexpr (kBFloat16) {
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  } else {
+    asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  }
+  return out;
+#else
+  a &= 0x7fff7fffu;
+  b &= 0x7fff7fffu;
+  return max(a & 0xffffu, b & 0xffffu) | max(a & 0xffff0000u, b & 0xffff0000u);
+#endif
+}
+
+// Puts a code, whose bits above its own are 0, into its place among 16.
+template <class F>
+__device__ inline void put(uint32_t (&words)[F::kBits / 2], int i, uint32_t code) {
+  const int bit = i * F::kBits, word = bit / 32, shift = bit % 32;
+  words[word] |= code << shift;
+  if (shift + F::kBits > 32) {
+    words[word + 1] |= code >> (32 - shift);
+  }
+}
+
+// 16 codes of up to eight bits, from the low bits of a byte each to where they belong.
+template <class F>
+__device__ inline void pack_bytes(const uint32_t (&fours)[4], uint32_t (&words)[F::kBits / 2]) {
+  if constexpr (F::kBits == 8) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      words[i] = fours[i];
+    }
+  } else if constexpr (F::kBits == 6) {
+    uint32_t closed[4];  // 24 bits each
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t pairs = (fours[i] & 0x003f003fu) | ((fours[i] >> 2) & 0x0fc00fc0u);
+      closed[i] = (pairs & 0xfffu) | ((pairs >> 4) & 0xfff000u);
+    }
+    words[0] = closed[0] | closed[1] << 24;
+    words[1] = closed[1] >> 8 | closed[2] << 16;
+    words[2] = closed[2] >> 16 | closed[3] << 8;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t low = fours[2 * i], high = fours[2 * i + 1];
+      words[i] = __byte_perm(low | low >> 4, high | high >> 4, 0x6420);
+    }
+  }
+}
+
+// As scale_of, without a division: the quotient is corrected by what its product leaves over, and so
+// is rounded as the division's. (It is where the inverse of the divisor is.)
+template <class F>
+__device__ inline float scale_for(uint32_t absmax) {
+#if defined(__NVCC__)
+  constexpr float kInverse = 1.0f / F::kLargest;
+  const float value = float_of(absmax), quotient = product(value, kInverse);
+  const float scale = fmaf(fmaf(-quotient, F::kLargest, value), kInverse, quotient);
+  return absmax >= kInfinity ? float_of(kNan) : fmaxf(scale, kLeastScale);
+#else
+  return scale_of<F>(absmax);
+#endif
+}
+
+__device__ inline float inverse_of(float scale) {
+#if defined(__NVCC__)
+  return __frcp_rn(scale);
+#else
+  return 1.0f / scale;
+#endif
+}
+
+template <class F>
+struct Nearest {
+  __device__ static void encode(const float (&values)[kChunk], uint32_t (&words)[F::kBits / 2]) {
+#pragma unroll
+    for (uint32_t& word : words) {
+      word = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      put<F>(words, i, nearest<F>(values[i]));
+    }
+  }
+};
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+
+__device__ inline uint32_t e4m3_pair(float low, float high) {
+  uint16_t out;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
+  return out;
+}
+__device__ inline uint32_t e5m2_pair(float low, float high) {
+  uint16_t out;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
+  return out;
+}
+
+template <>
+struct Nearest<E4M3> {
+  __device__ static void encode(const float (&v)[kChunk], uint32_t (&words)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      words[i] = e4m3_pair(v[4 * i], v[4 * i + 1]) | e4m3_pair(v[4 * i + 2], v[4 * i + 3]) << 16;
+    }
+  }
+};
+
+template <>
+struct Nearest<E5M2> {
+  __device__ static void encode(const float (&v)[kChunk], uint32_t (&words)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      words[i] = e5m2_pair(v[4 * i], v[4 * i + 1]) | e5m2_pair(v[4 * i + 2], v[4 * i + 3]) << 16;
+    }
+  }
+};
+
+// e5m2 has the same mantissa: after a shift of the exponent by 12 the least normal numbers are the
+// same, and so are all codes, but for the place of the sign. (What the product rounds, because fp32
+// has no bits for it, is far below the least number that is not rounded to 0.)
+template <>
+struct Nearest<E3M2> {
+  __device__ static void encode(const float (&v)[kChunk], uint32_t (&words)[3]) {
+    uint32_t fours[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float low[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        low[k] = product(v[4 * i + k], 0x1p-12f);
+      }
+      const uint32_t bytes = e5m2_pair(low[0], low[1]) | e5m2_pair(low[2], low[3]) << 16;
+      fours[i] = (bytes & 0x1f1f1f1fu) | ((bytes >> 2) & 0x20202020u);
+    }
+    pack_bytes<E3M2>(fours, words);
+  }
+};
+
+#endif
+
+// The codes of e2m1 as a function of the magnitude are three straight lines, so that three clamped
+// parts of it, added up behind the point of a number whose last bit is worth 1, give the code,
+// rounded ties to even: 4 steps up to 2, 2 steps up to 4, 1 step up to 6. Each part is exact. This
+// takes the GPU's plentiful instructions, not the scarcer ones for integers.
+template <>
+struct Nearest<E2M1> {
+  __device__ static void encode(const float (&v)[kChunk], uint32_t (&words)[2]) {
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+      uint32_t magnitudes = 0, signs = 0;  // four bits of each value, the first one's lowest
+#pragma unroll
+      for (int i = 7; i >= 0; --i) {
+        const float value = v[8 * w + i], magnitude = fabsf(value);
+        float sum = fmaf(__saturatef(magnitude * 0.5f), 4.0f, 0x1p23f);
+        sum = fmaf(__saturatef(fmaf(magnitude, 0.5f, -1.0f)), 2.0f, sum);
+        sum = sum + __saturatef(fmaf(magnitude, 0.5f, -2.0f));
+        magnitudes = magnitudes * 16 + bits_of(sum);
+        signs = __funnelshift_l(bits_of(value), signs, 4);
+      }
+      // The sums' exponents, 0x4b000000, were added along with them, the last two times in sight.
+      words[w] = (magnitudes - 0xfb000000u) | (signs & 0x88888888u);
+    }
+  }
+};
+
+template <class F>
+__device__ inline void encode_nearest(const float (&values)[kChunk],
+                                      uint32_t (&words)[F::kBits / 2]) {
+  Nearest<F>::encode(values, words);
+}
+
+// As exact_code, of a value without its sign.
+template <class F>
+__device__ inline uint32_t exact_code_of(float value) {
+#if defined(__NVCC__)
+  // Where the format's numbers are subnormal, so are fp32's after this product; nothing is rounded.
+  return bits_of(__fmul_rz(fabsf(value), F::kUnbias));
+#else
+  return exact_code<F>(bits_of(value) & 0x7fffffffu);
+#endif
+}
+
+// The highest bytes of four words, the first one's lowest.
+__device__ inline uint32_t highest_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return __byte_perm(__byte_perm(a, b, 0x0073), __byte_perm(c, d, 0x0073), 0x5410);
+}
+
+// `signs` are the highest bytes of the values, four in each. `first` is the index of the first eight
+// values: that of their random bits. The 16 bits of each are added below the last bit of its code,
+// which for formats of up to eight bits is then in the highest byte.
+template <class F>
+__device__ inline void encode_stochastic(const float (&values)[kChunk], const uint32_t (&signs)[4],
+                                         uint64_t first, uint64_t offset, const Keys& keys,
+                                         uint32_t (&words)[F::kBits / 2]) {
+  uint32_t chosen[kChunk];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const RandomWords random = random_words(first + half, offset, keys);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const int i = 8 * half + k;
+      if constexpr (F::kBits <= 8) {
+        const uint32_t bits = __byte_perm(random.at[k / 2], 0, k % 2 == 0 ? 0x4104 : 0x4324);
+        chosen[i] = exact_code_of<F>(values[i]) * (2u << F::kMantissa) + bits;
+      } else {
+        // Of the largest number no bits are left to add to, but fp32 may have rounded above it.
+        const float value = fminf(fabsf(values[i]), F::kLargest);
+        chosen[i] = (exact_code_of<F>(value) + half_of(random, k)) >> F::kCut;
+      }
+    }
+  }
+  if constexpr (F::kBits <= 8) {
+    uint32_t fours[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      fours[i] = highest_bytes(chosen[4 * i], chosen[4 * i + 1], chosen[4 * i + 2],
+                               chosen[4 * i + 3]) |
+          ((signs[i] >> (8 - F::kBits)) & (0x01010101u << (F::kBits - 1)));
+    }
+    pack_bytes<F>(fours, words);
+  } else {
+#pragma unroll
+    for (uint32_t& word : words) {
+      word = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      put<F>(words, i, chosen[i] | sign_of<F>(values[i]));
+    }
+  }
+}
+
+}  // namespace fp_quantizer
+}  // namespace opkiln

@@ -1,0 +1,189 @@
+"""The front end of ``fp_quantizer``: ``opkiln.quant.FPQuantizer``."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opkiln.errors import UsageError
+from opkiln.ops.fp_quantizer import formats
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_loaded: dict[str, Any] = {}  # the op's functions, by type of device
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class FPQuantized(NamedTuple):
+    """A tensor as narrow floating-point numbers, with a scale for each group.
+
+    ``codes`` are bytes, without gaps: two e2m1 in a byte, four e3m2 or two e4m7 in three bytes, the
+    first in the lowest bits. Those of e4m3 and e5m2 are torch's own:
+    ``codes.view(torch.float8_e4m3fn)``. An element is the number of its code times its group's
+    scale.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # that dequantize gives
+    format: str
+    group_size: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of codes and scales: what is kept, or travels."""
+        return int(self.codes.nbytes + self.scales.nbytes)
+
+
+class FPQuantizer:
+    """Quantizes tensors to fp8 (``e4m3``, ``e5m2``), fp6 (``e3m2``), fp12 (``e4m7``) or fp4
+    (``e2m1``), in groups of neighbours with a scale for each.
+
+        quantizer = FPQuantizer("e3m2", group_size=512)
+        packed = quantizer.quantize(weight)
+        weight = quantizer.dequantize(packed)
+        experts = quantizer.selective_dequantize(packed, [3, 5])
+
+    Groups are those of ``x.reshape(-1)``, a multiple of 16 elements from 16 to 65536; the last
+    may be shorter. Raises UsageError for a format or a size that cannot be.
+    """
+
+    def __init__(self, form: str = "e4m3", /, *, group_size: int = 512) -> None:
+        found = formats.FORMATS.get(form)
+        if found is None:
+            raise UsageError(
+                f"the format is {form!r}, expected one of {', '.join(formats.FORMATS)}",
+                why=formats.known(),
+            )
+        if not formats.group_size_fits(group_size):
+            raise UsageError(
+                f"group_size is {group_size}, expected a multiple of {formats.LEAST_GROUP} from "
+                f"{formats.LEAST_GROUP} to {formats.LARGEST_GROUP}"
+            )
+        self.format = found
+        self.group_size = group_size
+
+    @classmethod
+    def of_bits(
+        cls, bits: int, mantissa_bits: int | None = None, *, group_size: int = 512
+    ) -> FPQuantizer:
+        """The quantizer of a format that is given by its bits, and those of its mantissa where
+        there are two of so many. Raises UsageError."""
+        for each in formats.FORMATS.values():
+            if each.bits == bits and mantissa_bits in (None, each.mantissa_bits):
+                return cls(each.name, group_size=group_size)
+        raise UsageError(
+            f"there is no format of {bits} bits"
+            + ("" if mantissa_bits is None else f" with {mantissa_bits} of mantissa"),
+            why=formats.known(),
+        )
+
+    def __repr__(self) -> str:
+        return f"FPQuantizer({self.format.name!r}, group_size={self.group_size})"
+
+    def quantize(
+        self, x: Tensor, *, stochastic: bool = False, seed: int = 0, offset: int | Tensor = 0
+    ) -> FPQuantized:
+        """``x``, of fp32, bf16 or fp16, in this format.
+
+        Rounds to nearest, ties to even; or with ``stochastic`` up or down at random, so that the
+        expected value is the element. The random bits depend on nothing but ``seed``, ``offset``
+        and the element's index: give each step an ``offset`` of its own. (As a tensor of one int64
+        on the same device it is read when the kernel runs, so also in a captured graph.)
+        A group that holds NaN or infinity comes back as NaN, all of it.
+        Raises UsageError, naming the argument.
+        """
+        if x.dtype not in _DTYPES:
+            raise UsageError(f"x has dtype {x.dtype}, expected float32, bfloat16 or float16")
+        if x.layout != torch.strided:
+            raise UsageError(f"x is not dense: its layout is {x.layout}", hint="x.to_dense()")
+        later = offset if isinstance(offset, Tensor) else None
+        codes, scales = _checked(
+            _ops(x).fp_quantize, x.detach(), self.group_size, self.format.bits,
+            self.format.mantissa_bits, stochastic, seed, 0 if later is not None else offset, later,
+        )  # fmt: skip
+        return FPQuantized(
+            codes, scales, tuple(x.shape), x.dtype, self.format.name, self.group_size
+        )
+
+    def dequantize(self, packed: FPQuantized, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor again, in its shape; of its dtype or another.
+
+        Raises UsageError where it was quantized otherwise.
+        """
+        return self._dequantized("fp_dequantize", packed, (), dtype)
+
+    def selective_dequantize(
+        self,
+        packed: FPQuantized,
+        rows: Tensor | Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """These rows (indices of the first dimension) alone, in their order; one may be asked for
+        twice.
+
+        Raises UsageError where it was quantized otherwise or a row is not there. On a GPU rows in a
+        tensor are not looked at, which would take waiting: one that is not there comes out as NaN.
+        """
+        if not isinstance(rows, Tensor):
+            listed = list(rows)
+            for i, row in enumerate(listed):
+                if packed.shape and not 0 <= row < packed.shape[0]:
+                    raise UsageError(f"rows[{i}] is {row}, expected 0 to {packed.shape[0] - 1}")
+            rows = torch.tensor(listed, dtype=torch.int64, device=packed.codes.device)
+        elif rows.dtype == torch.int32:
+            rows = rows.long()
+        return self._dequantized("fp_dequantize_rows", packed, (rows,), dtype)
+
+    def _dequantized(
+        self, name: str, packed: FPQuantized, rows: tuple[Tensor, ...], dtype: torch.dtype | None
+    ) -> Tensor:
+        if (packed.format, packed.group_size) != (self.format.name, self.group_size):
+            raise UsageError(
+                f"packed is {packed.format} in groups of {packed.group_size}, this quantizer's is "
+                f"{self.format.name} in groups of {self.group_size}",
+                hint=f'FPQuantizer("{packed.format}", group_size={packed.group_size})',
+            )
+        wanted = packed.dtype if dtype is None else dtype
+        if wanted not in _DTYPES:
+            raise UsageError(f"dtype is {wanted}, expected float32, bfloat16 or float16")
+        out: Tensor = _checked(
+            getattr(_ops(packed.codes), name), packed.codes, packed.scales.detach(), *rows,
+            packed.shape, self.group_size, self.format.bits, self.format.mantissa_bits, wanted,
+        )  # fmt: skip
+        return out
+
+
+def _ops(tensor: Tensor) -> Any:
+    """The op's functions: native where there is a native version for the tensor's device."""
+    kind = "cuda" if tensor.is_cuda else "cpu"
+    if kind not in _loaded:
+        from opkiln.ops.fp_quantizer.op import FPQuantizerBuilder
+
+        backend = "rocm" if kind == "cuda" and torch.version.hip is not None else kind
+        _loaded[kind] = FPQuantizerBuilder(backend=backend).load()
+    return _loaded[kind]
+
+
+def _checked(function: Callable[..., Any], *args: Any) -> Any:
+    """What the op refuses is the caller's to mend: a wrong device, dtype or size, by name."""
+    if torch.compiler.is_compiling():
+        return function(*args)
+    try:
+        return function(*args)
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+        if ", expected " in said or " is not on " in said:
+            raise UsageError(said) from error
+        raise

@@ -1,0 +1,1 @@
+"""LAMB over a whole list of tensors at once, on a GPU or the CPU."""

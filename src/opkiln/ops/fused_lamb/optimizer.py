@@ -1,0 +1,120 @@
+"""``FusedLamb``: the optimizer over ``fused_lamb``, with the arguments of DeepSpeed's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkiln.errors import UsageError
+from opkiln.ops.multi_tensor.optimizer import FusedOptimizer
+from opkiln.ops.param_groups import check_hyperparameters, check_numbers
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+
+
+class FusedLamb(FusedOptimizer):
+    """LAMB: Adam's step with the decay added, for each tensor times its norm over the step's.
+
+    That coefficient is brought into ``[min_coeff, max_coeff]``, and 1 where one of the norms is 0;
+    ``coefficients()`` gives those of the last step. The averages are corrected for their start at 0
+    before the norm is taken, as in the paper. (DeepSpeed's takes the norm before.)
+    Parameters, masters, captures, scaling and clipping of gradients are as with FusedAdam. State
+    dicts of DeepSpeed's FusedLamb are taken.
+
+    Raises UsageError, naming the argument or parameter: a hyperparameter out of range,
+    ``amsgrad=True``, a parameter elsewhere or of another type, a sparse gradient, a capture that
+    would have to make states.
+    """
+
+    OWNER = "FusedLamb"
+    FUNCTION = "fused_lamb"
+    STATES = ("exp_avg", "exp_avg_sq")
+    ELSEWHERE = "torch.optim.AdamW(params)"
+
+    _coefficients: dict[tuple[int, torch.device], tuple[list[Tensor], Tensor]] | None = None
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        master_weights: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "weight_decay": weight_decay,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+        }
+        super().__init__(
+            params, defaults, master_weights=master_weights, set_grad_none=set_grad_none,
+            max_grad_norm=max_grad_norm,
+        )  # fmt: skip
+
+    def coefficients(self) -> list[tuple[Tensor, Tensor]]:
+        """Each parameter of the last step with the coefficient it had, a tensor of no dimension on
+        its device. The next step writes new ones to the same places."""
+        return [
+            pair
+            for params, values in (self._coefficients or {}).values()
+            for pair in zip(params, values.unbind(), strict=True)
+        ]
+
+    def _check(self, group: dict[str, Any], where: str = "") -> None:
+        check_hyperparameters(self.OWNER, group, where)
+        check_numbers(group, "min_coeff", "max_coeff", where=where)
+        low, high = group["min_coeff"], group["max_coeff"]
+        if low > high:
+            raise UsageError(f"{where}min_coeff is {low}, more than max_coeff, which is {high}")
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        return {
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "eps": float(group["eps"]),
+            "weight_decay": float(group["weight_decay"]),
+            "eps_inside_sqrt": bool(group["eps_inside_sqrt"]),
+            "bias_correction": group["bias_correction"],
+            "maximize": group["maximize"],
+            "min_coeff": float(group["min_coeff"]),
+            "max_coeff": float(group["max_coeff"]),
+        }
+
+    def _written(self, group: int, device: torch.device, params: list[Tensor]) -> dict[str, Tensor]:
+        """The same tensor as long as the number of parameters is: a graph that was captured goes on
+        writing to it."""
+        if self._coefficients is None:
+            self._coefficients = {}
+        known = self._coefficients.get((group, device))
+        values = None if known is None else known[1]
+        if values is None or len(values) != len(params):
+            values = torch.ones(len(params), dtype=torch.float32, device=device)
+        self._coefficients[group, device] = (params, values)
+        return {"coefficients": values}
+
+    def _builder(self, backend: str) -> Any:
+        from opkiln.ops.fused_lamb.op import FusedLambBuilder
+
+        return FusedLambBuilder(backend=backend)

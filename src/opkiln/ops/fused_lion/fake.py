@@ -1,0 +1,11 @@
+"""Fake kernels of ``fused_lion``'s functions that return tensors."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from opkiln.ops.multi_tensor.plans import fake_plan
+
+
+def fused_lion_plan(params: list[Tensor], *others: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return fake_plan(params, steps=others[-1])

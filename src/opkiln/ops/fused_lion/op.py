@@ -1,0 +1,32 @@
+"""The builder and the schemas of ``fused_lion``. Imports no torch: it is on the cache-hit path."""
+
+from __future__ import annotations
+
+from opkiln.ops.multi_tensor.builder import FusedBuilder, schemas
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+class FusedLionBuilder(FusedBuilder):
+    """``load()`` gives ``fused_lion_`` (see reference.py) and, on GPUs, its planned form."""
+
+    NAME = "fused_lion"
+    BUILD_VAR = "DS_BUILD_FUSED_LION"
+    CPU_KERNEL = "ops/cpu_lion/cpu.cpp"
+    SCHEMAS = schemas(
+        "fused_lion",
+        ("exp_avgs",),
+        "float lr, float beta1, float beta2, float weight_decay, bool maximize",
+    )
+
+    def reference(self) -> ModuleType:
+        from opkiln.ops.fused_lion import reference
+
+        return reference
+
+    def fake(self) -> ModuleType:
+        from opkiln.ops.fused_lion import fake
+
+        return fake

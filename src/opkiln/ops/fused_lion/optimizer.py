@@ -1,0 +1,65 @@
+"""``FusedLion``: the optimizer over ``fused_lion``, with the arguments of DeepSpeed's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opkiln.ops.multi_tensor.optimizer import FusedOptimizer
+from opkiln.ops.param_groups import check_betas, check_numbers
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim.optimizer import ParamsT
+
+
+class FusedLion(FusedOptimizer):
+    """Lion, with decoupled weight decay, all parameters of a group and device in one call.
+
+    Parameters, masters, captures, scaling and clipping of gradients are as with FusedAdam. State
+    dicts of DeepSpeed's FusedLion and CPULion are taken.
+
+    Raises UsageError, naming the argument or parameter: a hyperparameter out of range, a parameter
+    elsewhere or of another type, a sparse gradient, a capture that would have to make states.
+    """
+
+    OWNER = "FusedLion"
+    FUNCTION = "fused_lion"
+    STATES = ("exp_avg",)
+    ELSEWHERE = "torch.optim.AdamW(params)"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        *,
+        maximize: bool = False,
+        master_weights: bool = False,
+        max_grad_norm: float = 0.0,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(
+            params, defaults, master_weights=master_weights, set_grad_none=set_grad_none,
+            max_grad_norm=max_grad_norm,
+        )  # fmt: skip
+
+    def _check(self, group: dict[str, Any], where: str = "") -> None:
+        check_numbers(group, "lr", "weight_decay", where=where)
+        check_betas(group, where)
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        return {
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "weight_decay": float(group["weight_decay"]),
+            "maximize": group["maximize"],
+        }
+
+    def _builder(self, backend: str) -> Any:
+        from opkiln.ops.fused_lion.op import FusedLionBuilder
+
+        return FusedLionBuilder(backend=backend)

@@ -1,0 +1,377 @@
+"""What the optimizers of parameters in host memory share: steps, rollback, copies, state dicts."""
+
+from __future__ import annotations
+
+import math
+from itertools import repeat
+from operator import attrgetter, is_, itemgetter
+from typing import Any, ClassVar, overload
+
+import torch
+from torch import Tensor
+
+from opkiln.errors import UsageError
+from opkiln.ops.background import StepHandle
+from opkiln.ops.host_calls import Call, alike, dense_gradients, take
+from opkiln.ops.param_groups import DTYPES, check_dtypes, place, sparse_gradient, taking_over
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch.optim.optimizer import ParamsT
+
+FP32_STATES = "fp32_optimizer_states"
+_GRAD = attrgetter("grad")
+_LAYOUT = attrgetter("layout")
+_STEP = itemgetter("step")
+
+
+class HostOptimizer(torch.optim.Optimizer):
+    """A step over parameters in host memory, in one pass over it.
+
+    A subclass says what its op is called, which states it has, and what its hyperparameters are.
+    """
+
+    OWNER: ClassVar[str]  # what messages call it
+    FUNCTION: ClassVar[str]  # the op's function that makes a step
+    STATES: ClassVar[tuple[str, ...]]  # in the order of the op's arguments
+    ELSEWHERE: ClassVar[str]  # what to use for parameters that are not in host memory
+    IN_DEEPSPEED: ClassVar[Mapping[str, str]] = {}  # states that are called otherwise there
+    COUNTED: ClassVar[bool] = True  # the op is told which step it makes
+    SPARSE: ClassVar[bool] = False  # there is a function of the op for sparse gradients
+
+    _ops: Any = None
+    _last: list[Call] | None = None  # the calls of the last step, without their gradients
+    _pending: StepHandle | None = None
+    _opt_called: bool
+
+    def __init__(
+        self, params: ParamsT, defaults: dict[str, Any], *, fp32_optimizer_states: bool
+    ) -> None:
+        self._check(defaults)
+        # In the defaults, which travel with a pickled optimizer, but no group's: how this process
+        # keeps states is not for a checkpoint to say.
+        super().__init__(params, {**defaults, FP32_STATES: fp32_optimizer_states})
+
+    # What a subclass says
+
+    def _check(self, group: dict[str, Any], where: str = "") -> None:
+        """Raises UsageError for a hyperparameter that has no meaning."""
+        raise NotImplementedError
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The op's scalar arguments, less ``step`` and ``grad_scale``."""
+        raise NotImplementedError
+
+    def _load(self) -> Any:
+        """The op's functions."""
+        raise NotImplementedError
+
+    def _initial(self) -> float:
+        """What states are filled with."""
+        return 0.0
+
+    def _sparse_calls(
+        self, index: int, params: list[Tensor], copies: Mapping[Tensor, Tensor]
+    ) -> list[Call]:
+        """The calls for parameters of a group that have sparse gradients. Raises UsageError."""
+        raise NotImplementedError
+
+    def _sparse_gradients(self, params: list[Tensor]) -> list[list[Tensor]] | None:
+        """As the op's function for them takes them; None where one is not there, or not so."""
+        raise NotImplementedError
+
+    # What users call
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Raises UsageError, and then adds nothing."""
+        self._refuse_in_flight("add_param_group()")
+        super().add_param_group(param_group)
+        index = len(self.param_groups) - 1
+        group = self.param_groups[index]
+        try:
+            group.pop(FP32_STATES, None)
+            self._check(group)
+            check_dtypes(index, group)
+            for i, param in enumerate(group["params"]):
+                if param.device.type != "cpu":
+                    raise UsageError(
+                        f"{place(index, group, i)} is on {param.device}: "
+                        f"{self.OWNER} steps parameters in host memory",
+                        hint=self.ELSEWHERE,
+                    )
+        except UsageError:
+            self.param_groups.pop()
+            raise
+
+    @overload
+    def step(
+        self, closure: None = ..., *, copies: Mapping[Tensor, Tensor] | None = ...,
+        grad_scale: float = ...,
+    ) -> None: ...  # fmt: skip
+    @overload
+    def step(
+        self, closure: Callable[[], float], *, copies: Mapping[Tensor, Tensor] | None = ...,
+        grad_scale: float = ...,
+    ) -> float: ...  # fmt: skip
+    def step(
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        copies: Mapping[Tensor, Tensor] | None = None,
+        grad_scale: float = 1.0,
+    ) -> float | None:
+        """Make one step with the gradients divided by ``grad_scale``.
+
+        ``copies`` maps parameters to tensors of the same size (fp32, bf16 or fp16) that receive the
+        new values in the same pass, for example the bf16 weights of fp32 master parameters. A
+        parameter without a gradient is skipped, and so is its copy.
+        """
+        self._refuse_in_flight("step()")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step(copies or {}, grad_scale)
+        return loss
+
+    def step_in_background(
+        self, *, copies: Mapping[Tensor, Tensor] | None = None, grad_scale: float = 1.0
+    ) -> StepHandle:
+        """Begin a step as ``step()`` makes it, and return a handle to wait for it.
+
+        Gradients, learning rates and whatever is wrong are looked at before this returns; the work
+        is done in a thread of its own, on torch's threads. Until the handle says that it is done
+        leave parameters, states, copies and the memory of gradients alone: to give up gradients
+        with ``zero_grad()`` is fine. Meanwhile every other method raises UsageError. Hooks of
+        ``step()`` are not called.
+        """
+        self._refuse_in_flight("step_in_background()")
+        with torch.no_grad():
+            calls = self._calls(copies or {}, grad_scale)
+        self._load()  # built, if need be, by the thread that asked for it
+
+        def work() -> None:
+            with torch.no_grad():  # it holds for one thread
+                self._make(calls)
+
+        self._opt_called = True  # as step() leaves it for the learning rate's schedulers
+        self._pending = StepHandle(work)
+        return self._pending
+
+    def rollback(self) -> None:
+        """Undo the last step, once: parameters, states, step counts and the copies it wrote.
+
+        The gradients must be those of that step, untouched; its learning rate and the like are
+        remembered. What comes back differs from what was there by rounding only (the bound is in
+        the docstring of the op's reference). Raises UsageError when there is no step to undo or a
+        gradient is gone, and then changes nothing.
+        """
+        self._refuse_in_flight("rollback()")
+        if self._last is None:
+            raise UsageError("there is no step to roll back: none was made since the last rollback")
+        calls = []
+        for call in self._last:
+            if call.function == self.FUNCTION:
+                gradients = dense_gradients(call.params)
+            else:
+                gradients = self._sparse_gradients(call.params)
+            if gradients is None:
+                raise UsageError(
+                    "a gradient of the last step is gone, without which it cannot be rolled back",
+                    hint="call rollback() before zero_grad()",
+                )
+            function = f"{call.function}rollback_"
+            calls.append(call._replace(function=function, gradients=gradients))
+        with torch.no_grad():
+            for call in calls:
+                call.run(self._load(), self.STATES, step_after=call.step - 1)
+        self._last = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. Gradients that a step in the background reads are not written to."""
+        if not set_to_none:
+            self._refuse_in_flight("zero_grad(set_to_none=False)")
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: ``step`` is a 0-dim fp32 tensor there, though a plain int here."""
+        self._refuse_in_flight("state_dict()")
+        packed = super().state_dict()
+        packed["state"] = {
+            key: {**state, "step": torch.tensor(float(state["step"]), dtype=torch.float32)}
+            if isinstance(state, dict) and "step" in state
+            else state
+            for key, state in packed["state"].items()
+        }
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state dict of this class, of torch's optimizer of the kind or DeepSpeed's.
+
+        Unlike torch's own, this keeps fp32 states of 16-bit parameters fp32.
+        """
+        self._refuse_in_flight("load_state_dict()")
+        with taking_over(self.OWNER, self, self._take_over, self._check, self._check_saved):
+            super().load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._refuse_in_flight("a copy")
+        state: dict[str, Any] = super().__getstate__()
+        return state
+
+    # How it is done
+
+    # In a compiled function it runs as it is. There is nothing to gain for one call of an op, and
+    # the count of steps would have it compiled anew at each.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _step(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
+        with torch.no_grad():
+            self._make(self._calls(copies, grad_scale))
+
+    def _refuse_in_flight(self, what: str) -> None:
+        if self._pending is not None:
+            if self._pending.in_flight:
+                raise UsageError(
+                    f"{what} is asked for while a step is being made in the background",
+                    hint="wait() for the handle that step_in_background() returned",
+                )
+            pending, self._pending = self._pending, None
+            pending.raise_untold()
+
+    def _take_over(self, loaded: dict[str, Any]) -> None:
+        self._last = None
+        for group, saved_group in zip(self.param_groups, loaded["param_groups"], strict=True):
+            for key, value in self.defaults.items():
+                if key != FP32_STATES:
+                    group.setdefault(key, value)
+            made = saved_group.get("step", 0)  # where DeepSpeed had it once
+            for key, param in zip(saved_group["params"], group["params"], strict=True):
+                saved = loaded["state"].get(key)
+                if not saved:
+                    continue
+                state = self.state[param]
+                state["step"] = int(saved.get("step", made))
+                for name in self.STATES:
+                    tensor = saved[self._saved_name(saved, name)]
+                    state[name] = tensor.to(device="cpu", dtype=self._state_dtype(param))
+
+    def _saved_name(self, saved: dict[str, Any], name: str) -> str:
+        """What a state is called in a state dict that is being loaded."""
+        return name if name in saved else self.IN_DEEPSPEED.get(name, name)
+
+    def _check_saved(self, saved: dict[str, Any], where: str) -> None:
+        for name in self.STATES:
+            if self._saved_name(saved, name) not in saved:
+                raise UsageError(
+                    f"{where}there is no {name}, but {', '.join(saved)}",
+                    why=f"it is not the state of an optimizer whose states {self.OWNER} can take",
+                )
+
+    def _state_dtype(self, param: Tensor) -> torch.dtype:
+        return torch.float32 if self.defaults[FP32_STATES] else param.dtype
+
+    def _calls(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> list[Call]:
+        """The calls that make up a step: one per group, more where steps or copies differ.
+
+        Everything that Python can see to be wrong is raised here, before any of them is made.
+        """
+        if not (math.isfinite(grad_scale) and grad_scale > 0):
+            raise UsageError(f"grad_scale is {grad_scale}, expected a finite number above 0")
+        if copies:
+            self._check_copies(copies)
+        # Two rounds: the second makes states, after the last check of the first.
+        found: list[tuple[list[Tensor], list[Tensor], list[Tensor]]] = []
+        for index, group in enumerate(self.param_groups):
+            self._check(group, f"param_groups[{index}]: ")
+            params: list[Tensor] = group["params"]
+            grads: list[Any] = list(map(_GRAD, params))
+            if any(map(is_, grads, repeat(None))):
+                params = [param for param in params if param.grad is not None]
+                grads = list(map(_GRAD, params))
+            sparse: list[Tensor] = []
+            if set(map(_LAYOUT, grads)) - {torch.strided}:
+                if not self.SPARSE:
+                    raise sparse_gradient(self.OWNER, index, group)
+                sparse = [p for p, g in zip(params, grads, strict=True) if g.is_sparse]
+                params = [p for p, g in zip(params, grads, strict=True) if not g.is_sparse]
+                grads = list(map(_GRAD, params))
+            found.append((params, grads, sparse))
+        calls: list[Call] = []
+        for index, (params, grads, sparse) in enumerate(found):
+            if sparse:
+                calls += self._sparse_calls(index, sparse, copies)
+            calls += self._calls_of(index, self.FUNCTION, params, [grads], copies)
+        scale = float(grad_scale)
+        return [call._replace(hyper={**call.hyper, "grad_scale": scale}) for call in calls]
+
+    def _calls_of(
+        self,
+        index: int,
+        function: str,
+        params: list[Tensor],
+        gradients: list[list[Tensor]],
+        copies: Mapping[Tensor, Tensor],
+    ) -> list[Call]:
+        """The calls of a function that step parameters of one group."""
+        states: list[dict[str, Any]] = list(map(self.state.__getitem__, params))
+        if not all(states):
+            states = list(map(self._initialised, params))
+        steps = list(map(_STEP, states))
+        if set(map(type, steps)) - {int}:  # a user's, or torch's own
+            steps = list(map(int, steps))
+        calls = []
+        copied = [param in copies for param in params] if copies else [False] * len(params)
+        for members in alike(list(zip(steps, copied, strict=True)) if copies else steps):
+            first = members[0]
+            part = take(params, members)
+            step = steps[first] + 1
+            counted = {"step": step} if self.COUNTED else {}
+            calls.append(
+                Call(
+                    function,
+                    params=part,
+                    gradients=[take(row, members) for row in gradients],
+                    states=take(states, members),
+                    copies=[copies[param] for param in part] if copied[first] else [],
+                    step=step,
+                    hyper={**counted, **self._hyper(self.param_groups[index])},
+                )
+            )
+        return calls
+
+    def _check_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
+        strangers = set(copies).difference(*(group["params"] for group in self.param_groups))
+        if strangers:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in strangers)
+            raise UsageError(f"copies has keys that are no parameters here, of shapes {shapes}")
+        for index, group in enumerate(self.param_groups):
+            for i, param in enumerate(group["params"]):
+                copy = copies.get(param)
+                if copy is None:
+                    continue
+                where = f"copies: that of {place(index, group, i)}"
+                if copy.device.type != "cpu" or copy.dtype not in DTYPES:
+                    raise UsageError(
+                        f"{where} is {copy.dtype} on {copy.device}, "
+                        "expected float32, bfloat16 or float16 on the CPU"
+                    )
+                if copy.numel() != param.numel():
+                    raise UsageError(f"{where} has {copy.numel()} elements, not {param.numel()}")
+
+    def _initialised(self, param: Tensor) -> dict[str, Any]:
+        """The state of a parameter; made, where there is none."""
+        state: dict[str, Any] = self.state[param]
+        if not state:
+            dtype = self._state_dtype(param)
+            state["step"] = 0
+            for name in self.STATES:
+                state[name] = torch.full_like(param, self._initial(), dtype=dtype)
+        return state
+
+    def _make(self, calls: list[Call]) -> None:
+        self._last = []
+        for call in calls:
+            call.run(self._load(), self.STATES, step_after=call.step)
+            self._last.append(call._replace(gradients=[]))

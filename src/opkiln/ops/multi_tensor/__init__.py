@@ -1,0 +1,1 @@
+"""What the optimizers over whole lists of tensors share; no op of its own."""

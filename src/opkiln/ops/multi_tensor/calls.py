@@ -1,0 +1,166 @@
+"""Calls of an optimizer's op, over lists of tensors or over a plan that was made of such lists."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import chain
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opkiln.ops.in_place import call_in_place
+from opkiln.ops.layout import lay_out_alike
+from opkiln.ops.multi_tensor.states import ParamState, States, counted_up_once, is_capturing
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MASTER = "master_param"
+
+
+class Call(NamedTuple):
+    """One call of the op, for the parameters of one group on one device."""
+
+    device: torch.device
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[dict[str, Any]]
+    masters: list[Tensor]
+    steps: list[Tensor]
+    hyper: dict[str, Any]
+
+    def lists(self, names: tuple[str, ...]) -> list[list[Tensor]]:
+        """Those of the op up to the masters; ``names`` are the states'."""
+        return [
+            self.params,
+            self.grads,
+            *([state[name] for state in self.states] for name in names),
+        ]
+
+
+def run(op: Callable[..., None], call: Call, names: tuple[str, ...]) -> None:
+    """Make the call; tensors that the op cannot walk in step are copied to where it can."""
+    lists = call.lists(names)
+    try:
+        _run_lists(op, lists, call.masters, call)
+    except RuntimeError:
+        # The op refuses before it writes. Looking at all layouts first would cost every step.
+        places = _pick(call.masters, call.masters, call.params)
+        laid = lay_out_alike(*lists, *([places] if places else []))
+        if laid is None:
+            raise
+        rows = laid.lists
+        masters = _pick(call.masters, rows[-1], call.masters)
+        _run_lists(op, rows[: len(lists)], masters, call)
+        for i, state in enumerate(call.states):
+            for name, row in zip(names, rows[2:], strict=False):
+                state[name] = row[i]
+            if MASTER in state and masters:
+                state[MASTER] = masters[i]
+        for staged in laid.staged:
+            staged.write_back()
+
+
+def _run_lists(
+    op: Callable[..., None], lists: list[list[Tensor]], masters: list[Tensor], call: Call
+) -> None:
+    params, _, *states = lists
+    written = [params, *states, masters, call.steps]
+    call_in_place(op, [*lists, masters, call.steps], written, call.hyper)
+
+
+def _pick(masters: list[Tensor], there: list[Tensor], absent: list[Tensor]) -> list[Tensor]:
+    """For each master one of the first list where there is one, of the second where there is none.
+
+    (None is a tensor without elements; no masters at all are an empty list.)
+    """
+    return [there[i] if master.numel() else absent[i] for i, master in enumerate(masters)]
+
+
+class Planned(NamedTuple):
+    """A call whose lists the op has in the GPU's memory, as addresses: all but the gradients.
+
+    It keeps the tensors alive. It is good for as long as ``fits`` says so, and no state's entries
+    were replaced: who keeps it has to see to that.
+    """
+
+    device: torch.device
+    memory: Tensor
+    ledger: Tensor
+    params: list[Tensor]
+    addresses: list[int]  # of the parameters: to assign to `param.data` changes them
+    kept: list[list[Tensor]]
+    written: list[Tensor]
+    stream: int  # that the memory belongs to
+
+    @classmethod
+    def of(cls, plan: Callable[..., Any], call: Call, names: tuple[str, ...]) -> Planned | None:
+        """None where the op cannot have a plan of this: it has no native version, say."""
+        if not all(map(Tensor.is_contiguous, call.params)):
+            return None
+        lists = call.lists(names)
+        try:
+            memory, ledger = plan(*lists, call.masters, call.steps)
+        except RuntimeError:
+            return None  # the call itself will say what is wrong
+        kept = [*lists[2:], call.masters, call.steps]
+        return cls(
+            call.device,
+            memory,
+            ledger,
+            call.params,
+            list(map(Tensor.data_ptr, call.params)),
+            kept,
+            counted_up_once(chain(call.params, *kept)),
+            stream_of(call.device),
+        )
+
+    def fits(self, params: list[Tensor]) -> bool:
+        """Whether it is a plan for these parameters, where they are now, to be run here. A captured
+        step takes lists: its graph may be replayed when a plan is gone."""
+        return (
+            len(params) == len(self.params)
+            and all(map(is_, params, self.params))
+            and list(map(Tensor.data_ptr, params)) == self.addresses
+            and stream_of(self.device) == self.stream
+            and not is_capturing(self.device)
+        )
+
+    def run(self, op: Callable[..., None], grads: list[Tensor], hyper: dict[str, Any]) -> None:
+        """Raises RuntimeError, before anything is written, where gradients do not fit the plan."""
+        planned = partial(op, self.memory, self.ledger)
+        call_in_place(planned, [grads], [self.written], hyper)
+
+
+def stream_of(device: torch.device) -> int:
+    """The handle of the current stream; 0 where there are none."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
+class Plans:
+    """What was planned, by the index of the group, for the states as they are."""
+
+    def __init__(self, states: States) -> None:
+        self.of_group: dict[int, Planned | None] = {}  # None: there can be none
+        self.stepped: dict[int, list[Tensor]] = {}  # the last time, without a plan
+        self.states = states
+        states.on_change = self.forget
+
+    def forget(self) -> None:
+        self.of_group.clear()
+        self.stepped.clear()
+
+    def drop(self, group: int) -> None:
+        self.of_group.pop(group, None)
+        self.stepped.pop(group, None)
+
+    def watch(self, states: list[dict[str, Any]]) -> bool:
+        """Whether it will be known when entries of these are replaced."""
+        for state in states:
+            if not isinstance(state, ParamState):
+                return False  # a plain dict, which a user put there
+            state.on_change = self.forget
+        return True

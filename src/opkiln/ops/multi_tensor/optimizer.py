@@ -1,0 +1,393 @@
+"""What the optimizers over whole lists of tensors share: groups, states, masters, state dicts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any, ClassVar, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from opkiln.errors import UsageError
+from opkiln.ops.multi_tensor.calls import MASTER, Call, Planned, Plans, run
+from opkiln.ops.multi_tensor.scaling import clipping, moved
+from opkiln.ops.multi_tensor.states import (
+    ParamState,
+    States,
+    is_capturing,
+    refuse_capture,
+    shared_steps,
+    zeros_like,
+)
+from opkiln.ops.param_groups import check_dtypes, place, sparse_gradient, taking_over
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch.optim.optimizer import ParamsT
+
+MASTERS = "master_weights"
+GRAD_NONE = "set_grad_none"
+MAX_NORM = "max_grad_norm"
+_OWN = (MASTERS, GRAD_NONE, MAX_NORM)
+_GRAD = attrgetter("grad")
+_LAYOUT = attrgetter("layout")
+_DEVICE = attrgetter("device")
+
+
+class _Place(NamedTuple):
+    """The parameters of a group on one device, and their gradients."""
+
+    group: int
+    device: torch.device
+    params: list[Tensor]
+    grads: list[Tensor]
+    plan: Planned | None = None
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """All parameters of a group and device in one call of an op.
+
+    A subclass says what its op is called, which states it has, and what its hyperparameters are.
+    """
+
+    OWNER: ClassVar[str]  # what messages call it
+    FUNCTION: ClassVar[str]  # the op's function that makes a step, less the underscore at its end
+    STATES: ClassVar[tuple[str, ...]]  # in the order of the op's arguments
+    ELSEWHERE: ClassVar[str]  # what to use for parameters on other devices
+    PLANNED_ON: ClassVar[tuple[str, ...]] = ("cuda",)  # types of devices
+
+    # GradScaler then sets the attributes grad_scale and found_inf for the time of a step, and must
+    # find neither at any other.
+    _step_supports_amp_scaling = True
+    _ops: Mapping[str, Any] = {}  # by type of device
+    _plans: Plans | None = None
+
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        *,
+        master_weights: bool,
+        set_grad_none: bool,
+        max_grad_norm: float,
+    ) -> None:
+        self._check(defaults)
+        if not 0 <= max_grad_norm < math.inf:
+            raise UsageError(
+                f"max_grad_norm is {max_grad_norm}, expected a finite number of at least 0",
+                why="gradients are scaled down to it; 0 leaves them as they are",
+            )
+        super().__init__(params, defaults)
+        # Not a group's: how this process keeps states is not for a checkpoint to say.
+        self.defaults.update(
+            {MASTERS: master_weights, GRAD_NONE: set_grad_none, MAX_NORM: max_grad_norm}
+        )
+
+    # What a subclass says
+
+    def _check(self, group: dict[str, Any], where: str = "") -> None:
+        """Raises UsageError for a hyperparameter out of range."""
+        raise NotImplementedError
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The op's arguments that are its own: all but the learning rate and what scales it."""
+        raise NotImplementedError
+
+    def _builder(self, backend: str) -> Any:
+        raise NotImplementedError
+
+    def _written(self, group: int, device: torch.device, params: list[Tensor]) -> dict[str, Tensor]:
+        """Arguments of the op that it writes to, beside the lists."""
+        del group, device, params
+        return {}
+
+    # What is the same for all
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        index = len(self.param_groups) - 1
+        group = self.param_groups[index]
+        try:
+            for name in _OWN:
+                group.pop(name, None)
+            self._check(group)
+            check_dtypes(index, group)
+            for i, param in enumerate(group["params"]):
+                if param.device.type not in ("cpu", "cuda"):
+                    raise UsageError(
+                        f"{place(index, group, i)} is on {param.device}: "
+                        f"{self.OWNER} steps parameters on GPUs and the CPU",
+                        hint=self.ELSEWHERE,
+                    )
+        except UsageError:
+            self.param_groups.pop()
+            raise
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As torch's; what ``set_grad_none`` said unless the argument is given."""
+        super().zero_grad(self.defaults[GRAD_NONE] if set_to_none is None else set_to_none)
+
+    @overload
+    def step(self, closure: None = ...) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Make one step. A parameter without a gradient is skipped."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            for call in self._prepared():
+                call()
+        return loss
+
+    def _prepared(self) -> list[Callable[[], None]]:
+        """The calls that make up a step, one per group and device.
+
+        Everything that Python can see to be wrong is raised here, before any of them is made.
+        """
+        plans = None
+        if not torch.compiler.is_compiling():
+            plans = self._known_plans()
+        places = [
+            each
+            for index, group in enumerate(self.param_groups)
+            for each in self._places(index, group, plans)
+        ]
+        scales = self._scales(places)
+        hypers = [self._numbers(each, scales) for each in places]
+        calls = iter(self._calls([each for each in places if each.plan is None]))
+        out: list[Callable[[], None]] = []
+        for each, hyper in zip(places, hypers, strict=True):
+            plan, call = each.plan, None
+            if plan is None:
+                call = next(calls)._replace(hyper=hyper)
+                plan = None if plans is None else self._new_plan(plans, each, call)
+            if plan is not None:
+                out.append(partial(self._run_plan, plan, each, hyper))
+            else:
+                assert call is not None
+                out.append(partial(self._run_call, call))
+        return out
+
+    def _known_plans(self) -> Plans:
+        if self._plans is None or self._plans.states is not self.state:
+            # New, or a copy, or torch has loaded a state dict.
+            states = self.state if isinstance(self.state, States) else States(dict, self.state)
+            self.state, self._plans = states, Plans(states)
+        return self._plans
+
+    def _places(self, index: int, group: dict[str, Any], plans: Plans | None) -> list[_Place]:
+        params: list[Tensor] = group["params"]
+        grads: list[Any] = list(map(_GRAD, params))
+        plan = None if plans is None else plans.of_group.get(index)
+        if plan is not None and not plan.fits(params):
+            assert plans is not None
+            plans.drop(index)
+        elif plan is not None:
+            # What is wrong with a gradient, or that there is none, the op says before it writes:
+            # no need to look at ten thousand first, unless another call will have been made by then
+            # or something else is done with them.
+            alone = len(self.param_groups) == 1 and not self.defaults[MAX_NORM]
+            if alone or not any(map(is_, grads, repeat(None))):
+                if not alone:
+                    self._refuse_sparse(index, group, grads)
+                return [_Place(index, plan.device, params, grads, plan)]
+        if any(map(is_, grads, repeat(None))):
+            params = [param for param in params if param.grad is not None]
+            grads = [param.grad for param in params]
+        self._refuse_sparse(index, group, grads)
+        devices = list(map(_DEVICE, params))
+        return [
+            _Place(
+                index,
+                device,
+                [param for param, at in zip(params, devices, strict=True) if at == device],
+                [grad for grad, at in zip(grads, devices, strict=True) if at == device],
+            )
+            for device in dict.fromkeys(devices)
+        ]
+
+    def _refuse_sparse(self, index: int, group: dict[str, Any], grads: list[Tensor]) -> None:
+        if any(layout is not torch.strided for layout in set(map(_LAYOUT, grads))):
+            raise sparse_gradient(self.OWNER, index, group)
+
+    def _new_plan(self, plans: Plans, here: _Place, call: Call) -> Planned | None:
+        """A plan for lists that are stepped a second time, as they will be again, it seems."""
+        if here.device.type not in self.PLANNED_ON or is_capturing(here.device):
+            return None
+        if len(here.params) != len(self.param_groups[here.group]["params"]):
+            return None
+        last = plans.stepped.get(here.group)
+        if last is None or len(last) != len(here.params) or not all(map(is_, last, here.params)):
+            plans.stepped[here.group] = here.params
+            return None
+        if here.group not in plans.of_group:
+            function = getattr(self._load(here.device.type), f"{self.FUNCTION}_plan", None)
+            plans.of_group[here.group] = (
+                Planned.of(function, call, self.STATES)
+                if function is not None and plans.watch(call.states)
+                else None
+            )
+        return plans.of_group[here.group]
+
+    def _run_plan(self, plan: Planned, here: _Place, hyper: dict[str, Any]) -> None:
+        op = getattr(self._load(here.device.type), f"{self.FUNCTION}_planned_")
+        try:
+            plan.run(op, here.grads, hyper)
+        except RuntimeError:
+            # A gradient does not fit the plan, or is missing. Lists can be laid out alike, or they
+            # say what is wrong in words of the arguments.
+            places = self._places(here.group, self.param_groups[here.group], None)
+            scales = {here.device: hyper["grad_scale"]}
+            for each, call in zip(places, self._calls(places), strict=True):
+                self._run_call(call._replace(hyper=self._numbers(each, scales)))
+
+    def _run_call(self, call: Call) -> None:
+        run(getattr(self._load(call.device.type), f"{self.FUNCTION}_"), call, self.STATES)
+
+    def _calls(self, places: list[_Place]) -> list[Call]:
+        """The calls for these, less what the subclass knows; their states are made."""
+        if not places:
+            return []
+        calls = []
+        for here in places:
+            states = [self.state[param] for param in here.params]
+            if not all(states):
+                states = self._initialise(here.params)
+            masters = self._masters(here.params, states)
+            calls.append(Call(here.device, here.params, here.grads, states, masters, [], {}))
+        # Whoever holds a count has a say in it: parameters of other groups, those without a
+        # gradient, and those that were taken out of their group and may come back.
+        holders = Counter(
+            [
+                id(state["step"])
+                for state in self.state.values()
+                if isinstance(state, dict) and "step" in state  # torch lets users keep things there
+            ]
+        )
+        return [call._replace(steps=shared_steps(call.states, holders)) for call in calls]
+
+    def _initialise(self, params: list[Tensor]) -> list[dict[str, Any]]:
+        """Zeros for those without a state; they share a count of steps, having made none."""
+        refuse_capture(params[0].device, "parameters have no state yet")
+        new = [param for param in dict.fromkeys(params) if not self.state[param]]
+        step = torch.zeros((), dtype=torch.float32, device=params[0].device)
+        rows = [zeros_like(new) for _ in self.STATES]
+        for param, *tensors in zip(new, *rows, strict=True):
+            entries = {"step": step, **dict(zip(self.STATES, tensors, strict=True))}
+            self.state[param] = ParamState(entries)
+        return [self.state[param] for param in params]
+
+    def _masters(self, params: list[Tensor], states: list[dict[str, Any]]) -> list[Tensor]:
+        if not self.defaults[MASTERS]:
+            return []
+        masters = []
+        for param, state in zip(params, states, strict=True):
+            if not self._has_master(param):
+                masters.append(param.new_empty(0))
+                continue
+            if MASTER not in state:
+                refuse_capture(param.device, "parameters have no master yet")
+                state[MASTER] = param.detach().to(torch.float32, copy=True)
+            masters.append(state[MASTER])
+        return masters
+
+    def _has_master(self, param: Tensor) -> bool:
+        return bool(self.defaults[MASTERS]) and param.dtype != torch.float32
+
+    def _numbers(
+        self, here: _Place, scales: Mapping[torch.device, Tensor | None]
+    ) -> dict[str, Any]:
+        """The op's arguments beside the lists."""
+        group, device = self.param_groups[here.group], here.device
+        lr = group["lr"]
+        # A tensor in host memory is read now: the device could not follow its changes.
+        on_device = isinstance(lr, Tensor) and lr.device.type == device.type
+        number = 0.0 if on_device else float(lr)
+        if not 0 <= number < math.inf:
+            raise UsageError(
+                f"param_groups[{here.group}]: lr is {number}, "
+                "expected a finite number of at least 0"
+            )
+        return {
+            **self._hyper(group),
+            **self._written(here.group, device, here.params),
+            "lr": number,
+            "lr_tensor": moved(device, lr) if on_device else None,
+            "grad_scale": scales[device],
+            "found_inf": moved(device, getattr(self, "found_inf", None)),
+        }
+
+    def _scales(self, places: list[_Place]) -> dict[torch.device, Tensor | None]:
+        """What gradients are divided by, on each device: the scaler's scale, and what it takes to
+        bring the norm of them all down to ``max_grad_norm``. Nothing waits for a GPU."""
+        devices = dict.fromkeys(here.device for here in places)
+        scale = getattr(self, "grad_scale", None)
+        limit = self.defaults[MAX_NORM]
+        if not limit or not places:
+            return {device: moved(device, scale) for device in devices}
+        whole = clipping([here.grads for here in places], scale, limit)
+        return {device: moved(device, whole) for device in devices}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: ``step`` is a tensor of each parameter's own there, in host memory."""
+        packed = super().state_dict()
+        counts: dict[int, Tensor] = {}  # each is fetched from its device once
+
+        def count(step: Any) -> Tensor:
+            if id(step) not in counts:
+                counts[id(step)] = torch.tensor(float(step), dtype=torch.float32)
+            return counts[id(step)].clone()
+
+        packed["state"] = {
+            key: {**state, "step": count(state["step"])}
+            if isinstance(state, dict) and "step" in state
+            else state
+            for key, state in packed["state"].items()
+        }
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state dict of this class, of torch's optimizer of the same rule or
+        DeepSpeed's.
+
+        Unlike torch's own, this keeps fp32 states of 16-bit parameters fp32.
+        """
+        with taking_over(self.OWNER, self, self._take_over, self._check):
+            super().load_state_dict(state_dict)
+
+    def _take_over(self, loaded: dict[str, Any]) -> None:
+        for group, saved_group in zip(self.param_groups, loaded["param_groups"], strict=True):
+            for key, value in self.defaults.items():
+                if key not in _OWN:
+                    group.setdefault(key, value)
+            counts: dict[tuple[torch.device, float], Tensor] = {}  # equal ones are shared
+            for key, param in zip(saved_group["params"], group["params"], strict=True):
+                saved = loaded["state"].get(key)
+                if not saved:
+                    continue
+                state = self.state[param] = ParamState(self.state[param])
+                state.pop(MASTER, None)
+                for name in (*self.STATES, *((MASTER,) if self._has_master(param) else ())):
+                    if name in saved:
+                        state[name] = saved[name].to(device=param.device, dtype=torch.float32)
+                # DeepSpeed has the count in the group.
+                made = saved.get("step", saved_group.get("step", 0))
+                count = (param.device, float(made))
+                if count not in counts:
+                    counts[count] = torch.tensor(count[1], dtype=torch.float32, device=count[0])
+                state["step"] = counts[count]
+
+    def _load(self, kind: str) -> Any:
+        if kind not in self._ops:
+            backend = kind if kind == "cpu" or torch.version.hip is None else "rocm"
+            self._ops = {**self._ops, kind: self._builder(backend).load()}
+        return self._ops[kind]

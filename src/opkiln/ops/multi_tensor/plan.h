@@ -1,0 +1,92 @@
+// What is to be done to a list of tensors, as it lies in device memory: a record per tensor, the
+// addresses of the gradients, and a table from chunk to tensor by which each thread block finds its
+// work. Needs neither torch's headers nor CUDA's, so that bindings and kernels compile apart.
+#pragma once
+
+#include <opkiln/element_type.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace opkiln {
+namespace multi_tensor {
+
+// A thread block steps one chunk: an access of four elements per thread and tensor. Blocks that loop
+// over more were slower on an H200, by 2 to 13%: one that ends makes room for loads of another.
+constexpr int kThreads = 128;
+constexpr int kChunk = 4 * kThreads;
+
+// A parameter and what is walked in step with it; all of them in device memory.
+struct Item {
+  void* param;
+  float* states[2];  // the second is null where the optimizer has but one
+  float* master;     // null: the parameter itself is stepped
+  int64_t numel;
+  uint32_t first;    // of its chunks; 2^32 chunks are more than any memory holds
+  uint32_t step;     // which of the counts of steps is its
+  ElementType param_type;
+  bool fours;        // four elements of each can be moved in one access; the gradient aside
+};
+
+// A gradient's address with its type in the two highest bits, which no address has.
+constexpr int kTypeShift = 62;
+constexpr uint64_t kAddress = (uint64_t{1} << kTypeShift) - 1;
+
+inline uint64_t gradient(const void* at, ElementType type) {
+  return reinterpret_cast<uint64_t>(at) | static_cast<uint64_t>(type) << kTypeShift;
+}
+
+struct Sizes {
+  uint32_t items;
+  uint32_t steps;   // counts of steps: one, or one for each item
+  uint32_t chunks;
+};
+
+constexpr std::size_t kCoefficientBytes = 64;  // what an optimizer works out once per count
+
+// Pointers into one piece of memory of plan_words() words of 8 bytes, aligned to 16.
+struct Plan {
+  Sizes sizes;
+  bool plain;  // all parameters and gradients are fp32
+  Item* items;
+  uint64_t* gradients;
+  float** steps;
+  std::byte* coefficients;
+  uint32_t* table;
+};
+
+constexpr std::size_t plan_words(const Sizes& sizes) {
+  return sizes.steps * (kCoefficientBytes / 8 + 1) + sizes.items * (sizeof(Item) / 8 + 1) +
+      (sizes.chunks + 1) / 2;
+}
+
+inline Plan plan_at(void* memory, const Sizes& sizes, bool plain) {
+  Plan plan;
+  plan.sizes = sizes;
+  plan.plain = plain;
+  plan.coefficients = static_cast<std::byte*>(memory);
+  plan.steps = reinterpret_cast<float**>(plan.coefficients + sizes.steps * kCoefficientBytes);
+  plan.items = reinterpret_cast<Item*>(plan.steps + sizes.steps);
+  plan.gradients = reinterpret_cast<uint64_t*>(plan.items + sizes.items);
+  plan.table = reinterpret_cast<uint32_t*>(plan.gradients + sizes.items);
+  return plan;
+}
+
+// Numbers that the device may be the only one to know, read when a kernel runs: a captured graph sees
+// what is there at each replay.
+struct Numbers {
+  double lr;                // unless one of the next two is given
+  const float* lr_float;
+  const double* lr_double;
+  const float* grad_scale;  // null: 1
+  const float* found_inf;   // null, or: nothing is written where it is not 0
+};
+
+// Each enqueues on a stream of the current device; null, or the text of CUDA's error. They wait for
+// nothing and allocate nothing, and what they are given may be gone when they return, also while a
+// graph is captured: it travels in the parameters of launches.
+const char* write_items(const Plan& plan, const Item* items, float* const* steps, void* stream);
+const char* write_gradients(const Plan& plan, const uint64_t* gradients, void* stream);
+
+}  // namespace multi_tensor
+}  // namespace opkiln

@@ -1,0 +1,1 @@
+"""Sign bits of tensors, eight to a byte."""

@@ -1,0 +1,1 @@
+"""Page-locked host memory: buffers that devices and direct I/O reach without a copy."""

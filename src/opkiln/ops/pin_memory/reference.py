@@ -1,0 +1,65 @@
+"""``pin_memory`` by way of ctypes and torch: what serves where there is no native version.
+
+Both functions take a contiguous tensor of bytes in host memory, and a tensor on the device that is
+to copy from it. For the CPU pages are locked so that they are never swapped out; for a GPU they are
+made known to its driver, which locks them, too, and then reaches them without a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import torch
+from torch import Tensor
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
+
+
+def lock_pages_(memory: Tensor, device: Tensor) -> None:
+    """Lock the pages of ``memory``. Raises RuntimeError with the system's reason."""
+    _check(memory)
+    if memory.numel() == 0:
+        return
+    if device.is_cuda:
+        _ask_cuda("lock", memory, device, "cudaHostRegister", memory.numel(), _PORTABLE)
+    else:
+        _ask_system("lock", "mlock", memory)
+
+
+def unlock_pages_(memory: Tensor, device: Tensor) -> None:
+    """Undo ``lock_pages_`` of the same memory. Raises RuntimeError with the system's reason."""
+    _check(memory)
+    if memory.numel() == 0:
+        return
+    if device.is_cuda:
+        _ask_cuda("unlock", memory, device, "cudaHostUnregister")
+    else:
+        _ask_system("unlock", "munlock", memory)
+
+
+def _ask_system(what: str, function: str, memory: Tensor) -> None:
+    system = ctypes.CDLL(None, use_errno=True)
+    if system[function](ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel())) != 0:
+        raise RuntimeError(_said(what, memory, os.strerror(ctypes.get_errno())))
+
+
+def _ask_cuda(what: str, memory: Tensor, device: Tensor, function: str, *args: int) -> None:
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device.device):
+        error = getattr(runtime, function)(memory.data_ptr(), *args)
+    if int(error) != 0:
+        raise RuntimeError(_said(what, memory, runtime.cudaGetErrorString(error)))
+
+
+def _said(what: str, memory: Tensor, why: str) -> str:
+    return f"the system did not {what} {memory.numel()} bytes of memory: {why}"
+
+
+def _check(memory: Tensor) -> None:
+    if memory.device.type != "cpu":
+        raise RuntimeError("memory is not on the CPU")
+    if memory.dtype != torch.uint8:
+        raise RuntimeError(f"memory has dtype {memory.dtype}, expected uint8")
+    if not memory.is_contiguous():
+        raise RuntimeError("memory is not contiguous")

@@ -1,0 +1,120 @@
+// The arithmetic of groups and elements, as in reference.py: in fp32, each operation rounded on its
+// own (the builder tells compilers not to fuse them). Compiled for devices by nvcc and hipcc, and for
+// the host by any C++ compiler.
+#pragma once
+
+#include <math.h>
+#include <string.h>
+
+#include <opkiln/random_bits.h>
+
+#include "kernel.h"
+
+namespace opkiln {
+namespace quantizer {
+namespace {  // libraries for several instruction sets in one process must not share a copy
+
+OPKILN_HOST_DEVICE inline float as_float(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+OPKILN_HOST_DEVICE inline uint32_t as_bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+constexpr float kInfinity = __builtin_huge_valf();
+constexpr float kLeastScale = 0x1p-126f;
+constexpr float kGreatest = 0x1.fffffep127f;
+
+// Near this number floats are the whole numbers: adding it rounds, to nearest and ties to even, and
+// leaves the result in the low bits.
+constexpr float kRounder = 0x1.8p23f;
+
+// What a group's elements have in common.
+struct Level {
+  float scale, inverse, offset;
+  uint32_t keep;  // a mask for levels: 0 where the group is not finite, and has none
+
+  OPKILN_HOST_DEVICE static Level of(float spread, float offset, float top, bool stochastic) {
+    const bool finite = spread <= kGreatest;  // false of NaN
+    const float scale = spread * (1.0f / top);
+    const float nan = as_float(0x7fc00000u);
+    Level out;
+    out.scale = !finite ? nan : scale > kLeastScale ? scale : kLeastScale;
+    out.inverse = 1.0f / out.scale;
+    if (stochastic && spread * out.inverse > top) {
+      out.inverse *= 1.0f - 0x1p-21f;  // or the greatest element could be rounded beyond the top
+    }
+    out.offset = finite ? offset : nan;
+    out.keep = finite ? ~0u : 0u;
+    return out;
+  }
+
+  OPKILN_HOST_DEVICE static Level symmetric(float greatest_magnitude, int bits, bool stochastic) {
+    return of(greatest_magnitude, 0.0f, bits == 8 ? 127.0f : 7.0f, stochastic);
+  }
+
+  OPKILN_HOST_DEVICE static Level asymmetric(float least, float greatest, int bits,
+                                             bool stochastic) {
+    const float low = least + 0.0f;  // no negative zero
+    return of(greatest - low, low, bits == 8 ? 255.0f : 15.0f, stochastic);
+  }
+
+  // The element in units of the scale.
+  template <bool kSymmetric>
+  OPKILN_HOST_DEVICE float scaled(float x) const {
+    return (kSymmetric ? x : x - offset) * inverse;
+  }
+
+  // The level of a scaled element, plus kRounder. No level is out of range: the greatest quotient is
+  // off by a few units in its last place.
+  OPKILN_HOST_DEVICE float nearest(float y) const {
+    return y + kRounder;
+  }
+
+  // The same with a probability of going up of what is above the level below. `u` is random, from 128
+  // to 129 - 2^-16: near there floats are multiples of 2^-16, and random bits are their low bits.
+  template <bool kSymmetric>
+  OPKILN_HOST_DEVICE float stochastic(float y, float u) const {
+    const float t = (kSymmetric ? y : y - 128.0f) + u;
+    constexpr float kShifted = kSymmetric ? kRounder - 128.0f : kRounder;
+#if defined(__CUDA_ARCH__)
+    return __fadd_rd(t, kShifted);
+#else
+    return floorf(t) + kShifted;
+#endif
+  }
+
+  // What a level stands for.
+  template <bool kSymmetric>
+  OPKILN_HOST_DEVICE float back(float level) const {
+    const float product = level * scale;
+    return kSymmetric ? product : product + offset;
+  }
+};
+
+// Where a group lies.
+OPKILN_HOST_DEVICE inline int64_t place_of(int64_t group, const Order& order) {
+  if (order.piece == 0) {
+    return group;
+  }
+  const uint32_t at = static_cast<uint32_t>(group);
+  const uint32_t cut = at / order.piece, part = cut / order.pipeline;
+  const uint32_t node = part / order.devices;
+  const uint32_t device = part - node * order.devices;
+  const uint32_t turn = cut - part * order.pipeline;
+  const uint32_t first = ((turn * order.devices + device) * order.nodes + node) * order.piece;
+  return static_cast<int64_t>(first) + (at - cut * order.piece);
+}
+
+OPKILN_HOST_DEVICE inline uint64_t offset_of(const Random& random) {
+  return random.offset_at == nullptr ? random.offset : static_cast<uint64_t>(*random.offset_at);
+}
+
+}  // namespace
+}  // namespace quantizer
+}  // namespace opkiln

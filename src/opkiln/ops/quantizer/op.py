@@ -1,0 +1,76 @@
+"""The builder and the schemas of ``quantizer``. Imports no torch: it is on the cache-hit path."""
+
+from __future__ import annotations
+
+from opkiln.builder import CUDAOpBuilder
+from opkiln.model import CPU, ROCM
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import ModuleType
+
+# `offset_tensor` stands in for `offset` and is read when the kernel runs: each replay of a captured
+# graph, and each call of a compiled function, can have random bits of its own.
+_FORMAT = "int bits, int group_size, bool symmetric"
+_ROUNDING = "bool stochastic, int seed, int offset"
+_SWIZZLE = "int nodes, int devices_per_node, int pipeline"
+_LATER = "Tensor? offset_tensor=None"
+_LEVELS = "Tensor values, Tensor scales, Tensor offsets"  # no offsets where symmetric
+_ROUNDED = f"{_ROUNDING}, {_LATER}) -> ({_LEVELS})"
+_LAID = f"{_SWIZZLE}, {_LATER}) -> ({_LEVELS})"
+_PARTS = (
+    "Tensor[] values, Tensor[] scales, Tensor[] offsets, int numel, int from_bits, "
+    "int from_group_size, bool from_symmetric, float factor"
+)
+
+
+class QuantizerBuilder(CUDAOpBuilder):
+    """``load()`` gives the functions of reference.py, which says what each computes."""
+
+    NAME = "quantizer"
+    BUILD_VAR = "DS_BUILD_QUANTIZER"
+    BACKENDS = ("cuda", "rocm", "cpu")
+    SCHEMAS = (
+        f"quantize(Tensor x, {_FORMAT}, {_ROUNDING}, {_LAID}",
+        f"quantize_with_feedback(Tensor x, Tensor(a!) error, {_FORMAT}, {_ROUNDING}, {_LAID}",
+        f"dequantize({_LEVELS}, int numel, ScalarType dtype, {_FORMAT}, {_SWIZZLE}) -> Tensor",
+        f"fake_quantize(Tensor x, {_FORMAT}, {_ROUNDING}, {_LATER}) -> Tensor",
+        f"fake_quantize_(Tensor(a!) x, {_FORMAT}, {_ROUNDING}, {_LATER}) -> ()",
+        f"quantized_reduce({_PARTS}, {_FORMAT}, {_ROUNDED}",
+        f"quantized_reduce_with_feedback(Tensor(a!) error, {_PARTS}, {_FORMAT}, {_ROUNDED}",
+    )
+
+    def sources(self) -> list[str]:
+        if self.build_for_cpu:
+            return ["ops/quantizer/cpu.cpp", "ops/quantizer/cpu_binding.cpp"]
+        return [
+            "ops/quantizer/cuda.cu",
+            "ops/quantizer/cuda_float.cu",
+            "ops/quantizer/cuda_binding.cpp",
+        ]
+
+    def include_paths(self) -> list[str]:
+        return ["csrc"]
+
+    # A product that is rounded before it is added to gives the bits of the reference; compilers
+    # would rather round once.
+    def cxx_args(self) -> list[str]:
+        return ["-ffp-contract=off", "-fno-trapping-math"] if self.backend == CPU else []
+
+    def nvcc_args(self) -> list[str]:
+        return ["-ffp-contract=off"] if self.backend == ROCM else ["-fmad=false"]
+
+    def reference(self) -> ModuleType:
+        from opkiln.ops.quantizer import reference
+
+        return reference
+
+    def fake(self) -> ModuleType:
+        from opkiln.ops.quantizer import fake
+
+        return fake
+
+    def autograd(self) -> ModuleType:
+        from opkiln.ops.quantizer import gradients
+
+        return gradients

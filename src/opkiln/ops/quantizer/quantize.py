@@ -1,0 +1,311 @@
+"""The front end of ``quantizer``: ``opkiln.quant``'s functions on tensors and ``Quantized``."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opkiln.errors import UsageError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_loaded: dict[str, Any] = {}  # the op's functions, by type of device
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Swizzle(NamedTuple):
+    """An order of groups for an all-reduce in two hops, first within a node and then between nodes.
+
+    A tensor is that of ``nodes * devices_per_node`` equal parts, one for each device, a node's
+    devices next to each other. Each part is cut into ``pipeline`` pieces, and pieces are put in the
+    order (piece, device, node): what a device sends to one peer of its node lies together.
+    """
+
+    nodes: int
+    devices_per_node: int
+    pipeline: int = 1
+
+
+_IN_ORDER = Swizzle(1, 1, 1)
+
+
+class Quantized(NamedTuple):
+    """A tensor as whole numbers, with a scale (and an offset unless symmetric) for each group.
+
+    ``values`` has one int8 an element, uint8 where asymmetric; of 4 bits two to a uint8, the
+    element of even index in the low half. An element is ``level * scale + offset`` of its group.
+    """
+
+    values: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # that dequantize gives
+    bits: int
+    group_size: int
+    swizzle: Swizzle | None = None
+
+    @property
+    def symmetric(self) -> bool:
+        return self.offsets is None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its tensors: what travels."""
+        offsets = 0 if self.offsets is None else self.offsets.nbytes
+        return int(self.values.nbytes + self.scales.nbytes + offsets)
+
+
+def quantize(
+    x: Tensor,
+    *,
+    bits: int = 8,
+    group_size: int = 2048,
+    symmetric: bool = True,
+    stochastic: bool = False,
+    seed: int = 0,
+    offset: int | Tensor = 0,
+    error: Tensor | None = None,
+) -> Quantized:
+    """``x``, of fp32, bf16 or fp16, with 8 or 4 bits an element, in groups of neighbours.
+
+    Groups are those of ``x.reshape(-1)``, a multiple of 8 elements from 16 to 65536; the last may
+    be shorter. Rounds to nearest, ties to even; or with ``stochastic`` up or down at random, so
+    that the expected value is the element. The random bits depend on nothing but ``seed``,
+    ``offset`` and the element's index: give each step an ``offset`` of its own. (As a tensor of one
+    int64 on the device of ``x`` it is read when the kernel runs, so also in a captured graph.)
+    With ``error``, fp32 and as large as ``x``, what is quantized is ``x + error``, and ``error``
+    receives what that loses.
+    A group that holds NaN or infinity comes back as NaN, all of it.
+    Raises UsageError, naming the argument.
+    """
+    return _quantize(x, bits, group_size, symmetric, stochastic, seed, offset, error, _IN_ORDER)
+
+
+def swizzle_quantize(
+    x: Tensor,
+    *,
+    nodes: int,
+    devices_per_node: int,
+    pipeline: int = 1,
+    bits: int = 8,
+    group_size: int = 2048,
+    symmetric: bool = True,
+    stochastic: bool = False,
+    seed: int = 0,
+    offset: int | Tensor = 0,
+    error: Tensor | None = None,
+) -> Quantized:
+    """As ``quantize``, the groups in the order of a ``Swizzle``. ``dequantize`` undoes it.
+
+    The number of elements must be a multiple of
+    ``nodes * devices_per_node * pipeline * group_size``. Raises UsageError, naming the argument.
+    """
+    order = Swizzle(nodes, devices_per_node, pipeline)
+    return _quantize(x, bits, group_size, symmetric, stochastic, seed, offset, error, order)
+
+
+def dequantize(q: Quantized, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor again, in its shape; of its dtype or another. Raises UsageError."""
+    wanted = q.dtype if dtype is None else dtype
+    _check_format(q.bits, q.group_size)
+    if wanted not in _DTYPES:
+        raise UsageError(f"dtype is {wanted}, expected float32, bfloat16 or float16")
+    offsets = q.scales.new_empty(0) if q.offsets is None else q.offsets
+    order = _IN_ORDER if q.swizzle is None else q.swizzle
+    flat = _checked(
+        _ops(q.values).dequantize, q.values.contiguous(), q.scales.detach().contiguous(),
+        offsets.detach().contiguous(), q.numel, wanted, q.bits, q.group_size, q.symmetric, *order,
+    )  # fmt: skip
+    return flat.view(q.shape)  # type: ignore[no-any-return]
+
+
+def fake_quantize(
+    x: Tensor,
+    *,
+    bits: int = 8,
+    group_size: int = 2048,
+    symmetric: bool = True,
+    stochastic: bool = False,
+    seed: int = 0,
+    offset: int | Tensor = 0,
+    inplace: bool = False,
+) -> Tensor:
+    """``x`` as it comes back from ``quantize``, in one pass; ``inplace`` writes to ``x`` itself.
+
+    The gradient goes straight through, as if nothing had been rounded. Raises UsageError, naming
+    the argument, and for a leaf that requires gradients where ``inplace`` would overwrite it.
+    """
+    _check_input(x, bits, group_size)
+    number, later = _offset(offset)
+    rest = (bits, group_size, symmetric, stochastic, seed, number, later)
+    if not inplace:
+        return _checked(_ops(x).fake_quantize, x.contiguous(), *rest)  # type: ignore[no-any-return]
+    if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+        raise UsageError(
+            "x is a leaf that requires gradients, and inplace would overwrite it",
+            why="the step that made its new value would be lost",
+            hint="with torch.no_grad(): fake_quantize(x, inplace=True)",
+        )
+    # Straight through is the gradient that x has anyway: no node is needed for this.
+    with torch.no_grad():
+        if x.is_contiguous():
+            _checked(_ops(x).fake_quantize_, x, *rest)
+        else:
+            x.copy_(_checked(_ops(x).fake_quantize, x.contiguous(), *rest))
+    return x
+
+
+def quantized_reduce(
+    parts: Sequence[Quantized],
+    *,
+    mean: bool = False,
+    bits: int | None = None,
+    group_size: int | None = None,
+    symmetric: bool | None = None,
+    stochastic: bool = False,
+    seed: int = 0,
+    offset: int | Tensor = 0,
+    error: Tensor | None = None,
+) -> Quantized:
+    """The sum, or with ``mean`` the mean, of the parts, quantized: in one pass over memory.
+
+    The parts are of one shape and format, none of them swizzled, at most 128. The result has their
+    format unless another is given. They are added in fp32 in their order. ``error`` is as in
+    ``quantize``. Raises UsageError, naming the argument or part.
+    """
+    if not parts:
+        raise UsageError("parts is empty, expected a Quantized for each rank")
+    first = parts[0]
+    for i, part in enumerate(parts):
+        if part.swizzle is not None:
+            raise UsageError(f"parts[{i}] is swizzled: its pieces are to be reduced, not the whole")
+        ours, theirs = (
+            (p.shape, p.bits, p.group_size, p.symmetric) for p in (part, first)
+        )  # fmt: skip
+        if ours != theirs:
+            raise UsageError(
+                f"parts[{i}] has (shape, bits, group_size, symmetric) {ours}, parts[0] {theirs}"
+            )
+    wanted = (
+        first.bits if bits is None else bits,
+        first.group_size if group_size is None else group_size,
+        first.symmetric if symmetric is None else symmetric,
+    )
+    _check_format(first.bits, first.group_size)
+    _check_format(wanted[0], wanted[1])
+    number, later = _offset(offset)
+    ops = _ops(first.values)
+    listed = (
+        [part.values.contiguous() for part in parts],
+        [part.scales.detach().contiguous() for part in parts],
+        [part.offsets.detach().contiguous() for part in parts if part.offsets is not None],
+        first.numel, first.bits, first.group_size, first.symmetric,
+        1.0 / len(parts) if mean else 1.0, *wanted, stochastic, seed, number, later,
+    )  # fmt: skip
+    if error is None:
+        three = _checked(ops.quantized_reduce, *listed)
+    else:
+        _check_error(error, first.shape)
+        three = _checked(ops.quantized_reduce_with_feedback, error, *listed)
+    return _quantized(three, first.shape, first.dtype, *wanted, None)
+
+
+def _quantize(
+    x: Tensor,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    stochastic: bool,
+    seed: int,
+    offset: int | Tensor,
+    error: Tensor | None,
+    order: Swizzle,
+) -> Quantized:
+    _check_input(x, bits, group_size)
+    number, later = _offset(offset)
+    flat = x.detach().contiguous()
+    rest = (bits, group_size, symmetric, stochastic, seed, number, *order, later)
+    if error is None:
+        three = _checked(_ops(x).quantize, flat, *rest)
+    else:
+        _check_error(error, x.shape)
+        three = _checked(_ops(x).quantize_with_feedback, flat, error, *rest)
+    kept = None if order == _IN_ORDER else order
+    return _quantized(three, tuple(x.shape), x.dtype, bits, group_size, symmetric, kept)
+
+
+def _quantized(
+    three: tuple[Tensor, Tensor, Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    swizzle: Swizzle | None,
+) -> Quantized:
+    values, scales, offsets = three
+    kept = None if symmetric else offsets
+    return Quantized(values, scales, kept, shape, dtype, bits, group_size, swizzle)
+
+
+def _check_input(x: Tensor, bits: int, group_size: int) -> None:
+    if x.dtype not in _DTYPES:
+        raise UsageError(f"x has dtype {x.dtype}, expected float32, bfloat16 or float16")
+    if x.layout != torch.strided:
+        raise UsageError(f"x is not dense: its layout is {x.layout}", hint="x.to_dense()")
+    _check_format(bits, group_size)
+
+
+def _check_format(bits: int, group_size: int) -> None:
+    if bits not in (4, 8):
+        raise UsageError(f"bits is {bits}, expected 4 or 8")
+    if not 16 <= group_size <= 65536 or group_size % 8:
+        raise UsageError(
+            f"group_size is {group_size}, expected a multiple of 8 from 16 to 65536",
+            why="a group is held in the registers of one thread block",
+        )
+
+
+def _check_error(error: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(error.shape) != tuple(shape):
+        raise UsageError(f"error has shape {tuple(error.shape)}, expected {tuple(shape)}")
+    if not error.is_contiguous():
+        raise UsageError("error is not contiguous", hint="torch.zeros(x.shape, device=x.device)")
+
+
+def _offset(offset: int | Tensor) -> tuple[int, Tensor | None]:
+    return (0, offset) if isinstance(offset, Tensor) else (offset, None)
+
+
+def _ops(tensor: Tensor) -> Any:
+    """The op's functions: native where there is a native version for the tensor's device."""
+    kind = "cuda" if tensor.is_cuda else "cpu"
+    if kind not in _loaded:
+        from opkiln.ops.quantizer.op import QuantizerBuilder
+
+        backend = "rocm" if kind == "cuda" and torch.version.hip is not None else kind
+        _loaded[kind] = QuantizerBuilder(backend=backend).load()
+    return _loaded[kind]
+
+
+def _checked(function: Any, *args: Any) -> Any:
+    """What the op refuses is the caller's to mend: a wrong device, dtype or size, by name."""
+    if torch.compiler.is_compiling():
+        return function(*args)
+    try:
+        return function(*args)
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+        if any(mark in said for mark in (", expected ", " is not on ", " is not contiguous")):
+            raise UsageError(said) from error
+        raise

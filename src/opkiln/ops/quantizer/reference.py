@@ -1,0 +1,396 @@
+"""``quantizer`` in pure PyTorch: what serves where there is no native version, and what tests see.
+
+Every native version gives the same bits. All arithmetic is fp32, each operation rounded on its own:
+
+- Elements are taken in the order of ``x.reshape(-1)``, in groups of ``group_size`` neighbours; the
+  last group may be shorter.
+- Symmetric: ``scale = max(absmax * (1 / top), 2**-126)`` with a top of 127 or 7, levels from -top
+  to top.
+- Asymmetric: ``offset = min``, ``scale = max((max - min) * (1 / top), 2**-126)`` with a top of 255
+  or 15, levels from 0 to top of ``x - offset``.
+- To nearest, ties to even: ``level = round(x * (1 / scale))``. Stochastic:
+  ``level = floor(x * (1 / scale) + (128 + u)) - 128``, ``u`` of ``uniform`` below; of asymmetric
+  levels the 128 is taken off before ``u`` is added. Where ``1 / scale`` would take the greatest
+  element above the top, it is less by 2**-21 of itself.
+- Back: ``level * scale + offset``.
+- A group that holds NaN or infinity, or whose ``max - min`` is beyond fp32, has the scale (and
+  offset) NaN and levels of 0: all of it comes back as NaN, so that nobody takes it for a number.
+- Four-bit levels are two to a byte, the element of even index in the low half; a missing last one
+  is 0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opkiln.ops.quantizer.checks import (
+    DTYPES,
+    check_error,
+    check_format,
+    check_offset,
+    check_quantized,
+    check_tensor,
+    place,
+    shown,
+)
+
+_Three = tuple[Tensor, Tensor, Tensor]
+
+_LEAST_SCALE = 2.0**-126
+_WORD = 0xFFFFFFFF
+
+
+def quantize(
+    x: Tensor,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    stochastic: bool,
+    seed: int,
+    offset: int,
+    nodes: int,
+    devices_per_node: int,
+    pipeline: int,
+    offset_tensor: Tensor | None = None,
+) -> _Three:
+    """Levels, scales and offsets (none where symmetric) of the groups of ``x``.
+
+    With ``nodes`` and the like above 1 the groups are put in another order, see ``swizzled``.
+    Raises RuntimeError, naming the argument: a dtype other than fp32, bf16 and fp16, bits other
+    than 4 and 8, a group size that is not a multiple of 8 from 16 to 65536, groups that the order
+    does not divide.
+    """
+    check_tensor("x", x)
+    check_format(bits, group_size)
+    check_offset(offset_tensor, x.device)
+    numbers = _Random(stochastic, seed, offset, offset_tensor)
+    order = swizzled(x.numel(), group_size, nodes, devices_per_node, pipeline, x.device)
+    return _levels(x.reshape(-1).float(), bits, group_size, symmetric, numbers).packed(order)
+
+
+def quantize_with_feedback(
+    x: Tensor,
+    error: Tensor,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    stochastic: bool,
+    seed: int,
+    offset: int,
+    nodes: int,
+    devices_per_node: int,
+    pipeline: int,
+    offset_tensor: Tensor | None = None,
+) -> _Three:
+    """As ``quantize`` of ``x + error``; ``error``, fp32, receives what the levels leave out."""
+    check_tensor("x", x)
+    check_format(bits, group_size)
+    check_offset(offset_tensor, x.device)
+    check_error(error, x.numel(), x.device)
+    numbers = _Random(stochastic, seed, offset, offset_tensor)
+    order = swizzled(x.numel(), group_size, nodes, devices_per_node, pipeline, x.device)
+    wanted = x.reshape(-1).float() + error.reshape(-1)
+    found = _levels(wanted, bits, group_size, symmetric, numbers)
+    error.copy_((wanted - found.back()).view(error.shape))
+    return found.packed(order)
+
+
+def dequantize(
+    values: Tensor,
+    scales: Tensor,
+    offsets: Tensor,
+    numel: int,
+    dtype: torch.dtype,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    nodes: int,
+    devices_per_node: int,
+    pipeline: int,
+) -> Tensor:
+    """The ``numel`` numbers that the levels stand for, rounded to ``dtype``, in one dimension."""
+    check_format(bits, group_size)
+    if dtype not in DTYPES:
+        raise RuntimeError(f"dtype is {shown(dtype)}, expected Float, BFloat16 or Half")
+    check_quantized("", values, scales, offsets, numel, bits, group_size, symmetric)
+    order = swizzled(numel, group_size, nodes, devices_per_node, pipeline, values.device)
+    found = _unpack(values, scales, offsets, numel, bits, group_size, symmetric, order)
+    return found.back().to(dtype)
+
+
+def fake_quantize(
+    x: Tensor,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    stochastic: bool,
+    seed: int,
+    offset: int,
+    offset_tensor: Tensor | None = None,
+) -> Tensor:
+    """``x`` as it comes back from being quantized, in its own dtype and shape."""
+    check_tensor("x", x)
+    check_format(bits, group_size)
+    check_offset(offset_tensor, x.device)
+    numbers = _Random(stochastic, seed, offset, offset_tensor)
+    found = _levels(x.reshape(-1).float(), bits, group_size, symmetric, numbers)
+    return found.back().to(x.dtype).view(x.shape)
+
+
+def fake_quantize_(
+    x: Tensor,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    stochastic: bool,
+    seed: int,
+    offset: int,
+    offset_tensor: Tensor | None = None,
+) -> None:
+    """As ``fake_quantize``, in place."""
+    x.copy_(fake_quantize(x, bits, group_size, symmetric, stochastic, seed, offset, offset_tensor))
+
+
+def quantized_reduce(
+    values: list[Tensor],
+    scales: list[Tensor],
+    offsets: list[Tensor],
+    numel: int,
+    from_bits: int,
+    from_group_size: int,
+    from_symmetric: bool,
+    factor: float,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    stochastic: bool,
+    seed: int,
+    offset: int,
+    offset_tensor: Tensor | None = None,
+) -> _Three:
+    """The sum of parts of ``numel`` elements each, times ``factor``, quantized.
+
+    The parts, of one format, are added one after the other in fp32. ``offsets`` is empty where
+    they are symmetric.
+    """
+    total = _sum(values, scales, offsets, numel, from_bits, from_group_size, from_symmetric, factor)
+    check_format(bits, group_size)
+    check_offset(offset_tensor, total.device)
+    numbers = _Random(stochastic, seed, offset, offset_tensor)
+    return _levels(total, bits, group_size, symmetric, numbers).packed(None)
+
+
+def quantized_reduce_with_feedback(
+    error: Tensor,
+    values: list[Tensor],
+    scales: list[Tensor],
+    offsets: list[Tensor],
+    numel: int,
+    from_bits: int,
+    from_group_size: int,
+    from_symmetric: bool,
+    factor: float,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    stochastic: bool,
+    seed: int,
+    offset: int,
+    offset_tensor: Tensor | None = None,
+) -> _Three:
+    """As ``quantized_reduce`` of the sum plus ``error``, which receives what is left out."""
+    total = _sum(values, scales, offsets, numel, from_bits, from_group_size, from_symmetric, factor)
+    check_format(bits, group_size)
+    check_offset(offset_tensor, total.device)
+    check_error(error, numel, total.device)
+    numbers = _Random(stochastic, seed, offset, offset_tensor)
+    wanted = total + error.reshape(-1)
+    found = _levels(wanted, bits, group_size, symmetric, numbers)
+    error.copy_((wanted - found.back()).view(error.shape))
+    return found.packed(None)
+
+
+def swizzled(
+    numel: int,
+    group_size: int,
+    nodes: int,
+    devices_per_node: int,
+    pipeline: int,
+    device: torch.device,
+) -> Tensor | None:
+    """Which group lies at each place, or None where all lie in order.
+
+    The groups are those of ``nodes * devices_per_node`` equal parts, a node's devices next to each
+    other. Each part is cut into ``pipeline`` pieces; the pieces are ordered by their number, then
+    by device, then by node. Raises RuntimeError where the groups cannot be cut so.
+    """
+    for name, count in (
+        ("nodes", nodes), ("devices_per_node", devices_per_node), ("pipeline", pipeline),
+    ):  # fmt: skip
+        if count < 1:
+            raise RuntimeError(f"{name} is {count}, expected at least 1")
+    pieces = nodes * devices_per_node * pipeline
+    if pieces == 1:
+        return None
+    if numel % (pieces * group_size):
+        raise RuntimeError(
+            f"x has {numel} elements, expected a multiple of nodes * devices_per_node * pipeline * "
+            f"group_size = {pieces * group_size}"
+        )
+    if numel // group_size > _WORD:
+        raise RuntimeError(f"x has {numel // group_size} groups, at most {_WORD} can be swizzled")
+    groups = torch.arange(numel // group_size, device=device)
+    return groups.view(nodes, devices_per_node, pipeline, -1).permute(2, 1, 0, 3).reshape(-1)
+
+
+def uniform(
+    count: int, seed: int, offset: int | Tensor, device: torch.device | None = None
+) -> Tensor:
+    """``count`` numbers from 0 to less than 1: multiples of 2**-16, uniform, the same everywhere.
+
+    Philox4x32-7 with the key ``seed``; the counter is the index of eight numbers, and in its upper
+    half ``offset``. The eight are the halves of its four words, the low half first.
+    """
+    blocks = torch.arange((count + 7) // 8, device=device)
+    words = torch.stack(philox(blocks, offset, seed), dim=-1)
+    halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
+    return halves.view(-1)[:count].float() * 2.0**-16
+
+
+def philox(low: Tensor, high: int | Tensor, key: int, rounds: int = 7) -> list[Tensor]:
+    """Philox4x32: four words, in int64, for counters of 128 bits (two int64) and a key of 64."""
+    c = [low & _WORD, low >> 32 & _WORD, high & _WORD | low * 0, high >> 32 & _WORD | low * 0]
+    k0, k1 = key & _WORD, key >> 32 & _WORD
+    for _ in range(rounds):
+        # Products wrap around in int64, and so keep their 64 bits.
+        p0, p1 = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        c = [
+            (p1 >> 32 & _WORD) ^ c[1] ^ k0, p1 & _WORD, (p0 >> 32 & _WORD) ^ c[3] ^ k1, p0 & _WORD,
+        ]  # fmt: skip
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return c
+
+
+class _Random(NamedTuple):
+    stochastic: bool
+    seed: int
+    offset: int
+    offset_tensor: Tensor | None
+
+
+class _Levels(NamedTuple):
+    """Groups as rows of whole numbers, in fp32; the last row may hold more than there are."""
+
+    rows: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    numel: int
+    bits: int
+
+    def back(self) -> Tensor:
+        found = self.rows * self.scales[:, None]
+        if self.offsets is not None:
+            found = found + self.offsets[:, None]
+        return found.view(-1)[: self.numel]
+
+    def packed(self, order: Tensor | None) -> _Three:
+        rows, scales, offsets = self.rows, self.scales, self.offsets
+        if order is not None:
+            rows, scales = rows[order], scales[order]
+            offsets = None if offsets is None else offsets[order]
+        none = scales.new_empty(0)
+        flat = rows.reshape(-1)[: self.numel].to(torch.int32)
+        if self.bits == 8:
+            values = flat.to(torch.int8 if offsets is None else torch.uint8)
+        else:
+            halves = torch.cat([flat, flat.new_zeros(self.numel % 2)]).view(-1, 2) & 15
+            values = (halves[:, 0] | halves[:, 1] << 4).to(torch.uint8)
+        return values, scales.clone(), none if offsets is None else offsets.clone()
+
+
+def _levels(flat: Tensor, bits: int, group_size: int, symmetric: bool, numbers: _Random) -> _Levels:
+    rows = _rows(flat, group_size)
+    top = flat.new_tensor(2 ** (bits - 1) - 1 if symmetric else 2**bits - 1)
+    if symmetric:
+        low, spread = None, rows.abs().amax(1) if len(rows) else rows.new_empty(0)
+    else:
+        low = rows.amin(1) + 0.0 if len(rows) else rows.new_empty(0)  # no negative zero
+        spread = (rows.amax(1) if len(rows) else low) - low
+    finite = spread.isfinite()  # NaN, too, travels through amax and amin
+    scales = (spread * top.reciprocal()).clamp(min=_LEAST_SCALE)
+    scales = torch.where(finite, scales, math.nan)
+    inverses = scales.reciprocal()
+    if numbers.stochastic:
+        inverses = torch.where(spread * inverses > top, inverses * (1 - 2.0**-21), inverses)
+    scaled = (rows if low is None else rows - low[:, None]) * inverses[:, None]
+    if numbers.stochastic:
+        offset = numbers.offset if numbers.offset_tensor is None else numbers.offset_tensor
+        random = uniform(scaled.numel(), numbers.seed, offset, flat.device).view(scaled.shape) + 128
+        levels = (scaled + random).floor() - 128 if symmetric else (scaled - 128 + random).floor()
+    else:
+        levels = scaled.round()
+    levels = torch.where(finite[:, None], levels, 0.0)
+    offsets = None if low is None else torch.where(finite, low, math.nan)
+    return _Levels(levels, scales, offsets, flat.numel(), bits)
+
+
+def _rows(flat: Tensor, group_size: int) -> Tensor:
+    """Groups as rows; a shorter last one is filled up with its last element, which changes neither
+    its least nor its greatest."""
+    missing = -flat.numel() % group_size
+    return torch.cat([flat, flat[-1:].expand(missing)]).view(-1, group_size)
+
+
+def _unpack(
+    values: Tensor,
+    scales: Tensor,
+    offsets: Tensor,
+    numel: int,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    order: Tensor | None,
+) -> _Levels:
+    values, scales = values.reshape(-1), scales.reshape(-1)
+    if bits == 4:
+        halves = torch.stack((values & 15, values >> 4), dim=1).view(-1)[:numel].to(torch.int32)
+        values = (halves ^ 8) - 8 if symmetric else halves
+    rows = _rows(values.float(), group_size)
+    kept = None if symmetric else offsets.reshape(-1)
+    if order is not None:
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.numel(), device=order.device)
+        rows, scales, kept = rows[back], scales[back], None if kept is None else kept[back]
+    return _Levels(rows, scales, kept, numel, bits)
+
+
+def _sum(
+    values: list[Tensor],
+    scales: list[Tensor],
+    offsets: list[Tensor],
+    numel: int,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    factor: float,
+) -> Tensor:
+    check_format(bits, group_size, "from_")
+    if not values:
+        raise RuntimeError("values has no tensors, expected one for each part")
+    for name, listed in (("scales", scales), *((("offsets", offsets),) if not symmetric else ())):
+        if len(listed) != len(values):
+            raise RuntimeError(f"{name} has {len(listed)} tensors, values has {len(values)}")
+    total: Tensor | None = None
+    for i, (levels, scale) in enumerate(zip(values, scales, strict=True)):
+        low = scale.new_empty(0) if symmetric else offsets[i]
+        check_quantized(f"[{i}]", levels, scale, low, numel, bits, group_size, symmetric)
+        if levels.device != values[0].device:
+            raise RuntimeError(f"values[{i}] is not on {place(values[0].device)}")
+        found = _unpack(levels, scale, low, numel, bits, group_size, symmetric, None).back()
+        total = found if total is None else total + found
+    assert total is not None
+    return total * factor

@@ -1,0 +1,134 @@
+"""The front end of ``utils``: ``opkiln.utils``'s functions on lists of tensors."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkiln.errors import UsageError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_loaded: dict[str, Any] = {}  # the op's functions, by type of device
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """A new tensor of one dimension with the elements of all, one tensor after the other.
+
+    They are of one dtype and on one device; at least one. Raises UsageError, naming the tensor.
+    """
+    listed = _checked(tensors)
+    with torch.no_grad():
+        flat: Tensor = _ops(listed[0]).flatten_list(listed)
+    return flat
+
+
+def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of ``flat`` with the shapes of these tensors, one after the other. Nothing is copied.
+
+    Raises UsageError where ``flat`` is not of one dimension, not contiguous or of another size.
+    """
+    if flat.dim() != 1 or not flat.is_contiguous():
+        raise UsageError(
+            f"flat has shape {tuple(flat.shape)} and strides {flat.stride()}, expected one "
+            "dimension without gaps",
+            hint="flat.reshape(-1)",
+        )
+    _check_count(flat, like)
+    views, start = [], 0
+    for tensor in like:
+        views.append(flat[start : start + tensor.numel()].view(tensor.shape))
+        start += tensor.numel()
+    return views
+
+
+def unflatten_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Write the parts of ``flat`` to the tensors: the inverse of ``flatten``.
+
+    Raises UsageError, before anything is written, where dtypes, devices or sizes differ.
+    """
+    listed = _checked(tensors)
+    _check_alike("flat", flat, listed[0])
+    _check_count(flat, listed)
+    with torch.no_grad():
+        if all(tensor.is_contiguous() for tensor in listed):
+            _ops(flat).unflatten_list_(listed, flat.detach())
+            return
+        # The op writes to whole stretches of memory; others are given theirs one by one.
+        for tensor, part in zip(listed, unflatten(flat.detach().reshape(-1), listed), strict=True):
+            tensor.copy_(part)
+
+
+def byte_view(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as bytes, in one dimension: a view. Raises UsageError."""
+    if not tensor.is_contiguous():
+        raise UsageError("tensor is not contiguous", hint="tensor.contiguous()")
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() == 0:
+        return flat.new_empty(0, dtype=torch.uint8)
+    return flat.view(torch.uint8)
+
+
+def from_bytes(memory: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Bytes as a tensor of this dtype and shape: a view, the inverse of ``byte_view``.
+
+    Raises UsageError where they are not as many, or not aligned to the elements' size.
+    """
+    wanted = prod(shape) * dtype.itemsize
+    if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
+        raise UsageError(
+            f"memory has dtype {memory.dtype} and shape {tuple(memory.shape)}, expected uint8 of "
+            "one dimension without gaps"
+        )
+    if memory.numel() != wanted:
+        raise UsageError(f"memory has {memory.numel()} bytes, {tuple(shape)} of {dtype} {wanted}")
+    if wanted == 0:
+        return memory.new_empty(tuple(shape), dtype=dtype)
+    if memory.data_ptr() % dtype.itemsize or memory.storage_offset() % dtype.itemsize:
+        raise UsageError(
+            f"memory starts at byte {memory.storage_offset()} of its storage, expected a multiple "
+            f"of {dtype.itemsize}, the size of {dtype}",
+            hint="memory.clone()",
+        )
+    return memory.view(dtype).view(tuple(shape))
+
+
+def _checked(tensors: Sequence[Tensor]) -> list[Tensor]:
+    listed = [tensor.detach() for tensor in tensors]
+    if not listed:
+        raise UsageError("tensors is empty, expected at least one")
+    for i, tensor in enumerate(listed):
+        if tensor.layout != torch.strided:
+            raise UsageError(f"tensors[{i}] is not dense: its layout is {tensor.layout}")
+        _check_alike(f"tensors[{i}]", tensor, listed[0])
+    return listed
+
+
+def _check_alike(name: str, tensor: Tensor, first: Tensor) -> None:
+    for what, ours, theirs in (
+        ("dtype", tensor.dtype, first.dtype), ("device", tensor.device, first.device),
+    ):  # fmt: skip
+        if ours != theirs:
+            raise UsageError(f"{name} has {what} {ours}, expected that of tensors[0], {theirs}")
+
+
+def _check_count(flat: Tensor, like: Sequence[Tensor]) -> None:
+    count = sum(tensor.numel() for tensor in like)
+    if flat.numel() != count:
+        raise UsageError(f"flat has {flat.numel()} elements, the tensors have {count}")
+
+
+def _ops(tensor: Tensor) -> Any:
+    """The op's functions: native where there is a native version for the tensor's device."""
+    kind = "cuda" if tensor.is_cuda else "cpu"
+    if kind not in _loaded:
+        from opkiln.ops.utils.op import UtilsBuilder
+
+        backend = "rocm" if kind == "cuda" and torch.version.hip is not None else kind
+        _loaded[kind] = UtilsBuilder(backend=backend).load()
+    return _loaded[kind]

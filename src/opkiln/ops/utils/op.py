@@ -1,0 +1,39 @@
+"""The builder and the schemas of ``utils``. Imports no torch: it is on the cache-hit path."""
+
+from __future__ import annotations
+
+from opkiln.builder import CUDAOpBuilder
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+class UtilsBuilder(CUDAOpBuilder):
+    """``load()`` gives ``flatten_list`` and ``unflatten_list_``; see reference.py."""
+
+    NAME = "utils"
+    BUILD_VAR = "DS_BUILD_UTILS"
+    BACKENDS = ("cuda", "rocm", "cpu")
+    SCHEMAS = (
+        "flatten_list(Tensor[] tensors) -> Tensor",
+        "unflatten_list_(Tensor(a!)[] tensors, Tensor flat) -> ()",
+    )
+
+    def sources(self) -> list[str]:
+        if self.build_for_cpu:
+            return ["ops/utils/cpu_binding.cpp"]
+        return ["ops/utils/copy_parts.cu", "ops/utils/cuda_binding.cpp"]
+
+    def include_paths(self) -> list[str]:
+        return ["csrc"]
+
+    def reference(self) -> ModuleType:
+        from opkiln.ops.utils import reference
+
+        return reference
+
+    def fake(self) -> ModuleType:
+        from opkiln.ops.utils import fake
+
+        return fake

@@ -1,0 +1,61 @@
+"""``utils`` in pure PyTorch: what serves where there is no native version, and what tests see."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def flatten_list(tensors: list[Tensor]) -> Tensor:
+    """A new tensor of one dimension with the elements of all, one tensor after the other.
+
+    Raises RuntimeError for an empty list and for tensors of several dtypes or devices.
+    """
+    _check(tensors)
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def unflatten_list_(tensors: list[Tensor], flat: Tensor) -> None:
+    """Write the parts of ``flat`` to the tensors: the inverse of ``flatten_list``.
+
+    Raises RuntimeError, before anything is written, where dtypes, devices or the number of elements
+    differ. (The native versions also refuse tensors that are not contiguous.)
+    """
+    _check(tensors)
+    _check_alike("flat", flat, tensors[0])
+    count = sum(tensor.numel() for tensor in tensors)
+    if flat.numel() != count:
+        raise RuntimeError(f"flat has {flat.numel()} elements, tensors have {count}")
+    start = 0
+    source = flat.detach().reshape(-1)
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.copy_(source[start : start + tensor.numel()].view(tensor.shape))
+            start += tensor.numel()
+
+
+def _check(tensors: list[Tensor]) -> None:
+    if not tensors:
+        raise RuntimeError("tensors is empty, expected at least one")
+    for i, tensor in enumerate(tensors):
+        _check_alike(f"tensors[{i}]", tensor, tensors[0])
+
+
+def _check_alike(name: str, tensor: Tensor, first: Tensor) -> None:
+    if tensor.device != first.device:
+        place = "the CPU" if first.device.type == "cpu" else str(first.device)
+        raise RuntimeError(f"{name} is not on {place}")
+    if tensor.dtype != first.dtype:
+        raise RuntimeError(
+            f"{name} has dtype {_shown(tensor.dtype)}, expected that of tensors[0], "
+            f"{_shown(first.dtype)}"
+        )
+
+
+def _shown(dtype: torch.dtype) -> str:
+    names = {
+        torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half",
+        torch.float64: "Double", torch.int8: "Char", torch.uint8: "Byte", torch.int16: "Short",
+        torch.int32: "Int", torch.int64: "Long", torch.bool: "Bool",
+    }  # fmt: skip
+    return names.get(dtype, str(dtype))

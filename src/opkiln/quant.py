@@ -1,0 +1,49 @@
+"""Quantizers of the catalogue. Importing this module is cheap: each name is imported when used."""
+
+from __future__ import annotations
+
+from opkiln import lazy
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.ops.fp_quantizer.quantizer import FPQuantized, FPQuantizer
+    from opkiln.ops.packbits.signs import packbits, unpackbits
+    from opkiln.ops.quantizer.quantize import (
+        Quantized,
+        Swizzle,
+        dequantize,
+        fake_quantize,
+        quantize,
+        quantized_reduce,
+        swizzle_quantize,
+    )
+
+__all__ = [
+    "FPQuantized",
+    "FPQuantizer",
+    "Quantized",
+    "Swizzle",
+    "dequantize",
+    "fake_quantize",
+    "packbits",
+    "quantize",
+    "quantized_reduce",
+    "swizzle_quantize",
+    "unpackbits",
+]
+
+_HOMES = {
+    "FPQuantized": "opkiln.ops.fp_quantizer.quantizer",
+    "FPQuantizer": "opkiln.ops.fp_quantizer.quantizer",
+    "Quantized": "opkiln.ops.quantizer.quantize",
+    "Swizzle": "opkiln.ops.quantizer.quantize",
+    "dequantize": "opkiln.ops.quantizer.quantize",
+    "fake_quantize": "opkiln.ops.quantizer.quantize",
+    "packbits": "opkiln.ops.packbits.signs",
+    "quantize": "opkiln.ops.quantizer.quantize",
+    "quantized_reduce": "opkiln.ops.quantizer.quantize",
+    "swizzle_quantize": "opkiln.ops.quantizer.quantize",
+    "unpackbits": "opkiln.ops.packbits.signs",
+}
+
+__getattr__, __dir__ = lazy.names(__name__, _HOMES)

@@ -1,0 +1,116 @@
+"""``pip install`` of opkiln itself: pure, or with its own ops precompiled."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from sample import install
+from sample.install import NATIVE_ONLY, Environment
+
+from opkiln.toolchain import host, torch_sdk
+
+pytestmark = [
+    pytest.mark.skipif(not host.available(), reason="no C++ compiler is installed"),
+    pytest.mark.skipif(torch_sdk.locate() is None, reason="torch is not installed"),
+    pytest.mark.skipif(os.uname().machine != "x86_64", reason="x86-64 only"),
+]
+LEVEL = {"OPKILN_BUILD_TARGETS": "cpu:x86-64-v3"}
+ONE = ["cpu x86-64-v3"]
+LOAD = """
+import sys
+from opkiln import get_builder
+from opkiln.loading import loader
+get_builder("cpu_adam").load()
+(trace,) = loader.traces().values()
+print(trace.decisions[-1].resort, trace.decisions[-1].verdict)
+"""
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    return Environment(tmp_path_factory.mktemp("pip") / "env")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """opkiln with two of its ops: all would take minutes."""
+    where = tmp_path_factory.mktemp("source")
+    return install.copy_of_opkiln(where, ops=("cpu_adam", "fused_adam"))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One store for all: what is compiled in one test need not be in the next."""
+    return str(tmp_path_factory.mktemp("store") / "cache")
+
+
+def test_it_installs_as_pure_python(environment: Environment, source: Path) -> None:
+    environment.install(source)
+    assert environment.wheel_file("opkiln") == "py3-none-any purelib"
+    assert environment.prebuilt("opkiln") == {}
+
+
+@pytest.mark.slow
+def test_ops_are_precompiled_by_name_and_all_but_one_and_not_at_all(
+    environment: Environment, source: Path, store: str, tmp_path: Path
+) -> None:
+    kept = {**LEVEL, "OPKILN_CACHE_DIR": store}
+    environment.install(source, DS_BUILD_CPU_ADAM="1", **kept)
+    assert environment.prebuilt("opkiln") == {"cpu_adam": ONE}
+    assert environment.wheel_file("opkiln").startswith("py3-none-manylinux_2_")
+    fresh = {"OPKILN_CACHE_DIR": str(tmp_path / "fresh")}
+    if "avx2" in Path("/proc/cpuinfo").read_text().split():
+        said = environment.run("-c", LOAD, cwd=tmp_path, **NATIVE_ONLY, **fresh)
+        assert said == "prebuilt taken\n"
+    environment.install(source, **kept)
+    assert environment.prebuilt("opkiln") == {}, "not what the build before it left"
+    marked = {"OPKILN_BUILD_STRING": "marked"}
+    environment.install(source, DS_BUILD_OPS="1", DS_BUILD_FUSED_ADAM="0", **marked, **kept)
+    assert environment.prebuilt("opkiln") == {"cpu_adam": ONE}
+    assert environment.version("opkiln").endswith("+marked")
+
+
+def test_an_op_without_a_toolkit_fails_if_named_and_is_skipped_if_swept_up(
+    environment: Environment, source: Path, store: str, tmp_path: Path
+) -> None:
+    nowhere = {
+        "OPKILN_BUILD_TARGETS": "cuda:9.0", "OPKILN_CUDA_HOME": str(tmp_path / "no-cuda"),
+        "OPKILN_CACHE_DIR": store,
+    }  # fmt: skip
+    said = environment.refuses(source, DS_BUILD_FUSED_ADAM="1", **nowhere)
+    assert "opkiln cannot be installed with fused_adam precompiled" in said
+    assert "no-cuda" in said
+    said = environment.install(source, DS_BUILD_OPS="1", **nowhere)
+    assert environment.wheel_file("opkiln") == "py3-none-any purelib"
+    assert "skipped fused_adam (cuda:9.0): " in said
+    assert "skipped cpu_adam: op cpu_adam has no version for cuda:9.0" in said
+
+
+def test_without_torch_sources_ship_and_a_named_op_fails_with_what_to_do(
+    tmp_path_factory: pytest.TempPathFactory, source: Path, cache: Path
+) -> None:
+    bare = Environment(tmp_path_factory.mktemp("bare") / "env", without=("torch",))
+    said = bare.install(source, DS_BUILD_OPS="1", **LEVEL)
+    assert bare.wheel_file("opkiln") == "py3-none-any purelib"
+    assert "skipped cpu_adam (cpu:x86-64-v3): op cpu_adam needs torch" in said
+    assert "hint: pip install --no-build-isolation ." in said
+    assert (bare.site / "opkiln" / "ops" / "cpu_adam" / "cpu.cpp").exists()
+    said = bare.refuses(source, DS_BUILD_CPU_ADAM="1", **LEVEL)
+    assert "op cpu_adam needs torch" in said
+    assert "hint: pip install --no-build-isolation ." in said
+
+
+@pytest.mark.slow
+def test_an_isolated_build_takes_the_torch_of_the_environment(
+    environment: Environment, source: Path, store: str
+) -> None:
+    done = environment.pip(
+        "install", "--no-deps", source,
+        DS_BUILD_CPU_ADAM="1", OPKILN_CACHE_DIR=store, **LEVEL,
+    )  # fmt: skip
+    if "No matching distribution found" in done.stdout + done.stderr:
+        pytest.skip("pip has no index to take setuptools from")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert environment.prebuilt("opkiln") == {"cpu_adam": ONE}

@@ -1,0 +1,38 @@
+"""quantizer and packbits on a GPU: what the scripts of these names check, one by one."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("there is no GPU that torch can use", allow_module_level=True)
+
+
+def _script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(
+        f"{name}_on_gpu", Path(__file__).with_name(f"{name}.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+CHECKS = [(script, check) for script in map(_script, ("quantizer", "packbits"))
+          for check in script.CHECKS]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "check"), CHECKS, ids=lambda each: each.__name__)
+def test_on_a_gpu(script: Any, check: Any) -> None:
+    try:
+        check()
+    except script.Skipped as reason:
+        pytest.skip(str(reason))

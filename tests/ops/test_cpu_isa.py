@@ -1,0 +1,81 @@
+"""The host optimizers' ops, built for each instruction set, each in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from instruction_sets import LEVELS, skip_unless_runnable
+
+_LOAD = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+import adam_oracle as oracle
+import opkiln
+
+op = sys.argv[3]
+ops = opkiln.get_builder(op).jit_load()
+(library,) = (path for path in torch.ops.loaded_libraries if op in path)
+assert sys.argv[2].encode() in open(library, "rb").read(), "not built for this instruction set"
+"""
+
+# What the other tests ask of the build for this machine, conversions bit for bit included.
+_ADAM = """
+import test_cpu_adam as checks
+
+for param in oracle.DTYPES:
+    for grad in oracle.DTYPES:
+        for state in {param, oracle.F32}:
+            oracle.assert_step(ops, oracle.lists(oracle.SIZES, param, grad, state))
+        checks.test_copies_are_what_the_params_convert_to(ops, param, grad)
+for adamw_mode in (True, False):
+    checks.test_fp32_stays_within_1e_6_of_float64_after_100_steps(ops, adamw_mode)
+    checks.test_rollback_gives_back_what_was_there(ops, oracle.F32, oracle.F32, adamw_mode)
+checks.test_nan_and_infinity_travel_as_in_torch(ops, oracle.F32)
+checks.test_views_at_odd_addresses_are_stepped_and_their_neighbours_are_not(ops)
+"""
+_OTHERS = """
+import host_oracle
+import test_cpu_lion_and_adagrad as checks
+
+case = host_oracle.CASES[op]
+for param, state in checks.MIXES:
+    for grad in oracle.DTYPES:
+        tensors = host_oracle.lists(case, oracle.SIZES, param, grad, state)
+        host_oracle.assert_step(case, ops, tensors)
+        checks.test_copies_follow_the_step_and_the_rollback(case, ops, param, grad)
+checks.test_fp32_stays_within_1e_6_of_float64_after_100_steps(case, ops)
+checks.test_rollback_gives_back_what_was_there(case, ops, oracle.F32, oracle.F32)
+checks.test_nan_and_infinity_travel_as_in_torch(case, ops, oracle.F32)
+checks.test_views_at_odd_addresses_are_stepped_and_their_neighbours_are_not(case, ops)
+"""
+_ROWS = """
+import test_cpu_adagrad_sparse as sparse
+
+for width in (1, 7, 64):
+    sparse.assert_rows(ops, sparse.rows(50, width, [3, 17, 49]))
+"""
+_CHECKS = {"cpu_adam": _ADAM, "cpu_adagrad": _OTHERS + _ROWS, "cpu_lion": _OTHERS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", _CHECKS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_build_for_another_level_agrees(
+    level: str, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_unless_runnable(level)
+    monkeypatch.setenv("OPKILN_CPU", level)
+    here = str(Path(__file__).parent)
+    # As in a mangled name: opkiln::avx2::...
+    name = LEVELS[level][0]
+    run = subprocess.run(
+        [sys.executable, "-c", _LOAD + _CHECKS[op], here, f"6opkiln{len(name)}{name}", op],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,64 @@
+"""fp_quantizer's device code, compiled for GPUs that need not be there, and its CPU code for each
+instruction set."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from instruction_sets import LEVELS, skip_unless_runnable
+
+from opkiln import get_builder
+from opkiln.binary import bundle
+from opkiln.errors import ToolchainError
+from opkiln.loading import resolve
+from opkiln.loading.trace import Trace
+from opkiln.toolchain import hipcc
+
+_CHECK = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import fp_quantizer_oracle as oracle
+import test_fp_quantizer as checks
+
+ops = checks.native()
+for form in oracle.FORMS.values():
+    for dtype in oracle.DTYPES:
+        checks.test_codes_are_those_of_the_nearest_numbers(ops, form, dtype)
+        checks.test_stochastic_codes_are_the_references_bit_for_bit(ops, form, dtype)
+        checks.test_every_code_comes_back_as_its_number_times_the_scale(ops, form, dtype)
+"""
+
+
+@pytest.mark.slow
+def test_it_builds_for_an_amd_gpu() -> None:
+    if not hipcc.available():
+        pytest.skip("no hipcc is installed: apt-get install hipcc")
+    op = get_builder("fp_quantizer", backend="rocm", archs="gfx90a").op()
+    assert bundle.hip_images(resolve.artifact(op, Trace()).path) == ("gfx90a",)
+
+
+@pytest.mark.slow
+def test_it_builds_for_nvidia_gpus_with_and_without_instructions_for_fp8() -> None:
+    op = get_builder("fp_quantizer", backend="cuda", archs="8.0;9.0a").op()
+    try:
+        built = resolve.artifact(op, Trace())
+    except ToolchainError as error:
+        pytest.skip(f"no nvcc here: {error.what}")
+    assert Path(built.path).stat().st_size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_build_for_another_level_agrees(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_unless_runnable(level)
+    monkeypatch.setenv("OPKILN_CPU", level)
+    run = subprocess.run(
+        [sys.executable, "-c", _CHECK, str(Path(__file__).parent)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,196 @@
+"""The op fused_lamb: its arithmetic, its coefficients, and what it refuses.
+
+It runs three times: the reference, the native CPU version, and the CUDA kernels themselves,
+compiled by a C++ compiler against a stand-in for CUDA's runtime.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from adam_oracle import BF16, DTYPES, F16, F32, clone
+from fused_fixtures import fixtures, native
+from fused_kernel import Kernel
+from fused_lamb_oracle import HYPER, ROLES, assert_step, coefficients, oracle, tensors
+from torch import Tensor
+
+from opkiln.ops.fused_lamb import reference
+
+kernel_fixture, op_fixture = fixtures("fused_lamb")
+SIZES = (0, 1, 3, 4, 7, 511, 512, 513, 4095, 4097)
+
+
+@pytest.mark.parametrize("grad", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("param", "masters"), [(F32, False), (BF16, False), (BF16, True), (F16, False), (F16, True)]
+)
+def test_every_mix_of_types_and_sizes_agrees_with_float64(
+    op: Any, param: torch.dtype, masters: bool, grad: torch.dtype
+) -> None:
+    assert_step(op, tensors(SIZES, param, grad, masters))
+
+
+@pytest.mark.parametrize("maximize", [True, False])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"weight_decay": 0.0}, {"bias_correction": False}, {"eps_inside_sqrt": True},
+        {"beta1": 0.0}, {"beta2": 0.0}, {"min_coeff": 0.0, "max_coeff": 1e9},
+        {"min_coeff": 3.0, "max_coeff": 3.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_mode_agrees_with_float64(op: Any, maximize: bool, changes: dict[str, Any]) -> None:
+    assert_step(op, tensors((33, 1000)), maximize=maximize, **changes)
+    assert_step(op, tensors((33,), steps=(0.0,)), maximize=maximize, **changes)
+
+
+def test_fp32_stays_within_1e_6_of_float64_after_100_steps(op: Any) -> None:
+    params, _, exp_avgs, exp_avg_sqs, _, steps = tensors((2000, 70), steps=(0.0,))
+    for zeros in (*exp_avgs, *exp_avg_sqs):
+        zeros.zero_()
+    exact = [[t.double() for t in row] for row in (params, exp_avgs, exp_avg_sqs)]
+    generator = torch.Generator().manual_seed(1)
+    hyper = {**HYPER, "lr": 1e-3}
+    for step in range(1, 101):
+        grads = [torch.randn(p.shape, generator=generator) for p in params]
+        op.fused_lamb_(params, grads, exp_avgs, exp_avg_sqs, [], steps, torch.ones(2), **hyper)
+        for i, grad in enumerate(grads):
+            p, m, v, _ = oracle(
+                exact[0][i], grad, exact[1][i], exact[2][i], {**hyper, "step": step}
+            )
+            exact[0][i], exact[1][i], exact[2][i] = p, m, v
+    assert steps[0] == 100
+    for row, values in zip((params, exp_avgs, exp_avg_sqs), exact, strict=True):
+        for got, value in zip(row, values, strict=True):
+            assert (got.double() - value).norm() <= 1e-6 * value.norm()
+
+
+def test_sums_of_a_tensor_among_others_are_its_own(op: Any) -> None:
+    """Large enough that sums of chunks are folded, and not at the folds' borders."""
+    assert_step(op, tensors((5, 530_003, 1, 0, 512, 3000)))
+
+
+def test_a_tensor_of_zeros_moves_with_a_coefficient_of_1(op: Any) -> None:
+    lists = tensors((9, 600))
+    lists[0][0].zero_()
+    lists[1][1].zero_()
+    lists[2][1].zero_()
+    out = coefficients(lists)
+    before = clone(lists)
+    op.fused_lamb_(*lists, out, **{**HYPER, "weight_decay": 0.0})
+    assert out.tolist() == [1.0, 1.0]
+    assert not torch.equal(lists[0][0], before[0][0])
+    assert torch.equal(lists[0][1], before[0][1])
+
+
+def test_nan_is_seen_in_the_coefficient(op: Any) -> None:
+    lists = tensors((9, 600))
+    lists[1][1][3] = math.nan
+    out = coefficients(lists)
+    op.fused_lamb_(*lists, out, **HYPER)
+    assert not out[0].isnan()
+    assert out[1].isnan()
+    assert lists[0][1].isnan().all()
+    assert not lists[0][0].isnan().any()
+
+
+def test_parameters_may_be_at_steps_of_their_own_and_lists_of_any_length(op: Any) -> None:
+    sizes = tuple(1 + i % 37 for i in range(150))
+    assert_step(op, tensors(sizes, steps=tuple(float(i % 5) for i in range(150))))
+
+
+@pytest.mark.parametrize("shifted", range(6), ids=("params", "grads", "m", "v", "masters", "all"))
+def test_views_at_odd_addresses_are_stepped_and_their_neighbours_are_not(
+    op: Any, shifted: int
+) -> None:
+    before = tensors((3000,), BF16, F16, masters=True)
+    for offset, size in ((1, 17), (3, 2000), (4, 2000)):
+        whole = clone(before)
+        starts = [offset if shifted in (row, 5) else 8 for row in range(5)]
+        parts = [
+            [tensor[start : start + size] for tensor in row]
+            for row, start in zip(whole, starts, strict=False)
+        ]
+        assert_step(op, [*parts, whole[5]])
+        for row, old, start in zip(whole, before, starts, strict=False):
+            assert torch.equal(row[0][:start], old[0][:start])
+            assert torch.equal(row[0][start + size :], old[0][start + size :])
+
+
+def test_numbers_in_tensors_stand_in(op: Any) -> None:
+    lists = tensors((33, 1000))
+    lists[1] = [grad * 8 for grad in lists[1]]
+    options = {"lr_tensor": torch.tensor(3e-3), "grad_scale": torch.tensor([8.0])}
+    assert_step(op, lists, options, lr=math.nan)
+
+
+def test_nothing_changes_where_a_gradient_is_not_finite(op: Any) -> None:
+    lists = tensors((33, 1000), BF16, BF16, masters=True, steps=(2.0, 3.0))
+    lists[1][1][7] = math.inf
+    before, out = clone(lists), coefficients(lists)
+    op.fused_lamb_(*lists, out, **HYPER, found_inf=torch.tensor([1.0]))
+    assert out.tolist() == [7.0, 7.0]
+    for row, old in zip(lists, before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(row, old, strict=True))
+
+
+def test_a_list_of_any_length_takes_few_launches(kernel: Kernel) -> None:
+    for sizes, launches in (((40,) * 30, 4), ((263_000, 40), 5), ((0, 0), 2)):
+        lists = tensors(sizes)
+        kernel.fused_lamb_(*lists, coefficients(lists), **HYPER)
+        assert kernel.launches == launches
+
+
+@pytest.mark.parametrize("role", [1, 2, 3, 4])
+def test_a_tensor_of_another_size_is_refused_by_name(role: int) -> None:
+    for op in (native("fused_lamb"), reference):
+        lists = tensors((6, 6), BF16, masters=True, steps=(1.0, 1.0))
+        lists[role][1] = torch.zeros(5)
+        before = clone(lists)
+        with pytest.raises(RuntimeError, match=rf"{ROLES[role]}\[1\] has 5 elements, params\[1\]"):
+            op.fused_lamb_(*lists, coefficients(lists), **HYPER)
+        for row, old in zip(lists, before, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(row, old, strict=True))
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(2, dtype=torch.float64)], ids=str)
+def test_a_place_for_coefficients_that_does_not_fit_is_refused(wrong: Tensor) -> None:
+    for op in (native("fused_lamb"), reference):
+        with pytest.raises(RuntimeError, match="coefficients has"):
+            op.fused_lamb_(*tensors((6, 6)), wrong, **HYPER)
+
+
+def test_opcheck_finds_nothing() -> None:
+    op = native("fused_lamb")
+    lists = tensors((5, 33), BF16, masters=True)
+    torch.library.opcheck(op.fused_lamb_, (*lists, coefficients(lists)), HYPER)
+
+
+def test_a_compiled_function_that_steps_is_one_graph() -> None:
+    op = native("fused_lamb")
+
+    def train(lists: list[list[Tensor]], out: Tensor) -> Tensor:
+        op.fused_lamb_(*lists, out, **HYPER)
+        return lists[0][0] * out[0]
+
+    eager, compiled = (tensors((5, 33)) for _ in range(2))
+    expected = train(eager, coefficients(eager))
+    got = torch.compile(train, fullgraph=True, backend="aot_eager")(
+        compiled, coefficients(compiled)
+    )
+    assert torch.equal(got, expected)
+
+
+def test_versions_are_counted_up() -> None:
+    lists = tensors((8,), BF16, masters=True)
+    out = coefficients(lists)
+    versions = [row[0]._version for row in lists]
+    native("fused_lamb").fused_lamb_(*lists, out, **HYPER)
+    assert [row[0]._version - old for row, old in zip(lists, versions, strict=True)] == [
+        1, 0, 1, 1, 1, 1
+    ]  # fmt: skip
+    assert out._version == 1

@@ -1,0 +1,42 @@
+"""A small transformer, trained 200 steps: the optimizers here give the losses that torch's give."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+from opkiln import optim
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "ops"))
+from training import CONTESTS, losses
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The model is small: threads would wait for each other, the longer the busier the machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def assert_alike(ours: list[float], theirs: list[float]) -> None:
+    assert ours[-1] < ours[0] - 0.5, "it learns"
+    # Rounding differs; where Lion's mean is nearly zero its sign may, too.
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in CONTESTS if name.startswith("CPU")])
+@pytest.mark.usefixtures("native_optimizer")
+def test_the_losses_are_torchs_eager_and_compiled(name: str) -> None:
+    contest = CONTESTS[name]
+    ours = losses(contest.ours(getattr(optim, name)))
+    assert_alike(ours, losses(contest.theirs))
+    assert_alike(losses(contest.ours(getattr(optim, name)), backend="aot_eager"), ours)

@@ -1,0 +1,233 @@
+"""Which ops the variables select, for what, and how they mark a version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from opkiln import machine
+from opkiln.errors import SettingError
+from opkiln.model import CPU, CUDA, ROCM, TorchSDK
+from opkiln.settings import override
+from opkiln.ship import selection
+from opkiln.ship.selection import Declared
+from opkiln.ship.targets import Wanted
+from opkiln.toolchain import choice, torch_sdk
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ROOT = Path(__file__).resolve().parents[2]
+OPS = [Declared("adam"), Declared("lion"), Declared("mine", variables=("MY_OP",))]
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str]) -> dict[str, str]:
+    """The ops that are built: ``named`` or ``swept``."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = selection.choose(OPS)
+    return {each.op.name: "named" if each.named else "swept" for each in found if each.wanted}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, {}),
+        ({"OPKILN_BUILD_OPS": "0"}, {}),
+        ({"OPKILN_BUILD_OPS": "1"}, {"adam": "swept", "lion": "swept", "mine": "swept"}),
+        ({"DS_BUILD_OPS": "1"}, {"adam": "swept", "lion": "swept", "mine": "swept"}),
+        ({"DS_BUILD_ADAM": "1"}, {"adam": "named"}),
+        ({"OPKILN_BUILD_ADAM": "1", "DS_BUILD_LION": "on"}, {"adam": "named", "lion": "named"}),
+        ({"DS_BUILD_OPS": "1", "DS_BUILD_LION": "0"}, {"adam": "swept", "mine": "swept"}),
+        ({"DS_BUILD_OPS": "1", "OPKILN_BUILD_ADAM": "1", "OPKILN_BUILD_LION": "off", "MY_OP": "0"},
+         {"adam": "named"}),
+        ({"OPKILN_BUILD_OPS": "0", "DS_BUILD_ADAM": "1"}, {"adam": "named"}),
+        ({"OPKILN_BUILD_ADAM": "0", "DS_BUILD_ADAM": "1"}, {}),
+        ({"MY_OP": "1"}, {"mine": "named"}),
+        ({"OPKILN_BUILD_ADAM": ""}, {}),
+    ],
+)  # fmt: skip
+def test_variables_select_and_exclude_ops(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: dict[str, str]
+) -> None:
+    assert chosen(monkeypatch, variables) == expected
+
+
+def test_the_variable_that_decided_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_BUILD_OPS", "1")
+    monkeypatch.setenv("DS_BUILD_LION", "0")
+    origins = {each.op.name: each.origin for each in selection.choose(OPS)}
+    assert origins == {"adam": "DS_BUILD_OPS", "lion": "DS_BUILD_LION", "mine": "DS_BUILD_OPS"}
+
+
+def test_a_switch_that_is_neither_on_nor_off_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_BUILD_LION", "maybe")
+    with pytest.raises(SettingError, match="DS_BUILD_LION='maybe'"):
+        selection.choose(OPS)
+
+
+def test_a_setting_is_no_switch_of_an_op_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPKILN_BUILD_TIMEOUT", "600")
+    monkeypatch.setenv("OPKILN_BUILD_STRING", "cu130")
+    ops = [Declared("timeout"), Declared("string")]
+    assert [each.wanted for each in selection.choose(ops)] == [False, False]
+    assert selection.strangers(ops) == []
+
+
+def test_variables_that_name_no_op_of_the_package_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPKILN_BUILD_ADDAM", "OPKILN_BUILD_ADAM", "OPKILN_BUILD_OPS"):
+        monkeypatch.setenv(name, "1")
+    assert selection.strangers(OPS) == ["OPKILN_BUILD_ADDAM"]
+
+
+def test_a_builders_own_variable_is_read_without_importing_it(tmp_path: Path) -> None:
+    (tmp_path / "pack" / "ops").mkdir(parents=True)
+    (tmp_path / "pack" / "ops" / "a.py").write_text(
+        'raise SystemExit("imported")\n'
+        'class A:\n    BUILD_VAR: str = "PACK_A"  # its own\n'
+        "class B(A):\n    NAME = 'b'\n"
+        "class C(B):\n    BUILD_VAR = 'PACK_C'\n"
+        "class D(Elsewhere):\n    BUILD_VAR = computed()\n"
+    )
+    (tmp_path / "pack" / "__init__.py").write_text("class E:\n    BUILD_VAR = 'PACK_E'\n")
+    (tmp_path / "broken.py").write_text("class F(:\n")
+    values = {name: f"pack.ops.a:{name}" for name in "ABCD"}
+    values |= {"E": "pack:E", "F": "broken:F", "G": "gone:G", "H": "pack:Other"}
+    found = selection.declared(values, str(tmp_path))
+    assert [op.variables for op in found] == [
+        ("PACK_A",), ("PACK_A",), ("PACK_C",), (), ("PACK_E",), (), (), (),
+    ]  # fmt: skip
+
+
+def test_every_bundled_op_is_among_what_uv_looks_at() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    seen = {each["env"] for each in project["tool"]["uv"]["cache-keys"] if "env" in each}
+    ops = selection.bundled()
+    expected = {f"{prefix}_BUILD_{op.name.upper()}" for op in ops for prefix in ("OPKILN", "DS")}
+    expected |= {name for op in ops for name in op.variables}
+    missing = "\n".join(f'    {{ env = "{name}" }},' for name in sorted(expected - seen))
+    assert not missing, f"add to [tool.uv] in pyproject.toml:\n{missing}"
+
+
+# What is built
+
+
+def torch_with(monkeypatch: pytest.MonkeyPatch, *, cuda: str | None, hip: str | None) -> None:
+    sdk = TorchSDK("/torch", "2.13.0", "0", cuda, hip, True)
+    monkeypatch.setattr(torch_sdk, "find", lambda: sdk)
+
+
+def tools_for(monkeypatch: pytest.MonkeyPatch, *backends: str) -> None:
+    monkeypatch.setattr(choice, "available", lambda backend: backend in backends)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "tools", "expected"),
+    [
+        (None, None, (), {CPU}),
+        (None, None, (CUDA,), {CPU, CUDA}),
+        (None, None, (CUDA, ROCM), {CPU, CUDA}),
+        ("13.0", None, (), {CPU, CUDA}),  # and its build will say that there is no toolkit
+        (None, "7.0", (CUDA, ROCM), {CPU, ROCM}),
+    ],
+)
+def test_an_op_is_built_for_what_this_machine_and_its_torch_are_for(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, hip: str | None, tools: tuple[str, ...],
+    expected: set[str],
+) -> None:  # fmt: skip
+    torch_with(monkeypatch, cuda=cuda, hip=hip)
+    tools_for(monkeypatch, *tools)
+    assert {each.backend for each in selection.targets((CUDA, ROCM, CPU))} == expected
+
+
+def test_an_op_that_nothing_here_can_build_is_still_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_with(monkeypatch, cuda=None, hip=None)
+    tools_for(monkeypatch)
+    assert selection.targets((CUDA, ROCM)) == (Wanted(CUDA),)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "levels"),
+    [("x86_64", ["x86-64-v2", "x86-64-v3", "x86-64-v4"]), ("aarch64", ["armv8-a", "armv8.2-a"])],
+)
+def test_a_wheel_has_every_level_of_its_cpu_family(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, levels: list[str]
+) -> None:
+    monkeypatch.setattr(machine, "architecture", lambda: architecture)
+    assert selection.targets((CPU,)) == tuple(Wanted(CPU, level) for level in levels)
+    with override(cpu="native"):
+        assert selection.targets((CPU,)) == (Wanted(CPU, "native"),), "as it is asked for"
+
+
+def test_targets_that_are_named_are_those_that_the_op_has() -> None:
+    with override(build_targets="cuda:8.0,9.0a+PTX; cpu:x86-64-v2,x86-64-v3"):
+        assert selection.targets((CUDA, CPU)) == (
+            Wanted(CUDA, "8.0,9.0a+PTX"), Wanted(CPU, "x86-64-v2"), Wanted(CPU, "x86-64-v3"),
+        )  # fmt: skip
+        assert selection.targets((CPU,)) == (Wanted(CPU, "x86-64-v2"), Wanted(CPU, "x86-64-v3"))
+        assert selection.targets((ROCM,)) == ()
+
+
+def test_a_target_that_is_none_is_an_error_that_names_the_variable() -> None:
+    with (
+        override(build_targets="gpu:9.0"),
+        pytest.raises(SettingError, match=r"OPKILN_BUILD_TARGETS='gpu:9.0'.*'gpu' is no backend"),
+    ):
+        selection.targets((CPU,))
+
+
+# The version
+
+
+@pytest.mark.parametrize(
+    ("version", "text", "expected"),
+    [
+        ("1.0", None, "1.0"),
+        ("1.0", "cu130", "1.0+cu130"),
+        ("1.0", "+cu130", "1.0+cu130"),
+        ("1.0", "CU-130_x", "1.0+cu.130.x"),
+        ("1.0+git1", "cu130", "1.0+git1.cu130"),
+        ("1.0", ".dev7", "1.0.dev7"),
+        ("1.0", ".post2+cu130", "1.0.post2+cu130"),
+        ("1.0+git1", ".dev7", "1.0.dev7+git1"),
+    ],
+)
+def test_a_build_string_marks_the_version_once(
+    version: str, text: str | None, expected: str
+) -> None:
+    with override(build_string=text):
+        assert selection.tagged(version) == expected
+        assert selection.tagged(expected) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["cu 130", "+", "a..b", "1/2", ".dev", ".rc1", "-x", "cu130+b", "ü"]
+)
+def test_a_build_string_that_no_version_can_have_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("DS_BUILD_STRING", text)
+    with pytest.raises(SettingError, match=r"DS_BUILD_STRING=.* cannot be part of a version"):
+        selection.tagged("1.0")
+
+
+@pytest.mark.parametrize(
+    ("tags", "expected"),
+    [
+        (["py3-none-manylinux_2_34_x86_64"], "py3-none-manylinux_2_34_x86_64"),
+        (["py3-none-manylinux_2_34_x86_64", "py3-none-manylinux_2_17_x86_64"],
+         "py3-none-manylinux_2_34_x86_64"),
+        (["py3-none-manylinux_2_34_x86_64", "cp311-cp311-manylinux_2_17_x86_64"],
+         "cp311-cp311-manylinux_2_34_x86_64"),
+        (["py3-none-linux_x86_64", "py3-none-manylinux_2_39_x86_64"], "py3-none-linux_x86_64"),
+    ],
+)  # fmt: skip
+def test_a_wheel_with_several_packages_asks_for_what_the_strictest_needs(
+    tags: list[str], expected: str
+) -> None:
+    assert selection.strictest(tags) == expected
+    assert selection.strictest(reversed(tags)) == expected
