@@ -176,12 +176,12 @@ def test_the_examples_setup_script_builds_the_same_images(
 @pytest.mark.parametrize(
     "name", ["README.md", "docs/using.md", "docs/authoring.md", "docs/devices.md"]
 )
-def test_commands_on_a_page_run(name: str, cache: str) -> None:
+def test_commands_on_a_page_run(name: str, cache: str, tmp_path: Path) -> None:
     for block in _SHELL.findall((ROOT / name).read_text()):
         for line in block.splitlines():
             command = shlex.split(line, comments=True)
             if command and command[0] == "opkiln":
-                done = _run([sys.executable, "-m", *command], cache)
+                done = _run([sys.executable, "-m", *command], cache, tmp_path)
                 here = choice.available(_backend(command))
                 assert done.returncode == (0 if here else 3), f"{line}\n{done.stdout}{done.stderr}"
 

@@ -1,1 +1,0 @@
-"""The ops, one folder for each."""

@@ -1,1 +1,0 @@
-"""scaled_add: its builder, its reference, its kernels."""
