@@ -7,7 +7,6 @@ compiled by a C++ compiler against a stand-in for CUDA's runtime.
 from __future__ import annotations
 
 import math
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from fp_quantizer_oracle import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from stand_in import compile_command
 from torch import Tensor
 
 import opkiln
@@ -50,18 +50,15 @@ WORK = (
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("there is no C++ compiler")
     folder = tmp_path_factory.mktemp("kernel")
     # An access of 16 bytes at an address that does not allow it is a fault on a GPU.
-    flags = ("-std=c++20", "-O1", "-fPIC", "-shared", "-fsanitize=alignment,bounds")
+    checked = "-fsanitize=alignment,bounds"
     stand_ins = (f"-I{HERE / 'cuda_in_fibers'}", f"-I{HERE / 'cuda_on_cpu'}")
     paths = (f"-I{PACKAGE}", f"-I{PACKAGE / 'csrc'}")
     for name, macro in (("quantize", "QUANTIZE"), ("dequantize", "DEQUANTIZE")):
         subprocess.run(
             [
-                compiler, *flags, f"-D{macro}", *stand_ins, *paths,
+                *compile_command(), checked, f"-D{macro}", *stand_ins, *paths,
                 HERE / "fp_quantizer_on_cpu.cpp", "-o", folder / f"{name}.so",
             ],
             check=True,

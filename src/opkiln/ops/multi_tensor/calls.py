@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opkiln.ops.in_place import call_in_place
 from opkiln.ops.layout import lay_out_alike
-from opkiln.ops.multi_tensor.states import ParamState, States, counted_up_once, is_capturing
+from opkiln.ops.multi_tensor.states import ParamState, States, counted_up_once
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -119,14 +119,12 @@ class Planned(NamedTuple):
         )
 
     def fits(self, params: list[Tensor]) -> bool:
-        """Whether it is a plan for these parameters, where they are now, to be run here. A captured
-        step takes lists: its graph may be replayed when a plan is gone."""
+        """Whether it is a plan for these parameters, where they are now, on the current stream."""
         return (
             len(params) == len(self.params)
             and all(map(is_, params, self.params))
             and list(map(Tensor.data_ptr, params)) == self.addresses
             and stream_of(self.device) == self.stream
-            and not is_capturing(self.device)
         )
 
     def run(self, op: Callable[..., None], grads: list[Tensor], hyper: dict[str, Any]) -> None:

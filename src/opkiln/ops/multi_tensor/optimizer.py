@@ -188,6 +188,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         params: list[Tensor] = group["params"]
         grads: list[Any] = list(map(_GRAD, params))
         plan = None if plans is None else plans.of_group.get(index)
+        if plan is not None and is_capturing(plan.device):
+            plan = None  # it stays, and this step takes lists: a graph may outlive a plan
         if plan is not None and not plan.fits(params):
             assert plans is not None
             plans.drop(index)
