@@ -12,11 +12,12 @@ from opkiln.cli.op_name import complete
 from opkiln.errors import UsageError
 from opkiln.report.layout import columns
 from opkiln.settings import parse_size
-from opkiln.ship import prebuild
+from opkiln.ship import prebuild, wrappings
 from opkiln.ship.prebuild import BUILT, CACHED, SKIPPED, Outcome
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from opkiln.ship.audit import Finding
     from opkiln.ship.targets import Wanted
 
 
@@ -54,10 +55,10 @@ def _size(_context: click.Context, _option: click.Parameter, text: str | None) -
     help="Write them to one FILE, for `opkiln cache import` and OPKILN_STORE_LAYERS.",
 )  # fmt: skip
 @click.option("--name", metavar="NAME", help="The wheel's name.  [default: <package>-ops]")
-@click.option("--version", metavar="VERSION", help="The wheel's version.  [default: opkiln's]")
+@click.option("--version", metavar="VERSION", help="The wheel's version.  [default: the package's]")
 @click.option(
     "--max-wheel-size", callback=_size, metavar="SIZE",
-    help="Split the wheel by architecture, so that each is at most SIZE, such as 80M.",
+    help="Split the wheel, by backend and architecture, so that each is at most SIZE: 80M.",
 )  # fmt: skip
 @click.option(
     "--verify", is_flag=True,
@@ -97,32 +98,38 @@ def command(
     """
     named = bool(ops) and for_script is None
     if sum((named, everything, recorded is not None, for_script is not None)) != 1:
-        raise click.UsageError("name the ops to build, or say --all, --recorded or --for-script")
+        raise click.UsageError("give one of: names of ops, --all, --recorded, --for-script")
     if wheel is None and (name or version or max_wheel_size):
         raise click.UsageError("--name, --version and --max-wheel-size are for --wheel")
     if for_script is not None:
         asked = _used_by(for_script, ops, _wanted(target))
     else:
         asked = _asked(ops, everything, recorded, _wanted(target))
+    wrapping = wrappings.Wrapping(out, wheel, bundle, name, version, max_wheel_size)
+    wrappings.check(wrapping, {each.builder.distribution for each in asked.requests})
     outcomes = [*prebuild.prebuild(asked.requests, jobs=jobs, trace=trace), *asked.refused]
     failures = [each.error for each in outcomes if each.error is not None]
-    written: list[str] = []
     done = [each.path for each in outcomes if each.path]
+    written: list[str] = []
+    findings: tuple[tuple[str, Finding], ...] = ()
+    if wrapping.places and not done and not failures:
+        raise UsageError(
+            f"there is nothing to put into {', '.join(wrapping.places)}",
+            why="; ".join(each.reason for each in outcomes) or "no op was asked for",
+        )
+    if verify and not failures:
+        findings, violations = wrappings.audited(done)
+        failures += violations
     if done and not failures:
-        from opkiln.ship import wrappings
-
-        if verify:
-            failures += wrappings.violations(done)
-        if not failures:
-            written = wrappings.write(
-                done, out=out, wheel=wheel, bundle=bundle, name=name, version=version,
-                max_size=max_wheel_size,
-            )  # fmt: skip
+        written = wrappings.write(done, wrapping)
     if as_json:
         rows = [_as_json(each) for each in outcomes]
-        output.data_json({"schema": 1, "ops": rows, "written": written})
+        told = [{"op": op, **each._asdict()} for op, each in findings]
+        output.data_json({"schema": 1, "ops": rows, "findings": told, "written": written})
     else:
         _show(outcomes)
+        for op, each in findings:
+            output.say(f"{each.level}: {op}: {each.what}" + (f" ({each.why})" if each.why else ""))
         for path in written:
             output.data(f"wrote {path}")
     for error in failures:
@@ -163,7 +170,7 @@ def _wanted(texts: tuple[str, ...]) -> list[Wanted]:
     try:
         return list(dict.fromkeys(each for text in texts for each in parse(text)))
     except UsageError as error:
-        raise click.UsageError(f"--target: {error.what}; {error.why}") from None
+        raise UsageError(f"--target: {error.what}", why=error.why, hint=error.hint) from None
 
 
 def _show(outcomes: list[Outcome]) -> None:

@@ -300,13 +300,26 @@ def way_of(op: Op, archs: tuple[str, ...], images: tuple[str, ...]) -> tuple[str
     for name in names:
         device = language.parse(name)[0]
         way = language.covers(code, device)
-        # A variant that was asked for by name is wanted for its instructions; what is translated
-        # at each start is no answer to a list.
-        if not needs.native and (way == "ptx" or (_variant(device) and not _has(made, device))):
+        # A variant that was asked for by name is wanted for its instructions, PTX for GPUs that
+        # are not here; what is translated at each start is no answer to a list.
+        lacks = _variant(device) and not _has(made, device)
+        lacks = lacks or (getattr(device, "ptx", False) and not any(each.ptx for each in made))
+        if not needs.native and (way == "ptx" or lacks):
             way = ""
         ways.append((_WAYS.index(way), way, name))
     _, way, name = min(ways)
     return way, name
+
+
+def known(backend: str, archs: tuple[str, ...], images: tuple[str, ...]) -> bool:
+    """Whether this version's grammar has all of these: a newer one's may have more."""
+    language = grammar(backend)
+    try:
+        made = language.parse(";".join(archs))
+        language.covers(images if backend == CUDA and images else made, made[0])
+    except ArchError:
+        return False
+    return True
 
 
 def _variant(arch: Any) -> str:

@@ -353,6 +353,11 @@ def inputs(plan: Plan) -> dict[str, Any]:
         "threads": "{threads}",
         "abs": "",
     }
+    # Where the compilers lie is nothing that a result depends on, and no business of others.
+    programs = [
+        (each.cxx if isinstance(each, Toolchain) else each.path) for each in _compilers(plan)
+    ]
+    tools = {path: os.path.basename(path) for path in programs}
     fields = [field for field in spec._fields if field != "root"]
     declared = dict(zip(fields, key.declared(spec), strict=True))
     del declared["inline"]
@@ -364,5 +369,8 @@ def inputs(plan: Plan) -> dict[str, Any]:
             for each in _compilers(plan)
         },
         "torch": {} if plan.toolchain.torch is None else {"version": plan.toolchain.torch.version},
-        "steps": [[plans.render(arg, named) for arg in step.argv] for step in plan.steps],
+        "steps": [
+            [tools.get(told, told) for arg in step.argv if (told := plans.render(arg, named))]
+            for step in plan.steps
+        ],
     }

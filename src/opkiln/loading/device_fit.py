@@ -21,6 +21,8 @@ def judge(op: Op, manifest: Mapping[str, Any]) -> Fit:
     """The rank, or why no device here runs it. Raises what ``loading.archs.wanted`` does."""
     target, images = manifest["target"], tuple(manifest["needs"]["images"])
     made = ";".join(target["archs"])
+    if not archs.known(op.spec.backend, tuple(target["archs"]), images):
+        return Fit(f"its code is for {made}, which this opkiln does not know")
     if not archs.kept(op, tuple(target["archs"])):
         return Fit(f"it is for {made}, of which the op's filter keeps less")
     way, device = archs.way_of(op, tuple(target["archs"]), images)

@@ -102,14 +102,18 @@ def _other_abi(op: Op, built: str) -> Fit | None:
         sdk = None if spec.abi == ABI_NONE else torch_sdk.find()
         if sdk is None and spec.abi != ABI_NONE:
             return Fit("torch is not installed")
-        here = _without_runtime(torch_sdk.abi_tag(spec, sdk))
-    if _without_runtime(built) == here:
+        here = torch_sdk.abi_tag(spec, sdk)
+    if _comparable(built) == _comparable(here):
         return None
     return Fit(f"it is built for {built}, and here is {here}")
 
 
-def _without_runtime(tag: str) -> str:
-    return "-".join(part for part in tag.split("-") if part.rstrip("0123456789") not in _RUNTIMES)
+def _comparable(tag: str) -> str:
+    """A tag without torch's runtime and without Python's patch release, whose ABI is its minor's;
+    the store's keys have both."""
+    tag, python, release = tag.partition("-cpython-" if "-cpython-" in tag else "cpython-")
+    kept = (part for part in tag.split("-") if part.rstrip("0123456789") not in _RUNTIMES)
+    return "-".join(kept) + python + release.partition("-")[0]
 
 
 _RUNTIMES = ("cuda", "rocm")
@@ -154,13 +158,17 @@ def lacking(needs: Mapping[str, Any], abi: str) -> str:
             # The dynamic linker is here, and its symbols are found everywhere but by its handle.
             handles[soname] = program._handle
             continue
+        handle = _already(dlopen, soname)
+        # Once torch is imported, what it brings is found by its soname. Before that, opening the
+        # system's library of that name would have torch take it, too.
+        unasked = not handle and abi != ABI_NONE and "torch" not in sys.modules
+        if brought := (_brought(soname) if unasked else ""):
+            files.append(brought)
+            continue
         try:
-            handles[soname] = _already(dlopen, soname) or dlopen(soname, os.RTLD_LAZY)
+            handles[soname] = handle or dlopen(soname, os.RTLD_LAZY)
         except OSError:
-            # Once torch is imported, what it brings is found by its soname.
-            unasked = abi != ABI_NONE and "torch" not in sys.modules
-            found = _brought(soname) if unasked else ""
-            if not found:
+            if not (found := _sycl(soname)):
                 return f"it needs {soname}, which is not here"
             files.append(found)
     unknown = []
@@ -185,6 +193,13 @@ def _brought(soname: str) -> str:
     from opkiln.loading import torch_files
 
     return torch_files.locate(soname)
+
+
+def _sycl(soname: str) -> str:
+    """SYCL's runtime, which no linker finds where pip has put it; ``loading.native`` opens it."""
+    from opkiln.toolchain import libsycl
+
+    return (libsycl.locate(soname) or "") if libsycl.is_library(soname) else ""
 
 
 def _already(dlopen: Any, soname: str) -> int:

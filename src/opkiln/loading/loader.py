@@ -29,7 +29,7 @@ from opkiln.loading import installed, receipt, register
 from opkiln.loading.native import open_artifact
 from opkiln.loading.register import Registration
 from opkiln.loading.trace import Trace
-from opkiln.model import CPU, EXECUTABLE, LIBRARY, Artifact, OpSpec
+from opkiln.model import CPU, EXECUTABLE, LIBRARY, XPU, Artifact, OpSpec
 from opkiln.record import Record
 from opkiln.settings import override, settings
 
@@ -191,6 +191,10 @@ def _carried(op: Op, layers: list[str], trace: Trace) -> tuple[Artifact, Any] | 
     """What a package was installed with, if it fits and opens; the next resort serves if not."""
     from opkiln.loading import prebuilt
 
+    if op.spec.backend == XPU:
+        from opkiln.loading import resolve
+
+        resolve.check_sycl_device(op.spec)
     found = prebuilt.find(op, layers, trace, prebuilt.PREBUILT)
     if found is None:
         return None

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 
-from opkiln.errors import StoreError
+from opkiln.errors import LoadError, StoreError
 from opkiln.loading import fit, installed
 from opkiln.model import PACKAGE, Artifact
 from opkiln.record import Record
 from opkiln.store import entry
-from opkiln.store.recheck import Hasher
+from opkiln.store.recheck import OUTSIDE, Hasher
 from opkiln.trust import open_to_all
 
 TYPE_CHECKING = False
@@ -40,14 +40,15 @@ class Directory:
         self.own = own  # the user's, where what was built has been looked up by its key
 
     def leaves(self, op: Op) -> Iterable[str]:
-        """An op's entries. Raises StoreError where the layer is not to be trusted."""
+        """An op's entries."""
         base = os.path.join(self.root, "ops", op.spec.distribution, op.spec.name)
-        if reason := open_to_all(self.root, base):
-            raise StoreError(reason)
         return _below(base, 3)
 
     def manifest(self, leaf: str) -> dict[str, Any]:
-        """What an entry says of itself. Raises OSError, ValueError."""
+        """What an entry says of itself. Raises OSError, ValueError, and StoreError where everybody
+        may put entries there."""
+        if reason := open_to_all(self.root, os.path.dirname(leaf)):
+            raise StoreError(reason)
         with open(os.path.join(leaf, entry.MANIFEST), "rb") as file:
             return entry.parse_manifest(file.read())
 
@@ -89,11 +90,15 @@ def find(
     places: list[Directory | Bundle] = [Directory(layer, own=True) for layer in own]
     places += [_bundle(layer) if os.path.isfile(layer) else Directory(layer) for layer in layers]
     fitting = [each for place in places for each in _fitting(op, place, trace, resort)]
-    for each in sorted(fitting, key=lambda each: (each.rank, each.leaf)):
-        if reason := fit.lacking(each.needs, op.spec.abi):
-            trace.add(resort, "refused", reason, each.leaf)
+    for each in sorted(fitting, key=lambda each: each.rank):  # of equals, the first layer's
+        try:
+            reason = fit.lacking(each.needs, op.spec.abi)
+            found = None if reason else _examined(op, each)
+        except (*_NO_MANIFEST, AttributeError, LoadError) as error:
+            trace.add(resort, "refused", f"damaged: {error}", each.leaf)
             continue
-        found = _examined(op, each)
+        if reason:
+            trace.add(resort, "refused", reason, each.leaf)
         if isinstance(found, entry.Leaf):
             reason = _fits(found.manifest["target"])
             trace.add(resort, "taken", reason, each.place.subject(found))
@@ -122,6 +127,9 @@ def _fitting(op: Op, place: Directory | Bundle, trace: Trace, resort: str) -> It
             needs = manifest["needs"]
         except FileNotFoundError:
             continue  # removed meanwhile
+        except StoreError as error:
+            trace.add(resort, "refused", error.what, leaf)
+            continue
         except _NO_MANIFEST as error:
             if not place.own:  # where the look-up by key has said so
                 trace.add(resort, "refused", f"damaged: {error}", leaf)
@@ -163,7 +171,7 @@ def _examined(op: Op, each: Fitting) -> entry.Leaf | entry.Refused | None:
     """Owner and mode, the sources, the digests. A package that ships no sources has none to
     differ from."""
     spec = op.spec
-    places = {"src": spec.root, "opkiln": PACKAGE, "abs": ""}
+    places = {"src": spec.root, "opkiln": PACKAGE, "abs": "", OUTSIDE: ""}
     found = each.place.examine(each.leaf, places, own=True)
     if isinstance(found, entry.Refused) and not found.damaged:
         files = (os.path.join(spec.root, source) for source in spec.sources)

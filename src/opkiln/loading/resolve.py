@@ -5,6 +5,7 @@ Imported when no receipt serves; ``loader`` is the front that every load goes th
 
 from __future__ import annotations
 
+import os
 import warnings
 
 from opkiln import machine
@@ -141,11 +142,16 @@ def lacking(target: Target) -> tuple[str, ...]:
     return cpu.lacking(target.cpu, target.cpu_features, features())
 
 
-def check_device(spec: OpSpec, target: Target) -> None:
-    """Refuse to load what was asked for by name and cannot run here. Raises LoadError."""
+def check_sycl_device(spec: OpSpec) -> None:
+    """Refuse to load a SYCL op where there is no device for it. Raises LoadError."""
     if spec.backend == XPU and (missing := libsycl.no_device(settings.ocl_icd_filenames)):
         why, hint = missing
         raise LoadError(f"op {spec.name} has no SYCL device to run on", why=why, hint=hint)
+
+
+def check_device(spec: OpSpec, target: Target) -> None:
+    """Refuse to load what was asked for by name and cannot run here. Raises LoadError."""
+    check_sycl_device(spec)
     if lacks := lacking(target):
         raise LoadError(
             f"op {spec.name} for {cpu.CPU(target.cpu, target.cpu_features)} cannot run here",
@@ -154,13 +160,14 @@ def check_device(spec: OpSpec, target: Target) -> None:
         )
 
 
-def artifact(op: Op, trace: Trace) -> Artifact:
+def artifact(op: Op, trace: Trace, *, elsewhere: bool = False) -> Artifact:
     """The op's artifact in the store, found or built, whatever packages were installed with.
 
-    torch is not imported. Native or an error: OpkilnError.
+    torch is not imported. ``elsewhere`` as for ``find``. Native or an error: OpkilnError.
     """
     target, store = target_of(op, runnable(op.spec)), Store()
-    return find(op, target, store, trace) or build(op, target, store, trace)
+    found = find(op, target, store, trace, elsewhere=elsewhere)
+    return found or build(op, target, store, trace)
 
 
 def _tell_notes(store: Store) -> None:
@@ -175,17 +182,25 @@ def _tell_notes(store: Store) -> None:
 
 
 def find(
-    op: Op, target: Target, store: Store, trace: Trace, *, alone: bool = False
+    op: Op,
+    target: Target,
+    store: Store,
+    trace: Trace,
+    *,
+    alone: bool = False,
+    elsewhere: bool = False,
 ) -> Artifact | None:
     """The first entry of the store's layers that serves. Needs no compiler and writes nothing.
 
     In the user's own layers that is the build that this machine would make, in listed ones the best
     that runs here.
     ``alone``: no compiler here can be used, so that any build of today's sources will do.
+    ``elsewhere``: it is for another machine, so that it must be what was asked for, and need not
+    run here.
     """
     spec = op.spec
     plans.check(spec)  # before its name becomes part of a path
-    foreign = target.machine != machine.architecture()
+    elsewhere = elsewhere or target.machine != machine.architecture()
     toolchain = None if alone else choice.recall(store.memory, spec.backend, target.machine)
     unknown = False
     if toolchain is not None:
@@ -213,7 +228,7 @@ def find(
             continue
         needs = leaf.manifest["target"]
         lacks = cpu.lacking(needs["cpu"], tuple(needs["cpu_features"]), features())
-        if lacks and not foreign:  # which nobody will load here
+        if lacks and not elsewhere:
             trace.add("store", "refused", f"needs {', '.join(lacks)}, which this CPU lacks",
                       leaf.directory)  # fmt: skip
             continue
@@ -222,12 +237,24 @@ def find(
             reason += f"; its code for {';'.join(candidate.archs)} runs here"
         trace.add("store", "taken", reason, leaf.directory)
         return Artifact(leaf.payload, leaf.manifest["sha256"], "store")
-    listed = [layer.root for layer in store.location.layers if layer.listed]
+    listed = []
+    for layer in store.location.layers:
+        if layer.listed and os.path.lexists(layer.root):
+            listed.append(layer.root)
+        elif layer.listed:
+            trace.add("store", "none", _no_layer(layer.root), os.path.dirname(layer.root))
     own = [layer.root for layer in store.location.layers if not layer.listed]
-    if not foreign and (shared := prebuilt.find(op, listed, trace, "store", own)):
+    if not elsewhere and (shared := prebuilt.find(op, listed, trace, "store", own)):
         return shared
     trace.add("store", "none", "no entry for these sources, flags and compiler", store.root or "")
     return None
+
+
+def _no_layer(root: str) -> str:
+    place = os.path.dirname(root)
+    if not os.path.lexists(place):
+        return "OPKILN_STORE_LAYERS names it, and it is not there"
+    return f"OPKILN_STORE_LAYERS names it, and it has no {os.path.basename(root)}: it is no layer"
 
 
 def _covering(
@@ -311,7 +338,8 @@ def would_compile(op: Op, *, elsewhere: bool = False) -> tuple[bool, Trace]:
     """
     trace = Trace()
     if elsewhere:
-        return find(op, target_of(op, runnable(op.spec)), Store(), trace) is None, trace
+        target = target_of(op, runnable(op.spec))
+        return find(op, target, Store(), trace, elsewhere=True) is None, trace
     try:
         target = target_of(op, runnable(op.spec))
         check_device(op.spec, target)

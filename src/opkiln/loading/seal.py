@@ -45,7 +45,9 @@ def about_to_compile(op: str) -> None:
     reason = why_not_compile()
     if reason:
         kind = SealedError if sealed() else CompilingOff
-        raise kind(f"op {op} would have to be compiled", why=reason, hint=f"opkiln build {op}")
+        variable = "" if sealed() or settings.jit is None else "OPKILN_JIT=on "
+        hint = f"{variable}opkiln build {op}"
+        raise kind(f"op {op} would have to be compiled", why=reason, hint=hint)
     if _in_force() == "warn":
         warnings.warn(
             f"op {op} is compiled after opkiln was sealed; hint: opkiln build {op}",

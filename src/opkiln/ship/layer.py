@@ -9,15 +9,17 @@ and nothing of the machine that built it travels.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from typing import Any
 
+from opkiln.arch import cpu
 from opkiln.errors import StoreError
 from opkiln.model import EXECUTABLE
 from opkiln.settings import LAYOUT
 from opkiln.store import entry
-from opkiln.store.recheck import deps_key
+from opkiln.store.recheck import OUTSIDE, deps_key
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ _KEPT = (
     "size", "sha256",
 )  # fmt: skip
 _ANCHORS = ("src", "opkiln")  # what is found again wherever a package is installed
+_ISA = re.compile(r"-m(?:arch|cpu)=.*|-mtune=native|-m(?:avx|sse|fma|f16c|bmi|amx|ssse)[\w.-]*")
 _NO_SIGNATURE = [0] * 5
 
 
@@ -39,19 +42,25 @@ def export(payloads: Iterable[str], out: str) -> list[str]:
     return [_export(payload, out) for payload in dict.fromkeys(payloads)]
 
 
-def _export(payload: str, out: str) -> str:
+def leaf_of(payload: str) -> str:
+    """The entry that a library is in. Raises StoreError for one that is in a bundle."""
     if payload.startswith("/proc/"):
         raise StoreError(
             "what is in a bundle already cannot be exported again",
             why="a bundle in OPKILN_STORE_LAYERS has it, and so it was not built",
             hint="unset OPKILN_STORE_LAYERS    # or pass on that bundle",
         )
-    source = os.path.dirname(payload)
+    return os.path.dirname(payload)
+
+
+def _export(payload: str, out: str) -> str:
+    source = leaf_of(payload)
     *_, distribution, op, intent, build, _ = source.split("/")
     try:
         with open(os.path.join(source, entry.MANIFEST), "rb") as file:
             manifest = _shipped(entry.parse_manifest(file.read()))
         inputs = entry.read_sidecar(source)["inputs"]
+        _require_known_cpu(manifest, inputs["steps"])
         recorded = manifest["deps"]
         own = (tuple(each[:3]) for each in recorded["own"])
         name = deps_key(own, recorded["external"], recorded["watches"])
@@ -63,13 +72,33 @@ def _export(payload: str, out: str) -> str:
     return final
 
 
+def _require_known_cpu(manifest: dict[str, Any], steps: list[list[str]]) -> None:
+    """What a library needs of a CPU is its target's; a flag that asks for more would make that a
+    lie, and an illegal instruction elsewhere. Raises StoreError."""
+    target = manifest["target"]
+    made_for = cpu.CPU(target["cpu"], tuple(target["cpu_features"]))
+    known = set(cpu.flags(made_for, target["machine"], frozenset(cpu.probes(target["machine"]))))
+    known |= {f"-m{feature}" for feature in cpu.requires(*made_for)}
+    for argument in (part for step in steps for each in step for part in each.split(",")):
+        flag = argument.removeprefix("-Xcompiler=")
+        if _ISA.fullmatch(flag) and flag not in known:
+            raise StoreError(
+                f"op {manifest['op']} for {made_for} cannot be shipped",
+                why=f"it was compiled with {flag}, so that it may need more of a CPU than it says",
+                hint="unset CXXFLAGS    # or leave the flag out of cxx_args(); --target names CPUs",
+            )
+
+
 def _shipped(manifest: dict[str, Any]) -> dict[str, Any]:
     own = [
-        [anchor, path, digest, *_NO_SIGNATURE]
+        # What lies outside of the package is compared where it is there.
+        [anchor if anchor in _ANCHORS else OUTSIDE, path, digest, *_NO_SIGNATURE]
         for anchor, path, digest, *_ in manifest["deps"]["own"]
-        if anchor in _ANCHORS
     ]
-    deps = {"own": own, "external": "", "watches": [], "dirs": [], "external_dirs": []}
+    # The name of an entry is made of these. The library's own digest is among them: with other
+    # system headers, the same sources make another.
+    external = manifest["sha256"]
+    deps = {"own": own, "external": external, "watches": [], "dirs": [], "external_dirs": []}
     return {**{name: manifest[name] for name in _KEPT}, "deps": deps}
 
 

@@ -159,6 +159,7 @@ def _in_parallel(missing: Mapping[int, Request]) -> dict[int, Outcome]:
     from opkiln.engine import events
 
     outcomes: dict[int, Outcome] = {}
+    raised: list[BaseException] = []  # what is no failure of an op: this process has no files left
 
     def work(number: int, request: Request) -> None:
         try:
@@ -167,6 +168,10 @@ def _in_parallel(missing: Mapping[int, Request]) -> dict[int, Outcome]:
                 outcomes[number] = _make(request)
         except OpkilnError as error:
             outcomes[number] = _outcome(request, FAILED, error=_with_hint(error, request))
+        except BaseException as error:
+            if len(missing) == 1:
+                raise
+            raised.append(error)
 
     if len(missing) == 1:
         for number, request in missing.items():
@@ -184,6 +189,8 @@ def _in_parallel(missing: Mapping[int, Request]) -> dict[int, Outcome]:
             # Not for ever: the kernel may hand an interrupt to another thread, and this one only
             # sees it when it wakes.
             thread.join(0.2)
+    if raised:
+        raise raised[0]
     return outcomes
 
 
@@ -195,7 +202,7 @@ def _make(request: Request) -> Outcome:
 
     began = time.monotonic()
     op = request.builder.op()
-    artifact = find_or_build(op, Trace())
+    artifact = find_or_build(op, Trace(), elsewhere=request.wanted is not None)
     seconds = time.monotonic() - began
     _require_stored(op.spec.name, artifact)
     return _outcome(

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from opkiln.builder.base import OpBuilder
-from opkiln.errors import BuildError, OpkilnError, SpecError, UnknownBackend
+from opkiln.errors import BuildError, OpkilnError, SettingError, SpecError, UnknownBackend
 from opkiln.settings import LAYOUT, override, settings
 from opkiln.ship import audit, contents, prebuild, selection, targets
 from opkiln.ship.platform_tag import platform_tag
@@ -170,6 +170,8 @@ def _asked(
                 Request(targets.ask(_builder(each.op), target), target, each.named)
                 for target in wanted
             ]
+        except SettingError:
+            raise  # of no op in particular: nobody wants a wheel for what is misspelt
         except OpkilnError as error:
             refused.append(prebuild.Outcome(each.op.name, prebuild.FAILED, error=error))
     for builder in extensions:

@@ -8,13 +8,14 @@ used torch's, with ``MyBuilder().builder()`` among its ``ext_modules``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from setuptools import Command
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import SetupError
+from setuptools.errors import ModuleError, SetupError
 
 from opkiln.errors import OpkilnError, SpecError
 from opkiln.registry import GROUP
@@ -33,20 +34,25 @@ STEP = "build_opkiln"
 
 
 def finalize(dist: Distribution) -> None:
-    """Add the step to a project's build. It does nothing where there are no ops after all."""
-    if STEP not in dist.cmdclass:
-        dist.cmdclass.update(commands(dist))
+    """Add the step to a project's build, as soon as its configuration is read. It does nothing
+    where there are no ops after all."""
+    read = dist.parse_config_files
+
+    # A file may name commands of the project's own. setup.cfg's are ignored where there are
+    # commands already, and those of pyproject.toml take the place of all there are.
+    def parse_config_files(*arguments: Any, **options: Any) -> None:
+        read(*arguments, **options)
+        if STEP not in dist.cmdclass:
+            dist.cmdclass.update(commands(dist))
+
+    dist.parse_config_files = parse_config_files
 
 
 def commands(dist: Distribution) -> dict[str, type[Command]]:
-    """The commands of a project, with the step among them."""
+    """The commands of a project, with the step among them; each is made of the project's own."""
 
     class Build(dist.get_command_class("build")):  # type: ignore[misc]
         sub_commands: ClassVar = [*dist.get_command_class("build").sub_commands, (STEP, None)]
-
-    class Wheel(dist.get_command_class("bdist_wheel")):  # type: ignore[misc]
-        def get_tag(self) -> tuple[str, str, str]:
-            return _tag(self, super().get_tag())
 
     class Info(dist.get_command_class("egg_info")):  # type: ignore[misc]
         def tagged_version(self) -> str:
@@ -55,9 +61,21 @@ def commands(dist: Distribution) -> dict[str, type[Command]]:
             except OpkilnError as error:
                 raise SetupError(str(error)) from error
 
-    for kind, name in ((Build, "build"), (Wheel, "bdist_wheel"), (Info, "egg_info")):
+    made = {"build": Build, "egg_info": Info}
+    # setuptools before 70.1 has it of `wheel`, and asks for that while it is not installed yet.
+    with contextlib.suppress(ModuleError):
+        made["bdist_wheel"] = _tagging(dist.get_command_class("bdist_wheel"))
+    for name, kind in made.items():
         kind.__name__ = name
-    return {"build": Build, "bdist_wheel": Wheel, "egg_info": Info, STEP: PrecompileOps}
+    return {**made, STEP: PrecompileOps}
+
+
+def _tagging(usual: type[Command]) -> type[Command]:
+    class Wheel(usual):  # type: ignore[misc]
+        def get_tag(self) -> tuple[str, str, str]:
+            return _tag(self, super().get_tag())
+
+    return Wheel
 
 
 def _tag(command: Any, usual: tuple[str, str, str]) -> tuple[str, str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import NamedTuple
 
-from opkiln.errors import UsageError
+from opkiln.errors import ArchError, UsageError
 from opkiln.model import CPU, CUDA, ROCM, XPU
 
 TYPE_CHECKING = False
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from opkiln.builder import OpBuilder
 
 BACKENDS = (CPU, CUDA, ROCM, XPU)
+_MACHINES = {"native", "all", "all-major", "native+ptx", "all+ptx"}  # lists of what is here
 
 
 class Wanted(NamedTuple):
@@ -28,22 +29,50 @@ class Wanted(NamedTuple):
 
 
 def parse(text: str) -> tuple[Wanted, ...]:
-    """The targets that a text names. Raises UsageError for a backend that is none.
+    """The targets that a text names. Raises UsageError for what is no backend, CPU or arch list.
 
     One library holds code for many GPU architectures, and for one CPU: a list of CPUs is a target
     for each.
     """
-    backend, _, archs = text.strip().partition(":")
+    backend, colon, archs = text.strip().partition(":")
     if backend not in BACKENDS:
         raise UsageError(
             f"{text!r} is no target: {backend!r} is no backend",
             why="backends are " + ", ".join(BACKENDS),
             hint="--target cuda:8.0,9.0a+PTX --target cpu:x86-64-v3",
         )
-    if backend == CPU and archs:
-        levels = dict.fromkeys(level.strip() for level in archs.replace(";", ",").split(","))
-        return tuple(Wanted(backend, level) for level in levels if level)
+    names = [name.strip() for name in archs.replace(";", ",").split(",")] if colon else []
+    if not all(names) or (":" in archs and backend != ROCM):
+        raise UsageError(
+            f"{text!r} is no target: it names nothing, or two backends",
+            why="a target is a backend, and after a colon its CPUs or architectures",
+            hint="--target cpu:x86-64-v2,x86-64-v3 --target cuda:8.0,9.0a+PTX",
+        )
+    _check(text, backend, names)
+    if backend == CPU and names:
+        return tuple(Wanted(backend, name) for name in dict.fromkeys(names))
     return (Wanted(backend, archs.strip()),)
+
+
+def _check(text: str, backend: str, names: list[str]) -> None:
+    """Refuse names that mean nothing before hours are spent on those that do. Raises UsageError."""
+    from opkiln import machine
+    from opkiln.arch import cpu
+
+    here = machine.architecture()
+    try:
+        for name in names if backend == CPU else ():
+            cpu.parse(name, cpu.machine_of(name, here), cpu.features_of(machine.cpu_flags()))
+        if backend in (CUDA, ROCM) and names and not _MACHINES & {each.lower() for each in names}:
+            from opkiln.loading.archs import grammar
+
+            grammar(backend).parse(";".join(names))
+    except ArchError as error:
+        raise UsageError(
+            f"{text!r} is no target: {error.what}",
+            why=error.why,
+            hint="--target cpu:x86-64-v3" if backend == CPU else error.hint,
+        ) from None
 
 
 @contextlib.contextmanager

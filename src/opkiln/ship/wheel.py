@@ -82,7 +82,7 @@ def write_wheel(
     and for an op that is too large by itself; StoreError for a layer that is empty or damaged, and
     where nothing can be written; LoadError for a payload that is no library.
     """
-    _check_names(name, version, requires)
+    check_names(name, version, requires)
     job = _Job(out_dir, version, tuple(requires), max_size)
     by_machine: dict[str, list[Entry]] = {}
     for entry in contents.entries(layer_dir):
@@ -112,7 +112,8 @@ def wheel_name(name: str) -> str:
     return re.sub(r"[-_.]+", "_", name).lower()
 
 
-def _check_names(name: str, version: str, requires: Sequence[str]) -> None:
+def check_names(name: str, version: str, requires: Sequence[str] = ()) -> None:
+    """Refuse what a wheel cannot be called. Raises UsageError."""
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"{name!r} cannot be the name of a wheel",

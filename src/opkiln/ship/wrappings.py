@@ -3,72 +3,145 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 from opkiln import __version__
-from opkiln.errors import BuildError
+from opkiln.errors import BuildError, UsageError
 from opkiln.ship import audit, layer
 from opkiln.store import publish
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 
-def violations(payloads: Sequence[str]) -> list[BuildError]:
-    """The libraries of the store that need more than their tags promise, each with its reasons."""
+class Wrapping(NamedTuple):
+    """What to make of libraries: a layer, a wheel, a bundle, each where it is asked for."""
+
+    out: str | None = None
+    wheel: str | None = None
+    bundle: str | None = None
+    name: str | None = None
+    version: str | None = None
+    max_size: int | None = None
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        return tuple(place for place in (self.out, self.wheel, self.bundle) if place is not None)
+
+
+class Audited(NamedTuple):
+    """What the audit of some libraries found: (op, finding), and those that break their promise."""
+
+    findings: tuple[tuple[str, audit.Finding], ...]
+    violations: tuple[BuildError, ...]
+
+
+def check(wrapping: Wrapping, owners: Iterable[str]) -> None:
+    """Refuse what cannot be written before anything is compiled for it. Raises UsageError.
+
+    ``owners`` are the distributions whose ops are wrapped.
+    """
+    for place in wrapping.places:
+        parent = os.path.abspath(place)
+        while not os.path.lexists(parent):
+            parent = os.path.dirname(parent)
+        if not os.access(parent, os.W_OK):
+            raise UsageError(
+                f"{place} cannot be written",
+                why=f"{parent} is not writable",
+                hint=f"ls -ld {parent}",
+            )
+    if wrapping.wheel is None:
+        return
+    from opkiln.ship.wheel import check_names, wheel_name
+
+    name = wrapping.name or _wheel_name(set(owners))
+    check_names(name, wrapping.version or __version__)
+    taken = {"opkiln", "torch", *owners}
+    if wheel_name(name) in map(wheel_name, taken):
+        raise UsageError(
+            f"a wheel of ops cannot be called {name!r}",
+            why=f"{name} is a package itself: installing the wheel would remove it",
+            hint=f"--name {name}-ops",
+        )
+
+
+def audited(payloads: Sequence[str]) -> Audited:
+    """Hold libraries of the store against what their tags promise."""
     from opkiln.store.entry import MANIFEST, parse_manifest
     from opkiln.toolchain import torch_sdk
 
     sdk = torch_sdk.find()
     torch = None if sdk is None else os.path.join(sdk.path, "lib", "libtorch_cpu.so")
-    found = []
+    findings: list[tuple[str, audit.Finding]] = []
+    violations = []
     for path in dict.fromkeys(payloads):
-        with open(os.path.join(os.path.dirname(path), MANIFEST), "rb") as file:
+        with open(os.path.join(layer.leaf_of(path), MANIFEST), "rb") as file:
             manifest = parse_manifest(file.read())
         try:
-            audit.require(path, manifest, torch)
+            findings += [(manifest["op"], each) for each in audit.require(path, manifest, torch)]
         except BuildError as error:
-            found.append(error)
-    return found
+            violations.append(error)
+    return Audited(tuple(dict.fromkeys(findings)), tuple(violations))
 
 
-def write(
-    payloads: Sequence[str],
-    *,
-    out: str | None = None,
-    wheel: str | None = None,
-    bundle: str | None = None,
-    name: str | None = None,
-    version: str | None = None,
-    max_size: int | None = None,
-) -> list[str]:
+def write(payloads: Sequence[str], wrapping: Wrapping) -> list[str]:
     """Wrap libraries of the store, and give the paths of what was written. Raises StoreError, and
     UsageError for what no wheel can be."""
     written = []
-    if out is not None:
-        layer.export(payloads, out)
-        written.append(out)
-    if wheel is None and bundle is None:
+    if wrapping.out is not None:
+        layer.export(payloads, wrapping.out)
+        written.append(wrapping.out)
+    if wrapping.wheel is None and wrapping.bundle is None:
         return written
     with publish.scratch("ship") as stage:
         layer.export(payloads, stage)
-        if wheel is not None:
-            from opkiln.ship.wheel import write_wheel
-
-            written += write_wheel(
-                stage, wheel, name=name or _wheel_name(stage), version=version or __version__,
-                requires=("opkiln",), max_size=max_size,
-            )  # fmt: skip
-        if bundle is not None:
+        if wrapping.wheel is not None:
+            written += _wheel(stage, wrapping)
+        if wrapping.bundle is not None:
             from opkiln.ship.bundle import write_bundle
 
-            written.append(write_bundle(stage, bundle).path)
+            os.makedirs(os.path.dirname(os.path.abspath(wrapping.bundle)), exist_ok=True)
+            written.append(write_bundle(stage, wrapping.bundle).path)
     return written
 
 
-def _wheel_name(stage: str) -> str:
-    """``opkiln-ops`` of opkiln's own ops; those of several packages go by opkiln's name, too."""
+def _wheel(stage: str, wrapping: Wrapping) -> list[str]:
+    """An op serves only with the sources it was built from, so the wheel is for one release of the
+    package that owns them, and has its version."""
     from opkiln.ship import contents
+    from opkiln.ship.wheel import write_wheel
 
+    assert wrapping.wheel is not None
     owners = {each.manifest["distribution"] for each in contents.entries(stage)}
-    return f"{owners.pop() if len(owners) == 1 else 'opkiln'}-ops"
+    releases = {owner: _installed_version(owner) for owner in sorted(owners)}
+    requires = [f"{owner}=={release}" for owner, release in releases.items() if release]
+    if "opkiln" not in owners:
+        requires.insert(0, "opkiln")
+    release = next(iter(releases.values())) if len(owners) == 1 else ""
+    return write_wheel(
+        stage,
+        wrapping.wheel,
+        name=wrapping.name or _wheel_name(owners),
+        version=wrapping.version or release or __version__,
+        requires=requires,
+        max_size=wrapping.max_size,
+    )
+
+
+def _wheel_name(owners: set[str]) -> str:
+    """``opkiln-ops`` of opkiln's own ops; those of several packages go by opkiln's name, too."""
+    return f"{next(iter(owners)) if len(owners) == 1 else 'opkiln'}-ops"
+
+
+def _installed_version(owner: str) -> str:
+    """The version of the distribution that brings a package; empty where it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    if owner == "opkiln":
+        return __version__
+    try:
+        return version(owner)
+    except PackageNotFoundError:
+        return ""

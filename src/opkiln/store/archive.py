@@ -21,6 +21,7 @@ import fcntl
 import hashlib
 import os
 import re
+import shlex
 import stat
 from bisect import bisect_left
 from struct import Struct
@@ -120,7 +121,8 @@ def directory(members: Iterable[tuple[str, int, int, int]]) -> bytes:
 
 
 class Bundle:
-    """An open bundle. Raises StoreError for a file that cannot be read, Damaged for a bad index.
+    """An open bundle. Raises StoreError for a file that cannot be read or is no bundle at all,
+    Damaged for a bad index.
 
     ``listed``: the user named the file, which is what makes it trusted (see ``opkiln.trust``).
     """
@@ -138,7 +140,7 @@ class Bundle:
                 raise StoreError(f"{path} is no bundle: it is no regular file")
             if listed and (reason := fault(path, found, listed=True)):
                 raise StoreError(reason, hint=f"chmod o-w {path}")
-            self.members = _members(self._fd, found)
+            self.members = _members(path, self._fd, found)
         except BaseException:
             os.close(self._fd)
             raise
@@ -229,20 +231,25 @@ class Bundle:
 _indexes: dict[tuple[int, ...], tuple[Member, ...]] = {}  # by what ``stat`` says of the file
 
 
-def _members(fd: int, found: os.stat_result) -> tuple[Member, ...]:
-    """What the index says, read once for each state of a file. Raises Damaged, OSError."""
+def _members(path: str, fd: int, found: os.stat_result) -> tuple[Member, ...]:
+    """What the index says, read once for each state of a file. Raises StoreError, Damaged,
+    OSError."""
     stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
     known = _indexes.get(stamp)
     if known is None:
-        known = _indexes[stamp] = _read_index(fd, found.st_size)
+        known = _indexes[stamp] = _read_index(path, fd, found.st_size)
     return known
 
 
-def _read_index(fd: int, file_size: int) -> tuple[Member, ...]:
+def _read_index(path: str, fd: int, file_size: int) -> tuple[Member, ...]:
     """The members, in order, if the index is whole and the file as long as it says."""
     head = os.pread(fd, _LOCAL.size + len(INDEX), 0)
     if len(head) < _LOCAL.size or head[:4] != b"PK\3\4" or head[_LOCAL.size :] != INDEX.encode():
-        raise Damaged(f"it does not begin with {INDEX}")
+        raise StoreError(
+            f"{path} is no bundle",
+            why=f"it does not begin with {INDEX}",
+            hint=f"pip install {shlex.quote(path)}" if path.endswith(".whl") else "",
+        )
     size = _LOCAL.unpack_from(head)[8]
     if size > _LARGEST_READ:
         raise Damaged(f"its index of {size} bytes is larger than any")

@@ -7,19 +7,31 @@ import shlex
 import stat
 import tempfile
 import time
+from typing import NamedTuple
 
+from opkiln.errors import StoreError
 from opkiln.report.doctor import room
-from opkiln.report.doctor.finding import Outcome, failed, joined, passed, skipped, warned
+from opkiln.report.doctor.finding import (
+    Outcome,
+    copyable,
+    failed,
+    joined,
+    passed,
+    skipped,
+    warned,
+)
 from opkiln.report.doctor.here import Here
 from opkiln.report.doctor.packages import as_root
 from opkiln.report.layout import count, size
 from opkiln.settings import LAYOUT, origin_of, override, settings, store_candidates
-from opkiln.store import inventory
+from opkiln.store import archive, inventory
 from opkiln.trust import fault
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from opkiln.store.location import Layer
 
 _LITTLE, _TOO_LITTLE = 1 << 30, 64 << 20  # bytes: a CUDA op with its objects takes tens of MiB
 _FEW, _TOO_FEW = 2000, 100  # inodes: an entry takes about ten
@@ -193,22 +205,46 @@ def noexec(here: Here) -> Outcome:
 
 
 def layers(here: Here) -> Outcome:
-    """The read-only layers that were listed are there, and not open to everybody."""
-    listed = [layer.root for layer in here.store.location.layers if layer.listed]
+    """The read-only layers that were listed are layers, and not open to everybody."""
+    listed = [layer for layer in here.store.location.layers if layer.listed]
     if not listed:
         return passed("none is listed (OPKILN_STORE_LAYERS)")
-    refused: dict[str, str] = {}
-    for path in listed:
-        if not os.path.exists(path):
-            refused[path] = f"{path} is not there"
-        elif reason := fault(path, os.lstat(path), listed=True):
-            refused[path] = reason
-    if not refused:
-        return passed(", ".join(listed))
-    asked = zip(settings.store_layers, listed, strict=True)
-    kept = [path for path, layer in asked if layer not in refused]
-    command = f"export OPKILN_STORE_LAYERS={shlex.quote(os.pathsep.join(kept))}"
-    return warned(joined(*refused.values()), command if kept else "unset OPKILN_STORE_LAYERS")
+    asked = list(zip(settings.store_layers, listed, strict=True))
+    found = [refusal for each in asked if (refusal := _refusal(*each))]
+    if not found:
+        return passed(", ".join(path for path, _ in asked))
+    return warned(joined(*(refusal.reason for refusal in found)), found[0].command)
+
+
+class _Refusal(NamedTuple):
+    reason: str
+    command: str
+
+
+def _refusal(path: str, layer: Layer) -> _Refusal | None:
+    """Why nothing is taken from a layer, by the path that the user wrote."""
+    look = f"ls -ld {shlex.quote(path)}"
+    if layer.bundle:
+        return _refused_bundle(path, look)
+    if not os.path.exists(path):
+        return _Refusal(f"{path} is not there", look)
+    if not os.path.isdir(layer.root):
+        return _Refusal(f"{path} is not a layer: it has no directory {LAYOUT}", look)
+    # What was listed may be a symbolic link; what is in it may not.
+    for each, state in ((path, os.stat(path)), (layer.root, os.lstat(layer.root))):
+        if reason := fault(each, state, listed=True):
+            return _Refusal(reason, f"chmod o-w {shlex.quote(each)}" if _open(each) else look)
+    return None
+
+
+def _refused_bundle(path: str, look: str) -> _Refusal | None:
+    try:
+        with archive.Bundle(path, listed=True):
+            return None
+    except archive.Damaged as error:
+        return _Refusal(f"{path} is damaged: {error}", look)
+    except StoreError as error:
+        return _Refusal(joined(error.what, error.why), copyable(error.hint) or look)
 
 
 def clock(here: Here) -> Outcome:
