@@ -23,4 +23,9 @@ def command(name: str, backend: str) -> None:
     """
     written = scaffold.write(name, ".", backend)
     output.data("\n".join(f"{name}/{path}" for path in written))
-    output.say(f"next: cd {name} && pip install --group test . && pytest")
+    # `--group` came with pip 25.1, and an isolated build sees nothing that is installed here.
+    output.say(
+        f"next: cd {name} && pip install -U pip {backend} && "
+        "pip install --no-build-isolation --group test . && pytest"
+    )
+    output.say("Without isolation it takes the opkiln you have.")

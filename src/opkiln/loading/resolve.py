@@ -237,6 +237,14 @@ def find(
             reason += f"; its code for {';'.join(candidate.archs)} runs here"
         trace.add("store", "taken", reason, leaf.directory)
         return Artifact(leaf.payload, leaf.manifest["sha256"], "store")
+    if not elsewhere and (shared := _built_elsewhere(op, store, trace)):
+        return shared
+    trace.add("store", "none", "no entry for these sources, flags and compiler", store.root or "")
+    return None
+
+
+def _built_elsewhere(op: Op, store: Store, trace: Trace) -> Artifact | None:
+    """The best of listed layers, and of what was imported into the user's own."""
     listed = []
     for layer in store.location.layers:
         if layer.listed and os.path.lexists(layer.root):
@@ -244,10 +252,7 @@ def find(
         elif layer.listed:
             trace.add("store", "none", _no_layer(layer.root), os.path.dirname(layer.root))
     own = [layer.root for layer in store.location.layers if not layer.listed]
-    if not elsewhere and (shared := prebuilt.find(op, listed, trace, "store", own)):
-        return shared
-    trace.add("store", "none", "no entry for these sources, flags and compiler", store.root or "")
-    return None
+    return prebuilt.find(op, listed, trace, "store", own)
 
 
 def _no_layer(root: str) -> str:

@@ -232,8 +232,7 @@ _indexes: dict[tuple[int, ...], tuple[Member, ...]] = {}  # by what ``stat`` say
 
 
 def _members(path: str, fd: int, found: os.stat_result) -> tuple[Member, ...]:
-    """What the index says, read once for each state of a file. Raises StoreError, Damaged,
-    OSError."""
+    """What the index says, read once for each state of a file. Raises as ``Bundle``; OSError."""
     stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
     known = _indexes.get(stamp)
     if known is None:
@@ -245,11 +244,8 @@ def _read_index(path: str, fd: int, file_size: int) -> tuple[Member, ...]:
     """The members, in order, if the index is whole and the file as long as it says."""
     head = os.pread(fd, _LOCAL.size + len(INDEX), 0)
     if len(head) < _LOCAL.size or head[:4] != b"PK\3\4" or head[_LOCAL.size :] != INDEX.encode():
-        raise StoreError(
-            f"{path} is no bundle",
-            why=f"it does not begin with {INDEX}",
-            hint=f"pip install {shlex.quote(path)}" if path.endswith(".whl") else "",
-        )
+        hint = f"pip install {shlex.quote(path)}" if path.endswith(".whl") else ""
+        raise StoreError(f"{path} is no bundle", why=f"it does not begin with {INDEX}", hint=hint)
     size = _LOCAL.unpack_from(head)[8]
     if size > _LARGEST_READ:
         raise Damaged(f"its index of {size} bytes is larger than any")
@@ -332,7 +328,9 @@ def examine(
         return Refused(leaf, f"damaged: {error} is missing", damaged=True)
     except (ValueError, TypeError) as error:
         return Refused(leaf, f"damaged: {error}", damaged=True)
-    except (StoreError, OSError) as error:
+    except StoreError as error:
+        return Refused(leaf, error.what)
+    except OSError as error:
         return Refused(leaf, f"unreadable: {error}")
 
 

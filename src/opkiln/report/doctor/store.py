@@ -233,7 +233,7 @@ def _refusal(path: str, layer: Layer) -> _Refusal | None:
     # What was listed may be a symbolic link; what is in it may not.
     for each, state in ((path, os.stat(path)), (layer.root, os.lstat(layer.root))):
         if reason := fault(each, state, listed=True):
-            return _Refusal(reason, f"chmod o-w {shlex.quote(each)}" if _open(each) else look)
+            return _Refusal(reason, f"ls -ld {shlex.quote(each)}")
     return None
 
 
