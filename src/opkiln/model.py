@@ -34,6 +34,9 @@ ONE_CALL = "jit"  # the distribution of what `opkiln.load` compiles: it belongs 
 PLAN_VERSION = 1
 
 INLINE_ROOT = "/opkiln/src"  # where sources that are in no file are said to lie
+# The anchor of a shipped entry's headers that lie outside of its package, by their paths where it
+# was built: on another machine there may be none.
+OUTSIDE = "outside"
 PACKAGE = os.path.dirname(os.path.abspath(__file__))  # opkiln itself: the anchor of its headers
 
 

@@ -17,6 +17,7 @@ from opkiln.model import (
     CPU,
     CUDA,
     EXECUTABLE,
+    OUTSIDE,
     PACKAGE,
     PYTHON,
     ROCM,
@@ -158,7 +159,7 @@ def anchors(plan: Plan, stage: str) -> dict[str, str]:
 
 def anchors_of(spec: OpSpec, toolchain: Toolchain | None) -> dict[str, str]:
     """The anchors that do not depend on a build."""
-    places = {"src": spec.root, "opkiln": PACKAGE, "abs": ""}
+    places = {"src": spec.root, "opkiln": PACKAGE, "abs": "", OUTSIDE: ""}
     if toolchain is not None:
         places["python"] = toolchain.python_include
         if toolchain.torch is not None:

@@ -14,11 +14,13 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from sample import layer
 from sample.child import NOBODY
 from sample.compiler import torch_like
 from sample.doctor import Patient, can_mount
 
 from opkiln.report.doctor.packages import install
+from opkiln.ship import bundle
 from opkiln.toolchain import nvcc
 
 if TYPE_CHECKING:
@@ -304,26 +306,71 @@ def test_what_a_killed_publisher_left_is_found_and_swept(store: Path) -> None:
     assert not left.exists()
 
 
-def test_a_layer_that_is_not_there_is_found_and_left_out(store: Path, tmp_path: Path) -> None:
-    (tmp_path / "good" / "v1").mkdir(parents=True)
-    listed = f"{tmp_path}/good:{tmp_path}/gone"
-    patient = Patient({"OPKILN_CACHE_DIR": str(store), "OPKILN_STORE_LAYERS": listed})
-    found = patient.check("store layers")
-    assert found.verdict == "WARN"
-    assert f"{tmp_path}/gone/v1 is not there" in found.evidence
-    mended = patient.check("store layers", after=found.command)
-    assert (mended.verdict, mended.evidence) == ("PASS", f"{tmp_path}/good/v1")
+def layered(store: Path, *listed: object) -> Patient:
+    layers = os.pathsep.join(map(str, listed))
+    return Patient({"OPKILN_CACHE_DIR": str(store), "OPKILN_STORE_LAYERS": layers})
 
 
-def test_a_layer_whose_name_begins_as_that_of_one_that_is_gone_is_kept(
+def test_a_layer_that_is_not_there_is_found_by_the_name_it_was_given(
     store: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "layer" / "v1").mkdir(parents=True)
-    listed = f"{tmp_path}/layer:{tmp_path}/layer-gone"
-    patient = Patient({"OPKILN_CACHE_DIR": str(store), "OPKILN_STORE_LAYERS": listed})
+    good, gone = tmp_path / "good", tmp_path / "a layer"
+    (good / "v1").mkdir(parents=True)
+    patient = layered(store, good, gone)
     found = patient.check("store layers")
-    assert found.command == f"export OPKILN_STORE_LAYERS={tmp_path}/layer"
-    assert patient.check("store layers", after=found.command).verdict == "PASS"
+    assert (found.verdict, found.evidence) == ("WARN", f"{gone} is not there")
+    assert found.command == f"ls -ld '{gone}'"
+    (gone / "v1").mkdir(parents=True)
+    mended = patient.check("store layers")
+    assert (mended.verdict, mended.evidence) == ("PASS", f"{good}, {gone}")
+
+
+def test_a_directory_that_is_no_layer_is_found(store: Path, tmp_path: Path) -> None:
+    # What is often listed instead: the layout's own directory, or that of its entries.
+    inner = tmp_path / "layer" / "v1"
+    inner.mkdir(parents=True)
+    found = layered(store, inner).check("store layers")
+    assert (found.verdict, found.command) == ("WARN", f"ls -ld {inner}")
+    assert found.evidence == f"{inner} is not a layer: it has no directory v1"
+
+
+@pytest.mark.parametrize("opened", ["layer", "layer/v1"])
+def test_a_layer_that_everybody_can_write_to_is_found(
+    store: Path, tmp_path: Path, opened: str
+) -> None:
+    (tmp_path / "layer" / "v1").mkdir(parents=True)
+    (tmp_path / opened).chmod(0o777)
+    patient = layered(store, tmp_path / "layer")
+    found = patient.check("store layers")
+    assert found.verdict == "WARN"
+    assert found.evidence == f"{tmp_path / opened} is writable by everybody"
+    assert found.command == f"ls -ld {tmp_path / opened}"  # it may be more than a layer
+    (tmp_path / opened).chmod(0o755)
+    assert patient.check("store layers").verdict == "PASS"
+
+
+def test_a_file_that_is_no_bundle_is_found(store: Path, tmp_path: Path) -> None:
+    junk, wheel = tmp_path / "ops.bundle", tmp_path / "demo_ops-1.0-py3-none-any.whl"
+    for path in (junk, wheel):
+        path.write_bytes(b"PK, and then something else")
+    why = "it does not begin with opkiln-bundle.json"
+    found = layered(store, junk).check("store layers")
+    assert (found.verdict, found.evidence) == ("WARN", f"{junk} is no bundle; {why}")
+    assert found.command == f"ls -ld {junk}"
+    assert layered(store, wheel).check("store layers").command == f"pip install {wheel}"
+
+
+def test_a_bundle_that_was_cut_short_is_found(store: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "ops.bundle"
+    layer.add(tmp_path / "layer", "one", b"\x7fELF")
+    bundle.write_bundle(str(tmp_path / "layer"), str(whole))
+    patient = layered(store, whole)
+    assert patient.check("store layers").verdict == "PASS"
+    os.truncate(whole, whole.stat().st_size - 1)
+    found = patient.check("store layers")
+    assert found.verdict == "WARN"
+    assert f"{whole} is damaged: it has " in found.evidence
+    assert found.command == f"ls -ld {whole}"
 
 
 def test_a_file_server_with_another_clock_is_found(store: Path, tmp_path: Path) -> None:

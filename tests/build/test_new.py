@@ -86,12 +86,21 @@ def test_a_write_that_fails_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_says_what_it_wrote_and_what_is_next(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "opkiln", "new", "demo_ops"]
+@pytest.mark.parametrize("backend", scaffold.BACKENDS)
+def test_the_command_says_what_it_wrote_and_what_is_next(tmp_path: Path, backend: str) -> None:
+    argv = [sys.executable, "-m", "opkiln", "new", "demo_ops", "--backend", backend]
     done = install.run(argv, tmp_path)
-    assert (done.returncode, done.stderr) == (
-        0, "next: cd demo_ops && pip install --group test . && pytest\n",
-    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said, why = done.stderr.splitlines()
+    place, *steps = said.split(" && ")
+    assert place == "next: cd demo_ops"
+    assert steps == [
+        f"pip install -U pip {backend}",
+        "pip install --no-build-isolation --group test .",
+        "pytest",
+    ]
+    assert why == "Without isolation it takes the opkiln you have."
+    assert "\n".join(steps) in (tmp_path / "demo_ops" / "README.md").read_text()
     assert "demo_ops/src/demo_ops/ops/scaled_add/cuda.cu" in done.stdout.splitlines()
     again = install.run(argv, tmp_path)
     assert again.returncode == 2

@@ -210,6 +210,69 @@ def test_builders_among_ext_modules_are_precompiled_by_build_extension(
     assert environment.run("-c", CALL, cwd=project / "src", **NATIVE_ONLY) == "41\n"
 
 
+_COMMANDS = """
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+
+class MyBuildPy(build_py):
+    def run(self):
+        super().run()
+        print("MyBuildPy ran")
+
+
+class MyWheel(bdist_wheel):
+    def run(self):
+        super().run()
+        print("MyWheel ran")
+"""
+
+
+@pytest.mark.parametrize("file", ["setup.cfg", "pyproject.toml"])
+def test_commands_that_a_project_names_in_its_files_run_and_its_ops_are_precompiled(
+    environment: Environment, project: Path, file: str
+) -> None:
+    (project / "src" / "my_commands.py").write_text(_COMMANDS)
+    named = {"build_py": "my_commands.MyBuildPy", "bdist_wheel": "my_commands.MyWheel"}
+    if file == "setup.cfg":
+        lines = "".join(f"    {name} = {value}\n" for name, value in named.items())
+        text = f"[options]\npackage_dir =\n    = src\ncmdclass =\n{lines}"
+    else:
+        lines = "".join(f'{name} = "{value}"\n' for name, value in named.items())
+        text = (project / file).read_text() + f"[tool.setuptools.cmdclass]\n{lines}"
+    (project / file).write_text(text)
+    said = environment.install(project, OPKILN_BUILD_FIRST="1")
+    assert "MyBuildPy ran" in said
+    assert "MyWheel ran" in said
+    assert environment.prebuilt("quick") == {"first": BOTH}
+    assert environment.wheel_file("quick").startswith("py3-none-manylinux_2_")
+
+
+def test_a_setuptools_that_has_no_bdist_wheel_yet_can_be_asked_for_what_a_build_needs(
+    environment: Environment, project: Path
+) -> None:
+    # As those before 70.1 are while `wheel`, which they ask for, is not installed.
+    (project / "setup.py").write_text(
+        textwrap.dedent("""\
+        from setuptools import Distribution, setup
+        from setuptools.errors import ModuleError
+
+        class Earlier(Distribution):
+            def get_command_class(self, command):
+                if command == "bdist_wheel":
+                    raise ModuleError("invalid command 'bdist_wheel'")
+                return super().get_command_class(command)
+
+        print("commands:", *setup(distclass=Earlier).cmdclass)
+    """)
+    )
+    code = "import setuptools.build_meta as b; print(b.get_requires_for_build_wheel())"
+    said = environment.run("-c", code, cwd=project).splitlines()
+    (commands,) = (line.split() for line in said if line.startswith("commands: "))
+    assert {"build", "build_opkiln", "egg_info"} <= {*commands}
+    assert said[-1] == "[]"
+
+
 def test_other_extensions_are_setuptools_own_and_so_is_the_tag(
     environment: Environment, project: Path
 ) -> None:

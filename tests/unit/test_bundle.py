@@ -338,13 +338,18 @@ def test_the_manifest_of_an_entry_is_read_alone(file: Path) -> None:
 
 
 def test_a_file_that_is_no_bundle_is_no_layer(tmp_path: Path) -> None:
-    with pytest.raises(archive.Damaged, match=archive.INDEX):
+    with pytest.raises(StoreError, match=f"{__file__} is no bundle\n.*{archive.INDEX}$"):
         archive.leaves(__file__, "somebody", "one")
+    wheel = tmp_path / "ops-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as other:
+        other.writestr("opkiln_prebuilt/ops/v1/x", b"")
+    for reads in (bundle.read_bundle, archive.Bundle):
+        with pytest.raises(StoreError, match=f"is no bundle\n.*\nhint: pip install {wheel}$"):
+            reads(str(wheel))
     with pytest.raises(StoreError, match="cannot be read"):
         archive.leaves(str(tmp_path / "absent"), "somebody", "one")
     found = archive.examine(f"{__file__}!v1/ops/x", {}, Hasher())
-    assert isinstance(found, Refused)
-    assert found.damaged
+    assert found == Refused(f"{__file__}!v1/ops/x", f"{__file__} is no bundle")
 
 
 def test_a_listed_file_is_a_layer_and_a_listed_directory_is_one(file: Path, shipped: Path) -> None:
@@ -366,4 +371,4 @@ def test_the_doctor_passes_a_listed_bundle_and_warns_of_one_that_is_gone(file: P
     with override(store_layers=(str(file), gone)):
         told = store.layers(Here())
     assert (told.verdict, gone in told.evidence) == ("WARN", True)
-    assert told.command == f"export OPKILN_STORE_LAYERS={file}"
+    assert told.command == f"ls -ld {gone}"

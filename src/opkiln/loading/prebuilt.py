@@ -12,10 +12,10 @@ import os
 
 from opkiln.errors import LoadError, StoreError
 from opkiln.loading import fit, installed
-from opkiln.model import PACKAGE, Artifact
+from opkiln.model import OUTSIDE, PACKAGE, Artifact
 from opkiln.record import Record
 from opkiln.store import entry
-from opkiln.store.recheck import OUTSIDE, Hasher
+from opkiln.store.recheck import Hasher
 from opkiln.trust import open_to_all
 
 TYPE_CHECKING = False
@@ -113,7 +113,8 @@ def _fitting(op: Op, place: Directory | Bundle, trace: Trace, resort: str) -> It
     try:
         leaves = place.leaves(op)
     except _NO_MANIFEST as error:
-        trace.add(resort, "refused", str(error), place.root)
+        reason = error.what if isinstance(error, StoreError) else str(error)
+        trace.add(resort, "refused", reason, place.root)
         return
     asked = fit.wanted(op, listed=resort == STORE)
     for leaf in leaves:
@@ -161,8 +162,12 @@ def _below(directory: str, levels: int) -> Iterator[str]:
 
 
 def _names(directory: str) -> list[str]:
+    """The newest first, where there is more than one: of equals, it is the one that serves."""
     try:
-        return sorted(name for name in os.listdir(directory) if not name.startswith("."))
+        names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
+        if len(names) > 1:
+            names.sort(key=lambda name: -os.stat(os.path.join(directory, name)).st_mtime)
+        return names
     except OSError:
         return []  # not there, no directory, or not ours to read
 

@@ -3,7 +3,8 @@
 An entry of the user's own store says where and when it was made, which files it was made from here,
 and which directories to watch. What is shipped says what it is: the declaration, the target, the
 compilers, what it needs, and the digests of its sources. So the same inputs give the same bytes,
-and nothing of the machine that built it travels.
+and nothing of the machine that built it travels, but the user's own flags and the paths of headers
+that lie outside of the package.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import Any
 
 from opkiln.arch import cpu
 from opkiln.errors import StoreError
-from opkiln.model import EXECUTABLE
+from opkiln.model import EXECUTABLE, OUTSIDE
 from opkiln.settings import LAYOUT
 from opkiln.store import entry
-from opkiln.store.recheck import OUTSIDE, deps_key
+from opkiln.store.recheck import deps_key
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,7 +31,10 @@ _KEPT = (
     "size", "sha256",
 )  # fmt: skip
 _ANCHORS = ("src", "opkiln")  # what is found again wherever a package is installed
-_ISA = re.compile(r"-m(?:arch|cpu)=.*|-mtune=native|-m(?:avx|sse|fma|f16c|bmi|amx|ssse)[\w.-]*")
+_ISA = re.compile(
+    r"-m(?:arch|cpu)=.*|-m(?:avx|sse3|sse4|ssse3|fma|f16c|bmi|amx|popcnt|lzcnt|abm|aes|gfni|vaes|"
+    r"v?pclmul|xsave|movbe|sha|adx|rdrnd|rdseed)[\w.-]*"
+)
 _NO_SIGNATURE = [0] * 5
 
 

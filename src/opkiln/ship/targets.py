@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from opkiln.builder import OpBuilder
 
 BACKENDS = (CPU, CUDA, ROCM, XPU)
-_MACHINES = {"native", "all", "all-major", "native+ptx", "all+ptx"}  # lists of what is here
+_EXAMPLES = {CPU: "cpu:x86-64-v3", CUDA: "cuda:8.0,9.0a+PTX", ROCM: "rocm:gfx90a"}
+_LISTS = ("native", "all", "all-major")  # what this machine's GPUs or toolkit have
 
 
 class Wanted(NamedTuple):
@@ -63,15 +64,16 @@ def _check(text: str, backend: str, names: list[str]) -> None:
     try:
         for name in names if backend == CPU else ():
             cpu.parse(name, cpu.machine_of(name, here), cpu.features_of(machine.cpu_flags()))
-        if backend in (CUDA, ROCM) and names and not _MACHINES & {each.lower() for each in names}:
+        named = [name for name in names if name.lower().partition("+")[0] not in _LISTS]
+        if backend in (CUDA, ROCM) and named:
             from opkiln.loading.archs import grammar
 
-            grammar(backend).parse(";".join(names))
+            grammar(backend).parse(";".join(named))
     except ArchError as error:
         raise UsageError(
             f"{text!r} is no target: {error.what}",
             why=error.why,
-            hint="--target cpu:x86-64-v3" if backend == CPU else error.hint,
+            hint=f"--target {_EXAMPLES[backend]}",
         ) from None
 
 

@@ -116,7 +116,7 @@ def _wheel(stage: str, wrapping: Wrapping) -> list[str]:
     assert wrapping.wheel is not None
     owners = {each.manifest["distribution"] for each in contents.entries(stage)}
     releases = {owner: _installed_version(owner) for owner in sorted(owners)}
-    requires = [f"{owner}=={release}" for owner, release in releases.items() if release]
+    requires = [f"{_distribution(o)}=={release}" for o, release in releases.items() if release]
     if "opkiln" not in owners:
         requires.insert(0, "opkiln")
     release = next(iter(releases.values())) if len(owners) == 1 else ""
@@ -135,6 +135,13 @@ def _wheel_name(owners: set[str]) -> str:
     return f"{next(iter(owners)) if len(owners) == 1 else 'opkiln'}-ops"
 
 
+def _distribution(package: str) -> str:
+    """The name that a package is installed by, which need not be the one it is imported by."""
+    from importlib.metadata import packages_distributions
+
+    return next(iter(packages_distributions().get(package, ())), package)
+
+
 def _installed_version(owner: str) -> str:
     """The version of the distribution that brings a package; empty where it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
@@ -142,6 +149,6 @@ def _installed_version(owner: str) -> str:
     if owner == "opkiln":
         return __version__
     try:
-        return version(owner)
+        return version(_distribution(owner))
     except PackageNotFoundError:
         return ""

@@ -11,15 +11,11 @@ import os
 from typing import Any
 
 from opkiln.digest import Signature, key, sha256_file
+from opkiln.model import OUTSIDE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-
-
-# The anchor of a shipped entry's headers that lie outside of its package, by their paths where it
-# was built: on another machine there may be none.
-OUTSIDE = "outside"
 
 
 class Hasher:
@@ -87,7 +83,9 @@ def recheck(
         try:
             if not Signature(*fields).holds(full):
                 now = hasher(full)[0]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            if anchor != OUTSIDE and not isinstance(error, FileNotFoundError):
+                raise
             now = digest if anchor == OUTSIDE else "gone"
         if now != digest:
             changed.append(f"{path} is gone" if now == "gone" else f"{path} changed")
