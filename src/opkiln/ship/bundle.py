@@ -24,6 +24,7 @@ from opkiln.store.archive import (
     Bundle,
     Damaged,
     Member,
+    NoBundle,
     directory,
     index_of,
     local_header,
@@ -172,11 +173,14 @@ def _opened(file: str, sha256: str) -> Iterator[Bundle]:
                 raise Damaged(f"it has the SHA-256 {found}, not {sha256.lower()}")
             bundle.check()
             yield bundle
-    except Damaged as error:
+    except (Damaged, NoBundle) as error:
+        what = error.what if isinstance(error, NoBundle) else f"{file} is refused: {error}"
+        why = f"{error.why}; " if isinstance(error, NoBundle) else ""
+        compare = f"sha256sum {file}    # compare it with where it comes from, and copy it again"
         raise StoreError(
-            f"{file} is refused: {error}",
-            why=f"the whole file has the SHA-256 {sha256_file(file)}",
-            hint=f"sha256sum {file}    # compare it with where it comes from, and copy it again",
+            what,
+            why=f"{why}the whole file has the SHA-256 {sha256_file(file)}",
+            hint=(isinstance(error, NoBundle) and error.hint) or compare,
         ) from error
     except OSError as error:
         raise StoreError(f"{file} cannot be read: {error.strerror or error}") from error

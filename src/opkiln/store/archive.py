@@ -120,6 +120,10 @@ def directory(members: Iterable[tuple[str, int, int, int]]) -> bytes:
     return whole + _END.pack(b"PK\5\6", 0, 0, count, count, len(whole), end, 0)
 
 
+class NoBundle(StoreError):
+    """A file that is something else, or was damaged where it begins."""
+
+
 class Bundle:
     """An open bundle. Raises StoreError for a file that cannot be read or is no bundle at all,
     Damaged for a bad index.
@@ -245,7 +249,7 @@ def _read_index(path: str, fd: int, file_size: int) -> tuple[Member, ...]:
     head = os.pread(fd, _LOCAL.size + len(INDEX), 0)
     if len(head) < _LOCAL.size or head[:4] != b"PK\3\4" or head[_LOCAL.size :] != INDEX.encode():
         hint = f"pip install {shlex.quote(path)}" if path.endswith(".whl") else ""
-        raise StoreError(f"{path} is no bundle", why=f"it does not begin with {INDEX}", hint=hint)
+        raise NoBundle(f"{path} is no bundle", why=f"it does not begin with {INDEX}", hint=hint)
     size = _LOCAL.unpack_from(head)[8]
     if size > _LARGEST_READ:
         raise Damaged(f"its index of {size} bytes is larger than any")
