@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import math
 import sys
-import traceback
 from typing import Any
 
 import torch
+from checks import Skipped, main
 
 import opkiln
 from opkiln import quant
 from opkiln.ops.packbits import reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class Skipped(Exception):
-    """A check that cannot be made here, with the reason."""
 
 
 def native() -> Any:
@@ -86,25 +82,5 @@ def check_opcheck_finds_nothing() -> None:
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 
-def main() -> int:
-    if not torch.cuda.is_available():
-        print("FAIL there is no GPU that torch can use")
-        return 1
-    failed = 0
-    for check in CHECKS:
-        name = check.__name__.removeprefix("check_").replace("_", " ")
-        try:
-            check()
-            torch.cuda.synchronize()
-            print(f"PASS {name}", flush=True)
-        except Skipped as reason:
-            print(f"SKIP {name}: {reason}", flush=True)
-        except Exception:  # whatever it is, the other checks are still to be made
-            failed += 1
-            print(f"FAIL {name}\n{traceback.format_exc()}", flush=True)
-    print(f"{'FAIL' if failed else 'PASS'}: {failed} failed")
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(CHECKS, __doc__))

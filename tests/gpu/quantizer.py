@@ -7,24 +7,22 @@ The exit code is 0 when every check passed or says why it could not be made, oth
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import sys
 import time
-import traceback
 from typing import TYPE_CHECKING, Any
 
 import torch
+from checks import Skipped, main, refusal
 from torch import Tensor
 
 import opkiln
 from opkiln import quant
-from opkiln.errors import UsageError
 from opkiln.ops.quantizer import reference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (F32, BF16, F16)
@@ -37,10 +35,6 @@ SHAPES = (
     (100_003, 4096), (300_007, 8192), (300_007, 16_384), (300_007, 32_768), (300_007, 40_000),
     (1 << 20, 65_536), (300_007, 65_536), (5000, 65_536),
 )  # fmt: skip
-
-
-class Skipped(Exception):
-    """A check that cannot be made here, with the reason."""
 
 
 def native() -> Any:
@@ -60,15 +54,6 @@ def same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
         else a.dtype == b.dtype and torch.equal(a.nan_to_num(nan=-7e7), b.nan_to_num(nan=-7e7))
         for a, b in zip(ours, theirs, strict=True)
     )
-
-
-def refusal(call: Callable[[], Any]) -> str:
-    """What a call that must fail says."""
-    try:
-        call()
-    except (RuntimeError, UsageError) as error:
-        return str(error)
-    raise AssertionError("it was not refused")
 
 
 def check_it_builds_for_this_gpu_and_serves() -> str:
@@ -355,31 +340,5 @@ def check_wrong_tensors_are_refused_by_name() -> None:
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", metavar="WORD", default="", help="checks with this in their name")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("FAIL there is no GPU that torch can use")
-        return 1
-    print(f"torch {torch.__version__} on {torch.cuda.get_device_name()}", flush=True)
-    failed = 0
-    for check in CHECKS:
-        name = check.__name__.removeprefix("check_").replace("_", " ")
-        if options.only not in name:
-            continue
-        try:
-            said = check()
-            torch.cuda.synchronize()
-            print(f"PASS {name}" + (f" ({said})" if said else ""), flush=True)
-        except Skipped as reason:
-            print(f"SKIP {name}: {reason}", flush=True)
-        except Exception:  # whatever it is, the other checks are still to be made
-            failed += 1
-            print(f"FAIL {name}\n{traceback.format_exc()}", flush=True)
-    print(f"{'FAIL' if failed else 'PASS'}: {failed} failed")
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(CHECKS, __doc__))
