@@ -57,6 +57,7 @@ class OpSpec(Record):
     vectorize: bool = True  # compile for the target CPU's features, not only its baseline
     backend: str = CPU  # one library per op and backend
     device_args: tuple[str, ...] = ()  # flags for nvcc, hipcc or the SYCL compiler
+    device_libraries: tuple[str, ...] = ()  # linked with relocatable device code, by name
     registered: bool = False  # its schemas are defined in Python; a library must not do it again
     inline: tuple[tuple[str, str], ...] = ()  # (source, text) of sources that are in no file
 
@@ -138,12 +139,13 @@ Arg = str | Anchored
 class Step(Record):
     """One process to run: its argv, its inputs and its one output below ``stage``."""
 
-    kind: str  # compile, stub (a library to link in the place of one that is not here), link
+    # compile, stub (a library to link in the place of one that is not here), device-link, link
+    kind: str
     output: str  # relative to the staging directory
     argv: tuple[Arg, ...]
     source: str = ""  # compile: the source, for people
     depfile: str = ""  # compile: where the compiler lists what it read
-    inputs: tuple[str, ...] = ()  # link: outputs of other steps
+    inputs: tuple[str, ...] = ()  # link, device-link: outputs of other steps
     memory: int = 512 << 20  # what it is expected to take at most, for each thread
     threads: int = 1  # the most it can use; what it gets replaces the anchor "threads"
     plain_paths: bool = False  # the compiler hands its arguments to a shell

@@ -106,9 +106,14 @@ def make(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
         _check_cross(spec, target)
     compiles = tuple(_compile(spec, target, toolchain, users, source) for source in spec.sources)
     objects = tuple(step.output for step in compiles)
-    last = link.link_step(spec, target, toolchain, users, objects)
+    before = (
+        *link.stub_steps(spec, toolchain),
+        *_device_link(spec, target, toolchain, users, compiles),
+    )
+    linked = tuple(step.output for step in before if step.kind == "device-link")
+    last = link.link_step(spec, target, toolchain, users, (*objects, *linked))
     environment = _ENVIRONMENTS.get(target.backend, _ENVIRONMENT)
-    steps = (*compiles, *link.stub_steps(spec, toolchain), last)
+    steps = (*compiles, *before, last)
     return Plan(spec, target, toolchain, steps, environment, last.output)
 
 
@@ -150,6 +155,23 @@ def _compile(
 
         return sycl.compile_step(spec, target, toolchain, users, source)
     return host.compile_step(spec, target, toolchain, users, source)
+
+
+def _device_link(
+    spec: OpSpec,
+    target: Target,
+    toolchain: Toolchain,
+    users: Mapping[str, tuple[str, ...]],
+    compiles: tuple[Step, ...],
+) -> tuple[Step, ...]:
+    if target.backend != CUDA:
+        return ()
+    from opkiln.steps import nvcc
+
+    if not nvcc.relocatable(spec, users):
+        return ()
+    objects = tuple(step.output for step in compiles if step.source.endswith(nvcc.SOURCES))
+    return (nvcc.device_link_step(spec, target, toolchain, objects),) if objects else ()
 
 
 def anchors(plan: Plan, stage: str) -> dict[str, str]:
@@ -195,8 +217,15 @@ def author_flags(plan: Plan, module: str) -> Flags:
     """The flags that a plan's steps have in common; those of one source alone are left out.
 
     ``module`` is what the build system calls the artifact. Raises SpecError where the sources lie
-    below a path that nvcc's shell would interpret: there is no link to show them through.
+    below a path that nvcc's shell would interpret: there is no link to show them through; and for
+    relocatable device code, which takes a step that flags cannot say.
     """
+    if any(step.kind == "device-link" for step in plan.steps):
+        raise SpecError(
+            f"op {plan.spec.name} cannot be described by flags alone",
+            why="its relocatable device code is linked by a step of its own",
+            hint="opkiln.ship.setuptools.BuildExtension runs the whole plan",
+        )
     places = anchors(plan, "")
     compiles, last = [step for step in plan.steps if step.kind == "compile"], plan.steps[-1]
     if any(step.plain_paths for step in compiles):

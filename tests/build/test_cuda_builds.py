@@ -188,11 +188,11 @@ HOSTILE = (
     ("-DA=a\nb",), ("-I/a,b",), ("-ccbin", "/x/evil"), ("-ccbin=/x/evil",),
     ("--compiler-bindir=/x/evil",), ("-optf", "flags"), ("--options-file=flags",), ("@flags",),
     ("-run",), ("-ptx",), ("-cubin",), ("-fatbin",), ("-keep",), ("--keep",), ("-E",), ("-M",),
-    ("-MF", "canary"), ("-o", "canary"), ("-odir", "x"), ("--dryrun",), ("-dlink",), ("-rdc=true",),
-    ("-dc",), ("--threads", "8"), ("-t8",), ("-target-dir", "x"), ("--objdir-as-tempdir",),
+    ("-MF", "canary"), ("-o", "canary"), ("-odir", "x"), ("--dryrun",), ("-dlink",),
+    ("--threads", "8"), ("-t8",), ("-target-dir", "x"), ("--objdir-as-tempdir",),
     ("-Xcompiler=-fplugin=/x/evil.so",), ("-Xcompiler", "-B/x"), ("-Xcompiler=-O2,-wrapper,/x",),
     ("--compiler-options=@flags",), ("-Xcompiler", "-O2,-specs=/x"), ("-lib",), ("-link",),
-    ("-time", "canary"), ("-rdc", "true"), ("-dlto",), ("-ewp",), ("-split-compile=0",),
+    ("-time", "canary"), ("-dlto",), ("-ewp",), ("-split-compile=0",),
     ("-Xptxas=-v,-optf,flags",),
     ("-Xptxas=--options-file=flags",), ("-Xptxas", "-o,canary"), ("-Xptxas=-v;touch canary",),
 )  # fmt: skip
@@ -208,6 +208,33 @@ def test_a_flag_that_reaches_past_the_plan_is_refused(
         load(source, extra_cuda_cflags=list(flags))
     assert steps.seen == []
     assert not list(tmp_path.rglob("canary"))
+
+
+CALLED = "__device__ float twice(float v) { return 2 * v; }\n"
+CALLER = """
+extern __device__ float twice(float);
+__global__ void doubled(float* x) { x[threadIdx.x] = twice(x[threadIdx.x]); }
+extern "C" int launch(float* x) { doubled<<<1, 32>>>(x); return cudaGetLastError(); }
+"""
+
+
+@pytest.mark.parametrize("flags", [("-rdc=true",), ("-dc",), ("-rdc", "true")], ids=" ".join)
+def test_device_code_of_two_files_is_linked_for_every_architecture(
+    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPKILN_CUDA_ARCH_LIST", "8.0;9.0a+PTX")
+    sources = [write(tmp_path / "caller.cu", CALLER), write(tmp_path / "called.cu", CALLED)]
+    options = {"is_python_module": False, "abi": "none", "extra_cuda_cflags": list(flags)}
+    library = opkiln.load("op", list(map(str, sources)), **options)
+    assert library.launch is not None
+    # What the device link made is registered; of PTX there is none, since it cannot be linked.
+    assert images(library._name) == ("sm_80", "sm_90a")
+
+
+def test_without_a_device_link_code_of_another_file_is_the_compilers_error(tmp_path: Path) -> None:
+    sources = [write(tmp_path / "caller.cu", CALLER), write(tmp_path / "called.cu", CALLED)]
+    with pytest.raises(BuildError, match="twice"):
+        opkiln.load("op", list(map(str, sources)), is_python_module=False, abi="none")
 
 
 def test_ordinary_flags_of_nvcc_are_taken(tmp_path: Path) -> None:

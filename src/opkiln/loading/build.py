@@ -33,6 +33,7 @@ from opkiln.model import (
     DeviceCompiler,
     OpSpec,
     Plan,
+    Step,
     Target,
     Toolchain,
 )
@@ -223,17 +224,17 @@ class _Build:
     def _link(self, stage: str, objects: list[compiling.Compiled]) -> str:
         places = plans.anchors(self._plan, stage)
         steps = [step for step in self._plan.steps if step.kind != "compile"]
-        stubs = tuple(step.output for step in steps if step.kind == "stub")
+        before = tuple(step.output for step in steps if step.kind != "link")
         tasks = [
             schedule.Task(
                 name=step.output,
                 op=self._plan.spec.name,
                 label=events.LINK,
-                argv=plans.argv(step, places),
+                argv=plans.argv(step, self._shown(step, stage, places)),
                 cwd=stage,
                 env=dict(self._plan.environment),
                 tmpdir=stage,
-                after=() if step.kind == "stub" else stubs,
+                after=before if step.kind == "link" else (),
                 memory=step.memory,
                 finish=None,
             )
@@ -246,6 +247,11 @@ class _Build:
             parts.append(f"$ {command}\n{each.log if not each.cached else '(from the store)'}")
         parts += [f"$ {shlex.join(task.argv)}\n{done[task.name].output}" for task in tasks]
         return "\n".join(parts)
+
+    def _shown(self, step: Step, stage: str, places: dict[str, str]) -> dict[str, str]:
+        if not step.plain_paths:
+            return places
+        return compiling.shown_plainly(self._plan, step, stage, places)
 
     def _failed_log(self, failed: StepFailed) -> str:
         inline = "".join(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 from opkiln.errors import SpecError
 
@@ -42,9 +43,15 @@ _LISTS = (
     "-diag-suppress", "--diag-suppress", "-diag-warn", "--diag-warn", "-diag-error", "--diag-error",
 )  # fmt: skip
 _NVCC_THREADS = re.compile(r"-t\d")
+# Device code of one file that is called from another: its objects go through a device link.
 _RELOCATABLE = (
-    "-rdc=true", "--relocatable-device-code=true", "-rdc", "--relocatable-device-code", "-dc",
-    "--device-c", "-dlto", "-lto", "--dlink-time-opt", "-ewp", "--extensible-whole-program",
+    "-rdc=true", "--relocatable-device-code=true", "-dc", "--device-c",
+)  # fmt: skip
+_RELOCATABLE_IN_TWO = ("-rdc", "--relocatable-device-code")
+_COMPILE_RELOCATABLE = ("-dc", "--device-c")  # a way to write -c; the plan has its own
+# nvcc does not take them beside -gencode.
+_WHOLE_PROGRAM = (
+    "-dlto", "-lto", "--dlink-time-opt", "-ewp", "--extensible-whole-program",
 )  # fmt: skip
 
 # What no shell and no list of nvcc's takes for anything but itself.
@@ -103,11 +110,38 @@ def check_nvcc(op: str, flags: tuple[str, ...], variable: str = "") -> None:
                     why="nvcc hands its flags to a shell, which would interpret a character of it",
                     hint=f"unset {variable}" if variable else "",
                 )
-        if flag in _RELOCATABLE:
+        if flag in _WHOLE_PROGRAM:
             raise SpecError(
                 f"op {op}: the nvcc flag {flag!r} is not taken",
-                why="relocatable device code needs a device link, which plans do not have",
-                hint="define kernels in the file that calls them",
+                why="nvcc takes no list of architectures beside it",
+                hint="-rdc=true links device code of several files",
             )
         check(op, tuple(parts), variable)
         before = flag
+
+
+def is_relocatable(flags: tuple[str, ...]) -> bool:
+    """Whether flags for nvcc ask for relocatable device code. Of several, the last counts."""
+    asked = False
+    for flag, following in pairwise((*flags, "")):
+        if flag in _RELOCATABLE:
+            asked = True
+        elif flag in _RELOCATABLE_IN_TWO:
+            asked = following == "true"
+        elif flag.partition("=")[0] in _RELOCATABLE_IN_TWO:
+            asked = False
+    return asked
+
+
+def without_relocatable(flags: tuple[str, ...]) -> tuple[str, ...]:
+    """The others: the plan has its own flag for it, once."""
+    kept: list[str] = []
+    value = False
+    for flag in flags:
+        if value:
+            value = False
+        elif flag in _RELOCATABLE_IN_TWO:
+            value = True
+        elif flag.partition("=")[0] not in (*_RELOCATABLE_IN_TWO, *_COMPILE_RELOCATABLE):
+            kept.append(flag)
+    return tuple(kept)

@@ -21,6 +21,7 @@ from opkiln.model import (
     Toolchain,
 )
 from opkiln.steps.arguments import author_flags, in_toolkit
+from opkiln.steps.flags import is_relocatable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ def link_step(
     if toolchain.shared_runtime:
         arguments.append(toolchain.shared_runtime)
     if target.backend == CUDA:
-        arguments += _cuda_runtime(spec, toolchain)
+        authors = (*spec.device_args, *flags.get("cudaflags", ()))
+        arguments += _cuda_runtime(spec, toolchain, is_relocatable(authors))
     elif target.backend == ROCM:
         from opkiln.steps import hipcc
 
@@ -107,14 +109,17 @@ def link_step(
     return Step(kind="link", output=output, argv=tuple(arguments), inputs=objects, memory=500 << 20)
 
 
-def _cuda_runtime(spec: OpSpec, toolchain: Toolchain) -> list[Arg]:
+def _cuda_runtime(spec: OpSpec, toolchain: Toolchain, relocatable: bool) -> list[Arg]:
     """The CUDA runtime: static, so that the library also loads where there is none.
 
-    A full-ABI extension of a CUDA torch shares torch's own.
+    A full-ABI extension of a CUDA torch shares torch's own. The host part of what a device link
+    took from libraries is taken from the same ones.
     """
     device, torch = toolchain.device, toolchain.torch
     assert device is not None  # a plan for this backend is made with its compiler
     search: list[Arg] = [in_toolkit(device, path, "-L") for path in device.library_dirs]
+    if relocatable:
+        search += [f"-l{name}" for name in (*spec.device_libraries, "cudadevrt")]
     if spec.abi == ABI_TORCH and torch is not None and torch.cuda is not None:
         # By its soname: the PyPI toolkit has no libcudart.so without a version.
         runtime = f"-l:libcudart.so.{torch.cuda.partition('.')[0]}"

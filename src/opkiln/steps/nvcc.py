@@ -16,10 +16,11 @@ from opkiln.steps.arguments import (
     anchored,
     author_flags,
     depfile_name,
+    in_toolkit,
     object_name,
     prefix_maps,
 )
-from opkiln.steps.flags import check_nvcc
+from opkiln.steps.flags import check_nvcc, is_relocatable, without_relocatable
 from opkiln.steps.host import torch_defines, torch_includes
 
 TYPE_CHECKING = False
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 SOURCES = (".cu",)
+# No source has an object of this name: those end in a digest.
+_LINKED = "device-link.o"
 
 _MEMORY_PER_ARCH = 500 << 20
 # torch's own headers in a .cu take far more.
@@ -62,7 +65,7 @@ def compile_step(
     archs = cuda.parse(";".join(target.archs))
     output = object_name(source)
     depfile = depfile_name(output)
-    authors = (*spec.device_args, *flags.get("cudaflags", ()))
+    authors = without_relocatable((*spec.device_args, *flags.get("cudaflags", ())))
     arguments: list[Arg] = [toolchain.launcher] if toolchain.launcher else []
     arguments += [device.path, "-ccbin", device.host or toolchain.cxx]
     if not any(flag.startswith(("-std", "--std")) for flag in authors):
@@ -87,6 +90,8 @@ def compile_step(
     arguments += torch_defines(spec, toolchain)
     arguments += flags.get("lineinfo", ())
     arguments += flags.get("debug_cuda", ())
+    if relocatable(spec, flags):
+        arguments.append("-rdc=true")
     arguments += _preprocessing(spec.name, flags.get("cppflags", ()))
     arguments += author_flags(spec, authors)
     arguments += [anchored(spec, path, "-I") for path in spec.include_dirs]
@@ -106,6 +111,43 @@ def compile_step(
         depfile=depfile,
         memory=memory,
         threads=len(cuda.images(archs)) if "--threads" in device.accepts else 1,
+        plain_paths=True,
+    )
+
+
+def relocatable(spec: OpSpec, flags: Mapping[str, tuple[str, ...]]) -> bool:
+    """Whether the device code of a spec is linked by a step of its own."""
+    return is_relocatable((*spec.device_args, *flags.get("cudaflags", ())))
+
+
+def device_link_step(
+    spec: OpSpec,
+    target: Target,
+    toolchain: Toolchain,
+    objects: tuple[str, ...],
+) -> Step:
+    """The step that links relocatable device code, for every architecture of the target.
+
+    What comes out holds the kernels as they run; the link of the library takes it beside them.
+    """
+    device = toolchain.device
+    assert device is not None  # a plan for this backend is made with its compiler
+    arguments: list[Arg] = [device.path, "-ccbin", device.host or toolchain.cxx, "-dlink"]
+    if spec.kind != EXECUTABLE:
+        arguments.append("-Xcompiler=-fPIC")
+    arguments += cuda.flags(cuda.parse(";".join(target.archs)))
+    arguments += [Anchored("", "stage", name) for name in objects]
+    searched = tuple(flag for flag in spec.ldflags if flag.startswith("-L") and flag != "-L")
+    arguments += author_flags(spec, searched)
+    arguments += [in_toolkit(device, path, "-L") for path in device.library_dirs]
+    arguments += [f"-l{name}" for name in (*spec.device_libraries, "cudadevrt")]
+    arguments += ["-o", Anchored("", "stage", _LINKED)]
+    return Step(
+        kind="device-link",
+        output=_LINKED,
+        argv=tuple(arguments),
+        inputs=objects,
+        memory=_MEMORY_PER_ARCH,
         plain_paths=True,
     )
 

@@ -24,7 +24,7 @@ class Libraries(Record):
 def of(plan: Plan) -> Libraries:
     """The libraries that a plan's link names, as they are now."""
     users = dict(plan.target.flags)
-    named = (f"-l{name}" for name in plan.spec.libraries)
+    named = (f"-l{name}" for name in (*plan.spec.libraries, *plan.spec.device_libraries))
     flags = (*plan.spec.ldflags, *named, *users.get("ldflags", ()))
     words = [word for flag in flags for word in _words(flag)]
     files, names, directories = [], [], []
