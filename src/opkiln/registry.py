@@ -6,8 +6,10 @@ Another package adds ops with an entry point in the group ``opkiln.ops``:
     [project.entry-points."opkiln.ops"]
     my_op = "my_package.ops.my_op:MyOpBuilder"
 
-Looking up a bundled op imports its module and nothing else; entry points are only read when a name
-is not bundled, or when all are asked for (reading them takes longer than loading an op).
+Of two ops with one name the bundled one, else the first found, has it; ``DISTRIBUTION:OP`` is any
+of them. Looking up a bundled op imports its module and nothing else; entry points are only read
+when a name is not bundled, or when all are asked for (reading them takes longer than loading an
+op).
 """
 
 from __future__ import annotations
@@ -40,10 +42,12 @@ class _AllOps(Mapping[str, type[OpBuilder]]):
     """Read-only and lazy: a builder class is imported when it is asked for."""
 
     def __getitem__(self, name: str) -> type[OpBuilder]:
-        if name.isidentifier() and os.path.exists(os.path.join(_OPS, name, "op.py")):
-            return _only_builder(name)
+        owner, _, op = name.rpartition(":")
+        own = owner in ("", "opkiln") and op.isidentifier()
+        if own and os.path.exists(os.path.join(_OPS, op, "op.py")):
+            return _only_builder(op)
         for entry in _entry_points():
-            if entry.name == name:
+            if entry.name == op and owner in ("", distribution(entry)):
                 try:
                     found = entry.load()
                 except (Exception, SystemExit) as error:
@@ -100,6 +104,11 @@ def _only_builder(name: str) -> type[OpBuilder]:
     if len(found) != 1:
         raise SpecError(f"opkiln/ops/{name}/op.py must hold one OpBuilder, not {len(found)}")
     return found[0]
+
+
+def distribution(entry: EntryPoint) -> str:
+    """The name of the package that declares an entry point, as it is installed."""
+    return "" if entry.dist is None else entry.dist.name
 
 
 def _entry_points() -> list[EntryPoint]:

@@ -348,6 +348,23 @@ def test_an_op_that_cannot_be_imported_is_found(code: str, evidence: str, tmp_pa
     )  # fmt: skip
 
 
+def test_two_ops_with_one_name_are_found_and_the_hidden_one_is_within_reach(
+    tmp_path: Path,
+) -> None:
+    patient = _with_ops(tmp_path, good=_GOOD)
+    assert patient.check("ops").verdict == PASS
+    info = tmp_path / "second-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: second\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[opkiln.ops]\ngood = good_module:Builder\ncpu_adam = good_module:Builder\n"
+    )
+    found = patient.check("ops")
+    assert found.verdict == WARN
+    assert "op cpu_adam of second is hidden by that of opkiln" in found.evidence
+    assert "opkiln explain second:cpu_adam" in found.command
+
+
 # CUDA, of scripts
 
 _ALONE = """

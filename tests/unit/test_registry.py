@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from sample.package import Package
 
 
-def install(where: Path, *entries: str) -> None:
+def install(where: Path, *entries: str, name: str = "sample-dist") -> None:
     """What an installer leaves of a distribution with entry points."""
-    info = where / "sample_dist-1.0.dist-info"
+    info = where / f"{name.replace('-', '_')}-1.0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sample-dist\nVersion: 1.0\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[opkiln.ops]\n" + "\n".join(entries) + "\n")
 
 
@@ -67,6 +67,15 @@ def test_a_bundled_op_cannot_be_replaced_by_an_entry_point(plain: Package) -> No
     install(plain.where, f"cpu_adam = {plain.name}.op:PlainBuilder")
     assert opkiln.get_builder("cpu_adam").distribution == "opkiln"
     assert list(opkiln.ALL_OPS).count("cpu_adam") == 1
+
+
+def test_an_op_with_the_name_of_another_is_found_by_its_distribution(plain: Package) -> None:
+    install(plain.where, f"cpu_adam = {plain.name}.op:PlainBuilder")
+    install(plain.where, "their_op = json:dumps", name="another")
+    assert opkiln.get_builder("sample-dist:cpu_adam").distribution == plain.name
+    assert opkiln.get_builder("opkiln:cpu_adam").distribution == "opkiln"
+    with pytest.raises(UnknownOp, match="no op 'sample-dist:their_op'"):
+        opkiln.get_builder("sample-dist:their_op")
 
 
 def test_looking_up_a_bundled_op_reads_no_entry_points_and_imports_no_torch() -> None:
