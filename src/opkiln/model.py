@@ -167,6 +167,6 @@ class Artifact(Record):
 
     path: str
     sha256: str
-    origin: str  # store, layer, built
+    origin: str  # prebuilt, store, layer, built
     compiled: int = 0  # steps that ran to make it now; 0 for one that was found
     seconds: float = 0.0

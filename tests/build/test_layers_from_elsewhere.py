@@ -49,10 +49,10 @@ def served_from(shipped: Shipped) -> str:
 def refused(shipped: Shipped, layer: Path, reason: str) -> None:
     """`explain` and the load say why, nothing of the layer is opened, and a build serves."""
     with override(store_layers=(str(layer),)):
-        assert f"store     refused  {reason}" in shipped.explained()
+        assert f"layer     refused  {reason}" in shipped.explained()
         assert shipped.load().add(1, 2) == 103
     assert shipped.origin == "built"
-    assert f"store     refused  {reason}" in shipped.trace
+    assert f"layer     refused  {reason}" in shipped.trace
     assert [path for path in shipped.opened if path.startswith(str(layer))] == []
 
 
@@ -82,7 +82,7 @@ def test_a_header_outside_of_the_package_that_was_edited_is_built_with_as_it_is_
         rest()
         assert shipped.load().add(1, 2) == 203
     assert shipped.origin == "built"
-    assert f"store     refused  {header} changed" in shipped.trace
+    assert f"layer     refused  {header} changed" in shipped.trace
 
 
 def test_a_header_outside_of_the_package_that_is_not_here_is_not_missed(
@@ -289,14 +289,14 @@ def decided(shipped: Shipped, *layers: Path) -> list[Decision]:
 
 def test_a_listed_layer_that_is_not_there_is_told(shipped: Shipped, tmp_path: Path) -> None:
     (told,) = decided(shipped, tmp_path / "nothing")
-    assert (told.resort, told.verdict) == ("store", "none")
+    assert (told.resort, told.verdict) == ("layer", "none")
     assert told.reason == "OPKILN_STORE_LAYERS names it, and it is not there"
 
 
 def test_a_listed_directory_that_is_no_layer_is_told(shipped: Shipped, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (told,) = decided(shipped, tmp_path / "empty")
-    assert (told.resort, told.verdict) == ("store", "none")
+    assert (told.resort, told.verdict) == ("layer", "none")
     assert told.reason == "OPKILN_STORE_LAYERS names it, and it has no v1: it is no layer"
 
 

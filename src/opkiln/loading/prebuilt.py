@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from opkiln.loading.loader import Op
     from opkiln.loading.trace import Trace
 
-PREBUILT, STORE = "prebuilt", "store"  # the resorts: installed with a package; a listed layer
+# The resorts: installed with a package; a layer that is listed; imported into the user's own.
+PREBUILT, LAYER, STORE = "prebuilt", "layer", "store"
 
 _NO_MANIFEST = (OSError, ValueError, KeyError, TypeError, StoreError)
 
@@ -89,22 +90,23 @@ def find(
     """
     places: list[Directory | Bundle] = [Directory(layer, own=True) for layer in own]
     places += [_bundle(layer) if os.path.isfile(layer) else Directory(layer) for layer in layers]
-    fitting = [each for place in places for each in _fitting(op, place, trace, resort)]
+    told = {place: STORE if place.own else resort for place in places}
+    fitting = [each for place in places for each in _fitting(op, place, trace, told[place])]
     for each in sorted(fitting, key=lambda each: each.rank):  # of equals, the first layer's
         try:
             reason = fit.lacking(each.needs, op.spec.abi)
             found = None if reason else _examined(op, each)
         except (*_NO_MANIFEST, AttributeError, LoadError) as error:
-            trace.add(resort, "refused", f"damaged: {error}", each.leaf)
+            trace.add(told[each.place], "refused", f"damaged: {error}", each.leaf)
             continue
         if reason:
-            trace.add(resort, "refused", reason, each.leaf)
+            trace.add(told[each.place], "refused", reason, each.leaf)
         if isinstance(found, entry.Leaf):
             reason = _fits(found.manifest["target"])
-            trace.add(resort, "taken", reason, each.place.subject(found))
-            return Artifact(found.payload, found.manifest["sha256"], resort)
+            trace.add(told[each.place], "taken", reason, each.place.subject(found))
+            return Artifact(found.payload, found.manifest["sha256"], told[each.place])
         if found is not None:
-            trace.add(resort, "refused", found.reason, found.directory)
+            trace.add(told[each.place], "refused", found.reason, found.directory)
     return None
 
 
@@ -116,7 +118,7 @@ def _fitting(op: Op, place: Directory | Bundle, trace: Trace, resort: str) -> It
         reason = error.what if isinstance(error, StoreError) else str(error)
         trace.add(resort, "refused", reason, place.root)
         return
-    asked = fit.wanted(op, listed=resort == STORE)
+    asked = fit.wanted(op, listed=resort != PREBUILT)
     for leaf in leaves:
         try:
             manifest = place.manifest(leaf)

@@ -250,9 +250,9 @@ def _built_elsewhere(op: Op, store: Store, trace: Trace) -> Artifact | None:
         if layer.listed and os.path.lexists(layer.root):
             listed.append(layer.root)
         elif layer.listed:
-            trace.add("store", "none", _no_layer(layer.root), os.path.dirname(layer.root))
+            trace.add(prebuilt.LAYER, "none", _no_layer(layer.root), os.path.dirname(layer.root))
     own = [layer.root for layer in store.location.layers if not layer.listed]
-    return prebuilt.find(op, listed, trace, "store", own)
+    return prebuilt.find(op, listed, trace, prebuilt.LAYER, own)
 
 
 def _no_layer(root: str) -> str:
