@@ -68,27 +68,16 @@ def load(
 
     Raises BuildError, LoadError and the other OpkilnErrors.
     """
-    listed = [sources] if isinstance(sources, str) else list(sources)
-    if not listed:
-        raise SpecError(f"op {name} declares no sources")
-    files = [os.path.abspath(os.fspath(source)) for source in listed]
-    for file in files:
-        if not os.path.isfile(file):
-            raise SpecError(f"op {name}: the source {file} does not exist")
-    root = os.path.dirname(files[0]) if len(files) == 1 else os.path.commonpath(files)
-    includes = [os.path.abspath(os.fspath(path)) for path in extra_include_paths or ()]
-    spec = OpSpec(
-        name=name,
-        distribution=ONE_CALL,
-        root=root,
-        sources=tuple(os.path.relpath(file, root) for file in files),
-        include_dirs=tuple(includes),
-        cxx_args=_flags("extra_cflags", extra_cflags),
-        ldflags=_flags("extra_ldflags", extra_ldflags),
+    spec = declared(
+        name,
+        sources,
+        include_dirs=extra_include_paths or (),
         kind=_kind(is_python_module, is_standalone, abi),
         abi=_abi(abi),
+        cxx_args=_flags("extra_cflags", extra_cflags),
+        ldflags=_flags("extra_ldflags", extra_ldflags),
     )
-    spec = _with_device(spec, with_cuda, with_sycl, extra_cuda_cflags, extra_sycl_cflags)
+    spec = with_device(spec, with_cuda, with_sycl, extra_cuda_cflags, extra_sycl_cflags)
     return _load(spec, verbose, build_directory)
 
 
@@ -121,40 +110,131 @@ def load_inline(
     text is part of the key, so nothing is written when the result is cached. ``use_pch`` is
     accepted and has no effect.
     """
-    parts = _texts(cpp_sources)
-    of_device = {"cuda.cu": _texts(cuda_sources), "sycl.sycl": _texts(sycl_sources)}
-    if abi == ABI_TORCH and not no_implicit_headers and cuda_sources:
-        includes = ("torch/types.h", "cuda.h", "cuda_runtime.h")
-        of_device["cuda.cu"][:0] = [f"#include <{name}>" for name in includes]
-    if abi == ABI_TORCH and not no_implicit_headers:
-        parts.insert(0, "#include <torch/extension.h>")
-    if functions is not None:
-        if abi != ABI_TORCH or not is_python_module:
-            raise UsageError("functions= needs a Python module on the full ABI (abi='torch')")
-        parts.append(_bindings(functions, with_pytorch_error_handling))
-    spec = OpSpec(
-        name=name,
-        distribution=ONE_CALL,
-        root=INLINE_ROOT,
-        sources=("main.cpp",),
-        include_dirs=tuple(os.path.abspath(path) for path in extra_include_paths or ()),
-        cxx_args=_flags("extra_cflags", extra_cflags),
-        ldflags=_flags("extra_ldflags", extra_ldflags),
+    if functions is not None and (abi != ABI_TORCH or not is_python_module):
+        raise UsageError("functions= needs a Python module on the full ABI (abi='torch')")
+    texts = inline_texts(
+        cpp_sources,
+        cuda_sources,
+        sycl_sources,
+        None if functions is None else bindings(functions, with_pytorch_error_handling),
+        headers=abi == ABI_TORCH and not no_implicit_headers,
+    )
+    spec = declared_inline(
+        name,
+        texts,
+        include_dirs=extra_include_paths or (),
         kind=_kind(is_python_module, False, abi),
         abi=_abi(abi),
-        inline=(("main.cpp", "\n".join(parts) + "\n"),),
+        cxx_args=_flags("extra_cflags", extra_cflags),
+        ldflags=_flags("extra_ldflags", extra_ldflags),
     )
-    more = [(name, "\n".join(texts) + "\n") for name, texts in of_device.items() if texts]
-    spec = spec._replace(
-        sources=(*spec.sources, *(name for name, _ in more)), inline=(*spec.inline, *more)
-    )
-    spec = _with_device(spec, with_cuda, with_sycl, extra_cuda_cflags, extra_sycl_cflags)
+    spec = with_device(spec, with_cuda, with_sycl, extra_cuda_cflags, extra_sycl_cflags)
     return _load(spec, verbose, build_directory)
 
 
+def declared(
+    name: str,
+    sources: str | Sequence[str],
+    *,
+    include_dirs: Sequence[str],
+    kind: str,
+    abi: str,
+    cxx_args: tuple[str, ...],
+    ldflags: tuple[str, ...],
+) -> OpSpec:
+    """The declaration of an extension in files. Raises SpecError where one is not there."""
+    listed = [sources] if isinstance(sources, str) else list(sources)
+    if not listed:
+        raise SpecError(f"op {name} declares no sources")
+    files = [os.path.abspath(os.fspath(source)) for source in listed]
+    for file in files:
+        if not os.path.isfile(file):
+            raise SpecError(f"op {name}: the source {file} does not exist")
+    includes = [os.path.abspath(os.fspath(path)) for path in include_dirs]
+    root = _root(files, includes)
+    return OpSpec(
+        name=name,
+        distribution=ONE_CALL,
+        root=root,
+        sources=tuple(os.path.relpath(file, root) for file in files),
+        include_dirs=tuple(includes),
+        cxx_args=cxx_args,
+        ldflags=ldflags,
+        kind=kind,
+        abi=abi,
+    )
+
+
+def _root(files: list[str], includes: list[str]) -> str:
+    """The directory that the sources are one thing below, wherever it lies.
+
+    With directories for headers beside them it is the one that holds both, so that another clone
+    of a project is the same project. Not further up: that would be somebody's home.
+    """
+    root = os.path.dirname(files[0]) if len(files) == 1 else os.path.commonpath(files)
+    above = os.path.dirname(root)
+    beside = (path for path in includes if not os.path.join(path, "").startswith(root + os.sep))
+    if above.count(os.sep) > 1 and any(path.startswith(above + os.sep) for path in beside):
+        return above
+    return root
+
+
+def inline_texts(
+    cpp_sources: str | Sequence[str],
+    cuda_sources: str | Sequence[str] | None,
+    sycl_sources: str | Sequence[str] | None,
+    bindings: str | None,
+    *,
+    headers: bool,
+) -> tuple[tuple[str, str], ...]:
+    """(name, text) of each file that torch would write for an inline extension."""
+    given = {
+        "main.cpp": [*_texts(cpp_sources), *([] if bindings is None else [bindings])],
+        "cuda.cu": _texts(cuda_sources),
+        "sycl.sycl": _texts(sycl_sources),
+    }
+    made = []
+    for name, parts in given.items():
+        if not parts and name != "main.cpp":
+            continue
+        includes = [f"#include <{header}>" for header in _HEADERS[name]] if headers else []
+        made.append((name, "\n".join([*includes, *parts]) + "\n"))
+    return tuple(made)
+
+
+_HEADERS = {
+    "main.cpp": ("torch/extension.h",),
+    "cuda.cu": ("torch/types.h", "cuda.h", "cuda_runtime.h"),
+    "sycl.sycl": ("torch/types.h", "sycl/sycl.hpp"),
+}
+
+
+def declared_inline(
+    name: str,
+    texts: tuple[tuple[str, str], ...],
+    *,
+    include_dirs: Sequence[str],
+    kind: str,
+    abi: str,
+    cxx_args: tuple[str, ...],
+    ldflags: tuple[str, ...],
+) -> OpSpec:
+    """The declaration of an extension in text."""
+    return OpSpec(
+        name=name,
+        distribution=ONE_CALL,
+        root=INLINE_ROOT,
+        sources=tuple(source for source, _ in texts),
+        include_dirs=tuple(os.path.abspath(os.fspath(path)) for path in include_dirs),
+        cxx_args=cxx_args,
+        ldflags=ldflags,
+        kind=kind,
+        abi=abi,
+        inline=texts,
+    )
+
+
 def _load(spec: OpSpec, verbose: bool, build_directory: str | None) -> Any:
-    # Several specs may go by one name here; each call finds its own, by key.
-    quiet = {} if verbose else {"progress": "off"}
     asked = ""
     if spec.backend == CUDA and spec.device_args:
         from opkiln.arch import cuda
@@ -162,15 +242,24 @@ def _load(spec: OpSpec, verbose: bool, build_directory: str | None) -> Any:
         # torch takes the architectures from here, too, and then from nowhere else.
         flags, archs = cuda.from_flags(spec.device_args)
         spec, asked = spec._replace(device_args=flags), cuda.show(archs)
+    value, artifact = served(spec, asked, verbose)
+    if build_directory is not None:
+        copy_out(artifact, build_directory)
+    return artifact.path if spec.kind == LIBRARY else value
+
+
+def served(spec: OpSpec, asked: str, verbose: bool) -> tuple[Any, Artifact]:
+    """What a declaration loads as, and its artifact. ``asked`` is an arch list."""
+    # Several specs may go by one name here; each call finds its own, by key.
+    quiet = {} if verbose else {"progress": "off"}
     with override(**quiet):
         loaded = loader.load(Op(spec, asked=asked), again=True)
     assert loaded.artifact is not None  # there is no reference to fall back to
-    if build_directory is not None:
-        _copy_out(loaded.artifact, build_directory)
-    return loaded.artifact.path if spec.kind == LIBRARY else loaded.value
+    return loaded.value, loaded.artifact
 
 
-def _copy_out(artifact: Artifact, directory: str) -> None:
+def copy_out(artifact: Artifact, directory: str) -> str:
+    """Copy an artifact into a directory, which is made; gives its path there."""
     import shutil
 
     target = os.path.join(directory, os.path.basename(artifact.path))
@@ -185,6 +274,7 @@ def _copy_out(artifact: Artifact, directory: str) -> None:
         raise StoreError(
             f"{artifact.path} cannot be copied to build_directory={directory!r}: {error.strerror}"
         ) from error
+    return target
 
 
 def _abi(abi: str) -> str:
@@ -207,7 +297,7 @@ def _flags(argument: str, flags: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(flags or ())
 
 
-def _with_device(
+def with_device(
     spec: OpSpec,
     with_cuda: bool | None,
     with_sycl: bool | None,
@@ -235,13 +325,20 @@ def _texts(sources: str | Sequence[str] | None) -> list[str]:
     return [sources] if isinstance(sources, str) else list(sources or ())
 
 
-def _bindings(functions: str | Sequence[str] | Mapping[str, str], guarded: bool) -> str:
+# A function, maybe in a namespace, maybe of a template.
+_FUNCTION = r"[A-Za-z_]\w*(::\w+)*(<[\w:<>, *&]*>)?"
+
+
+def bindings(functions: str | Sequence[str] | Mapping[str, str], guarded: bool) -> str:
+    """The pybind11 module that torch would write for these. Raises UsageError."""
+    import re
+
     if isinstance(functions, str):
         functions = [functions]
     named = functions if hasattr(functions, "items") else {name: name for name in functions}
     lines = ["PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {"]
     for name, text in named.items():
-        if not name.isidentifier():
+        if not re.fullmatch(_FUNCTION, name):
             raise UsageError(f"functions: {name!r} is not the name of a C++ function")
         target = f"torch::wrap_pybind_function({name})" if guarded else f"&{name}"
         lines.append(f'  m.def("{name}", {target}, R"opkiln({text})opkiln");')

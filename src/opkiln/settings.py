@@ -161,6 +161,36 @@ def _directories(text: str) -> tuple[str, ...]:
     return tuple(os.path.abspath(part) for part in _paths(text))
 
 
+def _keys(text: str) -> tuple[str, ...]:
+    # Empty is no list of keys: `OPKILN_TRUSTED_KEYS=$KEY` must not trust everybody for lack of KEY.
+    if not (words := _words(text)):
+        raise ValueError("it has no key")
+    import re
+
+    for word in words:
+        if word.startswith("ed25519:") and not re.fullmatch("ed25519:[A-Za-z0-9+/]{43}=", word):
+            raise ValueError(f"{word} is no public key, which has 43 characters and =")
+    return words
+
+
+def _deepspeed(text: str) -> dict[str, tuple[str, ...]]:
+    """Which resorts serve each of DeepSpeed's ops; those that are not named, under ""."""
+    general: list[str] = []
+    named: dict[str, tuple[str, ...]] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        op, equals, resort = word.rpartition("=")
+        if resort not in ("ops", "engine", "off") or (equals and not op.isidentifier()):
+            raise ValueError(f"{word!r} is not ops, engine, off or OP=one of these")
+        if equals:
+            named[op] = () if resort == "off" else (resort,)
+        else:
+            general.append(resort)
+    if "off" in general and len(general) > 1:
+        raise ValueError("off goes with no other")
+    chosen = tuple(each for each in ("ops", "engine") if each in general)
+    return {"": chosen if general else ("ops", "engine"), **named}
+
+
 def _gfx_version(text: str) -> tuple[int, ...]:
     words = text.split(".")
     if len(words) != 3 or not all(word.isascii() and word.isdigit() for word in words):
@@ -183,6 +213,13 @@ class Settings:
         "Read-only stores below the writable one, first match wins, separated by `:`. "
         "Naming a directory here is what makes it trusted.",
         shown="none",
+    )  # fmt: skip
+    trusted_keys = Setting(
+        "OPKILN_TRUSTED_KEYS", _keys, None,
+        "Public keys (`ed25519:…`), or files with one on each line, separated by blanks. Where it "
+        "is set, a bundle is only imported, or used as a layer, if one of them has signed it. Set "
+        "and empty, it is an error.",
+        shown="none: bundles need no signature", empty_counts=True,
     )  # fmt: skip
     runtime_dir = Setting(
         "OPKILN_RUNTIME_DIR", str, None,
@@ -208,6 +245,18 @@ class Settings:
         "OPKILN_JIT", _jit, True,
         "`off`: never compile. What is not cached or installed falls back or fails. `needed`: "
         "compile only what has nothing to fall back to.", shown="on",
+    )  # fmt: skip
+    patch_torch = Setting(
+        "OPKILN_PATCH_TORCH", _switch, False,
+        "Extensions of programs that use `torch.utils.cpp_extension` are built by opkiln. "
+        "`opkiln run` sets it.", shown="off",
+    )  # fmt: skip
+    deepspeed = Setting(
+        "OPKILN_DEEPSPEED", _deepspeed, {"": ("ops", "engine")},
+        "What DeepSpeed's builders load where opkiln serves them: `ops` opkiln's own ops, `engine` "
+        "DeepSpeed's sources built by opkiln, both in this order; `off` what DeepSpeed builds. "
+        "`OP=ops`, `OP=engine` and `OP=off` say it of one op: `cpu_adam=engine,quantizer=off`.",
+        shown="`ops,engine`",
     )  # fmt: skip
     fallback = Setting(
         "OPKILN_FALLBACK", _choice("warn", "silent", "error"), "warn",
@@ -468,7 +517,7 @@ settings = Settings()
 _INDIFFERENT = frozenset((
     "progress", "trace", "no_color", "rank", "max_jobs", "memory", "build_timeout", "tmpdir",
     "runtime_dir", "cache_max_size", "record", "jit", "fallback", "seal", "build_ops",
-    "build_targets", "build_string", "nvcc_threads",
+    "build_targets", "build_string", "nvcc_threads", "patch_torch", "deepspeed",
     "cuda_visible_devices", "cuda_device_order", "rocr_visible_devices", "hip_visible_devices",
     "accelerator",  # which of an op's backends serves is in its spec
 ))  # fmt: skip

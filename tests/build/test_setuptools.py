@@ -344,7 +344,7 @@ def test_extensions_as_torch_makes_them_are_built_as_torch_means_them(
     module.write_text(module.read_text().replace("MORE);", "MORE;"))
     done = install.run([str(environment.python), *build], project)
     assert done.returncode == 1
-    assert "error: op _c: module.cpp does not compile" in done.stderr
+    assert "error: op _c: src/quick/csrc/module.cpp does not compile" in done.stderr
     assert "Traceback" not in done.stderr
 
 

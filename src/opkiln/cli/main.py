@@ -15,7 +15,7 @@ from opkiln.errors import OpkilnError, StoreError
 
 # A command's module is imported when it runs, or when --help needs its first line.
 _COMMANDS = (
-    "build", "plan", "explain", "arch", "check", "report", "doctor", "cache", "new", "demo",
+    "run", "build", "plan", "explain", "arch", "check", "report", "doctor", "cache", "new", "demo",
     "completion",
 )  # fmt: skip
 

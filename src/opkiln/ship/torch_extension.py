@@ -3,20 +3,23 @@
 ``CppExtension`` and ``CUDAExtension`` are plain setuptools extensions with torch's directories and
 libraries in them; torch's ``BuildExtension`` knows the rest. Here the rest is a plan like any
 other: parallel, cached, one owner for each flag. The module is for one torch and one Python, and
-for every CPU of its family: nothing looks at a CPU before Python imports it.
+for every CPU of its family, unless its flags ask for this one: nothing looks at a CPU before Python
+imports it.
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from opkiln.arch import cuda
 from opkiln.builder.base import OpBuilder
 from opkiln.errors import SpecError
 from opkiln.loading.archs import nothing_asked
 from opkiln.loading.loader import Op
-from opkiln.model import ABI_TORCH, CPU, CUDA, PYTHON, ROCM, OpSpec
+from opkiln.model import ABI_TORCH, CPU, CUDA, LIBRARY, PYTHON, ROCM, XPU, OpSpec
+from opkiln.settings import settings
+from opkiln.ship import torch_flags
 from opkiln.toolchain import torch_sdk
 from opkiln.toolchain.rocm_version import is_rocm_pytorch
 
@@ -25,23 +28,45 @@ if TYPE_CHECKING:
 
     from setuptools import Extension
 
-# The plan links what an op needs of these.
-_LIBRARIES = frozenset((
-    "c10", "torch", "torch_cpu", "torch_python", "cudart", "c10_cuda", "torch_cuda", "amdhip64",
-    "c10_hip", "torch_hip",
+_HOST_LIBRARIES = frozenset(("c10", "torch", "torch_cpu", "torch_python"))
+_CUDA_LIBRARIES = frozenset((
+    "cudart", "c10_cuda", "torch_cuda", "amdhip64", "c10_hip", "torch_hip",
 ))  # fmt: skip
+_SYCL_LIBRARIES = frozenset(("sycl", "c10_xpu", "torch_xpu"))
+# The plan links what an op needs of these.
+_OWNED = _HOST_LIBRARIES | _CUDA_LIBRARIES | {"sycl"}
 _DEVICE = (".cu", ".hip")
+_SYCL = (".sycl",)
+
+# The Python that a limited API is that of, as torch has it; a setup.py may set another there.
+LIMITED_API = "0x030A0000"
+
+# Of the flags that Python was built with, those that say what C++ means. The others say how well
+# it is compiled, which the plan does.
+_MEANING = ("-fwrapv", "-fno-strict-aliasing", "-fno-strict-overflow")
+
+
+class Around(NamedTuple):
+    """What a build_ext command adds to each of its extensions."""
+
+    cxx: tuple[str, ...] = ()
+    include_dirs: tuple[str, ...] = ()
+    library_dirs: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
+    objects: tuple[str, ...] = ()
+    link: tuple[str, ...] = ()
 
 
 class ExtensionBuilder(OpBuilder):
-    """What is known of an extension, as a builder."""
+    """What is known of an extension, as a builder. Raises SpecError, ArchError."""
 
     KIND = PYTHON
     ABI = ABI_TORCH
 
-    def __init__(self, extension: Extension) -> None:
-        spec, self._archs = _spec(extension)
+    def __init__(self, extension: Extension, around: Around = Around()) -> None:  # noqa: B008
+        spec, self._archs, remarks = _spec(extension, around)
         super().__init__(spec.name)
+        self.remarks = remarks
         self._spec = spec
         self.backend = spec.backend
 
@@ -59,65 +84,161 @@ class ExtensionBuilder(OpBuilder):
 def is_torchs(extension: Extension) -> bool:
     """Whether setuptools alone could not build an extension as torch means it."""
     return (
-        not _LIBRARIES.isdisjoint(extension.libraries)
+        not (_OWNED | _SYCL_LIBRARIES).isdisjoint(extension.libraries)
         or isinstance(extension.extra_compile_args, dict)
-        or any(str(source).endswith(_DEVICE) for source in extension.sources)
+        or any(str(source).endswith((*_DEVICE, *_SYCL)) for source in extension.sources)
+        or len(_outside_torch(extension.include_dirs)) < len(extension.include_dirs)
     )
 
 
-def _spec(extension: Extension) -> tuple[OpSpec, str]:
-    """The declaration, and the architectures that its flags ask for. Raises SpecError."""
+def around(compiler: Any, debug: bool | None) -> Around:
+    """What the settings of a build_ext command, or who subclassed it, added to its compiler."""
+    import sysconfig
+
+    usual = " ".join(
+        str(sysconfig.get_config_var(name) or "")
+        for name in ("CC", "CFLAGS", "OPT", "PY_CFLAGS", "CCSHARED", "BASECFLAGS")
+    ).split()
+    command = [str(word) for word in getattr(compiler, "compiler_so", ())[1:]]
+    # What is in the variables that opkiln reads, a plan has from there.
+    read = {*usual, *settings.cppflags, *settings.cxxflags}
+    words = [word for word in command if word not in read or word in _MEANING]
+    if "-DNDEBUG" not in command:
+        words.insert(0, "-UNDEBUG")  # a Python, or a CFLAGS, with assertions
+    macros = [_macro(*macro) for macro in getattr(compiler, "macros", ())]
+    python = {os.path.realpath(torch_sdk.python_include()), _platform_include()}
+    return Around(
+        cxx=(*words, *macros, *(["-g"] if debug else [])),
+        include_dirs=tuple(
+            path
+            for path in compiler.include_dirs
+            if os.path.realpath(path) not in python and _holds_anything(path)
+        ),
+        library_dirs=tuple(compiler.library_dirs),
+        libraries=tuple(compiler.libraries),
+        objects=tuple(compiler.objects),
+        link=tuple(f"-Wl,-rpath,{path}" for path in compiler.runtime_library_dirs),
+    )
+
+
+def _holds_anything(path: str) -> bool:
+    """Not an environment's own, mostly empty, directory: its path would be part of every key."""
+    try:
+        return bool(os.listdir(path))
+    except OSError:
+        return False  # it is not there
+
+
+def _platform_include() -> str:
+    import sysconfig
+
+    return os.path.realpath(sysconfig.get_path("platinclude"))
+
+
+def _macro(name: str, value: str | None = "") -> str:
+    if value is None:
+        return f"-D{name}"
+    return f"-D{name}={value}" if value else f"-U{name}"
+
+
+def _spec(extension: Extension, around: Around) -> tuple[OpSpec, str, list[str]]:
+    """The declaration, the architectures that its flags ask for, and what became of the others."""
     name = extension.name.rpartition(".")[2]
     if not extension.sources:
         raise SpecError(f"extension {extension.name} has no sources")
-    if extension.extra_objects:
-        raise SpecError(
-            f"extension {extension.name}: extra_objects are no part of a build that is cached",
-            why=", ".join(map(str, extension.extra_objects)),
-        )
     files = [os.path.abspath(os.fspath(source)) for source in extension.sources]
-    root = os.path.dirname(files[0]) if len(files) == 1 else os.path.commonpath(files)
-    of_device = any(file.endswith(_DEVICE) for file in files)
-    flags: Any = extension.extra_compile_args or []
-    both = flags if isinstance(flags, dict) else {"cxx": flags, "nvcc": flags}
+    backend = _backend(extension, files)
+    given: Any = extension.extra_compile_args or []
+    both = given if isinstance(given, dict) else {"cxx": given, "nvcc": given, "sycl": given}
     macros = [
         f"-D{macro}" if value is None else f"-D{macro}={value}"
         for macro, value in extension.define_macros
     ]
     macros += [f"-U{macro}" for macro in extension.undef_macros]
-    device_args, archs = cuda.from_flags((*macros, *both.get("nvcc", ())))
-    backend = CPU
-    if of_device:
-        backend = ROCM if is_rocm_pytorch() else CUDA
+    limited = bool(getattr(extension, "py_limited_api", False))
+    if limited:
+        macros.append(f"-DPy_LIMITED_API={_limited_api()}")
+    device = both.get("sycl" if backend == XPU else "nvcc", ())
+    libraries = [*around.libraries, *extension.libraries]
+    objects = [os.path.abspath(path) for path in (*around.objects, *extension.extra_objects)]
+    flags = torch_flags.translated(
+        name,
+        cxx=(*around.cxx, *macros, *both.get("cxx", ())),
+        # nvcc is told nothing of what Python was built with: assertions in kernels hold.
+        device=("-UNDEBUG", *macros, *device) if backend != CPU else (),
+        link=(
+            *objects,
+            *(f"-L{path}" for path in around.library_dirs),
+            *(f"-L{path}" for path in _foreign(extension.library_dirs, "libcudart.so")),
+            *(f"-Wl,-rpath,{path}" for path in extension.runtime_library_dirs),
+            *around.link,
+            *extension.extra_link_args,
+        ),
+        backend_is_cuda=backend == CUDA,
+    )
     spec = OpSpec(
         name=name,
         distribution=extension.name.partition(".")[0],
-        root=root,
-        sources=tuple(os.path.relpath(file, root) for file in files),
-        include_dirs=tuple(_foreign(extension.include_dirs, "cuda_runtime_api.h")),
-        cxx_args=(*macros, *both.get("cxx", ())),
-        ldflags=(
-            *(f"-L{path}" for path in _foreign(extension.library_dirs, "libcudart.so")),
-            *(f"-Wl,-rpath,{path}" for path in extension.runtime_library_dirs),
-            *extension.extra_link_args,
+        **_placed(files),
+        include_dirs=tuple(
+            _foreign((*extension.include_dirs, *around.include_dirs), "cuda_runtime_api.h")
         ),
-        libraries=tuple(each for each in extension.libraries if each not in _LIBRARIES),
-        kind=PYTHON,
+        cxx_args=flags.cxx,
+        ldflags=_without_runtime(flags.link) if backend == CUDA else flags.link,
+        libraries=tuple(each for each in libraries if each not in _OWNED),
+        # A limited module is of every Python, so that it is linked to nothing that is of one.
+        kind=LIBRARY if limited else PYTHON,
         abi=ABI_TORCH,
         backend=backend,
-        vectorize=False,
-        device_args=device_args if of_device else (),
+        vectorize=flags.native,
+        device_args=flags.device,
+        device_libraries=tuple(_device_libraries(both.get("nvcc_dlink", ()))),
     )
-    return spec, cuda.show(archs) if of_device else ""
+    remarks = [f"{extension.name}: {remark}" for remark in flags.remarks]
+    return spec, flags.archs, remarks
+
+
+def _placed(files: list[str]) -> dict[str, Any]:
+    """Where the sources lie. setup.py runs in its project, which is one thing wherever it lies."""
+    root = os.getcwd()
+    if any(not file.startswith(os.path.join(root, "")) for file in files):
+        root = os.path.dirname(files[0]) if len(files) == 1 else os.path.commonpath(files)
+    return {"root": root, "sources": tuple(os.path.relpath(file, root) for file in files)}
+
+
+def _backend(extension: Extension, files: list[str]) -> str:
+    libraries = set(extension.libraries)
+    if any(file.endswith(_SYCL) for file in files) or not _SYCL_LIBRARIES.isdisjoint(libraries):
+        return XPU
+    # C++ that uses the CUDA runtime needs its headers and libraries, too.
+    if any(file.endswith(_DEVICE) for file in files) or not _CUDA_LIBRARIES.isdisjoint(libraries):
+        return ROCM if is_rocm_pytorch() else CUDA
+    return CPU
+
+
+def _limited_api() -> str:
+    torchs = sys.modules.get("torch.utils.cpp_extension")
+    return str(getattr(torchs, "min_supported_cpython", LIMITED_API))
+
+
+def _device_libraries(flags: Iterable[str]) -> list[str]:
+    """Those that a device link takes: torch's CUDAExtension has them among its flags."""
+    return [flag[2:] for flag in flags if flag.startswith("-l") and flag != "-l"]
+
+
+def _without_runtime(flags: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(flag for flag in flags if flag != "-lcudart")
+
+
+def _outside_torch(directories: Iterable[str]) -> list[str]:
+    torch = torch_sdk.locate()
+    own = "" if torch is None else os.path.join(torch, "")
+    found = [os.path.abspath(os.fspath(path)) for path in directories]
+    return [path for path in found if not (own and path.startswith(own))]
 
 
 def _foreign(directories: Iterable[str], mark: str) -> list[str]:
     """Those that are neither torch's nor a CUDA toolkit's: which of these it is, a plan says."""
-    torch = torch_sdk.locate()
-    own = "" if torch is None else os.path.join(torch, "")
-    found = [os.path.abspath(os.fspath(path)) for path in directories]
     return [
-        path
-        for path in found
-        if not (own and path.startswith(own)) and not os.path.exists(os.path.join(path, mark))
+        path for path in _outside_torch(directories) if not os.path.exists(os.path.join(path, mark))
     ]

@@ -1,0 +1,39 @@
+"""What Python runs at its start below ``opkiln run``, which puts this directory on PYTHONPATH.
+
+It runs in every Python that the command starts, also in one of another environment: so it brings
+its opkiln along where there is none, and a Python that is too old for opkiln goes on without it.
+"""
+
+import sys
+
+
+def _start() -> None:
+    import os
+    from importlib.machinery import PathFinder
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    here = os.path.dirname(os.path.abspath(__file__))
+    package = os.path.dirname(os.path.dirname(here))
+    # The sitecustomize that this one hides, as if it were found first.
+    others = [path for path in sys.path if os.path.abspath(path) != here]
+    spec = PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        module = sys.modules["sitecustomize"] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+    if sys.version_info < (3, 11):  # noqa: UP036 (any Python may be started)
+        sys.stderr.write("opkiln: this Python is older than 3.11; it runs without opkiln\n")
+        return
+    if PathFinder.find_spec("opkiln") is None:
+        # Not by sys.path: everything else that is installed beside it would come along.
+        init = os.path.join(package, "__init__.py")
+        spec = spec_from_file_location("opkiln", init, submodule_search_locations=[package])
+        assert spec is not None  # a path that ends in .py has a loader
+        assert spec.loader is not None
+        module = sys.modules["opkiln"] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+    from opkiln.compat import autoload
+
+    autoload.start()
+
+
+_start()

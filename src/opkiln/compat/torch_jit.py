@@ -1,0 +1,193 @@
+"""``load`` and ``load_inline`` as torch.utils.cpp_extension has them, over opkiln's loader.
+
+Beside ``opkiln.load`` these keep torch's ways: flags are read as a shell reads them, C++ is
+compiled without optimization unless it is asked for, assertions hold, and what goes wrong is an
+exception of torch's kind, too.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any
+
+from opkiln import extension
+from opkiln.compat.torch_errors import as_torchs
+from opkiln.model import ABI_TORCH, CUDA, EXECUTABLE, LIBRARY, PYTHON, OpSpec
+from opkiln.ship import torch_flags
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from opkiln.ship.torch_flags import Flags
+
+# What a compiler does that is told nothing; a plan's own flags come before these.
+_UNASKED = ("-O0", "-UNDEBUG")
+
+
+def load(
+    name: str,
+    sources: str | list[str],
+    extra_cflags: Sequence[str] | None = None,
+    extra_cuda_cflags: Sequence[str] | None = None,
+    extra_sycl_cflags: Sequence[str] | None = None,
+    extra_ldflags: Sequence[str] | None = None,
+    extra_include_paths: Sequence[str] | None = None,
+    build_directory: str | None = None,
+    verbose: bool = False,
+    with_cuda: bool | None = None,
+    with_sycl: bool | None = None,
+    is_python_module: bool = True,
+    is_standalone: bool = False,
+    keep_intermediates: bool = True,  # noqa: ARG001 (objects are always kept, in the store)
+) -> Any:
+    """Compile sources, or find them compiled, and load them: torch's function of this name.
+
+    Gives the module; with ``is_python_module=False`` the library's path, its ops in ``torch.ops``;
+    with ``is_standalone=True``, too, the program's path. ``build_directory`` is made where it is
+    not there, and gets a copy of the result, whose path is then the one that is given. A call with
+    changed sources or flags gives the new code.
+
+    Raises ExtensionError (a RuntimeError) where it cannot be built, ExtensionNotLoaded (an
+    ImportError) or LibraryNotLoaded (an OSError) where it cannot be loaded, and FileNotFoundError,
+    ValueError and AssertionError where torch does.
+    """
+    if is_python_module and is_standalone:
+        raise ValueError("is_python_module and is_standalone exclude each other")
+    listed = [os.fspath(each) for each in ([sources] if isinstance(sources, str) else sources)]
+    if not listed:
+        raise AssertionError(f"extension {name!r} has no source")
+    for source in listed:
+        if not os.path.isfile(source):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source)
+    cuda, sycl = _devices(listed, with_cuda, with_sycl)
+    kind = PYTHON if is_python_module else EXECUTABLE if is_standalone else LIBRARY
+    with as_torchs(kind):
+        flags = _flags(
+            name, extra_cflags, extra_cuda_cflags, extra_sycl_cflags, extra_ldflags, sycl
+        )
+        spec = extension.declared(
+            name,
+            listed,
+            include_dirs=_directories(extra_include_paths),
+            kind=kind,
+            abi=ABI_TORCH,
+            cxx_args=(*_UNASKED, *flags.cxx),
+            ldflags=flags.link,
+        )
+        return _served(spec, flags, cuda, sycl, verbose, build_directory)
+
+
+def load_inline(
+    name: str,
+    cpp_sources: str | Sequence[str],
+    cuda_sources: str | Sequence[str] | None = None,
+    sycl_sources: str | Sequence[str] | None = None,
+    functions: str | list[str] | dict[str, str] | None = None,
+    extra_cflags: Sequence[str] | None = None,
+    extra_cuda_cflags: Sequence[str] | None = None,
+    extra_sycl_cflags: Sequence[str] | None = None,
+    extra_ldflags: Sequence[str] | None = None,
+    extra_include_paths: Sequence[str] | None = None,
+    build_directory: str | None = None,
+    verbose: bool = False,
+    with_cuda: bool | None = None,
+    with_sycl: bool | None = None,
+    is_python_module: bool = True,
+    with_pytorch_error_handling: bool = True,
+    keep_intermediates: bool = True,  # noqa: ARG001 (objects are always kept, in the store)
+    use_pch: bool = False,  # noqa: ARG001 (see below)
+    no_implicit_headers: bool = False,
+) -> Any:
+    """As ``load``, with the sources as text: torch's function of this name.
+
+    The text is written to ``build_directory``, where that is given, and nowhere else. ``use_pch``
+    is taken and changes nothing: torch's precompiled header of 790 MB, inside its own package, is
+    neither made nor removed; what was compiled once is found in the store.
+    """
+    if functions is not None and not isinstance(functions, str | list | dict):
+        raise ValueError(f"'functions' must be a list or a dict, and is a {type(functions)}")
+    kind = PYTHON if is_python_module else LIBRARY
+    with as_torchs(kind):
+        bound = None
+        if functions is not None:
+            bound = extension.bindings(functions, with_pytorch_error_handling)
+        texts = extension.inline_texts(
+            cpp_sources, cuda_sources, sycl_sources, bound, headers=not no_implicit_headers
+        )
+        cuda, sycl = _devices([source for source, _ in texts], with_cuda, with_sycl)
+        flags = _flags(
+            name, extra_cflags, extra_cuda_cflags, extra_sycl_cflags, extra_ldflags, sycl
+        )
+        spec = extension.declared_inline(
+            name,
+            texts,
+            include_dirs=_directories(extra_include_paths),
+            kind=kind,
+            abi=ABI_TORCH,
+            cxx_args=(*_UNASKED, *flags.cxx),
+            ldflags=flags.link,
+        )
+        found = _served(spec, flags, cuda, sycl, verbose, build_directory)
+    if build_directory is not None:
+        for source, text in texts:
+            with open(os.path.join(build_directory, source), "w", encoding="utf-8") as file:
+                file.write(text)
+    return found
+
+
+def _devices(
+    sources: list[str], with_cuda: bool | None, with_sycl: bool | None
+) -> tuple[bool, bool]:
+    """Whether CUDA and SYCL have a part in it. Raises AssertionError for both, as torch does."""
+    cuda, sycl = with_cuda, with_sycl
+    if cuda is None:
+        cuda = any(source.endswith((".cu", ".cuh")) for source in sources)
+    if sycl is None:
+        sycl = any(source.endswith(".sycl") for source in sources)
+    if cuda and sycl:
+        raise AssertionError("one extension cannot have both SYCL and CUDA sources")
+    return cuda, sycl
+
+
+def _flags(
+    name: str,
+    cxx: Sequence[str] | None,
+    cuda: Sequence[str] | None,
+    sycl: Sequence[str] | None,
+    link: Sequence[str] | None,
+    for_sycl: bool,
+) -> Flags:
+    return torch_flags.translated(
+        name,
+        torch_flags.shell_words(cxx),
+        torch_flags.shell_words(sycl if for_sycl else cuda),
+        torch_flags.shell_words(link),
+        backend_is_cuda=not for_sycl,
+    )
+
+
+def _directories(paths: Sequence[str] | None) -> list[str]:
+    return [os.fspath(path).strip() for path in paths or ()]
+
+
+def _served(
+    spec: OpSpec, flags: Flags, cuda: bool, sycl: bool, verbose: bool, build_directory: str | None
+) -> Any:
+    spec = extension.with_device(spec, cuda, sycl, flags.device, flags.device)
+    # As torch's: for the CPU of this machine only where a flag asks for it.
+    spec = spec._replace(vectorize=flags.native)
+    if spec.backend == CUDA:
+        ldflags = tuple(flag for flag in spec.ldflags if flag != "-lcudart")
+        spec = spec._replace(ldflags=ldflags, device_args=("-UNDEBUG", *spec.device_args))
+    if flags.remarks and verbose:
+        from opkiln.engine import events
+
+        for remark in flags.remarks:
+            events.emit(events.NOTE, text=f"{spec.name}: {remark}")
+    value, artifact = extension.served(spec, flags.archs, verbose)
+    path = artifact.path
+    if build_directory is not None:
+        path = extension.copy_out(artifact, os.fspath(build_directory))
+    return value if spec.kind == PYTHON else path

@@ -1,0 +1,243 @@
+"""Flags as packages write them for torch.utils.cpp_extension, as a plan takes them.
+
+Those packages talk to the compilers: they ask nvcc for threads and architectures, g++ for the CPU
+it runs on, and name paths from where ``setup.py`` runs. A plan chooses threads and architectures,
+is the same on every machine, and runs its compilers elsewhere. So here, and only here, such flags
+are turned into what the plan has a word for, or left out with a remark. What would start another
+program or write elsewhere is left as it is: ``steps.flags`` refuses it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from typing import NamedTuple
+
+from opkiln.arch import cuda
+from opkiln.errors import SpecError
+from opkiln.settings import settings
+from opkiln.toolchain import find
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+# Options that are followed by a directory or a file, the longer ones first.
+_DIRECTORIES = ("-isystem", "-iquote", "-idirafter", "-I", "-L")
+_FILES = ("-include", "-imacros")
+
+# What asks for dependency files, intermediate files or a language: a plan has its own of each.
+_LEFT_OUT = frozenset((
+    "-MD", "-MMD", "-MP", "-MG", "-save-temps", "--save-temps", "-keep", "--keep", "-time",
+    "--time", "-dryrun", "--dryrun",
+))  # fmt: skip
+_LEFT_OUT_WITH_VALUE = frozenset(("-MF", "-MT", "-MQ", "-x", "--x", "-keep-dir", "--keep-dir"))
+# How many threads nvcc may use is the engine's to say: it knows of the others.
+_THREADS = frozenset(("-t", "--threads", "-split-compile", "--split-compile"))
+_THREADS_JOINED = re.compile(r"-t\d+\Z")
+# Link-time optimization of device code, which nvcc has for one architecture at a time.
+_LINK_TIME = frozenset(("-dlto", "-lto", "--dlink-time-opt"))
+_HOST_COMPILER = frozenset(("-ccbin", "--compiler-bindir"))
+_FOR_HOST = frozenset(("-Xcompiler", "--compiler-options"))
+_FOR_OTHERS = frozenset((
+    "-Xptxas", "--ptxas-options", "-Xcudafe", "-Xnvlink", "--nvlink-options", "-Xfatbin",
+))  # fmt: skip
+_ARCHITECTURES = frozenset(("-gencode", "--generate-code", "-arch", "--gpu-architecture"))
+_WORDS = ("native", "all", "all-major")  # that nvcc's -arch takes, and so does an arch list
+_NATIVE = frozenset(("-march=native", "-mcpu=native"))
+
+
+class Flags(NamedTuple):
+    """What a declaration takes; ``remarks`` say what became of the rest."""
+
+    cxx: tuple[str, ...] = ()
+    device: tuple[str, ...] = ()
+    link: tuple[str, ...] = ()
+    archs: str = ""  # an arch list, where the flags name architectures
+    native: bool = False  # for the CPU of this machine, or the one that OPKILN_CPU names
+    remarks: tuple[str, ...] = ()
+
+
+def translated(
+    op: str,
+    cxx: Iterable[str] = (),
+    device: Iterable[str] = (),
+    link: Iterable[str] = (),
+    *,
+    backend_is_cuda: bool = True,
+) -> Flags:
+    """Flags for the C++ compiler, the device compiler and the linker. Raises SpecError, ArchError.
+
+    Paths are meant as seen from the current directory.
+    """
+    remarks: list[str] = []
+    own, native = _cxx(_present(cxx), remarks)
+    words, asked = tuple(_present(device)), ""
+    if backend_is_cuda:
+        words, asked = _archs(_device(op, words, remarks))
+    return Flags(
+        cxx=tuple(own),
+        device=words,
+        link=tuple(_link(_present(link))),
+        archs=asked,
+        native=native,
+        remarks=tuple(dict.fromkeys(remarks)),
+    )
+
+
+def shell_words(flags: Iterable[str] | None) -> list[str]:
+    """The words of flags that torch hands to ninja, which has a shell read them.
+
+    One flag may hold several, quotes are the shell's and ``$$`` is ninja's ``$``.
+    """
+    return [word for flag in flags or () for word in shlex.split(flag.replace("$$", "$"))]
+
+
+def _present(flags: Iterable[str]) -> list[str]:
+    """Without what is empty: `os.getenv("X", "").split(" ")` is how some are made."""
+    return [word for flag in flags if (word := os.fspath(flag).strip())]
+
+
+def _cxx(words: Iterable[str], remarks: list[str]) -> tuple[list[str], bool]:
+    kept: list[str] = []
+    native = False
+    rest = iter(words)
+    for word in rest:
+        if word in _NATIVE:
+            native = True
+        elif word == "-mtune=native":
+            remarks.append(f"{word} is left out: a build does not depend on where it runs")
+        elif word in _LEFT_OUT or word.startswith("-save-temps="):
+            remarks.append(_unneeded(word))
+        elif word in _LEFT_OUT_WITH_VALUE:
+            remarks.append(_unneeded(f"{word} {next(rest, '')}"))
+        else:
+            kept += _path(word, rest, "")
+    return kept, native
+
+
+def _unneeded(word: str) -> str:
+    return f"{word} is left out: intermediate files and languages are the plan's to choose"
+
+
+def _device(op: str, words: Iterable[str], remarks: list[str]) -> Iterator[str]:
+    rest = iter(words)
+    for word in rest:
+        option, joined, value = word.partition("=")
+        if option in _THREADS or _THREADS_JOINED.match(word):
+            given = joined or _THREADS_JOINED.match(word)
+            text = word if given else f"{word} {next(rest, '')}"
+            remarks.append(f"{text} is left out: OPKILN_NVCC_THREADS limits nvcc's threads")
+        elif word in _LINK_TIME:
+            remarks.append(f"{word} is left out: device code is linked without optimization")
+        elif option in _LEFT_OUT:
+            remarks.append(_unneeded(word))
+        elif option in _LEFT_OUT_WITH_VALUE:
+            remarks.append(_unneeded(word if joined else f"{word} {next(rest, '')}"))
+        elif option in _HOST_COMPILER:
+            named = value if joined else next(rest, "")
+            if _is_host_compiler(named):
+                remarks.append(f"{option} {named} is left out: it is the host compiler anyway")
+                continue
+            raise SpecError(
+                f"op {op}: the nvcc flag {option!r} is not taken",
+                why="nvcc's host compiler compiles the rest of the op, too, and is chosen by a "
+                "setting",
+                hint=f"NVCC_CCBIN={shlex.quote(named)}    # without the flag",
+            )
+        elif option in _FOR_HOST:
+            yield from _for_host(value if joined else next(rest, ""), remarks)
+        elif option in _FOR_OTHERS:
+            # nvcc takes a list with commas, and a shell of its own takes the quotes away.
+            parts = shlex.split((value if joined else next(rest, "")).replace(",", " "))
+            yield f"{option}={','.join(parts)}"
+        else:
+            yield from _path(_unquoted(word), rest, "=")
+
+
+def _is_host_compiler(named: str) -> bool:
+    """Whether a program is the host compiler, or its driver for C: packages pass on ``$CC``."""
+    own = settings.ccbin or (settings.cxx[-1] if settings.cxx else "g++")
+    directory, name = os.path.split(named)
+    of_cxx = re.sub(r"clang(?!\+)", "clang++", re.sub(r"(g|\bc)cc?\b", r"\1++", name))
+    drivers = (find.first(each) for each in (named, os.path.join(directory, of_cxx)))
+    chosen = find.first(own)
+    return chosen is not None and os.path.realpath(chosen) in {
+        os.path.realpath(path) for path in drivers if path is not None
+    }
+
+
+def _for_host(text: str, remarks: list[str]) -> Iterator[str]:
+    for part in shlex.split(text.replace(",", " ")):
+        if part in _NATIVE or part == "-mtune=native":
+            remarks.append(
+                f"-Xcompiler={part} is left out: a build does not depend on where it runs"
+            )
+        else:
+            yield f"-Xcompiler={part}"
+
+
+def _unquoted(word: str) -> str:
+    """Without quotes around all of it, or around what follows the first ``=``."""
+    option, equals, value = word.partition("=")
+    for text, before in ((word, ""), (value, option + equals)):
+        if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+            return before + text[1:-1]
+    return word
+
+
+def _archs(words: Iterable[str]) -> tuple[tuple[str, ...], str]:
+    """The other flags, and the arch list that those for architectures come to."""
+    plain: list[str] = []
+    asked: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        option, joined, value = word.partition("=")
+        if option not in _ARCHITECTURES:
+            plain.append(word)
+            continue
+        text = (value if joined else next(rest, "")).replace('"', "").replace("\\", "")
+        if text in _WORDS:
+            asked.append(text)
+        else:
+            plain.append(f"{option}={text}")
+    others, found = cuda.from_flags(plain)
+    return others, ";".join([*asked, *filter(None, [cuda.show(found)])])
+
+
+def _link(words: Iterable[str]) -> Iterator[str]:
+    rest = iter(words)
+    for word in rest:
+        if word.startswith("-Wl,"):
+            yield ",".join(_existing(part) for part in word.split(","))
+        elif word.startswith("-"):
+            yield from _path(word, rest, "")
+        else:
+            yield _existing(word)
+
+
+def _existing(word: str) -> str:
+    """A file that is there, or what follows a ``=`` and is, by its whole path."""
+    option, equals, value = word.rpartition("=")
+    if value and not value.startswith("-") and os.path.isfile(value):
+        return option + equals + os.path.abspath(value)
+    return word
+
+
+def _path(word: str, rest: Iterator[str], joint: str) -> list[str]:
+    """One flag; a path in it, or after it, made whole and one word with its option.
+
+    ``joint`` is what nvcc wants between an option of several letters and its value.
+    """
+    for option in (*_DIRECTORIES, *_FILES):
+        if not word.startswith(option):
+            continue
+        value = word[len(option) :].removeprefix("=") or next(rest, "")
+        if not value:
+            return [word]
+        # A file that is forced in may also be one that is searched for: torch/extension.h.
+        if option in _DIRECTORIES or os.path.isfile(value):
+            value = os.path.abspath(value)
+        return [option + (joint if len(option) > 2 else "") + value]
+    return [word]

@@ -1,0 +1,382 @@
+"""``load`` and ``load_inline``: each shape of extension by torch and by opkiln, call by call."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sample import child
+from sample.compat import both, both_raise, described, module
+
+import opkiln.compat.torch as ours
+from opkiln.toolchain import host, toolkits
+
+theirs = pytest.importorskip("torch.utils.cpp_extension")
+pytestmark = pytest.mark.skipif(
+    not host.available() or not theirs.is_ninja_available(),
+    reason="torch builds with a C++ compiler and ninja",
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+STABLE = """
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+int64_t sized(const torch::stable::Tensor& x) { return x.numel() * 10; }
+STABLE_TORCH_LIBRARY(NAMESPACE, m) { m.def("sized(Tensor x) -> int"); }
+STABLE_TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("sized", TORCH_BOX(&sized)); }
+"""
+FULL = """
+#include <torch/library.h>
+static at::Tensor twice(const at::Tensor& x) { return x + x; }
+TORCH_LIBRARY(NAMESPACE, m) { m.def("twice(Tensor x) -> Tensor", &twice); }
+"""
+PROGRAM = """
+#include <c10/core/DeviceType.h>
+#include <cstdio>
+int main(int n, char**) {
+  std::puts(c10::DeviceTypeName(c10::DeviceType::CPU).c_str());
+  return n;
+}
+"""
+PYBIND = """
+#include <pybind11/pybind11.h>
+int add(int a, int b) { return a + b; }
+namespace inner {
+int sub(int a, int b) { return a < b ? throw std::invalid_argument("a < b") : a - b; }
+}
+"""
+TENSORS = """
+at::Tensor twice(const at::Tensor& x) { return x * 2; }
+at::Tensor refuse(const at::Tensor& x) { TORCH_CHECK(x.numel() == 0, "not empty"); return x; }
+at::Tensor index(const at::Tensor& x) { TORCH_CHECK_INDEX(false, "no index"); return x; }
+"""
+KERNEL = """
+#include <cuda_runtime.h>
+__global__ void fill(float* x) { x[threadIdx.x] = SCALE; }
+int launched() { fill<<<1, 1>>>(nullptr); return cudaGetLastError() != cudaSuccess; }
+"""
+CALLS_KERNEL = """
+#include <Python.h>
+int launched();
+static PyObject* run(PyObject*, PyObject*) { return Py_BuildValue("i", launched()); }
+static PyMethodDef methods[] = {{"run", run, METH_NOARGS, "Runs."}, {}};
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "mixed", "", -1, methods};
+PyMODINIT_FUNC PyInit_mixed() { return PyModule_Create(&definition); }
+"""
+
+
+@pytest.fixture(autouse=True)
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """torch's builds of a test lie in its own directory, too."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "torchs"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(path: str, text: str) -> str:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
+    return path
+
+
+# A module
+
+
+def test_a_module_is_the_same_to_its_caller() -> None:
+    write("src/by_hand.cpp", module("by_hand"))
+    expected, found = both(lambda system: system.load("by_hand", ["src/by_hand.cpp"]))
+    assert described(found) == described(expected)
+    assert found.answer() == expected.answer() == 42
+
+
+@pytest.mark.parametrize("flags", [
+    ["-DANSWER=7"],
+    ["-DANSWER=7 -O2", "-g"],
+    ["-O3", "-march=native", "-fopenmp", "-DANSWER=8"],
+    [r"-DANSWER=sizeof\(\"abc\"\)"],
+    ["'-DANSWER=(1 + 1)'"],
+    ["-std=c++17", "-DANSWER=__cplusplus"],
+    ["-O0", "-Wall", "-DANSWER=3"],
+])  # fmt: skip
+def test_flags_mean_the_same(flags: list[str]) -> None:
+    name = f"flagged_{abs(hash(tuple(flags)))}"
+    write("m.cpp", module(name))
+    expected, found = both(lambda system: system.load(name, "m.cpp", extra_cflags=flags))
+    assert found.answer() == expected.answer()
+
+
+def test_what_is_not_asked_for_is_the_same() -> None:
+    """No optimization, assertions, no instructions beyond the CPU family's, no other standard."""
+    predefined = ["NDEBUG", "__OPTIMIZE__", "__AVX2__", "__FMA__", "TORCH_API_INCLUDE_EXTENSION_H"]
+    bits = " + ".join(f"HAS_{name} * {1 << i}" for i, name in enumerate(predefined))
+    text = "".join(
+        f"#ifdef {name}\n#define HAS_{name} 1\n#else\n#define HAS_{name} 0\n#endif\n"
+        for name in predefined
+    )
+    write("m.cpp", f"{text}#define ANSWER {bits}\n{module('defaults')}")
+    expected, found = both(lambda system: system.load("defaults", ["m.cpp"]))
+    assert found.answer() == expected.answer()
+
+
+def test_headers_come_from_relative_and_absolute_directories(apart: Path) -> None:
+    write("inc/value.h", "#define VALUE 5\n")
+    write("far/more.h", "#define ANSWER VALUE + 1\n")
+    write("src/m.cpp", f'#include "value.h"\n#include "more.h"\n{module("headers")}')
+    expected, found = both(
+        lambda system: system.load(
+            "headers", ["src/m.cpp"], extra_include_paths=["inc", str(apart / "far")]
+        )
+    )
+    assert found.answer() == expected.answer() == 6
+
+
+def test_a_changed_source_or_flag_gives_the_new_code() -> None:
+    def values(system: Any) -> list[int]:
+        write("m.cpp", module("changing"))
+        found = [system.load("changing", ["m.cpp"]).answer()]
+        write("m.cpp", "#define ANSWER 43\n" + module("changing"))
+        # torch's second version goes by another name, which its module has to know.
+        name = "changing_v1" if system is theirs else "changing"
+        write("m.cpp", "#define ANSWER 43\n" + module(name))
+        found.append(system.load("changing", ["m.cpp"]).answer())
+        return found
+
+    expected, found = both(values)
+    assert found == expected == [42, 43]
+
+
+def test_every_suffix_of_cpp_is_taken() -> None:
+    write("m.cpp", 'extern int a(), b(), c();\n#define ANSWER a() + b() + c()\n' +
+          module("suffixes"))  # fmt: skip
+    for name, suffix in (("a", "cc"), ("b", "cxx"), ("c", "c")):
+        write(f"{name}.{suffix}", f"int {name}() {{ return 1; }}\n")
+    expected, found = both(
+        lambda system: system.load("suffixes", ["m.cpp", "a.cc", "b.cxx", "c.c"])
+    )
+    assert found.answer() == expected.answer() == 3
+
+
+def test_files_of_one_name_in_two_folders_collide_in_torchs_load_and_not_here() -> None:
+    write("one/x.cpp", "int other();\n#define ANSWER other()\n" + module("twins"))
+    write("two/x.cpp", "int other() { return 9; }\n")
+    sources = ["one/x.cpp", "two/x.cpp"]
+    with pytest.raises(RuntimeError, match="multiple rules generate"):
+        theirs.load("twins", sources)
+    assert ours.load("twins", sources).answer() == 9
+
+
+# Other kinds
+
+
+def test_a_program_is_its_path() -> None:
+    write("p.cpp", PROGRAM)
+    for where in ("torchs-own", "ours"):
+        os.mkdir(where)
+    expected = theirs.load("program", ["p.cpp"], is_python_module=False, is_standalone=True,
+                           build_directory="torchs-own")  # fmt: skip
+    found = ours.load("program", ["p.cpp"], is_python_module=False, is_standalone=True,
+                      build_directory="ours")  # fmt: skip
+    assert (type(found), os.path.basename(found)) == (type(expected), os.path.basename(expected))
+    assert os.path.dirname(found) == "ours"
+    run = [subprocess.run([os.path.abspath(path), "x"], capture_output=True, text=True, env={},
+                          check=False) for path in (expected, found)]  # fmt: skip
+    assert [(each.returncode, each.stdout) for each in run] == [(2, "CPU\n")] * 2
+
+
+def registered(system: Any, source: str, namespace: str) -> str:
+    where = f"{namespace}-dir"
+    os.mkdir(where)
+    return str(system.load(namespace, [source], is_python_module=False, build_directory=where,
+                           extra_cflags=[f"-DNAMESPACE={namespace}"]))  # fmt: skip
+
+
+def test_a_library_of_the_stable_abi_registers_its_ops() -> None:
+    import torch
+
+    write("lib.cpp", STABLE)
+    paths = registered(theirs, "lib.cpp", "matrix_a"), registered(ours, "lib.cpp", "matrix_b")
+    assert paths == ("matrix_a-dir/matrix_a.so", "matrix_b-dir/matrix_b.so")
+    assert all(map(os.path.isfile, paths))
+    x = torch.ones(2, 3)
+    assert torch.ops.matrix_a.sized(x) == torch.ops.matrix_b.sized(x) == 60
+
+
+@pytest.mark.full
+def test_a_torch_library_of_the_full_abi_registers_its_ops() -> None:
+    import torch
+
+    write("lib.cpp", FULL)
+    paths = registered(theirs, "lib.cpp", "matrix_c"), registered(ours, "lib.cpp", "matrix_d")
+    assert [os.path.basename(path) for path in paths] == ["matrix_c.so", "matrix_d.so"]
+    x = torch.ones(2)
+    assert torch.equal(torch.ops.matrix_c.twice(x), torch.ops.matrix_d.twice(x))
+
+
+# Text
+
+
+@pytest.mark.parametrize("functions", [
+    ["add"], "add", {"add": "Adds two numbers."}, ["add", "inner::sub"],
+])  # fmt: skip
+@pytest.mark.slow
+def test_inline_functions_are_bound_with_their_texts(functions: Any) -> None:
+    name = f"inline_{abs(hash(str(functions)))}"
+    expected, found = both(
+        lambda system: system.load_inline(
+            name, [PYBIND], functions=functions, no_implicit_headers=True,
+            with_pytorch_error_handling=False,
+        )
+    )  # fmt: skip
+    assert described(found) == described(expected)
+    assert found.add(2, 3) == expected.add(2, 3) == 5
+    if hasattr(found, "inner::sub"):
+        for each in (expected, found):
+            with pytest.raises(ValueError, match="a < b"):
+                getattr(each, "inner::sub")(1, 2)
+
+
+def test_inline_text_without_functions_and_where_it_is_written() -> None:
+    text = module("written").replace("written", "written", 1)
+    for where in ("torchs-own", "ours"):
+        os.mkdir(where)
+    expected = theirs.load_inline("written", text, build_directory="torchs-own",
+                                  no_implicit_headers=True)  # fmt: skip
+    found = ours.load_inline("written", text, build_directory="ours", no_implicit_headers=True)
+    assert found.answer() == expected.answer()
+    left = [{path.name for path in Path(where).iterdir()} for where in ("torchs-own", "ours")]
+    assert left[1] == {"main.cpp", "written.so"} <= left[0]
+    assert Path("ours/main.cpp").read_text() == Path("torchs-own/main.cpp").read_text() + "\n"
+
+
+@pytest.mark.full
+def test_inline_functions_on_tensors_raise_torchs_own_errors() -> None:
+    import torch
+
+    functions = {"twice": "Twice the input.", "refuse": "Refuses.", "index": "An index."}
+    expected, found = both(
+        lambda system: system.load_inline("tensors", TENSORS, functions=functions)
+    )
+    assert described(found) == described(expected)
+    assert torch.equal(found.twice(torch.ones(3)), expected.twice(torch.ones(3)))
+    for name in ("refuse", "index"):
+        errors = []
+        for each in (expected, found):
+            with pytest.raises((RuntimeError, IndexError)) as caught:
+                getattr(each, name)(torch.ones(1))
+            errors.append((caught.type, str(caught.value).split("\n")[0]))
+        assert errors[0] == errors[1]
+
+
+# What goes wrong
+
+BAD: dict[str, Callable[[Any], Any]] = {
+    "no C++ at all": lambda system: system.load("bad", ["bad.cpp"]),
+    "no such source": lambda system: system.load("gone", ["gone.cpp"]),
+    "no source": lambda system: system.load("none", []),
+    "no module in it": lambda system: system.load("plain", ["plain.cpp"]),
+    "an undefined symbol": lambda system: system.load("lacks", ["lacks.cpp"]),
+    "a library that lacks a symbol": lambda system: system.load(
+        "lacks_too", ["lacks.cpp"], is_python_module=False
+    ),
+    "a module and a program": lambda system: system.load("m", ["plain.cpp"], is_standalone=True),
+    "CUDA and SYCL": lambda system: system.load("m", ["plain.cpp"], with_cuda=True, with_sycl=True),
+    "functions that are a tuple": lambda system: system.load_inline("t", "", functions=("f",)),
+    "a flag that is none": lambda system: system.load("f", ["plain.cpp"], ["--no-such-flag-here"]),
+    "a library that is not there": lambda system: system.load(
+        "l", ["plain.cpp"], extra_ldflags=["-lno_such_library_here"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", list(BAD))
+def test_what_goes_wrong_is_an_exception_of_the_same_kind(what: str) -> None:
+    write("bad.cpp", "no C++ at all\n")
+    write("plain.cpp", "int nothing() { return 0; }\n")
+    write("lacks.cpp", "int missing_function(); int value = missing_function();\n" +
+          module("lacks"))  # fmt: skip
+    both_raise(BAD[what])
+
+
+def test_a_compile_error_says_where_and_is_caught_as_torchs() -> None:
+    write("bad.cpp", "int f() { return undeclared; }\n")
+    _, found = both_raise(lambda system: system.load("bad", ["bad.cpp"]))
+    assert "bad.cpp:1" in str(found)
+    assert "'undeclared' was not declared" in str(found)
+
+
+# CUDA, compiled on both sides; there need be no GPU
+
+
+@pytest.fixture
+def cuda(apart: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The linker's flags with which torch's CPU build can build CUDA extensions: it is told of a
+    toolkit, and the libraries that it lacks are empty ones."""
+    found = toolkits.survey((), "", ask=True)
+    homes = [each.record["home"] for each in found or () if not each.record["refused"]]
+    if not homes:
+        pytest.skip("no CUDA toolkit on this machine")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    monkeypatch.setattr(theirs, "CUDA_HOME", homes[0])
+    stubs = apart / "stubs"
+    stubs.mkdir()
+    for name in ("c10_cuda", "torch_cuda"):
+        subprocess.run(["g++", "-shared", "-nostdlib", "-x", "c++", os.devnull, "-o",
+                        str(stubs / f"lib{name}.so"), f"-Wl,-soname,lib{name}.so"],
+                       check=True)  # fmt: skip
+    return [f"-L{stubs}", f"-Wl,-rpath,{stubs}"]
+
+
+def test_cpp_and_cuda_are_one_module(cuda: list[str]) -> None:
+    write("mixed.cpp", CALLS_KERNEL)
+    write("mixed.cu", KERNEL)
+    expected, found = both(
+        lambda system: system.load(
+            "mixed", ["mixed.cpp", "mixed.cu"], extra_ldflags=list(cuda),
+            extra_cuda_cflags=["-DSCALE=2", "--threads 2", "-Xptxas -v", "-lineinfo",
+                               "--use_fast_math", "-Xcompiler -fopenmp"],
+            extra_cflags=["-DNOT_FOR_NVCC"],
+        )
+    )  # fmt: skip
+    assert described(found) == described(expected)
+    assert found.run() == expected.run()
+
+
+def test_cpp_with_cuda_gets_the_runtime(cuda: list[str]) -> None:
+    write("m.cpp", "#include <cuda_runtime_api.h>\n#define ANSWER CUDART_VERSION / 1000\n" +
+          module("runtime"))  # fmt: skip
+    expected, found = both(
+        lambda system: system.load("runtime", ["m.cpp"], with_cuda=True, extra_ldflags=list(cuda))
+    )
+    assert found.answer() == expected.answer()
+
+
+# The store
+
+
+def test_a_clone_of_a_project_is_a_hit(apart: Path) -> None:
+    for clone in ("here", "there"):
+        write(f"{clone}/csrc/m.cpp", '#include "value.h"\n' + module("cloned"))
+        write(f"{clone}/include/value.h", "#define ANSWER 5\n")
+    code = """
+        import os, sys
+        os.chdir(sys.argv[1])
+        from opkiln.engine import events
+        from opkiln.compat.torch import load
+        seen = []
+        with events.listening(seen.append):
+            found = load("cloned", ["csrc/m.cpp"], extra_include_paths=["include"])
+        print(found.answer(), sum(each.kind == "step-start" for each in seen))
+    """
+    assert child.run(code, str(apart / "here"), bare=False).split() == ["5", "2"]
+    assert child.run(code, str(apart / "there"), bare=False).split() == ["5", "0"]
+
+
+def test_torchs_directory_for_builds_stays_as_it_is(apart: Path) -> None:
+    write("m.cpp", module("untouched"))
+    ours.load("untouched", ["m.cpp"])
+    assert not (apart / "torchs").exists()

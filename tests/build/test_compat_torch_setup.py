@@ -1,0 +1,344 @@
+"""Unmodified setup.py scripts: built by torch, and under ``opkiln run``; the results compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from sample.compat import module
+
+from opkiln.binary import fatbin
+from opkiln.toolchain import host, toolkits
+
+theirs = pytest.importorskip("torch.utils.cpp_extension")
+pytestmark = pytest.mark.skipif(
+    not host.available() or not theirs.is_ninja_available(),
+    reason="torch builds with a C++ compiler and ninja",
+)
+
+SHAPES = """
+import os, subprocess
+os.environ["CFLAGS"] = "-DFROM_CFLAGS=3"     # set by the script, read by the build
+os.environ["MAX_JOBS"] = "2"
+from setuptools import Extension, setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+os.makedirs("build/generated", exist_ok=True)
+with open("build/generated/made.cpp", "w") as file:
+    file.write('#define ANSWER 77\\n' + open("src/template.txt").read())
+subprocess.run(["g++", "-fPIC", "-c", "src/helper.cpp", "-o", "build/helper.o"], check=True)
+
+class Build(BuildExtension):
+    def build_extensions(self):
+        self.compiler.compiler_so.append("-DFROM_COMPILER=5")
+        if "-Wall" in self.compiler.compiler_so:
+            self.compiler.compiler_so.remove("-Wall")
+        super().build_extensions()
+
+setup(
+    name="shapes", version="1", packages=["shapes", "shapes.inner"],
+    ext_modules=[
+        CppExtension(
+            "shapes.inner.dotted", ["src/one/x.cpp", "src/two/x.cpp"],
+            include_dirs=[os.path.abspath("include")],
+            define_macros=[("MACRO", "10"), ("BARE", None)], undef_macros=["GONE"],
+            extra_compile_args={"cxx": ["-g", "-O1", "-std=c++17", "-DGONE_BEFORE"]},
+        ),
+        CppExtension("shapes.listed", ["src/listed.cc"], extra_compile_args=["-DANSWER=20"]),
+        CppExtension("shapes.limited", ["src/limited.cpp"], py_limited_api=True),
+        CppExtension("shapes.objects", ["src/objects.cpp"], extra_objects=["build/helper.o"],
+                     libraries=["m"], library_dirs=["."], runtime_library_dirs=["/opt/somewhere"],
+                     extra_link_args=["-Wl,--no-as-needed", "-s"]),
+        CppExtension("toplevel", ["build/generated/made.cpp"]),
+        Extension("shapes.plain", ["src/plain.c"]),
+    ],
+    cmdclass={"build_ext": Build},
+)
+"""
+SUFFIXES = """
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+class Build(BuildExtension.with_options(no_python_abi_suffix=True, use_ninja=False)):
+    def build_extension(self, ext):
+        print("one:", ext.name, self.no_python_abi_suffix, self.use_ninja)
+        ext.define_macros.append(("ANSWER", "12"))
+        super().build_extension(ext)
+
+setup(name="suffixes", version="1", packages=["suffixes"],
+      ext_modules=[CppExtension("suffixes.first", ["src/first.cpp"]),
+                   CppExtension("suffixes.second", ["src/second.cpp"], include_dirs=["include"])],
+      cmdclass={"build_ext": Build})
+"""
+BROKEN = """
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+setup(name="broken", version="1", ext_modules=[CppExtension("broken", ["broken.cpp"])],
+      cmdclass={"build_ext": BuildExtension})
+"""
+GPU = """
+import os
+from setuptools import setup
+from torch.utils import cpp_extension
+from torch.utils.cpp_extension import BuildExtension, CUDAExtension
+
+home = cpp_extension.CUDA_HOME = os.environ["TOOLKIT"]    # for a torch that was built without CUDA
+search = [os.path.abspath("stubs"), os.path.join(home, "lib64")]
+
+def extension(name, sources, nvcc, **more):
+    return CUDAExtension(
+        name, sources, library_dirs=list(search), runtime_library_dirs=list(search),
+        include_dirs=[os.path.abspath("include")],
+        extra_compile_args={"cxx": ["-DOF_CXX=1", "-O2"], "nvcc": ["-DOF_NVCC=2", *nvcc]}, **more)
+
+setup(
+    name="gpu", version="1",
+    ext_modules=[
+        extension("mixed", ["src/mixed.cpp", "src/kernel.cu"],
+                  ["--threads", "2", "-lineinfo", "--ptxas-options=-v", "-Xcompiler", "-fopenmp",
+                   "-gencode=arch=compute_90,code=sm_90", "--use_fast_math", "-std=c++17"]),
+        extension("relocatable", ["src/relocatable.cpp", "src/caller.cu", "src/called.cu"],
+                  ["-rdc=true", "-O2"], dlink=True),
+    ],
+    cmdclass={"build_ext": BuildExtension},
+)
+"""
+PROBE = """
+import importlib, json, sys, torch
+found = {}
+for name in sys.argv[1:]:
+    module = importlib.import_module(name)
+    calls = [each for each in dir(module) if not each.startswith("__")]
+    found[name] = {"doc": module.__doc__, "name": module.__name__,
+                   "calls": {each: [getattr(module, each)(), getattr(module, each).__doc__]
+                             for each in calls}}
+print(json.dumps(found))
+"""
+
+
+class Built(NamedTuple):
+    """What a setup.py left, and what its modules answer."""
+
+    files: list[str]
+    answers: dict[str, Any]
+    said: str
+
+
+def execute(command: list[str], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=cwd, env={**os.environ, **variables}, capture_output=True,
+                          text=True, timeout=600, check=False)  # fmt: skip
+
+
+def write(project: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text(text)
+
+
+def commands(who: str) -> list[str]:
+    opkiln = [sys.executable, "-m", "opkiln", "run"]
+    return [*(opkiln if who == "opkiln" else []), sys.executable, "setup.py"]
+
+
+def built_by(who: str, project: Path, names: list[str], *arguments: str, **variables: str) -> Built:
+    """The project's modules, built in a copy of it."""
+    copy = project.parent / f"{project.name}-{who}"
+    shutil.copytree(project, copy)
+    out = copy / "out"
+    done = execute([*commands(who), "build_ext", *(arguments or ("--build-lib", "out"))], copy,
+                   OPKILN_CACHE_DIR=str(project.parent / "store"), **variables)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    where = out if out.exists() else copy
+    files = sorted(str(path.relative_to(where)) for path in where.rglob("*.so")
+                   if path.relative_to(where).parts[0] not in ("build", "stubs"))  # fmt: skip
+    asked = execute([sys.executable, "-c", PROBE, *names], where)
+    assert asked.returncode == 0, asked.stderr
+    return Built(files, json.loads(asked.stdout), done.stdout + done.stderr)
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Built, Built]:
+    """One project of many shapes, as (torch, opkiln) build it."""
+    project = tmp_path_factory.mktemp("shapes") / "project"
+    dotted = """
+#include "value.h"
+#if defined(GONE) || !defined(BARE) || !defined(GONE_BEFORE) || __cplusplus != 201703L
+#error flags
+#endif
+int other();
+#define ANSWER VALUE + MACRO + FROM_CFLAGS + FROM_COMPILER + other()
+"""
+    limited = "#if Py_LIMITED_API + 0 < 0x030A0000\n#error not limited\n#endif\n"
+    write(project, {
+        "setup.py": SHAPES,
+        "include/value.h": "#define VALUE 100\n",
+        "src/one/x.cpp": dotted + module("dotted"),
+        "src/two/x.cpp": "int other() { return 1000; }\n",
+        "src/listed.cc": module("listed"),
+        "src/limited.cpp": limited + module("limited"),
+        "src/objects.cpp": "int helper();\n#define ANSWER helper()\n" + module("objects"),
+        "src/helper.cpp": "int helper() { return 55; }\n",
+        "src/template.txt": module("toplevel"),
+        "src/plain.c": "#include <Python.h>\nstatic struct PyModuleDef d = "
+        '{PyModuleDef_HEAD_INIT, "plain", "C.", -1, NULL};\n'
+        "PyMODINIT_FUNC PyInit_plain(void) { return PyModule_Create(&d); }\n",
+        **{f"shapes/{name}__init__.py": "" for name in ("", "inner/")},
+    })  # fmt: skip
+    names = ["shapes.inner.dotted", "shapes.listed", "shapes.limited", "shapes.objects", "toplevel",
+             "shapes.plain"]  # fmt: skip
+    # Built where there are no packages around them: as namespace packages.
+    return built_by("torch", project, names), built_by("opkiln", project, names)
+
+
+def test_several_extensions_of_one_setup_py_have_the_same_files(
+    shapes: tuple[Built, Built],
+) -> None:
+    expected, found = shapes
+    assert found.files == expected.files
+    assert "shapes/limited.abi3.so" in found.files
+    assert "shapes/inner/dotted" in found.files[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("shapes.inner.dotted", 1118),  # two files of one name, macros, flags from everywhere
+        ("shapes.listed", 20),
+        ("shapes.limited", 42),
+        ("shapes.objects", 55),
+        ("toplevel", 77),  # of a source that setup.py writes
+    ],
+)
+def test_each_module_answers_the_same(shapes: tuple[Built, Built], name: str, answer: int) -> None:
+    expected, found = shapes
+    assert found.answers[name] == expected.answers[name]
+    assert found.answers[name]["calls"]["answer"][0] == answer
+
+
+def test_an_extension_of_setuptools_beside_them_is_left_to_it(shapes: tuple[Built, Built]) -> None:
+    expected, found = shapes
+    assert found.answers["shapes.plain"] == expected.answers["shapes.plain"]
+    assert "building 'shapes.plain' extension" in found.said
+    assert "building 'shapes.listed' extension" not in found.said
+
+
+@pytest.fixture(scope="module")
+def suffixes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Built, Built]:
+    """A subclass that looks at one extension at a time, and builds in place."""
+    project = tmp_path_factory.mktemp("suffixes") / "project"
+    write(project, {"setup.py": SUFFIXES, "src/first.cpp": module("first"),
+                    "src/second.cpp": '#include "here.h"\n' + module("second"),
+                    "include/here.h": "", "suffixes/__init__.py": ""})  # fmt: skip
+    names = ["suffixes.first", "suffixes.second"]
+    return (built_by("torch", project, names, "--inplace"),
+            built_by("opkiln", project, names, "--inplace"))  # fmt: skip
+
+
+def test_options_and_overridden_methods_mean_the_same(suffixes: tuple[Built, Built]) -> None:
+    expected, found = suffixes
+    assert found.files == expected.files == ["suffixes/first.so", "suffixes/second.so"]
+    assert found.answers == expected.answers
+    assert found.answers["suffixes.second"]["calls"]["answer"][0] == 12
+    told = [[line for line in each.said.splitlines() if line.startswith("one:")]
+            for each in (expected, found)]  # fmt: skip
+    assert told[0] == told[1] != []
+
+
+def test_a_clean_directory_compiles_nothing_again(
+    tmp_path: Path, suffixes: tuple[Built, Built], cache: Path
+) -> None:
+    project = tmp_path / "project"
+    write(project, {"setup.py": SUFFIXES, "src/first.cpp": module("first"),
+                    "src/second.cpp": '#include "here.h"\n' + module("second"),
+                    "include/here.h": "", "suffixes/__init__.py": ""})  # fmt: skip
+    said = []
+    for name in ("one", "two"):
+        shutil.copytree(project, tmp_path / name)
+        done = execute([*commands("opkiln"), "build_ext", "--inplace"], tmp_path / name)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / name / "suffixes" / "first.so").exists()
+        said.append(done.stderr)
+    assert "built first" in said[0]
+    assert "built" not in said[1]
+
+
+def test_an_extension_that_does_not_compile_fails_both_with_the_compilers_words(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, {"setup.py": BROKEN, "broken.cpp": "int f() { return undeclared; }\n"})
+    for who in ("torch", "opkiln"):
+        done = execute([*commands(who), "build_ext"], tmp_path)
+        assert done.returncode == 1
+        assert "undeclared" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+KERNELS = {
+    "include/shared.cuh": "#pragma once\n#include <cuda_runtime.h>\n",
+    "src/kernel.cu": '#include "shared.cuh"\n__global__ void fill(float* x) { *x = OF_NVCC; }\n'
+    "int launched() { fill<<<1, 1>>>(nullptr); return OF_NVCC + "
+    "(cudaGetLastError() != cudaSuccess); }\n",
+    "src/mixed.cpp": "int launched();\n#define ANSWER launched() * 10 + OF_CXX\n" + module("mixed"),
+    "src/called.cu": "__device__ float scaled(float x) { return x * 2; }\n",
+    "src/caller.cu": '#include "shared.cuh"\nextern __device__ float scaled(float);\n'
+    "__global__ void run(float* x) { *x = scaled(*x); }\n"
+    "int launched() { run<<<1, 1>>>(nullptr); cudaFuncAttributes a; "
+    "return cudaGetLastError() != cudaSuccess; }\n",
+    "src/relocatable.cpp": "int launched();\n#define ANSWER launched() * 10 + OF_CXX\n"
+    + module("relocatable"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[Built, Built, Path]:
+    """CUDA extensions. torch's CPU build is told of a toolkit, and the libraries that it lacks are
+    empty ones: what is compared is what is built, and what the runtime says without a GPU."""
+    found = toolkits.survey((), "", ask=True)
+    homes = [each.record["home"] for each in found or () if not each.record["refused"]]
+    if not homes:
+        pytest.skip("no CUDA toolkit on this machine")
+    project = tmp_path_factory.mktemp("gpu") / "project"
+    write(project, {"setup.py": GPU, **KERNELS})
+    (project / "stubs").mkdir()
+    for name in ("c10_cuda", "torch_cuda"):
+        subprocess.run(["g++", "-shared", "-nostdlib", "-x", "c++", os.devnull, "-o",
+                        str(project / "stubs" / f"lib{name}.so"), f"-Wl,-soname,lib{name}.so"],
+                       check=True)  # fmt: skip
+    names = ["mixed", "relocatable"]
+    variables = {"TOOLKIT": homes[0], "TORCH_CUDA_ARCH_LIST": "9.0"}
+    both = [built_by(who, project, names, **variables) for who in ("torch", "opkiln")]
+    return both[0], both[1], project.parent
+
+
+def images(path: Path) -> set[str]:
+    """The architectures whose code is in a library."""
+    return set(fatbin.images(str(path)))
+
+
+def test_cpp_and_cuda_with_flags_of_their_own_are_one_module(
+    gpu: tuple[Built, Built, Path],
+) -> None:
+    expected, found, _ = gpu
+    assert found.files == expected.files
+    assert found.answers["mixed"] == expected.answers["mixed"]
+    assert found.answers["mixed"]["calls"]["answer"][0] in (21, 31)
+
+
+def test_device_code_of_several_files_is_linked(gpu: tuple[Built, Built, Path]) -> None:
+    expected, found, _ = gpu
+    assert found.answers["relocatable"] == expected.answers["relocatable"]
+
+
+def test_the_same_architectures_are_in_both(gpu: tuple[Built, Built, Path]) -> None:
+    _, found, where = gpu
+    for name in found.files:
+        torchs, ours = (images(where / f"project-{who}" / "out" / name)
+                        for who in ("torch", "opkiln"))  # fmt: skip
+        assert ours
+        assert ours == torchs

@@ -1,0 +1,170 @@
+"""``opkiln run``: programs that know nothing of opkiln, with their extensions built by it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+WHOSE = "import torch.utils.cpp_extension as e; print(e.load.__module__)"
+TORCHS = "torch.utils.cpp_extension"
+
+
+def execute(
+    *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A command as a shell starts it, with none of this process's own paths."""
+    given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**given, **(env or {})}, cwd=cwd, timeout=120,
+        check=False,
+    )  # fmt: skip
+
+
+def run(*command: str, **more: object) -> subprocess.CompletedProcess[str]:
+    return execute(sys.executable, "-m", "opkiln", "run", *command, **more)  # type: ignore[arg-type]
+
+
+def test_a_program_gets_opkilns_functions_in_the_place_of_torchs() -> None:
+    done = run(sys.executable, "-c", WHOSE)
+    assert done.stdout.strip().startswith("opkiln."), done.stderr
+
+
+def test_without_it_torch_is_as_it_was() -> None:
+    code = f"{WHOSE}; import sys; print([f for f in sys.meta_path if 'opkiln' in repr(f)])"
+    done = execute(sys.executable, "-c", code)
+    assert done.stdout.split("\n")[:2] == [TORCHS, "[]"], done.stderr
+
+
+def test_the_variable_alone_does_the_same_where_opkiln_is_installed() -> None:
+    done = execute(sys.executable, "-c", WHOSE, env={"OPKILN_PATCH_TORCH": "1"})
+    assert done.stdout.strip().startswith("opkiln."), done.stderr
+
+
+def test_what_was_imported_before_is_exchanged_and_put_back() -> None:
+    code = """
+import sys, torch.utils.cpp_extension as e
+from opkiln.compat import patch
+before = dict(vars(e))
+patch.install()
+patch.install()
+assert e.load.__module__.startswith("opkiln."), e.load
+assert patch.installed()
+patch.remove()
+after = dict(vars(e))
+assert all(after[name] is before[name] for name in before)
+# torch has this one made when it is first asked for.
+assert set(after) - set(before) <= {"BuildExtension"}, set(after) - set(before)
+assert not [each for each in sys.meta_path if "opkiln" in repr(each)]
+"""
+    done = execute(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_module_keeps_its_own_loader_and_its_source() -> None:
+    code = """
+import inspect, torch.utils.cpp_extension as e
+assert "opkiln" not in repr(e.__loader__) + repr(e.__spec__.loader)
+assert "def load(" in inspect.getsource(e)
+"""
+    done = run(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_process_of_the_program_has_it_too() -> None:
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WHOSE!r}], check=True)"
+    done = run(sys.executable, "-c", code)
+    assert done.stdout.strip().startswith("opkiln."), done.stderr
+
+
+def test_a_python_without_opkiln_is_brought_this_one_and_nothing_beside_it(tmp_path: Path) -> None:
+    venv.create(tmp_path / "bare", with_pip=False)
+    python = str(tmp_path / "bare" / "bin" / "python")
+    code = "import opkiln.compat.patch as p, sys; print(p.installed()); import click"
+    done = run(python, "-c", code)
+    assert done.stdout.strip() == "True", done.stderr
+    assert "No module named 'click'" in done.stderr
+
+
+def test_a_sitecustomize_of_the_users_runs_as_before(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.hello = 'from the user'\n")
+    code = "import sys, sitecustomize; print(sys.hello, sitecustomize.__file__)"
+    done = run(sys.executable, "-c", code, env={"PYTHONPATH": str(tmp_path)})
+    assert done.stdout.strip() == f"from the user {tmp_path / 'sitecustomize.py'}", done.stderr
+
+
+def test_a_script_is_run_by_this_python_and_gets_its_arguments(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(sys.executable, sys.argv[1:]); sys.exit(7)\n")
+    done = run(str(script), "--flag", "-x")
+    assert done.stdout.strip() == f"{sys.executable} ['--flag', '-x']"
+    assert done.returncode == 7
+
+
+def test_what_is_no_program_is_an_error_with_the_name() -> None:
+    done = run("no-such-program-here")
+    assert done.returncode == 2
+    assert "'no-such-program-here' is no program here" in done.stderr
+    assert "hint:" in done.stderr
+
+
+SOURCE = """
+#include <Python.h>
+static PyMethodDef methods[] = {{nullptr, nullptr, 0, nullptr}};
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "tiny", "tiny, by hand", -1, methods};
+PyMODINIT_FUNC PyInit_tiny() { return PyModule_Create(&module); }
+"""
+
+
+def files(directory: str) -> dict[str, tuple[int, int]]:
+    found = {}
+    for where, _, names in os.walk(directory):
+        for name in names:
+            status = os.lstat(os.path.join(where, name))
+            found[os.path.join(where, name)] = (status.st_size, status.st_mtime_ns)
+    return found
+
+
+def test_an_unmodified_script_is_cold_once_and_torchs_files_stay_as_they_are(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "tiny.cpp").write_text(SOURCE)
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from torch.utils.cpp_extension import load\n"
+        "module = load(name='tiny', sources=['tiny.cpp'], verbose=True)\n"
+        "print(module.__doc__)\n"
+    )
+    package = os.path.join(os.path.dirname(torch.__file__), "utils")
+    before = files(package)
+    env = {
+        "OPKILN_CACHE_DIR": str(tmp_path / "cache"),
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "torchs"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    cold = run(str(script), env=env, cwd=tmp_path)
+    assert cold.stdout.strip().endswith("tiny, by hand"), cold.stderr
+    assert "built tiny" in cold.stderr
+    warm = run(str(script), env=env, cwd=tmp_path)
+    assert warm.stdout.strip().endswith("tiny, by hand"), warm.stderr
+    assert "built" not in warm.stderr
+    assert not (tmp_path / "torchs").exists()
+    assert files(package) == before
+
+
+@pytest.mark.parametrize("value", ["0", "maybe"])
+def test_the_variable_switches_it_off_or_is_refused_by_name(value: str) -> None:
+    done = execute(sys.executable, "-c", WHOSE, env={"OPKILN_PATCH_TORCH": value})
+    if value == "0":
+        assert done.stdout.strip() == TORCHS, done.stderr
+    else:
+        assert "OPKILN_PATCH_TORCH='maybe' is not a valid value" in done.stderr
