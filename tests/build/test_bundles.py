@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,9 @@ from opkiln import machine
 from opkiln.cli.cache import command as cache_command
 from opkiln.errors import StoreError
 from opkiln.settings import override
-from opkiln.ship import layer
+from opkiln.ship import layer, signing
 from opkiln.ship.bundle import unpack, write_bundle
-from opkiln.store import archive, inventory
+from opkiln.store import inventory, sealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +75,7 @@ class Shipped:
 @pytest.fixture(autouse=True)
 def _as_in_a_new_process() -> None:
     """The same sources give the same library, which this process may have in memory already."""
-    archive._sealed.clear()
+    sealed._kept.clear()
 
 
 @pytest.fixture
@@ -159,6 +160,35 @@ def test_a_damaged_bundle_is_passed_over_and_the_op_is_built(shipped: Shipped) -
     assert shipped.load(store_layers=(str(shipped.file),)).add(1, 2) == 103
     assert shipped.served_from().startswith(str(shipped.here))
     assert "has the SHA-256" in shipped.trace()
+
+
+def test_where_keys_are_configured_a_layer_serves_once_it_is_signed(
+    shipped: Shipped, tmp_path: Path
+) -> None:
+    key = signing.generate(str(tmp_path / "key"))
+    asked = {"store_layers": (str(shipped.file),), "trusted_keys": (key.key,)}
+    shipped.build()
+    assert shipped.load(**asked).add(1, 2) == 103
+    assert shipped.served_from().startswith(str(shipped.here))  # it was built
+    assert f"{shipped.file} is refused: it is not signed" in shipped.trace()
+    shutil.rmtree(shipped.here)
+    signing.sign(str(shipped.file), key.private)
+    assert shipped.load(**asked).add(1, 2) == 103
+    assert shipped.served_from().startswith("/proc/")
+
+
+def test_a_hit_does_not_ask_for_keys_of_bundles(plain: Package, tmp_path: Path) -> None:
+    key = signing.generate(str(tmp_path / "key"))
+    settle(*plain.files())
+    code = """
+        import importlib, sys
+        print(importlib.import_module(sys.argv[1] + ".op").PlainBuilder().load().add(1, 2))
+        print("cryptography" in sys.modules)
+    """
+    environment = {"OPKILN_CACHE_DIR": str(tmp_path / "cache"), "OPKILN_TRUSTED_KEYS": key.key}
+    for _ in range(2):
+        out = child.run(code, plain.name, path=[plain.where], env=environment, bare=False)
+        assert out == "103\nFalse\n"
 
 
 def test_a_torch_op_is_served_from_a_bundle_and_reloaded_beside_it(

@@ -17,14 +17,14 @@ from sample import layer
 from opkiln.errors import StoreError
 from opkiln.settings import override
 from opkiln.ship import bundle
-from opkiln.store import archive, location
+from opkiln.store import archive, bundle_index, location, sealed, stored_zip
 from opkiln.store.entry import Leaf, Refused
 from opkiln.store.recheck import Hasher
 
 
 @pytest.fixture(autouse=True)
 def _as_in_a_new_process() -> None:
-    archive._sealed.clear()
+    sealed._kept.clear()
 
 
 @pytest.fixture
@@ -47,13 +47,13 @@ def crafted(path: Path, files: dict[str, bytes], listed: list[tuple[str, int, st
     """A file as the writer would lay it out, with an index of somebody else's making."""
     from zlib import crc32
 
-    index = archive.index_of(listed)
-    data = archive.local_header(archive.INDEX, len(index), crc32(index)) + index
-    entries = [(archive.INDEX, len(index), crc32(index), 0)]
+    index = bundle_index.index_of(listed)
+    data = stored_zip.local_header(bundle_index.INDEX, len(index), crc32(index)) + index
+    entries = [(bundle_index.INDEX, len(index), crc32(index), 0)]
     for name, content in files.items():
         entries.append((name, len(content), crc32(content), len(data)))
-        data += archive.local_header(name, len(content), crc32(content)) + content
-    path.write_bytes(data + archive.directory(entries))
+        data += stored_zip.local_header(name, len(content), crc32(content)) + content
+    path.write_bytes(data + stored_zip.directory(entries))
     return path
 
 
@@ -93,7 +93,7 @@ def test_the_same_layer_gives_the_same_bytes(shipped: Path, tmp_path: Path) -> N
 def test_any_zip_tool_can_read_a_bundle(shipped: Path, file: Path) -> None:
     with zipfile.ZipFile(file) as read:
         assert read.testzip() is None
-        assert read.namelist() == [archive.INDEX, *contents(shipped)]
+        assert read.namelist() == [bundle_index.INDEX, *contents(shipped)]
         assert {name: read.read(name) for name in read.namelist()[1:]} == contents(shipped)
 
 
@@ -338,7 +338,7 @@ def test_the_manifest_of_an_entry_is_read_alone(file: Path) -> None:
 
 
 def test_a_file_that_is_no_bundle_is_no_layer(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=f"{__file__} is no bundle\n.*{archive.INDEX}$"):
+    with pytest.raises(StoreError, match=f"{__file__} is no bundle\n.*{bundle_index.INDEX}$"):
         archive.leaves(__file__, "somebody", "one")
     wheel = tmp_path / "ops-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as other:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 COMMANDS = main._COMMANDS
-CACHE_COMMANDS = ("path", "list", "size", "verify", "gc", "clear", "export", "import", "record")
+CACHE_COMMANDS = (
+    "path", "list", "size", "verify", "gc", "clear", "export", "import", "keygen", "sign", "record",
+)  # fmt: skip
 
 
 class Ran:

@@ -9,6 +9,7 @@ import click
 
 from opkiln.cli import output, targets
 from opkiln.cli.op_name import complete
+from opkiln.digest import sha256_file
 from opkiln.errors import UsageError
 from opkiln.report.layout import columns
 from opkiln.settings import parse_size
@@ -125,13 +126,17 @@ def command(
     if as_json:
         rows = [_as_json(each) for each in outcomes]
         told = [{"op": op, **each._asdict()} for op, each in findings]
-        output.data_json({"schema": 1, "ops": rows, "findings": told, "written": written})
+        digests = {path: sha256_file(path) for path in written if path == bundle}
+        output.data_json(
+            {"schema": 1, "ops": rows, "findings": told, "written": written, "sha256": digests}
+        )
     else:
         _show(outcomes)
         for op, each in findings:
             output.say(f"{each.level}: {op}: {each.what}" + (f" ({each.why})" if each.why else ""))
         for path in written:
-            output.data(f"wrote {path}")
+            digest = f" (SHA-256 {sha256_file(path)})" if path == bundle else ""
+            output.data(f"wrote {path}{digest}")
     for error in failures:
         output.say_failure(error)
     return failures[0].exit_code if failures else 0

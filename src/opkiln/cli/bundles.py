@@ -1,4 +1,4 @@
-"""``opkiln cache export`` and ``import``: entries of the store as one file, and back."""
+"""``opkiln cache export``, ``import``, ``keygen``, ``sign``: entries as one file, and back."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def import_(file: str, sha256: str, as_json: bool) -> None:
     """Take the entries in FILE into the store, after every byte of it was checked.
 
     They serve where their sources are the installed ones and this machine runs their code, also
-    beside a compiler. A FILE that is not as it was written is refused, and nothing is taken.
+    beside a compiler. A FILE that is not as it was written is refused, and nothing is taken; so is
+    one that is not signed by a key in OPKILN_TRUSTED_KEYS, where that is set.
     """
     from opkiln.cli.cache import writable_root
     from opkiln.ship.bundle import unpack
@@ -104,3 +105,45 @@ def import_(file: str, sha256: str, as_json: bool) -> None:
         for each in taken
     ]
     output.data(columns(rows))
+
+
+@click.command("keygen", short_help="Make a pair of keys to sign bundles with.")
+@click.argument("file", type=click.Path(dir_okay=False))
+@_JSON
+def keygen(file: str, as_json: bool) -> None:
+    """Make a private key in FILE, for you alone, and the public one in FILE.pub, for everybody.
+
+    Prints the public one: what others put into OPKILN_TRUSTED_KEYS. Nothing is overwritten. FILE is
+    a PEM file that OpenSSL reads, too; keep it where bundles are made, and nowhere else.
+    """
+    from opkiln.ship import signing
+
+    made = signing.generate(file)
+    if as_json:
+        output.data_json({"schema": 1, **made._asdict()})
+    else:
+        output.data(made.key)
+        output.say(f"wrote {made.private} and {made.public}")
+
+
+@click.command("sign", short_help="Sign such a file.")
+@click.argument("file", type=click.Path(dir_okay=False))
+@click.option(
+    "--key", "key_file", required=True, type=click.Path(dir_okay=False), metavar="KEY",
+    help="The private key, as `opkiln cache keygen` makes it.",
+)  # fmt: skip
+@_JSON
+def sign(file: str, key_file: str, as_json: bool) -> None:
+    """Sign FILE, a bundle, after every byte of it was checked, and print its new SHA-256.
+
+    The signature is put into FILE. A file can be signed with several keys, one after the other; it
+    is taken where one of them is trusted.
+    """
+    from opkiln.ship import signing
+
+    done = signing.sign(file, key_file)
+    if as_json:
+        output.data_json({"schema": 1, **done._asdict()})
+    else:
+        output.data(f"{done.sha256}  {done.path}")
+        output.say(f"signed by {', '.join(done.keys)}")

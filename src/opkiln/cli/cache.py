@@ -48,6 +48,8 @@ def command() -> None:
 
 command.add_command(bundles.export)
 command.add_command(bundles.import_)
+command.add_command(bundles.keygen)
+command.add_command(bundles.sign)
 command.add_command(recording.record)
 
 
@@ -151,9 +153,12 @@ def _check_bundle(path: str) -> tuple[int, Fault | None]:
     """(entries in a bundle, what is wrong with it)."""
     from opkiln.ship.bundle import read_bundle
     from opkiln.store.inventory import Fault
+    from opkiln.store.signatures import Untrusted
 
     try:
         return len(read_bundle(path)), None
+    except Untrusted as error:
+        return 0, Fault(path, error.what.removeprefix(f"{path} is refused: "), False)
     except StoreError as error:
         return 0, Fault(path, error.what.removeprefix(f"{path} is "), True)
 

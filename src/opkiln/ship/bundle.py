@@ -17,21 +17,12 @@ from opkiln.digest import sha256_file
 from opkiln.errors import StoreError
 from opkiln.settings import LAYOUT
 from opkiln.store import inventory, publish
-from opkiln.store.archive import (
-    INDEX,
-    LARGEST,
-    MOST_MEMBERS,
-    Bundle,
-    Damaged,
-    Member,
-    NoBundle,
-    directory,
-    index_of,
-    local_header,
-)
+from opkiln.store.archive import Bundle
+from opkiln.store.bundle_index import INDEX, Damaged, Member, NoBundle, index_of
 from opkiln.store.entry import MANIFEST, SIDECAR, Leaf, Refused, examine, parse_manifest
 from opkiln.store.location import claim
 from opkiln.store.recheck import Hasher, deps_key
+from opkiln.store.stored_zip import LARGEST, MOST_MEMBERS, directory, local_header
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -78,10 +69,23 @@ def write_bundle(layer_dir: str, file: str) -> Written:
             why=f"it holds up to {LARGEST >> 30} GiB in {MOST_MEMBERS} files",
             hint="opkiln cache export FILE --op OP    # several bundles; each is a layer",
         )
+    with replacing(file, total) as out:
+        _write(out, members)
+    entries = sum(name.endswith("/" + MANIFEST) for name, *_ in members)
+    return Written(file, sha256_file(file), entries, os.stat(file).st_size)
+
+
+@contextlib.contextmanager
+def replacing(file: str, total: int) -> Iterator[BinaryIO]:
+    """A new file that takes the place of ``file`` when all of it is written, and on disk.
+
+    Raises StoreError where it cannot be written; then, and after any other error, ``file`` is what
+    it was, and nothing is left beside it.
+    """
     temporary = f"{file}.{secrets.token_hex(6)}"
     try:
-        with open(temporary, "xb") as out:
-            _write(out, members)
+        with open(temporary, "x+b") as out:
+            yield out
             out.flush()
             os.fsync(out.fileno())
         os.replace(temporary, file)
@@ -93,8 +97,6 @@ def write_bundle(layer_dir: str, file: str) -> Written:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
-    entries = sum(name.endswith("/" + MANIFEST) for name, *_ in members)
-    return Written(file, sha256_file(file), entries, os.stat(file).st_size)
 
 
 def _listed(layer_dir: str) -> Iterator[tuple[str, str, int, str]]:
@@ -146,9 +148,10 @@ def read_bundle(file: str, *, sha256: str = "") -> list[dict[str, Any]]:
     """The manifests of a bundle's entries, after every byte of it was checked.
 
     ``sha256`` is what the file must have, from whoever gave it. Raises StoreError, which names the
-    file and the digests.
+    file and the digests, and of that Untrusted where ``OPKILN_TRUSTED_KEYS`` asks for a signature
+    that the file does not have.
     """
-    with _opened(file, sha256) as bundle:
+    with opened(file, sha256) as bundle:
         return [manifest for _, manifest, _ in _entries(bundle)]
 
 
@@ -158,20 +161,25 @@ def unpack(file: str, root: str, *, sha256: str = "") -> list[Taken]:
     Everything is checked before the first one is published, and each appears whole or not at all.
     Raises StoreError, as ``read_bundle`` does.
     """
-    with _opened(file, sha256) as bundle:
+    with opened(file, sha256) as bundle:
         entries = list(_entries(bundle))
         claim(root)
         return [_publish(bundle, *entry, root) for entry in entries]
 
 
 @contextlib.contextmanager
-def _opened(file: str, sha256: str) -> Iterator[Bundle]:
-    """A bundle that was checked; what is wrong with it, then or later, as a StoreError."""
+def opened(file: str, sha256: str = "", *, to_use: bool = True) -> Iterator[Bundle]:
+    """A bundle that was checked; what is wrong with it, then or later, as a StoreError.
+
+    ``to_use=False`` leaves checking to the caller, and does not ask who signed it.
+    """
     try:
         with Bundle(file) as bundle:
             if sha256 and (found := bundle.digest()) != sha256.lower():
                 raise Damaged(f"it has the SHA-256 {found}, not {sha256.lower()}")
-            bundle.check()
+            if to_use:
+                bundle.check()
+                bundle.authenticate()
             yield bundle
     except (Damaged, NoBundle) as error:
         what = error.what if isinstance(error, NoBundle) else f"{file} is refused: {error}"
@@ -206,7 +214,7 @@ def _entries(bundle: Bundle) -> Iterator[tuple[str, dict[str, Any], dict[str, Me
             )
         except KeyError as error:
             raise Damaged(f"{leaf}: {error} is missing") from error
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise Damaged(f"{leaf}: {error}") from error
         if not agree:
             digest = files[MANIFEST].sha256

@@ -111,7 +111,7 @@ def check(file: BinaryIO, members: list[Member]) -> str:
         header = _local(member)
         if file.read(len(header)) != header:
             return f"the header of {member.name} is not as it was written"
-        if not _ends_there(file.read(member.packed), member.size):
+        if not _ends_there(file, member.packed, member.size):
             return f"{member.name} has something behind its end"
         at += len(header) + member.packed
     file.seek(at)
@@ -121,24 +121,30 @@ def check(file: BinaryIO, members: list[Member]) -> str:
     return ""
 
 
-def _ends_there(packed: bytes, size: int) -> bool:
-    """Whether deflated data takes up all of its bytes, and the bits that are left of the last are
-    zeros, as every writer leaves them. Raises zlib.error."""
+def _ends_there(file: BinaryIO, packed: int, size: int) -> bool:
+    """Whether the deflated data that come next in a file take up all of their bytes, and the bits
+    that are left of the last are zeros, as every writer leaves them. Raises zlib.error, OSError."""
     inflate = zlib.decompressobj(_RAW)
-    length = len(inflate.decompress(packed[:-1], size + 1))
-    if not packed or inflate.eof:
+    length, left = 0, packed - 1
+    while left > 0 and (piece := file.read(min(left, _CHUNK))):
+        left -= len(piece)
+        while piece and not inflate.eof and length <= size:
+            length += len(inflate.decompress(piece, _CHUNK))
+            piece = inflate.unconsumed_tail
+    last = file.read(1)
+    if left or not last or inflate.eof or length > size:
         return False
 
-    def ending(last: int) -> tuple[bytes, bool]:
+    def ending(byte: int) -> tuple[bytes, bool]:
         rest = inflate.copy()
-        return rest.decompress(inflate.unconsumed_tail + bytes([last]), size + 1), rest.eof
+        return rest.decompress(bytes([byte]), _CHUNK), rest.eof
 
-    end = ending(packed[-1])
+    end = ending(last[0])
     if length + len(end[0]) != size or not end[1]:
         return False
     # A bit of the last byte that can be cleared, and the data are the same, is not part of them.
-    bits = (1 << bit for bit in range(8) if packed[-1] & 1 << bit)
-    return all(_differs(ending, packed[-1] & ~bit, end) for bit in bits)
+    bits = (1 << bit for bit in range(8) if last[0] & 1 << bit)
+    return all(_differs(ending, last[0] & ~bit, end) for bit in bits)
 
 
 def _differs(

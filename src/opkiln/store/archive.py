@@ -4,131 +4,59 @@ A bundle is a zip archive that any tool can list and unpack; opkiln reads it by 
 
     opkiln-bundle.json                      name, size and SHA-256 of every member, in order
     v1/ops/…/<deps_key>/{manifest.json,inputs.json,<payload>}
+    opkiln-bundle.sig.json                  of a signed one: signatures over the index
     (the zip directory)
 
 Members are stored as they are, one after the other, with no times and no attributes but one mode.
 So every byte of the file follows from the index and from what the members hold: there is no room
 for a link, a comment, a second member of the same name or one that the index does not have. The
-index carries its own digest.
+index and the signatures (``store.signatures``) carry their own digests.
 
 Taking one entry out reads the index and that entry, checks both, and writes no file: a library is
-copied into sealed memory, which nobody can change after it was checked.
+copied into sealed memory (``store.sealed``), which nobody can change after it was checked.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
-import re
-import shlex
 import stat
 from bisect import bisect_left
-from struct import Struct
 from zlib import crc32
 
 from opkiln.digest import sha256_file
 from opkiln.errors import StoreError
-from opkiln.record import Record
 from opkiln.settings import LAYOUT
-from opkiln.store.entry import (
-    MANIFEST,
-    SCHEMA,
-    SIDECAR,
-    Leaf,
-    Refused,
-    parse_manifest,
-    write_manifest,
+from opkiln.store import sealed, signatures
+from opkiln.store.bundle_index import (
+    INDEX,
+    Damaged,
+    Member,
+    index,
+    index_of,
+    signed_tail,
 )
+from opkiln.store.entry import MANIFEST, SIDECAR, Leaf, Refused, parse_manifest
 from opkiln.store.recheck import Hasher, recheck
+from opkiln.store.stored_zip import local_header
 from opkiln.trust import fault
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from types import TracebackType
     from typing import Any
 
-INDEX = "opkiln-bundle.json"
-KIND = "bundle"
-
-# What zip can count without its 64-bit extension, less a little for its directory.
-LARGEST = (4 << 30) - (64 << 20)
-MOST_MEMBERS = 65_000
-_LARGEST_READ = 64 << 20  # of what is read whole: the index, manifests
+_LARGEST_READ = 64 << 20  # bytes of what is read whole: manifests
 _CHUNK = 1 << 20
-
-_LOCAL = Struct("<4sHHHHHIIIHH")
-_CENTRAL = Struct("<4sHHHHHHIIIHHHHHII")
-_END = Struct("<4sHHHHIIH")
-_VERSION, _UTF8 = 20, 0x800
-_UNIX, _DATE = 3, 0x21  # the first of January 1980, where zip's calendar begins
-_MODE = (stat.S_IFREG | 0o644) << 16
-
-# One part of a path. None begins with a dot, so that none leads upward.
-_PART = r"[^/\0\\!.\n][^/\0\\!\n]{0,254}"
-_KEY = r"[0-9a-f]{40}"
-_MEMBER = re.compile(
-    rf"(?P<leaf>{LAYOUT}/ops/{_PART}/{_PART}/{_KEY}/{_KEY}/{_KEY})/(?P<file>{_PART})\Z"
-)
-
-
-class Member(Record):
-    """A file in a bundle: what the index says of it, and where its bytes begin."""
-
-    name: str
-    size: int
-    sha256: str
-    offset: int
-
-    @property
-    def header(self) -> int:
-        """Where its zip header begins."""
-        return int(self.offset) - _LOCAL.size - len(self.name.encode())
-
-
-class Damaged(ValueError):
-    """A bundle is not what its index says; the text says where, and names the digests."""
-
-
-def index_of(members: Iterable[tuple[str, int, str]]) -> bytes:
-    """The index for these members (name, size, SHA-256), which are in the order of their names."""
-    listed = [[name, size, sha256] for name, size, sha256 in members]
-    return write_manifest({"schema": SCHEMA, "kind": KIND, "members": listed})
-
-
-def local_header(name: str, size: int, crc: int) -> bytes:
-    """What zip has before a member."""
-    encoded = name.encode()
-    fixed = (b"PK\3\4", _VERSION, _UTF8, 0, 0, _DATE, crc, size, size, len(encoded), 0)
-    return _LOCAL.pack(*fixed) + encoded
-
-
-def directory(members: Iterable[tuple[str, int, int, int]]) -> bytes:
-    """What zip has after the last member; for each (name, size, crc, where its header begins)."""
-    records = []
-    end = 0
-    for name, size, crc, header in members:
-        encoded = name.encode()
-        records.append(
-            _CENTRAL.pack(b"PK\1\2", _UNIX << 8 | _VERSION, _VERSION, _UTF8, 0, 0, _DATE, crc,
-                          size, size, len(encoded), 0, 0, 0, 0, _MODE, header) + encoded
-        )  # fmt: skip
-        end = header + _LOCAL.size + len(encoded) + size
-    whole = b"".join(records)
-    count = len(records)
-    return whole + _END.pack(b"PK\5\6", 0, 0, count, count, len(whole), end, 0)
-
-
-class NoBundle(StoreError):
-    """A file that is something else, or was damaged where it begins."""
 
 
 class Bundle:
     """An open bundle. Raises StoreError for a file that cannot be read or is no bundle at all,
     Damaged for a bad index.
 
-    ``listed``: the user named the file, which is what makes it trusted (see ``opkiln.trust``).
+    ``listed``: it is a layer. That the user named the file is what makes it trusted (see
+    ``opkiln.trust``), and a signature where ``OPKILN_TRUSTED_KEYS`` asks for one.
     """
 
     def __init__(self, path: str, *, listed: bool = False) -> None:
@@ -144,7 +72,10 @@ class Bundle:
                 raise StoreError(f"{path} is no bundle: it is no regular file")
             if listed and (reason := fault(path, found, listed=True)):
                 raise StoreError(reason, hint=f"chmod o-w {path}")
-            self.members = _members(path, self._fd, found)
+            self.index = index(path, self._fd, found)
+            self.members = self.index.members
+            if listed:
+                self.authenticate()
         except BaseException:
             os.close(self._fd)
             raise
@@ -159,6 +90,10 @@ class Bundle:
         trace: TracebackType | None,
     ) -> None:
         os.close(self._fd)
+
+    def authenticate(self) -> str:
+        """The key that makes it trusted; empty where none is asked for. Raises Untrusted."""
+        return signatures.require(self.path, self.index.sha256, self.index.signature)
 
     def below(self, prefix: str) -> list[Member]:
         """The members below a directory of the bundle."""
@@ -202,13 +137,16 @@ class Bundle:
             yield chunk
             at, left = at + len(chunk), left - len(chunk)
 
-    def check(self) -> None:
-        """Compare every byte of the file with what the index says. Raises Damaged, OSError."""
-        index = index_of(member[:3] for member in self.members)
-        head = local_header(INDEX, len(index), crc32(index)) + index
+    def check(self) -> list[tuple[str, int, int, int]]:
+        """Compare every byte of the file with what the index says. Raises Damaged, OSError.
+
+        Returns what ``directory`` takes, of all but the signatures.
+        """
+        listing = index_of(member[:3] for member in self.members)
+        head = local_header(INDEX, len(listing), crc32(listing)) + listing
         if os.pread(self._fd, len(head), 0) != head:
-            raise Damaged(f"its index (SHA-256 {hashlib.sha256(index).hexdigest()}) has changed")
-        listed = [(INDEX, len(index), crc32(index), 0)]
+            raise Damaged(f"its index (SHA-256 {self.index.sha256}) has changed")
+        listed = [(INDEX, len(listing), crc32(listing), 0)]
         for member in self.members:
             crc, digest = 0, hashlib.sha256()
             for chunk in self._chunks(member):
@@ -221,75 +159,16 @@ class Bundle:
                     f"the zip header of {member.name} (SHA-256 {member.sha256}) is not as written"
                 )
             listed.append((member.name, member.size, crc, member.header))
-        tail = directory(listed)
-        end = member.offset + member.size
+        end = self.index.end
+        tail = signed_tail(listed, end, self.index.signature)
         if os.pread(self._fd, len(tail) + 1, end) != tail:
             raise Damaged("its zip directory is not as written, or something follows it")
+        return listed
 
     def digest(self) -> str:
         """The SHA-256 of the whole file. Raises OSError."""
         os.lseek(self._fd, 0, os.SEEK_SET)
         return sha256_file(self._fd)
-
-
-_indexes: dict[tuple[int, ...], tuple[Member, ...]] = {}  # by what ``stat`` says of the file
-
-
-def _members(path: str, fd: int, found: os.stat_result) -> tuple[Member, ...]:
-    """What the index says, read once for each state of a file. Raises as ``Bundle``; OSError."""
-    stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-    known = _indexes.get(stamp)
-    if known is None:
-        known = _indexes[stamp] = _read_index(path, fd, found.st_size)
-    return known
-
-
-def _read_index(path: str, fd: int, file_size: int) -> tuple[Member, ...]:
-    """The members, in order, if the index is whole and the file as long as it says."""
-    head = os.pread(fd, _LOCAL.size + len(INDEX), 0)
-    if len(head) < _LOCAL.size or head[:4] != b"PK\3\4" or head[_LOCAL.size :] != INDEX.encode():
-        hint = f"pip install {shlex.quote(path)}" if path.endswith(".whl") else ""
-        raise NoBundle(f"{path} is no bundle", why=f"it does not begin with {INDEX}", hint=hint)
-    size = _LOCAL.unpack_from(head)[8]
-    if size > _LARGEST_READ:
-        raise Damaged(f"its index of {size} bytes is larger than any")
-    data = os.pread(fd, size, len(head))
-    digest = hashlib.sha256(data).hexdigest()
-    try:
-        body = parse_manifest(data)
-        # Only one way of writing it down is taken, so that each of its bytes counts.
-        if write_manifest(body) != data or body["kind"] != KIND:
-            raise ValueError("not as it was written")
-        listed = [(str(name), int(size), str(sha256)) for name, size, sha256 in body["members"]]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Damaged(f"its index (SHA-256 {digest}): {error}") from error
-    members = _laid_out(listed, len(head) + len(data))
-    end = members[-1].offset + members[-1].size
-    names = [INDEX, *(member.name for member in members)]
-    end += _END.size + sum(_CENTRAL.size + len(name.encode()) for name in names)
-    if end != file_size:
-        raise Damaged(f"it has {file_size} bytes, and {end} by its index (SHA-256 {digest})")
-    return members
-
-
-def _laid_out(listed: list[tuple[str, int, str]], at: int) -> tuple[Member, ...]:
-    """Where each member lies. Raises Damaged for what no bundle holds."""
-    if not 0 < len(listed) <= MOST_MEMBERS:
-        raise Damaged(f"its index has {len(listed)} members")
-    members: list[Member] = []
-    for name, size, sha256 in listed:
-        if not _MEMBER.match(name) or not name.isprintable():
-            raise Damaged(f"its index has a member {name[:200]!r}, which is the path of no entry")
-        if members and name <= members[-1].name:
-            raise Damaged(f"its index has {name} twice, or out of order")
-        if size < 0 or not re.fullmatch("[0-9a-f]{64}", sha256):
-            raise Damaged(f"its index has no size or no digest of {name}")
-        at += _LOCAL.size + len(name.encode())
-        members.append(Member(name, size, sha256, at))
-        at += size
-        if at > LARGEST:
-            raise Damaged(f"its index has {name} beyond the largest size of a bundle")
-    return tuple(members)
 
 
 def _compare(member: Member, found: str) -> None:
@@ -330,7 +209,7 @@ def examine(
             return _examine(bundle, leaf, inner, places, hasher, own=own)
     except KeyError as error:
         return Refused(leaf, f"damaged: {error} is missing", damaged=True)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         return Refused(leaf, f"damaged: {error}", damaged=True)
     except StoreError as error:
         return Refused(leaf, error.what)
@@ -363,47 +242,13 @@ def _split(leaf: str) -> tuple[str, str]:
     return path, f"{LAYOUT}/{rest}"
 
 
-_sealed: dict[str, str] = {}  # SHA-256 -> path; the descriptors stay open as long as the process
-_last = 2  # the highest descriptor that was used so
-
-
-def _after_fork() -> None:
-    # The paths name the parent, which may end before its child opens them.
-    _sealed.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
 def _in_memory(bundle: Bundle, member: Member) -> str:
     """A path under which the member can be opened, by this process and by its children."""
-    global _last
-    known = _sealed.get(member.sha256)
-    if known is not None and _still(known, member.sha256):
-        return known
-    first = os.memfd_create(
-        "opkiln-" + member.name.rpartition("/")[2], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    )
-    try:
-        bundle.copy(member, first)
-        # Sealed first, digested then: until then another process of this user could write to it.
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(first, fcntl.F_ADD_SEALS, seals)
-        os.lseek(first, 0, os.SEEK_SET)
-        _compare(member, sha256_file(first))
-        # The dynamic linker knows a library by its path: a number that comes back, after somebody
-        # closed every descriptor, would be taken for the library that had it first.
-        fd = fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, _last + 1)
-    finally:
-        os.close(first)
-    _last = fd
-    path = f"/proc/{os.readlink('/proc/self')}/fd/{fd}"
-    _sealed[member.sha256] = path
-    return path
 
+    def fill(fd: int) -> None:
+        bundle.copy(member, fd)
 
-def _still(path: str, sha256: str) -> bool:
     try:
-        return sha256_file(path) == sha256
-    except OSError:
-        return False  # somebody closed the descriptor, as daemons close all of theirs
+        return sealed.keep(member.name.rpartition("/")[2], member.sha256, fill)
+    except sealed.Changed as error:
+        raise Damaged(f"{member.name} has the SHA-256 {error}, not {member.sha256}") from error

@@ -68,7 +68,10 @@ def parse_manifest(data: bytes) -> dict[str, Any]:
     digest = hashlib.sha256(body).hexdigest()
     if data != f"{_HEAD}{digest}{_MIDDLE}".encode() + body + _TAIL.encode():
         raise ValueError("the manifest's digest does not match")
-    manifest = json.loads(body)
+    try:
+        manifest = json.loads(body)
+    except RecursionError:
+        raise ValueError("the manifest is nested too deeply") from None
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
         raise ValueError("the manifest has another schema")
     return manifest
@@ -116,7 +119,7 @@ def examine(
         return _check_payload(directory, manifest, listed)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return Refused(directory, f"damaged: {error}", damaged=True)
     except OSError as error:
         return Refused(directory, f"unreadable: {error}")

@@ -1,7 +1,8 @@
 """Making a store smaller, while others read it and write to it.
 
 An entry is taken away by renaming it into ``staging/`` and deleting it there: a reader finds it
-whole or not at all, and what a killed collector leaves is swept by the next one.
+whole or not at all, and what a killed collector leaves is swept by the next one. What turns out to
+be in use after all is renamed back.
 """
 
 from __future__ import annotations
@@ -71,21 +72,56 @@ def collect(root: str, limit: int, *, now: bool = False) -> Collected:
     before = left = sum(each.size for each in found)
     removed: list[Entry] = []
     recent = in_use = 0
-    mapped = processes() if left > limit else None
-    for each in found:
-        if left <= limit or mapped is None:
+    candidates = iter(found)
+    while left > limit:
+        running, aside = processes(), []
+        for each in candidates:
+            if not now and each.used > clock - GRACE:
+                recent += 1
+            elif running.uses(each):
+                in_use += 1
+            elif (trash := _set_aside(root, each)) is not None:
+                aside.append((each, trash))
+                left -= each.size
+                if left <= limit:
+                    break
+        kept = _remove_unused(aside)
+        removed += [each for each, _ in aside if each not in kept]
+        in_use += len(kept)
+        left += sum(each.size for each in kept)
+        if not kept:
             break
-        if not now and each.used > clock - GRACE:
-            recent += 1
-        elif mapped.uses(each):
-            in_use += 1
-        else:
-            discard(root, each)
-            removed.append(each)
-            left -= each.size
     _sweep_receipts(root)
     _prune(root)
     return Collected(tuple(removed), tuple(swept), before, left, limit, in_use, recent)
+
+
+def _set_aside(root: str, found: Entry) -> str | None:
+    try:
+        return publish.set_aside(root, found.directory)
+    except OSError as error:
+        raise cannot("removed", found.directory, error) from error
+
+
+def _remove_unused(aside: list[tuple[Entry, str]]) -> set[Entry]:
+    """Remove what was set aside, but for what is in use; that is put back, and returned.
+
+    Somebody may have opened an entry after the look at who uses what, and before it was set aside.
+    Nobody can open it any more, so this second look is the last word.
+    """
+    running = processes() if aside else None
+    kept = set()
+    for each, trash in aside:
+        moved = os.path.join(trash, os.path.basename(each.payload)) if each.payload else ""
+        if running is not None and running.uses(each._replace(payload=moved)):
+            try:
+                publish.put_back(trash, each.directory)
+            except OSError as error:
+                raise cannot("put back", each.directory, error) from error
+            kept.add(each)
+        else:
+            publish.remove(trash)
+    return kept
 
 
 def clear(root: str, op: str | None = None) -> list[Entry]:
@@ -168,6 +204,13 @@ def _sweep_store(root: str, clock: float) -> list[str]:
             if _modified(path, clock) < clock - age:
                 _remove(path)
                 swept.append(path)
+    # Renamed once they are written; what is old and has its first name has no writer any more.
+    for top, depth in (("toolchains", 1), ("failures", 1), ("logs", 1), ("receipts", 3)):
+        for path in directories(os.path.join(root, top), depth):
+            final = path.endswith((".json", ".log"))
+            if not final and _modified(path, clock) < clock - _LEFTOVER:
+                _remove(path)
+                swept.append(path)
     return swept
 
 
@@ -179,7 +222,7 @@ def _sweep_receipts(root: str) -> None:
                 payload = json.loads(file.read())["payload"]
             if os.path.exists(os.path.join(root, payload)):
                 continue
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             pass  # damaged, or just being written: then its writer does without
         _remove(path)
 

@@ -135,7 +135,7 @@ def details(found: Entry) -> Details:
             sources=tuple(inputs["spec"]["sources"]),
             damaged="",
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return Details("", "", "", (), str(error) or type(error).__name__)
 
 

@@ -15,7 +15,7 @@ from opkiln.record import Record
 from opkiln.store.entry import MANIFEST, Leaf, Refused, examine, parse_manifest
 from opkiln.store.location import Layer, Location, choose
 from opkiln.store.recheck import Hasher
-from opkiln.trust import open_to_all
+from opkiln.trust import fault, open_to_all
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -130,11 +130,25 @@ class Store:
             leaf = examine(
                 os.path.join(base, name), places, hasher, listed=layer.listed, external=external
             )
+            if isinstance(leaf, Leaf) and layer.unseen and (reason := _foreign(layer.root)):
+                leaf = Refused(leaf.directory, reason)
             if isinstance(leaf, Leaf):
                 return leaf
             if leaf is not None:
                 refused.append(leaf)
         return None
+
+
+def _foreign(root: str) -> str:
+    """Why a layer that was made meanwhile is not to be trusted: somebody else made it, and may
+    replace what was just checked."""
+    for path in (os.path.dirname(root), root):
+        try:
+            if reason := fault(path, os.lstat(path)):
+                return reason
+        except OSError as error:
+            return f"{path}: {error.strerror}"
+    return ""
 
 
 def _names(directory: str) -> list[str]:

@@ -3,7 +3,7 @@
     OPKILN_CACHE_DIR            asked for
       not ours, or others may write there  -> <dir>/opkiln-<uid>, private
     $XDG_CACHE_HOME or ~/.cache  the default
-    <tmp>/opkiln-<uid>           no home, a read-only home, no passwd entry
+    <tmp>/opkiln-<uid>           no home, a read-only or noexec home, no passwd entry
 
 The first that can be used is the writable root. A root that is only readable still serves hits.
 """
@@ -12,21 +12,24 @@ from __future__ import annotations
 
 import os
 
+from opkiln import trust
 from opkiln.errors import StoreError
 from opkiln.record import Record
 from opkiln.settings import LAYOUT, settings, store_candidates
-from opkiln.trust import fault, make_private
+from opkiln.trust import fault
 
 
 class Layer(Record):
     """A directory of entries, or a bundle of them: one file (``store.archive``).
 
-    ``listed``: the user named it, which is what makes it trusted.
+    ``listed``: the user named it, which is what makes it trusted. ``unseen``: it was not there when
+    it was looked at, so whoever made it since is still to be looked at.
     """
 
     root: str
     listed: bool = False
     bundle: bool = False
+    unseen: bool = False
 
 
 class Location(Record):
@@ -50,7 +53,7 @@ def choose() -> Location:
             usable, readable, reason = False, False, foreign
         if readable or usable:
             # Also one that is still to be made: another process may make and fill it meanwhile.
-            layers.append(Layer(os.path.join(candidate, LAYOUT)))
+            layers.append(Layer(inner, unseen=not known))
         if usable:
             writable = os.path.join(candidate, LAYOUT)
             if notes:
@@ -76,14 +79,11 @@ def claim(root: str | None) -> None:
     if root is None:
         return
     try:
-        make_private(root)
-        for path in (os.path.dirname(root), root):
-            if reason := fault(path, os.lstat(path)):
-                raise StoreError(
-                    f"the store cannot be written: {reason}", hint="set OPKILN_CACHE_DIR"
-                )
+        reason = trust.claim(root)
     except OSError:
         return  # it cannot be written at all, which the publish will say
+    if reason:
+        raise StoreError(f"the store cannot be written: {reason}", hint="set OPKILN_CACHE_DIR")
 
 
 def _examine(path: str) -> tuple[bool, bool, str]:
@@ -99,6 +99,8 @@ def _examine(path: str) -> tuple[bool, bool, str]:
     reason = fault(path, found)
     if reason:
         return False, False, reason
+    if _noexec(path):
+        return False, False, _NOEXEC
     if not os.access(path, os.W_OK | os.X_OK):
         return False, True, "read-only"
     return True, True, ""
@@ -111,6 +113,18 @@ def _creatable(path: str) -> tuple[bool, bool, str]:
         parent = os.path.dirname(parent)
     if not os.path.isdir(parent):
         return False, False, f"{parent} is not a directory"
+    if _noexec(parent):
+        return False, False, _NOEXEC
     if not os.access(parent, os.W_OK | os.X_OK):
         return False, False, f"{parent} is read-only"
     return True, False, ""
+
+
+_NOEXEC = "its file system is mounted noexec, so that no library can be loaded from there"
+
+
+def _noexec(path: str) -> bool:
+    try:
+        return bool(os.statvfs(path).f_flag & os.ST_NOEXEC)
+    except OSError:
+        return False  # it will be known when something is read there

@@ -19,7 +19,7 @@ import os
 import secrets
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from opkiln import errors
@@ -86,7 +86,8 @@ class Turn:
             os.replace(temporary, self._failures)
         except OSError:
             # They will compile themselves and see the same error then.
-            return
+            with suppress(OSError):
+                os.unlink(temporary)
 
 
 @contextmanager
@@ -167,7 +168,7 @@ def _read_holder(fd: int) -> Holder | None:
     try:
         record = json.loads(os.pread(fd, 4096, 0))
         return Holder(int(record["pid"]), str(record["host"]), str(record["token"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # it has the lock, but has not said who it is yet
 
 
@@ -196,7 +197,7 @@ def _raise_failure(path: str, awaited: set[str]) -> None:
             record = json.load(file)
         token, kind = record["token"], getattr(errors, record["kind"])
         error = kind(record["what"], why=record["why"], hint=record["hint"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return
     if token in awaited and isinstance(error, errors.OpkilnError):
         raise error

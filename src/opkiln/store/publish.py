@@ -112,13 +112,32 @@ def _rename(staging: str, final: str) -> None:
 def discard(root: str, directory: str) -> None:
     """Take an entry out of the way, whole, so that its name is free. Readers keep what they have
     open; somebody else may already have done it. Raises OSError if it cannot be moved."""
+    trash = set_aside(root, directory)
+    if trash is not None:
+        remove(trash)
+
+
+def set_aside(root: str, directory: str) -> str | None:
+    """Move an entry to where nobody looks for one; returns its new path, or None where it is gone
+    already. Raises OSError if it cannot be moved."""
     trash = os.path.join(root, "staging", "damaged-" + secrets.token_hex(12))
     try:
         make_private(os.path.dirname(trash))
+        os.utime(directory)  # else another collector would take it for an old leftover
         os.rename(directory, trash)
     except FileNotFoundError:
-        return
-    remove(trash)
+        return None
+    return trash
+
+
+def put_back(trash: str, directory: str) -> None:
+    """Undo ``set_aside``. If its like was published meanwhile, that one stays. Raises OSError."""
+    try:
+        _rename(trash, directory)
+    except OSError as error:
+        if error.errno not in _LOST:
+            raise
+        remove(trash)
 
 
 def remove(path: str) -> None:

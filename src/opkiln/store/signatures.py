@@ -1,0 +1,205 @@
+"""Who made a bundle: signatures over its index, and the keys that are trusted.
+
+A bundle's index has the digest of everything else in it (``store.archive``), so whoever signs the
+index signs the bundle. The signatures lie in the bundle, as its last member, one for each key:
+
+    {"sha256": …, "manifest": {"kind": "signatures", "version": 1,
+                               "signatures": [["ed25519:<public key>", "<signature>"], …]}}
+
+What is signed is a line that nothing else signs, with a version, and the SHA-256 of the index. The
+file carries its own digest, so a flipped bit is found also where nobody has configured a key.
+
+The library that does the arithmetic is optional, and imported only where ``OPKILN_TRUSTED_KEYS``
+asks for it. Where it is asked for and absent, nothing signed or unsigned is taken.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+
+from opkiln import trust
+from opkiln.errors import SettingError, StoreError
+from opkiln.settings import settings
+from opkiln.store.entry import SCHEMA, parse_manifest, write_manifest
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import ModuleType
+
+MEMBER = "opkiln-bundle.sig.json"
+LARGEST = 16 << 10  # bytes of all signatures of a bundle
+MOST = 32  # signatures of a bundle
+VARIABLE = "OPKILN_TRUSTED_KEYS"
+
+_KIND, _VERSION = "signatures", 1
+_ALGORITHM = "ed25519:"
+_LARGEST_KEYS = 1 << 20  # bytes of a file of keys
+
+
+class Untrusted(StoreError):
+    """A bundle that nobody who is trusted has signed. It may be whole; it is not used."""
+
+
+def message(index_sha256: str) -> bytes:
+    """What a key signs for a bundle."""
+    return f"opkiln bundle signature {_VERSION}\n{index_sha256}\n".encode()
+
+
+def write_key(public: bytes) -> str:
+    """A public key as one word: what people compare, list and are shown."""
+    return _ALGORITHM + base64.b64encode(public).decode()
+
+
+def parse_key(text: str) -> bytes:
+    """The 32 bytes of a public key. Raises ValueError for what is not written as ``write_key``
+    does."""
+    try:
+        public = base64.b64decode(text.removeprefix(_ALGORITHM), validate=True)
+    except (binascii.Error, ValueError):
+        public = b""
+    if len(public) != 32 or write_key(public) != text:
+        raise ValueError(f"{text[:100]!r} is no public key such as {write_key(bytes(32))}")
+    return public
+
+
+def write(signatures: Mapping[str, bytes]) -> bytes:
+    """The member of a bundle for these signatures, by key."""
+    listed = [[key, base64.b64encode(each).decode()] for key, each in sorted(signatures.items())]
+    return write_manifest(
+        {"schema": SCHEMA, "kind": _KIND, "version": _VERSION, "signatures": listed}
+    )
+
+
+def read(data: bytes) -> dict[str, bytes]:
+    """The signatures in a member, by key; whether they are right is another matter.
+
+    Raises ValueError for what ``write`` does not write.
+    """
+    body = parse_manifest(data)
+    try:
+        listed = body["signatures"]
+        found = {str(key): base64.b64decode(text, validate=True) for key, text in listed}
+    except (KeyError, TypeError, binascii.Error) as error:
+        raise ValueError(f"signatures that cannot be read: {error}") from error
+    for key, each in found.items():
+        parse_key(key)
+        if len(each) != 64:
+            raise ValueError(f"the signature by {key} has {len(each)} bytes, not 64")
+    if not 0 < len(found) <= MOST or write(found) != data:
+        raise ValueError("signatures that are not as they are written")
+    return found
+
+
+def trusted() -> tuple[str, ...] | None:
+    """The keys that bundles must be signed with, or None where none are asked for.
+
+    Raises SettingError for a key that is none, and Untrusted where a file with keys cannot be read
+    or is open to others: then it is not known who is trusted, so nobody is.
+    """
+    listed = settings.trusted_keys
+    if listed is None:
+        return None
+    keys: list[str] = []
+    for word in listed:
+        if not word.startswith(_ALGORITHM):
+            keys += _keys_in(word)
+            continue
+        try:
+            parse_key(word)
+        except ValueError as error:
+            raise SettingError(f"{VARIABLE}: {error}", hint=f"unset {VARIABLE}") from None
+        keys.append(word)
+    return tuple(dict.fromkeys(keys))
+
+
+def _keys_in(path: str) -> list[str]:
+    """The keys in a file: one to a line, then a comment if one likes; ``#`` begins one, too."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            reason = trust.fault(path, os.fstat(fd))
+            data = file.read(_LARGEST_KEYS + 1)
+    except OSError as error:
+        raise _no_keys(path, error.strerror or str(error)) from error
+    if reason:
+        raise _no_keys(path, reason)
+    try:
+        lines = (line.split() for line in data.decode().splitlines())
+        keys = [words[0] for words in lines if words and not words[0].startswith("#")]
+        for key in keys:
+            parse_key(key)
+        if not keys or len(data) > _LARGEST_KEYS:
+            raise ValueError("it has no keys" if not keys else "it is too long")
+    except ValueError as error:
+        raise _no_keys(path, str(error)) from error
+    return keys
+
+
+def _no_keys(path: str, reason: str) -> Untrusted:
+    return Untrusted(
+        f"the keys in {path}, which {VARIABLE} names, cannot be used: {reason}",
+        why="so no bundle is taken",
+        hint=f"ls -l {path}",
+    )
+
+
+_good: set[tuple[str, bytes, tuple[str, ...]]] = set()  # what was checked in this process
+
+
+def require(path: str, index_sha256: str, data: bytes) -> str:
+    """Returns the key that makes a bundle trusted; "" where no keys are configured.
+
+    ``data`` is its member with signatures, empty for an unsigned one. Raises Untrusted, which names
+    the bundle, who signed it and who is trusted.
+    """
+    keys = trusted()
+    if keys is None:
+        return ""
+    if not data:
+        raise _untrusted(path, "it is not signed", keys, f"opkiln cache sign {path} --key FILE")
+    signatures = read(data)
+    ours = [key for key in keys if key in signatures]
+    if not ours:
+        raise _untrusted(path, f"it is signed by {', '.join(signatures)}", keys)
+    for key in ours:
+        checked = (index_sha256, signatures[key], (key,))
+        if checked in _good or _verifies(path, key, signatures[key], message(index_sha256)):
+            _good.add(checked)
+            return key
+    raise _untrusted(path, f"its signature by {', '.join(ours)} is not for this index", keys)
+
+
+def _verifies(path: str, key: str, signature: bytes, signed: bytes) -> bool:
+    try:
+        library = ed25519()
+    except StoreError as error:
+        what = f"{path} is refused: its signature by {key} cannot be checked"
+        raise Untrusted(what, why=error.what, hint=error.hint) from error
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        library.Ed25519PublicKey.from_public_bytes(parse_key(key)).verify(signature, signed)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def ed25519() -> ModuleType:
+    """The library's module for Ed25519. Raises StoreError where it is absent or too old."""
+    try:
+        from cryptography.hazmat.primitives.asymmetric import ed25519 as library
+    except ImportError as error:
+        raise StoreError(
+            f"signatures need the package cryptography: {error}", hint="pip install 'opkiln[sign]'"
+        ) from error
+    return library
+
+
+def _untrusted(path: str, reason: str, keys: tuple[str, ...], hint: str = "") -> Untrusted:
+    return Untrusted(
+        f"{path} is refused: {reason}, and {VARIABLE} asks for a signature by {' or '.join(keys)}",
+        hint=hint or f"echo ${VARIABLE}    # compare it with the key of whoever made the bundle",
+    )

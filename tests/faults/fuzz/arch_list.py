@@ -1,0 +1,19 @@
+"""Lists of architectures and names of CPUs, as people and variables write them."""
+
+from __future__ import annotations
+
+from opkiln.arch import cpu, cuda, hip
+from opkiln.errors import ArchError
+
+
+def one(data: bytes) -> None:
+    text = data.decode("utf-8", "surrogateescape")
+    for parse in (
+        cuda.parse,
+        hip.parse,
+        lambda text: cpu.parse(text, "x86_64", frozenset()),
+    ):
+        try:
+            parse(text)
+        except ArchError:
+            pass

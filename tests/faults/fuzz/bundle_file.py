@@ -1,0 +1,41 @@
+"""A bundle: the whole file, or an index of somebody's making before a file that is as it should."""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+from fuzz.manifest import with_digest
+from fuzz.scratch import file
+
+from opkiln.errors import StoreError
+from opkiln.ship import bundle
+from opkiln.store import archive, bundle_index, sealed, stored_zip
+from opkiln.store.recheck import Hasher
+
+
+def one(data: bytes) -> None:
+    _use(data)
+    body, _, rest = data.partition(b"\n--\n")
+    index = with_digest(body)
+    head = stored_zip.local_header(bundle_index.INDEX, len(index), crc32(index)) + index
+    _use(head + rest)
+
+
+def _use(data: bytes) -> None:
+    bundle_index._indexes.clear()
+    path = file("bundle", data)
+    try:
+        bundle.read_bundle(path)
+    except StoreError:
+        pass
+    try:
+        leaves = archive.leaves(path, "somebody", "one")
+    except (StoreError, ValueError, OSError):
+        leaves = [f"{path}!v1/ops/somebody/one/x"]
+    for leaf in leaves[:2]:
+        archive.examine(leaf, {}, Hasher())
+        archive.examine(leaf, {}, Hasher(), own=False)
+    for kept in sealed._kept.values():
+        sealed.os.close(int(kept.rpartition("/")[2]))
+    sealed._kept.clear()
+    sealed._last = 2

@@ -1,0 +1,18 @@
+"""A library: its header, sections, dynamic tables and hash table."""
+
+from __future__ import annotations
+
+from opkiln.binary import elf, exported
+from opkiln.errors import LoadError
+
+
+def one(data: bytes) -> None:
+    for read in (
+        lambda: elf.read(data),
+        lambda: elf.defined(data),
+        lambda: exported.missing(data, ("f", "torch_call_dispatcher", "")),
+    ):
+        try:
+            read()
+        except LoadError:
+            pass

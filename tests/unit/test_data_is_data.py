@@ -1,0 +1,113 @@
+"""Nothing that opkiln reads from a file can run as code: what would do that is not used."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "opkiln"
+
+# Modules whose readers build arbitrary objects, or that are only good for reading such files.
+MODULES = {
+    "pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "dbm",
+    "jsonpickle", "code", "codeop", "yaml", "xmlrpc",
+}  # fmt: skip
+# Calls that run a text or an object's own code, by their last two names.
+CALLS = {
+    "eval", "exec", "compile", "__import__", "torch.load", "numpy.load", "np.load",
+    "builtins.eval", "builtins.exec", "runpy.run_path", "shutil.unpack_archive", "os.system",
+    "os.popen", "tempfile.mktemp",
+}  # fmt: skip
+METHODS = {"extractall"}  # an archive's members go where they say; ours are read one by one
+
+
+def found(code: str) -> list[str]:
+    """What a source has of these."""
+    bad = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            bad += [a.name for a in node.names if a.name.partition(".")[0] in MODULES]
+        elif isinstance(node, ast.ImportFrom):
+            bad += [node.module] if (node.module or "").partition(".")[0] in MODULES else []
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            last = name.rpartition(".")[2]
+            short = ".".join(name.split(".")[-2:])
+            safe = any(each.arg == "weights_only" and _true(each.value) for each in node.keywords)
+            if (short in CALLS and not safe) or ("." in name and last in METHODS):
+                bad.append(name)
+    return bad
+
+
+def _true(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.name))
+def test_no_file_is_read_as_code(path: Path) -> None:
+    assert found(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "named"),
+    [
+        ("import pickle", "pickle"),
+        ("def f():\n    from marshal import loads", "marshal"),
+        ("import xmlrpc.client as x", "xmlrpc.client"),
+        ("eval(open(f).read())", "eval"),
+        ("torch.load(f)", "torch.load"),
+        ("torch.load(f, weights_only=False)", "torch.load"),
+        ("x.y.torch.load(f)", "x.y.torch.load"),
+        ("zipfile.ZipFile(f).extractall()", "zipfile.ZipFile(f).extractall"),
+    ],
+)
+def test_what_must_not_be_there_would_be_found(code: str, named: str) -> None:
+    assert found(code) == [named]
+
+
+@pytest.mark.parametrize("code", ["torch.load(f, weights_only=True)", "re.compile('x')", "load(f)"])
+def test_what_may_be_there_is_not_taken_for_it(code: str) -> None:
+    assert found(code) == []
+
+
+# Modules that connect to others. `socket` itself is for pairs of descriptors within this host.
+NETWORK = {
+    "asyncio", "ftplib", "http", "httpx", "imaplib", "poplib", "requests", "smtplib",
+    "socketserver", "ssl", "telnetlib", "urllib.request", "urllib3", "websockets", "wsgiref",
+}  # fmt: skip
+
+
+def connecting(code: str) -> list[str]:
+    """What a source has to reach other hosts with."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            found += [called] if called in ("socket.socket", "socket.create_connection") else []
+    parts = {name: {name.partition(".")[0], ".".join(name.split(".")[:2])} for name in found}
+    return [name for name in found if parts[name] & NETWORK or name.startswith("socket.")]
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.name))
+def test_nothing_connects_to_another_host(path: Path) -> None:
+    assert connecting(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import http.client",
+        "from urllib import request",
+        "import urllib.request",
+        "import socket; socket.create_connection(('x', 1))",
+        "from socket import socket",
+    ],
+)
+def test_what_would_connect_would_be_found(code: str) -> None:
+    assert connecting(code) != []
