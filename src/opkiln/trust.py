@@ -38,6 +38,44 @@ def open_to_all(root: str, base: str) -> str:
     return ""
 
 
+def claim(root: str) -> str:
+    """Make a store's directory and the one that holds it, for this user alone.
+
+    Returns why they are not to be written to; empty when they are ours. Raises OSError.
+
+    They may lie where everybody can put things (/tmp): what is checked is what was opened, and no
+    link is followed. Once the outer one is ours, nobody else can put another in its place.
+    """
+    place, name = os.path.split(root)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    make_private(os.path.dirname(place))
+    outer = inner = -1
+    try:
+        _make(place)
+        outer = os.open(place, flags)
+        if reason := fault(place, os.fstat(outer)):
+            return reason
+        _make(name, outer)
+        inner = os.open(name, flags, dir_fd=outer)
+        return fault(root, os.fstat(inner))
+    except OSError:
+        for path in (place, root):
+            if os.path.islink(path):
+                return fault(path, os.lstat(path))
+        raise
+    finally:
+        for fd in (outer, inner):
+            if fd >= 0:
+                os.close(fd)
+
+
+def _make(name: str, within: int | None = None) -> None:
+    try:
+        os.mkdir(name, 0o700, dir_fd=within)
+    except FileExistsError:
+        return  # whatever it is: who opens it will see
+
+
 def make_private(path: str) -> None:
     """Make a directory, and what is missing above it, for this user alone. Raises OSError."""
     if os.path.isdir(path):

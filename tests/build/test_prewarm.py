@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import opkiln
+from opkiln.digest import sha256_file
 from opkiln.errors import CompilingOff, StoreError, StoreWarning, UnknownOp
 from opkiln.loading import loader, recording
 from opkiln.settings import override
@@ -248,7 +249,8 @@ def test_building_for_a_script_compiles_what_it_loads_after_it_ran(
     bundled = run("build", "--recorded", str(file), "--bundle", str(tmp_path / "ops.bundle"))
     assert bundled.returncode == 0, bundled.stderr
     assert "cached" in bundled.stdout
-    assert (tmp_path / "ops.bundle").exists()
+    digest = sha256_file(str(tmp_path / "ops.bundle"))
+    assert f"wrote {tmp_path}/ops.bundle (SHA-256 {digest})" in bundled.stdout
 
 
 def test_a_script_that_fails_builds_nothing(tmp_path: Path, cache: Path) -> None:

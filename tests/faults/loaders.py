@@ -31,6 +31,7 @@ class Answer:
         self.compiled: int = fields.get("compiled", 0)
         self.origin: str = fields.get("origin", "")
         self.warnings: list[str] = fields.get("warnings", [])
+        self.refused: list[str] = fields.get("refused", [])
 
     @property
     def path(self) -> Path:
@@ -44,18 +45,31 @@ class Loader:
     """A process that loads what it is told to, until it is closed or killed."""
 
     def __init__(
-        self, env: Mapping[str, str] | None = None, *, prefix: Sequence[str] = (), preload: str = ""
+        self,
+        env: Mapping[str, str | None] | None = None,
+        *,
+        prefix: Sequence[str] = (),
+        preload: str = "",
+        python: str = sys.executable,
+        user: int | None = None,
+        group: int | None = None,
+        bare: bool = True,
     ) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(SOURCE), **(env or {})}
+        given = {**os.environ, "PYTHONPATH": str(SOURCE), **(env or {})}
+        environment = {name: text for name, text in given.items() if text is not None}
         if preload:
             environment["LD_PRELOAD"] = preload
         # -S: without site-packages there is no torch, and the interpreter starts sooner.
+        options = ["-S"] if bare else []
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-S", str(LOADS)],
+            [*prefix, python, *options, str(LOADS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
+            user=user,
+            group=user if group is None else group,
+            extra_groups=None if user is None else [],
         )
 
     def __enter__(self) -> Loader:
@@ -64,9 +78,12 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def ask(self, name: str, source: Path | None = None, text: str = "", **more: Any) -> None:
+    def ask(
+        self, name: str, source: Path | Sequence[Path] | None = None, text: str = "", **more: Any
+    ) -> None:
         """Begin a load; ``answer`` waits for it."""
-        what = {"text": text} if source is None else {"sources": [str(source)]}
+        sources = [source] if isinstance(source, Path) else list(source or ())
+        what = {"sources": [*map(str, sources)]} if sources else {"text": text}
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"name": name, **what, "more": more}) + "\n")
         self.process.stdin.flush()
@@ -81,7 +98,9 @@ class Loader:
             raise AssertionError(f"the process died: exit {self.process.wait()}")
         return Answer(json.loads(line))
 
-    def load(self, name: str, source: Path | None = None, text: str = "", **more: Any) -> Answer:
+    def load(
+        self, name: str, source: Path | Sequence[Path] | None = None, text: str = "", **more: Any
+    ) -> Answer:
         self.ask(name, source, text, **more)
         return self.answer()
 
@@ -103,6 +122,16 @@ class Loader:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+def with_torch_in(directory: Path) -> dict[str, str | None]:
+    """The environment of a process that imports the torch that lies in a directory."""
+    # torch's own bytecode is beside its sources: to make it anew takes ten seconds.
+    return {
+        "PYTHONPATH": os.pathsep.join((str(directory), str(SOURCE))),
+        "PYTHONPYCACHEPREFIX": None,
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
 def write(path: Path, text: str) -> Path:

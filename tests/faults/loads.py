@@ -6,6 +6,7 @@ The ops are torch-free libraries; ``value()`` of the one that was loaded is the 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 import time
@@ -34,11 +35,14 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         else:
             loaded = loader._loaded["jit", name, "cpu"]
             assert loaded.artifact is not None
+            if isinstance(library, str):  # a library of torch's ops, which is loaded already
+                library = ctypes.CDLL(loaded.artifact.path)
             result = {
                 "value": library.value(),
                 "path": loaded.artifact.path,
                 "origin": loaded.artifact.origin,
                 "compiled": loaded.artifact.compiled,
+                "refused": loaded.trace.refusals(),
             }
     return {**result, "warnings": [str(each.message) for each in caught]}
 

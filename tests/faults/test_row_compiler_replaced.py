@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from conftest import Compiler
 
+pytestmark = pytest.mark.row(11)
+
 
 def replace_in_place(compiler: Path, data: bytes) -> None:
     """Other contents; the path, the inode and the modification time stay."""

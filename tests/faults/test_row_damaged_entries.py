@@ -15,8 +15,11 @@ from opkiln.digest import sha256_file
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rows import Cases
+
+pytestmark = pytest.mark.row(6)
+
 CHANCE = random.Random(6)
-COUNTS = [10, pytest.param(200, marks=pytest.mark.full)]
 
 
 def flip_a_bit(path: Path) -> None:
@@ -39,16 +42,15 @@ def load_in_a_new_process(source: Path) -> tuple[int | None, str]:
     return answer.value, answer.origin
 
 
-@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("harm", [flip_a_bit, cut])
 def test_a_damaged_library_is_noticed_and_replaced(
-    harm: Callable[[Path], None], count: int, tmp_path: Path, cache: Path
+    harm: Callable[[Path], None], cases: Cases, tmp_path: Path, cache: Path
 ) -> None:
     source = write(tmp_path / "op.cpp", returning(41))
     assert load_in_a_new_process(source) == (41, "built")
     (leaf,) = leaves(cache)
     good = sha256_file(str(leaf / "op.so"))
-    for _ in range(count):
+    for _ in cases(200):
         harm(leaf / "op.so")
         assert load_in_a_new_process(source) == (41, "built")
         assert leaves(cache) == [leaf]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from loaders import Loader, returning, write
 
 if TYPE_CHECKING:
@@ -11,12 +12,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from conftest import Compiler
+    from rows import Cases
+
+pytestmark = pytest.mark.row(4)
 
 PROCESSES = 8
 
 
 def test_all_who_wait_for_a_failing_build_see_the_compilers_first_error(
-    tmp_path: Path, compiler: Compiler, processes: Callable[..., list[Loader]]
+    tmp_path: Path, compiler: Compiler, processes: Callable[..., list[Loader]], cases: Cases
 ) -> None:
     running = processes(PROCESSES)
     warm = write(tmp_path / "warm.cpp", returning(1))
@@ -24,6 +28,7 @@ def test_all_who_wait_for_a_failing_build_see_the_compilers_first_error(
     before = compiler.compiles
     compiler.take(2)
     bad = write(tmp_path / "bad.cpp", returning("undeclared_name") + "int other = another_one;\n")
+    cases.tried(PROCESSES)
     for each in running:
         each.ask("bad", bad)
     answers = [each.answer() for each in running]

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.row(29)
+
 OPTIONAL = "#if __has_include(<number.h>)\n#include <number.h>\n#else\n#define NUMBER 0\n#endif"
 
 

@@ -15,6 +15,8 @@ from opkiln.errors import SpecError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.row(21)
+
 # Text that a shell, make or ninja would act on; a compiler only sees odd names of macros.
 INERT = (
     "-DA=$(touch canary)", "-DA=$$(touch canary)", "-DA=`touch canary`", "-DA=;touch canary",

@@ -17,6 +17,10 @@ from opkiln.model import OpSpec
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from rows import Cases
+
+pytestmark = pytest.mark.row(19)
+
 HOSTILE = (
     "../../x", "/etc/x", "..", ".", "", "a/b", "a;touch b", "$(touch canary)", "`touch canary`",
     "a\nb", "a\0b", "a" * 10_000, "a" * 101, "-o", "--help", "-Wl,-rpath", "@file", "a b", " a",
@@ -74,20 +78,19 @@ def test_each_hostile_name_is_a_clear_error(
     assert not any(name.startswith(("canary", "b")) for name in everything_below(tmp_path))
 
 
-@pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.full)])
 def test_random_names_are_refused_or_built_safely(
-    count: int, tmp_path: Path, source: Path, cache: Path
+    cases: Cases, tmp_path: Path, source: Path, cache: Path
 ) -> None:
     chance = random.Random(19)
     assert load("op", source) == 19
     before = everything_below(tmp_path)
     refused = 0
-    for _ in range(count):
+    for _ in cases(10_000):
         name = "".join(chance.choices(PIECES, k=chance.randrange(1, 5)))
         got = load(name, source)
         assert got == (19 if is_safe(name) else None), ascii(name)
         refused += got is None
-    assert refused > count // 2
+    assert refused > cases.number // 2
     assert everything_below(tmp_path) == before
     ops = {path.name for path in (cache / "v1" / "ops" / "jit").iterdir()}
     assert all(is_safe(name) for name in ops)

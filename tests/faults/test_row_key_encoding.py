@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from rows import Cases
+
+pytestmark = pytest.mark.row(13)
+
 # Pieces that meet where one value ends and the next begins, and that look like the encoding itself.
 PIECES = (
     "", "-D", "A", "B", "-DA", "-DB", "-DA-DB", "-DA -DB", " ", "\0", "s1:A", "(2:", "i1;", "n",
@@ -55,29 +59,27 @@ def told_apart(value: Any) -> Any:
     return (type(value).__name__, value)
 
 
-@pytest.mark.parametrize("pairs", [10_000, pytest.param(100_000, marks=pytest.mark.full)])
-def test_different_values_have_different_encodings(pairs: int) -> None:
+def test_different_values_have_different_encodings(cases: Cases) -> None:
     chance = random.Random(13)
     different = 0
-    for _ in range(pairs):
+    for _ in cases(100_000):
         one, two = a_value(chance), a_value(chance)
         if told_apart(one) != told_apart(two):
             different += 1
             assert encode(one) != encode(two), (one, two)
         else:
             assert encode(one) == encode(two)
-    assert different > pairs // 2
+    assert different > cases.number // 2
 
 
-@pytest.mark.parametrize("pairs", [4_000, pytest.param(100_000, marks=pytest.mark.full)])
-def test_different_declarations_have_different_keys(pairs: int) -> None:
+def test_different_declarations_have_different_keys(cases: Cases) -> None:
     chance = random.Random(31)
     seen: dict[str, OpSpec] = {}
-    for _ in range(pairs):
+    for _ in cases(100_000):
         field = {name: some_flags(chance) for name in chance.sample(FIELDS, k=2)}
         spec = OpSpec(name="op", distribution="jit", root="/root/of/it", **{"sources": (), **field})
         assert seen.setdefault(intent_key(spec, TARGET), spec) == spec
-    assert len(seen) > pairs // 2
+    assert len(seen) > cases.number // 2
 
 
 def test_the_textbook_collisions_do_not_collide() -> None:

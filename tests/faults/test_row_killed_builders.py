@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from conftest import Compiler
+    from rows import Cases
+
+pytestmark = pytest.mark.row(1)
 
 PROCESSES = 8
 KILLED = 4  # of the processes of a round
 
 
-@pytest.mark.parametrize("rounds", [5, pytest.param(50, marks=pytest.mark.full)])
 def test_killed_builders_block_nobody_and_leave_nothing_wrong(
-    rounds: int,
+    cases: Cases,
     tmp_path: Path,
     cache: Path,
     scratch: Path,
@@ -34,13 +36,14 @@ def test_killed_builders_block_nobody_and_leave_nothing_wrong(
     (first,) = processes(1)
     assert first.load("first", write(tmp_path / "first.cpp", returning(1))).value == 1
     compile_seconds = time.monotonic() - began
-    for number in range(rounds):
+    for number in range(cases.count(200) // KILLED):
         source = write(tmp_path / "op.cpp", returning(number))
         running = processes(PROCESSES)
         for each in running:
             each.ask("op", source)
         for victim in running[:KILLED]:
             time.sleep(chance.uniform(0, 0.5))
+            cases.tried()
             victim.kill()
         killed = time.monotonic()
         for survivor in running[KILLED:]:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.row(30)
+
 DECLARED = 'extern "C" int number(void);'
 
 

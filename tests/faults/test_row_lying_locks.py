@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from rows import Cases
+
+pytestmark = pytest.mark.row(24)
+
 PROCESSES = 8
-ROUNDS = [4, pytest.param(100, marks=pytest.mark.full)]
 
 
-@pytest.mark.parametrize("rounds", ROUNDS)
 @pytest.mark.parametrize("locks", ["missing", "lying"])
 def test_processes_without_working_locks_load_the_right_library(
     locks: str,
-    rounds: int,
+    cases: Cases,
     tmp_path: Path,
     cache: Path,
     scratch: Path,
@@ -30,7 +32,8 @@ def test_processes_without_working_locks_load_the_right_library(
     running = processes(PROCESSES, {"LOCKS": locks}, preload=shim("lying_locks", tmp_path))
     warm = write(tmp_path / "warm.cpp", returning(1))
     assert {each.load("warm", warm).value for each in running} == {1}
-    for number in range(rounds):
+    for number in range(cases.count(100, least=4)):
+        cases.tried(PROCESSES)
         source = write(tmp_path / "op.cpp", returning(number))
         for each in running:
             each.ask("op", source)

@@ -16,16 +16,18 @@ from sample.tracing import calls, strace
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rows import Cases
+
+pytestmark = pytest.mark.row(31)
+
 PROCESSES = 8
 HIDE_MS = 700
-ROUNDS = [4, pytest.param(100, marks=pytest.mark.full)]
 
 
-@pytest.mark.parametrize("rounds", ROUNDS)
 @pytest.mark.parametrize("faults", ["hiding", "stale", "both"])
 def test_loads_succeed_on_a_file_system_that_hides_and_forgets(
     faults: str,
-    rounds: int,
+    cases: Cases,
     tmp_path: Path,
     cache: Path,
     scratch: Path,
@@ -37,7 +39,9 @@ def test_loads_succeed_on_a_file_system_that_hides_and_forgets(
     if faults != "hiding":
         env["NETWORK_STALE"] = "1"
     running = processes(PROCESSES, env, preload=shim("slow_network", tmp_path))
-    for number in range(rounds if faults == "both" else max(rounds // 2, 1)):
+    rounds = 100 if faults == "both" else 50
+    for number in range(cases.count(rounds)):
+        cases.tried(PROCESSES)
         source = write(tmp_path / "op.cpp", returning(number))
         for each in running:
             each.ask("op", source)

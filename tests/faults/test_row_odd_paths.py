@@ -15,6 +15,10 @@ from opkiln.store.deps import parse_depfile
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rows import Cases
+
+pytestmark = pytest.mark.row(20)
+
 ODD = (
     "a b", " a", "a ", "a  b", "a'b", 'a"b', "a$b", "$HOME", "$(touch canary)", "`touch canary`",
     "a%b", "%s%n", "a#b", "#a", "a:b", "a: b", "a\\b", "a\\\\b", "a\\ b", "a\\#b", "a\\$b", "a\\",
@@ -75,10 +79,16 @@ def test_a_directory_that_no_compiler_can_report_is_one_clear_error(
         value(source, extra_include_paths=includes)
 
 
-@pytest.mark.parametrize(
-    "name", [*ODD[::9], *(pytest.param(n, marks=pytest.mark.full) for n in ODD)], ids=ascii
-)
 def test_the_store_and_the_staging_directory_may_have_odd_names(
+    tmp_path: Path, value: Callable[..., int], monkeypatch: pytest.MonkeyPatch, cases: Cases
+) -> None:
+    step = len(ODD) // cases.count(len(ODD))
+    for name in ODD[::step]:
+        cases.tried()
+        _in_an_odd_store(name, tmp_path / f"{ODD.index(name)}", value, monkeypatch)
+
+
+def _in_an_odd_store(
     name: str, tmp_path: Path, value: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "odd" / name.split("/", maxsplit=1)[0]).mkdir(parents=True)

@@ -15,6 +15,8 @@ from sample.tracing import NETWORK, calls, strace
 if TYPE_CHECKING:
     from sample.package import Package
 
+pytestmark = pytest.mark.row(8)
+
 _LOAD = """
 import os
 from {name}.op import PlainBuilder

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 from typing import TYPE_CHECKING
 
+import mounts
 import pytest
 from loaders import Loader, returning, write
 from sample.tracing import calls, strace
@@ -14,16 +13,7 @@ from sample.tracing import calls, strace
 if TYPE_CHECKING:
     from pathlib import Path
 
-READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
-
-
-def in_a_read_only_mount(directory: Path) -> list[str]:
-    command = ["unshare", "--mount", "sh", "-c", READ_ONLY, str(directory)]
-    if os.getuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip("mounting needs root")
-    if subprocess.run([*command, "true"], capture_output=True, check=False).returncode != 0:
-        pytest.skip("nothing can be mounted here")
-    return command
+pytestmark = pytest.mark.row(8)
 
 
 def built(tmp_path: Path) -> Path:
@@ -55,7 +45,7 @@ def test_a_hit_makes_no_system_call_that_writes_and_starts_no_process(
 def test_a_read_only_cache_serves_hits(tmp_path: Path, cache: Path) -> None:
     source = built(tmp_path)
     log = tmp_path / "log"
-    with Loader(prefix=[*in_a_read_only_mount(cache), *strace(log)]) as process:
+    with Loader(prefix=[*mounts.read_only(cache), *strace(log)]) as process:
         answer = process.load("op", source)
         assert (answer.value, answer.origin) == (8, "store")
         assert answer.path.is_relative_to(cache)
@@ -70,7 +60,7 @@ def test_an_entry_serves_where_nothing_may_compile_and_the_compiler_is_not_known
     source = built(tmp_path)
     shutil.rmtree(cache / "v1" / "toolchains")
     monkeypatch.setenv("OPKILN_JIT", "off")
-    with Loader(prefix=in_a_read_only_mount(cache)) as process:
+    with Loader(prefix=mounts.read_only(cache)) as process:
         answer = process.load("op", source)
         assert (answer.value, answer.origin) == (8, "store")
         write(source, returning(9))
@@ -84,7 +74,7 @@ def test_a_miss_beside_a_read_only_cache_is_built_in_another_place(
     elsewhere = tmp_path / "elsewhere"
     monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere))
     other = write(tmp_path / "other.cpp", returning(9))
-    with Loader(prefix=in_a_read_only_mount(cache)) as process:
+    with Loader(prefix=mounts.read_only(cache)) as process:
         answer = process.load("other", other)
         assert answer.value == 9
         assert answer.path.is_relative_to(elsewhere)

@@ -11,15 +11,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from rows import Cases
+
+pytestmark = pytest.mark.row(5)
+
 PROCESSES = 8
 
 
-@pytest.mark.parametrize("rounds", [10, pytest.param(100, marks=pytest.mark.full)])
 def test_each_process_gets_the_library_of_its_own_flags(
-    rounds: int, tmp_path: Path, processes: Callable[..., list[Loader]]
+    cases: Cases, tmp_path: Path, processes: Callable[..., list[Loader]]
 ) -> None:
     running = processes(PROCESSES)
-    for number in range(rounds):
+    for number in range(cases.count(100)):
+        cases.tried(PROCESSES)
         source = write(tmp_path / "op.cpp", returning(f"{number} * 10 + VALUE"))
         wanted = [1 + (index + number) % 2 for index in range(PROCESSES)]
         for process, flag in zip(running, wanted, strict=True):

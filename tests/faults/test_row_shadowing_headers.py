@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pytest
 from loaders import let_rest, returning, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from rows import Cases
+
+pytestmark = pytest.mark.row(30)
 
 
 class Case(NamedTuple):
@@ -90,7 +95,9 @@ def laid_out(case: Case, root: Path) -> tuple[Path, dict[str, Any]]:
     return source, arguments
 
 
-def test_each_shadowing_header_is_noticed(tmp_path: Path, value: Callable[..., int]) -> None:
+def test_each_shadowing_header_is_noticed(
+    tmp_path: Path, value: Callable[..., int], cases: Cases
+) -> None:
     assert len(CASES) >= 20
     made = [laid_out(case, tmp_path / str(index)) for index, case in enumerate(CASES)]
     let_rest()  # signatures are believed from here on: nothing is hashed for being fresh
@@ -98,6 +105,7 @@ def test_each_shadowing_header_is_noticed(tmp_path: Path, value: Callable[..., i
         assert value(source, f"op{index}", **more) == 1, CASES[index].name
     missed = []
     for index, (source, more) in enumerate(made):
+        cases.tried()
         write(tmp_path / str(index) / CASES[index].new, CASES[index].text)
         if value(source, f"op{index}", **more) != 2:
             missed.append(CASES[index].name)

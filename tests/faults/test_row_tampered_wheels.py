@@ -23,8 +23,11 @@ from opkiln.store.entry import parse_manifest, write_manifest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rows import Cases
+
+pytestmark = pytest.mark.row(26)
+
 CHANCE = random.Random(26)
-COUNTS = [50, pytest.param(2000, marks=pytest.mark.full)]
 INFO = "demo_ops-1.0.dist-info"
 
 Files = dict[str, bytes]
@@ -191,13 +194,14 @@ CHANGES: list[Callable[[Path], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("count", COUNTS)
 def test_no_changed_wheel_is_taken_and_the_file_and_the_digest_are_named(
-    whole: Path, count: int, tmp_path: Path
+    whole: Path, cases: Cases, tmp_path: Path
 ) -> None:
     good = whole.read_bytes()
     refused = 0
-    for change in itertools.islice(itertools.cycle(CHANGES), count):
+    changes = itertools.cycle(CHANGES)
+    for _ in cases(2000, least=50):
+        change = next(changes)
         path = tmp_path / whole.name
         path.write_bytes(good)
         name = change(path)
@@ -209,7 +213,7 @@ def test_no_changed_wheel_is_taken_and_the_file_and_the_digest_are_named(
         assert name in said, change.__name__
         assert hashlib.sha256(path.read_bytes()).hexdigest() in said
         refused += 1
-    assert refused == count
+    assert refused == cases.number
     path.write_bytes(good)
     verify_wheel(str(path))
 

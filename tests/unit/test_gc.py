@@ -341,6 +341,27 @@ def test_leftovers_of_dead_publishers_are_swept_and_live_ones_are_not(shelf: She
     assert shelf.staged() == ["live"]
 
 
+def test_records_that_were_never_finished_are_swept_and_the_others_are_not(shelf: Shelf) -> None:
+    """A process that is killed between the write and the rename leaves one, whole or half."""
+    payload = os.path.relpath(shelf.op("adam") / "adam.so", shelf.root)
+    text = json.dumps({"payload": payload})
+    left = set()
+    for top, end in (("toolchains", "json"), ("failures", "json"), ("logs", "log"),
+                     ("receipts/acme/adam", "json")):  # fmt: skip
+        Path(shelf.root, top).mkdir(parents=True)
+        for name, hours in ((f"a.{end}", 2), (f"a.{end}.123-dead", 2), (f"b.{end}.123-live", 0.5)):
+            path = Path(shelf.root, top, name)
+            path.write_text(text)
+            os.utime(path, (time.time() - hours * 3600,) * 2)
+            left |= set() if "dead" in name else {str(path)}
+    done = gc.collect(shelf.root, 1 << 30)
+    assert len(done.swept) == 4
+    assert all(path.endswith("dead") for path in done.swept)
+    tops = ("toolchains", "failures", "logs", "receipts")
+    found = {str(path) for top in tops for path in Path(shelf.root, top).rglob("*.*")}
+    assert found == left
+
+
 def test_old_build_directories_are_swept_unless_somebody_works_there(
     shelf: Shelf, scratch: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import time
@@ -84,11 +85,7 @@ def build(spec: OpSpec, target: Target, toolchain: Toolchain, store: Store) -> A
         if not spec.inline:
             return _take_turn(make_plan(spec, target, toolchain), store)
         with publish.scratch(f"{spec.name}-src") as root:
-            for source, text in spec.inline:
-                path = os.path.join(root, source)
-                # The key digests the text; the file must not depend on the user's locale.
-                with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
-                    file.write(text)
+            _write_inline(spec, root)
             return _take_turn(make_plan(spec._replace(root=root), target, toolchain), store)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
@@ -96,6 +93,19 @@ def build(spec: OpSpec, target: Target, toolchain: Toolchain, store: Store) -> A
             f"op {spec.name} cannot be built: {error.strerror or error}{where}",
             hint="set OPKILN_TMPDIR and OPKILN_CACHE_DIR to directories with space",
         ) from error
+
+
+def _write_inline(spec: OpSpec, root: str) -> None:
+    try:
+        for source, text in spec.inline:
+            path = os.path.join(root, source)
+            # The key digests the text; the file must not depend on the user's locale.
+            with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
+                file.write(text)
+    except OSError as error:
+        if error.errno in failure.FULL:
+            raise failure.no_space(spec, root) from error
+        raise
 
 
 def _take_turn(plan: Plan, store: Store) -> Artifact:
@@ -107,8 +117,7 @@ def _take_turn(plan: Plan, store: Store) -> Artifact:
         leaf = store.find_op(
             spec.distribution, spec.name, intent, build_name, places, Hasher()
         ).leaf
-        # One under a name that is not its own, as `find` refused it: a store that was copied badly.
-        if leaf is None or leaf.manifest["target"]["cpu"] != plan.target.cpu:
+        if leaf is None or not _is_for(leaf, plan.target):
             return None
         return Artifact(leaf.payload, leaf.manifest["sha256"], "store")
 
@@ -163,7 +172,12 @@ class _Build:
         ok = False
         try:
             with publish.scratch(spec.name) as stage:
-                artifact = self._stage(stage, began)
+                try:
+                    artifact = self._stage(stage, began)
+                except OSError as error:
+                    if error.errno in failure.FULL:
+                        raise failure.no_space(spec, stage) from error
+                    raise
             ok = True
             return artifact
         finally:
@@ -174,6 +188,8 @@ class _Build:
         try:
             linked = self._settle(stage)
         except StepFailed as failed:
+            if failure.ran_out_of_space(failed.completed.output):
+                raise failure.no_space(spec, stage) from None  # nothing that follows from a source
             log = failure.write_log(
                 self._store.root, f"{spec.name}-{self._build[:12]}", self._failed_log(failed)
             )
@@ -323,13 +339,19 @@ class _Build:
         for _ in range(2):
             final = publish.publish(leaf, root, relative)
             found = examine(final, places, Hasher(), listed=False, external=False)
-            if isinstance(found, Leaf):
+            if isinstance(found, Leaf) and _is_for(found, self._plan.target):
                 return found
-            if isinstance(found, Refused) and found.damaged:
+            if isinstance(found, Leaf) or (isinstance(found, Refused) and found.damaged):
                 # We hold the lock, so this is no entry that another builder just made.
                 with contextlib.suppress(OSError):  # it stays, and is refused by every reader
                     publish.discard(root, final)
         return None
+
+
+def _is_for(leaf: Leaf, target: Target) -> bool:
+    """Whether an entry was built for this target, as its name says: not in a store that was put
+    together badly, where it may be for another CPU."""
+    return bool(leaf.manifest["target"] == json.loads(json.dumps(target._asdict())))
 
 
 def _compilers(plan: Plan) -> list[Toolchain | DeviceCompiler]:

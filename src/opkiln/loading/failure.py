@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import shlex
 import signal
 
 from opkiln.engine.schedule import StepFailed
-from opkiln.errors import BuildError, CompileError
+from opkiln.errors import BuildError, CompileError, StoreError
 from opkiln.model import CUDA, ONE_CALL, OpSpec, Target
 from opkiln.trust import make_private
 
@@ -20,6 +22,8 @@ _LINKER = re.compile(
     r"^.*(?:undefined reference|cannot find -l|multiple definition).*$", re.MULTILINE
 )
 _CONTEXT_LINES = 4
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def first_error(output: str) -> str:
@@ -62,6 +66,27 @@ def compile_error(
     )
 
 
+def ran_out_of_space(output: str) -> bool:
+    """Whether a program says so. Children speak the C locale's language."""
+    return any(os.strerror(code) in output for code in FULL)
+
+
+def no_space(spec: OpSpec, directory: str) -> StoreError:
+    """The error for a build whose directory took no more: its path, and the bytes."""
+    room = os.statvfs(directory)
+    used = sum(
+        os.lstat(os.path.join(base, name)).st_size
+        for base, _, names in os.walk(directory)
+        for name in names
+    )
+    return StoreError(
+        f"op {spec.name} cannot be built in {directory}: no space is left after {used} bytes",
+        why=f"{room.f_bavail * room.f_frsize} of {room.f_blocks * room.f_frsize} bytes are free "
+        "there",
+        hint="set OPKILN_TMPDIR to a node-local directory with space",
+    )
+
+
 def _replace(text: str, replaced: dict[str, str]) -> str:
     for before, after in replaced.items():
         text = text.replace(before, after)
@@ -100,12 +125,14 @@ def write_log(root: str | None, name: str, text: str) -> str:
     if root is None:
         return ""
     path = os.path.join(root, "logs", name + ".log")
+    temporary = f"{path}.{os.getpid()}-{os.urandom(6).hex()}"
     try:
         make_private(os.path.dirname(path))
-        temporary = f"{path}.{os.getpid()}-{os.urandom(6).hex()}"
         with open(temporary, "x", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
         os.replace(temporary, path)
     except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
         return ""  # the error itself says more than a log that cannot be kept
     return path

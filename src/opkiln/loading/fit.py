@@ -154,6 +154,9 @@ def lacking(needs: Mapping[str, Any], abi: str) -> str:
     handles: dict[str, int] = {}
     files: list[str] = []  # of torch's, which nobody has imported yet
     for soname in needs["sonames"]:
+        if "/" in soname:
+            # Opening it would run its code, and nothing has been verified yet.
+            return f"it needs {soname}, which is a path, not a library's name"
         if soname.startswith("ld-"):
             # The dynamic linker is here, and its symbols are found everywhere but by its handle.
             handles[soname] = program._handle

@@ -184,6 +184,23 @@ def _native(op: Op, trace: Trace) -> tuple[Artifact, Any]:
         # That it cannot be built again is not what is wrong.
         why = f"{refused.why}\nand it cannot be built again: {error.what}"
         raise LoadError(refused.what, why=why, hint=refused.hint or error.hint) from error
+    return _open_built(op, built, lambda: resolve.build(op, target, store, trace), trace)
+
+
+def _open_built(
+    op: Op, built: Artifact, build: Callable[[], Artifact], trace: Trace
+) -> tuple[Artifact, Any]:
+    """Open what was just built; built anew if a collector was faster. Raises OpkilnError."""
+    for _ in range(4):
+        try:
+            return built, _open(op, built)
+        except ReloadError:
+            raise
+        except LoadError as error:
+            if os.path.exists(built.path):
+                raise
+            trace.add("store", "refused", error.why, built.path)
+        built = build()
     return built, _open(op, built)
 
 

@@ -7,7 +7,7 @@ import signal
 import sys
 
 from opkiln.binary import elf
-from opkiln.errors import LoadTestError
+from opkiln.errors import LoadTestError, StoreError
 from opkiln.model import (
     ABI_NONE,
     ABI_STABLE,
@@ -29,7 +29,8 @@ def check(
 ) -> None:
     """Load ``path`` in a child, after torch's libraries and those in ``after``.
 
-    Raises LoadTestError with what the dynamic linker said, or the signal that ended the child.
+    Raises LoadTestError with what the dynamic linker said, or the signal that ended the child;
+    StoreError where nothing can be loaded from the directory.
     """
     if spec.kind == EXECUTABLE:
         return
@@ -44,6 +45,13 @@ def check(
         reason = f"the process died of {signal.Signals(-done.returncode).name}"
     else:
         reason = done.output.strip() or f"exit {done.returncode}"
+    if os.statvfs(path).f_flag & os.ST_NOEXEC:
+        # Of this process's scratch directory, not of the op: who waits for it tries for itself.
+        raise StoreError(
+            f"{spec.name} was built in {os.path.dirname(path)}, and cannot be loaded there",
+            why=f"the file system is mounted noexec\n{reason}",
+            hint="set OPKILN_TMPDIR to a node-local directory that is not mounted noexec",
+        )
     missing = reason.partition("undefined symbol: ")[2].split(",")[0].strip()
     raise LoadTestError(
         f"{spec.name} was built but cannot be loaded",

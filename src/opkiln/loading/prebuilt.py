@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 # The resorts: installed with a package; a layer that is listed; imported into the user's own.
 PREBUILT, LAYER, STORE = "prebuilt", "layer", "store"
 
-_NO_MANIFEST = (OSError, ValueError, KeyError, TypeError, StoreError)
+_NO_MANIFEST = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, StoreError,
+)  # fmt: skip
 
 
 class Directory:
@@ -96,14 +98,14 @@ def find(
         try:
             reason = fit.lacking(each.needs, op.spec.abi)
             found = None if reason else _examined(op, each)
-        except (*_NO_MANIFEST, AttributeError, LoadError) as error:
+            fits = _fits(found.manifest["target"]) if isinstance(found, entry.Leaf) else ""
+        except (*_NO_MANIFEST, LoadError) as error:
             trace.add(told[each.place], "refused", f"damaged: {error}", each.leaf)
             continue
         if reason:
             trace.add(told[each.place], "refused", reason, each.leaf)
         if isinstance(found, entry.Leaf):
-            reason = _fits(found.manifest["target"])
-            trace.add(told[each.place], "taken", reason, each.place.subject(found))
+            trace.add(told[each.place], "taken", fits, each.place.subject(found))
             return Artifact(found.payload, found.manifest["sha256"], told[each.place])
         if found is not None:
             trace.add(told[each.place], "refused", found.reason, found.directory)

@@ -47,7 +47,7 @@ def recall(spec: OpSpec, archs: tuple[str, ...] = ()) -> Artifact | None:
         if not _holds(receipt):
             return None
         return _verified(root, receipt)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # gone, damaged or of another kind: the full search decides
 
 

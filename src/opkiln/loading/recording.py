@@ -91,7 +91,7 @@ def read(file: str) -> list[Use]:
         try:
             record = json.loads(line)
             found[Use(*(str(record[name]) for name in _FIELDS))] = None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
     if text and not found:
         raise StoreError(

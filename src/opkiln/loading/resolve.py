@@ -306,7 +306,7 @@ def build(op: Op, target: Target, store: Store, trace: Trace) -> Artifact:
 
     try:
         with progress.shown():
-            toolchain = choice.choose(store.memory, spec.backend, target.machine)
+            toolchain = _asked(store, spec.backend, target.machine)
             if note := choice.note(spec.backend, toolchain):
                 _note_once(note)
             built = building.build(spec, archs.fitted(op, target, toolchain), toolchain, store)
@@ -318,6 +318,36 @@ def build(op: Op, target: Target, store: Store, trace: Trace) -> Artifact:
         "build", "taken", how if built.origin == "built" else "another process built it", built.path
     )
     return built
+
+
+def _asked(store: Store, backend: str, architecture: str) -> Toolchain:
+    """The compilers for a build. Of many processes that know none, one asks and the others wait.
+
+    Raises ToolchainError, and StoreError for a store that has become somebody else's.
+    """
+    from opkiln.store import location, lock
+
+    location.claim(store.root)
+    known = choice.recall(store.memory, backend, architecture)
+    if known is not None or store.root is None:
+        return known or choice.choose(store.memory, backend, architecture)
+    waited = False
+
+    def waiting(_: lock.Waiting) -> None:
+        nonlocal waited
+        waited = True
+
+    def arrived() -> Toolchain | None:
+        return choice.recall(store.memory, backend, architecture)
+
+    with lock.turn(store.root, f"compilers-{backend}-{architecture}", arrived, waiting) as got:
+        if isinstance(got, Toolchain):
+            return got
+        if not waited:
+            return choice.choose(store.memory, backend, architecture)
+    # What was remembered meanwhile is not believed: a compiler that has only just been installed.
+    # To ask one after the other would only take longer.
+    return choice.choose(store.memory, backend, architecture)
 
 
 def _note_once(text: str) -> None:

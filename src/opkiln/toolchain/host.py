@@ -49,6 +49,14 @@ def choose(memory: tuple[str, ...], machine: str = "") -> Toolchain:
             return _toolchain(candidate.path, record, cross=_is_cross(machine))
         refusals.append(f"{candidate.path} ({candidate.origin}): {candidate.refused}")
     why = "\n".join(refusals)
+    from opkiln.toolchain import probing
+
+    if probing.unwritable():
+        raise ToolchainError(
+            "no C++ compiler can be asked what it can do",
+            why=why,
+            hint="set OPKILN_TMPDIR to a writable node-local directory",
+        )
     if _is_cross(machine):
         raise ToolchainError(
             f"no C++ compiler for {machine} can be used here",

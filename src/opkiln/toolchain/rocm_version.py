@@ -44,7 +44,8 @@ def _release_of(home: str) -> tuple[int, int]:
     for name, prefix in _HEADERS:
         text = _read(os.path.join(home, name))
         numbers = [
-            re.search(rf"#define\s+{prefix}{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR")
+            re.search(rf"#define\s+{prefix}{part}\s+(\d{{1,9}})\b", text)
+            for part in ("MAJOR", "MINOR")
         ]
         if all(numbers):
             major, minor = (int(number[1]) for number in numbers if number)

@@ -25,6 +25,7 @@ from opkiln.report.doctor.packages import as_root
 from opkiln.report.layout import count, size
 from opkiln.settings import LAYOUT, origin_of, override, settings, store_candidates
 from opkiln.store import archive, inventory
+from opkiln.store.bundle_index import Damaged
 from opkiln.trust import fault
 
 TYPE_CHECKING = False
@@ -241,7 +242,7 @@ def _refused_bundle(path: str, look: str) -> _Refusal | None:
     try:
         with archive.Bundle(path, listed=True):
             return None
-    except archive.Damaged as error:
+    except Damaged as error:
         return _Refusal(f"{path} is damaged: {error}", look)
     except StoreError as error:
         return _Refusal(joined(error.what, error.why), copyable(error.hint) or look)

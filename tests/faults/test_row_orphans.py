@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-WHOLE = 20  # per way to end, with the marker `full`; a tenth of it otherwise
+    from rows import Cases
+
+pytestmark = pytest.mark.row(3)
 
 # Keeps cc1plus busy for longer than any test, with little memory.
 SOURCE = """
@@ -160,16 +162,13 @@ WAYS = {
     "exit": (IN_A_THREAD, end_main_thread),
 }
 
-COUNTS = [WHOLE // 10, pytest.param(WHOLE, marks=pytest.mark.full)]
 
-
-@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("way", WAYS)
 def test_no_compiler_and_no_scratch_outlives_its_builder(
-    tmp_path: Path, way: str, count: int
+    tmp_path: Path, way: str, cases: Cases
 ) -> None:
     around, end = WAYS[way]
-    for number in range(count):
+    for number in cases(20):
         with builder(tmp_path, number, around=around) as one:
             assert within(20, lambda one=one: compiling(one))  # type: ignore[misc]
             end(one)
@@ -177,10 +176,9 @@ def test_no_compiler_and_no_scratch_outlives_its_builder(
             assert within(2, lambda one=one: clean(one))  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("count", [5, pytest.param(100, marks=pytest.mark.full)])
-def test_a_builder_killed_at_any_moment_leaves_nothing(tmp_path: Path, count: int) -> None:
+def test_a_builder_killed_at_any_moment_leaves_nothing(tmp_path: Path, cases: Cases) -> None:
     rng = random.Random(0)
-    for number in range(count):
+    for number in cases(100, least=5):
         # From before the watchdog is started, through its start and the compiler's.
         with builder(tmp_path, number) as one:
             time.sleep(rng.uniform(0, 0.06))

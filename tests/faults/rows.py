@@ -1,0 +1,130 @@
+"""The rows of faults that are survived, and the table of a run: what was tried, what failed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROWS = {
+    1: "a killed builder blocks nobody and leaves nothing wrong",
+    2: "two torch versions share a cache and build once each",
+    3: "nothing outlives a builder, however it ends",
+    4: "all who wait for a failing build see the compiler's error",
+    5: "one name with other flags at the same time is another library",
+    6: "a flipped byte or a cut file is noticed and rebuilt",
+    7: "a full disk leaves no part of an entry and is named",
+    8: "a hit writes nothing, so a read-only cache serves",
+    9: "an edit is seen whatever time it bears",
+    10: "wrong clocks and times in the future cause no rebuild",
+    11: "a compiler replaced in place causes one rebuild",
+    12: "a torch upgraded in place rebuilds full-ABI ops alone",
+    13: "different requests have different keys",
+    14: "a source edited during its build is never published mixed",
+    15: "a foreign CPU's entry is refused with what is lacking",
+    16: "a directory of others is refused, a private one is used",
+    17: "no link planted in the way is written through",
+    18: "nothing is written outside the cache and the scratch",
+    19: "a hostile name is a clear error or a safe build",
+    20: "odd paths build, or are one clear error",
+    21: "only toolchain programs are started, whatever the flags",
+    22: "an arch list round-trips or is an ArchError",
+    23: "many ranks at once compile once",
+    24: "locks that fail or lie cost work, never a load",
+    25: "imports and detection create no context, forks are safe",
+    26: "a tampered bundle or wheel is refused",
+    27: "eviction takes nothing in use, leftovers are swept",
+    28: "compilers are bounded by CPUs and memory of the host",
+    29: "hidden variables are keyed or dropped, and named",
+    30: "a header that shadows another is noticed",
+    31: "a network file system costs time, never a load",
+    32: "each container identity has its stated outcome",
+}
+
+
+class Row:
+    """What came of one row."""
+
+    def __init__(self) -> None:
+        self.tried = 0
+        self.failed = 0
+        self.seconds = 0.0
+        self.skipped: list[str] = []
+
+
+class Cases:
+    """Counts what one test tries. Iterate over it: ``for number in cases(200)``.
+
+    Counts are scaled by one factor: a tenth, or the whole with ``--full-counts``.
+    """
+
+    def __init__(self, *, whole: bool) -> None:
+        self.whole = whole
+        self.number = 0
+        self.skipped: list[str] = []
+
+    def count(self, whole: int, least: int = 1) -> int:
+        """How many cases to try of so many."""
+        return whole if self.whole else min(whole, max(least, whole // 10))
+
+    def tried(self, number: int = 1) -> None:
+        """So many cases are about to be tried."""
+        self.number += number
+
+    def __call__(self, whole: int, least: int = 1) -> Iterator[int]:
+        for number in range(self.count(whole, least)):
+            self.tried()
+            yield number
+
+    def skip(self, reason: str) -> None:
+        """A part that cannot be tried here; the rest of the test goes on."""
+        self.skipped.append(reason)
+
+
+class Table:
+    """All rows of a run."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Row] = {}
+
+    def add(self, number: int, cases: Cases | None, outcome: str, reason: str = "") -> None:
+        """A test ended: ``passed``, ``failed`` or ``skipped``. One without cases is one case."""
+        row = self.rows.setdefault(number, Row())
+        if outcome == "skipped":
+            row.skipped.append(reason)
+            return
+        row.tried += max(1, cases.number if cases else 0)
+        row.failed += outcome == "failed"
+        row.skipped += cases.skipped if cases else []
+
+    def took(self, number: int, seconds: float) -> None:
+        self.rows.setdefault(number, Row()).seconds += seconds
+
+    @property
+    def complete(self) -> bool:
+        return all(number in self.rows and self.rows[number].tried for number in ROWS)
+
+    def lines(self) -> list[str]:
+        """The table for people, every row in it."""
+        width = max(map(len, ROWS.values()))
+        lines = [f"{'row':>3}  {'behaviour':{width}}  {'tried':>7}  {'failed':>6}  {'seconds':>7}"]
+        for number, behaviour in ROWS.items():
+            row = self.rows.get(number)
+            if row is None:
+                lines.append(f"{number:>3}  {behaviour:{width}}  not run")
+                continue
+            line = f"{row.tried:>7}  {row.failed:>6}  {row.seconds:>7.1f}"
+            skipped = "; ".join(dict.fromkeys(row.skipped))
+            note = f"  skipped: {skipped}" if skipped else ""
+            lines.append(f"{number:>3}  {behaviour:{width}}  {line}{note}")
+        return lines
+
+    def records(self) -> list[dict[str, Any]]:
+        """The rows that were run, for a file."""
+        return [
+            {"row": number, "behaviour": behaviour, "tried": row.tried, "failed": row.failed,
+             "seconds": round(row.seconds, 1)}
+            for number, behaviour in ROWS.items()
+            if (row := self.rows.get(number)) is not None
+        ]  # fmt: skip

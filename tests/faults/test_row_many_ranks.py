@@ -1,0 +1,107 @@
+"""Row 23: however many ranks start at once, one of them compiles and the others wait quietly."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+from loaders import Loader, leaves, let_rest, returning, write
+from sample.child import SOURCE
+from sample.tracing import calls, strace
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from conftest import Compiler
+    from rows import Cases
+
+pytestmark = pytest.mark.row(23)
+
+PATIENCE = 600.0
+
+RANK = """
+import sys
+import opkiln
+library = opkiln.load(
+    "op", [sys.argv[1]], is_python_module=False, abi=sys.argv[2]
+)
+if isinstance(library, str):
+    import ctypes
+    library = ctypes.CDLL(library)
+sys.exit(0 if library.value() == 23 else 3)
+"""
+
+
+def start(source: Path, abi: str, errors: Path, *, bare: bool) -> subprocess.Popen[bytes]:
+    options = ["-S"] if bare else []
+    env = {**os.environ, "PYTHONPATH": str(SOURCE), "OPKILN_PROGRESS": "off"}
+    if not bare:
+        # torch's own bytecode is beside its sources: to make it anew takes ten seconds.
+        del env["PYTHONPYCACHEPREFIX"]
+        env["PYTHONDONTWRITEBYTECODE"] = "1"
+    with errors.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, *options, "-c", RANK, str(source), abi], stderr=log, env=env
+        )
+
+
+def endings(ranks: list[subprocess.Popen[bytes]]) -> Counter[int]:
+    deadline = time.monotonic() + PATIENCE
+    try:
+        return Counter(rank.wait(max(0.1, deadline - time.monotonic())) for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+@pytest.mark.parametrize(
+    ("abi", "whole", "bare"), [("torch-stable", 64, False), ("none", 1000, True)],
+    ids=["with torch", "without torch"],
+)  # fmt: skip
+def test_ranks_that_start_at_once_on_a_cold_cache_compile_once(
+    abi: str,
+    whole: int,
+    bare: bool,
+    tmp_path: Path,
+    cache: Path,
+    scratch: Path,
+    compiler: Compiler,
+    cases: Cases,
+) -> None:
+    source = write(tmp_path / "op.cpp", returning(23))
+    compiler.take(2)
+    let_rest()  # what one of them learns of the compiler is believed by the others
+    errors = tmp_path / "errors"
+    ranks = [start(source, abi, errors, bare=bare) for _ in cases(whole)]
+    assert endings(ranks) == {0: cases.number}, errors.read_text()[-2000:]
+    assert errors.read_text() == ""
+    assert compiler.compiles == 1
+    assert len(leaves(cache)) == 1
+    assert list(scratch.iterdir()) == []
+
+
+def test_who_waits_hardly_touches_the_file_system(tmp_path: Path, compiler: Compiler) -> None:
+    warm, source = (
+        write(tmp_path / "warm.cpp", returning(1)),
+        write(tmp_path / "op.cpp", returning(2)),
+    )
+    log = tmp_path / "log"
+    looked = "stat,lstat,newfstatat,statx,access,readlink,getdents64,fcntl"
+    with Loader() as builder, Loader(prefix=strace(log, looked)) as waiter:
+        assert [each.load("warm", warm).value for each in (builder, waiter)] == [1, 1]
+        compiler.take(4)
+        builder.ask("op", source)
+        time.sleep(0.5)
+        before = len(calls(log))
+        waiter.ask("op", source)
+        time.sleep(2.5)
+        during = len(calls(log)) - before
+        assert [builder.answer().value, waiter.answer().value] == [2, 2]
+    # All calls that look at, open or write files: the search itself, and then a few looks a second.
+    assert during < 1500, during
