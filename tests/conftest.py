@@ -6,6 +6,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 import pytest
+from sample import sanitizers
 from sample.package import Package, Steps
 
 from opkiln import settings
@@ -20,6 +21,17 @@ _KEPT = ("PATH", "HOME", "TMPDIR", "XDG_CACHE_HOME")
 _numbers = itertools.count(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sanitize", action="store_true", help="compile for the CPU with ASan and UBSan"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--sanitize"):
+        sanitizers.switch_on()
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The root of the private store; nothing that the user has set reaches a test."""
@@ -30,6 +42,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     private = tmp_path_factory.mktemp("private")
     monkeypatch.setenv("OPKILN_CACHE_DIR", str(private / "cache"))
     monkeypatch.setenv("OPKILN_RUNTIME_DIR", str(private / "run"))
+    for name, value in sanitizers.variables().items():
+        monkeypatch.setenv(name, value)
     return private / "cache"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
+from sample import sanitizers
 
 
 def compile_command() -> list[str]:
@@ -13,7 +14,7 @@ def compile_command() -> list[str]:
     Two stand-ins have a ``threadIdx`` each, one per thread and one per fiber. g++ makes such names
     unique in a process, however a library is opened, and the second to be loaded would crash.
     """
-    common = ["-std=c++20", "-O1", "-fPIC", "-shared"]
+    common = ["-std=c++20", "-O1", "-fPIC", "-shared", *sanitizers.flags()]
     if gcc := shutil.which("g++"):
         return [gcc, *common, "-fno-gnu-unique"]
     if clang := shutil.which("clang++"):
