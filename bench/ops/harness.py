@@ -40,6 +40,20 @@ class Row(NamedTuple):
     host_ms: float | None = None  # until the call returned
 
 
+class Bar(NamedTuple):
+    """``ours`` in a work must be so many times as fast as ``beside``.
+
+    With ``rates`` it is their bytes per second that are compared; ``beside`` nobody compares with
+    the copy.
+    """
+
+    work: str
+    ours: str
+    beside: str | None
+    least: float
+    rates: bool = False
+
+
 class Time(NamedTuple):
     """Medians, in milliseconds."""
 
@@ -169,6 +183,26 @@ def report(
         Path(out).write_text(json.dumps(found, indent=1) + "\n")
 
 
+def missed(bars: Sequence[Bar], rows: Sequence[Row], bandwidth: float) -> list[str]:
+    """Prints what came of the bars that were measured; gives those that were missed."""
+    found = {(row.work, row.who): row for row in rows}
+    out = []
+    for bar in bars:
+        ours = found.get((bar.work, bar.ours))
+        other = None if bar.beside is None else found.get((bar.work, bar.beside))
+        if ours is None or (bar.beside is not None and other is None):
+            continue
+        if other is None:
+            ratio = _rate(ours) / bandwidth
+        else:
+            ratio = _rate(ours) / _rate(other) if bar.rates else other.ms / ours.ms
+        text = f"{bar.work}: {bar.ours} {ratio:.3g} x {bar.beside or 'copy'}, bar {bar.least}"
+        print(("ok      " if ratio >= bar.least else "MISSED  ") + text)
+        if ratio < bar.least:
+            out.append(text)
+    return out
+
+
 def _rate(row: Row) -> float:
     return row.bytes / row.ms * 1e3
 
@@ -184,8 +218,13 @@ def where() -> str:
 
 def options(description: str | None) -> argparse.Namespace:
     """``out`` and ``commit`` from the command line; ``only`` is a word that a work's name holds."""
-    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    parser.add_argument("--out", metavar="FILE", help="write the figures there, as JSON")
-    parser.add_argument("--commit", metavar="SHA", help="of the sources; else git is asked")
-    parser.add_argument("--only", metavar="WORD", default="", help="works with this in their name")
-    return parser.parse_args()
+    return parser(description).parse_args()
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """What takes those, and a benchmark's own."""
+    made = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    made.add_argument("--out", metavar="FILE", help="write the figures there, as JSON")
+    made.add_argument("--commit", metavar="SHA", help="of the sources; else git is asked")
+    made.add_argument("--only", metavar="WORD", default="", help="works with this in their name")
+    return made

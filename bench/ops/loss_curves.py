@@ -18,6 +18,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 import harness
+import machine
 import torch
 from picture import STYLE
 from training import CONTESTS, STEPS, losses
@@ -44,7 +45,7 @@ LINES = """
 """
 
 
-def train(device: str, backend: str) -> dict[str, Any]:
+def train(device: str, backend: str, commit: str | None) -> dict[str, Any]:
     """The curves of every optimizer for the device: ours, ours compiled, torch's."""
     prefix = "CPU" if device == "cpu" else "Fused"
     curves = {}
@@ -60,7 +61,14 @@ def train(device: str, backend: str) -> dict[str, Any]:
         }
         apart = _apart(curves[name])
         print(f"{name}: {curves[name]['ours'][-1]:.4f}, {apart:.2g} from {contest.rival}")
-    return {"machine": harness.where(), "torch": torch.__version__, "curves": curves}
+    head = machine.described()
+    return {
+        "date": head["date"],
+        "machine": harness.where(),
+        "commit": commit or head["commit"],
+        "torch": torch.__version__,
+        "curves": curves,
+    }
 
 
 def _apart(curve: dict[str, Any]) -> float:
@@ -76,8 +84,11 @@ def draw(results: list[Path], target: Path) -> None:
     """Write the picture of some results files."""
     panels: list[str] = []
     for path in results:
-        for name, curve in json.loads(path.read_text())["curves"].items():
-            panels.append(_panel(len(panels), name, curve))
+        found = json.loads(path.read_text())
+        gpu = found["machine"].partition(",")[0] if path.stem.endswith("cuda") else ""
+        for name, curve in found["curves"].items():
+            title = f"{name} on {gpu}" if gpu else name
+            panels.append(_panel(len(panels), title, curve))
     rows = -(-len(panels) // ACROSS)
     width = ACROSS * (LEFT + WIDTH + GAP)
     height = rows * (TOP + HEIGHT + GAP + 10) + 14
@@ -100,7 +111,7 @@ def _means(values: list[float]) -> list[float]:
     return [sum(window) / WINDOW for window in windows]
 
 
-def _panel(index: int, name: str, curve: dict[str, Any]) -> str:
+def _panel(index: int, title: str, curve: dict[str, Any]) -> str:
     x = LEFT + index % ACROSS * (LEFT + WIDTH + GAP)
     y = TOP + index // ACROSS * (TOP + HEIGHT + GAP + 10)
     smooth = {which: _means(curve[which]) for which in ("theirs", "ours", "compiled")}
@@ -116,7 +127,7 @@ def _panel(index: int, name: str, curve: dict[str, Any]) -> str:
 
     apart = f"at most {_apart(curve):.0e} from {curve['rival']}"
     parts = [
-        f'<text class="title" x="{x}" y="{y - 24}">{escape(name)}</text>',
+        f'<text class="title" x="{x}" y="{y - 24}">{escape(title)}</text>',
         f'<text class="faint" x="{x}" y="{y - 8}">{escape(apart)}</text>',
         f'<path class="axis line" d="M{x} {y}V{y + HEIGHT}H{x + WIDTH}"/>',
         *(
@@ -136,10 +147,11 @@ def main() -> int:
     parser.add_argument("--draw", action="store_true", help="draw only")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--commit", metavar="SHA", help="of the sources; else git is asked")
     options = parser.parse_args()
     if not options.draw:
         torch.set_num_threads(1)  # the model is small: threads would wait for each other
-        found = train(options.device, options.backend)
+        found = train(options.device, options.backend, options.commit)
         target = RESULTS / f"loss_curves_{options.device}.json"
         target.write_text(json.dumps(found, indent=1) + "\n")
     draw(sorted(RESULTS.glob("loss_curves_*.json")), PICTURE)

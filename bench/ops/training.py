@@ -73,11 +73,46 @@ class Lion(torch.optim.Optimizer):
                 average.lerp_(param.grad, 1 - beta2)
 
 
+class Lamb(torch.optim.Optimizer):
+    """LAMB's formula in float64, states and all: torch has none for FusedLamb to match."""
+
+    def __init__(
+        self, params: Iterable[nn.Parameter], lr: float, weight_decay: float,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        bounds: tuple[float, float] = (0.01, 10.0),
+    ) -> None:  # fmt: skip
+        defaults = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        super().__init__(params, {**defaults, "bounds": bounds})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._step(param, self.state[param], group)
+
+    def _step(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        assert param.grad is not None
+        p, g = param.double(), param.grad.double()
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        state["step"] += 1
+        m = state["exp_avg"] = beta1 * state["exp_avg"] + (1 - beta1) * g
+        v = state["exp_avg_sq"] = beta2 * state["exp_avg_sq"] + (1 - beta2) * g * g
+        root = (v / (1 - beta2 ** state["step"])).sqrt() + group["eps"]
+        change = m / (1 - beta1 ** state["step"]) / root + group["weight_decay"] * p
+        sizes = torch.linalg.vector_norm(p), torch.linalg.vector_norm(change)
+        bounded = (sizes[0] / sizes[1]).clamp(*group["bounds"])
+        ratio = torch.where((sizes[0] == 0) | (sizes[1] == 0), 1.0, bounded)
+        param.copy_(p - group["lr"] * ratio * change)
+
+
 Maker = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Contest(NamedTuple):
-    """An optimizer here, by its options, and one of torch's that must give the same losses."""
+    """An optimizer here, by its options, and one of torch's or in torch that must give the same
+    losses."""
 
     options: dict[str, Any]
     theirs: Maker
@@ -91,6 +126,7 @@ class Contest(NamedTuple):
 ADAM = {"lr": 3e-3, "weight_decay": 0.01}
 ADAGRAD = {"lr": 3e-2}
 LION: dict[str, Any] = {"lr": 5e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}
+LAMB = {"lr": 1e-2, "weight_decay": 0.01}
 _ADAM = Contest(ADAM, lambda params: torch.optim.AdamW(params, **ADAM), "torch AdamW")
 _ADAGRAD = Contest(ADAGRAD, lambda params: torch.optim.Adagrad(params, **ADAGRAD), "torch Adagrad")
 _LION = Contest(LION, lambda params: Lion(params, **LION), "Lion in torch")
@@ -100,6 +136,7 @@ CONTESTS = {
     "CPULion": _LION,
     "FusedAdam": _ADAM,
     "FusedLion": _LION,
+    "FusedLamb": Contest(LAMB, lambda params: Lamb(params, **LAMB), "LAMB in float64"),
 }
 
 

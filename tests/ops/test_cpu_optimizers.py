@@ -236,13 +236,15 @@ def test_a_scheduler_goes_on_after_a_step_in_the_background(
 
 
 class _Held:
-    """The op's functions, each of which waits until it is let go."""
+    """The op's functions; those that make or undo a step wait until they are let go."""
 
     def __init__(self, ops: Any) -> None:
         self._ops, self.go = ops, threading.Event()
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._ops, name)
+        if not name.endswith("_"):
+            return function
 
         def held(*args: Any, **kwargs: Any) -> None:
             assert self.go.wait(60)

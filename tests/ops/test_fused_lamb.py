@@ -15,6 +15,8 @@ from adam_oracle import BF16, DTYPES, F16, F32, clone
 from fused_fixtures import fixtures, native
 from fused_kernel import Kernel
 from fused_lamb_oracle import HYPER, ROLES, assert_step, coefficients, oracle, tensors
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from opkiln.ops.fused_lamb import reference
@@ -194,3 +196,35 @@ def test_versions_are_counted_up() -> None:
         1, 0, 1, 1, 1, 1
     ]  # fmt: skip
     assert out._version == 1
+
+
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the op has no state
+)
+@given(
+    sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=5),
+    param=st.sampled_from(DTYPES),
+    grad=st.sampled_from(DTYPES),
+    masters=st.booleans(),
+    lr=st.floats(1e-6, 0.1),
+    beta1=st.floats(0, 0.99),
+    beta2=st.floats(0, 0.9999),
+    weight_decay=st.floats(0, 1),
+    eps=st.floats(1e-8, 1e-2),
+    eps_inside_sqrt=st.booleans(),
+    bias_correction=st.booleans(),
+    maximize=st.booleans(),
+    bounds=st.tuples(st.floats(0, 2), st.floats(2, 1e3)),
+    made=st.integers(0, 10_000),
+    seed=st.integers(0, 99),
+)
+def test_whatever_the_tensors_and_numbers_a_step_agrees_with_float64(
+    op: Any, sizes: list[int], param: torch.dtype, grad: torch.dtype, masters: bool,
+    bounds: tuple[float, float], made: int, seed: int, **numbers: Any,
+) -> None:  # fmt: skip
+    given_tensors = tensors(
+        tuple(sizes), param, grad, masters and param != F32, steps=(float(made),), seed=seed
+    )
+    assert_step(op, given_tensors, min_coeff=bounds[0], max_coeff=bounds[1], **numbers)

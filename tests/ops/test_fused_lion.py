@@ -14,6 +14,8 @@ import torch
 from adam_oracle import BF16, DTYPES, F16, F32, clone
 from fused_fixtures import fixtures, native
 from fused_lion_oracle import HYPER, ROLES, assert_step, oracle, tensors
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from opkiln.ops.fused_lion import reference
@@ -142,3 +144,29 @@ def test_versions_are_counted_up() -> None:
     assert [row[0]._version - old for row, old in zip(lists, versions, strict=True)] == [
         1, 0, 1, 1, 1
     ]  # fmt: skip
+
+
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the op has no state
+)
+@given(
+    sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=5),
+    param=st.sampled_from(DTYPES),
+    grad=st.sampled_from(DTYPES),
+    masters=st.booleans(),
+    lr=st.floats(1e-6, 0.1),
+    beta1=st.floats(0, 0.99),
+    beta2=st.floats(0, 0.9999),
+    weight_decay=st.floats(0, 1),
+    maximize=st.booleans(),
+    grad_scale=st.floats(0.125, 1024),
+    seed=st.integers(0, 99),
+)
+def test_whatever_the_tensors_and_numbers_a_step_agrees_with_float64(
+    op: Any, sizes: list[int], param: torch.dtype, grad: torch.dtype, masters: bool,
+    grad_scale: float, seed: int, **numbers: Any,
+) -> None:  # fmt: skip
+    given_tensors = tensors(tuple(sizes), param, grad, masters and param != F32, seed=seed)
+    assert_step(op, given_tensors, {"grad_scale": torch.tensor(grad_scale)}, **numbers)

@@ -6,6 +6,8 @@ The CUDA kernels of fused_adam run on the CPU here, and FusedAdam is told that t
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -228,6 +230,30 @@ def test_scaling_and_clipping_reach_a_planned_step(ops: Counting) -> None:
             theirs.step()
     assert ops.calls[-1] == "_planned_"
     assert_same(mine, other)
+
+
+def test_a_step_in_a_compiled_function_is_planned_too(ops: Counting) -> None:
+    mine, other, ours, theirs = pair()
+    compiled = torch.compile(ours.step, backend="aot_eager")
+    for seed in range(4):
+        give_gradients(mine, other, seed=seed)
+        compiled()
+        theirs.step()
+    assert_same(mine, other)
+    assert ops.calls == ["_", "_plan", *["_planned_"] * 3]
+
+
+def test_states_are_gone_with_the_optimizer() -> None:
+    mine, other, ours, theirs = pair()
+    for seed in range(3):
+        step(mine, other, ours, theirs, seed=seed)
+    state = weakref.ref(ours.state[mine[0]]["exp_avg"])
+    gc.disable()  # it should need no collection of cycles
+    try:
+        del ours
+        assert state() is None
+    finally:
+        gc.enable()
 
 
 def test_parameters_with_other_strides_are_never_planned(ops: Counting) -> None:

@@ -2,20 +2,65 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
+from functools import partial
+from itertools import repeat
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from opkiln.errors import UsageError
 from opkiln.ops.in_place import call_in_place
 from opkiln.ops.layout import lay_out_alike
+from opkiln.ops.param_groups import DTYPES, place
+from opkiln.ops.watched import same_tensors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
 _T = TypeVar("_T")
+
+
+class Kept(NamedTuple):
+    """The lists of a whole group that is at one step, which the op has kept: all but the gradients.
+
+    They are good for as long as ``fits`` says so, and no state's entries were replaced: who has
+    this has to see to that. What else may become of a tensor, the op sees when it is called.
+    """
+
+    ticket: Tensor
+    params: list[Tensor]
+    states: list[dict[str, Any]]
+    written: list[list[Tensor]]
+
+    @classmethod
+    def of(cls, ops: Any, call: Call, names: Sequence[str]) -> Kept | None:
+        """None where the op keeps nothing: it has no native version, say."""
+        params = call.params[:]  # the group's own list may change
+        if not all(map(Tensor.is_contiguous, params)):
+            return None  # it would be copied at each step anyway
+        states = call.state_lists(names)
+        try:
+            ticket = getattr(ops, f"{call.function}keep")(params, *states, [])
+        except RuntimeError:
+            return None  # the call itself will say what is wrong
+        forget = getattr(ops, f"{call.function}forget")
+        weakref.finalize(ticket, forget, ticket.clone()).atexit = False
+        return cls(ticket, params, call.states, [params, *states])
+
+    def fits(self, params: list[Tensor]) -> bool:
+        """Whether these are the parameters that it was made for."""
+        return same_tensors(params, self.params)
+
+    @property
+    def step(self) -> int:
+        """The one that was made last."""
+        made: int = self.states[0]["step"]
+        return made
 
 
 class Call(NamedTuple):
@@ -28,11 +73,32 @@ class Call(NamedTuple):
     copies: list[Tensor]
     step: int  # that this makes
     hyper: dict[str, Any]
+    kept: Kept | None = None
+
+    def state_lists(self, names: Sequence[str]) -> list[list[Tensor]]:
+        """The states of these names, as the op takes them."""
+        return [list(map(itemgetter(name), self.states)) for name in names]
 
     def run(self, ops: Any, names: Sequence[str], step_after: int) -> None:
         """Call the op with the states of these names. Raises RuntimeError before it writes."""
+        if self.kept is None or not self._run_kept(ops, self.kept):
+            self._run_lists(ops, names)
+        # Past what watches the states: all of what was kept for them is at the same step again.
+        counted = map(dict.__setitem__, self.states, repeat("step"), repeat(step_after))
+        deque(counted, maxlen=0)
+
+    def _run_kept(self, ops: Any, kept: Kept) -> bool:
+        """Whether the op took it. A gradient may not go with what was kept."""
+        op = partial(getattr(ops, f"{self.function}kept_"), kept.ticket)
+        try:
+            call_in_place(op, self.gradients, kept.written, self.hyper)
+        except RuntimeError:
+            return False  # lists can be laid out alike, or say what is wrong
+        return True
+
+    def _run_lists(self, ops: Any, names: Sequence[str]) -> None:
         op = getattr(ops, self.function)
-        states = [list(map(itemgetter(name), self.states)) for name in names]
+        states = self.state_lists(names)
         params, copies = self.params, self.copies
         lists = [params, *self.gradients, *states, copies]
         try:
@@ -52,8 +118,6 @@ class Call(NamedTuple):
                     state[name] = tensor
             for staged in laid.staged:
                 staged.write_back()
-        for state in self.states:
-            state["step"] = step_after
 
 
 def dense_gradients(params: list[Tensor]) -> list[list[Tensor]] | None:
@@ -74,3 +138,24 @@ def alike(keys: Sequence[Hashable]) -> list[Sequence[int]]:
 def take(items: list[_T], members: Sequence[int]) -> list[_T]:
     """The items at these positions, in a list of their own."""
     return items[:] if len(members) == len(items) else [items[i] for i in members]
+
+
+def check_copies(groups: list[dict[str, Any]], copies: Mapping[Tensor, Tensor]) -> None:
+    """Raises UsageError for one that cannot receive its parameter, or has none in the groups."""
+    strangers = set(copies).difference(*(group["params"] for group in groups))
+    if strangers:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in strangers)
+        raise UsageError(f"copies has keys that are no parameters here, of shapes {shapes}")
+    for index, group in enumerate(groups):
+        for i, param in enumerate(group["params"]):
+            copy = copies.get(param)
+            if copy is None:
+                continue
+            where = f"copies: that of {place(index, group, i)}"
+            if copy.device.type != "cpu" or copy.dtype not in DTYPES:
+                raise UsageError(
+                    f"{where} is {copy.dtype} on {copy.device}, "
+                    "expected float32, bfloat16 or float16 on the CPU"
+                )
+            if copy.numel() != param.numel():
+                raise UsageError(f"{where} has {copy.numel()} elements, not {param.numel()}")

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from opkiln.errors import UsageError
 from opkiln.ops.background import StepHandle
-from opkiln.ops.host_calls import Call, alike, dense_gradients, take
-from opkiln.ops.param_groups import DTYPES, check_dtypes, place, sparse_gradient, taking_over
+from opkiln.ops.host_calls import Call, Kept, alike, check_copies, dense_gradients, take
+from opkiln.ops.param_groups import check_dtypes, place, sparse_gradient, taking_over
+from opkiln.ops.watched import ParamState, Plans, watchable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class HostOptimizer(torch.optim.Optimizer):
     SPARSE: ClassVar[bool] = False  # there is a function of the op for sparse gradients
 
     _ops: Any = None
+    _plans: Plans[Kept] | None = None
     _last: list[Call] | None = None  # the calls of the last step, without their gradients
     _pending: StepHandle | None = None
     _opt_called: bool
@@ -183,7 +185,7 @@ class HostOptimizer(torch.optim.Optimizer):
                     hint="call rollback() before zero_grad()",
                 )
             function = f"{call.function}rollback_"
-            calls.append(call._replace(function=function, gradients=gradients))
+            calls.append(call._replace(function=function, gradients=gradients, kept=None))
         with torch.no_grad():
             for call in calls:
                 call.run(self._load(), self.STATES, step_after=call.step - 1)
@@ -251,7 +253,7 @@ class HostOptimizer(torch.optim.Optimizer):
                 saved = loaded["state"].get(key)
                 if not saved:
                     continue
-                state = self.state[param]
+                state = self.state[param] = ParamState(self.state[param])
                 state["step"] = int(saved.get("step", made))
                 for name in self.STATES:
                     tensor = saved[self._saved_name(saved, name)]
@@ -280,7 +282,7 @@ class HostOptimizer(torch.optim.Optimizer):
         if not (math.isfinite(grad_scale) and grad_scale > 0):
             raise UsageError(f"grad_scale is {grad_scale}, expected a finite number above 0")
         if copies:
-            self._check_copies(copies)
+            check_copies(self.param_groups, copies)
         # Two rounds: the second makes states, after the last check of the first.
         found: list[tuple[list[Tensor], list[Tensor], list[Tensor]]] = []
         for index, group in enumerate(self.param_groups):
@@ -302,9 +304,45 @@ class HostOptimizer(torch.optim.Optimizer):
         for index, (params, grads, sparse) in enumerate(found):
             if sparse:
                 calls += self._sparse_calls(index, sparse, copies)
-            calls += self._calls_of(index, self.FUNCTION, params, [grads], copies)
+            calls += self._dense_calls(index, params, grads, copies)
         scale = float(grad_scale)
         return [call._replace(hyper={**call.hyper, "grad_scale": scale}) for call in calls]
+
+    def _dense_calls(
+        self,
+        index: int,
+        params: list[Tensor],
+        grads: list[Tensor],
+        copies: Mapping[Tensor, Tensor],
+    ) -> list[Call]:
+        """One, with lists that the op has kept, where these parameters were stepped before."""
+        if self._plans is None or not self._plans.are_for(self.state):
+            # New, or a copy, or torch has loaded a state dict.
+            self.state = states = watchable(self.state)
+            self._plans = Plans(states)
+        plans = self._plans
+        kept = plans.of_group.get(index)
+        if kept is not None and (copies or not kept.fits(params)):
+            kept = None
+            plans.drop(index)
+        if kept is not None:
+            step = kept.step + 1
+            hyper = self._hyper_at(step, self.param_groups[index])
+            call = Call(self.FUNCTION, kept.params, [grads], kept.states, [], step, hyper, kept)
+            return [call]
+        calls = self._calls_of(index, self.FUNCTION, params, [grads], copies)
+        whole = len(calls) == 1 and len(params) == len(self.param_groups[index]["params"])
+        if copies or not whole or not plans.again(index, params) or index in plans.of_group:
+            return calls
+        plans.of_group[index] = kept = (
+            Kept.of(self._load(), calls[0], self.STATES) if plans.watch(calls[0].states) else None
+        )
+        return [calls[0]._replace(kept=kept)]
+
+    def _hyper_at(self, step: int, group: dict[str, Any]) -> dict[str, Any]:
+        """The op's scalar arguments, less ``grad_scale``."""
+        counted = {"step": step} if self.COUNTED else {}
+        return {**counted, **self._hyper(group)}
 
     def _calls_of(
         self,
@@ -327,7 +365,6 @@ class HostOptimizer(torch.optim.Optimizer):
             first = members[0]
             part = take(params, members)
             step = steps[first] + 1
-            counted = {"step": step} if self.COUNTED else {}
             calls.append(
                 Call(
                     function,
@@ -336,42 +373,24 @@ class HostOptimizer(torch.optim.Optimizer):
                     states=take(states, members),
                     copies=[copies[param] for param in part] if copied[first] else [],
                     step=step,
-                    hyper={**counted, **self._hyper(self.param_groups[index])},
+                    hyper=self._hyper_at(step, self.param_groups[index]),
                 )
             )
         return calls
-
-    def _check_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
-        strangers = set(copies).difference(*(group["params"] for group in self.param_groups))
-        if strangers:
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in strangers)
-            raise UsageError(f"copies has keys that are no parameters here, of shapes {shapes}")
-        for index, group in enumerate(self.param_groups):
-            for i, param in enumerate(group["params"]):
-                copy = copies.get(param)
-                if copy is None:
-                    continue
-                where = f"copies: that of {place(index, group, i)}"
-                if copy.device.type != "cpu" or copy.dtype not in DTYPES:
-                    raise UsageError(
-                        f"{where} is {copy.dtype} on {copy.device}, "
-                        "expected float32, bfloat16 or float16 on the CPU"
-                    )
-                if copy.numel() != param.numel():
-                    raise UsageError(f"{where} has {copy.numel()} elements, not {param.numel()}")
 
     def _initialised(self, param: Tensor) -> dict[str, Any]:
         """The state of a parameter; made, where there is none."""
         state: dict[str, Any] = self.state[param]
         if not state:
             dtype = self._state_dtype(param)
-            state["step"] = 0
+            entries: dict[str, Any] = {"step": 0}
             for name in self.STATES:
-                state[name] = torch.full_like(param, self._initial(), dtype=dtype)
+                entries[name] = torch.full_like(param, self._initial(), dtype=dtype)
+            state = self.state[param] = ParamState(entries)
         return state
 
     def _make(self, calls: list[Call]) -> None:
         self._last = []
         for call in calls:
             call.run(self._load(), self.STATES, step_after=call.step)
-            self._last.append(call._replace(gradients=[]))
+            self._last.append(call._replace(gradients=[], kept=None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -97,3 +98,8 @@ def multiply_(tensor: Tensor, factor: float, plus: Tensor | None = None) -> Tens
     if plus is not None:
         low.add_(plus)
     return tensor.mul_(high).add_(low)
+
+
+def refuse_to_keep(op: str) -> NoReturn:
+    """Raises RuntimeError: who has a reference has nothing to gain from lists that are kept."""
+    raise RuntimeError(f"{op} keeps lists with its native version alone")

@@ -20,19 +20,16 @@ def call_in_place(
     written: Sequence[list[Tensor]],
     hyper: dict[str, Any],
 ) -> None:
-    """``op(*lists, **hyper)``, with the versions of ``written`` counted up.
+    """``op(*lists, **hyper)``, with the versions of ``written`` counted up after it.
 
     The op counts them up itself when called; but that is a kernel in Python on the way, for which
     every list is turned into Python objects and back, a sixth of a step over ten thousand tensors.
+    Here it comes after the call, when a GPU is at work already.
     """
-    if torch.compiler.is_compiling():
-        op(*lists, **hyper)
-        return
-    try:
-        for tensors in written:
-            increment_version(tensors)
-    except RuntimeError:  # made in inference mode: these have no version, and the op knows that
-        op(*lists, **hyper)
-        return
     with torch._C._AutoDispatchBelowADInplaceOrView():
         op(*lists, **hyper)
+    for tensors in written:
+        try:
+            increment_version(tensors)
+        except RuntimeError:  # some were made in inference mode: these have no version
+            increment_version([tensor for tensor in tensors if not tensor.is_inference()])

@@ -1,6 +1,7 @@
 // From torch's tensors to the kernel: every check, the threads, the registration.
 
 #include <opkiln/host_step.h>
+#include <opkiln/kept_lists.h>
 
 #include "cpu.h"
 
@@ -11,18 +12,42 @@ using namespace opkiln;
 using Kernel = void(const Hyper&, const Flat<kStreams>&, int64_t, int64_t);
 using RowsKernel = void(const Hyper&, const Rows&, int64_t, int64_t);
 
-template <Kernel* kernel>
-void run(TensorList params, TensorList grads, TensorList sums, TensorList copies, int64_t step,
-         double lr, double lr_decay, double eps, double weight_decay, bool maximize,
-         double grad_scale) {
-  check_step(step);
-  check_scale(grad_scale);
-  const Hyper hyper{step, lr, lr_decay, eps, weight_decay, maximize, grad_scale};
-  const StepLists<kStreams> lists{{{{"params", params}, {"grads", grads}, {"sums", sums}}},
-                                  {"copies", copies}};
+// Parameters, sums and copies: given, or kept.
+struct Rest {
+  const TensorList &params, &sums, &copies;
+};
+
+void run(Kernel* kernel, const Rest& rest, const TensorList& grads, const Hyper& hyper) {
+  check_step(hyper.step);
+  check_scale(hyper.grad_scale);
+  const StepLists<kStreams> lists{
+      {{{"params", rest.params}, {"grads", grads}, {"sums", rest.sums}}}, {"copies", rest.copies}};
   parallel_over(lists.items(), [&](const Flat<kStreams>& list, int64_t low, int64_t high) {
     kernel(hyper, list, low, high);
   });
+}
+
+template <Kernel* kernel>
+void run_given(TensorList params, TensorList grads, TensorList sums, TensorList copies,
+               int64_t step, double lr, double lr_decay, double eps, double weight_decay,
+               bool maximize, double grad_scale) {
+  run(kernel, {params, sums, copies}, grads,
+      {step, lr, lr_decay, eps, weight_decay, maximize, grad_scale});
+}
+
+Tensor keep(TensorList params, TensorList sums, TensorList copies) {
+  return KeptLists::keep({std::move(params), std::move(sums), std::move(copies)});
+}
+
+void kept_step(Tensor ticket, TensorList grads, int64_t step, double lr, double lr_decay,
+               double eps, double weight_decay, bool maximize, double grad_scale) {
+  const auto kept = KeptLists::of(ticket);
+  run(adagrad_step, {(*kept)[0], (*kept)[1], (*kept)[2]}, grads,
+      {step, lr, lr_decay, eps, weight_decay, maximize, grad_scale});
+}
+
+void forget(Tensor ticket) {
+  KeptLists::forget(ticket);
 }
 
 void check_contiguous(const Argument& list, std::size_t i) {
@@ -119,8 +144,11 @@ void run_rows(TensorList params, TensorList indices, TensorList values, TensorLi
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(opkiln, CPU, m) {
-  m.impl("cpu_adagrad_", TORCH_BOX(&run<adagrad_step>));
-  m.impl("cpu_adagrad_rollback_", TORCH_BOX(&run<adagrad_rollback>));
+  m.impl("cpu_adagrad_", TORCH_BOX(&run_given<adagrad_step>));
+  m.impl("cpu_adagrad_rollback_", TORCH_BOX(&run_given<adagrad_rollback>));
+  m.impl("cpu_adagrad_keep", TORCH_BOX(&keep));
+  m.impl("cpu_adagrad_kept_", TORCH_BOX(&kept_step));
+  m.impl("cpu_adagrad_forget", TORCH_BOX(&forget));
   m.impl("cpu_adagrad_rows_", TORCH_BOX(&run_rows<adagrad_step_rows>));
   m.impl("cpu_adagrad_rows_rollback_", TORCH_BOX(&run_rows<adagrad_rollback_rows>));
 }

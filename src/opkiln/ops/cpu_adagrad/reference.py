@@ -7,7 +7,7 @@ computed on as they are. Unlike the native version these work on any device and 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from opkiln.ops.host_reference import (
     check_step,
     check_tensor,
     grad_factor,
+    refuse_to_keep,
     scaled,
     store,
     wide,
@@ -116,6 +117,21 @@ def cpu_adagrad_rows_rollback_(
     """Undo a step of ``cpu_adagrad_rows_``, as ``cpu_adagrad_rollback_`` does."""
     c = _coefficients(step, lr, lr_decay, eps, 0.0, maximize, grad_scale)
     _each_rows(_rollback, c, params, indices, values, sums, copies)
+
+
+def cpu_adagrad_keep(*_: Any, **__: Any) -> NoReturn:
+    """Raises RuntimeError: only the native op keeps lists."""
+    refuse_to_keep("cpu_adagrad")
+
+
+def cpu_adagrad_kept_(*_: Any, **__: Any) -> NoReturn:
+    """Raises RuntimeError: only the native op keeps lists."""
+    refuse_to_keep("cpu_adagrad")
+
+
+def cpu_adagrad_forget(*_: Any, **__: Any) -> NoReturn:
+    """Raises RuntimeError: only the native op keeps lists."""
+    refuse_to_keep("cpu_adagrad")
 
 
 class _Coefficients(NamedTuple):

@@ -7,7 +7,7 @@ computed on as they are. Unlike the native version these work on any device and 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from opkiln.ops.host_reference import (
     check_step,
     grad_factor,
     multiply_,
+    refuse_to_keep,
     scaled,
     store,
     wide,
@@ -116,6 +117,21 @@ def cpu_adam_rollback_(
             store(p, param, copies[i] if copies else None)
             store(m, exp_avgs[i])
             store(v, exp_avg_sqs[i])
+
+
+def cpu_adam_keep(*_: Any, **__: Any) -> NoReturn:
+    """Raises RuntimeError: only the native op keeps lists."""
+    refuse_to_keep("cpu_adam")
+
+
+def cpu_adam_kept_(*_: Any, **__: Any) -> NoReturn:
+    """Raises RuntimeError: only the native op keeps lists."""
+    refuse_to_keep("cpu_adam")
+
+
+def cpu_adam_forget(*_: Any, **__: Any) -> NoReturn:
+    """Raises RuntimeError: only the native op keeps lists."""
+    refuse_to_keep("cpu_adam")
 
 
 class _Coefficients(NamedTuple):

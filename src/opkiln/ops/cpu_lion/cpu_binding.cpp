@@ -1,6 +1,7 @@
 // From torch's tensors to the kernel: every check, the threads, the registration.
 
 #include <opkiln/host_step.h>
+#include <opkiln/kept_lists.h>
 
 #include "cpu.h"
 
@@ -10,25 +11,59 @@ using namespace opkiln;
 
 using Kernel = void(const Hyper&, const Flat<kStreams>&, int64_t, int64_t);
 
-template <Kernel* kernel>
-void run(TensorList params, TensorList grads, TensorList exp_avgs, TensorList copies, double lr,
-         double beta1, double beta2, double weight_decay, bool maximize, double grad_scale) {
-  check_scale(grad_scale);
-  if (kernel == lion_rollback && (beta2 == 0 || lr * weight_decay == 1)) {
-    refuse("a step with beta2 " + shown(beta2) + " and lr * weight_decay " +
-           shown(lr * weight_decay) + " cannot be rolled back");
-  }
-  const Hyper hyper{lr, beta1, beta2, weight_decay, maximize, grad_scale};
+// Parameters, averages and copies: given, or kept.
+struct Rest {
+  const TensorList &params, &exp_avgs, &copies;
+};
+
+void run(Kernel* kernel, const Rest& rest, const TensorList& grads, const Hyper& hyper) {
+  check_scale(hyper.grad_scale);
   const StepLists<kStreams> lists{
-      {{{"params", params}, {"grads", grads}, {"exp_avgs", exp_avgs}}}, {"copies", copies}};
+      {{{"params", rest.params}, {"grads", grads}, {"exp_avgs", rest.exp_avgs}}},
+      {"copies", rest.copies}};
   parallel_over(lists.items(), [&](const Flat<kStreams>& list, int64_t low, int64_t high) {
     kernel(hyper, list, low, high);
   });
 }
 
+void step(TensorList params, TensorList grads, TensorList exp_avgs, TensorList copies, double lr,
+          double beta1, double beta2, double weight_decay, bool maximize, double grad_scale) {
+  run(lion_step, {params, exp_avgs, copies}, grads,
+      {lr, beta1, beta2, weight_decay, maximize, grad_scale});
+}
+
+void rollback(TensorList params, TensorList grads, TensorList exp_avgs, TensorList copies,
+              double lr, double beta1, double beta2, double weight_decay, bool maximize,
+              double grad_scale) {
+  if (beta2 == 0 || lr * weight_decay == 1) {
+    refuse("a step with beta2 " + shown(beta2) + " and lr * weight_decay " +
+           shown(lr * weight_decay) + " cannot be rolled back");
+  }
+  run(lion_rollback, {params, exp_avgs, copies}, grads,
+      {lr, beta1, beta2, weight_decay, maximize, grad_scale});
+}
+
+Tensor keep(TensorList params, TensorList exp_avgs, TensorList copies) {
+  return KeptLists::keep({std::move(params), std::move(exp_avgs), std::move(copies)});
+}
+
+void kept_step(Tensor ticket, TensorList grads, double lr, double beta1, double beta2,
+               double weight_decay, bool maximize, double grad_scale) {
+  const auto kept = KeptLists::of(ticket);
+  run(lion_step, {(*kept)[0], (*kept)[1], (*kept)[2]}, grads,
+      {lr, beta1, beta2, weight_decay, maximize, grad_scale});
+}
+
+void forget(Tensor ticket) {
+  KeptLists::forget(ticket);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(opkiln, CPU, m) {
-  m.impl("cpu_lion_", TORCH_BOX(&run<lion_step>));
-  m.impl("cpu_lion_rollback_", TORCH_BOX(&run<lion_rollback>));
+  m.impl("cpu_lion_", TORCH_BOX(&step));
+  m.impl("cpu_lion_rollback_", TORCH_BOX(&rollback));
+  m.impl("cpu_lion_keep", TORCH_BOX(&keep));
+  m.impl("cpu_lion_kept_", TORCH_BOX(&kept_step));
+  m.impl("cpu_lion_forget", TORCH_BOX(&forget));
 }

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from opkiln.builder import OpBuilder
+from opkiln.ops.host_builder import HostBuilder, schemas
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import ModuleType
 
-# One list per role, walked in step; `copies` is empty or has one tensor per parameter.
-_ARGUMENTS = (
-    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] copies, float lr, "
-    "float beta1, float beta2, float weight_decay, bool maximize, float grad_scale) -> ()"
-)
 
-
-class CPULionBuilder(OpBuilder):
-    """``load()`` gives ``cpu_lion_`` and ``cpu_lion_rollback_``; see reference.py for both."""
+class CPULionBuilder(HostBuilder):
+    """``load()`` gives ``cpu_lion_`` and ``cpu_lion_rollback_``, see reference.py for both, and the
+    form of the first that takes lists which were kept."""
 
     NAME = "cpu_lion"
     BUILD_VAR = "DS_BUILD_CPU_LION"
-    SCHEMAS = (f"cpu_lion_{_ARGUMENTS}", f"cpu_lion_rollback_{_ARGUMENTS}")
-
-    def sources(self) -> list[str]:
-        return ["ops/cpu_lion/cpu.cpp", "ops/cpu_lion/cpu_binding.cpp"]
-
-    def include_paths(self) -> list[str]:
-        return ["csrc"]
+    SCHEMAS = schemas(
+        "cpu_lion",
+        ("exp_avgs",),
+        "float lr, float beta1, float beta2, float weight_decay, bool maximize, float grad_scale",
+    )
 
     def reference(self) -> ModuleType:
         from opkiln.ops.cpu_lion import reference

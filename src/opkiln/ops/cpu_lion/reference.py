@@ -6,10 +6,20 @@ computed on as they are. Unlike the native version these work on any device and 
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 from torch import Tensor
 
-from opkiln.ops.host_reference import check_lists, grad_factor, multiply_, scaled, store, wide
+from opkiln.ops.host_reference import (
+    check_lists,
+    grad_factor,
+    multiply_,
+    refuse_to_keep,
+    scaled,
+    store,
+    wide,
+)
 
 
 def cpu_lion_(
@@ -84,6 +94,21 @@ def cpu_lion_rollback_(
             p.add_(_direction(m.lerp(g, 1 - beta1)), alpha=lr).div_(kept)
             store(p, param, copies[i] if copies else None)
             store(m, exp_avgs[i])
+
+
+def cpu_lion_keep(*_: Any, **__: Any) -> NoReturn:
+    """Raises RuntimeError: only the native op keeps lists."""
+    refuse_to_keep("cpu_lion")
+
+
+def cpu_lion_kept_(*_: Any, **__: Any) -> NoReturn:
+    """Raises RuntimeError: only the native op keeps lists."""
+    refuse_to_keep("cpu_lion")
+
+
+def cpu_lion_forget(*_: Any, **__: Any) -> NoReturn:
+    """Raises RuntimeError: only the native op keeps lists."""
+    refuse_to_keep("cpu_lion")
 
 
 def _direction(mean: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import chain
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,8 @@ from torch import Tensor
 
 from opkiln.ops.in_place import call_in_place
 from opkiln.ops.layout import lay_out_alike
-from opkiln.ops.multi_tensor.states import ParamState, States, counted_up_once
+from opkiln.ops.multi_tensor.states import counted_up_once
+from opkiln.ops.watched import same_tensors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -121,8 +121,7 @@ class Planned(NamedTuple):
     def fits(self, params: list[Tensor]) -> bool:
         """Whether it is a plan for these parameters, where they are now, on the current stream."""
         return (
-            len(params) == len(self.params)
-            and all(map(is_, params, self.params))
+            same_tensors(params, self.params)
             and list(map(Tensor.data_ptr, params)) == self.addresses
             and stream_of(self.device) == self.stream
         )
@@ -136,29 +135,3 @@ class Planned(NamedTuple):
 def stream_of(device: torch.device) -> int:
     """The handle of the current stream; 0 where there are none."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
-
-
-class Plans:
-    """What was planned, by the index of the group, for the states as they are."""
-
-    def __init__(self, states: States) -> None:
-        self.of_group: dict[int, Planned | None] = {}  # None: there can be none
-        self.stepped: dict[int, list[Tensor]] = {}  # the last time, without a plan
-        self.states = states
-        states.on_change = self.forget
-
-    def forget(self) -> None:
-        self.of_group.clear()
-        self.stepped.clear()
-
-    def drop(self, group: int) -> None:
-        self.of_group.pop(group, None)
-        self.stepped.pop(group, None)
-
-    def watch(self, states: list[dict[str, Any]]) -> bool:
-        """Whether it will be known when entries of these are replaced."""
-        for state in states:
-            if not isinstance(state, ParamState):
-                return False  # a plain dict, which a user put there
-            state.on_change = self.forget
-        return True

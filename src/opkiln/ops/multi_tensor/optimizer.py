@@ -13,17 +13,16 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import UsageError
-from opkiln.ops.multi_tensor.calls import MASTER, Call, Planned, Plans, run
+from opkiln.ops.multi_tensor.calls import MASTER, Call, Planned, run
 from opkiln.ops.multi_tensor.scaling import clipping, moved
 from opkiln.ops.multi_tensor.states import (
-    ParamState,
-    States,
     is_capturing,
     refuse_capture,
     shared_steps,
     zeros_like,
 )
 from opkiln.ops.param_groups import check_dtypes, place, sparse_gradient, taking_over
+from opkiln.ops.watched import ParamState, Plans, watchable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # find neither at any other.
     _step_supports_amp_scaling = True
     _ops: Mapping[str, Any] = {}  # by type of device
-    _plans: Plans | None = None
+    _plans: Plans[Planned] | None = None
 
     def __init__(
         self,
@@ -143,19 +142,23 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step()
+        return loss
+
+    # In a compiled function it runs as it is: there is nothing to gain for one call of an op, and
+    # addresses and streams are not for a compiler to trace.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _step(self) -> None:
         with torch.no_grad():
             for call in self._prepared():
                 call()
-        return loss
 
     def _prepared(self) -> list[Callable[[], None]]:
         """The calls that make up a step, one per group and device.
 
         Everything that Python can see to be wrong is raised here, before any of them is made.
         """
-        plans = None
-        if not torch.compiler.is_compiling():
-            plans = self._known_plans()
+        plans = self._known_plans()
         places = [
             each
             for index, group in enumerate(self.param_groups)
@@ -169,7 +172,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             plan, call = each.plan, None
             if plan is None:
                 call = next(calls)._replace(hyper=hyper)
-                plan = None if plans is None else self._new_plan(plans, each, call)
+                plan = self._new_plan(plans, each, call)
             if plan is not None:
                 out.append(partial(self._run_plan, plan, each, hyper))
             else:
@@ -177,14 +180,16 @@ class FusedOptimizer(torch.optim.Optimizer):
                 out.append(partial(self._run_call, call))
         return out
 
-    def _known_plans(self) -> Plans:
-        if self._plans is None or self._plans.states is not self.state:
+    def _known_plans(self) -> Plans[Planned]:
+        if self._plans is None or not self._plans.are_for(self.state):
             # New, or a copy, or torch has loaded a state dict.
-            states = self.state if isinstance(self.state, States) else States(dict, self.state)
-            self.state, self._plans = states, Plans(states)
+            self.state = states = watchable(self.state)
+            self._plans = Plans(states)
         return self._plans
 
-    def _places(self, index: int, group: dict[str, Any], plans: Plans | None) -> list[_Place]:
+    def _places(
+        self, index: int, group: dict[str, Any], plans: Plans[Planned] | None
+    ) -> list[_Place]:
         params: list[Tensor] = group["params"]
         grads: list[Any] = list(map(_GRAD, params))
         plan = None if plans is None else plans.of_group.get(index)
@@ -221,15 +226,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         if any(layout is not torch.strided for layout in set(map(_LAYOUT, grads))):
             raise sparse_gradient(self.OWNER, index, group)
 
-    def _new_plan(self, plans: Plans, here: _Place, call: Call) -> Planned | None:
+    def _new_plan(self, plans: Plans[Planned], here: _Place, call: Call) -> Planned | None:
         """A plan for lists that are stepped a second time, as they will be again, it seems."""
         if here.device.type not in self.PLANNED_ON or is_capturing(here.device):
             return None
         if len(here.params) != len(self.param_groups[here.group]["params"]):
             return None
-        last = plans.stepped.get(here.group)
-        if last is None or len(last) != len(here.params) or not all(map(is_, last, here.params)):
-            plans.stepped[here.group] = here.params
+        if not plans.again(here.group, here.params):
             return None
         if here.group not in plans.of_group:
             function = getattr(self._load(here.device.type), f"{self.FUNCTION}_plan", None)

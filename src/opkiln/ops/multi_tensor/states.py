@@ -1,8 +1,7 @@
-"""The states of parameters: how they are kept, and counts of steps that parameters share."""
+"""The states of parameters: how they are made, and counts of steps that parameters share."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from itertools import accumulate
 from typing import Any
 
@@ -14,70 +13,10 @@ from opkiln.errors import UsageError
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
 _POOLED = 1 << 16  # elements up to which a state shares its memory with others
 _ALIGNED = 64  # elements: 256 bytes, so that each state begins where torch's own would
-
-
-class _Watched(dict[Any, Any]):
-    """A dict that calls ``on_change`` when an entry is set or removed: who keeps the addresses of
-    the tensors in it has to know. A copy is watched by nobody."""
-
-    on_change: Callable[[], None] | None = None
-
-    def _changed(self) -> None:
-        if self.on_change is not None:
-            self.on_change()
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(key, value)
-        self._changed()
-
-    def __delitem__(self, key: Any) -> None:
-        super().__delitem__(key)
-        self._changed()
-
-    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
-        self.update(other)
-        return self
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        super().update(*args, **kwargs)
-        self._changed()
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        value = super().setdefault(key, default)
-        self._changed()
-        return value
-
-    def pop(self, *args: Any) -> Any:
-        value = super().pop(*args)
-        self._changed()
-        return value
-
-    def popitem(self) -> tuple[Any, Any]:
-        item = super().popitem()
-        self._changed()
-        return item
-
-    def clear(self) -> None:
-        super().clear()
-        self._changed()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (dict(self),)
-
-
-class ParamState(_Watched):
-    """The state of one parameter."""
-
-
-class States(_Watched, defaultdict[Any, Any]):
-    """The states of all parameters; torch's own are such a dict, too."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.default_factory, dict(self))
 
 
 def zeros_like(params: list[Tensor]) -> list[Tensor]:

@@ -1,0 +1,44 @@
+"""What the builders of the host optimizers' ops share. Imports no torch: it is on the hit path."""
+
+from __future__ import annotations
+
+from opkiln.builder import OpBuilder
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def schemas(op: str, states: Sequence[str], hyper: str) -> tuple[str, ...]:
+    """The functions of an op over lists of parameters, gradients and these states.
+
+    One list per role, walked in step; ``copies`` is empty or has one tensor per parameter.
+    ``<op>_`` makes a step and ``<op>_rollback_`` undoes it. ``<op>_kept_`` makes one, too, with
+    lists that ``<op>_keep`` was given before: a ticket stands for all but the gradients, until
+    ``<op>_forget``. These are for who counts up the versions of those tensors, as the optimizers
+    here do: no schema can say what is written to that is not handed over. Compiled graphs take
+    ``<op>_``.
+    """
+    marked = [f"Tensor({'bc'[i]}!)[] {name}" for i, name in enumerate(states)]
+    plain = [f"Tensor[] {name}" for name in states]
+    arguments = (
+        f"(Tensor(a!)[] params, Tensor[] grads, {', '.join(marked)}, Tensor(d!)[] copies, "
+        f"{hyper}) -> ()"
+    )
+    return (
+        f"{op}_{arguments}",
+        f"{op}_rollback_{arguments}",
+        f"{op}_keep(Tensor[] params, {', '.join(plain)}, Tensor[] copies) -> Tensor",
+        f"{op}_kept_(Tensor ticket, Tensor[] grads, {hyper}) -> ()",
+        f"{op}_forget(Tensor ticket) -> ()",
+    )
+
+
+class HostBuilder(OpBuilder):
+    """An op over lists of tensors in host memory, from ``ops/<name>``."""
+
+    def sources(self) -> list[str]:
+        return [f"ops/{self.NAME}/cpu.cpp", f"ops/{self.NAME}/cpu_binding.cpp"]
+
+    def include_paths(self) -> list[str]:
+        return ["csrc"]
