@@ -1,6 +1,10 @@
 # Everything from a fresh clone, with python3, make and a C++ compiler:
 #   make demo    trains a small model with a JIT-built operator, cold and then warm
 #   make test    lint, types, import contracts, all tests
+#   make test-faults   every fault and attack at its whole count; writes bench/results/faults.json
+#   make test-sanitize   the tests of native code under AddressSanitizer and UBSan
+#   make test-deepspeed   DeepSpeed from PyPI on opkiln (installs it beside .venv)
+#   make test-packages   extension packages from PyPI, as they are, built by opkiln (gigabytes)
 #   make test-sycl   the SYCL example on Intel's runtime compiler (installs 1.6 GB beside .venv)
 #   make test-torches   one wheel of ops on several torches (installs them, gigabytes)
 #   make test-aarch64   kernels and ops for aarch64 (apt-get install g++-aarch64-linux-gnu qemu-user)
@@ -15,7 +19,8 @@ TORCHES ?= 2.10.0 2.14.1
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
 
-.PHONY: all setup demo test lint unit test-full test-sycl test-torches test-aarch64 bench docs clean
+.PHONY: all setup demo test lint unit test-full test-faults test-sanitize test-deepspeed \
+	test-packages test-sycl test-torches test-aarch64 bench docs clean
 
 all: test
 
@@ -47,6 +52,20 @@ test: lint
 test-full: lint
 	$(RUN) -m pytest $(PYTEST)
 
+test-faults: $(STAMP)
+	$(RUN) -m pytest tests/faults --full-counts -rs $(PYTEST)
+	$(RUN) -m pip install -q --group fuzz
+	$(RUN) tests/faults/fuzz/run.py --seconds 20
+
+test-sanitize: $(STAMP)
+	$(RUN) tests/sanitize/run.py $(PYTEST)
+
+test-deepspeed:
+	$(PYTHON) tests/with_deepspeed/run.py --torch "$(TORCH)" $(PYTEST)
+
+test-packages: $(STAMP)
+	$(RUN) tests/packages/run.py
+
 test-sycl:
 	$(PYTHON) tests/sycl/run.py --torch "$(TORCH)" $(PYTEST)
 
@@ -64,4 +83,4 @@ docs: $(STAMP)
 	$(RUN) -c "from opkiln.report.settings_page import markdown; open('docs/settings.md', 'w').write(markdown())"
 
 clean:
-	rm -rf $(VENV) .bench-venv .sycl-venv .torch-*-venv build dist src/*.egg-info
+	rm -rf $(VENV) .bench-venv .sycl-venv .torch-*-venv .deepspeed-venv .packages-*-venv build dist src/*.egg-info

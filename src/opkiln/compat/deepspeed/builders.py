@@ -152,7 +152,7 @@ class CUDAOpBuilder(builder.CUDAOpBuilder):
         )
 
     def cuda_capability_major(self) -> int | None:
-        """The major capability of the first GPU here, asked without a context; None: there is
+        """The lowest major capability of the GPUs here, asked without a context; None: there are
         none."""
         from opkiln.accelerator import nvidia
         from opkiln.loading import archs
