@@ -235,3 +235,32 @@ def test_spawned_workers_load_it(plain: Package, tmp_path: Path) -> None:
     out = child.run(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')",
                     path=[plain.where])  # fmt: skip
     assert out.strip() == str([100 + i for i in range(6)])
+
+
+def test_a_header_edited_between_two_compiles_has_both_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = tmp_path / "number.h"
+    header.write_text("#define NUMBER 1\n")
+    first = tmp_path / "a_first.cpp"
+    first.write_text('#include "number.h"\nextern "C" int first() { return NUMBER; }\n')
+    second = tmp_path / "b_second.cpp"
+    second.write_text(
+        '#include "number.h"\nextern "C" int first();\n'
+        'extern "C" int value() { return first() * 10 + NUMBER; }\n'
+    )
+    # A compiler whose first compile of the second file finds the header edited, a while after the
+    # first file was compiled and kept.
+    editing = tmp_path / "g++"
+    editing.write_text(
+        f'#!/bin/sh\ncase "$*" in *" -c "*b_second*) if mkdir {tmp_path}/edited 2>/dev/null; then\n'
+        f"sleep 0.1; echo '#define NUMBER 2' > {header}; sleep 0.1; fi;; esac\n"
+        'exec /usr/bin/g++ "$@"\n'
+    )
+    editing.chmod(0o755)
+    monkeypatch.setenv("CXX", str(editing))
+    monkeypatch.setenv("MAX_JOBS", "1")
+    sources = [str(first), str(second)]
+    library = opkiln.load("edited", sources, abi="none", is_python_module=False)
+    assert (tmp_path / "edited").is_dir()
+    assert library.value() == 22

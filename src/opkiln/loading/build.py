@@ -217,11 +217,11 @@ class _Build:
             read = tuple(dict.fromkeys(path for each in objects for path in each.read))
             dependencies = deps.gather(self._plan, read, Hasher(), linked)
             now = deps.own_digests(self._plan, dependencies)
-            for each in objects:
-                before.update(each.own)
             # Each object is right for what it read when it was compiled; a header edited between
-            # two compiles would be in one object as it was and in another as it is.
-            if all(now.get(path, digest) == digest for path, digest in before.items()):
+            # two compiles would be in one object as it was and in another as it is. So every one is
+            # asked: in a union the later would hide what the earlier has read.
+            saw = (before, *(each.own for each in objects))
+            if all(now.get(path, sha) == sha for read_by in saw for path, sha in read_by.items()):
                 fresh = [each for each in objects if not each.cached]
                 return _Linked(
                     path=os.path.join(stage, self._plan.output),

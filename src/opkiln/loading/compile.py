@@ -299,6 +299,8 @@ def _keep(
         publish.publish(staged, root, relative)
     except StoreError as error:
         events.emit("note", text=str(error))
+    finally:
+        publish.remove(staged)  # its name is needed again if an edit makes this build compile anew
 
 
 def sidecar(plan: Plan, read: tuple[str, ...], dependencies: deps.Dependencies) -> dict[str, Any]:
