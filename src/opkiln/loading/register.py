@@ -125,7 +125,6 @@ def _define(op: str, registration: Registration) -> None:
         library = _libraries[namespace] = torch.library.Library(  # type: ignore[no-untyped-call]
             namespace, "FRAGMENT"
         )
-    fake = None if registration.fake is None else registration.fake()
     for text in registration.schemas:
         name = _function_name(text)
         if f"{namespace}.{name}" in _made:
@@ -140,20 +139,34 @@ def _define(op: str, registration: Registration) -> None:
         _made.add(f"{namespace}.{name}")
         if registration.reference is not None:
             library.impl(  # type: ignore[no-untyped-call]
-                name, _Reference(f"{namespace}.{op}", name), "CompositeExplicitAutograd"
+                name, _Declared(f"{namespace}.{op}", name, "reference"), "CompositeExplicitAutograd"
             )
-        fake_function = getattr(fake, name, None)
-        if fake_function is not None:
-            torch.library.register_fake(f"{namespace}::{name}", fake_function, lib=library)
-        elif returns.strip() == "()":
-            # The same as a fake kernel here, and registered in a tenth of the time.
+        if returns.strip() == "()":
+            # The same as a fake kernel here, and registered in less time.
             library.impl(name, _nothing, "Meta")  # type: ignore[no-untyped-call]
+        elif registration.fake is not None:
+            # One that the author's fakes lack has its shapes from the reference.
+            fake = _Declared(f"{namespace}.{op}", name, "fake", "reference")
+            _register_fake(library, f"{namespace}::{name}", fake)
         if "!" in arguments:  # `Tensor(a!)`: it writes to what it is given
             library.impl(  # type: ignore[no-untyped-call]
                 name, _WithBump(namespace, name), "ADInplaceOrView", with_keyset=True
             )
         elif registration.autograd is not None:
             _differentiate(library, f"{namespace}::{name}", name, registration.autograd())
+
+
+def _register_fake(library: Any, qualified: str, fake: Callable[..., Any]) -> None:
+    """``torch.library.register_fake``, without its look at who calls it: for a line in a message
+    that names the author of a fake, that reads source files, and takes longer than all the rest."""
+    import torch
+
+    registry = getattr(torch._library, "simple_registry", None)
+    if registry is None:  # a torch that keeps them elsewhere
+        torch.library.register_fake(qualified, fake, lib=library)
+        return
+    holder = registry.singleton.find(qualified).fake_impl
+    library._registration_handles.append(holder.register(fake, f"the fake of {qualified}", library))
 
 
 def _differentiate(library: Any, qualified: str, name: str, formulas: Any) -> None:
@@ -165,24 +178,30 @@ def _differentiate(library: Any, qualified: str, name: str, formulas: Any) -> No
         torch.library.register_autograd(qualified, backward, setup_context=saving, lib=library)
 
 
-class _Reference:
-    """The reference of one function, imported when it is first called: a hit never needs it."""
+class _Declared:
+    """One function of an op's reference, or of its fakes, imported when it is first called: a hit
+    never needs it. Of several kinds, the first that has the function."""
 
-    def __init__(self, op: str, name: str) -> None:
-        self._op, self._name = op, name
-        self._provider: object = None
+    def __init__(self, op: str, name: str, *kinds: str) -> None:
+        self._op, self._name, self._kinds = op, name, kinds
+        self._providers: list[object] = []
         self._function: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        provide = _current[self._op].reference
-        provider = getattr(provide, "__func__", provide)  # every builder's is a method of its own
-        if provider is not self._provider or self._function is None:
+        provide = [getattr(_current[self._op], kind) for kind in self._kinds]
+        # Every builder's is a method of its own.
+        providers = [getattr(each, "__func__", each) for each in provide]
+        if self._function is None or providers != self._providers:
             # First called, or declared anew in a notebook.
-            found = None if provide is None else getattr(provide(), self._name, None)
-            if found is None:
-                raise SpecError(f"op {self._op}: the reference has no function {self._name!r}")
-            self._provider, self._function = provider, found
+            self._function, self._providers = self._find(provide), providers
         return self._function(*args, **kwargs)
+
+    def _find(self, provide: list[Callable[[], Any] | None]) -> Callable[..., Any]:
+        for each in provide:
+            found: Callable[..., Any] | None = getattr(each and each(), self._name, None)
+            if found is not None:
+                return found
+        raise SpecError(f"op {self._op}: the {self._kinds[-1]} has no function {self._name!r}")
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
