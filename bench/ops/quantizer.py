@@ -1,20 +1,27 @@
-"""quantizer and packbits beside torch eager, as fractions of the copy's bandwidth.
+"""quantizer and packbits beside torch eager and DeepSpeed, as fractions of the copy's bandwidth.
 
-    PYTHONPATH=src python bench/ops/quantizer.py [--out FILE] [--only WORD]
+    PYTHONPATH=src python bench/ops/quantizer.py [--out FILE] [--only WORD] [--deepspeed DIR]
 
 On a GPU 268M elements, on the CPU 16M. Bytes are those of the elements, their levels and scales. A
 turn is ten calls on a GPU, so that all but the first are enqueued while it is at work: the time is
-the GPU's. Torch eager is the reference, the same arithmetic a tensor at a time.
+the GPU's. Torch eager is the reference, the same arithmetic a tensor at a time. DeepSpeed's kernels
+are measured where their sources are found, see ``deepspeed_quantizer.py``. The plain kernel reads
+and writes as much as dequantizing does, and does nothing else.
 """
 
 from __future__ import annotations
 
+import sys
+from ctypes import c_int, c_int64, c_void_p
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import deepspeed_quantizer
 import torch
-from harness import Row, copy_bandwidth, options, report, timed
+from harness import Row, copy_bandwidth, parser, report, timed
 from torch import Tensor
 
+import opkiln
 from opkiln import quant
 from opkiln.ops.packbits import reference as signs
 from opkiln.ops.quantizer import reference
@@ -43,9 +50,13 @@ class Case(NamedTuple):
 
 CASES = [
     Case(8), Case(4), Case(8, stochastic=True), Case(4, stochastic=True), Case(8, symmetric=False),
-    Case(4, symmetric=False), Case(8, BF16), Case(4, BF16), Case(8, F32), Case(4, F32),
-    Case(8, F32, stochastic=True), Case(8, group_size=64), Case(4, group_size=64),
-    Case(8, group_size=512), Case(8, group_size=65536), Case(8, F32, 65536),
+    Case(4, symmetric=False), Case(8, symmetric=False, stochastic=True),
+    Case(4, symmetric=False, stochastic=True), Case(8, BF16), Case(4, BF16), Case(8, F32),
+    Case(4, F32), Case(8, F32, stochastic=True), Case(4, F32, stochastic=True),
+    Case(8, group_size=64), Case(4, group_size=64), Case(8, group_size=96), Case(4, group_size=96),
+    Case(8, group_size=512), Case(8, group_size=65536), Case(4, group_size=65536),
+    Case(8, F32, 65536), Case(8, group_size=65536, stochastic=True),
+    Case(4, group_size=65536, stochastic=True),
 ]  # fmt: skip
 
 
@@ -73,7 +84,7 @@ def eager(x: Tensor, case: Case) -> Callable[[], Any]:
     return lambda: reference.quantize(x, *rest)
 
 
-def rows_of(case: Case, x: Tensor, repeats: int, beside: bool) -> list[Row]:
+def rows_of(case: Case, x: Tensor, repeats: int, beside: bool, rival: Any) -> list[Row]:
     rest = {
         "bits": case.bits, "group_size": case.group_size, "symmetric": case.symmetric,
         "stochastic": case.stochastic, "seed": 1, "offset": 2,
@@ -85,16 +96,55 @@ def rows_of(case: Case, x: Tensor, repeats: int, beside: bool) -> list[Row]:
         fns["dequantize"] = lambda: quant.dequantize(q)
     if case == Case(8):
         fns["fake_quantize"] = lambda: quant.fake_quantize(x, **rest)
+    if rival is not None and case in (Case(8), Case(4)):
+        theirs = deepspeed_quantizer.DeepSpeedQuantizer(rival, case.bits, case.group_size)
+        made = theirs.quantize(x)
+        fns["quantize|DeepSpeed"] = lambda: theirs.quantize(x)
+        fns["dequantize|DeepSpeed"] = lambda: theirs.dequantize(*made)
     found = per_call(fns, x.device, repeats)
     rows = []
     for name, ms in found.items():
-        size = 2 * x.nbytes if name == "fake_quantize" else moved
-        rows.append(Row(f"{name} {case}", "opkiln", size, ms))
+        work, _, who = name.partition("|")
+        size = 2 * x.nbytes if work == "fake_quantize" else moved
+        rows.append(Row(f"{work} {case}", who or "opkiln", size, ms))
     if beside:
         part = x[: x.numel() // 8]  # the reference holds many tensors of fp32 and int64 at once
         ms = timed({"eager": eager(part, case)}, x.device, 3)["eager"]
         rows.append(Row(f"quantize {case}", "torch eager", moved // 8, ms))
     return rows
+
+
+def plain_rows(repeats: int) -> list[Row]:
+    """What the GPU's memory gives where far more is written than read."""
+    library = opkiln.load(
+        "plain_widening",
+        [str(Path(__file__).with_name("plain_widening.cu"))],
+        is_python_module=False,
+        abi="none",
+    )
+    count = 2**26
+    narrow = torch.randint(256, (8 * count,), dtype=torch.uint8, device="cuda")
+    wide = torch.empty(16 * count, dtype=torch.uint8, device="cuda")
+    pointers = [c_void_p(each.data_ptr()) for each in (narrow, wide)]
+
+    def run(size: int) -> None:
+        if error := library.plain_widening(*pointers, c_int64(count), c_int(size)):
+            raise RuntimeError(f"CUDA's error {error}")
+
+    fns = {str(size): lambda size=size: run(size) for size in (8, 4, 2)}
+    return [
+        Row(f"{size} bytes read, 16 written", "plain kernel", (16 + int(size)) * count, ms)
+        for size, ms in per_call(fns, torch.device("cuda"), repeats).items()
+    ]
+
+
+def deepspeed(folder: Path | None) -> Any:
+    """Its kernels, or None where they cannot be built, with the reason on stderr."""
+    try:
+        return deepspeed_quantizer.built(folder)
+    except (ImportError, RuntimeError) as error:
+        print(f"no DeepSpeed here: {error}", file=sys.stderr)
+        return None
 
 
 def reductions(x: Tensor, repeats: int) -> list[Row]:
@@ -127,17 +177,22 @@ def packing(x: Tensor, repeats: int) -> list[Row]:
 
 
 def main() -> None:
-    asked = options(__doc__)
+    made = parser(__doc__)
+    made.add_argument("--deepspeed", metavar="DIR", type=Path, help="that has its csrc")
+    asked = made.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpu = device.type == "cuda"
     count, repeats = (2**28, 20) if gpu else (2**24, 7)
     bandwidth = copy_bandwidth(device)
+    rival = deepspeed(asked.deepspeed) if gpu else None
     rows: list[Row] = []
     tensors = {dtype: torch.randn(count, device=device).to(dtype) for dtype in (F32, F16, BF16)}
     for case in CASES:
         if asked.only in str(case):
             beside = case in (Case(8), Case(4), Case(8, stochastic=True))
-            rows += rows_of(case, tensors[case.dtype], repeats, beside)
+            rows += rows_of(case, tensors[case.dtype], repeats, beside, rival)
+    if gpu and asked.only in "plain kernel":
+        rows += plain_rows(repeats)
     if asked.only in "quantized_reduce":
         rows += reductions(tensors[F16], repeats)
     if asked.only in "packbits":

@@ -200,9 +200,10 @@ def check_more_than_2_to_the_31_elements() -> str:
         assert float(back[-1]) == 2.0
         del back
         start = 2**31 - 4096
-        words = reference.philox(torch.arange(start // 8, start // 8 + 512, device="cuda"), 0, 3)
-        halves = torch.stack([torch.stack((w & 0xFFFF, w >> 16), -1) for w in words], 1).view(-1)
-        u = halves.float() * 2.0**-16 + 128
+        # The random bits of the element before 2**31 and of those before it, one by one.
+        words = reference.philox(torch.arange(start // 16, start // 16 + 256, device="cuda"), 0, 3)
+        fours = [(w >> 8 * i | w << 32 - 8 * i) & 0xFFFF for w in words for i in range(4)]
+        u = torch.stack(fours, 1).view(-1).float() * 2.0**-16 + 128
         part = x[start : start + 4096].float()
         scale = q.scales[start // 4096]
         inverse = scale.reciprocal()

@@ -57,6 +57,18 @@ __device__ inline void load(Pack<T, kWidth>& pack, const T* from) {
   pack = *reinterpret_cast<const Pack<T, kWidth>*>(from);
 }
 
+// 16 bytes that nobody reads soon. Where more than twice as much is written as is read such stores are
+// half a percent faster on an H200; where less is, slower.
+template <class Sixteen>
+__device__ inline void store_once(const Sixteen& value, void* to) {
+  static_assert(sizeof(Sixteen) == 16 && alignof(Sixteen) == 16);
+#if defined(__CUDA_ARCH__)
+  __stcs(static_cast<uint4*>(to), *reinterpret_cast<const uint4*>(&value));
+#else
+  *static_cast<Sixteen*>(to) = value;
+#endif
+}
+
 template <int kWidth, class T>
 __device__ inline void store(const Pack<T, kWidth>& pack, T* to) {
   *reinterpret_cast<Pack<T, kWidth>*>(to) = pack;

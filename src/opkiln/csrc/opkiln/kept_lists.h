@@ -55,7 +55,8 @@ class KeptLists {
   struct Shelf {
     std::mutex lock;
     std::unordered_map<int64_t, std::shared_ptr<const Lists>> lists;
-    int64_t last = 0;
+    // No number that another library of the same op has given, which this one may have replaced.
+    int64_t last = static_cast<int64_t>(reinterpret_cast<uintptr_t>(this) << 16);
   };
 
   // Never destroyed: at the process's end torch may be gone before it.

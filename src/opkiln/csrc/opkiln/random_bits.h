@@ -76,9 +76,16 @@ OPKILN_HOST_DEVICE static inline RandomWords random_words(uint64_t low, uint64_t
   return random_words(low, high, random_keys<>(key));
 }
 
-// The half of `index`, 0 to 7, of the words: 16 bits.
-OPKILN_HOST_DEVICE static inline uint32_t half_of(const RandomWords& words, int index) {
-  return (index & 1) != 0 ? words.at[index >> 1] >> 16 : words.at[index >> 1] & 0xffffu;
+// How many elements have random bits of one call: four of each word.
+constexpr int kRandomElements = 16;
+
+// 16 bits for the element of `index`, 0 to 15: those of its word from each of the four bytes on,
+// around its end. The upper eight are its own; the lower eight, which decide one time in 256, are the
+// upper ones of a neighbour. It halves the work of bits that nobody shares.
+OPKILN_HOST_DEVICE static inline uint32_t sixteen_bits(const RandomWords& words, int index) {
+  const uint32_t word = words.at[index >> 2];
+  const int shift = 8 * (index & 3);
+  return (word >> shift | word << (-shift & 31)) & 0xffffu;
 }
 
 }  // namespace opkiln

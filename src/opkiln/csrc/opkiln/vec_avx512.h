@@ -47,12 +47,12 @@ struct Vec {
   // Not VCVTNEPS2BF16: it flushes subnormals to zero.
   __m256i bfloat16() const {
     const __m512i bits = _mm512_castps_si512(value);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-    const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-    const __m512i rounded = _mm512_mask_mov_epi32(
-        _mm512_add_epi32(bits, bias), nan, _mm512_set1_epi32(0x7fc00000));
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+    const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+    const __m512i biased = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+    const __m512i rounded = _mm512_mask_sub_epi32(biased, odd, biased, _mm512_set1_epi32(-1));
+    const __mmask16 number = _mm512_cmp_ps_mask(value, value, _CMP_ORD_Q);
+    return _mm512_cvtepi32_epi16(
+        _mm512_mask_srli_epi32(_mm512_set1_epi32(0x7fc0), number, rounded, 16));
   }
   __m256i float16() const {
     return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

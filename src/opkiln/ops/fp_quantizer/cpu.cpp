@@ -12,7 +12,6 @@ namespace {
 using namespace opkiln;
 using namespace opkiln::fp_quantizer;
 
-constexpr int64_t kRandomAtOnce = 8;  // elements that one call of the generator serves
 
 // The elements [begin, begin + count) as floats; in `scratch` where they are not floats already.
 const float* floats(const Stream& input, int64_t begin, int64_t count, float* scratch) {
@@ -39,17 +38,17 @@ template <class F>
   }
 }
 
-// `first` is the index of the first value in the whole input, a multiple of 8.
+// `first` is the index of the first value in the whole input, a multiple of 16.
 template <class F>
 [[gnu::noinline]] void encode_stochastic(const float* values, float inverse, uint32_t* codes,
                                          int64_t count, uint64_t first, const Quantizing& work) {
   const Keys keys = random_keys<kRounds>(work.seed);
   uint32_t random[kBlock];
-  for (int64_t i = 0; i < count; i += kRandomAtOnce) {
-    const uint64_t block = (first + static_cast<uint64_t>(i)) / kRandomAtOnce;
+  for (int64_t i = 0; i < count; i += kRandomElements) {
+    const uint64_t block = (first + static_cast<uint64_t>(i)) / kRandomElements;
     const RandomWords words = random_words(block, work.offset, keys);
-    for (int k = 0; k < kRandomAtOnce; ++k) {
-      random[i + k] = half_of(words, k);
+    for (int k = 0; k < kRandomElements; ++k) {
+      random[i + k] = sixteen_bits(words, k);
     }
   }
   for (int64_t i = 0; i < count; ++i) {

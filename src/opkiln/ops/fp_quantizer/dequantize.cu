@@ -126,15 +126,26 @@ __device__ void decode(const Unit<T, F>& unit, float (&out)[Unit<T, F>::kElement
   }
 }
 
+template <bool kOnce, class Pack>
+__device__ void store(const Pack& pack, void* to) {
+  if (kOnce) {
+    device::store_once(pack, to);
+  } else {
+    *static_cast<Pack*>(to) = pack;
+  }
+}
+
+template <bool kOnce>
 __device__ void store(const float (&values)[4], float* to, ElementType) {
   device::Pack<float, 4> out;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     out.at[i] = values[i];
   }
-  device::store(out, to);
+  store<kOnce>(out, to);
 }
 
+template <bool kOnce>
 __device__ void store(const float (&values)[8], uint16_t* to, ElementType type) {
   device::Pack<uint32_t, 4> out;
 #if defined(__CUDA_ARCH__)
@@ -159,7 +170,7 @@ __device__ void store(const float (&values)[8], uint16_t* to, ElementType type) 
         static_cast<uint32_t>(device::narrow<device::Bits16>(values[2 * i + 1], type).bits) << 16;
   }
 #endif
-  device::store(out, reinterpret_cast<uint32_t*>(to));
+  store<kOnce>(out, to);
 }
 
 __device__ void store(float value, float* to, ElementType) {
@@ -215,7 +226,7 @@ __device__ void finish(const Unit<T, F>& unit, float scale, const Dequantize& wo
   for (float& value : values) {
     value *= scale;
   }
-  store(values, static_cast<T*>(work.output) + start, work.type);
+  store<(Unit<T, F>::kBytes < 8)>(values, static_cast<T*>(work.output) + start, work.type);
 }
 
 template <class T, class F>

@@ -20,13 +20,6 @@ __device__ inline float product(float a, float b) {
 #endif
 }
 
-__device__ inline uint32_t bits_in(float value) {
-  return bits_of(value);
-}
-__device__ inline uint32_t bits_in(uint16_t value) {
-  return value;
-}
-
 // The larger magnitudes of two pairs of halves, NaN above all; their signs mean nothing.
 template <bool kBFloat16>
 __device__ inline uint32_t larger_halves(uint32_t a, uint32_t b) {
@@ -45,14 +38,30 @@ __device__ inline uint32_t larger_halves(uint32_t a, uint32_t b) {
 #endif
 }
 
-// Puts a code, whose bits above its own are 0, into its place among 16.
-template <class F>
-__device__ inline void put(uint32_t (&words)[F::kBits / 2], int i, uint32_t code) {
-  const int bit = i * F::kBits, word = bit / 32, shift = bit % 32;
-  words[word] |= code << shift;
-  if (shift + F::kBits > 32) {
-    words[word + 1] |= code >> (32 - shift);
+// Four parts of 24 bits, one after the other.
+__device__ inline void join(const uint32_t (&parts)[4], uint32_t* words) {
+  words[0] = parts[0] | parts[1] << 24;
+  words[1] = parts[1] >> 8 | parts[2] << 16;
+  words[2] = parts[2] >> 16 | parts[3] << 8;
+}
+
+// 16 codes of twelve bits, from the low bits of half a word each to where they belong.
+__device__ inline void pack_twelves(const uint32_t (&twos)[8], uint32_t (&words)[6]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t closed[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t two = twos[4 * half + i];
+      closed[i] = two - (two >> 16) * 0xf000u;  // the second moves down by four bits
+    }
+    join(closed, words + 3 * half);
   }
+}
+
+// The low halves of two words.
+__device__ inline uint32_t low_halves(uint32_t low, uint32_t high) {
+  return __byte_perm(low, high, 0x5410);
 }
 
 // 16 codes of up to eight bits, from the low bits of a byte each to where they belong.
@@ -70,9 +79,7 @@ __device__ inline void pack_bytes(const uint32_t (&fours)[4], uint32_t (&words)[
       const uint32_t pairs = (fours[i] & 0x003f003fu) | ((fours[i] >> 2) & 0x0fc00fc0u);
       closed[i] = (pairs & 0xfffu) | ((pairs >> 4) & 0xfff000u);
     }
-    words[0] = closed[0] | closed[1] << 24;
-    words[1] = closed[1] >> 8 | closed[2] << 16;
-    words[2] = closed[2] >> 16 | closed[3] << 8;
+    join(closed, words);
   } else {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -107,16 +114,52 @@ __device__ inline float inverse_of(float scale) {
 template <class F>
 struct Nearest {
   __device__ static void encode(const float (&values)[kChunk], uint32_t (&words)[F::kBits / 2]) {
+    if constexpr (F::kBits == 12) {
+      uint32_t twos[8];
 #pragma unroll
-    for (uint32_t& word : words) {
-      word = 0;
-    }
+      for (int i = 0; i < 8; ++i) {
+        twos[i] = low_halves(nearest<F>(values[2 * i]), nearest<F>(values[2 * i + 1]));
+      }
+      pack_twelves(twos, words);
+    } else {
+      uint32_t fours[4];
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      put<F>(words, i, nearest<F>(values[i]));
+      for (int i = 0; i < 4; ++i) {
+        fours[i] = nearest<F>(values[4 * i]) | nearest<F>(values[4 * i + 1]) << 8 |
+            nearest<F>(values[4 * i + 2]) << 16 | nearest<F>(values[4 * i + 3]) << 24;
+      }
+      pack_bytes<F>(fours, words);
     }
   }
 };
+
+#if defined(__CUDA_ARCH__)
+
+// Normal numbers are rounded as to bfloat16, which has the same mantissa; subnormals where the last bit
+// of a float is worth as much as theirs. With magnitudes cut off at the least normal number from below
+// and from above, whose code is 128, the sum of both codes is 128 too large, and is made two at a time.
+template <>
+struct Nearest<E4M7> {
+  __device__ static void encode(const float (&v)[kChunk], uint32_t (&words)[6]) {
+    constexpr float kLeast = 0x1p-6f, kUnits = 0x1p10f;  // kUnits: bits 0x44800000, steps of 2^-13
+    uint32_t twos[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float a = v[2 * i], b = v[2 * i + 1];
+      uint32_t normal;
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
+          : "=r"(normal)
+          : "f"(fmaxf(fabsf(b), kLeast)), "f"(fmaxf(fabsf(a), kLeast)));
+      const uint32_t subnormal = low_halves(bits_of(fminf(fabsf(a), kLeast) + kUnits),
+                                            bits_of(fminf(fabsf(b), kLeast) + kUnits));
+      const uint32_t signs = __byte_perm(bits_of(a), bits_of(b), 0x7632) >> 4 & 0x08000800u;
+      twos[i] = (normal + subnormal - 0x3c803c80u) | signs;  // 0x3c80: kLeast as bfloat16
+    }
+    pack_twelves(twos, words);
+  }
+};
+
+#endif
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 
@@ -221,28 +264,26 @@ __device__ inline uint32_t highest_bytes(uint32_t a, uint32_t b, uint32_t c, uin
   return __byte_perm(__byte_perm(a, b, 0x0073), __byte_perm(c, d, 0x0073), 0x5410);
 }
 
-// `signs` are the highest bytes of the values, four in each. `first` is the index of the first eight
-// values: that of their random bits. The 16 bits of each are added below the last bit of its code,
-// which for formats of up to eight bits is then in the highest byte.
+// `signs` are the highest bytes of the values, four in each. `index` is that of the 16 values, and so
+// of their random bits. The 16 bits of each are added below the last bit of its code, which for
+// formats of up to eight bits is then in the highest byte.
 template <class F>
 __device__ inline void encode_stochastic(const float (&values)[kChunk], const uint32_t (&signs)[4],
-                                         uint64_t first, uint64_t offset, const Keys& keys,
+                                         uint64_t index, uint64_t offset, const Keys& keys,
                                          uint32_t (&words)[F::kBits / 2]) {
   uint32_t chosen[kChunk];
+  const RandomWords random = random_words(index, offset, keys);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const RandomWords random = random_words(first + half, offset, keys);
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const int i = 8 * half + k;
-      if constexpr (F::kBits <= 8) {
-        const uint32_t bits = __byte_perm(random.at[k / 2], 0, k % 2 == 0 ? 0x4104 : 0x4324);
-        chosen[i] = exact_code_of<F>(values[i]) * (2u << F::kMantissa) + bits;
-      } else {
-        // Of the largest number no bits are left to add to, but fp32 may have rounded above it.
-        const float value = fminf(fabsf(values[i]), F::kLargest);
-        chosen[i] = (exact_code_of<F>(value) + half_of(random, k)) >> F::kCut;
-      }
+  for (int i = 0; i < kChunk; ++i) {
+    const uint32_t byte = i % 4, next = (i + 1) % 4, word = random.at[i / 4];
+    if constexpr (F::kBits <= 8) {
+      const uint32_t bits = __byte_perm(word, 0, 0x4004 | next << 8 | byte << 4);
+      chosen[i] = exact_code_of<F>(values[i]) * (2u << F::kMantissa) + bits;
+    } else {
+      // Of the largest number no bits are left to add to, but fp32 may have rounded above it.
+      const float value = fminf(fabsf(values[i]), F::kLargest);
+      const uint32_t bits = __byte_perm(word, 0, 0x4400 | next << 4 | byte);
+      chosen[i] = (exact_code_of<F>(value) + bits) >> F::kCut;
     }
   }
   if constexpr (F::kBits <= 8) {
@@ -255,14 +296,14 @@ __device__ inline void encode_stochastic(const float (&values)[kChunk], const ui
     }
     pack_bytes<F>(fours, words);
   } else {
+    uint32_t twos[8];
 #pragma unroll
-    for (uint32_t& word : words) {
-      word = 0;
+    for (int i = 0; i < 8; ++i) {
+      // The signs of a pair are in neighbouring bytes.
+      const uint32_t pair = __byte_perm(signs[i / 2], 0, i % 2 == 0 ? 0x1404 : 0x3424);
+      twos[i] = low_halves(chosen[2 * i], chosen[2 * i + 1]) | (pair >> 4 & 0x08000800u);
     }
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      put<F>(words, i, chosen[i] | sign_of<F>(values[i]));
-    }
+    pack_twelves(twos, words);
   }
 }
 

@@ -1,400 +1,256 @@
-// Quantization in one pass over memory: a block reads whole groups, 16 elements a thread and load,
-// finds their largest magnitudes and writes the codes from registers. Groups that no block can hold
-// are read a second time, out of the cache. No torch header; hipify turns this file into HIP as it
-// is.
+// Quantization. A group is read once: threads hold it in registers between finding its largest
+// magnitude and writing the codes. Only those that no block or cluster of blocks can hold, tails and
+// tensors at odd addresses are read a second time, out of the cache. No torch header; hipify turns this
+// file into HIP as it is.
 
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <opkiln/group_reduce.h>
-#include <opkiln/launch.h>
+#include <opkiln/whole_groups_launch.h>
 
-#include "encode.h"
-#include "kernel.h"
+#include "chunk.h"
 
 namespace opkiln {
 namespace fp_quantizer {
 namespace {
 
-// With no more than 64 registers a thread, four blocks share a multiprocessor: more hides what the
-// arithmetic waits for, which counts where 16-bit elements become narrower than a byte.
 constexpr int kThreads = 256;
-constexpr int kBlocksPerProcessor = 4;
 
-// What a thread holds at once: 128 bytes of input. Half of it would cover the memory's latency; but
-// what is done once a block, or once a group, is then done half as often.
-template <class T>
-constexpr int kChunks = sizeof(T) == 4 ? 2 : 4;
-
-// How groups are laid out among threads.
 struct Layout {
-  uint32_t chunks_per_group;
-  uint32_t groups_per_tile;
-  uint32_t tiles;      // of the whole input; a block takes one at a time
-  uint32_t team_log2;  // of the threads that share a group
-  bool teams;          // they are a power of two within a warp
-  bool aligned;        // the input, to 16 bytes
+  unsigned log2_chunks;  // places for chunks in a group, see whole_groups.h
+  unsigned log2_team;    // threads that share another group
+  int64_t first;         // of the other groups
+  bool aligned;          // the input, to 16 bytes
   Keys keys;
 };
 
-template <class T>
-struct Chunk {
-  static constexpr int kWords = kChunk * static_cast<int>(sizeof(T)) / 4;
-  uint32_t words[kWords];
-};
-
-struct alignas(16) Vector {
-  uint32_t at[4];
-};
-
-// The elements from `start` on, zeros where there are none.
-template <class T>
-__device__ void load(Chunk<T>& chunk, const Quantize& work, bool aligned, int64_t start) {
-  const T* const from = static_cast<const T*>(work.input) + start;
-  if (aligned && start + kChunk <= work.numel) {
-#pragma unroll
-    for (int i = 0; i < Chunk<T>::kWords / 4; ++i) {
-      const Vector part = reinterpret_cast<const Vector*>(from)[i];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        chunk.words[4 * i + k] = part.at[k];
-      }
-    }
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < kChunk; ++i) {
-    const uint32_t bits = start + i < work.numel ? bits_in(from[i]) : 0;
-    if (sizeof(T) == 4) {
-      chunk.words[i % Chunk<T>::kWords] = bits;
-    } else {
-      chunk.words[i / 2] = i % 2 == 0 ? bits : chunk.words[i / 2] | bits << 16;
-    }
-  }
+__device__ inline uint64_t offset_of(const Quantize& work) {
+  return work.offset_at == nullptr ? work.offset : static_cast<uint64_t>(*work.offset_at);
 }
 
-// The bits of the largest magnitude, as fp32. Those of NaN and infinity are larger than any other.
-__device__ uint32_t absmax(const Chunk<float>& chunk, ElementType) {
-  uint32_t most = 0;
-#pragma unroll
-  for (uint32_t word : chunk.words) {
-    most = max(most, word & 0x7fffffffu);
-  }
-  return most;
-}
-
-template <bool kBFloat16>
-__device__ uint32_t absmax_of_halves(const Chunk<uint16_t>& chunk) {
-  uint32_t most = 0;  // two of them
-#pragma unroll
-  for (uint32_t word : chunk.words) {
-    most = larger_halves<kBFloat16>(most, word);
-  }
-  return max(most & 0x7fffu, (most >> 16) & 0x7fffu);
-}
-
-__device__ uint32_t absmax(const Chunk<uint16_t>& chunk, ElementType type) {
-  if (type == ElementType::kBFloat16) {
-    return absmax_of_halves<true>(chunk) << 16;
-  }
-  return bits_of(__half2float(__ushort_as_half(
-      static_cast<uint16_t>(absmax_of_halves<false>(chunk)))));
-}
-
-// The highest bytes of the elements, four in each word: where their signs are.
-__device__ void sign_bytes(const Chunk<float>& chunk, uint32_t (&out)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    out[i] = highest_bytes(chunk.words[4 * i], chunk.words[4 * i + 1], chunk.words[4 * i + 2],
-                           chunk.words[4 * i + 3]);
-  }
-}
-
-__device__ void sign_bytes(const Chunk<uint16_t>& chunk, uint32_t (&out)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    out[i] = __byte_perm(chunk.words[2 * i], chunk.words[2 * i + 1], 0x7531);
-  }
-}
-
-// The elements times the inverse of the scale.
-__device__ void scale(const Chunk<float>& chunk, ElementType, float inverse, float (&out)[kChunk]) {
-#pragma unroll
-  for (int i = 0; i < kChunk; ++i) {
-    out[i] = product(float_of(chunk.words[i]), inverse);
-  }
-}
-
-__device__ void scale(const Chunk<uint16_t>& chunk, ElementType type, float inverse,
-                      float (&out)[kChunk]) {
-  if (type == ElementType::kBFloat16) {
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      const uint32_t word = chunk.words[i / 2];
-      out[i] = product(float_of(i % 2 == 0 ? word << 16 : word & 0xffff0000u), inverse);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      const uint32_t word = chunk.words[i / 2];
-      const auto half = static_cast<uint16_t>(i % 2 == 0 ? word & 0xffffu : word >> 16);
-      out[i] = product(__half2float(__ushort_as_half(half)), inverse);
-    }
-  }
-}
-
-// The bytes of the codes of 16 elements fill one access for fp8 and fp4. For the others a block
+// The bytes of the codes of 16 elements fill one access for fp8 and fp4. For the others a warp
 // collects them first, so that here, too, neighbours write what lies side by side.
 template <class F>
 constexpr bool kCollects = F::kBits == 6 || F::kBits == 12;
 
+// As many codes as fill three accesses of every thread in a warp.
 template <class F>
-struct Codes {
-  static constexpr int kWords = F::kBits / 2;
-  uint32_t words[kWords];
+struct alignas(16) Collected {
+  uint32_t words[kCollects<F> ? kChunksPerWarp * Codes<F>::kWords : 1];
 };
 
-// Codes of the first `count` of a chunk's elements, straight to memory.
 template <class F>
-__device__ void store(const Codes<F>& codes, uint8_t* to, int64_t count) {
-  constexpr int kBytes = Codes<F>::kWords * 4;
-  if (count >= kChunk && !kCollects<F>) {
-    struct alignas(kCollects<F> ? 4 : kBytes) Whole {
-      uint32_t at[Codes<F>::kWords];
-    };
-    Whole whole;
+__device__ void put(Collected<F>& collected, const Codes<F>& codes, unsigned chunk) {
 #pragma unroll
-    for (int i = 0; i < Codes<F>::kWords; ++i) {
-      whole.at[i] = codes.words[i];
+  for (int i = 0; i < Codes<F>::kWords; ++i) {
+    collected.words[chunk * Codes<F>::kWords + i] = codes.words[i];
+  }
+}
+
+template <class F>
+__device__ void flush(const Collected<F>& collected, uint8_t* to) {
+  struct alignas(F::kBits == 6 ? 8 : 16) Access {
+    uint32_t at[F::kBits / 3];
+  };
+  sync_warp();
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    const unsigned at = i * kWarp + threadIdx.x % kWarp;
+    reinterpret_cast<Access*>(to)[at] = reinterpret_cast<const Access*>(collected.words)[at];
+  }
+}
+
+template <class F>
+__device__ void store(const Codes<F>& codes, uint8_t* to) {
+  struct alignas(kCollects<F> ? 4 : Codes<F>::kBytes) Access {
+    Codes<F> codes;
+  };
+  *reinterpret_cast<Access*>(to) = {codes};
+}
+
+// With how many blocks on a multiprocessor registers are counted.
+template <class Type>
+constexpr int kBlocksPerProcessor = sizeof(typename Type::Storage) == 4 ? 4 : 6;
+
+template <class Type, class F, bool kStochastic>
+__global__ void __launch_bounds__(kGroupThreads, kBlocksPerProcessor<Type>)
+quantize_groups_kernel(const OPKILN_GRID_CONSTANT Quantize work,
+                       const OPKILN_GRID_CONSTANT Layout layout) {
+  __shared__ Shared<Magnitude> shared;
+  __shared__ Collected<F> collected[kCollects<F> ? kGroupThreads / kWarp : 1];
+  begin_groups(layout.log2_chunks, shared);
+  const int64_t first = first_chunk();
+  Chunk<Type> chunks[kChunksPerThread];
+#pragma unroll
+  for (int k = 0; k < kChunksPerThread; ++k) {
+    chunks[k].load(work.input, (first + k * kWarp) * kChunk);
+  }
+  const uint64_t offset = kStochastic ? offset_of(work) : 0;
+  Magnitude most[kChunksPerThread];
+#pragma unroll
+  for (int k = 0; k < kChunksPerThread; ++k) {
+    most[k] = chunks[k].magnitude();
+  }
+  reduce_groups(most, layout.log2_chunks, shared);
+
+  const unsigned lane = threadIdx.x % kWarp;
+  Collected<F>& mine = collected[kCollects<F> ? threadIdx.x / kWarp : 0];
+  Scale<F> scale(Type::widen_magnitude(most[0].bits));
+#pragma unroll
+  for (int k = 0; k < kChunksPerThread; ++k) {
+    if (k > 0 && layout.log2_chunks <= 5) {
+      scale = Scale<F>(Type::widen_magnitude(most[k].bits));
     }
-    *reinterpret_cast<Whole*>(to) = whole;
+    const int64_t chunk = first + k * kWarp, group = chunk >> layout.log2_chunks;
+    const Codes<F> codes = encode(chunks[k], scale, kStochastic, chunk, offset, layout.keys);
+    if (kCollects<F>) {
+      put(mine, codes, lane + k * kWarp);
+    } else {
+      store(codes, work.codes + chunk * Codes<F>::kBytes);
+    }
+    if (chunk == group << layout.log2_chunks) {
+      work.scales[group] = scale.scale;
+    }
+  }
+  if (kCollects<F>) {
+    flush(mine, work.codes + (first - lane) * Codes<F>::kBytes);
+  }
+}
+
+// A chunk of a group that may be at any address and end before it.
+template <class Type>
+__device__ Chunk<Type> load_any(const Quantize& work, bool aligned, int64_t start) {
+  Chunk<Type> chunk;
+  const int64_t left = work.numel - start;
+  if (aligned && left >= kChunk) {
+    chunk.load(work.input, start);
+  } else {
+    chunk.load_part(work.input, start, left < kChunk ? static_cast<int>(left) : kChunk);
+  }
+  return chunk;
+}
+
+// Codes of the chunk at element `at`, of which there may be fewer than 16 elements.
+template <class F>
+__device__ void store_any(const Quantize& work, const Codes<F>& codes, int64_t at) {
+  uint8_t* const to = work.codes + at / kChunk * Codes<F>::kBytes;
+  const int64_t here = work.numel - at;
+  if (here >= kChunk) {
+    store(codes, to);
     return;
   }
-  const int bytes = count >= kChunk ? kBytes : static_cast<int>((count * F::kBits + 7) / 8);
+  const int bytes = static_cast<int>((here * F::kBits + 7) / 8);
 #pragma unroll
-  for (int i = 0; i < kBytes; ++i) {
+  for (int i = 0; i < Codes<F>::kBytes; ++i) {
     if (i < bytes) {
       to[i] = static_cast<uint8_t>(codes.words[i / 4] >> (8 * (i % 4)));
     }
   }
 }
 
-// What a block has collected, `bytes` of it. All threads must come here.
-__device__ void flush(const uint32_t* collected, uint8_t* to, uint32_t bytes) {
-  __syncthreads();
-  uint32_t done = 0;
-  if (reinterpret_cast<std::size_t>(to) % 16 == 0) {
-    for (uint32_t i = threadIdx.x; i < bytes / 16; i += kThreads) {
-      reinterpret_cast<Vector*>(to)[i] = reinterpret_cast<const Vector*>(collected)[i];
-    }
-    done = bytes / 16 * 16;
-  }
-  for (uint32_t i = done + threadIdx.x; i < bytes; i += kThreads) {
-    to[i] = reinterpret_cast<const uint8_t*>(collected)[i];
-  }
-  __syncthreads();  // before it is filled again
-}
-
-template <class T, class F, bool kStochastic>
-__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
-quantize_kernel(const OPKILN_GRID_CONSTANT Quantize work, const OPKILN_GRID_CONSTANT Layout layout) {
-  constexpr int kHeld = kChunks<T>;
-  constexpr uint32_t kAtOnce = kThreads * kHeld;
-  alignas(16) __shared__ uint32_t collected[kCollects<F> ? kAtOnce * Codes<F>::kWords : 4];
-  __shared__ uint32_t maxima[kAtOnce];
-  const uint32_t per_group = layout.chunks_per_group;
-  const uint64_t offset = kStochastic && work.offset_at != nullptr
-      ? static_cast<uint64_t>(*work.offset_at)
-      : work.offset;
-
-  for (uint32_t tile = blockIdx.x; tile < layout.tiles; tile += gridDim.x) {
-    const int64_t first_group = static_cast<int64_t>(tile) * layout.groups_per_tile;
-    const int64_t first_chunk = first_group * per_group;
-    const int64_t left = (work.numel + kChunk - 1) / kChunk - first_chunk;
-    const uint32_t all = layout.groups_per_tile * per_group;
-    const uint32_t here = left < all ? static_cast<uint32_t>(left) : all;
-    const bool held = here <= kAtOnce;
-
-    Chunk<T> chunks[kHeld];
-    uint32_t most[kHeld] = {};
-    for (uint32_t base = 0; base < here; base += kAtOnce) {
-#pragma unroll
-      for (int j = 0; j < kHeld; ++j) {
-        const int64_t chunk = first_chunk + base + j * kThreads + threadIdx.x;
-        load(chunks[j], work, layout.aligned, chunk * kChunk);
-      }
-#pragma unroll
-      for (int j = 0; j < kHeld; ++j) {
-        // A chunk beyond this tile's belongs to another's group.
-        const bool mine = base + j * kThreads + threadIdx.x < here;
-        most[j] = max(most[j], mine ? absmax(chunks[j], work.type) : 0);
-      }
-    }
-
-    uint32_t group[kHeld];  // of each chunk, counted from the tile's first
-    if (layout.teams) {
-      for (unsigned bits = 1; bits < per_group; bits *= 2) {
-#pragma unroll
-        for (int j = 0; j < kHeld; ++j) {
-          most[j] = max(most[j], exchange(most[j], bits));
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kHeld; ++j) {
-        group[j] = (j * kThreads + threadIdx.x) >> layout.team_log2;
-      }
-    } else {
-      for (uint32_t i = threadIdx.x; i < layout.groups_per_tile; i += kThreads) {
-        maxima[i] = 0;
-      }
-      __syncthreads();
-#pragma unroll
-      for (int j = 0; j < kHeld; ++j) {
-        const uint32_t chunk = j * kThreads + threadIdx.x;
-        group[j] = layout.groups_per_tile == 1 ? 0 : chunk / per_group;
-        bool speaks = chunk < here;
-        if (per_group % kWarp == 0) {  // a warp's chunks are of one group
-          for (unsigned bits = 1; bits < kWarp; bits *= 2) {
-            most[j] = max(most[j], exchange(most[j], bits));
-          }
-          speaks = speaks && threadIdx.x % kWarp == 0;
-        }
-        if (speaks) {
-          atomicMax(&maxima[group[j]], most[j]);
-        }
-      }
-      __syncthreads();
-#pragma unroll
-      for (int j = 0; j < kHeld; ++j) {
-        most[j] = j * kThreads + threadIdx.x < here ? maxima[group[j]] : 0;
-      }
-      // Those that come to the next tile first must not clear what others are about to read.
-      __syncthreads();
-    }
-
-    float inverse[kHeld];
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      const uint32_t chunk = j * kThreads + threadIdx.x;
-      const float found = scale_for<F>(most[j]);
-      inverse[j] = inverse_of(found);
-      if (chunk < here && chunk == group[j] * per_group) {
-        work.scales[first_group + group[j]] = found;
-      }
-    }
-
-    for (uint32_t base = 0; base < here; base += kAtOnce) {
-      if (!held) {
-#pragma unroll
-        for (int j = 0; j < kHeld; ++j) {
-          const int64_t chunk = first_chunk + base + j * kThreads + threadIdx.x;
-          load(chunks[j], work, layout.aligned, chunk * kChunk);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kHeld; ++j) {
-        const uint32_t place = j * kThreads + threadIdx.x;
-        const int64_t chunk = first_chunk + base + place;
-        float values[kChunk];
-        scale(chunks[j], work.type, inverse[j], values);
-        Codes<F> codes;
-        if (kStochastic) {
-          uint32_t signs[4];
-          sign_bytes(chunks[j], signs);
-          encode_stochastic<F>(values, signs, static_cast<uint64_t>(chunk) * 2, offset, layout.keys,
-                               codes.words);
-        } else {
-          encode_nearest<F>(values, codes.words);
-        }
-        const bool is_nan = most[j] >= kInfinity;
-#pragma unroll
-        for (uint32_t& word : codes.words) {
-          word = is_nan ? 0 : word;
-        }
-        if (kCollects<F>) {
-#pragma unroll
-          for (int i = 0; i < Codes<F>::kWords; ++i) {
-            collected[place * Codes<F>::kWords + i] = codes.words[i];
-          }
-        } else if (base + place < here) {
-          store<F>(codes, work.codes + chunk * (Codes<F>::kWords * 4), work.numel - chunk * kChunk);
-        }
-      }
-      if (kCollects<F>) {
-        const int64_t start = first_chunk + base;
-        const uint32_t chunks_now = here - base < kAtOnce ? here - base : kAtOnce;
-        const int64_t elements = work.numel - start * kChunk;
-        const uint32_t bytes = elements >= static_cast<int64_t>(chunks_now) * kChunk
-            ? chunks_now * Codes<F>::kWords * 4
-            : static_cast<uint32_t>((elements * F::kBits + 7) / 8);
-        flush(collected, work.codes + start * (Codes<F>::kWords * 4), bytes);
-      }
-    }
-  }
-}
-
-template <class T>
-Layout layout_of(const Quantize& work) {
-  constexpr uint32_t kAtOnce = kThreads * kChunks<T>;
-  Layout out;
-  const auto per_group = static_cast<uint32_t>(work.group_size / kChunk);
-  out.chunks_per_group = per_group;
-  out.groups_per_tile = per_group >= kAtOnce ? 1 : kAtOnce / per_group;
-  if (out.groups_per_tile >= 4) {
-    out.groups_per_tile -= out.groups_per_tile % 4;  // codes of each tile start at 16 bytes
-  }
-  out.teams = per_group <= kWarp && (per_group & (per_group - 1)) == 0;
-  out.team_log2 = 0;
-  while (out.teams && 1u << out.team_log2 < per_group) {
-    ++out.team_log2;
-  }
+// Other groups. Where the team's registers hold it, a whole group is read once: with loads that no
+// thread does without, since one that has no chunk takes the last again.
+template <class Type, class F>
+__global__ void __launch_bounds__(kThreads)
+quantize_any_kernel(const OPKILN_GRID_CONSTANT Quantize work,
+                    const OPKILN_GRID_CONSTANT Layout layout) {
+  __shared__ Magnitude shared[kThreads / kWarp];
+  const Team team(layout.log2_team);
   const int64_t groups = (work.numel + work.group_size - 1) / work.group_size;
-  out.tiles = static_cast<uint32_t>((groups + out.groups_per_tile - 1) / out.groups_per_tile);
-  out.keys = random_keys<kRounds>(work.seed);
-  out.aligned = reinterpret_cast<std::size_t>(work.input) % 16 == 0;
-  return out;
-}
-
-cudaError_t processors(unsigned& count) {
-  int device = 0, found = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&found, cudaDevAttrMultiProcessorCount, device);
-  }
-  count = static_cast<unsigned>(found);
-  return error;
-}
-
-template <class T, class F>
-cudaError_t launch_for(const Quantize& work, cudaStream_t stream) {
-  const Layout layout = layout_of<T>(work);
-  unsigned blocks = layout.tiles;
-  if (layout.chunks_per_group > kThreads * kChunks<T>) {
-    // What is read twice should still be in the cache: so no more groups at once than fit there.
-    unsigned count = 0;
-    const cudaError_t error = processors(count);
-    if (error != cudaSuccess) {
-      return error;
+  const int64_t wanted =
+      layout.first + static_cast<int64_t>(blockIdx.x) * team.count + team.index;
+  const int64_t group = wanted < groups ? wanted : groups - 1;
+  const int64_t start = group * work.group_size, left = work.numel - start;
+  const int64_t end = start + (left < work.group_size ? left : work.group_size);
+  const int64_t stride = static_cast<int64_t>(team.size) * kChunk;
+  const int64_t mine = start + team.lane * kChunk;
+  const bool is_held = layout.aligned && left >= work.group_size && end <= start + 2 * stride;
+  Chunk<Type> chunks[2];
+  Magnitude most{0};
+  if (is_held) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      chunks[j].load(work.input, mine + j * stride < end ? mine + j * stride : end - kChunk);
     }
-    blocks = blocks < 2 * count ? blocks : 2 * count;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      most.absorb(chunks[j].magnitude());
+    }
+  } else {
+    for (int64_t at = mine; at < end; at += stride) {
+      most.absorb(load_any<Type>(work, layout.aligned, at).magnitude());
+    }
   }
-  return device::launch<Quantize, Layout>(
-      work.stochastic ? quantize_kernel<T, F, true> : quantize_kernel<T, F, false>, blocks,
-      kThreads, stream, work, layout);
+  most = reduce_team(most, team, shared);
+  if (wanted >= groups) {
+    return;
+  }
+  const Scale<F> scale(Type::widen_magnitude(most.bits));
+  const uint64_t offset = work.stochastic ? offset_of(work) : 0;
+  for (int64_t at = mine; at < end; at += stride) {
+    if (!is_held) {
+      chunks[0] = load_any<Type>(work, layout.aligned, at);
+    }
+    store_any(work,
+              encode(chunks[0], scale, work.stochastic, at / kChunk, offset, layout.keys), at);
+    chunks[0] = chunks[1];
+  }
+  if (team.lane == 0) {
+    work.scales[group] = scale.scale;
+  }
+}
+
+template <class Type, class F>
+cudaError_t launch_for(const Quantize& work, cudaStream_t stream) {
+  const auto kernel = work.stochastic ? quantize_groups_kernel<Type, F, true>
+                                      : quantize_groups_kernel<Type, F, false>;
+  const int64_t groups = (work.numel + work.group_size - 1) / work.group_size;
+  Layout layout{};
+  layout.aligned = reinterpret_cast<std::size_t>(work.input) % 16 == 0;
+  layout.keys = random_keys<kRounds>(work.seed);
+  // What warps collect takes room for the most that a block can have: so it should have them.
+  const device::WholeGroups whole(
+      work.group_size, layout.aligned ? work.numel / work.group_size : 0,
+      kCollects<F> ? kGroupThreads : 128, [&] { return device::has_clusters(kernel); });
+  layout.log2_chunks = whole.log2_chunks;
+  cudaError_t error = cudaSuccess;
+  if (whole.blocks > 0) {
+    error = device::launch<Quantize, Layout>(kernel, whole, stream, work, layout);
+  }
+  if (error == cudaSuccess && whole.groups < groups) {
+    layout.first = whole.groups;
+    while (layout.log2_team < 8 && int64_t{2 * kChunk} << layout.log2_team < work.group_size) {
+      ++layout.log2_team;
+    }
+    const int64_t a_block = kThreads >> layout.log2_team;
+    const int64_t blocks = (groups - layout.first + a_block - 1) / a_block;
+    error = device::launch<Quantize, Layout>(quantize_any_kernel<Type, F>,
+                                             static_cast<unsigned>(blocks), kThreads, stream, work,
+                                             layout);
+  }
+  return error;
 }
 
 }  // namespace
 
-const char* enqueue(const Quantize& work, void* stream) {
+const char* enqueue(const Quantize& work, void* to) {
   if (work.numel == 0) {
     return nullptr;
   }
+  const auto stream = static_cast<cudaStream_t>(to);
   cudaError_t error = cudaSuccess;
   with_format(work.bits, work.mantissa_bits, [&](auto format) {
     using F = decltype(format);
-    error = work.type == ElementType::kFloat
-        ? launch_for<float, F>(work, static_cast<cudaStream_t>(stream))
-        : launch_for<uint16_t, F>(work, static_cast<cudaStream_t>(stream));
+    switch (work.type) {
+      case ElementType::kFloat:
+        error = launch_for<Float, F>(work, stream);
+        break;
+      case ElementType::kBFloat16:
+        error = launch_for<BFloat, F>(work, stream);
+        break;
+      case ElementType::kFloat16:
+        error = launch_for<Half, F>(work, stream);
+        break;
+    }
   });
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from opkiln.ops.fp_quantizer import formats
-from opkiln.ops.quantizer.reference import philox
+from opkiln.ops.quantizer.reference import random_bits
 
 if TYPE_CHECKING:
     from opkiln.ops.fp_quantizer.formats import Format
@@ -150,22 +150,8 @@ def _stochastic(magnitudes: Tensor, form: Format, seed: int, offset: int | Tenso
     significand = bits & 0x7FFFFF | torch.where(bits >= 1 << 23, 1 << 23, 0)
     shift = (_least(form) - (bits & _EXPONENT) >> 23).clamp(0, 31)
     exact = torch.where(normal, bits - _least(form) + (1 << 23), significand >> shift)
-    random = random_bits(exact.numel(), seed, offset, exact.device).view(exact.shape)
+    random = random_bits(exact.numel(), seed, offset, exact.device).view(exact.shape).int()
     return (exact + (random << 7 - form.mantissa_bits) >> cut).clamp(max=_largest_code(form))
-
-
-def random_bits(
-    count: int, seed: int, offset: int | Tensor, device: torch.device | None = None
-) -> Tensor:
-    """16 random bits for each of so many elements, in int32.
-
-    Philox4x32-7 with the key ``seed``; the counter is the index of eight elements, and in its
-    upper half ``offset``. The eight take the halves of its four words, the low half first.
-    """
-    blocks = torch.arange((count + 7) // 8, device=device)
-    words = torch.stack(philox(blocks, offset, seed, rounds=7), dim=-1)
-    halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
-    return halves.view(-1)[:count].to(torch.int32)
 
 
 def _least(form: Format) -> int:

@@ -122,15 +122,17 @@ Level asymmetric_level(const float* values, int64_t count, int bits, bool stocha
   return Level::asymmetric(back(least), back(greatest), bits, stochastic);
 }
 
-// Those of the elements [begin, begin + count), at most kBlock of them; begin is a multiple of kChunk.
-// It is random_words() over rows of counters, round by round, which compilers vectorize.
-void random_numbers(const Random& random, uint64_t offset, int64_t begin, int64_t count,
-                    float* to) {
-  constexpr int kRows = kBlock / kChunk;
-  const int rows = static_cast<int>((count + kChunk - 1) / kChunk);
+// Those of the elements [begin, begin + count), at most kBlock of them; where they are in `to`, which
+// has room for one row more. It is random_words() over rows of counters, round by round, which
+// compilers vectorize.
+const float* random_numbers(const Random& random, uint64_t offset, int64_t begin, int64_t count,
+                            float* to) {
+  constexpr int kRows = kBlock / kRandomElements + 1;
+  const int64_t skipped = begin % kRandomElements;
+  const int rows = static_cast<int>((skipped + count + kRandomElements - 1) / kRandomElements);
   alignas(64) uint32_t c0[kRows], c1[kRows], c2[kRows], c3[kRows];
   for (int i = 0; i < kRows; ++i) {
-    const uint64_t counter = static_cast<uint64_t>(begin / kChunk + i);
+    const uint64_t counter = static_cast<uint64_t>(begin / kRandomElements + i);
     c0[i] = static_cast<uint32_t>(counter);
     c1[i] = static_cast<uint32_t>(counter >> 32);
     c2[i] = static_cast<uint32_t>(offset);
@@ -145,10 +147,11 @@ void random_numbers(const Random& random, uint64_t offset, int64_t begin, int64_
   }
   for (int i = 0; i < rows; ++i) {
     const RandomWords words{{c0[i], c1[i], c2[i], c3[i]}};
-    for (int k = 0; k < kChunk; ++k) {
-      to[i * kChunk + k] = as_float(0x43000000u | half_of(words, k));  // 128 and the bits below
+    for (int k = 0; k < kRandomElements; ++k) {  // 128 and the bits below
+      to[i * kRandomElements + k] = as_float(0x43000000u | sixteen_bits(words, k));
     }
   }
+  return to + skipped;
 }
 
 // Rounds a group, of which `values` is scratch where it is not the tensor itself.
@@ -161,10 +164,10 @@ void round_group(const Work& work, int64_t begin, int64_t count, int64_t place, 
     const int64_t here = std::min(count - at, kBlock);
     const float* const from = values + at;
     if (work.random.stochastic) {
-      float random[kBlock];
-      random_numbers(work.random, offset, begin + at, here, random);
+      float numbers[kBlock + kRandomElements];
+      const float* const random = random_numbers(work.random, offset, begin + at, here, numbers);
       for (int64_t i = 0; i < here; ++i) {
-        rounded[i] = level.stochastic<kSymmetric>(level.scaled<kSymmetric>(from[i]), random[i]);
+        rounded[i] = level.stochastic(level.scaled<kSymmetric>(from[i]), random[i]);
       }
     } else {
       for (int64_t i = 0; i < here; ++i) {

@@ -1,14 +1,11 @@
 // Quantizing tensors of 16-bit elements, and dequantizing; how a call is launched.
 
+#include "back.h"
 #include "launches.h"
 
 namespace opkiln {
 namespace quantizer {
 namespace {
-
-bool is_aligned(const void* pointer, std::size_t bytes) {
-  return reinterpret_cast<std::size_t>(pointer) % bytes == 0;  // null is
-}
 
 Launch launch_of(const Work& work) {
   Launch l{};
@@ -46,26 +43,31 @@ cudaError_t quantize(const Work& work, const Parts& parts, cudaStream_t stream) 
   return cudaErrorInvalidValue;
 }
 
-// As launch_quantize.
+template <class Type>
+void (*back_kernel(const Format& format))(const Launch) {
+  if (format.bits == 8) {
+    return format.symmetric ? dequantize_kernel<Type, 8, true> : dequantize_kernel<Type, 8, false>;
+  }
+  return format.symmetric ? dequantize_kernel<Type, 4, true> : dequantize_kernel<Type, 4, false>;
+}
+
 template <class Type>
 cudaError_t launch_back(Launch& l, cudaStream_t stream) {
-  const int64_t groups = groups_of(l.work.numel, l.work.format);
-  const int64_t units = units_in_group<Type>(l.work);
-  unsigned threads = 0;
+  constexpr int64_t a_block = kBackThreads * kBackUnits;
+  const unsigned log2 = log2_at_least(l.work.format.group_size);
+  l.log2_group = int64_t{1} << log2 == l.work.format.group_size ? log2 : 0;
+  const int64_t units = (l.work.numel + Type::kUnit - 1) / Type::kUnit;
+  const int64_t blocks = l.aligned ? l.work.numel / Type::kUnit / a_block : 0;
+  l.first = blocks * a_block;
   cudaError_t error = cudaSuccess;
-  l.last = l.aligned ? l.work.numel / l.work.format.group_size : 0;
-  if (l.last > 0 && units <= kWarp) {
-    const unsigned blocks = lay_out(l, units, 4, 1, threads);
-    error = device::launch(dequantize_kernel<Type, 4, 1, true>, blocks, threads, stream, l);
-  } else if (l.last > 0) {
-    const unsigned blocks = lay_out(l, units, 1, 4, threads);
-    error = device::launch(dequantize_kernel<Type, 1, 4, true>, blocks, threads, stream, l);
+  if (blocks > 0) {
+    error = device::launch(back_kernel<Type>(l.work.format), static_cast<unsigned>(blocks),
+                           kBackThreads, stream, l);
   }
-  if (error == cudaSuccess && l.last < groups) {
-    l.first = l.last;
-    l.last = groups;
-    const unsigned blocks = lay_out(l, units, 1, 1, threads);
-    error = device::launch(dequantize_kernel<Type, 1, 1, false>, blocks, threads, stream, l);
+  if (error == cudaSuccess && l.first < units) {
+    const int64_t rest = (units - l.first + kBackThreads - 1) / kBackThreads;
+    error = device::launch(dequantize_any_kernel<Type>, static_cast<unsigned>(rest), kBackThreads,
+                           stream, l);
   }
   return error;
 }

@@ -1,11 +1,11 @@
-// The kernels. A whole group at an address that allows accesses of 16 bytes is read once: its team of
-// threads holds it in registers between finding its extent and rounding. Other groups, which are few
-// or rare, are read a second time, from the cache. No torch header; hipify turns this into HIP as it
-// is.
+// The kernels that quantize. A group at an address that allows accesses of 16 bytes is read once:
+// threads hold it in registers between finding its extent and rounding. Others, and those that no
+// block or cluster of blocks can hold, are read a second time, from the cache. No torch header; hipify
+// turns this into HIP as it is.
 #pragma once
 
-#include <opkiln/group_reduce.h>
 #include <opkiln/launch.h>
+#include <opkiln/whole_groups.h>
 
 #include "sources.h"
 
@@ -14,66 +14,12 @@ namespace quantizer {
 namespace {
 
 constexpr unsigned kMostThreads = 1024;
-
-// The extent of a group, or of as much of it as a thread has seen.
-template <class Type, bool kSymmetric>
-struct Extent;
-
-template <class Type>
-struct Extent<Type, true> {
-  uint32_t most;  // magnitude
-
-  __device__ static Extent none() {
-    return {0};
-  }
-  __device__ void add(const uint32_t* words) {
-    absorb({Type::magnitude(words)});
-  }
-  __device__ Extent exchanged(unsigned bits) const {
-    return {exchange(most, bits)};
-  }
-  __device__ void absorb(const Extent& other) {
-    most = Type::greater(most, other.most);
-  }
-  __device__ Level level(int bits, bool stochastic) const {
-    return Level::symmetric(Type::widen_magnitude(most), bits, stochastic);
-  }
-};
-
-template <class Type>
-struct Extent<Type, false> {
-  float least, greatest;
-
-  __device__ static Extent none() {
-    return {kInfinity, -kInfinity};
-  }
-  __device__ void add(const uint32_t* words) {
-    float values[Type::kUnit];
-    Type::widen(words, values);
-    float odd = 0;
-#pragma unroll
-    for (int k = 0; k < Type::kUnit; ++k) {
-      least = fminf(least, values[k]);
-      greatest = fmaxf(greatest, values[k]);
-      odd = fmaf(values[k], 0.0f, odd);  // NaN as soon as an element is not finite
-    }
-    greatest = odd == 0 ? greatest : kInfinity;  // fminf and fmaxf pass over NaN
-  }
-  __device__ Extent exchanged(unsigned bits) const {
-    return {exchange(least, bits), exchange(greatest, bits)};
-  }
-  __device__ void absorb(const Extent& other) {
-    least = fminf(least, other.least);
-    greatest = fmaxf(greatest, other.greatest);
-  }
-  __device__ Level level(int bits, bool stochastic) const {
-    return Level::asymmetric(least, greatest, bits, stochastic);
-  }
-};
+constexpr uint32_t kAnyUnits = 4;  // that a thread holds of a group that is none of whole_groups.h
 
 // What is made of a group's elements. Asked of the call as the kernel runs, or fixed when it is
 // compiled: then no unit asks again.
 struct AnyMode {
+  static constexpr bool kFixed = false;
   bool levels, stochastic;
   int bits;
 
@@ -85,79 +31,88 @@ struct AnyMode {
 
 template <int kBits, bool kStochastic>
 struct LevelsMode {
+  static constexpr bool kFixed = true;
   static constexpr bool levels = true, stochastic = kStochastic;
   static constexpr int bits = kBits;
 
   __device__ explicit LevelsMode(const Work&) {}
 };
 
-// A group: where it starts, and how many elements it has; none where there is no such group.
-template <bool kWhole>
+// A group: where it starts, and how many elements it has. A team that has none takes the last again,
+// and writes nothing.
 struct Span {
+  bool is_there;
   int64_t group, start;
-  int limit;
+  uint32_t limit;
 
-  __device__ Span(const Launch& l, int64_t index)
-      : group(l.first + index), start(group * l.work.format.group_size), limit(0) {
-    if (group < l.last) {
-      const int64_t left = l.work.numel - start;
-      limit = kWhole || left > l.work.format.group_size ? l.work.format.group_size
-                                                        : static_cast<int>(left);
-    }
+  __device__ Span(const Launch& l, int64_t index) {
+    is_there = l.first + index < l.last;
+    group = is_there ? l.first + index : l.last - 1;
+    start = group * l.work.format.group_size;
+    const int64_t left = l.work.numel - start;
+    limit = static_cast<uint32_t>(left < l.work.format.group_size ? left
+                                                                  : l.work.format.group_size);
   }
-  __device__ Place place(int at) const {
-    return {start, static_cast<uint32_t>(at)};
-  }
-  template <int kUnit>
-  __device__ int count(int at) const {
-    return kWhole || limit - at > kUnit ? kUnit : limit - at;
+  template <uint32_t kUnit>
+  __device__ int count(uint32_t at) const {
+    return static_cast<int>(limit - at > kUnit ? kUnit : limit - at);
   }
 };
 
-// What a thread needs of a group to write its units.
+// What a thread needs to write units: they are counted from `start`, an element.
 struct Target {
-  int64_t start;       // of the group
-  uint64_t chunk;      // that it starts with: random words are counted in chunks
+  int64_t start;
   uint64_t offset;     // of random words
-  uint8_t* levels;     // where those of the group lie
-  uint32_t bits_of_u;  // see emit
+  uint8_t* levels;     // where those from `start` on lie
+  uint32_t bits_of_u;  // see random_number
 
-  template <class Span>
-  __device__ Target(const Work& work, const Span& span, int64_t place, uint64_t random_offset)
-      : start(span.start),
-        chunk(static_cast<uint64_t>(span.start) / kChunk),
+  __device__ Target(const Work& work, int64_t first, int64_t lies_at, uint64_t random_offset)
+      : start(first),
         offset(random_offset),
-        levels(work.to.values + bytes_of(place * work.format.group_size, work.format.bits)),
+        levels(work.to.values + bytes_of(lies_at, work.format.bits)),
         bits_of_u(0x43000000u) {
 #if defined(__CUDA_ARCH__)
     asm("" : "+r"(bits_of_u));  // kept in a register: as a constant it is moved there each time
 #endif
   }
+
+  // The words of the element at `at`.
+  __device__ RandomWords random_at(uint32_t at, const RandomKeys<kRounds>& keys) const {
+    return random_words(static_cast<uint64_t>(start + at) / kRandomElements, offset, keys);
+  }
+  // 128 and sixteen_bits() below its point, of the element k of the four that share a word.
+  __device__ float random_number(uint32_t word, unsigned k) const {
+    const unsigned bytes = k % 4 | (k + 1) % 4 << 4;
+    return __uint_as_float(__byte_perm(word, bits_of_u, 0x7600 | bytes));
+  }
 };
 
-// Rounds a unit and writes what is wanted of it.
-template <class Source, bool kSymmetric, bool kWhole, class Mode>
-__device__ void emit(const Launch& l, const Mode& mode, const Target& target, int at, int count,
-                     const uint32_t* words, const Level& level) {
+// Rounds a unit, writes its levels where they are wanted, and gives, where that is wanted instead or
+// as well, what is to be written of the elements: in place of their words.
+template <class Source, bool kSymmetric, bool kWhole>
+__device__ bool emit(const Launch& l, const AnyMode& mode, const Target& target, uint32_t at,
+                     int count, uint32_t* words, const Level& level) {
   using Type = typename Source::Type;
   constexpr int kUnit = Type::kUnit;
   const Work& work = l.work;
   float values[kUnit], rounded[kUnit];
   Type::widen(words, values);
   if (mode.stochastic) {
-    RandomWords random =
-        random_words(target.chunk + static_cast<unsigned>(at) / kChunk, target.offset, l.keys);
-    if (kUnit < kChunk && at % kChunk != 0) {
-      random.at[0] = random.at[2];
-      random.at[1] = random.at[3];
+    const RandomWords random = target.random_at(at, l.keys);
+    const auto first = static_cast<unsigned>(target.start + at) % kRandomElements / 4;
+    uint32_t mine[kUnit / 4];
+#pragma unroll
+    for (unsigned i = 0; i < kUnit / 4; ++i) {
+      mine[i] = random.at[i];
+#pragma unroll
+      for (unsigned k = i + 1; k < 4; ++k) {
+        mine[i] = first + i == k ? random.at[k] : mine[i];
+      }
     }
 #pragma unroll
     for (int k = 0; k < kUnit; ++k) {
-      // 128 and 16 bits below its point.
-      const uint32_t u =
-          __byte_perm(random.at[k / 2], target.bits_of_u, k % 2 == 0 ? 0x7610 : 0x7632);
-      rounded[k] =
-          level.stochastic<kSymmetric>(level.scaled<kSymmetric>(values[k]), __uint_as_float(u));
+      rounded[k] = level.stochastic(level.scaled<kSymmetric>(values[k]),
+                                                target.random_number(mine[k / 4], k));
     }
   } else {
 #pragma unroll
@@ -169,7 +124,7 @@ __device__ void emit(const Launch& l, const Mode& mode, const Target& target, in
     const Levels levels = pack<kUnit, kSymmetric>(rounded, mode.bits, count, level.keep);
     store_levels<kUnit, kWhole>(levels, target.levels, at, count, mode.bits);
     if (!Source::kFeedback || work.error == nullptr) {
-      return;
+      return false;
     }
   }
 #pragma unroll
@@ -177,8 +132,13 @@ __device__ void emit(const Launch& l, const Mode& mode, const Target& target, in
     const float back = level.back<kSymmetric>(rounded[k] - kRounder);
     values[k] = Source::kFeedback ? values[k] - back : back;
   }
-  void* const to = Source::kFeedback ? static_cast<void*>(work.error) : work.out;
-  store_unit<Type, kWhole>(values, to, {target.start, static_cast<uint32_t>(at)}, count);
+  Type::narrow(values, words);
+  return true;
+}
+
+template <class Source>
+__device__ void* written(const Work& work) {
+  return Source::kFeedback ? static_cast<void*>(work.error) : work.out;
 }
 
 template <bool kSymmetric>
@@ -191,149 +151,213 @@ __device__ void store_level(const Work& work, int64_t place, const Level& level)
   }
 }
 
-// A team takes kGroups groups at a time, of which each thread holds kUnits units: several independent
-// accesses of 16 bytes are in flight in every thread. All loads come first.
-template <class Source, int kGroups, int kUnits, bool kSymmetric, class Mode>
-__global__ void __launch_bounds__(kMostThreads)
-quantize_kernel(const OPKILN_GRID_CONSTANT typename Source::Parameters parameters) {
-  __shared__ Extent<typename Source::Type, kSymmetric> shared[kMostThreads / kWarp];
+// Rounds the 16 elements that start at `at`, and writes their levels.
+template <class Type, bool kSymmetric, class Mode, class Held>
+__device__ void emit_chunk(const Launch& l, const Target& target, uint32_t at, const Held* held,
+                           const Level& level) {
+  constexpr int kWords = Mode::bits / 2, kParts = 8 / Type::kUnit;
+  RandomWords random{};
+  if (Mode::stochastic) {
+    random = target.random_at(at, l.keys);
+  }
+  uint32_t words[kWords];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float values[8];
+#pragma unroll
+    for (int c = 0; c < kParts; ++c) {
+      Type::widen(held[half * kParts + c].words, values + c * Type::kUnit);
+    }
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const float scaled = level.scaled<kSymmetric>(values[k]);
+      const float u = target.random_number(random.at[2 * half + k / 4], k);
+      values[k] = Mode::stochastic ? level.stochastic(scaled, u) : level.nearest(scaled);
+    }
+    const Levels levels = pack<8, kSymmetric>(values, Mode::bits, 8, level.keep);
+    words[half * kWords / 2] = levels.low;
+    if (Mode::bits == 8) {
+      words[half * kWords / 2 + 1] = levels.high;
+    }
+  }
+  uint8_t* const to = target.levels + bytes_of(at, Mode::bits);
+  if constexpr (Mode::bits == 8) {
+    *reinterpret_cast<Sixteen*>(to) = {words[0], words[1], words[2], words[3]};
+  } else {
+    *reinterpret_cast<Levels*>(to) = {words[0], words[1]};
+  }
+}
+
+// Writes two units that follow each other, a thread's own, as neighbours: pairs of threads swap them,
+// so that each access of the pair is to 32 bytes that follow each other. (Memory is written in such
+// pieces, and in halves of them at 60 to 80% of its speed.)
+template <class Type>
+__device__ void store_pair(void* to, Place at, uint32_t (&first)[4], uint32_t (&second)[4]) {
+  const bool odd = threadIdx.x % 2 != 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t other = exchange(odd ? first[i] : second[i], 1);
+    (odd ? first[i] : second[i]) = other;
+  }
+  // Now the pair has the first thread's two in `first`, and the second's in `second`.
+  const int64_t mine = at.start + at.at;
+  char* const start = static_cast<char*>(to) + (odd ? mine - 16 + Type::kUnit : mine) * Type::kBytes;
+  *reinterpret_cast<Sixteen*>(start) = {first[0], first[1], first[2], first[3]};
+  *reinterpret_cast<Sixteen*>(start + 16 * Type::kBytes) = {second[0], second[1], second[2],
+                                                            second[3]};
+}
+
+// The 16 elements that start at `at`, whatever is wanted of them.
+template <class Source, bool kSymmetric, class Held>
+__device__ void emit_parts(const Launch& l, const AnyMode& mode, const Target& target, uint32_t at,
+                           Held* held, const Level& level) {
   using Type = typename Source::Type;
   constexpr int kUnit = Type::kUnit;
+#pragma unroll
+  for (int c = 0; c < kChunkElements / kUnit; c += 2) {
+    const uint32_t here = at + c * kUnit, next = here + kUnit;
+    uint32_t(&one)[4] = held[c].words;
+    uint32_t(&two)[4] = held[c + 1].words;
+    const bool wanted = emit<Source, kSymmetric, true>(l, mode, target, here, kUnit, one, level);
+    emit<Source, kSymmetric, true>(l, mode, target, next, kUnit, two, level);
+    if (wanted) {
+      store_pair<Type>(written<Source>(l.work), {target.start, here}, one, two);
+    }
+  }
+}
+
+// With how many blocks on a multiprocessor registers are counted. With more, elements of 16 bits were
+// quantized 1% slower on an H200.
+template <class Source, class Mode>
+constexpr int kBlocksPerProcessor = Mode::kFixed && Source::Type::kBytes == 2 ? 6 : 4;
+
+// Groups as in whole_groups.h.
+template <class Source, bool kSymmetric, class Mode>
+__global__ void __launch_bounds__(kGroupThreads, (kBlocksPerProcessor<Source, Mode>))
+quantize_groups_kernel(const OPKILN_GRID_CONSTANT typename Source::Parameters parameters) {
+  __shared__ Shared<Extent<typename Source::Type, kSymmetric>> shared;
+  using Type = typename Source::Type;
+  constexpr int kUnit = Type::kUnit, kParts = kChunkElements / kUnit;
   const Launch& l = Source::launch(parameters);
   const Mode mode(l.work);
-  const Team team(l.log2_team);
-  typename Source::Held held[kGroups][kUnits];
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kGroups * team.count + team.index;
+  const unsigned lane = threadIdx.x % kWarp, log2_chunks = l.log2_chunks;
+  begin_groups(log2_chunks, shared);
+  const int64_t first = first_chunk();
+  const int64_t start = (first - lane) * kChunkElements;
+  const auto at = [&](int k) { return (k * kWarp + lane) * kChunkElements; };
+
+  typename Source::Held held[kChunksPerThread][kParts];
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
-    const Span<true> span(l, first + static_cast<int64_t>(g) * team.count);
+  for (int k = 0; k < kChunksPerThread; ++k) {
 #pragma unroll
-    for (int c = 0; c < kUnits; ++c) {
-      const int at = static_cast<int>(team.lane + c * team.size) * kUnit;
-      if (at < span.limit) {
-        Source::template load<true>(parameters, span.place(at), kUnit, held[g][c]);
-      }
+    for (int c = 0; c < kParts; ++c) {
+      Source::template load<true>(parameters, {start, at(k) + c * kUnit}, kUnit, held[k][c]);
     }
   }
   const uint64_t offset = mode.stochastic ? offset_of(l.work.random) : 0;
+  Extent<Type, kSymmetric> extents[kChunksPerThread];
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
-    const Span<true> span(l, first + static_cast<int64_t>(g) * team.count);
-    auto extent = Extent<Type, kSymmetric>::none();
+  for (int k = 0; k < kChunksPerThread; ++k) {
+    extents[k] = Extent<Type, kSymmetric>::none();
 #pragma unroll
-    for (int c = 0; c < kUnits; ++c) {
-      if (static_cast<int>(team.lane + c * team.size) * kUnit < span.limit) {
-        extent.add(held[g][c].words);
-      }
+    for (int c = 0; c < kParts; ++c) {
+      extents[k].add(held[k][c].words);
     }
-    extent = reduce_team(extent, team, shared);
-    if (span.limit == 0) {
-      continue;
-    }
-    const Level level = extent.level(mode.bits, mode.stochastic);
-    const int64_t place = place_of(span.group, l.work.order);
-    const Target target(l.work, span, place, offset);
+  }
+  reduce_groups(extents, log2_chunks, shared);
+
+  Level level = extents[0].level(mode.bits, mode.stochastic);
 #pragma unroll
-    for (int c = 0; c < kUnits; ++c) {
-      const int at = static_cast<int>(team.lane + c * team.size) * kUnit;
-      if (at < span.limit) {
-        emit<Source, kSymmetric, true>(l, mode, target, at, kUnit, held[g][c].words, level);
-      }
+  for (int k = 0; k < kChunksPerThread; ++k) {
+    if (k > 0 && log2_chunks <= 5) {
+      level = extents[k].level(mode.bits, mode.stochastic);
     }
-    if (team.lane == 0) {
+    const int64_t chunk = first + k * kWarp, group = chunk >> log2_chunks;
+    const int64_t place = place_of(group, l.work.order);
+    const Target target(l.work, start, start + (place - group) * l.work.format.group_size, offset);
+    if constexpr (Mode::kFixed) {
+      emit_chunk<Type, kSymmetric, Mode>(l, target, at(k), held[k], level);
+    } else {
+      emit_parts<Source, kSymmetric>(l, mode, target, at(k), held[k], level);
+    }
+    if (chunk == group << log2_chunks) {
       store_level<kSymmetric>(l.work, place, level);
     }
   }
 }
 
-// Any group at any address, read twice.
+template <class Source>
+__device__ void load_any(const typename Source::Parameters& parameters, Place at, int count,
+                         typename Source::Held& held) {
+  if (Source::launch(parameters).aligned && count == Source::Type::kUnit) {
+    Source::template load<true>(parameters, at, count, held);
+  } else {
+    Source::template load<false>(parameters, at, count, held);
+  }
+}
+
+// Other groups. Where units may be accessed as such and the team's registers hold the group, it is
+// read once: with loads that no thread does without, since one that has no unit takes the last again.
 template <class Source, bool kSymmetric>
 __global__ void __launch_bounds__(kMostThreads)
 quantize_any_kernel(const OPKILN_GRID_CONSTANT typename Source::Parameters parameters) {
   __shared__ Extent<typename Source::Type, kSymmetric> shared[kMostThreads / kWarp];
   using Type = typename Source::Type;
-  constexpr int kUnit = Type::kUnit;
+  constexpr uint32_t kUnit = Type::kUnit;
   const Launch& l = Source::launch(parameters);
   const AnyMode mode(l.work);
   const Team team(l.log2_team);
-  const Span<false> span(l, static_cast<int64_t>(blockIdx.x) * team.count + team.index);
-  const int stride = static_cast<int>(team.size) * kUnit;
+  const Span span(l, static_cast<int64_t>(blockIdx.x) * team.count + team.index);
+  const uint32_t stride = team.size * kUnit, mine = team.lane * kUnit;
+  const bool is_held =
+      l.aligned && span.limit % kUnit == 0 && span.limit <= kAnyUnits * stride;
   auto extent = Extent<Type, kSymmetric>::none();
-  typename Source::Held held;
-  for (int at = static_cast<int>(team.lane) * kUnit; at < span.limit; at += stride) {
-    Source::template load<false>(parameters, span.place(at), span.template count<kUnit>(at), held);
-    extent.add(held.words);
+  typename Source::Held held[kAnyUnits];
+  if (is_held) {
+#pragma unroll
+    for (uint32_t j = 0; j < kAnyUnits; ++j) {
+      const uint32_t at = mine + j * stride, last = span.limit - kUnit;
+      Source::template load<true>(parameters, {span.start, at < last ? at : last}, kUnit, held[j]);
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < kAnyUnits; ++j) {
+      extent.add(held[j].words);
+    }
+  } else {
+    for (uint32_t at = mine; at < span.limit; at += stride) {
+      load_any<Source>(parameters, {span.start, at}, span.count<kUnit>(at), held[0]);
+      extent.add(held[0].words);
+    }
   }
   extent = reduce_team(extent, team, shared);
-  if (span.limit == 0) {
+  if (!span.is_there) {
     return;
   }
   const Level level = extent.level(mode.bits, mode.stochastic);
   const int64_t place = place_of(span.group, l.work.order);
   const uint64_t offset = mode.stochastic ? offset_of(l.work.random) : 0;
-  const Target target(l.work, span, place, offset);
-  for (int at = static_cast<int>(team.lane) * kUnit; at < span.limit; at += stride) {
-    const int count = span.template count<kUnit>(at);
-    Source::template load<false>(parameters, span.place(at), count, held);
-    emit<Source, kSymmetric, false>(l, mode, target, at, count, held.words, level);
+  const Target target(l.work, span.start, place * l.work.format.group_size, offset);
+  void* const to = written<Source>(l.work);
+  if (is_held) {
+#pragma unroll
+    for (uint32_t j = 0; j < kAnyUnits; ++j) {
+      const uint32_t at = mine + j * stride;
+      if (at < span.limit &&
+          emit<Source, kSymmetric, true>(l, mode, target, at, kUnit, held[j].words, level)) {
+        store_unit<Type, true>(held[j].words, to, {span.start, at}, kUnit);
+      }
+    }
+  } else {
+    for (uint32_t at = mine; at < span.limit; at += stride) {
+      const int count = span.count<kUnit>(at);
+      load_any<Source>(parameters, {span.start, at}, count, held[0]);
+      if (emit<Source, kSymmetric, false>(l, mode, target, at, count, held[0].words, level)) {
+        store_unit<Type, false>(held[0].words, to, {span.start, at}, count);
+      }
+    }
   }
   if (team.lane == 0) {
     store_level<kSymmetric>(l.work, place, level);
-  }
-}
-
-template <class Type, int kGroups, int kUnits, bool kWhole>
-__global__ void __launch_bounds__(kMostThreads)
-dequantize_kernel(const OPKILN_GRID_CONSTANT Launch l) {
-  constexpr int kUnit = Type::kUnit;
-  const Team team(l.log2_team);
-  const Work& work = l.work;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kGroups * team.count + team.index;
-  const int stride = static_cast<int>(team.size) * kUnit;
-  for (int base = static_cast<int>(team.lane) * kUnit; base < work.format.group_size;
-       base += stride * kUnits) {
-    Levels levels[kGroups][kUnits];
-    float scale[kGroups], offset[kGroups];
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const Span<kWhole> span(l, first + static_cast<int64_t>(g) * team.count);
-      if (span.limit == 0) {
-        continue;
-      }
-      const int64_t place = place_of(span.group, work.order);
-      const uint8_t* const from =
-          work.to.values + bytes_of(place * work.format.group_size, work.format.bits);
-      scale[g] = work.to.scales[place];
-      offset[g] = work.format.symmetric ? 0.0f : work.to.offsets[place];
-#pragma unroll
-      for (int c = 0; c < kUnits; ++c) {
-        const int at = base + c * stride;
-        if (at < span.limit) {
-          levels[g][c] = load_levels<kUnit, kWhole>(from, static_cast<uint32_t>(at),
-                                                    span.template count<kUnit>(at),
-                                                    work.format.bits);
-        }
-      }
-    }
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const Span<kWhole> span(l, first + static_cast<int64_t>(g) * team.count);
-#pragma unroll
-      for (int c = 0; c < kUnits; ++c) {
-        const int at = base + c * stride;
-        if (at < span.limit) {
-          float values[kUnit];
-          unpack<kUnit>(levels[g][c], work.format, values);
-#pragma unroll
-          for (int k = 0; k < kUnit; ++k) {
-            const float product = values[k] * scale[g];
-            values[k] = work.format.symmetric ? product : product + offset[g];
-          }
-          store_unit<Type, kWhole>(values, work.out, span.place(at),
-                                   span.template count<kUnit>(at));
-        }
-      }
-    }
   }
 }
 

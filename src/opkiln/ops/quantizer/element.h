@@ -37,6 +37,7 @@ constexpr float kRounder = 0x1.8p23f;
 // What a group's elements have in common.
 struct Level {
   float scale, inverse, offset;
+  float shift;    // of levels while they are rounded stochastically
   uint32_t keep;  // a mask for levels: 0 where the group is not finite, and has none
 
   OPKILN_HOST_DEVICE static Level of(float spread, float offset, float top, bool stochastic) {
@@ -50,6 +51,7 @@ struct Level {
       out.inverse *= 1.0f - 0x1p-21f;  // or the greatest element could be rounded beyond the top
     }
     out.offset = finite ? offset : nan;
+    out.shift = top > 128.0f ? 128.0f : 0.0f;
     out.keep = finite ? ~0u : 0u;
     return out;
   }
@@ -77,15 +79,15 @@ struct Level {
   }
 
   // The same with a probability of going up of what is above the level below. `u` is random, from 128
-  // to 129 - 2^-16: near there floats are multiples of 2^-16, and random bits are their low bits.
-  template <bool kSymmetric>
+  // to 129 - 2^-16: up to 256 floats are multiples of 2^-16, and random bits are their low bits. Levels
+  // that would be beyond it are shifted.
   OPKILN_HOST_DEVICE float stochastic(float y, float u) const {
-    const float t = (kSymmetric ? y : y - 128.0f) + u;
-    constexpr float kShifted = kSymmetric ? kRounder - 128.0f : kRounder;
+    const float t = y - shift + u;
+    const float back = kRounder - 128.0f + shift;
 #if defined(__CUDA_ARCH__)
-    return __fadd_rd(t, kShifted);
+    return __fadd_rd(t, back);
 #else
-    return floorf(t) + kShifted;
+    return floorf(t) + back;
 #endif
   }
 

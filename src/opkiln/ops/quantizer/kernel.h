@@ -11,7 +11,7 @@ namespace opkiln {
 namespace quantizer {
 
 constexpr int kRounds = 7;  // of Philox: three fewer than usual, which a GPU has no time for
-constexpr int kChunk = 8;   // elements that share random words; group sizes are multiples of it
+constexpr int kChunk = 8;   // group sizes are multiples of it
 constexpr int64_t kSmallestGroup = 16, kLargestGroup = 65536;
 constexpr int kMostParts = 128;  // in one reduction: what fits into a launch's parameters
 

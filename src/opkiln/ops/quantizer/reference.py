@@ -9,9 +9,9 @@ Every native version gives the same bits. All arithmetic is fp32, each operation
 - Asymmetric: ``offset = min``, ``scale = max((max - min) * (1 / top), 2**-126)`` with a top of 255
   or 15, levels from 0 to top of ``x - offset``.
 - To nearest, ties to even: ``level = round(x * (1 / scale))``. Stochastic:
-  ``level = floor(x * (1 / scale) + (128 + u)) - 128``, ``u`` of ``uniform`` below; of asymmetric
-  levels the 128 is taken off before ``u`` is added. Where ``1 / scale`` would take the greatest
-  element above the top, it is less by 2**-21 of itself.
+  ``level = floor(x * (1 / scale) + (128 + u)) - 128``, ``u`` of ``uniform`` below; of a top of 255
+  the 128 is taken off before ``u`` is added. Where ``1 / scale`` would take the greatest element
+  above the top, it is less by 2**-21 of itself.
 - Back: ``level * scale + offset``.
 - A group that holds NaN or infinity, or whose ``max - min`` is beyond fp32, has the scale (and
   offset) NaN and levels of 0: all of it comes back as NaN, so that nobody takes it for a number.
@@ -250,15 +250,24 @@ def swizzled(
 def uniform(
     count: int, seed: int, offset: int | Tensor, device: torch.device | None = None
 ) -> Tensor:
-    """``count`` numbers from 0 to less than 1: multiples of 2**-16, uniform, the same everywhere.
+    """``count`` numbers from 0 to less than 1, multiples of 2**-16; the same everywhere."""
+    return random_bits(count, seed, offset, device).float() * 2.0**-16
 
-    Philox4x32-7 with the key ``seed``; the counter is the index of eight numbers, and in its upper
-    half ``offset``. The eight are the halves of its four words, the low half first.
+
+def random_bits(
+    count: int, seed: int, offset: int | Tensor, device: torch.device | None = None
+) -> Tensor:
+    """16 random bits for each of ``count`` elements, in int64.
+
+    Philox4x32-7 with the key ``seed``; the counter is the index of 16 elements, and in its upper
+    half ``offset``. Four elements take each of its four words: the 16 bits from bit 0, 8, 16 and 24
+    on, around its end. So the upper eight are an element's own, and the lower eight, which decide
+    one time in 256, the upper ones of a neighbour.
     """
-    blocks = torch.arange((count + 7) // 8, device=device)
-    words = torch.stack(philox(blocks, offset, seed), dim=-1)
-    halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
-    return halves.view(-1)[:count].float() * 2.0**-16
+    words = torch.stack(philox(torch.arange((count + 15) // 16, device=device), offset, seed), -1)
+    twice = words | (words & 0xFF) << 32
+    fours = torch.stack([twice >> 8 * i & 0xFFFF for i in range(4)], -1)
+    return fours.view(-1)[:count]
 
 
 def philox(low: Tensor, high: int | Tensor, key: int, rounds: int = 7) -> list[Tensor]:
@@ -330,7 +339,8 @@ def _levels(flat: Tensor, bits: int, group_size: int, symmetric: bool, numbers: 
     if numbers.stochastic:
         offset = numbers.offset if numbers.offset_tensor is None else numbers.offset_tensor
         random = uniform(scaled.numel(), numbers.seed, offset, flat.device).view(scaled.shape) + 128
-        levels = (scaled + random).floor() - 128 if symmetric else (scaled - 128 + random).floor()
+        shift = 128 if bits == 8 and not symmetric else 0
+        levels = (scaled - shift + random).floor() + (shift - 128)
     else:
         levels = scaled.round()
     levels = torch.where(finite[:, None], levels, 0.0)

@@ -10,7 +10,9 @@ namespace quantizer {
 struct Launch {
   Work work;
   int64_t first, last;  // groups
-  unsigned log2_team;
+  unsigned log2_team;    // threads that share a group
+  unsigned log2_chunks;  // places for chunks in a group, see whole_groups.h
+  unsigned log2_group;   // elements in a group, or 0: dequantizing
   bool aligned;  // accesses of 16 bytes to elements, and of a unit to levels, are allowed
   RandomKeys<kRounds> keys;  // of the seed
 };

@@ -2,19 +2,15 @@
 // header; hipify turns this into HIP as it is.
 #pragma once
 
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
+#include <opkiln/device_element.h>
 
-#include "element.h"
+#include "types.h"
 
 namespace opkiln {
 namespace quantizer {
 namespace {
 
 // Elements
-//
-// A thread moves a unit of elements at a time: 16 bytes of them. An element type says how many that
-// is, and turns the four words of a unit into floats and back.
 
 struct alignas(16) Sixteen {
   uint32_t at[4];
@@ -32,125 +28,6 @@ struct Place {
   }
   __device__ int64_t index() const {
     return start + at;
-  }
-};
-
-struct Float {
-  static constexpr int kBytes = 4, kUnit = 4;
-
-  __device__ static void widen(const uint32_t* words, float* to) {
-#pragma unroll
-    for (int k = 0; k < kUnit; ++k) {
-      to[k] = __uint_as_float(words[k]);
-    }
-  }
-  __device__ static void narrow(const float* from, uint32_t* words) {
-#pragma unroll
-    for (int k = 0; k < kUnit; ++k) {
-      words[k] = __float_as_uint(from[k]);
-    }
-  }
-  // The greatest magnitude as an integer: these are in the floats' order, with infinity and then
-  // NaN above all numbers.
-  __device__ static uint32_t magnitude(const uint32_t* words) {
-    uint32_t most = 0;
-#pragma unroll
-    for (int k = 0; k < kUnit; ++k) {
-      const uint32_t bits = words[k] & 0x7fffffffu;
-      most = bits > most ? bits : most;
-    }
-    return most;
-  }
-  __device__ static uint32_t greater(uint32_t a, uint32_t b) {
-    return a > b ? a : b;
-  }
-  __device__ static float widen_magnitude(uint32_t bits) {
-    return __uint_as_float(bits);
-  }
-};
-
-// Two to a word, the first in its low half.
-template <class Type>
-struct Sixteenths {
-  static constexpr int kBytes = 2, kUnit = 8;
-
-  __device__ static void widen(const uint32_t* words, float* to) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      to[2 * i] = Type::low(words[i]);
-      to[2 * i + 1] = Type::high(words[i]);
-    }
-  }
-  __device__ static void narrow(const float* from, uint32_t* words) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      words[i] = Type::pair(from[2 * i], from[2 * i + 1]);
-    }
-  }
-  // Of the low and of the high halves.
-  __device__ static uint32_t magnitude(const uint32_t* words) {
-    constexpr uint32_t kBoth = 0x7fff7fffu;
-    const uint32_t a = greater(words[0] & kBoth, words[1] & kBoth);
-    return greater(a, greater(words[2] & kBoth, words[3] & kBoth));
-  }
-  __device__ static uint32_t greater(uint32_t a, uint32_t b) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    uint32_t out;
-    asm("max.u16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-    return out;
-#else
-    const uint32_t low = (a & 0xffffu) > (b & 0xffffu) ? a : b;
-    const uint32_t high = a > b ? a : b;  // the low halves decide nothing that matters
-    return (low & 0xffffu) | (high & 0xffff0000u);
-#endif
-  }
-  __device__ static float widen_magnitude(uint32_t bits) {
-    const uint32_t low = bits & 0xffffu, high = bits >> 16;
-    return Type::low(low > high ? low : high);
-  }
-};
-
-struct Half : Sixteenths<Half> {
-  __device__ static float low(uint32_t word) {
-    return __half2float(__ushort_as_half(static_cast<uint16_t>(word)));
-  }
-  __device__ static float high(uint32_t word) {
-    return __half2float(__ushort_as_half(static_cast<uint16_t>(word >> 16)));
-  }
-  __device__ static uint32_t pair(float low, float high) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    uint32_t word;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-    return word;
-#else
-    return static_cast<uint32_t>(__half_as_ushort(__float2half_rn(low))) |
-        static_cast<uint32_t>(__half_as_ushort(__float2half_rn(high))) << 16;
-#endif
-  }
-};
-
-struct BFloat : Sixteenths<BFloat> {
-  __device__ static float low(uint32_t word) {
-    return __uint_as_float(word << 16);
-  }
-  __device__ static float high(uint32_t word) {
-    return __uint_as_float(word & 0xffff0000u);
-  }
-  __device__ static uint32_t pair(float low, float high) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    uint32_t word;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-    return word;
-#else
-    return one(low) | one(high) << 16;
-#endif
-  }
-
- private:
-  __device__ static uint32_t one(float value) {  // rounds to nearest, ties to even; NaN stays NaN
-    const uint32_t bits = __float_as_uint(value);
-    const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    return nan ? 0x7fc0u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   }
 };
 
@@ -182,13 +59,17 @@ __device__ void load_unit(const void* from, Place at, int count, uint32_t* words
   }
 }
 
-template <class Type, bool kWhole>
-__device__ void store_unit(const float* values, void* to, Place at, int count) {
-  uint32_t words[4];
-  Type::narrow(values, words);
+// With kOnce as device::store_once.
+template <class Type, bool kWhole, bool kOnce = false>
+__device__ void store_unit(const uint32_t (&words)[4], void* to, Place at, int count) {
   char* const start = at.in<Type::kBytes>(static_cast<char*>(to));
   if (kWhole) {
-    *reinterpret_cast<Sixteen*>(start) = {words[0], words[1], words[2], words[3]};
+    const Sixteen all{words[0], words[1], words[2], words[3]};
+    if (kOnce) {
+      device::store_once(all, start);
+    } else {
+      *reinterpret_cast<Sixteen*>(start) = all;
+    }
     return;
   }
 #pragma unroll
@@ -259,13 +140,17 @@ __device__ inline uint32_t four_bytes(uint32_t a, uint32_t b, uint32_t c, uint32
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
-// Four levels of four bits, as the low bits of a word, from floats that are kRounder more: units have
-// fewer instructions for bits than for floats, so they are put together as a float. `base` is
-// kRounder, and for levels from -8 less 8, whose sign is put right at the end.
-__device__ inline uint32_t four_halves(const float* rounded, float base) {
-  const float low = fmaf(rounded[1] - base, 16.0f, rounded[0] - base);
-  const float high = fmaf(rounded[3] - base, 16.0f, rounded[2] - base);
-  return __float_as_uint(fmaf(high, 256.0f, low) + 0x1p23f);
+// Levels of four bits, the first in the lowest, from floats whose low bits they are. Those from -8 are
+// eight more until the end, so that none takes from the next one's bits.
+template <int kUnit, bool kSymmetric>
+__device__ uint32_t pack_halves(const float* rounded) {
+  uint32_t all = 0, others = 0;  // what is not of levels
+#pragma unroll
+  for (int k = kUnit - 1; k >= 0; --k) {
+    all = all * 16 + __float_as_uint(rounded[k]);
+    others = others * 16 + (0x4b400000u - (kSymmetric ? 8 : 0));  // kRounder
+  }
+  return (all - others) ^ (kSymmetric ? 0x88888888u >> (32 - 4 * kUnit) : 0u);
 }
 
 // From floats whose low bits they are (see kRounder).
@@ -283,10 +168,7 @@ __device__ Levels pack(const float* rounded, int bits, int count, uint32_t keep)
       out.high = four_bytes(q[kUnit - 4], q[kUnit - 3], q[kUnit - 2], q[kUnit - 1]);
     }
   } else {
-    constexpr float base = kSymmetric ? kRounder - 8.0f : kRounder;
-    out.low = four_halves(rounded, base);
-    const uint32_t next = kUnit == 8 ? four_halves(rounded + kUnit - 4, base) : 0u;
-    out.low = __byte_perm(out.low, next, 0x5410) ^ (kSymmetric ? 0x88888888u : 0u);
+    out.low = pack_halves<kUnit, kSymmetric>(rounded);
     if (count < kUnit) {  // the half of a byte that no element has
       out.low &= (1u << (4 * count)) - 1;
     }
