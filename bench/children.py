@@ -129,10 +129,10 @@ def ask(script: list[str], caches: Caches, *, prefix: tuple[str, ...] = ()) -> d
     raise Failure(f"no answer from {' '.join(script)}: {reason(done)}")
 
 
-def timed(command: list[str], caches: Caches) -> float:
+def timed(command: list[str], caches: Caches, *, cwd: Path | None = None) -> float:
     """Wall seconds of a command that has to succeed."""
     begin = time.perf_counter()
-    finish(command, caches)
+    finish(command, caches, cwd=cwd)
     return time.perf_counter() - begin
 
 

@@ -20,7 +20,10 @@ from measure import (
     Options,
     adam_step,
     aot,
+    catalogue,
     cold_build,
+    deepspeed_on_opkiln,
+    drop_in,
     importing,
     prebuilt_load,
     reporting,
@@ -37,11 +40,13 @@ PICTURE = REPOSITORY / "docs" / "pictures" / "bench.svg"
 MEASURES: dict[str, ModuleType] = {
     module.NAME: module
     for module in (
-        cold_build, importing, warm_load, prebuilt_load, syscalls, aot, reporting, adam_step,
+        cold_build, importing, warm_load, prebuilt_load, syscalls, drop_in, aot, catalogue,
+        reporting, adam_step, deepspeed_on_opkiln,
     )
 }  # fmt: skip
 SHOWN = (
-    "import", "warm-load", "prebuilt-load", "syscalls", "cold-build", "aot", "report", "adam-step",
+    "import", "warm-load", "prebuilt-load", "syscalls", "cold-build", "drop-in", "aot",
+    "catalogue", "report", "adam-step", "deepspeed-on-opkiln",
 )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def stepping(
     library: Path, function: str, lists: Sequence[list[Tensor]], numbers: Sequence[float],
     *, counted: bool = False,
 ) -> Callable[[], None]:  # fmt: skip
-    """A step over fp32 tensors, every pointer gathered beforehand.
+    """A step over tensors of the types that the function takes, every pointer gathered beforehand.
 
     ``lists`` are parameters, gradients, states; with ``counted`` the function wants to know which
     step it makes.

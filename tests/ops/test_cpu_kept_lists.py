@@ -221,6 +221,17 @@ def test_what_changes_between_steps_is_seen(change: Callable[[Pair], None], pair
     assert (pair.ops.calls[-1] == "_kept_") is (change not in apart)
 
 
+def test_lists_that_an_op_has_lost_are_handed_over_and_kept_again(pair: Pair) -> None:
+    (kept,) = pair.ours._plans.of_group.values()
+    getattr(pair.ops._ops, f"{pair.ops._op}_forget")(kept.ticket)
+    del kept
+    for seed in range(3, 8):
+        pair.step(seed)
+    pair.assert_same()
+    again = ["_kept_", "_", "_forget", "_", "_keep", "_kept_", "_kept_", "_kept_"]
+    assert pair.ops.calls[4:] == again
+
+
 def test_gradients_that_come_and_go_are_seen(name: str, native_optimizer: None) -> None:
     pair = Pair(name)
     for seed in range(12):
@@ -327,6 +338,17 @@ def test_states_and_parameters_are_gone_with_the_optimizer(name: str, pair: Pair
     try:
         del ours, pair.ours, pair.mine
         assert [tensor() for tensor in watched] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_states_that_were_replaced_by_a_state_dict_are_gone(pair: Pair) -> None:
+    state = weakref.ref(pair.ours.state[pair.mine[0]][pair.ours.STATES[0]])
+    saved = copy.deepcopy(pair.ours.state_dict())
+    gc.disable()
+    try:
+        pair.ours.load_state_dict(saved)
+        assert state() is None
     finally:
         gc.enable()
 

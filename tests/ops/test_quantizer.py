@@ -305,6 +305,14 @@ def test_a_round_trip_is_off_by_half_a_step_at_most_and_by_one_where_it_is_stoch
         assert ((back - x.float()).abs() <= part * steps + slack).all()
 
 
+def test_every_element_has_random_bits_whose_upper_half_is_its_own() -> None:
+    bits = reference.random_bits(4096, 5, 9).view(-1, 4)
+    words = torch.stack(reference.philox(torch.arange(256), 9, 5), -1).view(-1)
+    for i in range(4):
+        assert torch.equal(bits[:, i] >> 8, words >> 8 * ((i + 1) % 4) & 0xFF)
+        assert torch.equal(bits[:, i] & 0xFF, words >> 8 * i & 0xFF)
+
+
 @pytest.mark.parametrize(("bits", "symmetric"), FORMATS)
 @pytest.mark.parametrize("part", [0.03, 0.25, 0.5, 0.77])
 def test_stochastic_rounding_is_unbiased_within_4_sigma(

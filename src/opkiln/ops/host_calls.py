@@ -79,13 +79,18 @@ class Call(NamedTuple):
         """The states of these names, as the op takes them."""
         return [list(map(itemgetter(name), self.states)) for name in names]
 
-    def run(self, ops: Any, names: Sequence[str], step_after: int) -> None:
-        """Call the op with the states of these names. Raises RuntimeError before it writes."""
-        if self.kept is None or not self._run_kept(ops, self.kept):
+    def run(self, ops: Any, names: Sequence[str], step_after: int) -> bool:
+        """Call the op with the states of these names. Raises RuntimeError before it writes.
+
+        False where there are lists that were kept, and they did not serve.
+        """
+        served = self.kept is not None and self._run_kept(ops, self.kept)
+        if not served:
             self._run_lists(ops, names)
         # Past what watches the states: all of what was kept for them is at the same step again.
         counted = map(dict.__setitem__, self.states, repeat("step"), repeat(step_after))
         deque(counted, maxlen=0)
+        return served or self.kept is None
 
     def _run_kept(self, ops: Any, kept: Kept) -> bool:
         """Whether the op took it. A gradient may not go with what was kept."""

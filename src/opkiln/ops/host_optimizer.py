@@ -243,7 +243,7 @@ class HostOptimizer(torch.optim.Optimizer):
             pending.raise_untold()
 
     def _take_over(self, loaded: dict[str, Any]) -> None:
-        self._last = None
+        self._last = self._plans = None  # they hold the states that were
         for group, saved_group in zip(self.param_groups, loaded["param_groups"], strict=True):
             for key, value in self.defaults.items():
                 if key != FP32_STATES:
@@ -392,5 +392,6 @@ class HostOptimizer(torch.optim.Optimizer):
     def _make(self, calls: list[Call]) -> None:
         self._last = []
         for call in calls:
-            call.run(self._load(), self.STATES, step_after=call.step)
+            if not call.run(self._load(), self.STATES, step_after=call.step):
+                self._plans = None
             self._last.append(call._replace(gradients=[], kept=None))

@@ -370,6 +370,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
 
     def _take_over(self, loaded: dict[str, Any]) -> None:
+        self._plans = None  # they hold the states that were
         for group, saved_group in zip(self.param_groups, loaded["param_groups"], strict=True):
             for key, value in self.defaults.items():
                 if key not in _OWN:
