@@ -173,7 +173,7 @@ def _keys(text: str) -> tuple[str, ...]:
     return words
 
 
-def _deepspeed(text: str) -> dict[str, tuple[str, ...]]:
+def _deepspeed(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Which resorts serve each of DeepSpeed's ops; those that are not named, under ""."""
     general: list[str] = []
     named: dict[str, tuple[str, ...]] = {}
@@ -188,7 +188,7 @@ def _deepspeed(text: str) -> dict[str, tuple[str, ...]]:
     if "off" in general and len(general) > 1:
         raise ValueError("off goes with no other")
     chosen = tuple(each for each in ("ops", "engine") if each in general)
-    return {"": chosen if general else ("ops", "engine"), **named}
+    return (("", chosen if general else ("ops", "engine")), *named.items())
 
 
 def _gfx_version(text: str) -> tuple[int, ...]:
@@ -252,7 +252,7 @@ class Settings:
         "`opkiln run` sets it.", shown="off",
     )  # fmt: skip
     deepspeed = Setting(
-        "OPKILN_DEEPSPEED", _deepspeed, {"": ("ops", "engine")},
+        "OPKILN_DEEPSPEED", _deepspeed, (("", ("ops", "engine")),),
         "What DeepSpeed's builders load where opkiln serves them: `ops` opkiln's own ops, `engine` "
         "DeepSpeed's sources built by opkiln, both in this order; `off` what DeepSpeed builds. "
         "`OP=ops`, `OP=engine` and `OP=off` say it of one op: `cpu_adam=engine,quantizer=off`.",

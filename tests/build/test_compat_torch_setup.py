@@ -342,3 +342,47 @@ def test_the_same_architectures_are_in_both(gpu: tuple[Built, Built, Path]) -> N
                         for who in ("torch", "opkiln"))  # fmt: skip
         assert ours
         assert ours == torchs
+
+
+def test_the_example_of_the_page_gives_the_same_on_both(tmp_path: Path) -> None:
+    example = Path(__file__).resolve().parents[2] / "examples" / "drop_in" / "use.py"
+    variables = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "torchs")}
+    opkiln = [sys.executable, "-m", "opkiln", "run"]
+    for prefix, before in ((opkiln, True), (opkiln, False), ([], False)):
+        done = execute([*prefix, sys.executable, str(example)], tmp_path, **variables)
+        assert done.stdout.splitlines()[-1] == "[0.0, 2.0, 4.0]", done.stderr
+        assert ("built twice" in done.stderr) is before
+
+
+def test_an_editable_build_leaves_its_modules_beside_the_sources(tmp_path: Path) -> None:
+    files = {"setup.py": SUFFIXES, "src/first.cpp": module("first"), "include/here.h": "",
+             "src/second.cpp": '#include "here.h"\n' + module("second"),
+             "suffixes/__init__.py": ""}  # fmt: skip
+    found = []
+    for who in ("torch", "opkiln"):
+        write(tmp_path / who, files)
+        done = execute([*commands(who), "editable_wheel", "--dist-dir", "wheels"], tmp_path / who)
+        assert done.returncode == 0, done.stderr
+        wheels = sorted(path.name for path in (tmp_path / who / "wheels").iterdir())
+        found.append((wheels, sorted(p.name for p in (tmp_path / who / "suffixes").iterdir())))
+    assert found[0] == found[1]
+    assert "first.so" in found[1][1]
+
+
+OPTIONAL = """
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+setup(name="optional", version="1",
+      ext_modules=[CppExtension("broken", ["broken.cpp"], optional=True),
+                   CppExtension("whole", ["whole.cpp"])],
+      cmdclass={"build_ext": BuildExtension})
+"""
+
+
+def test_an_optional_extension_that_does_not_compile_is_left_out(tmp_path: Path) -> None:
+    """By setuptools' rule, which torch's command breaks where it builds with ninja."""
+    write(tmp_path, {"setup.py": OPTIONAL, "broken.cpp": "no C++\n", "whole.cpp": module("whole")})
+    done = execute([*commands("opkiln"), "build_ext", "--inplace"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [path.name.split(".")[0] for path in tmp_path.glob("*.so")] == ["whole"]
+    assert 'building extension "broken" failed' in done.stdout + done.stderr

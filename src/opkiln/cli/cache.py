@@ -38,6 +38,18 @@ def _entries(number: int) -> str:
     return f"{number} entry" if number == 1 else f"{number} entries"
 
 
+class _Progress:
+    """Says how far a command is, now and then: a store may have a hundred thousand entries."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def __call__(self, done: str) -> None:
+        number = self._counts[done] = self._counts.get(done, 0) + 1
+        if number % 5_000 == 0:
+            output.say(f"{number} entries {done}")
+
+
 @click.group("cache")
 def command() -> None:
     """Look at the store, check it, make it smaller, and carry entries to other machines.
@@ -120,6 +132,7 @@ def verify(remove: bool, as_json: bool) -> int:
 
     store = Store()
     total, faults, removed = 0, [], []
+    progress = _Progress()
     for layer in store.location.layers:
         if layer.bundle:
             found_in, fault = _check_bundle(layer.root)
@@ -128,6 +141,7 @@ def verify(remove: bool, as_json: bool) -> int:
             continue
         for found, fault in inventory.verify(layer.root, listed=layer.listed):
             total += 1
+            progress("checked")
             if fault is None:
                 continue
             faults.append(fault)
@@ -189,7 +203,7 @@ def gc_(max_size: int | None, now: bool, as_json: bool) -> None:
     from opkiln.store import gc
 
     limit = settings.cache_max_size if max_size is None else max_size
-    done = gc.collect(writable_root(), limit, now=now)
+    done = gc.collect(writable_root(), limit, now=now, tell=_Progress())
     if as_json:
         removed = [each._asdict() for each in done.removed]
         output.data_json({"schema": 1, **done._asdict(), "removed": removed, "freed": done.freed})

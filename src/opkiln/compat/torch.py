@@ -87,8 +87,8 @@ def CppExtension(name: str, sources: list[str], *args: Any, **kwargs: Any) -> Ex
 def CUDAExtension(name: str, sources: list[str], *args: Any, **kwargs: Any) -> Extension:  # noqa: N802
     """As ``CppExtension``, with a CUDA toolkit's headers and runtime; on a ROCm torch, ROCm's.
 
-    ``dlink=True`` or ``dlink_libraries`` ask for a device link, which ``-rdc=true`` among nvcc's
-    flags gets by itself. Raises ToolkitMissing, an OSError, where there is no toolkit.
+    ``-rdc=true`` among nvcc's flags gets a device link, with ``dlink_libraries``; ``dlink`` alone
+    asks for none. Raises ToolkitMissing, an OSError, where there is no toolkit.
     """
     from opkiln.toolchain import torch_sdk
 

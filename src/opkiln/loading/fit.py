@@ -143,6 +143,13 @@ def lacking(needs: Mapping[str, Any], abi: str) -> str:
     Every soname and every symbol is asked of the dynamic linker. Where nobody has imported torch
     yet, its libraries are not opened, which would take a second: they are asked as files.
     """
+    # Opening a path would run its code, and nothing has been verified yet.
+    if paths := [soname for soname in needs["sonames"] if "/" in soname]:
+        return f"it needs {paths[0]}, which is a path, not a library's name"
+    return _lacking(needs, abi)
+
+
+def _lacking(needs: Mapping[str, Any], abi: str) -> str:
     import ctypes
     from _ctypes import dlopen, dlsym
 
@@ -154,9 +161,6 @@ def lacking(needs: Mapping[str, Any], abi: str) -> str:
     handles: dict[str, int] = {}
     files: list[str] = []  # of torch's, which nobody has imported yet
     for soname in needs["sonames"]:
-        if "/" in soname:
-            # Opening it would run its code, and nothing has been verified yet.
-            return f"it needs {soname}, which is a path, not a library's name"
         if soname.startswith("ld-"):
             # The dynamic linker is here, and its symbols are found everywhere but by its handle.
             handles[soname] = program._handle

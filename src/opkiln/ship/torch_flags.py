@@ -95,7 +95,7 @@ def shell_words(flags: Iterable[str] | None) -> list[str]:
 
 
 def _present(flags: Iterable[str]) -> list[str]:
-    """Without what is empty: `os.getenv("X", "").split(" ")` is how some are made."""
+    """Without what is empty: some are made by splitting a variable that is not set."""
     return [word for flag in flags if (word := os.fspath(flag).strip())]
 
 

@@ -37,7 +37,7 @@ _LARGEST_READ = 64 << 20  # of what is read whole: RECORD, manifests
 # All that reading a damaged archive has been seen to raise, or may.
 _UNREADABLE = (
     zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError,
-    struct.error, OverflowError, MemoryError, csv.Error,
+    struct.error, OverflowError, MemoryError, IndexError, csv.Error,
 )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def verify_wheel(path: str) -> None:
 
 def _verify(file: BinaryIO, base: str) -> None:
     with zipfile.ZipFile(file) as archive:
-        members = [each for each in archive.infolist() if not each.is_dir()]
+        members = [each for each in archive.infolist() if not each.filename.endswith("/")]
         for each in members:
             # The others are as good, but no tool writes wheels with them, and each has a reader
             # with errors of its own.

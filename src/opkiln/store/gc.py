@@ -7,12 +7,14 @@ be in use after all is renamed back.
 
 from __future__ import annotations
 
+import heapq
 import json
+import math
 import os
 import re
 import stat
 import time
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from opkiln.settings import settings
 from opkiln.store import publish
@@ -28,9 +30,14 @@ from opkiln.store.inventory import (
     names_in,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
 GRACE = 24 * 3600.0  # seconds that an entry is left alone for another host that may have mapped it
 _LEFTOVER = 3600.0  # seconds after which a staging directory has no owner any more
 _RECORDS = 30 * 24 * 3600.0  # seconds that the logs of failed builds are kept
+
+_AT_ONCE = 20_000  # entries that are chosen for removal before the store is looked at again
 
 _SCRATCH = re.compile(r"opkiln-.+-[a-z0-9_]{8}\Z")  # as publish.make_scratch names them
 
@@ -59,41 +66,91 @@ def discard(root: str, found: Entry) -> None:
         raise cannot("removed", found.directory, error) from error
 
 
-def collect(root: str, limit: int, *, now: bool = False) -> Collected:
+def collect(
+    root: str, limit: int, *, now: bool = False, tell: Callable[[str], None] | None = None
+) -> Collected:
     """Shrink a store to ``limit`` bytes of entries, the longest unused first.
 
     Never removes an entry that a process on this host has mapped, nor, unless ``now``, one that was
     published or read within the grace period: another host may have it mapped. Leftovers of dead
-    processes are swept. Raises StoreError where something cannot be removed.
+    processes are swept. ``tell`` is called for each entry, with what was done: "looked at" or
+    "removed". Raises StoreError where something cannot be removed.
     """
     clock = time.time()
     swept = [*_sweep_store(root, clock), *_sweep_scratch(clock)]
-    found = sorted(entries(root), key=lambda each: each.used)
-    before = left = sum(each.size for each in found)
+    since = math.inf if now else clock - GRACE
     removed: list[Entry] = []
-    recent = in_use = 0
-    candidates = iter(found)
-    while left > limit:
-        running, aside = processes(), []
-        for each in candidates:
-            if not now and each.used > clock - GRACE:
-                recent += 1
-            elif running.uses(each):
-                in_use += 1
-            elif (trash := _set_aside(root, each)) is not None:
-                aside.append((each, trash))
-                left -= each.size
-                if left <= limit:
-                    break
-        kept = _remove_unused(aside)
-        removed += [each for each, _ in aside if each not in kept]
-        in_use += len(kept)
-        left += sum(each.size for each in kept)
-        if not kept:
+    spared: set[str] = set()
+    before = left = 0
+    while True:
+        total, recent, oldest = _survey(root, since, spared, tell)
+        if not removed and not spared:
+            before = left = total
+        if left <= limit or not oldest:
+            break
+        for each in _take(root, oldest, left - limit, spared):
+            removed.append(each)
+            left -= each.size
+            if tell is not None:
+                tell("removed")
+        if left <= limit:
             break
     _sweep_receipts(root)
     _prune(root)
-    return Collected(tuple(removed), tuple(swept), before, left, limit, in_use, recent)
+    kept = (len(spared), recent if left > limit else 0)
+    return Collected(tuple(removed), tuple(swept), before, left, limit, *kept)
+
+
+def _survey(
+    root: str, since: float, spared: set[str], tell: Callable[[str], None] | None
+) -> tuple[int, int, list[Entry]]:
+    """(bytes of all entries, how many were used after ``since``, the longest unused of the others).
+
+    Only so many of these: a store may have more entries than there is memory for.
+    """
+    total = recent = 0
+
+    def eligible() -> Iterator[Entry]:
+        nonlocal total, recent
+        for each in entries(root):
+            total += each.size
+            if tell is not None:
+                tell("looked at")
+            if each.used > since:
+                recent += 1
+            elif each.directory not in spared:
+                yield each
+
+    oldest = heapq.nsmallest(_AT_ONCE, eligible(), key=lambda each: each.used)
+    return total, recent, oldest
+
+
+def _take(root: str, oldest: list[Entry], excess: int, spared: set[str]) -> Iterator[Entry]:
+    """Remove entries until so many bytes are gone; each that was removed. Those that are in use
+    are added to ``spared``.
+
+    Somebody may open an entry after the look at who uses what, and before it is set aside. Then
+    nobody can open it any more, so a second look is the last word; what is in use is put back.
+    """
+    running = processes()
+    aside: list[tuple[Entry, str]] = []
+    for each in oldest:
+        if running.uses(each):
+            spared.add(each.directory)
+        elif (trash := _set_aside(root, each)) is not None:
+            aside.append((each, trash))
+            excess -= each.size
+            if excess <= 0:
+                break
+    running = processes()
+    for each, trash in aside:
+        moved = os.path.join(trash, os.path.basename(each.payload)) if each.payload else ""
+        if running.uses(each._replace(payload=moved)):
+            _put_back(trash, each)
+            spared.add(each.directory)
+        else:
+            publish.remove(trash)
+            yield each
 
 
 def _set_aside(root: str, found: Entry) -> str | None:
@@ -103,25 +160,11 @@ def _set_aside(root: str, found: Entry) -> str | None:
         raise cannot("removed", found.directory, error) from error
 
 
-def _remove_unused(aside: list[tuple[Entry, str]]) -> set[Entry]:
-    """Remove what was set aside, but for what is in use; that is put back, and returned.
-
-    Somebody may have opened an entry after the look at who uses what, and before it was set aside.
-    Nobody can open it any more, so this second look is the last word.
-    """
-    running = processes() if aside else None
-    kept = set()
-    for each, trash in aside:
-        moved = os.path.join(trash, os.path.basename(each.payload)) if each.payload else ""
-        if running is not None and running.uses(each._replace(payload=moved)):
-            try:
-                publish.put_back(trash, each.directory)
-            except OSError as error:
-                raise cannot("put back", each.directory, error) from error
-            kept.add(each)
-        else:
-            publish.remove(trash)
-    return kept
+def _put_back(trash: str, found: Entry) -> None:
+    try:
+        publish.put_back(trash, found.directory)
+    except OSError as error:
+        raise cannot("put back", found.directory, error) from error
 
 
 def clear(root: str, op: str | None = None) -> list[Entry]:
@@ -147,11 +190,11 @@ def clear(root: str, op: str | None = None) -> list[Entry]:
 class Processes(NamedTuple):
     """What the readable processes of this host hold."""
 
-    paths: frozenset[str]  # mapped files, working directories
-    files: frozenset[tuple[int, str]]  # (inode, name) of mapped files
+    paths: frozenset[str]  # mapped and open files, working directories
+    files: frozenset[tuple[int, str]]  # (inode, name) of mapped and open files
 
     def uses(self, found: Entry) -> bool:
-        """Whether one of them has the entry's payload mapped.
+        """Whether one of them has the entry's payload mapped, or is about to.
 
         By path, and by inode and name: another mount of the same directory (a container's) has
         other paths, an overlay file system has other inodes.
@@ -182,6 +225,10 @@ def processes() -> Processes:
             continue
         try:
             paths.add(os.readlink(f"/proc/{name}/cwd"))
+            # Open files before mapped ones: the dynamic linker opens, then maps, then closes.
+            for path, inode in _open_files(name):
+                paths.add(path)
+                files.add((inode, os.path.basename(path)))
             with open(f"/proc/{name}/maps", encoding="utf-8", errors="surrogateescape") as maps:
                 for line in maps:
                     # address, permissions, offset, device, inode, path (which may hold blanks)
@@ -192,6 +239,17 @@ def processes() -> Processes:
         except OSError:
             continue  # it ended, or it is somebody else's
     return Processes(frozenset(paths), frozenset(files))
+
+
+def _open_files(pid: str) -> Iterator[tuple[str, int]]:
+    """(path, inode) of what a process has open. Raises OSError."""
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            path = os.readlink(f"/proc/{pid}/fd/{name}")
+            if path.startswith("/") and not path.startswith(("/dev/", "/proc/")):
+                yield path, os.stat(f"/proc/{pid}/fd/{name}").st_ino
+        except FileNotFoundError:
+            continue  # closed meanwhile
 
 
 def _sweep_store(root: str, clock: float) -> list[str]:

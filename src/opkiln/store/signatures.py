@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+import shlex
 
 from opkiln import trust
 from opkiln.errors import SettingError, StoreError
@@ -142,7 +143,7 @@ def _no_keys(path: str, reason: str) -> Untrusted:
     return Untrusted(
         f"the keys in {path}, which {VARIABLE} names, cannot be used: {reason}",
         why="so no bundle is taken",
-        hint=f"ls -l {path}",
+        hint=f"ls -l {shlex.quote(path)}",
     )
 
 
@@ -159,7 +160,8 @@ def require(path: str, index_sha256: str, data: bytes) -> str:
     if keys is None:
         return ""
     if not data:
-        raise _untrusted(path, "it is not signed", keys, f"opkiln cache sign {path} --key FILE")
+        hint = f"opkiln cache sign {shlex.quote(path)} --key FILE"
+        raise _untrusted(path, "it is not signed", keys, hint)
     signatures = read(data)
     ours = [key for key in keys if key in signatures]
     if not ours:

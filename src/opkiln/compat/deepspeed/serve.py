@@ -67,7 +67,7 @@ def load(builder: Any, original: Callable[[], Any]) -> Any:
 
 def resorts_of(op: str) -> tuple[str, ...]:
     """Which resorts may serve an op, in their order; none where it is DeepSpeed's own business."""
-    chosen: dict[str, tuple[str, ...]] = settings.deepspeed
+    chosen: dict[str, tuple[str, ...]] = dict(settings.deepspeed)
     return chosen.get(op, chosen[""])
 
 
