@@ -18,12 +18,14 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 SEEN = 66  # the exit code of a run that a tool has something to say of
 SECONDS = 150
+AT_ONCE = 4  # they wait for the host most of the time
 
 PLANTED = """
 import ctypes, opkiln, pathlib, sys, tempfile
@@ -31,9 +33,9 @@ source = pathlib.Path(tempfile.mkdtemp()) / "planted.cu"
 source.write_text('''
 __global__ void outside(float* x) { x[threadIdx.x] = 1; }
 __global__ void racing(float* x) {
-  __shared__ float place;
-  if (threadIdx.x == 0) place = 1;
-  x[0] = place + threadIdx.x;
+  __shared__ float places[64];
+  places[threadIdx.x] = x[threadIdx.x % 32];
+  x[threadIdx.x % 32] = places[63 - threadIdx.x];
 }
 extern "C" int go(int which) {
   float* x = nullptr;
@@ -57,18 +59,15 @@ class Case(NamedTuple):
 
 CASES = (
     Case("memcheck", "fused_adam", "odd addresses"),
-    Case("memcheck", "fused_adam", "more tensors than one launch"),
     Case("memcheck", "fused_lion", "odd addresses"),
     Case("memcheck", "fused_lamb", "odd addresses"),
     Case("memcheck", "quantizer", "odd addresses"),
-    Case("memcheck", "quantizer", "references"),
+    Case("memcheck", "quantizer", "swizzled"),
     Case("memcheck", "fp_quantizer", "odd addresses"),
     Case("memcheck", "fp_quantizer", "rows are"),
     Case("memcheck", "packbits", "every size"),
-    Case("memcheck", "pin_memory", "few launches"),
     Case("racecheck", "fused_lamb", "odd addresses"),
-    Case("racecheck", "quantizer", "odd addresses"),
-    Case("racecheck", "quantizer", "feedback"),
+    Case("racecheck", "quantizer", "swizzled"),
     Case("racecheck", "fp_quantizer", "odd addresses"),
 )
 
@@ -77,12 +76,14 @@ def main() -> int:
     """0 when the planted faults are seen, and nothing else is."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", metavar="FILE", help="write the result as JSON")
+    parser.add_argument("--only", metavar="SCRIPT", default="", help="checks of this script")
     options = parser.parse_args()
     if shutil.which("compute-sanitizer") is None:
         print("FAIL there is no compute-sanitizer here")
         return 1
     results = [_planted(tool) for tool in ("memcheck", "racecheck")]
-    results += [_clean(case) for case in CASES]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        results += pool.map(_clean, [case for case in CASES if options.only in case.script])
     if options.out:
         Path(options.out).write_text(json.dumps(results, indent=1) + "\n")
     failed = sum(not result["passed"] for result in results)

@@ -20,7 +20,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -39,7 +38,7 @@ class Outcome(NamedTuple):
 
     parser: str
     executions: int
-    seconds: float
+    cpu_seconds: float
     findings: tuple[str, ...]
     log: str
 
@@ -54,31 +53,33 @@ def target(parser: str) -> object:
 
 def fuzz(parser: str, seconds: float, keep: Path) -> Outcome:
     """Fuzz one parser in a process of its own."""
-    began = time.monotonic()
     with tempfile.TemporaryDirectory() as found:
         artifacts = Path(found, "artifacts")
         artifacts.mkdir()
         corpus = shutil.copytree(CORPUS / parser, Path(found, "corpus"))
-        done = subprocess.run(
-            [
-                sys.executable, str(HERE / "run.py"), "--inside", parser, str(corpus),
-                f"-max_total_time={max(1, round(seconds))}", f"-timeout={_LONGEST}",
-                f"-rss_limit_mb={_LARGEST}", f"-artifact_prefix={artifacts}/", "-max_len=16384",
-                "-print_final_stats=1", "-verbosity=0",
-            ],
-            capture_output=True, text=True, errors="replace", check=False,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        )  # fmt: skip
+        said = Path(found, "log")
+        with said.open("wb") as out:
+            child = subprocess.Popen(
+                [
+                    sys.executable, str(HERE / "run.py"), "--inside", parser, str(corpus),
+                    f"-max_total_time={max(1, round(seconds))}", f"-timeout={_LONGEST}",
+                    f"-rss_limit_mb={_LARGEST}", f"-artifact_prefix={artifacts}/",
+                    "-max_len=16384", "-print_final_stats=1", "-verbosity=0",
+                ],
+                stdout=out, stderr=out, env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+            )  # fmt: skip
+            _, status, usage = os.wait4(child.pid, 0)  # which says what it took, of it alone
+        child.returncode = os.waitstatus_to_exitcode(status)
+        log = said.read_text(errors="replace")
         findings = []
         for artifact in sorted(artifacts.iterdir()):
             (keep / parser).mkdir(parents=True, exist_ok=True)
             findings.append(str(shutil.copy(artifact, keep / parser)))
-    counted = _EXECUTED.search(done.stderr)
-    log = done.stdout + done.stderr
-    if done.returncode != 0 and not findings:
-        findings.append(f"the fuzzer ended with {done.returncode}")
+    if child.returncode != 0 and not findings:
+        findings.append(f"the fuzzer ended with {child.returncode}")
+    counted = _EXECUTED.search(log)
     executions = int(counted[1]) if counted else 0
-    return Outcome(parser, executions, time.monotonic() - began, tuple(findings), log)
+    return Outcome(parser, executions, usage.ru_utime + usage.ru_stime, tuple(findings), log)
 
 
 def inside(parser: str, arguments: list[str]) -> None:
@@ -111,13 +112,13 @@ def main() -> int:
         print(f"{error}; hint: {sys.executable} -m pip install --group fuzz", file=sys.stderr)
         return 2
     chosen = asked.parsers or PARSERS
-    print(f"{'parser':16}  {'executions':>10}  {'findings':>8}  {'seconds':>7}")
+    print(f"{'parser':16}  {'executions':>10}  {'findings':>8}  {'CPU s':>7}")
     outcomes = []
     with ThreadPoolExecutor(asked.jobs) as pool:
         for done in pool.map(lambda each: fuzz(each, asked.seconds, asked.keep), chosen):
             print(
                 f"{done.parser:16}  {done.executions:>10}  {len(done.findings):>8}  "
-                f"{done.seconds:>7.1f}",
+                f"{done.cpu_seconds:>7.1f}",
                 flush=True,
             )
             for finding in done.findings:
@@ -127,8 +128,8 @@ def main() -> int:
                 print(done.log[-3000:], file=sys.stderr)
     if asked.record:
         rows = [
-            {"parser": each.parser, "executions": each.executions, "seconds": round(each.seconds),
-             "findings": len(each.findings)}
+            {"parser": each.parser, "executions": each.executions,
+             "cpu_seconds": round(each.cpu_seconds), "findings": len(each.findings)}
             for each in outcomes
         ]  # fmt: skip
         asked.record.write_text(json.dumps(rows, indent=1) + "\n")
