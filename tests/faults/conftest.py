@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "faults.json"
 _TABLE = pytest.StashKey[Table]()
 _CASES = pytest.StashKey[Cases]()
+_NOTES = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "row(number): which row of the faults a test is part of")
     config.stash[_TABLE] = Table()
+    config.stash[_NOTES] = []
 
 
 def _whole(config: pytest.Config) -> bool:
@@ -48,6 +50,12 @@ def cases(request: pytest.FixtureRequest) -> Cases:
     """How many cases to try: a tenth of the counts, or all of them with ``--full-counts``."""
     made = request.node.stash[_CASES] = Cases(whole=_whole(request.config))
     return made
+
+
+@pytest.fixture
+def note(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Keeps a line of figures for the end of the run."""
+    return request.config.stash[_NOTES].append
 
 
 @pytest.hookimpl(wrapper=True)
@@ -71,10 +79,14 @@ def pytest_runtest_makereport(
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    table = config.stash[_TABLE]
+    table, notes = config.stash[_TABLE], config.stash[_NOTES]
+    counts = "whole counts" if _whole(config) else "a tenth of the counts"
+    if notes:
+        terminalreporter.section(f"load, {counts}")
+        for line in notes:
+            terminalreporter.line(line)
     if not table.rows:
         return
-    counts = "whole counts" if _whole(config) else "a tenth of the counts"
     terminalreporter.section(f"faults, {counts}")
     for line in table.lines():
         terminalreporter.line(line)

@@ -72,6 +72,13 @@ def write(layer_dir: str, file: str) -> dict[str, Any]:
     return {"sha256": bundle.write_bundle(layer_dir, file).sha256}
 
 
+def sign(site: str, file: str, key: str) -> dict[str, Any]:
+    sys.path.append(site)  # where the library for it is, and much else
+    from opkiln.ship import signing
+
+    return {"sha256": signing.sign(file, key).sha256}
+
+
 def export(out: str) -> dict[str, Any]:
     found = [each.payload for each in inventory.entries(root()) if each.kind == inventory.OP]
     return {"exported": layer.export(found, out)}
@@ -99,7 +106,7 @@ def sweep() -> dict[str, Any]:
 
 OPERATIONS = {
     each.__name__: each
-    for each in (load, collect, clear, unpack, write, export, damage, sweep)
+    for each in (load, collect, clear, unpack, write, sign, export, damage, sweep)
 }  # fmt: skip
 
 

@@ -21,12 +21,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cryptography
 import loaders
 import pytest
 from sample import layer
 from sample.child import SOURCE
 
-from opkiln.ship import bundle
+from opkiln.ship import bundle, signing
 from opkiln.store import entry
 
 if TYPE_CHECKING:
@@ -345,6 +346,30 @@ def test_writing_a_bundle_can_stop_anywhere(
         return [] if len(bundle.read_bundle(str(file))) == 3 else ["it is neither old nor new"]
 
     sweep(before, {"do": "write", "layer_dir": str(shipped), "file": str(file)}, good)
+    assert sweep.bad == []
+
+
+def test_signing_a_bundle_can_stop_anywhere(
+    sweep: Sweep, server: Server, shipped: Path, base: Path
+) -> None:
+    key = signing.generate(str(base / "key"))
+    plain, signed, file = base / "plain.bundle", base / "signed.bundle", server.out / "ops.bundle"
+    bundle.write_bundle(str(shipped), str(plain))
+    shutil.copy(plain, signed)
+    signing.sign(str(signed), key.private)
+
+    def before() -> None:
+        shutil.rmtree(server.out)
+        server.out.mkdir()
+        shutil.copy(plain, file)
+
+    def good() -> list[str]:
+        whole_ones = (plain.read_bytes(), signed.read_bytes())
+        return [] if file.read_bytes() in whole_ones else ["it is neither old nor new"]
+
+    site = str(Path(cryptography.__file__).parents[1])
+    operation = {"do": "sign", "site": site, "file": str(file), "key": key.private}
+    sweep(before, operation, good)
     assert sweep.bad == []
 
 

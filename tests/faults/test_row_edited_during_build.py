@@ -47,7 +47,11 @@ class Sources:
         text = self.texts[which].format(number)
         self.known[hashlib.sha256(text.encode()).hexdigest()] = number
         self.numbers[which] = number
-        write(self.paths[which], text)
+        if not self.paths[which].exists():
+            write(self.paths[which], text)
+        # In one go: half a text is another one, and what a compiler says of it is true of it.
+        with self.paths[which].open("r+b", buffering=0) as file:
+            file.write(text.encode())
 
     def value(self, numbers: list[int] | None = None) -> int:
         header, _, second = self.numbers if numbers is None else numbers

@@ -47,6 +47,8 @@ def test_processes_without_working_locks_load_the_right_library(
                 data = library.read_bytes()
                 library.unlink()  # others have it mapped: a new file, not a hole in theirs
                 library.write_bytes(data[: len(data) // 2])
+        if number % 3:
+            continue
         fresh = processes(3, {"LOCKS": locks}, preload=shim("lying_locks", tmp_path))
         for each in fresh:
             each.ask("op", source)

@@ -39,7 +39,7 @@ def test_loads_succeed_on_a_file_system_that_hides_and_forgets(
     if faults != "hiding":
         env["NETWORK_STALE"] = "1"
     running = processes(PROCESSES, env, preload=shim("slow_network", tmp_path))
-    rounds = 100 if faults == "both" else 50
+    rounds = 100 if faults == "both" else 20
     for number in range(cases.count(rounds)):
         cases.tried(PROCESSES)
         source = write(tmp_path / "op.cpp", returning(number))

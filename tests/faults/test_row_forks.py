@@ -1,0 +1,172 @@
+"""Row 25: imports and detection leave the device alone, so forks before and after are safe.
+
+A library stands in for the CUDA driver and notes every call; NVML's stand-in knows two GPUs. So
+this tells something on machines without a GPU, too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from loaders import returning, shim, write
+from sample import child
+from sample.nvidia import A100, H200, described, nvml, tree
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rows import Cases
+
+pytestmark = pytest.mark.row(25)
+
+IMPORT = """
+import opkiln
+for name in opkiln.__all__:
+    getattr(opkiln, name)
+"""
+DETECT = """
+from opkiln.accelerator import nvidia
+nvidia._known.clear()
+found = nvidia.devices((), sys.argv[1])
+assert found.how == "nvml" and len(found.gpus) == 2, found
+"""
+LOAD = """
+library = opkiln.load(
+    f"op{number}", [sys.argv[2]], is_python_module=False, abi="none",
+    extra_cflags=[f"-DNUMBER={number}"]
+)
+assert library.value() == number
+"""
+INITIALISE = """
+import ctypes
+driver = ctypes.CDLL("libcuda.so.1")
+assert driver.cuInit() == 0 and driver.cuCtxCreate_v2() == 0
+"""
+# ``{0}`` in a forked child, whose exit status is the parent's.
+FORKED = """
+for number in range(int(sys.argv[3])):
+    child = os.fork()
+    if child == 0:
+        try:
+{0}
+        except BaseException as error:
+            print(repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+"""
+
+
+class Machine:
+    """Two GPUs, by what NVML's stand-in says, and a driver that notes what it is asked."""
+
+    def __init__(self, base: Path) -> None:
+        self.root = tree(base / "root", H200, A100)
+        self.log = base / "cuda.log"
+        libraries = nvml(base / "lib")
+        made = shim("recording_cuda", base)
+        (libraries / "libcuda.so.1").symlink_to(made)
+        (libraries / "libcuda.so").symlink_to(made)
+        self.env: dict[str, str | None] = {
+            "LD_LIBRARY_PATH": str(libraries), "STANDIN_GPUS": described(H200, A100),
+            "CUDA_LOG": str(self.log), "PYTHONPYCACHEPREFIX": None,
+        }  # fmt: skip
+        self.source = write(base / "op.cpp", returning("NUMBER"))
+
+    def run(self, code: str, count: int = 1, *, bare: bool = True) -> str:
+        code = f"import os, sys\nnumber = 7777\n{code}\n"
+        arguments = (str(self.root), str(self.source), str(count))
+        return child.run(code, *arguments, env=self.env, bare=bare)
+
+    def calls(self) -> list[list[str]]:
+        """What the driver was asked, and by whom."""
+        text = self.log.read_text() if self.log.exists() else ""
+        return [line.split() for line in text.splitlines()]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def indented(*parts: str) -> str:
+    lines = "".join(parts).splitlines()
+    return "\n".join(f"            {line}" for line in lines)
+
+
+LOADED = """
+with open("/proc/self/maps") as maps:
+    assert "libcuda" not in maps.read()
+"""
+
+
+@pytest.mark.parametrize("what", [IMPORT, IMPORT + DETECT, IMPORT + LOAD + DETECT])
+def test_imports_detection_and_loads_do_not_even_open_the_driver(
+    what: str, machine: Machine
+) -> None:
+    machine.run(what + LOADED)
+    assert machine.calls() == []
+
+
+def test_the_stand_in_notes_who_asks(machine: Machine) -> None:
+    machine.run(INITIALISE)
+    assert [name for name, _ in machine.calls()] == ["cuInit", "cuCtxCreate_v2"]
+
+
+def test_importing_everything_with_torch_initialises_no_device(machine: Machine) -> None:
+    pytest.importorskip("torch")
+    machine.run(
+        f"{IMPORT}{DETECT}"
+        "opkiln.get_accelerator().device_count()\n"
+        "from opkiln.registry import get_builder\n"
+        "for name in opkiln.ALL_OPS:\n    get_builder(name).op()\n"
+        "import torch\n"
+        "assert not torch.cuda.is_initialized()\n",
+        bare=False,
+    )
+    assert [name for name, _ in machine.calls() if "Ctx" in name] == []
+
+
+def test_children_forked_after_the_import_detect_and_load_by_themselves(
+    machine: Machine, cases: Cases
+) -> None:
+    count = cases.count(20)
+    cases.tried(count)
+    machine.run(IMPORT + LOAD + DETECT + FORKED.format(indented(DETECT, LOAD)), count)
+    assert machine.calls() == []
+
+
+def test_children_forked_after_the_device_was_initialised_leave_it_alone(
+    machine: Machine, cases: Cases
+) -> None:
+    """A context does not survive a fork: any call of the driver in a child would be an error."""
+    count = cases.count(20)
+    cases.tried(count)
+    machine.run(IMPORT + INITIALISE + DETECT + LOAD + FORKED.format(indented(DETECT, LOAD)), count)
+    made = machine.calls()
+    assert [name for name, _ in made] == ["cuInit", "cuCtxCreate_v2"]
+    assert len({pid for _, pid in made}) == 1
+
+
+def test_a_child_forked_while_another_thread_builds_builds_too(
+    machine: Machine, cases: Cases
+) -> None:
+    code = f"""{IMPORT}
+import threading
+def build():
+    number = 1000
+    library = opkiln.load(
+        "slow", [sys.argv[2]], is_python_module=False, abi="none", extra_cflags=["-DNUMBER=1000"]
+    )
+    assert library.value() == 1000
+thread = threading.Thread(target=build)
+thread.start()
+{FORKED.format(indented(DETECT, LOAD))}
+thread.join()
+"""
+    count = cases.count(20)
+    cases.tried(count)
+    machine.run(code, count)
+    assert machine.calls() == []
