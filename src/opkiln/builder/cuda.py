@@ -56,7 +56,6 @@ class CUDAOpBuilder(OpBuilder):
         if self._asked_backend:
             return self._asked_backend
         from opkiln.accelerator import choice
-        from opkiln.loading import archs
         from opkiln.toolchain import torch_sdk
 
         sdk = torch_sdk.find()
@@ -66,7 +65,7 @@ class CUDAOpBuilder(OpBuilder):
             return asked
         torch_has = sdk is not None and (sdk.cuda is not None or hip)
         for each in usable:
-            if each == CPU or (torch_has and archs.may_use_device(each)):
+            if each == CPU or (torch_has and _has_device(each)):
                 return each
         return usable[0] if usable else self.BACKENDS[0]
 
@@ -209,3 +208,9 @@ class CUDAOpBuilder(OpBuilder):
         from opkiln.accelerator.amd import get_rocm_wavefront_size
 
         return get_rocm_wavefront_size()
+
+
+def _has_device(backend: str) -> bool:
+    from opkiln.loading import archs  # not where the CPU is all there is
+
+    return archs.may_use_device(backend)
