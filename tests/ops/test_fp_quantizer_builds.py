@@ -19,7 +19,7 @@ from opkiln.toolchain import hipcc
 
 _CHECK = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
 import fp_quantizer_oracle as oracle
 import test_fp_quantizer as checks
 
@@ -55,8 +55,9 @@ def test_it_builds_for_nvidia_gpus_with_and_without_instructions_for_fp8() -> No
 def test_a_build_for_another_level_agrees(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_unless_runnable(level)
     monkeypatch.setenv("OPKILN_CPU", level)
+    here = Path(__file__).parent
     run = subprocess.run(
-        [sys.executable, "-c", _CHECK, str(Path(__file__).parent)],
+        [sys.executable, "-c", _CHECK, str(here), str(here.parent)],
         check=False,
         capture_output=True,
         text=True,

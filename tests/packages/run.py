@@ -61,6 +61,17 @@ from torch_scatter import segment_csr
 found = segment_csr(torch.arange(6.0), torch.tensor([0, 2, 6]), reduce="max")
 assert found.tolist() == [1.0, 5.0], found
 """),
+    Package("torch-cluster", "1.6.3", "cpu", "C++, 9 extensions", """
+import importlib.util
+from pathlib import Path
+# Importing the package itself would need scipy.
+where = Path(importlib.util.find_spec("torch_cluster").submodule_search_locations[0])
+(library,) = where.glob("_fps_cpu*")
+torch.ops.load_library(library)
+x = torch.tensor([[-1.0, -1.0], [-1.0, 1.0], [1.0, -1.0], [1.0, 1.0]])
+found = torch.ops.torch_cluster.fps(x, torch.tensor([0, 4]), torch.tensor([0.5]), False)
+assert found.tolist() == [0, 3], found
+"""),
     Package("torchlpc", "0.7.2", "cpu", "C++, TORCH_LIBRARY", """
 import importlib.util, sys
 where = importlib.util.find_spec("torchlpc").submodule_search_locations[0]
