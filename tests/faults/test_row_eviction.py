@@ -38,9 +38,9 @@ def look():
     for path, _ in held:
         # Out of its place for a moment, while a collector makes sure of it, is not lost.
         deadline = time.monotonic() + 10
-        while not os.path.exists(path) and time.monotonic() < deadline:
+        while not (there := os.path.exists(path)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        if not os.path.exists(path):
+        if not there:
             lost.append(path)
 for turn in range(rounds):
     value = number * 1000 + turn % 5

@@ -15,7 +15,7 @@ from typing import Any
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -28,19 +28,21 @@ PARTS = {
 _ABSENT = object()
 _lock = Lock()
 _finder: _Finder | None = None
-# What was there before, in the order of the exchanges: (owner, name, value).
-_before: list[tuple[Any, str, Any]] = []
-_done: set[str] = set()
+_watched: set[str] = set()
+# By module, what was there before, in the order of the exchanges: (owner, name, value).
+_before: dict[str, list[tuple[Any, str, Any]]] = {}
 
 
-def install() -> None:
+def install(modules: Iterable[str] = PARTS) -> None:
     """Exchange the functions, now or when their modules are imported. Twice is once."""
     global _finder
+    modules = tuple(modules)
     with _lock:
+        _watched.update(modules)
         if _finder is None:
             _finder = _Finder()
             sys.meta_path.insert(0, _finder)
-    for name in PARTS:
+    for name in modules:
         module = sys.modules.get(name)
         # One that is being imported is seen by the finder only if that was there first. Its
         # `load` may not be defined yet; `_initializing` is how importlib says so.
@@ -48,20 +50,20 @@ def install() -> None:
             _exchange(module, name)
 
 
-def remove() -> None:
-    """Put back what was there, in every module, and watch no more."""
+def remove(modules: Iterable[str] = PARTS) -> None:
+    """Put back what was there in these modules, and watch for them no more."""
     global _finder
     with _lock:
-        if _finder is not None:
+        for module in modules:
+            _watched.discard(module)
+            for owner, name, value in reversed(_before.pop(module, [])):
+                if value is _ABSENT:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, value)
+        if _finder is not None and not _watched:
             sys.meta_path.remove(_finder)
             _finder = None
-        while _before:
-            owner, name, value = _before.pop()
-            if value is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
-        _done.clear()
 
 
 def installed() -> bool:
@@ -72,12 +74,12 @@ def installed() -> bool:
 def _exchange(module: ModuleType, name: str) -> None:
     part = import_module(PARTS[name])
     with _lock:
-        if name in _done or _finder is None:
+        if name in _before or name not in _watched:
             return
+        before = _before[name] = []
         for owner, attribute, value in part.replacements(module):
-            _before.append((owner, attribute, vars(owner).get(attribute, _ABSENT)))
+            before.append((owner, attribute, vars(owner).get(attribute, _ABSENT)))
             setattr(owner, attribute, value)
-        _done.add(name)
 
 
 class _Finder:
@@ -86,7 +88,7 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in PARTS:
+        if name not in _watched:
             return None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)

@@ -6,8 +6,10 @@ bring a ``load`` of their own (those of NPUs, say) are left as they are.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
+from opkiln.compat import patch
 from opkiln.compat.deepspeed import serve
 from opkiln.errors import CUDAMismatchException, MissingCUDAException, UsageError
 
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _MODULE = "deepspeed.ops.op_builder.builder"
-_ABSENT = object()
-_before: list[tuple[Any, str, Any]] = []
 
 
 def install() -> None:
@@ -27,31 +27,18 @@ def install() -> None:
     Builders that were imported before are redirected, too; modules that they have given out stay
     what they are. Raises UsageError where DeepSpeed is not installed.
     """
-    from importlib import import_module
-
-    from opkiln.compat import patch
-
-    if _before or patch.installed():  # which does it when DeepSpeed is imported
-        return
     try:
-        module = import_module(_MODULE)
+        import_module(_MODULE)
     except ModuleNotFoundError as error:
         raise UsageError(
             f"DeepSpeed's builders cannot be imported: {error}", hint="pip install deepspeed"
         ) from error
-    for owner, name, value in replacements(module):
-        _before.append((owner, name, vars(owner).get(name, _ABSENT)))
-        setattr(owner, name, value)
+    patch.install((_MODULE,))
 
 
 def remove() -> None:
-    """Put back what ``install`` exchanged."""
-    while _before:
-        owner, name, value = _before.pop()
-        if value is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, value)
+    """Give DeepSpeed's builders their own functions back."""
+    patch.remove((_MODULE,))
 
 
 def replacements(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
