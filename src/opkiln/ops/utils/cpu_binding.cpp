@@ -21,6 +21,9 @@ void copy_all(const std::vector<Part>& parts) {
          i < parts.size() && starts[i] < high; ++i) {
       const int64_t begin = std::max<int64_t>(low - starts[i], 0);
       const int64_t end = std::min(high - starts[i], parts[i].bytes);
+      if (begin == end) {
+        continue;  // a tensor without elements may have no address
+      }
       std::memcpy(parts[i].to + begin, parts[i].from + begin, static_cast<std::size_t>(end - begin));
     }
   });
