@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from opkiln.errors import SettingError
+from opkiln.trust import followed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -659,14 +660,14 @@ def store_candidates() -> list[tuple[str, bool]]:
     asked = settings.cache_dir
     found: list[tuple[str, bool]] = []
     if asked is not None:
-        asked = os.path.abspath(asked)
+        asked = followed(os.path.abspath(asked))
         found += [(asked, True), (os.path.join(asked, f"opkiln-{uid}"), False)]
     base = settings.xdg_cache_home or (settings.home and os.path.join(settings.home, ".cache"))
     if not base:
         expanded = os.path.expanduser("~")
         base = os.path.join(expanded, ".cache") if os.path.isabs(expanded) else None
     if base and os.path.isabs(base):
-        found.append((os.path.join(base, "opkiln"), True))
+        found.append((followed(os.path.join(base, "opkiln")), True))
     found.append((os.path.join(settings.tmpdir or "/tmp", f"opkiln-{uid}"), False))
     return found
 

@@ -23,6 +23,16 @@ def fault(path: str, found: os.stat_result, *, listed: bool = False) -> str:
     return ""
 
 
+def followed(path: str) -> str:
+    """Where a link leads that this user made, or root; every other path as it is."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return path
+    ours = stat.S_ISLNK(found.st_mode) and found.st_uid in (os.getuid(), 0)
+    return os.path.realpath(path) if ours else path
+
+
 def open_to_all(root: str, base: str) -> str:
     """Why a listed layer is not to be trusted: everybody may put entries on the way to ``base``."""
     path = os.path.dirname(root)  # what the user listed; it may well be a symbolic link

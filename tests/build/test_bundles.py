@@ -302,6 +302,9 @@ def test_verify_checks_every_byte_of_a_listed_bundle(
     file.write_bytes(data)
     harmed = CliRunner().invoke(cache_command, ["verify"], standalone_mode=False)
     assert (harmed.return_value, str(file) in harmed.stdout) == (5, True)
+    monkeypatch.delenv("OPKILN_STORE_LAYERS")
+    given = CliRunner().invoke(cache_command, ["verify", str(file)], standalone_mode=False)
+    assert (given.return_value, given.stdout) == (harmed.return_value, harmed.stdout)
 
 
 def test_what_a_listed_bundle_has_counts_as_built(

@@ -109,9 +109,15 @@ def sticky_as_tmp(scene: Scene, place: Path) -> Path:
     return scene.plant(place, 0, 0o1777, inside=OTHER)
 
 
-def a_link_to_anothers(scene: Scene, place: Path) -> Path:
-    scene.plant(place.with_name("behind"), OTHER, 0o755)
-    place.symlink_to(place.with_name("behind"))
+def own_link_to_anothers(scene: Scene, place: Path) -> Path:
+    place.symlink_to(scene.plant(place.with_name("behind"), OTHER, 0o755))
+    os.chown(place, USER, USER, follow_symlinks=False)
+    return place
+
+
+def anothers_link_to_own(scene: Scene, place: Path) -> Path:
+    place.symlink_to(scene.plant(place.with_name("behind"), USER, 0o700))
+    os.chown(place, OTHER, OTHER, follow_symlinks=False)
     return place
 
 
@@ -125,7 +131,8 @@ def roots_group_writable(scene: Scene, place: Path) -> Path:
 
 CASES = (
     of_another, of_another_and_open, own_and_writable_by_all, own_and_writable_by_a_group,
-    sticky_as_tmp, a_link_to_anothers, own_with_anothers_store_in_it, roots_group_writable,
+    sticky_as_tmp, own_link_to_anothers, anothers_link_to_own, own_with_anothers_store_in_it,
+    roots_group_writable,
 )  # fmt: skip
 
 
@@ -137,7 +144,10 @@ def test_a_planted_library_is_not_loaded_and_a_private_directory_is_used(
     answer = scene.load(directory)
     assert answer.value == GOOD, answer
     said = " ".join(answer.warnings)
-    assert f"{directory} cannot be the store" in said or f"{directory}/v1" in said
+    refused = (directory, directory.resolve())  # through a link of one's own: where it leads
+    assert any(f"{path} cannot be the store" in said for path in refused) or (
+        f"{directory}/v1" in said
+    )
     # What is used instead is named, and is for this user alone.
     store = Path(str(answer.path).split("/v1/")[0])
     assert f"the store is {store}" in said

@@ -49,8 +49,8 @@ def main() -> int:
                 return 1
             print(f"test-sanitize: {what} is seen", flush=True)
     chosen = sys.argv[1:] or ["tests/ops", "-m", "not full"]
-    # A process that a sanitizer ends says nothing more: what it has said must be on the terminal, the
-    # test's name as well as the sanitizer's report, which is written by neither Python nor pytest.
+    # A process that a sanitizer ends says nothing more. So the test's name must be on the terminal
+    # by then, and the report, which comes from neither Python nor pytest, must go there.
     environment["PYTHONUNBUFFERED"] = "1"
     command = [sys.executable, "-m", "pytest", "--sanitize", "-vv", "--capture=sys", *chosen]
     return subprocess.run(command, cwd=TESTS.parent, env=environment, check=False).returncode

@@ -128,11 +128,26 @@ def test_a_planted_private_directory_is_not_used_either(
     assert found.writable == str(tmp_path / "home" / ".cache" / "opkiln" / location.LAYOUT)
 
 
-def test_a_symbolic_link_is_not_the_store_but_a_private_directory_behind_it_may_be(
+def test_a_link_of_ones_own_leads_to_the_store(
+    choose: Callable[..., location.Location], tmp_path: Path
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir(mode=0o755)
+    (tmp_path / "link").symlink_to(scratch)
+    assert choose(tmp_path / "link") == choose(scratch)
+    (tmp_path / "home" / ".cache").mkdir(parents=True)
+    (tmp_path / "home" / ".cache" / "opkiln").symlink_to(scratch / "not made yet")
+    found = choose(None)
+    assert (found.writable, found.notes) == (str(scratch / "not made yet" / location.LAYOUT), ())
+
+
+@as_root
+def test_anothers_link_is_not_the_store_but_a_private_directory_behind_it_may_be(
     choose: Callable[..., location.Location], tmp_path: Path
 ) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
+    os.chown(tmp_path / "link", 12345, 12345, follow_symlinks=False)
     found = choose(tmp_path / "link")
     assert "symbolic link" in found.notes[0]
     assert found.writable == str(tmp_path / "link" / f"opkiln-{UID}" / location.LAYOUT)

@@ -7,11 +7,13 @@ serves. One library holds one backend.
 from __future__ import annotations
 
 import os
+import sys
 from functools import cached_property
 
 from opkiln.builder.base import OpBuilder
 from opkiln.errors import LoadError, ToolchainError
 from opkiln.model import CPU, CUDA, ROCM, OpSpec
+from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -55,15 +57,11 @@ class CUDAOpBuilder(OpBuilder):
         version. Raises AcceleratorError where the accelerator that is asked for does not exist."""
         if self._asked_backend:
             return self._asked_backend
-        from opkiln.accelerator import choice
-        from opkiln.toolchain import torch_sdk
-
-        sdk = torch_sdk.find()
-        hip = sdk is not None and sdk.hip is not None
+        cuda, hip = _torch_built_for()
         usable = tuple(each for each in self.BACKENDS if each != (CUDA if hip else ROCM))
-        if asked := choice.asked_backend(usable):
+        if asked := _asked_backend(usable):
             return asked
-        torch_has = sdk is not None and (sdk.cuda is not None or hip)
+        torch_has = cuda or hip
         for each in usable:
             if each == CPU or (torch_has and _has_device(each)):
                 return each
@@ -208,6 +206,27 @@ class CUDAOpBuilder(OpBuilder):
         from opkiln.accelerator.amd import get_rocm_wavefront_size
 
         return get_rocm_wavefront_size()
+
+
+def _torch_built_for() -> tuple[bool, bool]:
+    """Whether torch is built for CUDA, and for ROCm."""
+    version = getattr(sys.modules.get("torch"), "version", None)
+    if version is not None and "opkiln.toolchain.torch_sdk" not in sys.modules:
+        # torch itself says what its files do, and a hit does without the reader of these.
+        return version.cuda is not None, version.hip is not None
+    from opkiln.toolchain import torch_sdk
+
+    sdk = torch_sdk.find()
+    return sdk is not None and sdk.cuda is not None, sdk is not None and sdk.hip is not None
+
+
+def _asked_backend(usable: tuple[str, ...]) -> str | None:
+    # Who asks with set_accelerator has imported this; without either, a hit does without it.
+    if settings.accelerator is None and "opkiln.accelerator.choice" not in sys.modules:
+        return None
+    from opkiln.accelerator import choice
+
+    return choice.asked_backend(usable)
 
 
 def _has_device(backend: str) -> bool:

@@ -9,7 +9,7 @@ import click
 
 from opkiln.cli import bundles, output, recording
 from opkiln.cli.op_name import complete
-from opkiln.errors import StoreError
+from opkiln.errors import LoadError, StoreError
 from opkiln.report.layout import age, columns, size
 from opkiln.settings import parse_size, settings
 
@@ -119,19 +119,44 @@ def size_(as_json: bool) -> None:
 
 
 @command.command("verify", short_help="Re-hash every entry; exit with 5 if one is damaged.")
+@click.argument("files", nargs=-1, metavar="[FILE]...", type=click.Path(exists=True))
 @click.option("--remove", is_flag=True, help="Remove the damaged entries of the writable store.")
 @_JSON
-def verify(remove: bool, as_json: bool) -> int:
+def verify(files: tuple[str, ...], remove: bool, as_json: bool) -> int:
     """Re-hash every entry of every layer; exit with 5 if one is damaged.
 
     A damaged entry is never loaded, and the next build of its op replaces it. One that is refused
     (its owner or mode) is not used either, but may be good for others.
+
+    With FILEs, each a wheel or a bundle, these are checked and not the store.
     """
+    if files and remove:
+        raise click.UsageError("--remove is for the store, not for files")
+    total, faults, removed = _check_files(files) if files else _check_store(remove)
+    damaged = [fault for fault in faults if fault.damaged]
+    if as_json:
+        rows = [{**fault._asdict(), "removed": fault.directory in removed} for fault in faults]
+        output.data_json({"schema": 1, "entries": total, "faults": rows})
+    else:
+        for fault in faults:
+            word = "removed" if fault.directory in removed else "refused"
+            word = "damaged" if fault.damaged and word == "refused" else word
+            output.data(f"{word}  {fault.directory}: {fault.reason}")
+        output.data(f"{_entries(total)} checked, {len(damaged)} damaged")
+        if len(damaged) > len(removed) and not files:
+            output.say("hint: opkiln cache verify --remove")
+    return StoreError.exit_code if damaged or (files and faults) else 0
+
+
+def _check_store(remove: bool) -> tuple[int, list[Fault], list[str]]:
+    """(entries, what is wrong, what was removed)."""
     from opkiln.store import gc, inventory
     from opkiln.store.layers import Store
 
     store = Store()
-    total, faults, removed = 0, [], []
+    total = 0
+    faults: list[Fault] = []
+    removed: list[str] = []
     progress = _Progress()
     for layer in store.location.layers:
         if layer.bundle:
@@ -148,19 +173,28 @@ def verify(remove: bool, as_json: bool) -> int:
             if remove and fault.damaged and layer.root == store.root:
                 gc.discard(layer.root, found)
                 removed.append(fault.directory)
-    damaged = [fault for fault in faults if fault.damaged]
-    if as_json:
-        rows = [{**fault._asdict(), "removed": fault.directory in removed} for fault in faults]
-        output.data_json({"schema": 1, "entries": total, "faults": rows})
-    else:
-        for fault in faults:
-            word = "removed" if fault.directory in removed else "refused"
-            word = "damaged" if fault.damaged and word == "refused" else word
-            output.data(f"{word}  {fault.directory}: {fault.reason}")
-        output.data(f"{_entries(total)} checked, {len(damaged)} damaged")
-        if len(damaged) > len(removed):
-            output.say("hint: opkiln cache verify --remove")
-    return StoreError.exit_code if damaged else 0
+    return total, faults, removed
+
+
+def _check_files(files: tuple[str, ...]) -> tuple[int, list[Fault], list[str]]:
+    """(entries, what is wrong, nothing: a file is left as it is)."""
+    total, faults = 0, []
+    for path in files:
+        found_in, fault = (_check_wheel if path.endswith(".whl") else _check_bundle)(path)
+        total += found_in
+        faults += [fault] if fault else []
+    return total, faults, []
+
+
+def _check_wheel(path: str) -> tuple[int, Fault | None]:
+    """(entries in a wheel, what is wrong with it)."""
+    from opkiln.ship.wheel_check import verify_wheel
+    from opkiln.store.inventory import Fault
+
+    try:
+        return verify_wheel(path), None
+    except LoadError as error:
+        return 0, Fault(path, error.what.removeprefix(f"{path} is refused: "), True)
 
 
 def _check_bundle(path: str) -> tuple[int, Fault | None]:

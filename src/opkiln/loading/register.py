@@ -153,7 +153,7 @@ def _define(op: str, registration: Registration) -> None:
                 name, _WithBump(namespace, name), "ADInplaceOrView", with_keyset=True
             )
         elif registration.autograd is not None:
-            _differentiate(library, f"{namespace}::{name}", name, registration.autograd())
+            _differentiate(library, namespace, name, arguments, registration.autograd())
 
 
 def _register_fake(library: Any, qualified: str, fake: Callable[..., Any]) -> None:
@@ -169,13 +169,21 @@ def _register_fake(library: Any, qualified: str, fake: Callable[..., Any]) -> No
     library._registration_handles.append(holder.register(fake, f"the fake of {qualified}", library))
 
 
-def _differentiate(library: Any, qualified: str, name: str, formulas: Any) -> None:
+def _differentiate(library: Any, namespace: str, name: str, arguments: str, formulas: Any) -> None:
     import torch
 
     backward = getattr(formulas, f"{name}_backward", None)
-    if backward is not None:
-        saving = getattr(formulas, f"{name}_setup_context", None)
-        torch.library.register_autograd(qualified, backward, setup_context=saving, lib=library)
+    if backward is None:
+        return
+    saving = getattr(formulas, f"{name}_setup_context", None)
+    make = getattr(getattr(torch._library, "autograd", None), "make_autograd_impl", None)
+    if make is None or "*" in arguments:  # another torch; arguments that it may have to refuse
+        torch.library.register_autograd(
+            f"{namespace}::{name}", backward, setup_context=saving, lib=library
+        )
+    else:
+        kernel = _WithGradient(namespace, name, backward, saving)
+        library.impl(name, kernel, "Autograd", with_keyset=True)
 
 
 class _Declared:
@@ -236,3 +244,23 @@ class _WithBump:
             return self._overload.redispatch(
                 keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs
             )
+
+
+class _WithGradient:
+    """What ``torch.library.register_autograd`` registers, made when it is first called: it takes
+    longer to make than the op does to load."""
+
+    def __init__(self, namespace: str, name: str, backward: Any, saving: Any) -> None:
+        self._namespace, self._name = namespace, name
+        self._backward, self._saving = backward, saving
+        self._kernel: Callable[..., Any] | None = None
+
+    def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._kernel is None:
+            import torch
+            from torch._library import autograd
+
+            overload = getattr(getattr(torch.ops, self._namespace), self._name).default
+            info = autograd.Info(self._backward, self._saving)
+            self._kernel = autograd.make_autograd_impl(overload, info)
+        return self._kernel(keyset, *args, **kwargs)

@@ -52,8 +52,8 @@ class _Refused(Exception):
     """Why a wheel is not what was written."""
 
 
-def verify_wheel(path: str) -> None:
-    """Returns if a wheel is whole. LoadError names the file in it that is not, and the digests.
+def verify_wheel(path: str) -> int:
+    """How many entries a wheel holds, if it is whole. LoadError names what is not, and the digests.
 
     Any wheel that holds prebuilt ops can be checked. Of one that opkiln did not write itself (a
     package that carries its ops) the times and modes in the archive are not looked at.
@@ -61,7 +61,7 @@ def verify_wheel(path: str) -> None:
     try:
         with open(path, "rb") as file:
             try:
-                _verify(file, os.path.basename(path))
+                return _verify(file, os.path.basename(path))
             except _UNREADABLE as error:
                 raise _Refused(f"it is no whole zip archive: {error}") from error
     except OSError as error:
@@ -75,7 +75,7 @@ def verify_wheel(path: str) -> None:
         ) from refused
 
 
-def _verify(file: BinaryIO, base: str) -> None:
+def _verify(file: BinaryIO, base: str) -> int:
     with zipfile.ZipFile(file) as archive:
         members = [each for each in archive.infolist() if not each.filename.endswith("/")]
         for each in members:
@@ -96,9 +96,10 @@ def _verify(file: BinaryIO, base: str) -> None:
         tags, generator = _read_wheel(archive, by_name, info)
         if not any(base.endswith(f"-{tag}.whl") for tag in tags):
             raise _Refused(f"its name is not that of a wheel for {' or '.join(tags)}")
-        programs = _check_entries(archive, by_name, recorded)
+        payloads = _check_entries(archive, by_name, recorded)
         if generator.split(" ")[0] == GENERATOR:
-            _check_framing(file, members, programs)
+            _check_framing(file, members, payloads)
+        return len(payloads)
 
 
 def _info_directory(by_name: dict[str, zipfile.ZipInfo], base: str) -> str:
@@ -191,12 +192,12 @@ def _read_wheel(
 
 def _check_entries(
     archive: zipfile.ZipFile, by_name: dict[str, zipfile.ZipInfo], recorded: dict[str, _Recorded]
-) -> set[str]:
+) -> dict[str, bool]:
     """Each entry: its manifest, whether it lies where that says, its payload and its lists.
 
-    Gives the names of the payloads that are programs.
+    Gives the names of the payloads, and whether each is a program.
     """
-    programs = set()
+    payloads = {}
     for name in sorted(by_name):
         leaf, _, file = name.rpartition("/")
         if file != MANIFEST or f"/{LAYOUT}/ops/" not in f"/{leaf}/":
@@ -224,9 +225,8 @@ def _check_entries(
         if more := sorted(each for each in by_name if each.startswith(f"{leaf}/")
                           and each not in known):  # fmt: skip
             raise _Refused(f"{more[0]} (SHA-256 {recorded[more[0]].sha256}) is no part of an entry")
-        if program:
-            programs.add(payload)
-    return programs
+        payloads[payload] = program
+    return payloads
 
 
 def _parse(data: bytes) -> dict[str, Any]:
@@ -237,11 +237,13 @@ def _parse(data: bytes) -> dict[str, Any]:
     return manifest
 
 
-def _check_framing(file: BinaryIO, members: list[zipfile.ZipInfo], programs: set[str]) -> None:
+def _check_framing(
+    file: BinaryIO, members: list[zipfile.ZipInfo], payloads: dict[str, bool]
+) -> None:
     listed = [
         wheel_zip.Member(
             each.filename,
-            wheel_zip.mode(executable=each.filename in programs),
+            wheel_zip.mode(executable=payloads.get(each.filename, False)),
             each.CRC,
             each.compress_size,
             each.file_size,
