@@ -654,22 +654,21 @@ def _relative() -> bool:
     return not all(map(os.path.isabs, named))
 
 
-def store_candidates() -> list[tuple[str, bool]]:
+def store_candidates() -> Iterator[tuple[str, bool]]:
     """Directories that may hold the store, best first, and whether the user expects each."""
     uid = os.getuid()
     asked = settings.cache_dir
-    found: list[tuple[str, bool]] = []
     if asked is not None:
         asked = followed(os.path.abspath(asked))
-        found += [(asked, True), (os.path.join(asked, f"opkiln-{uid}"), False)]
+        yield asked, True
+        yield os.path.join(asked, f"opkiln-{uid}"), False
     base = settings.xdg_cache_home or (settings.home and os.path.join(settings.home, ".cache"))
     if not base:
         expanded = os.path.expanduser("~")
         base = os.path.join(expanded, ".cache") if os.path.isabs(expanded) else None
     if base and os.path.isabs(base):
-        found.append((followed(os.path.join(base, "opkiln")), True))
-    found.append((os.path.join(settings.tmpdir or "/tmp", f"opkiln-{uid}"), False))
-    return found
+        yield followed(os.path.join(base, "opkiln")), True
+    yield os.path.join(settings.tmpdir or "/tmp", f"opkiln-{uid}"), False
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def grammar(backend: str) -> Any:
 
 def memory() -> tuple[str, ...]:
     """Where the store remembers what was asked, without looking for the store."""
-    root = os.path.join(store_candidates()[0][0], LAYOUT)
+    root = os.path.join(next(store_candidates())[0], LAYOUT)
     try:
         if any(fault(each, os.lstat(each)) for each in (os.path.dirname(root), root)):
             return ()

@@ -88,7 +88,7 @@ def _place(spec: OpSpec, archs: tuple[str, ...], torch: str | None) -> tuple[str
     here = (machine.system(), machine.architecture(), machine.cpu_flags())
     ours = (SCHEMA, __version__, PLAN_VERSION)
     name = key("receipt", (ours, tuple(spec), archs, variables, here, sys.version, torch))
-    root = os.path.join(store_candidates()[0][0], LAYOUT)
+    root = os.path.join(next(store_candidates())[0], LAYOUT)
     return root, os.path.join(root, "receipts", spec.distribution, spec.name, name + ".json")
 
 

@@ -138,7 +138,7 @@ def _private(here: Here) -> str:
 
 def _asked() -> list[str]:
     """The root that the user expects, and the layout's directory in it, where they exist."""
-    return _within(store_candidates()[0][0])
+    return _within(next(store_candidates())[0])
 
 
 def _within(root: str) -> list[str]:
@@ -308,7 +308,7 @@ def _move() -> str:
     asked, origin = origin_of("cache_dir")
     if asked:
         with override(cache_dir=None):
-            usual, expected = store_candidates()[0]
+            usual, expected = next(store_candidates())
         found = room.of(usual)
         if (
             expected
