@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from sample import sanitizers
 
 import opkiln
 from opkiln.errors import ToolchainError, UsageError
@@ -19,6 +20,10 @@ from opkiln.ops.pin_memory import pool as front_end
 from opkiln.ops.pin_memory import reference
 
 PAGE = 4096
+
+really_locks = pytest.mark.skipif(
+    bool(sanitizers.flags()), reason="AddressSanitizer has mlock do nothing"
+)
 
 
 def locked_bytes() -> int:
@@ -47,6 +52,7 @@ def pages(count: int) -> torch.Tensor:
     return whole[start : start + count * PAGE]
 
 
+@really_locks
 def test_pages_are_locked_and_unlocked(op: Any) -> None:
     before, memory, device = locked_bytes(), pages(4), torch.empty(0)
     op.lock_pages_(memory, device)
@@ -56,6 +62,7 @@ def test_pages_are_locked_and_unlocked(op: Any) -> None:
     op.lock_pages_(memory[:0], device)
 
 
+@really_locks
 def test_the_op_names_what_it_refuses(op: Any) -> None:
     for message, memory in {
         "memory has dtype": torch.empty(8),
@@ -76,6 +83,7 @@ def test_the_op_names_what_it_refuses(op: Any) -> None:
         )
 
 
+@really_locks
 @pytest.mark.usefixtures("op")
 def test_a_buffer_is_aligned_locked_and_used_again() -> None:
     before = locked_bytes()
@@ -168,6 +176,7 @@ def test_what_is_not_the_pools_is_refused() -> None:
             call()
 
 
+@really_locks
 @pytest.mark.usefixtures("op")
 def test_a_pool_that_is_dropped_leaves_nothing_locked() -> None:
     before = locked_bytes()

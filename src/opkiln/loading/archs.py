@@ -16,7 +16,6 @@ from opkiln.errors import ArchError, ArchWarning, LoadError, ToolchainError
 from opkiln.model import CUDA, ONE_CALL, ROCM, DeviceCompiler, Target, Toolchain
 from opkiln.record import Record
 from opkiln.settings import LAYOUT, origin_of, settings, store_candidates
-from opkiln.toolchain.torch_sdk import release
 from opkiln.trust import fault
 
 TYPE_CHECKING = False
@@ -258,6 +257,7 @@ def for_devices(
     """What this machine's GPUs get of a CUDA toolkit that may not know them, with a note for each
     that it does not know. Raises ArchError."""
     from opkiln.accelerator import nvidia
+    from opkiln.toolchain.torch_sdk import release  # not on the way to a hit
 
     language = grammar(CUDA)
     listed = language.parse(";".join(device.archs))
