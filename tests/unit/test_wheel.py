@@ -142,6 +142,7 @@ def test_the_command_checks_wheels_and_says_what_is_wrong(layer: Path, tmp_path:
     assert last == "2 entries checked, 1 damaged"
     refused = CliRunner().invoke(cache_command, ["verify", "--remove", *files])
     assert (refused.exit_code, harmed.read_bytes() == data) == (2, True)
+    assert CliRunner().invoke(cache_command, ["verify", str(tmp_path)]).exit_code == 2
 
 
 def test_times_and_modes_in_the_archive_are_fixed(layer: Path) -> None:

@@ -119,7 +119,9 @@ def size_(as_json: bool) -> None:
 
 
 @command.command("verify", short_help="Re-hash every entry; exit with 5 if one is damaged.")
-@click.argument("files", nargs=-1, metavar="[FILE]...", type=click.Path(exists=True))
+@click.argument(
+    "files", nargs=-1, metavar="[FILE]...", type=click.Path(exists=True, dir_okay=False)
+)
 @click.option("--remove", is_flag=True, help="Remove the damaged entries of the writable store.")
 @_JSON
 def verify(files: tuple[str, ...], remove: bool, as_json: bool) -> int:

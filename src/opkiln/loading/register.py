@@ -247,8 +247,8 @@ class _WithBump:
 
 
 class _WithGradient:
-    """What ``torch.library.register_autograd`` registers, made when it is first called: it takes
-    longer to make than the op does to load."""
+    """What ``torch.library.register_autograd`` registers, made when it is first called: it has
+    a class or two made for each function, which a load need not wait for."""
 
     def __init__(self, namespace: str, name: str, backward: Any, saving: Any) -> None:
         self._namespace, self._name = namespace, name
