@@ -1,6 +1,8 @@
 # Everything from a fresh clone, with python3, make and a C++ compiler:
 #   make demo    trains a small model with a JIT-built operator, cold and then warm
-#   make test    lint, types, import contracts, all tests
+#   make test    lint, types, import contracts, all tests, on all cores (JOBS=1: one after another)
+#   make test-full   with the full grids and the tests that take too long for every run
+#   make test-random   the property tests on new random examples; SEED=N repeats a run
 #   make test-faults   every fault and attack at its whole count; writes bench/results/faults.json
 #   make test-sanitize   the tests of native code under AddressSanitizer and UBSan
 #   make test-deepspeed   DeepSpeed from PyPI on opkiln (installs it beside .venv)
@@ -14,12 +16,14 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   ?= .venv
 PYTEST ?=
+JOBS   ?= auto
+SEED   ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 TORCHES ?= 2.10.0 2.14.1
 
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
 
-.PHONY: all setup demo test lint unit test-full test-faults test-sanitize test-deepspeed \
+.PHONY: all setup demo test lint unit test-full test-random test-faults test-sanitize test-deepspeed \
 	test-packages test-sycl test-torches test-aarch64 bench docs clean
 
 all: test
@@ -46,11 +50,15 @@ lint: $(STAMP)
 unit: $(STAMP)
 	$(RUN) -m pytest tests/unit $(PYTEST)
 
+# A file's tests stay in one worker: they share what takes long to build.
 test: lint
-	$(RUN) -m pytest -m "not full" -rs --durations=10 $(PYTEST)
+	$(RUN) -m pytest -m "not full" -n $(JOBS) --dist loadfile -rs --durations=10 $(PYTEST)
 
 test-full: lint
-	$(RUN) -m pytest $(PYTEST)
+	$(RUN) -m pytest -n $(JOBS) --dist loadfile -rs --durations=10 $(PYTEST)
+
+test-random: $(STAMP)
+	$(RUN) -m pytest -m hypothesis --hypothesis-profile=random --hypothesis-seed=$(SEED) $(PYTEST)
 
 test-faults: $(STAMP)
 	$(RUN) -m pytest tests/faults --full-counts -rs $(PYTEST)

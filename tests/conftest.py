@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 from sample import sanitizers
 from sample.package import Package, Steps
@@ -16,6 +17,14 @@ from opkiln.loading import seal
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+pytest_plugins = ["fault_rows"]
+
+# A property test draws the same examples in every run of `make test`, so that a change is judged by
+# itself. `make test-random` draws new ones and prints their seed.
+hypothesis.settings.register_profile("fixed", derandomize=True, database=None)
+hypothesis.settings.register_profile("random", derandomize=False, database=None, print_blob=True)
+hypothesis.settings.load_profile("fixed")
 
 _KEPT = ("PATH", "HOME", "TMPDIR", "XDG_CACHE_HOME")
 _numbers = itertools.count(1)

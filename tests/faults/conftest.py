@@ -2,97 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fault_rows import CASES, Cases, whole
 from loaders import Loader
-from rows import Cases, Table
 
 import opkiln
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
-
-RESULTS = Path(__file__).parents[2] / "bench" / "results" / "faults.json"
-_TABLE = pytest.StashKey[Table]()
-_CASES = pytest.StashKey[Cases]()
-_NOTES = pytest.StashKey[list[str]]()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--full-counts", action="store_true", help="fault tests: all cases, not a tenth of them"
-    )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "row(number): which row of the faults a test is part of")
-    config.stash[_TABLE] = Table()
-    config.stash[_NOTES] = []
-
-
-def _whole(config: pytest.Config) -> bool:
-    return bool(config.getoption("--full-counts", default=False))
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.name.startswith("test_row_") and item.get_closest_marker("row") is None:
-            raise pytest.UsageError(f"{item.nodeid} does not say which row it is part of")
+    from collections.abc import Callable, Iterator
 
 
 @pytest.fixture
 def cases(request: pytest.FixtureRequest) -> Cases:
     """How many cases to try: a tenth of the counts, or all of them with ``--full-counts``."""
-    made = request.node.stash[_CASES] = Cases(whole=_whole(request.config))
+    made = request.node.stash[CASES] = Cases(whole=whole(request.config))
     return made
 
 
 @pytest.fixture
-def note(request: pytest.FixtureRequest) -> Callable[[str], None]:
+def note(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
     """Keeps a line of figures for the end of the run."""
-    return request.config.stash[_NOTES].append
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    marker = item.get_closest_marker("row")
-    if marker is not None:
-        table = item.config.stash[_TABLE]
-        number = int(marker.args[0])
-        table.took(number, report.duration)
-        if report.skipped:
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
-            table.add(number, None, "skipped", reason.removeprefix("Skipped: "))
-        elif report.when == "call" or report.failed:
-            table.add(number, item.stash.get(_CASES, None), report.outcome)
-    return report
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    table, notes = config.stash[_TABLE], config.stash[_NOTES]
-    counts = "whole counts" if _whole(config) else "a tenth of the counts"
-    if notes:
-        terminalreporter.section(f"load, {counts}")
-        for line in notes:
-            terminalreporter.line(line)
-    if not table.rows:
-        return
-    terminalreporter.section(f"faults, {counts}")
-    for line in table.lines():
-        terminalreporter.line(line)
-    if _whole(config) and table.complete:
-        RESULTS.write_text(json.dumps(table.records(), indent=1) + "\n")
-        terminalreporter.line(f"written: {RESULTS}")
+    return lambda line: record_property("note", line)
 
 
 @pytest.fixture(autouse=True)

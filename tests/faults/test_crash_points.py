@@ -33,7 +33,7 @@ from opkiln.store import entry
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rows import Cases
+    from fault_rows import Cases
 
 KILLED = -9
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "crash_points.json"

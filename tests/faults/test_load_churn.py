@@ -24,7 +24,7 @@ from opkiln.store.inventory import entries, verify
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rows import Cases
+    from fault_rows import Cases
 
 WRITERS = 4
 CAP = 1 << 20

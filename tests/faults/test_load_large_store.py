@@ -23,7 +23,7 @@ from sample.tracing import calls, strace
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rows import Cases
+    from fault_rows import Cases
 
 MOST = 128 << 20  # bytes of memory that a command may take
 

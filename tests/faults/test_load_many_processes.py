@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from conftest import Compiler
-    from rows import Cases
+    from fault_rows import Cases
 
 AT_ONCE = 50
 

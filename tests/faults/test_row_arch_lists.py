@@ -13,7 +13,7 @@ from opkiln.errors import ArchError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rows import Cases
+    from fault_rows import Cases
 
 pytestmark = pytest.mark.row(22)
 

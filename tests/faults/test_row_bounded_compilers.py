@@ -17,7 +17,7 @@ from sample import child
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rows import Cases
+    from fault_rows import Cases
 
 pytestmark = pytest.mark.row(28)
 

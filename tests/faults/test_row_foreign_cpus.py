@@ -12,7 +12,7 @@ import pytest
 from loaders import Loader, leaves, returning, write
 
 if TYPE_CHECKING:
-    from rows import Cases
+    from fault_rows import Cases
 
 pytestmark = pytest.mark.row(15)
 

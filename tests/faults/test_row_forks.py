@@ -16,7 +16,7 @@ from sample.nvidia import A100, H200, described, nvml, tree
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rows import Cases
+    from fault_rows import Cases
 
 pytestmark = pytest.mark.row(25)
 

@@ -19,7 +19,7 @@ from opkiln.store.inventory import verify
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rows import Cases
+    from fault_rows import Cases
 
 pytestmark = pytest.mark.row(7)
 

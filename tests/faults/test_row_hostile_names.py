@@ -17,7 +17,7 @@ from opkiln.model import OpSpec
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rows import Cases
+    from fault_rows import Cases
 
 pytestmark = pytest.mark.row(19)
 

@@ -16,7 +16,7 @@ from sample.tracing import calls, strace
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rows import Cases
+    from fault_rows import Cases
 
 pytestmark = pytest.mark.row(31)
 

@@ -15,7 +15,7 @@ from opkiln.store.deps import parse_depfile
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rows import Cases
+    from fault_rows import Cases
 
 pytestmark = pytest.mark.row(20)
 

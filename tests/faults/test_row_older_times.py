@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from rows import Cases
+    from fault_rows import Cases
 
 pytestmark = pytest.mark.row(9)
 

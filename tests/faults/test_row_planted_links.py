@@ -20,7 +20,7 @@ from loaders import write
 from sample import child
 
 if TYPE_CHECKING:
-    from rows import Cases
+    from fault_rows import Cases
 
 pytestmark = [
     pytest.mark.row(17),

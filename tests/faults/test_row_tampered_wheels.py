@@ -23,7 +23,7 @@ from opkiln.store.entry import parse_manifest, write_manifest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rows import Cases
+    from fault_rows import Cases
 
 pytestmark = pytest.mark.row(26)
 

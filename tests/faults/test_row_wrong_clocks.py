@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from conftest import Compiler
-    from rows import Cases
+    from fault_rows import Cases
 
 pytestmark = pytest.mark.row(10)
 

@@ -16,7 +16,13 @@ sys.path.insert(0, str(HERE.parent))
 
 from environments import REPOSITORY, ready  # noqa: E402 (found by the line above)
 
-REQUIREMENTS = ("intel-sycl-rt>=2026", "intel-opencl-rt>=2026", "numpy", "pytest>=8.3")
+REQUIREMENTS = (
+    "intel-sycl-rt>=2026",
+    "intel-opencl-rt>=2026",
+    "numpy",
+    "pytest>=8.3",
+    "hypothesis>=6.100",
+)
 
 
 def main() -> int:

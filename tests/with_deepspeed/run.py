@@ -17,7 +17,7 @@ sys.path.insert(0, str(HERE.parent))
 from environments import REPOSITORY, ready  # noqa: E402 (found by the line above)
 
 # Without isolation: DeepSpeed is to find the torch that is there, and not to fetch its own.
-BEFORE = ("numpy", "setuptools", "wheel", "ninja", "pytest>=8.3", "click")
+BEFORE = ("numpy", "setuptools", "wheel", "ninja", "pytest>=8.3", "hypothesis>=6.100", "click")
 DEEPSPEED = ("--no-build-isolation", "deepspeed==0.19.8")
 TESTS = REPOSITORY / "tests" / "build"
 

@@ -1,11 +1,21 @@
-"""The rows of faults that are survived, and the table of a run: what was tried, what failed."""
+"""The rows of faults that are survived, and the table of a run: what was tried, what failed.
+
+A plugin of tests/conftest.py, not part of tests/faults/conftest.py: with xdist the tests run in
+workers, and the process that prints the table loads no conftest below tests/.
+"""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
+
+RESULTS = Path(__file__).parents[1] / "bench" / "results" / "faults.json"
 
 ROWS = {
     1: "a killed builder blocks nobody and leaves nothing wrong",
@@ -82,24 +92,38 @@ class Cases:
         self.skipped.append(reason)
 
 
+def outcome(number: int, report: pytest.TestReport, cases: Cases | None) -> dict[str, Any]:
+    """What one part of a test (setup, call or teardown) adds to its row, as plain data.
+
+    A worker process sends it to the process that prints the table. A test without cases is one
+    case.
+    """
+    part: dict[str, Any] = {
+        "row": number, "tried": 0, "failed": 0, "seconds": report.duration, "skipped": [],
+    }  # fmt: skip
+    if report.skipped:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+        part["skipped"] = [reason.removeprefix("Skipped: ")]
+    elif report.when == "call" or report.failed:
+        part["tried"] = max(1, cases.number if cases else 0)
+        part["failed"] = int(report.failed)
+        part["skipped"] = cases.skipped if cases else []
+    return part
+
+
 class Table:
     """All rows of a run."""
 
     def __init__(self) -> None:
         self.rows: dict[int, Row] = {}
 
-    def add(self, number: int, cases: Cases | None, outcome: str, reason: str = "") -> None:
-        """A test ended: ``passed``, ``failed`` or ``skipped``. One without cases is one case."""
-        row = self.rows.setdefault(number, Row())
-        if outcome == "skipped":
-            row.skipped.append(reason)
-            return
-        row.tried += max(1, cases.number if cases else 0)
-        row.failed += outcome == "failed"
-        row.skipped += cases.skipped if cases else []
-
-    def took(self, number: int, seconds: float) -> None:
-        self.rows.setdefault(number, Row()).seconds += seconds
+    def add(self, part: dict[str, Any]) -> None:
+        """Count one part of a test: what :func:`outcome` gave."""
+        row = self.rows.setdefault(part["row"], Row())
+        row.tried += part["tried"]
+        row.failed += part["failed"]
+        row.seconds += part["seconds"]
+        row.skipped += part["skipped"]
 
     @property
     def complete(self) -> bool:
@@ -128,3 +152,77 @@ class Table:
             for number, behaviour in ROWS.items()
             if (row := self.rows.get(number)) is not None
         ]  # fmt: skip
+
+
+_TABLE = pytest.StashKey[Table]()
+_NOTES = pytest.StashKey[list[str]]()
+CASES = pytest.StashKey[Cases]()  # of a test: what its fixture counted
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full-counts", action="store_true", help="fault tests: all cases, not a tenth of them"
+    )
+
+
+def whole(config: pytest.Config) -> bool:
+    """Whether all cases are tried."""
+    return bool(config.getoption("--full-counts"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "row(number): which row of the faults a test is part of")
+    config.stash[_TABLE] = Table()
+    config.stash[_NOTES] = []
+    config.pluginmanager.register(_Summary(config))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.name.startswith("test_row_") and item.get_closest_marker("row") is None:
+            raise pytest.UsageError(f"{item.nodeid} does not say which row it is part of")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    marker = item.get_closest_marker("row")
+    if marker is not None:
+        part = outcome(int(marker.args[0]), report, item.stash.get(CASES, None))
+        report.user_properties.append(("row", part))
+    return report
+
+
+class _Summary:
+    """Adds up what the tests report, in this process or in workers."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._table, self._notes = config.stash[_TABLE], config.stash[_NOTES]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, value in report.user_properties:
+            if name == "row" and isinstance(value, dict):
+                self._table.add(value)
+            elif name == "note" and report.when == "call":
+                self._notes.append(str(value))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    table, notes = config.stash[_TABLE], config.stash[_NOTES]
+    counts = "whole counts" if whole(config) else "a tenth of the counts"
+    if notes:
+        terminalreporter.section(f"load, {counts}")
+        for line in notes:
+            terminalreporter.line(line)
+    if not table.rows:
+        return
+    terminalreporter.section(f"faults, {counts}")
+    for line in table.lines():
+        terminalreporter.line(line)
+    if whole(config) and table.complete:
+        RESULTS.write_text(json.dumps(table.records(), indent=1) + "\n")
+        terminalreporter.line(f"written: {RESULTS}")
