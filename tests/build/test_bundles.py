@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner
 from sample import child
 from sample.compiler import Compiler
+from sample.levels import LEVELS
 from sample.package import settle
 
-from opkiln import machine
 from opkiln.cli.cache import command as cache_command
 from opkiln.errors import StoreError
 from opkiln.settings import override
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from click.testing import Result
     from sample.package import Package, Steps
-
-on_x86 = pytest.mark.skipif(machine.architecture() != "x86_64", reason="x86-64 only")
 
 
 class Shipped:
@@ -114,14 +112,13 @@ def test_an_imported_entry_of_other_sources_does_not_serve(shipped: Shipped) -> 
     assert "csrc/add.cpp changed" in shipped.trace()
 
 
-@on_x86
 def test_of_several_cpu_levels_in_a_bundle_the_best_that_runs_here_serves(
     shipped: Shipped,
 ) -> None:
-    shipped.build({"cpu": "x86-64"}, {"cpu": "x86-64-v2"})
+    shipped.build({"cpu": LEVELS[1]}, {"cpu": LEVELS[2]})
     shipped.take()
     assert shipped.load().add(1, 2) == 103
-    assert "its code for x86-64-v2 runs here" in shipped.trace()
+    assert f"its code for {LEVELS[2]} runs here" in shipped.trace()
 
 
 def test_a_bundle_is_a_layer_that_nothing_is_written_for(shipped: Shipped, steps: Steps) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sample import child
+from sample.levels import LEVELS
 from sample.package import Steps, rest, settle
 
 import opkiln
@@ -265,7 +266,7 @@ def test_a_damaged_library_is_replaced_and_never_loaded(built: Package, cache: P
 
 
 def test_a_lower_cpu_level_is_another_entry(built: Package) -> None:
-    with override(cpu="x86-64-v2"):
+    with override(cpu=LEVELS[1]):
         assert "target cpu" in changes(built)
         assert looked(built)[1].compiled == ALL
         assert looked(built)[1].seen == []

@@ -99,10 +99,6 @@ def test_a_damaged_one_is_to_be_installed_again_by_the_name_that_brought_it(
 
 
 def test_one_that_needs_what_this_cpu_lacks_is_a_warning(shipped: Shipped, tmp_path: Path) -> None:
-    from opkiln import machine
-
-    if machine.architecture() != "x86_64":
-        pytest.skip("x86-64 only")
     from sample.shipped import rewrite
 
     rewrite(shipped.build(), lambda manifest: manifest["needs"].update(cpu=["future_isa"]))

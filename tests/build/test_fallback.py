@@ -9,6 +9,7 @@ import pytest
 import torch
 from sample import child
 from sample.compiler import torch_like
+from sample.levels import HIGH, LEVELS, kernel_flags, lacks
 from sample.package import settle
 
 import opkiln
@@ -249,13 +250,11 @@ def test_a_cpu_that_cannot_run_what_was_asked_for_is_not_given_it(
 ) -> None:
     from opkiln import machine
 
-    if machine.architecture() != "x86_64":
-        pytest.skip("x86-64 only")
-    monkeypatch.setattr(machine, "cpu_flags", lambda: "fpu sse2")
-    monkeypatch.setenv("OPKILN_CPU", "x86-64-v3")
+    monkeypatch.setattr(machine, "cpu_flags", lambda: kernel_flags(LEVELS[1]))
+    monkeypatch.setenv("OPKILN_CPU", HIGH)
     for _ in range(2):
         with pytest.raises(LoadError) as caught:
             plain.load()
-        assert caught.value.what == "op plain for x86-64-v3 cannot run here"
-        assert "avx2" in caught.value.why
+        assert caught.value.what == f"op plain for {HIGH} cannot run here"
+        assert lacks(LEVELS[1], than=HIGH) in caught.value.why
         assert caught.value.hint == "OPKILN_CPU=native"

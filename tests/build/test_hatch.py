@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from sample import install
 from sample.install import CALL, NATIVE_ONLY, Environment
+from sample.levels import HIGH, LOW
 
 from opkiln.toolchain import host
 
-pytestmark = [
-    pytest.mark.skipif(not host.available(), reason="no C++ compiler is installed"),
-    pytest.mark.skipif(os.uname().machine != "x86_64", reason="x86-64 only"),
-]
-BOTH = ["cpu x86-64-v2", "cpu x86-64-v3"]
+pytestmark = pytest.mark.skipif(not host.available(), reason="no C++ compiler is installed")
+BOTH = [f"cpu {LOW}", f"cpu {HIGH}"]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +26,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("OPKILN_BUILD_TARGETS", "cpu:x86-64-v2,x86-64-v3")
+    monkeypatch.setenv("OPKILN_BUILD_TARGETS", f"cpu:{LOW},{HIGH}")
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
     return install.quick_project(tmp_path / "project", "hatchling")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sample.compiler import Compiler
+from sample.levels import LEVELS, kernel_flags, lacks
 from sample.package import settle
 
 from opkiln import machine
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sample.package import Package, Steps
-
-on_x86 = pytest.mark.skipif(machine.architecture() != "x86_64", reason="x86-64 only")
 
 
 class Layered:
@@ -162,32 +161,29 @@ def test_several_layers_are_tried_in_order(layered: Layered, tmp_path: Path) -> 
     assert layered.served_from().startswith(str(layered.layer))
 
 
-@on_x86
 def test_a_lower_cpu_level_in_a_layer_serves_this_cpu(layered: Layered, steps: Steps) -> None:
-    if cpu.lacking("x86-64-v2", (), resolve.features()):
-        pytest.skip("this CPU is older than x86-64-v2")
-    layered.build(cpu="x86-64-v2")
+    if cpu.lacking(LEVELS[2], (), resolve.features()):
+        pytest.skip(f"this CPU is older than {LEVELS[2]}")
+    layered.build(cpu=LEVELS[2])
     done = len(steps.seen)
     assert layered.load().add(1, 2) == 103
     assert layered.served_from().startswith(str(layered.layer))
     assert len(steps.seen) == done
 
 
-@on_x86
 def test_a_lower_level_does_not_serve_who_asks_for_another_by_name(layered: Layered) -> None:
-    layered.build(cpu="x86-64")
-    layered.load(cpu="x86-64-v2")
+    layered.build(cpu=LEVELS[1])
+    layered.load(cpu=LEVELS[2])
     assert layered.served_from().startswith(str(layered.own))
 
 
-@on_x86
 def test_an_entry_for_a_better_cpu_is_refused_naming_what_this_one_lacks(
     layered: Layered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layered.build(cpu="x86-64-v2")
+    layered.build(cpu=LEVELS[2])
     # Moved under the name that an older CPU asks for, as a careless copy of a store would.
     (entry,) = layered.layer.glob("v1/ops/*/plain/*")
-    monkeypatch.setattr(machine, "cpu_flags", lambda: "fpu sse2")
+    monkeypatch.setattr(machine, "cpu_flags", lambda: kernel_flags(LEVELS[1]))
     from opkiln.store import key
 
     op = layered.package.builder().op()
@@ -195,6 +191,4 @@ def test_an_entry_for_a_better_cpu_is_refused_naming_what_this_one_lacks(
     os.rename(entry, entry.with_name(asked))
     layered.load()
     assert layered.served_from().startswith(str(layered.own))
-    assert "needs cx16, popcnt, sahf, sse3, sse4.1, sse4.2, ssse3, which this CPU lacks" in (
-        layered.trace()
-    )
+    assert f"needs {lacks(LEVELS[1], than=LEVELS[2])}, which this CPU lacks" in layered.trace()

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from sample import install
 from sample.install import NATIVE_ONLY, Environment
+from sample.levels import HIGH
 
 from opkiln.toolchain import host, torch_sdk
 
 pytestmark = [
     pytest.mark.skipif(not host.available(), reason="no C++ compiler is installed"),
     pytest.mark.skipif(torch_sdk.locate() is None, reason="torch is not installed"),
-    pytest.mark.skipif(os.uname().machine != "x86_64", reason="x86-64 only"),
 ]
-LEVEL = {"OPKILN_BUILD_TARGETS": "cpu:x86-64-v3"}
-ONE = ["cpu x86-64-v3"]
+LEVEL = {"OPKILN_BUILD_TARGETS": f"cpu:{HIGH}"}
+ONE = [f"cpu {HIGH}"]
 LOAD = """
 import sys
 from opkiln import get_builder
@@ -94,7 +93,7 @@ def test_without_torch_sources_ship_and_a_named_op_fails_with_what_to_do(
     bare = Environment(tmp_path_factory.mktemp("bare") / "env", without=("torch",))
     said = bare.install(source, DS_BUILD_OPS="1", **LEVEL)
     assert bare.wheel_file("opkiln") == "py3-none-any purelib"
-    assert "skipped cpu_adam (cpu:x86-64-v3): op cpu_adam needs torch" in said
+    assert f"skipped cpu_adam (cpu:{HIGH}): op cpu_adam needs torch" in said
     assert "hint: pip install --no-build-isolation ." in said
     assert (bare.site / "opkiln" / "ops" / "cpu_adam" / "cpu.cpp").exists()
     said = bare.refuses(source, DS_BUILD_CPU_ADAM="1", **LEVEL)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sample import child
+from sample.levels import LEVELS, lacks
 from sample.shipped import Shipped, mask, rewrite
 
 from opkiln import machine
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sample.package import Package
-
-on_x86 = pytest.mark.skipif(machine.architecture() != "x86_64", reason="x86-64 only")
 
 
 @pytest.fixture
@@ -134,40 +133,34 @@ def test_flags_that_every_build_on_a_machine_gets_do_not_concern_what_is_install
     assert shipped.opened == [str(leaf / "plain.so")]
 
 
-@on_x86
 def test_a_cpu_that_was_asked_for_by_name(
     shipped: Shipped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shipped.build(cpu="x86-64-v2")
-    monkeypatch.setenv("OPKILN_CPU", "x86-64")
-    refused(shipped, "it is for x86-64-v2, and OPKILN_CPU asks for x86-64")
+    shipped.build(cpu=LEVELS[2])
+    monkeypatch.setenv("OPKILN_CPU", LEVELS[1])
+    refused(shipped, f"it is for {LEVELS[2]}, and OPKILN_CPU asks for {LEVELS[1]}")
     assert shipped.package.load().level() == 1
 
 
-@on_x86
 def test_a_cpu_that_was_asked_for_by_name_and_was_shipped(
     shipped: Shipped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shipped.build(cpu="x86-64-v2")
-    wanted = shipped.build(cpu="x86-64")
-    monkeypatch.setenv("OPKILN_CPU", "x86-64")
+    shipped.build(cpu=LEVELS[2])
+    wanted = shipped.build(cpu=LEVELS[1])
+    monkeypatch.setenv("OPKILN_CPU", LEVELS[1])
     assert shipped.load().level() == 1
     assert shipped.opened == [str(wanted / "plain.so")]
 
 
-@on_x86
 def test_a_cpu_that_lacks_features_is_told_which(
     shipped: Shipped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The levels are in test_prebuilt.py, in processes of their own."""
-    shipped.build(cpu="x86-64-v2")
+    shipped.build(cpu=LEVELS[2])
     monkeypatch.setattr(machine, "_CPUINFO", str(mask(tmp_path / "cpuinfo", 1)))
     machine.cpuinfo.cache_clear()
     try:
-        refused(
-            shipped,
-            "it needs cx16, popcnt, sahf, sse3, sse4.1, sse4.2, ssse3, which this CPU lacks",
-        )
+        refused(shipped, f"it needs {lacks(LEVELS[1], than=LEVELS[2])}, which this CPU lacks")
     finally:
         monkeypatch.undo()
         machine.cpuinfo.cache_clear()
@@ -195,7 +188,7 @@ def test_where_nothing_may_compile_the_error_says_why_what_is_installed_does_not
 
 
 def test_what_fits_and_is_worse_serves_where_the_better_is_damaged(shipped: Shipped) -> None:
-    good = shipped.build(cpu="x86-64" if machine.architecture() == "x86_64" else "armv8-a")
+    good = shipped.build(cpu=LEVELS[1])
     bad = shipped.build()
     if bad == good:
         pytest.skip("this CPU has nothing beyond its base")

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from packaging.tags import sys_tags
 from packaging.utils import parse_wheel_filename
+from sample.levels import LOW
 
-from opkiln import machine, settings
+from opkiln import settings
 from opkiln.binary import elf
 from opkiln.digest import sha256_file
 from opkiln.errors import BuildError
@@ -28,7 +29,7 @@ from opkiln.ship.wheel_check import verify_wheel
 from opkiln.store.layers import Store
 from opkiln.toolchain import choice, nvcc, torch_sdk
 
-LEVEL = "x86-64-v2" if machine.architecture() == "x86_64" else "armv8-a"
+LEVEL = LOW
 
 
 def variables(**more: str) -> dict[str, str]:

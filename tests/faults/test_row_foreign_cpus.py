@@ -10,25 +10,36 @@ from typing import TYPE_CHECKING
 import mounts
 import pytest
 from loaders import Loader, leaves, returning, write
+from sample.levels import IS_X86
 
 if TYPE_CHECKING:
     from fault_rows import Cases
 
 pytestmark = pytest.mark.row(15)
 
-# The CPU features that x86-64-v2 lacks and v3 has, by the kernel's names, and all that is beyond.
-_LACKED = re.compile(r"avx|fma|bmi|movbe|abm|f16c|amx|vaes|vpclmul|gfni|sha_ni|rdpid")
-# 3 where the compiler was told of AVX, so that each value says whose build it is.
-VALUE = "#if defined(__AVX__)\n#define V 3\n#else\n#define V 2\n#endif"
+# The CPU features that x86-64-v2 lacks and v3 has, or armv8-a lacks and armv8.2-a has, by the
+# kernel's names, and all that is beyond.
+_LACKED = re.compile(
+    r"avx|fma|bmi|movbe|abm|f16c|amx|vaes|vpclmul|gfni|sha_ni|rdpid"
+    if IS_X86
+    else r"atomics|asimd.+|fphp|dcpop|lrcpc|sve|bf16|i8mm"
+)
+# A feature of the better CPU: as the kernel lists it, as a refusal names it, and its macro in C.
+LISTED, NAMED, MACRO = (
+    ("avx", "avx", "__AVX__") if IS_X86 else ("atomics", "lse", "__ARM_FEATURE_ATOMICS")
+)
+# 3 where the compiler was told of that feature, so that each value says whose build it is.
+VALUE = f"#if defined({MACRO})\n#define V 3\n#else\n#define V 2\n#endif"
+REFUSED = rf"\b{NAMED}\b.*this CPU lacks"
 
 
 @pytest.fixture
 def poor(tmp_path: Path) -> list[str]:
-    """What to put before a process that is to run on a CPU without AVX."""
+    """What to put before a process that is to run on a CPU without that feature."""
     text = Path("/proc/cpuinfo").read_text()
-    if " avx " not in text:
-        pytest.skip("this CPU has no AVX that another could lack")
-    poorer = re.sub(r"(?m)^flags\s*:.*$", _without, text)
+    if f" {LISTED} " not in text:
+        pytest.skip(f"this CPU has no {LISTED} that another could lack")
+    poorer = re.sub(r"(?m)^(flags|Features)\s*:.*$", _without, text)
     return mounts.another_cpu(write(tmp_path / "cpuinfo", poorer))
 
 
@@ -60,7 +71,7 @@ def test_a_shared_layer_of_a_better_cpu_is_refused_with_what_is_lacking(
     with Loader(prefix=poor) as process:
         answer = process.load("op", source)
         assert answer.value == 2, answer
-        assert any(re.search(r"\bavx\b.*this CPU lacks", reason) for reason in answer.refused)
+        assert any(re.search(REFUSED, reason) for reason in answer.refused)
     monkeypatch.setenv("OPKILN_CACHE_DIR", str(tmp_path / "third"))
     with Loader({"OPKILN_JIT": "off"}, prefix=poor) as process:
         answer = process.load("op", source)
@@ -85,4 +96,4 @@ def test_an_entry_under_a_key_that_is_not_its_own_is_refused_with_what_is_lackin
     with Loader(prefix=poor) as process:
         answer = process.load("op", source)
         assert answer.value == 2, answer
-        assert any(re.search(r"\bavx\b.*this CPU lacks", reason) for reason in answer.refused)
+        assert any(re.search(REFUSED, reason) for reason in answer.refused)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from opkiln.machine import architecture
 from opkiln.model import Toolchain
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Rocm:
         home: Path,
         version: str = "6.2.41133-dd7f95766",
         *,
-        machine: str = "x86_64-unknown-linux-gnu",
+        machine: str = f"{architecture()}-unknown-linux-gnu",
         compiling: str = "exit 0",
     ) -> None:
         self.home = home
@@ -61,7 +62,9 @@ class Rocm:
         return self.log.read_text().splitlines() if self.log.exists() else []
 
 
-def a_host(machine: str = "x86_64-linux-gnu", include_dirs: tuple[str, ...] = ()) -> Toolchain:
+def a_host(
+    machine: str = f"{architecture()}-linux-gnu", include_dirs: tuple[str, ...] = ()
+) -> Toolchain:
     """A host compiler's record, of which only what decides here is true."""
     return Toolchain(
         family="gcc", cxx="/usr/bin/g++", version="g++ 12", machine=machine, identity="host",

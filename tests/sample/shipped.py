@@ -12,6 +12,7 @@ from opkiln.loading.trace import Trace
 from opkiln.settings import override
 from opkiln.ship import layer
 from opkiln.store import entry
+from sample import levels
 from sample.package import settle
 
 if TYPE_CHECKING:
@@ -41,15 +42,7 @@ __attribute__((constructor)) void note_opened() {{
 }}
 }}  // namespace
 extern "C" int level() {{
-#if defined(__AVX512F__)
-  return 4;
-#elif defined(__AVX2__)
-  return 3;
-#elif defined(__SSE4_2__)
-  return 2;
-#else
-  return 1;
-#endif
+{levels.LEVEL_IN_C}
 }}
 """
 
@@ -57,8 +50,8 @@ extern "C" int level() {{
 class Shipped:
     """A package, a machine elsewhere that builds its op, and where this one finds what it built.
 
-    The op's libraries note that they are opened, and which; ``level()`` is the x86-64 level that
-    they were compiled for.
+    The op's libraries note that they are opened, and which; ``level()`` is the number in
+    ``levels.LEVELS`` that they were compiled for.
     """
 
     def __init__(
@@ -138,12 +131,8 @@ def announce(package: Package, op: str, kind: str) -> None:
 
 
 def mask(path: Path, level: int) -> Path:
-    """A /proc/cpuinfo of a CPU that has an x86-64 level and no more, for ``machine._CPUINFO``."""
-    from opkiln.arch import cpu
-
-    name = "x86-64" if level == 1 else f"x86-64-v{level}"
-    flags = " ".join(sorted(cpu.kernel_names(cpu.requires(name, ()))))
-    path.write_text(f"processor\t: 0\nmodel name\t: masked\nflags\t\t: fpu sse2 {flags}\n\n")
+    """A /proc/cpuinfo of a CPU that has a level and no more, for ``machine._CPUINFO``."""
+    path.write_text(levels.cpuinfo(levels.LEVELS[level]))
     return path
 
 

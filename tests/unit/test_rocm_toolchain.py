@@ -13,6 +13,7 @@ from sample.rocm import Rocm, a_host
 from opkiln import plan
 from opkiln.digest import unchanged
 from opkiln.errors import SpecError, ToolchainError
+from opkiln.machine import architecture
 from opkiln.model import ABI_TORCH, ROCM, DeviceCompiler, OpSpec, Target, TorchSDK
 from opkiln.settings import override
 from opkiln.steps import hipcc as steps
@@ -148,7 +149,7 @@ def test_hipcc_compiles_for_amd_whatever_else_is_set(
 @pytest.mark.parametrize(
     ("version", "compiling", "refusal"),
     [
-        ("none", "exit 0", "--version exits with 0: Target: x86_64-unknown-linux-gnu"),
+        ("none", "exit 0", f"--version exits with 0: Target: {architecture()}-unknown-linux-gnu"),
         ("6.2.1", "echo 'probe.hip:1:10: fatal error: hip/hip_runtime.h file not found'; exit 1",
          "does not compile for gfx90a: hip/hip_runtime.h file not found"),
     ],
@@ -177,10 +178,10 @@ def test_a_rocm_without_its_runtime_is_refused(opt: Path, memory: tuple[str, ...
 
 
 def test_a_rocm_for_another_machine_is_refused(opt: Path, memory: tuple[str, ...]) -> None:
-    Rocm(opt / "rocm", machine="aarch64-unknown-linux-gnu")
+    Rocm(opt / "rocm", machine="riscv64-unknown-linux-gnu")
     (_, refused) = hipcc.candidates(memory, None, a_host())
     assert refused.refused == (
-        "compiles for aarch64-unknown-linux-gnu, and /usr/bin/g++ for x86_64-linux-gnu"
+        f"compiles for riscv64-unknown-linux-gnu, and /usr/bin/g++ for {architecture()}-linux-gnu"
     )
 
 
