@@ -29,6 +29,10 @@ CUDA = "cuda"
 ROCM = "rocm"
 XPU = "xpu"
 
+# The dispatch keys under which a backend's library may register: torch calls ROCm's devices CUDA,
+# and SYCL runs on CPUs, too.
+DISPATCH_KEYS = {CPU: ("CPU",), CUDA: ("CUDA",), ROCM: ("CUDA",), XPU: ("XPU", "CPU")}
+
 ONE_CALL = "jit"  # the distribution of what `opkiln.load` compiles: it belongs to no package
 # Bump when the same inputs should give another binary for a reason that no argv shows.
 PLAN_VERSION = 1
@@ -58,7 +62,9 @@ class OpSpec(Record):
     backend: str = CPU  # one library per op and backend
     device_args: tuple[str, ...] = ()  # flags for nvcc, hipcc or the SYCL compiler
     device_libraries: tuple[str, ...] = ()  # linked with relocatable device code, by name
-    registered: bool = False  # its schemas are defined in Python; a library must not do it again
+    # Functions whose schemas are defined in Python, as `namespace::name`. The library must register
+    # a kernel for each, and must not define them again.
+    kernels: tuple[str, ...] = ()
     inline: tuple[tuple[str, str], ...] = ()  # (source, text) of sources that are in no file
 
 

@@ -267,7 +267,7 @@ def test_a_schema_in_cpp_is_found_by_inspection(tmp_path: Path) -> None:
         "#include <torch/csrc/stable/library.h>\n"
         'STABLE_TORCH_LIBRARY_FRAGMENT(mine, m) { m.def("f(Tensor x) -> Tensor"); }\n'
     )
-    made = OpSpec("op", "somebody", str(tmp_path), ("op.cpp",), registered=True)
+    made = OpSpec("op", "somebody", str(tmp_path), ("op.cpp",), kernels=("somebody::op",))
     with pytest.raises(LoadTestError, match="defines a schema in C\\+\\+"):
         artifact(Op(made))
 

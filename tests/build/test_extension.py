@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +19,6 @@ from opkiln.settings import override
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from sample.package import Steps
 
@@ -165,15 +165,49 @@ def test_one_name_with_other_flags_is_another_library(tmp_path: Path) -> None:
     assert [library.who() for library in libraries] == [0, 1, 2]
 
 
+def test_two_libraries_with_the_same_bytes_have_a_state_each() -> None:
+    text = 'static int n; extern "C" int count() { return ++n; }'
+    one, two = (
+        opkiln.load_inline(name, text, abi="none", is_python_module=False)
+        for name in ("counts_one", "counts_two")
+    )
+    assert Path(one._name).read_bytes() == Path(two._name).read_bytes()
+    assert (one.count(), one.count(), two.count()) == (1, 2, 1)
+
+
+def test_two_modules_with_the_same_bytes_have_a_state_each(tmp_path: Path) -> None:
+    source = write(tmp_path / "m.cpp", MODULE.replace("static PyObject*", "static int n;\n"
+                   "static PyObject*", 1).replace("ANSWER", "++n"))  # fmt: skip
+
+    class Owned(opkiln.OpBuilder):
+        NAME, KIND, ABI = "by_hand", "python", "none"
+
+        def sources(self) -> list[str]:
+            return [source]
+
+    class Others(Owned):
+        DISTRIBUTION = "somebody"
+
+    one, two = Owned().load(), Others().load()
+    assert Path(one.__file__).read_bytes() == Path(two.__file__).read_bytes()
+    assert (one.answer(), one.answer(), two.answer()) == (1, 2, 1)
+    assert Others().load() is two
+    assert sys.modules[two.__name__] is two
+
+
 def test_a_python_module_is_reloaded_after_an_edit(tmp_path: Path) -> None:
     source = write(tmp_path / "m.cpp", MODULE)
 
     def load(answer: int) -> Any:
         return opkiln.load("by_hand", [source], extra_cflags=[f"-DANSWER={answer}"], abi="none")
 
-    assert load(1).answer() == 1
-    assert load(2).answer() == 2
-    assert load(1).answer() == 1
+    first, edited = load(1), load(2)
+    assert (first.answer(), edited.answer(), load(1).answer()) == (1, 2, 1)
+    assert load(1) is first
+    # CPython puts a module with single-phase initialization into sys.modules, as with torch.
+    assert sys.modules[first.__name__] is first
+    assert sys.modules[edited.__name__] is edited
+    assert edited.__spec__.name == edited.__name__ != first.__name__
 
 
 def test_a_cached_version_of_a_library_that_defines_its_schema_is_refused_beside_another(

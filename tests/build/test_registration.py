@@ -198,7 +198,7 @@ def test_a_schema_cannot_change_in_a_running_process(
     stable: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     falling_back(stable, monkeypatch)
-    with pytest.raises(SpecError, match="with other schemas") as caught:
+    with pytest.raises(SpecError, match="the schema of who has changed") as caught:
         stable.load(SCHEMAS=("who(Tensor x, int y) -> int",))
     assert caught.value.hint == "restart the process"
 

@@ -19,6 +19,11 @@ SOURCE = Path(opkiln.__file__).parent.parent
 NOBODY = 65534
 
 
+def environment(path: Sequence[Path] = ()) -> dict[str, str]:
+    """This process's environment, in which a child imports the opkiln that is tested."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [SOURCE, *path]))}
+
+
 def start(
     code: str,
     *arguments: str,
@@ -30,19 +35,19 @@ def start(
     user: int | None = None,
 ) -> subprocess.Popen[str]:
     """Start an interpreter on ``code``. ``bare``: without site-packages, so without torch."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [SOURCE, *path]))}
+    variables = environment(path)
     for name, value in (env or {}).items():
         if value is None:
-            environment.pop(name, None)
+            variables.pop(name, None)
         else:
-            environment[name] = value
+            variables[name] = value
     options = ["-S"] if bare else []
     return subprocess.Popen(
         [*prefix, python, *options, "-c", textwrap.dedent(code), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=variables,
         user=user,
         group=user,
         extra_groups=None if user is None else [],

@@ -14,7 +14,7 @@ from typing import Any
 from opkiln.errors import OpkilnError, SpecError, UnknownBackend
 from opkiln.loading import loader
 from opkiln.loading.loader import Op
-from opkiln.loading.register import Registration
+from opkiln.loading.register import Registration, function_name
 from opkiln.loading.trace import Trace
 from opkiln.model import ABI_STABLE, CPU, CUDA, LIBRARY, ROCM, XPU, OpSpec
 from opkiln.settings import build_switch, settings
@@ -106,6 +106,12 @@ class OpBuilder:
         something, ``<function>_setup_context(ctx, inputs, output)``."""
         return None
 
+    def kernels(self) -> Sequence[str]:
+        """The functions that the library for ``backend`` implements; all of ``SCHEMAS`` unless an
+        author says otherwise. The reference serves the others. A library that lacks one of these
+        is refused."""
+        return [function_name(schema) for schema in self.SCHEMAS]
+
     def absolute_name(self) -> str:
         """The dotted name under which the op would be installed."""
         return f"{self.distribution}.ops.{self.name}.{self.name}_op"
@@ -153,8 +159,23 @@ class OpBuilder:
             libraries=tuple(self.strip_empty_entries(self.libraries_args())),
             kind=self.KIND,
             abi=self.ABI,
-            registered=bool(self.SCHEMAS),
+            kernels=self._kernels(),
         )
+
+    def _kernels(self) -> tuple[str, ...]:
+        if not self.SCHEMAS:
+            return ()
+        functions = {function_name(schema) for schema in self.SCHEMAS}
+        named = self.strip_empty_entries(self.kernels())
+        if not named or not functions.issuperset(named):
+            unknown = ", ".join(sorted(set(named) - functions))
+            raise SpecError(
+                f"op {self.name}: kernels() names "
+                + (f"{unknown}, and SCHEMAS does not" if unknown else "no function"),
+                why=f"the functions of SCHEMAS are {', '.join(sorted(functions))}",
+            )
+        namespace = self.NAMESPACE or self.distribution
+        return tuple(f"{namespace}::{name}" for name in named)
 
     def op(self) -> Op:
         """What the loader serves: the spec, and how it is registered."""

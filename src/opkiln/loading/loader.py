@@ -69,7 +69,7 @@ class Loaded(Record):
 _Name = tuple[str, str, str]
 
 _loaded: dict[_Name, Loaded] = {}
-_opened: dict[str, Any] = {}  # sha256 of a library -> what opening it gave
+_opened: dict[_Name, dict[str, Any]] = {}  # what opening each library of an op gave, by sha256
 _history: dict[_Name, list[Artifact]] = {}  # an op's libraries here, oldest first
 _locks: dict[_Name, threading.RLock] = {}  # one per op: two ops may build at once
 _told: set[_Name] = set()
@@ -100,7 +100,7 @@ def load(op: Op, *, again: bool = False, must_be_native: bool = False) -> Loaded
 
                 recording.note(settings.record, op)
             with _sparing(op, must_be_native):
-                known = _loaded[op.name] = _serve(op, must_be_native)
+                known = _loaded[op.name] = _serve(op, must_be_native, again)
         return known
 
 
@@ -117,20 +117,20 @@ def _sparing(op: Op, must_be_native: bool) -> Iterator[None]:
 
 def _known(op: Op, must_be_native: bool) -> Loaded | None:
     """What is loaded under this name, if it is what is asked for: a notebook may have redefined
-    the builder with other flags."""
+    the builder with other flags, or another gradient."""
     known = _loaded.get(op.name)
     if known is None or (must_be_native and known.artifact is None):
         return None
-    # Not the filter, which is another object for each builder; nor how it is registered.
+    # Not the filter, which is another object for each builder.
     same = known.op.spec == op.spec and known.op.asked == op.asked
-    return known if same else None
+    return known if same and register.same(known.op.registration, op.registration) else None
 
 
-def _serve(op: Op, must_be_native: bool) -> Loaded:
+def _serve(op: Op, must_be_native: bool, again: bool) -> Loaded:
     trace = Trace()
     functions = None
     if op.registration is not None:
-        functions = register.register(op.spec.name, op.registration)
+        functions = register.register(op.spec.name, op.registration, anew=again)
     try:
         artifact, opened = _native(op, trace)
     except (ReloadError, SealedError):
@@ -235,23 +235,26 @@ def _archs(op: Op) -> tuple[str, ...]:
 
 
 def _open(op: Op, artifact: Artifact) -> Any:
+    """What opening the artifact gives; every op has a library of its own, even where two have the
+    same bytes. Nothing is remembered of one that is refused. Raises LoadError."""
     spec = op.spec
     if spec.kind == EXECUTABLE:
         return artifact.path
-    earlier = _history.setdefault(op.name, [])
+    opened, earlier = _opened.setdefault(op.name, {}), _history.setdefault(op.name, [])
     newest = bool(earlier) and earlier[-1].sha256 == artifact.sha256
     # Opening a library registers its ops over those before it. One that is not the newest any more
     # (an edit that was undone) must be opened again to come out on top.
-    if artifact.sha256 in _opened and (newest or spec.kind != LIBRARY):
-        return _opened[artifact.sha256]
+    if artifact.sha256 in opened and (newest or spec.kind != LIBRARY):
+        return opened[artifact.sha256]
     if earlier:
         from opkiln.loading.reload import prepare
 
         artifact = prepare(spec, artifact, earlier)
-    value = _opened[artifact.sha256] = open_artifact(spec, artifact.path)
+    value = open_artifact(spec, artifact.path)
+    if spec.kernels and spec.kind == LIBRARY:
+        register.require_kernels(spec)
+    opened[artifact.sha256] = value
     earlier.append(artifact)
-    if op.registration is not None and spec.kind == LIBRARY:
-        register.require_kernels(spec.name, spec.backend, op.registration)
     return value
 
 

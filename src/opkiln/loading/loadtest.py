@@ -8,11 +8,15 @@ import sys
 
 from opkiln.binary import elf
 from opkiln.errors import LoadTestError, StoreError
+from opkiln.loading.probe_load import LOADED, MISSING
+from opkiln.loading.register import missing_kernels
 from opkiln.model import (
     ABI_NONE,
     ABI_STABLE,
     CPU,
+    DISPATCH_KEYS,
     EXECUTABLE,
+    LIBRARY,
     PYTHON,
     OpSpec,
     Target,
@@ -29,17 +33,23 @@ def check(
 ) -> None:
     """Load ``path`` in a child, after torch's libraries and those in ``after``.
 
-    Raises LoadTestError with what the dynamic linker said, or the signal that ended the child;
-    StoreError where nothing can be loaded from the directory.
+    Raises LoadTestError with what the dynamic linker said, or the signal that ended the child, or
+    the functions that the library registers no kernels for; StoreError where nothing can be loaded
+    from the directory.
     """
     if spec.kind == EXECUTABLE:
         return
-    if spec.registered:
+    if spec.kernels:
         _require_no_schema(spec, elf.read(path))
     interpreter = sys.executable or os.path.join(sys.base_exec_prefix, "bin", "python3")
     libraries = [*_torch_libraries(spec, torch), *after, path]
-    done = run((interpreter, "-I", "-S", _PROBE, *libraries), timeout=120, tmpdir=tmpdir)
-    if done.returncode == 0:
+    asked = spec.kernels if spec.kind == LIBRARY and (torch is None or torch.cxx11_abi) else ()
+    arguments = (",".join(DISPATCH_KEYS[spec.backend]), ",".join(asked), *libraries)
+    done = run((interpreter, "-I", "-S", _PROBE, *arguments), timeout=120, tmpdir=tmpdir)
+    loaded = done.output.partition(f"\n{LOADED}\n")
+    if loaded[1]:
+        # Even if it died afterwards, when it asked torch: that is no fault of the library.
+        _require_kernels(spec, loaded[2])
         return
     if done.returncode < 0:
         reason = f"the process died of {signal.Signals(-done.returncode).name}"
@@ -60,6 +70,14 @@ def check(
     )
 
 
+def _require_kernels(spec: OpSpec, output: str) -> None:
+    answer = output.partition(MISSING)[2].partition("\n")[0]
+    missing, others = (part.split() for part in (answer or ";").split(";"))
+    if missing:
+        what, why, hint = missing_kernels(spec, missing, others)
+        raise LoadTestError(what, why=why, hint=hint)
+
+
 def inspect(spec: OpSpec, target: Target, torch: TorchSDK | None, path: str) -> None:
     """What ``check`` is for a library of another machine, which no process here can load.
 
@@ -74,7 +92,7 @@ def inspect(spec: OpSpec, target: Target, torch: TorchSDK | None, path: str) -> 
         )
     if spec.kind == EXECUTABLE:
         return
-    if spec.registered:
+    if spec.kernels:
         _require_no_schema(spec, found)
     # What the linker found in a library of that machine has a version; what it did not is torch's.
     elsewhere = {symbol for _, symbol, version in found.symbols if not version}

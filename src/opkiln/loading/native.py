@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from opkiln.errors import LoadError
+from opkiln.errors import LoadError, ReloadError
 from opkiln.model import ABI_NONE, EXECUTABLE, LIBRARY, PLAIN, PYTHON, XPU, OpSpec
 
 
@@ -34,6 +34,14 @@ def open_artifact(spec: OpSpec, path: str) -> Any:
             return _open_library(path)
         return _import_module(spec.name, path)
     except (OSError, ImportError) as error:
+        if spec.kind == PYTHON and "is already registered" in str(error):
+            raise ReloadError(
+                f"{spec.name} cannot be loaded: another library of this process binds one of its "
+                "C++ classes",
+                why=f"{error}\npybind11 knows a class by its C++ type, once per process",
+                hint="restart the process, or bind it for one module alone: "
+                'py::class_<T>(m, "T", py::module_local())',
+            ) from error
         hint = ""
         if spec.kind == PYTHON and "PyInit_" in str(error):
             hint = "is_python_module=False    # there is no PYBIND11_MODULE in it"
@@ -64,14 +72,46 @@ def _load_libsycl(path: str) -> None:
                 ctypes.CDLL(located)
 
 
+_module_names: dict[str, object] = {}  # of the extension modules that are open here
+
+
 def _import_module(name: str, path: str) -> Any:
+    """Import an extension module that shares nothing with others of its name.
+
+    pybind11 3 keeps finished modules for the whole process, by the name in their spec, and gives
+    the kept one for any other library. So the spec has a name that nobody else uses while the
+    module is made; its last part is where CPython looks for ``PyInit_<name>``. Submodules and
+    classes are named after ``__name__``, which is set before the module's own code runs: the plain
+    name for the first library, torch's ``_v1`` and so on for those after it. Submodules are found
+    in sys.modules by their names, so a second version under the first one's would add to them.
+    """
+    import sys
     from importlib.machinery import ExtensionFileLoader
     from importlib.util import module_from_spec, spec_from_file_location
 
-    loader = ExtensionFileLoader(name, path)
-    spec = spec_from_file_location(name, path, loader=loader)
-    if spec is None:
-        raise ImportError(f"{path} is not an extension module")
-    module = module_from_spec(spec)
-    loader.exec_module(module)
+    shown = _claim_name(name)
+    private = f"opkiln.loaded.{shown}.{name}"
+    loader = ExtensionFileLoader(private, path)
+    spec = spec_from_file_location(private, path, loader=loader)
+    try:
+        if spec is None:
+            raise ImportError(f"{path} is not an extension module")
+        module = module_from_spec(spec)
+        module.__name__, module.__package__ = shown, ""
+        loader.exec_module(module)
+    except BaseException:
+        del _module_names[shown]
+        raise
+    if sys.modules.pop(private, None) is not None:
+        # CPython itself has put a module of the older kind (single-phase initialization) there.
+        sys.modules[shown] = module
+    loader.name = spec.name = shown
     return module
+
+
+def _claim_name(name: str) -> str:
+    claim, shown, version = object(), name, 0
+    while _module_names.setdefault(shown, claim) is not claim:
+        version += 1
+        shown = f"{name}_v{version}"
+    return shown

@@ -1,24 +1,93 @@
 """Load a library in this process and end: what the load test's child runs.
 
-Started as ``python -I -S probe_load.py LIBRARY...`` with torch's libraries first. It imports
-neither torch nor opkiln: dlopening ``libtorch_cpu`` takes a fifth of the time of importing torch.
-A crash here is a crash that no user process will see.
+Started as ``python -I -S probe_load.py KEYS FUNCTIONS LIBRARY...`` with torch's libraries first. It
+imports neither torch nor opkiln: dlopening ``libtorch_cpu`` takes a fifth of the time of importing
+torch. A crash here is a crash that no user process will see.
+
+The line ``LOADED`` says that all libraries are loaded. Each of ``FUNCTIONS`` must have a kernel for
+one of the dispatch ``KEYS``; both are joined by commas, and may be empty. Where torch can be asked,
+a line ``MISSING`` follows: the functions that have none, and what there is of the same names.
 """
 
 import ctypes
 import os
 import sys
 
+LOADED = "opkiln: loaded"
+MISSING = "opkiln: missing "
+
+
+# c10::Dispatcher::realSingleton(), c10::parseDispatchKey(const std::string&) and
+# c10::Dispatcher::getRegistrationsForDispatchKey(std::optional<c10::DispatchKey>) const
+_SINGLETON = "_ZN3c1010Dispatcher13realSingletonEv"
+_PARSE = "_ZN3c1016parseDispatchKeyERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
+_REGISTERED = "_ZNK3c1010Dispatcher30getRegistrationsForDispatchKeyESt8optionalINS_11DispatchKeyEE"
+
+
+class _String(ctypes.Structure):
+    """``std::string`` of libstdc++."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("size", ctypes.c_size_t), ("own", ctypes.c_char * 16))
+
+
+class _OperatorName(ctypes.Structure):
+    """``c10::OperatorName``."""
+
+    _fields_ = (("name", _String), ("overload", _String))
+
+
+class _Vector(ctypes.Structure):
+    """``std::vector``."""
+
+    _fields_ = (("begin", ctypes.c_void_p), ("end", ctypes.c_void_p), ("limit", ctypes.c_void_p))
+
+
+def _with_kernels(keys: list[str]) -> set[str] | None:
+    """The functions that have a kernel for one of these keys; None where torch cannot be asked.
+
+    This calls torch's dispatcher in C++. The names of its functions hold their parameters' types
+    and the string class's ABI, so a torch that has changed them has not got these.
+    """
+    process = ctypes.CDLL(None)
+    try:
+        singleton = getattr(process, _SINGLETON)
+        parse = getattr(process, _PARSE)
+        registered = getattr(process, _REGISTERED)
+    except AttributeError:
+        return None
+    singleton.restype = ctypes.c_void_p
+    parse.argtypes, parse.restype = [ctypes.POINTER(_String)], ctypes.c_uint16
+    registered.argtypes, registered.restype = [ctypes.c_void_p, ctypes.c_uint32], _Vector
+    found = set()
+    for key in keys:
+        text = ctypes.create_string_buffer(key.encode())
+        number = parse(ctypes.byref(_String(ctypes.addressof(text), len(key))))
+        # std::optional<DispatchKey>: two bytes of the key, and one that says there is one.
+        each = registered(singleton(), number | 1 << 16)
+        count = ((each.end or 0) - (each.begin or 0)) // ctypes.sizeof(_OperatorName)
+        names = (_OperatorName * count).from_address(each.begin) if count else ()
+        for name in names:
+            parts = [ctypes.string_at(part.data, part.size) for part in (name.name, name.overload)]
+            found.add(b".".join(filter(None, parts)).decode())
+    return found
+
 
 def main() -> int:
-    for path in sys.argv[1:]:
+    keys, functions, *libraries = sys.argv[1:]
+    for path in libraries:
         try:
             ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_GLOBAL)
         except OSError as error:
             print(error)
             return 1
+    print(f"\n{LOADED}", flush=True)
+    found = _with_kernels(keys.split(",")) if functions else None
+    if found is not None:
+        missing = [name for name in functions.split(",") if name not in found]
+        bare = {name.partition("::")[2] for name in missing}
+        others = sorted(name for name in found if name.partition("::")[2] in bare)
+        print(MISSING + " ".join(missing) + ";" + " ".join(others), flush=True)
     # Past here lie only static destructors, in an order that torch's own exit never uses.
-    sys.stdout.flush()
     os._exit(0)
 
 

@@ -12,23 +12,23 @@ that changed under a saved tensor. A kernel at ADInplaceOrView does it here, for
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from typing import Any
 
 from opkiln.errors import LoadError, SpecError
-from opkiln.model import CPU, CUDA, ROCM, XPU
+from opkiln.model import ABI_STABLE, DISPATCH_KEYS, OpSpec
 from opkiln.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
 _libraries: dict[str, torch.library.Library] = {}
-_defined: dict[str, tuple[str, ...]] = {}
 _current: dict[str, Registration] = {}  # the latest declaration of each op
-_made: set[str] = set()  # functions that are defined, by qualified name
+_functions: dict[str, _Function] = {}  # what torch has of each function, by qualified name
 _lock = threading.RLock()
 
 
@@ -74,86 +74,169 @@ class Functions:
         return f"<op {self._op}: {', '.join(self._names)}>"
 
 
-def register(op: str, registration: Registration) -> Functions:
-    """Define the schemas, once per process, and give the functions. Raises SpecError."""
+def same(one: Registration | None, other: Registration | None) -> bool:
+    """Whether two declarations say the same. Every builder has methods of its own, so it is their
+    functions that are compared."""
+    if one is None or other is None:
+        return one is other
+    return one[:2] == other[:2] and all(map(_is_same_function, one[2:], other[2:]))
+
+
+def _is_same_function(one: object, other: object) -> bool:
+    return getattr(one, "__func__", one) is getattr(other, "__func__", other)
+
+
+def register(op: str, registration: Registration, *, anew: bool = False) -> Functions:
+    """Tell torch of an op's functions, and give them.
+
+    Where the op was declared before, its new reference, fakes and gradients replace the old ones;
+    ``anew`` asks for them again, although the declaration is the same. Raises SpecError, also for
+    a function whose schema is another one than before.
+    """
     namespace = registration.namespace
+    name = f"{namespace}.{op}"
     with _lock:
-        known = _defined.get(f"{namespace}.{op}")
-        _current[f"{namespace}.{op}"] = registration
+        before = _current.get(name)
+        if anew or before is None or not same(before, registration):
+            _refuse_changed_schemas(op, registration)
+            for schema in registration.schemas:
+                _define(op, schema, registration)
+            formulas = None if registration.autograd is None else registration.autograd()
+            _current[name] = registration
+            changed = [_functions[f"{namespace}.{function_name(each)}"].forget() for each in
+                       registration.schemas]  # fmt: skip
+            if _differentiate(registration, formulas) or any(changed):
+                _drop_compiled_graphs()
+    return Functions(op, namespace, tuple(function_name(each) for each in registration.schemas))
+
+
+def _refuse_changed_schemas(op: str, registration: Registration) -> None:
+    for schema in registration.schemas:
+        name = function_name(schema)
+        known = _functions.get(f"{registration.namespace}.{name}")
         if known is None:
-            _define(op, registration)
-            _defined[f"{namespace}.{op}"] = registration.schemas
-        elif known != registration.schemas:
+            continue
+        if known.op != op:
             raise SpecError(
-                f"op {op} is registered in {namespace} with other schemas",
-                why="a schema cannot be changed in a running process",
+                f"op {op}: {registration.namespace}::{name} is a function of op {known.op}",
+                why="a function belongs to one op",
+                hint="give it another name, or another NAMESPACE; after renaming an op, restart "
+                "the process",
+            )
+        if known.schema != schema:
+            raise SpecError(
+                f"op {op}: the schema of {name} has changed",
+                why=f"in this process it is {known.schema!r}\n"
+                "kernels and compiled graphs rely on it, so it stays as long as the process",
                 hint="restart the process",
             )
-    return Functions(op, namespace, tuple(_function_name(each) for each in registration.schemas))
 
 
-# The dispatch keys under which a backend's library may register: torch calls ROCm's devices CUDA,
-# and SYCL runs on CPUs, too.
-_KEYS = {CPU: ("CPU",), CUDA: ("CUDA",), ROCM: ("CUDA",), XPU: ("XPU", "CPU")}
+def _drop_compiled_graphs() -> None:
+    """Have torch.compile trace anew: its graphs hold the gradients and shapes they were traced
+    with."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
 
 
-def require_kernels(op: str, backend: str, registration: Registration) -> None:
-    """Raise LoadError where a library that was just loaded serves none of the op's functions."""
+def require_kernels(spec: OpSpec) -> None:
+    """Raise LoadError where torch has no kernel for a function that the library must implement."""
     import torch
 
-    names = [f"{registration.namespace}::{_function_name(s)}" for s in registration.schemas]
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    if not any(has(name, key) for name in names for key in _KEYS[backend]):
-        raise LoadError(
-            f"op {op}: its library registers none of {', '.join(names)} for {_KEYS[backend][0]}",
-            why="it was loaded, and torch has no kernel from it: the namespace, the names or the "
-            "dispatch key in C++ are others",
-            hint=f"STABLE_TORCH_LIBRARY_IMPL({registration.namespace}, {_KEYS[backend][0]}, m)",
-        )
+    has, keys = torch._C._dispatch_has_kernel_for_dispatch_key, DISPATCH_KEYS[spec.backend]
+    missing = [name for name in spec.kernels if not any(has(name, key) for key in keys)]
+    if missing:
+        what, why, hint = missing_kernels(spec, missing)
+        raise LoadError(what, why=why, hint=hint)
 
 
-def _function_name(schema: str) -> str:
+def missing_kernels(
+    spec: OpSpec, missing: Sequence[str], others: Sequence[str] = ()
+) -> tuple[str, str, str]:
+    """What happened, why, and a hint, for a library without kernels for these functions.
+
+    ``others`` are functions of the same names in other namespaces that have one.
+    """
+    key = DISPATCH_KEYS[spec.backend][0]
+    what = f"op {spec.name}: its library registers no {key} kernel for {', '.join(missing)}"
+    why = "the namespace, the name or the dispatch key in C++ differs, or m.impl() is missing"
+    if others:
+        why += f"\nthere is a kernel for {', '.join(others)}"
+    namespace, _, name = missing[0].partition("::")
+    stable = spec.abi == ABI_STABLE
+    kernel, macro = ("TORCH_BOX(&{0})", "STABLE_TORCH") if stable else ("&{0}", "TORCH")
+    hint = (
+        f'm.impl("{name}", {kernel.format(name)});    '
+        f"// in {macro}_LIBRARY_IMPL({namespace}, {key}, m)"
+    )
+    if len(missing) < len(spec.kernels):
+        hint += "; or leave it out of kernels()"
+    return what, why, hint
+
+
+def function_name(schema: str) -> str:
+    """The name of the function that a schema declares."""
     return schema.partition("(")[0].strip()
 
 
-def _define(op: str, registration: Registration) -> None:
+class _Function:
+    """What torch was told of a function. What is declared later is told then."""
+
+    def __init__(self, op: str, schema: str) -> None:
+        self.op, self.schema = op, schema
+        self.reference: _Declared | None = None
+        self.fake: _Declared | None = None
+        self.gradient: _Gradient | None = None
+
+    @property
+    def mutates(self) -> bool:
+        return "!" in self.schema.rpartition("->")[0]  # `Tensor(a!)`: it writes to what it is given
+
+    def forget(self) -> bool:
+        """Have the reference and the fake looked up anew; whether the fake is another one."""
+        if self.reference is not None:
+            self.reference.forget()
+        return self.fake is not None and self.fake.forget()
+
+
+def _define(op: str, schema: str, registration: Registration) -> None:
     import torch
 
-    namespace = registration.namespace
+    namespace, name = registration.namespace, function_name(schema)
     library = _libraries.get(namespace)
     if library is None:
         library = _libraries[namespace] = torch.library.Library(  # type: ignore[no-untyped-call]
             namespace, "FRAGMENT"
         )
-    for text in registration.schemas:
-        name = _function_name(text)
-        if f"{namespace}.{name}" in _made:
-            continue  # by an attempt that failed at a later schema
-        arguments, _, returns = text.rpartition("->")
+    returns_nothing = schema.rpartition("->")[2].strip() == "()"
+    known = _functions.get(f"{namespace}.{name}")
+    if known is None:
         try:
             library.define(  # type: ignore[no-untyped-call]
-                text, tags=(torch.Tag.pt2_compliant_tag,)
+                schema, tags=(torch.Tag.pt2_compliant_tag,)
             )
         except RuntimeError as error:
-            raise SpecError(f"op {op}: the schema {text!r} is malformed", why=str(error)) from error
-        _made.add(f"{namespace}.{name}")
-        if registration.reference is not None:
-            library.impl(  # type: ignore[no-untyped-call]
-                name, _Declared(f"{namespace}.{op}", name, "reference"), "CompositeExplicitAutograd"
-            )
-        if returns.strip() == "()":
-            # The same as a fake kernel here, and registered in less time.
-            library.impl(name, _nothing, "Meta")  # type: ignore[no-untyped-call]
-        elif registration.fake is not None:
-            # One that the author's fakes lack has its shapes from the reference.
-            fake = _Declared(f"{namespace}.{op}", name, "fake", "reference")
-            _register_fake(library, f"{namespace}::{name}", fake)
-        if "!" in arguments:  # `Tensor(a!)`: it writes to what it is given
+            raise SpecError(
+                f"op {op}: the schema {schema!r} is malformed", why=str(error)
+            ) from error
+        known = _functions[f"{namespace}.{name}"] = _Function(op, schema)
+        if known.mutates:
             library.impl(  # type: ignore[no-untyped-call]
                 name, _WithBump(namespace, name), "ADInplaceOrView", with_keyset=True
             )
-        elif registration.autograd is not None:
-            _differentiate(library, namespace, name, arguments, registration.autograd())
+        if returns_nothing:
+            # The same as a fake kernel here, and registered in less time.
+            library.impl(name, _nothing, "Meta")  # type: ignore[no-untyped-call]
+    if registration.reference is not None and known.reference is None:
+        known.reference = _Declared(f"{namespace}.{op}", name, "reference")
+        library.impl(  # type: ignore[no-untyped-call]
+            name, known.reference, "CompositeExplicitAutograd"
+        )
+    if registration.fake is not None and known.fake is None and not returns_nothing:
+        # One that the author's fakes lack has its shapes from the reference.
+        known.fake = _Declared(f"{namespace}.{op}", name, "fake", "reference")
+        _register_fake(library, f"{namespace}::{name}", known.fake)
 
 
 def _register_fake(library: Any, qualified: str, fake: Callable[..., Any]) -> None:
@@ -169,21 +252,21 @@ def _register_fake(library: Any, qualified: str, fake: Callable[..., Any]) -> No
     library._registration_handles.append(holder.register(fake, f"the fake of {qualified}", library))
 
 
-def _differentiate(library: Any, namespace: str, name: str, arguments: str, formulas: Any) -> None:
-    import torch
-
-    backward = getattr(formulas, f"{name}_backward", None)
-    if backward is None:
-        return
-    saving = getattr(formulas, f"{name}_setup_context", None)
-    make = getattr(getattr(torch._library, "autograd", None), "make_autograd_impl", None)
-    if make is None or "*" in arguments:  # another torch; arguments that it may have to refuse
-        torch.library.register_autograd(
-            f"{namespace}::{name}", backward, setup_context=saving, lib=library
-        )
-    else:
-        kernel = _WithGradient(namespace, name, backward, saving)
-        library.impl(name, kernel, "Autograd", with_keyset=True)
+def _differentiate(registration: Registration, formulas: Any) -> bool:
+    """Give each function the gradient that is declared now; whether one replaced another."""
+    namespace = registration.namespace
+    replaced = False
+    for schema in registration.schemas:
+        name = function_name(schema)
+        known = _functions[f"{namespace}.{name}"]
+        backward = getattr(formulas, f"{name}_backward", None)
+        saving = getattr(formulas, f"{name}_setup_context", None)
+        if known.gradient is not None:
+            replaced |= known.gradient.replace(backward, saving)
+        elif backward is not None and not known.mutates:
+            known.gradient = _Gradient(namespace, name, backward, saving)
+            known.gradient.register(_libraries[namespace], schema)
+    return replaced
 
 
 class _Declared:
@@ -192,24 +275,29 @@ class _Declared:
 
     def __init__(self, op: str, name: str, *kinds: str) -> None:
         self._op, self._name, self._kinds = op, name, kinds
-        self._providers: list[object] = []
         self._function: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        provide = [getattr(_current[self._op], kind) for kind in self._kinds]
-        # Every builder's is a method of its own.
-        providers = [getattr(each, "__func__", each) for each in provide]
-        if self._function is None or providers != self._providers:
-            # First called, or declared anew in a notebook.
-            self._function, self._providers = self._find(provide), providers
-        return self._function(*args, **kwargs)
+        function = self._function
+        if function is None:
+            function = self._function = self._find()
+            if function is None:
+                last = self._kinds[-1]
+                raise SpecError(f"op {self._op}: the {last} has no function {self._name!r}")
+        return function(*args, **kwargs)
 
-    def _find(self, provide: list[Callable[[], Any] | None]) -> Callable[..., Any]:
-        for each in provide:
-            found: Callable[..., Any] | None = getattr(each and each(), self._name, None)
+    def forget(self) -> bool:
+        """Look the function up anew at the next call; whether it is another than was called."""
+        used, self._function = self._function, None
+        return used is not None and self._find() is not used
+
+    def _find(self) -> Callable[..., Any] | None:
+        for kind in self._kinds:
+            provide = getattr(_current[self._op], kind)
+            found: Callable[..., Any] | None = getattr(provide and provide(), self._name, None)
             if found is not None:
                 return found
-        raise SpecError(f"op {self._op}: the {self._kinds[-1]} has no function {self._name!r}")
+        return None
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -246,21 +334,52 @@ class _WithBump:
             )
 
 
-class _WithGradient:
+class _Gradient:
     """What ``torch.library.register_autograd`` registers, made when it is first called: it has
-    a class or two made for each function, which a load need not wait for."""
+    a class or two made for each function, which a load need not wait for. And replaceable: torch's
+    own keeps the first formula."""
 
     def __init__(self, namespace: str, name: str, backward: Any, saving: Any) -> None:
         self._namespace, self._name = namespace, name
         self._backward, self._saving = backward, saving
         self._kernel: Callable[..., Any] | None = None
 
+    def register(self, library: Any, schema: str) -> None:
+        import torch
+
+        make = getattr(getattr(torch._library, "autograd", None), "make_autograd_impl", None)
+        if make is None or "*" in schema:  # another torch; arguments that it may have to refuse
+            torch.library.register_autograd(
+                f"{self._namespace}::{self._name}", self._call_backward,
+                setup_context=self._call_saving, lib=library,
+            )  # fmt: skip
+        else:
+            library.impl(self._name, self, "Autograd", with_keyset=True)
+
+    def replace(self, backward: Any, saving: Any) -> bool:
+        """Take another formula; False if it is this one. A backward pass that has begun ends with
+        the formula it began with."""
+        if backward is self._backward and saving is self._saving:
+            return False
+        self._backward, self._saving, self._kernel = backward, saving, None
+        return True
+
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._kernel is None:
+        kernel = self._kernel
+        if kernel is None:
             import torch
             from torch._library import autograd
 
             overload = getattr(getattr(torch.ops, self._namespace), self._name).default
             info = autograd.Info(self._backward, self._saving)
-            self._kernel = autograd.make_autograd_impl(overload, info)
-        return self._kernel(keyset, *args, **kwargs)
+            kernel = self._kernel = autograd.make_autograd_impl(overload, info)
+        return kernel(keyset, *args, **kwargs)
+
+    def _call_saving(self, ctx: Any, **given: Any) -> None:
+        if self._saving is not None:
+            self._saving(ctx, **given)
+
+    def _call_backward(self, ctx: Any, *grads: Any) -> Any:
+        if self._backward is None:
+            raise RuntimeError(f"{self._namespace}::{self._name} has no gradient any more")
+        return self._backward(ctx, *grads)

@@ -57,6 +57,10 @@ class FusedBuilder(CUDAOpBuilder):
             return [self.CPU_KERNEL, f"{folder}/cpu_binding.cpp"]
         return [f"{folder}/cuda.cu", "ops/multi_tensor/plan.cu", f"{folder}/cuda_binding.cpp"]
 
+    def kernels(self) -> Sequence[str]:
+        # A plan saves launches, and there are none on a CPU.
+        return [f"{self.NAME}_"] if self.build_for_cpu else super().kernels()
+
     def include_paths(self) -> list[str]:
         return ["csrc"]
 

@@ -1,0 +1,127 @@
+"""A library must register what its op declares: who loads one that does not is told, every time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from sample import child
+
+from opkiln.errors import FallbackWarning, LoadError, LoadTestError, SpecError
+from opkiln.loading import loadtest, register
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sample.package import Package
+
+SOURCE = "csrc/stable.cpp"
+AXPY = '  m.impl("axpy", TORCH_BOX(&axpy));\n'
+
+LOAD = """
+import sys, warnings, torch
+from importlib import import_module
+from opkiln.errors import OpkilnError
+builder = import_module(sys.argv[1] + ".op").StableBuilder
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    try:
+        print("served by", builder().load().who(torch.ones(1)))
+    except OpkilnError as error:
+        print("refused:", error.what)
+for each in seen:
+    print("warned:", str(each.message).replace("\\n", " "))
+"""
+
+
+@pytest.fixture
+def stable(package: Callable[..., Package]) -> Package:
+    return package("stable")
+
+
+def process(package: Package, **env: str) -> str:
+    """What a fresh process prints that loads the op and calls ``who``."""
+    return child.run(LOAD, package.name, path=[package.where], env=env, bare=False).strip()
+
+
+def test_a_library_that_registers_nothing_is_refused_in_every_process(stable: Package) -> None:
+    stable.edit(SOURCE, "IMPL(SAMPLE_NAMESPACE, CPU", "IMPL(elsewhere, CPU")
+    refused = [process(stable, OPKILN_FALLBACK="error") for _ in range(2)]
+    name = stable.name
+    missing = f"no CPU kernel for {name}::who, {name}::axpy, {name}::scale_"
+    assert refused == [f"refused: op stable: its library registers {missing}"] * 2
+    for _ in range(2):
+        served, warned = process(stable).split("\n")
+        assert served == "served by 0"
+        assert missing in warned
+        assert "there is a kernel for elsewhere::axpy" in warned
+
+
+def test_one_missing_kernel_among_several_is_named(stable: Package) -> None:
+    stable.edit(SOURCE, AXPY, "")
+    with pytest.raises(LoadTestError) as caught:
+        stable.builder().jit_load()
+    assert caught.value.what.endswith(f"registers no CPU kernel for {stable.name}::axpy")
+    assert 'm.impl("axpy", TORCH_BOX(&axpy));' in caught.value.hint
+    with pytest.warns(FallbackWarning, match=f"no CPU kernel for {stable.name}::axpy"):
+        assert stable.load().who(torch.ones(1)) == 0
+
+
+def test_a_kernel_that_an_edit_removes_is_not_served_by_the_version_before(
+    stable: Package,
+) -> None:
+    functions = stable.load()
+    assert functions.who(torch.ones(1)) == 1
+    stable.edit(SOURCE, AXPY, "")
+    with pytest.raises(LoadTestError, match="::axpy"):
+        stable.builder().load(reload=True)
+
+
+def test_functions_that_the_author_leaves_to_the_reference_need_no_kernel(stable: Package) -> None:
+    stable.edit(SOURCE, AXPY, "")
+    builder = stable.builder()
+    builder.kernels = lambda: ("who", "scale_")  # type: ignore[method-assign]
+    functions = builder.jit_load()
+    x = torch.ones(2)
+    assert functions.who(x) == 1
+    assert functions.axpy(x, x, 3.0).tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize(("names", "said"), [
+    (("who", "axpi"), "names axpi, and SCHEMAS does not"), ((), "names no function"),
+])  # fmt: skip
+def test_kernels_must_be_functions_of_the_schemas(
+    names: Sequence[str], said: str, stable: Package
+) -> None:
+    builder = stable.builder()
+    builder.kernels = lambda: names  # type: ignore[method-assign]
+    with pytest.raises(SpecError, match=said):
+        builder.load()
+
+
+def test_an_entry_that_nobody_has_checked_is_refused_by_everyone_who_opens_it(
+    stable: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries for other machines are published without being loaded."""
+    stable.edit(SOURCE, "IMPL(SAMPLE_NAMESPACE, CPU", "IMPL(elsewhere, CPU")
+    with monkeypatch.context() as patch:
+        patch.setattr(loadtest, "check", lambda *args, **kwargs: None)
+        for _ in range(2):
+            with pytest.raises(LoadError, match="registers no CPU kernel"):
+                stable.builder().jit_load()
+    # In another process it is found, and refused twice: by its receipt, and by the full search.
+    for _ in range(2):
+        out = process(stable, OPKILN_FALLBACK="error")
+        assert out.startswith("refused: op stable: its library registers no CPU kernel")
+
+
+def test_the_check_asks_for_each_function_and_takes_any_key_of_the_backend(
+    stable: Package,
+) -> None:
+    stable.load()
+    spec = stable.builder().spec()
+    register.require_kernels(spec)
+    register.require_kernels(spec._replace(backend="xpu"))  # SYCL's kernels may be the CPU's
+    with pytest.raises(LoadError, match=f"no CUDA kernel for {stable.name}::who"):
+        register.require_kernels(spec._replace(backend="cuda"))
