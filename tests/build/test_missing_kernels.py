@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from sample.package import Package
 
+    from opkiln.builder import OpBuilder
+
 SOURCE = "csrc/stable.cpp"
 AXPY = '  m.impl("axpy", TORCH_BOX(&axpy));\n'
 
@@ -38,6 +40,14 @@ for each in seen:
 @pytest.fixture
 def stable(package: Callable[..., Package]) -> Package:
     return package("stable")
+
+
+def implementing(package: Package, names: Sequence[str]) -> OpBuilder:
+    """A builder of the op whose author says which functions have kernels."""
+    base = type(package.builder())
+    methods = {"kernels": lambda _: names, "__module__": base.__module__}
+    made: OpBuilder = type("StableBuilder", (base,), methods)()
+    return made
 
 
 def process(package: Package, **env: str) -> str:
@@ -80,9 +90,7 @@ def test_a_kernel_that_an_edit_removes_is_not_served_by_the_version_before(
 
 def test_functions_that_the_author_leaves_to_the_reference_need_no_kernel(stable: Package) -> None:
     stable.edit(SOURCE, AXPY, "")
-    builder = stable.builder()
-    builder.kernels = lambda: ("who", "scale_")  # type: ignore[method-assign]
-    functions = builder.jit_load()
+    functions = implementing(stable, ("who", "scale_")).jit_load()
     x = torch.ones(2)
     assert functions.who(x) == 1
     assert functions.axpy(x, x, 3.0).tolist() == [4.0, 4.0]
@@ -94,10 +102,8 @@ def test_functions_that_the_author_leaves_to_the_reference_need_no_kernel(stable
 def test_kernels_must_be_functions_of_the_schemas(
     names: Sequence[str], said: str, stable: Package
 ) -> None:
-    builder = stable.builder()
-    builder.kernels = lambda: names  # type: ignore[method-assign]
     with pytest.raises(SpecError, match=said):
-        builder.load()
+        implementing(stable, names).load()
 
 
 def test_an_entry_that_nobody_has_checked_is_refused_by_everyone_who_opens_it(

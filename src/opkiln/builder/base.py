@@ -163,19 +163,22 @@ class OpBuilder:
         )
 
     def _kernels(self) -> tuple[str, ...]:
-        if not self.SCHEMAS:
-            return ()
-        functions = {function_name(schema) for schema in self.SCHEMAS}
-        named = self.strip_empty_entries(self.kernels())
-        if not named or not functions.issuperset(named):
-            unknown = ", ".join(sorted(set(named) - functions))
+        named = self.kernels()
+        if type(self).kernels is not OpBuilder.kernels:
+            self._check_kernels(named)
+        prefix = f"{self.NAMESPACE or self.distribution}::"
+        return tuple([prefix + name for name in named])
+
+    def _check_kernels(self, named: Sequence[str]) -> None:
+        functions = OpBuilder.kernels(self)
+        listed = self.strip_empty_entries(named)
+        unknown = ", ".join(name for name in listed if name not in functions)
+        if unknown or (functions and not listed):
             raise SpecError(
                 f"op {self.name}: kernels() names "
                 + (f"{unknown}, and SCHEMAS does not" if unknown else "no function"),
-                why=f"the functions of SCHEMAS are {', '.join(sorted(functions))}",
+                why=f"the functions of SCHEMAS are {', '.join(functions)}",
             )
-        namespace = self.NAMESPACE or self.distribution
-        return tuple(f"{namespace}::{name}" for name in named)
 
     def op(self) -> Op:
         """What the loader serves: the spec, and how it is registered."""
@@ -372,6 +375,6 @@ class OpBuilder:
         if isinstance(args, str):
             raise SpecError(
                 f"op {self.name}: {args!r} is a string where a list of strings is wanted",
-                why="sources(), include_paths() and the methods that return flags return lists",
+                why="sources(), include_paths(), kernels() and those that give flags return lists",
             )
         return [os.fspath(argument) for argument in args if argument]
