@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch._functorch.config
 
 from opkiln.builder import OpBuilder
 from opkiln.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from sample.package import Package
 
@@ -71,13 +73,19 @@ def test_a_corrected_gradient_of_the_same_builder_is_used_by_a_reload(name: str)
     assert slope(builder.load(reload=True)) == 2.0
 
 
-def test_a_corrected_gradient_is_used_by_graphs_that_were_compiled_before(name: str) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_corrected_gradient_is_used_by_graphs_that_were_compiled_before(
+    backend: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     functions = declare(name, **parts(slope=1.0)).load()
     double = functions.double
-    graph = torch.compile(lambda x: double(x) + 1, fullgraph=True, backend="aot_eager")
-    assert slope(functions, graph) == 1.0
-    declare(name, **parts(slope=2.0)).load()
-    assert slope(functions, graph) == 2.0
+    graph = torch.compile(lambda x: double(x) + 1, fullgraph=True, backend=backend)
+    # As it is at first; it is switched off with the first gradient that is replaced.
+    with torch._functorch.config.patch(enable_autograd_cache=True):
+        assert slope(functions, graph) == 1.0
+        declare(name, **parts(slope=2.0)).load()
+        assert slope(functions, graph) == 2.0
 
 
 def test_a_backward_pass_ends_with_the_gradient_it_began_with(name: str) -> None:

@@ -134,10 +134,14 @@ def _refuse_changed_schemas(op: str, registration: Registration) -> None:
 
 def _drop_compiled_graphs() -> None:
     """Have torch.compile trace anew: its graphs hold the gradients and shapes they were traced
-    with."""
+    with. Its cache of differentiated graphs knows an op by its name alone and would bring them
+    back, so this process does without it from now on."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
+        from torch._functorch import config
+
         dynamo.reset()
+        config.enable_autograd_cache = False
 
 
 def require_kernels(spec: OpSpec) -> None:
