@@ -110,6 +110,7 @@ class Kernel:
     def _run(
         self, hyper: Structure, params: list[Tensor], grads: list[Tensor],
         states: list[list[Tensor]], masters: list[Tensor], steps: list[Tensor], *more: Any,
+        function: str = "run",
     ) -> None:  # fmt: skip
         items = (_Item * len(params))()
         for i, param in enumerate(params):
@@ -125,7 +126,7 @@ class Kernel:
         words = [grad.data_ptr() | _TYPES[grad.dtype] << 62 for grad in grads]
         counts = (c_void_p * len(steps))(*(step.data_ptr() for step in steps))
         given = _Items(items, (c_uint64 * len(words))(*words), len(params), counts, len(steps))
-        self.launches = self._loaded.run(byref(hyper), given, *more)
+        self.launches = getattr(self._loaded, function)(byref(hyper), given, *more)
         assert self.launches >= 0
 
     def fused_adam_(
@@ -196,6 +197,63 @@ class Kernel:
         )  # fmt: skip
         out = c_void_p(coefficients.data_ptr())
         self._run(hyper, params, grads, [exp_avgs, exp_avg_sqs], masters, steps, out)
+
+    def fused_lamb_average_(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        masters: list[Tensor],
+        steps: list[Tensor],
+        squares: Tensor,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        eps_inside_sqrt: bool,
+        bias_correction: bool,
+        maximize: bool,
+        **numbers: Tensor | None,
+    ) -> None:
+        hyper = _Lamb(
+            beta1, _log(beta1), beta2, _log(beta2), eps, weight_decay, 0, 0, eps_inside_sqrt,
+            bias_correction, maximize, *_numbers(0, **numbers),
+        )  # fmt: skip
+        self._run(
+            hyper, params, grads, [exp_avgs, exp_avg_sqs], masters, steps,
+            c_void_p(squares.data_ptr()), function="run_average",
+        )  # fmt: skip
+
+    def fused_lamb_move_(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        masters: list[Tensor],
+        steps: list[Tensor],
+        squares: Tensor,
+        coefficients: Tensor,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        eps_inside_sqrt: bool,
+        bias_correction: bool,
+        min_coeff: float,
+        max_coeff: float,
+        **numbers: Tensor | None,
+    ) -> None:
+        hyper = _Lamb(
+            beta1, _log(beta1), beta2, _log(beta2), eps, weight_decay, min_coeff, max_coeff,
+            eps_inside_sqrt, bias_correction, False, *_numbers(lr, **numbers),
+        )  # fmt: skip
+        self._run(
+            hyper, params, grads, [exp_avgs, exp_avg_sqs], masters, steps,
+            c_void_p(squares.data_ptr()), c_void_p(coefficients.data_ptr()), function="run_move",
+        )  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
         """The planned form of an op, over lists that are kept in place of a plan."""

@@ -20,4 +20,17 @@ int run(const Hyper* hyper, Items items, float* coefficients) {
     return opkiln::fused_lamb::enqueue(*hyper, plan, sums.data(), coefficients, nullptr);
   });
 }
+
+int run_average(const Hyper* hyper, Items items, double* squares) {
+  return run_items(items, [&](const Plan& plan) {
+    std::vector<double> sums(opkiln::fused_lamb::sum_words(plan.sizes), NAN);
+    return opkiln::fused_lamb::enqueue_average(*hyper, plan, sums.data(), squares, nullptr);
+  });
+}
+
+int run_move(const Hyper* hyper, Items items, const double* squares, float* coefficients) {
+  return run_items(items, [&](const Plan& plan) {
+    return opkiln::fused_lamb::enqueue_move(*hyper, plan, squares, coefficients, nullptr);
+  });
+}
 }

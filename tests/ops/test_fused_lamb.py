@@ -140,6 +140,65 @@ def test_nothing_changes_where_a_gradient_is_not_finite(op: Any) -> None:
         assert all(torch.equal(a, b) for a, b in zip(row, old, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("param", "masters"), [(F32, False), (BF16, False), (BF16, True), (F16, True)]
+)
+def test_the_halves_of_a_step_are_the_step(op: Any, param: torch.dtype, masters: bool) -> None:
+    """Also of tensors in parts, whose sums of squares are added up between the halves."""
+    whole = tensors((0, 5, 3001, 530_000), param, BF16, masters, steps=(2.0, 3.0, 4.0, 5.0))
+    parts = [
+        [part.clone() for tensor in row for part in (tensor[:3], tensor[3:])] for row in whole[:5]
+    ]
+    parts.append([step.clone() for step in whole[5] for _ in range(2)])
+    ratios, ratios_of_parts = coefficients(whole), coefficients(parts)
+    op.fused_lamb_(*whole, ratios, **HYPER)
+
+    squares = torch.full((8, 2), math.nan, dtype=torch.float64)
+    firsts = {name: HYPER[name] for name in HYPER if name not in ("lr", "min_coeff", "max_coeff")}
+    seconds = {name: HYPER[name] for name in HYPER if name != "maximize"}
+    made = [float(step) for step in parts[5]]
+    before = clone(parts[:1])
+    op.fused_lamb_average_(*parts, squares, **firsts)
+    assert [float(step) for step in parts[5]] == made, "the first half counts no step"
+    assert all(torch.equal(a, b) for a, b in zip(parts[0], before[0], strict=True))
+    sums = squares.view(4, 2, 2).sum(1, keepdim=True).expand(4, 2, 2).reshape(8, 2).contiguous()
+    op.fused_lamb_move_(*parts, sums, ratios_of_parts, **seconds)
+
+    assert [float(step) for step in parts[5]] == [step + 1 for step in made]
+    # Sums of chunks are fp32 in the kernels, and the parts' chunks are others than the whole's:
+    # 512 terms, each with its rounding, in a tree.
+    torch.testing.assert_close(ratios_of_parts.view(4, 2)[:, 0], ratios, rtol=1e-6, atol=0)
+    assert torch.equal(*ratios_of_parts.view(4, 2).unbind(1))
+    for row, expected in zip(parts[:5], whole[:5], strict=True):
+        joined = [torch.cat(row[i : i + 2]) for i in range(0, len(row), 2)]
+        for got, tensor in zip(joined, expected, strict=True):
+            unit = torch.finfo(tensor.dtype).eps
+            torch.testing.assert_close(got, tensor, rtol=unit, atol=1e-8)
+
+
+def test_the_halves_change_nothing_where_a_gradient_is_not_finite(op: Any) -> None:
+    lists = tensors((33, 1000), BF16, BF16, masters=True, steps=(2.0, 3.0))
+    lists[1][1][7] = math.inf
+    before, out = clone(lists), coefficients(lists)
+    squares = torch.zeros(2, 2, dtype=torch.float64)
+    found = {"found_inf": torch.tensor([1.0])}
+    firsts = {name: HYPER[name] for name in HYPER if name not in ("lr", "min_coeff", "max_coeff")}
+    seconds = {name: HYPER[name] for name in HYPER if name != "maximize"}
+    op.fused_lamb_average_(*lists, squares, **firsts, **found)
+    op.fused_lamb_move_(*lists, squares, out, **seconds, **found)
+    assert out.tolist() == [7.0, 7.0]
+    for row, old in zip(lists, before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(row, old, strict=True))
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(3, 2, dtype=torch.float64), torch.zeros(2, 2)])
+def test_a_place_for_squares_that_does_not_fit_is_refused(wrong: Tensor) -> None:
+    firsts = {name: HYPER[name] for name in HYPER if name not in ("lr", "min_coeff", "max_coeff")}
+    for op in (native("fused_lamb"), reference):
+        with pytest.raises(RuntimeError, match="squares has"):
+            op.fused_lamb_average_(*tensors((6, 6)), wrong, **firsts)
+
+
 def test_a_list_of_any_length_takes_few_launches(kernel: Kernel) -> None:
     for sizes, launches in (((40,) * 30, 4), ((263_000, 40), 5), ((0, 0), 2)):
         lists = tensors(sizes)

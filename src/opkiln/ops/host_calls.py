@@ -16,6 +16,14 @@ from opkiln.errors import UsageError
 from opkiln.ops.in_place import call_in_place
 from opkiln.ops.layout import lay_out_alike
 from opkiln.ops.param_groups import DTYPES, place
+from opkiln.ops.sharded import (
+    gradient_parts,
+    has_shards,
+    like,
+    parts_of,
+    placement_text,
+    same_placement,
+)
 from opkiln.ops.watched import same_tensors
 
 TYPE_CHECKING = False
@@ -34,6 +42,7 @@ class Kept(NamedTuple):
 
     ticket: Tensor
     params: list[Tensor]
+    parts: list[Tensor]  # of the parameters, on this rank: mostly the same list
     states: list[dict[str, Any]]
     written: list[list[Tensor]]
 
@@ -41,20 +50,26 @@ class Kept(NamedTuple):
     def of(cls, ops: Any, call: Call, names: Sequence[str]) -> Kept | None:
         """None where the op keeps nothing: it has no native version, say."""
         params = call.params[:]  # the group's own list may change
-        if not all(map(Tensor.is_contiguous, params)):
+        parts = parts_of(params)
+        if not all(map(Tensor.is_contiguous, parts)):
             return None  # it would be copied at each step anyway
-        states = call.state_lists(names)
+        whole = call.state_lists(names)
+        states = list(map(parts_of, whole)) if call.sharded else whole
         try:
-            ticket = getattr(ops, f"{call.function}keep")(params, *states, [])
+            ticket = getattr(ops, f"{call.function}keep")(parts, *states, [])
         except RuntimeError:
             return None  # the call itself will say what is wrong
         forget = getattr(ops, f"{call.function}forget")
         weakref.finalize(ticket, forget, ticket.clone()).atexit = False
-        return cls(ticket, params, call.states, [params, *states])
+        beside = [params, *whole] if call.sharded else []
+        return cls(ticket, params, parts, call.states, [parts, *states, *beside])
 
     def fits(self, params: list[Tensor]) -> bool:
         """Whether these are the parameters that it was made for."""
-        return same_tensors(params, self.params)
+        if not same_tensors(params, self.params):
+            return False
+        # A DTensor may have been given another local tensor.
+        return self.parts is self.params or same_tensors(parts_of(params), self.parts)
 
     @property
     def step(self) -> int:
@@ -74,6 +89,11 @@ class Call(NamedTuple):
     step: int  # that this makes
     hyper: dict[str, Any]
     kept: Kept | None = None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters are DTensors, of which the op gets what is on this rank."""
+        return has_shards(self.params)
 
     def state_lists(self, names: Sequence[str]) -> list[list[Tensor]]:
         """The states of these names, as the op takes them."""
@@ -105,22 +125,27 @@ class Call(NamedTuple):
         op = getattr(ops, self.function)
         states = self.state_lists(names)
         params, copies = self.params, self.copies
+        beside: list[list[Tensor]] = []
+        if self.sharded:
+            # The DTensors' own versions count, too: autograd looks at them.
+            beside = [params, *states, copies]
+            params, copies, *states = map(parts_of, (params, copies, *states))
         lists = [params, *self.gradients, *states, copies]
         try:
-            call_in_place(op, lists, [params, *states, copies], self.hyper)
+            call_in_place(op, lists, [params, *states, copies, *beside], self.hyper)
         except RuntimeError:
             # The op refuses before it writes. Looking at all layouts first would cost every step.
             in_rows = len(self.gradients) > 1
-            beside = [] if in_rows else self.gradients
-            laid = lay_out_alike(params, *beside, *states, in_rows=in_rows)
+            dense = [] if in_rows else self.gradients
+            laid = lay_out_alike(params, *dense, *states, in_rows=in_rows)
             if laid is None:
                 raise
             params, *rest = laid.lists
-            gradients, states = self.gradients if in_rows else rest[:1], rest[len(beside) :]
+            gradients, states = self.gradients if in_rows else rest[:1], rest[len(dense) :]
             op(params, *gradients, *states, copies, **self.hyper)
             for name, tensors in zip(names, states, strict=True):
-                for state, tensor in zip(self.states, tensors, strict=True):
-                    state[name] = tensor
+                for param, state, tensor in zip(self.params, self.states, tensors, strict=True):
+                    state[name] = like(param, tensor)
             for staged in laid.staged:
                 staged.write_back()
 
@@ -130,7 +155,11 @@ def dense_gradients(params: list[Tensor]) -> list[list[Tensor]] | None:
     grads: list[Any] = [param.grad for param in params]
     if any(grad is None or grad.layout is not torch.strided for grad in grads):
         return None
-    return [grads]
+    return [gradient_parts(params, grads, _by_shape) if has_shards(params) else grads]
+
+
+def _by_shape(param: Tensor) -> str:
+    return f"a parameter of shape {tuple(param.shape)}"
 
 
 def alike(keys: Sequence[Hashable]) -> list[Sequence[int]]:
@@ -161,6 +190,11 @@ def check_copies(groups: list[dict[str, Any]], copies: Mapping[Tensor, Tensor]) 
                 raise UsageError(
                     f"{where} is {copy.dtype} on {copy.device}, "
                     "expected float32, bfloat16 or float16 on the CPU"
+                )
+            if not same_placement(copy, param):
+                raise UsageError(
+                    f"{where} is {placement_text(copy)}, expected {placement_text(param)}",
+                    hint="torch.empty_like(param, dtype=torch.bfloat16)",
                 )
             if copy.numel() != param.numel():
                 raise UsageError(f"{where} has {copy.numel()} elements, not {param.numel()}")

@@ -13,7 +13,15 @@ from torch import Tensor
 from opkiln.errors import UsageError
 from opkiln.ops.background import StepHandle
 from opkiln.ops.host_calls import Call, Kept, alike, check_copies, dense_gradients, take
-from opkiln.ops.param_groups import check_dtypes, place, sparse_gradient, taking_over
+from opkiln.ops.param_groups import (
+    check_dtypes,
+    name_in,
+    place,
+    refuse_partials,
+    sparse_gradient,
+    taking_over,
+)
+from opkiln.ops.sharded import gradient_parts, has_shards
 from opkiln.ops.watched import ParamState, Plans, watchable
 
 TYPE_CHECKING = False
@@ -96,6 +104,7 @@ class HostOptimizer(torch.optim.Optimizer):
             group.pop(FP32_STATES, None)
             self._check(group)
             check_dtypes(index, group)
+            refuse_partials(index, group)
             for i, param in enumerate(group["params"]):
                 if param.device.type != "cpu":
                     raise UsageError(
@@ -299,6 +308,8 @@ class HostOptimizer(torch.optim.Optimizer):
                 sparse = [p for p, g in zip(params, grads, strict=True) if g.is_sparse]
                 params = [p for p, g in zip(params, grads, strict=True) if not g.is_sparse]
                 grads = list(map(_GRAD, params))
+            if has_shards(params):
+                grads = gradient_parts(params, grads, name_in(index, group))
             found.append((params, grads, sparse))
         calls: list[Call] = []
         for index, (params, grads, sparse) in enumerate(found):

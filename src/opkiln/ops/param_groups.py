@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from opkiln.errors import UsageError
+from opkiln.ops.sharded import has_shards, refuse_partial
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -61,6 +62,13 @@ def check_dtypes(index: int, group: dict[str, Any]) -> None:
             )
 
 
+def refuse_partials(index: int, group: dict[str, Any]) -> None:
+    """Raises UsageError for a DTensor of which no rank has values."""
+    if has_shards(group["params"]):
+        for i, param in enumerate(group["params"]):
+            refuse_partial(param, place(index, group, i))
+
+
 def sparse_gradient(owner: str, index: int, group: dict[str, Any]) -> UsageError:
     """The error for a group in which there is a sparse gradient."""
     name, layout = next(
@@ -79,6 +87,16 @@ def place(index: int, group: dict[str, Any], i: int) -> str:
     names = group.get("param_names")
     position = f"param_groups[{index}]['params'][{i}]"
     return f"{names[i]} ({position})" if names else position
+
+
+def name_in(index: int, group: dict[str, Any]) -> Callable[[torch.Tensor], str]:
+    """What to call a parameter of this group in a message, asked when there is one."""
+
+    def name(param: torch.Tensor) -> str:
+        found = next(i for i, each in enumerate(group["params"]) if each is param)
+        return place(index, group, found)
+
+    return name
 
 
 @contextmanager

@@ -14,7 +14,6 @@ using namespace multi_tensor;
 struct Sums {
   float* chunks;   // two per chunk: of the parameter, of its update
   double* folded;  // two per kFold chunks
-  float* coefficients;
 };
 
 struct Norms {
@@ -151,9 +150,9 @@ __global__ void __launch_bounds__(kThreads) fold_kernel(const Plan plan, const S
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
-trust_kernel(const Plan plan, const Sums sums, const Hyper hyper) {
-  const uint32_t index = blockIdx.x;
+// The sums of squares of an item and of its update, in thread 0.
+__device__ inline void sum_up(const Plan& plan, const Sums& sums, uint32_t index, double& params,
+                              double& updates) {
   const Item& item = plan.items[index];
   const uint32_t begin = item.first;
   const auto count = static_cast<uint32_t>((item.numel + kChunk - 1) / kChunk);
@@ -164,7 +163,7 @@ trust_kernel(const Plan plan, const Sums sums, const Hyper hyper) {
   const bool has_folds = last_fold > first_fold;
   const uint32_t before = has_folds ? first_fold * kFold : end;
   const uint32_t after = has_folds ? last_fold * kFold : end;
-  double params = 0, updates = 0;
+  params = updates = 0;
   for (uint32_t i = begin + threadIdx.x; i < before; i += kThreads) {
     params += sums.chunks[2 * i];
     updates += sums.chunks[2 * i + 1];
@@ -178,27 +177,57 @@ trust_kernel(const Plan plan, const Sums sums, const Hyper hyper) {
     updates += sums.chunks[2 * i + 1];
   }
   add_up<double, kThreads>(params, updates);
-  if (threadIdx.x == 0 && !coefficients_of<Coefficients>(plan, item).skip) {
-    sums.coefficients[index] = trust(hyper, params, updates);
+}
+
+__device__ inline bool skipped(const Plan& plan, uint32_t index) {
+  return coefficients_of<Coefficients>(plan, plan.items[index]).skip;
+}
+
+__global__ void __launch_bounds__(kThreads)
+trust_kernel(const Plan plan, const Sums sums, const Hyper hyper, float* coefficients) {
+  double params, updates;
+  sum_up(plan, sums, blockIdx.x, params, updates);
+  if (threadIdx.x == 0 && !skipped(plan, blockIdx.x)) {
+    coefficients[blockIdx.x] = trust(hyper, params, updates);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+squares_kernel(const Plan plan, const Sums sums, double* squares) {
+  double params, updates;
+  sum_up(plan, sums, blockIdx.x, params, updates);
+  if (threadIdx.x == 0 && !skipped(plan, blockIdx.x)) {
+    squares[2 * blockIdx.x] = params;
+    squares[2 * blockIdx.x + 1] = updates;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+given_kernel(const Plan plan, const double* squares, const Hyper hyper, float* coefficients) {
+  const uint32_t i = blockIdx.x * kThreads + threadIdx.x;
+  if (i < plan.sizes.items && !skipped(plan, i)) {
+    coefficients[i] = trust(hyper, squares[2 * i], squares[2 * i + 1]);
   }
 }
 
 template <bool kPlain>
 __global__ void __launch_bounds__(kThreads, blocks_per_processor(kPlain))
-apply_kernel(const Plan plan, const Sums sums) {
+apply_kernel(const Plan plan, const float* coefficients) {
   const uint32_t chunk = blockIdx.x;
   const uint32_t index = plan.table[chunk];
   const Item item = plan.items[index];
   Share share = share_of(plan, item, index, chunk);
   share.grad_type = ElementType::kFloat;  // gradients are not read again
   by_type<kPlain, Apply>(
-      share, Move{coefficients_of<Coefficients>(plan, item), sums.coefficients[index]});
+      share, Move{coefficients_of<Coefficients>(plan, item), coefficients[index]});
 }
 
-cudaError_t enqueue_all(const Hyper& hyper, const Plan& plan, const Sums& sums,
-                        cudaStream_t stream) {
+// The averages, and sums of squares of the chunks and folds.
+template <bool kCounted>
+cudaError_t launch_average(const Hyper& hyper, const Plan& plan, const Sums& sums,
+                           cudaStream_t stream) {
   const Sizes& sizes = plan.sizes;
-  cudaError_t error = enqueue_prepare<Coefficients>(hyper, plan, stream);
+  cudaError_t error = enqueue_prepare<Coefficients, kCounted>(hyper, plan, stream);
   if (error == cudaSuccess && sizes.chunks > 0) {
     error = launch<Plan, Sums>(plan.plain ? average_kernel<true> : average_kernel<false>,
                                sizes.chunks, kThreads, stream, plan, sums);
@@ -206,26 +235,61 @@ cudaError_t enqueue_all(const Hyper& hyper, const Plan& plan, const Sums& sums,
   if (error == cudaSuccess && sizes.chunks >= kFold) {
     error = launch<Plan, Sums>(fold_kernel, sizes.chunks / kFold, kThreads, stream, plan, sums);
   }
-  if (error == cudaSuccess && sizes.items > 0) {
-    error = launch<Plan, Sums, Hyper>(trust_kernel, sizes.items, kThreads, stream, plan, sums,
-                                      hyper);
-  }
-  if (error == cudaSuccess && sizes.chunks > 0) {
-    error = launch<Plan, Sums>(plan.plain ? apply_kernel<true> : apply_kernel<false>, sizes.chunks,
-                               kThreads, stream, plan, sums);
-  }
   return error;
+}
+
+cudaError_t launch_apply(const Plan& plan, const float* coefficients, cudaStream_t stream) {
+  return plan.sizes.chunks == 0
+      ? cudaSuccess
+      : launch<Plan, const float*>(plan.plain ? apply_kernel<true> : apply_kernel<false>,
+                                   plan.sizes.chunks, kThreads, stream, plan, coefficients);
+}
+
+Sums sums_at(void* memory, const Plan& plan) {
+  auto* const folded = static_cast<double*>(memory);
+  return {reinterpret_cast<float*>(folded + 2 * (plan.sizes.chunks / kFold + 1)), folded};
+}
+
+const char* text_of(cudaError_t error) {
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
 }  // namespace
 
-const char* enqueue(const Hyper& hyper, const multi_tensor::Plan& plan, void* sums,
-                    float* coefficients, void* stream) {
-  auto* const folded = static_cast<double*>(sums);
-  const Sums here{reinterpret_cast<float*>(folded + 2 * (plan.sizes.chunks / kFold + 1)), folded,
-                  coefficients};
-  const cudaError_t error = enqueue_all(hyper, plan, here, static_cast<cudaStream_t>(stream));
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+const char* enqueue(const Hyper& hyper, const multi_tensor::Plan& plan, void* memory,
+                    float* coefficients, void* stream_pointer) {
+  const Sums sums = sums_at(memory, plan);
+  auto* const stream = static_cast<cudaStream_t>(stream_pointer);
+  cudaError_t error = launch_average<true>(hyper, plan, sums, stream);
+  if (error == cudaSuccess && plan.sizes.items > 0) {
+    error = launch<Plan, Sums, Hyper, float*>(trust_kernel, plan.sizes.items, kThreads, stream,
+                                              plan, sums, hyper, coefficients);
+  }
+  return text_of(error == cudaSuccess ? launch_apply(plan, coefficients, stream) : error);
+}
+
+const char* enqueue_average(const Hyper& hyper, const multi_tensor::Plan& plan, void* memory,
+                            double* squares, void* stream_pointer) {
+  const Sums sums = sums_at(memory, plan);
+  auto* const stream = static_cast<cudaStream_t>(stream_pointer);
+  cudaError_t error = launch_average<false>(hyper, plan, sums, stream);
+  if (error == cudaSuccess && plan.sizes.items > 0) {
+    error = launch<Plan, Sums, double*>(squares_kernel, plan.sizes.items, kThreads, stream, plan,
+                                        sums, squares);
+  }
+  return text_of(error);
+}
+
+const char* enqueue_move(const Hyper& hyper, const multi_tensor::Plan& plan, const double* squares,
+                         float* coefficients, void* stream_pointer) {
+  auto* const stream = static_cast<cudaStream_t>(stream_pointer);
+  cudaError_t error = enqueue_prepare<Coefficients>(hyper, plan, stream);
+  const unsigned blocks = (plan.sizes.items + kThreads - 1) / kThreads;
+  if (error == cudaSuccess && blocks > 0) {
+    error = launch<Plan, const double*, Hyper, float*>(given_kernel, blocks, kThreads, stream, plan,
+                                                       squares, hyper, coefficients);
+  }
+  return text_of(error == cudaSuccess ? launch_apply(plan, coefficients, stream) : error);
 }
 
 }  // namespace fused_lamb

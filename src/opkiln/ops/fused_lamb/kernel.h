@@ -28,5 +28,12 @@ constexpr std::size_t sum_words(const multi_tensor::Sizes& sizes) {
 const char* enqueue(const Hyper& hyper, const multi_tensor::Plan& plan, void* sums,
                     float* coefficients, void* stream);
 
+// The halves of it, with sums of squares between them that the caller may add to: two numbers per
+// item, of it and of its update. The first does not count the step.
+const char* enqueue_average(const Hyper& hyper, const multi_tensor::Plan& plan, void* sums,
+                            double* squares, void* stream);
+const char* enqueue_move(const Hyper& hyper, const multi_tensor::Plan& plan, const double* squares,
+                         float* coefficients, void* stream);
+
 }  // namespace fused_lamb
 }  // namespace opkiln

@@ -9,19 +9,41 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
+# The halves of a step of tensors that several ranks share: between them `squares`, sums of squares of
+# each parameter and its update, is added up over the ranks.
+_AVERAGE = (
+    "fused_lamb_average_(Tensor[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+    "Tensor(c!)[] exp_avg_sqs, Tensor[] masters, Tensor[] steps, Tensor(f!) squares, "
+    "float beta1, float beta2, float eps, float weight_decay, bool eps_inside_sqrt, "
+    "bool bias_correction, bool maximize, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
+)
+_MOVE = (
+    "fused_lamb_move_(Tensor(a!)[] params, Tensor[] grads, Tensor[] exp_avgs, "
+    "Tensor[] exp_avg_sqs, Tensor(d!)[] masters, Tensor(e!)[] steps, Tensor squares, "
+    "Tensor(f!) coefficients, float lr, float beta1, float beta2, float eps, "
+    "float weight_decay, bool eps_inside_sqrt, bool bias_correction, float min_coeff, "
+    "float max_coeff, Tensor? lr_tensor=None, Tensor? found_inf=None) -> ()"
+)
+
+
 class FusedLambBuilder(FusedBuilder):
-    """``load()`` gives ``fused_lamb_`` (see reference.py) and, on GPUs, its planned form."""
+    """``load()`` gives ``fused_lamb_`` (see reference.py), its halves and, on GPUs, its planned
+    form."""
 
     NAME = "fused_lamb"
     BUILD_VAR = "DS_BUILD_FUSED_LAMB"
     CPU_KERNEL = "ops/fused_lamb/cpu.cpp"
     # `coefficients` receives a number per parameter.
-    SCHEMAS = schemas(
-        "fused_lamb",
-        ("exp_avgs", "exp_avg_sqs"),
-        "Tensor(f!) coefficients, float lr, float beta1, float beta2, float eps, "
-        "float weight_decay, bool eps_inside_sqrt, bool bias_correction, bool maximize, "
-        "float min_coeff, float max_coeff",
+    SCHEMAS = (
+        *schemas(
+            "fused_lamb",
+            ("exp_avgs", "exp_avg_sqs"),
+            "Tensor(f!) coefficients, float lr, float beta1, float beta2, float eps, "
+            "float weight_decay, bool eps_inside_sqrt, bool bias_correction, bool maximize, "
+            "float min_coeff, float max_coeff",
+        ),
+        _AVERAGE,
+        _MOVE,
     )
 
     def reference(self) -> ModuleType:

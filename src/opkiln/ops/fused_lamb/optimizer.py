@@ -8,12 +8,18 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import UsageError
+from opkiln.ops.multi_tensor.calls import Call, run
 from opkiln.ops.multi_tensor.optimizer import FusedOptimizer
 from opkiln.ops.param_groups import check_hyperparameters, check_numbers
+from opkiln.ops.sharded import has_shards, sum_over_shards
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
+
+# Arguments of the step that its halves do not take.
+_NOT_AVERAGES = ("coefficients", "lr", "min_coeff", "max_coeff", "lr_tensor")
+_NOT_MOVES = ("maximize", "grad_scale")
 
 
 class FusedLamb(FusedOptimizer):
@@ -24,16 +30,19 @@ class FusedLamb(FusedOptimizer):
     before the norm is taken, as in the paper. (DeepSpeed's takes the norm before.)
     Parameters, masters, captures, scaling and clipping of gradients are as with FusedAdam. State
     dicts of DeepSpeed's FusedLamb are taken.
+    The norms of DTensors (FSDP2, tensor parallelism) are those of the whole tensors: a step then
+    makes a collective per dimension of their mesh over which they are sharded.
 
     Raises UsageError, naming the argument or parameter: a hyperparameter out of range,
     ``amsgrad=True``, a parameter elsewhere or of another type, a sparse gradient, a capture that
-    would have to make states.
+    would have to make states, a parameter that FullyShardedDataParallel (FSDP1) has flattened.
     """
 
     OWNER = "FusedLamb"
     FUNCTION = "fused_lamb"
     STATES = ("exp_avg", "exp_avg_sq")
     ELSEWHERE = "torch.optim.AdamW(params)"
+    NORMS = True
 
     _coefficients: dict[tuple[int, torch.device], tuple[list[Tensor], Tensor]] | None = None
 
@@ -113,6 +122,25 @@ class FusedLamb(FusedOptimizer):
             values = torch.ones(len(params), dtype=torch.float32, device=device)
         self._coefficients[group, device] = (params, values)
         return {"coefficients": values}
+
+    def _new_plan(self, plans: Any, here: Any, call: Call) -> Any:
+        """None for DTensors: the two halves of their step go over lists."""
+        return None if has_shards(here.params) else super()._new_plan(plans, here, call)
+
+    def _run_call(self, call: Call) -> None:
+        if not call.sharded:
+            super()._run_call(call)
+            return
+        ops = self._load(call.device.type)
+        squares = torch.zeros(len(call.params), 2, dtype=torch.float64, device=call.device)
+
+        def half(function: Any, left_out: tuple[str, ...]) -> None:
+            hyper = {name: each for name, each in call.hyper.items() if name not in left_out}
+            run(function, call._replace(hyper={**hyper, "squares": squares}), self.STATES)
+
+        half(ops.fused_lamb_average_, _NOT_AVERAGES)
+        sum_over_shards(call.whole, squares)
+        half(ops.fused_lamb_move_, _NOT_MOVES)
 
     def _builder(self, backend: str) -> Any:
         from opkiln.ops.fused_lamb.op import FusedLambBuilder

@@ -45,43 +45,146 @@ def fused_lamb_(
     The lists and the numbers in tensors are as with ``fused_adam_``, and so is what is raised.
     """
     lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    work = prepared(lists, masters, steps, lr, maximize, lr_tensor, grad_scale, found_inf)
-    if coefficients.dtype != torch.float32 or coefficients.shape != (len(params),):
-        raise RuntimeError(
-            f"coefficients has shape {list(coefficients.shape)} and dtype {coefficients.dtype}, "
-            f"expected [{len(params)}] and torch.float32"
-        )
+    # Both halves' arguments are checked before the first writes.
+    prepared(lists, masters, steps, lr, maximize, lr_tensor, grad_scale, found_inf)
+    _check_coefficients(coefficients, params)
+    squares = torch.zeros(len(params), 2, dtype=torch.float64, device=coefficients.device)
+    fused_lamb_average_(
+        params, grads, exp_avgs, exp_avg_sqs, masters, steps, squares, beta1, beta2, eps,
+        weight_decay, eps_inside_sqrt, bias_correction, maximize, grad_scale, found_inf,
+    )  # fmt: skip
+    fused_lamb_move_(
+        params, grads, exp_avgs, exp_avg_sqs, masters, steps, squares, coefficients, lr, beta1,
+        beta2, eps, weight_decay, eps_inside_sqrt, bias_correction, min_coeff, max_coeff,
+        lr_tensor, found_inf,
+    )  # fmt: skip
+
+
+def fused_lamb_average_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    masters: list[Tensor],
+    steps: list[Tensor],
+    squares: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    eps_inside_sqrt: bool,
+    bias_correction: bool,
+    maximize: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """The first half of a step: the averages, and ``squares``, which receives the sums of squares
+    of each parameter and of its ``u``, a row for each. The step is not counted.
+
+    Where ranks have parts of a tensor, its row is to be added up over them before the second half.
+    """
+    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    work = prepared(lists, masters, steps, 0.0, maximize, None, grad_scale, found_inf)
+    _check_squares(squares, params)
     with torch.no_grad():
         for i, param in enumerate(params):
             stepped, dtype = stepped_and_dtype(param, masters, i)
-            step, rate, grad_factor = work.of(i)
+            step, _, grad_factor = work.of(i)
             p, g, m, v = (
                 tensor.to(dtype).reshape(param.shape)
                 for tensor in (stepped, grads[i], exp_avgs[i], exp_avg_sqs[i])
             )
             g = g * grad_factor.to(dtype)
             m = m + (g - m) * (1 - beta1)
-            one = torch.ones_like(step)
-            v = times_plus(v, one * beta2, (1 - beta2) * g * g)
-            m_factor = 1 / (1 - beta1**step if bias_correction else one)
-            v_factor = 1 / (1 - beta2**step if bias_correction else one)
-            if eps_inside_sqrt:
-                root = (v * v_factor.to(dtype) + eps).sqrt()
-            else:
-                root = v.sqrt() * v_factor.sqrt().to(dtype) + eps
-            update = m * m_factor.to(dtype) / root + weight_decay * p
-            size, change = (torch.linalg.vector_norm(each.double()) for each in (p, update))
+            v = times_plus(v, torch.ones_like(step) * beta2, (1 - beta2) * g * g)
+            update = _update(
+                p, m, v, step, beta1, beta2, eps, weight_decay, eps_inside_sqrt, bias_correction
+            )
+            sums = torch.stack([each.double().square().sum() for each in (p, update)])
+            store(m, exp_avgs[i], work.skip)
+            store(v, exp_avg_sqs[i], work.skip)
+            store(sums, squares[i], work.skip)
+
+
+def fused_lamb_move_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    masters: list[Tensor],
+    steps: list[Tensor],
+    squares: Tensor,
+    coefficients: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    eps_inside_sqrt: bool,
+    bias_correction: bool,
+    min_coeff: float,
+    max_coeff: float,
+    lr_tensor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """The second half of a step: the parameters, from the averages and the sums of squares that the
+    first left, and the count of steps. The gradients are not read."""
+    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    work = prepared(lists, masters, steps, lr, False, lr_tensor, None, found_inf)
+    _check_squares(squares, params)
+    _check_coefficients(coefficients, params)
+    with torch.no_grad():
+        for i, param in enumerate(params):
+            stepped, dtype = stepped_and_dtype(param, masters, i)
+            step, rate, _ = work.of(i)
+            p, m, v = (
+                tensor.to(dtype).reshape(param.shape)
+                for tensor in (stepped, exp_avgs[i], exp_avg_sqs[i])
+            )
+            update = _update(
+                p, m, v, step, beta1, beta2, eps, weight_decay, eps_inside_sqrt, bias_correction
+            )
+            size, change = squares[i].sqrt()
             bounded = (size / change).clamp(min_coeff, max_coeff)
-            ratio = torch.where((size == 0) | (change == 0), one, bounded)
+            ratio = torch.where((size == 0) | (change == 0), torch.ones_like(step), bounded)
             p = p - (rate * ratio).to(dtype) * update
             store(p, stepped, work.skip)
             if stepped is not param:
                 store(p, param, work.skip)
-            store(m, exp_avgs[i], work.skip)
-            store(v, exp_avg_sqs[i], work.skip)
             store(ratio, coefficients[i], work.skip)
         for count in steps:
             store(count + 1, count, work.skip)
+
+
+def _update(
+    p: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2: float, eps: float,
+    weight_decay: float, eps_inside_sqrt: bool, bias_correction: bool,
+) -> Tensor:  # fmt: skip
+    """Adam's step with the decay added, from the averages after the step."""
+    one = torch.ones_like(step)
+    m_factor = 1 / (1 - beta1**step if bias_correction else one)
+    v_factor = 1 / (1 - beta2**step if bias_correction else one)
+    if eps_inside_sqrt:
+        root = (v * v_factor.to(v.dtype) + eps).sqrt()
+    else:
+        root = v.sqrt() * v_factor.sqrt().to(v.dtype) + eps
+    return m * m_factor.to(m.dtype) / root + weight_decay * p
+
+
+def _check_coefficients(coefficients: Tensor, params: list[Tensor]) -> None:
+    if coefficients.dtype != torch.float32 or coefficients.shape != (len(params),):
+        raise RuntimeError(
+            f"coefficients has shape {list(coefficients.shape)} and dtype {coefficients.dtype}, "
+            f"expected [{len(params)}] and torch.float32"
+        )
+
+
+def _check_squares(squares: Tensor, params: list[Tensor]) -> None:
+    if squares.dtype != torch.float64 or squares.shape != (len(params), 2):
+        raise RuntimeError(
+            f"squares has shape {list(squares.shape)} and dtype {squares.dtype}, "
+            f"expected [{len(params)}, 2] and torch.float64"
+        )
 
 
 def fused_lamb_plan(*_: Any) -> NoReturn:

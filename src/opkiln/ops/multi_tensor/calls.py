@@ -12,6 +12,7 @@ from torch import Tensor
 from opkiln.ops.in_place import call_in_place
 from opkiln.ops.layout import lay_out_alike
 from opkiln.ops.multi_tensor.states import counted_up_once
+from opkiln.ops.sharded import like, parts_of
 from opkiln.ops.watched import same_tensors
 
 TYPE_CHECKING = False
@@ -25,27 +26,46 @@ class Call(NamedTuple):
     """One call of the op, for the parameters of one group on one device."""
 
     device: torch.device
-    params: list[Tensor]
+    whole: list[Tensor]  # the parameters
+    params: list[Tensor]  # what the op steps of them: the same list, or the parts of DTensors
     grads: list[Tensor]
     states: list[dict[str, Any]]
     masters: list[Tensor]
     steps: list[Tensor]
     hyper: dict[str, Any]
 
+    @property
+    def sharded(self) -> bool:
+        """Whether there are DTensors among the parameters."""
+        return self.params is not self.whole
+
     def lists(self, names: tuple[str, ...]) -> list[list[Tensor]]:
         """Those of the op up to the masters; ``names`` are the states'."""
         return [
             self.params,
             self.grads,
-            *([state[name] for state in self.states] for name in names),
+            *(self._parts([state[name] for state in self.states]) for name in names),
         ]
+
+    def _parts(self, tensors: list[Tensor]) -> list[Tensor]:
+        return parts_of(tensors) if self.sharded else tensors
+
+    def dtensors(self, names: tuple[str, ...]) -> list[list[Tensor]]:
+        """The DTensors that are written to, whose own versions count, too: autograd looks at them.
+
+        (Ordinary tensors among them are counted up twice.)
+        """
+        if not self.sharded:
+            return []
+        states = [[state[name] for state in self.states if name in state] for name in names]
+        return [self.whole, *states]
 
 
 def run(op: Callable[..., None], call: Call, names: tuple[str, ...]) -> None:
     """Make the call; tensors that the op cannot walk in step are copied to where it can."""
     lists = call.lists(names)
     try:
-        _run_lists(op, lists, call.masters, call)
+        _run_lists(op, lists, call.masters, call, names)
     except RuntimeError:
         # The op refuses before it writes. Looking at all layouts first would cost every step.
         places = _pick(call.masters, call.masters, call.params)
@@ -54,21 +74,25 @@ def run(op: Callable[..., None], call: Call, names: tuple[str, ...]) -> None:
             raise
         rows = laid.lists
         masters = _pick(call.masters, rows[-1], call.masters)
-        _run_lists(op, rows[: len(lists)], masters, call)
+        _run_lists(op, rows[: len(lists)], masters, call, names)
         for i, state in enumerate(call.states):
             for name, row in zip(names, rows[2:], strict=False):
-                state[name] = row[i]
+                state[name] = like(call.whole[i], row[i])
             if MASTER in state and masters:
-                state[MASTER] = masters[i]
+                state[MASTER] = like(call.whole[i], masters[i])
         for staged in laid.staged:
             staged.write_back()
 
 
 def _run_lists(
-    op: Callable[..., None], lists: list[list[Tensor]], masters: list[Tensor], call: Call
+    op: Callable[..., None],
+    lists: list[list[Tensor]],
+    masters: list[Tensor],
+    call: Call,
+    names: tuple[str, ...],
 ) -> None:
     params, _, *states = lists
-    written = [params, *states, masters, call.steps]
+    written = [params, *states, masters, call.steps, *call.dtensors((*names, MASTER))]
     call_in_place(op, [*lists, masters, call.steps], written, call.hyper)
 
 
@@ -107,6 +131,7 @@ class Planned(NamedTuple):
         except RuntimeError:
             return None  # the call itself will say what is wrong
         kept = [*lists[2:], call.masters, call.steps]
+        dtensors = call.dtensors((*names, MASTER))
         return cls(
             call.device,
             memory,
@@ -114,15 +139,16 @@ class Planned(NamedTuple):
             call.params,
             list(map(Tensor.data_ptr, call.params)),
             kept,
-            counted_up_once(chain(call.params, *kept)),
+            counted_up_once(chain(call.params, *kept, *dtensors)),
             stream_of(call.device),
         )
 
     def fits(self, params: list[Tensor]) -> bool:
         """Whether it is a plan for these parameters, where they are now, on the current stream."""
+        parts = parts_of(params)
         return (
-            same_tensors(params, self.params)
-            and list(map(Tensor.data_ptr, params)) == self.addresses
+            same_tensors(parts, self.params)
+            and list(map(Tensor.data_ptr, parts)) == self.addresses
             and stream_of(self.device) == self.stream
         )
 

@@ -21,7 +21,15 @@ from opkiln.ops.multi_tensor.states import (
     shared_steps,
     zeros_like,
 )
-from opkiln.ops.param_groups import check_dtypes, place, sparse_gradient, taking_over
+from opkiln.ops.param_groups import (
+    check_dtypes,
+    name_in,
+    place,
+    refuse_partials,
+    sparse_gradient,
+    taking_over,
+)
+from opkiln.ops.sharded import gradient_parts, has_shards, parts_of, refuse_fsdp1
 from opkiln.ops.watched import ParamState, Plans, watchable
 
 TYPE_CHECKING = False
@@ -40,7 +48,7 @@ _DEVICE = attrgetter("device")
 
 
 class _Place(NamedTuple):
-    """The parameters of a group on one device, and their gradients."""
+    """The parameters of a group on one device, and their gradients: of DTensors what is here."""
 
     group: int
     device: torch.device
@@ -60,6 +68,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     STATES: ClassVar[tuple[str, ...]]  # in the order of the op's arguments
     ELSEWHERE: ClassVar[str]  # what to use for parameters on other devices
     PLANNED_ON: ClassVar[tuple[str, ...]] = ("cuda",)  # types of devices
+    NORMS: ClassVar[bool] = False  # the op needs norms of whole tensors
 
     # GradScaler then sets the attributes grad_scale and found_inf for the time of a step, and must
     # find neither at any other.
@@ -87,6 +96,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.defaults.update(
             {MASTERS: master_weights, GRAD_NONE: set_grad_none, MAX_NORM: max_grad_norm}
         )
+        for index, group in enumerate(self.param_groups):
+            self._refuse_fsdp1(index, group)
 
     # What a subclass says
 
@@ -117,6 +128,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group.pop(name, None)
             self._check(group)
             check_dtypes(index, group)
+            refuse_partials(index, group)
             for i, param in enumerate(group["params"]):
                 if param.device.type not in ("cpu", "cuda"):
                     raise UsageError(
@@ -124,9 +136,16 @@ class FusedOptimizer(torch.optim.Optimizer):
                         f"{self.OWNER} steps parameters on GPUs and the CPU",
                         hint=self.ELSEWHERE,
                     )
+            self._refuse_fsdp1(index, group)
         except UsageError:
             self.param_groups.pop()
             raise
+
+    def _refuse_fsdp1(self, index: int, group: dict[str, Any]) -> None:
+        if self.NORMS or self.defaults.get(MAX_NORM):
+            why = f"{self.OWNER} needs" if self.NORMS else f"{MAX_NORM} needs"
+            for i, param in enumerate(group["params"]):
+                refuse_fsdp1(why, param, place(index, group, i))
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As torch's; what ``set_grad_none`` said unless the argument is given."""
@@ -192,6 +211,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> list[_Place]:
         params: list[Tensor] = group["params"]
         grads: list[Any] = list(map(_GRAD, params))
+        if has_shards(params):
+            grads = gradient_parts(params, grads, name_in(index, group))
         plan = None if plans is None else plans.of_group.get(index)
         if plan is not None and is_capturing(plan.device):
             plan = None  # it stays, and this step takes lists: a graph may outlive a plan
@@ -209,7 +230,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 return [_Place(index, plan.device, params, grads, plan)]
         if any(map(is_, grads, repeat(None))):
             params = [param for param in params if param.grad is not None]
-            grads = [param.grad for param in params]
+            grads = [grad for grad in grads if grad is not None]
         self._refuse_sparse(index, group, grads)
         devices = list(map(_DEVICE, params))
         return [
@@ -267,8 +288,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             states = [self.state[param] for param in here.params]
             if not all(states):
                 states = self._initialise(here.params)
-            masters = self._masters(here.params, states)
-            calls.append(Call(here.device, here.params, here.grads, states, masters, [], {}))
+            masters = parts_of(self._masters(here.params, states))
+            parts = parts_of(here.params)
+            calls.append(
+                Call(here.device, here.params, parts, here.grads, states, masters, [], {})
+            )
         # Whoever holds a count has a say in it: parameters of other groups, those without a
         # gradient, and those that were taken out of their group and may come back.
         holders = Counter(
@@ -297,7 +321,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         masters = []
         for param, state in zip(params, states, strict=True):
             if not self._has_master(param):
-                masters.append(param.new_empty(0))
+                masters.append(torch.empty(0, dtype=param.dtype, device=param.device))
                 continue
             if MASTER not in state:
                 refuse_capture(param.device, "parameters have no master yet")
@@ -339,7 +363,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         limit = self.defaults[MAX_NORM]
         if not limit or not places:
             return {device: moved(device, scale) for device in devices}
-        whole = clipping([here.grads for here in places], scale, limit)
+        whole = clipping([(here.params, here.grads) for here in places], scale, limit)
         return {device: moved(device, whole) for device in devices}
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import UsageError
+from opkiln.ops.sharded import has_shards
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def zeros_like(params: list[Tensor]) -> list[Tensor]:
     counted up, at the cost of one.
     """
     small = [p for p in params if p.numel() <= _POOLED and p.is_contiguous()]
-    if len(small) < 2:
+    if len(small) < 2 or has_shards(params):
         small = []
     offsets = list(accumulate((-(-p.numel() // _ALIGNED) * _ALIGNED for p in small), initial=0))
     pool = torch.zeros(offsets[-1], dtype=torch.float32, device=params[0].device)

@@ -182,8 +182,9 @@ __device__ inline double learning_rate(const Numbers& numbers) {
   return numbers.lr_double != nullptr ? *numbers.lr_double : numbers.lr;
 }
 
-// Before the step: its coefficients for each count of steps, which is then counted up.
-template <class Coefficients, class Hyper>
+// Before the step: its coefficients for each count of steps, which is then counted up; kCounted says
+// otherwise where this is the first half of a step.
+template <class Coefficients, class Hyper, bool kCounted>
 __global__ void prepare_kernel(const Plan plan, const Hyper hyper) {
   const uint32_t i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= plan.sizes.steps) {
@@ -196,17 +197,17 @@ __global__ void prepare_kernel(const Plan plan, const Hyper hyper) {
   Coefficients c = Coefficients::of(hyper, made, learning_rate(numbers), scale);
   c.skip = skip;
   *reinterpret_cast<Coefficients*>(plan.coefficients + i * kCoefficientBytes) = c;
-  if (!skip) {
+  if (kCounted && !skip) {
     made += 1;
   }
 }
 
-template <class Coefficients, class Hyper>
+template <class Coefficients, bool kCounted = true, class Hyper>
 cudaError_t enqueue_prepare(const Hyper& hyper, const Plan& plan, cudaStream_t stream) {
   const unsigned blocks = (plan.sizes.steps + kThreads - 1) / kThreads;
   return blocks == 0 ? cudaSuccess
-                     : launch<Plan, Hyper>(prepare_kernel<Coefficients, Hyper>, blocks, kThreads,
-                                           stream, plan, hyper);
+                     : launch<Plan, Hyper>(prepare_kernel<Coefficients, Hyper, kCounted>, blocks,
+                                           kThreads, stream, plan, hyper);
 }
 
 // A step of all items: two launches, whatever their number.
