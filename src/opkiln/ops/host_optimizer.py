@@ -21,6 +21,7 @@ from opkiln.ops.param_groups import (
     sparse_gradient,
     taking_over,
 )
+from opkiln.ops.saved_states import MASTER, check_saved_state, own_entries
 from opkiln.ops.sharded import gradient_parts, has_shards
 from opkiln.ops.watched import ParamState, Plans, watchable
 
@@ -262,7 +263,9 @@ class HostOptimizer(torch.optim.Optimizer):
                 saved = loaded["state"].get(key)
                 if not saved:
                     continue
-                state = self.state[param] = ParamState(self.state[param])
+                state = ParamState(own_entries(self.state[param], param, self.STATES))
+                state.pop(MASTER, None)
+                self.state[param] = state
                 state["step"] = int(saved.get("step", made))
                 for name in self.STATES:
                     tensor = saved[self._saved_name(saved, name)]
@@ -270,15 +273,15 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def _saved_name(self, saved: dict[str, Any], name: str) -> str:
         """What a state is called in a state dict that is being loaded."""
-        return name if name in saved else self.IN_DEEPSPEED.get(name, name)
+        there = self.IN_DEEPSPEED.get(name, name)
+        return there if name not in saved and there in saved else name
 
-    def _check_saved(self, saved: dict[str, Any], where: str) -> None:
-        for name in self.STATES:
-            if self._saved_name(saved, name) not in saved:
-                raise UsageError(
-                    f"{where}there is no {name}, but {', '.join(saved)}",
-                    why=f"it is not the state of an optimizer whose states {self.OWNER} can take",
-                )
+    def _check_saved(
+        self, param: Tensor, saved: dict[str, Any], group: dict[str, Any], where: str
+    ) -> None:
+        names = [self._saved_name(saved, name) for name in self.STATES]
+        made = saved.get("step", group.get("step", None if self.COUNTED else 0))
+        check_saved_state(self.OWNER, saved, where, param, names, made)
 
     def _state_dtype(self, param: Tensor) -> torch.dtype:
         return torch.float32 if self.defaults[FP32_STATES] else param.dtype

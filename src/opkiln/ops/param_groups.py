@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from opkiln.errors import UsageError
+from opkiln.ops.saved_states import check_form, check_saved_group
 from opkiln.ops.sharded import has_shards, refuse_partial
 
 TYPE_CHECKING = False
@@ -104,31 +105,33 @@ def taking_over(
     owner: str,
     optimizer: torch.optim.Optimizer,
     take_over: Callable[[dict[str, Any]], None],
-    check: Callable[[dict[str, Any], str], None] | None = None,
-    check_state: Callable[[dict[str, Any], str], None] | None = None,
+    check: Callable[[dict[str, Any], str], None],
+    check_state: Callable[[torch.Tensor, dict[str, Any], dict[str, Any], str], None],
 ) -> Iterator[None]:
     """Around torch's ``load_state_dict``: checks what is loaded before, and calls ``take_over``
     with it after torch has cast the states to the parameters' own types.
 
-    ``check(group, where)`` checks the hyperparameters of a group; without it they are Adam's.
-    ``check_state(state, where)`` checks a parameter's state that is there.
-    Raises UsageError.
+    ``check(group, where)`` checks the hyperparameters of a group.
+    ``check_state(param, state, group, where)`` checks a parameter's state that is there, of a group
+    that is loaded.
+    Raises UsageError, before anything is changed.
     """
     seen: dict[str, Any] = {}
 
     # Last of the hooks before and first of those after: it sees what the user's hooks made of the
     # state dict, and they see the states as they will be.
     def before(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
-        for index, group in enumerate(loaded["param_groups"]):
+        check_form(owner, loaded)
+        # Where there are other numbers of groups or parameters, torch says so next.
+        for index, (group, ours) in enumerate(
+            zip(loaded["param_groups"], optimizer.param_groups, strict=False)
+        ):
             where = f"param_groups[{index}]: "
-            whole = {**optimizer.defaults, **group}
-            if check is None:
-                check_hyperparameters(owner, whole, where)
-            else:
-                check(whole, where)
-            for key in group["params"]:
-                if check_state is not None and (saved := loaded["state"].get(key)):
-                    check_state(saved, f"state[{key}]: ")
+            check_saved_group(owner, optimizer.defaults, group, where)
+            check({**optimizer.defaults, **group}, where)
+            for key, param in zip(group["params"], ours["params"], strict=False):
+                if saved := loaded["state"].get(key):
+                    check_state(param, saved, group, f"state[{key!r}]: ")
         seen.update(loaded)
 
     def after(_: torch.optim.Optimizer) -> None:

@@ -56,7 +56,8 @@ class KeptLists {
     std::mutex lock;
     std::unordered_map<int64_t, std::shared_ptr<const Lists>> lists;
     // No number that another library of the same op has given, which this one may have replaced.
-    int64_t last = static_cast<int64_t>(reinterpret_cast<uintptr_t>(this) << 16);
+    // Never negative: addresses may have 48 bits, the highest of which would be the sign.
+    int64_t last = static_cast<int64_t>(reinterpret_cast<uintptr_t>(this) << 16 >> 1);
   };
 
   // Never destroyed: at the process's end torch may be gone before it.

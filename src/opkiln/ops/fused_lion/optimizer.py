@@ -27,6 +27,7 @@ class FusedLion(FusedOptimizer):
     FUNCTION = "fused_lion"
     STATES = ("exp_avg",)
     ELSEWHERE = "torch.optim.AdamW(params)"
+    COUNTED = False
 
     def __init__(
         self,

@@ -12,14 +12,13 @@ from torch import Tensor
 from opkiln.ops.in_place import call_in_place
 from opkiln.ops.layout import lay_out_alike
 from opkiln.ops.multi_tensor.states import counted_up_once
+from opkiln.ops.saved_states import MASTER
 from opkiln.ops.sharded import like, parts_of
 from opkiln.ops.watched import same_tensors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-MASTER = "master_param"
 
 
 class Call(NamedTuple):

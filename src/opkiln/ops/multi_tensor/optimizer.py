@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import UsageError
-from opkiln.ops.multi_tensor.calls import MASTER, Call, Planned, run
+from opkiln.ops.multi_tensor.calls import Call, Planned, run
 from opkiln.ops.multi_tensor.scaling import clipping, moved
 from opkiln.ops.multi_tensor.states import (
     is_capturing,
@@ -29,6 +29,7 @@ from opkiln.ops.param_groups import (
     sparse_gradient,
     taking_over,
 )
+from opkiln.ops.saved_states import MASTER, check_saved_state, own_entries
 from opkiln.ops.sharded import gradient_parts, has_shards, parts_of, refuse_fsdp1
 from opkiln.ops.watched import ParamState, Plans, watchable
 
@@ -69,6 +70,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     ELSEWHERE: ClassVar[str]  # what to use for parameters on other devices
     PLANNED_ON: ClassVar[tuple[str, ...]] = ("cuda",)  # types of devices
     NORMS: ClassVar[bool] = False  # the op needs norms of whole tensors
+    COUNTED: ClassVar[bool] = True  # steps differ by their number: a saved state must have it
 
     # GradScaler then sets the attributes grad_scale and found_inf for the time of a step, and must
     # find neither at any other.
@@ -390,8 +392,15 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Unlike torch's own, this keeps fp32 states of 16-bit parameters fp32.
         """
-        with taking_over(self.OWNER, self, self._take_over, self._check):
+        with taking_over(self.OWNER, self, self._take_over, self._check, self._check_saved):
             super().load_state_dict(state_dict)
+
+    def _check_saved(
+        self, param: Tensor, saved: dict[str, Any], group: dict[str, Any], where: str
+    ) -> None:
+        # DeepSpeed has the count in the group.
+        made = saved.get("step", group.get("step", None if self.COUNTED else 0))
+        check_saved_state(self.OWNER, saved, where, param, self.STATES, made)
 
     def _take_over(self, loaded: dict[str, Any]) -> None:
         self._plans = None  # they hold the states that were
@@ -404,12 +413,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 saved = loaded["state"].get(key)
                 if not saved:
                     continue
-                state = self.state[param] = ParamState(self.state[param])
+                state = ParamState(own_entries(self.state[param], param, self.STATES))
+                self.state[param] = state
                 state.pop(MASTER, None)
                 for name in (*self.STATES, *((MASTER,) if self._has_master(param) else ())):
                     if name in saved:
                         state[name] = saved[name].to(device=param.device, dtype=torch.float32)
-                # DeepSpeed has the count in the group.
                 made = saved.get("step", saved_group.get("step", 0))
                 count = (param.device, float(made))
                 if count not in counts:
