@@ -6,10 +6,12 @@ Another package adds ops with an entry point in the group ``opkiln.ops``:
     [project.entry-points."opkiln.ops"]
     my_op = "my_package.ops.my_op:MyOpBuilder"
 
-Of two ops with one name the bundled one, else the first found, has it; ``DISTRIBUTION:OP`` is any
-of them. Looking up a bundled op imports its module and nothing else; entry points are only read
-when a name is not bundled, or when all are asked for (reading them takes longer than loading an
-op).
+Of several ops with one name, the bundled one or else the first found goes by that name, and the
+others by ``DISTRIBUTION:OP``. Every op can be asked for as ``DISTRIBUTION:OP``, where DISTRIBUTION
+is what was installed, in any spelling that an installer takes, or the package that is imported.
+
+Looking up a bundled op imports its module and nothing else; entry points are only read when a name
+is not bundled, or when all are asked for (reading them takes longer than loading an op).
 """
 
 from __future__ import annotations
@@ -43,28 +45,28 @@ class _AllOps(Mapping[str, type[OpBuilder]]):
 
     def __getitem__(self, name: str) -> type[OpBuilder]:
         owner, _, op = name.rpartition(":")
-        own = owner in ("", "opkiln") and op.isidentifier()
+        own = op.isidentifier() and (not owner or normalized(owner) == "opkiln")
         if own and os.path.exists(os.path.join(_OPS, op, "op.py")):
             return _only_builder(op)
-        for entry in _entry_points():
-            if entry.name == op and owner in ("", distribution(entry)):
-                try:
-                    found = entry.load()
-                except (Exception, SystemExit) as error:
-                    raise SpecError(
-                        f"op {name}: {entry.value} cannot be imported",
-                        why=f"{type(error).__name__}: {error}",
-                        hint=f"python -c 'import {entry.module}'",
-                    ) from error
-                if not (isinstance(found, type) and issubclass(found, OpBuilder)):
-                    raise SpecError(f"entry point {name} = {entry.value} is not an OpBuilder")
-                return found
+        entry = _find(owner, op)
+        if entry is not None:
+            try:
+                found = entry.load()
+            except (Exception, SystemExit) as error:
+                raise SpecError(
+                    f"op {name}: {entry.value} cannot be imported",
+                    why=f"{type(error).__name__}: {error}",
+                    hint=f"python -c 'import {entry.module}'",
+                ) from error
+            if not (isinstance(found, type) and issubclass(found, OpBuilder)):
+                raise SpecError(f"entry point {name} = {entry.value} is not an OpBuilder")
+            return found
         raise UnknownOp(
             f"there is no op {name!r}", why="known: " + ", ".join(self), hint="opkiln report"
         )
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*bundled(), *(entry.name for entry in _entry_points())]))
+        return iter([*bundled(), *declared()])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -104,6 +106,43 @@ def _only_builder(name: str) -> type[OpBuilder]:
     if len(found) != 1:
         raise SpecError(f"opkiln/ops/{name}/op.py must hold one OpBuilder, not {len(found)}")
     return found[0]
+
+
+def declared() -> dict[str, EntryPoint]:
+    """The ops of other packages, by the names under which ``ALL_OPS`` lists them."""
+    taken = set(bundled())
+    found: dict[str, EntryPoint] = {}
+    for entry in _entry_points():
+        name = f"{distribution(entry)}:{entry.name}" if entry.name in taken else entry.name
+        taken.add(entry.name)
+        found.setdefault(name, entry)
+    return found
+
+
+def listed_as(op: str) -> list[str]:
+    """The names in ``ALL_OPS`` of all the ops called ``op``, each of another package."""
+    return [name for name in ALL_OPS if name.rpartition(":")[2] == op]
+
+
+def normalized(distribution: str) -> str:
+    """A distribution's name in the one spelling that all others stand for (PEP 503)."""
+    parts = distribution.lower().replace("_", "-").replace(".", "-").split("-")
+    return "-".join(part for part in parts if part)
+
+
+def _find(owner: str, op: str) -> EntryPoint | None:
+    """The entry point of ``op``: the first, or that of the owner."""
+    named = [entry for entry in _entry_points() if entry.name == op]
+    if not owner:
+        return named[0] if named else None
+    wanted = normalized(owner)
+    for entry in named:
+        if normalized(distribution(entry)) == wanted:
+            return entry
+    for entry in named:  # by the package that is imported, as the store and records have it
+        if normalized(entry.module.partition(".")[0]) == wanted:
+            return entry
+    return None
 
 
 def distribution(entry: EntryPoint) -> str:

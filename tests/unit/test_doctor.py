@@ -348,9 +348,7 @@ def test_an_op_that_cannot_be_imported_is_found(code: str, evidence: str, tmp_pa
     )  # fmt: skip
 
 
-def test_two_ops_with_one_name_are_found_and_the_hidden_one_is_within_reach(
-    tmp_path: Path,
-) -> None:
+def test_two_ops_with_one_name_pass_and_the_check_says_how_to_name_each(tmp_path: Path) -> None:
     patient = _with_ops(tmp_path, good=_GOOD)
     assert patient.check("ops").verdict == PASS
     info = tmp_path / "second-1.0.dist-info"
@@ -360,9 +358,9 @@ def test_two_ops_with_one_name_are_found_and_the_hidden_one_is_within_reach(
         "[opkiln.ops]\ngood = good_module:Builder\ncpu_adam = good_module:Builder\n"
     )
     found = patient.check("ops")
-    assert found.verdict == WARN
-    assert "op cpu_adam of second is hidden by that of opkiln" in found.evidence
-    assert "opkiln explain second:cpu_adam" in found.command
+    assert found.verdict == PASS
+    assert "cpu_adam is the op of opkiln, that of second is second:cpu_adam" in found.evidence
+    assert "good is the op of theirs, that of second is second:good" in found.evidence
 
 
 # CUDA, of scripts

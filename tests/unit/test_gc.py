@@ -423,7 +423,7 @@ def test_clear_of_one_op_takes_its_objects_and_leaves_the_others(shelf: Shelf) -
     shelf.op("lion", source="lion.cpp")
     shelf.object("adam.cpp")
     shelf.object("lion.cpp")
-    removed = gc.clear(shelf.root, "adam")
+    removed = gc.clear(shelf.root, lambda each: each.name == "adam")
     assert sorted(each.kind for each in removed) == ["object", "op"]
     left = [inventory.details(each) for each in inventory.entries(shelf.root)]
     assert sorted(each.source or each.sources[0] for each in left) == ["lion.cpp", "lion.cpp"]

@@ -78,6 +78,30 @@ def test_an_op_with_the_name_of_another_is_found_by_its_distribution(plain: Pack
         opkiln.get_builder("sample-dist:their_op")
 
 
+def test_every_op_of_one_name_is_listed_and_found_by_what_it_is_listed_as(
+    package: Callable[..., Package],
+) -> None:
+    first, second = package("plain"), package("plain")
+    install(first.where, f"same = {first.name}.op:PlainBuilder", name="a-dist")
+    install(first.where, f"same = {second.name}.op:PlainBuilder", name="B.dist")
+    names = [name for name in opkiln.ALL_OPS if name.endswith("same")]
+    assert len(names) == 2
+    assert names[0] == "same"
+    assert names[1] in ("a-dist:same", "B.dist:same"), "the one that is found second"
+    found = {opkiln.get_builder(name).distribution for name in names}
+    assert found == {first.name, second.name}
+    assert len(opkiln.ALL_OPS) == len(list(opkiln.ALL_OPS))
+
+
+@pytest.mark.parametrize("owner", ["B.dist", "b-dist", "b_dist", "B_-.Dist"])
+def test_a_distribution_may_be_spelled_as_an_installer_takes_it(plain: Package, owner: str) -> None:
+    install(plain.where, f"their_op = {plain.name}.op:PlainBuilder", name="B.dist")
+    assert opkiln.get_builder(f"{owner}:their_op").distribution == plain.name
+    assert opkiln.get_builder(f"{plain.name}:their_op").distribution == plain.name
+    assert f"{owner}2:their_op" not in opkiln.ALL_OPS
+    assert opkiln.get_builder("OpKiln:cpu_adam").distribution == "opkiln"
+
+
 def test_looking_up_a_bundled_op_reads_no_entry_points_and_imports_no_torch() -> None:
     out = child.run("""
         import sys, opkiln

@@ -7,13 +7,15 @@ import re
 import click
 
 from opkiln.cli import output
-from opkiln.cli.op_name import complete
+from opkiln.cli.op_name import Stored, complete
 from opkiln.errors import StoreError
 from opkiln.report.layout import columns, size
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from opkiln.store.inventory import Entry
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -43,8 +45,12 @@ def export(file: str, ops: tuple[str, ...], as_json: bool) -> None:
     from opkiln.store.layers import Store
 
     roots = [each.root for each in Store().location.layers if not each.listed]
-    payloads = [path for root in roots for path in _newest(root, ops)]
-    missing = set(ops) - {path.split("/")[-5] for path in payloads}
+    chosen = {op: Stored(op) for op in ops}
+    found = [each for root in roots for each in _newest(root)]
+    missing = {op for op, its in chosen.items() if not any(map(its, found))}
+    payloads = [
+        each.payload for each in found if not ops or any(its(each) for its in chosen.values())
+    ]
     if missing or not payloads:
         names = ", ".join(sorted(missing)) or "--all"
         raise StoreError(
@@ -62,20 +68,20 @@ def export(file: str, ops: tuple[str, ...], as_json: bool) -> None:
         output.say(f"{written.entries} {noun}, {size(written.size)}")
 
 
-def _newest(root: str, ops: tuple[str, ...]) -> Iterator[str]:
-    """The payload of the newest entry for each op and intent."""
+def _newest(root: str) -> Iterator[Entry]:
+    """The newest entry for each op and intent, unless it is damaged."""
     from opkiln.store import inventory
 
-    newest: dict[tuple[str, ...], inventory.Entry] = {}
+    newest: dict[tuple[str, ...], Entry] = {}
     for found in inventory.entries(root):
-        if found.kind != inventory.OP or (ops and found.name not in ops) or not found.payload:
+        if found.kind != inventory.OP or not found.payload:
             continue
         intent = tuple(found.directory.split("/")[-5:-2])
         if intent not in newest or newest[intent].published < found.published:
             newest[intent] = found
     for found in newest.values():
         if not inventory.details(found).damaged:
-            yield found.payload
+            yield found
 
 
 @click.command("import", short_help="Take entries from such a file.")

@@ -8,7 +8,7 @@ import time
 import click
 
 from opkiln.cli import bundles, output, recording
-from opkiln.cli.op_name import complete
+from opkiln.cli.op_name import Stored, complete
 from opkiln.errors import LoadError, StoreError
 from opkiln.report.layout import age, columns, size
 from opkiln.settings import parse_size, settings
@@ -75,7 +75,7 @@ def path() -> None:
 @click.option("--objects", is_flag=True, help="List the compiled objects, too.")
 @_JSON
 def list_(objects: bool, as_json: bool) -> None:
-    """List the entries: op, target CPU, compiler, size, time since the last use, path."""
+    """List the entries: op, package, target CPU, compiler, size, time since the last use, path."""
     from opkiln.store import inventory
 
     found = [(each, inventory.details(each)) for each in inventory.entries(writable_root())]
@@ -89,11 +89,12 @@ def list_(objects: bool, as_json: bool) -> None:
         output.data_json({"schema": 1, "entries": rows})
         return
     now = time.time()
-    table = [("op", "for", "compiler", "size", "used", "path")]
+    table = [("op", "package", "for", "compiler", "size", "used", "path")]
     for each, more in found:
         name = each.name if each.kind == inventory.OP else f"object of {more.source or each.name}"
         table.append(
-            (name, more.made_for or "-", more.compiler or ("damaged" if more.damaged else "-"),
+            (name, each.distribution or "-", more.made_for or "-",
+             more.compiler or ("damaged" if more.damaged else "-"),
              size(each.size), age(now - each.used), each.directory)
         )  # fmt: skip
     output.data(columns(table))
@@ -270,7 +271,7 @@ def clear(op: str | None, yes: bool, as_json: bool) -> None:
     if not yes:
         what = "everything" if op is None else f"op {op}"
         click.confirm(f"Remove {what} from {os.path.dirname(root)}?", abort=True, err=True)
-    removed = gc.clear(root, op)
+    removed = gc.clear(root, Stored(op) if op is not None else None)
     freed = sum(each.size for each in removed)
     if as_json:
         rows = [each._asdict() for each in removed]

@@ -60,20 +60,21 @@ _sinks: list[Sink] = []
 _hooked: list[bool] = []
 
 
-_target: ContextVar[str] = ContextVar("opkiln_told_target", default="")
+_name: ContextVar[str] = ContextVar("opkiln_told_name", default="")
 
 
 @contextlib.contextmanager
-def told_for(target: str) -> Iterator[None]:
-    """Within the block, and the threads it starts, an op goes by its name and this target.
+def told_as(name: str) -> Iterator[None]:
+    """Within the block, and the threads it starts, the op that is built goes by this name.
 
-    For builds of one op for several: they would be taken for one.
+    For builds of one op for several targets, or of several packages' ops with one name: they would
+    be taken for one.
     """
-    token = _target.set(target)
+    token = _name.set(name)
     try:
         yield
     finally:
-        _target.reset(token)
+        _name.reset(token)
 
 
 def emit(kind: str, **data: Any) -> None:
@@ -85,8 +86,8 @@ def emit(kind: str, **data: Any) -> None:
         return
     if FIELDS.get(kind) is None or set(FIELDS[kind]) != data.keys():
         raise ValueError(f"no event {kind!r} with {', '.join(data)}")
-    if (target := _target.get()) and "op" in data:
-        data["op"] = f"{data['op']} {target}"
+    if (name := _name.get()) and "op" in data:
+        data["op"] = name
     event = Event(kind, time.monotonic(), data)
     for sink in tuple(_sinks):
         sink(event)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from opkiln.builder.base import OpBuilder
 from opkiln.errors import OpkilnError, SpecError
 from opkiln.loading.outlook import CACHED, WOULD_COMPILE, WOULD_FAIL, outlook
-from opkiln.registry import ALL_OPS, GROUP, bundled
+from opkiln.registry import ALL_OPS, bundled, declared
 from opkiln.report import compilers, redact
 
 TYPE_CHECKING = False
@@ -63,16 +63,10 @@ def _builders() -> Iterator[tuple[str, Callable[[], object]]]:
     As ``ALL_OPS`` has them, which reads all of the entry points again for each op that it is asked
     for: with thirty, that would be half of a report's time.
     """
-    seen = set()
     for name in bundled():
-        seen.add(name)
         yield name, lambda name=name: ALL_OPS[name]  # type: ignore[misc]
-    from importlib.metadata import entry_points
-
-    for entry in entry_points(group=GROUP):
-        if entry.name not in seen:
-            seen.add(entry.name)
-            yield entry.name, entry.load
+    for name, entry in declared().items():
+        yield name, entry.load
 
 
 def _status(
@@ -86,7 +80,7 @@ def _status(
         builder = kind()
         distribution, serves = builder.distribution, builder.backend
         ordered = dict.fromkeys((serves, *kind.BACKENDS))
-        backends = tuple(_on(name, kind, each, tools) for each in ordered)
+        backends = tuple(_on(kind, each, tools) for each in ordered)
         changed = _changes(builder) if changes and backends[0].status == WOULD_COMPILE else ()
     except OpkilnError as error:
         return OpStatus(name, distribution, "", (), error.what)
@@ -95,14 +89,15 @@ def _status(
     return OpStatus(name, distribution, serves, backends, changes=changed)
 
 
-def _on(name: str, kind: type[OpBuilder], backend: str, tools: tuple[Tool, ...]) -> BackendStatus:
+def _on(kind: type[OpBuilder], backend: str, tools: tuple[Tool, ...]) -> BackendStatus:
     try:
-        found = outlook(kind(backend=backend).op())
+        builder = kind(backend=backend)
+        found = outlook(builder.op())
     except OpkilnError as error:
         return BackendStatus(backend, WOULD_FAIL, False, False, False, error.what, "", ())
     decisions = tuple(found.trace.decisions)
     status = found.status
-    reason = " ".join(found.reason.split()).removeprefix(f"op {name} ")
+    reason = " ".join(found.reason.split()).removeprefix(f"op {builder.name} ")
     taken = {each.resort for each in decisions if each.verdict == "taken"}
     compatible = status in (CACHED, WOULD_COMPILE)
     if status == WOULD_COMPILE:

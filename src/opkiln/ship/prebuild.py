@@ -38,6 +38,12 @@ class Request(NamedTuple):
     builder: OpBuilder
     wanted: Wanted | None = None
     named: bool = True
+    asked_as: str = ""  # the op's name as it was asked for, such as my-package:op
+
+    @property
+    def op(self) -> str:
+        """The op, by the name that tells it from others."""
+        return self.asked_as or self.builder.name
 
 
 class Outcome(NamedTuple):
@@ -81,7 +87,7 @@ def requests(
         last: UnknownBackend | None = None
         for each in wanted or (None,):
             try:
-                made.append(Request(targets.ask(builders[name](), each), each, named))
+                made.append(Request(targets.ask(builders[name](), each), each, named, name))
             except UnknownBackend as none:
                 last = none
                 reason = f"{none.what}: {none.why}"
@@ -163,8 +169,8 @@ def _in_parallel(missing: Mapping[int, Request]) -> dict[int, Outcome]:
 
     def work(number: int, request: Request) -> None:
         try:
-            target = str(request.wanted or "") if len(missing) > 1 else ""
-            with targets.applied(request.wanted), events.told_for(target):
+            target = f" {request.wanted}" if request.wanted and len(missing) > 1 else ""
+            with targets.applied(request.wanted), events.told_as(f"{request.op}{target}"):
                 outcomes[number] = _make(request)
         except OpkilnError as error:
             outcomes[number] = _outcome(request, FAILED, error=_with_hint(error, request))
@@ -229,7 +235,7 @@ def _outcome(
     builder = request.builder
     target = str(request.wanted or "")
     return Outcome(
-        builder.name, status, builder.backend, target, archs, seconds, path, sha256, reason, error
+        request.op, status, builder.backend, target, archs, seconds, path, sha256, reason, error
     )
 
 
@@ -252,5 +258,5 @@ def _with_hint(error: OpkilnError, request: Request) -> OpkilnError:
     if not isinstance(error, CompilingOff):
         return error
     variable = "OPKILN_SEAL=off" if settings.jit else "OPKILN_JIT=on"
-    hint = f"{variable} opkiln build {request.builder.name}"
+    hint = f"{variable} opkiln build {request.op}"
     return CompilingOff(error.what, why=error.why, hint=hint)

@@ -9,7 +9,7 @@ from opkiln import process
 from opkiln.errors import BuildError, UnknownOp
 from opkiln.loading import recording
 from opkiln.model import ONE_CALL
-from opkiln.registry import ALL_OPS
+from opkiln.registry import ALL_OPS, listed_as
 from opkiln.settings import whole_environment
 from opkiln.ship import prebuild
 from opkiln.ship.prebuild import SKIPPED, Asked, Outcome
@@ -43,20 +43,21 @@ def requests(file: str, wanted: Sequence[Wanted] = (), *, ran_here: bool = False
 
 
 def _registered(use: recording.Use) -> str:
-    """The op's name among all of them. Raises UnknownOp where it is another package's op."""
-    owner = ALL_OPS[use.op]().distribution
-    if owner != use.distribution:
-        raise UnknownOp(
-            f"op {use.op} of {use.distribution} is not installed here",
-            why=f"the op of this name is one of {owner}",
-            hint=f"pip install {use.distribution}",
-        )
-    return use.op
+    """The op's name among all of them. Raises UnknownOp where only others' ops have its name."""
+    owners = {name: ALL_OPS[name]().distribution for name in listed_as(use.op) or (use.op,)}
+    for name, owner in owners.items():
+        if owner == use.distribution:
+            return name
+    raise UnknownOp(
+        f"op {use.op} of {use.distribution} is not installed here",
+        why=f"the op of this name is one of {', '.join(owners.values())}",
+        hint=f"pip install {use.distribution}",
+    )
 
 
 def _new(request: prebuild.Request, asked: list[prebuild.Request]) -> bool:
-    known = ((each.builder.name, each.builder.backend, each.wanted) for each in asked)
-    return (request.builder.name, request.builder.backend, request.wanted) not in known
+    known = ((each.op, each.builder.backend, each.wanted) for each in asked)
+    return (request.op, request.builder.backend, request.wanted) not in known
 
 
 def run_script(script: str, arguments: Sequence[str], file: str) -> None:

@@ -167,18 +167,19 @@ def _put_back(trash: str, found: Entry) -> None:
         raise cannot("put back", found.directory, error) from error
 
 
-def clear(root: str, op: str | None = None) -> list[Entry]:
-    """Remove everything, or an op's entries and objects. Running processes keep what they have
-    open; a build that is under way publishes what it makes. Raises StoreError."""
+def clear(root: str, chosen: Callable[[Entry], bool] | None = None) -> list[Entry]:
+    """Remove everything, or the ops' entries that are ``chosen`` and their objects. Running
+    processes keep what they have open; a build that is under way publishes what it makes. Raises
+    StoreError."""
     found = list(entries(root))
-    if op is not None:
-        ours = [each for each in found if each.kind == OP and each.name == op]
+    if chosen is not None:
+        ours = [each for each in found if each.kind == OP and chosen(each)]
         sources = {source for each in ours for source in details(each).sources}
         objects = [each for each in found if each.kind == OBJECT]
         found = [*ours, *(each for each in objects if details(each).source in sources)]
     for each in found:
         discard(root, each)
-    if op is None:
+    if chosen is None:
         for top in ("toolchains", "logs", "failures"):
             publish.remove(os.path.join(root, top))
         _sweep_store(root, time.time())

@@ -31,6 +31,7 @@ class Entry(NamedTuple):
     directory: str
     kind: str  # op, object
     name: str  # the op's name; the head of an object's key
+    distribution: str  # the package that owns the op; "" of an object
     size: int
     published: float
     used: float
@@ -111,8 +112,8 @@ def _entry(directory: str, kind: str) -> Entry | None:
     except OSError as error:
         raise cannot("read", directory, error) from error
     parts = directory.split("/")
-    name = parts[-4] if kind == OP else parts[-2][:12]
-    return Entry(directory, kind, name, size, found.st_mtime, used, payload)
+    owner, name = (parts[-5], parts[-4]) if kind == OP else ("", parts[-2][:12])
+    return Entry(directory, kind, name, owner, size, found.st_mtime, used, payload)
 
 
 def details(found: Entry) -> Details:

@@ -10,7 +10,7 @@ from opkiln.loading.installed import OWN, SHARED
 from opkiln.loading.outlook import CACHED
 from opkiln.loading.prebuilt import PREBUILT
 from opkiln.model import PACKAGE
-from opkiln.registry import GROUP, bundled
+from opkiln.registry import bundled, declared, distribution
 from opkiln.report.doctor import child
 from opkiln.report.doctor.finding import Outcome, joined, passed, skipped, warned
 from opkiln.report.doctor.here import Here, pip
@@ -74,23 +74,20 @@ def _found() -> Iterator[tuple[str, str]]:
     """
     shared = [os.path.join(each, SHARED) for each in sys.path if os.path.isabs(each)]
     layers = [(name, os.path.join(each, name)) for each in shared for name in names_in(each)]
-    for op, distribution, package in _declared():
-        for brought_by, layer in [(distribution, os.path.join(package, OWN)), *layers]:
+    for name, owner, package in _declared():
+        op = name.rpartition(":")[2]
+        for brought_by, layer in [(owner, os.path.join(package, OWN)), *layers]:
             ops = os.path.join(layer, LAYOUT, "ops")
             if any(op in names_in(os.path.join(ops, each)) for each in names_in(ops)):
-                yield op, brought_by
+                yield name, brought_by
                 break
 
 
 def _declared() -> Iterator[tuple[str, str, str]]:
-    """(op, its distribution, the directory of its package) of every op."""
-    own = bundled()
-    yield from ((op, "opkiln", PACKAGE) for op in own)
-    from importlib.metadata import entry_points
-
-    for entry in entry_points(group=GROUP):
+    """(op as ALL_OPS lists it, its distribution, the directory of its package) of every op."""
+    yield from ((op, "opkiln", PACKAGE) for op in bundled())
+    for name, entry in declared().items():
         top = entry.module.partition(".")[0]
         found = PathFinder.find_spec(top)
-        if entry.name not in own and found and found.submodule_search_locations:
-            name = entry.dist.name if entry.dist else top
-            yield entry.name, name, next(iter(found.submodule_search_locations))
+        if found and found.submodule_search_locations:
+            yield name, distribution(entry) or top, next(iter(found.submodule_search_locations))

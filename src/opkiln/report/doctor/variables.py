@@ -46,7 +46,7 @@ def misspelt(here: Here) -> Outcome:  # noqa: ARG001
             commands.append(f'export {meant}="${name}"; unset {name}')
         else:
             commands.append(f"unset {name}")
-    ops = {name.upper() for name in ALL_OPS}
+    ops = {name.rpartition(":")[2].upper() for name in ALL_OPS}
     for prefix in ("OPKILN_BUILD_", "DS_BUILD_"):
         for name in sorted(environment):
             op = name.removeprefix(prefix)
