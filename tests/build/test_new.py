@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import pty
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from sample import install
 from sample.install import NATIVE_ONLY, Environment
 
 from opkiln.errors import StoreError, UsageError
-from opkiln.ship import scaffold
+from opkiln.ship import add_op, scaffold
 from opkiln.toolchain import host, torch_sdk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def opkiln(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command of these sources, without a terminal."""
+    argv = [sys.executable, "-m", "opkiln", *arguments]
+    return install.run(argv, cwd, PYTHONPATH=str(install.ROOT / "src"))
+
 
 needs_compiler = pytest.mark.skipif(not host.available(), reason="no C++ compiler is installed")
 needs_torch = pytest.mark.skipif(torch_sdk.locate() is None, reason="torch is not installed")
@@ -43,12 +57,14 @@ def test_a_package_is_written_whole_by_the_name_it_is_imported_by(
     assert module.startswith(f"{package}.")
     assert (tmp_path / name / "src" / Path(*module.split("."))).with_suffix(".py").exists()
     keys = {each.get("env") for each in project["tool"]["uv"]["cache-keys"]}
-    assert {"OPKILN_BUILD_OPS", "DS_BUILD_OPS", "OPKILN_BUILD_SCALED_ADD"} <= keys
+    variable = f"OPKILN_BUILD_{scaffold.default_op(package).upper()}"
+    assert {"OPKILN_BUILD_OPS", "DS_BUILD_OPS", variable} <= keys
 
 
 def test_every_template_is_written() -> None:
-    used = {f"{name.format(backend=b)}.in" for name in scaffold._FILES for b in scaffold.BACKENDS}
-    assert {*used, "uv.toml.in"} == set(os.listdir(scaffold._TEMPLATES))
+    names = [*scaffold._PACKAGE_FILES, *scaffold._OP_FILES, scaffold._TEST, "uv.toml"]
+    used = {f"{name.format(backend=b)}.in" for name in names for b in scaffold.BACKENDS}
+    assert used == set(os.listdir(scaffold._TEMPLATES))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +96,7 @@ def test_what_is_there_is_not_touched(tmp_path: Path) -> None:
 def test_a_write_that_fails_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(scaffold._FILES, "test_scaled_add.py", "tests/" + "x" * 300)
+    monkeypatch.setitem(scaffold._OP_FILES, "checks.h", "x" * 300)
     with pytest.raises(StoreError, match="demo_ops cannot be written: File name too long"):
         scaffold.write("demo_ops", str(tmp_path))
     assert list(tmp_path.iterdir()) == []
@@ -88,8 +104,7 @@ def test_a_write_that_fails_leaves_nothing_behind(
 
 @pytest.mark.parametrize("backend", scaffold.BACKENDS)
 def test_the_command_says_what_it_wrote_and_what_is_next(tmp_path: Path, backend: str) -> None:
-    argv = [sys.executable, "-m", "opkiln", "new", "demo_ops", "--backend", backend]
-    done = install.run(argv, tmp_path)
+    done = opkiln(tmp_path, "new", "demo_ops", "--backend", backend)
     assert done.returncode == 0, done.stderr
     said, why = done.stderr.splitlines()
     place, *steps = said.split(" && ")
@@ -101,10 +116,226 @@ def test_the_command_says_what_it_wrote_and_what_is_next(tmp_path: Path, backend
     ]
     assert why == "Without isolation it takes the opkiln you have."
     assert "\n".join(steps) in (tmp_path / "demo_ops" / "README.md").read_text()
-    assert "demo_ops/src/demo_ops/ops/scaled_add/cuda.cu" in done.stdout.splitlines()
-    again = install.run(argv, tmp_path)
+    assert "demo_ops/src/demo_ops/ops/demo_add/cuda.cu" in done.stdout.splitlines()
+    again = opkiln(tmp_path, "new", "demo_ops", "--backend", backend)
     assert again.returncode == 2
     assert "demo_ops exists already" in again.stderr
+
+
+# The op's name
+
+
+@pytest.mark.parametrize(
+    ("package", "op"),
+    [("demo_ops", "demo_add"), ("fast_kernels", "fast_add"), ("norms", "norms_add")],
+)
+def test_an_op_that_is_not_named_is_named_after_its_package(package: str, op: str) -> None:
+    assert scaffold.default_op(package) == op
+    assert scaffold.op_of(op) == op
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("", "a name is"), ("9x", "a name is"), ("_x", "a name is"), ("a__b", "a name is"),
+     ("a b", "a name is"), ("x/y", "a name is"), ("ünorm", "a name is"), ("n" * 61, "60"),
+     ("lambda", "a word of Python's"), ("cpu_adam", "opkiln itself has"),
+     ("reference", "something else"), ("string", "OPKILN_BUILD_STRING"),
+     ("OPS", "something else"), ("targets", "OPKILN_BUILD_TARGETS")],
+)  # fmt: skip
+def test_a_name_that_no_op_can_have_is_refused(tmp_path: Path, name: str, why: str) -> None:
+    with pytest.raises(UsageError, match="cannot be the name of an op") as raised:
+        scaffold.op_of(name)
+    assert why in raised.value.why
+    if name:
+        with pytest.raises(UsageError, match="cannot be the name of an op"):
+            scaffold.write("demo_ops", str(tmp_path), op=name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_op_can_be_named_as_something_in_its_own_files() -> None:
+    texts, test = scaffold.op_texts("demo_ops", "zzz")
+    bound = set()
+    for text in [*(texts[name] for name in texts if name.endswith(".py")), test]:
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.arg):
+                bound.add(node.arg)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                bound.add(node.id)
+            elif isinstance(node, ast.alias):
+                bound.add(node.asname or node.name)
+            elif isinstance(node, ast.FunctionDef):
+                bound.add(node.name)
+    own = {name for name in bound if name.startswith(("zzz", "test_", "_")) or not name.islower()}
+    methods = {"sources", "include_paths", "autograd"}  # of a class: in nobody's way
+    # An argument of the op's own functions, which only call other things by their modules.
+    assert bound - own - methods - {"scale"} <= scaffold._OCCUPIED
+
+
+def test_the_command_takes_the_ops_name(tmp_path: Path) -> None:
+    done = opkiln(tmp_path, "new", "demo_ops", "--op", "RMS-norm")
+    assert done.returncode == 0, done.stderr
+    assert "demo_ops/src/demo_ops/ops/rms_norm/op.py" in done.stdout.splitlines()
+    project = tomllib.loads((tmp_path / "demo_ops" / "pyproject.toml").read_text())
+    assert project["project"]["entry-points"]["opkiln.ops"] == {
+        "rms_norm": "demo_ops.ops.rms_norm.op:RmsNormBuilder"
+    }
+    texts = [each.read_text() for each in (tmp_path / "demo_ops").rglob("*") if each.is_file()]
+    assert not any("scaled_add" in text.lower() for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("typed", "op"), [("\n", "demo_add"), ("rms-norm\n", "rms_norm"), ("9\nfine\n", "fine")]
+)
+def test_the_command_asks_for_the_ops_name_on_a_terminal(
+    tmp_path: Path, typed: str, op: str
+) -> None:
+    main, other = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "opkiln", "new", "demo_ops"], cwd=tmp_path,
+        stdin=other, stderr=other, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    os.close(other)
+    os.write(main, typed.encode())
+    written, _ = child.communicate(timeout=60)
+    said = os.read(main, 4096).decode()
+    os.close(main)
+    assert child.returncode == 0, said
+    assert "Name of its op [demo_add]: " in said
+    assert f"demo_ops/src/demo_ops/ops/{op}/op.py" in written.splitlines()
+    assert ("'9' cannot be the name of an op" in said) == typed.startswith("9")
+
+
+# One more op
+
+
+def _tree(where: Path) -> dict[str, str]:
+    return {str(p.relative_to(where)): p.read_text() for p in where.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("backend", scaffold.BACKENDS)
+def test_an_op_is_added_and_only_lines_are_inserted(tmp_path: Path, backend: str) -> None:
+    scaffold.write("Demo-Ops", str(tmp_path), backend)
+    where = tmp_path / "Demo-Ops"
+    before = _tree(where)
+    added = add_op.add(str(where), "layer-norm")
+    after = _tree(where)
+    assert sorted(set(after) - set(before)) == sorted(added.new)
+    changed = [path for path in before if before[path] != after[path]]
+    assert sorted(changed) == sorted(added.changed)
+    assert sorted(changed) == ["pyproject.toml", "src/demo_ops/__init__.py"]
+    for path in changed:
+        lines = iter(after[path].splitlines())
+        assert all(line in lines for line in before[path].splitlines()), "in order, all there"
+    project = tomllib.loads(after["pyproject.toml"])
+    assert project["project"]["entry-points"]["opkiln.ops"] == {
+        "demo_add": "demo_ops.ops.demo_add.op:DemoAddBuilder",
+        "layer_norm": "demo_ops.ops.layer_norm.op:LayerNormBuilder",
+    }
+    keys = [each.get("env") for each in project["tool"]["uv"]["cache-keys"]]
+    assert keys[-2:] == ["OPKILN_BUILD_LAYER_NORM", "DS_BUILD_LAYER_NORM"]
+    # What a package with this op alone would have, file by file.
+    scaffold.write("other", str(tmp_path), op="layer_norm")
+    fresh = _tree(tmp_path / "other")
+    for path in added.new:
+        assert after[path] == fresh[path.replace("demo_ops", "other")].replace("other", "demo_ops")
+
+
+def test_an_op_is_added_to_a_package_that_had_none(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("")
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "mine"\nversion = "1"')
+    added = add_op.add(str(tmp_path), "norm")
+    assert "mine/ops/__init__.py" in added.new
+    assert (
+        tmp_path / "mine" / "__init__.py"
+    ).read_text() == "from mine.ops.norm import norm as norm\n"
+    project = tomllib.loads((tmp_path / "pyproject.toml").read_text())
+    assert project["project"]["entry-points"]["opkiln.ops"] == {
+        "norm": "mine.ops.norm.op:NormBuilder"
+    }
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda p: (p / "src/demo_ops/ops/norm").mkdir(), "ops/norm exists already"),
+        (lambda p: (p / "tests/test_norm.py").write_text("mine"), "test_norm.py exists already"),
+        (lambda p: _append(p / "src/demo_ops/__init__.py", "norm = 1\n"), "has a name norm"),
+        (lambda p: _append(p / "src/demo_ops/__init__.py", "def (\n"), "does not parse"),
+        (lambda p: _append(p / "pyproject.toml", "[[[\n"), "is not that of a package"),
+        (lambda p: (p / "src/demo_ops").rename(p / "src/other"), "is not found in"),
+        (lambda p: _inline(p / "pyproject.toml"), "cannot be added to"),
+    ],
+)
+def test_an_op_that_cannot_be_added_changes_nothing(
+    tmp_path: Path, break_it: Callable[[Path], object], message: str
+) -> None:
+    scaffold.write("demo_ops", str(tmp_path))
+    where = tmp_path / "demo_ops"
+    break_it(where)
+    before = _tree(where)
+    with pytest.raises(UsageError) as raised:
+        add_op.add(str(where), "norm")
+    assert message in str(raised.value)
+    assert _tree(where) == before
+
+
+def _append(path: Path, text: str) -> None:
+    path.write_text(path.read_text() + text)
+
+
+def _inline(path: Path) -> None:
+    text = path.read_text()
+    table = text[text.index("[project.entry-points") : text.index("[dependency-groups]")]
+    inline = 'entry-points = { "opkiln.ops" = { demo_add = "demo_ops.ops.demo_add.op:B" } }\n\n'
+    path.write_text(text.replace(table, inline))
+
+
+def test_an_op_that_cannot_be_written_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaffold.write("demo_ops", str(tmp_path))
+    before = _tree(tmp_path)
+    monkeypatch.setitem(scaffold._OP_FILES, "checks.h", "x" * 300)
+    with pytest.raises(StoreError, match="cannot be written: File name too long"):
+        add_op.add(str(tmp_path / "demo_ops"), "norm")
+    assert _tree(tmp_path) == before
+    assert not (tmp_path / "demo_ops/src/demo_ops/ops/norm").exists()
+
+
+@pytest.mark.parametrize(
+    ("start", "arguments", "place"),
+    [
+        ("demo_ops", [], ""),
+        ("demo_ops/src/demo_ops", [], "../../"),
+        (".", ["demo_ops"], "demo_ops/"),
+    ],
+)
+def test_the_command_adds_an_op_from_inside_a_package_or_by_its_path(
+    tmp_path: Path, start: str, arguments: list[str], place: str
+) -> None:
+    scaffold.write("demo_ops", str(tmp_path))
+    done = opkiln(tmp_path / start, "new", *arguments, "--op", "norm")
+    assert done.returncode == 0, done.stderr
+    assert f"{place}tests/test_norm.py" in done.stdout.splitlines()
+    changed, following = done.stderr.splitlines()
+    assert changed == f"changed {place}pyproject.toml and {place}src/demo_ops/__init__.py"
+    assert following.startswith(f"next: {f'cd {place[:-1]} && ' if place else ''}pip install ")
+    assert (tmp_path / "demo_ops/src/demo_ops/ops/norm/op.py").exists()
+    again = opkiln(tmp_path / start, "new", *arguments, "--op", "norm")
+    assert again.returncode == 2
+    assert "ops/norm exists already" in again.stderr
+
+
+def test_the_command_without_a_package_says_what_to_type(tmp_path: Path) -> None:
+    for arguments, message in (
+        ([], "the package needs a name"),
+        (["--op", "norm"], "no package in"),
+    ):
+        done = opkiln(tmp_path, "new", *arguments)
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert "hint: opkiln new my_ops" in done.stderr
 
 
 # Installed
@@ -138,9 +369,10 @@ def assert_tests_pass(environment: Environment, project: Path, **variables: str)
 @needs_compiler
 @needs_torch
 @pytest.mark.slow
-def test_its_tests_pass_compiled_at_first_use_and_precompiled(
+def test_its_tests_and_an_added_ops_pass_compiled_at_first_use_and_precompiled(
     environment: Environment, project: Path, store: str, tmp_path: Path
 ) -> None:
+    add_op.add(str(project), "demo_norm")
     environment.install(project, OPKILN_CACHE_DIR=store)
     assert environment.prebuilt("demo_ops") == {}
     assert_tests_pass(environment, project, OPKILN_CACHE_DIR=store)
@@ -150,7 +382,7 @@ def test_its_tests_pass_compiled_at_first_use_and_precompiled(
         OPKILN_CACHE_DIR=store, OPKILN_BUILD_OPS="1", OPKILN_BUILD_TARGETS="cpu:native",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert list(environment.prebuilt("demo_ops")) == ["scaled_add"]
+    assert sorted(environment.prebuilt("demo_ops")) == ["demo_add", "demo_norm"]
     fresh = str(tmp_path / "fresh")
     assert_tests_pass(environment, project, OPKILN_CACHE_DIR=fresh, **NATIVE_ONLY)
 
@@ -168,13 +400,13 @@ def test_its_tests_pass_when_it_is_built_in_isolation(
     links = install.wheel_of_opkiln(tmp_path_factory).parent
     argv = ("install", "--find-links", links, project)
     done = environment.pip(
-        *argv, OPKILN_CACHE_DIR=store, OPKILN_BUILD_SCALED_ADD="1",
+        *argv, OPKILN_CACHE_DIR=store, OPKILN_BUILD_DEMO_ADD="1",
         OPKILN_BUILD_TARGETS="cpu:native",
     )  # fmt: skip
     if "No matching distribution found" in done.stdout + done.stderr:
         pytest.skip(f"pip has no index to take {backend} from")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert list(environment.prebuilt("demo_ops")) == ["scaled_add"]
+    assert list(environment.prebuilt("demo_ops")) == ["demo_add"]
     assert environment.wheel_file("demo_ops").startswith("py3-none-manylinux_2_")
     fresh = str(tmp_path / "fresh")
     assert_tests_pass(environment, project, OPKILN_CACHE_DIR=fresh, **NATIVE_ONLY)
@@ -199,8 +431,8 @@ def test_uv_serves_no_wheel_that_was_built_for_other_variables(
     common = {"UV_CACHE_DIR": str(tmp_path / "uv"), "OPKILN_CACHE_DIR": store,
               "OPKILN_BUILD_TARGETS": "cpu:native"}  # fmt: skip
     found = []
-    for variables in ({}, {"DS_BUILD_OPS": "1"}, {}, {"OPKILN_BUILD_SCALED_ADD": "1"}):
+    for variables in ({}, {"DS_BUILD_OPS": "1"}, {}, {"OPKILN_BUILD_DEMO_ADD": "1"}):
         done = install.run(argv, **common, **variables)
         assert done.returncode == 0, done.stderr
         found.append(sorted(environment.prebuilt("demo_ops")))
-    assert found == [[], ["scaled_add"], [], ["scaled_add"]]
+    assert found == [[], ["demo_add"], [], ["demo_add"]]

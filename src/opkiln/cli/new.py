@@ -1,27 +1,57 @@
-"""``opkiln new NAME``: a package with an op, ready to be edited."""
+"""``opkiln new``: a package with an op, ready to be edited; or one more op in a package."""
 
 from __future__ import annotations
+
+import os
+import sys
 
 import click
 
 from opkiln.cli import output
-from opkiln.ship import scaffold
+from opkiln.errors import UsageError
+from opkiln.ship import add_op, scaffold
 
 
-@click.command("new", short_help="Write a package with an op, ready to be edited.")
-@click.argument("name")
+@click.command("new", short_help="Write a package with an op, or add an op to a package.")
+@click.argument("name", required=False)
+@click.option(
+    "--op", metavar="OP",
+    help="The op's name. Without it you are asked; where nobody can be asked, the op of my_ops is "
+    "called my_add.",
+)  # fmt: skip
 @click.option(
     "--backend", type=click.Choice(scaffold.BACKENDS), default=scaffold.SETUPTOOLS,
-    show_default=True, help="What builds its wheels.",
+    show_default=True, help="What builds the new package's wheels.",
 )  # fmt: skip
-def command(name: str, backend: str) -> None:
-    """Write a package called NAME into a new directory of that name.
+def command(name: str | None, op: str | None, backend: str) -> None:
+    """Write a package called NAME into a new directory of that name, with an op called OP.
 
-    It has one op for the CPU and for GPUs with its reference and its gradient, tests that pass,
-    pyproject.toml, and a CI file. Its ops compile at their first use, or when it is installed with
-    OPKILN_BUILD_OPS=1.
+    The op is for the CPU and for GPUs and has a reference and a gradient. The package has tests
+    that pass, pyproject.toml, and a CI file. Its ops compile at their first use, or when it is
+    installed with OPKILN_BUILD_OPS=1.
+
+    \b
+        opkiln new my_ops --op rms_norm     a new package
+        opkiln new --op layer_norm          one more op in the package of this directory
+        opkiln new my_ops --op softmax      one more op in the package in ./my_ops
+
+    An op is added as a folder of sources, a test, a line in __init__.py and lines in
+    pyproject.toml. Nothing is overwritten.
     """
-    written = scaffold.write(name, ".", backend)
+    if name is None and op is None:
+        raise UsageError(
+            "the package needs a name",
+            why="--op alone adds an op to the package of this directory",
+            hint="opkiln new my_ops",
+        )
+    if op is not None and (name is None or _is_package(name)):
+        _add(add_op.find("." if name is None else name), op)
+        return
+    assert name is not None
+    package = scaffold.package_of(name)
+    if op is None and not os.path.lexists(name):
+        op = _asked(scaffold.default_op(package))
+    written = scaffold.write(name, ".", backend, op or "")
     output.data("\n".join(f"{name}/{path}" for path in written))
     # `--group` came with pip 25.1, and an isolated build sees nothing that is installed here.
     output.say(
@@ -29,3 +59,35 @@ def command(name: str, backend: str) -> None:
         "pip install --no-build-isolation --group test . && pytest"
     )
     output.say("Without isolation it takes the opkiln you have.")
+
+
+def _is_package(place: str) -> bool:
+    return os.path.isfile(os.path.join(place, "pyproject.toml"))
+
+
+def _add(where: str, op: str) -> None:
+    done = add_op.add(where, op)
+    shown = os.path.relpath(where)
+    output.data("\n".join(os.path.normpath(os.path.join(shown, path)) for path in done.new))
+    changed = (os.path.normpath(os.path.join(shown, path)) for path in done.changed)
+    output.say(f"changed {' and '.join(changed)}")
+    place = "" if shown == "." else f"cd {shown} && "
+    output.say(
+        f"next: {place}pip install --no-build-isolation --group test . && "
+        f"pytest tests/test_{scaffold.op_of(op)}.py"
+    )
+
+
+def _asked(default: str) -> str:
+    """The op's name, by whoever sits at the terminal; else the default."""
+    if sys.stdin is None or not sys.stdin.isatty() or not sys.stderr.isatty():
+        return default
+    answer: str = click.prompt("Name of its op", default=default, value_proc=_named, err=True)
+    return answer
+
+
+def _named(text: str) -> str:
+    try:
+        return scaffold.op_of(text)
+    except UsageError as error:
+        raise click.BadParameter(f"{error.what}: {error.why}") from None

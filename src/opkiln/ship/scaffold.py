@@ -1,6 +1,7 @@
-"""What ``opkiln new`` writes: a package with one op, its reference, its tests and its CI.
+"""What ``opkiln new`` writes: a package with an op, its reference, its tests and its CI.
 
-The templates are the files in ``ship/new``, each with the suffix ``.in``.
+The templates are the files in ``ship/new``, each with the suffix ``.in``. ``add_op.py`` adds
+another op to a package that is there.
 """
 
 from __future__ import annotations
@@ -11,33 +12,38 @@ import re
 import shutil
 import sys
 
+from opkiln import settings
 from opkiln.errors import StoreError, UsageError
+from opkiln.registry import bundled
 
 SETUPTOOLS, HATCHLING = "setuptools", "hatchling"
 BACKENDS = (SETUPTOOLS, HATCHLING)
 
 _TEMPLATES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "new")
-_OP = "src/{package}/ops/scaled_add"
-_FILES = {
+_PACKAGE_FILES = {
     "pyproject.{backend}.toml": "pyproject.toml",
     "README.md": "README.md",
     "gitignore": ".gitignore",
     "test.yml": ".github/workflows/test.yml",
     "package_init.py": "src/{package}/__init__.py",
     "ops_init.py": "src/{package}/ops/__init__.py",
-    "op_init.py": f"{_OP}/__init__.py",
-    "op.py": f"{_OP}/op.py",
-    "reference.py": f"{_OP}/reference.py",
-    "fake.py": f"{_OP}/fake.py",
-    "gradients.py": f"{_OP}/gradients.py",
-    "cpu.cpp": f"{_OP}/cpu.cpp",
-    "cuda.cu": f"{_OP}/cuda.cu",
-    "cuda_binding.cpp": f"{_OP}/cuda_binding.cpp",
-    "scaled_add.h": f"{_OP}/scaled_add.h",
-    "checks.h": f"{_OP}/checks.h",
-    "test_scaled_add.py": "tests/test_scaled_add.py",
 }
+# Of each op: in the folder of its own, and among the tests.
+_OP_FILES = {
+    "op_init.py": "__init__.py",
+    "op.py": "op.py",
+    "reference.py": "reference.py",
+    "fake.py": "fake.py",
+    "gradients.py": "gradients.py",
+    "cpu.cpp": "cpu.cpp",
+    "cuda.cu": "cuda.cu",
+    "cuda_binding.cpp": "cuda_binding.cpp",
+    "kernel.h": "kernel.h",
+    "checks.h": "checks.h",
+}
+_TEST = "test_op.py"
 _NAME = re.compile(r"[A-Za-z]([A-Za-z0-9._-]*[A-Za-z0-9])?")  # what an index takes, less digits
+_OP_NAME = re.compile(r"[a-z](_?[a-z0-9])*")
 # A package of such a name would hide another, or have its ops in a namespace of torch's own.
 _TAKEN = frozenset((
     "opkiln", "torch", "torchgen", "functorch", "aten", "prim", "prims", "c10", "c10d", "inductor",
@@ -45,31 +51,39 @@ _TAKEN = frozenset((
     "higher_order", "debugprims", "torchvision", "torchaudio", "numpy", "test", "tests",
     "setuptools", "hatchling", "pytest", "click", "src", "ops",
 ))  # fmt: skip
+# What the Python files of an op call something else.
+_OCCUPIED = frozenset((
+    "builder", "compiled", "ctx", "device", "doubled", "expected", "fake", "found", "generator",
+    "grad", "gradients", "here", "inputs", "message", "op", "opkiln", "ops", "output", "pytest",
+    "reference", "request", "self", "shape", "torch", "weights", "x", "y",
+))  # fmt: skip
+_SUFFIXES = ("_ops", "_op", "_kernels", "_kernel")
 
 
-def write(name: str, parent: str, backend: str = SETUPTOOLS) -> list[str]:
-    """Write the package ``name`` into the new directory ``parent/name``; its files, in order.
+def write(name: str, parent: str, backend: str = SETUPTOOLS, op: str = "") -> list[str]:
+    """Write the package ``name`` with the op ``op`` (or one named after the package) into the new
+    directory ``parent/name``; its files, in order.
 
     The directory appears whole or not at all. Raises UsageError for a name that cannot be a
-    package's or a directory that is there, StoreError where it cannot be written.
+    package's or an op's, or a directory that is there, StoreError where it cannot be written.
     """
     package = package_of(name)
+    op = op_of(op) if op else default_op(package)
     target = os.path.join(parent, name)
     if os.path.lexists(target):
+        add = os.path.isfile(os.path.join(target, "pyproject.toml"))
         raise UsageError(
             f"{target} exists already",
             why="a new package is written into a new directory",
-            hint=f"cd elsewhere, or: opkiln new {name}2",
+            hint=f"opkiln new {name} --op NAME    # adds an op to it"
+            if add
+            else f"cd elsewhere, or: opkiln new {name}2",
         )
-    texts = _rendered(name, package, backend)
+    texts = _package_texts(name, package, backend, op)
     # Beside the target, so that it appears there in one step.
     staged = os.path.join(parent, f".{name}.{os.getpid()}-{os.urandom(6).hex()}")
     try:
-        for path, text in texts.items():
-            place = os.path.join(staged, path)
-            os.makedirs(os.path.dirname(place), exist_ok=True)
-            with open(place, "w", encoding="utf-8") as file:
-                file.write(text)
+        write_all(staged, texts)
         os.rename(staged, target)
     except OSError as error:
         raise StoreError(
@@ -79,6 +93,15 @@ def write(name: str, parent: str, backend: str = SETUPTOOLS) -> list[str]:
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     return sorted(texts)
+
+
+def write_all(directory: str, texts: dict[str, str]) -> None:
+    """Write new files, by their paths below a directory. Raises OSError, also for one that is."""
+    for path, text in texts.items():
+        place = os.path.join(directory, path)
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        with open(place, "x", encoding="utf-8") as file:
+            file.write(text)
 
 
 def package_of(name: str) -> str:
@@ -103,23 +126,82 @@ def package_of(name: str) -> str:
 _EXAMPLE = "opkiln new my_ops"
 
 
-def _rendered(name: str, package: str, backend: str) -> dict[str, str]:
+def default_op(package: str) -> str:
+    """What a package's first op is called unless the user says so: ``demo_add`` of ``demo_ops``."""
+    stem = next((package.removesuffix(s) for s in _SUFFIXES if package.endswith(s)), package)
+    return f"{stem}_add"
+
+
+def op_of(name: str) -> str:
+    """An op's name as code has it, of what a user typed. Raises UsageError."""
+    op = name.strip().lower().replace("-", "_")
+    variables = {each for row in settings.table() for each in (row.variable, *row.aliases)}
+    why = ""
+    if not _OP_NAME.fullmatch(op):
+        why = "a name is letters, digits and single '_' between them, and begins with a letter"
+    elif len(op) > 60:
+        why = "it has more than 60 characters"
+    elif keyword.iskeyword(op) or keyword.issoftkeyword(op):
+        why = f"{op} is a word of Python's"
+    elif op in bundled():
+        why = "opkiln itself has an op of this name"
+    elif op in _OCCUPIED:
+        why = "the files of an op use this name for something else"
+    elif variables & {f"OPKILN_BUILD_{op.upper()}", f"DS_BUILD_{op.upper()}"}:
+        why = f"OPKILN_BUILD_{op.upper()}, which would select it, means something else"
+    if why:
+        raise UsageError(
+            f"{name!r} cannot be the name of an op", why=why, hint="opkiln new my_ops --op my_add"
+        )
+    return op
+
+
+def builder_of(op: str) -> str:
+    """The name of an op's builder class."""
+    return "".join(part.capitalize() for part in op.split("_")) + "Builder"
+
+
+def op_texts(package: str, op: str) -> tuple[dict[str, str], str]:
+    """(the text of each file in an op's folder, the text of its test)."""
+    values = _op_values(package, op)
+    texts = {place: _filled(_template(name), values) for name, place in _OP_FILES.items()}
+    return texts, _filled(_template(_TEST), values)
+
+
+def ops_init() -> str:
+    """The text of ``ops/__init__.py``."""
+    return _template("ops_init.py")
+
+
+def _package_texts(name: str, package: str, backend: str, op: str) -> dict[str, str]:
     """The text of each file, by its path in the package."""
     from opkiln import __version__
 
     if backend not in BACKENDS:
-        raise UsageError(f"{backend!r} is no build backend; there are " + " and ".join(BACKENDS))
+        raise UsageError(f"unknown build backend {backend!r}", why="known: " + ", ".join(BACKENDS))
     release = ".".join(__version__.split("+")[0].split(".")[:2])
     values = {
+        **_op_values(package, op),
         "NAME": name,
-        "PACKAGE": package,
         "BACKEND": backend,
         "OPKILN": release,
-        "UV": _template("uv.toml").rstrip("\n"),
     }
-    return {
+    values["UV"] = _filled(_template("uv.toml"), values).rstrip("\n")
+    texts = {
         place.format(package=package): _filled(_template(template.format(backend=backend)), values)
-        for template, place in _FILES.items()
+        for template, place in _PACKAGE_FILES.items()
+    }
+    inside, test = op_texts(package, op)
+    texts |= {f"src/{package}/ops/{op}/{place}": text for place, text in inside.items()}
+    return {**texts, f"tests/test_{op}.py": test}
+
+
+def _op_values(package: str, op: str) -> dict[str, str]:
+    return {
+        "PACKAGE": package,
+        "OP": op,
+        "BUILDER": builder_of(op),
+        "VARIABLE": op.upper(),
     }
 
 
@@ -129,5 +211,5 @@ def _template(name: str) -> str:
 
 
 def _filled(text: str, values: dict[str, str]) -> str:
-    # A word that is no key is an error of ours, and a KeyError.
+    # An unknown word is a mistake of ours, and a KeyError.
     return re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], text)
