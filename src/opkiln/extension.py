@@ -25,7 +25,7 @@ from opkiln.model import (
     Artifact,
     OpSpec,
 )
-from opkiln.settings import override
+from opkiln.settings import origin_of, override
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -251,8 +251,9 @@ def _load(spec: OpSpec, verbose: bool, build_directory: str | None) -> Any:
 def served(spec: OpSpec, asked: str, verbose: bool) -> tuple[Any, Artifact]:
     """What a declaration loads as, and its artifact. ``asked`` is an arch list."""
     # Several specs may go by one name here; each call finds its own, by key.
-    quiet = {} if verbose else {"progress": "off"}
-    with override(**quiet):
+    # What the user set, or `opkiln run` for him, goes before what the program's author chose.
+    silent = not verbose and origin_of("progress")[1] == "default"
+    with override(**({"progress": "off"} if silent else {})):
         loaded = loader.load(Op(spec, asked=asked), again=True)
     assert loaded.artifact is not None  # there is no reference to fall back to
     return loaded.value, loaded.artifact

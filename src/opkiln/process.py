@@ -28,7 +28,9 @@ from opkiln.settings import child_environment
 from opkiln.watchdog import MARKER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    Listener = Callable[[Sequence[str]], None]
 
 # Popen waits for the end of a pipe that its child closes by exec. A fork of this process by another
 # thread at that moment would hold the pipe open for as long as the forked process lives, and if
@@ -39,6 +41,8 @@ os.register_at_fork(
     after_in_parent=_starting.release,
     after_in_child=_starting.release,
 )
+
+_listeners: list[Listener] = []
 
 _WATCHDOG = os.path.join(os.path.dirname(os.path.abspath(__file__)), "watchdog.py")
 
@@ -59,6 +63,21 @@ class Captured(NamedTuple):
     returncode: int
     stdout: str
     stderr: str
+
+
+@contextlib.contextmanager
+def telling(listener: Listener) -> Iterator[None]:
+    """Within the block, tell ``listener`` the argv of every program that any thread starts here."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def told() -> bool:
+    """Whether somebody is told of the programs that are started."""
+    return bool(_listeners)
 
 
 def run(
@@ -115,6 +134,7 @@ def attend(argv: Sequence[str], *, env: Mapping[str, str]) -> int:
     cannot be started. An interrupt of the terminal reaches it as it reaches us, and is raised here
     once it has ended.
     """
+    _tell(argv)
     try:
         with _starting:
             child = subprocess.Popen(list(argv), env=dict(env))
@@ -144,6 +164,11 @@ def _environment(extra: Mapping[str, str] | None, tmpdir: str | None) -> dict[st
     if tmpdir is not None:
         environment["TMPDIR"] = tmpdir
     return {**environment, **(extra or {})}
+
+
+def _tell(argv: Sequence[str]) -> None:
+    for listener in tuple(_listeners):
+        listener(argv)
 
 
 # One child, from start to end
@@ -204,6 +229,7 @@ def _carry_out(
 def _start(
     argv: Sequence[str], cwd: str | None, environment: Mapping[str, str], apart: bool
 ) -> subprocess.Popen[bytes]:
+    _tell(argv)
     try:
         with _starting:
             return subprocess.Popen(

@@ -487,9 +487,10 @@ class Settings:
         shown="none",
     )  # fmt: skip
     progress = Setting(
-        "OPKILN_PROGRESS", _choice("auto", "bar", "lines", "off"), "auto",
-        "How a build reports: `bar`, `lines` or `off`; `auto` is a bar on a terminal, lines "
-        "elsewhere, and nothing in ranks other than the first.",
+        "OPKILN_PROGRESS", _choice("auto", "bar", "lines", "verbose", "off"), "auto",
+        "How a build reports on standard error: `bar`, `lines`, `verbose` (lines, and every "
+        "command that is run) or `off`. `auto` is a bar on a terminal and lines elsewhere; and "
+        "nothing in ranks other than the first, or where the `opkiln` logger shows the lines.",
     )  # fmt: skip
     no_color = Setting(
         "NO_COLOR", bool, False, "Any value: no colour.", shown="off", group="terminal",

@@ -141,7 +141,7 @@ def test_an_unmodified_script_is_cold_once_and_torchs_files_stay_as_they_are(
     script = tmp_path / "train.py"
     script.write_text(
         "from torch.utils.cpp_extension import load\n"
-        "module = load(name='tiny', sources=['tiny.cpp'], verbose=True)\n"
+        "module = load(name='tiny', sources=['tiny.cpp'])\n"  # which torch builds in silence
         "print(module.__doc__)\n"
     )
     package = os.path.join(os.path.dirname(torch.__file__), "utils")
@@ -153,12 +153,22 @@ def test_an_unmodified_script_is_cold_once_and_torchs_files_stay_as_they_are(
     }
     cold = run(str(script), env=env, cwd=tmp_path)
     assert cold.stdout.strip().endswith("tiny, by hand"), cold.stderr
-    assert "built tiny" in cold.stderr
+    took_over = f"opkiln builds the PyTorch extensions and DeepSpeed ops of: {script}"
+    said = cold.stderr.splitlines()
+    assert said[:2] == [took_over, "building tiny (2 steps)"]
+    assert said[2].startswith("built tiny in ")
     warm = run(str(script), env=env, cwd=tmp_path)
     assert warm.stdout.strip().endswith("tiny, by hand"), warm.stderr
-    assert "built" not in warm.stderr
+    assert warm.stderr.splitlines() == [took_over]
     assert not (tmp_path / "torchs").exists()
     assert files(package) == before
+    env["OPKILN_CACHE_DIR"] = str(tmp_path / "another")
+    quiet = run("-q", str(script), env=env, cwd=tmp_path)
+    assert (quiet.stdout, quiet.stderr) == (cold.stdout, "")
+    env["OPKILN_CACHE_DIR"] = str(tmp_path / "third")
+    verbose = run("-v", str(script), env=env, cwd=tmp_path)
+    commands = [line for line in verbose.stderr.splitlines() if line.startswith("+ ")]
+    assert any("tiny.cpp" in line for line in commands), verbose.stderr
 
 
 @pytest.mark.parametrize("value", ["0", "maybe"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import io
 import json
+import logging
 import os
 import pty
 import struct
@@ -20,6 +21,7 @@ from opkiln.errors import SettingError
 from opkiln.settings import override
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from opkiln.engine.events import Event, Sink
@@ -214,6 +216,36 @@ def test_who_is_told_and_how() -> None:
             assert kind_of(progress.for_people(io.StringIO())) == "Bar"
         with override(progress="off", rank=None):
             assert progress.for_people(terminal) is None
+    os.close(reader)
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    """The logger of opkiln, with what a test gives it taken away after it."""
+    found = logging.getLogger("opkiln")
+    before = found.level, list(found.handlers), found.propagate
+    yield found
+    found.level, found.handlers, found.propagate = before
+
+
+def test_a_logger_takes_the_place_of_lines_and_of_a_bar_only_on_its_own_terminal(
+    logger: logging.Logger,
+) -> None:
+    reader, writer = pty.openpty()
+    with open(writer, "w") as terminal, override(progress="auto", rank=None):
+        logger.propagate = False  # of the handlers that pytest gives the root
+        logger.setLevel(logging.INFO)
+        assert progress.for_logging() is None, "nobody would take the records"
+        assert kind_of(progress.for_people(io.StringIO())) == "Lines"
+        logger.addHandler(logging.StreamHandler(io.StringIO()))
+        assert kind_of(progress.for_logging()) == "Log"
+        assert progress.for_people(io.StringIO()) is None
+        assert kind_of(progress.for_people(terminal)) == "Bar"
+        logger.addHandler(logging.StreamHandler(terminal))
+        assert progress.for_people(terminal) is None
+        logger.setLevel(logging.WARNING)
+        assert progress.for_logging() is None
+        assert kind_of(progress.for_people(terminal)) == "Bar"
     os.close(reader)
 
 

@@ -218,12 +218,13 @@ class OpBuilder:
     def _loaded(
         self, verbose: bool, *, reload: bool = False, must_be_native: bool = False
     ) -> loader.Loaded:
-        from opkiln.settings import override
+        from opkiln.settings import origin_of, override
 
-        quiet = {} if verbose else {"progress": "off"}
+        # What the user set goes before what the program's author chose.
+        silent = not verbose and origin_of("progress")[1] == "default"
         try:
-            if quiet:
-                with override(**quiet):
+            if silent:
+                with override(progress="off"):
                     loaded = loader.load(self.op(), again=reload, must_be_native=must_be_native)
             else:
                 loaded = loader.load(self.op(), again=reload, must_be_native=must_be_native)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from opkiln.cli import output, targets
+from opkiln.cli import output, targets, verbosity
 from opkiln.cli.op_name import complete
 from opkiln.digest import sha256_file
 from opkiln.errors import UsageError
@@ -133,7 +133,8 @@ def command(
     else:
         _show(outcomes)
         for op, each in findings:
-            output.say(f"{each.level}: {op}: {each.what}" + (f" ({each.why})" if each.why else ""))
+            tell = output.say_end if each.level == "error" else output.say
+            tell(f"{each.level}: {op}: {each.what}" + (f" ({each.why})" if each.why else ""))
         for path in written:
             digest = f" (SHA-256 {sha256_file(path)})" if path == bundle else ""
             output.data(f"wrote {path}{digest}")
@@ -162,7 +163,7 @@ def _used_by(script: str, arguments: tuple[str, ...], wanted: list[Wanted]) -> p
     output.say(f"running {script}; references serve for the ops that are not built yet")
     with publish.scratch("record") as stage:
         noted = os.path.join(stage, "ops.jsonl")
-        prewarm.run_script(script, arguments, noted)
+        prewarm.run_script(script, arguments, noted, **verbosity.child_variables())
         if not os.path.exists(noted):
             output.say(f"{script} loaded no op")
             return prebuild.Asked((), ())

@@ -10,7 +10,7 @@ from importlib import import_module
 import click
 
 from opkiln import __version__, settings
-from opkiln.cli import output
+from opkiln.cli import output, verbosity
 from opkiln.errors import OpkilnError, StoreError
 
 # A command's module is imported when it runs, or when --help needs its first line.
@@ -28,7 +28,7 @@ class _Commands(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         command: click.Command = import_module(f"opkiln.cli.{cmd_name}").command
-        return command
+        return verbosity.equip(command)
 
 
 @click.group(
@@ -50,8 +50,9 @@ def cli(ctx: click.Context) -> None:
         return  # it finds what is wrong with them, beside all else
     for setting in settings.table():
         setting.resolve()  # a value without a meaning is an error at once, not when it is used
-    for text in settings.unknown():
-        output.say(f"warning: {text}")
+
+
+verbosity.equip(cli)
 
 
 def main() -> None:
@@ -69,7 +70,7 @@ def _run(arguments: list[str]) -> int:
         output.say_failure(error)
         return error.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
-        output.say(error.format_message())
+        output.say_end(error.format_message())
         return error.exit_code
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "opkiln"
@@ -81,7 +82,7 @@ def _run(arguments: list[str]) -> int:
     except click.Abort as abort:
         if isinstance(abort.__context__, KeyboardInterrupt):
             _leave_interrupted()
-        output.say("\nnothing was done")
+        output.say_end("\nnothing was done")
         return output.FOUND
     except BrokenPipeError:
         output.discard()  # whoever read it has enough
@@ -98,7 +99,7 @@ def _run(arguments: list[str]) -> int:
 def _leave_interrupted() -> None:
     # At once, and not through the interpreter's exit: other threads may be building. The watchdog
     # ends their compilers and removes what they staged, and must not find them writing there.
-    output.say("interrupted")
+    output.say_end("interrupted")
     if sys.stdout is not None:
         sys.stdout.flush()
     os._exit(output.INTERRUPTED)

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import sys
+from contextlib import contextmanager
+from contextvars import ContextVar
 from io import UnsupportedOperation
 from typing import Any
 
@@ -17,6 +19,7 @@ from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import TextIO
 
     from opkiln.errors import OpkilnError
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 # Exit codes that no error class has; docs/cli.md lists them all.
 FOUND = 1  # `check`: something is not cached; `demo`: FAIL
 INTERRUPTED = 130
+
+QUIET, NORMAL, VERBOSE = "quiet", "normal", "verbose"
+_level: ContextVar[str] = ContextVar("opkiln_verbosity", default=NORMAL)
 
 _KEPT = re.compile(
     r"(\n|\t|\x1b\[(?:0|1|2|31|32)m)"
@@ -61,8 +67,33 @@ def data_file(content: bytes) -> None:
     _answer(content, end=False)
 
 
+@contextmanager
+def speaking(level: str) -> Iterator[None]:
+    """Within the block, commands speak as ``-q`` or ``-v`` ask; ``NORMAL`` is without either."""
+    token = _level.set(level)
+    try:
+        yield
+    finally:
+        _level.reset(token)
+
+
+def level() -> str:
+    """How commands speak now."""
+    return _level.get()
+
+
 def say(text: str) -> None:
-    """Words for people, beside the answer."""
+    """Words for people, beside the answer; none with ``-q``."""
+    if _level.get() != QUIET:
+        _write(text)
+
+
+def say_end(text: str) -> None:
+    """Why a command ended early; also with ``-q``."""
+    _write(text)
+
+
+def _write(text: str) -> None:
     try:
         click.echo(_fit(text, sys.stderr), err=True, color=colour(sys.stderr))
     except OSError:
@@ -83,11 +114,11 @@ def discard() -> None:
 
 
 def say_error(text: str, hint: str = "") -> None:
-    """``error: …`` and ``hint: …``."""
+    """``error: …`` and ``hint: …``; also with ``-q``."""
     red = colour(sys.stderr)
-    say(f"{paint('error:', 'bad', colour=red)} {text}")
+    _write(f"{paint('error:', 'bad', colour=red)} {text}")
     if hint:
-        say(f"{paint('hint:', 'strong', colour=red)} {hint}")
+        _write(f"{paint('hint:', 'strong', colour=red)} {hint}")
 
 
 def say_failure(error: OpkilnError) -> None:

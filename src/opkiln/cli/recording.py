@@ -6,7 +6,7 @@ import os
 
 import click
 
-from opkiln.cli import output
+from opkiln.cli import output, verbosity
 
 
 @click.command(
@@ -28,7 +28,7 @@ def record(file: str, command: tuple[str, ...]) -> int:
     argv = command[1:] if command[0] == "--" else command
     if not argv:
         raise click.UsageError("there is no command to run after --")
-    status = prewarm.run(argv, file)
+    status = prewarm.run(argv, file, **verbosity.child_variables())
     noted = len(read(file)) if os.path.exists(file) else 0
     output.say(f"{file}: {noted} op(s) noted" if noted else "no op was loaded")
     return status if status >= 0 else 128 - status

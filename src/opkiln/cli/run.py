@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 
 import click
 
 from opkiln import settings
+from opkiln.cli import output, verbosity
 from opkiln.errors import UsageError
 from opkiln.model import PACKAGE
 
@@ -30,10 +32,11 @@ def command(command: tuple[str, ...]) -> None:
         opkiln run train.py
         opkiln run pip install --no-build-isolation some-extension
 
-    It holds for every Python that COMMAND starts, and changes nothing on disk. COMMAND is looked
-    for as a shell does it; a FILE.py that is no program is run by this Python. OPKILN_PATCH_TORCH=1
-    does the same for a Python that has opkiln installed. OPKILN_DEEPSPEED says what DeepSpeed's
-    builders get.
+    One line on standard error says that opkiln took over; then it says what it builds, unless -q is
+    given. It holds for every Python that COMMAND starts, and changes nothing on disk. COMMAND is
+    looked for as a shell does it; a FILE.py that is no program is run by this Python.
+    OPKILN_PATCH_TORCH=1 does the same for a Python that has opkiln installed. OPKILN_DEEPSPEED says
+    what DeepSpeed's builders get.
     """
     words = list(command)
     program = shutil.which(words[0])
@@ -46,13 +49,27 @@ def command(command: tuple[str, ...]) -> None:
             why="it is neither on PATH nor an executable file",
             hint="opkiln run python -c 'import sys; print(sys.executable)'",
         )
+    _tell(command)
     sys.stdout.flush()
+    sys.stderr.flush()
     os.execve(program, words, _environment())  # noqa: S606 (argv as the user gave it, no shell)
+
+
+def _tell(command: tuple[str, ...]) -> None:
+    """One line: that opkiln takes part, and in what. Silent where a build would be, too."""
+    others = settings.settings.rank not in (None, 0)
+    if settings.settings.progress == "off" or (settings.settings.progress == "auto" and others):
+        return
+    deepspeed = any(ways for _, ways in settings.settings.deepspeed)
+    what = "PyTorch extensions and DeepSpeed ops" if deepspeed else "PyTorch extensions"
+    output.say(f"opkiln builds the {what} of: {shlex.join(command)}")
 
 
 def _environment() -> dict[str, str]:
     """This process's environment, with what has Python start with the exchange."""
-    given = settings.whole_environment()
+    # Named, OPKILN_PROGRESS goes before the verbose=False that a program gives torch's functions.
+    given = {"OPKILN_PROGRESS": "auto", **settings.whole_environment()}
+    given |= verbosity.child_variables()
     others = [part for part in given.get("PYTHONPATH", "").split(os.pathsep) if part]
     paths = [_STARTUP, *(part for part in others if part != _STARTUP)]
     return {**given, "PYTHONPATH": os.pathsep.join(paths), "OPKILN_PATCH_TORCH": "1"}

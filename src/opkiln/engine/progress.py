@@ -1,11 +1,13 @@
-"""Sinks that tell people, on standard error, how a build is getting on.
+"""Sinks that tell how a build is getting on: people on standard error, services by ``logging``.
 
-Neither ever raises into the build: once the stream is closed or broken, they are silent.
+Those on standard error never raise into the build: once the stream is closed or broken, they are
+silent. What the handlers of a logger raise is theirs.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import threading
 import time
@@ -15,10 +17,13 @@ from opkiln.engine import events
 from opkiln.settings import settings
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from logging import Handler, Logger
     from typing import TextIO
 
     from opkiln.engine.events import Event
 
+LOGGER = "opkiln"
 _TICK = 0.1
 _FIRST_LINE, _NEXT_LINE = 2.0, 30.0  # seconds of waiting before a line about it, and between two
 _CLEAR, _GREEN, _RED, _PLAIN = "\r\x1b[2K", "\x1b[32m", "\x1b[31m", "\x1b[0m"
@@ -27,8 +32,9 @@ _CLEAR, _GREEN, _RED, _PLAIN = "\r\x1b[2K", "\x1b[32m", "\x1b[31m", "\x1b[0m"
 def for_people(stream: TextIO | None = None) -> Bar | Lines | Notes | None:
     """The sink that ``OPKILN_PROGRESS`` asks for, on ``stream`` or standard error; None: silence.
 
-    ``auto`` is a bar on a terminal, lines elsewhere, and nothing in a rank other than the first.
-    What ``OPKILN_DEBUG_CUDA`` asks for is told even then: by the one process that compiles.
+    ``auto`` is a bar on a terminal, lines elsewhere, and nothing in a rank other than the first or
+    where the logger's handlers show the lines. What ``OPKILN_DEBUG_CUDA`` asks for is told even
+    then: by the one process that compiles.
     """
     target = sys.stderr if stream is None else stream
     choice = settings.progress
@@ -36,12 +42,53 @@ def for_people(stream: TextIO | None = None) -> Bar | Lines | Notes | None:
         return None
     terminal = _is_terminal(target)
     if choice == "auto":
-        others = settings.rank not in (None, 0)
-        choice = "off" if others else "bar" if terminal else "lines"
+        elsewhere = settings.rank not in (None, 0) or _shown_by_logging(target, terminal=terminal)
+        choice = "off" if elsewhere else "bar" if terminal else "lines"
     if choice == "off":
         return Notes(target) if settings.debug_cuda else None
     colour = terminal and not settings.no_color
     return Bar(target, colour=colour) if choice == "bar" else Lines(target, colour=colour)
+
+
+def for_logging() -> Log | None:
+    """The sink of the logger ``opkiln``; None where no handler would take its records.
+
+    It never imports ``logging``: a process that has not done so has configured nothing.
+    """
+    logger = _logger()
+    return None if logger is None else Log(logger)
+
+
+def _logger() -> Logger | None:
+    if "logging" not in sys.modules:
+        return None
+    import logging
+
+    logger = logging.getLogger(LOGGER)
+    # Without a handler, Python itself would write warnings to standard error.
+    return logger if logger.isEnabledFor(logging.INFO) and logger.hasHandlers() else None
+
+
+def _shown_by_logging(stream: TextIO, *, terminal: bool) -> bool:
+    """Whether the logger's records take the place of what would be written to ``stream``.
+
+    On a terminal only where they appear on it: a record in a file is nothing to look at.
+    """
+    logger = _logger()
+    if logger is None:
+        return False
+    return not terminal or any(
+        getattr(each, "stream", None) is stream for each in _handlers(logger)
+    )
+
+
+def _handlers(logger: Logger) -> list[Handler]:
+    found: list[Handler] = []
+    each: Logger | None = logger
+    while each is not None:
+        found += each.handlers
+        each = each.parent if each.propagate else None
+    return found
 
 
 class _Op:
@@ -144,34 +191,91 @@ class _Output:
             return 80
 
 
+class _Words:
+    """Events as lines of text: when a build starts, is held up, and ends."""
+
+    def __init__(self, *, colour: bool = False) -> None:
+        self._tally = _Tally(colour=colour)
+        self._next: dict[str, float] = {}  # op -> seconds of waiting at which to speak
+
+    def of(self, event: Event) -> str:
+        """What to say of an event; empty for nothing. Events come one at a time."""
+        self._tally.add(event)
+        data = event.data
+        text = ""
+        if event.kind == events.BUILD_START:
+            plural = "" if data["steps"] == 1 else "s"
+            text = f"building {_printable(data['op'])} ({data['steps']} step{plural})"
+        elif event.kind == events.WAITING:
+            if data["seconds"] >= self._next.get(data["op"], _FIRST_LINE):
+                self._next[data["op"]] = data["seconds"] + _NEXT_LINE
+                text = self._tally.wait(event, data["seconds"])
+        elif event.kind == events.BUILD_END:
+            text = self._tally.summary(event)
+        elif event.kind == events.NOTE:
+            text = _printable(data["text"])
+        if event.kind != events.WAITING:
+            self._next.pop(data.get("op", ""), None)
+        return text
+
+
 class Lines:
-    """Plain lines, for logs: when a build starts, is held up, and ends."""
+    """Plain lines, for people who read logs."""
 
     def __init__(self, stream: TextIO, *, colour: bool = False) -> None:
         self._output = _Output(stream)
-        self._tally = _Tally(colour=colour)
+        self._words = _Words(colour=colour)
         self._lock = threading.Lock()
-        self._next: dict[str, float] = {}  # op -> seconds of waiting at which to speak
 
     def __call__(self, event: Event) -> None:
         with self._lock:
-            self._tally.add(event)
-            data = event.data
-            if event.kind == events.BUILD_START:
-                plural = "" if data["steps"] == 1 else "s"
-                self._output.write(
-                    f"building {_printable(data['op'])} ({data['steps']} step{plural})\n"
-                )
-            elif event.kind == events.WAITING:
-                if data["seconds"] >= self._next.get(data["op"], _FIRST_LINE):
-                    self._next[data["op"]] = data["seconds"] + _NEXT_LINE
-                    self._output.write(self._tally.wait(event, data["seconds"]) + "\n")
-            elif event.kind == events.BUILD_END:
-                self._output.write(self._tally.summary(event) + "\n")
-            elif event.kind == events.NOTE:
-                self._output.write(_printable(data["text"]) + "\n")
-            if event.kind != events.WAITING:
-                self._next.pop(data.get("op", ""), None)
+            if text := self._words.of(event):
+                self._output.write(f"{text}\n")
+
+
+class Commands:
+    """Every command that is run, as a shell would take it. ``process.telling`` calls it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._output = _Output(stream)
+
+    def __call__(self, argv: Sequence[str]) -> None:
+        self._output.write(f"+ {_printable(shlex.join(argv))}\n")
+
+
+class Log:
+    """Records of a logger: a failed build is a warning, commands and steps are for debugging.
+
+    Each has the event and its data as the attribute ``opkiln``.
+    """
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger = logger
+        self._words = _Words()
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        import logging
+
+        with self._lock:
+            text = self._words.of(event)
+        level = logging.INFO
+        if event.kind in (events.STEP_START, events.STEP_END):
+            level = logging.DEBUG
+            text = f"{event.data['op']}: {event.data['label']}, {event.kind}"
+        elif event.kind == events.BUILD_END and not event.data["ok"]:
+            level = logging.WARNING
+        if text:
+            self._log(level, text, {"event": event.kind, **event.data})
+
+    def command(self, argv: Sequence[str]) -> None:
+        """A command that is run. ``process.telling`` calls it."""
+        import logging
+
+        self._log(logging.DEBUG, shlex.join(argv), {"event": "command", "argv": tuple(argv)})
+
+    def _log(self, level: int, text: str, data: dict[str, object]) -> None:
+        self._logger.log(level, "%s", text, extra={"opkiln": data})
 
 
 class Notes:

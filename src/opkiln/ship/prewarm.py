@@ -60,13 +60,14 @@ def _new(request: prebuild.Request, asked: list[prebuild.Request]) -> bool:
     return (request.op, request.builder.backend, request.wanted) not in known
 
 
-def run_script(script: str, arguments: Sequence[str], file: str) -> None:
+def run_script(script: str, arguments: Sequence[str], file: str, **changes: str) -> None:
     """Run a Python script to its end, and have the ops that it loads noted in a file.
 
+    ``changes`` are variables for it, beside this process's own.
     Nothing is compiled in it but what has no reference. Raises BuildError where it fails.
     """
     argv = (sys.executable, script, *arguments)
-    status = run(argv, file, OPKILN_JIT="needed", OPKILN_FALLBACK="silent")
+    status = run(argv, file, OPKILN_JIT="needed", OPKILN_FALLBACK="silent", **changes)
     if status != 0:
         how = f"exit status {status}" if status > 0 else f"signal {-status}"
         raise BuildError(

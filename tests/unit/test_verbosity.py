@@ -1,0 +1,197 @@
+"""``-q`` and ``-v``, which every command takes: what is said beside the data."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import pytest
+
+from opkiln.cli import main
+from opkiln.settings import settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HERE = Path(__file__)
+# A way to call every command that takes no compiler; tests/build has those that build.
+CALLS: dict[str, list[str]] = {
+    "run": [sys.executable, "-c", "print(1)"],
+    "build": ["--recorded", "{empty}"],
+    "plan": ["--help"],
+    "explain": ["cpu_adam"],
+    "arch": ["8.0"],
+    "check": ["cpu_adam"],
+    "report": ["--html", "{tmp}/report.html"],
+    "doctor": ["--no-build", "--errors-only"],
+    "new": ["demo_ops"],
+    "demo": ["--help"],
+    "completion": ["bash"],
+    "cache path": [],
+    "cache list": [],
+    "cache size": [],
+    "cache verify": [],
+    "cache gc": [],
+    "cache clear": ["--yes"],
+    "cache export": ["{tmp}/none.bundle"],
+    "cache import": ["{empty}"],
+    "cache keygen": ["{tmp}/release.key"],
+    "cache sign": ["{empty}", "--key", "{empty}"],
+    "cache record": ["{tmp}/ops.jsonl", "--", sys.executable, "-c", "print(1)"],
+}
+
+
+def leaves(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    if not isinstance(command, click.Group):
+        yield path
+        return
+    context = click.Context(command)
+    for name in command.list_commands(context):
+        inner = command.get_command(context, name)
+        assert inner is not None
+        yield from leaves(inner, (*path, name))
+
+
+def opkiln(
+    *words: str, cwd: Path, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command with a store below its directory."""
+    return subprocess.run(
+        [sys.executable, "-m", "opkiln", *words], cwd=cwd, capture_output=True, text=True,
+        env={**os.environ, "OPKILN_CACHE_DIR": str(cwd / "cache"), **(environment or {})},
+        timeout=120, check=False,
+    )  # fmt: skip
+
+
+def arguments(call: list[str], tmp_path: Path) -> list[str]:
+    tmp_path.mkdir(exist_ok=True)
+    empty = tmp_path / "empty"
+    empty.touch()
+    return [word.format(tmp=tmp_path, empty=empty) if "{" in word else word for word in call]
+
+
+def test_every_command_is_called_below() -> None:
+    assert {" ".join(path) for path in leaves(main.cli)} == set(CALLS)
+
+
+@pytest.mark.parametrize("path", [*leaves(main.cli), (), ("cache",)], ids=" ".join)
+def test_every_command_explains_quiet_and_verbose(
+    path: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main._run([*path, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "-q, --quiet" in text
+    assert "-v, --verbose" in text
+
+
+@pytest.mark.parametrize("command", CALLS)
+def test_a_quiet_command_says_nothing_but_data_and_errors(command: str, tmp_path: Path) -> None:
+    # A misspelt variable has every command say something; a quiet one does not.
+    misspelt = {"OPKILN_FALLBCK": "error"}
+    path, call = command.split(), CALLS[command]
+    plain = opkiln(
+        *path, *arguments(call, tmp_path / "a"), cwd=tmp_path / "a", environment=misspelt
+    )
+    quiet = opkiln(
+        *path, "-q", *arguments(call, tmp_path / "b"), cwd=tmp_path / "b", environment=misspelt
+    )
+    assert quiet.returncode == plain.returncode
+    if call != ["--help"] and command != "doctor":  # which has a line for it among its data
+        assert "OPKILN_FALLBCK" in plain.stderr
+    if plain.returncode not in (0, 1, 8):
+        assert quiet.stderr.startswith("error: "), "errors are said"
+    else:
+        assert quiet.stderr == ""
+    if command not in ("cache keygen", "doctor"):  # a key is new each time, room comes and goes
+        same = plain.stdout.replace(str(tmp_path / "a"), "x")
+        assert quiet.stdout.replace(str(tmp_path / "b"), "x") == same
+
+
+@pytest.mark.parametrize("command", CALLS)
+def test_a_verbose_command_says_what_runs_and_prints_the_same_data(
+    command: str, tmp_path: Path
+) -> None:
+    path, call = command.split(), CALLS[command]
+    plain = opkiln(*path, *arguments(call, tmp_path / "a"), cwd=tmp_path / "a")
+    verbose = opkiln(*path, "-v", *arguments(call, tmp_path / "b"), cwd=tmp_path / "b")
+    assert verbose.returncode == plain.returncode
+    if call != ["--help"]:
+        first, *more = verbose.stderr.splitlines()
+        assert first.startswith("opkiln ")
+        assert f"Python {sys.version.split()[0]}" in first
+        if command in ("doctor", "cache record"):
+            started = [line for line in more if line.startswith(f"+ {sys.executable} ")]
+            assert started, verbose.stderr
+    if command not in ("cache keygen", "doctor"):
+        same = plain.stdout.replace(str(tmp_path / "a"), "x")
+        assert verbose.stdout.replace(str(tmp_path / "b"), "x") == same
+
+
+@pytest.mark.parametrize(
+    "words", [["-q", "cache", "path"], ["cache", "-q", "path"], ["cache", "path", "--quiet"]]
+)
+def test_quiet_may_be_said_before_and_after_the_command(words: list[str], tmp_path: Path) -> None:
+    done = opkiln(*words, cwd=tmp_path, environment={"OPKILN_FALLBCK": "error"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() == str(tmp_path / "cache")
+
+
+def test_quiet_and_verbose_together_are_an_error(tmp_path: Path) -> None:
+    for words in (["cache", "path", "-q", "-v"], ["-v", "cache", "path", "-q"]):
+        done = opkiln(*words, cwd=tmp_path)
+        assert done.returncode == 2
+        assert "--quiet and --verbose exclude each other" in done.stderr
+        assert "hint: opkiln cache path --help" in done.stderr
+
+
+def test_what_a_command_is_told_ends_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("-q", "-v"):
+        assert main._run(["check", "cpu_adam", option]) == 1
+        assert settings.progress == "auto"
+    capsys.readouterr()
+    assert main._run(["check", "cpu_adam"]) == 1
+    assert capsys.readouterr().err == "hint: opkiln build cpu_adam\n"
+
+
+# A command that starts a program
+
+
+@pytest.mark.parametrize(
+    ("option", "progress"), [([], "auto"), (["-q"], "off"), (["-v"], "verbose")]
+)
+@pytest.mark.parametrize("command", ["run", "cache record", "build"])
+def test_a_program_that_a_command_starts_is_told(
+    command: str, option: list[str], progress: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("from opkiln.settings import settings; print('progress', settings.progress)")
+    words = {
+        "run": ["run", *option, sys.executable, str(script)],
+        "cache record": ["cache", "record", *option, "f", "--", sys.executable, str(script)],
+        "build": ["build", *option, "--for-script", str(script)],
+    }[command]
+    done = opkiln(*words, cwd=tmp_path, environment={"PYTHONPATH": str(HERE.parents[2] / "src")})
+    assert f"progress {progress}\n" in done.stdout, done.stderr
+
+
+def test_run_says_in_one_line_that_it_took_over_and_what_it_builds(tmp_path: Path) -> None:
+    words = (sys.executable, "-c", "import sys; print('hello', file=sys.stderr)")
+    done = opkiln("run", *words, cwd=tmp_path)
+    said, hello = done.stderr.splitlines()
+    assert hello == "hello"
+    assert said.startswith("opkiln builds the PyTorch extensions and DeepSpeed ops of: ")
+    assert said.endswith("hello'\"'\"', file=sys.stderr)'")
+    without = opkiln("run", *words, cwd=tmp_path, environment={"OPKILN_DEEPSPEED": "off"})
+    assert without.stderr.startswith("opkiln builds the PyTorch extensions of: ")
+
+
+@pytest.mark.parametrize(
+    "environment", [{"OPKILN_PROGRESS": "off"}, {"RANK": "3"}, {"SLURM_PROCID": "1"}]
+)
+def test_run_is_silent_where_progress_is(environment: dict[str, str], tmp_path: Path) -> None:
+    done = opkiln("run", sys.executable, "-c", "", cwd=tmp_path, environment=environment)
+    assert (done.returncode, done.stderr) == (0, "")
