@@ -1,4 +1,7 @@
-"""Row 28: all processes of a user together run as many compilers as the host has room for."""
+"""Row 28: all processes of a user together run as many compilers as the host has room for.
+
+That is one for each CPU, and one more for a process that would starve (engine/slots.py).
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,7 @@ def build_at_once(tmp_path: Path, running: list[Loader], watched: Watched, kill:
 
 
 @pytest.mark.parametrize("kill", [0, KILLED], ids=["", "some are killed"])
-def test_all_processes_together_run_no_more_compilers_than_there_are_cpus(
+def test_all_processes_together_run_one_compiler_for_each_cpu_and_one_for_the_starving(
     kill: int,
     tmp_path: Path,
     watched: Watched,
@@ -108,7 +111,7 @@ def test_all_processes_together_run_no_more_compilers_than_there_are_cpus(
     most, started = watched.peak()
     cases.tried(started)
     assert started >= (PROCESSES - kill) * SOURCES
-    assert 1 <= most <= CPUS
+    assert 1 <= most <= CPUS + 1
     # A killed holder's share is free again: one more build has every CPU.
     (late,) = processes(1)
     assert late.load("late", sources(tmp_path / "late", 99)).value == 99

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from opkiln.engine import budget, cgroup, events
+from opkiln.engine import budget, cgroup, events, slots
 from opkiln.errors import BuildCancelled
 from opkiln.settings import override
 
@@ -94,9 +94,9 @@ def refused(shares: budget.Budget, memory: int = 0) -> bool:
 
 def test_a_step_takes_as_many_slots_as_its_memory_needs() -> None:
     shares = a_budget(4)
-    for memory, slots in ((0, 1), (GIB, 1), (GIB + 1, 2), (3 * GIB, 3), (400 * GIB, 4)):
+    for memory, taking in ((0, 1), (GIB, 1), (GIB + 1, 2), (3 * GIB, 3), (400 * GIB, 4)):
         with shares.hold(memory=memory) as taken:
-            assert len(taken) == slots
+            assert len(taken) == taking
 
 
 def test_a_step_with_threads_takes_the_slots_that_are_free_and_one_at_least() -> None:
@@ -295,7 +295,7 @@ def test_a_directory_of_another_user_is_refused() -> None:
 def test_with_no_directory_at_all_the_budget_holds_in_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(place: str, uid: int) -> budget._Table:
+    def refuse(place: str, uid: int) -> slots.Table:
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(budget, "_open_table", refuse)

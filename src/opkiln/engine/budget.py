@@ -1,11 +1,15 @@
 """One budget of CPUs and memory for all builds of a user on a host.
 
-A slot is a CPU. Who holds slot *n* has a POSIX record lock on byte *n* of one file in a node-local
-directory: the kernel releases it when its holder dies, whatever it died of, and a forked child
-does not inherit it. Memory is shared out over the slots, so a step that expects more than one
-slot's share takes several; all of them or none, never some while it waits for the rest.
+A slot is a CPU. The processes share the slots through the locks of one file in a node-local
+directory (``slots.py`` has the design). Memory is divided among the slots, so a step that expects
+more than one slot's share takes several: all of them or none, never some while it waits for the
+rest.
 
-The lock only saves the machine from too many compilers. Where it cannot be had (no directory of
+Slots go to the process that holds fewest, and among equals to the one that waits longest. A process
+that has none, while no step of another ends, uses the host's one extra slot, in turn with others
+like it. So at most one compiler more than there are CPUs runs at a time.
+
+The locks only save the machine from too many compilers. Where they cannot be had (no directory of
 our own, a file system without locks), the budget holds within this process, and a note says so.
 """
 
@@ -13,24 +17,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import math
 import os
 import random
 import stat
-import struct
 import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from opkiln.engine import cgroup, events
+from opkiln.engine import cgroup, events, slots
 from opkiln.errors import BuildCancelled
 from opkiln.settings import settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-_FIRST_PAUSE, _LAST_PAUSE = 0.01, 0.2  # seconds between two attempts
+# Seconds between two attempts: at first, later, and later while another process goes first.
+_FIRST_PAUSE, _LAST_PAUSE, _LAST_PAUSE_BEHIND = 0.007, 0.05, 0.2
 _FIRST_CALL, _NEXT_CALL = 0.2, 1.0  # seconds until a waiter is told whom it waits for, and again
 
 
@@ -77,7 +80,7 @@ def measure(root: str = "/", affinity: Collection[int] | None = None) -> Limits:
 class Budget:
     """Hands out slots. One object serves all threads; ``shared()`` gives this process's."""
 
-    def __init__(self, limits: Limits, table: _Table, refused: tuple[str, ...] = ()) -> None:
+    def __init__(self, limits: Limits, table: slots.Table, refused: tuple[str, ...] = ()) -> None:
         self.limits = limits
         self._table = table
         self._refused = refused
@@ -104,35 +107,53 @@ class Budget:
         one (0 when it is in another pid namespace) and the seconds waited so far. Raises
         BuildCancelled when ``cancelled`` is set first.
         """
-        table = self._table
         want, most = self.slots_for(memory), settings.max_jobs
         wider = min(len(self.limits.slots), want * threads, max(want, most or want * threads))
-        started, pause, call_at = time.monotonic(), _FIRST_PAUSE, _FIRST_CALL
-        while True:
-            if cancelled is not None and cancelled.is_set():
-                raise BuildCancelled("the build was cancelled while it waited for a free CPU")
-            holder = None
-            with table.changed:
-                taken = table.take(self.limits.slots, want, most, wider)
-                if taken:
-                    break
-                # A release within this process wakes us at once; one elsewhere is found by
-                # looking. Random, so that two that want everything do not collide for ever.
-                table.changed.wait(pause * random.uniform(0.5, 1.0))  # noqa: S311
-                waited = time.monotonic() - started
-                if waiting is not None and waited >= call_at:
-                    holder = table.holder(self.limits.slots)
-                    call_at = waited + _NEXT_CALL
-            if waiting is not None and holder is not None:
-                waiting(holder, waited)
-            pause = min(pause * 1.5, _LAST_PAUSE)
-        pid = os.getpid()
+        ask = slots.Ask(self.limits.slots, want, wider, most, memory, self.limits.memory)
+        taken, pid = self._await(ask, cancelled, waiting), os.getpid()
         try:
             yield taken
         finally:
             # A fork inside the block leaves its child here without the locks.
             if os.getpid() == pid:
-                table.give(taken)
+                with self._table.changed:
+                    self._table.give(taken)
+
+    def _await(
+        self,
+        ask: slots.Ask,
+        cancelled: threading.Event | None,
+        waiting: Callable[[int, float], None] | None,
+    ) -> tuple[int, ...]:
+        table = self._table
+        taken: tuple[int, ...] = ()
+        started, pause, call_at = time.monotonic(), _FIRST_PAUSE, _FIRST_CALL
+        try:
+            with table.changed:
+                table.join(ask)
+            while True:
+                if cancelled is not None and cancelled.is_set():
+                    raise BuildCancelled("the build was cancelled while it waited for a free CPU")
+                holder = None
+                with table.changed:
+                    taken = table.take(ask)
+                    if taken:
+                        return taken
+                    # A release within this process wakes us at once; one elsewhere is found by
+                    # looking. Random, so that two that want everything do not collide for ever.
+                    longest = _LAST_PAUSE if table.is_next(ask) else _LAST_PAUSE_BEHIND
+                    pause = min(pause * 1.5, longest)
+                    table.changed.wait(pause * random.uniform(0.5, 1.0))  # noqa: S311
+                    waited = time.monotonic() - started
+                    if waiting is not None and waited >= call_at:
+                        holder = table.holder(ask)
+                        call_at = waited + _NEXT_CALL
+                if waiting is not None and holder is not None:
+                    waiting(holder, waited)
+        finally:
+            if not taken:
+                with table.changed:
+                    table.leave(ask)
 
     def describe(self) -> Description:
         """The numbers in force now."""
@@ -141,98 +162,11 @@ class Budget:
         return Description(self.limits, settings.max_jobs, where, refused)
 
 
-class _Table:
-    """The slots of one lock file, as this process and its threads see them.
-
-    Record locks belong to a process: its threads do not exclude one another by them, and closing
-    *any* descriptor of the file gives all of them up. Hence one table per file and process, its
-    descriptor never closed, and the set of slots that the threads hold.
-    """
-
-    def __init__(self, path: str | None, fd: int) -> None:
-        self.path = path
-        self.broken = ""
-        self._fd = fd
-        self.reset()
-
-    def reset(self) -> None:
-        """As after a fork, where no lock is held and no other thread exists."""
-        self.changed = threading.Condition()
-        self._held: set[int] = set()
-        self._running = 0
-
-    def take(
-        self, slots: tuple[int, ...], want: int, most: int | None, wider: int = 0
-    ) -> tuple[int, ...]:
-        """``want`` of the slots, up to ``wider`` if they are free, or none.
-
-        ``changed`` must be held.
-        """
-        if most is not None and self._running >= most:
-            return ()
-        free = [slot for slot in slots if slot not in self._held]
-        taken: list[int] = []
-        for left, slot in zip(range(len(free), 0, -1), free, strict=True):
-            if len(taken) + left < want or len(taken) >= max(want, wider):
-                break
-            if self._lock(slot):
-                taken.append(slot)
-        if len(taken) >= want:
-            self._held.update(taken)
-            self._running += 1
-            return tuple(taken)
-        for slot in taken:
-            self._unlock(slot)
-        return ()
-
-    def give(self, slots: tuple[int, ...]) -> None:
-        with self.changed:
-            for slot in slots:
-                self._unlock(slot)
-            self._held.difference_update(slots)
-            self._running -= 1
-            self.changed.notify_all()
-
-    def holder(self, slots: tuple[int, ...]) -> int | None:
-        """The pid of another process that holds one of the slots. ``changed`` must be held."""
-        if self.path is None or self.broken:
-            return None
-        for slot in slots:
-            if slot not in self._held:
-                # struct flock of 64-bit Linux: type, whence, start, length, pid.
-                asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, slot, 1, 0)
-                kind, _, _, _, pid = struct.unpack(
-                    "hhqqi4x", fcntl.fcntl(self._fd, fcntl.F_GETLK, asked)
-                )
-                if kind != fcntl.F_UNLCK:
-                    return int(pid)
-        return None
-
-    def _lock(self, slot: int) -> bool:
-        if self.path is None or self.broken:
-            return True
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, slot)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                return False
-            self.broken = f"{self.path}: cannot be locked ({error.strerror})"
-            events.emit(
-                events.NOTE, text=f"builds are bounded in this process alone: {self.broken}"
-            )
-        return True
-
-    def _unlock(self, slot: int) -> None:
-        if self.path is not None:
-            with contextlib.suppress(OSError) if self.broken else contextlib.nullcontext():
-                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, slot)
-
-
 # This process's budgets. There is one, unless settings change while it runs.
 _lock = threading.Lock()
 _budgets: dict[tuple[object, ...], Budget] = {}
-_tables: dict[tuple[int, int], _Table] = {}
-_alone = _Table(None, -1)
+_tables: dict[tuple[int, int], slots.Table] = {}
+_alone = slots.Table(None, -1)
 _hooked = False
 
 
@@ -257,7 +191,7 @@ def _after_fork() -> None:
         table.reset()
 
 
-def _find_table() -> tuple[_Table, tuple[str, ...]]:
+def _find_table() -> tuple[slots.Table, tuple[str, ...]]:
     """The first usable place, and why each one before it was refused."""
     uid = os.geteuid()
     chosen = settings.runtime_dir
@@ -278,7 +212,7 @@ def _find_table() -> tuple[_Table, tuple[str, ...]]:
     return _alone, tuple(refused)
 
 
-def _open_table(place: str, uid: int) -> _Table:
+def _open_table(place: str, uid: int) -> slots.Table:
     with contextlib.suppress(FileExistsError):
         os.mkdir(place, 0o700)
     # What is checked is what was opened: a name in /dev/shm or /tmp may be anybody's, and may
@@ -297,7 +231,7 @@ def _open_table(place: str, uid: int) -> _Table:
         fd = os.open("slots", flags, 0o600, dir_fd=directory)
     finally:
         os.close(directory)
-    table = _Table(os.path.join(place, "slots"), fd)
+    table = slots.Table(os.path.join(place, "slots"), fd)
     return _tables.setdefault(_identity(os.fstat(fd)), table)
 
 
