@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import errno
 import fcntl
@@ -170,9 +171,9 @@ with override(runtime_dir=directory):
     for turn in range(4):
         with shared.hold(memory=(1 + turn % 2) << 30) as taken:
             fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            os.write(fd, b"+%d\\n" % len(taken))
+            os.write(fd, f"+{taken}\\n".encode())
             time.sleep(0.01)
-            os.write(fd, b"-%d\\n" % len(taken))
+            os.write(fd, f"-{taken}\\n".encode())
             os.close(fd)
 """
 
@@ -183,13 +184,18 @@ def test_many_processes_together_never_hold_more_than_there_is(tmp_path: Path) -
     argv = [sys.executable, "-c", COUNTER, str(tmp_path / "run"), str(log)]
     children = [subprocess.Popen(argv) for _ in range(6)]
     assert [child.wait() for child in children] == [0] * 6
-    held, peak = 0, 0
-    for line in log.read_text().split():
-        held += int(line)
-        peak = max(peak, held)
-    assert len(log.read_text().split()) == 6 * 4 * 2
-    assert peak <= 3
-    assert held == 0
+    held: set[int] = set()
+    lines = log.read_text().splitlines()
+    for line in lines:
+        taken = set(ast.literal_eval(line[1:]))
+        if line.startswith("+"):
+            assert taken <= {0, 1, 2, slots.EXTRA}
+            assert not held & taken, f"{line} while {held} are held"
+            held |= taken
+        else:
+            held -= taken
+    assert len(lines) == 6 * 4 * 2
+    assert held == set()
 
 
 def test_threads_of_one_process_share_the_same_slots() -> None:

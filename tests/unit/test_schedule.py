@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -231,21 +232,60 @@ def test_an_interrupt_ends_every_process_before_it_reaches_the_caller(tmp_path: 
     assert not any(thread.name == "opkiln-step" for thread in threading.enumerate())
 
 
-def test_two_threads_build_at_once_within_one_budget(tmp_path: Path) -> None:
-    shares = a_budget(1)
-    outputs: dict[str, list[str]] = {}
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_two_threads_build_at_once_within_one_budget(tmp_path: Path, slots: int) -> None:
+    shares = a_budget(slots)
+    steps = 5
+    code = 'echo "$1" >> "$2/begun"; until [ -e "$2/$1" ]; do sleep 0.01; done'
+    (tmp_path / "begun").touch()
 
     def build(name: str) -> None:
-        tasks = [task(str(n), "echo", f"{name}{n}") for n in range(4)]
-        results = execute(tasks, timeout=60, budget=shares)
-        outputs[name] = [results[str(n)].output for n in range(4)]
+        argv = ("sh", "-c", code, "sh")
+        tasks = [task(str(n), *argv, f"{name}{n}", str(tmp_path)) for n in range(steps)]
+        execute(tasks, timeout=60, budget=shares)
+
+    def begun() -> list[str]:
+        return (tmp_path / "begun").read_text().split()
+
+    ended: list[str] = []
+
+    def settled() -> bool:
+        """Each slot has a step, and each build asks for the slots that it does not have."""
+        running = [step for step in begun() if step not in ended]
+        assert len(running) <= slots
+        asking = 0
+        for name in "ab":
+            left = steps - sum(step[0] == name for step in begun())
+            asking += min(left, slots - sum(step[0] == name for step in running))
+        return (
+            len(running) == min(slots, 2 * steps - len(ended))
+            and len(shares._table._queue) == asking
+        )
 
     threads = [threading.Thread(target=build, args=(name,)) for name in "ab"]
-    for thread in threads:
-        thread.start()
+    with contextlib.ExitStack() as taken:
+        for _ in range(slots):
+            taken.enter_context(shares.hold())
+        for thread in threads:
+            thread.start()
+        until(lambda: len(shares._table._queue) == 2 * slots)
+    while len(ended) < 2 * steps:
+        until(settled)
+        of_a, of_b = (sum(step[0] == name for step in begun()) for name in "ab")
+        assert abs(of_a - of_b) <= slots, begun()
+        oldest = next(step for step in begun() if step not in ended)
+        ended.append(oldest)
+        (tmp_path / oldest).touch()
     for thread in threads:
         thread.join()
-    assert outputs == {name: [f"{name}{n}\n" for n in range(4)] for name in "ab"}
+    assert sorted(begun()) == sorted(f"{name}{n}" for name in "ab" for n in range(steps))
 
 
 def test_a_failure_in_one_build_leaves_another_thread_s_build_alone() -> None:
@@ -299,7 +339,8 @@ def test_an_event_tells_which_other_process_a_step_waits_for(tmp_path: Path) -> 
     with other, events.listening(sink):
         assert other.stdout is not None
         other.stdout.readline()
-        execute([task("a")], timeout=60, budget=shares)
+        # All the memory, so that the extra slot will not do.
+        execute([task("a", memory=1 << 30)], timeout=60, budget=shares)
     assert [event.kind for event in heard] == ["waiting", "step-start", "step-end"]
     data = heard[0].data
     assert (data["op"], data["pid"], data["what"]) == ("op", other.pid, "a free CPU")
