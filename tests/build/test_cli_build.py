@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sample import signals
+from sample.compiler import Compiler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,9 +43,11 @@ class Opkiln:
             f"[opkiln.ops]\n{op} = {package.name}.op:{kind}\n"
         )
 
-    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    def start(
+        self, *arguments: str, prefix: tuple[str, ...] = (), **variables: str
+    ) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "opkiln", *arguments],
+            [*prefix, sys.executable, "-m", "opkiln", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -330,7 +334,7 @@ def test_an_interrupted_build_exits_with_130_and_leaves_nothing(
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     names = ["plain", "other"][:count]
-    child = opkiln.start("build", *names, OPKILN_TMPDIR=str(scratch))
+    child = opkiln.start("build", *names, prefix=signals.FOREGROUND, OPKILN_TMPDIR=str(scratch))
     deadline = time.monotonic() + 60
     while not _compilers_of(op / "csrc/add.cpp") and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -349,6 +353,36 @@ def test_an_interrupted_build_exits_with_130_and_leaves_nothing(
     assert list(scratch.iterdir()) == []
     # Nobody is told that the interrupted build had failed.
     assert not list((cache / "v1").glob("failures/*"))
+
+
+def test_a_build_under_nohup_survives_a_hang_up(
+    opkiln: Opkiln, op: Package, tmp_path: Path
+) -> None:
+    compiler = Compiler(tmp_path)
+    started, go = tmp_path / "started", tmp_path / "go"
+    compiler.write(
+        before=f"""
+case " $* " in *" -c "*csrc/add.cpp*)
+  touch '{started}'; until [ -e '{go}' ]; do sleep 0.05; done ;;
+esac"""
+    )
+    child = opkiln.start("build", "plain", prefix=signals.NOHUP, CXX=str(compiler.path))
+    deadline = time.monotonic() + 120
+    while not started.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert started.exists()
+    # All that descends from it: the terminal tells its session, and a job's end may tell everybody.
+    family = [child.pid]
+    for pid in family:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            family += map(int, (task / "children").read_text().split())
+    for pid in family:
+        os.kill(pid, signal.SIGHUP)
+    assert len(family) >= 3, "the builder, its watchdog and its compiler"
+    go.touch()
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err
+    assert re.search(r"^plain +cpu +built ", out, re.MULTILINE)
 
 
 # What needs torch

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+from sample import signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -74,7 +75,7 @@ def builder(
     output = os.path.join(scratch, "out.o")
     child = subprocess.Popen(
         [
-            *(sys.executable, "-c", script, scratch, mark),
+            *(*signals.FOREGROUND, sys.executable, "-c", script, scratch, mark),
             *(compiler, *LIMITS, "-c", str(source), "-o", output),
         ],
         stdout=subprocess.PIPE,

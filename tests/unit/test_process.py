@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from sample import signals
 
 from opkiln import process
 from opkiln.errors import BuildCancelled, BuildTimeout, ToolchainError
@@ -72,7 +73,8 @@ def test_a_nonzero_exit_is_returned_with_both_streams_in_order() -> None:
 
 
 def test_a_process_ended_by_a_signal_has_its_negative_number() -> None:
-    assert process.run(python("import os; os.kill(os.getpid(), 15)")).returncode == -signal.SIGTERM
+    code = "import os, signal; signal.signal(15, signal.SIG_DFL); os.kill(os.getpid(), 15)"
+    assert process.run(python(code)).returncode == -signal.SIGTERM
 
 
 def test_output_larger_than_any_pipe_does_not_block_the_child() -> None:
@@ -183,7 +185,7 @@ def test_an_interrupt_ends_the_family_and_reaches_the_caller(tmp_path: Path) -> 
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
+    with signals.interruptible(), pytest.raises(KeyboardInterrupt):
         process.run([*python(FAMILY), str(pids)])
     thread.join()
     assert [alive(int(pid)) for pid in pids.read_text().split()] == [False, False]

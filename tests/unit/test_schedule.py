@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from sample import signals
 
 from opkiln.engine import budget, events, schedule
 from opkiln.engine.schedule import StepFailed, Task, execute
@@ -225,7 +226,7 @@ def test_an_interrupt_ends_every_process_before_it_reaches_the_caller(tmp_path: 
     thread = threading.Thread(target=interrupt)
     thread.start()
     sleep = python("import time; time.sleep(600)")
-    with events.listening(sink), pytest.raises(KeyboardInterrupt):
+    with signals.interruptible(), events.listening(sink), pytest.raises(KeyboardInterrupt):
         execute([task(str(n), *sleep, marker) for n in range(5)], timeout=60, budget=a_budget(2))
     thread.join()
     assert descendants_alive(marker) == []
