@@ -251,7 +251,8 @@ def test_levels_and_scales_are_laid_out_as_deepspeeds(
     assert params.shape == (groups, 1 if symmetric else 2)
     rows = x.double().reshape(groups, -1)
     error = (_numbers(values, params, bits) - rows).abs()
-    assert bool((error <= params[:, :1].double() * 0.501 + 1e-3).all())
+    # The greatest element is beyond the greatest level, by a step at most.
+    assert bool((error <= params[:, :1].double() * 1.001 + 1e-3).all())
     for function, dtype in ((quantizer.dequantize, torch.float16),
                             (quantizer.dequantize_fp32, torch.float32)):  # fmt: skip
         back = function(values, params, groups, bits, kind)
@@ -261,21 +262,12 @@ def test_levels_and_scales_are_laid_out_as_deepspeeds(
         torch.testing.assert_close(back.double(), exact, rtol=1e-3, atol=1e-3)
 
 
-def test_what_deepspeed_quantized_is_understood(quantizer: Quantizer) -> None:
-    """Its scale is a power of two over the greatest element, and its levels go down to -128."""
-    x = _normal(8, 64)
-    scales = x.abs().amax(1, keepdim=True) / 128
-    levels = (x / scales).round().clamp(-128, 127).to(torch.int8)
-    back = quantizer.dequantize_fp32(levels, scales, 8, 8, quantizer.Symmetric)
-    torch.testing.assert_close(back, levels.float() * scales)
-
-
 def test_each_dtype_is_quantized_as_what_it_is(quantizer: Quantizer) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = _normal(4, 64, dtype=dtype)
         values, params = quantizer.quantize(x, 4, 8, quantizer.Symmetric)
         error = (_numbers(values, params, 8) - x.double()).abs()
-        assert bool((error <= params.double() * 0.501).all()), dtype
+        assert bool((error <= params.double() * 1.001).all()), dtype
 
 
 def test_swizzled_groups_lie_as_deepspeeds(quantizer: Quantizer) -> None:
@@ -315,7 +307,8 @@ def test_parts_are_summed(quantizer: Quantizer, bits: int, symmetric: bool, size
     assert scales.shape == (groups, 1 if symmetric else 2)
     exact = _numbers(values, params, bits).view(devices, groups, size).sum(0)
     error = (_numbers(out, scales, bits) - exact).abs()
-    assert bool((error <= scales[:, :1].double() * 0.501 + 1e-5).all())
+    # A step at most where a sum is cut off, and the rounding of fp16 sums.
+    assert bool((error <= scales[:, :1].double() * 1.001 + 1e-2).all())
 
 
 def test_other_groups_come_out_of_a_reduction_than_went_in(quantizer: Quantizer) -> None:
@@ -326,11 +319,9 @@ def test_other_groups_come_out_of_a_reduction_than_went_in(quantizer: Quantizer)
     )
     exact = _numbers(values, params, 8).view(2, -1).sum(0).view(4, -1)
     assert scales.shape == (4, 1)
-    assert bool(((_numbers(out, scales, 8) - exact).abs() <= scales.double() * 0.501).all())
-    with pytest.raises(UsageError, match="groups of 4 elements cannot be reduced to groups of 8"):
-        quantizer.quantized_reduction(
-            values.reshape(-1), torch.ones(128, 1), 128, 32, 8, quantizer.Symmetric, 2
-        )
+    assert bool(((_numbers(out, scales, 8) - exact).abs() <= scales.double() * 1.001 + 1e-2).all())
+    with pytest.raises(UsageError, match="in_groups is 15, expected a multiple of parts = 2"):
+        quantizer.quantized_reduction(values.reshape(-1), params, 15, 4, 8, quantizer.Symmetric, 2)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -353,8 +344,14 @@ def test_what_cannot_be_quantized_is_named(quantizer: Quantizer) -> None:
         quantizer.quantize(x, 3, 8, quantizer.Symmetric)
     with pytest.raises(UsageError, match="num_bits is 3, expected 4 or 8"):
         quantizer.quantize(x, 4, 3, quantizer.Symmetric)
-    with pytest.raises(UsageError, match="group_size is 65544, expected a multiple of 8"):
-        quantizer.quantize(torch.zeros(2 * 65544), 2, 8, quantizer.Symmetric)
+    with pytest.raises(UsageError, match="params has 3 elements, expected 4"):
+        quantizer.dequantize(
+            torch.zeros(64, dtype=torch.int8), torch.ones(3), 4, 8, quantizer.Symmetric
+        )
+    with pytest.raises(UsageError, match="data_in has 64 elements, expected num_group"):
+        quantizer.dequantize_int8_to_half_experimental(
+            torch.zeros(64, dtype=torch.uint8), torch.ones(3), torch.ones(3), 3, 24
+        )
     with pytest.raises(UsageError, match="has dtype Long, expected"):
         quantizer.quantize(torch.zeros(64, dtype=torch.int64), 2, 8, quantizer.Symmetric)
 

@@ -1,20 +1,16 @@
-"""DeepSpeed's module ``quantizer``, over opkiln's op of that name.
+"""DeepSpeed's module ``quantizer``, over opkiln's op ``deepspeed_quantizer``.
 
-The tensors are DeepSpeed's: levels in int8, of four bits two to a byte, the element of even index
-in the high half; fp32 parameters of shape ``(groups, 1)``, a scale, or where asymmetric
-``(groups, 2)``, a scale and the number that the level 0 stands for. An element is ``level * scale``
-(``+ offset``), whoever quantized it, so that ranks with and without opkiln understand each other.
-
-How a group is scaled is opkiln's: its greatest element is the greatest level, where DeepSpeed takes
-the next power of two and cuts off what is above the top. Sums are fp32, where DeepSpeed's are fp16.
-fp32 and bf16 are quantized as what they are, where DeepSpeed takes their bits for fp16. A group may
-have any size up to 65536; DeepSpeed leaves the output of larger ones than 16384 as it is.
+Levels, scales, offsets and sums are DeepSpeed's, bit for bit; reference.py of the op says how each
+is computed. The differences are where DeepSpeed's kernels read what they should not: fp32 and bf16
+are quantized as what they are (DeepSpeed takes their bits for fp16), each part of an asymmetric
+reduction has its own parameters (DeepSpeed reads another group's from the second part on), and
+groups may have any size (DeepSpeed's of more than 16384 elements leave the output as it was).
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +24,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_LEAST, _STEP = 16, 8  # the sizes of groups that the op takes are multiples of 8 from 16
+_OP = "deepspeed_quantizer"
 
 
 class QuantizationType(IntEnum):
@@ -36,27 +32,6 @@ class QuantizationType(IntEnum):
 
     Symmetric = 0
     Asymmetric = 1
-
-
-class _Groups(NamedTuple):
-    """How a tensor is cut into groups, and how it is handed to the op."""
-
-    number: int
-    size: int
-    bits: int
-
-    @property
-    def padded(self) -> int:
-        """The size that the op is given: where it takes no groups of theirs, they are filled up."""
-        return max(_LEAST, -(-self.size // _STEP) * _STEP)
-
-    @property
-    def filled(self) -> bool:
-        """Whether they have to be; one group alone may be shorter than its size."""
-        return self.padded != self.size and self.number > 1
-
-    def bytes(self, elements: int) -> int:
-        return elements * self.bits // 8
 
 
 class Quantizer(OpModule):
@@ -70,28 +45,31 @@ class Quantizer(OpModule):
     def __init__(self, rest: Callable[[], Any] | None = None) -> None:
         super().__init__(rest)
         self._loaded: dict[str, Any] = {}
-        self._of("cpu" if get_builder(self.NAME).backend == CPU else "cuda")
+        self._of("cpu" if get_builder(_OP).backend == CPU else "cuda")
 
     def _of(self, device: str) -> Any:
         if device not in self._loaded:
             backend = "rocm" if device == "cuda" and torch.version.hip is not None else device
-            self._loaded[device] = get_builder(self.NAME, backend=backend).load()
+            self._loaded[device] = get_builder(_OP, backend=backend).load()
         return self._loaded[device]
 
     def quantize(
         self, input_vals: Tensor, groups: int, num_bits: int, quant_type: int
     ) -> list[Tensor]:
         """Levels, in the tensor's shape (the last dimension halved for four bits), and the
-        parameters of the groups. Raises UsageError, naming what cannot be."""
-        values, params = self._quantized(input_vals, groups, num_bits, quant_type, (1, 1, 1))
+        parameters of the groups. Raises UsageError, naming the argument."""
+        size = _size(input_vals.numel(), groups, num_bits)
+        levels, params = self._quantized(
+            input_vals, groups, num_bits, quant_type, _slots(size) > size, (1, 1, 1)
+        )
         shape = list(input_vals.shape)
         shape[-1] = shape[-1] * num_bits // 8
-        return [values.view(shape), params]
+        return [levels.view(shape), params]
 
     def dequantize(
         self, quantized_data: Tensor, params: Tensor, groups: int, num_bits: int, quant_type: int
     ) -> Tensor:
-        """The numbers again, in fp16. Raises UsageError, naming what cannot be."""
+        """The numbers again, in fp16. Raises UsageError, naming the argument."""
         return self._back(quantized_data, params, groups, num_bits, quant_type, torch.float16)
 
     def dequantize_fp32(
@@ -105,14 +83,17 @@ class Quantizer(OpModule):
         group_size: int,
     ) -> Tensor:  # fmt: skip
         """``level / scale + min`` of unsigned levels, two to a byte, in fp16, a group to a row."""
-        return self._unsigned(data_in, scale_buffer, min_val_buffer, num_group, group_size, 4)
+        levels = data_in.reshape(-1).view(torch.uint8)
+        halves = torch.stack([levels >> 4, levels & 15], dim=1)
+        return _unsigned(halves, scale_buffer, min_val_buffer, num_group, group_size)
 
     def dequantize_int8_to_half_experimental(
         self, data_in: Tensor, scale_buffer: Tensor, min_val_buffer: Tensor, num_group: int,
         group_size: int,
     ) -> Tensor:  # fmt: skip
         """As for four bits, one to a byte."""
-        return self._unsigned(data_in, scale_buffer, min_val_buffer, num_group, group_size, 8)
+        levels = data_in.reshape(-1).view(torch.uint8)
+        return _unsigned(levels, scale_buffer, min_val_buffer, num_group, group_size)
 
     def swizzle_quant(
         self, input_vals: Tensor, groups: int, num_bits: int, quant_type: int, pipeline_size: int,
@@ -120,115 +101,102 @@ class Quantizer(OpModule):
     ) -> list[Tensor]:  # fmt: skip
         """Levels, in one dimension, and parameters of the groups, in the order of an all-to-all
         within nodes that another between nodes follows."""
+        size = _size(input_vals.numel(), groups, num_bits)
         order = (nodes, devices_per_node, pipeline_size)
-        return list(self._quantized(input_vals, groups, num_bits, quant_type, order))
+        with_zero = _swizzle_slots(size) > size
+        return self._quantized(input_vals, groups, num_bits, quant_type, with_zero, order)
 
     def quantized_reduction(
         self, input_vals: Tensor, input_scales: Tensor, in_groups: int, out_groups: int,
         num_bits: int, quant_type: int, devices_per_node: int,
     ) -> list[Tensor]:  # fmt: skip
         """The sum of ``devices_per_node`` parts that lie one after the other, quantized."""
-        symmetric = quant_type == QuantizationType.Symmetric
         _check_bits(num_bits)
-        parts = input_vals.reshape(devices_per_node, -1)
-        elements = parts.shape[1] * 8 // num_bits
-        taken = _groups(elements, in_groups // devices_per_node, num_bits)
-        given = _groups(elements, out_groups, num_bits)
-        if taken.size != given.size and (taken.filled or given.filled):
-            raise UsageError(
-                f"groups of {taken.size} elements cannot be reduced to groups of {given.size}",
-                why=f"groups of different sizes are multiples of {_STEP} from {_LEAST}",
-            )
-        # Halves of bytes are swapped on both sides: elementwise, that comes to nothing.
-        rows = [_filled(part.reshape(taken.number, -1), taken) for part in parts]
-        params = input_scales.reshape(devices_per_node, taken.number, -1)
-        scales = [each[:, 0].contiguous() for each in params]
-        offsets = [] if symmetric else [_lowest(each, num_bits) for each in params]
-        count = taken.padded * taken.number if taken.filled else elements
-        size = given.padded if not taken.filled else taken.padded
-        values, scale, offset = _asked(
-            self._of(input_vals.device.type).quantized_reduce,
-            [_levels(row, num_bits, symmetric) for row in rows], scales, offsets, count, num_bits,
-            taken.padded, symmetric, 1.0, num_bits, size, symmetric, False, 0, 0,
+        elements = input_vals.numel() * 8 // num_bits // devices_per_node
+        size = _size(elements, out_groups, num_bits)
+        levels, params = _asked(
+            self._of(input_vals.device.type).deepspeed_reduce, input_vals.contiguous(),
+            input_scales.contiguous(), devices_per_node, in_groups, out_groups, num_bits,
+            _is_symmetric(quant_type), _reduction_slots(size) > size,
         )  # fmt: skip
         shape = list(input_vals.shape)
         shape[-1] //= devices_per_node
-        out = _cut(_bytes(values, num_bits, symmetric), given).view(shape)
-        return [out, _params(scale, offset, num_bits, symmetric)]
+        return [levels.view(shape), params]
 
     def _quantized(
-        self,
-        x: Tensor,
-        groups: int,
-        bits: int,
-        quant_type: int,
+        self, x: Tensor, groups: int, bits: int, quant_type: int, with_zero: bool,
         order: tuple[int, int, int],
-    ) -> tuple[Tensor, Tensor]:
-        symmetric = quant_type == QuantizationType.Symmetric
-        _check_bits(bits)
-        cut = _groups(x.numel(), groups, bits)
+    ) -> list[Tensor]:  # fmt: skip
+        function = self._of(x.device.type).deepspeed_quantize
         flat = x.detach().contiguous()
-        if cut.filled:
-            rows = flat.view(cut.number, cut.size)
-            # The first element once more: it changes neither the greatest nor the least.
-            more = rows[:, :1].expand(-1, cut.padded - cut.size)
-            flat = torch.cat([rows, more], dim=1)
-        values, scales, offsets = _asked(
-            self._of(x.device.type).quantize, flat, bits, cut.padded, symmetric, False, 0, 0, *order
-        )
-        packed = _cut(_swapped(_bytes(values, bits, symmetric), bits), cut)
-        return packed, _params(scales, offsets, bits, symmetric)
+        symmetric = _is_symmetric(quant_type)
+        return list(_asked(function, flat, groups, bits, symmetric, with_zero, *order))
 
     def _back(
-        self,
-        values: Tensor,
-        params: Tensor,
-        groups: int,
-        bits: int,
-        quant_type: int,
+        self, levels: Tensor, params: Tensor, groups: int, bits: int, quant_type: int,
         dtype: torch.dtype,
-    ) -> Tensor:
-        symmetric = quant_type == QuantizationType.Symmetric
+    ) -> Tensor:  # fmt: skip
         _check_bits(bits)
-        shape = list(values.shape)
+        _size(levels.numel() * 8 // bits, groups, bits)
+        flat: Tensor = _asked(
+            self._of(levels.device.type).deepspeed_dequantize, levels.contiguous(),
+            params.contiguous(), groups, bits, _is_symmetric(quant_type), dtype,
+        )  # fmt: skip
+        shape = list(levels.shape)
         shape[-1] = shape[-1] * 8 // bits
-        cut = _groups(values.numel() * 8 // bits, groups, bits)
-        rows = _filled(_swapped(values.contiguous().view(cut.number, -1), bits), cut)
-        table = params.reshape(cut.number, -1)
-        offsets = params.new_empty(0) if symmetric else _lowest(table, bits)
-        count = cut.padded * cut.number if cut.filled else cut.size * cut.number
-        flat = _asked(
-            self._of(values.device.type).dequantize, _levels(rows, bits, symmetric),
-            table[:, 0].contiguous(), offsets, count, dtype, bits, cut.padded, symmetric, 1, 1, 1,
-        )  # fmt: skip
-        if cut.filled:
-            flat = flat.view(cut.number, cut.padded)[:, : cut.size]
-        return flat.reshape(shape)  # type: ignore[no-any-return]
-
-    def _unsigned(
-        self, data: Tensor, scales: Tensor, least: Tensor, groups: int, size: int, bits: int
-    ) -> Tensor:
-        cut = _groups(groups * size, groups, bits)
-        levels = data.contiguous().view(torch.uint8).view(cut.number, -1)
-        rows = _filled(_swapped(levels, bits), cut)
-        count = cut.padded * cut.number if cut.filled else cut.size * cut.number
-        flat = _asked(
-            self._of(data.device.type).dequantize, rows.reshape(-1).view(torch.uint8),
-            scales.reshape(-1).float().reciprocal(), least.reshape(-1).float(), count,
-            torch.float16, bits, cut.padded, False, 1, 1, 1,
-        )  # fmt: skip
-        if cut.filled:
-            flat = flat.view(cut.number, cut.padded)[:, : cut.size]
-        return flat.reshape(groups, size)  # type: ignore[no-any-return]
+        return flat.view(shape)
 
 
-def _groups(elements: int, count: int, bits: int) -> _Groups:
-    """Raises UsageError for elements that cannot be cut so."""
-    if count < 1 or elements % count or (elements // count) * bits % 8:
+# How many elements the threads of DeepSpeed's kernels load for a group. Those beyond its end are
+# zeros, and the group's range includes them.
+
+
+def _slots(size: int) -> int:
+    a_thread = 8 if size <= 128 else 16
+    return _filled(size, a_thread, 1, 256)
+
+
+def _swizzle_slots(size: int) -> int:
+    return _filled(size, 16, 32, 512)
+
+
+def _reduction_slots(size: int) -> int:
+    filled, a_turn = _filled(size, 8, 1, 1024), 1024 * 8
+    # From four turns on their number is even.
+    return filled + a_turn if filled >= 4 * a_turn and filled // a_turn % 2 else filled
+
+
+def _filled(size: int, a_thread: int, fewest: int, most: int) -> int:
+    """What whole turns of a power of two of threads load."""
+    wanted = -(-size // a_thread)
+    threads = max(fewest, min(most, 1 << (wanted - 1).bit_length())) if wanted else fewest
+    turn = threads * a_thread
+    return -(-size // turn) * turn
+
+
+def _unsigned(levels: Tensor, scales: Tensor, least: Tensor, groups: int, size: int) -> Tensor:
+    """All in fp16: each operation rounds, as DeepSpeed's does."""
+    if levels.numel() != groups * size:
         raise UsageError(
-            f"{elements} elements cannot be cut into {count} groups of whole bytes at {bits} bits"
+            f"data_in has {levels.numel()} elements, expected num_group * group_size = "
+            f"{groups * size}"
         )
-    return _Groups(count, elements // count, bits)
+    rows = levels.reshape(groups, size).half()
+    return rows.div_(scales.reshape(-1, 1).half()).add_(least.reshape(-1, 1).half())
+
+
+def _is_symmetric(quant_type: int) -> bool:
+    return quant_type == QuantizationType.Symmetric
+
+
+def _size(elements: int, groups: int, bits: int) -> int:
+    """Of a group. Raises UsageError where elements cannot be cut into so many."""
+    _check_bits(bits)
+    if groups < 1 or elements % groups or (elements // groups) * bits % 8:
+        raise UsageError(
+            f"{elements} elements cannot be cut into {groups} groups of whole bytes at {bits} bits"
+        )
+    return elements // groups
 
 
 def _check_bits(bits: int) -> None:
@@ -237,7 +205,7 @@ def _check_bits(bits: int) -> None:
 
 
 def _asked(function: Callable[..., Any], *args: Any) -> Any:
-    """What the op refuses is the caller's to mend, and it says what."""
+    """Call the op; what it refuses is a UsageError with its words."""
     try:
         with torch.no_grad():
             return function(*args)
@@ -246,59 +214,3 @@ def _asked(function: Callable[..., Any], *args: Any) -> Any:
         if ", expected " in said or " is not on " in said:
             raise UsageError(said) from error
         raise
-
-
-def _filled(rows: Tensor, cut: _Groups) -> Tensor:
-    """Packed levels of groups, the first byte of each once more up to the size that the op is
-    given: what is summed over parts there is what is summed elsewhere in the group."""
-    if not cut.filled:
-        return rows
-    missing = cut.bytes(cut.padded) - rows.shape[1]
-    return torch.cat([rows, rows[:, :1].expand(-1, missing)], dim=1)
-
-
-def _cut(packed: Tensor, cut: _Groups) -> Tensor:
-    """Packed levels without those that were filled in, in one dimension."""
-    if not cut.filled:
-        return packed
-    return packed.view(cut.number, -1)[:, : cut.bytes(cut.size)].reshape(-1)
-
-
-def _swapped(packed: Tensor, bits: int) -> Tensor:
-    """The halves of each byte in the other order, where levels are halves."""
-    if bits == 8:
-        return packed
-    unsigned = packed.view(torch.uint8)
-    return (unsigned >> 4).add_(unsigned, alpha=16).view(packed.dtype)  # which wraps around
-
-
-def _flip(bits: int) -> int:
-    """What turns signed levels into unsigned ones, and back."""
-    return 0x80 if bits == 8 else 0x88
-
-
-def _levels(rows: Tensor, bits: int, symmetric: bool) -> Tensor:
-    """DeepSpeed's levels as the op takes them."""
-    flat = rows.reshape(-1)
-    if symmetric:
-        return flat.view(torch.int8 if bits == 8 else torch.uint8)
-    return flat.view(torch.uint8) ^ _flip(bits)
-
-
-def _bytes(values: Tensor, bits: int, symmetric: bool) -> Tensor:
-    """The op's levels as DeepSpeed has them, in int8."""
-    unsigned = values.view(torch.uint8)
-    return (unsigned if symmetric else unsigned ^ _flip(bits)).view(torch.int8)
-
-
-def _params(scales: Tensor, offsets: Tensor, bits: int, symmetric: bool) -> Tensor:
-    if symmetric:
-        return scales.view(-1, 1)
-    middle = offsets + scales * 2 ** (bits - 1)  # what the signed level 0 stands for
-    return torch.stack([scales, middle], dim=1)
-
-
-def _lowest(params: Tensor, bits: int) -> Tensor:
-    """The op's offsets, which are what the lowest level stands for."""
-    lowest: Tensor = params[:, 1] - params[:, 0] * 2 ** (bits - 1)
-    return lowest

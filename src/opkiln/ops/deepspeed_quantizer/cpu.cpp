@@ -1,0 +1,155 @@
+// Quantizing and dequantizing on host memory, a group at a time: it is widened into scratch, looked
+// through for its range, and rounded. Loops are plain, for the compiler to vectorize.
+
+#include "cpu.h"
+
+#include "element.h"
+
+namespace {
+
+using namespace opkiln;
+using namespace opkiln::deepspeed_quantizer;
+
+Stream stream_of(const void* data, ElementType element) {
+  const Type type = element == ElementType::kFloat ? Type::kFloat
+      : element == ElementType::kBFloat16          ? Type::kBFloat16
+                                                   : Type::kFloat16;
+  return {static_cast<std::byte*>(const_cast<void*>(data)), type, true};
+}
+
+// The levels of [at, at + count), whole bytes of them, as floats.
+void load_levels(const Groups& from, int64_t at, int64_t count, float* to) {
+  if (from.bits == 8) {
+    const auto* const levels = reinterpret_cast<const int8_t*>(from.levels) + at;
+    for (int64_t i = 0; i < count; ++i) {
+      to[i] = static_cast<float>(levels[i]);
+    }
+    return;
+  }
+  const uint8_t* const bytes = from.levels + at / 2;
+  for (int64_t i = 0; i < count / 2; ++i) {
+    to[2 * i] = static_cast<float>(((bytes[i] >> 4) ^ 8) - 8);
+    to[2 * i + 1] = static_cast<float>(((bytes[i] & 15) ^ 8) - 8);
+  }
+}
+
+void store_levels(const uint32_t* levels, const Groups& to, int64_t at, int64_t count) {
+  if (to.bits == 8) {
+    for (int64_t i = 0; i < count; ++i) {
+      to.levels[at + i] = static_cast<uint8_t>(levels[i]);
+    }
+    return;
+  }
+  for (int64_t i = 0; i < count / 2; ++i) {
+    to.levels[at / 2 + i] =
+        static_cast<uint8_t>((levels[2 * i] & 15) << 4 | (levels[2 * i + 1] & 15));
+  }
+}
+
+void scale_levels(float* values, int64_t count, const Back& back) {
+  for (int64_t i = 0; i < count; ++i) {
+    values[i] = back(values[i]);
+  }
+}
+
+// Through fp16, and back.
+void round_to_half(float* values, int64_t count) {
+  Float16 halves[kBlock];
+  narrow(values, halves, count);
+  widen(halves, values, count);
+}
+
+// The sum of the parts' elements [begin, begin + count): in fp16, as is each that is added.
+void load_parts(const Work& work, int64_t begin, int64_t count, float* to) {
+  const Groups& parts = work.parts;
+  const int64_t elements = parts.count * parts.size / work.number_of_parts;
+  alignas(64) float part[kBlock], sum[kBlock];
+  for (int64_t done = 0; done < count;) {
+    const int64_t at = begin + done, end = (at / parts.size + 1) * parts.size;
+    const int64_t here = std::min({count - done, end - at, kBlock});
+    std::fill(sum, sum + kBlock, 0.0f);
+    for (int i = 0; i < work.number_of_parts; ++i) {
+      const int64_t from = i * elements + at;
+      load_levels(parts, from, here, part);
+      scale_levels(part, here, Back::of(parts, from / parts.size));
+      round_to_half(part, here);
+      for (int64_t k = 0; k < here; ++k) {
+        sum[k] = sum[k] + part[k];
+      }
+      round_to_half(sum, here);
+    }
+    std::copy(sum, sum + here, to + done);
+    done += here;
+  }
+}
+
+// NaN is passed over: no comparison with it is true.
+Scale symmetric_scale(const float* values, int64_t count, const Work& work) {
+  float most = work.with_zero ? 0.0f : -kInfinity;
+  for (int64_t i = 0; i < count; ++i) {
+    const float magnitude = fabsf(values[i]);
+    most = magnitude > most ? magnitude : most;
+  }
+  return Scale::symmetric(most, work.to.bits);
+}
+
+Scale asymmetric_scale(const float* values, int64_t count, const Work& work) {
+  float most = work.with_zero ? 0.0f : -kInfinity, least = work.with_zero ? 0.0f : kInfinity;
+  for (int64_t i = 0; i < count; ++i) {
+    most = values[i] > most ? values[i] : most;
+    least = values[i] < least ? values[i] : least;
+  }
+  return Scale::asymmetric(least, most, work.to.bits);
+}
+
+template <bool kSymmetric>
+void round_group(const Work& work, const float* values, int64_t group, const Scale& given) {
+  const Scale scale = given;  // a local: no store below can change it
+  const int64_t size = work.to.size, place = place_of(group, work.order);
+  alignas(64) uint32_t levels[kBlock];
+  for (int64_t at = 0; at < size; at += kBlock) {
+    const int64_t here = std::min(size - at, kBlock);
+    for (int64_t i = 0; i < here; ++i) {
+      levels[i] = scale.level<kSymmetric>(values[at + i]);
+    }
+    store_levels(levels, work.to, place * size + at, here);
+  }
+  scale.store<kSymmetric>(work.to.params, place);
+}
+
+}  // namespace
+
+OPKILN_NAMESPACE_BEGIN
+
+void quantize_groups(const Work& work, int64_t first, int64_t last) {
+  const int64_t size = work.to.size;
+  std::vector<float> scratch(whole_registers(size + Vec::kLanes));  // which is written whole
+  for (int64_t group = first; group < last; ++group) {
+    if (work.from != nullptr) {
+      widen(stream_of(work.from, work.type), group * size, size, scratch.data());
+    } else {
+      load_parts(work, group * size, size, scratch.data());
+    }
+    if (work.to.symmetric) {
+      round_group<true>(work, scratch.data(), group, symmetric_scale(scratch.data(), size, work));
+    } else {
+      round_group<false>(work, scratch.data(), group, asymmetric_scale(scratch.data(), size, work));
+    }
+  }
+}
+
+void dequantize_groups(const Work& work, int64_t first, int64_t last) {
+  alignas(64) float values[kBlock];
+  const int64_t size = work.to.size;
+  for (int64_t group = first; group < last; ++group) {
+    const Back back = Back::of(work.to, group);
+    for (int64_t at = 0; at < size; at += kBlock) {
+      const int64_t here = std::min(size - at, kBlock);
+      load_levels(work.to, group * size + at, here, values);
+      scale_levels(values, here, back);
+      narrow(values, stream_of(work.out, work.type), group * size + at, here);
+    }
+  }
+}
+
+OPKILN_NAMESPACE_END

@@ -1,0 +1,125 @@
+// The arithmetic of groups and elements, as in reference.py: in fp32, each operation rounded on its
+// own but for the fused one. Compiled for devices by nvcc and hipcc, and for the host by any C++
+// compiler.
+#pragma once
+
+#include <math.h>
+#include <string.h>
+
+#include "kernel.h"
+
+#if !defined(OPKILN_HOST_DEVICE)
+#if defined(__CUDACC__) || defined(__HIPCC__)
+#define OPKILN_HOST_DEVICE __host__ __device__
+#else
+#define OPKILN_HOST_DEVICE
+#endif
+#endif
+
+namespace opkiln {
+namespace deepspeed_quantizer {
+namespace {  // libraries for several instruction sets in one process must not share a copy
+
+constexpr float kInfinity = __builtin_huge_valf();
+
+// Near this number floats are the whole numbers: adding it rounds, to nearest and ties to even, and
+// leaves the result in the low bits.
+constexpr float kRounder = 0x1.8p23f;
+
+// DeepSpeed is compiled with --use_fast_math, in which nvcc makes these of divisions. (hipcc is given
+// no such flag.)
+OPKILN_HOST_DEVICE inline float quotient(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  float out;
+  asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
+  return out;
+#else
+  return a / b;
+#endif
+}
+
+OPKILN_HOST_DEVICE inline float inverse(float a) {
+#if defined(__CUDA_ARCH__)
+  float out;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(a));
+  return out;
+#else
+  return 1.0f / a;
+#endif
+}
+
+// What a group's elements have in common.
+struct Scale {
+  float factor, offset;
+  float lowest, highest;  // levels
+
+  OPKILN_HOST_DEVICE static Scale symmetric(float greatest_magnitude, int bits) {
+    const float count = static_cast<float>(1 << bits);
+    const float factor =
+        greatest_magnitude == 0 ? 1.0f : quotient(count, 2 * greatest_magnitude);
+    return {factor, 0.0f, -count / 2, count / 2 - 1};
+  }
+
+  OPKILN_HOST_DEVICE static Scale asymmetric(float least, float greatest, int bits) {
+    const float count = static_cast<float>(1 << bits);
+    const float factor = greatest == least ? 1.0f : quotient(count, greatest - least);
+    return {factor, (greatest + least) * 0.5f, -count / 2, count / 2 - 1};
+  }
+
+  // The level of an element, in the low bits.
+  template <bool kSymmetric>
+  OPKILN_HOST_DEVICE uint32_t level(float x) const {
+    float y = (kSymmetric ? x : x - offset) * factor;
+    y = y == y ? y : 0.0f;
+    y = y < lowest ? lowest : y;
+    y = y > highest ? highest : y;
+    const float rounded = y + kRounder;
+    uint32_t bits;
+    memcpy(&bits, &rounded, sizeof(bits));
+    return bits;
+  }
+
+  template <bool kSymmetric>
+  OPKILN_HOST_DEVICE void store(float* params, int64_t group) const {
+    if (kSymmetric) {
+      params[group] = inverse(factor);
+    } else {
+      params[2 * group] = inverse(factor);
+      params[2 * group + 1] = offset;
+    }
+  }
+};
+
+// What levels of a group stand for.
+struct Back {
+  float scale, offset;
+  bool symmetric;
+
+  OPKILN_HOST_DEVICE static Back of(const Groups& groups, int64_t group) {
+    if (groups.symmetric) {
+      return {groups.params[group], 0.0f, true};
+    }
+    return {groups.params[2 * group], groups.params[2 * group + 1], false};
+  }
+  OPKILN_HOST_DEVICE float operator()(float level) const {
+    return symmetric ? level * scale : fmaf(level, scale, offset);
+  }
+};
+
+// Where a group lies.
+OPKILN_HOST_DEVICE inline int64_t place_of(int64_t group, const Order& order) {
+  if (order.piece == 0) {
+    return group;
+  }
+  const uint32_t at = static_cast<uint32_t>(group);
+  const uint32_t cut = at / order.piece, part = cut / order.pipeline;
+  const uint32_t node = part / order.devices;
+  const uint32_t device = part - node * order.devices;
+  const uint32_t turn = cut - part * order.pipeline;
+  const uint32_t first = ((turn * order.devices + device) * order.nodes + node) * order.piece;
+  return static_cast<int64_t>(first) + (at - cut * order.piece);
+}
+
+}  // namespace
+}  // namespace deepspeed_quantizer
+}  // namespace opkiln

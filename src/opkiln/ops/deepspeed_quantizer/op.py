@@ -1,0 +1,58 @@
+"""The builder and the schemas of ``deepspeed_quantizer``.
+
+Imports no torch: it is on the cache-hit path.
+"""
+
+from __future__ import annotations
+
+from opkiln.builder import CUDAOpBuilder
+from opkiln.model import CPU, ROCM
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_FORMAT = "int bits, bool symmetric"
+_LAID = "bool with_zero, int nodes, int devices_per_node, int pipeline"
+_LEVELS = "Tensor levels, Tensor params"
+_COUNTS = "int parts, int in_groups, int out_groups"
+
+
+class DeepSpeedQuantizerBuilder(CUDAOpBuilder):
+    """``load()`` gives the functions of reference.py, which says what each computes."""
+
+    NAME = "deepspeed_quantizer"
+    BUILD_VAR = "DS_BUILD_DEEPSPEED_QUANTIZER"
+    BACKENDS = ("cuda", "rocm", "cpu")
+    SCHEMAS = (
+        f"deepspeed_quantize(Tensor x, int groups, {_FORMAT}, {_LAID}) -> ({_LEVELS})",
+        f"deepspeed_dequantize({_LEVELS}, int groups, {_FORMAT}, ScalarType dtype) -> Tensor",
+        f"deepspeed_reduce({_LEVELS}, {_COUNTS}, {_FORMAT}, bool with_zero) -> ({_LEVELS})",
+    )
+
+    def sources(self) -> list[str]:
+        folder = "ops/deepspeed_quantizer"
+        if self.build_for_cpu:
+            return [f"{folder}/cpu.cpp", f"{folder}/cpu_binding.cpp"]
+        return [f"{folder}/cuda.cu", f"{folder}/cuda_binding.cpp"]
+
+    def include_paths(self) -> list[str]:
+        return ["csrc"]
+
+    # A product is rounded before it is rounded to a level. The one sum that DeepSpeed's compiler
+    # fuses with its product is written as such.
+    def cxx_args(self) -> list[str]:
+        return ["-ffp-contract=off", "-fno-trapping-math"] if self.backend == CPU else []
+
+    def nvcc_args(self) -> list[str]:
+        return ["-ffp-contract=off"] if self.backend == ROCM else ["-fmad=false"]
+
+    def reference(self) -> ModuleType:
+        from opkiln.ops.deepspeed_quantizer import reference
+
+        return reference
+
+    def fake(self) -> ModuleType:
+        from opkiln.ops.deepspeed_quantizer import fake
+
+        return fake
