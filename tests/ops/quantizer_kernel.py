@@ -22,7 +22,7 @@ class _Call(Structure):
         ("numel", c_int64), ("type", c_int64),
         *((name, c_void_p) for name in ("from_", "error", "out", "values", "scales", "offsets")),
         ("bits", c_int64), ("group_size", c_int64), ("symmetric", c_int64),
-        ("nodes", c_int64), ("devices", c_int64), ("pipeline", c_int64), ("piece", c_int64),
+        ("full", c_int64), ("nodes", c_int64), ("devices", c_int64), ("pipeline", c_int64), ("piece", c_int64),
         ("stochastic", c_int64), ("seed", c_int64), ("offset", c_int64), ("offset_at", c_void_p),
         ("from_bits", c_int64), ("from_group_size", c_int64), ("from_symmetric", c_int64),
         ("factor", c_double), ("parts", c_int64), ("part_values", c_void_p),
@@ -43,26 +43,26 @@ class Kernel:
     def _quantize(
         self, x: Tensor, error: Tensor | None, bits: int, group_size: int, symmetric: bool,
         stochastic: bool, seed: int, offset: int, nodes: int, devices: int, pipeline: int,
-        offset_tensor: Tensor | None,
+        offset_tensor: Tensor | None = None, narrow_range: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         out = fake.quantize(x, bits, group_size, symmetric)
         pieces = nodes * devices * pipeline
         self._call(
             False, numel=x.numel(), type=_TYPES[x.dtype], from_=x, error=error, values=out[0],
             scales=out[1], offsets=out[2], bits=bits, group_size=group_size, symmetric=symmetric,
-            nodes=nodes, devices=devices, pipeline=pipeline,
+            full=symmetric and not narrow_range, nodes=nodes, devices=devices, pipeline=pipeline,
             piece=0 if pieces == 1 else x.numel() // group_size // pieces, stochastic=stochastic,
             seed=seed, offset=offset, offset_at=offset_tensor,
         )  # fmt: skip
         return out
 
     def quantize(self, x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return self._quantize(x, None, *args[:9], *(args[9:] or (None,)))
+        return self._quantize(x, None, *args)
 
     def quantize_with_feedback(
         self, x: Tensor, error: Tensor, *args: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._quantize(x, error, *args[:9], *(args[9:] or (None,)))
+        return self._quantize(x, error, *args)
 
     def dequantize(
         self, values: Tensor, scales: Tensor, offsets: Tensor, numel: int, dtype: torch.dtype,
@@ -89,11 +89,12 @@ class Kernel:
     def _fake(
         self, x: Tensor, out: Tensor, bits: int, group_size: int, symmetric: bool,
         stochastic: bool, seed: int, offset: int, offset_tensor: Tensor | None = None,
+        narrow_range: bool = True,
     ) -> None:  # fmt: skip
         self._call(
             False, numel=x.numel(), type=_TYPES[x.dtype], from_=x, out=out, bits=bits,
-            group_size=group_size, symmetric=symmetric, stochastic=stochastic, seed=seed,
-            offset=offset, offset_at=offset_tensor,
+            group_size=group_size, symmetric=symmetric, full=symmetric and not narrow_range,
+            stochastic=stochastic, seed=seed, offset=offset, offset_at=offset_tensor,
         )  # fmt: skip
 
     def quantized_reduce(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,6 +110,7 @@ class Kernel:
         offsets: list[Tensor], numel: int, from_bits: int, from_group_size: int,
         from_symmetric: bool, factor: float, bits: int, group_size: int, symmetric: bool,
         stochastic: bool, seed: int, offset: int, offset_tensor: Tensor | None = None,
+        narrow_range: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         like = torch.empty(numel, dtype=torch.float32)
         out = fake.quantize(like, bits, group_size, symmetric)
@@ -117,8 +119,9 @@ class Kernel:
         ]
         self._call(
             False, numel=numel, error=error, values=out[0], scales=out[1], offsets=out[2],
-            bits=bits, group_size=group_size, symmetric=symmetric, stochastic=stochastic,
-            seed=seed, offset=offset, offset_at=offset_tensor, from_bits=from_bits,
+            bits=bits, group_size=group_size, symmetric=symmetric,
+            full=symmetric and not narrow_range, stochastic=stochastic, seed=seed, offset=offset,
+            offset_at=offset_tensor, from_bits=from_bits,
             from_group_size=from_group_size, from_symmetric=from_symmetric, factor=factor,
             parts=len(values), part_values=ctypes.addressof(lists[0]),
             part_scales=ctypes.addressof(lists[1]), part_offsets=ctypes.addressof(lists[2]),

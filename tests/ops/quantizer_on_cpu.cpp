@@ -12,7 +12,7 @@ extern "C" {
 struct Call {
   int64_t numel, type;
   void *from, *error, *out, *values, *scales, *offsets;
-  int64_t bits, group_size, symmetric;
+  int64_t bits, group_size, symmetric, full;
   int64_t nodes, devices, pipeline, piece;
   int64_t stochastic, seed, offset;
   void* offset_at;
@@ -32,7 +32,7 @@ int run(const Call* call, int back) {
   work.to = {static_cast<uint8_t*>(call->values), static_cast<float*>(call->scales),
              static_cast<float*>(call->offsets)};
   work.format = {static_cast<int>(call->bits), static_cast<int>(call->group_size),
-                 call->symmetric != 0};
+                 call->symmetric != 0, call->full != 0};
   work.order = {static_cast<uint32_t>(call->nodes), static_cast<uint32_t>(call->devices),
                 static_cast<uint32_t>(call->pipeline), static_cast<uint32_t>(call->piece)};
   work.random = {call->stochastic != 0, static_cast<uint64_t>(call->seed),
@@ -41,7 +41,7 @@ int run(const Call* call, int back) {
   parts.count = static_cast<int>(call->parts);
   parts.factor = static_cast<float>(call->factor);
   parts.format = {static_cast<int>(call->from_bits), static_cast<int>(call->from_group_size),
-                  call->from_symmetric != 0};
+                  call->from_symmetric != 0, false};
   for (int i = 0; i < parts.count; ++i) {
     parts.at[i] = {static_cast<uint8_t*>(call->part_values[i]),
                    static_cast<float*>(call->part_scales[i]),

@@ -101,6 +101,62 @@ def test_every_format_and_size_has_the_references_bits(
         assert_same([inside], [expected])
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_the_full_range_has_the_references_bits(op: Any, bits: int, stochastic: bool) -> None:
+    for dtype, (count, group) in zip(
+        itertools.cycle(DTYPES), ((7, 16), (4095, 24), (4096, 64), (4095, 1000), (6144, 2048))
+    ):
+        x = numbers(count, dtype)
+        if count > 40:
+            x[20], x[33] = math.nan, math.inf
+        args, full = (bits, group, True, stochastic, 7, 3), (None, False)
+        theirs = reference.quantize(x, *args, *LAID, *full)
+        assert_same(op.quantize(x, *args, *LAID, *full), theirs)
+        expected = reference.fake_quantize(x, *args, *full)
+        assert_same([op.fake_quantize(x, *args, *full)], [expected])
+        back = (*theirs, count, dtype, bits, group, True, *LAID)
+        assert_same([op.dequantize(*back)], [expected])
+        error, other = numbers(count, seed=1) * 0.01, numbers(count, seed=1) * 0.01
+        ours = op.quantize_with_feedback(x, error, *args, *LAID, *full)
+        theirs = reference.quantize_with_feedback(x, other, *args, *LAID, *full)
+        assert_same((*ours, error), (*theirs, other))
+        parts = ([theirs[0]] * 3, [theirs[1]] * 3, [], count, bits, group, True, 1.0)
+        assert_same(
+            op.quantized_reduce(*parts, *args, *full),
+            reference.quantized_reduce(*parts, *args, *full),
+        )
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_full_range_uses_the_lowest_level_and_cuts_off_above_the_highest(
+    op: Any, bits: int
+) -> None:
+    half = 2 ** (bits - 1)
+    x = torch.tensor([-1.0, 1.0, 0.5, -0.5, *([0.0] * 12)])
+    for stochastic in (False, True):
+        values, scales, _ = op.quantize(
+            x, bits, 16, True, stochastic, 5, 0, *LAID, None, False
+        )  # fmt: skip
+        back = op.dequantize(
+            values, scales, torch.empty(0), 16, F32, bits, 16, True, *LAID
+        )  # fmt: skip
+        assert scales.tolist() == [1 / half]
+        assert (back[:4] * half).tolist() == [-half, half - 1, half / 2, -half / 2]
+
+
+def test_the_full_range_of_4_bits_is_nearer_to_normal_numbers_than_the_narrow_one(
+    native: Any,
+) -> None:
+    x = numbers(1 << 16)
+    for group in (64, 256, 2048):
+        narrow, full = (
+            float((native.fake_quantize(x, 4, group, True, False, 0, 0, None, each) - x).norm())
+            for each in (True, False)
+        )
+        assert full < 0.97 * narrow
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_the_largest_groups_have_the_references_bits(

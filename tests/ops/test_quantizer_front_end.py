@@ -333,3 +333,23 @@ def test_it_is_translated_and_built_for_an_amd_gpu(name: str) -> None:
     built = resolve.artifact(get_builder(name, backend="rocm", archs="gfx90a").op(), Trace())
     assert bundle.hip_images(built.path) == ("gfx90a",)
     assert sorted((Path(ops.__file__).parent / name).iterdir()) == sources
+
+
+# The full range
+
+
+def test_narrow_range_is_kept_and_handed_on_to_a_reduction() -> None:
+    x = torch.tensor([-1.0, 1.0, *([0.0] * 14)])
+    full = quant.quantize(x, bits=4, group_size=16, narrow_range=False)
+    assert (full.narrow_range, full.scales.tolist()) == (False, [1 / 8])
+    assert quant.dequantize(full)[:2].tolist() == [-1.0, 7 / 8]
+    assert quant.fake_quantize(x, bits=4, group_size=16, narrow_range=False)[1] == 7 / 8
+    total = quant.quantized_reduce([full, full])
+    assert (total.narrow_range, total.scales.tolist()) == (False, [2 / 8])
+    narrow = quant.quantized_reduce([full, full], narrow_range=True)
+    assert narrow.narrow_range
+    assert quant.dequantize(narrow)[:2].tolist() == [-2.0, pytest.approx(2.0, abs=0.3)]
+    laid = quant.swizzle_quantize(
+        x, nodes=1, devices_per_node=1, bits=4, group_size=16, narrow_range=False
+    )
+    assert torch.equal(laid.values, full.values)

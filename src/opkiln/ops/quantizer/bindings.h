@@ -68,7 +68,14 @@ inline Format format_of(int64_t bits, int64_t group_size, bool symmetric,
     refuse(prefix + "group_size is " + std::to_string(group_size) +
            ", expected a multiple of 8 from 16 to 65536");
   }
-  return {static_cast<int>(bits), static_cast<int>(group_size), symmetric};
+  return {static_cast<int>(bits), static_cast<int>(group_size), symmetric, false};
+}
+
+// What is quantized to, which may use the lowest level, too.
+inline Format format_to(int64_t bits, int64_t group_size, bool symmetric, bool narrow_range) {
+  Format format = format_of(bits, group_size, symmetric);
+  format.full = symmetric && !narrow_range;
+  return format;
 }
 
 inline Random random_of(bool stochastic, int64_t seed, int64_t offset, const OptionalTensor& at,
@@ -178,9 +185,9 @@ struct Functions {
   static Three quantize_tensor(const Tensor& x, const Tensor* error, int64_t bits,
                                int64_t group_size, bool symmetric, bool stochastic, int64_t seed,
                                int64_t offset, int64_t nodes, int64_t devices, int64_t pipeline,
-                               const OptionalTensor& offset_at) {
+                               const OptionalTensor& offset_at, bool narrow_range) {
     const int32_t device = Backend::device_of("x", x);
-    Work work = work_on(x, format_of(bits, group_size, symmetric), device);
+    Work work = work_on(x, format_to(bits, group_size, symmetric, narrow_range), device);
     work.random = random_of(stochastic, seed, offset, offset_at, device);
     work.order = order_of(work.numel, work.format, nodes, devices, pipeline);
     work.error = error == nullptr ? nullptr : error_of(*error, work.numel, device);
@@ -192,17 +199,17 @@ struct Functions {
 
   static Three quantize(Tensor x, int64_t bits, int64_t group_size, bool symmetric,
                         bool stochastic, int64_t seed, int64_t offset, int64_t nodes,
-                        int64_t devices, int64_t pipeline, OptionalTensor offset_at) {
+                        int64_t devices, int64_t pipeline, OptionalTensor offset_at, bool narrow_range) {
     return quantize_tensor(x, nullptr, bits, group_size, symmetric, stochastic, seed, offset, nodes,
-                           devices, pipeline, offset_at);
+                           devices, pipeline, offset_at, narrow_range);
   }
 
   static Three quantize_with_feedback(Tensor x, Tensor error, int64_t bits, int64_t group_size,
                                       bool symmetric, bool stochastic, int64_t seed,
                                       int64_t offset, int64_t nodes, int64_t devices,
-                                      int64_t pipeline, OptionalTensor offset_at) {
+                                      int64_t pipeline, OptionalTensor offset_at, bool narrow_range) {
     return quantize_tensor(x, &error, bits, group_size, symmetric, stochastic, seed, offset, nodes,
-                           devices, pipeline, offset_at);
+                           devices, pipeline, offset_at, narrow_range);
   }
 
   static Tensor dequantize(Tensor values, Tensor scales, Tensor offsets, int64_t numel,
@@ -223,9 +230,9 @@ struct Functions {
 
   static Tensor fake_quantize(Tensor x, int64_t bits, int64_t group_size, bool symmetric,
                               bool stochastic, int64_t seed, int64_t offset,
-                              OptionalTensor offset_at) {
+                              OptionalTensor offset_at, bool narrow_range) {
     const int32_t device = Backend::device_of("x", x);
-    Work work = work_on(x, format_of(bits, group_size, symmetric), device);
+    Work work = work_on(x, format_to(bits, group_size, symmetric, narrow_range), device);
     work.random = random_of(stochastic, seed, offset, offset_at, device);
     const Tensor out = torch::stable::empty_like(x);
     work.out = out.mutable_data_ptr();
@@ -235,9 +242,9 @@ struct Functions {
 
   static void fake_quantize_in_place(Tensor x, int64_t bits, int64_t group_size, bool symmetric,
                                      bool stochastic, int64_t seed, int64_t offset,
-                                     OptionalTensor offset_at) {
+                                     OptionalTensor offset_at, bool narrow_range) {
     const int32_t device = Backend::device_of("x", x);
-    Work work = work_on(x, format_of(bits, group_size, symmetric), device);
+    Work work = work_on(x, format_to(bits, group_size, symmetric, narrow_range), device);
     work.random = random_of(stochastic, seed, offset, offset_at, device);
     // The mutable accessor first: it gives copy-on-write memory a copy of its own.
     work.out = x.mutable_data_ptr();
@@ -250,7 +257,7 @@ struct Functions {
                             int64_t from_bits, int64_t from_group_size, bool from_symmetric,
                             double factor, int64_t bits, int64_t group_size, bool symmetric,
                             bool stochastic, int64_t seed, int64_t offset,
-                            const OptionalTensor& offset_at) {
+                            const OptionalTensor& offset_at, bool narrow_range) {
     Parts parts{};
     parts.format = format_of(from_bits, from_group_size, from_symmetric, "from_");
     if (values.empty()) {
@@ -278,7 +285,7 @@ struct Functions {
     parts.factor = static_cast<float>(factor);
     Work work{};
     work.numel = numel;
-    work.format = format_of(bits, group_size, symmetric);
+    work.format = format_to(bits, group_size, symmetric, narrow_range);
     work.random = random_of(stochastic, seed, offset, offset_at, device);
     work.error = error == nullptr ? nullptr : error_of(*error, numel, device);
     Three out = room(scales[0], numel, work.format);
@@ -291,10 +298,10 @@ struct Functions {
                                 int64_t numel, int64_t from_bits, int64_t from_group_size,
                                 bool from_symmetric, double factor, int64_t bits,
                                 int64_t group_size, bool symmetric, bool stochastic, int64_t seed,
-                                int64_t offset, OptionalTensor offset_at) {
+                                int64_t offset, OptionalTensor offset_at, bool narrow_range) {
     return reduce_parts(nullptr, values, scales, offsets, numel, from_bits, from_group_size,
                         from_symmetric, factor, bits, group_size, symmetric, stochastic, seed,
-                        offset, offset_at);
+                        offset, offset_at, narrow_range);
   }
 
   static Three quantized_reduce_with_feedback(Tensor error, TensorList values, TensorList scales,
@@ -302,10 +309,10 @@ struct Functions {
                                               int64_t from_group_size, bool from_symmetric,
                                               double factor, int64_t bits, int64_t group_size,
                                               bool symmetric, bool stochastic, int64_t seed,
-                                              int64_t offset, OptionalTensor offset_at) {
+                                              int64_t offset, OptionalTensor offset_at, bool narrow_range) {
     return reduce_parts(&error, values, scales, offsets, numel, from_bits, from_group_size,
                         from_symmetric, factor, bits, group_size, symmetric, stochastic, seed,
-                        offset, offset_at);
+                        offset, offset_at, narrow_range);
   }
 
   template <class Library>

@@ -155,9 +155,10 @@ const float* random_numbers(const Random& random, uint64_t offset, int64_t begin
 }
 
 // Rounds a group, of which `values` is scratch where it is not the tensor itself.
-template <bool kSymmetric>
+template <Scheme kScheme>
 void round_group(const Work& work, int64_t begin, int64_t count, int64_t place, uint64_t offset,
                  const float* values, const Level& given) {
+  constexpr bool kSymmetric = kScheme != Scheme::kAsymmetric;
   const Level level = given;  // a local: no store below can change it
   alignas(64) float rounded[kBlock];
   for (int64_t at = 0; at < count; at += kBlock) {
@@ -167,11 +168,11 @@ void round_group(const Work& work, int64_t begin, int64_t count, int64_t place, 
       float numbers[kBlock + kRandomElements];
       const float* const random = random_numbers(work.random, offset, begin + at, here, numbers);
       for (int64_t i = 0; i < here; ++i) {
-        rounded[i] = level.stochastic(level.scaled<kSymmetric>(from[i]), random[i]);
+        rounded[i] = level.stochastic<kScheme>(level.scaled<kSymmetric>(from[i]), random[i]);
       }
     } else {
       for (int64_t i = 0; i < here; ++i) {
-        rounded[i] = level.nearest(level.scaled<kSymmetric>(from[i]));
+        rounded[i] = level.nearest<kScheme>(level.scaled<kSymmetric>(from[i]));
       }
     }
     if (work.to.values != nullptr) {
@@ -228,13 +229,18 @@ void quantize_groups(const Work& work, const Parts& parts, int64_t first, int64_
       }
     }
     const int64_t place = place_of(group, work.order);
-    if (work.format.symmetric) {
-      const Level level =
-          Level::symmetric(greatest_magnitude(values, count), bits, work.random.stochastic);
-      round_group<true>(work, begin, count, place, offset, values, level);
+    const bool stochastic = work.random.stochastic;
+    if (!work.format.symmetric) {
+      const Level level = asymmetric_level(values, count, bits, stochastic);
+      round_group<Scheme::kAsymmetric>(work, begin, count, place, offset, values, level);
+      continue;
+    }
+    const Level level = Level::symmetric(greatest_magnitude(values, count), bits, stochastic,
+                                         work.format.full);
+    if (work.format.full) {
+      round_group<Scheme::kFull>(work, begin, count, place, offset, values, level);
     } else {
-      const Level level = asymmetric_level(values, count, bits, work.random.stochastic);
-      round_group<false>(work, begin, count, place, offset, values, level);
+      round_group<Scheme::kSymmetric>(work, begin, count, place, offset, values, level);
     }
   }
 }

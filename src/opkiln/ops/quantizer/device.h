@@ -16,10 +16,13 @@ namespace {
 constexpr unsigned kMostThreads = 1024;
 constexpr uint32_t kAnyUnits = 4;  // that a thread holds of a group that is none of whole_groups.h
 
+template <Scheme kScheme>
+constexpr bool is_symmetric = kScheme != Scheme::kAsymmetric;
+
 // What is made of a group's elements. Asked of the call as the kernel runs, or fixed when it is
 // compiled: then no unit asks again.
 struct AnyMode {
-  static constexpr bool kFixed = false;
+  static constexpr bool kFixed = false, kAtRandom = false;
   bool levels, stochastic;
   int bits;
 
@@ -31,7 +34,7 @@ struct AnyMode {
 
 template <int kBits, bool kStochastic>
 struct LevelsMode {
-  static constexpr bool kFixed = true;
+  static constexpr bool kFixed = true, kAtRandom = kStochastic;
   static constexpr bool levels = true, stochastic = kStochastic;
   static constexpr int bits = kBits;
 
@@ -89,10 +92,11 @@ struct Target {
 
 // Rounds a unit, writes its levels where they are wanted, and gives, where that is wanted instead or
 // as well, what is to be written of the elements: in place of their words.
-template <class Source, bool kSymmetric, bool kWhole>
+template <class Source, Scheme kScheme, bool kWhole>
 __device__ bool emit(const Launch& l, const AnyMode& mode, const Target& target, uint32_t at,
                      int count, uint32_t* words, const Level& level) {
   using Type = typename Source::Type;
+  constexpr bool kSymmetric = is_symmetric<kScheme>;
   constexpr int kUnit = Type::kUnit;
   const Work& work = l.work;
   float values[kUnit], rounded[kUnit];
@@ -111,13 +115,13 @@ __device__ bool emit(const Launch& l, const AnyMode& mode, const Target& target,
     }
 #pragma unroll
     for (int k = 0; k < kUnit; ++k) {
-      rounded[k] = level.stochastic(level.scaled<kSymmetric>(values[k]),
-                                                target.random_number(mine[k / 4], k));
+      rounded[k] = level.stochastic<kScheme>(level.scaled<kSymmetric>(values[k]),
+                                             target.random_number(mine[k / 4], k));
     }
   } else {
 #pragma unroll
     for (int k = 0; k < kUnit; ++k) {
-      rounded[k] = level.nearest(level.scaled<kSymmetric>(values[k]));
+      rounded[k] = level.nearest<kScheme>(level.scaled<kSymmetric>(values[k]));
     }
   }
   if (mode.levels) {
@@ -152,9 +156,10 @@ __device__ void store_level(const Work& work, int64_t place, const Level& level)
 }
 
 // Rounds the 16 elements that start at `at`, and writes their levels.
-template <class Type, bool kSymmetric, class Mode, class Held>
+template <class Type, Scheme kScheme, class Mode, class Held>
 __device__ void emit_chunk(const Launch& l, const Target& target, uint32_t at, const Held* held,
                            const Level& level) {
+  constexpr bool kSymmetric = is_symmetric<kScheme>;
   constexpr int kWords = Mode::bits / 2, kParts = 8 / Type::kUnit;
   RandomWords random{};
   if (Mode::stochastic) {
@@ -172,7 +177,8 @@ __device__ void emit_chunk(const Launch& l, const Target& target, uint32_t at, c
     for (int k = 0; k < 8; ++k) {
       const float scaled = level.scaled<kSymmetric>(values[k]);
       const float u = target.random_number(random.at[2 * half + k / 4], k);
-      values[k] = Mode::stochastic ? level.stochastic(scaled, u) : level.nearest(scaled);
+      values[k] = Mode::stochastic ? level.stochastic<kScheme>(scaled, u)
+                                   : level.nearest<kScheme>(scaled);
     }
     const Levels levels = pack<8, kSymmetric>(values, Mode::bits, 8, level.keep);
     words[half * kWords / 2] = levels.low;
@@ -208,7 +214,7 @@ __device__ void store_pair(void* to, Place at, uint32_t (&first)[4], uint32_t (&
 }
 
 // The 16 elements that start at `at`, whatever is wanted of them.
-template <class Source, bool kSymmetric, class Held>
+template <class Source, Scheme kScheme, class Held>
 __device__ void emit_parts(const Launch& l, const AnyMode& mode, const Target& target, uint32_t at,
                            Held* held, const Level& level) {
   using Type = typename Source::Type;
@@ -218,8 +224,8 @@ __device__ void emit_parts(const Launch& l, const AnyMode& mode, const Target& t
     const uint32_t here = at + c * kUnit, next = here + kUnit;
     uint32_t(&one)[4] = held[c].words;
     uint32_t(&two)[4] = held[c + 1].words;
-    const bool wanted = emit<Source, kSymmetric, true>(l, mode, target, here, kUnit, one, level);
-    emit<Source, kSymmetric, true>(l, mode, target, next, kUnit, two, level);
+    const bool wanted = emit<Source, kScheme, true>(l, mode, target, here, kUnit, one, level);
+    emit<Source, kScheme, true>(l, mode, target, next, kUnit, two, level);
     if (wanted) {
       store_pair<Type>(written<Source>(l.work), {target.start, here}, one, two);
     }
@@ -232,9 +238,10 @@ template <class Source, class Mode>
 constexpr int kBlocksPerProcessor = Mode::kFixed && Source::Type::kBytes == 2 ? 6 : 4;
 
 // Groups as in whole_groups.h.
-template <class Source, bool kSymmetric, class Mode>
+template <class Source, Scheme kScheme, class Mode>
 __global__ void __launch_bounds__(kGroupThreads, (kBlocksPerProcessor<Source, Mode>))
 quantize_groups_kernel(const OPKILN_GRID_CONSTANT typename Source::Parameters parameters) {
+  constexpr bool kSymmetric = is_symmetric<kScheme>, kFull = kScheme == Scheme::kFull;
   __shared__ Shared<Extent<typename Source::Type, kSymmetric>> shared;
   using Type = typename Source::Type;
   constexpr int kUnit = Type::kUnit, kParts = kChunkElements / kUnit;
@@ -266,19 +273,19 @@ quantize_groups_kernel(const OPKILN_GRID_CONSTANT typename Source::Parameters pa
   }
   reduce_groups(extents, log2_chunks, shared);
 
-  Level level = extents[0].level(mode.bits, mode.stochastic);
+  Level level = extents[0].level(mode.bits, mode.stochastic, kFull);
 #pragma unroll
   for (int k = 0; k < kChunksPerThread; ++k) {
     if (k > 0 && log2_chunks <= 5) {
-      level = extents[k].level(mode.bits, mode.stochastic);
+      level = extents[k].level(mode.bits, mode.stochastic, kFull);
     }
     const int64_t chunk = first + k * kWarp, group = chunk >> log2_chunks;
     const int64_t place = place_of(group, l.work.order);
     const Target target(l.work, start, start + (place - group) * l.work.format.group_size, offset);
     if constexpr (Mode::kFixed) {
-      emit_chunk<Type, kSymmetric, Mode>(l, target, at(k), held[k], level);
+      emit_chunk<Type, kScheme, Mode>(l, target, at(k), held[k], level);
     } else {
-      emit_parts<Source, kSymmetric>(l, mode, target, at(k), held[k], level);
+      emit_parts<Source, kScheme>(l, mode, target, at(k), held[k], level);
     }
     if (chunk == group << log2_chunks) {
       store_level<kSymmetric>(l.work, place, level);
@@ -298,9 +305,10 @@ __device__ void load_any(const typename Source::Parameters& parameters, Place at
 
 // Other groups. Where units may be accessed as such and the team's registers hold the group, it is
 // read once: with loads that no thread does without, since one that has no unit takes the last again.
-template <class Source, bool kSymmetric>
+template <class Source, Scheme kScheme>
 __global__ void __launch_bounds__(kMostThreads)
 quantize_any_kernel(const OPKILN_GRID_CONSTANT typename Source::Parameters parameters) {
+  constexpr bool kSymmetric = is_symmetric<kScheme>;
   __shared__ Extent<typename Source::Type, kSymmetric> shared[kMostThreads / kWarp];
   using Type = typename Source::Type;
   constexpr uint32_t kUnit = Type::kUnit;
@@ -333,7 +341,7 @@ quantize_any_kernel(const OPKILN_GRID_CONSTANT typename Source::Parameters param
   if (!span.is_there) {
     return;
   }
-  const Level level = extent.level(mode.bits, mode.stochastic);
+  const Level level = extent.level(mode.bits, mode.stochastic, kScheme == Scheme::kFull);
   const int64_t place = place_of(span.group, l.work.order);
   const uint64_t offset = mode.stochastic ? offset_of(l.work.random) : 0;
   const Target target(l.work, span.start, place * l.work.format.group_size, offset);
@@ -343,7 +351,7 @@ quantize_any_kernel(const OPKILN_GRID_CONSTANT typename Source::Parameters param
     for (uint32_t j = 0; j < kAnyUnits; ++j) {
       const uint32_t at = mine + j * stride;
       if (at < span.limit &&
-          emit<Source, kSymmetric, true>(l, mode, target, at, kUnit, held[j].words, level)) {
+          emit<Source, kScheme, true>(l, mode, target, at, kUnit, held[j].words, level)) {
         store_unit<Type, true>(held[j].words, to, {span.start, at}, kUnit);
       }
     }
@@ -351,7 +359,7 @@ quantize_any_kernel(const OPKILN_GRID_CONSTANT typename Source::Parameters param
     for (uint32_t at = mine; at < span.limit; at += stride) {
       const int count = span.count<kUnit>(at);
       load_any<Source>(parameters, {span.start, at}, count, held[0]);
-      if (emit<Source, kSymmetric, false>(l, mode, target, at, count, held[0].words, level)) {
+      if (emit<Source, kScheme, false>(l, mode, target, at, count, held[0].words, level)) {
         store_unit<Type, false>(held[0].words, to, {span.start, at}, count);
       }
     }

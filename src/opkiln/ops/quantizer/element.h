@@ -34,9 +34,13 @@ constexpr float kGreatest = 0x1.fffffep127f;
 // leaves the result in the low bits.
 constexpr float kRounder = 0x1.8p23f;
 
+// How a group is scaled: see reference.py. Full is symmetric, too.
+enum class Scheme { kAsymmetric, kSymmetric, kFull };
+
 // What a group's elements have in common.
 struct Level {
   float scale, inverse, offset;
+  float ceiling;  // the greatest level plus kRounder: of the full scheme, which cuts off
   float shift;    // of levels while they are rounded stochastically
   uint32_t keep;  // a mask for levels: 0 where the group is not finite, and has none
 
@@ -51,13 +55,16 @@ struct Level {
       out.inverse *= 1.0f - 0x1p-21f;  // or the greatest element could be rounded beyond the top
     }
     out.offset = finite ? offset : nan;
+    out.ceiling = kRounder + (top - 1.0f);
     out.shift = top > 128.0f ? 128.0f : 0.0f;
     out.keep = finite ? ~0u : 0u;
     return out;
   }
 
-  OPKILN_HOST_DEVICE static Level symmetric(float greatest_magnitude, int bits, bool stochastic) {
-    return of(greatest_magnitude, 0.0f, bits == 8 ? 127.0f : 7.0f, stochastic);
+  OPKILN_HOST_DEVICE static Level symmetric(float greatest_magnitude, int bits, bool stochastic,
+                                            bool full) {
+    const float top = bits == 8 ? 127.0f : 7.0f;
+    return of(greatest_magnitude, 0.0f, full ? top + 1.0f : top, stochastic);
   }
 
   OPKILN_HOST_DEVICE static Level asymmetric(float least, float greatest, int bits,
@@ -72,23 +79,30 @@ struct Level {
     return (kSymmetric ? x : x - offset) * inverse;
   }
 
-  // The level of a scaled element, plus kRounder. No level is out of range: the greatest quotient is
-  // off by a few units in its last place.
+  // The level of a scaled element, plus kRounder. But in the full scheme no level is out of range: the
+  // greatest quotient is off by a few units in its last place.
+  template <Scheme kScheme>
   OPKILN_HOST_DEVICE float nearest(float y) const {
-    return y + kRounder;
+    return in_range<kScheme>(y + kRounder);
   }
 
   // The same with a probability of going up of what is above the level below. `u` is random, from 128
   // to 129 - 2^-16: up to 256 floats are multiples of 2^-16, and random bits are their low bits. Levels
   // that would be beyond it are shifted.
+  template <Scheme kScheme>
   OPKILN_HOST_DEVICE float stochastic(float y, float u) const {
     const float t = y - shift + u;
     const float back = kRounder - 128.0f + shift;
 #if defined(__CUDA_ARCH__)
-    return __fadd_rd(t, back);
+    return in_range<kScheme>(__fadd_rd(t, back));
 #else
-    return floorf(t) + back;
+    return in_range<kScheme>(floorf(t) + back);
 #endif
+  }
+
+  template <Scheme kScheme>
+  OPKILN_HOST_DEVICE float in_range(float rounded) const {
+    return kScheme == Scheme::kFull && !(rounded < ceiling) ? ceiling : rounded;
   }
 
   // What a level stands for.

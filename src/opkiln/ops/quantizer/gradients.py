@@ -8,4 +8,4 @@ from torch import Tensor
 
 
 def fake_quantize_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG001
-    return grad, None, None, None, None, None, None, None
+    return grad, None, None, None, None, None, None, None, None

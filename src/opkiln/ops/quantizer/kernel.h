@@ -19,6 +19,7 @@ struct Format {
   int bits;  // 4 or 8
   int group_size;
   bool symmetric;
+  bool full;  // symmetric levels down to -2^(bits - 1), which quantizing alone has to know
 };
 
 // Levels with their scales, and offsets unless the format is symmetric.

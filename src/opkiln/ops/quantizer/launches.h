@@ -3,6 +3,8 @@
 
 #include <opkiln/whole_groups_launch.h>
 
+#include <type_traits>
+
 #include "device.h"
 
 namespace opkiln {
@@ -24,26 +26,42 @@ inline unsigned log2_at_least(int64_t count) {
 template <class Source>
 using Kernel = void (*)(const typename Source::Parameters);
 
+inline Scheme scheme_of(const Format& format) {
+  return !format.symmetric ? Scheme::kAsymmetric
+      : format.full        ? Scheme::kFull
+                           : Scheme::kSymmetric;
+}
+
 template <class Source, class Mode>
-Kernel<Source> kernel_of(bool symmetric) {
-  return symmetric ? quantize_groups_kernel<Source, true, Mode>
-                   : quantize_groups_kernel<Source, false, Mode>;
+Kernel<Source> kernel_of(Scheme scheme) {
+  switch (scheme) {
+    case Scheme::kAsymmetric:
+      return quantize_groups_kernel<Source, Scheme::kAsymmetric, Mode>;
+    case Scheme::kSymmetric:
+      return quantize_groups_kernel<Source, Scheme::kSymmetric, Mode>;
+    case Scheme::kFull:
+      // Rounding at random in the full scheme is rare: it has no kernel of its own.
+      using Shared = std::conditional_t<Mode::kAtRandom, AnyMode, Mode>;
+      return quantize_groups_kernel<Source, Scheme::kFull, Shared>;
+  }
+  return nullptr;
 }
 
 template <class Source>
 Kernel<Source> kernel_for(const Work& work) {
-  const bool symmetric = work.format.symmetric, stochastic = work.random.stochastic;
+  const Scheme scheme = scheme_of(work.format);
+  const bool stochastic = work.random.stochastic;
   if constexpr (!Source::kFeedback) {
     if (work.to.values != nullptr && work.format.bits == 8) {
-      return stochastic ? kernel_of<Source, LevelsMode<8, true>>(symmetric)
-                        : kernel_of<Source, LevelsMode<8, false>>(symmetric);
+      return stochastic ? kernel_of<Source, LevelsMode<8, true>>(scheme)
+                        : kernel_of<Source, LevelsMode<8, false>>(scheme);
     }
     if (work.to.values != nullptr) {
-      return stochastic ? kernel_of<Source, LevelsMode<4, true>>(symmetric)
-                        : kernel_of<Source, LevelsMode<4, false>>(symmetric);
+      return stochastic ? kernel_of<Source, LevelsMode<4, true>>(scheme)
+                        : kernel_of<Source, LevelsMode<4, false>>(scheme);
     }
   }
-  return kernel_of<Source, AnyMode>(symmetric);
+  return kernel_of<Source, AnyMode>(scheme);
 }
 
 // The groups from l.first to l.last.
@@ -56,9 +74,17 @@ cudaError_t launch_any(Launch& l, const typename Source::Parameters& p, cudaStre
   const unsigned threads = l.log2_team > 7 ? 1u << l.log2_team : 128;
   const int64_t a_block = threads >> l.log2_team;
   const auto blocks = static_cast<unsigned>((l.last - l.first + a_block - 1) / a_block);
-  return l.work.format.symmetric
-      ? device::launch(quantize_any_kernel<Source, true>, blocks, threads, stream, p)
-      : device::launch(quantize_any_kernel<Source, false>, blocks, threads, stream, p);
+  switch (scheme_of(l.work.format)) {
+    case Scheme::kAsymmetric:
+      return device::launch(quantize_any_kernel<Source, Scheme::kAsymmetric>, blocks, threads,
+                            stream, p);
+    case Scheme::kSymmetric:
+      return device::launch(quantize_any_kernel<Source, Scheme::kSymmetric>, blocks, threads,
+                            stream, p);
+    case Scheme::kFull:
+      return device::launch(quantize_any_kernel<Source, Scheme::kFull>, blocks, threads, stream, p);
+  }
+  return cudaErrorInvalidValue;
 }
 
 // All groups of a call, of which `l` is a part of `p`: those that are laid out as in whole_groups.h,
@@ -70,7 +96,7 @@ cudaError_t launch_quantize(Launch& l, const typename Source::Parameters& p, cud
   const bool aligned = l.aligned && is_aligned(l.work.to.values, 2 * format.bits);
   const device::WholeGroups layout(
       format.group_size, aligned ? l.work.numel / format.group_size : 0, 128,
-      [] { return device::has_clusters(kernel_of<Source, AnyMode>(true)); });
+      [] { return device::has_clusters(kernel_of<Source, AnyMode>(Scheme::kSymmetric)); });
   l.log2_chunks = layout.log2_chunks;
   cudaError_t error = cudaSuccess;
   if (layout.blocks > 0) {

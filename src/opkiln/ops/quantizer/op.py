@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _FORMAT = "int bits, int group_size, bool symmetric"
 _ROUNDING = "bool stochastic, int seed, int offset"
 _SWIZZLE = "int nodes, int devices_per_node, int pipeline"
-_LATER = "Tensor? offset_tensor=None"
+_LATER = "Tensor? offset_tensor=None, bool narrow_range=True"
 _LEVELS = "Tensor values, Tensor scales, Tensor offsets"  # no offsets where symmetric
 _ROUNDED = f"{_ROUNDING}, {_LATER}) -> ({_LEVELS})"
 _LAID = f"{_SWIZZLE}, {_LATER}) -> ({_LEVELS})"

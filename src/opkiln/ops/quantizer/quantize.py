@@ -49,6 +49,7 @@ class Quantized(NamedTuple):
     bits: int
     group_size: int
     swizzle: Swizzle | None = None
+    narrow_range: bool = True  # symmetric levels without the lowest one
 
     @property
     def symmetric(self) -> bool:
@@ -71,6 +72,7 @@ def quantize(
     bits: int = 8,
     group_size: int = 2048,
     symmetric: bool = True,
+    narrow_range: bool = True,
     stochastic: bool = False,
     seed: int = 0,
     offset: int | Tensor = 0,
@@ -79,7 +81,9 @@ def quantize(
     """``x``, of fp32, bf16 or fp16, with 8 or 4 bits an element, in groups of neighbours.
 
     Groups are those of ``x.reshape(-1)``, a multiple of 8 elements from 16 to 65536; the last may
-    be shorter. Rounds to nearest, ties to even; or with ``stochastic`` up or down at random, so
+    be shorter. Symmetric levels go from -127 to 127 or -7 to 7. Without ``narrow_range`` they go
+    from -128 or -8, so that steps are smaller, and a group's greatest elements may be cut off by up
+    to a step; asymmetric ones are as many anyway. Rounds to nearest, ties to even; or with ``stochastic`` up or down at random, so
     that the expected value is the element. The random bits depend on nothing but ``seed``,
     ``offset`` and the element's index: give each step an ``offset`` of its own. (As a tensor of one
     int64 on the device of ``x`` it is read when the kernel runs, so also in a captured graph.)
@@ -88,7 +92,8 @@ def quantize(
     A group that holds NaN or infinity comes back as NaN, all of it.
     Raises UsageError, naming the argument.
     """
-    return _quantize(x, bits, group_size, symmetric, stochastic, seed, offset, error, _IN_ORDER)
+    form = _Format(bits, group_size, symmetric, narrow_range)
+    return _quantize(x, form, stochastic, seed, offset, error, _IN_ORDER)
 
 
 def swizzle_quantize(
@@ -100,6 +105,7 @@ def swizzle_quantize(
     bits: int = 8,
     group_size: int = 2048,
     symmetric: bool = True,
+    narrow_range: bool = True,
     stochastic: bool = False,
     seed: int = 0,
     offset: int | Tensor = 0,
@@ -110,8 +116,9 @@ def swizzle_quantize(
     The number of elements must be a multiple of
     ``nodes * devices_per_node * pipeline * group_size``. Raises UsageError, naming the argument.
     """
+    form = _Format(bits, group_size, symmetric, narrow_range)
     order = Swizzle(nodes, devices_per_node, pipeline)
-    return _quantize(x, bits, group_size, symmetric, stochastic, seed, offset, error, order)
+    return _quantize(x, form, stochastic, seed, offset, error, order)
 
 
 def dequantize(q: Quantized, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -135,6 +142,7 @@ def fake_quantize(
     bits: int = 8,
     group_size: int = 2048,
     symmetric: bool = True,
+    narrow_range: bool = True,
     stochastic: bool = False,
     seed: int = 0,
     offset: int | Tensor = 0,
@@ -147,7 +155,7 @@ def fake_quantize(
     """
     _check_input(x, bits, group_size)
     number, later = _offset(offset)
-    rest = (bits, group_size, symmetric, stochastic, seed, number, later)
+    rest = (bits, group_size, symmetric, stochastic, seed, number, later, narrow_range)
     if not inplace:
         return _checked(_ops(x).fake_quantize, x.contiguous(), *rest)  # type: ignore[no-any-return]
     if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
@@ -172,6 +180,7 @@ def quantized_reduce(
     bits: int | None = None,
     group_size: int | None = None,
     symmetric: bool | None = None,
+    narrow_range: bool | None = None,
     stochastic: bool = False,
     seed: int = 0,
     offset: int | Tensor = 0,
@@ -196,13 +205,14 @@ def quantized_reduce(
             raise UsageError(
                 f"parts[{i}] has (shape, bits, group_size, symmetric) {ours}, parts[0] {theirs}"
             )
-    wanted = (
+    wanted = _Format(
         first.bits if bits is None else bits,
         first.group_size if group_size is None else group_size,
         first.symmetric if symmetric is None else symmetric,
+        first.narrow_range if narrow_range is None else narrow_range,
     )
     _check_format(first.bits, first.group_size)
-    _check_format(wanted[0], wanted[1])
+    _check_format(wanted.bits, wanted.group_size)
     number, later = _offset(offset)
     ops = _ops(first.values)
     listed = (
@@ -210,52 +220,57 @@ def quantized_reduce(
         [part.scales.detach().contiguous() for part in parts],
         [part.offsets.detach().contiguous() for part in parts if part.offsets is not None],
         first.numel, first.bits, first.group_size, first.symmetric,
-        1.0 / len(parts) if mean else 1.0, *wanted, stochastic, seed, number, later,
+        1.0 / len(parts) if mean else 1.0, *wanted[:3], stochastic, seed, number, later,
+        wanted.narrow_range,
     )  # fmt: skip
     if error is None:
         three = _checked(ops.quantized_reduce, *listed)
     else:
         _check_error(error, first.shape)
         three = _checked(ops.quantized_reduce_with_feedback, error, *listed)
-    return _quantized(three, first.shape, first.dtype, *wanted, None)
+    return _quantized(three, first.shape, first.dtype, wanted, None)
+
+
+class _Format(NamedTuple):
+    bits: int
+    group_size: int
+    symmetric: bool
+    narrow_range: bool
 
 
 def _quantize(
     x: Tensor,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
+    form: _Format,
     stochastic: bool,
     seed: int,
     offset: int | Tensor,
     error: Tensor | None,
     order: Swizzle,
 ) -> Quantized:
-    _check_input(x, bits, group_size)
+    _check_input(x, form.bits, form.group_size)
     number, later = _offset(offset)
     flat = x.detach().contiguous()
-    rest = (bits, group_size, symmetric, stochastic, seed, number, *order, later)
+    rest = (*form[:3], stochastic, seed, number, *order, later, form.narrow_range)
     if error is None:
         three = _checked(_ops(x).quantize, flat, *rest)
     else:
         _check_error(error, x.shape)
         three = _checked(_ops(x).quantize_with_feedback, flat, error, *rest)
     kept = None if order == _IN_ORDER else order
-    return _quantized(three, tuple(x.shape), x.dtype, bits, group_size, symmetric, kept)
+    return _quantized(three, tuple(x.shape), x.dtype, form, kept)
 
 
 def _quantized(
     three: tuple[Tensor, Tensor, Tensor],
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
+    form: _Format,
     swizzle: Swizzle | None,
 ) -> Quantized:
     values, scales, offsets = three
-    kept = None if symmetric else offsets
-    return Quantized(values, scales, kept, shape, dtype, bits, group_size, swizzle)
+    kept = None if form.symmetric else offsets
+    rest = (form.bits, form.group_size, swizzle, form.narrow_range)
+    return Quantized(values, scales, kept, shape, dtype, *rest)
 
 
 def _check_input(x: Tensor, bits: int, group_size: int) -> None:

@@ -5,7 +5,8 @@ Every native version gives the same bits. All arithmetic is fp32, each operation
 - Elements are taken in the order of ``x.reshape(-1)``, in groups of ``group_size`` neighbours; the
   last group may be shorter.
 - Symmetric: ``scale = max(absmax * (1 / top), 2**-126)`` with a top of 127 or 7, levels from -top
-  to top.
+  to top. Without ``narrow_range`` the top is 128 or 8, and levels go from -top to top - 1: what
+  would be above is cut off.
 - Asymmetric: ``offset = min``, ``scale = max((max - min) * (1 / top), 2**-126)`` with a top of 255
   or 15, levels from 0 to top of ``x - offset``.
 - To nearest, ties to even: ``level = round(x * (1 / scale))``. Stochastic:
@@ -56,6 +57,7 @@ def quantize(
     devices_per_node: int,
     pipeline: int,
     offset_tensor: Tensor | None = None,
+    narrow_range: bool = True,
 ) -> _Three:
     """Levels, scales and offsets (none where symmetric) of the groups of ``x``.
 
@@ -67,9 +69,9 @@ def quantize(
     check_tensor("x", x)
     check_format(bits, group_size)
     check_offset(offset_tensor, x.device)
-    numbers = _Random(stochastic, seed, offset, offset_tensor)
+    rounding = _Rounding(stochastic, seed, offset, offset_tensor, narrow_range)
     order = swizzled(x.numel(), group_size, nodes, devices_per_node, pipeline, x.device)
-    return _levels(x.reshape(-1).float(), bits, group_size, symmetric, numbers).packed(order)
+    return _levels(x.reshape(-1).float(), bits, group_size, symmetric, rounding).packed(order)
 
 
 def quantize_with_feedback(
@@ -85,16 +87,17 @@ def quantize_with_feedback(
     devices_per_node: int,
     pipeline: int,
     offset_tensor: Tensor | None = None,
+    narrow_range: bool = True,
 ) -> _Three:
     """As ``quantize`` of ``x + error``; ``error``, fp32, receives what the levels leave out."""
     check_tensor("x", x)
     check_format(bits, group_size)
     check_offset(offset_tensor, x.device)
     check_error(error, x.numel(), x.device)
-    numbers = _Random(stochastic, seed, offset, offset_tensor)
+    rounding = _Rounding(stochastic, seed, offset, offset_tensor, narrow_range)
     order = swizzled(x.numel(), group_size, nodes, devices_per_node, pipeline, x.device)
     wanted = x.reshape(-1).float() + error.reshape(-1)
-    found = _levels(wanted, bits, group_size, symmetric, numbers)
+    found = _levels(wanted, bits, group_size, symmetric, rounding)
     error.copy_((wanted - found.back()).view(error.shape))
     return found.packed(order)
 
@@ -131,13 +134,14 @@ def fake_quantize(
     seed: int,
     offset: int,
     offset_tensor: Tensor | None = None,
+    narrow_range: bool = True,
 ) -> Tensor:
     """``x`` as it comes back from being quantized, in its own dtype and shape."""
     check_tensor("x", x)
     check_format(bits, group_size)
     check_offset(offset_tensor, x.device)
-    numbers = _Random(stochastic, seed, offset, offset_tensor)
-    found = _levels(x.reshape(-1).float(), bits, group_size, symmetric, numbers)
+    rounding = _Rounding(stochastic, seed, offset, offset_tensor, narrow_range)
+    found = _levels(x.reshape(-1).float(), bits, group_size, symmetric, rounding)
     return found.back().to(x.dtype).view(x.shape)
 
 
@@ -150,9 +154,11 @@ def fake_quantize_(
     seed: int,
     offset: int,
     offset_tensor: Tensor | None = None,
+    narrow_range: bool = True,
 ) -> None:
     """As ``fake_quantize``, in place."""
-    x.copy_(fake_quantize(x, bits, group_size, symmetric, stochastic, seed, offset, offset_tensor))
+    rest = (stochastic, seed, offset, offset_tensor, narrow_range)
+    x.copy_(fake_quantize(x, bits, group_size, symmetric, *rest))
 
 
 def quantized_reduce(
@@ -171,6 +177,7 @@ def quantized_reduce(
     seed: int,
     offset: int,
     offset_tensor: Tensor | None = None,
+    narrow_range: bool = True,
 ) -> _Three:
     """The sum of parts of ``numel`` elements each, times ``factor``, quantized.
 
@@ -180,8 +187,8 @@ def quantized_reduce(
     total = _sum(values, scales, offsets, numel, from_bits, from_group_size, from_symmetric, factor)
     check_format(bits, group_size)
     check_offset(offset_tensor, total.device)
-    numbers = _Random(stochastic, seed, offset, offset_tensor)
-    return _levels(total, bits, group_size, symmetric, numbers).packed(None)
+    rounding = _Rounding(stochastic, seed, offset, offset_tensor, narrow_range)
+    return _levels(total, bits, group_size, symmetric, rounding).packed(None)
 
 
 def quantized_reduce_with_feedback(
@@ -201,15 +208,16 @@ def quantized_reduce_with_feedback(
     seed: int,
     offset: int,
     offset_tensor: Tensor | None = None,
+    narrow_range: bool = True,
 ) -> _Three:
     """As ``quantized_reduce`` of the sum plus ``error``, which receives what is left out."""
     total = _sum(values, scales, offsets, numel, from_bits, from_group_size, from_symmetric, factor)
     check_format(bits, group_size)
     check_offset(offset_tensor, total.device)
     check_error(error, numel, total.device)
-    numbers = _Random(stochastic, seed, offset, offset_tensor)
+    rounding = _Rounding(stochastic, seed, offset, offset_tensor, narrow_range)
     wanted = total + error.reshape(-1)
-    found = _levels(wanted, bits, group_size, symmetric, numbers)
+    found = _levels(wanted, bits, group_size, symmetric, rounding)
     error.copy_((wanted - found.back()).view(error.shape))
     return found.packed(None)
 
@@ -284,11 +292,12 @@ def philox(low: Tensor, high: int | Tensor, key: int, rounds: int = 7) -> list[T
     return c
 
 
-class _Random(NamedTuple):
+class _Rounding(NamedTuple):
     stochastic: bool
     seed: int
     offset: int
     offset_tensor: Tensor | None
+    narrow_range: bool
 
 
 class _Levels(NamedTuple):
@@ -321,9 +330,12 @@ class _Levels(NamedTuple):
         return values, scales.clone(), none if offsets is None else offsets.clone()
 
 
-def _levels(flat: Tensor, bits: int, group_size: int, symmetric: bool, numbers: _Random) -> _Levels:
+def _levels(
+    flat: Tensor, bits: int, group_size: int, symmetric: bool, rounding: _Rounding
+) -> _Levels:
     rows = _rows(flat, group_size)
-    top = flat.new_tensor(2 ** (bits - 1) - 1 if symmetric else 2**bits - 1)
+    full = symmetric and not rounding.narrow_range
+    top = flat.new_tensor(2 ** (bits - 1) - (not full) if symmetric else 2**bits - 1)
     if symmetric:
         low, spread = None, rows.abs().amax(1) if len(rows) else rows.new_empty(0)
     else:
@@ -333,16 +345,20 @@ def _levels(flat: Tensor, bits: int, group_size: int, symmetric: bool, numbers: 
     scales = (spread * top.reciprocal()).clamp(min=_LEAST_SCALE)
     scales = torch.where(finite, scales, math.nan)
     inverses = scales.reciprocal()
-    if numbers.stochastic:
+    if rounding.stochastic:
         inverses = torch.where(spread * inverses > top, inverses * (1 - 2.0**-21), inverses)
     scaled = (rows if low is None else rows - low[:, None]) * inverses[:, None]
-    if numbers.stochastic:
-        offset = numbers.offset if numbers.offset_tensor is None else numbers.offset_tensor
-        random = uniform(scaled.numel(), numbers.seed, offset, flat.device).view(scaled.shape) + 128
+    if rounding.stochastic:
+        offset = rounding.offset if rounding.offset_tensor is None else rounding.offset_tensor
+        random = (
+            uniform(scaled.numel(), rounding.seed, offset, flat.device).view(scaled.shape) + 128
+        )
         shift = 128 if bits == 8 and not symmetric else 0
         levels = (scaled - shift + random).floor() + (shift - 128)
     else:
         levels = scaled.round()
+    if full:
+        levels = levels.clamp(max=2 ** (bits - 1) - 1)
     levels = torch.where(finite[:, None], levels, 0.0)
     offsets = None if low is None else torch.where(finite, low, math.nan)
     return _Levels(levels, scales, offsets, flat.numel(), bits)

@@ -281,8 +281,8 @@ struct Extent<Type, true> {
   __device__ void absorb(const Extent& other) {
     most = Type::greater(most, other.most);
   }
-  __device__ Level level(int bits, bool stochastic) const {
-    return Level::symmetric(Type::widen_magnitude(most), bits, stochastic);
+  __device__ Level level(int bits, bool stochastic, bool full) const {
+    return Level::symmetric(Type::widen_magnitude(most), bits, stochastic, full);
   }
 };
 
@@ -302,7 +302,7 @@ struct Extent<Type, false> {
   __device__ void absorb(const Extent& other) {
     range.absorb(other.range);
   }
-  __device__ Level level(int bits, bool stochastic) const {
+  __device__ Level level(int bits, bool stochastic, bool) const {
     return Level::asymmetric(range.lowest(), range.highest(), bits, stochastic);
   }
 };
