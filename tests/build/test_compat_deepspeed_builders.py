@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from opkiln import plan as plans
-from opkiln.compat.deepspeed import CUDAOpBuilder, OpBuilder, TorchCPUOpBuilder
+from opkiln.compat.deepspeed import CPUOpBuilder, CUDAOpBuilder, OpBuilder, TorchCPUOpBuilder
+from opkiln.compat.deepspeed.builders import probe_is_compatible
 from opkiln.loading import resolve
 from opkiln.loading.build import make_plan
 from opkiln.model import ABI_TORCH, CPU, CUDA, PYTHON
@@ -56,7 +58,7 @@ def _argv(builder: Any) -> list[list[str]]:
 
 
 def _host_builder(tree: Path) -> Any:
-    class OuterBuilder(TorchCPUOpBuilder):
+    class OuterBuilder(CPUOpBuilder):
         BUILD_VAR = "DS_BUILD_OUTER"
         NAME = "outer"
 
@@ -233,6 +235,81 @@ def test_authors_may_say_that_it_is_built_for_the_cpu(tree: Path) -> None:
     builder.build_for_cpu = False
     assert builder.backend == CUDA
     assert builder.spec().sources == ("cuda.cu",)
+
+
+# What files with builders import from DeepSpeed 0.19.8's op_builder.builder and op_builder.cpu.
+NAMES = (
+    "OpBuilder", "CUDAOpBuilder", "CPUOpBuilder", "MissingCUDAException", "CUDAMismatchException",
+    "installed_cuda_version", "assert_no_cuda_mismatch", "get_default_compute_capabilities",
+    "probe_is_compatible",
+)  # fmt: skip
+METHODS = (
+    "absolute_name", "builder", "command_exists", "cpu_arch", "cxx_args", "deepspeed_src_path",
+    "extra_ldflags", "get_rocm_gpu_arch", "get_rocm_wavefront_size", "has_function",
+    "hipify_extension", "include_paths", "installed_rocm_version", "is_compatible",
+    "is_rocm_pytorch", "is_sycl_enabled", "jit_load", "libraries_args", "load", "nvcc_args",
+    "simd_width", "sources", "strip_empty_entries", "sycl_extension", "warning",
+)  # fmt: skip
+
+
+def test_every_name_that_a_file_of_builders_imports_is_there() -> None:
+    import opkiln.compat.deepspeed as package
+
+    assert [name for name in NAMES if not hasattr(package, name)] == []
+    for kind in (OpBuilder, CUDAOpBuilder, CPUOpBuilder):
+        assert [name for name in METHODS if not callable(getattr(kind, name, None))] == []
+    assert issubclass(TorchCPUOpBuilder, CPUOpBuilder)
+
+
+def test_a_probe_that_raises_says_so_and_is_not_compatible(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Broken(OpBuilder):
+        NAME = "broken"
+
+        def is_compatible(self, verbose: bool = False) -> bool:
+            raise OSError("no toolkit")
+
+    assert not probe_is_compatible(Broken("broken"))
+    assert "broken: is_compatible() fails: no toolkit" in capsys.readouterr().err
+
+
+def test_the_engine_has_torchs_module_of_extensions_imported_for_builders() -> None:
+    """DeepSpeed's ``load`` imports it, so that its builder ``dc`` reads it without an import."""
+    program = """
+import sys
+from opkiln.compat.deepspeed import engine
+
+class Builder:
+    name, jit_mode, enable_bf16, error_log = "dc", False, False, None
+    def sources(self): return ["csrc/dc.cpp"]
+    def include_paths(self):
+        import os, torch
+        return [os.path.join(torch.utils.cpp_extension.CUDA_HOME, "include")]
+    def cxx_args(self): return []
+    def nvcc_args(self): return []
+    def extra_ldflags(self): return []
+    def filter_ccs(self, ccs): return ccs
+    def is_rocm_pytorch(self): return False
+    def strip_empty_entries(self, entries): return [each for each in entries if each]
+    def deepspeed_src_path(self, path):
+        import os
+        return os.path.join("/opt/tree", path)
+
+import torch
+torch.cuda.is_available = lambda: True  # a machine with a GPU
+assert "torch.utils.cpp_extension" not in sys.modules
+spec = engine.op_of(Builder()).spec
+print(*spec.include_dirs)
+before = torch.utils.cpp_extension.CUDA_HOME
+assert engine.op_of(Builder()).spec == spec
+assert torch.utils.cpp_extension.CUDA_HOME == before
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "CUDA_HOME": "/opt/cuda-13"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "/opt/cuda-13/include\n"), done.stderr
 
 
 def test_importing_the_package_does_no_work_and_knows_no_deepspeed() -> None:

@@ -348,3 +348,20 @@ def test_builders_for_gpus_take_9_0a_and_leave_the_environment_alone(programs: P
     for each in found.values():
         owned = ("--threads", "-gencode", "-arch")
         assert not [flag for flag in each["device_args"] if flag.startswith(owned)]
+
+
+def test_the_builder_of_deepcompile_finds_the_toolkit(programs: Programs) -> None:
+    found = programs.answer(
+        """
+        import opkiln.compat.deepspeed as on_opkiln
+        on_opkiln.install()
+        import sys, torch
+        torch.cuda.is_available = lambda: True
+        from opkiln.compat.deepspeed import engine
+        from deepspeed.ops.op_builder.dc import DeepCompileBuilder
+        imported = "torch.utils.cpp_extension" in sys.modules
+        answer = [imported, engine.op_of(DeepCompileBuilder()).spec.include_dirs]
+        """,
+        CUDA_HOME="/opt/cuda-13",
+    )
+    assert found == [False, ["csrc/includes", "csrc/compile", "/opt/cuda-13/include"]]

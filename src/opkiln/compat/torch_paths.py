@@ -105,6 +105,11 @@ def cuda_home() -> str:
             why=f"torch{version} was built without CUDA",
             hint="pip install torch    # a build with CUDA",
         )
+    return cuda_toolkit()
+
+
+def cuda_toolkit() -> str:
+    """The CUDA toolkit that a build here would use, whatever torch is. Raises ToolkitMissing."""
     named = settings.cuda_home or settings.system_cuda_home or settings.cuda_path
     return str(named) if named else _home_of(CUDA, "CUDA", "CUDA_HOME")
 

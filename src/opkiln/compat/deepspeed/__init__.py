@@ -4,8 +4,9 @@
     opkiln.compat.deepspeed.install()    # or: import opkiln.compat.deepspeed.auto
 
 ``opkiln run COMMAND`` does the same for a program as it is. ``OPKILN_DEEPSPEED`` says what serves
-which op. ``OpBuilder``, ``CUDAOpBuilder`` and ``TorchCPUOpBuilder`` here are for builders that were
-written against DeepSpeed's: only their import changes. Importing this package does no work.
+which op. ``OpBuilder``, ``CUDAOpBuilder`` and ``CPUOpBuilder`` here, and the other names of
+``deepspeed.ops.op_builder.builder``, are for builders that were written against DeepSpeed's: only
+their import changes. Importing this package does no work.
 """
 
 from __future__ import annotations
@@ -14,32 +15,49 @@ from importlib import import_module
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from opkiln.compat.deepspeed.builders import CPUOpBuilder as CPUOpBuilder
     from opkiln.compat.deepspeed.builders import CUDAOpBuilder as CUDAOpBuilder
     from opkiln.compat.deepspeed.builders import OpBuilder as OpBuilder
     from opkiln.compat.deepspeed.builders import TorchCPUOpBuilder as TorchCPUOpBuilder
+    from opkiln.compat.deepspeed.builders import assert_no_cuda_mismatch as assert_no_cuda_mismatch
+    from opkiln.compat.deepspeed.builders import (
+        get_default_compute_capabilities as get_default_compute_capabilities,
+    )
+    from opkiln.compat.deepspeed.builders import installed_cuda_version as installed_cuda_version
+    from opkiln.compat.deepspeed.builders import probe_is_compatible as probe_is_compatible
     from opkiln.compat.deepspeed.patch import install as install
     from opkiln.compat.deepspeed.patch import remove as remove
     from opkiln.compat.deepspeed.serve import Served as Served
     from opkiln.compat.deepspeed.serve import served as served
+    from opkiln.errors import CUDAMismatchException as CUDAMismatchException
+    from opkiln.errors import MissingCUDAException as MissingCUDAException
 
-_NAMES = {
-    "OpBuilder": "builders",
-    "CUDAOpBuilder": "builders",
-    "TorchCPUOpBuilder": "builders",
-    "install": "patch",
-    "remove": "patch",
-    "Served": "serve",
-    "served": "serve",
-}
+_HERE = "opkiln.compat.deepspeed"
+_HOMES = {
+    **dict.fromkeys(
+        (
+            "CPUOpBuilder", "CUDAOpBuilder", "OpBuilder", "TorchCPUOpBuilder",
+            "assert_no_cuda_mismatch", "get_default_compute_capabilities",
+            "installed_cuda_version", "probe_is_compatible",
+        ),
+        f"{_HERE}.builders",
+    ),
+    "CUDAMismatchException": "opkiln.errors",
+    "MissingCUDAException": "opkiln.errors",
+    "Served": f"{_HERE}.serve",
+    "install": f"{_HERE}.patch",
+    "remove": f"{_HERE}.patch",
+    "served": f"{_HERE}.serve",
+}  # fmt: skip
 
-__all__ = [
-    "CUDAOpBuilder", "OpBuilder", "Served", "TorchCPUOpBuilder", "install", "remove", "served",
-]  # fmt: skip
+__all__ = [  # noqa: PLE0604 (names that are resolved lazily)
+    *_HOMES
+]
 
 
 def __getattr__(name: str) -> object:
-    if name in _NAMES:
-        return getattr(import_module(f"{__name__}.{_NAMES[name]}"), name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

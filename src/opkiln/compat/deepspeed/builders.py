@@ -12,6 +12,7 @@ top-level package.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from functools import cached_property
 from typing import Any
@@ -86,6 +87,32 @@ class OpBuilder(builder.OpBuilder):
         from opkiln.toolchain.rocm_version import is_rocm_pytorch
 
         return is_rocm_pytorch()
+
+    @staticmethod
+    def is_sycl_enabled() -> bool:
+        """Whether the program that translates CUDA to SYCL for DeepSpeed, ``c2s``, is on PATH."""
+        return shutil.which("c2s") is not None
+
+    @staticmethod
+    def installed_rocm_version() -> tuple[int, int]:
+        """ROCm's release; (0, 0) where torch is not built for it."""
+        from opkiln.toolchain.rocm_version import installed_rocm_version, is_rocm_pytorch
+
+        return installed_rocm_version() if is_rocm_pytorch() else (0, 0)
+
+    @staticmethod
+    def get_rocm_gpu_arch() -> str:
+        """The first AMD GPU's architecture, or nothing."""
+        from opkiln.accelerator.amd import get_rocm_gpu_arch
+
+        return get_rocm_gpu_arch()
+
+    @staticmethod
+    def get_rocm_wavefront_size() -> str:
+        """The first AMD GPU's, or 32."""
+        from opkiln.accelerator.amd import get_rocm_wavefront_size
+
+        return get_rocm_wavefront_size()
 
 
 class CUDAOpBuilder(builder.CUDAOpBuilder):
@@ -162,6 +189,7 @@ class CUDAOpBuilder(builder.CUDAOpBuilder):
 
     deepspeed_src_path = OpBuilder.deepspeed_src_path
     sycl_extension = OpBuilder.sycl_extension
+    is_sycl_enabled = staticmethod(OpBuilder.is_sycl_enabled)
 
     def command_exists(self, cmd: str | Sequence[str]) -> bool:
         """Whether a program is on PATH: one, or any of ``"this|that"``."""
@@ -172,12 +200,49 @@ class CUDAOpBuilder(builder.CUDAOpBuilder):
         _warn(self, message)
 
 
-class TorchCPUOpBuilder(OpBuilder):
-    """As DeepSpeed's of earlier releases: C++ for the CPU, with its vectors and OpenMP's pragmas,
-    which torch's own threads serve."""
+class CPUOpBuilder(OpBuilder):
+    """As DeepSpeed's: C++ for the CPU, with its vectors and OpenMP's pragmas, which torch's own
+    threads serve."""
 
     def cxx_args(self) -> Sequence[str]:
         return [*_CXX, self.cpu_arch(), "-fopenmp", self.simd_width()]
+
+
+class TorchCPUOpBuilder(CPUOpBuilder):
+    """The name that ``CPUOpBuilder`` had in earlier releases of DeepSpeed."""
+
+
+def installed_cuda_version(name: str = "") -> tuple[int, int]:
+    """The release of the CUDA toolkit that a build here would use. Raises MissingCUDAException."""
+    from opkiln.loading import archs
+    from opkiln.toolchain import cuda_version
+
+    return cuda_version.installed_cuda_version(name, memory=archs.memory())
+
+
+def assert_no_cuda_mismatch(name: str = "") -> bool:
+    """True where a CUDA toolkit fits torch. Raises CUDAMismatchException, MissingCUDAException."""
+    from opkiln.loading import archs
+    from opkiln.toolchain import cuda_version
+
+    return cuda_version.assert_no_cuda_mismatch(name, memory=archs.memory())
+
+
+def get_default_compute_capabilities() -> str:
+    """Every architecture that the toolkit here has."""
+    from opkiln.loading import archs
+    from opkiln.toolchain import cuda_version
+
+    return cuda_version.get_default_compute_capabilities(memory=archs.memory())
+
+
+def probe_is_compatible(builder: Any, verbose: bool = False) -> bool:
+    """``builder.is_compatible(verbose)``; False, with a line that says why, where that raises."""
+    try:
+        return bool(builder.is_compatible(verbose))
+    except Exception as error:
+        sys.stderr.write(f"{builder.name}: is_compatible() fails: {error}\n")
+        return False
 
 
 def _less_the_plans(spec: OpSpec) -> OpSpec:

@@ -7,6 +7,8 @@ architectures of GPUs and CPU, threads of nvcc, a second OpenMP runtime in the l
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from opkiln.errors import LoadError, ToolchainError
@@ -16,7 +18,7 @@ from opkiln.model import ABI_TORCH, CPU, CUDA, PYTHON, ROCM, OpSpec
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 # `-fopenmp` stays in compiles: DeepSpeed's kernels are parallel by it, and torch has an OpenMP
 # runtime loaded that serves them. In a link it would bring the system's as a second one.
@@ -59,7 +61,8 @@ def op_of(builder: Any) -> Op:
     builder.build_for_cpu = backend == CPU
     was, builder.jit_mode = builder.jit_mode, True
     try:
-        spec = _spec(builder, backend)
+        with _toolkit_in_torchs_module(backend):
+            spec = _spec(builder, backend)
     finally:
         builder.jit_mode = was
     return Op(spec, rule=builder.filter_ccs if backend == CUDA else None)
@@ -98,6 +101,25 @@ def _backend(builder: Any) -> str:
     ):
         return ROCM if builder.is_rocm_pytorch() else CUDA
     return CPU
+
+
+@contextmanager
+def _toolkit_in_torchs_module(backend: str) -> Iterator[None]:
+    """What builders read as ``torch.utils.cpp_extension.CUDA_HOME``.
+
+    DeepSpeed's own ``load`` imports that module first, so some of its builders do not. Where torch
+    knows no toolkit, say because it came from PyPI, it is the one that the build uses.
+    """
+    theirs: Any = import_module("torch.utils.cpp_extension")
+    was = theirs.CUDA_HOME
+    if backend == CUDA and was is None:
+        from opkiln.compat.torch_paths import cuda_toolkit
+
+        theirs.CUDA_HOME = cuda_toolkit()
+    try:
+        yield
+    finally:
+        theirs.CUDA_HOME = was
 
 
 def _spec(builder: Any, backend: str) -> OpSpec:

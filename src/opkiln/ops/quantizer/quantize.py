@@ -83,10 +83,11 @@ def quantize(
     Groups are those of ``x.reshape(-1)``, a multiple of 8 elements from 16 to 65536; the last may
     be shorter. Symmetric levels go from -127 to 127 or -7 to 7. Without ``narrow_range`` they go
     from -128 or -8, so that steps are smaller, and a group's greatest elements may be cut off by up
-    to a step; asymmetric ones are as many anyway. Rounds to nearest, ties to even; or with ``stochastic`` up or down at random, so
-    that the expected value is the element. The random bits depend on nothing but ``seed``,
-    ``offset`` and the element's index: give each step an ``offset`` of its own. (As a tensor of one
-    int64 on the device of ``x`` it is read when the kernel runs, so also in a captured graph.)
+    to a step; of asymmetric levels none is left out anyway.
+    Rounds to nearest, ties to even; or with ``stochastic`` up or down at random, so that the
+    expected value is the element. The random bits depend on nothing but ``seed``, ``offset`` and
+    the element's index: give each step an ``offset`` of its own. (As a tensor of one int64 on the
+    device of ``x`` it is read when the kernel runs, so also in a captured graph.)
     With ``error``, fp32 and as large as ``x``, what is quantized is ``x + error``, and ``error``
     receives what that loses.
     A group that holds NaN or infinity comes back as NaN, all of it.
