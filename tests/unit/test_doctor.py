@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -361,6 +362,65 @@ def test_two_ops_with_one_name_pass_and_the_check_says_how_to_name_each(tmp_path
     assert found.verdict == PASS
     assert "cpu_adam is the op of opkiln, that of second is second:cpu_adam" in found.evidence
     assert "good is the op of theirs, that of second is second:good" in found.evidence
+
+
+# An image that only runs ops
+
+
+def _in_an_image(tmp_path: Path, **variables: str) -> tuple[int, dict[str, Outcome]]:
+    """(exit code, findings) of `opkiln doctor` where no compiler and no Python.h are installed."""
+    env = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": str(SOURCE), **variables}
+    code = (
+        "import sys\n"
+        "from opkiln.toolchain import torch_sdk\n"
+        f"torch_sdk.python_include = lambda: {str(tmp_path)!r}\n"
+        "from opkiln.cli.main import _run\n"
+        "sys.exit(_run(['doctor', '--json']))\n"
+    )
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300, check=False)
+    rows = json.loads(done.stdout)["findings"]
+    found = {each["check"]: Outcome(each["verdict"], each["evidence"], "") for each in rows}
+    return done.returncode, found
+
+
+def test_an_image_without_a_compiler_fails_while_ops_are_to_be_compiled(tmp_path: Path) -> None:
+    status, found = _in_an_image(tmp_path)
+    assert status == output.FOUND
+    assert found["compiler"].verdict == FAIL
+    assert found["python headers"].verdict == WARN
+
+
+@pytest.mark.parametrize("variable", ["OPKILN_JIT=off", "OPKILN_SEAL=error"])
+def test_an_image_without_a_compiler_passes_where_nothing_is_compiled(
+    tmp_path: Path, variable: str
+) -> None:
+    name, _, value = variable.partition("=")
+    status, found = _in_an_image(tmp_path, **{name: value})
+    assert {name for name, each in found.items() if each.verdict == FAIL} == set()
+    for name in ("compiler", "python headers"):
+        assert found[name].verdict == PASS
+        assert "not needed: " in found[name].evidence
+    assert "no C++ compiler can be used here" in found["compiler"].evidence
+    others = {each.verdict for each in found.values()}
+    assert status == (doctor.WARNED if WARN in others else 0)
+
+
+def test_a_missing_launcher_is_no_failure_where_nothing_is_compiled() -> None:
+    patient = Patient({"OPKILN_LAUNCHER": "no_such_ccache", "OPKILN_JIT": "off"})
+    assert patient.check("launcher").verdict == PASS
+    assert patient.check("launcher", after="unset OPKILN_JIT").verdict == FAIL
+
+
+def test_a_missing_toolkit_is_no_failure_where_nothing_is_compiled(tmp_path: Path) -> None:
+    site = torch_stand_in(tmp_path / "site", "2.13.0", cuda="13.0")
+    (tmp_path / "bin").mkdir()
+    path = f"{a_compiler(tmp_path / 'bin' / 'g++').parent}{os.pathsep}/usr/bin{os.pathsep}/bin"
+    env = {"PYTHONPATH": f"{site}{os.pathsep}{SOURCE}", "PATH": path}
+    for more, verdict in (({}, FAIL), ({"OPKILN_JIT": "off"}, PASS)):
+        found = Patient({**env, **more}, stand_ins=_ALONE).check("cuda toolkit")
+        assert found.verdict == verdict, found
+    assert "not needed: OPKILN_JIT=off: nothing is compiled here" in found.evidence
 
 
 # CUDA, of scripts

@@ -19,7 +19,17 @@ from opkiln.report.doctor import (
     torch_side,
     variables,
 )
-from opkiln.report.doctor.finding import Finding, Outcome, copyable, failed, joined, skipped
+from opkiln.report.doctor.finding import (
+    FAIL,
+    WARN,
+    Finding,
+    Outcome,
+    copyable,
+    failed,
+    joined,
+    passed,
+    skipped,
+)
 from opkiln.report.doctor.here import Here
 
 TYPE_CHECKING = False
@@ -28,30 +38,43 @@ if TYPE_CHECKING:
 
     Check = Callable[[Here], Outcome]
 
+
+def to_compile(check: Check) -> Check:
+    """A check of what only compiling needs: where nothing may compile, it finds nothing wrong."""
+
+    def judged(here: Here) -> Outcome:
+        found = check(here)
+        if found.verdict in (WARN, FAIL) and here.never_compiles:
+            return passed(joined(found.evidence, f"not needed: {here.never_compiles}"))
+        return found
+
+    return judged
+
+
 CHECKS: dict[str, Check] = {
     "python": system.python,
-    "python headers": system.python_headers,
+    "python headers": to_compile(system.python_headers),
     "system": system.system,
     "settings": variables.values,
     "variable names": variables.misspelt,
     "kept-away variables": variables.kept_away,
-    "compiler": compilers.compiler,
-    "c++ runtime": compilers.runtime,
-    "launcher": compilers.launcher,
+    "compiler": to_compile(compilers.compiler),
+    "c++ runtime": to_compile(compilers.runtime),
+    "launcher": to_compile(compilers.launcher),
     "ninja": compilers.ninja,
     "torch": torch_side.version,
     "torch devices": torch_side.devices,
     "torch libraries": torch_side.libraries,
     "torch c++ abi": torch_side.cxx_abi,
     "openmp": torch_side.openmp,
-    "cuda toolkit": cuda.toolkit,
-    "nvcc host compiler": cuda.host_compiler,
+    "cuda toolkit": to_compile(cuda.toolkit),
+    "nvcc host compiler": to_compile(cuda.host_compiler),
     "cuda driver": cuda.driver,
     "cuda arch list": cuda.arch_list,
     "cuda gpus": cuda.gpus,
-    "rocm": rocm.toolkit,
+    "rocm": to_compile(rocm.toolkit),
     "rocm gpus": rocm.gpus,
-    "sycl": sycl.toolkit,
+    "sycl": to_compile(sycl.toolkit),
     "sycl device": sycl.device,
     "accelerator": accelerator.chosen,
     "ops": ops.importable,

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import cached_property
 
 from opkiln.errors import ToolchainError
+from opkiln.loading import seal
 from opkiln.model import CPU, CUDA
 from opkiln.settings import override, settings
 from opkiln.store.layers import Store
@@ -43,6 +44,12 @@ class Here:
     def compiler(self) -> Toolchain | None:
         """The host compiler, or None."""
         return None if isinstance(self.host, ToolchainError) else self.host
+
+    @cached_property
+    def never_compiles(self) -> str:
+        """Why nothing is ever compiled here, by the settings; empty where something may be."""
+        reason = seal.why_not_compile()
+        return "" if reason == seal.SPARED else reason
 
     @cached_property
     def cuda(self) -> DeviceCompiler | ToolchainError:
