@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from sample import child
+from sample.installed import require
 from sample.levels import IS_X86
 from sample.package import settle
 
@@ -186,7 +187,7 @@ def test_variables_select_what_is_precompiled(
 def test_builder_gives_a_setuptools_extension_that_builds_the_same_op(
     plain: Package, tmp_path: Path
 ) -> None:
-    pytest.importorskip("setuptools")
+    require("setuptools")
     settle(*plain.files())
     setup = f"""
         import sys

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sample import child
+from sample.installed import require
 from sample.package import Package, rest
 
 import opkiln
@@ -377,7 +378,7 @@ PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)() { return PyModule_Create(&module); }
 
 
 def test_an_extension_module_is_called_as_setuptools_calls_it(tmp_path: Path) -> None:
-    pytest.importorskip("setuptools")
+    require("setuptools")
     write(tmp_path / "pack" / "module.cpp", MODULE)
     write(
         tmp_path / "pack" / "__init__.py",

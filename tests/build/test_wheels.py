@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.tags import sys_tags
 from packaging.utils import parse_wheel_filename
+from sample.installed import require
 from sample.levels import LOW
 
 from opkiln import settings
@@ -81,7 +82,7 @@ def wheel(shipped: Path) -> Path:
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where pip has put it."""
-    pytest.importorskip("pip")
+    require("pip")
     target = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index",
                "--disable-pip-version-check", "--target", str(target), str(wheel)]  # fmt: skip

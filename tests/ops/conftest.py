@@ -1,7 +1,11 @@
-"""Fixtures for the catalogue: a test of an op runs on its native version and on its reference."""
+"""Fixtures for the catalogue: a test of an op runs on its native version and on its reference.
+
+The tests of one run share a store, also across xdist's workers: an op takes seconds to compile.
+"""
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +14,8 @@ import pytest
 from opkiln.errors import ToolchainError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from host_oracle import Case
 
 HOST_OPTIMIZERS = {
@@ -17,6 +23,24 @@ HOST_OPTIMIZERS = {
     "CPUAdagrad": "cpu_adagrad",
     "CPULion": "cpu_lion",
 }
+
+
+@pytest.fixture(autouse=True)
+def cache(
+    cache: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """The root of the store that all tests of the catalogue share."""
+    base = tmp_path_factory.getbasetemp()
+    run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(run / "catalogue"))
+    return run / "catalogue"
+
+
+@pytest.fixture
+def empty_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """For a test that must not find what others have built: the root of a store of its own."""
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(tmp_path / "store"))
+    return tmp_path / "store"
 
 
 def _native(name: str) -> Any:

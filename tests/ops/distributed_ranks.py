@@ -17,7 +17,6 @@ import copy
 import json
 import logging
 import multiprocessing
-import sys
 import tempfile
 import traceback
 import warnings
@@ -42,16 +41,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import (
     DTensor,
-    Partial,
-    Replicate,
-    Shard,
     distribute_tensor,
 )
 from torch.nn.parallel import DistributedDataParallel
 
 import opkiln
 from opkiln import optim
-from opkiln.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

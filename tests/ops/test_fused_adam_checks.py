@@ -168,14 +168,14 @@ def test_a_stale_gradient_is_noticed(native: Any) -> None:
 # The CUDA library
 
 
-def test_the_cuda_library_loads_on_a_torch_without_cuda(cache: Path) -> None:
+def test_the_cuda_library_loads_on_a_torch_without_cuda(empty_store: Path) -> None:
     builder = FusedAdamBuilder(backend="cuda", archs="8.0;9.0a+PTX")
     try:
         builder.jit_load(verbose=False)
     except ToolchainError as error:
         pytest.skip(f"there is no nvcc that fits: {error.what}")
     assert torch._C._dispatch_has_kernel_for_dispatch_key("opkiln::fused_adam_", "CUDA")
-    (library,) = cache.rglob("*.so")
+    (library,) = empty_store.rglob("*.so")
     needed = elf.read(library).needed
     assert "libtorch_cpu.so" in needed
     assert not [name for name in needed if "cuda" in name], (

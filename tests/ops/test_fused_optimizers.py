@@ -277,13 +277,13 @@ def test_coefficients_are_those_of_the_parameters_that_were_stepped(
 
 
 @pytest.mark.parametrize("op", ["fused_lion", "fused_lamb"])
-def test_the_cuda_library_loads_on_a_torch_without_cuda(op: str, cache: Path) -> None:
+def test_the_cuda_library_loads_on_a_torch_without_cuda(op: str, empty_store: Path) -> None:
     try:
         opkiln.get_builder(op, backend="cuda", archs="9.0a").jit_load(verbose=False)
     except ToolchainError as error:
         pytest.skip(f"there is no nvcc that fits: {error.what}")
     for function in ("_", "_plan", "_planned_"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"opkiln::{op}{function}", "CUDA")
-    (library,) = cache.rglob("*.so")
+    (library,) = empty_store.rglob("*.so")
     assert not [name for name in elf.read(library).needed if "cuda" in name]
     assert fatbin.images(library) == ("sm_90a",)

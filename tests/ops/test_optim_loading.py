@@ -23,6 +23,7 @@ assert torch.allclose(param, torch.zeros(3), atol=1e-5), param
 """
 
 
+@pytest.mark.usefixtures("empty_store")
 def test_the_reference_serves_with_one_warning_where_nothing_may_be_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

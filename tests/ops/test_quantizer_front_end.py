@@ -302,6 +302,7 @@ def test_importing_the_front_end_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.usefixtures("empty_store")
 def test_the_reference_serves_with_one_warning_where_nothing_may_be_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -21,6 +21,7 @@ from opkiln.settings import override
 from opkiln.store.layers import Store
 from opkiln.toolchain import choice
 from sample import child
+from sample.installed import require
 from sample.package import Package
 from sample.toolkit import Recording
 
@@ -213,7 +214,7 @@ class Workshop:
         of its own into the environment (``check_environ``): it does so before that is looked at.
         """
         pytest.importorskip("torch")
-        pytest.importorskip("setuptools")
+        require("setuptools")
         work = self.base / ("ninja" if ninja else "distutils")
         work.mkdir()
         variables = self.variables(self.store())
