@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import itertools
 import json
@@ -388,20 +389,66 @@ esac"""
 # What needs torch
 
 
+_SETUP = """
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+setup(
+    name="some-extension", version="1.0",
+    ext_modules=[CppExtension("some_extension", ["some_extension.cpp"])],
+    cmdclass={"build_ext": BuildExtension},
+)
+"""
+_MODULE = """
+#include <Python.h>
+static PyMethodDef methods[] = {{nullptr, nullptr, 0, nullptr}};
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "some_extension", nullptr, -1, methods};
+PyMODINIT_FUNC PyInit_some_extension() { return PyModule_Create(&module); }
+"""
+
+
+def _documented() -> list[str]:
+    blocks = re.findall(r"```console\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    return [line[2:] for block in blocks for line in block.splitlines()]
+
+
+def _typed(opkiln: Opkiln, command: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """A command as a shell starts it, with pip installing into a directory of the test's."""
+    path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
+    words = [found for word in shlex.split(command)[1:] for found in glob.glob(word) or [word]]
+    done = opkiln(*words, PATH=path, PIP_TARGET=str(tmp_path / "site"))
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done
+
+
+def test_a_documented_install_of_an_extension_installs_it(
+    opkiln: Opkiln, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some-extension").mkdir()
+    (tmp_path / "some-extension" / "setup.py").write_text(_SETUP)
+    (tmp_path / "some-extension" / "some_extension.cpp").write_text(_MODULE)
+    (command,) = (each for each in _documented() if each.startswith("opkiln run pip install "))
+    done = _typed(opkiln, command, tmp_path)
+    assert done.stderr.startswith("opkiln builds the PyTorch extensions and DeepSpeed ops of: pip ")
+    (installed,) = (tmp_path / "site").glob("some_extension*.so")
+    listed = opkiln.json("cache", "list")["entries"]
+    assert [each["name"] for each in listed] == ["some_extension"], "opkiln has built it"
+    assert installed.stat().st_size > 0
+
+
 @pytest.mark.slow
 def test_every_documented_command_works_and_the_demo_passes(
     opkiln: Opkiln, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("import opkiln; opkiln.get_builder('cpu_adam').load()\n")
-    path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
-    blocks = re.findall(r"```console\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    commands = [line[2:] for block in blocks for line in block.splitlines()]
+    commands = _documented()
     assert all(command.startswith("opkiln ") for command in commands)
     assert len(commands) > 15
     for command in commands:
-        done = opkiln(*shlex.split(command)[1:], PATH=path)
-        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        if command.startswith("opkiln run pip install "):
+            continue  # by the test above
+        done = _typed(opkiln, command, tmp_path)
         if command == "opkiln demo":
             assert re.search(r"result +PASS", done.stdout)
             cold, warm = done.stdout.split("\nwarm: ")

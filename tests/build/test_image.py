@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 import pytest
 from sample import child
+from sample.doctor import can_mount
 from sample.tracing import NETWORK, calls, strace
 
 import opkiln
@@ -231,6 +232,39 @@ def test_a_shared_layer_serves_beside_a_private_store(image: Image) -> None:
 
 
 # docs/deploying.md
+
+# A root that can only be read, also below /tmp, and then what the manifest mounts.
+_READ_ONLY = """
+mount -o remount,ro,bind /
+for place in /tmp /var/tmp; do mount -t tmpfs -o ro tmpfs $place; done
+for place in $MOUNTED; do mount -t tmpfs -o mode=1777 tmpfs $place; done
+cd /
+exec "$@"
+"""
+
+
+@as_root
+def test_the_kubernetes_manifest_mounts_what_torchs_optimizers_write_to(tmp_path: Path) -> None:
+    if not can_mount(tmp_path):
+        pytest.skip("this user may not mount a file system")
+    import torch
+
+    for needed in (sys.executable, torch.__file__):
+        if needed.startswith(("/tmp/", "/var/tmp/")):
+            pytest.skip(f"{needed} would be hidden by the mount")
+    (manifest,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert "readOnlyRootFilesystem: true" in manifest
+    code = "import torch; torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]); print('made')"
+
+    def optimizer(mounted: list[str]) -> subprocess.CompletedProcess[str]:
+        argv = ["unshare", "--mount", "sh", "-ec", _READ_ONLY, "sh", sys.executable, "-c", code]
+        env = {"PATH": os.environ["PATH"], "MOUNTED": " ".join(mounted)}
+        return subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+
+    done = optimizer(re.findall(r"mountPath: ([^\s},]+)", manifest))
+    assert done.stdout == "made\n", done.stderr
+    assert "No usable temporary directory found" in optimizer([]).stderr, "what it is for"
+
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "deploying.md"
 _BLOCK = re.compile(r"```(?:sh|dockerfile)\n(.*?)```", re.DOTALL)

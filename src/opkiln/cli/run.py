@@ -30,7 +30,7 @@ def command(command: tuple[str, ...]) -> None:
     \b
         opkiln run python train.py
         opkiln run train.py
-        opkiln run pip install --no-build-isolation some-extension
+        opkiln run pip install --no-build-isolation ./some-extension
 
     One line on standard error says that opkiln took over; then it says what it builds, unless -q is
     given. It holds for every Python that COMMAND starts, and changes nothing on disk. COMMAND is
