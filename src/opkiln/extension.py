@@ -7,7 +7,7 @@ from typing import Any
 
 from opkiln.digest import sha256_file
 from opkiln.errors import SpecError, StoreError, UsageError
-from opkiln.loading import loader
+from opkiln.loading import inline, loader
 from opkiln.loading.loader import Op
 from opkiln.model import (
     ABI_NONE,
@@ -187,11 +187,15 @@ def inline_texts(
     *,
     headers: bool,
 ) -> tuple[tuple[str, str], ...]:
-    """(name, text) of each file that torch would write for an inline extension."""
+    """(name, text) of each file that torch would write for an inline extension.
+
+    Each part is marked, so that a compiler's message names the argument and the line in it.
+    """
+    bound = [] if bindings is None else [inline.marked(inline.BINDINGS, bindings)]
     given = {
-        "main.cpp": [*_texts(cpp_sources), *([] if bindings is None else [bindings])],
-        "cuda.cu": _texts(cuda_sources),
-        "sycl.sycl": _texts(sycl_sources),
+        "main.cpp": [*_marked("cpp_sources", cpp_sources), *bound],
+        "cuda.cu": _marked("cuda_sources", cuda_sources),
+        "sycl.sycl": _marked("sycl_sources", sycl_sources),
     }
     made = []
     for name, parts in given.items():
@@ -322,8 +326,9 @@ def with_device(
     return spec
 
 
-def _texts(sources: str | Sequence[str] | None) -> list[str]:
-    return [sources] if isinstance(sources, str) else list(sources or ())
+def _marked(argument: str, sources: str | Sequence[str] | None) -> list[str]:
+    texts = [sources] if isinstance(sources, str) else list(sources or ())
+    return [inline.marked(f"{argument}[{place}]", text) for place, text in enumerate(texts)]
 
 
 # A function, maybe in a namespace, maybe of a template.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,9 @@ from sample.compiler import Compiler
 from sample.package import rest
 
 import opkiln
+from opkiln.digest import sha256_file
 from opkiln.errors import BuildTimeout, CompileError, LoadTestError, OpkilnError, SpecError
+from opkiln.toolchain import nvcc
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -143,10 +146,68 @@ def test_an_error_in_inline_text_names_a_line_of_the_text(cache: Path) -> None:
     with pytest.raises(CompileError) as caught:
         opkiln.load_inline("inlined", "int ok;\nint bad = nothing;\n", abi="none",
                            is_python_module=False)  # fmt: skip
-    assert caught.value.why.startswith("main.cpp:2:")
+    assert caught.value.why.startswith("cpp_sources[0]:2:")
+    assert "int bad = nothing;" in caught.value.why  # the line itself is shown, too
     assert caught.value.hint == ""  # no command knows an op that was never named in a package
     (log,) = cache.glob("v1/logs/*")
     assert "int bad = nothing;" in log.read_text()
+
+
+def without_torchs_headers(tmp_path: Path) -> list[str]:
+    """An include path whose `torch` headers are empty: the real ones take half a minute."""
+    (tmp_path / "include/torch").mkdir(parents=True)
+    for header in ("extension.h", "types.h"):
+        (tmp_path / "include/torch" / header).write_text("")
+    return [str(tmp_path / "include")]
+
+
+def test_inline_line_numbers_are_the_users_behind_generated_includes(tmp_path: Path) -> None:
+    include = without_torchs_headers(tmp_path)
+    with pytest.raises(CompileError) as caught:
+        opkiln.load_inline("inlined", ["int ok;", "int f() { return 1; }\n\nint bad = nothing;"],
+                           functions=["f"], extra_include_paths=include)  # fmt: skip
+    assert caught.value.why.startswith("cpp_sources[1]:3:11: error:")
+    assert "    3 | int bad = nothing;" in caught.value.why
+
+
+def test_inline_error_in_the_bindings_names_the_functions_argument(tmp_path: Path) -> None:
+    include = without_torchs_headers(tmp_path)
+    with pytest.raises(CompileError) as caught:
+        opkiln.load_inline("inlined", "int f() { return 1; }", functions=["f"],
+                           extra_include_paths=include)  # fmt: skip
+    assert caught.value.why.startswith("functions:1:")
+
+
+@pytest.mark.skipif(not nvcc.available(), reason="no nvcc on this machine")
+def test_inline_line_numbers_of_cuda_sources_are_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    include = without_torchs_headers(tmp_path)
+    with pytest.raises(CompileError) as caught:
+        opkiln.load_inline(
+            "inlined", "", cuda_sources="__global__ void k() {}\nint bad = nothing;\n",
+            extra_include_paths=include, is_python_module=False,
+        )  # fmt: skip
+    assert caught.value.why.startswith("cuda_sources[0](2): error")
+    assert "int bad = nothing;" in caught.value.why
+
+
+def test_inline_library_has_the_same_bytes_from_every_build_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = 'extern "C" const char* where() { return __FILE__; }\n'
+    digests = set()
+    for turn in ("a", "b"):
+        (tmp_path / turn).mkdir()
+        monkeypatch.setenv("OPKILN_TMPDIR", str(tmp_path / turn))
+        monkeypatch.setenv("OPKILN_CACHE_DIR", str(tmp_path / turn / "cache"))
+        library = opkiln.load_inline("reproduced", text, abi="none", extra_cflags=["-g"],
+                                     is_python_module=False)  # fmt: skip
+        library.where.restype = ctypes.c_char_p
+        assert library.where() == b"cpp_sources[0]"
+        digests.add(sha256_file(library._name))
+    assert len(digests) == 1
 
 
 def test_a_library_with_a_missing_symbol_fails_its_load_test_and_is_not_published(

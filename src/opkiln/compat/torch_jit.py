@@ -13,6 +13,7 @@ from typing import Any
 
 from opkiln import extension
 from opkiln.compat.torch_errors import as_torchs
+from opkiln.loading import inline
 from opkiln.model import ABI_TORCH, CUDA, EXECUTABLE, LIBRARY, PYTHON, OpSpec
 from opkiln.ship import torch_flags
 
@@ -133,7 +134,7 @@ def load_inline(
     if build_directory is not None:
         for source, text in texts:
             with open(os.path.join(build_directory, source), "w", encoding="utf-8") as file:
-                file.write(text)
+                file.write(inline.unmarked(text))
     return found
 
 

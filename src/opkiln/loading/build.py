@@ -24,7 +24,7 @@ from opkiln.errors import (
     StoreWarning,
 )
 from opkiln.loading import compile as compiling
-from opkiln.loading import failure, loadtest, needs, receipt, resolve, seal
+from opkiln.loading import failure, inline, loadtest, needs, receipt, resolve, seal
 from opkiln.model import (
     ABI_NONE,
     ABI_STABLE,
@@ -97,11 +97,7 @@ def build(spec: OpSpec, target: Target, toolchain: Toolchain, store: Store) -> A
 
 def _write_inline(spec: OpSpec, root: str) -> None:
     try:
-        for source, text in spec.inline:
-            path = os.path.join(root, source)
-            # The key digests the text; the file must not depend on the user's locale.
-            with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
-                file.write(text)
+        inline.write_sources(spec, root)
     except OSError as error:
         if error.errno in failure.FULL:
             raise failure.no_space(spec, root) from error
@@ -185,6 +181,7 @@ class _Build:
 
     def _stage(self, stage: str, began: float) -> Artifact:
         spec = self._plan.spec
+        inline.write_parts(spec, stage)
         try:
             linked = self._settle(stage)
         except StepFailed as failed:
