@@ -106,6 +106,8 @@ class DeviceCompiler(Record):
     include_dirs: tuple[str, ...]  # of its runtime's headers
     library_dirs: tuple[str, ...]  # of its runtime's libraries
     host: str = ""  # the host compiler it is to use, where that is not the toolchain's own
+    # Below the anchor "wheels": where headers are that the toolkit lacks.
+    wheel_include_dirs: tuple[str, ...] = ()
 
 
 class Toolchain(Record):
@@ -134,7 +136,7 @@ class Anchored(Record):
     """
 
     prefix: str
-    anchor: str  # src, opkiln, stage, torch, python, toolkit, threads, abs
+    anchor: str  # src, opkiln, stage, torch, python, toolkit, wheels, threads, abs
     path: str
     suffix: str = ""
 

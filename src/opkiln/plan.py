@@ -31,6 +31,7 @@ from opkiln.model import (
     Toolchain,
 )
 from opkiln.steps import flags, host, link
+from opkiln.toolchain import wheel_headers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -188,6 +189,8 @@ def anchors_of(spec: OpSpec, toolchain: Toolchain | None) -> dict[str, str]:
             places["torch"] = toolchain.torch.path
         if toolchain.device is not None:
             places["toolkit"] = toolchain.device.home
+            if toolchain.torch is not None:
+                places["wheels"] = wheel_headers.root(toolchain.torch)
     return places
 
 

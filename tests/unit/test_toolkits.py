@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+import tomllib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,13 +18,12 @@ from opkiln.errors import (
     MissingCUDAException,
     ToolchainError,
 )
-from opkiln.model import CUDA, Toolchain
+from opkiln.model import CUDA, Toolchain, TorchSDK
 from opkiln.settings import override
-from opkiln.toolchain import choice, cuda_version, host, nvcc, toolkits, torch_sdk
+from opkiln.toolchain import choice, cuda_version, host, nvcc, toolkits, torch_sdk, wheel_headers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 _NVCC = r"""#!/bin/sh
 echo "$*" >> '{log}'
@@ -751,3 +752,32 @@ def test_every_minor_of_a_major_may_be_mixed() -> None:
     assert 0 not in ok
     with pytest.raises(KeyError):
         ok[-1]
+
+
+def test_extra_cuda_brings_every_library_that_a_hint_says_it_brings() -> None:
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    (extra, *_) = tomllib.loads(project.read_text())["project"]["optional-dependencies"]["cuda"]
+    parts = extra.partition("[")[2].partition("]")[0].split(",")
+    assert {*wheel_headers.IN_EXTRA, "nvcc", "cccl", "cudart"} == set(parts)
+
+
+def test_wheel_headers_of_cuda_12_are_in_one_directory_for_each_library(tmp_path: Path) -> None:
+    sdk = torch_sdk_at(tmp_path / "site/torch")
+    (tmp_path / "toolkit").mkdir()
+    for part in ("cuda_runtime", "cublas", "cusparse"):
+        (tmp_path / "site/nvidia" / part / "include").mkdir(parents=True)
+    marker = tmp_path / "site/nvidia/cuda_runtime/include/cuda_runtime_api.h"
+    marker.write_text("#define CUDART_VERSION  12080\n")
+    found = wheel_headers.beside(sdk, [str(tmp_path / "toolkit")], (12, 8))
+    assert found.directories == (
+        "cuda_runtime/include", "cublas/include", "cusparse/include"
+    )  # fmt: skip
+    assert wheel_headers.beside(sdk, [str(tmp_path / "toolkit")], (12, 9)).directories == ()
+    for header in wheel_headers.LIBRARIES:
+        (tmp_path / "toolkit" / header).touch()
+    assert wheel_headers.beside(sdk, [str(tmp_path / "toolkit")], (12, 8)) == wheel_headers.NONE
+
+
+def torch_sdk_at(path: Path) -> TorchSDK:
+    return TorchSDK(path=str(path), version="2.13.0", identity="x", cuda="12.8", hip=None,
+                    cxx11_abi=True)  # fmt: skip

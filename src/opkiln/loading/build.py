@@ -193,7 +193,7 @@ class _Build:
             replaced = {stage: "./build"}  # as `opkiln plan` has it
             if spec.inline:
                 replaced[spec.root + "/"] = ""
-            raise failure.compile_error(failed, spec, self._plan.target, log, replaced) from None
+            raise failure.compile_error(failed, self._plan, log, replaced) from None
         torch = self._plan.toolchain.torch
         if self._plan.toolchain.cross:
             loadtest.inspect(spec, self._plan.target, torch, linked.path)
@@ -375,6 +375,7 @@ def inputs(plan: Plan) -> dict[str, Any]:
         "torch": "{torch}",
         "python": "{python}",
         "toolkit": "{toolkit}",
+        "wheels": "{wheels}",
         "threads": "{threads}",
         "abs": "",
     }

@@ -254,7 +254,7 @@ class _Batch:
 
 
 # What a compiler with a shell is shown below the staging directory, where a path is not plain.
-_LINKED = ("src", "opkiln", "torch", "python")
+_LINKED = ("src", "opkiln", "torch", "python", "wheels")
 
 
 def shown_plainly(plan: Plan, step: Step, stage: str, places: dict[str, str]) -> dict[str, str]:
@@ -315,7 +315,7 @@ def sidecar(plan: Plan, read: tuple[str, ...], dependencies: deps.Dependencies) 
 
 
 def _anchored(path: str, places: dict[str, str]) -> tuple[str, str]:
-    for anchor in ("torch", "python", "src", "opkiln"):
+    for anchor in ("torch", "python", "wheels", "src", "opkiln"):
         place = places.get(anchor)
         if place and path.startswith(place.rstrip("/") + "/"):
             return anchor, path[len(place.rstrip("/")) + 1 :]

@@ -11,7 +11,8 @@ import signal
 
 from opkiln.engine.schedule import StepFailed
 from opkiln.errors import BuildError, CompileError, StoreError
-from opkiln.model import CUDA, ONE_CALL, OpSpec, Target
+from opkiln.model import CUDA, ONE_CALL, OpSpec, Plan
+from opkiln.toolchain import torch_sdk, wheel_headers
 from opkiln.trust import make_private
 
 # file:line:column: of g++ and clang, file(line): of nvcc.
@@ -39,10 +40,9 @@ def first_error(output: str) -> str:
     return "\n".join(lines)
 
 
-def compile_error(
-    failed: StepFailed, spec: OpSpec, target: Target, log: str, replaced: dict[str, str]
-) -> BuildError:
+def compile_error(failed: StepFailed, plan: Plan, log: str, replaced: dict[str, str]) -> BuildError:
     """The error for a step that failed; ``replaced`` maps staging paths to lasting ones."""
+    spec = plan.spec
     output = _replace(failed.completed.output, replaced)
     command = _replace(shlex.join(failed.completed.argv), replaced)
     status = failed.completed.returncode
@@ -62,7 +62,7 @@ def compile_error(
     return kind(
         f"op {spec.name}: {failed.task.label} {what}",
         why="\n".join(part for part in parts if part),
-        hint=_hint(output, spec, target),
+        hint=_hint(output, plan),
     )
 
 
@@ -93,12 +93,13 @@ def _replace(text: str, replaced: dict[str, str]) -> str:
     return text
 
 
-# Libraries of the CUDA toolkit that neither Debian nor the extra `cuda` brings along.
+# Libraries of the CUDA toolkit that are packages of their own.
 _CUDA_LIBRARIES = ("cublas", "cublasLt", "cufft", "curand", "cusolver", "cusparse", "nvrtc")
 _NOT_STABLE = "should not be included when either TORCH_STABLE_ONLY"
 
 
-def _hint(output: str, spec: OpSpec, target: Target) -> str:
+def _hint(output: str, plan: Plan) -> str:
+    spec, target = plan.spec, plan.target
     library = re.search(r"cannot find -l(\S+?)(?::|\s|$)", output)
     if library:
         name = library.group(1)
@@ -110,6 +111,8 @@ def _hint(output: str, spec: OpSpec, target: Target) -> str:
     if _NOT_STABLE in output:
         return 'ABI = "torch"    # in the builder; or include torch/csrc/stable/… instead'
     header = re.search(r"fatal error: (\S+): No such file", output)
+    if header and target.backend == CUDA and header.group(1) in wheel_headers.LIBRARIES:
+        return _library_header(header.group(1), plan)
     if header:
         return f"add the directory of {header.group(1)} to include_paths(), or set CPATH"
     if "Killed" in output or "out of memory" in output.lower():
@@ -118,6 +121,25 @@ def _hint(output: str, spec: OpSpec, target: Target) -> str:
         return ""  # it has no name that a command would know
     where = f" --target {target.backend}:{','.join(target.archs)}" if target.archs else ""
     return f"opkiln build {spec.name}{where}    # after fixing it"
+
+
+def _library_header(header: str, plan: Plan) -> str:
+    """How to get a header of one of CUDA's libraries, which the toolkit does not have."""
+    device, torch = plan.toolchain.device, plan.toolchain.torch
+    assert device is not None  # a plan for this backend is made with its compiler
+    release = torch_sdk.release(device.version)
+    wanted = f"{release[0]}.{release[1]}"
+    library = wheel_headers.LIBRARIES[header]
+    if library in wheel_headers.IN_EXTRA and release[0] >= 13:
+        bring = f"pip install 'opkiln[cuda]' 'cuda-toolkit=={wanted}.*'"
+    else:
+        bring = f"pip install 'cuda-toolkit[cudart,{library}]=={wanted}.*'"
+    why = f"{header} is missing from the CUDA {wanted} toolkit in {device.home}"
+    wheels = wheel_headers.beside(torch, device.include_dirs, release)
+    if wheels.release not in ((0, 0), release):
+        other = f"{wheels.release[0]}.{wheels.release[1]}"
+        why += f"; the wheels beside torch are for CUDA {other}, another release"
+    return f"{bring}    # {why}"
 
 
 def write_log(root: str | None, name: str, text: str) -> str:

@@ -18,15 +18,18 @@ _PATH_FLAGS = ("-I", "-isystem", "-iquote", "-idirafter", "-L", "-include")
 # last one that fits is taken, and a compiler may be shown sources below the staging directory.
 _OPKILN_MAP = Anchored("-ffile-prefix-map=", "opkiln", "", "=/opkiln/opkiln")
 _TORCH_MAP = Anchored("-ffile-prefix-map=", "torch", "", "=/opkiln/torch")
+_WHEELS_MAP = Anchored("-ffile-prefix-map=", "wheels", "", "=/opkiln/wheels")
 _PREFIX_MAPS = (
     Anchored("-ffile-prefix-map=", "stage", "", "=/opkiln/build"),
     Anchored("-ffile-prefix-map=", "src", "", "=/opkiln/src"),
 )
 
 
-def prefix_maps(spec: OpSpec) -> tuple[Anchored, ...]:
+def prefix_maps(spec: OpSpec, device: DeviceCompiler | None = None) -> tuple[Anchored, ...]:
     """The flags that keep where things lie out of what is compiled."""
     maps = _PREFIX_MAPS if spec.abi == ABI_NONE else (_TORCH_MAP, *_PREFIX_MAPS)
+    if device is not None and wheel_includes(spec, device, ""):
+        maps = (_WHEELS_MAP, *maps)
     ours = any(anchored(spec, path).anchor == "opkiln" for path in spec.include_dirs)
     return (_OPKILN_MAP, *maps) if ours else maps
 
@@ -48,6 +51,13 @@ def in_toolkit(device: DeviceCompiler, path: str, prefix: str = "") -> Anchored:
     if path.startswith(home):
         return Anchored(prefix, "toolkit", path[len(home) :])
     return Anchored(prefix, "abs", path)
+
+
+def wheel_includes(spec: OpSpec, device: DeviceCompiler, option: str) -> list[Anchored]:
+    """The directories of headers that the toolkit lacks; after its own, which come first."""
+    if spec.abi == ABI_NONE:
+        return []
+    return [Anchored(option, "wheels", path) for path in device.wheel_include_dirs]
 
 
 def author_flags(spec: OpSpec, flags: tuple[str, ...]) -> Iterator[Arg]:

@@ -24,6 +24,7 @@ from opkiln.steps.arguments import (
     in_toolkit,
     object_name,
     prefix_maps,
+    wheel_includes,
 )
 from opkiln.toolchain import torch_sdk
 
@@ -57,7 +58,7 @@ def compile_step(
     if spec.vectorize:
         chosen = cpu.CPU(target.cpu, target.cpu_features)
         arguments += cpu.flags(chosen, target.machine, toolchain.accepts)
-    arguments += prefix_maps(spec)
+    arguments += prefix_maps(spec, toolchain.device)
     if toolchain.family == "gcc":
         arguments.append(f"-frandom-seed={output}")
     if target.backend == ROCM:
@@ -71,6 +72,7 @@ def compile_step(
     if toolchain.device is not None:
         device = toolchain.device
         arguments += [in_toolkit(device, path, "-isystem") for path in device.include_dirs]
+        arguments += wheel_includes(spec, device, "-isystem")
     arguments += torch_includes(spec)
     arguments += [f"-isystem{path}" for path in flags.get("cplus_include_path", ())]
     arguments += ["-MD", "-MF", Anchored("", "stage", depfile)]

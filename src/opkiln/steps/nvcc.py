@@ -19,6 +19,7 @@ from opkiln.steps.arguments import (
     in_toolkit,
     object_name,
     prefix_maps,
+    wheel_includes,
 )
 from opkiln.steps.flags import check_nvcc, is_relocatable, without_relocatable
 from opkiln.steps.host import torch_defines, torch_includes
@@ -82,7 +83,8 @@ def compile_step(
     arguments += [flag for flag in optional if flag in device.accepts]
     if "--threads" in device.accepts and len(cuda.images(archs)) > 1:
         arguments.append(Anchored("--threads=", "threads", ""))
-    arguments += [each._replace(prefix=f"-Xcompiler={each.prefix}") for each in prefix_maps(spec)]
+    maps = prefix_maps(spec, device)
+    arguments += [each._replace(prefix=f"-Xcompiler={each.prefix}") for each in maps]
     # Names of internal symbols are made of the source's path; this is the path they are made of.
     arguments.append(f"-Xcudafe=--orig_src_path_name=/opkiln/src/{output}")
     if spec.abi == ABI_TORCH:
@@ -97,6 +99,7 @@ def compile_step(
     arguments += [anchored(spec, path, "-I") for path in spec.include_dirs]
     arguments += _directories(spec.name, "-I", "CPATH", flags.get("cpath", ()))
     arguments += torch_includes(spec, "-isystem=")
+    arguments += wheel_includes(spec, device, "-isystem=")
     arguments += _directories(
         spec.name, "-isystem=", "CPLUS_INCLUDE_PATH", flags.get("cplus_include_path", ())
     )

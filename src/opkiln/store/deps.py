@@ -125,10 +125,17 @@ def _place(plan: Plan, path: str) -> Place:
 
 
 def _system(plan: Plan) -> tuple[str, ...]:
-    """The compilers' own search path: the system's headers, the device toolkit's."""
+    """The compilers' own search path: the system's headers, the device toolkit's, and those of
+    wheels that a toolkit is completed by."""
     device = plan.toolchain.device
     own = plan.toolchain.include_dirs
-    return own if device is None else (*own, *device.include_dirs)
+    if device is None:
+        return own
+    wheels: tuple[str, ...] = ()
+    if device.wheel_include_dirs and plan.spec.abi != ABI_NONE:
+        base = anchors_of(plan.spec, plan.toolchain)["wheels"]
+        wheels = tuple(os.path.join(base, path) for path in device.wheel_include_dirs)
+    return (*own, *device.include_dirs, *wheels)
 
 
 # Where compilers keep headers of their own, below a toolkit's root.

@@ -9,7 +9,7 @@ from opkiln.digest import Signature, key
 from opkiln.errors import ToolchainError
 from opkiln.model import DeviceCompiler, Toolchain
 from opkiln.settings import origin_of, override, settings
-from opkiln.toolchain import cuda_version, nvccprobe, toolkits
+from opkiln.toolchain import cuda_version, nvccprobe, toolkits, wheel_headers
 from opkiln.toolchain import host as hosts
 from opkiln.toolchain.find import Candidate
 from opkiln.toolchain.torch_sdk import release
@@ -144,7 +144,7 @@ def _search(
         key=lambda place: cuda_version.distance(found[place].record["version"], torch_cuda),
     )
     signatures = [row for each in found for row in each.record["signatures"]]
-    taken, unsupported = None, ""
+    taken, unsupported, wheels = None, "", wheel_headers.NONE
     for place in ranked:
         if taken is not None:
             refusals[place] = _outranked(found[place], taken, torch_cuda)
@@ -157,6 +157,8 @@ def _search(
         if not probed["refused"]:
             own = partner.cxx == host.cxx
             taken = _compiler(found[place], probed, None if own else partner)
+            wheels = wheel_headers.beside(host.torch, taken.include_dirs, found[place].release)
+            taken = taken._replace(wheel_include_dirs=wheels.directories)
         elif probed["unsupported"]:
             unsupported = unsupported or probed["refused"]
     candidates = [
@@ -171,8 +173,8 @@ def _search(
         candidates,
         mismatched=bool(working) and not ranked,
         unsupported=unsupported,
-        signatures=signatures,
-        absent=[path for each in found for path in each.record["absent"]],
+        signatures=signatures + wheels.signatures,
+        absent=[*(path for each in found for path in each.record["absent"]), *wheels.absent],
         lasting=not any(each.record["until"] for each in found),
     )
 

@@ -1,0 +1,100 @@
+"""Headers of CUDA's libraries that a toolkit lacks and the wheels beside torch have.
+
+ATen's CUDA headers include ``cublas_v2.h``, ``cusparse.h`` and others. A toolkit of a few packages
+does not have them, but torch from PyPI depends on wheels that do: ``nvidia/cu13/include`` beside
+torch, and for CUDA 12 one directory for each library. They are used where the wheels are of the
+toolkit's own release, and searched after it, so that they only add what it lacks.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from opkiln.digest import Signature
+from opkiln.record import Record
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from opkiln.model import TorchSDK
+
+# What torch's headers include, and the part of `cuda-toolkit` that brings it.
+LIBRARIES = {
+    "cublas_v2.h": "cublas",
+    "cublasLt.h": "cublas",
+    "cufft.h": "cufft",
+    "cufftXt.h": "cufft",
+    "curand.h": "curand",
+    "curand_kernel.h": "curand",
+    "curand_philox4x32_x.h": "curand",
+    "cusolverDn.h": "cusolver",
+    "cusolver_common.h": "cusolver",
+    "cusparse.h": "cusparse",
+    "nvrtc.h": "nvrtc",
+}
+IN_EXTRA = ("cublas", "curand", "cusolver", "cusparse")  # what `opkiln[cuda]` brings of them
+_RUNTIME = "cuda_runtime_api.h"
+_PARTS = ("cublas", "cuda_nvrtc", "cufft", "curand", "cusolver", "cusparse")
+
+
+class Wheels(Record):
+    """What wheels have for a toolkit."""
+
+    directories: tuple[str, ...]  # below "nvidia", beside torch; empty where none is used
+    release: tuple[int, int]  # of the wheels; (0, 0) where there are none
+    signatures: list[list[Any]]  # of the files and directories that this rests on
+    absent: list[str]  # what would change it if it were there
+
+
+NONE = Wheels((), (0, 0), [], [])
+
+
+def root(torch: TorchSDK) -> str:
+    """The directory that the wheels share: the anchor "wheels"."""
+    return os.path.join(os.path.dirname(torch.path), "nvidia")
+
+
+def beside(torch: TorchSDK | None, include_dirs: Iterable[str], release: tuple[int, int]) -> Wheels:
+    """What the wheels beside torch have for a toolkit of this release with these directories."""
+    directories = list(include_dirs)
+    if torch is None or not any(_lacks(directories, header) for header in LIBRARIES):
+        return NONE
+    base = root(torch)
+    shared = (f"cu{release[0]}/include",)
+    split = ("cuda_runtime/include", *(f"{part}/include" for part in _PARTS))
+    for layout in (shared, split):
+        marker = os.path.join(base, layout[0], _RUNTIME)
+        if os.path.isfile(marker):
+            break
+    else:
+        return Wheels((), (0, 0), [], [os.path.join(base, each[0], _RUNTIME)
+                                       for each in (shared, split)])  # fmt: skip
+    paths = [os.path.join(base, each) for each in layout]
+    try:
+        signatures = [
+            [path, *Signature.of(path)] for path in (*filter(os.path.isdir, paths), marker)
+        ]
+        found = _release(marker)
+    except OSError:
+        return NONE  # removed meanwhile
+    absent = [path for path in paths if not os.path.isdir(path)]
+    fits = found == release
+    own = tuple(each for each in layout if os.path.isdir(os.path.join(base, each)))
+    return Wheels(own if fits else (), found, signatures, absent)
+
+
+def _lacks(directories: list[str], header: str) -> bool:
+    return not any(os.path.exists(os.path.join(each, header)) for each in directories)
+
+
+def _release(header: str) -> tuple[int, int]:
+    """(13, 0) of a runtime's header that says ``#define CUDART_VERSION 13000``."""
+    with open(header, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            words = line.split()
+            if words[:2] == ["#define", "CUDART_VERSION"] and words[2:3] and words[2].isdigit():
+                number = int(words[2])
+                return number // 1000, number % 1000 // 10
+    return 0, 0
