@@ -7,6 +7,16 @@ terminal. Exit codes are part of the interface; ``docs/cli.md`` lists them.
 
 from __future__ import annotations
 
+from functools import wraps
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import ParamSpec, TypeVar
+
+    P = ParamSpec("P")
+    T = TypeVar("T")
+
 
 class OpkilnError(Exception):
     """Base of all of them. ``what`` is one line; ``why`` may be many; ``hint`` is a command."""
@@ -26,6 +36,23 @@ class OpkilnError(Exception):
             lines.append(f"hint: {self.hint}")
         return "\n".join(lines)
 
+    @property
+    def log(self) -> str:
+        """The file with a failed build's command and all that it printed; empty where none is."""
+        lines = (line for line in self.why.splitlines() if line.startswith("log: "))
+        return next(lines, "").removeprefix("log: ")
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows of it: who called, and the message."""
+        import os
+        from traceback import extract_tb
+
+        own = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+        frames = extract_tb(self.__traceback__)
+        callers = [frame for frame in frames if not frame.filename.startswith(own)]
+        lines = [f'File "{each[0]}", line {each[1]}, in {each[2]}' for each in callers[-2:]]
+        return [*lines, *f"{type(self).__name__}: {self}".splitlines()]
+
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments do not survive the default; errors cross process boundaries.
         return (_rebuild, (type(self), self.what, self.why, self.hint))
@@ -33,6 +60,19 @@ class OpkilnError(Exception):
 
 def _rebuild(kind: type[OpkilnError], what: str, why: str, hint: str) -> OpkilnError:
     return kind(what, why=why, hint=hint)
+
+
+def told_briefly(function: Callable[P, T]) -> Callable[P, T]:
+    """Leave opkiln's own frames out of an error's traceback: there is nothing to mend in them."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except OpkilnError as error:
+            raise error.with_traceback(None) from error.__cause__
+
+    return call
 
 
 class UsageError(OpkilnError):
@@ -87,7 +127,7 @@ class BuildError(OpkilnError):
 
 
 class CompileError(BuildError):
-    """The compiler or linker said no; ``why`` holds its first error, the command and the log."""
+    """The compiler or linker said no; ``why`` holds its first error and the log's path."""
 
 
 class LoadTestError(BuildError):

@@ -6,13 +6,14 @@ import os
 from typing import Any
 
 from opkiln.digest import sha256_file
-from opkiln.errors import SpecError, StoreError, UsageError
+from opkiln.errors import SpecError, StoreError, UsageError, told_briefly
 from opkiln.loading import inline, loader
 from opkiln.loading.loader import Op
 from opkiln.model import (
     ABI_NONE,
     ABI_STABLE,
     ABI_TORCH,
+    CALL,
     CUDA,
     EXECUTABLE,
     INLINE_ROOT,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
+@told_briefly
 def load(
     name: str,
     sources: str | Sequence[str],
@@ -71,7 +73,7 @@ def load(
     spec = declared(
         name,
         sources,
-        include_dirs=extra_include_paths or (),
+        include_dirs=_paths(extra_include_paths),
         kind=_kind(is_python_module, is_standalone, abi),
         abi=_abi(abi),
         cxx_args=_flags("extra_cflags", extra_cflags),
@@ -81,6 +83,7 @@ def load(
     return _load(spec, verbose, build_directory)
 
 
+@told_briefly
 def load_inline(
     name: str,
     cpp_sources: str | Sequence[str],
@@ -122,7 +125,7 @@ def load_inline(
     spec = declared_inline(
         name,
         texts,
-        include_dirs=extra_include_paths or (),
+        include_dirs=_paths(extra_include_paths),
         kind=_kind(is_python_module, False, abi),
         abi=_abi(abi),
         cxx_args=_flags("extra_cflags", extra_cflags),
@@ -162,6 +165,7 @@ def declared(
         ldflags=ldflags,
         kind=kind,
         abi=abi,
+        declared_by=CALL,
     )
 
 
@@ -235,6 +239,7 @@ def declared_inline(
         kind=kind,
         abi=abi,
         inline=texts,
+        declared_by=CALL,
     )
 
 
@@ -300,6 +305,12 @@ def _flags(argument: str, flags: Sequence[str] | None) -> tuple[str, ...]:
     if isinstance(flags, str):
         raise UsageError(f"{argument} must be a list of flags, not the string {flags!r}")
     return tuple(flags or ())
+
+
+def _paths(paths: Sequence[str] | None) -> Sequence[str]:
+    if isinstance(paths, str):
+        raise UsageError(f"extra_include_paths must be a list, not the string {paths!r}")
+    return paths or ()
 
 
 def with_device(

@@ -34,6 +34,12 @@ XPU = "xpu"
 DISPATCH_KEYS = {CPU: ("CPU",), CUDA: ("CUDA",), ROCM: ("CUDA",), XPU: ("XPU", "CPU")}
 
 ONE_CALL = "jit"  # the distribution of what `opkiln.load` compiles: it belongs to no package
+
+# Who declares a spec, and so in which words a hint speaks of its parts.
+BUILDER = "builder"  # an OpBuilder's methods
+CALL = "call"  # the arguments of `load` or `load_inline`
+EXTENSION = "extension"  # the arguments of a setuptools Extension
+
 # Bump when the same inputs should give another binary for a reason that no argv shows.
 PLAN_VERSION = 1
 
@@ -66,6 +72,7 @@ class OpSpec(Record):
     # a kernel for each, and must not define them again.
     kernels: tuple[str, ...] = ()
     inline: tuple[tuple[str, str], ...] = ()  # (source, text) of sources that are in no file
+    declared_by: str = BUILDER  # for messages; in no key
 
 
 class Target(Record):

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import opkiln
 from opkiln.builder import CUDAOpBuilder, OpBuilder
-from opkiln.errors import LoadError, LoadTestError, SpecError, UnknownBackend
+from opkiln.errors import LoadError, LoadTestError, SpecError, UnknownBackend, UsageError
 from opkiln.registry import get_builder
 from opkiln.settings import override
 
@@ -128,3 +129,37 @@ def test_a_filter_in_deepspeeds_manner_prunes_and_decides_nothing_else(device: P
 @pytest.fixture
 def device(package: Callable[..., Package]) -> Package:
     return package("device")
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"), [("SCHEMAS", "same(Tensor x) -> Tensor"), ("BACKENDS", "cpu")]
+)
+def test_tuple_without_its_comma_is_refused_with_the_line_to_write(
+    attribute: str, value: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        type("Wrong", (OpBuilder,), {"NAME": "wrong", attribute: value})()
+    assert caught.value.what == f"op wrong: {attribute} is a string, not a tuple"
+    assert "comma" in caught.value.why
+    assert caught.value.hint == f"{attribute} = ({value!r},)"
+
+
+@pytest.mark.parametrize("attribute", ["SCHEMAS", "BACKENDS"])
+def test_tuple_of_other_things_than_strings_is_refused(attribute: str) -> None:
+    for value in (7, (7,), None):
+        with pytest.raises(SpecError, match=rf"op wrong: {attribute} is not a tuple of strings"):
+            type("Wrong", (OpBuilder,), {"NAME": "wrong", attribute: value})()
+
+
+@pytest.mark.parametrize("value", [None, 7, [7]])
+def test_method_that_returns_no_list_of_strings_is_refused(value: object) -> None:
+    wrong = type("Wrong", (OpBuilder,), {"NAME": "wrong", "sources": lambda self: value})
+    with pytest.raises(SpecError, match=r"op wrong: .* where a list of strings is wanted"):
+        wrong().spec()
+
+
+def test_include_paths_of_a_call_as_one_string_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.cpp").write_text("int x;\n")
+    with pytest.raises(UsageError, match=r"extra_include_paths must be a list, not the string"):
+        opkiln.load("wrong", str(tmp_path / "a.cpp"), abi="none", is_python_module=False,
+                    extra_include_paths=str(tmp_path))  # fmt: skip

@@ -119,12 +119,32 @@ def test_jit_off_never_compiles(
         assert stable.load().who(X) == 0
     with pytest.raises(CompilingOff, match="would have to be compiled") as caught:
         plain.load()
-    assert caught.value.hint == "opkiln build plain"
+    # The variable is set here, so the command would refuse, too, without its own.
+    assert caught.value.hint == "OPKILN_JIT=on opkiln build plain"
     assert caught.value.exit_code == 7
     builder = plain.builder()
     assert not builder.is_compatible()
     assert builder.error_log == "it is not cached, and OPKILN_JIT=off"
     assert steps.seen == []
+
+
+def test_jit_off_hint_of_a_call_names_no_command_that_does_not_know_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OPKILN_JIT", "off")
+    with pytest.raises(CompilingOff) as caught:
+        opkiln.load_inline("by_call", "int x;", abi="none", is_python_module=False)
+    assert caught.value.hint.startswith("run it once with OPKILN_JIT=on")
+    assert "opkiln build" not in caught.value.hint
+
+
+def test_seal_of_the_environment_is_lifted_by_the_hints_own_command(
+    plain: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPKILN_SEAL", "error")
+    with pytest.raises(SealedError) as caught:
+        plain.load()
+    assert caught.value.hint == "OPKILN_SEAL=off opkiln build plain"
 
 
 def test_jit_off_loads_what_is_cached(plain: Package, monkeypatch: pytest.MonkeyPatch) -> None:

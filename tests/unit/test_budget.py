@@ -344,6 +344,25 @@ def tree(root: Path, files: dict[str, str]) -> str:
     return str(root)
 
 
+@pytest.mark.parametrize(
+    ("own", "file"),
+    [
+        ("0::/jobs/one", "sys/fs/cgroup/jobs/one/memory.events"),
+        ("4:memory:/jobs/one", "sys/fs/cgroup/memory/jobs/one/memory.oom_control"),
+    ],
+)
+def test_out_of_memory_kills_are_counted_for_the_group_and_the_machine(
+    tmp_path: Path, own: str, file: str
+) -> None:
+    files = {
+        "proc/self/cgroup": own,
+        "proc/vmstat": "pgfault 7\noom_kill 5\nnr_free 1",
+        file: "low 0\noom 4\noom_kill 3\noom_group_kill 0",
+    }
+    assert cgroup.out_of_memory_kills(tree(tmp_path, files)) == (3, 5)
+    assert cgroup.out_of_memory_kills(str(tmp_path / "nothing")) == (0, 0)
+
+
 def test_version_2_limits_count_wherever_they_are_set(tmp_path: Path) -> None:
     root = tree(
         tmp_path,

@@ -11,7 +11,7 @@ import sys
 from functools import cached_property
 from typing import Any
 
-from opkiln.errors import OpkilnError, SpecError, UnknownBackend
+from opkiln.errors import OpkilnError, SpecError, UnknownBackend, told_briefly
 from opkiln.loading import loader
 from opkiln.loading.loader import Op
 from opkiln.loading.register import Registration, function_name
@@ -58,6 +58,7 @@ class OpBuilder:
 
         Raises UsageError, and SpecError for a name in ``BACKENDS`` that is no backend.
         """
+        self._check_tuples()
         if unknown := set(self.BACKENDS) - {CPU, CUDA, ROCM, XPU}:
             raise SpecError(
                 f"op {self.name}: BACKENDS names {', '.join(sorted(unknown))}",
@@ -70,6 +71,20 @@ class OpBuilder:
             )
         self._asked_backend = backend
         self._asked_archs = archs or ""
+
+    def _check_tuples(self) -> None:
+        """Refuse what is no tuple of strings, such as ``("one")``. Raises SpecError."""
+        for attribute in ("SCHEMAS", "BACKENDS"):
+            value = getattr(self, attribute)
+            if isinstance(value, str):
+                raise SpecError(
+                    f"op {self.name}: {attribute} is a string, not a tuple",
+                    why="a tuple of one element needs a comma after it",
+                    hint=f"{attribute} = ({value!r},)",
+                )
+            listed = isinstance(value, (tuple, list))
+            if not listed or not all(isinstance(each, str) for each in value):
+                raise SpecError(f"op {self.name}: {attribute} is not a tuple of strings: {value!r}")
 
     # What an author declares
 
@@ -202,6 +217,7 @@ class OpBuilder:
 
     # What users of a builder call
 
+    @told_briefly
     def load(self, verbose: bool = True, *, reload: bool = False) -> Any:
         """The op, by the first resort that can serve it: loaded, cached, built, the reference.
 
@@ -211,6 +227,7 @@ class OpBuilder:
         """
         return self._loaded(verbose, reload=reload).value
 
+    @told_briefly
     def jit_load(self, verbose: bool = True) -> Any:
         """As ``load``, but native or an error: what was asked for by name does not fall back."""
         return self._loaded(verbose, must_be_native=True).value
@@ -372,10 +389,14 @@ class OpBuilder:
         return ["-DVERSION_GE_1_1", "-DVERSION_GE_1_3", "-DVERSION_GE_1_5"]
 
     def strip_empty_entries(self, args: Sequence[str | os.PathLike[str]]) -> list[str]:
-        """The arguments that say something, as text. Raises SpecError for a string."""
-        if isinstance(args, str):
-            raise SpecError(
-                f"op {self.name}: {args!r} is a string where a list of strings is wanted",
-                why="sources(), include_paths(), kernels() and those that give flags return lists",
-            )
-        return [os.fspath(argument) for argument in args if argument]
+        """The arguments that say something, as text. Raises SpecError for other than a list."""
+        try:
+            if not isinstance(args, str):
+                return [os.fspath(argument) for argument in args if argument]
+            kind = "is a string"
+        except TypeError:
+            kind = "stands"
+        raise SpecError(
+            f"op {self.name}: {args!r} {kind} where a list of strings is wanted",
+            why="sources(), include_paths(), kernels() and the methods that return flags return lists",
+        )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ExtensionError(OpkilnError, RuntimeError):
-    """An extension cannot be built; its cause says more."""
+    """An extension cannot be built."""
 
 
 class ExtensionNotLoaded(LoadError, ImportError):
@@ -46,4 +46,4 @@ def as_torchs(kind: str) -> Iterator[None]:
             found = ExtensionNotLoaded if kind == PYTHON else LibraryNotLoaded
         raised = found(error.what, why=error.why, hint=error.hint)
         raised.exit_code = error.exit_code
-        raise raised from error
+        raise raised from error.__cause__

@@ -13,6 +13,7 @@ from typing import Any
 
 from opkiln import extension
 from opkiln.compat.torch_errors import as_torchs
+from opkiln.errors import told_briefly
 from opkiln.loading import inline
 from opkiln.model import ABI_TORCH, CUDA, EXECUTABLE, LIBRARY, PYTHON, OpSpec
 from opkiln.ship import torch_flags
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _UNASKED = ("-O0", "-UNDEBUG")
 
 
+@told_briefly
 def load(
     name: str,
     sources: str | list[str],
@@ -80,6 +82,7 @@ def load(
         return _served(spec, flags, cuda, sycl, verbose, build_directory)
 
 
+@told_briefly
 def load_inline(
     name: str,
     cpp_sources: str | Sequence[str],

@@ -9,7 +9,7 @@ mounted tree; its ancestors, down to the mount itself, are looked at all the sam
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,6 +41,31 @@ def memory_limit(root: str = "/") -> int | None:
     ]
     sizes = [int(text) for text in texts if text.isdigit()]
     return min((size for size in sizes if 0 < size < _UNLIMITED), default=None)
+
+
+class Kills(NamedTuple):
+    """How many processes the kernel has killed for want of memory."""
+
+    group: int  # of this process's control group
+    machine: int
+
+
+def out_of_memory_kills(root: str = "/") -> Kills:
+    """What the kernel has counted so far; 0 where it does not say."""
+    group = 0
+    for name, controller in (("memory.events", ""), ("memory.oom_control", "memory")):
+        innermost = next(_values(root, name, controller), "")
+        group += _counted(innermost, "oom_kill")
+    return Kills(group, _counted(_read(os.path.join(root, "proc/vmstat")), "oom_kill"))
+
+
+def _counted(text: str, name: str) -> int:
+    """A number of a file with a name and a number on each line."""
+    for line in text.splitlines():
+        words = line.split()
+        if words[:1] == [name] and words[1:] and words[1].isdigit():
+            return int(words[1])
+    return 0
 
 
 def cpus(root: str = "/") -> frozenset[int] | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from opkiln import plan as plans
 from opkiln.digest import sha256_file
-from opkiln.engine import events, schedule
+from opkiln.engine import cgroup, events, schedule
 from opkiln.engine.schedule import StepFailed
 from opkiln.errors import (
     BuildError,
@@ -162,7 +162,7 @@ class _Build:
 
     def run(self) -> Artifact:
         spec = self._plan.spec
-        seal.about_to_compile(spec.name)
+        seal.about_to_compile(spec)
         began = time.monotonic()
         events.emit("build-start", op=spec.name, steps=len(self._plan.steps))
         ok = False
@@ -182,6 +182,7 @@ class _Build:
     def _stage(self, stage: str, began: float) -> Artifact:
         spec = self._plan.spec
         inline.write_parts(spec, stage)
+        killed = cgroup.out_of_memory_kills()
         try:
             linked = self._settle(stage)
         except StepFailed as failed:
@@ -193,7 +194,7 @@ class _Build:
             replaced = {stage: "./build"}  # as `opkiln plan` has it
             if spec.inline:
                 replaced[spec.root + "/"] = ""
-            raise failure.compile_error(failed, self._plan, log, replaced) from None
+            raise failure.compile_error(failed, self._plan, log, replaced, killed) from None
         torch = self._plan.toolchain.torch
         if self._plan.toolchain.cross:
             loadtest.inspect(spec, self._plan.target, torch, linked.path)
@@ -384,7 +385,7 @@ def inputs(plan: Plan) -> dict[str, Any]:
         (each.cxx if isinstance(each, Toolchain) else each.path) for each in _compilers(plan)
     ]
     tools = {path: os.path.basename(path) for path in programs}
-    fields = [field for field in spec._fields if field != "root"]
+    fields = [field for field in spec._fields if field not in key.UNKEYED]
     declared = dict(zip(fields, key.declared(spec), strict=True))
     del declared["inline"]
     return {

@@ -9,8 +9,10 @@ import re
 import shlex
 import signal
 
+from opkiln.engine import cgroup
 from opkiln.engine.schedule import StepFailed
 from opkiln.errors import BuildError, CompileError, StoreError
+from opkiln.loading import wording
 from opkiln.model import CUDA, ONE_CALL, OpSpec, Plan
 from opkiln.toolchain import torch_sdk, wheel_headers
 from opkiln.trust import make_private
@@ -23,6 +25,7 @@ _LINKER = re.compile(
     r"^.*(?:undefined reference|cannot find -l|multiple definition).*$", re.MULTILINE
 )
 _CONTEXT_LINES = 4
+_WIDTH = 500
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -31,39 +34,97 @@ def first_error(output: str) -> str:
     """The first error a compiler or linker reported, with the lines that show it."""
     found = _DIAGNOSTIC.search(output) or _LINKER.search(output)
     if found is None:
-        return "\n".join(output.strip().splitlines()[-_CONTEXT_LINES:])
+        lines = output.strip().splitlines()[-_CONTEXT_LINES:]
+        return "\n".join(map(_shortened, lines))
     lines = [found.group()]
     for line in output[found.end() :].splitlines()[1 : _CONTEXT_LINES + 1]:
         if not line.startswith((" ", "\t")):
             break  # the next diagnostic
         lines.append(line)
-    return "\n".join(lines)
+    return "\n".join(map(_shortened, lines))
 
 
-def compile_error(failed: StepFailed, plan: Plan, log: str, replaced: dict[str, str]) -> BuildError:
-    """The error for a step that failed; ``replaced`` maps staging paths to lasting ones."""
+def _shortened(line: str) -> str:
+    """A line that a screen can show: the names of nested templates have no end."""
+    return line if len(line) <= _WIDTH else line[: _WIDTH - 2] + " …"
+
+
+def compile_error(
+    failed: StepFailed,
+    plan: Plan,
+    log: str,
+    replaced: dict[str, str],
+    killed_before: cgroup.Kills,
+) -> BuildError:
+    """The error for a step that failed: its first error, and where the rest is.
+
+    ``replaced`` maps staging paths to lasting ones; ``killed_before`` is what the kernel had killed
+    for want of memory when the build began. The command is in the log; it is said here where there
+    is none.
+    """
     spec = plan.spec
     output = _replace(failed.completed.output, replaced)
-    command = _replace(shlex.join(failed.completed.argv), replaced)
-    status = failed.completed.returncode
-    if status < 0:
-        ended = f"the compiler was killed by {signal.Signals(-status).name}"
-        why = f"{ended}\n{first_error(output)}"
-    else:
-        why = first_error(output)
+    kept = (
+        f"log: {log}"
+        if log
+        else f"command: {_replace(shlex.join(failed.completed.argv), replaced)}"
+    )
+    ended = _killer(failed.completed.returncode, output)
+    if ended:
+        return _killed(f"op {spec.name}: {failed.task.label}", ended, kept, killed_before)
     what = (
         "does not compile"
         if failed.task.label.endswith((".cpp", ".cc", ".cxx", ".cu"))
         else "failed"
     )
-    parts = [why, f"command: {command}", f"log: {log}" if log else ""]
-    # A compiler that was killed says nothing about the source.
-    kind = CompileError if status > 0 else BuildError
-    return kind(
+    return CompileError(
         f"op {spec.name}: {failed.task.label} {what}",
-        why="\n".join(part for part in parts if part),
+        why=f"{first_error(output)}\n{kept}",
         hint=_hint(output, plan),
     )
+
+
+# What a driver says of a compiler that it started and that was killed: g++, clang, nvcc.
+_CHILD_KILLED = re.compile(
+    r"Killed signal terminated program|unable to execute command: Killed|died due to signal 9\b"
+)
+
+
+def _killer(status: int, output: str) -> str:
+    """The signal that ended a step's process, or the compiler that it had started."""
+    if status < 0:
+        return signal.Signals(-status).name
+    # 128 + a signal: a shell says so of what it ran, and so a wrapper that is a script.
+    if status == 128 + signal.SIGKILL or _CHILD_KILLED.search(output):
+        return signal.SIGKILL.name
+    return ""
+
+
+def _killed(where: str, ended: str, kept: str, before: cgroup.Kills) -> BuildError:
+    """The error for a compiler that was killed, which says nothing about the source."""
+    if ended != signal.SIGKILL.name:
+        return BuildError(f"{where}: the compiler was killed by {ended}", why=kept)
+    now, limit = cgroup.out_of_memory_kills(), cgroup.memory_limit()
+    if now == before:
+        return BuildError(
+            f"{where}: the compiler was killed by {ended}",
+            why=f"the kernel counted no out-of-memory kill meanwhile\n{kept}",
+        )
+    if now.group > before.group and limit is not None:
+        why = f"the control group's limit is {_mebibytes(limit)}"
+        hint = "MAX_JOBS=1    # or give the container or job more memory"
+    else:
+        why = (
+            f"the machine has {_mebibytes(cgroup.total_memory())}, and other processes use it, too"
+        )
+        hint = "MAX_JOBS=1"
+    return BuildError(
+        f"{where}: the compiler ran out of memory and was killed", why=f"{why}\n{kept}", hint=hint
+    )
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size >> 20} MiB"
 
 
 def ran_out_of_space(output: str) -> bool:
@@ -100,6 +161,7 @@ _NOT_STABLE = "should not be included when either TORCH_STABLE_ONLY"
 
 def _hint(output: str, plan: Plan) -> str:
     spec, target = plan.spec, plan.target
+    names = wording.of(spec)
     library = re.search(r"cannot find -l(\S+?)(?::|\s|$)", output)
     if library:
         name = library.group(1)
@@ -107,16 +169,19 @@ def _hint(output: str, plan: Plan) -> str:
             bring = f"pip install 'cuda-toolkit[{name.removesuffix('Lt')}]'"
         else:
             bring = f"apt-get install lib{name}-dev"
-        return f"{bring}    (or LDFLAGS=-L<directory of lib{name}.so>)"
+        there = names.library_dir.format(f"<directory of lib{name}.so>")
+        return f"{bring}    (or {there})"
+    if "undefined reference" in output:
+        return wording.undefined_symbol(spec)
     if _NOT_STABLE in output:
-        return 'ABI = "torch"    # in the builder; or include torch/csrc/stable/… instead'
+        return f"{names.full_abi}; or include torch/csrc/stable/… instead"
     header = re.search(r"fatal error: (\S+): No such file", output)
     if header and target.backend == CUDA and header.group(1) in wheel_headers.LIBRARIES:
         return _library_header(header.group(1), plan)
     if header:
-        return f"add the directory of {header.group(1)} to include_paths(), or set CPATH"
-    if "Killed" in output or "out of memory" in output.lower():
-        return "MAX_JOBS=1"
+        return f"add the directory of {header.group(1)} to {names.include_dirs}, or set CPATH"
+    if "out of memory" in output.lower():
+        return "MAX_JOBS=1    # and see `ulimit -v`"
     if spec.distribution == ONE_CALL:
         return ""  # it has no name that a command would know
     where = f" --target {target.backend}:{','.join(target.archs)}" if target.archs else ""

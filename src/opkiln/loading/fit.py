@@ -184,7 +184,7 @@ def _lacking(needs: Mapping[str, Any], abi: str) -> str:
     for soname, symbol, version in needs["symbols"]:
         if version and soname in handles and dlvsym is not None:
             if not dlvsym(handles[soname], symbol.encode(), version.encode()):
-                return f"it needs {symbol} of {version}, which this {soname} lacks"
+                return f"it needs {_shown(symbol)} of {version}, which this {soname} lacks"
         elif not version and not _has(dlsym, anywhere, symbol):
             unknown.append(symbol)
     if not unknown or (files and abi != ABI_STABLE):  # of one torch alone, which its tag names
@@ -192,8 +192,15 @@ def _lacking(needs: Mapping[str, Any], abi: str) -> str:
     from opkiln.loading import torch_files
 
     if unknown := torch_files.missing(files, unknown):
-        return f"it needs {unknown[0]}, which {torch_files.named(needs['sonames'])} lacks"
+        lacking = torch_files.named(needs["sonames"])
+        return f"it needs {_shown(unknown[0])}, which {lacking} lacks"
     return ""
+
+
+def _shown(symbol: str) -> str:
+    from opkiln.binary.demangle import shown
+
+    return shown(symbol)
 
 
 def _brought(soname: str) -> str:

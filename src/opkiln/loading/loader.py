@@ -275,7 +275,7 @@ def _fall_back(
             lines.append(f"hint: {error.hint}")
         if op.name not in _told:
             _told.add(op.name)
-            warnings.warn("\n".join(lines), FallbackWarning, stacklevel=6)
+            warnings.warn("\n".join(lines), FallbackWarning, stacklevel=7)
     return Loaded(functions, None, trace, op)
 
 

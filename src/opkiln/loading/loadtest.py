@@ -7,7 +7,9 @@ import signal
 import sys
 
 from opkiln.binary import elf
+from opkiln.binary.demangle import shown
 from opkiln.errors import LoadTestError, StoreError
+from opkiln.loading import wording
 from opkiln.loading.probe_load import LOADED, MISSING
 from opkiln.loading.register import missing_kernels
 from opkiln.model import (
@@ -65,8 +67,8 @@ def check(
     missing = reason.partition("undefined symbol: ")[2].split(",")[0].strip()
     raise LoadTestError(
         f"{spec.name} was built but cannot be loaded",
-        why=reason,
-        hint=f"c++filt {missing}    # then link the library that defines it" if missing else "",
+        why=reason.replace(missing, shown(missing)) if missing else reason,
+        hint=wording.undefined_symbol(spec) if missing else "",
     )
 
 
@@ -103,8 +105,8 @@ def inspect(spec: OpSpec, target: Target, torch: TorchSDK | None, path: str) -> 
         more = f" and {len(elsewhere) - 1} more" if len(elsewhere) > 1 else ""
         raise LoadTestError(
             f"{spec.name} was built but could not be loaded on {target.machine}",
-            why=f"undefined symbol: {missing}{more}",
-            hint=f"c++filt {missing}    # then link the library that defines it",
+            why=f"undefined symbol: {shown(missing)}{more}",
+            hint=wording.undefined_symbol(spec),
         )
 
 

@@ -44,7 +44,10 @@ def open_artifact(spec: OpSpec, path: str) -> Any:
             ) from error
         hint = ""
         if spec.kind == PYTHON and "PyInit_" in str(error):
-            hint = "is_python_module=False    # there is no PYBIND11_MODULE in it"
+            from opkiln.loading import wording
+
+            how = wording.of(spec).no_module
+            hint = f"{how}; there is no PYBIND11_MODULE in it" if how else ""
         raise LoadError(
             f"{spec.name} cannot be loaded from {path}", why=str(error), hint=hint
         ) from error

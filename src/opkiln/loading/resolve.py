@@ -300,7 +300,7 @@ def build(op: Op, target: Target, store: Store, trace: Trace) -> Artifact:
     _tell_notes(store)
     if reason := seal.why_not_compile():
         trace.add("build", "refused", reason)
-        seal.about_to_compile(spec.name)
+        seal.about_to_compile(spec)
     from opkiln.loading import build as building
     from opkiln.loading import progress
 

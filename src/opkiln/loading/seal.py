@@ -5,7 +5,12 @@ from __future__ import annotations
 import warnings
 
 from opkiln.errors import CompilingOff, FallbackWarning, SealedError, UsageError
+from opkiln.model import CALL
 from opkiln.settings import settings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.model import OpSpec
 
 SPARED = "OPKILN_JIT=needed: what has a reference is not compiled here"
 
@@ -40,20 +45,31 @@ def why_not_compile() -> str:
     return ""
 
 
-def about_to_compile(op: str) -> None:
+def about_to_compile(spec: OpSpec) -> None:
     """Called before the first compile of an op. Raises CompilingOff, SealedError."""
-    reason = why_not_compile()
+    op, reason = spec.name, why_not_compile()
     if reason:
         kind = SealedError if sealed() else CompilingOff
-        variable = "" if sealed() or settings.jit is None else "OPKILN_JIT=on "
-        hint = f"{variable}opkiln build {op}"
-        raise kind(f"op {op} would have to be compiled", why=reason, hint=hint)
+        raise kind(f"op {op} would have to be compiled", why=reason, hint=_hint(spec))
     if _in_force() == "warn":
         warnings.warn(
-            f"op {op} is compiled after opkiln was sealed; hint: opkiln build {op}",
+            f"op {op} is compiled after opkiln was sealed\nhint: {_hint(spec)}",
             FallbackWarning,
             stacklevel=2,
         )
+
+
+def _hint(spec: OpSpec) -> str:
+    """How to have it compiled, where a variable that is set here does not forbid that, too."""
+    allowed = ""
+    if _mode == "off" and settings.seal != "off":
+        allowed = "OPKILN_SEAL=off"
+    elif not sealed() and settings.jit is False:
+        allowed = "OPKILN_JIT=on"
+    if spec.declared_by == CALL:  # no command knows it
+        how = f" with {allowed}" if allowed else ""
+        return f"run it once{how} before; later runs find it in the cache"
+    return f"{allowed} opkiln build {spec.name}".lstrip()
 
 
 def _in_force() -> str:

@@ -17,7 +17,7 @@ from opkiln.builder.base import OpBuilder
 from opkiln.errors import SpecError
 from opkiln.loading.archs import nothing_asked
 from opkiln.loading.loader import Op
-from opkiln.model import ABI_TORCH, CPU, CUDA, LIBRARY, PYTHON, ROCM, XPU, OpSpec
+from opkiln.model import ABI_TORCH, CPU, CUDA, EXTENSION, LIBRARY, PYTHON, ROCM, XPU, OpSpec
 from opkiln.settings import settings
 from opkiln.ship import torch_flags
 from opkiln.toolchain import torch_sdk
@@ -193,6 +193,7 @@ def _spec(extension: Extension, around: Around) -> tuple[OpSpec, str, list[str]]
         vectorize=flags.native,
         device_args=flags.device,
         device_libraries=tuple(_device_libraries(both.get("nvcc_dlink", ()))),
+        declared_by=EXTENSION,
     )
     remarks = [f"{extension.name}: {remark}" for remark in flags.remarks]
     return spec, flags.archs, remarks

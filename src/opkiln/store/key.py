@@ -12,6 +12,8 @@ from typing import Any
 from opkiln.digest import key
 from opkiln.model import PACKAGE, PLAN_VERSION, ROCM, Anchored, OpSpec, Plan, Step, Target
 
+UNKEYED = ("root", "declared_by")  # fields of a spec that change nothing that is built
+
 
 def intent_key(spec: OpSpec, target: Target) -> str:
     """What is wanted, in the words of its author and of the machine it is for."""
@@ -40,7 +42,7 @@ def declared(spec: OpSpec) -> tuple[Any, ...]:
         if isinstance(value, tuple)
         else value
         for field, value in zip(spec._fields, spec, strict=True)
-        if field != "root"
+        if field not in UNKEYED
     )
 
 

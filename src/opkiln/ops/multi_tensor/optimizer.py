@@ -292,9 +292,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 states = self._initialise(here.params)
             masters = parts_of(self._masters(here.params, states))
             parts = parts_of(here.params)
-            calls.append(
-                Call(here.device, here.params, parts, here.grads, states, masters, [], {})
-            )
+            calls.append(Call(here.device, here.params, parts, here.grads, states, masters, [], {}))
         # Whoever holds a count has a say in it: parameters of other groups, those without a
         # gradient, and those that were taken out of their group and may come back.
         holders = Counter(

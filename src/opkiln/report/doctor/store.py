@@ -194,14 +194,18 @@ def inodes(here: Here) -> Outcome:
 
 
 def noexec(here: Here) -> Outcome:
-    """Libraries can be loaded from every directory of the store."""
-    roots = [layer.root for layer in here.store.location.layers]
-    mounted = [path for path in roots if os.path.isdir(path) or path == here.store.root]
-    barred = [path for path in mounted if room.of(path).noexec]
+    """Libraries can be loaded from every directory of the store, and from where it was asked for.
+
+    A store on such a file system is passed over, so that it is not among the layers.
+    """
+    location = here.store.location
+    wanted = [os.path.join(path, LAYOUT) for path, asked in store_candidates() if asked][:1]
+    own = [path for path in wanted if room.of(path).noexec]
+    listed = [layer.root for layer in location.layers if os.path.isdir(layer.root)]
+    barred = [*own, *(path for path in listed if path not in own and room.of(path).noexec)]
     if not barred:
         return passed("no part of it is on a file system mounted noexec")
     facts = f"{', '.join(barred)} is on a file system mounted noexec: nothing loads from there"
-    own = here.store.root in barred
     return failed(facts, _move()) if own else warned(facts, "unset OPKILN_STORE_LAYERS")
 
 
