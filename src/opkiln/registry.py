@@ -61,8 +61,9 @@ class _AllOps(Mapping[str, type[OpBuilder]]):
             if not (isinstance(found, type) and issubclass(found, OpBuilder)):
                 raise SpecError(f"entry point {name} = {entry.value} is not an OpBuilder")
             return found
+        known = list(self)
         raise UnknownOp(
-            f"there is no op {name!r}", why="known: " + ", ".join(self), hint="opkiln report"
+            f"there is no op {name!r}", why="known: " + ", ".join(known), hint=_meant(op, known)
         )
 
     def __iter__(self) -> Iterator[str]:
@@ -92,6 +93,16 @@ def explain(name: str) -> Explanation:
     from opkiln.loading import explain as explaining
 
     return explaining.explain(get_builder(name).op())
+
+
+def _meant(name: str, known: list[str]) -> str:
+    """The hint for a name that no op has: those that are spelled much like it."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(name.lower().replace("-", "_"), known, n=3)
+    if not close:
+        return "opkiln report"
+    return f"did you mean {' or '.join(close)}?"
 
 
 def _only_builder(name: str) -> type[OpBuilder]:

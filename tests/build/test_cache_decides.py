@@ -16,6 +16,9 @@ from sample.package import Steps, rest, settle
 import opkiln
 from opkiln import registry
 from opkiln.engine import events
+from opkiln.errors import FallbackWarning
+from opkiln.loading import loader
+from opkiln.loading.explain import explain
 from opkiln.settings import override
 
 if TYPE_CHECKING:
@@ -44,8 +47,6 @@ def looked(package: Package, **attributes: Any) -> tuple[Any, Steps]:
 
 def changes(package: Package, **attributes: Any) -> str:
     """What `opkiln explain` would say has changed."""
-    from opkiln.loading.explain import explain
-
     return "\n".join(explain(package.builder(**attributes).op()).changes)
 
 
@@ -281,6 +282,38 @@ def test_explain_by_name_reaches_an_op_of_another_package(
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[opkiln.ops]\ntheirs = {built.name}.op:PlainBuilder\n")
     text = str(opkiln.explain("theirs"))
-    assert text.startswith("plain: as this process loaded it")
+    assert text.startswith("plain: loaded in this process")
     assert "build     taken    compiled 3 file(s)" in text
     assert "theirs" in registry.ALL_OPS
+
+
+def test_explain_of_a_loaded_op_says_what_serves_it_since_when_and_from_where(
+    built: Package,
+) -> None:
+    artifact = loader._loaded[built.builder().op().name].artifact
+    assert artifact is not None
+    found = explain(built.builder().op())
+    today = time.strftime("%Y-%m-%d")
+    assert found.verdict.startswith(f"loaded in this process since {today} ")
+    assert f"by {artifact.path}, which it built" in found.verdict
+    assert found.loaded
+    assert abs(found.since - time.time()) < 3600
+    assert found.new_process == "cached"
+    # What is loaded stays, and what a new process would do is told beside it.
+    (built / "csrc/scale.cpp").write_text('extern "C" int scale(int a) { return a * 7; }\n')
+    rest()
+    text = str(explain(built.builder().op()))
+    assert text.startswith(f"plain: loaded in this process since {today} ")
+    assert "a new process: would compile: csrc/scale.cpp changed" in text
+
+
+def test_explain_of_an_op_that_fell_back_says_that_its_reference_serves(
+    package: Callable[..., Package], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stable = package("stable")
+    monkeypatch.setenv("OPKILN_JIT", "off")
+    with pytest.warns(FallbackWarning):
+        stable.load()
+    verdict = explain(stable.builder().op()).verdict
+    assert verdict.startswith("its pure-PyTorch reference serves in this process since ")
+    assert "OPKILN_JIT=off" in verdict

@@ -232,6 +232,26 @@ def test_a_torch_that_lacks_a_symbol(
     assert shipped.opened == []
 
 
+def test_fallback_warning_tells_of_the_prebuilt_library_and_why_it_was_refused(
+    package: Callable[..., Package], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = package("stable")
+    shipped = Shipped(made, "csrc/stable.cpp", tmp_path, monkeypatch)
+    leaf = shipped.build()
+    made.edit("csrc/stable.cpp", "return kWho;", "return kWho + 1;")
+    monkeypatch.setenv("OPKILN_JIT", "off")
+    with pytest.warns(FallbackWarning) as caught:
+        shipped.load()
+    (warning,) = [str(each.message) for each in caught if each.category is FallbackWarning]
+    assert "OPKILN_JIT=off" in warning
+    (told,) = [line for line in warning.splitlines() if "prebuilt" in line]
+    (refusal,) = [d for d in shipped.loaded.trace.decisions if d.resort == "prebuilt"]
+    assert told == f"  the prebuilt library {leaf} was refused: {refusal.reason}"
+    assert "csrc/stable.cpp" in told
+    assert warning.splitlines()[-1].startswith("hint: ")
+    assert caught[0].filename.endswith("package.py")  # where a user called load()
+
+
 def test_another_torch_where_the_op_is_built_on_all_of_torch(
     shipped: Shipped, monkeypatch: pytest.MonkeyPatch
 ) -> None:

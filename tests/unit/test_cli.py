@@ -155,6 +155,13 @@ def test_a_failure_is_part_of_the_json_too(run: Callable[..., Ran], no_compiler:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("command", ["build", "plan", "check", "explain"])
+def test_commands_ask_whether_a_close_op_was_meant(run: Callable[..., Ran], command: str) -> None:
+    ran = run(command, "cpu_adm")
+    assert ran.code == 2
+    assert "hint: did you mean cpu_adam" in ran.err
+
+
 def test_building_where_compiling_is_switched_off_says_how_to_switch_it_on(
     run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,30 @@ def test_an_unknown_op_is_an_error_that_lists_the_known_ones(name: str) -> None:
     assert name not in opkiln.ALL_OPS
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("cpu_adm", "cpu_adam"),
+        ("FusedAdam", "fused_adam"),
+        ("cpu-adam", "cpu_adam"),
+        ("opkiln:quantiser", "quantizer"),
+    ],
+)
+@pytest.mark.parametrize("ask", [opkiln.get_builder, opkiln.explain, opkiln.ALL_OPS.__getitem__])
+def test_unknown_op_is_asked_whether_a_close_name_was_meant(
+    ask: Callable[[str], object], name: str, meant: str
+) -> None:
+    with pytest.raises(UnknownOp) as caught:
+        ask(name)
+    assert caught.value.hint.startswith(f"did you mean {meant}")
+
+
+def test_unknown_op_with_no_close_name_is_not_asked() -> None:
+    with pytest.raises(UnknownOp) as caught:
+        opkiln.get_builder("zzzzzz")
+    assert caught.value.hint == "opkiln report"
+
+
 def test_another_package_adds_ops_by_entry_point(plain: Package) -> None:
     install(plain.where, f"their_op = {plain.name}.op:PlainBuilder")
     builder = opkiln.get_builder("their_op")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any, NamedTuple
 
 from opkiln import plan as plans
@@ -23,16 +24,20 @@ class Explanation(NamedTuple):
     """``str()`` of it is what `opkiln explain` prints."""
 
     op: str
-    verdict: str  # cached, would compile, would fall back: why, …; or how this process has it
+    verdict: str  # cached, would compile, would fall back: why, …; or what serves this process
     decisions: tuple[Decision, ...]
     keys: dict[str, str]
     changes: tuple[str, ...]  # since the newest entry, when that one does not serve
     dropped: tuple[str, ...]  # variables that no compiler gets to see
     loaded: bool  # whether the decisions are those of this process's own load
+    since: float = 0.0  # when that was; 0 where it is not loaded
+    new_process: str = ""  # what a load in a new process would come to, where it is loaded here
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.verdict}"]
         lines += [f"  {decision}".replace("\n", "\n    ") for decision in self.decisions]
+        if self.new_process:
+            lines.append(f"a new process: {self.new_process}")
         if self.changes:
             lines += ["changed since it was last built:", *(f"  {each}" for each in self.changes)]
         if self.dropped:
@@ -43,8 +48,9 @@ class Explanation(NamedTuple):
 
 def explain(op: Op) -> Explanation:
     """Look at an op without building or loading it."""
-    known = loader.traces().get(op.name)
+    known, since = loader.loaded_here().get(op.name, (None, 0.0))
     status, reason, _, trace = outlook(op)
+    would = f"{status}: {reason}" if reason else status
     store = Store()
     keys, changes = {}, []
     try:
@@ -55,20 +61,32 @@ def explain(op: Op) -> Explanation:
         keys = {"intent": key.intent_key(op.spec, plan.target), "build": key.build_key(plan)}
         if not any(decision.verdict == "taken" for decision in trace.decisions):
             changes = _changes(plan, store)
-    decisions = trace.decisions if known is None else known.decisions
     return Explanation(
         op=op.spec.name,
-        verdict="as this process loaded it"
-        if known
-        else f"{status}: {reason}"
-        if reason
-        else status,
-        decisions=tuple(decisions),
+        verdict=would if known is None else _serving(known, since),
+        decisions=tuple((trace if known is None else known.trace).decisions),
         keys=keys,
         changes=tuple(changes),
         dropped=settings_module.dropped(),
         loaded=known is not None,
+        since=since,
+        new_process="" if known is None else would,
     )
+
+
+_FOUND = {"prebuilt": "which came with its package", "layer": "which a listed layer has",
+          "store": "which the store had", "built": "which it built"}  # fmt: skip
+
+
+def _serving(known: loader.Loaded, since: float) -> str:
+    """What serves an op in this process, since when, and where that came from."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
+    artifact = known.artifact
+    if artifact is None:
+        why = "; ".join(known.trace.refusals())
+        return f"its pure-PyTorch reference serves in this process since {when}: {why}"
+    found = _FOUND.get(artifact.origin, artifact.origin)
+    return f"loaded in this process since {when}, served by {artifact.path}, {found}"
 
 
 def _changes(plan: Plan, store: Store) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
 from contextlib import contextmanager
 from typing import Any
@@ -69,6 +70,7 @@ class Loaded(Record):
 _Name = tuple[str, str, str]
 
 _loaded: dict[_Name, Loaded] = {}
+_since: dict[_Name, float] = {}  # when each was loaded
 _opened: dict[_Name, dict[str, Any]] = {}  # what opening each library of an op gave, by sha256
 _history: dict[_Name, list[Artifact]] = {}  # an op's libraries here, oldest first
 _locks: dict[_Name, threading.RLock] = {}  # one per op: two ops may build at once
@@ -101,6 +103,7 @@ def load(op: Op, *, again: bool = False, must_be_native: bool = False) -> Loaded
                 recording.note(settings.record, op)
             with _sparing(op, must_be_native):
                 known = _loaded[op.name] = _serve(op, must_be_native, again)
+                _since[op.name] = time.time()
         return known
 
 
@@ -270,7 +273,7 @@ def _fall_back(
     trace.add("fallback", "taken", "the pure-PyTorch reference serves")
     if settings.fallback == "warn":
         lines = [f"op {op.spec.name} runs as its pure-PyTorch reference: {error.what}"]
-        lines += [f"  {line}" for line in error.why.splitlines()]
+        lines += [f"  {line}" for line in (*error.why.splitlines(), *_passed_over(op, trace))]
         if error.hint:
             lines.append(f"hint: {error.hint}")
         if op.name not in _told:
@@ -279,6 +282,19 @@ def _fall_back(
     return Loaded(functions, None, trace, op)
 
 
-def traces() -> dict[_Name, Trace]:
-    """The traces of what this process has loaded, by distribution, op and backend."""
-    return {name: loaded.trace for name, loaded in _loaded.items()}
+def _passed_over(op: Op, trace: Trace) -> list[str]:
+    """The libraries that were built elsewhere and refused, in words; the first few of them."""
+    found = [
+        f"the {'prebuilt library' if each.resort == 'prebuilt' else 'layer entry'} {each.subject} "
+        f"was refused: {each.reason}"
+        for each in trace.decisions
+        if each.verdict == "refused" and each.resort in ("prebuilt", "layer")
+    ]
+    if len(found) > 3:
+        found[3:] = [f"and {len(found) - 3} more: opkiln explain {op.spec.name}"]
+    return found
+
+
+def loaded_here() -> dict[_Name, tuple[Loaded, float]]:
+    """What this process has loaded and since when, by distribution, op and backend."""
+    return {name: (loaded, _since.get(name, 0.0)) for name, loaded in list(_loaded.items())}
