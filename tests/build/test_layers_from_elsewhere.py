@@ -180,9 +180,15 @@ def _with_a_number_for_a_library(manifest: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_without_sonames, "damaged: 'sonames'"),
-        (_with_a_number_for_a_symbol, "damaged: 'int' object has no attribute 'encode'"),
-        (_with_a_number_for_a_library, "damaged: 'int' object has no attribute 'startswith'"),
+        (_without_sonames, "damaged: manifest.json: 'sonames' is missing"),
+        (
+            _with_a_number_for_a_symbol,
+            "damaged: manifest.json: needs.symbols[0][1] is 5, not a string",
+        ),
+        (
+            _with_a_number_for_a_library,
+            "damaged: manifest.json: needs.sonames[0] is 6, not a string",
+        ),
     ],
 )
 def test_a_manifest_that_does_not_say_what_is_needed_is_refused_and_the_next_layer_serves(

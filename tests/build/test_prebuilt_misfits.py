@@ -75,7 +75,7 @@ def test_a_manifest_that_was_changed(shipped: Shipped) -> None:
 
 def test_a_manifest_that_lacks_what_it_must_say(shipped: Shipped) -> None:
     rewrite(shipped.build(), lambda manifest: manifest.pop("needs"))
-    refused(shipped, "damaged: 'needs'")
+    refused(shipped, "damaged: manifest.json: 'needs' is missing")
 
 
 def test_another_schema_of_manifests(shipped: Shipped) -> None:

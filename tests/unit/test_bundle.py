@@ -215,9 +215,9 @@ def test_a_link_in_the_zip_directory_is_refused(shipped: Path, tmp_path: Path) -
         ({"size": 3}, "not what its manifest"),
         ({"sha256": "0" * 64}, "not what its manifest"),
         ({"payload": "gone.so"}, "'gone.so' is missing"),
-        ({"payload": None}, "is missing"),
+        ({"payload": None}, "manifest.json: payload is None, not a string"),
         ({"deps": {**layer.DEPS, "external": "x"}}, "not what its manifest"),
-        ({"deps": []}, "indices"),
+        ({"deps": []}, "manifest.json: deps is \\[\\], not an object"),
         ({"schema": 99}, "another schema"),
     ],
 )

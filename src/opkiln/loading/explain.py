@@ -102,8 +102,8 @@ def _changes(plan: Plan, store: Store) -> list[str]:
             manifest["deps"], places, Hasher(), lambda: entry.read_sidecar(newest),
             external=True,
         )  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return [f"the newest entry cannot be read: {error}"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"the newest entry, {newest}, cannot be read: {entry.in_words(error)}"]
     return [*difference(before, inputs(plan)), *edited]
 
 

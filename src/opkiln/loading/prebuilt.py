@@ -100,7 +100,7 @@ def find(
             found = None if reason else _examined(op, each)
             fits = _fits(found.manifest["target"]) if isinstance(found, entry.Leaf) else ""
         except (*_NO_MANIFEST, LoadError) as error:
-            trace.add(told[each.place], "refused", f"damaged: {error}", each.leaf)
+            trace.add(told[each.place], "refused", f"damaged: {entry.in_words(error)}", each.leaf)
             continue
         if reason:
             trace.add(told[each.place], "refused", reason, each.leaf)
@@ -117,7 +117,7 @@ def _fitting(op: Op, place: Directory | Bundle, trace: Trace, resort: str) -> It
     try:
         leaves = place.leaves(op)
     except _NO_MANIFEST as error:
-        reason = error.what if isinstance(error, StoreError) else str(error)
+        reason = error.what if isinstance(error, StoreError) else entry.in_words(error)
         trace.add(resort, "refused", reason, place.root)
         return
     asked = fit.wanted(op, listed=resort != PREBUILT)
@@ -137,7 +137,7 @@ def _fitting(op: Op, place: Directory | Bundle, trace: Trace, resort: str) -> It
             continue
         except _NO_MANIFEST as error:
             if not place.own:  # where the look-up by key has said so
-                trace.add(resort, "refused", f"damaged: {error}", leaf)
+                trace.add(resort, "refused", f"damaged: {entry.in_words(error)}", leaf)
             continue
         if verdict.misfit:
             trace.add(resort, "refused", verdict.misfit, leaf)

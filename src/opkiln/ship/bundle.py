@@ -19,7 +19,7 @@ from opkiln.settings import LAYOUT
 from opkiln.store import inventory, publish
 from opkiln.store.archive import Bundle
 from opkiln.store.bundle_index import INDEX, Damaged, Member, NoBundle, index_of
-from opkiln.store.entry import MANIFEST, SIDECAR, Leaf, Refused, examine, parse_manifest
+from opkiln.store.entry import MANIFEST, SIDECAR, Leaf, Refused, examine, in_words, parse_manifest
 from opkiln.store.location import claim
 from opkiln.store.recheck import Hasher, deps_key
 from opkiln.store.stored_zip import LARGEST, MOST_MEMBERS, directory, local_header
@@ -200,7 +200,7 @@ def _entries(bundle: Bundle) -> Iterator[tuple[str, dict[str, Any], dict[str, Me
         files = bundle.files(leaf)
         try:
             manifest = parse_manifest(bundle.read(files[MANIFEST]))
-            parse_manifest(bundle.read(files[SIDECAR]))
+            parse_manifest(bundle.read(files[SIDECAR]), SIDECAR)
             payload = files[manifest["payload"]]
             recorded = manifest["deps"]
             own = (tuple(dep[:3]) for dep in recorded["own"])
@@ -212,10 +212,8 @@ def _entries(bundle: Bundle) -> Iterator[tuple[str, dict[str, Any], dict[str, Me
                 and (payload.size, payload.sha256) == (manifest["size"], manifest["sha256"])
                 and set(files) == {MANIFEST, SIDECAR, manifest["payload"]}
             )
-        except KeyError as error:
-            raise Damaged(f"{leaf}: {error} is missing") from error
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise Damaged(f"{leaf}: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise Damaged(f"{leaf}: {in_words(error)}") from error
         if not agree:
             digest = files[MANIFEST].sha256
             raise Damaged(f"{leaf} is not what its manifest (SHA-256 {digest}) says")

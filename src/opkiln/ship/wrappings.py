@@ -6,7 +6,7 @@ import os
 from typing import NamedTuple
 
 from opkiln import __version__
-from opkiln.errors import BuildError, UsageError
+from opkiln.errors import BuildError, StoreError, UsageError
 from opkiln.ship import audit, layer
 from opkiln.store import publish
 
@@ -77,8 +77,11 @@ def audited(payloads: Sequence[str]) -> Audited:
     findings: list[tuple[str, audit.Finding]] = []
     violations = []
     for path in dict.fromkeys(payloads):
-        with open(os.path.join(layer.leaf_of(path), MANIFEST), "rb") as file:
-            manifest = parse_manifest(file.read())
+        try:
+            with open(os.path.join(layer.leaf_of(path), MANIFEST), "rb") as file:
+                manifest = parse_manifest(file.read())
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{layer.leaf_of(path)} cannot be shipped: {error}") from error
         try:
             findings += [(manifest["op"], each) for each in audit.require(path, manifest, torch)]
         except BuildError as error:

@@ -36,7 +36,7 @@ from opkiln.store.bundle_index import (
     index_of,
     signed_tail,
 )
-from opkiln.store.entry import MANIFEST, SIDECAR, Leaf, Refused, parse_manifest
+from opkiln.store.entry import MANIFEST, SIDECAR, Leaf, Refused, in_words, parse_manifest
 from opkiln.store.recheck import Hasher, recheck
 from opkiln.store.stored_zip import local_header
 from opkiln.trust import fault
@@ -207,10 +207,8 @@ def examine(
         path, inner = _split(leaf)
         with Bundle(path, listed=True) as bundle:
             return _examine(bundle, leaf, inner, places, hasher, own=own)
-    except KeyError as error:
-        return Refused(leaf, f"damaged: {error} is missing", damaged=True)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        return Refused(leaf, f"damaged: {error}", damaged=True)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return Refused(leaf, f"damaged: {in_words(error)}", damaged=True)
     except StoreError as error:
         return Refused(leaf, error.what)
     except OSError as error:
@@ -225,7 +223,7 @@ def _examine(
     if own:
         now, changed = recheck(
             found["deps"], places, hasher,
-            lambda: parse_manifest(bundle.read(files[SIDECAR])), external=False,
+            lambda: parse_manifest(bundle.read(files[SIDECAR]), SIDECAR), external=False,
         )  # fmt: skip
         if now != inner.rpartition("/")[2]:
             return Refused(leaf, "; ".join(changed) or "its dependencies have changed")

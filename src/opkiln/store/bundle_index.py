@@ -103,7 +103,7 @@ def _read_index(path: str, fd: int, file_size: int) -> Index:
     data = os.pread(fd, size, len(head))
     digest = hashlib.sha256(data).hexdigest()
     try:
-        body = parse_manifest(data)
+        body = parse_manifest(data, INDEX)
         # Only one way of writing it down is taken, so that each of its bytes counts.
         if write_manifest(body) != data or body["kind"] != KIND:
             raise ValueError("not as it was written")

@@ -17,6 +17,7 @@ from typing import Any
 
 from opkiln.digest import sha256_file
 from opkiln.record import Record
+from opkiln.store import shape
 from opkiln.store.recheck import Hasher, recheck
 from opkiln.trust import fault
 
@@ -62,8 +63,9 @@ def write_manifest(manifest: Mapping[str, Any]) -> bytes:
     return f"{_HEAD}{digest}{_MIDDLE}{body}{_TAIL}".encode()
 
 
-def parse_manifest(data: bytes) -> dict[str, Any]:
-    """The body of a manifest whose digest holds. Raises ValueError."""
+def parse_manifest(data: bytes, name: str = MANIFEST) -> dict[str, Any]:
+    """The body of a manifest, or of another file in its form, whose digest holds and whose parts
+    are of the right types. Raises ValueError, which says ``name`` where a part is not."""
     body = data[_BODY_AT : -len(_TAIL)]
     digest = hashlib.sha256(body).hexdigest()
     if data != f"{_HEAD}{digest}{_MIDDLE}".encode() + body + _TAIL.encode():
@@ -74,13 +76,32 @@ def parse_manifest(data: bytes) -> dict[str, Any]:
         raise ValueError("the manifest is nested too deeply") from None
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
         raise ValueError("the manifest has another schema")
+    if digest not in _right:
+        if told := shape.wrong(manifest):
+            raise ValueError(f"{name}: {told}")
+        if len(_right) >= _MOST_RIGHT:
+            _right.clear()
+        _right.add(digest)
     return manifest
+
+
+_right: set[str] = set()  # digests of manifests whose types were right: each is read more than once
+_MOST_RIGHT = 1000  # a check of a whole store must not take more memory for a larger one
+
+
+def in_words(error: Exception) -> str:
+    """What an exception says of the manifest that was read when it was raised."""
+    if isinstance(error, KeyError):
+        return f"{MANIFEST}: {error} is missing"
+    if isinstance(error, (TypeError, AttributeError, RecursionError)):
+        return f"{MANIFEST}: it is not as opkiln writes it ({type(error).__name__}: {error})"
+    return str(error)
 
 
 def read_sidecar(directory: str) -> dict[str, Any]:
     """The long lists of a leaf, if their digest holds. Raises OSError, ValueError."""
     with open(os.path.join(directory, SIDECAR), "rb") as file:
-        return parse_manifest(file.read())
+        return parse_manifest(file.read(), SIDECAR)
 
 
 def examine(
@@ -120,7 +141,7 @@ def examine(
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return Refused(directory, f"damaged: {error}", damaged=True)
+        return Refused(directory, f"damaged: {in_words(error)}", damaged=True)
     except OSError as error:
         return Refused(directory, f"unreadable: {error}")
 

@@ -137,7 +137,7 @@ def details(found: Entry) -> Details:
             damaged="",
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return Details("", "", "", (), str(error) or type(error).__name__)
+        return Details("", "", "", (), entry.in_words(error) or type(error).__name__)
 
 
 def sizes(root: str) -> Sizes:
@@ -177,7 +177,7 @@ def _fault(found: Entry, listed: bool) -> Fault | None:
         own = (tuple(dep[:3]) for dep in recorded["own"])
         name = deps_key(own, recorded["external"], recorded["watches"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return Fault(directory, str(error), True)
+        return Fault(directory, entry.in_words(error), True)
     if name != os.path.basename(directory):
         return Fault(directory, "its dependencies give another name", True)
     return None

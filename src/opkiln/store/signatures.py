@@ -79,7 +79,7 @@ def read(data: bytes) -> dict[str, bytes]:
 
     Raises ValueError for what ``write`` does not write.
     """
-    body = parse_manifest(data)
+    body = parse_manifest(data, MEMBER)
     try:
         listed = body["signatures"]
         found = {str(key): base64.b64decode(text, validate=True) for key, text in listed}

@@ -1,0 +1,179 @@
+"""What a manifest is made of: every part that is read, and the type that belongs there.
+
+A digest that holds says that a file is as somebody wrote it, not that opkiln did. So the types are
+checked where a manifest is read, and nowhere else: what reads on can rely on them. Parts that are
+not there are the reader's to miss, and parts that are not known here are left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# A shape is a type, a list of one shape, a dict of parts (all optional), a Row, or Named.
+_NUMBER = (int, float)
+
+
+class Row:
+    """A list of a fixed beginning; with ``rest``, any number of these, which are numbers in a
+    manifest, after it."""
+
+    def __init__(self, *parts: Any, rest: Any = None) -> None:
+        self.parts = parts
+        self.rest = rest
+
+
+class Named:
+    """A dict with any names, and one shape for all of its values."""
+
+    def __init__(self, shape: Any) -> None:
+        self.shape = shape
+
+
+_TEXTS = [str]
+_FILE = Row(str, str, str, rest=int)  # anchor, path, digest, signature
+_DIRECTORY = Row(str, str, rest=int)
+_MANIFEST = {
+    "kind": str,
+    "op": str,
+    "distribution": str,
+    "spec": str,
+    "payload": str,
+    "size": int,
+    "sha256": str,
+    "source": str,
+    "wall": _NUMBER,
+    "seconds": _NUMBER,
+    "created": _NUMBER,
+    "max_rss": int,
+    "toolchain": Named(str),
+    "target": {
+        "backend": str,
+        "system": str,
+        "machine": str,
+        "cpu": str,
+        "cpu_features": _TEXTS,
+        "abi_tag": str,
+        "debug": bool,
+        "flags": [Row(str, _TEXTS)],
+        "archs": _TEXTS,
+    },
+    "needs": {
+        "cpu": _TEXTS,
+        "sonames": _TEXTS,
+        "symbols": [Row(str, str, str)],
+        "images": _TEXTS,
+    },
+    "deps": {
+        "own": [_FILE],
+        "external": str,
+        "watches": [Row(str, str, _TEXTS)],
+        "dirs": [_DIRECTORY],
+        "external_dirs": [Row(str, rest=int)],
+    },
+    # Of a sidecar, a bundle's index and its signatures.
+    "read": [Row(str, str)],
+    "external": [Row(str, str)],
+    "names": _TEXTS,
+    "inputs": {
+        "spec": {"sources": _TEXTS},
+        "target": Named(object),
+        "toolchain": Named({"version": str, "identity": str}),
+        "torch": Named(str),
+        "steps": [_TEXTS],
+    },
+    "members": [Row(str, int, str)],
+    "signatures": [Row(str, str)],
+}
+_WORDS = {
+    str: "a string",
+    int: "a number",
+    bool: "true or false",
+    _NUMBER: "a number",
+}
+
+
+def wrong(body: dict[str, Any]) -> str:
+    """What is of another type than belongs there, in words; empty where nothing is."""
+    return "" if _fits(body, _MANIFEST) else _wrong(body, _MANIFEST, "")
+
+
+# Whether everything fits is asked first, in as few steps as can be: manifests are read on the way
+# to a prebuilt library. JSON has no subclasses, so that types are compared.
+
+
+def _fits(value: Any, shape: Any) -> bool:
+    kind = type(shape)
+    if kind is type:
+        return type(value) is shape or shape is object
+    if kind is tuple:
+        return type(value) in shape
+    if kind is dict:
+        return type(value) is dict and all(
+            _fits(value[name], part) for name, part in shape.items() if name in value
+        )
+    if kind is Named:
+        return type(value) is dict and all(_fits(each, shape.shape) for each in value.values())
+    if kind is Row:
+        return type(value) is list and _columns_fit([value], shape)
+    (part,) = shape
+    if type(value) is not list:
+        return False
+    if part is str:
+        return _STRINGS.issuperset(map(type, value))
+    if type(part) is Row and value:
+        return _columns_fit(value, part)
+    return all(_fits(each, part) for each in value)
+
+
+_STRINGS, _NUMBERS, _LISTS = {str}, {int}, {list}
+
+
+def _columns_fit(rows: list[Any], shape: Row) -> bool:
+    """Whether rows have the right types: column by column where they are of one length."""
+    if not _LISTS.issuperset(map(type, rows)):
+        return False
+    count = len(shape.parts)
+    lengths = set(map(len, rows))
+    if min(lengths) < count or (shape.rest is None and max(lengths) > count):
+        return False
+    if len(lengths) > 1:
+        return all(_columns_fit([row], shape) for row in rows)
+    columns = list(zip(*rows, strict=True))
+    for part, column in zip(shape.parts, columns, strict=False):
+        if part is str:
+            if not _STRINGS.issuperset(map(type, column)):
+                return False
+        elif not all(_fits(each, part) for each in column):
+            return False
+    return all(_NUMBERS.issuperset(map(type, column)) for column in columns[count:])
+
+
+def _wrong(value: Any, shape: Any, where: str) -> str:
+    if isinstance(shape, (type, tuple)):
+        return "" if _fits(value, shape) else _told(value, where, _WORDS[shape])
+    if isinstance(shape, (dict, Named)):
+        if not isinstance(value, dict):
+            return _told(value, where, "an object")
+        shapes = dict.fromkeys(value, shape.shape) if isinstance(shape, Named) else shape
+        parts = [
+            (each, shapes[name], f"{where}.{name}" if where else name)
+            for name, each in value.items()
+            if name in shapes
+        ]
+    else:
+        if not isinstance(value, list):
+            return _told(value, where, "a list")
+        row = shape if isinstance(shape, Row) else Row(rest=shape[0])
+        count, more = len(row.parts), row.rest is not None
+        if len(value) < count or (len(value) > count and not more):
+            return f"{where} has {len(value)} parts, not {count}{' and more' if more else ''}"
+        parts = [
+            (each, row.parts[place] if place < count else row.rest, f"{where}[{place}]")
+            for place, each in enumerate(value)
+        ]
+    return next(filter(None, (_wrong(*part) for part in parts)), "")
+
+
+def _told(value: Any, where: str, expected: str) -> str:
+    shown = repr(value)
+    return f"{where} is {shown if len(shown) <= 40 else shown[:39] + '…'}, not {expected}"
