@@ -252,7 +252,8 @@ def test_a_warm_store_needs_no_compiler(
     assert (warm.returncode, warm.stdout.split()[:2]) == (0, ["plain", "cached"])
     assert opkiln("build", "plain", **no_compiler).returncode == 0
     rows = {each["op"]: each for each in opkiln.json("report", **no_compiler)["ops"]}
-    assert (rows["plain"]["cached"], rows["plain"]["compatible"]) == (True, True)
+    here = rows["plain"]["backends"][0]
+    assert (here["cached"], here["compatible"]) == (True, True)
 
 
 def test_a_damaged_entry_is_found_removed_and_rebuilt(opkiln: Opkiln, op: Package) -> None:

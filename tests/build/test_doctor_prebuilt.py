@@ -38,7 +38,7 @@ def report(shipped: Shipped, *arguments: str, **env: str) -> str:
 def row(shipped: Shipped, **env: str) -> dict[str, Any]:
     (found,) = (each for each in json.loads(report(shipped, "--json", **env))["ops"]
                 if each["op"] == "plain")  # fmt: skip
-    return dict(found)
+    return {**found, **found["backends"][0]}
 
 
 # The doctor

@@ -86,7 +86,7 @@ def test_an_op_that_is_broken_is_a_row_and_a_problem(
 ) -> None:
     many(1)
     found = world.json()
-    reasons = {each["op"]: each["reason"] for each in found["ops"] if not each["compatible"]}
+    reasons = {each["op"]: each["error"] for each in found["ops"] if each["error"]}
     assert reasons["broken"] == "RuntimeError: its author was in a hurry"
     assert "many_ops_elsewhere" in reasons["not_there"]
     assert "is not an OpBuilder" in reasons["no_builder"]

@@ -176,8 +176,9 @@ def test_a_report_without_a_compiler_says_so_for_each_op(
 ) -> None:
     found = run("report", "--json").json()
     (row,) = [each for each in found["ops"] if each["op"] == "cpu_adam"]
-    assert (row["cached"], row["compatible"]) == (False, False)
-    assert "no C++ compiler" in row["reason"]
+    here = row["backends"][0]
+    assert (here["cached"], here["compatible"]) == (False, False)
+    assert "no C++ compiler" in here["reason"]
     assert {each["refused"] for each in found["environment"]["compilers"]} == {"not on PATH"}
     assert "clang++, refused: not on PATH" in run("report").out
 
@@ -221,8 +222,8 @@ def test_a_report_survives_an_op_that_cannot_be_imported(
     ran = run("report", "--json")
     assert ran.code == 0
     rows = {each["op"]: each for each in ran.json()["ops"]}
-    assert not rows["broken"]["compatible"]
-    assert "no_such_package" in rows["broken"]["reason"]
+    assert rows["broken"]["backends"] == []
+    assert "no_such_package" in rows["broken"]["error"]
     assert "cpu_adam" in rows
 
 

@@ -194,6 +194,57 @@ def test_what_would_steer_a_terminal_is_spelt_out() -> None:
     assert all(line.isprintable() for line in said.splitlines())
 
 
+def repeated(said: str) -> list[str]:
+    """The longer statements that a text makes more than once."""
+    cells = [cell for line in said.splitlines() for cell in re.split(r"  +", line.strip())]
+    return sorted({cell for cell in cells if len(cell) > 20 and cells.count(cell) > 1})
+
+
+def test_a_report_says_a_thing_once() -> None:
+    no_driver = "there is no NVIDIA driver here, and no list of architectures is set"
+    ops = tuple(
+        op(name, backend("cpu", "would compile", "not built yet: its first use builds it"),
+           backend("cuda", "would fall back", no_driver))
+        for name in ("one", "two", "three")
+    )  # fmt: skip
+    report = collect.Report("1", NOW, ops, None, ())
+    for width in (None, 70):
+        said = text.render(report, colour=False, width=width)
+        assert repeated(said) == []
+        assert "".join(said.split()).count("".join(no_driver.split())) == 1
+    assert markdown.render(report).count(no_driver) == 1
+    # The number in a row is the one of its reason.
+    rows = [line.split() for line in text.render(report, colour=False).splitlines()]
+    assert ["two", "cpu", "no", "no", "yes", "(1)"] in rows
+    assert ["cuda", "no", "no", "no", "(2)"] in rows
+    assert ["(2)", *no_driver.split()] in rows
+
+
+def test_a_reason_of_one_op_alone_stays_in_its_row() -> None:
+    said = text.render(filled(), colour=False)
+    assert re.search(r"slow_gelu +cuda +no +no +no +there is no compiler for cuda", said)
+
+
+def test_problems_that_ops_have_in_common_are_one_problem() -> None:
+    reason = "no C++ compiler can be used here (g++: not on PATH)"
+    ops = tuple(op(name, backend("cpu", "would fail", reason)) for name in ("one", "two", "three"))
+    (found,) = problems.of(ops, None)
+    assert found == problems.Problem("3 ops", f"{reason}: one, two, three", "opkiln explain one")
+
+
+def test_toolkits_that_were_not_asked_have_their_reason_said_once() -> None:
+    report = filled()
+    assert report.environment is not None
+    why = "not asked: torch is not built for CUDA"
+    tools = tuple(
+        compilers.Tool("cuda", path, "PATH", "", False, why, False) for path in ("/a", "/b", "/c")
+    )
+    around = report.environment._replace(tools=tools)
+    said = text.render(report._replace(environment=around), colour=False)
+    assert said.count("torch is not built for CUDA") == 1
+    assert said.count("--probe") == 1
+
+
 # JSON
 
 
@@ -234,6 +285,11 @@ def test_only_the_ops_with_problems_are_in_a_document_of_problems() -> None:
     assert [each["op"] for each in document["ops"]] == ["slow_gelu", "broken"]
     assert document["environment"] is None
     assert len(document["problems"]) == len(filled().problems)
+
+
+def test_json_has_each_part_of_an_op_once() -> None:
+    for each in schema.document(filled())["ops"]:
+        assert set(each) == {"op", "distribution", "serves", "error", "backends"}
 
 
 # Markdown

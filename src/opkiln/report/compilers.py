@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from opkiln.toolchain.find import Candidate
 
 BACKENDS = {CPU: "C++", CUDA: "CUDA", ROCM: "ROCm", XPU: "SYCL"}
+NO_HOST = "not asked: it needs a C++ compiler"
 PROBE = "opkiln report --probe"
 
 
@@ -106,12 +107,12 @@ def _toolkits(
     memory: tuple[str, ...], backend: str, torch: TorchSDK | None, *, probe: bool, has_host: bool
 ) -> list[Tool]:
     if not has_host:
-        return _listed(backend, "not asked: it needs a C++ compiler")
+        return _listed(backend, NO_HOST)
     try:
         if not (probe or wanted(backend, torch)) and choice.recall(memory, backend) is None:
             name = BACKENDS[backend]
             lacks = "there is no torch" if torch is None else f"torch is not built for {name}"
-            return _listed(backend, f"not asked: {lacks} ({PROBE} asks)")
+            return _listed(backend, f"not asked: {lacks}")
         return _ranked(backend, _candidates(memory, backend, torch, host.choose(memory)))
     except (ToolchainError, OSError) as error:
         # A launcher, or a host compiler for nvcc, that was named and cannot be used, or a torch

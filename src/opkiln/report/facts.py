@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
-from opkiln.report.compilers import BACKENDS, torch_built_with
+from opkiln.report.compilers import BACKENDS, NO_HOST, PROBE, torch_built_with
 from opkiln.report.layout import age, count, duration, size
 
 TYPE_CHECKING = False
@@ -36,6 +37,7 @@ class Section(NamedTuple):
     head: tuple[str, ...]
     rows: tuple[Row, ...]
     note: str = ""
+    footnotes: tuple[tuple[str, str], ...] = ()  # ("(1)", what several rows would have said)
 
 
 def sections(report: Report) -> list[Section]:
@@ -74,7 +76,19 @@ def ops(found: tuple[OpStatus, ...]) -> Section:
     """A row for each op and backend; the first of an op is the one that serves here."""
     rows = [row for each in found for row in _op(each)]
     head = ("op", "backend", "installed", "cached", "compatible", "")
-    return Section("ops", head, tuple(rows), "" if rows else "none")
+    numbers = _numbers(row[-1].text for row in rows)
+    told = [
+        (*row[:-1], row[-1]._replace(text=numbers.get(row[-1].text, row[-1].text))) for row in rows
+    ]
+    footnotes = tuple((number, reason) for reason, number in numbers.items())
+    return Section("ops", head, tuple(told), "" if rows else "none", footnotes)
+
+
+def _numbers(reasons: Iterable[str]) -> dict[str, str]:
+    """``(1)``, ``(2)`` for the reasons that more than one row has: each is said once, below."""
+    counted = Counter(filter(None, reasons))
+    common = [reason for reason, times in counted.items() if times > 1]
+    return {reason: f"({number})" for number, reason in enumerate(common, start=1)}
 
 
 def _op(found: OpStatus) -> list[Row]:
@@ -175,13 +189,19 @@ def compilers(tools: Iterable[Tool]) -> Section:
         own = [tool for tool in found if tool.backend == backend]
         if not own:
             rows.append(_row(name, "none was found", "weak"))
-        rows += [_tool(name if number == 0 else "", tool) for number, tool in enumerate(own)]
-    return Section("compilers", (), tuple(rows))
+        said: set[str] = set()
+        for number, tool in enumerate(own):
+            rows.append(_tool(name if number == 0 else "", tool, said))
+            said.add(tool.refused)
+    skipped = any(not tool.asked and tool.refused != NO_HOST for tool in found)
+    return Section("compilers", (), tuple(rows), f"`{PROBE}` asks every toolkit" if skipped else "")
 
 
-def _tool(label: str, tool: Tool) -> Row:
+def _tool(label: str, tool: Tool, said: set[str]) -> Row:
     word = "refused: " if tool.asked else ""
     state = "taken" if tool.taken else f"{word}{_line(tool.refused)}"
+    if not tool.asked and tool.refused in said:
+        state = "not asked, either"
     facts = ", ".join(part for part in (tool.path, tool.version, state) if part)
     return _row(label, f"{facts} ({tool.origin})", "" if tool.taken else "weak")
 

@@ -32,6 +32,8 @@ def _table(section: Section) -> str:
         head = section.head or ("",) * max(len(row) for row in section.rows)
         rows = [head, ("---",) * len(head), *([cell.text for cell in row] for row in section.rows)]
         lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
+    for number, text in section.footnotes:
+        lines += ["", f"{number} {_cell(text)}"]
     if section.note:
         lines += ["", section.note] if lines else [section.note]
     return "\n".join(lines)

@@ -29,10 +29,16 @@ class Problem(NamedTuple):
 def of(ops: tuple[OpStatus, ...] | None, environment: Environment | None) -> tuple[Problem, ...]:
     """Every problem of what was looked at: the environment's first, as they explain the ops'."""
     found = [] if environment is None else list(_around(environment))
+    affected: dict[str, list[str]] = {}  # reason -> ops
     for each in ops or ():
-        here = each.here
-        if not here.compatible:
-            found.append(Problem(each.op, here.reason, f"opkiln explain {each.op}"))
+        if not each.here.compatible:
+            affected.setdefault(each.here.reason, []).append(each.op)
+    for reason, names in affected.items():
+        hint = f"opkiln explain {names[0]}"
+        if len(names) == 1:
+            found.append(Problem(names[0], reason, hint))
+        else:
+            found.append(Problem(f"{len(names)} ops", f"{reason}: {', '.join(names)}", hint))
     return tuple(found)
 
 

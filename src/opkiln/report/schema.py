@@ -35,17 +35,11 @@ def document(report: Report, *, errors_only: bool = False) -> dict[str, Any]:
 
 
 def _op(found: OpStatus) -> dict[str, Any]:
-    here = found.here
     return {
         "op": found.op,
         "distribution": found.distribution,
         "serves": found.serves,
-        "status": here.status,
-        "installed": here.installed,
-        "cached": here.cached,
-        "compatible": here.compatible,
-        "reason": here.reason,
-        "path": here.path,
+        "error": found.error,
         "backends": [_backend(each) for each in found.backends],
     }
 

@@ -25,6 +25,9 @@ def _section(section: Section, colour: bool, width: int | None) -> str:
     parts = [paint(section.title, "strong", colour=colour)]
     if table:
         parts.append(columns(table, indent=2, width=width))
+    if section.footnotes:
+        painted = [(number, visible(text)) for number, text in section.footnotes]
+        parts.append(columns(painted, indent=2, width=width))
     if section.note:
         parts.append(f"  {section.note}")
     return "\n".join(parts)
