@@ -9,6 +9,7 @@ from opkiln.digest import sha256_file
 from opkiln.errors import SpecError, StoreError, UsageError, told_briefly
 from opkiln.loading import inline, loader
 from opkiln.loading.loader import Op
+from opkiln.loading.register import at_trace_time
 from opkiln.model import (
     ABI_NONE,
     ABI_STABLE,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
+@at_trace_time
 @told_briefly
 def load(
     name: str,
@@ -83,6 +85,7 @@ def load(
     return _load(spec, verbose, build_directory)
 
 
+@at_trace_time
 @told_briefly
 def load_inline(
     name: str,

@@ -19,9 +19,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from typing import Any
 
 from opkiln.builder.base import OpBuilder
 from opkiln.errors import SpecError, UnknownOp
+from opkiln.loading.register import (
+    LoadedInTrace,
+    at_trace_time,
+    for_trace,
+    in_trace,
+    is_tracing,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -79,13 +87,37 @@ ALL_OPS: Mapping[str, type[OpBuilder]] = _AllOps()
 def get_builder(name: str, *, backend: str | None = None, archs: str | None = None) -> OpBuilder:
     """A new builder for an op; for this machine, or for a backend and an arch list.
 
+    In a function that torch.compile traces it can be asked to load the op, and for nothing else.
     Raises UnknownOp, and UsageError where the op has no version for the backend.
     """
+    if is_tracing():
+        return _InTrace(name, backend, archs)  # type: ignore[return-value]
     builder = ALL_OPS[name]()
     if backend is not None or archs is not None:
         # Not through the constructor: an author's may take no arguments.
         builder.ask_for(backend, archs)
     return builder
+
+
+class _InTrace:
+    """Stands for a builder in a function that is traced: finding one cannot be."""
+
+    def __init__(self, name: str, backend: str | None, archs: str | None) -> None:
+        self._asked = (name, backend, archs)
+
+    def load(self, verbose: bool = True, *, reload: bool = False) -> Any:
+        return in_trace(*_load_at_trace_time(*self._asked, {"verbose": verbose, "reload": reload}))
+
+    def jit_load(self, verbose: bool = True) -> Any:
+        how = {"verbose": verbose, "must_be_native": True}
+        return in_trace(*_load_at_trace_time(*self._asked, how))
+
+
+@at_trace_time
+def _load_at_trace_time(
+    name: str, backend: str | None, archs: str | None, how: dict[str, Any]
+) -> LoadedInTrace:
+    return for_trace(get_builder(name, backend=backend, archs=archs).loaded(**how).value)
 
 
 def explain(name: str) -> Explanation:

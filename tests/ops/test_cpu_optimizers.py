@@ -135,6 +135,17 @@ def test_a_compiled_step_steps(kind: Any) -> None:
     assert torch.equal(mine[0], other[0])
 
 
+def test_a_compiled_step_with_copies_is_made_outside_of_the_graph(kind: Any) -> None:
+    mine, other = twins((8,))
+    give_gradients(mine, other)
+    low = torch.zeros(8, dtype=BF16)
+    ours = kind(mine)
+    torch.compile(lambda: ours.step(copies={mine[0]: low}), backend="aot_eager")()
+    kind(other).step()
+    assert torch.equal(mine[0], other[0])
+    assert torch.equal(low, other[0].to(BF16))
+
+
 def test_odd_layouts_step_as_contiguous_ones(kind: Any) -> None:
     base = [p.detach() for p in parameters((2, 3, 4, 5), (6, 8), (6, 8))]
     odd = [

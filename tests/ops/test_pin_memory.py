@@ -42,7 +42,7 @@ def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
             found = opkiln.get_builder("pin_memory", backend="cpu").jit_load(verbose=False)
         except ToolchainError as error:
             pytest.skip(f"no native pin_memory here: {error.what}")
-    monkeypatch.setitem(front_end._loaded, "cpu", found)
+    monkeypatch.setattr(front_end, "_ops", lambda _: found)
     return found
 
 
@@ -200,7 +200,7 @@ def test_what_the_system_does_not_lock_is_used_as_it_is_unless_it_must_be_locked
             del device
             raise RuntimeError(f"the system did not lock {memory.numel()} bytes of memory: no")
 
-    monkeypatch.setitem(front_end._loaded, "cpu", Refusing)
+    monkeypatch.setattr(front_end, "_ops", lambda _: Refusing)
     with PinnedPool("cpu") as pool:
         with pool.borrow(100):
             assert pool.counts()[:5] == (1, PAGE, 1, PAGE, 0)

@@ -32,7 +32,7 @@ def served_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
             found = get_builder("quantizer", backend="cpu").jit_load(verbose=False)
         except ToolchainError as error:
             pytest.skip(f"no native quantizer here: {error.what}")
-    monkeypatch.setattr(front, "_loaded", {"cpu": found})
+    monkeypatch.setattr(front, "_ops", lambda _: found)
     return str(request.param)
 
 
@@ -42,7 +42,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Any:
         found = get_builder("quantizer", backend="cpu").jit_load(verbose=False)
     except ToolchainError as error:
         pytest.skip(f"no native quantizer here: {error.what}")
-    monkeypatch.setattr(front, "_loaded", {"cpu": found})
+    monkeypatch.setattr(front, "_ops", lambda _: found)
     return found
 
 

@@ -35,12 +35,6 @@ class BiasGeluBuilder(CUDAOpBuilder):
         return gradients
 
 
-_ops = None
-
-
 def bias_gelu(x, bias):
     """gelu(x + bias)"""
-    global _ops
-    if _ops is None:
-        _ops = BiasGeluBuilder().load()
-    return _ops.bias_gelu(x, bias)
+    return BiasGeluBuilder.functions(x.device.type).bias_gelu(x, bias)

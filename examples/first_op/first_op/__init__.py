@@ -26,12 +26,6 @@ class ScaledAddBuilder(OpBuilder):
         return gradients
 
 
-_ops = None
-
-
 def scaled_add(x, y, scale):
     """x + scale * y"""
-    global _ops
-    if _ops is None:
-        _ops = ScaledAddBuilder().load()
-    return _ops.scaled_add(x, y, scale)
+    return ScaledAddBuilder.functions().scaled_add(x, y, scale)

@@ -27,12 +27,6 @@ class SiluMulBuilder(SYCLOpBuilder):
         return fake
 
 
-_ops = None
-
-
 def silu_mul(x, y):
     """x * sigmoid(x) * y"""
-    global _ops
-    if _ops is None:
-        _ops = SiluMulBuilder().load()
-    return _ops.silu_mul(x, y)
+    return SiluMulBuilder.functions().silu_mul(x, y)

@@ -14,7 +14,15 @@ from typing import Any
 from opkiln.errors import OpkilnError, SpecError, UnknownBackend, told_briefly
 from opkiln.loading import loader
 from opkiln.loading.loader import Op
-from opkiln.loading.register import Registration, function_name
+from opkiln.loading.register import (
+    LoadedInTrace,
+    Registration,
+    at_trace_time,
+    for_trace,
+    function_name,
+    in_trace,
+    is_tracing,
+)
 from opkiln.loading.trace import Trace
 from opkiln.model import ABI_STABLE, CPU, CUDA, LIBRARY, ROCM, XPU, OpSpec
 from opkiln.settings import build_switch, settings
@@ -225,16 +233,37 @@ class OpBuilder:
         ``reload`` looks at the sources anew and swaps in what changed. Raises OpkilnError where
         nothing serves.
         """
-        return self._loaded(verbose, reload=reload).value
+        if is_tracing():
+            how = {"verbose": verbose, "reload": reload}
+            return in_trace(*_load_at_trace_time(type(self), self.__dict__, how))
+        return self.loaded(verbose, reload=reload).value
 
     @told_briefly
     def jit_load(self, verbose: bool = True) -> Any:
         """As ``load``, but native or an error: what was asked for by name does not fall back."""
-        return self._loaded(verbose, must_be_native=True).value
+        if is_tracing():
+            how = {"verbose": verbose, "must_be_native": True}
+            return in_trace(*_load_at_trace_time(type(self), self.__dict__, how))
+        return self.loaded(verbose, must_be_native=True).value
 
-    def _loaded(
-        self, verbose: bool, *, reload: bool = False, must_be_native: bool = False
+    @classmethod
+    def functions(cls, device: str | None = None) -> Any:
+        """The op's functions, loaded at the first call and kept: what a front end calls each time.
+
+        ``device`` is the type of the tensors' device (``x.device.type``), for an op with a library
+        for each backend; left out, ``load()`` chooses. The first call may be in a function that
+        torch.compile traces: the op is then loaded while it is traced. Raises OpkilnError where
+        nothing serves, and SpecError for an op without ``SCHEMAS``.
+        """
+        if is_tracing():
+            return in_trace(*_functions_at_trace_time(cls, device))
+        found = _kept.get((cls, device))
+        return _functions(cls, device) if found is None else found
+
+    def loaded(
+        self, verbose: bool = True, *, reload: bool = False, must_be_native: bool = False
     ) -> loader.Loaded:
+        """As ``load`` or ``jit_load``, with the artifact and the trace. Raises OpkilnError."""
         from opkiln.settings import origin_of, override
 
         # What the user set goes before what the program's author chose.
@@ -400,3 +429,46 @@ class OpBuilder:
             f"op {self.name}: {args!r} {kind} where a list of strings is wanted",
             why="sources(), include_paths(), kernels() and the methods that return flags return lists",
         )
+
+
+_kept: dict[tuple[type[OpBuilder], str | None], Any] = {}  # what functions() gives
+
+
+def _functions(kind: type[OpBuilder], device: str | None) -> Any:
+    if not kind.SCHEMAS:
+        raise SpecError(
+            f"{kind.__name__} has no SCHEMAS, so it has no functions()",
+            why="functions() gives the functions that SCHEMAS names",
+            hint=f"{kind.__name__}().load()",
+        )
+    builder = kind()
+    if device is not None:
+        builder.ask_for(_backend_of(kind, device), None)
+    found = _kept[kind, device] = builder.load()
+    return found
+
+
+def _backend_of(kind: type[OpBuilder], device: str) -> str | None:
+    """The backend of the library for tensors on such a device; None: whichever load() chooses."""
+    if device == "cuda":  # which is what torch calls ROCm's devices, too
+        from opkiln.builder.cuda import torch_built_for
+
+        backend = ROCM if torch_built_for()[1] else CUDA
+    else:
+        backend = XPU if device == "xpu" else CPU
+    return backend if backend in kind.BACKENDS else None
+
+
+@at_trace_time
+def _functions_at_trace_time(kind: type[OpBuilder], device: str | None) -> LoadedInTrace:
+    return for_trace(kind.functions(device))
+
+
+@at_trace_time
+def _load_at_trace_time(
+    kind: type[OpBuilder], fields: dict[str, Any], how: dict[str, Any]
+) -> LoadedInTrace:
+    # A builder that traced code has made exists in the trace alone; its fields are known, though.
+    builder = kind.__new__(kind)
+    builder.__dict__.update(fields)
+    return for_trace(builder.loaded(**how).value)

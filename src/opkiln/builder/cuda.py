@@ -57,7 +57,7 @@ class CUDAOpBuilder(OpBuilder):
         version. Raises AcceleratorError where the accelerator that is asked for does not exist."""
         if self._asked_backend:
             return self._asked_backend
-        cuda, hip = _torch_built_for()
+        cuda, hip = torch_built_for()
         usable = tuple(each for each in self.BACKENDS if each != (CUDA if hip else ROCM))
         if asked := _asked_backend(usable):
             return asked
@@ -208,7 +208,7 @@ class CUDAOpBuilder(OpBuilder):
         return get_rocm_wavefront_size()
 
 
-def _torch_built_for() -> tuple[bool, bool]:
+def torch_built_for() -> tuple[bool, bool]:
     """Whether torch is built for CUDA, and for ROCm."""
     version = getattr(sys.modules.get("torch"), "version", None)
     if version is not None and "opkiln.toolchain.torch_sdk" not in sys.modules:

@@ -7,6 +7,10 @@ backend: loading it replaces the reference live, also in a graph that was compil
 
 Mutating ops on the stable ABI do not bump version counters, so autograd would not notice a value
 that changed under a saved tensor. A kernel at ADInplaceOrView does it here, for every caller.
+
+Loading an op takes locks, reads files and starts compilers, none of which torch.compile can trace.
+So the functions that load are called at trace time instead, and their results are constants of the
+graph: it holds the call of the op, and nothing of how the op was loaded.
 """
 
 from __future__ import annotations
@@ -23,8 +27,11 @@ from opkiln.record import Record
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import TypeVar
 
     import torch
+
+    _F = TypeVar("_F", bound=Callable[..., Any])
 
 _libraries: dict[str, torch.library.Library] = {}
 _current: dict[str, Registration] = {}  # the latest declaration of each op
@@ -39,6 +46,24 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def at_trace_time(function: _F) -> _F:
+    """Have a traced call of this function made at once, with its result as a constant.
+
+    Its arguments must be constants, too: strings, numbers, classes, lists and dicts of these, or
+    objects that exist before the trace. Traced code outside of it must not read what it changes:
+    the graph would depend on a value that the trace itself has changed.
+    """
+    # What torch.compiler.assume_constant_result does; that imports torch._dynamo, a second's work.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_tracing() -> bool:
+    """Whether this call is being traced by torch.compile, or by torch.export in its strict mode."""
+    compiler = getattr(sys.modules.get("torch"), "compiler", None)
+    return compiler is not None and bool(compiler.is_dynamo_compiling())
 
 
 class Registration(Record):
@@ -56,6 +81,11 @@ class Functions:
 
     def __init__(self, op: str, namespace: str, names: tuple[str, ...]) -> None:
         self._op, self._namespace, self._names = op, namespace, names
+
+    @property
+    def made_of(self) -> tuple[str, str, tuple[str, ...]]:
+        """The arguments that make another one."""
+        return self._op, self._namespace, self._names
 
     def __getattr__(self, name: str) -> Any:
         # torch makes its objects for an op when they are first asked for; so does this.
@@ -84,6 +114,21 @@ def same(one: Registration | None, other: Registration | None) -> bool:
 
 def _is_same_function(one: object, other: object) -> bool:
     return getattr(one, "__func__", one) is getattr(other, "__func__", other)
+
+
+# What is loaded at trace time: (what makes the Functions, None), or (None, anything else). A trace
+# makes the Functions itself: it refuses the torch ops that an object from elsewhere holds.
+LoadedInTrace = tuple[tuple[Any, ...] | None, Any]
+
+
+def for_trace(value: Any) -> LoadedInTrace:
+    """What a function that is called at trace time returns for what it has loaded."""
+    return (value.made_of, None) if isinstance(value, Functions) else (None, value)
+
+
+def in_trace(made_of: tuple[Any, ...] | None, value: Any) -> Any:
+    """What the traced caller makes of it."""
+    return value if made_of is None else Functions(*made_of)
 
 
 def register(op: str, registration: Registration, *, anew: bool = False) -> Functions:

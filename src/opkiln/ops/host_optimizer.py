@@ -12,6 +12,7 @@ from torch import Tensor
 
 from opkiln.errors import UsageError
 from opkiln.ops.background import StepHandle
+from opkiln.ops.compiled_step import CompiledStep
 from opkiln.ops.host_calls import Call, Kept, alike, check_copies, dense_gradients, take
 from opkiln.ops.param_groups import (
     check_dtypes,
@@ -37,7 +38,7 @@ _LAYOUT = attrgetter("layout")
 _STEP = itemgetter("step")
 
 
-class HostOptimizer(torch.optim.Optimizer):
+class HostOptimizer(CompiledStep, torch.optim.Optimizer):
     """A step over parameters in host memory, in one pass over it.
 
     A subclass says what its op is called, which states it has, and what its hyperparameters are.
@@ -235,12 +236,8 @@ class HostOptimizer(torch.optim.Optimizer):
 
     # How it is done
 
-    # In a compiled function it runs as it is. There is nothing to gain for one call of an op, and
-    # the count of steps would have it compiled anew at each.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _step(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
-        with torch.no_grad():
-            self._make(self._calls(copies, grad_scale))
+    def _make_step(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
+        self._make(self._calls(copies, grad_scale))
 
     def _refuse_in_flight(self, what: str) -> None:
         if self._pending is not None:

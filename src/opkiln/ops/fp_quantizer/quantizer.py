@@ -10,12 +10,12 @@ from torch import Tensor
 
 from opkiln.errors import UsageError
 from opkiln.ops.fp_quantizer import formats
+from opkiln.ops.fp_quantizer.op import FPQuantizerBuilder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_loaded: dict[str, Any] = {}  # the op's functions, by type of device
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -167,13 +167,7 @@ class FPQuantizer:
 
 def _ops(tensor: Tensor) -> Any:
     """The op's functions: native where there is a native version for the tensor's device."""
-    kind = "cuda" if tensor.is_cuda else "cpu"
-    if kind not in _loaded:
-        from opkiln.ops.fp_quantizer.op import FPQuantizerBuilder
-
-        backend = "rocm" if kind == "cuda" and torch.version.hip is not None else kind
-        _loaded[kind] = FPQuantizerBuilder(backend=backend).load()
-    return _loaded[kind]
+    return FPQuantizerBuilder.functions("cuda" if tensor.is_cuda else "cpu")
 
 
 def _checked(function: Callable[..., Any], *args: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import UsageError
+from opkiln.ops.compiled_step import CompiledStep
 from opkiln.ops.multi_tensor.calls import Call, Planned, run
 from opkiln.ops.multi_tensor.scaling import clipping, moved
 from opkiln.ops.multi_tensor.states import (
@@ -58,7 +59,7 @@ class _Place(NamedTuple):
     plan: Planned | None = None
 
 
-class FusedOptimizer(torch.optim.Optimizer):
+class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
     """All parameters of a group and device in one call of an op.
 
     A subclass says what its op is called, which states it has, and what its hyperparameters are.
@@ -163,16 +164,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step()
+        self._step({}, 1.0)
         return loss
 
-    # In a compiled function it runs as it is: there is nothing to gain for one call of an op, and
-    # addresses and streams are not for a compiler to trace.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _step(self) -> None:
-        with torch.no_grad():
-            for call in self._prepared():
-                call()
+    def _make_step(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
+        del copies, grad_scale  # what host optimizers take; here there are masters and a scaler
+        for call in self._prepared():
+            call()
 
     def _prepared(self) -> list[Callable[[], None]]:
         """The calls that make up a step, one per group and device.

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import UsageError
+from opkiln.ops.packbits.op import PackbitsBuilder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_loaded: dict[str, Any] = {}  # the op's functions, by type of device
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -50,10 +50,4 @@ def unpackbits(
 
 def _ops(tensor: Tensor) -> Any:
     """The op's functions: native where there is a native version for the tensor's device."""
-    kind = "cuda" if tensor.is_cuda else "cpu"
-    if kind not in _loaded:
-        from opkiln.ops.packbits.op import PackbitsBuilder
-
-        backend = "rocm" if kind == "cuda" and torch.version.hip is not None else kind
-        _loaded[kind] = PackbitsBuilder(backend=backend).load()
-    return _loaded[kind]
+    return PackbitsBuilder.functions("cuda" if tensor.is_cuda else "cpu")

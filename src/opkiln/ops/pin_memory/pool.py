@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import UsageError
+from opkiln.ops.pin_memory.op import PinMemoryBuilder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-_loaded: dict[str, Any] = {}  # the op's functions, by type of device
 
 
 class PoolCounts(NamedTuple):
@@ -264,10 +263,4 @@ def _like(device: torch.device) -> Tensor:
 
 def _ops(device: torch.device) -> Any:
     """The op's functions: native where there is a native version for the device."""
-    kind = device.type
-    if kind not in _loaded:
-        from opkiln.ops.pin_memory.op import PinMemoryBuilder
-
-        backend = "rocm" if kind == "cuda" and torch.version.hip is not None else kind
-        _loaded[kind] = PinMemoryBuilder(backend=backend).load()
-    return _loaded[kind]
+    return PinMemoryBuilder.functions(device.type)

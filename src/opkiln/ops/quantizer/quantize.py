@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import UsageError
+from opkiln.ops.quantizer.op import QuantizerBuilder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_loaded: dict[str, Any] = {}  # the op's functions, by type of device
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -305,13 +305,7 @@ def _offset(offset: int | Tensor) -> tuple[int, Tensor | None]:
 
 def _ops(tensor: Tensor) -> Any:
     """The op's functions: native where there is a native version for the tensor's device."""
-    kind = "cuda" if tensor.is_cuda else "cpu"
-    if kind not in _loaded:
-        from opkiln.ops.quantizer.op import QuantizerBuilder
-
-        backend = "rocm" if kind == "cuda" and torch.version.hip is not None else kind
-        _loaded[kind] = QuantizerBuilder(backend=backend).load()
-    return _loaded[kind]
+    return QuantizerBuilder.functions("cuda" if tensor.is_cuda else "cpu")
 
 
 def _checked(function: Any, *args: Any) -> Any:

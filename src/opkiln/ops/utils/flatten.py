@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import UsageError
+from opkiln.ops.utils.op import UtilsBuilder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_loaded: dict[str, Any] = {}  # the op's functions, by type of device
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -125,10 +124,4 @@ def _check_count(flat: Tensor, like: Sequence[Tensor]) -> None:
 
 def _ops(tensor: Tensor) -> Any:
     """The op's functions: native where there is a native version for the tensor's device."""
-    kind = "cuda" if tensor.is_cuda else "cpu"
-    if kind not in _loaded:
-        from opkiln.ops.utils.op import UtilsBuilder
-
-        backend = "rocm" if kind == "cuda" and torch.version.hip is not None else kind
-        _loaded[kind] = UtilsBuilder(backend=backend).load()
-    return _loaded[kind]
+    return UtilsBuilder.functions("cuda" if tensor.is_cuda else "cpu")
