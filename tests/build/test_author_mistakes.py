@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from sample import child
 
 import opkiln
 from opkiln.builder import CUDAOpBuilder, OpBuilder
 from opkiln.errors import LoadError, LoadTestError, SpecError, UnknownBackend, UsageError
+from opkiln.loading.resolve import artifact
+from opkiln.loading.trace import Trace
 from opkiln.registry import get_builder
 from opkiln.settings import override
 
@@ -17,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from sample.package import Package
+    from sample.package import Package, Steps
 
 _BINDING = """
 #include <torch/csrc/stable/library.h>
@@ -31,7 +36,7 @@ STABLE_TORCH_LIBRARY_IMPL(%s, CPU, m) { m.impl("same", TORCH_BOX(&same)); }
 
 class _Reference:
     @staticmethod
-    def same(x: Any) -> Any:
+    def same(x: torch.Tensor) -> torch.Tensor:
         return x
 
 
@@ -80,6 +85,61 @@ def test_a_reference_without_schemas_is_told_what_is_missing(tmp_path: Path) -> 
     type(made).SCHEMAS = ()
     with pytest.raises(SpecError, match=r"has a reference\(\) but no SCHEMAS"):
         made.load()
+
+
+def test_a_reference_that_misspells_a_function_is_refused_before_anything_is_compiled(
+    tmp_path: Path, steps: Steps
+) -> None:
+    made = builder(tmp_path, "mistaken_ref", _BINDING % "mistaken_ref", "sam(Tensor x) -> Tensor")
+    for load in (made.load, made.jit_load):
+        with pytest.raises(SpecError, match="the reference has no function 'sam'; did you mean"):
+            load()
+    assert steps.compiled == []
+
+
+def test_a_schema_that_contradicts_the_reference_is_refused_before_it_can_end_a_process(
+    tmp_path: Path, steps: Steps
+) -> None:
+    # Called with an int, the C++ function, which takes a Tensor, would end the process.
+    made = builder(tmp_path, "mistaken_int", _BINDING % "mistaken_int", "same(int x) -> Tensor")
+    with pytest.raises(
+        SpecError, match="the schema and the reference of same contradict"
+    ) as caught:
+        made.load()
+    assert "x is int in the schema, Tensor in the reference" in caught.value.why
+    assert steps.compiled == []
+
+
+def test_a_misspelled_gradient_is_refused_before_anything_is_compiled(
+    tmp_path: Path, steps: Steps
+) -> None:
+    made = builder(tmp_path, "mistaken_grad", _BINDING % "mistaken_grad")
+    type(made).autograd = lambda _: SimpleNamespace(sane_backward=lambda ctx, grad: grad)
+    with pytest.raises(SpecError, match="'sane_backward' in its autograd is the gradient of no"):
+        made.load()
+    assert steps.compiled == []
+
+
+def test_opkiln_build_refuses_a_misspelled_reference(tmp_path: Path, steps: Steps) -> None:
+    made = builder(tmp_path, "mistaken_aot", _BINDING % "mistaken_aot", "sam(Tensor x) -> Tensor")
+    with pytest.raises(SpecError, match="the reference has no function 'sam'"):
+        artifact(made.op(), Trace())
+    assert steps.compiled == []
+
+
+def test_a_hit_imports_neither_reference_nor_fakes(package: Callable[..., Package]) -> None:
+    made = package("stable")
+    made.builder().jit_load()
+    code = """
+        import importlib, sys
+        name = sys.argv[1]
+        functions = importlib.import_module(f"{name}.op").StableBuilder().load()
+        import torch
+        assert functions.who(torch.ones(1)) == 1
+        assert f"{name}.reference" not in sys.modules
+        assert "opkiln.loading.declaration" not in sys.modules
+    """
+    child.run(code, made.name, path=[made.where], bare=False)
 
 
 def test_a_string_where_a_list_is_wanted_is_told_so(device: Package) -> None:

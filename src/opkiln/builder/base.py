@@ -427,7 +427,7 @@ class OpBuilder:
             kind = "stands"
         raise SpecError(
             f"op {self.name}: {args!r} {kind} where a list of strings is wanted",
-            why="sources(), include_paths(), kernels() and the methods that return flags return lists",
+            why="sources(), include_paths(), kernels() and the methods for flags return lists",
         )
 
 

@@ -160,9 +160,10 @@ def _native(op: Op, trace: Trace) -> tuple[Artifact, Any]:
         else:
             trace.add("store", "taken", "nothing it rests on has changed", remembered.path)
             return remembered, opened
-    from opkiln.loading import resolve
+    from opkiln.loading import declaration, resolve
     from opkiln.store.layers import Store
 
+    declaration.check(op)
     target, store = resolve.target_of(op, resolve.runnable(op.spec)), Store()
     resolve.check_device(op.spec, target)
     found = resolve.find(op, target, store, trace)
@@ -270,6 +271,9 @@ def _fall_back(
         reason = "not allowed here" if op.has_reference else "the op has no reference"
         trace.add("fallback", "refused", reason)
         raise error
+    from opkiln.loading import declaration
+
+    declaration.check(op)
     trace.add("fallback", "taken", "the pure-PyTorch reference serves")
     if settings.fallback == "warn":
         lines = [f"op {op.spec.name} runs as its pure-PyTorch reference: {error.what}"]

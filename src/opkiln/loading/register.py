@@ -75,6 +75,11 @@ class Registration(Record):
     fake: Callable[[], Any] | None = None
     autograd: Callable[[], Any] | None = None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The op's functions."""
+        return tuple(map(_function_name, self.schemas))
+
 
 class Functions:
     """An op's functions as attributes; each is the call into the dispatcher."""
@@ -331,8 +336,12 @@ class _Declared:
         if function is None:
             function = self._function = self._find()
             if function is None:
-                last = self._kinds[-1]
-                raise SpecError(f"op {self._op}: the {last} has no function {self._name!r}")
+                from opkiln.loading import declaration
+
+                provide = getattr(_current[self._op], self._kinds[-1])
+                raise declaration.missing(
+                    self._op, self._kinds[-1], self._name, provide and provide()
+                )
         return function(*args, **kwargs)
 
     def forget(self) -> bool:

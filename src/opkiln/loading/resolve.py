@@ -163,10 +163,15 @@ def check_device(spec: OpSpec, target: Target) -> None:
 def artifact(op: Op, trace: Trace, *, elsewhere: bool = False) -> Artifact:
     """The op's artifact in the store, found or built, whatever packages were installed with.
 
-    torch is not imported. ``elsewhere`` as for ``find``. Native or an error: OpkilnError.
+    torch is imported by what the author's Python imports, where it is built, and by nothing here.
+    ``elsewhere`` as for ``find``. Native or an error: OpkilnError.
     """
     target, store = target_of(op, runnable(op.spec)), Store()
     found = find(op, target, store, trace, elsewhere=elsewhere)
+    if found is None:
+        from opkiln.loading import declaration
+
+        declaration.check(op)
     return found or build(op, target, store, trace)
 
 

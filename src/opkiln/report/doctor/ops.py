@@ -1,4 +1,5 @@
-"""The ops: each that is bundled or that another package declares can be imported."""
+"""The ops: each that is bundled or that another package declares can be imported, and what those of
+other packages declare in Python goes with their schemas."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from opkiln.report.doctor.here import Here, interpreter
 _ASK = """
 import json
 from opkiln.errors import OpkilnError
+from opkiln.loading import declaration
 from opkiln.registry import ALL_OPS
 reason = ''
 try:
-    ALL_OPS[sys.argv[1]]
+    declaration.check(ALL_OPS[sys.argv[1]]().op())
 except OpkilnError as error:
     reason = '; '.join([error.what, *error.why.splitlines()])
 print()
