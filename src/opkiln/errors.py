@@ -81,6 +81,14 @@ class UsageError(OpkilnError):
     exit_code = 2
 
 
+class ArgumentError(UsageError, ValueError):
+    """An argument has a value that cannot be. torch raises ValueError for such mistakes."""
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument is of a type, or a tensor of a dtype, that cannot be. A TypeError, too."""
+
+
 class SettingError(UsageError):
     """An environment variable or option holds a value that has no meaning."""
 

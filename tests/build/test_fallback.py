@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
+import zipfile
 from typing import TYPE_CHECKING
 
 import pytest
@@ -41,6 +45,30 @@ def stable(package: Callable[..., Package]) -> Package:
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def test_a_zipapp_is_served_by_the_reference_and_says_that_its_sources_are_packed(
+    stable: Package, tmp_path: Path
+) -> None:
+    archive = tmp_path / "app.pyz"
+    with zipfile.ZipFile(archive, "w") as packed:
+        for root in (child.SOURCE / "opkiln", stable.path):
+            for file in root.rglob("*"):
+                if file.is_file() and "__pycache__" not in file.parts:
+                    packed.write(file, file.relative_to(root.parent))
+        packed.writestr(
+            "__main__.py",
+            f"import torch\nfrom {stable.name}.op import StableBuilder\n"
+            "print(StableBuilder.functions().axpy(torch.ones(2), torch.ones(2), 2.0).tolist())\n",
+        )
+    environment = {**os.environ, "PYTHONPATH": ""}
+    done = subprocess.run(
+        [sys.executable, str(archive)],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "[3.0, 3.0]\n"), done.stderr
+    assert "FallbackWarning: op stable runs as its pure-PyTorch reference" in done.stderr
+    assert f"its sources are inside {archive}" in done.stderr
 
 
 @pytest.mark.usefixtures("no_compiler")

@@ -258,7 +258,9 @@ class OpBuilder:
         if is_tracing():
             return in_trace(*_functions_at_trace_time(cls, device))
         found = _kept.get((cls, device))
-        return _functions(cls, device) if found is None else found
+        if found is None:
+            found = _kept[cls, device] = _builder_for(cls, device).loaded().value
+        return found
 
     def loaded(
         self, verbose: bool = True, *, reload: bool = False, must_be_native: bool = False
@@ -434,7 +436,7 @@ class OpBuilder:
 _kept: dict[tuple[type[OpBuilder], str | None], Any] = {}  # what functions() gives
 
 
-def _functions(kind: type[OpBuilder], device: str | None) -> Any:
+def _builder_for(kind: type[OpBuilder], device: str | None) -> OpBuilder:
     if not kind.SCHEMAS:
         raise SpecError(
             f"{kind.__name__} has no SCHEMAS, so it has no functions()",
@@ -444,8 +446,7 @@ def _functions(kind: type[OpBuilder], device: str | None) -> Any:
     builder = kind()
     if device is not None:
         builder.ask_for(_backend_of(kind, device), None)
-    found = _kept[kind, device] = builder.load()
-    return found
+    return builder
 
 
 def _backend_of(kind: type[OpBuilder], device: str) -> str | None:

@@ -50,10 +50,19 @@ _ATTEMPTS = 4
 
 
 def make_plan(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
-    """The plan, checked against what is there. Raises BuildError, SpecError."""
+    """The plan, checked against what is there. Raises BuildError, SpecError.
+
+    Sources in a zip (``python app.pyz``) are a BuildError: a reference can serve.
+    """
     plans.check(spec)
     for source in () if spec.inline else spec.sources:
         if not os.path.isfile(os.path.join(spec.root, source)):
+            if archive := _archive_of(spec.root):
+                raise BuildError(
+                    f"op {spec.name} cannot be compiled: its sources are inside {archive}",
+                    why="a compiler reads files on disk, and these are packed in a zip file",
+                    hint="pip install the package, which unpacks it, instead of importing the zip",
+                )
             raise SpecError(
                 f"op {spec.name}: the source {source} does not exist",
                 why=f"sources are looked for in {spec.root}",
@@ -73,6 +82,15 @@ def make_plan(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
                 hint=f"pip install 'torch>={STABLE_VERSION}'",
             )
     return plans.make(spec, target, toolchain)
+
+
+def _archive_of(directory: str) -> str:
+    """The file that a directory is inside of, where it is one of a zip that is imported from."""
+    while directory != os.path.dirname(directory):
+        if os.path.isfile(directory):
+            return directory
+        directory = os.path.dirname(directory)
+    return ""
 
 
 def build(spec: OpSpec, target: Target, toolchain: Toolchain, store: Store) -> Artifact:

@@ -78,7 +78,7 @@ class Registration(Record):
     @property
     def names(self) -> tuple[str, ...]:
         """The op's functions."""
-        return tuple(map(_function_name, self.schemas))
+        return tuple(map(function_name, self.schemas))
 
 
 class Functions:

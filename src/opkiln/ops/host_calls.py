@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from opkiln.errors import UsageError
+from opkiln.errors import ArgumentError, ArgumentTypeError
 from opkiln.ops.in_place import call_in_place
 from opkiln.ops.layout import lay_out_alike
 from opkiln.ops.param_groups import DTYPES, place
@@ -179,7 +179,7 @@ def check_copies(groups: list[dict[str, Any]], copies: Mapping[Tensor, Tensor]) 
     strangers = set(copies).difference(*(group["params"] for group in groups))
     if strangers:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in strangers)
-        raise UsageError(f"copies has keys that are no parameters here, of shapes {shapes}")
+        raise ArgumentError(f"copies has keys that are no parameters here, of shapes {shapes}")
     for index, group in enumerate(groups):
         for i, param in enumerate(group["params"]):
             copy = copies.get(param)
@@ -187,14 +187,14 @@ def check_copies(groups: list[dict[str, Any]], copies: Mapping[Tensor, Tensor]) 
                 continue
             where = f"copies: that of {place(index, group, i)}"
             if copy.device.type != "cpu" or copy.dtype not in DTYPES:
-                raise UsageError(
+                raise ArgumentTypeError(
                     f"{where} is {copy.dtype} on {copy.device}, "
                     "expected float32, bfloat16 or float16 on the CPU"
                 )
             if not same_placement(copy, param):
-                raise UsageError(
+                raise ArgumentError(
                     f"{where} is {placement_text(copy)}, expected {placement_text(param)}",
                     hint="torch.empty_like(param, dtype=torch.bfloat16)",
                 )
             if copy.numel() != param.numel():
-                raise UsageError(f"{where} has {copy.numel()} elements, not {param.numel()}")
+                raise ArgumentError(f"{where} has {copy.numel()} elements, not {param.numel()}")

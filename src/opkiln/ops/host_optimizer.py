@@ -10,11 +10,12 @@ from typing import Any, ClassVar, overload
 import torch
 from torch import Tensor
 
-from opkiln.errors import UsageError
+from opkiln.errors import ArgumentError, UsageError
 from opkiln.ops.background import StepHandle
 from opkiln.ops.compiled_step import CompiledStep
 from opkiln.ops.host_calls import Call, Kept, alike, check_copies, dense_gradients, take
 from opkiln.ops.param_groups import (
+    as_number,
     check_dtypes,
     name_in,
     place,
@@ -109,7 +110,7 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
             refuse_partials(index, group)
             for i, param in enumerate(group["params"]):
                 if param.device.type != "cpu":
-                    raise UsageError(
+                    raise ArgumentError(
                         f"{place(index, group, i)} is on {param.device}: "
                         f"{self.OWNER} steps parameters in host memory",
                         hint=self.ELSEWHERE,
@@ -288,8 +289,8 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
 
         Everything that Python can see to be wrong is raised here, before any of them is made.
         """
-        if not (math.isfinite(grad_scale) and grad_scale > 0):
-            raise UsageError(f"grad_scale is {grad_scale}, expected a finite number above 0")
+        if not 0 < as_number("grad_scale", grad_scale) < math.inf:
+            raise ArgumentError(f"grad_scale is {grad_scale}, expected a finite number above 0")
         if copies:
             check_copies(self.param_groups, copies)
         # Two rounds: the second makes states, after the last check of the first.

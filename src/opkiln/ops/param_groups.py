@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
 
-from opkiln.errors import UsageError
+from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
 from opkiln.ops.saved_states import check_form, check_saved_group
 from opkiln.ops.sharded import has_shards, refuse_partial
 
@@ -19,19 +21,31 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def as_number(name: str, value: Any) -> float:
+    """The number that an argument is, or a tensor of one. Raises UsageError for anything else."""
+    if isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return float(value)
+    raise ArgumentTypeError(f"{name} is {value!r}, expected a number")
+
+
 def check_numbers(group: dict[str, Any], *names: str, where: str = "") -> None:
-    """Raises UsageError for one that is negative or not finite."""
+    """Raises UsageError for one that is not a number, negative or not finite."""
     for name in names:
-        value = float(group[name])
+        value = as_number(where + name, group[name])
         if not 0 <= value < math.inf:  # NaN is not
-            raise UsageError(f"{where}{name} is {value}, expected a finite number of at least 0")
+            raise ArgumentError(f"{where}{name} is {value}, expected a finite number of at least 0")
 
 
 def check_betas(group: dict[str, Any], where: str = "") -> None:
-    """Raises UsageError for a beta outside [0, 1)."""
-    for i, beta in enumerate(group["betas"]):
-        if not 0 <= float(beta) < 1:
-            raise UsageError(
+    """Raises UsageError for what is not two numbers, and for a beta outside [0, 1)."""
+    betas = group["betas"]
+    if isinstance(betas, str) or not isinstance(betas, Sequence):
+        raise ArgumentTypeError(f"{where}betas is {betas!r}, expected two numbers")
+    if len(betas) != 2:
+        raise ArgumentError(f"{where}betas is {betas!r}, expected two numbers")
+    for i, beta in enumerate(betas):
+        if not 0 <= as_number(f"{where}betas[{i}]", beta) < 1:
+            raise ArgumentError(
                 f"{where}betas[{i}] is {float(beta)}, expected at least 0 and less than 1"
             )
 
@@ -39,7 +53,7 @@ def check_betas(group: dict[str, Any], where: str = "") -> None:
 def check_hyperparameters(owner: str, group: dict[str, Any], where: str = "") -> None:
     """Those of Adam. Raises UsageError for a value that has no meaning."""
     if not isinstance(group["bias_correction"], bool):
-        raise UsageError(
+        raise ArgumentTypeError(
             f"{where}bias_correction is {group['bias_correction']!r}, expected True or False",
             why="it is the third positional argument, as in DeepSpeed's",
             hint=f"{owner}(params, lr, betas=(0.9, 0.999))",
@@ -57,7 +71,7 @@ def check_dtypes(index: int, group: dict[str, Any]) -> None:
     """Raises UsageError for a parameter of a type that the ops do not know."""
     for i, param in enumerate(group["params"]):
         if param.dtype not in DTYPES:
-            raise UsageError(
+            raise ArgumentTypeError(
                 f"{place(index, group, i)} has dtype {param.dtype}, "
                 "expected float32, bfloat16 or float16"
             )

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from opkiln.errors import UsageError
+from opkiln.errors import ArgumentError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -83,13 +83,13 @@ def gradient_parts(
     """The gradients' parts beside those of their parameters, None where there is no gradient.
 
     One that is placed otherwise (a sum that is still to be made, say) is redistributed, which is
-    a collective. Raises UsageError, with the parameter's name, for one that cannot be.
+    a collective. Raises ArgumentError, with the parameter's name, for one that cannot be.
     """
     out: list[Any] = []
     for param, grad in zip(params, grads, strict=True):
         if grad is not None and is_sharded(param):
             if not is_sharded(grad) or _placement(grad)[0] != _placement(param)[0]:
-                raise UsageError(
+                raise ArgumentError(
                     f"the gradient of {name_of(param)} is {placement_text(grad)}; "
                     f"the parameter is {placement_text(param)}",
                     hint="torch.distributed.tensor.distribute_tensor("
@@ -103,19 +103,19 @@ def gradient_parts(
 
 
 def refuse_partial(param: Tensor, name: str) -> None:
-    """Raises UsageError for a DTensor that is a sum which is still to be made."""
+    """Raises ArgumentError for a DTensor that is a sum which is still to be made."""
     if is_sharded(param) and any(each.is_partial() for each in _placement(param)[1]):
-        raise UsageError(
+        raise ArgumentError(
             f"{name} is {placement_text(param)}: no rank has its values, only terms of their sum",
             hint="param.redistribute(placements=[Replicate()])",
         )
 
 
 def refuse_fsdp1(needed: str, param: Tensor, name: str) -> None:
-    """Raises UsageError for a parameter that FullyShardedDataParallel has flattened: what is here
+    """Raises ArgumentError for a parameter that FullyShardedDataParallel has flattened: what is here
     may be a part of several tensors, and nothing says which other ranks have the rest."""
     if getattr(param, "_fsdp_flattened", False):
-        raise UsageError(
+        raise ArgumentError(
             f"{name} is part of a flat parameter of FullyShardedDataParallel",
             why=f"{needed} norms of whole tensors, of which each rank has a part",
             hint="use torch.distributed.fsdp.fully_shard (FSDP2), which says what is where",

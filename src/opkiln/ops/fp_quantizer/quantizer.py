@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opkiln.errors import UsageError
+from opkiln.errors import ArgumentError, ArgumentTypeError
 from opkiln.ops.fp_quantizer import formats
 from opkiln.ops.fp_quantizer.op import FPQuantizerBuilder
 
@@ -61,12 +61,12 @@ class FPQuantizer:
     def __init__(self, form: str = "e4m3", /, *, group_size: int = 512) -> None:
         found = formats.FORMATS.get(form)
         if found is None:
-            raise UsageError(
+            raise ArgumentError(
                 f"the format is {form!r}, expected one of {', '.join(formats.FORMATS)}",
                 why=formats.known(),
             )
         if not formats.group_size_fits(group_size):
-            raise UsageError(
+            raise ArgumentError(
                 f"group_size is {group_size}, expected a multiple of {formats.LEAST_GROUP} from "
                 f"{formats.LEAST_GROUP} to {formats.LARGEST_GROUP}"
             )
@@ -82,7 +82,7 @@ class FPQuantizer:
         for each in formats.FORMATS.values():
             if each.bits == bits and mantissa_bits in (None, each.mantissa_bits):
                 return cls(each.name, group_size=group_size)
-        raise UsageError(
+        raise ArgumentError(
             f"there is no format of {bits} bits"
             + ("" if mantissa_bits is None else f" with {mantissa_bits} of mantissa"),
             why=formats.known(),
@@ -104,9 +104,9 @@ class FPQuantizer:
         Raises UsageError, naming the argument.
         """
         if x.dtype not in _DTYPES:
-            raise UsageError(f"x has dtype {x.dtype}, expected float32, bfloat16 or float16")
+            raise ArgumentTypeError(f"x has dtype {x.dtype}, expected float32, bfloat16 or float16")
         if x.layout != torch.strided:
-            raise UsageError(f"x is not dense: its layout is {x.layout}", hint="x.to_dense()")
+            raise ArgumentError(f"x is not dense: its layout is {x.layout}", hint="x.to_dense()")
         later = offset if isinstance(offset, Tensor) else None
         codes, scales = _checked(
             _ops(x).fp_quantize, x.detach(), self.group_size, self.format.bits,
@@ -140,7 +140,7 @@ class FPQuantizer:
             listed = list(rows)
             for i, row in enumerate(listed):
                 if packed.shape and not 0 <= row < packed.shape[0]:
-                    raise UsageError(f"rows[{i}] is {row}, expected 0 to {packed.shape[0] - 1}")
+                    raise ArgumentError(f"rows[{i}] is {row}, expected 0 to {packed.shape[0] - 1}")
             rows = torch.tensor(listed, dtype=torch.int64, device=packed.codes.device)
         elif rows.dtype == torch.int32:
             rows = rows.long()
@@ -150,14 +150,14 @@ class FPQuantizer:
         self, name: str, packed: FPQuantized, rows: tuple[Tensor, ...], dtype: torch.dtype | None
     ) -> Tensor:
         if (packed.format, packed.group_size) != (self.format.name, self.group_size):
-            raise UsageError(
+            raise ArgumentError(
                 f"packed is {packed.format} in groups of {packed.group_size}, this quantizer's is "
                 f"{self.format.name} in groups of {self.group_size}",
                 hint=f'FPQuantizer("{packed.format}", group_size={packed.group_size})',
             )
         wanted = packed.dtype if dtype is None else dtype
         if wanted not in _DTYPES:
-            raise UsageError(f"dtype is {wanted}, expected float32, bfloat16 or float16")
+            raise ArgumentTypeError(f"dtype is {wanted}, expected float32, bfloat16 or float16")
         out: Tensor = _checked(
             getattr(_ops(packed.codes), name), packed.codes, packed.scales.detach(), *rows,
             packed.shape, self.group_size, self.format.bits, self.format.mantissa_bits, wanted,
@@ -179,5 +179,6 @@ def _checked(function: Callable[..., Any], *args: Any) -> Any:
     except RuntimeError as error:
         said = str(error).splitlines()[0]
         if ", expected " in said or " is not on " in said:
-            raise UsageError(said) from error
+            kind = ArgumentTypeError if "dtype" in said else ArgumentError
+            raise kind(said) from error
         raise

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-# The halves of a step of tensors that several ranks share: between them `squares`, sums of squares of
-# each parameter and its update, is added up over the ranks.
+# The halves of a step of tensors that several ranks share. Between them `squares`, the sums of
+# squares of each parameter and its update, is added up over the ranks.
 _AVERAGE = (
     "fused_lamb_average_(Tensor[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
     "Tensor(c!)[] exp_avg_sqs, Tensor[] masters, Tensor[] steps, Tensor(f!) squares, "

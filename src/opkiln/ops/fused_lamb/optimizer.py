@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkiln.errors import UsageError
+from opkiln.errors import ArgumentError
 from opkiln.ops.multi_tensor.calls import Call, run
 from opkiln.ops.multi_tensor.optimizer import FusedOptimizer
 from opkiln.ops.param_groups import check_hyperparameters, check_numbers
@@ -95,7 +95,7 @@ class FusedLamb(FusedOptimizer):
         check_numbers(group, "min_coeff", "max_coeff", where=where)
         low, high = group["min_coeff"], group["max_coeff"]
         if low > high:
-            raise UsageError(f"{where}min_coeff is {low}, more than max_coeff, which is {high}")
+            raise ArgumentError(f"{where}min_coeff is {low}, more than max_coeff, which is {high}")
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = group["betas"]

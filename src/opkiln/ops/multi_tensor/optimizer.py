@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from opkiln.errors import UsageError
+from opkiln.errors import ArgumentError, UsageError
 from opkiln.ops.compiled_step import CompiledStep
 from opkiln.ops.multi_tensor.calls import Call, Planned, run
 from opkiln.ops.multi_tensor.scaling import clipping, moved
@@ -23,6 +23,7 @@ from opkiln.ops.multi_tensor.states import (
     zeros_like,
 )
 from opkiln.ops.param_groups import (
+    as_number,
     check_dtypes,
     name_in,
     place,
@@ -89,8 +90,8 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         max_grad_norm: float,
     ) -> None:
         self._check(defaults)
-        if not 0 <= max_grad_norm < math.inf:
-            raise UsageError(
+        if not 0 <= as_number(MAX_NORM, max_grad_norm) < math.inf:
+            raise ArgumentError(
                 f"max_grad_norm is {max_grad_norm}, expected a finite number of at least 0",
                 why="gradients are scaled down to it; 0 leaves them as they are",
             )
@@ -134,7 +135,7 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
             refuse_partials(index, group)
             for i, param in enumerate(group["params"]):
                 if param.device.type not in ("cpu", "cuda"):
-                    raise UsageError(
+                    raise ArgumentError(
                         f"{place(index, group, i)} is on {param.device}: "
                         f"{self.OWNER} steps parameters on GPUs and the CPU",
                         hint=self.ELSEWHERE,
@@ -340,7 +341,7 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         on_device = isinstance(lr, Tensor) and lr.device.type == device.type
         number = 0.0 if on_device else float(lr)
         if not 0 <= number < math.inf:
-            raise UsageError(
+            raise ArgumentError(
                 f"param_groups[{here.group}]: lr is {number}, "
                 "expected a finite number of at least 0"
             )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkiln.errors import UsageError
+from opkiln.errors import ArgumentError, ArgumentTypeError
 from opkiln.ops.packbits.op import PackbitsBuilder
 
 TYPE_CHECKING = False
@@ -25,9 +25,9 @@ def packbits(x: Tensor) -> Tensor:
     ``x.reshape(-1)``; missing bits of a last byte are 0. Raises UsageError.
     """
     if x.dtype not in _DTYPES:
-        raise UsageError(f"x has dtype {x.dtype}, expected float32, bfloat16 or float16")
+        raise ArgumentTypeError(f"x has dtype {x.dtype}, expected float32, bfloat16 or float16")
     if x.layout != torch.strided:
-        raise UsageError(f"x is not dense: its layout is {x.layout}", hint="x.to_dense()")
+        raise ArgumentError(f"x is not dense: its layout is {x.layout}", hint="x.to_dense()")
     return _ops(x).packbits(x.detach().contiguous())  # type: ignore[no-any-return]
 
 
@@ -38,11 +38,11 @@ def unpackbits(
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     numel = prod(sizes)
     if dtype not in _DTYPES:
-        raise UsageError(f"dtype is {dtype}, expected float32, bfloat16 or float16")
+        raise ArgumentTypeError(f"dtype is {dtype}, expected float32, bfloat16 or float16")
     if packed.dtype != torch.uint8:
-        raise UsageError(f"packed has dtype {packed.dtype}, expected uint8")
+        raise ArgumentTypeError(f"packed has dtype {packed.dtype}, expected uint8")
     if min(sizes, default=0) < 0 or packed.numel() != (numel + 7) // 8:
-        raise UsageError(
+        raise ArgumentError(
             f"shape {sizes} takes {(numel + 7) // 8} bytes, packed has {packed.numel()}"
         )
     return _ops(packed).unpackbits(packed.contiguous(), numel, dtype).view(sizes)  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opkiln.errors import UsageError
+from opkiln.errors import ArgumentError, UsageError
 from opkiln.ops.pin_memory.op import PinMemoryBuilder
 
 TYPE_CHECKING = False
@@ -74,13 +74,13 @@ class PinnedPool:
         lock: bool | None = None,
     ) -> None:
         if alignment < 1 or alignment & (alignment - 1):
-            raise UsageError(f"alignment is {alignment}, expected a power of two")
+            raise ArgumentError(f"alignment is {alignment}, expected a power of two")
         if limit is not None and limit < 0:
-            raise UsageError(f"limit is {limit}, expected at least 0 bytes")
+            raise ArgumentError(f"limit is {limit}, expected at least 0 bytes")
         given = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
         self.device = torch.device(given)
         if self.device.type not in ("cpu", "cuda"):
-            raise UsageError(f"device is {self.device}, expected cpu or cuda")
+            raise ArgumentError(f"device is {self.device}, expected cpu or cuda")
         self.alignment = max(alignment, mmap.PAGESIZE)
         self.limit = limit
         self._lock_pages = lock
@@ -99,7 +99,7 @@ class PinnedPool:
         """
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(size < 0 for size in sizes):
-            raise UsageError(f"shape is {sizes}, expected no negative size")
+            raise ArgumentError(f"shape is {sizes}, expected no negative size")
         wanted = prod(sizes) * dtype.itemsize
         with self._guard:
             if self._closed:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opkiln.errors import UsageError
+from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
 from opkiln.ops.quantizer.op import QuantizerBuilder
 
 TYPE_CHECKING = False
@@ -127,7 +127,7 @@ def dequantize(q: Quantized, *, dtype: torch.dtype | None = None) -> Tensor:
     wanted = q.dtype if dtype is None else dtype
     _check_format(q.bits, q.group_size)
     if wanted not in _DTYPES:
-        raise UsageError(f"dtype is {wanted}, expected float32, bfloat16 or float16")
+        raise ArgumentTypeError(f"dtype is {wanted}, expected float32, bfloat16 or float16")
     offsets = q.scales.new_empty(0) if q.offsets is None else q.offsets
     order = _IN_ORDER if q.swizzle is None else q.swizzle
     flat = _checked(
@@ -194,16 +194,18 @@ def quantized_reduce(
     ``quantize``. Raises UsageError, naming the argument or part.
     """
     if not parts:
-        raise UsageError("parts is empty, expected a Quantized for each rank")
+        raise ArgumentError("parts is empty, expected a Quantized for each rank")
     first = parts[0]
     for i, part in enumerate(parts):
         if part.swizzle is not None:
-            raise UsageError(f"parts[{i}] is swizzled: its pieces are to be reduced, not the whole")
+            raise ArgumentError(
+                f"parts[{i}] is swizzled: its pieces are to be reduced, not the whole"
+            )
         ours, theirs = (
             (p.shape, p.bits, p.group_size, p.symmetric) for p in (part, first)
         )  # fmt: skip
         if ours != theirs:
-            raise UsageError(
+            raise ArgumentError(
                 f"parts[{i}] has (shape, bits, group_size, symmetric) {ours}, parts[0] {theirs}"
             )
     wanted = _Format(
@@ -276,17 +278,17 @@ def _quantized(
 
 def _check_input(x: Tensor, bits: int, group_size: int) -> None:
     if x.dtype not in _DTYPES:
-        raise UsageError(f"x has dtype {x.dtype}, expected float32, bfloat16 or float16")
+        raise ArgumentTypeError(f"x has dtype {x.dtype}, expected float32, bfloat16 or float16")
     if x.layout != torch.strided:
-        raise UsageError(f"x is not dense: its layout is {x.layout}", hint="x.to_dense()")
+        raise ArgumentError(f"x is not dense: its layout is {x.layout}", hint="x.to_dense()")
     _check_format(bits, group_size)
 
 
 def _check_format(bits: int, group_size: int) -> None:
     if bits not in (4, 8):
-        raise UsageError(f"bits is {bits}, expected 4 or 8")
+        raise ArgumentError(f"bits is {bits}, expected 4 or 8")
     if not 16 <= group_size <= 65536 or group_size % 8:
-        raise UsageError(
+        raise ArgumentError(
             f"group_size is {group_size}, expected a multiple of 8 from 16 to 65536",
             why="a group is held in the registers of one thread block",
         )
@@ -294,9 +296,9 @@ def _check_format(bits: int, group_size: int) -> None:
 
 def _check_error(error: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(error.shape) != tuple(shape):
-        raise UsageError(f"error has shape {tuple(error.shape)}, expected {tuple(shape)}")
+        raise ArgumentError(f"error has shape {tuple(error.shape)}, expected {tuple(shape)}")
     if not error.is_contiguous():
-        raise UsageError("error is not contiguous", hint="torch.zeros(x.shape, device=x.device)")
+        raise ArgumentError("error is not contiguous", hint="torch.zeros(x.shape, device=x.device)")
 
 
 def _offset(offset: int | Tensor) -> tuple[int, Tensor | None]:
@@ -317,5 +319,6 @@ def _checked(function: Any, *args: Any) -> Any:
     except RuntimeError as error:
         said = str(error).splitlines()[0]
         if any(mark in said for mark in (", expected ", " is not on ", " is not contiguous")):
-            raise UsageError(said) from error
+            kind = ArgumentTypeError if "dtype" in said else ArgumentError
+            raise kind(said) from error
         raise

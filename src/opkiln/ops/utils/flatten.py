@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkiln.errors import UsageError
+from opkiln.errors import ArgumentError, ArgumentTypeError
 from opkiln.ops.utils.op import UtilsBuilder
 
 TYPE_CHECKING = False
@@ -33,7 +33,7 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     Raises UsageError where ``flat`` is not of one dimension, not contiguous or of another size.
     """
     if flat.dim() != 1 or not flat.is_contiguous():
-        raise UsageError(
+        raise ArgumentError(
             f"flat has shape {tuple(flat.shape)} and strides {flat.stride()}, expected one "
             "dimension without gaps",
             hint="flat.reshape(-1)",
@@ -66,7 +66,7 @@ def unflatten_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 def byte_view(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor as bytes, in one dimension: a view. Raises UsageError."""
     if not tensor.is_contiguous():
-        raise UsageError("tensor is not contiguous", hint="tensor.contiguous()")
+        raise ArgumentError("tensor is not contiguous", hint="tensor.contiguous()")
     flat = tensor.detach().reshape(-1)
     if flat.numel() == 0:
         return flat.new_empty(0, dtype=torch.uint8)
@@ -80,16 +80,18 @@ def from_bytes(memory: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tens
     """
     wanted = prod(shape) * dtype.itemsize
     if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
-        raise UsageError(
+        raise ArgumentTypeError(
             f"memory has dtype {memory.dtype} and shape {tuple(memory.shape)}, expected uint8 of "
             "one dimension without gaps"
         )
     if memory.numel() != wanted:
-        raise UsageError(f"memory has {memory.numel()} bytes, {tuple(shape)} of {dtype} {wanted}")
+        raise ArgumentError(
+            f"memory has {memory.numel()} bytes, {tuple(shape)} of {dtype} {wanted}"
+        )
     if wanted == 0:
         return memory.new_empty(tuple(shape), dtype=dtype)
     if memory.data_ptr() % dtype.itemsize or memory.storage_offset() % dtype.itemsize:
-        raise UsageError(
+        raise ArgumentError(
             f"memory starts at byte {memory.storage_offset()} of its storage, expected a multiple "
             f"of {dtype.itemsize}, the size of {dtype}",
             hint="memory.clone()",
@@ -100,10 +102,10 @@ def from_bytes(memory: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tens
 def _checked(tensors: Sequence[Tensor]) -> list[Tensor]:
     listed = [tensor.detach() for tensor in tensors]
     if not listed:
-        raise UsageError("tensors is empty, expected at least one")
+        raise ArgumentError("tensors is empty, expected at least one")
     for i, tensor in enumerate(listed):
         if tensor.layout != torch.strided:
-            raise UsageError(f"tensors[{i}] is not dense: its layout is {tensor.layout}")
+            raise ArgumentError(f"tensors[{i}] is not dense: its layout is {tensor.layout}")
         _check_alike(f"tensors[{i}]", tensor, listed[0])
     return listed
 
@@ -113,13 +115,15 @@ def _check_alike(name: str, tensor: Tensor, first: Tensor) -> None:
         ("dtype", tensor.dtype, first.dtype), ("device", tensor.device, first.device),
     ):  # fmt: skip
         if ours != theirs:
-            raise UsageError(f"{name} has {what} {ours}, expected that of tensors[0], {theirs}")
+            raise ArgumentTypeError(
+                f"{name} has {what} {ours}, expected that of tensors[0], {theirs}"
+            )
 
 
 def _check_count(flat: Tensor, like: Sequence[Tensor]) -> None:
     count = sum(tensor.numel() for tensor in like)
     if flat.numel() != count:
-        raise UsageError(f"flat has {flat.numel()} elements, the tensors have {count}")
+        raise ArgumentError(f"flat has {flat.numel()} elements, the tensors have {count}")
 
 
 def _ops(tensor: Tensor) -> Any:
