@@ -349,6 +349,26 @@ def test_an_op_that_cannot_be_imported_is_found(code: str, evidence: str, tmp_pa
     )  # fmt: skip
 
 
+_MISSPELLED = """
+from types import SimpleNamespace
+from opkiln import OpBuilder
+class Builder(OpBuilder):
+    NAME = 'bad'
+    SCHEMAS = ('scaled_add(Tensor x) -> Tensor',)
+    def reference(self):
+        return SimpleNamespace(scaled_ad=lambda x: x)
+"""
+
+
+def test_an_op_whose_reference_misspells_a_function_is_found(tmp_path: Path) -> None:
+    patient = _with_ops(tmp_path, good=_GOOD, bad=_MISSPELLED)
+    found = patient.check("ops")
+    assert found.verdict == WARN
+    assert "op bad: the reference has no function 'scaled_add'; did you mean" in found.evidence
+    (tmp_path / "bad_module.py").write_text(_MISSPELLED.replace("scaled_ad=", "scaled_add="))
+    assert patient.check("ops").verdict == PASS
+
+
 def test_two_ops_with_one_name_pass_and_the_check_says_how_to_name_each(tmp_path: Path) -> None:
     patient = _with_ops(tmp_path, good=_GOOD)
     assert patient.check("ops").verdict == PASS

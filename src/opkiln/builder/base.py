@@ -203,8 +203,9 @@ class OpBuilder:
                 why=f"the functions of SCHEMAS are {', '.join(functions)}",
             )
 
-    def op(self) -> Op:
-        """What the loader serves: the spec, and how it is registered."""
+    def registration(self) -> Registration | None:
+        """How the op is registered with torch; None for one without ``SCHEMAS``. Raises SpecError
+        for one that has a reference nevertheless."""
         has_reference = type(self).reference is not OpBuilder.reference
         if not self.SCHEMAS:
             if has_reference:
@@ -213,14 +214,18 @@ class OpBuilder:
                     why="the reference serves the functions that SCHEMAS names",
                     hint=f'SCHEMAS = ("{self.name}(Tensor x) -> Tensor",)',
                 )
-            return Op(self.spec())
-        registration = Registration(
+            return None
+        return Registration(
             namespace=self.NAMESPACE or self.distribution,
             schemas=self.SCHEMAS,
             reference=self.reference if has_reference else None,
             fake=self.fake if type(self).fake is not OpBuilder.fake else None,
             autograd=self.autograd if type(self).autograd is not OpBuilder.autograd else None,
         )
+
+    def op(self) -> Op:
+        """What the loader serves: the spec, and how it is registered."""
+        registration = self.registration()
         return Op(self.spec(), registration)
 
     # What users of a builder call

@@ -19,7 +19,9 @@ from opkiln.loading import declaration
 from opkiln.registry import ALL_OPS
 reason = ''
 try:
-    declaration.check(ALL_OPS[sys.argv[1]]().op())
+    builder = ALL_OPS[sys.argv[1]]()
+    if registration := builder.registration():
+        declaration.check_registration(builder.name, builder.distribution, registration)
 except OpkilnError as error:
     reason = '; '.join([error.what, *error.why.splitlines()])
 print()
