@@ -293,6 +293,18 @@ def test_a_compiled_step_steps() -> None:
     assert torch.equal(mine[0], other[0])
 
 
+def test_a_compiled_step_of_a_duplicate_steps_its_own_parameters() -> None:
+    (mine,) = parameters((8,))
+    original = FusedAdam([mine])
+    before = mine.detach().clone()
+    duplicate = copy.deepcopy(original)
+    (param,) = duplicate.param_groups[0]["params"]
+    param.grad = torch.ones(8)
+    torch.compile(duplicate.step, fullgraph=True, backend="aot_eager")()
+    assert torch.equal(mine, before)
+    assert not torch.equal(param, before)
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 def test_a_duplicate_goes_on_where_the_original_does(duplicate: Any) -> None:
     params = parameters((5,), (6,), dtype=BF16)

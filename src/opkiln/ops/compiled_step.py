@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -30,12 +30,20 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 _library: list[torch.library.Library] = []  # one, once a step was traced
 _numbers = itertools.count()
-_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _optimizers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 class CompiledStep:
     """What an optimizer inherits so that its step can be in a function that is compiled."""
+
+    _name_in_graphs: str  # what the op calls it: an object cannot be an argument
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:  # noqa: ARG004 (those of __init__)
+        # Not in __init__, which makes no copies.
+        made = super().__new__(cls)
+        made._name_in_graphs = f"{cls.__name__}-{next(_numbers)}"
+        _optimizers[made._name_in_graphs] = made
+        return made
 
     def _make_step(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
         """The step itself, without gradients being recorded."""
@@ -78,16 +86,17 @@ def _traced(optimizer: Any, grad_scale: float) -> bool:
                 grads.append(grad)
                 places.append(place)
             place += 1
-    name = _name_at_trace_time(optimizer)
     if params:
+        name = optimizer._name_in_graphs
+        _define_at_trace_time()
         with torch.no_grad():
             torch.ops.opkiln.step_(params, grads, places, grad_scale, name)
     return True
 
 
 @at_trace_time
-def _name_at_trace_time(optimizer: Any) -> str:
-    """What the op calls this optimizer; the op exists from here on."""
+def _define_at_trace_time() -> None:
+    """Define the op, once."""
     if not _library:
         library = torch.library.Library("opkiln", "FRAGMENT")  # type: ignore[no-untyped-call]
         # A captured CUDA graph would repeat the kernels of one step, and with them its numbers.
@@ -96,11 +105,6 @@ def _name_at_trace_time(optimizer: Any) -> str:
         library.impl("step_", _step, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         library.impl("step_", _nothing, "Meta")  # type: ignore[no-untyped-call]
         _library.append(library)
-    name = _names.get(optimizer)
-    if name is None:
-        name = _names[optimizer] = f"{type(optimizer).__name__}-{next(_numbers)}"
-        _optimizers[name] = optimizer
-    return name
 
 
 def _nothing(*args: Any) -> None:
