@@ -7,8 +7,11 @@ milliseconds; where an op cannot be had, its pure-PyTorch version runs and the u
     adam = opkiln.optim.CPUAdam(model.parameters(), lr=1e-3)
     ext = opkiln.load("my_ext", ["my_ext.cpp"])
 
-Importing this package does no work: the names below are resolved when they are used.
+Importing this package does no work: the names below are resolved when they are used. It only tells
+torch, as soon as that is imported, that ``torch.load`` may make opkiln's quantized tensors.
 """
+
+import sys
 
 __version__ = "0.1.0"
 
@@ -65,3 +68,40 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _rebuild_quantized(*fields: object) -> object:
+    """A ``quant.Quantized`` of what was saved of it."""
+    from importlib import import_module
+
+    return import_module("opkiln.ops.quantizer.quantize").Quantized.of_saved(*fields)
+
+
+def _rebuild_fp_quantized(*fields: object) -> object:
+    """A ``quant.FPQuantized`` of what was saved of it."""
+    from importlib import import_module
+
+    return import_module("opkiln.ops.fp_quantizer.quantizer").FPQuantized(*fields)
+
+
+def _allow_torch_to_load() -> bool:
+    """Name to ``torch.load`` the functions above; whether torch is there to be told.
+
+    By default it calls nothing that was not named so. They only put tensors and numbers together.
+    """
+    add = getattr(sys.modules.get("torch.serialization"), "add_safe_globals", None)
+    if add is not None:
+        add([_rebuild_quantized, _rebuild_fp_quantized])
+    return add is not None
+
+
+class _UntilTorchIsImported:
+    """Sees what is imported. It finds nothing, and goes when torch has been told."""
+
+    def find_spec(self, *_: object) -> None:
+        if _allow_torch_to_load() and self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+
+if not _allow_torch_to_load():
+    sys.meta_path.insert(0, _UntilTorchIsImported())

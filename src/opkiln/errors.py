@@ -181,7 +181,8 @@ class SealedError(CompilingOff):
 
 
 class FallbackWarning(UserWarning):
-    """An op is served by its pure-PyTorch reference; the text says why. Given once per op."""
+    """An op is served by its pure-PyTorch reference, or a GPU's memory by the CPU's; the text says
+    why. Given once per op."""
 
 
 class ArchWarning(UserWarning):

@@ -14,7 +14,7 @@ import torch
 from sample import sanitizers
 
 import opkiln
-from opkiln.errors import ToolchainError, UsageError
+from opkiln.errors import FallbackWarning, ToolchainError, UsageError
 from opkiln.io import PinnedPool
 from opkiln.ops.pin_memory import pool as front_end
 from opkiln.ops.pin_memory import reference
@@ -231,3 +231,29 @@ def test_threads_never_share_a_buffer() -> None:
     assert pool.counts().taken == 0
     assert pool.counts().buffers <= 4
     pool.close()
+
+
+# Without a GPU
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU that torch can use")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", 0, torch.device("cuda", 0)])
+def test_a_pool_for_a_gpu_that_is_not_there_serves_from_locked_memory_and_says_so(
+    op: Any, device: Any
+) -> None:
+    with pytest.warns(FallbackWarning, match="torch can use no GPU here") as said:
+        pool = PinnedPool(device)
+    assert len(said) == 1
+    assert pool.device == torch.device("cpu")
+    with pool, pool.borrow((3, 1000), torch.float16) as staged:
+        staged.fill_(2.0)
+        assert staged.data_ptr() % PAGE == 0
+        assert pool.counts().locked_bytes == pool.counts().bytes
+
+
+def test_a_pool_for_no_device_in_particular_says_nothing(
+    op: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    with PinnedPool() as pool, pool.borrow(10):
+        pass
+    assert not recwarn.list

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import opkiln
 from opkiln.errors import ArgumentError, ArgumentTypeError
 from opkiln.ops.fp_quantizer import formats
 from opkiln.ops.fp_quantizer.op import FPQuantizerBuilder
+from opkiln.ops.tensor_fields import each_tensor, moved
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -43,6 +45,31 @@ class FPQuantized(NamedTuple):
     def nbytes(self) -> int:
         """Of codes and scales: what is kept, or travels."""
         return int(self.codes.nbytes + self.scales.nbytes)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self.codes.device
+
+    def to(self, *args: Any, **kwargs: Any) -> FPQuantized:
+        """As ``Tensor.to``, ``non_blocking`` included; a dtype is that which dequantize gives."""
+        return moved(self, *args, **kwargs)
+
+    def cpu(self) -> FPQuantized:
+        return moved(self, "cpu")
+
+    def cuda(
+        self, device: torch.device | int | str | None = None, non_blocking: bool = False
+    ) -> FPQuantized:
+        return each_tensor(self, lambda tensor: tensor.cuda(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> FPQuantized:
+        """In page-locked memory, from which ``to("cuda", non_blocking=True)`` does not wait."""
+        return each_tensor(self, lambda tensor: tensor.pin_memory())
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        """Tensors and plain values, and a function that ``torch.load`` is allowed to call."""
+        return opkiln._rebuild_fp_quantized, tuple(self)
 
 
 class FPQuantizer:

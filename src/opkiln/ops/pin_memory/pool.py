@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import warnings
 import weakref
 from contextlib import contextmanager
 from math import prod
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opkiln.errors import ArgumentError, UsageError
+from opkiln.errors import ArgumentError, FallbackWarning, UsageError
 from opkiln.ops.pin_memory.op import PinMemoryBuilder
 
 TYPE_CHECKING = False
@@ -55,10 +56,11 @@ class PinnedPool:
         with pool.borrow((1024, 1024), torch.float16) as staged:
             ...
 
-    ``device`` is the one that copies; the CPU where torch can use no GPU. Every buffer starts at a
-    multiple of ``alignment`` bytes and has pages of its own. ``limit`` bounds the bytes that the
-    pool holds. Pages that the system does not lock (``ulimit -l``) are used as they are and counted
-    as not locked, unless ``lock=True``, which raises UsageError; ``lock=False`` does not try.
+    ``device`` is the one that copies. Where torch can use no GPU it is the CPU. Where a GPU was
+    asked for all the same, a FallbackWarning says so. Every buffer starts at a multiple of
+    ``alignment`` bytes and has pages of its own. ``limit`` bounds the bytes that the pool holds.
+    Pages that the system does not lock (``ulimit -l``) are used as they are and counted as not
+    locked, unless ``lock=True``, which raises UsageError; ``lock=False`` does not try.
 
     Any thread may take and give back. A buffer that is given back is not handed out again before
     the device has done what was enqueued on the current stream until then. Raises UsageError for an
@@ -77,10 +79,7 @@ class PinnedPool:
             raise ArgumentError(f"alignment is {alignment}, expected a power of two")
         if limit is not None and limit < 0:
             raise ArgumentError(f"limit is {limit}, expected at least 0 bytes")
-        given = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
-        self.device = torch.device(given)
-        if self.device.type not in ("cpu", "cuda"):
-            raise ArgumentError(f"device is {self.device}, expected cpu or cuda")
+        self.device = _device(device)
         self.alignment = max(alignment, mmap.PAGESIZE)
         self.limit = limit
         self._lock_pages = lock
@@ -231,6 +230,26 @@ class PinnedPool:
                 "for",
                 hint="pool.give(tensor) for what is no longer used",
             )
+
+
+def _device(asked: torch.device | str | int | None) -> torch.device:
+    """The one that was asked for; the CPU in place of a GPU that torch cannot use."""
+    gpu = torch.cuda.is_available()
+    if asked is None:
+        return torch.device("cuda" if gpu else "cpu")
+    # torch.device(0) raises where there is no GPU.
+    device = torch.device(f"cuda:{asked}" if isinstance(asked, int) else asked)
+    if device.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"device is {device}, expected cpu or cuda")
+    if device.type == "cuda" and not gpu:
+        warnings.warn(
+            f"PinnedPool({str(device)!r}): torch can use no GPU here, so buffers are page-aligned "
+            "memory that is locked for the CPU alone",
+            FallbackWarning,
+            stacklevel=3,
+        )
+        return torch.device("cpu")
+    return device
 
 
 def _address(tensor: Tensor) -> int:

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import opkiln
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
 from opkiln.ops.quantizer.op import QuantizerBuilder
+from opkiln.ops.tensor_fields import each_tensor, moved
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -64,6 +66,38 @@ class Quantized(NamedTuple):
         """Of all its tensors: what travels."""
         offsets = 0 if self.offsets is None else self.offsets.nbytes
         return int(self.values.nbytes + self.scales.nbytes + offsets)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self.values.device
+
+    def to(self, *args: Any, **kwargs: Any) -> Quantized:
+        """As ``Tensor.to``, ``non_blocking`` included; a dtype is that which dequantize gives."""
+        return moved(self, *args, **kwargs)
+
+    def cpu(self) -> Quantized:
+        return moved(self, "cpu")
+
+    def cuda(
+        self, device: torch.device | int | str | None = None, non_blocking: bool = False
+    ) -> Quantized:
+        return each_tensor(self, lambda tensor: tensor.cuda(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Quantized:
+        """In page-locked memory, from which ``to("cuda", non_blocking=True)`` does not wait."""
+        return each_tensor(self, lambda tensor: tensor.pin_memory())
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        """Tensors and plain values, and a function that ``torch.load`` is allowed to call."""
+        plain = None if self.swizzle is None else tuple(self.swizzle)
+        return opkiln._rebuild_quantized, tuple(self._replace(swizzle=plain))  # type: ignore[arg-type]
+
+    @classmethod
+    def of_saved(cls, *fields: Any) -> Quantized:
+        """From the values of ``__reduce__``."""
+        made = cls(*fields)
+        return made if made.swizzle is None else made._replace(swizzle=Swizzle(*made.swizzle))
 
 
 def quantize(

@@ -1,0 +1,43 @@
+"""Records of tensors, moved as one tensor is: what ``Quantized`` and ``FPQuantized`` share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from opkiln.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_Record = TypeVar("_Record", bound=Any)  # a NamedTuple with a field ``dtype``
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def each_tensor(record: _Record, function: Callable[[Tensor], Tensor]) -> _Record:
+    """The record with every tensor replaced by what the function makes of it."""
+    changed = {
+        name: function(value)
+        for name, value in record._asdict().items()
+        if isinstance(value, Tensor)
+    }
+    return record._replace(**changed)  # type: ignore[no-any-return]
+
+
+def moved(record: _Record, *args: Any, **kwargs: Any) -> _Record:
+    """As ``Tensor.to``: to a device, a dtype, both, or those of another tensor.
+
+    A dtype is what the record stands for, and its tensors stay as they are. Raises UsageError for
+    one that it cannot stand for.
+    """
+    parsed: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)  # as Module.to reads it
+    device, dtype, non_blocking, _ = parsed
+    if dtype is not None:
+        if dtype not in _DTYPES:
+            raise UsageError(f"dtype is {dtype}, expected float32, bfloat16 or float16")
+        record = record._replace(dtype=dtype)
+    if device is None:
+        return record
+    return each_tensor(record, lambda tensor: tensor.to(device, non_blocking=non_blocking))
