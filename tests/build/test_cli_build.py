@@ -459,6 +459,16 @@ def test_every_documented_command_works_and_the_demo_passes(
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] is not None
 
 
+@pytest.mark.slow
+def test_the_demo_passes_where_numpy_is_not_installed(opkiln: Opkiln, tmp_path: Path) -> None:
+    without = tmp_path / "without"
+    without.mkdir()
+    (without / "numpy.py").write_text("raise ImportError('numpy is not installed')\n")
+    done = opkiln("demo", PYTHONPATH=f"{without}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"result +PASS", done.stdout)
+
+
 def test_the_demo_without_a_compiler_exits_with_3(
     opkiln: Opkiln, no_compiler: dict[str, str]
 ) -> None:

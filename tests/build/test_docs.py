@@ -186,6 +186,18 @@ def test_commands_on_a_page_run(name: str, cache: str, tmp_path: Path) -> None:
                 assert done.returncode == (0 if here else 3), f"{line}\n{done.stdout}{done.stderr}"
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/packages.md", "docs/authoring.md"])
+def test_a_package_is_built_by_the_opkiln_that_is_installed(name: str) -> None:
+    """An isolated build looks for opkiln on an index, where a checkout's own is not to be found."""
+    text = (ROOT / name).read_text()
+    lines = [line for block in _SHELL.findall(text) for line in block.splitlines()]
+    lines += re.findall(r"`([^`\n]*pip (?:install|wheel)[^`\n]*)`", text)
+    for line in lines:
+        selects = re.match(r"OPKILN_BUILD_\w+=|opkiln new|cd demo_ops", line)
+        if selects and re.search(r"pip (install|wheel)\b.* \.(\s|$)", line):
+            assert "--no-build-isolation" in line or "OPKILN_TORCH_DIR" in line, line
+
+
 def _backend(command: list[str]) -> str:
     """What a command compiles for. Where there is no compiler for that, it says so, and fails."""
     target = "".join(command[command.index("--target") + 1 :][:1]) if "--target" in command else ""
