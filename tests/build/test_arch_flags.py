@@ -71,6 +71,7 @@ def test_the_environment_is_byte_for_byte_what_it_was(built: Built) -> None:
 
 
 def test_no_library_needs_a_cuda_runtime_or_a_cuda_torch(built: Built) -> None:
+    assert built.libraries
     for path in built.libraries.values():
         needed = elf.read(path).needed
         assert not [name for name in needed if "cuda" in name or "torch" in name or "c10" in name]

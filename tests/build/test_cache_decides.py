@@ -165,16 +165,16 @@ def test_a_changed_flag_rebuilds_and_explain_names_it(built: Package) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"),
-    [("CXXFLAGS", "-DUSERS=1"), ("CPPFLAGS", "-DUSERS=1"), ("LDFLAGS", "-Wl,-z,now"),
-     ("OPKILN_DEBUG", "1"), ("CPATH", "/opt/no/such/include")],
+    ("variable", "value", "named"),
+    [("CXXFLAGS", "-DUSERS=1", "-DUSERS=1"), ("CPPFLAGS", "-DUSERS=1", "-DUSERS=1"),
+     ("LDFLAGS", "-Wl,-z,now", "-Wl,-z,now"), ("OPKILN_DEBUG", "1", "debug: False -> True"),
+     ("CPATH", "/opt/no/such/include", "/opt/no/such/include")],
 )  # fmt: skip
 def test_a_users_variable_rebuilds_and_explain_names_it(
-    built: Package, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+    built: Package, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, named: str
 ) -> None:
     monkeypatch.setenv(variable, value)
-    told = changes(built)
-    assert value in told or "debug: False -> True" in told
+    assert named in changes(built)
     assert looked(built)[1].linked == 1
     assert looked(built)[1].seen == []
 

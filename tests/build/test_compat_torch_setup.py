@@ -337,6 +337,7 @@ def test_device_code_of_several_files_is_linked(gpu: tuple[Built, Built, Path]) 
 
 def test_the_same_architectures_are_in_both(gpu: tuple[Built, Built, Path]) -> None:
     _, found, where = gpu
+    assert found.files
     for name in found.files:
         torchs, ours = (images(where / f"project-{who}" / "out" / name)
                         for who in ("torch", "opkiln"))  # fmt: skip

@@ -107,6 +107,7 @@ def test_the_record_is_complete(compiler: DeviceCompiler) -> None:
         assert file.read(4) == b"\x7fELF"  # the program itself, whatever PATH leads to
     assert compiler.path.startswith(compiler.home + "/")
     assert any(os.path.exists(f"{path}/cuda_runtime.h") for path in compiler.include_dirs)
+    assert compiler.library_dirs
     assert all(os.path.exists(f"{path}/libcudart_static.a") for path in compiler.library_dirs)
     assert len(compiler.identity) == 40
     if compiler.version == "13.0":

@@ -224,12 +224,19 @@ def test_record_runs_a_command_and_exits_as_it_does(script: Path, tmp_path: Path
     assert (done.returncode, done.stdout) == (0, "--epochs 1 False\n"), done.stderr
     assert "1 op(s) noted" in done.stderr
     assert noted(file) == ["cpu_adam"]
-    failed = run("cache", "record", str(file), "--", sys.executable, "-c", "raise SystemExit(7)")
-    assert failed.returncode == 7
-    killed = run("cache", "record", str(file), "--", "sh", "-c", "kill -9 $$")
-    assert killed.returncode == 128 + 9
-    assert run("cache", "record", str(file), "--", "no-such-program").returncode == 3
-    assert run("cache", "record", str(file), "--").returncode == 2
+    failed = run(
+        "cache", "record", str(file), "--", sys.executable, "-c", "print(1); raise SystemExit(7)"
+    )
+    assert (failed.returncode, failed.stdout) == (7, "1\n")
+    killed = run("cache", "record", str(file), "--", "sh", "-c", "echo 2; kill -9 $$")
+    assert (killed.returncode, killed.stdout) == (128 + 9, "2\n")
+    absent = run("cache", "record", str(file), "--", "no-such-program")
+    assert absent.returncode == 3
+    assert "no-such-program could not be started" in absent.stderr
+    nothing = run("cache", "record", str(file), "--")
+    assert nothing.returncode == 2
+    assert "no command" in nothing.stderr
+    assert noted(file) == ["cpu_adam"], "what these loaded, which is nothing, was added"
 
 
 def test_building_for_a_script_compiles_what_it_loads_after_it_ran(
@@ -261,14 +268,26 @@ def test_a_script_that_fails_builds_nothing(tmp_path: Path, cache: Path) -> None
     assert not (cache / "v1" / "ops").exists()
 
 
-def test_a_script_that_loads_no_op_builds_nothing(tmp_path: Path) -> None:
-    (tmp_path / "idle.py").write_text("import opkiln\n")
+def test_a_script_that_loads_no_op_builds_nothing(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "idle.py").write_text("import opkiln\nprint('ran')\n")
     done = run("build", "--for-script", str(tmp_path / "idle.py"))
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ran\n")
     assert "loaded no op" in done.stderr
+    assert not (cache / "v1" / "ops").exists()
 
 
-def test_ops_a_record_and_a_script_are_asked_for_one_at_a_time(script: Path) -> None:
-    assert run("build", "--for-script", str(script), "--all").returncode == 2
-    assert run("build", "cpu_adam", "--recorded", "file").returncode == 2
-    assert run("build").returncode == 2
+@pytest.mark.parametrize(
+    "asked",
+    [("--for-script", "SCRIPT", "--all"), ("cpu_adam", "--recorded", "file"), ()],
+    ids=["a script and all", "an op and a record", "nothing"],
+)
+def test_ops_a_record_and_a_script_are_asked_for_one_at_a_time(
+    asked: tuple[str, ...], tmp_path: Path, cache: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('ran')\n")
+    done = run("build", *(str(script) if word == "SCRIPT" else word for word in asked))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "give one of: names of ops, --all, --recorded, --for-script" in done.stderr
+    assert not (cache / "v1" / "ops").exists()

@@ -168,11 +168,13 @@ def test_to_put_nothing_into_something_is_an_error(
 
 
 def test_nothing_to_build_is_no_error_where_nothing_is_to_be_written(
-    opkiln: CommandLine, tmp_path: Path
+    opkiln: CommandLine, tmp_path: Path, cache: Path
 ) -> None:
     record = tmp_path / "ops.jsonl"
     record.touch()
-    assert opkiln("build", "--recorded", str(record)).returncode == 0
+    done = opkiln("build", "--recorded", str(record))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not (cache / "v1" / "ops").exists()
 
 
 def test_verify_tells_the_platform_of_each_library(opkiln: CommandLine) -> None:

@@ -181,8 +181,9 @@ def test_a_word_that_is_longer_than_the_line_stays_whole() -> None:
 
 def test_an_empty_last_cell_is_no_line_of_its_own() -> None:
     rows = [("an_op_with_a_name", "a_backend", "yes", ""), ("x", "y", "no", "a reason")]
-    for line in layout.columns(rows, indent=2, width=20).splitlines():
-        assert line.strip(), rows
+    lines = layout.columns(rows, indent=2, width=20).splitlines()
+    assert "an_op_with_a_name" in lines[0]
+    assert all(line.strip() for line in lines), lines
 
 
 def test_what_would_steer_a_terminal_is_spelt_out() -> None:

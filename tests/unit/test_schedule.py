@@ -195,12 +195,13 @@ def test_what_finish_raises_is_the_failure_and_nothing_after_it_runs(tmp_path: P
 
 def test_finish_runs_with_the_slot_given_back() -> None:
     shares = a_budget(1)
+    held: list[list[int]] = []
 
-    def take_it(completed: Completed) -> None:
-        with shares.hold():
-            pass
+    def look(completed: Completed) -> None:
+        held.append(list(shares._table._held))
 
-    execute([task("a", finish=take_it)], timeout=60, budget=shares)
+    execute([task("a", finish=look)], timeout=60, budget=shares)
+    assert held == [[]]
 
 
 def test_timeouts_and_missing_programs_are_raised_as_themselves() -> None:

@@ -25,6 +25,9 @@ def test_a_test_that_the_page_names_exists(file: str, name: str) -> None:
 
 
 def test_every_claim_in_a_table_names_one() -> None:
-    for table in re.findall(r"^\|.*Shown by \|\n\|[-|]+\|\n((?:\|.*\n)+)", PAGE.read_text(), re.M):
+    text = PAGE.read_text()
+    tables = re.findall(r"^\|.*Shown by \|\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.M)
+    assert len(tables) == text.count("Shown by") > 0
+    for table in tables:
         for row in table.splitlines():
             assert re.search(r"`tests/\S+`(, `tests/\S+`)* \|$", row), row

@@ -150,6 +150,7 @@ def test_times_and_modes_in_the_archive_are_fixed(layer: Path) -> None:
     path = wheel(layer)
     verify_wheel(str(path))
     with zipfile.ZipFile(path) as archive:
+        assert any(name.endswith("/program.so") for name in archive.namelist())
         for each in archive.infolist():
             assert each.date_time == (1980, 1, 1, 0, 0, 0)
             mode = 0o755 if each.filename.endswith("/program.so") else 0o644
