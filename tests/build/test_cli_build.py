@@ -463,7 +463,7 @@ def test_every_documented_command_works_and_the_demo_passes(
 def test_the_demo_passes_where_numpy_is_not_installed(opkiln: Opkiln, tmp_path: Path) -> None:
     without = tmp_path / "without"
     without.mkdir()
-    (without / "numpy.py").write_text("raise ImportError('numpy is not installed')\n")
+    (without / "numpy.py").write_text("raise ModuleNotFoundError('No module named numpy')\n")
     done = opkiln("demo", PYTHONPATH=f"{without}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"result +PASS", done.stdout)
