@@ -14,6 +14,7 @@ import pytest
 from sample import child
 from sample.compiler import Compiler
 from sample.package import rest
+from sample.quiet import within
 
 import opkiln
 
@@ -34,15 +35,6 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
 def loader(package: Package, **environment: str) -> subprocess.Popen[str]:
     code = "from {0}.op import PlainBuilder; print(PlainBuilder().load(verbose=False).add(1, 2))"
     return child.start(code.format(package.name), path=[package.where], env=environment)
-
-
-def becomes_true(condition: Callable[[], Any], seconds: float = 30) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return bool(condition())
 
 
 def ended(children: list[subprocess.Popen[str]]) -> list[str]:
@@ -83,7 +75,7 @@ def test_a_killed_builder_does_not_block_the_next_one(
     compiler.write(before=f"[ -e '{tmp_path}/go' ] || case \"$*\" in *' -c '*) sleep 600;; esac")
     builder = loader(plain)
     try:
-        assert becomes_true(compiler.compiles), "it never began to compile"
+        assert within(30, compiler.compiles), "it never began to compile"
         waiter = loader(plain)
         time.sleep(0.3)
         assert waiter.poll() is None
@@ -100,7 +92,7 @@ def test_a_killed_builder_leaves_no_compiler_and_no_half_entry(
 ) -> None:
     compiler.write(before="case \"$*\" in *' -c '*) sleep 600;; esac")
     builder = loader(plain, TMPDIR=str(tmp_path))
-    assert becomes_true(compiler.compiles)
+    assert within(30, compiler.compiles)
     os.kill(builder.pid, signal.SIGKILL)
     builder.communicate()
 
@@ -117,8 +109,8 @@ def test_a_killed_builder_leaves_no_compiler_and_no_half_entry(
                     found.append(name)
         return found
 
-    assert becomes_true(lambda: not survivors(), 10)
-    assert becomes_true(lambda: not list(tmp_path.glob("opkiln-*")), 10), "scratch is left behind"
+    assert within(10, lambda: not survivors())
+    assert within(10, lambda: not list(tmp_path.glob("opkiln-*"))), "scratch is left behind"
     assert list(cache.glob("v1/ops/*/*/*/*/*")) == []
 
 
@@ -126,7 +118,7 @@ def test_who_waits_says_for_whom(plain: Package, compiler: Compiler, tmp_path: P
     gate = f"while [ ! -e '{tmp_path}/go' ]; do sleep 0.05; done"
     compiler.write(before=f"case \"$*\" in *' -c '*) {gate};; esac")
     builder = loader(plain)
-    assert becomes_true(compiler.compiles)
+    assert within(30, compiler.compiles)
     waiter = child.start(f"""
         from opkiln.engine import events
         from {plain.name}.op import PlainBuilder
@@ -210,7 +202,7 @@ def test_a_fork_during_another_threads_build_does_not_hang_the_child(
     before = len(compiler.compiles())
     thread = threading.Thread(target=plain.load)
     thread.start()
-    assert becomes_true(lambda: len(compiler.compiles()) > before)
+    assert within(30, lambda: len(compiler.compiles()) > before)
     pid = os.fork()
     if pid == 0:
         signal.alarm(30)

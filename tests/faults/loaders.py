@@ -88,6 +88,10 @@ class Loader:
         self.process.stdin.write(json.dumps({"name": name, **what, "more": more}) + "\n")
         self.process.stdin.flush()
 
+    def has_answered(self) -> bool:
+        """Whether ``answer`` would return at once."""
+        return bool(select.select([self.process.stdout], [], [], 0)[0])
+
     def answer(self, timeout: float = 60) -> Answer:
         """The end of the load that was begun; a process that hangs or dies fails the test."""
         assert self.process.stdout is not None

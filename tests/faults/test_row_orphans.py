@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 from sample import signals
+from sample.quiet import within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -122,15 +123,6 @@ def names(pids_: list[int]) -> set[str]:
     return {os.path.basename(os.fsdecode(field(pid, "cmdline")[0])) for pid in pids_}
 
 
-def within(seconds: float, condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
-
-
 def compiling(one: Builder) -> bool:
     return "cc1plus" in names(marked(one.mark))
 
@@ -173,7 +165,7 @@ def test_no_compiler_and_no_scratch_outlives_its_builder(
         with builder(tmp_path, number, around=around) as one:
             assert within(20, lambda one=one: compiling(one))  # type: ignore[misc]
             end(one)
-            one.process.wait(10)
+            assert within(10, lambda one=one: one.process.poll() is not None)  # type: ignore[misc]
             assert within(2, lambda one=one: clean(one))  # type: ignore[misc]
 
 

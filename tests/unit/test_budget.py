@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -202,6 +201,7 @@ def test_threads_of_one_process_share_the_same_slots() -> None:
     shares = a_budget(2)
     running, peak = 0, 0
     lock = threading.Lock()
+    meeting = threading.Barrier(2, timeout=60)
 
     def work() -> None:
         nonlocal running, peak
@@ -209,7 +209,7 @@ def test_threads_of_one_process_share_the_same_slots() -> None:
             with lock:
                 running += 1
                 peak = max(peak, running)
-            time.sleep(0.01)
+            meeting.wait()  # two at once, or it ends in BrokenBarrierError
             with lock:
                 running -= 1
 
@@ -219,6 +219,7 @@ def test_threads_of_one_process_share_the_same_slots() -> None:
     for thread in threads:
         thread.join()
     assert peak == 2
+    assert not meeting.broken
 
 
 def test_max_jobs_bounds_the_steps_of_this_process() -> None:

@@ -7,11 +7,11 @@ import signal
 import sys
 import textwrap
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 from sample import signals
+from sample.quiet import needs_quiet, within
 
 from opkiln import process
 from opkiln.errors import BuildCancelled, BuildTimeout, ToolchainError
@@ -32,16 +32,6 @@ def alive(pid: int) -> bool:
             return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     except FileNotFoundError:
         return False
-
-
-def becomes_true(condition: object, seconds: float = 5.0) -> bool:
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return bool(condition())
 
 
 FAMILY = """
@@ -147,8 +137,11 @@ def test_an_argument_with_a_nul_is_an_error_of_ours() -> None:
 
 def test_a_timeout_ends_the_child_and_what_it_started(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    with pytest.raises(BuildTimeout, match="ran longer than 2 s"):
-        process.run([*python(FAMILY), str(pids)], timeout=2)
+    for seconds in (2, 8, 32):  # a busy machine may not have started the family yet
+        with pytest.raises(BuildTimeout, match=f"ran longer than {seconds} s"):
+            process.run([*python(FAMILY), str(pids)], timeout=seconds)
+        if pids.exists():
+            break
     assert [alive(int(pid)) for pid in pids.read_text().split()] == [False, False]
 
 
@@ -157,7 +150,7 @@ def test_a_cancelled_child_is_dead_with_its_family_when_the_call_returns(tmp_pat
     cancelled = threading.Event()
 
     def cancel() -> None:
-        becomes_true(pids.exists)
+        within(5, pids.exists)
         cancelled.set()
 
     thread = threading.Thread(target=cancel)
@@ -180,7 +173,7 @@ def test_an_interrupt_ends_the_family_and_reaches_the_caller(tmp_path: Path) -> 
     pids = tmp_path / "pids"
 
     def interrupt() -> None:
-        becomes_true(pids.exists)
+        within(5, pids.exists)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -195,7 +188,7 @@ def test_what_a_killed_leader_leaves_in_its_group_is_ended_too(tmp_path: Path) -
     pids = tmp_path / "pids"
 
     def kill_leader() -> None:
-        becomes_true(pids.exists)
+        within(5, pids.exists)
         os.kill(int(pids.read_text().split()[0]), signal.SIGKILL)
 
     thread = threading.Thread(target=kill_leader)
@@ -203,7 +196,7 @@ def test_what_a_killed_leader_leaves_in_its_group_is_ended_too(tmp_path: Path) -
     assert process.run([*python(FAMILY), str(pids)]).returncode == -signal.SIGKILL
     thread.join()
     child = int(pids.read_text().split()[1])
-    assert becomes_true(lambda: not alive(child))
+    assert within(5, lambda: not alive(child))
 
 
 def test_a_server_that_inherits_the_output_does_not_hold_up_the_call() -> None:
@@ -221,6 +214,7 @@ def test_a_server_that_inherits_the_output_does_not_hold_up_the_call() -> None:
     os.kill(server, signal.SIGKILL)
 
 
+@needs_quiet
 def test_the_peak_memory_is_that_of_the_largest_descendant_not_of_this_process() -> None:
     ballast = bytearray(600 << 20)  # wait4 alone would report at least this
     grandchild = "import time; x = bytearray(150 << 20); time.sleep(0.3)"
