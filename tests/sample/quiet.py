@@ -55,9 +55,11 @@ def needs_quiet(test: Callable[..., None]) -> Callable[..., None]:
     def repeated(*arguments: Any, **named: Any) -> None:
         for left in range(4, -1, -1):
             try:
-                return test(*arguments, **named)
+                test(*arguments, **named)
             except AssertionError:
                 if not left or slowdown() < 1.5:
                     raise
+            else:
+                return
 
     return repeated
