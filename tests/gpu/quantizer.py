@@ -7,6 +7,7 @@ The exit code is 0 when every check passed or says why it could not be made, oth
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import sys
@@ -85,6 +86,54 @@ def check_levels_are_the_references_bit_for_bit() -> str:
             assert same([inside], [expected]), (dtype, count, args)
             made += 4
     return f"{made} calls"
+
+
+def check_the_full_range_is_the_references_bit_for_bit() -> str:
+    made = 0
+    for dtype, (count, group), bits, stochastic in itertools.product(
+        DTYPES, SHAPES, (8, 4), (False, True)
+    ):
+        x = numbers(count, dtype)
+        if count > 40:
+            x[17], x[33] = math.nan, math.inf
+        args, full = (bits, group, True, stochastic, -3, 2**40 + 1), (None, False)
+        ours = native().quantize(x, *args, *LAID, *full)
+        theirs = reference.quantize(x, *args, *LAID, *full)
+        assert same(ours, theirs), (dtype, count, group, args)
+        expected = reference.fake_quantize(x, *args, *full)
+        assert same([native().fake_quantize(x, *args, *full)], [expected]), (dtype, count, args)
+        error, other = numbers(count, seed=1) * 0.01, numbers(count, seed=1) * 0.01
+        ours = native().quantize_with_feedback(x, error, *args, *LAID, *full)
+        theirs = reference.quantize_with_feedback(x, other, *args, *LAID, *full)
+        assert same((*ours, error), (*theirs, other)), (dtype, count, args)
+        made += 3
+    return f"{made} calls"
+
+
+def check_the_full_range_is_nearer_at_4_bits() -> str:
+    x = numbers(1 << 22)
+    found = []
+    for group in (64, 2048):
+        narrow, full = (
+            float((quant.fake_quantize(x, bits=4, group_size=group, narrow_range=each) - x).norm())
+            for each in (True, False)
+        )
+        assert full < 0.97 * narrow
+        found.append(f"{1 - full / narrow:.1%} in groups of {group}")
+    return ", ".join(found)
+
+
+def check_quantized_tensors_are_saved_loaded_and_moved() -> None:
+    q = quant.quantize(numbers(5000, F16), bits=4, group_size=64, symmetric=False)
+    file = io.BytesIO()
+    torch.save(q, file)
+    file.seek(0)
+    there = torch.load(file, map_location="cpu")
+    assert there.device.type == "cpu"
+    here = there.pin_memory().to("cuda", non_blocking=True)
+    torch.cuda.synchronize()
+    assert same([quant.dequantize(here)], [quant.dequantize(q)])
+    assert same([quant.dequantize(q.cpu().cuda())], [quant.dequantize(q)])
 
 
 def check_the_gpu_and_the_cpu_agree_bit_for_bit() -> None:

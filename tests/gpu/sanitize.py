@@ -65,11 +65,14 @@ CASES = (
     Case("memcheck", "fused_lamb", "odd addresses"),
     Case("memcheck", "quantizer", "odd addresses"),
     Case("memcheck", "quantizer", "swizzled"),
+    Case("memcheck", "deepspeed_quantizer", "odd addresses"),
+    Case("memcheck", "deepspeed_quantizer", "sums of parts"),
     Case("memcheck", "fp_quantizer", "odd addresses"),
     Case("memcheck", "fp_quantizer", "rows are"),
     Case("memcheck", "packbits", "every size"),
     Case("racecheck", "fused_lamb", "odd addresses"),
     Case("racecheck", "quantizer", "swizzled"),
+    Case("racecheck", "deepspeed_quantizer", "swizzled"),
     Case("racecheck", "fp_quantizer", "odd addresses"),
 )
 

@@ -1,4 +1,4 @@
-"""quantizer and packbits on a GPU: what the scripts of these names check, one by one."""
+"""What the scripts quantizer, deepspeed_quantizer and packbits check on a GPU, one by one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def _script(name: str) -> Any:
     return module
 
 
-CHECKS = [(script, check) for script in map(_script, ("quantizer", "packbits"))
+NAMES = ("quantizer", "deepspeed_quantizer", "packbits")
+CHECKS = [(script, check) for script in map(_script, NAMES)
           for check in script.CHECKS]  # fmt: skip
 
 
