@@ -8,7 +8,7 @@ milliseconds; where an op cannot be had, its pure-PyTorch version runs and the u
     ext = opkiln.load("my_ext", ["my_ext.cpp"])
 
 Importing this package does no work: the names below are resolved when they are used. It only tells
-torch, as soon as that is imported, that ``torch.load`` may make opkiln's quantized tensors.
+a torch that is imported that ``torch.load`` may make opkiln's quantized tensors.
 """
 
 import sys
@@ -84,24 +84,15 @@ def _rebuild_fp_quantized(*fields: object) -> object:
     return import_module("opkiln.ops.fp_quantizer.quantizer").FPQuantized(*fields)
 
 
-def _allow_torch_to_load() -> bool:
-    """Name to ``torch.load`` the functions above; whether torch is there to be told.
+def _allow_torch_to_load() -> None:
+    """Tell torch, if it is imported, that ``torch.load`` may call the two functions above.
 
-    By default it calls nothing that was not named so. They only put tensors and numbers together.
+    By default it calls nothing that it was not told of. They only put tensors and numbers together.
+    A torch that is imported later asks for this itself: see ``compat/autoload.py``.
     """
     add = getattr(sys.modules.get("torch.serialization"), "add_safe_globals", None)
     if add is not None:
         add([_rebuild_quantized, _rebuild_fp_quantized])
-    return add is not None
 
 
-class _UntilTorchIsImported:
-    """Sees what is imported. It finds nothing, and goes when torch has been told."""
-
-    def find_spec(self, *_: object) -> None:
-        if _allow_torch_to_load() and self in sys.meta_path:
-            sys.meta_path.remove(self)
-
-
-if not _allow_torch_to_load():
-    sys.meta_path.insert(0, _UntilTorchIsImported())
+_allow_torch_to_load()
