@@ -4,7 +4,8 @@ It follows csrc/quantization/*.cu and csrc/includes/*quantization_utils.h operat
 fp32 but for the sums of a reduction, which are fp16. A group has ``slots``, a place for each
 element that its threads load; a slot beyond the group's end holds 0, and takes part in the group's
 range. Divisions are IEEE's here. On NVIDIA GPUs DeepSpeed's are approximate
-(``--use_fast_math``), so there a scale may differ in its last bit.
+(``--use_fast_math``), so there a scale may differ in its last bit. That this is what its kernels
+compute is tested in tests/build/test_compat_deepspeed_kernels.py, which runs them on the CPU.
 """
 
 from __future__ import annotations

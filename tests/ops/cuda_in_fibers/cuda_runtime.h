@@ -23,17 +23,20 @@
 #define __launch_bounds__(...)
 
 struct dim3 {
-  explicit dim3(unsigned x = 1) : x(x) {}
-  unsigned x;
+  explicit dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+  unsigned x, y, z;
 };
 
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 class Block {
  public:
-  Block(unsigned threads, std::function<void()> kernel)
-      : kernel_(std::move(kernel)), fibers_(threads), warps_((threads + 31) / 32) {
-    for (unsigned i = 0; i < threads; ++i) {
+  Block(dim3 shape, std::function<void()> kernel)
+      : kernel_(std::move(kernel)),
+        shape_(shape),
+        fibers_(shape.x * shape.y * shape.z),
+        warps_((fibers_.size() + 31) / 32) {
+    for (unsigned i = 0; i < fibers_.size(); ++i) {
       Fiber& fiber = fibers_[i];
       fiber.stack.resize(64 * 1024);
       getcontext(&fiber.context);
@@ -42,7 +45,7 @@ class Block {
       makecontext(&fiber.context, &Block::enter, 0);
       ++warps_[i / 32].threads;
     }
-    all_.threads = threads;
+    all_.threads = static_cast<unsigned>(fibers_.size());
   }
 
   void run() {
@@ -51,7 +54,8 @@ class Block {
       moved_ = false;
       for (unsigned i = 0; i < fibers_.size(); ++i) {
         if (!fibers_[i].done) {
-          threadIdx.x = i;
+          rank_ = i;
+          threadIdx = dim3(i % shape_.x, i / shape_.x % shape_.y, i / shape_.x / shape_.y);
           swapcontext(&scheduler_, &fibers_[i].context);
           left -= fibers_[i].done;
         }
@@ -68,13 +72,23 @@ class Block {
   }
 
   uint32_t exchange(uint32_t value, unsigned bits) {
-    const unsigned thread = threadIdx.x;
+    const unsigned thread = rank_;
     Barrier& warp = warps_[thread / 32];
     // Two turns of values: a thread may be at the next shuffle while others read this one's.
     const unsigned turn = warp.turn % 2;
     fibers_[thread].value[turn] = value;
     wait(warp);
-    return fibers_[thread ^ bits].value[turn];
+    const unsigned other = thread ^ bits;  // of a thread that is not there: the own value
+    return fibers_[other < fibers_.size() ? other : thread].value[turn];
+  }
+
+  // Of this thread in its block.
+  unsigned rank() const {
+    return rank_;
+  }
+
+  unsigned threads() const {
+    return static_cast<unsigned>(fibers_.size());
   }
 
   static Block*& current() {
@@ -96,12 +110,12 @@ class Block {
   static void enter() {
     Block& block = *current();
     block.kernel_();
-    block.fibers_[threadIdx.x].done = true;
+    block.fibers_[block.rank_].done = true;
     block.moved_ = true;
   }
 
   void wait(Barrier& barrier) {
-    const unsigned thread = threadIdx.x, turn = barrier.turn;
+    const unsigned thread = rank_, turn = barrier.turn;
     moved_ = true;
     if (++barrier.waiting == barrier.threads) {
       barrier.waiting = 0;
@@ -115,6 +129,8 @@ class Block {
   }
 
   std::function<void()> kernel_;
+  dim3 shape_;
+  unsigned rank_ = 0;
   std::vector<Fiber> fibers_;
   std::vector<Barrier> warps_;
   Barrier all_;
@@ -151,8 +167,9 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Parameters...), dim3 blocks, dim3 th
   }
   gridDim = blocks;
   blockDim = threads;
-  for (blockIdx.x = 0; blockIdx.x < blocks.x; ++blockIdx.x) {
-    Block(threads.x, [&] {
+  for (unsigned i = 0; i < blocks.x * blocks.y * blocks.z; ++i) {
+    blockIdx = dim3(i % blocks.x, i / blocks.x % blocks.y, i / blocks.x / blocks.y);
+    Block(threads, [&] {
       call(kernel, arguments, std::index_sequence_for<Parameters...>());
     }).run();
   }
