@@ -21,13 +21,14 @@ import tempfile
 import traceback
 import warnings
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from distributed_cells import OPTIMIZERS, REFUSED, SAVED_AFTER, STEPS, TORCHS, allowed, cells
+from sharded_pairs import BY_HAND, class_of, difference, optimizer_of, serve
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -39,66 +40,17 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import (
-    DTensor,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-import opkiln
-from opkiln import optim
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-STEPS, SAVED_AFTER = 6, 3
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "AdamW": {"lr": 0.01, "weight_decay": 0.1},
-    "CPUAdam": {"lr": 0.01, "weight_decay": 0.1},
-    "CPUAdagrad": {"lr": 0.05, "weight_decay": 0.1},
-    "CPULion": {"lr": 0.01, "weight_decay": 0.1},
-    "FusedAdam": {"lr": 0.01, "weight_decay": 0.1},
-    "FusedLion": {"lr": 0.01, "weight_decay": 0.1},
-    "FusedLamb": {"lr": 0.01, "weight_decay": 0.1},
-}
-TORCHS = ("AdamW",)  # to see what is torch's doing
-HOST = [name for name in OPTIMIZERS if name.startswith("CPU")]
-FUSED = [name for name in OPTIMIZERS if name.startswith("Fused")]
-_OPS = {
-    "CPUAdam": "cpu_adam",
-    "CPUAdagrad": "cpu_adagrad",
-    "CPULion": "cpu_lion",
-    "FusedAdam": "fused_adam",
-    "FusedLion": "fused_lion",
-    "FusedLamb": "fused_lamb",
-}
-
-
-def class_of(name: str) -> Any:
-    return getattr(torch.optim if name in TORCHS else optim, name)
-
-
-def optimizer_of(name: str, params: Iterable[Any], **more: Any) -> torch.optim.Optimizer:
-    optimizer: torch.optim.Optimizer = class_of(name)(params, **{**OPTIMIZERS[name], **more})
-    return optimizer
-
-
-def serve(reference: bool) -> None:
-    """Have the optimizers run on their references, or on native ops, which are built here."""
-    for name, op in _OPS.items():
-        if reference:
-            functions = import_module(f"opkiln.ops.{op}.reference")
-        else:
-            functions = opkiln.get_builder(op).jit_load(verbose=False)
-        served = functions if name in HOST else {"cpu": functions}
-        getattr(optim, name)._ops = served
-
+    from collections.abc import Callable, Iterable
 
 # One process alone
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Weights of 3 rows and of 1 do not divide evenly by 2 or 4: some ranks have nothing of them."""
+    """Weights of 3 rows and of 1 do not divide evenly: some ranks have nothing of them."""
     torch.manual_seed(0)
     layers = (nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 1))
     return nn.Sequential(*layers).to(dtype)
@@ -131,18 +83,6 @@ def alone(name: str, steps: int = STEPS) -> list[Tensor]:
         give_mean_gradients(model, step)
         optimizer.step()
     return [param.detach() for param in model.parameters()]
-
-
-def difference(got: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """The largest of all elements, NaN where there is one."""
-    found = 0.0
-    for one, other in zip(got, expected, strict=True):
-        one = one.full_tensor() if isinstance(one, DTensor) else one
-        assert one.shape == other.shape, (one.shape, other.shape)
-        here = (one.detach().double() - other.detach().double()).abs()
-        found = max(found, float(here.max())) if here.numel() else found
-        assert not here.isnan().any()
-    return found
 
 
 # Several ranks: each returns the difference to one process alone
@@ -281,17 +221,9 @@ WAYS: dict[str, Callable[[str, Path], float]] = {
     "DDP, checkpoint": ddp_checkpoint,
     "FSDP1, checkpoint": fsdp1_checkpoint,
     "FSDP2, checkpoint": fsdp2_checkpoint,
+    "FSDP2, checkpoint to 4 ranks": resharded,
 }
-ON_FOUR: dict[str, Callable[[str, Path], float]] = {"FSDP2, checkpoint to 4 ranks": resharded}
-
-
 # Starting ranks
-
-
-def _cells(ranks: int) -> Iterator[tuple[str, Callable[[Path], float]]]:
-    for way, run in (WAYS if ranks == 2 else ON_FOUR).items():
-        for name in OPTIMIZERS:
-            yield f"{way}/{name}", lambda at, run=run, name=name: run(name, at)
 
 
 def _rank(rank: int, ranks: int, directory: Path) -> None:
@@ -303,12 +235,14 @@ def _rank(rank: int, ranks: int, directory: Path) -> None:
         timeout=timedelta(seconds=60),
     )  # fmt: skip
     results = {}
-    for cell, run in _cells(ranks):
+    runs = {**WAYS, **BY_HAND}
+    for cell in cells(ranks):
+        way, name = cell.split("/")
         try:
-            results[cell] = {"difference": run(directory)}
+            results[cell] = {"difference": runs[way](name, directory)}
         except (Exception, dcp.api.CheckpointException) as error:
             results[cell] = {
-                "error": f"{type(error).__name__}: {error}".strip().splitlines()[-1],
+                "error": f"{type(error).__name__}: {error}",
                 "traceback": traceback.format_exc(),
             }
         every: list[Any] = [None] * ranks
@@ -340,16 +274,38 @@ def run_all(reference: bool) -> dict[str, dict[str, Any]]:
     return results
 
 
+def verdict(cell: str, result: dict[str, Any]) -> str:
+    if cell in REFUSED:
+        return "refused" if "FullyShardedDataParallel" in result.get("error", "") else "FAIL"
+    if "error" in result:
+        return "FAIL"
+    return f"{result['difference']:.0e}".replace("0e+00", "0") + (
+        " PASS" if result["difference"] <= allowed(cell) else " FAIL"
+    )
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """The ways to train, by optimizer, in Markdown."""
+    lines = [f"| | {' | '.join(WAYS)} |", "|---" * (len(WAYS) + 1) + "|"]
+    for name in OPTIMIZERS:
+        shown = f"`torch.optim.{name}`" if name in TORCHS else f"`{name}`"
+        cells = (verdict(f"{way}/{name}", results[f"{way}/{name}"]) for way in WAYS)
+        lines.append(f"| {shown} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--reference", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     results = run_all(arguments.reference)
     if arguments.json:
         arguments.json.write_text(json.dumps(results))
+    print(table(results))
     for cell, result in results.items():
-        print(cell, result.get("difference", result.get("error")))
+        if verdict(cell, result) in ("FAIL", "refused"):
+            print(f"{cell}: {result.get('error', result)}")
 
 
 if __name__ == "__main__":

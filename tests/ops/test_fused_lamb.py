@@ -22,6 +22,8 @@ from torch import Tensor
 from opkiln.ops.fused_lamb import reference
 
 kernel_fixture, op_fixture = fixtures("fused_lamb")
+FIRST_HALF = {name: HYPER[name] for name in HYPER if name not in ("lr", "min_coeff", "max_coeff")}
+SECOND_HALF = {name: HYPER[name] for name in HYPER if name != "maximize"}
 SIZES = (0, 1, 3, 4, 7, 511, 512, 513, 4095, 4097)
 
 
@@ -154,15 +156,13 @@ def test_the_halves_of_a_step_are_the_step(op: Any, param: torch.dtype, masters:
     op.fused_lamb_(*whole, ratios, **HYPER)
 
     squares = torch.full((8, 2), math.nan, dtype=torch.float64)
-    firsts = {name: HYPER[name] for name in HYPER if name not in ("lr", "min_coeff", "max_coeff")}
-    seconds = {name: HYPER[name] for name in HYPER if name != "maximize"}
     made = [float(step) for step in parts[5]]
     before = clone(parts[:1])
-    op.fused_lamb_average_(*parts, squares, **firsts)
+    op.fused_lamb_average_(*parts, squares, **FIRST_HALF)
     assert [float(step) for step in parts[5]] == made, "the first half counts no step"
     assert all(torch.equal(a, b) for a, b in zip(parts[0], before[0], strict=True))
     sums = squares.view(4, 2, 2).sum(1, keepdim=True).expand(4, 2, 2).reshape(8, 2).contiguous()
-    op.fused_lamb_move_(*parts, sums, ratios_of_parts, **seconds)
+    op.fused_lamb_move_(*parts, sums, ratios_of_parts, **SECOND_HALF)
 
     assert [float(step) for step in parts[5]] == [step + 1 for step in made]
     # Sums of chunks are fp32 in the kernels, and the parts' chunks are others than the whole's:
@@ -182,10 +182,8 @@ def test_the_halves_change_nothing_where_a_gradient_is_not_finite(op: Any) -> No
     before, out = clone(lists), coefficients(lists)
     squares = torch.zeros(2, 2, dtype=torch.float64)
     found = {"found_inf": torch.tensor([1.0])}
-    firsts = {name: HYPER[name] for name in HYPER if name not in ("lr", "min_coeff", "max_coeff")}
-    seconds = {name: HYPER[name] for name in HYPER if name != "maximize"}
-    op.fused_lamb_average_(*lists, squares, **firsts, **found)
-    op.fused_lamb_move_(*lists, squares, out, **seconds, **found)
+    op.fused_lamb_average_(*lists, squares, **FIRST_HALF, **found)
+    op.fused_lamb_move_(*lists, squares, out, **SECOND_HALF, **found)
     assert out.tolist() == [7.0, 7.0]
     for row, old in zip(lists, before, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(row, old, strict=True))
@@ -193,10 +191,9 @@ def test_the_halves_change_nothing_where_a_gradient_is_not_finite(op: Any) -> No
 
 @pytest.mark.parametrize("wrong", [torch.zeros(3, 2, dtype=torch.float64), torch.zeros(2, 2)])
 def test_a_place_for_squares_that_does_not_fit_is_refused(wrong: Tensor) -> None:
-    firsts = {name: HYPER[name] for name in HYPER if name not in ("lr", "min_coeff", "max_coeff")}
     for op in (native("fused_lamb"), reference):
         with pytest.raises(RuntimeError, match="squares has"):
-            op.fused_lamb_average_(*tensors((6, 6)), wrong, **firsts)
+            op.fused_lamb_average_(*tensors((6, 6)), wrong, **FIRST_HALF)
 
 
 def test_a_list_of_any_length_takes_few_launches(kernel: Kernel) -> None:
@@ -229,6 +226,9 @@ def test_opcheck_finds_nothing() -> None:
     op = native("fused_lamb")
     lists = tensors((5, 33), BF16, masters=True)
     torch.library.opcheck(op.fused_lamb_, (*lists, coefficients(lists)), HYPER)
+    squares = torch.ones(2, 2, dtype=torch.float64)
+    torch.library.opcheck(op.fused_lamb_average_, (*lists, squares), FIRST_HALF)
+    torch.library.opcheck(op.fused_lamb_move_, (*lists, squares, coefficients(lists)), SECOND_HALF)
 
 
 def test_a_compiled_function_that_steps_is_one_graph() -> None:

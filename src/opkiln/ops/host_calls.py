@@ -69,7 +69,12 @@ class Kept(NamedTuple):
         if not same_tensors(params, self.params):
             return False
         # A DTensor may have been given another local tensor.
-        return self.parts is self.params or same_tensors(parts_of(params), self.parts)
+        return not self.sharded or same_tensors(parts_of(params), self.parts)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether there are DTensors among the parameters."""
+        return self.parts is not self.params
 
     @property
     def step(self) -> int:

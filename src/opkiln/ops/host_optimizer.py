@@ -309,8 +309,6 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
                 sparse = [p for p, g in zip(params, grads, strict=True) if g.is_sparse]
                 params = [p for p, g in zip(params, grads, strict=True) if not g.is_sparse]
                 grads = list(map(_GRAD, params))
-            if has_shards(params):
-                grads = gradient_parts(params, grads, name_in(index, group))
             found.append((params, grads, sparse))
         calls: list[Call] = []
         for index, (params, grads, sparse) in enumerate(found):
@@ -337,6 +335,9 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
         if kept is not None and (copies or not kept.fits(params)):
             kept = None
             plans.drop(index)
+        # Lists that were kept say whether there are DTensors among these parameters.
+        if has_shards(params) if kept is None else kept.sharded:
+            grads = gradient_parts(params, grads, name_in(index, self.param_groups[index]))
         if kept is not None:
             step = kept.step + 1
             hyper = self._hyper_at(step, self.param_groups[index])

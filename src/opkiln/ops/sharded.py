@@ -85,21 +85,24 @@ def gradient_parts(
     One that is placed otherwise (a sum that is still to be made, say) is redistributed, which is
     a collective. Raises ArgumentError, with the parameter's name, for one that cannot be.
     """
-    out: list[Any] = []
-    for param, grad in zip(params, grads, strict=True):
-        if grad is not None and is_sharded(param):
-            if not is_sharded(grad) or _placement(grad)[0] != _placement(param)[0]:
-                raise ArgumentError(
-                    f"the gradient of {name_of(param)} is {placement_text(grad)}; "
-                    f"the parameter is {placement_text(param)}",
-                    hint="torch.distributed.tensor.distribute_tensor("
-                    "grad, param.device_mesh, param.placements)",
-                )
-            if not same_placement(grad, param):
-                grad = grad.redistribute(placements=_placement(param)[1])
-            grad = part_of(grad)
-        out.append(grad)
-    return out
+    return [
+        _gradient_part(param, grad, name_of) if grad is not None and is_sharded(param) else grad
+        for param, grad in zip(params, grads, strict=True)
+    ]
+
+
+def _gradient_part(param: Tensor, grad: Any, name_of: Callable[[Tensor], str]) -> Tensor:
+    if not is_sharded(grad) or _placement(grad)[0] != _placement(param)[0]:
+        raise ArgumentError(
+            f"the gradient of {name_of(param)} is {placement_text(grad)}; "
+            f"the parameter is {placement_text(param)}",
+            hint="torch.distributed.tensor.distribute_tensor("
+            "grad, param.device_mesh, param.placements)",
+        )
+    placed = (
+        grad if same_placement(grad, param) else grad.redistribute(placements=_placement(param)[1])
+    )
+    return part_of(placed)
 
 
 def refuse_partial(param: Tensor, name: str) -> None:
@@ -112,8 +115,8 @@ def refuse_partial(param: Tensor, name: str) -> None:
 
 
 def refuse_fsdp1(needed: str, param: Tensor, name: str) -> None:
-    """Raises ArgumentError for a parameter that FullyShardedDataParallel has flattened: what is here
-    may be a part of several tensors, and nothing says which other ranks have the rest."""
+    """Raises ArgumentError for a parameter that FullyShardedDataParallel has flattened: it may be
+    a part of several tensors, and nothing says which other ranks have the rest."""
     if getattr(param, "_fsdp_flattened", False):
         raise ArgumentError(
             f"{name} is part of a flat parameter of FullyShardedDataParallel",

@@ -11,7 +11,7 @@ from opkiln.errors import ArgumentError
 from opkiln.ops.multi_tensor.calls import Call, run
 from opkiln.ops.multi_tensor.optimizer import FusedOptimizer
 from opkiln.ops.param_groups import check_hyperparameters, check_numbers
-from opkiln.ops.sharded import has_shards, sum_over_shards
+from opkiln.ops.sharded import sum_over_shards
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class FusedLamb(FusedOptimizer):
 
     def _new_plan(self, plans: Any, here: Any, call: Call) -> Any:
         """None for DTensors: the two halves of their step go over lists."""
-        return None if has_shards(here.params) else super()._new_plan(plans, here, call)
+        return None if call.sharded else super()._new_plan(plans, here, call)
 
     def _run_call(self, call: Call) -> None:
         if not call.sharded:

@@ -113,8 +113,9 @@ class Planned(NamedTuple):
     device: torch.device
     memory: Tensor
     ledger: Tensor
-    params: list[Tensor]
-    addresses: list[int]  # of the parameters: to assign to `param.data` changes them
+    whole: list[Tensor]  # the parameters
+    params: list[Tensor]  # what is stepped of them: the same list, or the parts of DTensors
+    addresses: list[int]  # of these: to assign to `param.data` changes them
     kept: list[list[Tensor]]
     written: list[Tensor]
     stream: int  # that the memory belongs to
@@ -135,6 +136,7 @@ class Planned(NamedTuple):
             call.device,
             memory,
             ledger,
+            call.whole,
             call.params,
             list(map(Tensor.data_ptr, call.params)),
             kept,
@@ -144,12 +146,18 @@ class Planned(NamedTuple):
 
     def fits(self, params: list[Tensor]) -> bool:
         """Whether it is a plan for these parameters, where they are now, on the current stream."""
-        parts = parts_of(params)
+        parts = parts_of(params) if self.sharded else params
         return (
-            same_tensors(parts, self.params)
+            same_tensors(params, self.whole)
+            and (parts is params or same_tensors(parts, self.params))
             and list(map(Tensor.data_ptr, parts)) == self.addresses
             and stream_of(self.device) == self.stream
         )
+
+    @property
+    def sharded(self) -> bool:
+        """Whether there are DTensors among the parameters."""
+        return self.params is not self.whole
 
     def run(self, op: Callable[..., None], grads: list[Tensor], hyper: dict[str, Any]) -> None:
         """Raises RuntimeError, before anything is written, where gradients do not fit the plan."""

@@ -57,6 +57,7 @@ class _Place(NamedTuple):
     device: torch.device
     params: list[Tensor]
     grads: list[Tensor]
+    sharded: bool  # there are DTensors among the parameters of the group
     plan: Planned | None = None
 
 
@@ -212,15 +213,17 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
     ) -> list[_Place]:
         params: list[Tensor] = group["params"]
         grads: list[Any] = list(map(_GRAD, params))
-        if has_shards(params):
-            grads = gradient_parts(params, grads, name_in(index, group))
         plan = None if plans is None else plans.of_group.get(index)
         if plan is not None and is_capturing(plan.device):
             plan = None  # it stays, and this step takes lists: a graph may outlive a plan
         if plan is not None and not plan.fits(params):
             assert plans is not None
             plans.drop(index)
-        elif plan is not None:
+            plan = None
+        sharded = has_shards(params) if plan is None else plan.sharded
+        if sharded:
+            grads = gradient_parts(params, grads, name_in(index, group))
+        if plan is not None:
             # What is wrong with a gradient, or that there is none, the op says before it writes:
             # no need to look at ten thousand first, unless another call will have been made by then
             # or something else is done with them.
@@ -228,7 +231,7 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
             if alone or not any(map(is_, grads, repeat(None))):
                 if not alone:
                     self._refuse_sparse(index, group, grads)
-                return [_Place(index, plan.device, params, grads, plan)]
+                return [_Place(index, plan.device, params, grads, sharded, plan)]
         if any(map(is_, grads, repeat(None))):
             params = [param for param in params if param.grad is not None]
             grads = [grad for grad in grads if grad is not None]
@@ -240,6 +243,7 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
                 device,
                 [param for param, at in zip(params, devices, strict=True) if at == device],
                 [grad for grad, at in zip(grads, devices, strict=True) if at == device],
+                sharded,
             )
             for device in dict.fromkeys(devices)
         ]
@@ -289,8 +293,9 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
             states = [self.state[param] for param in here.params]
             if not all(states):
                 states = self._initialise(here.params)
-            masters = parts_of(self._masters(here.params, states))
-            parts = parts_of(here.params)
+            masters, parts = self._masters(here.params, states), here.params
+            if here.sharded:
+                masters, parts = parts_of(masters), parts_of(parts)
             calls.append(Call(here.device, here.params, parts, here.grads, states, masters, [], {}))
         # Whoever holds a count has a say in it: parameters of other groups, those without a
         # gradient, and those that were taken out of their group and may come back.
