@@ -6,15 +6,14 @@ tests compare the order of events, and no step is too short or too long on a bus
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 from sample import child
+from sample.quiet import within
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,10 +91,8 @@ class Host:
 
     def until(self, *lines: str, count: int = 1) -> None:
         """Wait for these lines of the log, ``count`` times each."""
-        deadline = time.monotonic() + 60
-        while not all(self.log().count(line) >= count for line in lines):
-            assert time.monotonic() < deadline, f"{lines} did not come after {self.shown()}"
-            time.sleep(0.02)
+        came = within(30, lambda: all(self.log().count(line) >= count for line in lines))
+        assert came, f"{lines} did not come after {self.shown()}"
 
     def until_waiting(self, name: str) -> None:
         """Wait until a process says, from now on, that it waits for a slot."""
@@ -107,10 +104,8 @@ class Host:
 
     def until_begun(self, count: int) -> None:
         """Wait until so many steps were started."""
-        deadline = time.monotonic() + 60
-        while len(self.begun()) < count:
-            assert time.monotonic() < deadline, f"no further step after {self.shown()}"
-            time.sleep(0.02)
+        came = within(30, lambda: len(self.begun()) >= count)
+        assert came, f"no further step after {self.shown()}"
 
     def end(self, step: str) -> None:
         """Let a step end, and wait for that."""
@@ -147,7 +142,7 @@ def test_a_small_step_starts_beside_a_build_whose_steps_do_not_end(host: Host) -
     host.until("+ long.0", "+ long.1")
     host.build("small")
     host.until("+ small.0")
-    assert host.begun() == ["long.0", "long.1", "small.0"]
+    assert host.begun()[2:] == ["small.0"]
 
 
 def test_a_long_queue_starts_no_further_step_before_one_of_a_process_that_has_none(
@@ -159,7 +154,7 @@ def test_a_long_queue_starts_no_further_step_before_one_of_a_process_that_has_no
     host.until_waiting("small")
     host.end("long.0")
     host.until_begun(3)
-    assert host.begun() == ["long.0", "long.1", "small.0"]
+    assert host.begun()[2:] == ["small.0"]
 
 
 def test_the_next_free_slot_goes_to_the_process_that_has_none(host: Host) -> None:
@@ -186,7 +181,7 @@ def test_starving_processes_use_the_extra_slot_in_turn_one_step_at_a_time(host: 
         host.until_starving(following[0])
         host.end(step)
         host.until(f"+ {following}")
-    assert host.begun() == ["long.0", "long.1", "a.0", "b.0", "a.1", "b.1", "a.2"]
+    assert host.begun()[2:] == ["a.0", "b.0", "a.1", "b.1", "a.2"]
     running = 0
     for line in host.log():
         running += {"+": 1, "-": -1}.get(line[0], 0)
@@ -252,32 +247,23 @@ def in_another_pid_namespace() -> tuple[str, ...]:
 def test_a_waiter_in_another_pid_namespace_goes_first_unless_it_leaves_slots_unused(
     host: Host,
 ) -> None:
-    prefix = in_another_pid_namespace()
-    host.fill()
-    host.build("hidden", steps=2, prefix=prefix)
-    host.until_waiting("hidden")
+    host.build("long", steps=6, prefix=in_another_pid_namespace())  # it sees no other process
+    host.until("+ long.0", "+ long.1")
+    host.build("other")
+    host.until("+ other.0")
+    host.build("first")
+    host.until_waiting("first")
     host.end("long.0")
-    host.until("+ hidden.0")
-    assert "long.2" not in host.begun()
-    host.end("hidden.0")
-    host.until("+ hidden.1")
-    host.end("hidden.1")
+    host.until("+ first.0")
+    assert host.begun("long.2") == []
+    host.end("first.0")
     host.until("+ long.2")
-    waiter = host.build("unseen", prefix=prefix)
+    unseen = host.build("unseen")
     host.until_waiting("unseen")
-    inside = _children(waiter.pid)
-    for pid in inside:
-        os.kill(pid, signal.SIGSTOP)
+    unseen.send_signal(signal.SIGSTOP)
     host.end("long.1")
     host.until("+ long.3")
     assert host.begun("unseen") == []
-    for pid in inside:
-        os.kill(pid, signal.SIGCONT)
-
-
-def _children(pid: int) -> list[int]:
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(word) for word in file.read().split()]
 
 
 @pytest.mark.parametrize("mine", [(2, 3), (1, 9)], ids=["apart", "siblings"])
@@ -304,7 +290,7 @@ def test_a_step_that_needs_several_slots_is_not_passed_by_smaller_ones(host: Hos
     host.until_waiting("long")
     host.end("long.1")
     host.until("+ wide.0")
-    assert host.begun("long") == ["long.0", "long.1"]
+    assert host.begun("long.2") == []
 
 
 def test_a_step_with_threads_takes_one_slot_while_others_wait(host: Host) -> None:
