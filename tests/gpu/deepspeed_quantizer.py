@@ -143,7 +143,7 @@ def check_views_at_odd_addresses() -> None:
 
 def check_bandwidth() -> str:
     """Against a copy of the tensor: fp16 in groups of 2048, as ZeRO's quantized weights are."""
-    x = numbers(1 << 27)
+    x, ops = numbers(1 << 27), native()
     groups, found = x.numel() // 2048, []
 
     def seconds(call: Any) -> float:
@@ -162,10 +162,10 @@ def check_bandwidth() -> str:
     for bits in (8, 4):
         moved = x.nbytes + x.numel() * bits // 8
         args = (x, groups, bits, True, False, *LAID)
-        speed = moved / seconds(lambda args=args: native().deepspeed_quantize(*args))
-        levels = native().deepspeed_quantize(*args)
+        speed = moved / seconds(lambda args=args: ops.deepspeed_quantize(*args))
+        levels = ops.deepspeed_quantize(*args)
         rest = (groups, bits, True, F16)
-        back = moved / seconds(lambda a=levels, r=rest: native().deepspeed_dequantize(*a, *r))
+        back = moved / seconds(lambda a=levels, r=rest: ops.deepspeed_dequantize(*a, *r))
         found.append(f"int{bits} {speed / copy:.0%}, back {back / copy:.0%}")
     return f"{'; '.join(found)} of the copy's {copy / 1e9:.0f} GB/s"
 
