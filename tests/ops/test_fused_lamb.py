@@ -15,7 +15,7 @@ from adam_oracle import BF16, DTYPES, F16, F32, clone
 from fused_fixtures import fixtures, native
 from fused_kernel import Kernel
 from fused_lamb_oracle import HYPER, ROLES, assert_step, coefficients, oracle, tensors
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -279,6 +279,16 @@ def test_versions_are_counted_up() -> None:
     made=st.integers(0, 10_000),
     seed=st.integers(0, 99),
 )
+@example(  # an average that all but cancels its gradient, in a tensor of one element
+    sizes=[1, 17, 102, 623], param=F32, grad=F32, masters=False, lr=0.0625, beta1=0.1875,
+    beta2=0.0, weight_decay=0.0, eps=2.0**-9, eps_inside_sqrt=False, bias_correction=False,
+    maximize=True, bounds=(0.0, 1e3), made=0, seed=45,
+)  # fmt: skip
+@example(  # a decay that does
+    sizes=[97, 97, 2999, 1], param=F32, grad=F32, masters=False, lr=0.0625, beta1=0.375,
+    beta2=0.0, weight_decay=0.71875, eps=0.009765625, eps_inside_sqrt=False,
+    bias_correction=False, maximize=True, bounds=(0.0, 35.0), made=0, seed=92,
+)  # fmt: skip
 def test_whatever_the_tensors_and_numbers_a_step_agrees_with_float64(
     op: Any, sizes: list[int], param: torch.dtype, grad: torch.dtype, masters: bool,
     bounds: tuple[float, float], made: int, seed: int, **numbers: Any,
