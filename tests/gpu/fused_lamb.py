@@ -18,7 +18,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
 
 from adam_oracle import BF16, DTYPES, F16, F32, clone
-from checks import assert_equal, assert_same, give_gradients, main, parameters, refusal
+from checks import Skipped, assert_equal, assert_same, give_gradients, main, parameters, refusal
 from fused_lamb_oracle import HYPER, assert_step, coefficients, oracle
 from fused_lamb_oracle import tensors as host_tensors
 
@@ -157,6 +157,69 @@ def check_planned_and_captured_steps_are_those_on_the_cpu() -> None:
     assert ours._plans.of_group[0] is not None, "it was not planned"
     assert_same([param.detach().cpu() for param in mine], other, rtol=1e-4)
     assert {int(state["step"]) for state in ours.state.values()} == {6}
+
+
+def check_the_halves_of_a_step_are_the_step() -> str:
+    """Of tensors in parts, whose sums of squares are added up between the halves."""
+    first = {name: HYPER[name] for name in HYPER if name not in ("lr", "min_coeff", "max_coeff")}
+    second = {name: HYPER[name] for name in HYPER if name != "maximize"}
+    worst = 0.0
+    for param, masters in ((F32, False), (BF16, False), (BF16, True)):
+        whole = tensors((0, 5, 3001, 1_530_000), param, BF16, masters)
+        parts = [
+            [part.clone() for t in row for part in (t[:3], t[3:])] for row in whole[:5]
+        ] + clone(whole[5:])
+        ratios, of_parts = coefficients(whole), coefficients(parts)
+        native().fused_lamb_(*whole, ratios, **HYPER)
+        squares = torch.full((8, 2), math.nan, dtype=torch.float64, device="cuda")
+        native().fused_lamb_average_(*parts, squares, **first)
+        assert int(parts[5][0]) == 2, "the first half counts no step"
+        sums = squares.view(4, 2, 2).sum(1, keepdim=True).expand(4, 2, 2).reshape(8, 2)
+        native().fused_lamb_move_(*parts, sums.contiguous(), of_parts, **second)
+        assert int(parts[5][0]) == 3
+        assert torch.equal(*of_parts.view(4, 2).unbind(1))
+        off = ((of_parts.view(4, 2)[:, 0] - ratios) / ratios).abs().max()
+        worst = max(worst, float(off))
+        assert worst <= 1e-6, worst
+        for row, expected in zip(parts[:5], whole[:5], strict=True):
+            for i, tensor in enumerate(expected):
+                got = torch.cat(row[2 * i : 2 * i + 2])
+                unit = torch.finfo(tensor.dtype).eps
+                torch.testing.assert_close(got, tensor, rtol=unit, atol=1e-8)
+    return f"coefficients within {worst:.1e}"
+
+
+def check_dtensors_are_stepped_as_whole_tensors_are() -> str:
+    """On a mesh of this process alone: the halves, with a collective between them."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    if not dist.is_gloo_available():
+        raise Skipped("this torch has no gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cuda", (1,))
+        whole = parameters((300, 400), (7,), (1, 5))
+        sharded = [
+            distribute_tensor(param.detach(), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+            for param in whole
+        ]
+        theirs, ours = (
+            FusedLamb(params, lr=0.01, max_grad_norm=0.5) for params in (whole, sharded)
+        )
+        for step in range(4):
+            give_gradients(whole, seed=step)
+            for param, other in zip(sharded, whole, strict=True):
+                param.grad = distribute_tensor(other.grad, mesh, [Shard(0)], src_data_rank=None)
+            theirs.step()
+            ours.step()
+        assert_same([param.to_local() for param in sharded], whole, rtol=1e-6)
+        for (_, one), (_, other) in zip(ours.coefficients(), theirs.coefficients(), strict=True):
+            assert abs(float(one / other) - 1) <= 1e-6
+    finally:
+        dist.destroy_process_group()
+    return "3 tensors, 4 steps"
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
