@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sample import child
 from sample.levels import LEVELS
-from sample.package import Steps, rest, settle
+from sample.package import Steps, put, rest, settle
 
 import opkiln
 from opkiln import registry
@@ -254,12 +254,12 @@ def test_a_damaged_library_is_replaced_and_never_loaded(built: Package, cache: P
     (library,) = cache.glob("v1/ops/*/plain/*/*/*/plain.so")
     data = bytearray(library.read_bytes())
     data[len(data) // 2] ^= 0xFF
-    library.write_bytes(data)
+    put(library, bytes(data))
     out = child.run(f"""
         from {built.name}.op import PlainBuilder
         from opkiln.loading import loader
         print(PlainBuilder().load().add(1, 2))
-        print(next(iter(loader.traces().values())))
+        print(next(iter(loader.loaded_here().values()))[0].trace)
     """, path=[built.where])  # fmt: skip
     assert out.startswith("103\n")
     assert "another digest" in out

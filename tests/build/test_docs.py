@@ -145,8 +145,8 @@ def test_the_example_compiles_for_the_gpus_it_is_asked_for(toolkit: str, cache: 
         "from opkiln.loading import loader\n"
         "builder = BiasGeluBuilder(backend='cuda', archs='8.0;9.0')\n"
         "builder.jit_load()\n"
-        "(trace,) = loader.traces().values()\n"
-        "print(trace.decisions[-1].subject)\n"
+        "((loaded, _),) = loader.loaded_here().values()\n"
+        "print(loaded.trace.decisions[-1].subject)\n"
         "print(*builder.builder().extra_compile_args['nvcc'], sep='\\n')\n"
     )
     done = _run([sys.executable, "-c", code], cache, CUDA_OP)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sample.compiler import Compiler
 from sample.levels import LEVELS, kernel_flags, lacks
-from sample.package import settle
+from sample.package import put, settle
 
 from opkiln import machine
 from opkiln.arch import cpu
@@ -108,7 +108,7 @@ def test_a_damaged_entry_of_a_layer_is_refused_and_left_alone(layered: Layered) 
     (library,) = layered.layer.glob("v1/ops/*/*/*/*/*/plain.so")
     data = bytearray(library.read_bytes())
     data[-1] ^= 1
-    library.write_bytes(data)
+    put(library, bytes(data))
     assert layered.load().add(1, 2) == 103
     assert layered.served_from().startswith(str(layered.own))
     assert "another digest" in layered.trace()

@@ -22,8 +22,8 @@ import sys
 from opkiln import get_builder
 from opkiln.loading import loader
 get_builder("cpu_adam").load()
-(trace,) = loader.traces().values()
-print(trace.decisions[-1].resort, trace.decisions[-1].verdict)
+((loaded, _),) = loader.loaded_here().values()
+print(loaded.trace.decisions[-1].resort, loaded.trace.decisions[-1].verdict)
 """
 
 

@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 
 
+def put(path: Path, data: bytes) -> None:
+    """Give a file other contents, as a new file of its name: one that is mapped into this process
+    as a library must not change under it."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_bytes(data)
+    new.chmod(path.stat().st_mode)
+    new.replace(path)
+
+
 class Package:
     """A package below ``where``, a copy of ``sample/<kind>``; importable while on sys.path."""
 

@@ -39,8 +39,8 @@ COMPARE = """
     for shape in ((0,), (1,), (255,), (256,), (257,), (3, 5, 7), (1 << 20,)):
         x, y = torch.randn(shape), torch.randn(shape)
         torch.testing.assert_close(op.silu_mul(x, y), reference.silu_mul(x, y))
-    (trace,) = loader.traces().values()
-    print(trace.decisions[-1].subject)
+    ((loaded, _),) = loader.loaded_here().values()
+    print(loaded.trace.decisions[-1].subject)
 """
 
 
