@@ -225,7 +225,7 @@ def test_an_author_does_not_choose_architectures_by_flags(
 ) -> None:
     with pytest.raises(SpecError, match="is not taken") as caught:
         planned(type("Chooses", (at.AnywhereBuilder,), {"FLAGS": flags})())
-    assert "filter_ccs" in caught.value.hint
+    assert caught.value.hint.startswith("TORCH_CUDA_ARCH_LIST chooses architectures")
     monkeypatch.setenv("CUDAFLAGS", " ".join(flags))
     with pytest.raises(SpecError, match="is not taken") as caught:
         planned(at.AnywhereBuilder())

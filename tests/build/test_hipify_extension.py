@@ -28,7 +28,7 @@ _numbers = itertools.count(1)
 def name(tmp_path: Path) -> str:
     """A package of its own: an imported one stays where it was."""
     made = f"hipified_{next(_numbers)}"
-    scaffold.write(made, str(tmp_path))
+    scaffold.write(made, str(tmp_path), op="scaled_add")
     return made
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from loaders import Loader, returning, write
+from sample.levels import IS_X86
 from sample.tracing import calls, strace
 
 from opkiln.errors import SpecError
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 pytestmark = pytest.mark.row(21)
+
+FOR_A_CPU = "-mavx2" if IS_X86 else "-mtune=cortex-a72"
 
 # Text that a shell, make or ninja would act on; a compiler only sees odd names of macros.
 INERT = (
@@ -146,7 +149,7 @@ def test_only_toolchain_programs_are_started_whatever_the_flags(
     "flags",
     [
         ("-O2", "-g", "-Wall", "-Wextra", "-Werror=return-type", "-march=native", "-ffast-math"),
-        ("-fopenmp", "-pthread", "-mavx2", "-funroll-loops", "-fno-exceptions", "-fno-rtti"),
+        ("-fopenmp", "-pthread", FOR_A_CPU, "-funroll-loops", "-fno-exceptions", "-fno-rtti"),
         ("-std=c++20", "-DX=1", "-UX", "-Wno-unused", "-include", "cstdint", "-fmax-errors=1"),
         ("-Wp,-D_FORTIFY_SOURCE=2", "-Wa,--noexecstack", "-fstack-protector-strong", "-pipe"),
     ],

@@ -47,4 +47,4 @@ def _leaf(manifest: bytes, lists: bytes) -> None:
         found = entry.examine(str(leaf), places, Hasher(), listed=True, external=own, own=own)
         assert found is None or isinstance(found, (entry.Leaf, entry.Refused))
     for kind in (OP, OBJECT):
-        details(Entry(str(leaf), kind, "op", 0, 0.0, 0.0, os.path.join(leaf, "op.so")))
+        details(Entry(str(leaf), kind, "op", "", 0, 0.0, 0.0, os.path.join(leaf, "op.so")))
