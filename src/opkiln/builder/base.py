@@ -81,7 +81,7 @@ class OpBuilder:
         self._asked_archs = archs or ""
 
     def _check_tuples(self) -> None:
-        """Refuse what is no tuple of strings, such as ``("one")``. Raises SpecError."""
+        """Refuse anything but a tuple of strings, such as ``("one")``. Raises SpecError."""
         for attribute in ("SCHEMAS", "BACKENDS"):
             value = getattr(self, attribute)
             if isinstance(value, str):

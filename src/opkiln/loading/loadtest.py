@@ -50,7 +50,7 @@ def check(
     done = run((interpreter, "-I", "-S", _PROBE, *arguments), timeout=120, tmpdir=tmpdir)
     loaded = done.output.partition(f"\n{LOADED}\n")
     if loaded[1]:
-        # Even if it died afterwards, when it asked torch: that is no fault of the library.
+        # Even if it died afterwards, when it asked torch: the library is not to blame.
         _require_kernels(spec, loaded[2])
         return
     if done.returncode < 0:

@@ -1,6 +1,6 @@
 """What the parts of a declaration are called where the caller wrote them.
 
-A hint that names ``include_paths()`` is no help to who called ``load(extra_include_paths=…)``.
+A hint that names ``include_paths()`` does not help a caller of ``load(extra_include_paths=…)``.
 """
 
 from __future__ import annotations
