@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -54,6 +55,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     for name, value in sanitizers.variables().items():
         monkeypatch.setenv(name, value)
     return private / "cache"
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """torch.compile remembers by code what it compiled and what it gave up; a test starts anew."""
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()
 
 
 @pytest.fixture
