@@ -10,15 +10,13 @@ import sys
 from peers import cuda_opkiln_builder
 
 from opkiln import plan as plans
-from opkiln.loading.build import make_plan
-from opkiln.loading.resolve import chosen
-from opkiln.store.layers import Store
+from opkiln.decision.decide import planned
+from opkiln.decision.request import BUILD, Request
 
 
 def main(stage: str) -> None:
     """Print each step's argv."""
-    op = cuda_opkiln_builder.builder().op()
-    plan = make_plan(op.spec, *chosen(op, Store()))
+    plan = planned(Request(cuda_opkiln_builder.builder().op(), BUILD))
     places = plans.anchors(plan, stage)
     answer = {
         "steps": [{"kind": s.kind, "argv": list(plans.argv(s, places))} for s in plan.steps],

@@ -50,7 +50,7 @@ class Caches(NamedTuple):
             "XDG_CACHE_HOME": str(self._made("home/.cache")),
             "OPKILN_CACHE_DIR": str(self._made("opkiln", mode=0o700)),
             "OPKILN_RUNTIME_DIR": str(self._made("opkiln-run", mode=0o700)),
-            "OPKILN_FALLBACK": "error",  # a reference that serves silently is not a measurement
+            "OPKILN_MODE": "native",  # a reference that serves silently is not a measurement
             "TORCH_EXTENSIONS_DIR": str(self._made("torch-extensions")),
             "TVM_FFI_CACHE_DIR": str(self._made("tvm-ffi")),
             "BENCH_BUILD_DIR": str(self._made("build")),

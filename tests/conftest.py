@@ -12,8 +12,8 @@ from sample import sanitizers
 from sample.package import Package, Steps
 
 from opkiln import settings
+from opkiln.decision import policy as seal
 from opkiln.engine import events
-from opkiln.loading import seal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

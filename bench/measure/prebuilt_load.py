@@ -45,7 +45,7 @@ def installed(workspace: Workspace) -> Caches:
     finish([sys.executable, *pip, "--target", str(site), str(wheel)], workspace.warm)
     before = workspace.warm.environment().get("PYTHONPATH")
     path = os.pathsep.join(filter(None, [str(site), before]))
-    added = {**workspace.warm.added, "PYTHONPATH": path, "OPKILN_JIT": "off"}
+    added = {**workspace.warm.added, "PYTHONPATH": path, "OPKILN_MODE": "cached"}
     return Caches(workspace.root / "prebuilt", added)
 
 

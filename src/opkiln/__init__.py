@@ -24,7 +24,7 @@ _LAZY = {
     "ALL_OPS": "opkiln.registry",
     "get_builder": "opkiln.registry",
     "explain": "opkiln.registry",
-    "seal": "opkiln.loading.seal",
+    "seal": "opkiln.decision.policy",
     "get_accelerator": "opkiln.accelerator.detect",
     "set_accelerator": "opkiln.accelerator.detect",
 }
@@ -45,9 +45,9 @@ if TYPE_CHECKING:  # what type checkers and editors see of the lazy names
     from opkiln.builder import CUDAOpBuilder as CUDAOpBuilder
     from opkiln.builder import OpBuilder as OpBuilder
     from opkiln.builder import SYCLOpBuilder as SYCLOpBuilder
+    from opkiln.decision.policy import seal as seal
     from opkiln.extension import load as load
     from opkiln.extension import load_inline as load_inline
-    from opkiln.loading.seal import seal as seal
     from opkiln.registry import ALL_OPS as ALL_OPS
     from opkiln.registry import explain as explain
     from opkiln.registry import get_builder as get_builder

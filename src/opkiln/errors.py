@@ -171,7 +171,7 @@ class ReloadError(LoadError):
 
 
 class CompilingOff(LoadError):
-    """Something would have to be compiled, and ``OPKILN_JIT=off``."""
+    """Something would have to be compiled, and ``OPKILN_MODE`` forbids that."""
 
     exit_code = 7
 
@@ -183,6 +183,10 @@ class SealedError(CompilingOff):
 class FallbackWarning(UserWarning):
     """An op is served by its pure-PyTorch reference, or a GPU's memory by the CPU's; the text says
     why. Given once per op."""
+
+
+class SettingWarning(UserWarning):
+    """A variable is called like a setting and is not one; the text says what may be meant."""
 
 
 class ArchWarning(UserWarning):

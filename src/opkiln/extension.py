@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from opkiln.building import inline
 from opkiln.digest import sha256_file
 from opkiln.errors import SpecError, StoreError, UsageError, told_briefly
-from opkiln.loading import inline, loader
-from opkiln.loading.loader import Op
+from opkiln.loading import loader
 from opkiln.loading.register import at_trace_time
 from opkiln.model import (
     ABI_NONE,
@@ -25,6 +25,7 @@ from opkiln.model import (
     ROCM,
     XPU,
     Artifact,
+    Op,
     OpSpec,
 )
 from opkiln.settings import origin_of, override

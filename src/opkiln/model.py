@@ -1,4 +1,4 @@
-"""The records that travel between the layers: OpSpec, Target, Toolchain, Step, Plan, Artifact.
+"""The records that travel between the layers: OpSpec, Op, Target, Toolchain, Plan, Artifact.
 
 All of them are immutable and hold only immutable values.
 """
@@ -6,8 +6,13 @@ All of them are immutable and hold only immutable values.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from opkiln.record import Record
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # What a finished op is, and so how it is loaded.
 LIBRARY = "library"  # registers torch ops when loaded: torch.ops.load_library
@@ -73,6 +78,45 @@ class OpSpec(Record):
     kernels: tuple[str, ...] = ()
     inline: tuple[tuple[str, str], ...] = ()  # (source, text) of sources that are in no file
     declared_by: str = BUILDER  # for messages; in no key
+
+
+class Registration(Record):
+    """What an author declares beside the sources. Each part is called when it is needed."""
+
+    namespace: str
+    schemas: tuple[str, ...]
+    reference: Callable[[], Any] | None
+    fake: Callable[[], Any] | None = None
+    autograd: Callable[[], Any] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The op's functions."""
+        return tuple(map(function_name, self.schemas))
+
+
+def function_name(schema: str) -> str:
+    """The name of the function that a schema declares."""
+    return schema.partition("(")[0].strip()
+
+
+class Op(Record):
+    """An op to load: what it is built from, how it is registered, and for which devices."""
+
+    spec: OpSpec
+    registration: Registration | None = None
+    rule: Callable[[list[str]], Any] | None = None  # the author's filter_ccs
+    asked: str = ""  # an arch list given in the call; it goes before every setting
+
+    @property
+    def name(self) -> tuple[str, str, str]:
+        """Its identity in a process: one library per distribution, op and backend."""
+        return self.spec.distribution, self.spec.name, self.spec.backend
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether PyTorch code can serve it where a native library cannot."""
+        return self.registration is not None and self.registration.reference is not None
 
 
 class Target(Record):

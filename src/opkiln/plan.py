@@ -91,7 +91,7 @@ def _check_device_flags(backend: str, op: str, given: tuple[str, ...], variable:
 
 def _variables(name: str) -> str:
     """The variables that a user's flags may come from, as `unset` takes them."""
-    return f"OPKILN_{name.upper()} {name.upper()}"
+    return "CPPFLAGS" if name == "cppflags" else f"OPKILN_{name.upper()} {name.upper()}"
 
 
 def make(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:

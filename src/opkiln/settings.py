@@ -104,10 +104,6 @@ def _switch(text: str) -> bool:
     raise ValueError("expected 1 or 0, on or off")
 
 
-def _jit(text: str) -> bool | str:
-    return "needed" if text.lower() == "needed" else _switch(text)
-
-
 def _positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise ValueError("expected a whole number of at least 1")
@@ -238,14 +234,15 @@ class Settings:
     )  # fmt: skip
 
     # What happens
-    prebuilt = Setting(
-        "OPKILN_PREBUILT", _switch, True,
-        "`off` passes over the libraries that packages were installed with.",
-    )  # fmt: skip
-    jit = Setting(
-        "OPKILN_JIT", _jit, True,
-        "`off`: never compile. What is not cached or installed falls back or fails. `needed`: "
-        "compile only what has nothing to fall back to.", shown="on",
+    mode = Setting(
+        "OPKILN_MODE",
+        _choice("auto", "native", "cached", "sealed", "needed", "source", "reference"), "auto",
+        "Whether to compile, and what to do otherwise. `auto`: use what is cached or installed, "
+        "else compile, else run the op's reference with a warning. `native`: as `auto`, but an op "
+        "that would fall back is an error. `cached`: never compile. `sealed`: never compile or "
+        "fall back. `needed`: compile only ops that have no reference. `source`: as `auto`, but "
+        "ignore the libraries that packages were installed with. `reference`: run the reference of "
+        "every op that has one.",
     )  # fmt: skip
     patch_torch = Setting(
         "OPKILN_PATCH_TORCH", _switch, False,
@@ -258,15 +255,6 @@ class Settings:
         "DeepSpeed's sources built by opkiln, both in this order; `off` what DeepSpeed builds. "
         "`OP=ops`, `OP=engine` and `OP=off` say it of one op: `cpu_adam=engine,quantizer=off`.",
         shown="`ops,engine`",
-    )  # fmt: skip
-    fallback = Setting(
-        "OPKILN_FALLBACK", _choice("warn", "silent", "error"), "warn",
-        "When an op's native version cannot be had: `warn` serves its reference with one warning, "
-        "`silent` serves it without, `error` raises.",
-    )  # fmt: skip
-    seal = Setting(
-        "OPKILN_SEAL", _choice("off", "warn", "error"), "off",
-        "`warn` or `error`: as `opkiln.seal(…)`, from the start. `off`: not sealed.",
     )  # fmt: skip
     record = Setting(
         "OPKILN_RECORD", str, None,
@@ -289,10 +277,10 @@ class Settings:
         "else those here, else all that nvcc knows",
     )  # fmt: skip
     build_string = Setting(
-        "OPKILN_BUILD_STRING", str, None,
+        "DS_BUILD_STRING", str, None,
         "Marks the version of a package that is built: `cu130` gives `1.0+cu130`, `.dev7` gives "
         "`1.0.dev7`.",
-        aliases=("DS_BUILD_STRING",), shown="none",
+        shown="none", group="compiler",
     )  # fmt: skip
 
     accelerator = Setting(
@@ -321,10 +309,6 @@ class Settings:
         "The C++ compiler for aarch64 on another machine (`--target cpu:armv8-a`), a name on PATH "
         "or a path.", shown="`aarch64-linux-gnu-g++`",
     )  # fmt: skip
-    launcher = Setting(
-        "OPKILN_LAUNCHER", str, None,
-        "A compiler launcher to put before each compile: `ccache` or `sccache`.", shown="none",
-    )  # fmt: skip
     cpu = Setting(
         "OPKILN_CPU", str, "native",
         "The CPU to build for: `native`, a psABI level (`x86-64-v3`), or either with features "
@@ -334,11 +318,11 @@ class Settings:
         "OPKILN_DEBUG", _switch, False, "Build with `-O0 -g3` instead of `-O3`.", shown="off",
     )  # fmt: skip
     cppflags = Setting(
-        "OPKILN_CPPFLAGS", _words, (),
+        "CPPFLAGS", _words, (),
         "Flags added to every compile, before the author's. nvcc takes "
         "macros and include directories itself and hands the rest to its host compiler; one with a "
         "comma or a character that a shell reads is refused.",
-        aliases=("CPPFLAGS",), shown="none",
+        shown="none", group="compiler",
     )  # fmt: skip
     cxxflags = Setting(
         "OPKILN_CXXFLAGS", _words, (),
@@ -390,27 +374,24 @@ class Settings:
         aliases=("DS_SKIP_CUDA_CHECK",), shown="off",
     )  # fmt: skip
     ccbin = Setting(
-        "OPKILN_CCBIN", str, None, "The host compiler of nvcc, a name on PATH or a path.",
-        aliases=("NVCC_CCBIN", "CUDAHOSTCXX"), shown="the host C++ compiler",
+        "NVCC_CCBIN", str, None, "The host compiler of nvcc, a name on PATH or a path.",
+        aliases=("CUDAHOSTCXX",), shown="the host C++ compiler", group="compiler",
     )  # fmt: skip
     cudaflags = Setting(
         "OPKILN_CUDAFLAGS", _words, (),
-        "Flags added to every compile of device code, after the author's.",
+        "Flags added to every compile of device code, after the author's; `-lineinfo` is for "
+        "profilers.",
         aliases=("CUDAFLAGS",), shown="none",
     )  # fmt: skip
-    lineinfo = Setting(
-        "OPKILN_LINEINFO", _switch, False,
-        "Compile device code with `-lineinfo`, for profilers.", shown="off",
-    )  # fmt: skip
     debug_cuda = Setting(
-        "OPKILN_DEBUG_CUDA", _switch, False,
+        "DS_DEBUG_CUDA", _switch, False,
         "Show each kernel's registers, shared memory and spills when it is compiled.",
-        aliases=("DS_DEBUG_CUDA",), shown="off",
+        shown="off", group="compiler",
     )  # fmt: skip
     nvcc_threads = Setting(
-        "OPKILN_NVCC_THREADS", _positive, None,
+        "NVCC_THREADS", _positive, None,
         "Architectures that one nvcc compiles at once; each takes a CPU of the budget.",
-        aliases=("DS_NVCC_THREADS", "NVCC_THREADS"), shown="as many as there are and fit",
+        aliases=("DS_NVCC_THREADS",), shown="as many as there are and fit", group="compiler",
     )  # fmt: skip
     cuda_visible_devices = Setting(
         "CUDA_VISIBLE_DEVICES", str, None,
@@ -518,11 +499,18 @@ settings = Settings()
 # What bears on how, where and whether a build runs, but not on which binary is the right one.
 _INDIFFERENT = frozenset((
     "progress", "trace", "no_color", "rank", "max_jobs", "memory", "build_timeout", "tmpdir",
-    "runtime_dir", "cache_max_size", "record", "jit", "fallback", "seal", "build_ops",
+    "runtime_dir", "cache_max_size", "record", "mode", "build_ops",
     "build_targets", "build_string", "nvcc_threads", "patch_torch", "deepspeed",
     "cuda_visible_devices", "cuda_device_order", "rocr_visible_devices", "hip_visible_devices",
     "accelerator",  # which of an op's backends serves is in its spec
+    "path",  # which programs it leads to is in the receipt
 ))  # fmt: skip
+_NAMES = frozenset(
+    name
+    for setting in vars(Settings).values()
+    if isinstance(setting, Setting)
+    for name in (setting.variable, *setting.aliases)
+)
 _VARIABLES = tuple(
     name
     for setting in vars(Settings).values()
@@ -562,20 +550,30 @@ def origin_of(field: str) -> tuple[Any, str]:
 
 
 def unknown() -> list[str]:
-    """Variables that look like settings and are none, each with what may have been meant."""
+    """Variables that look like settings and are not, each with what may have been meant."""
     from difflib import get_close_matches
 
-    known = [name for setting in table() for name in (setting.variable, *setting.aliases)]
-    strange = [
-        name
-        for name in os.environ
-        if name.startswith("OPKILN_") and name not in known and not name.startswith("OPKILN_BUILD_")
-    ]
+    known = sorted(_NAMES)
     texts = []
-    for name in sorted(strange):
-        close = get_close_matches(name, known, 1)
-        texts.append(f"{name} is no setting" + (f"; did you mean {close[0]}?" if close else ""))
+    for name in sorted(filter(_is_strange, os.environ)):
+        close = get_close_matches(name, known, 1, 0.9 if name.startswith(_SWITCH) else 0.6)
+        if close or not name.startswith(_SWITCH):
+            texts.append(
+                f"unknown setting {name}" + (f"; did you mean {close[0]}?" if close else "")
+            )
     return texts
+
+
+_SWITCH = "OPKILN_BUILD_"  # an op's name may follow, so only a near miss of a setting is a mistake
+
+
+def _is_strange(name: str) -> bool:
+    return name.startswith("OPKILN_") and name not in _NAMES
+
+
+def any_strange() -> bool:
+    """Whether ``unknown()`` may have something to say: cheap, for the hit path."""
+    return any(map(_is_strange, os.environ))
 
 
 def child_environment() -> dict[str, str]:
@@ -600,7 +598,7 @@ def build_switch(op: str, variables: tuple[str, ...] = ()) -> bool | None:
 
 def build_switch_of(op: str, variables: tuple[str, ...] = ()) -> tuple[bool | None, str]:
     """As ``build_switch``, and the variable that says so. Raises SettingError."""
-    stem, taken = op.upper(), _names()
+    stem, taken = op.upper(), _NAMES
     for name in (f"OPKILN_BUILD_{stem}", *variables, f"DS_BUILD_{stem}"):
         text = os.environ.get(name)
         # An op may be called `string`; the variable of that name is a setting all the same.
@@ -614,13 +612,9 @@ def build_switch_of(op: str, variables: tuple[str, ...] = ()) -> tuple[bool | No
 
 def build_switches() -> list[str]:
     """The variables that are set here and look like ``OPKILN_BUILD_<OP>``."""
-    taken = _names()
+    taken = _NAMES
     set_here = (name for name, text in os.environ.items() if text)
     return sorted(n for n in set_here if n.startswith("OPKILN_BUILD_") and n not in taken)
-
-
-def _names() -> set[str]:
-    return {name for setting in table() for name in (setting.variable, *setting.aliases)}
 
 
 def fingerprint() -> tuple[str | None, ...] | None:
@@ -635,7 +629,7 @@ def fingerprint() -> tuple[str | None, ...] | None:
 
 
 _PROGRAMS = (
-    "OPKILN_CXX", "CXX", "OPKILN_LAUNCHER", "OPKILN_CCBIN", "NVCC_CCBIN", "CUDAHOSTCXX",
+    "OPKILN_CXX", "CXX", "NVCC_CCBIN", "CUDAHOSTCXX",
     "OPKILN_SYCL_CXX", "OPKILN_CXX_AARCH64",
 )  # fmt: skip
 _HOMES = (

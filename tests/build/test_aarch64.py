@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sample import wanted
 
 import opkiln
 from opkiln import machine
 from opkiln import plan as plans
 from opkiln.binary import elf
+from opkiln.building import loadtest
+from opkiln.decision.decide import planned
+from opkiln.decision.request import BUILD, Request
 from opkiln.errors import LoadError, LoadTestError, SpecError, ToolchainError
-from opkiln.loading import loadtest, resolve
-from opkiln.loading.build import make_plan
-from opkiln.loading.loader import Op
-from opkiln.loading.trace import Trace
 from opkiln.model import (
     ABI_NONE,
     ABI_STABLE,
@@ -32,6 +32,7 @@ from opkiln.model import (
     EXECUTABLE,
     LIBRARY,
     PYTHON,
+    Op,
     OpSpec,
     Target,
     Toolchain,
@@ -61,7 +62,7 @@ emulated = pytest.mark.skipif(
 
 def artifact(op: Op, cpu: str = "armv8-a") -> Path:
     with override(cpu=cpu):
-        return Path(resolve.artifact(op, Trace()).path)
+        return Path(wanted.artifact(op).path)
 
 
 def emulate(program: Path, *arguments: Path) -> subprocess.CompletedProcess[str]:
@@ -137,13 +138,13 @@ def test_what_needs_more_of_the_other_machine_is_refused(
 def test_the_machine_follows_from_the_name_of_the_cpu() -> None:
     op = Op(spec(abi=ABI_NONE))
     with override(cpu="armv8.2-a+dotprod"):
-        made = resolve.target_of(op)
+        made = wanted.target_of(op)
     assert (made.machine, made.cpu, made.cpu_features) == ("aarch64", "armv8.2-a", ("dotprod",))
     with override(cpu="x86-64-v2"):
-        assert resolve.target_of(op).machine == "x86_64"
-    assert resolve.target_of(op).machine == machine.architecture()
+        assert wanted.target_of(op).machine == "x86_64"
+    assert wanted.target_of(op).machine == machine.architecture()
     with override(cpu="armv8-a"):  # not vectorized: the baseline of that machine
-        plain = resolve.target_of(Op(spec(abi=ABI_NONE, vectorize=False)))
+        plain = wanted.target_of(Op(spec(abi=ABI_NONE, vectorize=False)))
     assert (plain.machine, plain.cpu) == ("aarch64", "armv8-a")
 
 
@@ -225,7 +226,7 @@ def test_a_bundled_op_is_built_for_aarch64_and_inspected(tmp_path: Path) -> None
 def test_an_op_for_aarch64_is_planned_with_the_cross_compiler() -> None:
     with override(cpu="armv8-a"):
         op = get_builder("cpu_adam").op()
-        made = make_plan(op.spec, *resolve.chosen(op, Store()))
+        made = planned(Request(op, BUILD))
     assert made.toolchain.cross
     assert made.toolchain.machine.startswith("aarch64")
     assert made.target.abi_tag == "torch-stable-2.10"
@@ -236,7 +237,7 @@ def test_a_link_against_the_stub_needs_what_one_against_torch_needs(
 ) -> None:
     """Seen on this machine, which has both."""
     op = package("stable").builder().op()
-    made = make_plan(op.spec, *resolve.chosen(op, Store()))
+    made = planned(Request(op, BUILD))
     stubbed = plans.make(made.spec, made.target, made.toolchain._replace(cross=True))
     places = plans.anchors(made, str(tmp_path))
     linked = []

@@ -22,13 +22,12 @@ from opkiln.arch import cuda
 from opkiln.binary import elf
 from opkiln.binary.fatbin import images
 from opkiln.builder import CUDAOpBuilder, get_default_compute_capabilities
+from opkiln.decision import decide
+from opkiln.decision.request import BUILD, Request
 from opkiln.errors import LoadError, SpecError
-from opkiln.loading import resolve
-from opkiln.loading.build import make_plan
 from opkiln.model import ABI_NONE, CPU, CUDA, PLAIN, Plan
 from opkiln.plan import anchors, argv
 from opkiln.settings import override
-from opkiln.store.layers import Store
 
 NEWEST = ("sm_90a", "sm_100f", "compute_100f")
 IMAGES = {
@@ -118,7 +117,7 @@ def at(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> type:
 
 def planned(builder: CUDAOpBuilder) -> Plan:
     op = builder.op()
-    return make_plan(op.spec, *resolve.chosen(op, Store()))
+    return decide.planned(Request(op, BUILD))
 
 
 def arch_flags(builder: CUDAOpBuilder) -> list[str]:

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sample import child
+from sample import child, wanted
 
 import opkiln
 from opkiln.builder import CUDAOpBuilder, OpBuilder
 from opkiln.errors import LoadTestError, SpecError, UnknownBackend, UsageError
-from opkiln.loading.resolve import artifact
-from opkiln.loading.trace import Trace
 from opkiln.registry import get_builder
 from opkiln.settings import override
 
@@ -124,7 +122,7 @@ def test_a_misspelled_gradient_is_refused_before_anything_is_compiled(
 def test_opkiln_build_refuses_a_misspelled_reference(tmp_path: Path, steps: Steps) -> None:
     made = builder(tmp_path, "mistaken_aot", _BINDING % "mistaken_aot", "sam(Tensor x) -> Tensor")
     with pytest.raises(SpecError, match="the reference has no function 'sam'"):
-        artifact(made.op(), Trace())
+        wanted.artifact(made.op())
     assert steps.compiled == []
 
 

@@ -15,12 +15,11 @@ from sample.package import settle
 
 from opkiln import plan as plans
 from opkiln.builder import OpBuilder
+from opkiln.decision.decide import planned
+from opkiln.decision.request import BUILD, Request
 from opkiln.errors import LoadError, UsageError
-from opkiln.loading import resolve
-from opkiln.loading.build import make_plan
 from opkiln.model import ABI_NONE, PLAIN
 from opkiln.settings import override
-from opkiln.store.layers import Store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -130,7 +129,7 @@ def test_an_author_who_repeats_the_cpu_flag_does_not_double_it(plain: Package) -
     flag = builder.cpu_arch()
     assert flag.startswith("-m")
     op = plain.builder(FLAGS=(flag, "-DX")).op()
-    plan = make_plan(op.spec, *resolve.chosen(op, Store()))
+    plan = planned(Request(op, BUILD))
     for step in plan.steps[:-1]:
         words = plans.argv(step, plans.anchors(plan, "/stage"))
         assert words.count(flag) == 1

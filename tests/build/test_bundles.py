@@ -212,7 +212,7 @@ def test_a_torch_op_is_served_from_a_bundle_and_reloaded_beside_it(
     environment = {
         "OPKILN_CACHE_DIR": str(shipped.here),
         "OPKILN_STORE_LAYERS": str(shipped.file),
-        "OPKILN_FALLBACK": "error",
+        "OPKILN_MODE": "native",
     }
     arguments = (stable.name, str(source))
     out = child.run(code, *arguments, path=[stable.where], env=environment, bare=False)
@@ -313,7 +313,7 @@ def test_what_a_listed_bundle_has_counts_as_built(
     environment = {
         "OPKILN_CACHE_DIR": str(tmp_path / "empty"),
         "OPKILN_STORE_LAYERS": str(file),
-        "OPKILN_JIT": "off",
+        "OPKILN_MODE": "cached",
     }
     done = opkiln("build", "cpu_adam", "--json", **environment)
     assert done.returncode == 0, done.stderr

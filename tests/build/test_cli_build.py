@@ -122,7 +122,7 @@ def test_a_build_of_what_is_built_imports_neither_torch_nor_the_engine(
         command, env=opkiln.environment, capture_output=True, text=True, check=True
     )
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "opkiln.loading.resolve" in imported
+    assert "opkiln.decision.decide" in imported
     assert not imported & {"torch", "opkiln.engine.schedule", "opkiln.process"}
 
 

@@ -12,11 +12,10 @@ import pytest
 from opkiln import plan as plans
 from opkiln.compat.deepspeed import CPUOpBuilder, CUDAOpBuilder, OpBuilder, TorchCPUOpBuilder
 from opkiln.compat.deepspeed.builders import probe_is_compatible
-from opkiln.loading import resolve
-from opkiln.loading.build import make_plan
+from opkiln.decision.decide import planned
+from opkiln.decision.request import BUILD, Request
 from opkiln.model import ABI_TORCH, CPU, CUDA, PYTHON
 from opkiln.settings import override
-from opkiln.store.layers import Store
 from opkiln.toolchain import nvcc
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def tree(tmp_path: Path) -> Path:
 
 def _argv(builder: Any) -> list[list[str]]:
     op = builder.op()
-    plan = make_plan(op.spec, *resolve.chosen(op, Store()))
+    plan = planned(Request(op, BUILD))
     return [list(plans.argv(step, plans.anchors(plan, "/stage"))) for step in plan.steps]
 
 

@@ -117,10 +117,10 @@ def test_a_launcher_runs_before_each_compile_and_is_no_part_of_the_key(
     launcher = tmp_path / "launcher"
     launcher.write_text(f"#!/bin/sh\necho x >> '{log}'\nexec \"$@\"\n")
     launcher.chmod(0o755)
-    monkeypatch.setenv("OPKILN_LAUNCHER", str(launcher))
+    monkeypatch.setenv("CXX", f"{launcher} g++")
     plain.load()
     assert log.read_text().split() == ["x"] * 3, "the link needs no launcher"
-    monkeypatch.delenv("OPKILN_LAUNCHER")
+    monkeypatch.delenv("CXX")
     plain.load()
     assert steps.linked == 1
 
@@ -133,14 +133,14 @@ def test_a_torch_upgraded_in_place_rebuilds_a_full_abi_op_once_and_a_stable_one_
     code = """
         import sys
         from opkiln.loading.explain import explain
-        from opkiln.loading import resolve
-        from opkiln.loading.loader import Op
-        from opkiln.loading.trace import Trace
-        from opkiln.model import OpSpec
+        from opkiln.decision.request import BUILD, Request
+        from opkiln.loading import loader
+        from opkiln.model import Op, OpSpec
         for abi in ("torch", "torch-stable"):
             spec = OpSpec(abi.replace("-", "_"), "test", sys.argv[1], ("op.cpp",), abi=abi)
             changes = explain(Op(spec)).changes
-            print(abi, resolve.artifact(Op(spec), Trace()).compiled, " ".join(changes))
+            made, _ = loader.obtain(Request(Op(spec), BUILD))
+            print(abi, made.compiled, " ".join(changes))
         assert "torch" not in sys.modules
     """
 

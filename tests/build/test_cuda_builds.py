@@ -15,14 +15,14 @@ from sample.package import Package, rest
 import opkiln
 from opkiln.binary.fatbin import images
 from opkiln.builder import CUDAOpBuilder, OpBuilder
+from opkiln.building import kernels
+from opkiln.decision import decide
+from opkiln.decision.request import BUILD, Request
 from opkiln.errors import BuildError, SpecError
-from opkiln.loading import kernels, resolve
-from opkiln.loading.build import make_plan
 from opkiln.model import ABI_NONE, CUDA, PLAIN, PYTHON, Plan
 from opkiln.plan import anchors, argv
 from opkiln.settings import override
 from opkiln.store import key
-from opkiln.store.layers import Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,9 +128,9 @@ def digests(shop: Workshop, site: Path, **variables: str) -> dict[str, str]:
     more = {"TORCH_CUDA_ARCH_LIST": "8.0;9.0a+PTX", **variables}
     code = (
         "from repro.op import AnywhereBuilder\n"
-        "from opkiln.loading import resolve\n"
-        "from opkiln.loading.trace import Trace\n"
-        "made = resolve.artifact(AnywhereBuilder(backend='cuda').op(), Trace())\n"
+        "from opkiln.decision.request import BUILD, Request\n"
+        "from opkiln.loading import loader\n"
+        "made, _ = loader.obtain(Request(AnywhereBuilder(backend='cuda').op(), BUILD))\n"
         "assert made.origin == 'built', made\n"
     )
     child.run(code, path=[site], env={**shop.variables(store, shop.real), **more})
@@ -146,7 +146,7 @@ def test_two_directories_give_the_same_bytes(shop: Workshop, tmp_path: Path) -> 
     one = digests(shop, tmp_path / "one")
     other = digests(
         shop, tmp_path / "a much longer" / "directory", OPKILN_TMPDIR=str(tmp_path / "scratch"),
-        OPKILN_NVCC_THREADS="1",
+        NVCC_THREADS="1",
     )  # fmt: skip
     assert one == other
 
@@ -277,12 +277,12 @@ def kernel(tmp_path: Path) -> Callable[..., Kernel]:
 
 def planned(builder: OpBuilder) -> Plan:
     op = builder.op()
-    return make_plan(op.spec, *resolve.chosen(op, Store()))
+    return decide.planned(Request(op, BUILD))
 
 
 @pytest.mark.parametrize(
     ("setting", "flag"),
-    [("lineinfo", "-lineinfo"), ("debug_cuda", "-Xptxas=-v"), ("cudaflags", "-DASKED")],
+    [("debug_cuda", "-Xptxas=-v"), ("cudaflags", "-DASKED")],
 )
 def test_a_setting_for_device_code_changes_the_plan_of_device_code_alone(
     kernel: Callable[..., Kernel], setting: str, flag: str

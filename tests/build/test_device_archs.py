@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from sample import wanted
 
 from opkiln.accelerator import nvidia
 from opkiln.binary import fatbin
 from opkiln.builder import CUDAOpBuilder
+from opkiln.decision.outcome import Trace
 from opkiln.errors import (
     ArchError,
     ArchWarning,
@@ -25,8 +27,7 @@ from opkiln.errors import (
     MissingCUDAException,
     ToolchainError,
 )
-from opkiln.loading import loader, resolve
-from opkiln.loading.trace import Trace
+from opkiln.loading import loader
 from opkiln.settings import override
 from opkiln.toolchain import toolkits, torch_sdk
 
@@ -59,10 +60,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def artifact(package: Package, **settings: object) -> tuple[str, Trace]:
     """What serves the op here, found or built."""
-    trace = Trace()
     with override(**settings):
-        builder = package.builder(_asked_backend="cuda")
-        return resolve.artifact(builder.op(), trace).path, trace
+        found, trace = wanted.traced(package.builder(_asked_backend="cuda").op())
+    return found.path, trace
 
 
 @needs_nvcc
@@ -91,7 +91,7 @@ def test_an_entry_whose_images_cover_the_gpu_is_a_hit(
     found, trace = artifact(device)
     assert found == made
     assert steps.linked == 1
-    assert f"its code for {built} runs here" in str(trace.decisions[-1])
+    assert f"its code for {built} runs here" in str(trace.candidates[-1])
 
 
 @needs_nvcc
@@ -123,14 +123,14 @@ def test_ptx_serves_only_where_nothing_better_can_be_compiled(
 ) -> None:
     ptx, _ = artifact(device, cuda_arch_list="8.0+PTX")
     machine("9.0")
-    found, trace = artifact(device, jit=False)
+    found, trace = artifact(device, mode="cached")
     assert found == ptx
     assert steps.linked == 1
     better, _ = artifact(device)
     assert fatbin.images(better) == ("sm_90",)
-    assert "its code for 8.0+PTX runs here" in str(trace.decisions[-1])
+    assert "its code for 8.0+PTX runs here" in str(trace.candidates[-1])
     with pytest.raises(CompilingOff):
-        artifact(device, jit=False, cuda_arch_list="7.5")
+        artifact(device, mode="cached", cuda_arch_list="7.5")
 
 
 @needs_nvcc
@@ -186,7 +186,7 @@ def test_a_filter_that_leaves_nothing_says_what_was_asked_and_what_it_removed(
 ) -> None:
     builder = device.builder(_asked_backend="cuda", LEAST=12)
     with override(cuda_arch_list="8.0;9.0a"), pytest.raises(LoadError) as nothing:
-        resolve.artifact(builder.op(), Trace())
+        wanted.artifact(builder.op())
     assert nothing.value.why.endswith("asks for 8.0;9.0a, and the op's filter removed 8.0;9.0a")
 
 
@@ -300,7 +300,7 @@ def test_what_a_filter_removes_does_not_come_back_through_another_entry(
     wide, _ = artifact(device, cuda_arch_list="7.5;9.0")
     machine("9.0")
     builder = device.builder(_asked_backend="cuda", LEAST=8)
-    found = resolve.artifact(builder.op(), Trace())
+    found = wanted.artifact(builder.op())
     assert found.path != wide
     assert fatbin.images(found.path) == ("sm_90",)
 
@@ -358,11 +358,11 @@ def test_an_authors_header_below_the_toolkit_is_the_authors(
 
 
 def artifact_with(package: Package, include: Path) -> tuple[str, Trace]:
-    trace = Trace()
     with override(cuda_arch_list="9.0"):
         op = package.builder(_asked_backend="cuda").op()
         op = op._replace(spec=op.spec._replace(include_dirs=(str(include),)))
-        return resolve.artifact(op, trace).path, trace
+        found, trace = wanted.traced(op)
+    return found.path, trace
 
 
 @pytest.mark.parametrize(("visible", "backend"), [("0", "cuda"), ("", "cpu"), ("-1", "cpu")])

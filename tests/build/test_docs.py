@@ -104,7 +104,7 @@ def test_an_example_runs_cold_and_warm(example: str, cache: str) -> None:
     assert cold.returncode == 0, cold.stderr
     if cold.stdout.endswith(": the reference\n"):
         pytest.skip("a GPU without a toolkit: " + cold.stderr)
-    warm = _run(argv, cache, OPKILN_JIT="off", OPKILN_FALLBACK="error")
+    warm = _run(argv, cache, OPKILN_MODE="sealed")
     assert warm.returncode == 0, warm.stderr
 
 
@@ -146,7 +146,7 @@ def test_the_example_compiles_for_the_gpus_it_is_asked_for(toolkit: str, cache: 
         "builder = BiasGeluBuilder(backend='cuda', archs='8.0;9.0')\n"
         "builder.jit_load()\n"
         "((loaded, _),) = loader.loaded_here().values()\n"
-        "print(loaded.trace.decisions[-1].subject)\n"
+        "print(loaded.trace.candidates[-1].subject)\n"
         "print(*builder.builder().extra_compile_args['nvcc'], sep='\\n')\n"
     )
     done = _run([sys.executable, "-c", code], cache, CUDA_OP)

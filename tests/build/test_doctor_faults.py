@@ -121,7 +121,7 @@ def test_a_static_runtime_that_nobody_asked_for_is_avoided_by_naming_another_com
 
 
 def test_a_launcher_that_is_not_there_is_found_once() -> None:
-    patient = Patient({"OPKILN_LAUNCHER": "no-such-ccache"})
+    patient = Patient({"CXX": "no-such-ccache g++"})
     found = patient.check("launcher")
     assert found.verdict == "FAIL"
     assert "no-such-ccache, which is not on PATH" in found.evidence
@@ -677,8 +677,8 @@ def test_every_check_runs_and_the_exit_code_says_the_worst(tmp_path: Path) -> No
     assert found["kept-away variables"]["verdict"] == "WARN"
     assert code in (8, 1)
 
-    code, found = doctor(OPKILN_JIT="maybe", OPKILN_MEMORY="lots")
+    code, found = doctor(OPKILN_MODE="maybe", OPKILN_MEMORY="lots")
     assert code == 1
-    assert found["settings"]["command"] == "unset OPKILN_JIT OPKILN_MEMORY"
+    assert found["settings"]["command"] == "unset OPKILN_MEMORY OPKILN_MODE"
     assert found["memory"]["verdict"] == "SKIP"
     assert "OPKILN_MEMORY='lots' is not a valid value" in found["memory"]["evidence"]

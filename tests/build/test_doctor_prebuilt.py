@@ -109,9 +109,9 @@ def test_one_that_needs_what_this_cpu_lacks_is_a_warning(shipped: Shipped, tmp_p
 
 def test_off_is_said(shipped: Shipped) -> None:
     shipped.build()
-    found = patient(shipped, OPKILN_PREBUILT="off").check("prebuilt")
+    found = patient(shipped, OPKILN_MODE="source").check("prebuilt")
     assert found.verdict == "SKIP"
-    assert found.evidence == "OPKILN_PREBUILT=off: plain is installed and not looked at"
+    assert found.evidence == "OPKILN_MODE=source: plain is installed and not looked at"
 
 
 def test_a_package_that_cannot_be_imported_is_left_to_the_check_of_ops(shipped: Shipped) -> None:

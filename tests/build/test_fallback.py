@@ -120,14 +120,10 @@ def test_jit_load_after_a_fallback_is_still_an_error(stable: Package) -> None:
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_fallback_may_be_silent_or_an_error(
+def test_native_mode_makes_a_fallback_an_error(
     stable: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OPKILN_FALLBACK", "silent")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert stable.load().who(X) == 0
-    monkeypatch.setenv("OPKILN_FALLBACK", "error")
+    monkeypatch.setenv("OPKILN_MODE", "native")
     with pytest.raises(ToolchainError):
         stable.load()
 
@@ -142,42 +138,42 @@ def test_an_op_without_a_reference_is_an_error(plain: Package) -> None:
 def test_jit_off_never_compiles(
     stable: Package, plain: Package, monkeypatch: pytest.MonkeyPatch, steps: Steps
 ) -> None:
-    monkeypatch.setenv("OPKILN_JIT", "off")
-    with pytest.warns(FallbackWarning, match="OPKILN_JIT=off"):
+    monkeypatch.setenv("OPKILN_MODE", "cached")
+    with pytest.warns(FallbackWarning, match="OPKILN_MODE=cached"):
         assert stable.load().who(X) == 0
     with pytest.raises(CompilingOff, match="would have to be compiled") as caught:
         plain.load()
     # The variable is set here, so the command would refuse, too, without its own.
-    assert caught.value.hint == "OPKILN_JIT=on opkiln build plain"
+    assert caught.value.hint == "OPKILN_MODE=auto opkiln build plain"
     assert caught.value.exit_code == 7
     builder = plain.builder()
     assert not builder.is_compatible()
-    assert builder.error_log == "it is not cached, and OPKILN_JIT=off"
+    assert "OPKILN_MODE=cached: nothing is compiled here" in builder.error_log
     assert steps.seen == []
 
 
 def test_jit_off_hint_of_a_call_names_no_command_that_does_not_know_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("OPKILN_JIT", "off")
+    monkeypatch.setenv("OPKILN_MODE", "cached")
     with pytest.raises(CompilingOff) as caught:
         opkiln.load_inline("by_call", "int x;", abi="none", is_python_module=False)
-    assert caught.value.hint.startswith("run it once with OPKILN_JIT=on")
+    assert caught.value.hint.startswith("run it once with OPKILN_MODE=auto")
     assert "opkiln build" not in caught.value.hint
 
 
 def test_seal_of_the_environment_is_lifted_by_the_hints_own_command(
     plain: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OPKILN_SEAL", "error")
+    monkeypatch.setenv("OPKILN_MODE", "sealed")
     with pytest.raises(SealedError) as caught:
         plain.load()
-    assert caught.value.hint == "OPKILN_SEAL=off opkiln build plain"
+    assert caught.value.hint == "OPKILN_MODE=auto opkiln build plain"
 
 
 def test_jit_off_loads_what_is_cached(plain: Package, monkeypatch: pytest.MonkeyPatch) -> None:
     plain.load()
-    monkeypatch.setenv("OPKILN_JIT", "off")
+    monkeypatch.setenv("OPKILN_MODE", "cached")
     assert plain.load().add(1, 2) == 103
     assert plain.builder().is_compatible()
 
@@ -190,7 +186,7 @@ def test_after_a_seal_a_compile_is_an_error_and_a_hit_is_not(
     opkiln.seal()
     assert plain.load().add(1, 2) == 103
     before = len(steps.seen)
-    with pytest.raises(SealedError, match="sealed: nothing may compile any more"):
+    with pytest.raises(SealedError, match="sealed: nothing may be compiled any more"):
         package("plain").load()
     plain.edit("csrc/add.cpp", "a + b", "a - b")
     with pytest.raises(SealedError):
@@ -215,7 +211,7 @@ def test_a_seal_may_warn_and_may_come_from_the_environment(
     with pytest.warns(FallbackWarning, match="op plain is compiled after opkiln was sealed"):
         assert plain.load().add(1, 2) == 103
     opkiln.seal("off")
-    monkeypatch.setenv("OPKILN_SEAL", "error")
+    monkeypatch.setenv("OPKILN_MODE", "sealed")
     with pytest.raises(SealedError):
         package("plain").load()
     with pytest.raises(UsageError, match="expected 'warn', 'error' or 'off'"):
@@ -281,12 +277,12 @@ def test_a_torch_without_the_stable_abi_is_served_by_the_reference(
 
 def test_without_torch_at_all_a_torch_op_says_so(stable: Package) -> None:
     done = child.finish(child.start(f"""
-        from opkiln.loading import resolve
-        from opkiln.loading.trace import Trace
+        from opkiln.decision.request import BUILD, Request
+        from opkiln.loading import loader
         from {stable.name}.op import StableBuilder
         builder = StableBuilder()
         print(builder.is_compatible(), builder.error_log)
-        resolve.artifact(builder.op(), Trace())
+        loader.obtain(Request(builder.op(), BUILD))
     """, path=[stable.where]))  # fmt: skip
     assert done.stdout.startswith("False op stable needs torch")
     assert "LoadError: op stable needs torch\n  torch is not installed" in done.stderr

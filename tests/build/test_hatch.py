@@ -78,17 +78,17 @@ def test_an_editable_install_builds_for_this_machine_and_writes_nothing_to_the_s
 def test_a_build_string_marks_the_version_where_the_source_is_opkilns(
     environment: Environment, project: Path
 ) -> None:
-    said = environment.refuses(project, OPKILN_BUILD_STRING="cu130")
-    assert "OPKILN_BUILD_STRING=cu130 has no part in the version 1.0" in said
+    said = environment.refuses(project, DS_BUILD_STRING="cu130")
+    assert "DS_BUILD_STRING=cu130 has no part in the version 1.0" in said
     pyproject, init = project / "pyproject.toml", project / "src" / "quick" / "__init__.py"
     pyproject.write_text(
         pyproject.read_text().replace('version = "1.0"', 'dynamic = ["version"]')
         + '[tool.hatch.version]\nsource = "opkiln"\npath = "src/quick/__init__.py"\n'
     )
     init.write_text(f'{init.read_text()}\n__version__ = "1.0"\n')
-    environment.install(project, OPKILN_BUILD_STRING=".dev3+cu130")
+    environment.install(project, DS_BUILD_STRING=".dev3+cu130")
     assert environment.version("quick") == "1.0.dev3+cu130"
-    said = environment.refuses(project, OPKILN_BUILD_STRING="cu 130")
+    said = environment.refuses(project, DS_BUILD_STRING="cu 130")
     assert "cannot be part of a version" in said
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from sample import wanted
 
 from opkiln import get_builder, ops, plan, process
 from opkiln.binary import bundle
-from opkiln.loading import resolve
-from opkiln.loading.trace import Trace
 from opkiln.model import ABI_NONE, PLAIN, ROCM, DeviceCompiler, OpSpec, Target, Toolchain
 from opkiln.steps import hipcc as hip_steps
 from opkiln.store.deps import parse_depfile
@@ -194,8 +193,8 @@ def test_fused_adam_is_translated_built_and_found_again_and_its_source_tree_is_u
 
     before = tree()
     op = get_builder("fused_adam", backend="rocm", archs="gfx90a").op()
-    built = resolve.artifact(op, Trace())
+    built = wanted.artifact(op)
     assert bundle.hip_images(built.path) == ("gfx90a",)
     assert tree() == before
-    assert resolve.artifact(op, Trace()) == built._replace(origin="store", compiled=0, seconds=0.0)
+    assert wanted.artifact(op) == built._replace(origin="store", compiled=0, seconds=0.0)
     assert steps.linked == 1

@@ -7,14 +7,15 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sample import wanted
 from sample.compiler import Compiler
 from sample.levels import LEVELS, kernel_flags, lacks
 from sample.package import put, settle
 
 from opkiln import machine
 from opkiln.arch import cpu
+from opkiln.decision.request import features
 from opkiln.errors import StoreWarning
-from opkiln.loading import resolve
 from opkiln.settings import override
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def test_several_layers_are_tried_in_order(layered: Layered, tmp_path: Path) -> 
 
 
 def test_a_lower_cpu_level_in_a_layer_serves_this_cpu(layered: Layered, steps: Steps) -> None:
-    if cpu.lacking(LEVELS[2], (), resolve.features()):
+    if cpu.lacking(LEVELS[2], (), features()):
         pytest.skip(f"this CPU is older than {LEVELS[2]}")
     layered.build(cpu=LEVELS[2])
     done = len(steps.seen)
@@ -187,7 +188,7 @@ def test_an_entry_for_a_better_cpu_is_refused_naming_what_this_one_lacks(
     from opkiln.store import key
 
     op = layered.package.builder().op()
-    asked = key.intent_key(op.spec, resolve.target_of(op))
+    asked = key.intent_key(op.spec, wanted.target_of(op))
     os.rename(entry, entry.with_name(asked))
     layered.load()
     assert layered.served_from().startswith(str(layered.own))

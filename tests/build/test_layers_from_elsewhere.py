@@ -13,7 +13,11 @@ import pytest
 from sample.package import rest, settle
 from sample.shipped import Shipped, described, rewrite
 
-from opkiln.loading import archs, loader, resolve
+from opkiln.decision import archs
+from opkiln.decision.decide import decide
+from opkiln.decision.outcome import Build
+from opkiln.decision.request import SHIP, Request, target_machine
+from opkiln.loading import loader
 from opkiln.loading.explain import explain
 from opkiln.model import ABI_TORCH
 from opkiln.settings import override
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
 
     from sample.package import Package
 
-    from opkiln.loading.trace import Decision
+    from opkiln.decision.outcome import Candidate
 
 
 @pytest.fixture
@@ -90,7 +94,7 @@ def test_a_header_outside_of_the_package_that_is_not_here_is_not_missed(
 ) -> None:
     shipped.build(layer)
     header.unlink()
-    with override(store_layers=(str(layer),), jit=False):
+    with override(store_layers=(str(layer),), mode="cached"):
         assert shipped.load().add(1, 2) == 103
     assert served_from(shipped).startswith(str(layer))
 
@@ -201,7 +205,7 @@ def test_a_manifest_that_does_not_say_what_is_needed_is_refused_and_the_next_lay
     rewrite(shipped.build(layer), change)
     refused(shipped, layer, reason)
     good = shipped.build(tmp_path / "next")
-    with override(store_layers=(str(layer), str(tmp_path / "next")), jit=False,
+    with override(store_layers=(str(layer), str(tmp_path / "next")), mode="cached",
                   cache_dir=str(tmp_path / "empty")):  # fmt: skip
         shipped.load()
     assert served_from(shipped) == str(good / "plain.so")
@@ -240,7 +244,7 @@ def test_gpus_that_this_version_does_not_know_are_refused_and_the_next_layer_ser
     strange, good = tmp_path / "strange", tmp_path / "good"
     as_for_cuda(device, strange, arch, images=(image,))
     leaf = as_for_cuda(device, good, "9.0", images=("sm_90",))
-    with override(store_layers=(str(strange), str(good)), cuda_arch_list="9.0", jit=False):
+    with override(store_layers=(str(strange), str(good)), cuda_arch_list="9.0", mode="cached"):
         assert device.load(**CUDA).answer() == 42
     assert served_from(device) == str(leaf / "device.so")
     assert f"its code is for {arch}, which this opkiln does not know" in device.trace
@@ -257,9 +261,9 @@ def test_a_listed_layer_without_the_ptx_that_was_named_is_no_build_for_elsewhere
     builder.ask_for("cuda", "9.0a+PTX")
     op = builder.op()
     with override(store_layers=(str(layer),)):
-        compiles, trace = resolve.would_compile(op, elsewhere=True)
-    assert compiles
-    assert not [each for each in trace.decisions if each.verdict == "taken"]
+        outcome = decide(Request(op, SHIP))
+    assert isinstance(outcome, Build)
+    assert not [each for each in outcome.trace.candidates if each.verdict == "taken"]
 
 
 def test_code_without_ptx_is_no_answer_to_a_list_that_names_ptx(
@@ -284,12 +288,12 @@ def test_named_ptx_is_had_where_a_library_has_any(device: Shipped) -> None:
 # Layers that are none
 
 
-def decided(shipped: Shipped, *layers: Path) -> list[Decision]:
+def decided(shipped: Shipped, *layers: Path) -> list[Candidate]:
     """What `explain` decides about these layers themselves."""
     op = shipped.package.builder().op()
     loader._loaded.pop(op.name, None)
     with override(store_layers=tuple(map(str, layers))):
-        found = explain(op).decisions
+        found = explain(op).candidates
     return [each for each in found if each.subject in map(str, layers)]
 
 
@@ -309,7 +313,7 @@ def test_a_listed_directory_that_is_no_layer_is_told(shipped: Shipped, tmp_path:
 def test_a_layer_that_is_none_does_not_hide_the_next(shipped: Shipped, tmp_path: Path) -> None:
     leaf = shipped.build(tmp_path / "layer")
     layers = (str(tmp_path / "nothing"), str(tmp_path / "layer"))
-    with override(store_layers=layers, jit=False):
+    with override(store_layers=layers, mode="cached"):
         shipped.load()
     assert served_from(shipped) == str(leaf / "plain.so")
 
@@ -348,7 +352,7 @@ def test_a_file_where_a_header_outside_had_its_directory_is_as_good_as_no_header
     shipped.build(layer)
     shutil.rmtree(header.parent)
     header.parent.touch()
-    with override(store_layers=(str(layer),), jit=False):
+    with override(store_layers=(str(layer),), mode="cached"):
         assert shipped.load().add(1, 2) == 103
     assert served_from(shipped).startswith(str(layer))
 
@@ -372,7 +376,7 @@ def test_an_imported_entry_with_a_header_outside_is_not_called_damaged(
     bundle = tmp_path / "ops.bundle"
     write_bundle(str(layer), str(bundle))
     unpack(str(bundle), str(cache / "v1"))
-    choice.choose(Store().memory, "cpu", resolve.target_machine())
-    with override(jit=False):
+    choice.choose(Store().memory, "cpu", target_machine())
+    with override(mode="cached"):
         assert shipped.load().add(1, 2) == 103
     assert "damaged" not in shipped.trace

@@ -8,8 +8,9 @@ import pytest
 import torch
 from sample import child
 
+from opkiln.building import loadtest
 from opkiln.errors import FallbackWarning, LoadError, LoadTestError, SpecError
-from opkiln.loading import loadtest, register
+from opkiln.loading import register
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,7 +58,7 @@ def process(package: Package, **env: str) -> str:
 
 def test_a_library_that_registers_nothing_is_refused_in_every_process(stable: Package) -> None:
     stable.edit(SOURCE, "IMPL(SAMPLE_NAMESPACE, CPU", "IMPL(elsewhere, CPU")
-    refused = [process(stable, OPKILN_FALLBACK="error") for _ in range(2)]
+    refused = [process(stable, OPKILN_MODE="native") for _ in range(2)]
     name = stable.name
     missing = f"no CPU kernel for {name}::who, {name}::axpy, {name}::scale_"
     assert refused == [f"refused: op stable: its library registers {missing}"] * 2
@@ -118,7 +119,7 @@ def test_an_entry_that_nobody_has_checked_is_refused_by_everyone_who_opens_it(
                 stable.builder().jit_load()
     # In another process it is found, and refused twice: by its receipt, and by the full search.
     for _ in range(2):
-        out = process(stable, OPKILN_FALLBACK="error")
+        out = process(stable, OPKILN_MODE="native")
         assert out.startswith("refused: op stable: its library registers no CPU kernel")
 
 

@@ -154,7 +154,7 @@ def test_a_host_compiler_that_nvcc_does_not_support_is_refused_with_the_range(
         nvcc.choose(memory, None, chain)
     assert str(future) in caught.value.what
     assert "unsupported GNU version! gcc versions later than" in caught.value.why
-    assert "OPKILN_CCBIN=" in caught.value.hint
+    assert "NVCC_CCBIN=" in caught.value.hint
 
 
 def test_another_host_compiler_is_used_where_it_is_asked_for(

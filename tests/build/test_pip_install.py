@@ -23,7 +23,7 @@ from opkiln import get_builder
 from opkiln.loading import loader
 get_builder("cpu_adam").load()
 ((loaded, _),) = loader.loaded_here().values()
-print(loaded.trace.decisions[-1].resort, loaded.trace.decisions[-1].verdict)
+print(loaded.trace.candidates[-1].resort, loaded.trace.candidates[-1].verdict)
 """
 
 
@@ -65,7 +65,7 @@ def test_ops_are_precompiled_by_name_and_all_but_one_and_not_at_all(
         assert said == "prebuilt taken\n"
     environment.install(source, **kept)
     assert environment.prebuilt("opkiln") == {}, "not what the build before it left"
-    marked = {"OPKILN_BUILD_STRING": "marked"}
+    marked = {"DS_BUILD_STRING": "marked"}
     environment.install(source, DS_BUILD_OPS="1", DS_BUILD_FUSED_ADAM="0", **marked, **kept)
     assert environment.prebuilt("opkiln") == {"cpu_adam": ONE}
     assert environment.version("opkiln").endswith("+marked")

@@ -17,7 +17,7 @@ from sample.shipped import Shipped, announce, described, mask, without_sources
 
 from opkiln import machine
 from opkiln.arch import cpu
-from opkiln.loading import resolve
+from opkiln.decision.request import features
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,7 @@ def shipped(plain: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def best() -> int:
     """The highest level that this CPU has."""
-    return max(n for n, name in LEVELS.items() if not cpu.lacking(name, (), resolve.features()))
+    return max(n for n, name in LEVELS.items() if not cpu.lacking(name, (), features()))
 
 
 def test_what_a_package_carries_is_loaded_and_nothing_is_compiled(
@@ -91,7 +91,7 @@ def test_explain_says_what_was_taken_and_report_that_it_is_ready(shipped: Shippe
 
 
 def native() -> str:
-    return str(cpu.native(machine.architecture(), resolve.features()))
+    return str(cpu.native(machine.architecture(), features()))
 
 
 def test_a_package_that_ships_no_sources_is_served(shipped: Shipped) -> None:
@@ -135,7 +135,7 @@ def test_what_opkiln_build_writes_is_found_by_another_process_without_a_compiler
         assert builder.load().add(1, 2) == 103
         print(loader._loaded[builder.op().name].artifact.path)
     """
-    env = {"OPKILN_JIT": "off", "PATH": str(tmp_path / "nothing"), "OPKILN_CACHE_DIR": None,
+    env = {"OPKILN_MODE": "cached", "PATH": str(tmp_path / "nothing"), "OPKILN_CACHE_DIR": None,
            "HOME": str(tmp_path / "nobody")}  # fmt: skip
     path = child.run(code, path=[shipped.package.where, site], env=env).strip()
     assert path.startswith(str(site / "opkiln_prebuilt"))
@@ -185,7 +185,7 @@ def test_a_lower_cpu_gets_the_lower_level_and_opens_no_other(
     leaves = {level: shipped.build(cpu=LEVELS[level]) for level in LEVELS}
     code = _MASKED.format(name=shipped.package.name)
     info = mask(tmp_path / "cpuinfo", has)
-    said = child.run(code, str(info), path=[shipped.package.where], env={"OPKILN_JIT": "off"})
+    said = child.run(code, str(info), path=[shipped.package.where], env={"OPKILN_MODE": "cached"})
     assert said.startswith(f"{has} prebuilt\n")
     assert shipped.opened == [str(leaves[has] / "plain.so")]
     for level in range(has + 1, len(LEVELS) + 1):
@@ -269,10 +269,10 @@ def test_a_python_module_is_served_though_the_interpreter_has_the_symbols_that_i
     build = """
         import sys
         from module_ops import ModuleBuilder
-        from opkiln.loading import resolve
-        from opkiln.loading.trace import Trace
+        from opkiln.decision.request import BUILD, Request
+        from opkiln.loading import loader
         from opkiln.ship import layer
-        made = resolve.artifact(ModuleBuilder().op(), Trace())
+        made, _ = loader.obtain(Request(ModuleBuilder().op(), BUILD))
         layer.export([made.path], sys.argv[1])
     """
     child.run(build, str(module / "prebuilt"), path=[site], bare=False)
@@ -280,7 +280,7 @@ def test_a_python_module_is_served_though_the_interpreter_has_the_symbols_that_i
         from module_ops import ModuleBuilder
         print(ModuleBuilder().load().answer())
     """
-    env = {"OPKILN_JIT": "off", "OPKILN_CACHE_DIR": str(tmp_path / "empty")}
+    env = {"OPKILN_MODE": "cached", "OPKILN_CACHE_DIR": str(tmp_path / "empty")}
     assert child.run(load, path=[site], env=env, bare=False).strip() == "42"
 
 
@@ -305,6 +305,6 @@ def test_pip_installs_a_wheel_of_ops_so_that_they_are_found(
         from {shipped.package.name}.op import PlainBuilder
         assert PlainBuilder().load().add(1, 2) == 103
     """
-    child.run(code, path=[shipped.package.where, site], env={"OPKILN_JIT": "off"})
+    child.run(code, path=[shipped.package.where, site], env={"OPKILN_MODE": "cached"})
     (opened,) = shipped.opened
     assert opened.startswith(str(site / "opkiln_prebuilt" / "some_ops"))

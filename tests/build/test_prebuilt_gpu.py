@@ -52,7 +52,7 @@ CUDA = {"_asked_backend": "cuda"}
 
 def taken(shipped: Shipped, leaf: Path) -> None:
     """It serves, and nothing is compiled."""
-    with override(jit=False):
+    with override(mode="cached"):
         library = shipped.load(**CUDA)
     assert library.answer() == 42
     assert shipped.opened[-1] == str(leaf / "device.so")
@@ -63,7 +63,7 @@ def refused(shipped: Shipped, reason: str, **settings: Any) -> None:
     before = list(shipped.opened)
     with override(**settings):
         assert f"prebuilt  refused  {reason}" in shipped.explained(**CUDA)
-        with override(jit=False), pytest.raises(CompilingOff):
+        with override(mode="cached"), pytest.raises(CompilingOff):
             shipped.load(**CUDA)
     assert shipped.opened == before
 

@@ -12,8 +12,8 @@ from sample.levels import LEVELS, lacks
 from sample.shipped import Shipped, mask, rewrite
 
 from opkiln import machine
+from opkiln.building import loadtest
 from opkiln.errors import CompilingOff, FallbackWarning
-from opkiln.loading import loadtest
 from opkiln.model import ABI_TORCH
 from opkiln.toolchain import torch_sdk
 
@@ -168,7 +168,7 @@ def test_a_cpu_that_lacks_features_is_told_which(
 
 def test_off_ignores_what_is_installed(shipped: Shipped, monkeypatch: pytest.MonkeyPatch) -> None:
     shipped.build()
-    monkeypatch.setenv("OPKILN_PREBUILT", "off")
+    monkeypatch.setenv("OPKILN_MODE", "source")
     assert "prebuilt" not in shipped.explained().partition("intent:")[0]
     shipped.load()
     assert shipped.origin == "built"
@@ -180,7 +180,7 @@ def test_where_nothing_may_compile_the_error_says_why_what_is_installed_does_not
 ) -> None:
     shipped.build()
     shipped.package.edit("csrc/add.cpp", "a + b", "a - b")
-    monkeypatch.setenv("OPKILN_JIT", "off")
+    monkeypatch.setenv("OPKILN_MODE", "cached")
     assert "prebuilt  refused  csrc/add.cpp changed" in shipped.explained()
     with pytest.raises(CompilingOff):
         shipped.load()
@@ -239,13 +239,13 @@ def test_fallback_warning_tells_of_the_prebuilt_library_and_why_it_was_refused(
     shipped = Shipped(made, "csrc/stable.cpp", tmp_path, monkeypatch)
     leaf = shipped.build()
     made.edit("csrc/stable.cpp", "return kWho;", "return kWho + 1;")
-    monkeypatch.setenv("OPKILN_JIT", "off")
+    monkeypatch.setenv("OPKILN_MODE", "cached")
     with pytest.warns(FallbackWarning) as caught:
         shipped.load()
     (warning,) = [str(each.message) for each in caught if each.category is FallbackWarning]
-    assert "OPKILN_JIT=off" in warning
+    assert "OPKILN_MODE=cached" in warning
     (told,) = [line for line in warning.splitlines() if "prebuilt" in line]
-    (refusal,) = [d for d in shipped.loaded.trace.decisions if d.resort == "prebuilt"]
+    (refusal,) = [d for d in shipped.loaded.trace.candidates if d.resort == "prebuilt"]
     assert told == f"  the prebuilt library {leaf} was refused: {refusal.reason}"
     assert "csrc/stable.cpp" in told
     assert warning.splitlines()[-1].startswith("hint: ")
@@ -299,12 +299,13 @@ class Linked(OpBuilder):
 _BUILD = """
 import sys
 from linked_ops import Linked
-from opkiln.loading import loadtest, resolve
-from opkiln.loading.trace import Trace
+from opkiln.building import loadtest
+from opkiln.decision.request import BUILD, Request
+from opkiln.loading import loader
 from opkiln.ship import layer
 if sys.argv[2:]:
     loadtest.check = lambda *_, **__: None  # as where there is what it needs
-made = resolve.artifact(Linked().op(), Trace())
+made, _ = loader.obtain(Request(Linked().op(), BUILD))
 layer.export([made.path], sys.argv[1])
 """
 _LOAD = """
@@ -360,7 +361,7 @@ def site(tmp_path: Path) -> Site:
 def test_a_library_that_it_needs_and_that_is_here(site: Site) -> None:
     site.theirs("THEIRS_2.0")
     site.ship()
-    said = site.run(_LOAD, OPKILN_JIT="off")
+    said = site.run(_LOAD, OPKILN_MODE="cached")
     assert said.startswith("linked: cached\n")
     assert said.endswith("value 7\n")
     assert site.log.read_text() == "opened\n"

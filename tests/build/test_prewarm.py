@@ -82,7 +82,7 @@ def test_a_load_that_is_served_from_the_store_is_noted(plain: Package, tmp_path:
 
 
 def test_a_load_that_fails_is_noted(plain: Package, tmp_path: Path) -> None:
-    with override(record=str(tmp_path / "ops.jsonl"), jit=False), pytest.raises(CompilingOff):
+    with override(record=str(tmp_path / "ops.jsonl"), mode="cached"), pytest.raises(CompilingOff):
         plain.load()
     assert noted(tmp_path / "ops.jsonl") == ["plain"]
 
@@ -96,8 +96,7 @@ def test_a_record_that_cannot_be_written_is_a_warning(plain: Package, tmp_path: 
 
 
 def _note_many(file: str, first: int) -> None:
-    from opkiln.loading.loader import Op
-    from opkiln.model import OpSpec
+    from opkiln.model import Op, OpSpec
 
     for number in range(first, first + 40):
         spec = OpSpec(f"op{number}", "somebody", "/", ("op.cpp",), vectorize=False)
@@ -133,26 +132,26 @@ def test_a_file_that_is_no_record_is_an_error(tmp_path: Path) -> None:
         recording.read(str(tmp_path / "absent"))
 
 
-# OPKILN_JIT=needed
+# OPKILN_MODE=needed
 
 
 def test_with_jit_needed_only_what_has_no_reference_is_compiled(
     package: Callable[..., Package], steps: Steps
 ) -> None:
     stable, plain = package("stable"), package("plain")
-    with override(jit="needed", fallback="silent"):
+    with override(mode="needed"):
         assert stable.load().who(torch.ones(1)) == 0
         assert steps.compiled == []
         assert plain.load().add(1, 2) == 103
     assert "csrc/add.cpp" in steps.compiled
-    assert "OPKILN_JIT=needed" in str(stable.loaded().trace)
+    assert "OPKILN_MODE=needed" in str(stable.loaded().trace)
 
 
 def test_with_jit_needed_what_must_be_native_is_compiled(
     package: Callable[..., Package], steps: Steps
 ) -> None:
     stable = package("stable")
-    with override(jit="needed"):
+    with override(mode="needed"):
         assert stable.builder().jit_load().who(torch.ones(1)) == 1
     assert steps.compiled
 
@@ -161,7 +160,7 @@ def test_with_jit_needed_an_op_that_is_cached_is_served(package: Callable[..., P
     stable = package("stable")
     stable.load()
     loader._loaded.clear()
-    with override(jit="needed"):
+    with override(mode="needed"):
         assert stable.builder().load().who(torch.ones(1)) == 1
 
 
@@ -219,7 +218,7 @@ def test_record_runs_a_command_and_exits_as_it_does(script: Path, tmp_path: Path
     file = tmp_path / "ops.jsonl"
     done = run(
         "cache", "record", str(file), "--", sys.executable, str(script), "--epochs", "1",
-        OPKILN_JIT="off", OPKILN_FALLBACK="silent",
+        OPKILN_MODE="cached",
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "--epochs 1 False\n"), done.stderr
     assert "1 op(s) noted" in done.stderr
@@ -248,7 +247,7 @@ def test_building_for_a_script_compiles_what_it_loads_after_it_ran(
     assert "references serve" in done.stderr
     warm = run("check", "cpu_adam")
     assert warm.returncode == 0, warm.stdout
-    again = run("build", "--for-script", str(script), OPKILN_JIT="off")
+    again = run("build", "--for-script", str(script), OPKILN_MODE="cached")
     assert "True" in again.stdout.splitlines()[0]
     assert {path.parts[-1] for path in (cache / "v1" / "ops" / "opkiln").iterdir()} == {"cpu_adam"}
     # A record of the same gives the same, from elsewhere and into one file.

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from opkiln import model
-from opkiln.loading import receipt
+from opkiln.decision import receipt
+from opkiln.decision.request import Request
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +28,7 @@ def built(plain: Package) -> Package:
 
 
 def recalled(package: Package) -> bool:
-    return receipt.recall(package.builder().spec()) is not None
+    return receipt.recall(Request(package.builder().op())) is not None
 
 
 def test_a_build_leaves_a_receipt_that_serves(built: Package) -> None:
@@ -78,3 +79,60 @@ def test_a_flag_in_the_environment_and_another_python_have_receipts_of_their_own
     assert recalled(built)
     monkeypatch.setattr(sys, "version", "another")
     assert not recalled(built)
+
+
+def test_a_file_that_is_saved_built_and_loaded_within_a_second_keeps_the_fast_path(
+    plain: Package,
+) -> None:
+    for number in range(3):
+        source = plain / "csrc" / "add.cpp"
+        source.write_text(source.read_text() + f"// {number}\n")
+        assert not recalled(plain)
+        plain.load()
+        assert recalled(plain), number
+        assert time.time() - source.stat().st_mtime < 2, "the build was too slow to show anything"
+
+
+def test_a_file_that_nobody_reads_does_not_end_it(built: Package) -> None:
+    (built / "csrc" / "notes.txt").write_text("read me not")
+    os.utime(built / "csrc")
+    assert recalled(built)
+
+
+def test_a_header_that_shadows_another_ends_it(built: Package) -> None:
+    (built / "csrc" / "shared.h").write_text("#error this one is read first")
+    assert not recalled(built)
+
+
+def test_a_touched_source_does_not_end_it(built: Package) -> None:
+    os.utime(built / "csrc" / "add.cpp")
+    assert recalled(built)
+
+
+def test_another_path_that_leads_to_the_same_compiler_has_the_same_receipt(
+    built: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    activated = tmp_path / "venv" / "bin"
+    activated.mkdir(parents=True)
+    monkeypatch.setenv("PATH", f"{activated}:{os.environ['PATH']}:/opt/more/bin")
+    assert recalled(built)
+
+
+def test_a_full_search_that_ends_in_a_hit_leaves_a_fresh_receipt(
+    built: Package, cache: Path
+) -> None:
+    (found,) = cache.glob("v1/receipts/*/*/*.json")
+    found.unlink()
+    assert not recalled(built)
+    built.load()
+    assert recalled(built)
+
+
+def test_a_hit_by_receipt_writes_nothing(built: Package, cache: Path) -> None:
+    def state() -> dict[str, tuple[int, int]]:
+        files = (path for path in cache.rglob("*"))
+        return {str(path): (path.stat().st_mtime_ns, path.stat().st_ino) for path in files}
+
+    before = state()
+    built.load()
+    assert state() == before

@@ -44,8 +44,7 @@ def declare(name: str, schemas: tuple[str, ...] = (SCHEMA,), **given: Any) -> Op
 @pytest.fixture
 def name(monkeypatch: pytest.MonkeyPatch) -> str:
     """A namespace of its own, whose op is served by its reference: no compiler is needed."""
-    monkeypatch.setenv("OPKILN_JIT", "off")
-    monkeypatch.setenv("OPKILN_FALLBACK", "silent")
+    monkeypatch.setenv("OPKILN_MODE", "cached")
     return f"redeclared_{next(_numbers)}"
 
 

@@ -50,7 +50,7 @@ def referred(package: Package) -> list[str]:
 
 def falling_back(package: Package, monkeypatch: pytest.MonkeyPatch) -> Any:
     with monkeypatch.context() as patch:
-        patch.setenv("OPKILN_JIT", "off")
+        patch.setenv("OPKILN_MODE", "cached")
         with pytest.warns(FallbackWarning):
             return package.load()
 
@@ -207,7 +207,7 @@ def test_a_reference_that_lacks_a_function_says_which(
     stable: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (stable / "reference.py").write_text("class Fake: pass\n")
-    monkeypatch.setenv("OPKILN_JIT", "off")
+    monkeypatch.setenv("OPKILN_MODE", "cached")
     with pytest.raises(SpecError, match="the reference has no function 'who'") as caught:
         stable.load()
     assert str(stable / "reference.py") in caught.value.why

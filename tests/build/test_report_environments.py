@@ -262,7 +262,7 @@ def test_an_accelerator_that_was_asked_for_and_cannot_serve_is_a_problem(world: 
 def test_a_launcher_that_is_not_there_does_not_end_the_report(world: World) -> None:
     world.compiler()
     world.torch("2.13.0+cu130", cuda="13.0")
-    world.variables["OPKILN_LAUNCHER"] = "no-such-launcher"
+    world.variables["CXX"] = "no-such-launcher g++"
     assert "'no-such-launcher' is not on PATH" in section(world.text(), "problems")
 
 

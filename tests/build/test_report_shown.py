@@ -111,7 +111,7 @@ def test_a_built_op_is_cached_with_its_build_and_the_reason_it_was_taken(
     found = world.json()
     here = row(found, "op_1")
     assert (here["status"], here["cached"]) == ("cached", True)
-    (decision,) = here["backends"][0]["decisions"]
+    (decision,) = here["backends"][0]["candidates"]
     assert (decision["resort"], decision["verdict"]) == ("store", "taken")
     assert decision["subject"] == here["path"]
     (build,) = found["store"]["builds"]
@@ -171,12 +171,12 @@ def test_markdown_tells_nobody_who_and_where_the_user_is(world: World, tmp_path:
 
 
 def test_an_unknown_setting_is_named_with_what_may_have_been_meant(world: World) -> None:
-    world.variables["OPKILN_FALLBCK"] = "my-secret-value"
+    world.variables["OPKILN_MODEE"] = "my-secret-value"
     text, _ = world.run()
-    assert "OPKILN_FALLBCK is no setting; did you mean OPKILN_FALLBACK?" in text
+    assert "unknown setting OPKILN_MODEE; did you mean OPKILN_MODE?" in text
     assert "my-secret-value" not in text
     assert world.json()["environment"]["unknown_variables"] == [
-        "OPKILN_FALLBCK is no setting; did you mean OPKILN_FALLBACK?"
+        "unknown setting OPKILN_MODEE; did you mean OPKILN_MODE?"
     ]
 
 

@@ -23,9 +23,9 @@ BUILD = """
     import sys
     sys.path.insert(0, sys.argv[1])
     from repro.op import {kind}Builder
-    from opkiln.loading import resolve
-    from opkiln.loading.trace import Trace
-    made = resolve.artifact({kind}Builder().op(), Trace())
+    from opkiln.decision.request import BUILD, Request
+    from opkiln.loading import loader
+    made, _ = loader.obtain(Request({kind}Builder().op(), BUILD))
     assert made.origin == "built"
 """
 # A source that tries: the file's name, the date, an anonymous namespace, static objects.

@@ -135,7 +135,7 @@ def test_a_header_that_the_wheel_would_lack_is_an_error_and_no_sources_are_an_au
 def test_a_build_string_marks_the_version_and_a_bad_one_fails(
     environment: Environment, project: Path
 ) -> None:
-    environment.install(project, OPKILN_BUILD_STRING="cu130")
+    environment.install(project, DS_BUILD_STRING="cu130")
     assert environment.version("quick") == "1.0+cu130"
     said = environment.refuses(project, DS_BUILD_STRING="cu 130")
     assert "DS_BUILD_STRING='cu 130' cannot be part of a version" in said
@@ -356,7 +356,7 @@ def test_a_project_without_ops_is_left_alone(environment: Environment, tmp_path:
         "import sys, setuptools\nsetuptools.setup()\n"
         "print('imported:', *sorted(name for name in sys.modules if name.startswith('opkiln')))\n"
     )
-    said = environment.install(project, OPKILN_BUILD_OPS="1", OPKILN_BUILD_STRING="cu130")
+    said = environment.install(project, OPKILN_BUILD_OPS="1", DS_BUILD_STRING="cu130")
     assert "build_opkiln" not in said
     assert "imported: opkiln opkiln.ship opkiln.ship.hook\n" in said
     assert environment.version("other") == "1.0"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sample import child
+from sample import child, wanted
 from sample.compiler import Compiler
 from sample.levels import HIGH, IS_X86, LEVELS, LOW
 from sample.package import rest, settle
@@ -18,8 +18,6 @@ from sample.shipped import announce, described
 
 from opkiln import __version__
 from opkiln.errors import SettingError, StoreError
-from opkiln.loading import resolve
-from opkiln.loading.trace import Trace
 from opkiln.settings import override
 from opkiln.ship import layer
 from opkiln.ship.precompile import precompile
@@ -43,7 +41,7 @@ def export(package: Package, out: Path, *flags: str, **settings: Any) -> list[st
     """Build with an author's flags, and put it into a layer."""
     settle(*package.files())
     with override(**settings):
-        made = resolve.artifact(package.builder(FLAGS=flags).op(), Trace())
+        made = wanted.artifact(package.builder(FLAGS=flags).op())
         return layer.export([made.path], str(out))
 
 

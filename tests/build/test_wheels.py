@@ -130,8 +130,8 @@ def test_the_installed_layer_serves_without_compiling(installed: Path, tmp_path:
     path = os.pathsep.join([str(installed), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-c", code], check=False, capture_output=True, text=True,
-        env=variables(OPKILN_CACHE_DIR=str(tmp_path / "store"), OPKILN_JIT="off",
-                      OPKILN_FALLBACK="error", PYTHONPATH=path),
+        env=variables(OPKILN_CACHE_DIR=str(tmp_path / "store"), OPKILN_MODE="sealed",
+                      PYTHONPATH=path),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("True\n")

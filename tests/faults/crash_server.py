@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import opkiln
-from opkiln.loading import build, failure, loader, receipt, resolve
+from opkiln.building import build, failure
+from opkiln.decision import decide, receipt, search
+from opkiln.loading import loader
 from opkiln.settings import settings
 from opkiln.ship import bundle, layer
 from opkiln.store import gc, inventory
 from opkiln.store.layers import Store
 
-IMPORTED = (build, failure, receipt, resolve)
+IMPORTED = (build, decide, failure, receipt, search)
 
 SHIM = ctypes.CDLL(None)
 PLENTY = 1 << 40

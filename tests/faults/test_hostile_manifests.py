@@ -10,10 +10,10 @@ import pytest
 from sample import layer
 
 from opkiln import machine
-from opkiln.loading import fit, prebuilt
-from opkiln.loading.loader import Op
-from opkiln.loading.trace import Trace
-from opkiln.model import ABI_NONE, OpSpec
+from opkiln.decision import fit, prebuilt
+from opkiln.decision.outcome import Trace
+from opkiln.decision.request import Request
+from opkiln.model import ABI_NONE, Op, OpSpec
 from opkiln.ship import bundle
 from opkiln.store import key
 
@@ -61,7 +61,7 @@ def test_a_library_that_a_manifest_names_by_its_path_is_not_opened(
         place = str(tmp_path / "ops.bundle")
         bundle.write_bundle(str(made), place)
     trace = Trace()
-    assert prebuilt.find(Op(SPEC), [place], trace, prebuilt.STORE) is None
+    assert prebuilt.find(Request(Op(SPEC)), [place], trace, prebuilt.STORE) is None
     assert "which is a path" in str(trace)
     assert not ran.exists()
 
@@ -85,6 +85,6 @@ def test_the_library_would_have_run(ran: Path, tmp_path: Path) -> None:
 def test_a_library_of_the_system_is_still_found(tmp_path: Path) -> None:
     made = shipped(tmp_path, "libc.so.6")
     trace = Trace()
-    found = prebuilt.find(Op(SPEC), [str(made / "v1")], trace, prebuilt.STORE)
+    found = prebuilt.find(Request(Op(SPEC)), [str(made / "v1")], trace, prebuilt.STORE)
     assert found is not None, trace
     assert found.sha256 == hashlib.sha256(b"\x7fELF").hexdigest()

@@ -73,7 +73,7 @@ def test_a_shared_layer_of_a_better_cpu_is_refused_with_what_is_lacking(
         assert answer.value == 2, answer
         assert any(re.search(REFUSED, reason) for reason in answer.refused)
     monkeypatch.setenv("OPKILN_CACHE_DIR", str(tmp_path / "third"))
-    with Loader({"OPKILN_JIT": "off"}, prefix=poor) as process:
+    with Loader({"OPKILN_MODE": "cached"}, prefix=poor) as process:
         answer = process.load("op", source)
         assert answer.value is None
         assert answer.error is not None

@@ -11,8 +11,7 @@ from loaders import Loader, returning, write
 import opkiln
 from opkiln.errors import SpecError
 from opkiln.loading.explain import explain
-from opkiln.loading.loader import Op
-from opkiln.model import OpSpec
+from opkiln.model import Op, OpSpec
 
 if TYPE_CHECKING:
     from pathlib import Path

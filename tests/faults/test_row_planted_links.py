@@ -36,7 +36,7 @@ import os, shutil, sys, warnings
 import opkiln
 from opkiln.engine import budget
 from opkiln.errors import CompileError, OpkilnError
-from opkiln.loading import failure
+from opkiln.building import failure
 from opkiln.store import location, lock, publish
 from opkiln.store.layers import Store
 from opkiln.toolchain import memo

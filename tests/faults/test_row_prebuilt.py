@@ -75,7 +75,7 @@ def test_another_user_without_a_home_is_served_from_roots_read_only_package(
         code = _LOAD.format(name=shipped.package.name)
         said = child.run(
             code, python=python, user=child.NOBODY, path=[public / "packages"],
-            env={**NOWHERE, "PATH": "/nowhere", "SAMPLE_OPENED": None, "OPKILN_JIT": "off",
+            env={**NOWHERE, "PATH": "/nowhere", "SAMPLE_OPENED": None, "OPKILN_MODE": "cached",
                  "PYTHONPATH": f"{public / 'source'}:{public / 'packages'}"},
         )  # fmt: skip
         inside = leaf.relative_to(shipped.package.where)

@@ -59,7 +59,7 @@ def test_an_entry_serves_where_nothing_may_compile_and_the_compiler_is_not_known
     """A cache restored on another machine: what was remembered of its compiler is worth nothing."""
     source = built(tmp_path)
     shutil.rmtree(cache / "v1" / "toolchains")
-    monkeypatch.setenv("OPKILN_JIT", "off")
+    monkeypatch.setenv("OPKILN_MODE", "cached")
     with Loader(prefix=mounts.read_only(cache)) as process:
         answer = process.load("op", source)
         assert (answer.value, answer.origin) == (8, "store")

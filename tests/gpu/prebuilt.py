@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 import opkiln
+from opkiln.decision.outcome import outlook
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
-from opkiln.loading.outlook import outlook
 from opkiln.settings import override
 from opkiln.store import entry
 
@@ -104,7 +104,7 @@ def served(directory: Path, check: Checks) -> None:
         assert artifact is not None
         assert artifact.origin == "prebuilt", artifact
         assert Path(artifact.path).is_relative_to(directory), artifact
-        taken = next(d for d in loader._loaded[_name(op)].trace.decisions if d.verdict == "taken")
+        taken = next(d for d in loader._loaded[_name(op)].trace.candidates if d.verdict == "taken")
         return f"of {', '.join(found[op])}: {taken.reason}"
 
     for op in found:
@@ -128,9 +128,9 @@ def refused(directory: Path, check: Checks) -> None:
     assert found, f"there is no wheel of CUDA ops in {directory}"
 
     def refuse(op: Op) -> str:
-        with override(jit=False):
+        with override(mode="cached"):
             seen = outlook(opkiln.get_builder(op[0], backend="cuda").op())
-        prebuilt = [each for each in seen.trace.decisions if each.resort == "prebuilt"]
+        prebuilt = [each for each in seen.trace.candidates if each.resort == "prebuilt"]
         assert prebuilt, seen
         assert all(each.verdict == "refused" for each in prebuilt), prebuilt
         return "; ".join(dict.fromkeys(each.reason for each in prebuilt))
@@ -140,7 +140,7 @@ def refused(directory: Path, check: Checks) -> None:
         assert now.artifact is not None
         assert now.artifact.origin == "built", now.artifact
         assert str(directory) not in Path("/proc/self/maps").read_text()
-        return "; ".join(map(str, now.trace.decisions))
+        return "; ".join(map(str, now.trace.candidates))
 
     for op in found:
         check(f"refuse {op[0]}", refuse, op)
@@ -163,7 +163,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as private:
         compiles = options.part == "refused"
         # An empty store, and a reference that serves silently is no success.
-        with override(cache_dir=private, jit=compiles, fallback="error"):
+        with override(cache_dir=private, mode="native" if compiles else "sealed"):
             (refused if compiles else served)(directory, check)
     print(f"{'FAIL' if check.failed else 'PASS'}: {check.failed} failed")
     return 1 if check.failed else 0

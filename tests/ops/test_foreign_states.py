@@ -32,7 +32,7 @@ TAKEN = {
 
 @pytest.fixture(autouse=True)
 def _by_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPKILN_JIT", "off")
+    monkeypatch.setenv("OPKILN_MODE", "cached")
 
 
 def stepped(name: str, steps: int, dtype: torch.dtype = torch.float32) -> Any:

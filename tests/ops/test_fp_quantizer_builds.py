@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 from instruction_sets import LEVELS, skip_unless_runnable
+from sample import wanted
 
 from opkiln import get_builder
 from opkiln.binary import bundle
 from opkiln.errors import ToolchainError
-from opkiln.loading import resolve
-from opkiln.loading.trace import Trace
 from opkiln.toolchain import hipcc
 
 _CHECK = """
@@ -37,14 +36,14 @@ def test_it_builds_for_an_amd_gpu() -> None:
     if not hipcc.available():
         pytest.skip("no hipcc is installed: apt-get install hipcc")
     op = get_builder("fp_quantizer", backend="rocm", archs="gfx90a").op()
-    assert bundle.hip_images(resolve.artifact(op, Trace()).path) == ("gfx90a",)
+    assert bundle.hip_images(wanted.artifact(op).path) == ("gfx90a",)
 
 
 @pytest.mark.slow
 def test_it_builds_for_nvidia_gpus_with_and_without_instructions_for_fp8() -> None:
     op = get_builder("fp_quantizer", backend="cuda", archs="8.0;9.0a").op()
     try:
-        built = resolve.artifact(op, Trace())
+        built = wanted.artifact(op)
     except ToolchainError as error:
         pytest.skip(f"no nvcc here: {error.what}")
     assert Path(built.path).stat().st_size > 0

@@ -27,7 +27,7 @@ assert torch.allclose(param, torch.zeros(3), atol=1e-5), param
 def test_the_reference_serves_with_one_warning_where_nothing_may_be_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("OPKILN_JIT", "off")
+    monkeypatch.setenv("OPKILN_MODE", "cached")
     run = subprocess.run(
         [sys.executable, "-c", _FALLBACK], check=False, capture_output=True, text=True
     )

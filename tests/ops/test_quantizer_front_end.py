@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from sample import wanted
 from torch import Tensor
 
 from opkiln import get_builder, ops, quant
 from opkiln.binary import bundle
 from opkiln.errors import ToolchainError, UsageError
-from opkiln.loading import resolve
-from opkiln.loading.trace import Trace
 from opkiln.ops.quantizer import quantize as front
 from opkiln.ops.quantizer import reference
 from opkiln.toolchain import hipcc, torch_sdk
@@ -306,7 +305,7 @@ def test_importing_the_front_end_does_not_import_torch() -> None:
 def test_the_reference_serves_with_one_warning_where_nothing_may_be_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("OPKILN_JIT", "off")
+    monkeypatch.setenv("OPKILN_MODE", "cached")
     code = (
         "import warnings, torch\n"
         "from opkiln import quant\n"
@@ -331,7 +330,7 @@ def test_it_is_translated_and_built_for_an_amd_gpu(name: str) -> None:
     if torch_sdk.find() is None:
         pytest.skip("torch is not installed, and hipify is a part of it")
     sources = sorted((Path(ops.__file__).parent / name).iterdir())
-    built = resolve.artifact(get_builder(name, backend="rocm", archs="gfx90a").op(), Trace())
+    built = wanted.artifact(get_builder(name, backend="rocm", archs="gfx90a").op())
     assert bundle.hip_images(built.path) == ("gfx90a",)
     assert sorted((Path(ops.__file__).parent / name).iterdir()) == sources
 

@@ -212,4 +212,4 @@ def quick_project(where: Path, backend: str = "setuptools") -> Path:
 
 
 CALL = "import quick; print(quick.FirstBuilder().load().first())"
-NATIVE_ONLY = {"OPKILN_JIT": "off", "OPKILN_FALLBACK": "error"}
+NATIVE_ONLY = {"OPKILN_MODE": "sealed"}

@@ -6,13 +6,12 @@ import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
-from opkiln.loading import loader, resolve
+from opkiln.loading import loader
 from opkiln.loading.explain import explain
-from opkiln.loading.trace import Trace
 from opkiln.settings import override
 from opkiln.ship import layer
 from opkiln.store import entry
-from sample import levels
+from sample import levels, wanted
 from sample.package import settle
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ class Shipped:
         """Build elsewhere and ship, with the package itself by default; the entry's directory."""
         with override(cache_dir=str(self.base / "elsewhere"), **settings):
             more = {"_asked_backend": backend} if backend else {}
-            made = resolve.artifact(self.package.builder(**more).op(), Trace())
+            made = wanted.artifact(self.package.builder(**more).op())
             (leaf,) = layer.export([made.path], str(to or self.own))
         return type(self.base)(leaf)
 

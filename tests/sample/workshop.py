@@ -159,10 +159,10 @@ class Workshop:
         """By the function that every load and every command comes to, with no stand-in."""
         body = (
             f"{_IMPORT}\n"
-            "from opkiln.loading import resolve\n"
-            "from opkiln.loading.trace import Trace\n"
+            "from opkiln.decision.request import BUILD, Request\n"
+            "from opkiln.loading import loader\n"
             f"for kind in ({_KINDS}):\n"
-            "    made = resolve.artifact(kind(backend='cuda').op(), Trace())\n"
+            "    made, _ = loader.obtain(Request(kind(backend='cuda').op(), BUILD))\n"
             "    assert made.origin == 'built'\n"
             "    print(kind.NAME, made.path)\n"
         )

@@ -462,7 +462,7 @@ def test_the_report_has_a_row_for_an_op_whose_accelerator_does_not_exist(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OPKILN_ACCELERATOR", "nonsense")
-    rows = {row.op: row for row in operators.statuses(())}
+    rows = {row.op: row for row in operators.statuses()}
     assert "there is no accelerator of this name" in rows["fused_adam"].error
     assert rows["cpu_adam"].error == ""
 

@@ -125,11 +125,11 @@ def test_a_wrong_call_exits_with_2_and_says_what_to_type(
 def test_a_setting_without_meaning_exits_with_2(
     run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OPKILN_JIT", "perhaps")
+    monkeypatch.setenv("OPKILN_MODE", "perhaps")
     ran = run("report")
     assert ran.code == 2
-    assert "OPKILN_JIT='perhaps'" in ran.err
-    assert "hint: unset OPKILN_JIT" in ran.err
+    assert "OPKILN_MODE='perhaps'" in ran.err
+    assert "hint: unset OPKILN_MODE" in ran.err
 
 
 # Without a compiler
@@ -165,10 +165,10 @@ def test_commands_ask_whether_a_close_op_was_meant(run: Callable[..., Ran], comm
 def test_building_where_compiling_is_switched_off_says_how_to_switch_it_on(
     run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OPKILN_JIT", "off")
+    monkeypatch.setenv("OPKILN_MODE", "cached")
     ran = run("build", "cpu_adam")
     assert ran.code == 7
-    assert "hint: OPKILN_JIT=on opkiln build cpu_adam" in ran.err
+    assert "hint: OPKILN_MODE=auto opkiln build cpu_adam" in ran.err
 
 
 def test_a_report_without_a_compiler_says_so_for_each_op(
@@ -199,11 +199,11 @@ def test_a_report_knows_the_machine_the_store_and_the_settings(
     assert settings["OPKILN_MAX_JOBS"] == {
         "variable": "OPKILN_MAX_JOBS", "value": 3, "origin": "MAX_JOBS",
     }  # fmt: skip
-    assert settings["OPKILN_FALLBACK"]["origin"] == "default"
+    assert settings["OPKILN_MODE"]["origin"] == "default"
     text = run("report").out
     assert re.search(r"OPKILN_MAX_JOBS +3 +from MAX_JOBS", text)
     assert re.search(rf"OPKILN_CACHE_DIR +{re.escape(str(cache))}", text)
-    assert "OPKILN_FALLBACK" not in text
+    assert "OPKILN_MODE" not in text
 
 
 def _provide(where: Path, op: str, value: str) -> None:
@@ -254,9 +254,9 @@ def test_a_cold_op_would_compile_and_the_hint_builds_it(run: Callable[..., Ran])
 @pytest.mark.parametrize(
     ("variable", "value", "status", "reason"),
     [
-        ("OPKILN_JIT", "off", "would fall back", "OPKILN_JIT=off"),
-        ("OPKILN_SEAL", "error", "would fail", "sealed"),
-        ("PATH", "/nonexistent", "would fall back", "there is no C++ compiler"),
+        ("OPKILN_MODE", "cached", "would fall back", "OPKILN_MODE=cached"),
+        ("OPKILN_MODE", "sealed", "would fail", "sealed"),
+        ("PATH", "/nonexistent", "would fall back", "no C++ compiler"),
     ],
 )
 def test_an_op_that_cannot_compile_here_is_not_said_to(
@@ -276,13 +276,13 @@ def test_an_op_that_cannot_compile_here_is_not_said_to(
 def test_a_misspelt_setting_is_pointed_out(
     run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OPKILN_FALLBCK", "error")
+    monkeypatch.setenv("OPKILN_MODEE", "cached")
     ran = run("report")
-    assert "OPKILN_FALLBCK is no setting; did you mean OPKILN_FALLBACK?" in ran.err
-    monkeypatch.setenv("OPKILN_FALLBACK", "eror")
+    assert "unknown setting OPKILN_MODEE; did you mean OPKILN_MODE?" in ran.err
+    monkeypatch.setenv("OPKILN_MODE", "eror")
     ran = run("cache", "path")
     assert ran.code == 2
-    assert "OPKILN_FALLBACK='eror'" in ran.err
+    assert "OPKILN_MODE='eror'" in ran.err
 
 
 def test_a_cpu_that_is_none_names_the_variable(

@@ -12,11 +12,11 @@ import pytest
 from sample import layer
 
 from opkiln import machine
+from opkiln.decision import prebuilt
+from opkiln.decision.outcome import Trace
+from opkiln.decision.request import Request
 from opkiln.errors import StoreError
-from opkiln.loading import prebuilt
-from opkiln.loading.loader import Op
-from opkiln.loading.trace import Trace
-from opkiln.model import ABI_NONE, OpSpec
+from opkiln.model import ABI_NONE, Op, OpSpec
 from opkiln.report import cache as report_cache
 from opkiln.ship import bundle
 from opkiln.store import entry, inventory, key
@@ -105,7 +105,10 @@ def refusals(leaf: Path, tmp_path: Path) -> list[str]:
     """What everything that reads manifests says of one; none of it may raise but StoreError."""
     said = []
     trace = Trace()
-    assert prebuilt.find(Op(SPEC), [str(tmp_path / "layer/v1")], trace, prebuilt.LAYER) is None
+    assert (
+        prebuilt.find(Request(Op(SPEC)), [str(tmp_path / "layer/v1")], trace, prebuilt.LAYER)
+        is None
+    )
     said += trace.refusals()
     places = {"src": str(tmp_path), "opkiln": "/", "abs": ""}
     for own in (True, False):

@@ -64,8 +64,8 @@ def test_an_error_of_opkilns_own_brings_its_reason_and_hint() -> None:
 
 
 def test_a_setting_without_meaning_is_one_failure_and_not_one_of_each_check() -> None:
-    found = checks.outcome(_raising(SettingError("OPKILN_JIT='maybe' is no value")), Here())
-    assert found == skipped("cannot be told while OPKILN_JIT='maybe' is no value")
+    found = checks.outcome(_raising(SettingError("OPKILN_MODE='maybe' is not a value")), Here())
+    assert found == skipped("cannot be told while OPKILN_MODE='maybe' is not a value")
 
 
 def test_a_torch_that_cannot_be_read_crashes_nothing(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_every_check_is_documented_and_no_other() -> None:
     [
         ("unset CXX", "unset CXX"),
         ("apt-get install g++    (or set CXX to a compiler)", "apt-get install g++"),
-        ("OPKILN_CCBIN=/usr/bin/g++-12", "export OPKILN_CCBIN=/usr/bin/g++-12"),
+        ("NVCC_CCBIN=/usr/bin/g++-12", "export NVCC_CCBIN=/usr/bin/g++-12"),
         ("set OPKILN_CUDA_HOME to an older toolkit", ""),
         ("add the directory of a.h to include_paths(), or set CPATH", ""),
         ("c++filt _Z1f    # then link the library that defines it", "c++filt _Z1f"),
@@ -411,7 +411,7 @@ def test_an_image_without_a_compiler_fails_while_ops_are_to_be_compiled(tmp_path
     assert found["python headers"].verdict == WARN
 
 
-@pytest.mark.parametrize("variable", ["OPKILN_JIT=off", "OPKILN_SEAL=error"])
+@pytest.mark.parametrize("variable", ["OPKILN_MODE=cached", "OPKILN_MODE=sealed"])
 def test_an_image_without_a_compiler_passes_where_nothing_is_compiled(
     tmp_path: Path, variable: str
 ) -> None:
@@ -427,9 +427,9 @@ def test_an_image_without_a_compiler_passes_where_nothing_is_compiled(
 
 
 def test_a_missing_launcher_is_no_failure_where_nothing_is_compiled() -> None:
-    patient = Patient({"OPKILN_LAUNCHER": "no_such_ccache", "OPKILN_JIT": "off"})
+    patient = Patient({"CXX": "no_such_ccache g++", "OPKILN_MODE": "cached"})
     assert patient.check("launcher").verdict == PASS
-    assert patient.check("launcher", after="unset OPKILN_JIT").verdict == FAIL
+    assert patient.check("launcher", after="unset OPKILN_MODE").verdict == FAIL
 
 
 def test_a_missing_toolkit_is_no_failure_where_nothing_is_compiled(tmp_path: Path) -> None:
@@ -437,10 +437,10 @@ def test_a_missing_toolkit_is_no_failure_where_nothing_is_compiled(tmp_path: Pat
     (tmp_path / "bin").mkdir()
     path = f"{a_compiler(tmp_path / 'bin' / 'g++').parent}{os.pathsep}/usr/bin{os.pathsep}/bin"
     env = {"PYTHONPATH": f"{site}{os.pathsep}{SOURCE}", "PATH": path}
-    for more, verdict in (({}, FAIL), ({"OPKILN_JIT": "off"}, PASS)):
+    for more, verdict in (({}, FAIL), ({"OPKILN_MODE": "cached"}, PASS)):
         found = Patient({**env, **more}, stand_ins=_ALONE).check("cuda toolkit")
         assert found.verdict == verdict, found
-    assert "not needed: OPKILN_JIT=off: nothing is compiled here" in found.evidence
+    assert "not needed: OPKILN_MODE=cached: nothing is compiled here" in found.evidence
 
 
 # CUDA, of scripts

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from opkiln.building.objects import write_leaf
 from opkiln.errors import StoreError
-from opkiln.loading.compile import write_leaf
 from opkiln.settings import override
 from opkiln.store import deps, entry, gc, inventory, publish
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from opkiln.accelerator import amd, gpu, nvidia
+from opkiln.decision.outcome import Candidate
 from opkiln.engine import budget
 from opkiln.errors import StoreError
-from opkiln.loading.trace import Decision
 from opkiln.model import TorchSDK
 from opkiln.report import (
     cache,
@@ -37,10 +37,10 @@ MISFIT = "CUDA 12.8; torch was built with 13.0, another major version"
 
 
 def backend(name: str, status: str = "cached", reason: str = "") -> operators.BackendStatus:
-    decision = Decision("store", "taken" if status == "cached" else "refused", reason, "/store/x")
+    candidate = Candidate("store", "taken" if status == "cached" else "refused", reason, "/store/x")
     good = status in ("cached", "would compile")
     cached = status == "cached"
-    return operators.BackendStatus(name, status, False, cached, good, reason, "", (decision,))
+    return operators.BackendStatus(name, status, False, cached, good, reason, "", (candidate,))
 
 
 def op(name: str, *backends: operators.BackendStatus, **more: Any) -> operators.OpStatus:
@@ -96,9 +96,9 @@ def filled(ops: tuple[operators.OpStatus, ...] = OPS) -> collect.Report:
         budget=budget.Description(limits, 2, "/dev/shm/opkiln-0/slots", ("/run: read-only",)),
         store=store,
         settings=(collect.InForce("OPKILN_MAX_JOBS", 2, "MAX_JOBS"),
-                  collect.InForce("OPKILN_JIT", True, "default"),
+                  collect.InForce("OPKILN_MODE", "auto", "default"),
                   collect.InForce("OPKILN_STORE_LAYERS", ("/layer", "/more"), "call")),
-        unknown=("OPKILN_JITT is no setting; did you mean OPKILN_JIT?",),
+        unknown=("unknown setting OPKILN_MODEE; did you mean OPKILN_MODE?",),
         dropped=("CFLAGS",),
     )  # fmt: skip
     return collect.Report("0.1.0", NOW, ops, environment, problems.of(ops, environment))
@@ -143,7 +143,7 @@ def test_the_text_says_it_all_in_words() -> None:
         f"CUDA toolkit none can be used: /usr/local/cuda-12.8: {MISFIT}",
         "ROCM_HOME there is no /gone/bin/hipcc",
         "hint: unset ROCM_HOME",
-        "settings OPKILN_JITT is no setting; did you mean OPKILN_JIT?",
+        "settings unknown setting OPKILN_MODEE; did you mean OPKILN_MODE?",
     ):  # fmt: skip
         assert line in said.splitlines(), line
 

@@ -70,7 +70,7 @@ def test_a_switch_that_is_neither_on_nor_off_is_an_error(monkeypatch: pytest.Mon
 
 def test_a_setting_is_no_switch_of_an_op_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPKILN_BUILD_TIMEOUT", "600")
-    monkeypatch.setenv("OPKILN_BUILD_STRING", "cu130")
+    monkeypatch.setenv("DS_BUILD_STRING", "cu130")
     ops = [Declared("timeout"), Declared("string")]
     assert [each.wanted for each in selection.choose(ops)] == [False, False]
     assert selection.strangers(ops) == []

@@ -26,9 +26,9 @@ SOURCE = Path(__file__).parents[2] / "src" / "opkiln"
 
 
 def test_a_value_is_read_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert settings.jit is True
-    monkeypatch.setenv("OPKILN_JIT", "off")
-    assert settings.jit is False
+    assert settings.mode == "auto"
+    monkeypatch.setenv("OPKILN_MODE", "cached")
+    assert settings.mode == "cached"
 
 
 def test_opkilns_own_name_wins_over_an_alias(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,8 +39,8 @@ def test_opkilns_own_name_wins_over_an_alias(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPKILN_FALLBACK", "")
-    assert settings.fallback == "warn"
+    monkeypatch.setenv("OPKILN_MODE", "")
+    assert settings.mode == "auto"
 
 
 @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])
@@ -54,8 +54,8 @@ def test_an_empty_list_of_gpus_is_a_list(monkeypatch: pytest.MonkeyPatch, name: 
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        ("OPKILN_JIT", "maybe", "on or off"),
-        ("OPKILN_FALLBACK", "loud", "warn or silent or error"),
+        ("OPKILN_DEBUG", "maybe", "on or off"),
+        ("OPKILN_MODE", "loud", "auto or native or cached or sealed"),
         ("MAX_JOBS", "0", "at least 1"),
         ("MAX_JOBS", "two", "two"),
         ("OPKILN_BUILD_TIMEOUT", "-1", "positive"),
@@ -96,27 +96,27 @@ def test_flags_are_split_as_a_shell_would(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_an_override_holds_in_its_block_and_touches_no_variable() -> None:
     before = dict(os.environ)
-    with override(jit=False, cpu="x86-64"):
-        with override(jit=True):
-            assert settings.jit is True
+    with override(mode="cached", cpu="x86-64"):
+        with override(mode="native"):
+            assert settings.mode == "native"
             assert settings.cpu == "x86-64"
-        assert settings.jit is False
-    assert settings.jit is True
+        assert settings.mode == "cached"
+    assert settings.mode == "auto"
     assert dict(os.environ) == before
 
 
 def test_an_override_is_not_seen_by_a_thread_that_runs_beside_it() -> None:
     seen = []
-    with override(jit=False):
+    with override(mode="cached"):
         inside = copy_context()
         threads = [
-            threading.Thread(target=lambda: seen.append(settings.jit)),
-            threading.Thread(target=lambda: seen.append(inside.run(lambda: settings.jit))),
+            threading.Thread(target=lambda: seen.append(settings.mode)),
+            threading.Thread(target=lambda: seen.append(inside.run(lambda: settings.mode))),
         ]
         for thread in threads:
             thread.start()
             thread.join()
-    assert seen == [True, False]
+    assert seen == ["auto", "cached"]
 
 
 def test_an_override_of_an_unknown_setting_is_refused() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from opkiln import machine, process
+from opkiln import evidence, machine, process
 from opkiln.digest import unchanged
 from opkiln.errors import (
     CUDAMismatchException,
@@ -20,7 +20,16 @@ from opkiln.errors import (
 )
 from opkiln.model import CUDA, Toolchain, TorchSDK
 from opkiln.settings import override
-from opkiln.toolchain import choice, cuda_version, host, nvcc, toolkits, torch_sdk, wheel_headers
+from opkiln.toolchain import (
+    choice,
+    cuda_version,
+    find,
+    host,
+    nvcc,
+    toolkits,
+    torch_sdk,
+    wheel_headers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -661,7 +670,7 @@ def test_a_host_compiler_out_of_range_is_named_with_the_range_and_what_works(
         assert "g++-99" in caught.value.what
         assert "unsupported GNU version! gcc versions later than 15" in caught.value.why
         assert "The nvcc flag" not in caught.value.why
-        assert caught.value.hint == f"OPKILN_CCBIN={old}"
+        assert caught.value.hint == f"NVCC_CCBIN={old}"
         with override(ccbin="g++-14"):
             taken = here.choose("13.0")
     assert taken.host == str(old)
@@ -695,11 +704,11 @@ def test_a_ccbin_that_comes_first_on_path_ends_the_evidence(here: Machine, name:
     resting(here.root)
     with override(ccbin=name, path=(str(earlier), str(here.bin), "/usr/bin", "/bin")):
         taken = nvcc.choose(here.memory, _torch_cuda(), here.host)
-        facts = nvcc.evidence(here.memory, taken)
-        assert facts is not None
-        assert broken(facts) == set()
+        with evidence.collecting() as read:
+            assert nvcc.evidence(here.memory, taken) is not None
+        assert read.programs[name] == [str(here.bin / name)]
         newcomer = a_compiler(earlier / name)
-        assert str(newcomer) in broken(facts)
+        assert find.first(name) == str(newcomer) != read.programs[name][0]
         assert nvcc.choose(here.memory, _torch_cuda(), here.host).host == str(newcomer)
 
 

@@ -91,7 +91,7 @@ def test_every_command_explains_quiet_and_verbose(
 @pytest.mark.parametrize("command", CALLS)
 def test_a_quiet_command_says_nothing_but_data_and_errors(command: str, tmp_path: Path) -> None:
     # A misspelt variable has every command say something; a quiet one does not.
-    misspelt = {"OPKILN_FALLBCK": "error"}
+    misspelt = {"OPKILN_MODEE": "error"}
     path, call = command.split(), CALLS[command]
     plain = opkiln(
         *path, *arguments(call, tmp_path / "a"), cwd=tmp_path / "a", environment=misspelt
@@ -101,7 +101,7 @@ def test_a_quiet_command_says_nothing_but_data_and_errors(command: str, tmp_path
     )
     assert quiet.returncode == plain.returncode
     if call != ["--help"] and command != "doctor":  # which has a line for it among its data
-        assert "OPKILN_FALLBCK" in plain.stderr
+        assert "OPKILN_MODEE" in plain.stderr
     if plain.returncode not in (0, 1, 8):
         assert quiet.stderr.startswith("error: "), "errors are said"
     else:
@@ -135,7 +135,7 @@ def test_a_verbose_command_says_what_runs_and_prints_the_same_data(
     "words", [["-q", "cache", "path"], ["cache", "-q", "path"], ["cache", "path", "--quiet"]]
 )
 def test_quiet_may_be_said_before_and_after_the_command(words: list[str], tmp_path: Path) -> None:
-    done = opkiln(*words, cwd=tmp_path, environment={"OPKILN_FALLBCK": "error"})
+    done = opkiln(*words, cwd=tmp_path, environment={"OPKILN_MODEE": "error"})
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip() == str(tmp_path / "cache")
 

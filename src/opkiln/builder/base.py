@@ -13,18 +13,25 @@ from typing import Any
 
 from opkiln.errors import OpkilnError, SpecError, UnknownBackend, told_briefly
 from opkiln.loading import loader
-from opkiln.loading.loader import Op
 from opkiln.loading.register import (
     LoadedInTrace,
-    Registration,
     at_trace_time,
     for_trace,
-    function_name,
     in_trace,
     is_tracing,
 )
-from opkiln.loading.trace import Trace
-from opkiln.model import ABI_STABLE, CPU, CUDA, LIBRARY, ROCM, XPU, OpSpec
+from opkiln.model import (
+    ABI_STABLE,
+    CPU,
+    CUDA,
+    LIBRARY,
+    ROCM,
+    XPU,
+    Op,
+    OpSpec,
+    Registration,
+    function_name,
+)
 from opkiln.settings import build_switch, settings
 
 TYPE_CHECKING = False
@@ -292,24 +299,16 @@ class OpBuilder:
 
         ``error_log`` holds the reason when not; ``verbose`` also writes it to standard error.
         """
-        from opkiln.loading import prebuilt, resolve
-        from opkiln.store.layers import Store
+        from opkiln.decision.decide import decide
+        from opkiln.decision.outcome import Build, Serve
+        from opkiln.decision.request import Request
 
-        self.error_log = None
         try:
-            op, store = self.op(), Store()
-            missing = [s for s in op.spec.sources if not os.path.exists(os.path.join(self.root, s))]
-            target = resolve.target_of(op, resolve.runnable(op.spec))
-            served = prebuilt.carried(op, Trace()) or resolve.find(op, target, store, Trace())
-            if served is None:
-                if missing:
-                    self.error_log = f"sources are missing: {', '.join(missing)}"
-                elif not settings.jit:
-                    self.error_log = "it is not cached, and OPKILN_JIT=off"
-                else:
-                    resolve.chosen(op, store)
-        except OpkilnError as error:
-            self.error_log = str(error)
+            outcome = decide(Request(self.op(), must_be_native=True))
+            error = None if isinstance(outcome, (Serve, Build)) else outcome.error
+        except OpkilnError as raised:
+            error = raised  # the declaration itself is wrong
+        self.error_log = None if error is None else str(error)
         if self.error_log and verbose:
             print(f"{self.name}: {self.error_log}", file=sys.stderr)
         return self.error_log is None
@@ -327,10 +326,9 @@ class OpBuilder:
         torch's ``BuildExtension``, which adds no architectures of its own to those in the flags.
         """
         from opkiln import plan as plans
-        from opkiln.loading.archs import nothing_asked
-        from opkiln.loading.build import make_plan
-        from opkiln.loading.resolve import chosen
-        from opkiln.store.layers import Store
+        from opkiln.decision.archs import nothing_asked
+        from opkiln.decision.decide import plan_for, planned
+        from opkiln.decision.request import BUILD, Request
 
         try:
             from setuptools import Extension
@@ -341,9 +339,10 @@ class OpBuilder:
         op = self.op()
         if not op.asked and nothing_asked(op.spec.backend):
             op = op._replace(asked="all")
-        target, tools = chosen(op, Store())
-        spec = self._translated or op.spec
-        plan = make_plan(spec, target, tools)
+        plan = planned(Request(op, BUILD))
+        if self._translated is not None:
+            plan = plan_for(self._translated, plan.target, plan.toolchain)
+        spec = plan.spec
         name = self.absolute_name()
         flags = plans.author_flags(plan, name.rpartition(".")[2])
         # torch's BuildExtension takes flags by compiler; setuptools' own takes a list.
@@ -398,7 +397,7 @@ class OpBuilder:
 
     def _cpu_flags(self) -> tuple[str, ...]:
         from opkiln.arch import cpu
-        from opkiln.loading.resolve import target_cpu, target_machine
+        from opkiln.decision.request import target_cpu, target_machine
 
         family = target_machine()
         return cpu.flags(target_cpu(), family, frozenset(cpu.probes(family)))
@@ -410,7 +409,7 @@ class OpBuilder:
     def simd_width(self) -> str:
         """A macro for the target's vector unit: ``-D__AVX512__``, ``-D__AVX256__``, else scalar."""
         from opkiln.arch import cpu
-        from opkiln.loading.resolve import target_cpu, target_machine
+        from opkiln.decision.request import target_cpu, target_machine
 
         widths = {"avx512": "-D__AVX512__", "avx2": "-D__AVX256__"}
         return widths.get(cpu.simd(target_machine(), target_cpu()), "-D__SCALAR__")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-    from opkiln.loading.loader import Op
+    from opkiln.model import Op
 
 
 class CUDAOpBuilder(OpBuilder):
@@ -78,7 +78,7 @@ class CUDAOpBuilder(OpBuilder):
         if self.backend != CUDA:
             return self.backend == ROCM
         from opkiln.arch import cuda
-        from opkiln.loading import archs
+        from opkiln.decision import archs
 
         try:
             return cuda.has_bf16(cuda.parse(";".join(archs.wanted(self._bare()).archs)))
@@ -92,7 +92,7 @@ class CUDAOpBuilder(OpBuilder):
 
         The plan adds them itself; they are here for other build systems.
         """
-        from opkiln.loading import archs
+        from opkiln.decision import archs
 
         if self.backend == CPU:
             return []
@@ -176,7 +176,7 @@ class CUDAOpBuilder(OpBuilder):
 
     def _bare(self) -> Op:
         """The op as far as its architectures go, without asking for its sources and flags."""
-        from opkiln.loading.loader import Op
+        from opkiln.model import Op
 
         spec = OpSpec(self.name, self.distribution, self.root, (), backend=self.backend)
         return Op(spec, rule=self._rule(), asked=self._asked_archs)
@@ -230,6 +230,6 @@ def _asked_backend(usable: tuple[str, ...]) -> str | None:
 
 
 def _has_device(backend: str) -> bool:
-    from opkiln.loading import archs  # not where the CPU is all there is
+    from opkiln.decision import archs  # not where the CPU is all there is
 
     return archs.may_use_device(backend)

@@ -57,7 +57,7 @@ def command(archs: tuple[str, ...], op: str | None, as_json: bool) -> int:
 
 
 def _answer(given: str | None, name: str | None) -> Answer:
-    from opkiln.loading import archs
+    from opkiln.decision import archs
     from opkiln.model import CUDA
     from opkiln.registry import get_builder
     from opkiln.store.layers import Store

@@ -100,8 +100,7 @@ def _run(work: str) -> dict[str, Any]:
         **whole_environment(),
         "OPKILN_CACHE_DIR": os.path.join(work, "store"),
         "OPKILN_STORE_LAYERS": "",
-        "OPKILN_JIT": "on",
-        "OPKILN_SEAL": "off",
+        "OPKILN_MODE": "auto",
         "OPKILN_PROGRESS": "lines",
     }
     argv = (sys.executable, "-m", "opkiln.ops.cpu_adam.demo", result)
@@ -126,7 +125,7 @@ def _ran(found: dict[str, Any]) -> str:
         ("train", f"{trained}, loss {found['first_loss']:.4f} -> {found['last_loss']:.4f}"),
     ]
     lines = [f"  {line}" for line in found["output"]]
-    decided = [(resort, f"{verdict}: {reason}") for resort, verdict, reason in found["decisions"]]
+    decided = [(resort, f"{verdict}: {reason}") for resort, verdict, reason in found["candidates"]]
     return "\n".join([*lines, columns([*decided, *rows], indent=2)])
 
 

@@ -24,5 +24,5 @@ def command(op: str, target: str | None, as_json: bool) -> None:
     if not as_json:
         output.data(str(found))
         return
-    decisions = [decision._asdict() for decision in found.decisions]
-    output.data_json({"schema": 1, **found._asdict(), "decisions": decisions})
+    candidates = [each._asdict() for each in found.candidates]
+    output.data_json({"schema": 1, **found._asdict(), "candidates": candidates})

@@ -31,15 +31,13 @@ def command(op: str, as_json: bool, compile_commands: bool, stage: str, target: 
     The plan is the same whether the op is cached or not, and a build by hand gives the same bytes.
     Nothing is built.
     """
-    from opkiln.loading.build import make_plan
-    from opkiln.loading.resolve import chosen
-    from opkiln.store.layers import Store
+    from opkiln.decision.decide import planned
+    from opkiln.decision.request import BUILD, Request
 
     if as_json and compile_commands:
         raise click.UsageError("--json and --compile-commands exclude each other")
     with targets.builder_for(op, target) as builder:
-        asked = builder.op()
-        plan = make_plan(asked.spec, *chosen(asked, Store()))
+        plan = planned(Request(builder.op(), BUILD))
     if as_json:
         output.data_json(_as_json(plan, stage))
     elif compile_commands:

@@ -12,9 +12,9 @@ import os
 from typing import Any
 
 from opkiln import extension
+from opkiln.building import inline
 from opkiln.compat.torch_errors import as_torchs
 from opkiln.errors import told_briefly
-from opkiln.loading import inline
 from opkiln.model import ABI_TORCH, CUDA, EXECUTABLE, LIBRARY, PYTHON, OpSpec
 from opkiln.ship import torch_flags
 

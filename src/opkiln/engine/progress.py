@@ -33,7 +33,7 @@ def for_people(stream: TextIO | None = None) -> Bar | Lines | Notes | None:
     """The sink that ``OPKILN_PROGRESS`` asks for, on ``stream`` or standard error; None: silence.
 
     ``auto`` is a bar on a terminal, lines elsewhere, and nothing in a rank other than the first or
-    where the logger's handlers show the lines. What ``OPKILN_DEBUG_CUDA`` asks for is told even
+    where the logger's handlers show the lines. What ``DS_DEBUG_CUDA`` asks for is told even
     then: by the one process that compiles.
     """
     target = sys.stderr if stream is None else stream

@@ -25,8 +25,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from opkiln.loading.loader import Op
-    from opkiln.loading.register import Registration
+    from opkiln.model import Op, Registration
 
 _BACKWARD, _SETUP = "_backward", "_setup_context"
 _CLOSE = 0.8  # how alike two names are that one of them is a slip of the other

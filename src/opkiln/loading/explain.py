@@ -8,16 +8,19 @@ from typing import Any, NamedTuple
 
 from opkiln import plan as plans
 from opkiln import settings as settings_module
+from opkiln.building.build import inputs
+from opkiln.decision.decide import decide, planned
+from opkiln.decision.outcome import Build, Candidate, Serve, summary
+from opkiln.decision.request import Request
 from opkiln.errors import OpkilnError
-from opkiln.loading import loader, resolve
-from opkiln.loading.build import inputs, make_plan
-from opkiln.loading.loader import Op
-from opkiln.loading.outlook import outlook
-from opkiln.loading.trace import Decision
-from opkiln.model import Plan
+from opkiln.loading import loader
+from opkiln.model import Op, Plan
 from opkiln.store import entry, key
-from opkiln.store.layers import Store
 from opkiln.store.recheck import Hasher, recheck
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.store.layers import Store
 
 
 class Explanation(NamedTuple):
@@ -25,17 +28,17 @@ class Explanation(NamedTuple):
 
     op: str
     verdict: str  # cached, would compile, would fall back: why, …; or what serves this process
-    decisions: tuple[Decision, ...]
+    candidates: tuple[Candidate, ...]
     keys: dict[str, str]
     changes: tuple[str, ...]  # since the newest entry, when that one does not serve
     dropped: tuple[str, ...]  # variables that no compiler gets to see
-    loaded: bool  # whether the decisions are those of this process's own load
+    loaded: bool  # whether the candidates are those of this process's own load
     since: float = 0.0  # when that was; 0 where it is not loaded
     new_process: str = ""  # what a load in a new process would come to, where it is loaded here
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.verdict}"]
-        lines += [f"  {decision}".replace("\n", "\n    ") for decision in self.decisions]
+        lines += [f"  {each}".replace("\n", "\n    ") for each in self.candidates]
         if self.new_process:
             lines.append(f"a new process: {self.new_process}")
         if self.changes:
@@ -49,22 +52,23 @@ class Explanation(NamedTuple):
 def explain(op: Op) -> Explanation:
     """Look at an op without building or loading it."""
     known, since = loader.loaded_here().get(op.name, (None, 0.0))
-    status, reason, _, trace = outlook(op)
+    request = Request(op)
+    outcome = decide(request)
+    status, reason, _ = summary(outcome)
     would = f"{status}: {reason}" if reason else status
-    store = Store()
     keys, changes = {}, []
     try:
-        plan = make_plan(op.spec, *resolve.chosen(op, store))
+        plan = outcome.plan if isinstance(outcome, Build) else planned(request)
     except OpkilnError as error:
-        trace.add("build", "refused", f"{error.what}: {error.why}")
+        outcome.trace.add("build", "refused", f"{error.what}: {error.why}")
     else:
         keys = {"intent": key.intent_key(op.spec, plan.target), "build": key.build_key(plan)}
-        if not any(decision.verdict == "taken" for decision in trace.decisions):
-            changes = _changes(plan, store)
+        if not isinstance(outcome, Serve):
+            changes = _changes(plan, request.store)
     return Explanation(
         op=op.spec.name,
         verdict=would if known is None else _serving(known, since),
-        decisions=tuple((trace if known is None else known.trace).decisions),
+        candidates=tuple((outcome if known is None else known).trace.candidates),
         keys=keys,
         changes=tuple(changes),
         dropped=settings_module.dropped(),

@@ -1,7 +1,9 @@
-"""The order of resorts: loaded, installed, the store's layers, a build, the fallback.
+"""The front that every load goes through: decide, build if need be, open, register.
 
-    load -> loaded? -> prebuilt? -> receipt? -> runnable? -> store -> build -> open
-                \\_______ refused, anywhere: the next resort, with the reason ____-> reference
+    load -> loaded? -> decide -> Serve     -> open -> call
+                          ^  \\-> Build     -> open
+                          |   \\-> Reference, Refuse
+                          \\__ could not be opened, or built: decide again
 
 Safe to call from many threads and after a fork. The hit path imports nothing third-party but torch,
 takes no lock on disk, starts no process and writes nothing.
@@ -13,49 +15,24 @@ import os
 import threading
 import time
 import warnings
-from contextlib import contextmanager
 from typing import Any
 
+from opkiln.decision import policy, receipt
+from opkiln.decision.decide import decide
+from opkiln.decision.outcome import Build, Outcome, Reference, Refuse, Serve, Trace
+from opkiln.decision.request import Request
 from opkiln.errors import (
-    BuildError,
     FallbackWarning,
     LoadError,
     OpkilnError,
     ReloadError,
-    SealedError,
-    StoreError,
-    ToolchainError,
+    SettingWarning,
 )
-from opkiln.loading import installed, receipt, register
+from opkiln.loading import register
 from opkiln.loading.native import open_artifact
-from opkiln.loading.register import Registration
-from opkiln.loading.trace import Trace
-from opkiln.model import CPU, EXECUTABLE, LIBRARY, XPU, Artifact, OpSpec
+from opkiln.model import EXECUTABLE, LIBRARY, Artifact, Op
 from opkiln.record import Record
-from opkiln.settings import override, settings
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-
-class Op(Record):
-    """What the loader needs: what to build, for which devices, and how it is called."""
-
-    spec: OpSpec
-    registration: Registration | None = None
-    rule: Callable[[list[str]], Any] | None = None  # the author's filter_ccs
-    asked: str = ""  # an arch list given in the call; it comes before every setting
-
-    @property
-    def name(self) -> tuple[str, str, str]:
-        """What tells it from every other: one library per distribution, op and backend."""
-        return self.spec.distribution, self.spec.name, self.spec.backend
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether it can be served where its native version cannot."""
-        return self.registration is not None and self.registration.reference is not None
+from opkiln.settings import any_strange, settings, unknown
 
 
 class Loaded(Record):
@@ -97,25 +74,22 @@ def load(op: Op, *, again: bool = False, must_be_native: bool = False) -> Loaded
     with _locks.setdefault(op.name, threading.RLock()):
         known = None if again else _known(op, must_be_native)
         if known is None:
+            if not _loaded:
+                _tell_strange_settings()
             if settings.record:
                 from opkiln.loading import recording
 
                 recording.note(settings.record, op)
-            with _sparing(op, must_be_native):
-                known = _loaded[op.name] = _serve(op, must_be_native, again)
-                _since[op.name] = time.time()
+            known = _loaded[op.name] = _serve(op, must_be_native, again)
+            _since[op.name] = time.time()
         return known
 
 
-@contextmanager
-def _sparing(op: Op, must_be_native: bool) -> Iterator[None]:
-    """With OPKILN_JIT=needed, an op that has a reference is not compiled."""
-    falls_back = op.has_reference and not must_be_native and settings.fallback != "error"
-    if settings.jit == "needed" and falls_back:
-        with override(jit=None):
-            yield
-    else:
-        yield
+def _tell_strange_settings() -> None:
+    """A variable that nobody reads is most likely misspelt. Told with the first load."""
+    if any_strange():
+        for text in unknown():
+            warnings.warn(text, SettingWarning, stacklevel=6)
 
 
 def _known(op: Op, must_be_native: bool) -> Loaded | None:
@@ -130,112 +104,101 @@ def _known(op: Op, must_be_native: bool) -> Loaded | None:
 
 
 def _serve(op: Op, must_be_native: bool, again: bool) -> Loaded:
-    trace = Trace()
     functions = None
     if op.registration is not None:
         functions = register.register(op.spec.name, op.registration, anew=again)
-    try:
-        artifact, opened = _native(op, trace)
-    except (ReloadError, SealedError):
-        raise
-    except (BuildError, LoadError, StoreError, ToolchainError) as error:
-        if _history.get(op.name):
-            raise  # a native version is registered already, and no reference would replace it
-        return _fall_back(op, functions, trace, error, must_be_native)
-    return Loaded(opened if functions is None else functions, artifact, trace, op)
+    # Once a native version is registered, no reference would replace it.
+    request = Request(op, must_be_native=must_be_native or bool(_history.get(op.name)))
+    for _ in range(_ATTEMPTS):
+        outcome = decided(request)
+        if not (isinstance(outcome, Serve) and outcome.read is None):
+            from opkiln.loading import declaration
 
-
-def _native(op: Op, trace: Trace) -> tuple[Artifact, Any]:
-    archs = _archs(op)
-    if (layers := installed.layers(op.spec)) and (carried := _carried(op, layers, trace)):
-        return carried
-    remembered = receipt.recall(op.spec, archs)
-    if remembered is not None:
+            declaration.check(op)
+        if isinstance(outcome, Refuse):
+            raise outcome.error
+        if isinstance(outcome, Reference):
+            _tell_fallback(op, outcome)
+            return Loaded(functions, None, outcome.trace, op)
         try:
-            opened = _open(op, remembered)
+            artifact = outcome.artifact if isinstance(outcome, Serve) else _built(request, outcome)
+        except OpkilnError as error:
+            request.build_error = error
+            continue
+        try:
+            opened = _open(op, artifact)
         except ReloadError:
             raise
         except LoadError as error:
-            trace.add("store", "refused", error.why, remembered.path)
-        else:
-            trace.add("store", "taken", "nothing it rests on has changed", remembered.path)
-            return remembered, opened
-    from opkiln.loading import declaration, resolve
-    from opkiln.store.layers import Store
-
-    declaration.check(op)
-    target, store = resolve.target_of(op, resolve.runnable(op.spec)), Store()
-    resolve.check_device(op.spec, target)
-    found = resolve.find(op, target, store, trace)
-    refused = None
-    if found is not None:
-        try:
-            return found, _open(op, found)
-        except ReloadError:
-            raise
-        except LoadError as error:
-            trace.add("store", "refused", error.why, found.path)
-            refused = error
-    try:
-        built = resolve.build(op, target, store, trace)
-    except OpkilnError as error:
-        if refused is None:
-            unusable = isinstance(error, ToolchainError)
-            found = resolve.find(op, target, store, trace, alone=True) if unusable else None
-            if found is None:
-                raise
-            return found, _open(op, found)
-        # That it cannot be built again is not what is wrong.
-        why = f"{refused.why}\nand it cannot be built again: {error.what}"
-        raise LoadError(refused.what, why=why, hint=refused.hint or error.hint) from error
-    return _open_built(op, built, lambda: resolve.build(op, target, store, trace), trace)
+            if not os.path.exists(artifact.path):
+                continue  # a collector was faster: decide anew
+            if isinstance(outcome, Build):
+                request.build_error = error
+            request.cannot_open[artifact.path] = error
+            continue
+        if isinstance(outcome, Serve) and outcome.read is not None:
+            receipt.write(request, artifact, outcome.read)
+        value = opened if functions is None else functions
+        return Loaded(value, artifact, outcome.trace, op)
+    raise LoadError(
+        f"op {op.spec.name} cannot be loaded",
+        why=f"what was found or built was gone when it was opened, {_ATTEMPTS} times",
+        hint="opkiln cache verify",
+    )
 
 
-def _open_built(
-    op: Op, built: Artifact, build: Callable[[], Artifact], trace: Trace
-) -> tuple[Artifact, Any]:
-    """Open what was just built; built anew if a collector was faster. Raises OpkilnError."""
-    for _ in range(4):
-        try:
-            return built, _open(op, built)
-        except ReloadError:
-            raise
-        except LoadError as error:
-            if os.path.exists(built.path):
-                raise
-            trace.add("store", "refused", error.why, built.path)
-        built = build()
-    return built, _open(op, built)
+_ATTEMPTS = 8  # each but the last removes a candidate, or follows a collector's removal of one
 
 
-def _carried(op: Op, layers: list[str], trace: Trace) -> tuple[Artifact, Any] | None:
-    """What a package was installed with, if it fits and opens; the next resort serves if not."""
-    from opkiln.loading import prebuilt
+def decided(request: Request) -> Outcome:
+    """``decide``, with a warning if a store that cannot be used is why nothing is found."""
+    outcome = decide(request)
+    if not isinstance(outcome, Serve):
+        from opkiln.building.reporting import warn_of_store
 
-    if op.spec.backend == XPU:
-        from opkiln.loading import resolve
-
-        resolve.check_sycl_device(op.spec)
-    found = prebuilt.find(op, layers, trace, prebuilt.PREBUILT)
-    if found is None:
-        return None
-    try:
-        return found, _open(op, found)
-    except ReloadError:
-        raise
-    except LoadError as error:
-        trace.add(prebuilt.PREBUILT, "refused", error.why, found.path)
-        return None
+        warn_of_store(request.store)
+    return outcome
 
 
-def _archs(op: Op) -> tuple[str, ...]:
-    if op.spec.backend == CPU:
-        return ()
-    from opkiln.loading import archs
+def obtain(request: Request) -> tuple[Artifact, Trace]:
+    """The artifact, found or built and not opened, for a later load or another machine.
 
-    wanted = archs.wanted(op)
-    archs.require_coverage(op, wanted.archs)
-    return wanted.archs
+    torch is imported by what the author's Python imports, and by nothing here. Raises OpkilnError.
+    """
+    outcome = decided(request)
+    if isinstance(outcome, Serve):
+        if outcome.read is not None:
+            receipt.write(request, outcome.artifact, outcome.read)
+        return outcome.artifact, outcome.trace
+    if not isinstance(outcome, Build):
+        raise outcome.error
+    from opkiln.loading import declaration
+
+    declaration.check(request.op)
+    return _built(request, outcome), outcome.trace
+
+
+def _built(request: Request, outcome: Build) -> Artifact:
+    """Run the plan of a decision. Raises OpkilnError."""
+    from opkiln.building import build as building
+    from opkiln.building import reporting
+
+    with reporting.shown():
+        reporting.tell_of_compilers(outcome.plan)
+        built = building.build(outcome.plan, request.store)
+    how = f"compiled {built.compiled} file(s) in {built.seconds:.1f} s"
+    if built.origin != "built":
+        how = "another process built it"
+    outcome.trace.add("build", "taken", how, built.path)
+    _leave_receipt(request)
+    return built
+
+
+def _leave_receipt(request: Request) -> None:
+    """Look for what was just built as later processes will, and remember the answer."""
+    again = decide(Request(request.op, must_be_native=True))
+    if isinstance(again, Serve) and again.read is not None:
+        receipt.write(request, again.artifact, again.read)
 
 
 def _open(op: Op, artifact: Artifact) -> Any:
@@ -262,28 +225,17 @@ def _open(op: Op, artifact: Artifact) -> Any:
     return value
 
 
-def _fall_back(
-    op: Op, functions: Any, trace: Trace, error: OpkilnError, must_be_native: bool
-) -> Loaded:
-    if not trace.refusals():
-        trace.add("target", "refused", f"{error.what}: {error.why}" if error.why else error.what)
-    if must_be_native or not op.has_reference or settings.fallback == "error":
-        reason = "not allowed here" if op.has_reference else "the op has no reference"
-        trace.add("fallback", "refused", reason)
-        raise error
-    from opkiln.loading import declaration
-
-    declaration.check(op)
-    trace.add("fallback", "taken", "the pure-PyTorch reference serves")
-    if settings.fallback == "warn":
-        lines = [f"op {op.spec.name} runs as its pure-PyTorch reference: {error.what}"]
-        lines += [f"  {line}" for line in (*error.why.splitlines(), *_passed_over(op, trace))]
-        if error.hint:
-            lines.append(f"hint: {error.hint}")
-        if op.name not in _told:
-            _told.add(op.name)
-            warnings.warn("\n".join(lines), FallbackWarning, stacklevel=7)
-    return Loaded(functions, None, trace, op)
+def _tell_fallback(op: Op, outcome: Reference) -> None:
+    """Warn, once per op, that its reference serves; not if that is what the user asked for."""
+    if op.name in _told or settings.mode in (policy.REFERENCE, policy.NEEDED):
+        return
+    _told.add(op.name)
+    error = outcome.error
+    lines = [f"op {op.spec.name} runs as its pure-PyTorch reference: {error.what}"]
+    lines += [f"  {line}" for line in (*error.why.splitlines(), *_passed_over(op, outcome.trace))]
+    if error.hint:
+        lines.append(f"hint: {error.hint}")
+    warnings.warn("\n".join(lines), FallbackWarning, stacklevel=7)
 
 
 def _passed_over(op: Op, trace: Trace) -> list[str]:
@@ -291,7 +243,7 @@ def _passed_over(op: Op, trace: Trace) -> list[str]:
     found = [
         f"the {'prebuilt library' if each.resort == 'prebuilt' else 'layer entry'} {each.subject} "
         f"was refused: {each.reason}"
-        for each in trace.decisions
+        for each in trace.candidates
         if each.verdict == "refused" and each.resort in ("prebuilt", "layer")
     ]
     if len(found) > 3:

@@ -44,7 +44,7 @@ def open_artifact(spec: OpSpec, path: str) -> Any:
             ) from error
         hint = ""
         if spec.kind == PYTHON and "PyInit_" in str(error):
-            from opkiln.loading import wording
+            from opkiln.building import wording
 
             how = wording.of(spec).no_module
             hint = f"{how}; there is no PYBIND11_MODULE in it" if how else ""

@@ -17,7 +17,7 @@ from opkiln.model import CPU
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.loading.loader import Op
+    from opkiln.model import Op
 
 _FIELDS = ("distribution", "op", "backend", "archs")
 
@@ -63,12 +63,13 @@ def _lock(fd: int) -> None:
 
 def _archs(op: Op) -> str:
     """What the op is wanted for here; empty where nothing can tell, or it is the same anywhere."""
-    from opkiln.loading import archs, resolve
+    from opkiln.decision import archs
+    from opkiln.decision.request import target_cpu
 
     try:
         if op.spec.backend != CPU:
             return ";".join(archs.wanted(op).archs)
-        return str(resolve.target_cpu()) if op.spec.vectorize else ""
+        return str(target_cpu()) if op.spec.vectorize else ""
     except OpkilnError:
         return ""
 

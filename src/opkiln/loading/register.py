@@ -21,12 +21,11 @@ import threading
 from typing import Any
 
 from opkiln.errors import LoadError, SpecError
-from opkiln.model import ABI_STABLE, DISPATCH_KEYS, OpSpec
-from opkiln.record import Record
+from opkiln.model import DISPATCH_KEYS, OpSpec, Registration, function_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from typing import TypeVar
 
     import torch
@@ -64,21 +63,6 @@ def is_tracing() -> bool:
     """Whether this call is being traced by torch.compile, or by torch.export in its strict mode."""
     compiler = getattr(sys.modules.get("torch"), "compiler", None)
     return compiler is not None and bool(compiler.is_dynamo_compiling())
-
-
-class Registration(Record):
-    """What an author declares beside the sources. ``reference`` is called when it is needed."""
-
-    namespace: str
-    schemas: tuple[str, ...]
-    reference: Callable[[], Any] | None
-    fake: Callable[[], Any] | None = None
-    autograd: Callable[[], Any] | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The op's functions."""
-        return tuple(map(function_name, self.schemas))
 
 
 class Functions:
@@ -201,37 +185,10 @@ def require_kernels(spec: OpSpec) -> None:
     has, keys = torch._C._dispatch_has_kernel_for_dispatch_key, DISPATCH_KEYS[spec.backend]
     missing = [name for name in spec.kernels if not any(has(name, key) for key in keys)]
     if missing:
+        from opkiln.building.wording import missing_kernels
+
         what, why, hint = missing_kernels(spec, missing)
         raise LoadError(what, why=why, hint=hint)
-
-
-def missing_kernels(
-    spec: OpSpec, missing: Sequence[str], others: Sequence[str] = ()
-) -> tuple[str, str, str]:
-    """What happened, why, and a hint, for a library without kernels for these functions.
-
-    ``others`` are functions of the same names in other namespaces that have one.
-    """
-    key = DISPATCH_KEYS[spec.backend][0]
-    what = f"op {spec.name}: its library registers no {key} kernel for {', '.join(missing)}"
-    why = "the namespace, the name or the dispatch key in C++ differs, or m.impl() is missing"
-    if others:
-        why += f"\nthere is a kernel for {', '.join(others)}"
-    namespace, _, name = missing[0].partition("::")
-    stable = spec.abi == ABI_STABLE
-    kernel, macro = ("TORCH_BOX(&{0})", "STABLE_TORCH") if stable else ("&{0}", "TORCH")
-    hint = (
-        f'm.impl("{name}", {kernel.format(name)});    '
-        f"// in {macro}_LIBRARY_IMPL({namespace}, {key}, m)"
-    )
-    if len(missing) < len(spec.kernels):
-        hint += "; or leave it out of kernels()"
-    return what, why, hint
-
-
-def function_name(schema: str) -> str:
-    """The name of the function that a schema declares."""
-    return schema.partition("(")[0].strip()
 
 
 class _Function:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from opkiln.building import loadtest
 from opkiln.digest import sha256_file
 from opkiln.errors import LoadTestError, ReloadError
-from opkiln.loading import loadtest
 from opkiln.model import ABI_NONE, PLAIN, Artifact, OpSpec
 from opkiln.store import publish
 from opkiln.toolchain import torch_sdk

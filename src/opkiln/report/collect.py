@@ -68,7 +68,7 @@ def collect(
     torch, error = _torch()
     # The compilers first: who they are is part of what the ops' entries are looked up by.
     tools = compilers.survey(store.memory, torch, probe=probe)
-    found = operators.statuses(tools, changes=changes) if ops else None
+    found = operators.statuses(changes=changes) if ops else None
     around = _environment(store, torch, error, tools) if environment else None
     return Report(__version__, time.time(), found, around, problems.of(found, around))
 

@@ -72,17 +72,6 @@ def taken(tools: Iterable[Tool], backend: str) -> Tool | None:
     return next((tool for tool in tools if tool.backend == backend and tool.taken), None)
 
 
-def objection(tools: Iterable[Tool], backend: str) -> str:
-    """Why nothing can be compiled for a backend; empty when it can, or when it is not known."""
-    found = list(tools)
-    for each in dict.fromkeys((CPU, backend)):
-        own = [tool for tool in found if tool.backend == each]
-        if taken(own, each) is None and all(tool.asked for tool in own):
-            here = "; ".join(f"{tool.path}: {tool.refused}" for tool in own) or "none was found"
-            return f"no {BACKENDS[each]} compiler can be used here ({here})"
-    return ""
-
-
 def wanted(backend: str, torch: TorchSDK | None) -> bool:
     """Whether torch is built for a backend."""
     if torch is None:

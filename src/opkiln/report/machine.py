@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from opkiln import machine as this
 from opkiln.arch import cpu
+from opkiln.decision.request import features
 from opkiln.engine import cgroup
-from opkiln.loading import resolve
 
 _SHARED_MEMORY = "/dev/shm"
 # What jobs run into: pinned memory, open files (one per worker and socket), processes.
@@ -63,7 +63,7 @@ class Machine(NamedTuple):
 def machine(root: str = "/") -> Machine:
     """This interpreter, system, CPU and their limits."""
     family = this.architecture()
-    native = cpu.native(family, resolve.features())
+    native = cpu.native(family, features())
     return Machine(
         python=".".join(str(part) for part in sys.version_info[:3]),
         executable=sys.executable or "",

@@ -1,34 +1,35 @@
-"""How every op stands here, for each backend it has. Nothing is built, loaded or asked."""
+"""How every op stands here, for each backend it has. Nothing is built or loaded."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from opkiln.builder.base import OpBuilder
+from opkiln.decision.decide import decide
+from opkiln.decision.outcome import CACHED, WOULD_COMPILE, WOULD_FAIL, summary
+from opkiln.decision.request import Request
 from opkiln.errors import OpkilnError, SpecError
-from opkiln.loading.outlook import CACHED, WOULD_COMPILE, WOULD_FAIL, outlook
 from opkiln.registry import ALL_OPS, bundled, declared
-from opkiln.report import compilers, redact
+from opkiln.report import redact
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from opkiln.loading.trace import Decision
-    from opkiln.report.compilers import Tool
+    from opkiln.decision.outcome import Candidate
 
 
 class BackendStatus(NamedTuple):
     """One op on one backend. ``compatible``: its native version can be had, now or by a build."""
 
     backend: str
-    status: str  # of loading.outlook: cached, would compile, would fall back, would fail
+    status: str  # of decision.outcome: cached, would compile, would fall back, would fail
     installed: bool  # shipped as a binary
     cached: bool  # loading it compiles nothing
     compatible: bool
     reason: str  # why it is not cached, or not compatible
     path: str  # of the entry that serves
-    decisions: tuple[Decision, ...]  # every candidate, and why it was taken or refused
+    candidates: tuple[Candidate, ...]  # every candidate, and why it was taken or refused
 
 
 class OpStatus(NamedTuple):
@@ -49,12 +50,12 @@ class OpStatus(NamedTuple):
         return BackendStatus(self.serves, WOULD_FAIL, False, False, False, self.error, "", ())
 
 
-def statuses(tools: tuple[Tool, ...], *, changes: bool = False) -> tuple[OpStatus, ...]:
+def statuses(*, changes: bool = False) -> tuple[OpStatus, ...]:
     """Every op, bundled or not. One that cannot be imported is a row that says so.
 
     ``changes`` also looks for what changed since each was last built, which takes longer.
     """
-    return tuple(_status(name, find, tools, changes=changes) for name, find in _builders())
+    return tuple(_status(name, find, changes=changes) for name, find in _builders())
 
 
 def _builders() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -69,9 +70,7 @@ def _builders() -> Iterator[tuple[str, Callable[[], object]]]:
         yield name, entry.load
 
 
-def _status(
-    name: str, find: Callable[[], object], tools: tuple[Tool, ...], *, changes: bool
-) -> OpStatus:
+def _status(name: str, find: Callable[[], object], *, changes: bool) -> OpStatus:
     distribution = ""
     try:
         kind = find()
@@ -80,7 +79,7 @@ def _status(
         builder = kind()
         distribution, serves = builder.distribution, builder.backend
         ordered = dict.fromkeys((serves, *kind.BACKENDS))
-        backends = tuple(_on(kind, each, tools) for each in ordered)
+        backends = tuple(_on(kind, each) for each in ordered)
         changed = _changes(builder) if changes and backends[0].status == WOULD_COMPILE else ()
     except OpkilnError as error:
         return OpStatus(name, distribution, "", (), error.what)
@@ -89,24 +88,20 @@ def _status(
     return OpStatus(name, distribution, serves, backends, changes=changed)
 
 
-def _on(kind: type[OpBuilder], backend: str, tools: tuple[Tool, ...]) -> BackendStatus:
+def _on(kind: type[OpBuilder], backend: str) -> BackendStatus:
     try:
         builder = kind(backend=backend)
-        found = outlook(builder.op())
+        outcome = decide(Request(builder.op()))
     except OpkilnError as error:
         return BackendStatus(backend, WOULD_FAIL, False, False, False, error.what, "", ())
-    decisions = tuple(found.trace.decisions)
-    status = found.status
-    reason = " ".join(found.reason.split()).removeprefix(f"op {builder.name} ")
+    decisions = tuple(outcome.trace.candidates)
+    status, reason, path = summary(outcome)
+    reason = " ".join(reason.split()).removeprefix(f"op {builder.name} ")
     taken = {each.resort for each in decisions if each.verdict == "taken"}
     compatible = status in (CACHED, WOULD_COMPILE)
     if status == WOULD_COMPILE:
-        # The outlook takes a compiler for good that is there; these were asked.
-        if objection := compilers.objection(tools, backend):
-            compatible, reason = False, objection
-        else:
-            why = "; ".join(found.trace.refusals()) or "not built yet"
-            reason = f"{why}: its first use builds it"
+        why = "; ".join(outcome.trace.refusals()) or "not built yet"
+        reason = f"{why}: its first use builds it"
     return BackendStatus(
         backend=backend,
         status=status,
@@ -114,8 +109,8 @@ def _on(kind: type[OpBuilder], backend: str, tools: tuple[Tool, ...]) -> Backend
         cached=status == CACHED,
         compatible=compatible,
         reason=reason,
-        path=found.path,
-        decisions=decisions,
+        path=path,
+        candidates=decisions,
     )
 
 

@@ -16,7 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from opkiln.loading.trace import Decision
+    from opkiln.decision.outcome import Candidate
     from opkiln.report.collect import Environment, InForce, Report
     from opkiln.report.compilers import Tool
     from opkiln.report.facts import Section
@@ -167,17 +167,17 @@ def _state(found: BackendStatus | None, *, serves: bool) -> str:
 
 
 def _trace(found: BackendStatus) -> str:
-    rows = "".join(_decision(each) for each in found.decisions)
+    rows = "".join(_candidate(each) for each in found.candidates)
     reason = f"<p>{escape(found.reason)}</p>" if found.reason else ""
     head = f"<h4>{escape(BACKENDS.get(found.backend, found.backend))}: {escape(found.status)}</h4>"
     return f'{head}{reason}<ol class="trace">{rows}</ol>'
 
 
-def _decision(decision: Decision) -> str:
-    look = {"taken": "good", "refused": "bad"}.get(decision.verdict, "weak")
-    where = f"<br><code>{escape(decision.subject)}</code>" if decision.subject else ""
-    verdict = f'<span class="{look}">{escape(decision.verdict)}</span>'
-    said = f"<b>{escape(decision.resort)}</b> {verdict} {escape(decision.reason)}"
+def _candidate(candidate: Candidate) -> str:
+    look = {"taken": "good", "refused": "bad"}.get(candidate.verdict, "weak")
+    where = f"<br><code>{escape(candidate.subject)}</code>" if candidate.subject else ""
+    verdict = f'<span class="{look}">{escape(candidate.verdict)}</span>'
+    said = f"<b>{escape(candidate.resort)}</b> {verdict} {escape(candidate.reason)}"
     return f"<li>{said}{where}</li>"
 
 

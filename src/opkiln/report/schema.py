@@ -45,7 +45,7 @@ def _op(found: OpStatus) -> dict[str, Any]:
 
 
 def _backend(found: BackendStatus) -> dict[str, Any]:
-    return {**found._asdict(), "decisions": [each._asdict() for each in found.decisions]}
+    return {**found._asdict(), "candidates": [each._asdict() for each in found.candidates]}
 
 
 def _environment(around: Environment) -> dict[str, Any]:

@@ -5,7 +5,7 @@
 
     [tool.hatch.build.targets.wheel.hooks.opkiln]
 
-And, for versions that ``OPKILN_BUILD_STRING`` marks:
+And, for versions that ``DS_BUILD_STRING`` marks:
 
     [tool.hatch.version]
     source = "opkiln"
@@ -101,7 +101,7 @@ class PrecompileOps(BuildHookInterface):  # type: ignore[misc]
         version = self.metadata.version
         if selection.tagged(version) != version:
             raise SpecError(
-                f"OPKILN_BUILD_STRING={settings.build_string} has no part in the version {version}",
+                f"DS_BUILD_STRING={settings.build_string} has no part in the version {version}",
                 why="hatchling reads the version before it calls this hook",
                 hint='[tool.hatch.version] source = "opkiln" path = "…/__init__.py"',
             )

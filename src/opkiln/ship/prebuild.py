@@ -9,18 +9,24 @@ import time
 from contextlib import ExitStack
 from typing import NamedTuple
 
+from opkiln.decision import receipt
+from opkiln.decision import request as decision
+from opkiln.decision.outcome import Build, Serve
 from opkiln.errors import (
     CompilingOff,
     LoadError,
     OpkilnError,
     SpecError,
     StoreError,
+    ToolchainError,
     UnknownBackend,
 )
+from opkiln.loading import loader
 from opkiln.model import CPU
-from opkiln.settings import override, settings
+from opkiln.settings import override
 from opkiln.ship import targets
 from opkiln.ship.targets import Wanted
+from opkiln.toolchain.choice import available
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -123,41 +129,46 @@ def prebuild(
                 outcomes[number] = found
         missing = {n: request for n, request in enumerate(asked) if n not in outcomes}
         if missing or trace is not None:
-            from opkiln.loading import progress
+            from opkiln.building import reporting
 
-            with progress.shown(trace):
+            with reporting.shown(trace):
                 outcomes |= _in_parallel(missing)
     return [outcomes[number] for number in range(len(asked))]
 
 
 def _look(request: Request) -> Outcome | None:
     """The outcome of what is there, or is not to be tried; None for what is to be built."""
-    from opkiln.digest import sha256_file
-    from opkiln.loading.prebuilt import PREBUILT
-    from opkiln.loading.resolve import target_machine, would_compile
-    from opkiln.toolchain.choice import available
-
     builder = request.builder
     try:
-        compiles, trace = would_compile(builder.op(), elsewhere=request.wanted is not None)
-        for each in trace.decisions:
-            if each.resort == PREBUILT and each.verdict == "taken":
-                digest = sha256_file(each.subject)
-                return _outcome(request, CACHED, path=each.subject, sha256=digest)
-        if not compiles:
-            return _make(request)
-    except LoadError as error:
-        if not request.named and not isinstance(error, CompilingOff):
-            return _outcome(request, SKIPPED, reason=f"{error.what}: {error.why}")
-        return _outcome(request, FAILED, error=error)
-    except OpkilnError as error:
-        return _outcome(request, FAILED, error=error)
-    # Without any compiler nothing is skipped: that is no trait of an op, but an error.
-    machine = target_machine() if builder.backend == CPU else ""
-    tried = settings.jit and available(builder.backend, machine)
-    if not request.named and tried and not builder.is_compatible():
+        asked = _decided(request)
+        outcome = loader.decided(asked)
+    except OpkilnError as wrong:  # the declaration itself
+        return _outcome(request, FAILED, error=wrong)
+    if isinstance(outcome, Serve):
+        return _found(request, asked, outcome)
+    if isinstance(outcome, Build):
+        # An author may have overridden it.
+        if request.named or builder.is_compatible():
+            return None
         return _outcome(request, SKIPPED, reason=builder.error_log or "not compatible")
-    return None
+    error = outcome.error
+    if not request.named and _is_trait(error, builder):
+        return _outcome(request, SKIPPED, reason=f"{error.what}: {error.why}")
+    return _outcome(request, FAILED, error=_with_hint(error, request))
+
+
+def _decided(request: Request) -> decision.Request:
+    use = decision.BUILD if request.wanted is None else decision.SHIP
+    return decision.Request(request.builder.op(), use)
+
+
+def _is_trait(error: OpkilnError, builder: OpBuilder) -> bool:
+    """Whether an op cannot be had here because of what it is: it has no device here, or no compiler
+    can make what it needs. That there is no compiler at all is an error."""
+    if isinstance(error, ToolchainError):
+        machine = decision.target_machine() if builder.backend == CPU else ""
+        return available(builder.backend, machine)
+    return isinstance(error, LoadError) and not isinstance(error, CompilingOff)
 
 
 def _in_parallel(missing: Mapping[int, Request]) -> dict[int, Outcome]:
@@ -202,23 +213,26 @@ def _in_parallel(missing: Mapping[int, Request]) -> dict[int, Outcome]:
 
 def _make(request: Request) -> Outcome:
     """Find or build. Raises OpkilnError."""
-    from opkiln.loading.archs import wanted
-    from opkiln.loading.resolve import artifact as find_or_build
-    from opkiln.loading.trace import Trace
-
     began = time.monotonic()
-    op = request.builder.op()
-    artifact = find_or_build(op, Trace(), elsewhere=request.wanted is not None)
-    seconds = time.monotonic() - began
-    _require_stored(op.spec.name, artifact)
+    asked = _decided(request)
+    artifact, _ = loader.obtain(asked)
+    _require_stored(request.op, artifact)
     return _outcome(
         request,
         BUILT if artifact.origin == "built" else CACHED,
-        archs=wanted(op).archs,
-        seconds=seconds,
+        archs=asked.wanted.archs,
+        seconds=time.monotonic() - began,
         path=artifact.path,
         sha256=artifact.sha256,
     )
+
+
+def _found(request: Request, asked: decision.Request, outcome: Serve) -> Outcome:
+    artifact = outcome.artifact
+    if outcome.read is not None:
+        receipt.write(asked, artifact, outcome.read)
+    return _outcome(request, CACHED, archs=asked.wanted.archs, path=artifact.path,
+                    sha256=artifact.sha256)  # fmt: skip
 
 
 def _outcome(
@@ -257,6 +271,5 @@ def _with_hint(error: OpkilnError, request: Request) -> OpkilnError:
     """The loader's hint for a forbidden compile is to build it now; ours is how to allow it."""
     if not isinstance(error, CompilingOff):
         return error
-    variable = "OPKILN_SEAL=off" if settings.jit else "OPKILN_JIT=on"
-    hint = f"{variable} opkiln build {request.op}"
+    hint = f"OPKILN_MODE=auto opkiln build {request.op}"
     return CompilingOff(error.what, why=error.why, hint=hint)

@@ -16,8 +16,8 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from opkiln.builder.base import OpBuilder
+from opkiln.decision import installed
 from opkiln.errors import BuildError, OpkilnError, SettingError, SpecError, UnknownBackend
-from opkiln.loading import installed
 from opkiln.settings import LAYOUT, override, settings
 from opkiln.ship import audit, contents, prebuild, selection, targets
 from opkiln.ship.platform_tag import platform_tag

@@ -67,7 +67,7 @@ def run_script(script: str, arguments: Sequence[str], file: str, **changes: str)
     Nothing is compiled in it but what has no reference. Raises BuildError where it fails.
     """
     argv = (sys.executable, script, *arguments)
-    status = run(argv, file, OPKILN_JIT="needed", OPKILN_FALLBACK="silent", **changes)
+    status = run(argv, file, OPKILN_MODE="needed", **changes)
     if status != 0:
         how = f"exit status {status}" if status > 0 else f"signal {-status}"
         raise BuildError(

@@ -193,7 +193,7 @@ def strictest(tags: Iterable[str]) -> str:
 
 
 def tagged(version: str) -> str:
-    """A package's version with ``OPKILN_BUILD_STRING`` in it; with it once, also when it is there.
+    """A package's version with ``DS_BUILD_STRING`` in it; with it once, also when it is there.
 
     Raises SettingError for a text that no version can have.
     """

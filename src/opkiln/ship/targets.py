@@ -66,7 +66,7 @@ def _check(text: str, backend: str, names: list[str]) -> None:
             cpu.parse(name, cpu.machine_of(name, here), cpu.features_of(machine.cpu_flags()))
         named = [name for name in names if name.lower().partition("+")[0] not in _LISTS]
         if backend in (CUDA, ROCM) and named:
-            from opkiln.loading.archs import grammar
+            from opkiln.decision.archs import grammar
 
             grammar(backend).parse(";".join(named))
     except ArchError as error:
@@ -94,7 +94,7 @@ def ask(builder: OpBuilder, wanted: Wanted | None) -> OpBuilder:
 
     For GPUs without a word of which, and none here: every architecture that the toolkit has.
     """
-    from opkiln.loading.archs import nothing_asked
+    from opkiln.decision.archs import nothing_asked
 
     if wanted is None:
         return builder

@@ -14,10 +14,9 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opkiln.builder.base import OpBuilder
+from opkiln.decision.archs import nothing_asked
 from opkiln.errors import SpecError
-from opkiln.loading.archs import nothing_asked
-from opkiln.loading.loader import Op
-from opkiln.model import ABI_TORCH, CPU, CUDA, EXTENSION, LIBRARY, PYTHON, ROCM, XPU, OpSpec
+from opkiln.model import ABI_TORCH, CPU, CUDA, EXTENSION, LIBRARY, PYTHON, ROCM, XPU, Op, OpSpec
 from opkiln.settings import settings
 from opkiln.ship import torch_flags
 from opkiln.toolchain import torch_sdk

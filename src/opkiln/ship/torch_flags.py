@@ -128,7 +128,7 @@ def _device(op: str, words: Iterable[str], remarks: list[str]) -> Iterator[str]:
         if option in _THREADS or _THREADS_JOINED.match(word):
             given = joined or _THREADS_JOINED.match(word)
             text = word if given else f"{word} {next(rest, '')}"
-            remarks.append(f"{text} is left out: OPKILN_NVCC_THREADS limits nvcc's threads")
+            remarks.append(f"{text} is left out: NVCC_THREADS limits nvcc's threads")
         elif word in _LINK_TIME:
             remarks.append(f"{word} is left out: device code is linked without optimization")
         elif option in _LEFT_OUT:

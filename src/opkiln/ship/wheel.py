@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from opkiln import __version__
 from opkiln.binary import elf
+from opkiln.decision import installed
 from opkiln.errors import StoreError, UsageError
-from opkiln.loading import installed
 from opkiln.model import EXECUTABLE
 from opkiln.ship import contents
 from opkiln.ship.audit import python_tag

@@ -100,8 +100,8 @@ def check_nvcc(op: str, flags: tuple[str, ...], variable: str = "") -> None:
                 why="architectures, host compiler, threads and outputs are the plan's to choose",
                 hint=f"unset {variable}"
                 if variable
-                else "TORCH_CUDA_ARCH_LIST chooses architectures, OPKILN_CCBIN the host compiler, "
-                "OPKILN_NVCC_THREADS the threads",
+                else "TORCH_CUDA_ARCH_LIST chooses architectures, NVCC_CCBIN the host compiler, "
+                "NVCC_THREADS the threads",
             )
         for part in parts:
             if not PLAIN.match(part):

@@ -90,7 +90,6 @@ def compile_step(
     if spec.abi == ABI_TORCH:
         arguments += _TORCH_HALF
     arguments += torch_defines(spec, toolchain)
-    arguments += flags.get("lineinfo", ())
     arguments += flags.get("debug_cuda", ())
     if relocatable(spec, flags):
         arguments.append("-rdc=true")
@@ -157,7 +156,7 @@ def device_link_step(
 
 def _preprocessing(op: str, words: tuple[str, ...]) -> Iterator[str]:
     """``CPPFLAGS`` as nvcc takes them."""
-    variables = "OPKILN_CPPFLAGS CPPFLAGS"
+    variables = "CPPFLAGS"
     check_nvcc(op, words, variables)
     rest = iter(words)
     for word in rest:

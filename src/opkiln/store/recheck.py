@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from opkiln import evidence
 from opkiln.digest import Signature, key, sha256_file
 from opkiln.model import OUTSIDE
 
@@ -77,12 +78,14 @@ def recheck(
     """
     changed: list[str] = []
     own = []
+    evidence.start_entry()
     for anchor, path, digest, *fields in recorded["own"]:
         full = os.path.join(places[anchor], path)
-        now = digest
+        now, signature = digest, fields
         try:
             if not Signature(*fields).holds(full):
-                now = hasher(full)[0]
+                now, signature = hasher(full)
+            evidence.entry_file(full, signature, now)
         except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
             if anchor != OUTSIDE and not isinstance(error, FileNotFoundError):
                 raise
@@ -91,7 +94,11 @@ def recheck(
             changed.append(f"{path} is gone" if now == "gone" else f"{path} changed")
         own.append((anchor, path, now))
     watches = tuple((anchor, path, tuple(names)) for anchor, path, names in recorded["watches"])
-    if not all(_holds(os.path.join(places[a], p), fields) for a, p, *fields in recorded["dirs"]):
+    directories = [(os.path.join(places[a], p), fields) for a, p, *fields in recorded["dirs"]]
+    held = all(_holds(path, fields) for path, fields in directories)
+    for path, fields in directories:
+        evidence.directory(path, fields if held else None)
+    if not held:
         names = sidecar()["names"]
         now_watches = tuple(
             (anchor, path, present(os.path.join(places[anchor], path), names))
@@ -102,8 +109,13 @@ def recheck(
                 f"{path}/{name} is new on the include path" for name in set(after) - set(before)
             ]
         watches = now_watches
+    for anchor, path, names in watches:
+        evidence.watch(os.path.join(places[anchor], path), names)
     digest = recorded["external"]
-    if external and not all(_holds(path, fields) for path, *fields in recorded["external_dirs"]):
+    held = not external or all(_holds(path, fields) for path, *fields in recorded["external_dirs"])
+    for path, *fields in recorded["external_dirs"] if external else ():
+        evidence.entry_file(path, fields if held else None)
+    if not held:
         lists = sidecar()
         files = tuple(
             (path, listing(path, lists["names"]))

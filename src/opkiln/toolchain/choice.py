@@ -5,10 +5,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from opkiln import evidence
 from opkiln.model import CPU, CUDA, ROCM, XPU, Toolchain
 from opkiln.toolchain import host
 
-# A compiler family's module has recall, choose, available and evidence, as ``host`` does.
+# A family's module has recall, choose and available, as ``host`` does, and evidence.
 _FAMILIES = {CUDA: "nvcc", ROCM: "hipcc", XPU: "sycl"}
 
 
@@ -60,13 +61,12 @@ def available(backend: str, machine: str = "") -> bool:
     return host.available(machine) and (backend == CPU or bool(_family(backend).available()))
 
 
-def evidence(
-    memory: tuple[str, ...], backend: str, toolchain: Toolchain
-) -> dict[str, list[Any]] | None:
-    """What the choice of these compilers rests on, as facts that ``stat`` can check, or None."""
-    facts = host.evidence(memory, toolchain)
-    if facts is None or backend == CPU:
-        return facts
-    device = toolchain.device
-    more = None if device is None else _family(backend).evidence(memory, device)
-    return None if more is None else {name: [*facts[name], *more[name]] for name in facts}
+def add_evidence(memory: tuple[str, ...], backend: str, toolchain: Toolchain) -> None:
+    """Say what the choice of a device compiler rests on; ``recall`` says it of the host's."""
+    if toolchain.device is None:
+        return
+    facts = _family(backend).evidence(memory, toolchain.device)
+    if facts is None:
+        evidence.incomplete()
+    else:
+        evidence.add(facts["unchanged"], facts["absent"])

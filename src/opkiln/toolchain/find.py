@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from opkiln import evidence
 from opkiln.record import Record
 from opkiln.settings import origin_of, settings
 
@@ -35,7 +36,9 @@ def on_path(name: str) -> Iterator[str]:
 
 def first(name: str) -> str | None:
     """The program that this name runs, or None."""
-    return next(on_path(name), None)
+    found = next(on_path(name), None)
+    evidence.program(name, found)
+    return found
 
 
 def passed_over(name: str) -> list[str]:
@@ -53,9 +56,9 @@ def _executable(path: str) -> bool:
 
 
 def launcher() -> str | None:
-    """What is to run before the compiler: ``OPKILN_LAUNCHER``, or the first word of ``CXX``."""
+    """What is to run before the compiler: the first word of ``CXX="ccache g++"``."""
     command = settings.cxx
-    return settings.launcher or (command[0] if command and len(command) > 1 else None)
+    return command[0] if command and len(command) > 1 else None
 
 
 def cross_candidates(machine: str) -> Iterator[Candidate]:

@@ -15,6 +15,7 @@ import re
 import sys
 from typing import NamedTuple
 
+from opkiln import evidence
 from opkiln.digest import key, sha256_file
 from opkiln.errors import SpecError, ToolchainError
 from opkiln.model import OpSpec, TorchSDK
@@ -82,7 +83,10 @@ def identity(torch: TorchSDK) -> str:
 
     Raises ToolchainError where torch has no hipify.
     """
-    return key("hipify", [sha256_file(path) for path in (_TRANSLATOR, *modules(torch))])
+    files = (_TRANSLATOR, *modules(torch))
+    for path in files:
+        evidence.file(path)
+    return key("hipify", [sha256_file(path) for path in files])
 
 
 class _Copy:

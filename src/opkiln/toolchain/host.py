@@ -6,12 +6,13 @@ import os
 import time
 from typing import Any
 
+from opkiln import evidence
 from opkiln import machine as this
 from opkiln.arch import cpu
 from opkiln.digest import key, sha256_file
 from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.model import Toolchain
-from opkiln.settings import origin_of, settings
+from opkiln.settings import origin_of
 from opkiln.toolchain import find, memo, torch_sdk
 from opkiln.toolchain.find import Candidate
 
@@ -91,30 +92,6 @@ def available(machine: str = "") -> bool:
     return any(not candidate.refused for candidate in _candidates(machine))
 
 
-def evidence(memory: tuple[str, ...], toolchain: Toolchain) -> dict[str, list[Any]] | None:
-    """What the choice of this compiler rests on, as facts that ``stat`` can check.
-
-    None where it cannot be put that way: another candidate was asked, and refused, before it.
-    """
-    candidate = next(find.cxx_candidates(), None)
-    if candidate is None or candidate.path != toolchain.cxx:
-        return None
-    record = _recall(memory, _subject(toolchain.cxx))
-    if record is None or record["identity"] != toolchain.identity:
-        return None  # it was replaced while it compiled
-    chosen = settings.cxx[-1] if settings.cxx else "g++"
-    names = [chosen, *(name for name, _ in record["resolved"][1:])]
-    if toolchain.launcher is not None:
-        names.append(toolchain.launcher)
-    # By the names they go by, not by the files these lead to: a link that is turned elsewhere then
-    # shows, too, as a file with another inode.
-    known = {os.path.realpath(path): path for name in names if (path := find.first(name))}
-    return {
-        "unchanged": [[known.get(path, path), *rest] for path, *rest in record["signatures"]],
-        "absent": [path for name in names for path in find.passed_over(name)],
-    }
-
-
 def _examined(
     memory: tuple[str, ...], machine: str = ""
 ) -> Iterator[tuple[Candidate, dict[str, Any] | None]]:
@@ -147,20 +124,23 @@ def _recall(memory: tuple[str, ...], subject: str) -> dict[str, Any] | None:
         return None
     # The files are unchanged, but the names may lead elsewhere now: a symbolic link that was
     # turned, another `as` that came first on PATH.
+    signed = {path: fields for path, *fields in record["signatures"]}
     for name, target in record["resolved"]:
         program = find.first(name)
         if program is None or os.path.realpath(program) != target:
             return None
+        evidence.file(program, signed.get(target))  # a link that is turned leads to another inode
     return record
 
 
 def _toolchain(path: str, record: dict[str, Any], *, cross: bool) -> Toolchain:
-    launcher = settings.launcher if cross else find.launcher()
+    launcher = find.launcher()
     if launcher is not None:
         found = find.first(launcher)
         if found is None:
             raise ToolchainError(
-                f"the compiler launcher {launcher!r} is not on PATH", hint="unset OPKILN_LAUNCHER"
+                f"the compiler launcher {launcher!r} is not on PATH",
+                hint=f"unset {origin_of('cxx')[1]}",
             )
         launcher = found
     return Toolchain(

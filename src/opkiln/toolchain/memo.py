@@ -10,6 +10,7 @@ import json
 import os
 from typing import Any
 
+from opkiln import evidence
 from opkiln.digest import Signature, key
 from opkiln.trust import claim, make_private
 
@@ -31,6 +32,7 @@ def _recall(directory: str, subject: str) -> dict[str, Any] | None:
         for path, *fields in record["signatures"]:
             if not Signature(*fields).holds(path):
                 return None
+            evidence.file(path, fields)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return dict(record)

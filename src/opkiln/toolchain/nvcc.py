@@ -93,13 +93,9 @@ def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, lis
     absent += search.absent
     if settings.ccbin:
         # By the word that was given: another program of that name may come first on PATH.
-        with override(cxx=(settings.ccbin,), launcher=None):
-            ccbin = hosts.recall(memory)
-            own = None if ccbin is None else hosts.evidence(memory, ccbin)
-        if own is None:
-            return None
-        unchanged += own["unchanged"]
-        absent += own["absent"]
+        with override(cxx=(settings.ccbin,)):
+            if hosts.recall(memory) is None:  # which says what it rests on
+                return None
     return {"unchanged": unchanged + search.signatures, "absent": absent}
 
 
@@ -180,11 +176,11 @@ def _search(
 
 
 def _partner(memory: tuple[str, ...], host: Toolchain, *, ask: bool) -> Toolchain | None:
-    """The compiler that nvcc hands host code to: ``OPKILN_CCBIN``, else the toolchain's own."""
+    """The compiler that nvcc hands host code to: ``NVCC_CCBIN``, else the toolchain's own."""
     wanted, origin = origin_of("ccbin")
     if not wanted:
         return host
-    with override(cxx=(wanted,), launcher=None):
+    with override(cxx=(wanted,)):
         if not ask:
             return hosts.recall(memory)
         try:
@@ -216,7 +212,7 @@ def _failure(
         return ToolchainError(
             f"nvcc does not support the host compiler {settings.ccbin or host.cxx}",
             why="\n".join([why, *(f"{path} is supported" for path in others)]),
-            hint=f"OPKILN_CCBIN={others[0]}" if others else _installing(search.unsupported),
+            hint=f"NVCC_CCBIN={others[0]}" if others else _installing(search.unsupported),
         )
     named, origin = origin_of("cuda_home")
     said = next((each.version for each in search.candidates if each.version), "")
@@ -231,8 +227,8 @@ def _installing(objection: str) -> str:
     """The command for the newest compiler that nvcc's objection allows."""
     number = objection.partition("later than ")[2].partition(" ")[0]
     if number.isdigit():
-        return f"apt-get install g++-{number} && export OPKILN_CCBIN=g++-{number}"
-    return "export OPKILN_CCBIN=g++-12    (or whichever is in that range)"
+        return f"apt-get install g++-{number} && export NVCC_CCBIN=g++-{number}"
+    return "export NVCC_CCBIN=g++-12    (or whichever is in that range)"
 
 
 def _others(memory: tuple[str, ...], torch_cuda: str | None, host: Toolchain) -> list[str]:

@@ -7,6 +7,7 @@ import os
 import sys
 from functools import lru_cache
 
+from opkiln import evidence
 from opkiln.errors import BuildError, SettingError
 from opkiln.model import (
     ABI_STABLE,
@@ -49,7 +50,11 @@ def locate() -> str | None:
 def find() -> TorchSDK | None:
     """What is installed now, or None. Raises OSError if torch is there but unreadable."""
     path = locate()
-    return None if path is None else _read(path, _stamp(os.path.join(path, "version.py")))
+    if path is None:
+        return None
+    for each in read_from(path):
+        evidence.file(each)
+    return _read(path, _stamp(os.path.join(path, "version.py")))
 
 
 def _stamp(path: str) -> tuple[int, int]:

@@ -9,11 +9,11 @@ from fuzz.scratch import directory
 from sample import layer
 
 from opkiln import machine
+from opkiln.decision import prebuilt
+from opkiln.decision.outcome import Trace
+from opkiln.decision.request import Request
 from opkiln.errors import LoadError
-from opkiln.loading import prebuilt
-from opkiln.loading.loader import Op
-from opkiln.loading.trace import Trace
-from opkiln.model import ABI_NONE, CUDA, OpSpec
+from opkiln.model import ABI_NONE, CUDA, Op, OpSpec
 from opkiln.store import key
 
 SPECS = [
@@ -40,9 +40,9 @@ def one(data: bytes) -> None:
         layer.add(base, "one", b"\x7fELF")
     (leaf / "manifest.json").write_bytes(with_digest(data))
     for spec in SPECS:
-        op, trace = Op(spec), Trace()
+        request, trace = Request(Op(spec)), Trace()
         try:
-            prebuilt.find(op, [str(base / "v1")], trace, prebuilt.STORE)
+            prebuilt.find(request, [str(base / "v1")], trace, prebuilt.STORE)
         except LoadError:  # whatever the file says: there is no GPU here, and no list
             if spec.backend != CUDA:
                 raise

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fuzz.scratch import directory
 
+from opkiln.decision import receipt
 from opkiln.errors import OpkilnError
-from opkiln.loading import receipt
 from opkiln.model import Artifact, OpSpec
 from opkiln.store import gc, lock
 from opkiln.toolchain import memo

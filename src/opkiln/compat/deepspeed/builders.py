@@ -182,7 +182,7 @@ class CUDAOpBuilder(builder.CUDAOpBuilder):
         """The lowest major capability of the GPUs here, asked without a context; None: there are
         none."""
         from opkiln.accelerator import nvidia
-        from opkiln.loading import archs
+        from opkiln.decision import archs
 
         found = nvidia.capabilities(nvidia.devices(archs.memory()))
         return int(found[0].partition(".")[0]) if found else None
@@ -214,7 +214,7 @@ class TorchCPUOpBuilder(CPUOpBuilder):
 
 def installed_cuda_version(name: str = "") -> tuple[int, int]:
     """The release of the CUDA toolkit that a build here would use. Raises MissingCUDAException."""
-    from opkiln.loading import archs
+    from opkiln.decision import archs
     from opkiln.toolchain import cuda_version
 
     return cuda_version.installed_cuda_version(name, memory=archs.memory())
@@ -222,7 +222,7 @@ def installed_cuda_version(name: str = "") -> tuple[int, int]:
 
 def assert_no_cuda_mismatch(name: str = "") -> bool:
     """True where a CUDA toolkit fits torch. Raises CUDAMismatchException, MissingCUDAException."""
-    from opkiln.loading import archs
+    from opkiln.decision import archs
     from opkiln.toolchain import cuda_version
 
     return cuda_version.assert_no_cuda_mismatch(name, memory=archs.memory())
@@ -230,7 +230,7 @@ def assert_no_cuda_mismatch(name: str = "") -> bool:
 
 def get_default_compute_capabilities() -> str:
     """Every architecture that the toolkit here has."""
-    from opkiln.loading import archs
+    from opkiln.decision import archs
     from opkiln.toolchain import cuda_version
 
     return cuda_version.get_default_compute_capabilities(memory=archs.memory())

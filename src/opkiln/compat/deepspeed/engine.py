@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from opkiln.errors import LoadError, ToolchainError
 from opkiln.loading import loader
-from opkiln.loading.loader import Op
-from opkiln.model import ABI_TORCH, CPU, CUDA, PYTHON, ROCM, OpSpec
+from opkiln.model import ABI_TORCH, CPU, CUDA, PYTHON, ROCM, Op, OpSpec
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def architectures(builder: Any, asked: str = "") -> tuple[Architectures, list[st
 
     None where there is nothing to build for, or with. Raises UsageError for a list that is none.
     """
-    from opkiln.loading import archs
+    from opkiln.decision import archs
 
     backend = ROCM if builder.is_rocm_pytorch() else CUDA
     spec = OpSpec(builder.name, _owner(builder), _root(builder), (), backend=backend)

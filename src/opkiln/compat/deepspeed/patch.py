@@ -115,7 +115,7 @@ def _asked_of_opkiln(name: str, module: ModuleType) -> Callable[..., Any]:
     """DeepSpeed's checks of the toolkit, over opkiln's; what they raise is DeepSpeed's."""
 
     def ask(name_of_op: str = "") -> Any:
-        from opkiln.loading import archs
+        from opkiln.decision import archs
         from opkiln.toolchain import cuda_version
 
         try:
@@ -131,7 +131,7 @@ def _asked_of_opkiln(name: str, module: ModuleType) -> Callable[..., Any]:
 
 def _default_capabilities() -> str:
     """Every architecture that the toolkit here has."""
-    from opkiln.loading import archs
+    from opkiln.decision import archs
     from opkiln.toolchain.cuda_version import get_default_compute_capabilities
 
     return get_default_compute_capabilities(memory=archs.memory())

@@ -54,7 +54,7 @@ def run() -> dict[str, Any]:
     return {
         "import_torch": imported - began,
         "load": loaded - imported,
-        "decisions": [decision[:3] for decision in served.trace.decisions],
+        "candidates": [decision[:3] for decision in served.trace.candidates],
         "entry": served.artifact.path,
         "steps": STEPS,
         "parameters": sum(tensor.numel() for tensor in ours),

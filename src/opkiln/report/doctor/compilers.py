@@ -10,7 +10,7 @@ from opkiln.errors import ToolchainError
 from opkiln.report.doctor.finding import Outcome, failed, joined, passed, skipped, warned
 from opkiln.report.doctor.here import Here
 from opkiln.report.doctor.packages import install
-from opkiln.settings import origin_of, override, settings
+from opkiln.settings import origin_of, override
 from opkiln.toolchain import find
 from opkiln.toolchain import host as hosts
 
@@ -86,7 +86,7 @@ def _sharing(here: Here, unlike: str) -> str:
         for path in find.on_path(name):
             if os.path.realpath(path) == os.path.realpath(unlike):
                 continue
-            with here.probing(), override(cxx=(path,), launcher=None):
+            with here.probing(), override(cxx=(path,)):
                 try:
                     if not hosts.choose(here.store.memory).shared_runtime:
                         return path
@@ -98,14 +98,14 @@ def _sharing(here: Here, unlike: str) -> str:
 def launcher(here: Here) -> Outcome:  # noqa: ARG001 (the form of a check)
     """ccache or sccache: the one that was asked for is there."""
     if missing := _missing_launcher():
-        name = "OPKILN_LAUNCHER" if settings.launcher else origin_of("cxx")[1]
+        name = origin_of("cxx")[1]
         return failed(f"{name} asks for {missing}, which is not on PATH", f"unset {name}")
     wanted = find.launcher()
     if wanted is not None:
         return passed(f"{find.first(wanted)} runs before each compile")
     there = [path for name in ("ccache", "sccache") if (path := find.first(name))]
     found = f"{', '.join(there)} is there" if there else "none is on PATH, and none is needed"
-    return passed(f"none is asked for (OPKILN_LAUNCHER); {found}")
+    return passed(f"none is asked for (CXX='ccache g++'); {found}")
 
 
 def _missing_launcher() -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from opkiln.arch import cuda as grammar
+from opkiln.decision import archs
 from opkiln.errors import ArchError, ToolchainError
-from opkiln.loading import archs
 from opkiln.model import CUDA, DeviceCompiler
 from opkiln.report.doctor.finding import Outcome, copyable, failed, joined, passed, skipped, warned
 from opkiln.report.doctor.here import Here, of_this_python, pip

@@ -7,8 +7,8 @@ import sys
 from contextlib import contextmanager
 from functools import cached_property
 
+from opkiln.decision import policy
 from opkiln.errors import ToolchainError
-from opkiln.loading import seal
 from opkiln.model import CPU, CUDA
 from opkiln.settings import override, settings
 from opkiln.store.layers import Store
@@ -48,8 +48,7 @@ class Here:
     @cached_property
     def never_compiles(self) -> str:
         """Why nothing is ever compiled here, by the settings; empty where something may be."""
-        reason = seal.why_not_compile()
-        return "" if reason == seal.SPARED else reason
+        return policy.never_compiles()
 
     @cached_property
     def cuda(self) -> DeviceCompiler | ToolchainError:

@@ -6,15 +6,16 @@ import os
 import sys
 from importlib.machinery import PathFinder
 
-from opkiln.loading.installed import OWN, SHARED
-from opkiln.loading.outlook import CACHED
-from opkiln.loading.prebuilt import PREBUILT
+from opkiln.decision import policy
+from opkiln.decision.installed import OWN, SHARED
+from opkiln.decision.outcome import CACHED
+from opkiln.decision.prebuilt import PREBUILT
 from opkiln.model import PACKAGE
 from opkiln.registry import bundled, declared, distribution
 from opkiln.report.doctor import child
 from opkiln.report.doctor.finding import Outcome, joined, passed, skipped, warned
 from opkiln.report.doctor.here import Here, pip
-from opkiln.settings import LAYOUT, settings
+from opkiln.settings import LAYOUT
 from opkiln.store.inventory import names_in
 
 TYPE_CHECKING = False
@@ -25,16 +26,19 @@ if TYPE_CHECKING:
 _ASK = """
 import json
 from opkiln.errors import OpkilnError
-from opkiln.loading.outlook import outlook
+from opkiln.decision.decide import decide
+from opkiln.decision.outcome import summary
+from opkiln.decision.request import Request
 from opkiln.registry import ALL_OPS
 status, decisions = '', []
 try:
-    status, _, _, trace = outlook(ALL_OPS[sys.argv[1]]().op())
-    decisions = [[each.resort, each.verdict, each.reason] for each in trace.decisions]
+    outcome = decide(Request(ALL_OPS[sys.argv[1]]().op()))
+    status = summary(outcome).status
+    decisions = [[each.resort, each.verdict, each.reason] for each in outcome.trace.candidates]
 except OpkilnError:
     pass
 print()
-print(json.dumps({'status': status, 'decisions': decisions}))
+print(json.dumps({'status': status, 'candidates': decisions}))
 """
 
 
@@ -43,14 +47,14 @@ def installed(here: Here) -> Outcome:  # noqa: ARG001 (the form of a check)
     found = dict(_found())
     if not found:
         return passed("no package was installed with libraries of ops")
-    if not settings.prebuilt:
-        return skipped(f"OPKILN_PREBUILT=off: {', '.join(found)} is installed and not looked at")
+    if not policy.uses_installed():
+        return skipped(f"OPKILN_MODE=source: {', '.join(found)} is installed and not looked at")
     serving, instead, refused, commands = [], [], [], []
     for op, brought_by in found.items():
         answer, died = child.answer(_ASK, op)
         if died:
             continue  # which `ops` reports
-        mine = [each[1:] for each in answer["decisions"] if each[0] == PREBUILT]
+        mine = [each[1:] for each in answer["candidates"] if each[0] == PREBUILT]
         reasons = "; ".join(dict.fromkeys(reason for verdict, reason in mine if verdict != "taken"))
         if any(verdict == "taken" for verdict, _ in mine):
             serving.append(op)

@@ -100,8 +100,7 @@ def _in(work: str, what: str, variables: dict[str, str], *, calls: bool) -> Outc
         **whole_environment(),
         "OPKILN_CACHE_DIR": os.path.join(work, "store"),
         "OPKILN_STORE_LAYERS": "",
-        "OPKILN_JIT": "on",
-        "OPKILN_SEAL": "off",
+        "OPKILN_MODE": "auto",
         "OPKILN_PROGRESS": "off",
         **variables,
     }

@@ -13,9 +13,19 @@ from typing import Any
 
 from opkiln.errors import CompileError, LoadError, LoadTestError, OpkilnError
 from opkiln.loading import loader
-from opkiln.loading.loader import Op
-from opkiln.loading.register import Registration
-from opkiln.model import ABI_NONE, ABI_STABLE, CPU, CUDA, INLINE_ROOT, PLAIN, ROCM, XPU, OpSpec
+from opkiln.model import (
+    ABI_NONE,
+    ABI_STABLE,
+    CPU,
+    CUDA,
+    INLINE_ROOT,
+    PLAIN,
+    ROCM,
+    XPU,
+    Op,
+    OpSpec,
+    Registration,
+)
 
 _ADD = 'extern "C" int opkiln_doctor(int a, int b, int* sum) { *sum = a + b; return 0; }\n'
 

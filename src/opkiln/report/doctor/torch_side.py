@@ -6,8 +6,8 @@ import os
 import sys
 
 from opkiln.accelerator import amd
+from opkiln.building import loadtest
 from opkiln.errors import LoadTestError
-from opkiln.loading import loadtest
 from opkiln.model import ABI_STABLE, STABLE_VERSION, OpSpec
 from opkiln.report.doctor.finding import Outcome, failed, joined, passed, skipped, warned
 from opkiln.report.doctor.here import Here, pip

@@ -1,10 +1,10 @@
-"""Whether a library that was built elsewhere fits this machine: asked before it is opened.
+"""Whether a library that was built elsewhere fits this machine, asked before it is opened.
 
-A misfit that is found by opening the library is found too late: an instruction that this CPU lacks
-is a signal, a kernel that no GPU here runs an error at its first launch, and a missing symbol the
-dynamic linker's own words about a mangled name. So everything that a library needs is in its
-manifest (``loading.needs``) and is held against what is here. Libraries are asked for symbols, not
-for their versions: what counts is what they have.
+Opening a library that does not fit is too late to find out. An instruction that this CPU lacks ends
+the process. A kernel that no GPU here can run fails at its first launch. A missing symbol is
+reported by the dynamic linker, under its mangled name. So a manifest lists everything that its
+library needs (``building.needs``), and this module compares that with what is here. Libraries are
+asked for symbols, not for versions: what counts is what they have.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import os
 import sys
 
 from opkiln import machine
-from opkiln.model import ABI_NONE, ABI_STABLE, CPU, CUDA, LIBRARY, ROCM, STABLE_TAG
+from opkiln.decision.request import flag_settings
+from opkiln.model import ABI_NONE, ABI_STABLE, CUDA, LIBRARY, ROCM, STABLE_TAG
 from opkiln.record import Record
 from opkiln.settings import origin_of, settings
 from opkiln.store import key
@@ -23,10 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from typing import Any
 
-    from opkiln.loading.loader import Op
+    from opkiln.decision.request import Request
 
 _RTLD_NOLOAD = 4  # glibc's; the os module has it under no name before Python 3.13
-_FLAGS = ("cppflags", "cxxflags", "ldflags", "cudaflags")
 
 
 class Fit(Record):
@@ -36,35 +36,36 @@ class Fit(Record):
     rank: tuple[int, ...] = ()
 
 
-class Wanted(Record):
-    """What every library of an op is held against."""
+class Measure(Record):
+    """What every library of an op is compared with."""
 
     spec_key: str
     flags: tuple[tuple[str, tuple[str, ...], str], ...]  # name, value, the variable that asks
     cpu: frozenset[str]  # this CPU's features, by the kernel's names
 
 
-def wanted(op: Op, *, listed: bool) -> Wanted:
+def measure(request: Request, *, listed: bool) -> Measure:
     """The op as it is declared, the flags that were asked for, and this CPU.
 
-    ``listed``: in a layer that the user named, where flags of the environment count as they do for
-    the user's own store; what a package was shipped with has the flags of whoever shipped it.
+    ``listed``: for a layer that the user named. There, flags of the environment count as they do
+    for the user's own store. What a package ships has the flags of whoever shipped it, so there
+    only a setting of opkiln's own counts.
     """
     flags = []
-    for name in _FLAGS if op.spec.backend != CPU else _FLAGS[:-1]:
+    for name in flag_settings(request.op.spec.backend):
         value, origin = origin_of(name)
         if listed or origin.startswith("OPKILN_"):
             variable = origin if origin.isupper() else name.upper()
             flags.append((name, tuple(value or ()), variable))
     have = frozenset(machine.cpu_flags().split())
-    return Wanted(key.spec_key(op.spec), tuple(flags), have)
+    return Measure(key.spec_key(request.op.spec), tuple(flags), have)
 
 
-def judge(op: Op, manifest: Mapping[str, Any], asked: Wanted) -> Fit:
-    """Hold a manifest against the op as it is declared and the machine as it is.
+def judge(request: Request, manifest: Mapping[str, Any], asked: Measure) -> Fit:
+    """Compare a manifest with the op as it is declared and the machine as it is.
 
     ``lacking`` has the rest, which takes longer and is asked of the best alone. Raises KeyError,
-    TypeError and ValueError for a manifest that is none.
+    TypeError and ValueError for a damaged manifest.
     """
     target = manifest["target"]
     if manifest["spec"] != asked.spec_key:
@@ -76,13 +77,13 @@ def judge(op: Op, manifest: Mapping[str, Any], asked: Wanted) -> Fit:
                    "it was built for debugging")  # fmt: skip
     return (
         _other_flags(target, asked)
-        or _other_abi(op, target["abi_tag"])
-        or _lacking_cpu(op, manifest, asked)
-        or _on_device(op, manifest)
+        or _other_abi(request, target["abi_tag"])
+        or _lacking_cpu(request, manifest, asked)
+        or _on_device(request, manifest)
     )
 
 
-def _other_flags(target: Mapping[str, Any], asked: Wanted) -> Fit | None:
+def _other_flags(target: Mapping[str, Any], asked: Measure) -> Fit | None:
     built = {name: tuple(value) for name, value in target["flags"]}
     for name, value, variable in asked.flags:
         if value != built.get(name, ()):
@@ -90,8 +91,8 @@ def _other_flags(target: Mapping[str, Any], asked: Wanted) -> Fit | None:
     return None
 
 
-def _other_abi(op: Op, built: str) -> Fit | None:
-    spec = op.spec
+def _other_abi(request: Request, built: str) -> Fit | None:
+    spec = request.op.spec
     # Not the CUDA or ROCm release that torch was built with: what a library needs of that it says
     # by the sonames it needs and the driver that its code takes.
     if spec.abi == ABI_STABLE and spec.kind == LIBRARY:
@@ -119,10 +120,10 @@ def _comparable(tag: str) -> str:
 _RUNTIMES = ("cuda", "rocm")
 
 
-def _lacking_cpu(op: Op, manifest: Mapping[str, Any], asked: Wanted) -> Fit | None:
+def _lacking_cpu(request: Request, manifest: Mapping[str, Any], asked: Measure) -> Fit | None:
     lacks = set(manifest["needs"]["cpu"]) - asked.cpu
     named, origin = origin_of("cpu")
-    if not lacks and (named == "native" or not op.spec.vectorize):
+    if not lacks and (named == "native" or not request.op.spec.vectorize):
         return None
     from opkiln.arch import cpu
 
@@ -189,12 +190,15 @@ def _lacking(needs: Mapping[str, Any], abi: str) -> str:
             unknown.append(symbol)
     if not unknown or (files and abi != ABI_STABLE):  # of one torch alone, which its tag names
         return ""
-    from opkiln.loading import torch_files
+    return _lacking_symbols(unknown, files, needs["sonames"])
 
-    if unknown := torch_files.missing(files, unknown):
-        lacking = torch_files.named(needs["sonames"])
-        return f"it needs {_shown(unknown[0])}, which {lacking} lacks"
-    return ""
+
+def _lacking_symbols(symbols: list[str], files: list[str], sonames: Iterable[str]) -> str:
+    from opkiln.binary import exported
+
+    for path in files:
+        symbols = [*exported.missing(path, symbols)]
+    return f"it needs {_shown(symbols[0])}, which {_torch_of(sonames)} lacks" if symbols else ""
 
 
 def _shown(symbol: str) -> str:
@@ -204,9 +208,28 @@ def _shown(symbol: str) -> str:
 
 
 def _brought(soname: str) -> str:
-    from opkiln.loading import torch_files
+    """The file of a library that importing torch brings: its own, or of the packages it needs."""
+    from opkiln.toolchain import torch_sdk
 
-    return torch_files.locate(soname)
+    if (sdk := torch_sdk.find()) is None:
+        return ""
+    own = os.path.join(sdk.path, "lib", soname)
+    if os.path.exists(own):
+        return own
+    from glob import glob
+
+    packages = os.path.join(os.path.dirname(sdk.path), "nvidia", "*", "lib", soname)
+    return next(iter(glob(packages)), "")
+
+
+def _torch_of(sonames: Iterable[str]) -> str:
+    """Who should have had the symbols of a library that is linked to these."""
+    from opkiln.toolchain import torch_sdk
+
+    sdk = torch_sdk.find()
+    if sdk is None or not any(each.startswith(("libtorch", "libc10")) for each in sonames):
+        return "every library here"
+    return f"torch {sdk.version}"
 
 
 def _sycl(soname: str) -> str:
@@ -233,10 +256,43 @@ def _has(dlsym: Any, handles: Iterable[int], symbol: str) -> bool:
     return False
 
 
-def _on_device(op: Op, manifest: Mapping[str, Any]) -> Fit:
-    """The rank, or why no device here runs it; libraries without device code fit every machine."""
-    if op.spec.backend not in (CUDA, ROCM):
+def _on_device(request: Request, manifest: Mapping[str, Any]) -> Fit:
+    """How well its code runs on the GPUs here. A library without device code fits every machine."""
+    spec = request.op.spec
+    if spec.backend not in (CUDA, ROCM):
         return Fit("", (0, -len(manifest["needs"]["cpu"])))
-    from opkiln.loading import device_fit
+    from opkiln.decision import archs
 
-    return device_fit.judge(op, manifest)
+    target, images = manifest["target"], tuple(manifest["needs"]["images"])
+    built, shown = tuple(target["archs"]), ";".join(target["archs"])
+    if not archs.known(spec.backend, built, images):
+        return Fit(f"its code is for {shown}, which this opkiln does not know")
+    if not archs.kept(request.op, built):
+        return Fit(f"it is for {shown}, of which the op's filter keeps less")
+    way, device = archs.way_of(spec.backend, request.wanted, built, images)
+    if not way:
+        return Fit(f"its code is for {shown}, which does not run on {device}")
+    if spec.backend == CUDA and (reason := _old_driver(manifest["toolchain"], way)):
+        return Fit(reason)
+    return Fit("", (archs.WAYS.index(way), len(built), -len(manifest["needs"]["cpu"])))
+
+
+def _old_driver(toolchain: Mapping[str, str], way: str) -> str:
+    """The driver must know the runtime in the library. To recompile PTX it must be as new as it."""
+    from opkiln.accelerator import nvidia
+    from opkiln.decision import archs
+    from opkiln.toolchain import torch_sdk
+
+    made = toolchain.get("nvcc", "")
+    driver = nvidia.devices(archs.memory()).cuda
+    if not driver or not made:
+        return ""
+    here, needs = torch_sdk.release(driver), torch_sdk.release(made)
+    if here[0] < needs[0]:
+        return f"it is built with CUDA {made}, and the driver here takes CUDA up to {driver}"
+    if way == archs.PTX and here < needs:
+        return (
+            f"only its PTX fits the GPU, which is of CUDA {made}, and the driver here takes PTX "
+            f"up to CUDA {driver}"
+        )
+    return ""

@@ -5,11 +5,13 @@ A hint that names ``include_paths()`` does not help a caller of ``load(extra_inc
 
 from __future__ import annotations
 
-from opkiln.model import CALL, EXTENSION
+from opkiln.model import ABI_STABLE, CALL, DISPATCH_KEYS, EXTENSION
 from opkiln.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from opkiln.model import OpSpec
 
 
@@ -64,3 +66,27 @@ def undefined_symbol(spec: OpSpec) -> str:
         f"is a source missing from {names.sources}? If not, link the library that defines it: "
         f"{names.libraries}"
     )
+
+
+def missing_kernels(
+    spec: OpSpec, missing: Sequence[str], others: Sequence[str] = ()
+) -> tuple[str, str, str]:
+    """What happened, why, and a hint, for a library without kernels for these functions.
+
+    ``others`` are functions of the same names in other namespaces that have one.
+    """
+    key = DISPATCH_KEYS[spec.backend][0]
+    what = f"op {spec.name}: its library registers no {key} kernel for {', '.join(missing)}"
+    why = "the namespace, the name or the dispatch key in C++ differs, or m.impl() is missing"
+    if others:
+        why += f"\nthere is a kernel for {', '.join(others)}"
+    namespace, _, name = missing[0].partition("::")
+    stable = spec.abi == ABI_STABLE
+    kernel, macro = ("TORCH_BOX(&{0})", "STABLE_TORCH") if stable else ("&{0}", "TORCH")
+    hint = (
+        f'm.impl("{name}", {kernel.format(name)});    '
+        f"// in {macro}_LIBRARY_IMPL({namespace}, {key}, m)"
+    )
+    if len(missing) < len(spec.kernels):
+        hint += "; or leave it out of kernels()"
+    return what, why, hint

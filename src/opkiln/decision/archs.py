@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from opkiln.errors import ArchError, ArchWarning, LoadError, ToolchainError
-from opkiln.model import CUDA, ONE_CALL, ROCM, DeviceCompiler, Target, Toolchain
+from opkiln.model import CUDA, ONE_CALL, ROCM, DeviceCompiler, Op, Target, Toolchain
 from opkiln.record import Record
 from opkiln.settings import LAYOUT, origin_of, settings, store_candidates
 from opkiln.trust import fault
@@ -21,8 +21,6 @@ from opkiln.trust import fault
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from opkiln.loading.loader import Op
 
 _SETTINGS = {CUDA: "cuda_arch_list", ROCM: "rocm_arch_list"}
 _GRAMMARS = {CUDA: "opkiln.arch.cuda", ROCM: "opkiln.arch.hip"}
@@ -181,7 +179,7 @@ def _listed(backend: str) -> tuple[Any, ...]:
     return tuple(grammar(backend).parse(";".join(toolchain.device.archs)))
 
 
-def fitted(op: Op, target: Target, toolchain: Toolchain) -> Target:
+def fitted(op: Op, needs: Wanted, target: Target, toolchain: Toolchain) -> Target:
     """The target as this toolchain can serve it.
 
     A device that is newer than the toolkit gets what it can run, with a warning; an architecture
@@ -199,7 +197,7 @@ def fitted(op: Op, target: Target, toolchain: Toolchain) -> Target:
         refused = language.usable(archs, listed).refused if listed else ()
     if not refused:
         return target
-    if target.backend != CUDA or not wanted(op).native:
+    if target.backend != CUDA or not needs.native:
         raise ToolchainError(
             f"op {op.spec.name} cannot be compiled for {language.show(a for a, _ in refused)}",
             why="\n".join(f"{arch}: {reason}" for arch, reason in refused)
@@ -273,7 +271,13 @@ def _newer_toolkit(device: DeviceCompiler) -> str:
     return f"install a newer CUDA {major} toolkit: pip install -U 'opkiln[cuda]'"
 
 
-_WAYS = ("", "ptx", "generic", "binary", "exact")  # the worst first
+# How code runs on a device, the best way first.
+PTX = "ptx"
+WAYS = ("exact", "binary", "generic", PTX)
+
+
+def _rank(way: str) -> int:
+    return WAYS.index(way) if way else len(WAYS)
 
 
 def coverage(backend: str, archs: tuple[str, ...]) -> str:
@@ -282,16 +286,17 @@ def coverage(backend: str, archs: tuple[str, ...]) -> str:
     language = grammar(backend)
     code = language.parse(";".join(archs))
     ways = [language.covers(code, language.parse(name)[0]) for name in _visible(backend)]
-    return min(ways, key=_WAYS.index) if ways else ""
+    return max(ways, key=_rank) if ways else ""
 
 
-def way_of(op: Op, archs: tuple[str, ...], images: tuple[str, ...]) -> tuple[str, str]:
+def way_of(
+    backend: str, needs: Wanted, archs: tuple[str, ...], images: tuple[str, ...]
+) -> tuple[str, str]:
     """(how a library runs where it is wanted, the device or architecture it is worst for).
 
     Wanted is what was asked for by name, else the GPUs that this process may use. The way is empty
-    where it does not run. Raises what ``wanted`` does.
+    where it does not run.
     """
-    backend, needs = op.spec.backend, wanted(op)
     language = grammar(backend)
     made = language.parse(";".join(archs))
     code = images if backend == CUDA and images else made
@@ -301,12 +306,12 @@ def way_of(op: Op, archs: tuple[str, ...], images: tuple[str, ...]) -> tuple[str
         device = language.parse(name)[0]
         way = language.covers(code, device)
         # A variant that was asked for by name is wanted for its instructions, PTX for GPUs that
-        # are not here; what is translated at each start is no answer to a list.
+        # are not here. PTX is recompiled at every start, so it does not satisfy an explicit list.
         lacks = _variant(device) and not _has(made, device)
         lacks = lacks or (getattr(device, "ptx", False) and not any(each.ptx for each in made))
-        if not needs.native and (way == "ptx" or lacks):
+        if not needs.native and (way == PTX or lacks):
             way = ""
-        ways.append((_WAYS.index(way), way, name))
+        ways.append((-_rank(way), way, name))
     _, way, name = min(ways)
     return way, name
 
@@ -349,20 +354,22 @@ def kept(op: Op, archs: tuple[str, ...]) -> bool:
     return not language.filtered(language.parse(";".join(archs)), op.rule).removed
 
 
-def require_coverage(op: Op, archs: tuple[str, ...]) -> None:
+def require_coverage(op: Op, needs: Wanted) -> None:
     """Raise LoadError where code for these cannot run on a GPU that this process may use.
 
     A GPU that is newer than the toolkit is not refused here: it may get what it can run.
     """
     backend = op.spec.backend
+    if not needs.archs:
+        return
     language = grammar(backend)
-    code = language.parse(";".join(archs)) if archs else ()
+    code = language.parse(";".join(needs.archs))
     for name in _visible(backend):
-        if code and not language.covers(code, language.parse(name)[0]):
-            origin = _asker(wanted(op).origin)
+        if not language.covers(code, language.parse(name)[0]):
+            origin = _asker(needs.origin)
             raise LoadError(
                 f"op {op.spec.name} for {language.show(code)} cannot run on this machine's {name}",
-                why=f"{origin} asks for {wanted(op).asked}"
+                why=f"{origin} asks for {needs.asked}"
                 + (f", of which the op's filter left {language.show(code)}" if op.rule else ""),
                 hint=f"export {_variable(backend)}=native" if origin.isupper() else "",
             )

@@ -1,17 +1,20 @@
 """Libraries that were built elsewhere: what packages were installed with, and listed layers.
 
-Both are layers like the user's own (``store.layers``). But an entry of theirs was not built for
-this very machine, so it is not looked up by a key: every entry of the op is judged
-(``loading.fit``), and of those that fit, the best serves. Nothing is written, no process is
-started, and the full search is not imported.
+Both are layers like the user's own (``store.layers``). But their entries were not built for this
+very machine, so no key finds them: every entry of the op is judged (``decision.fit``), and the best
+of those that fit serves. Nothing is written, no process is started, and the search of the user's
+own store is not imported.
+
+<package>/prebuilt/v1/ops/…                 what a package carries for its own ops
+<on sys.path>/opkiln_prebuilt/<name>/v1/…   what a wheel of prebuilt ops installs
 """
 
 from __future__ import annotations
 
 import os
 
+from opkiln.decision import fit
 from opkiln.errors import LoadError, StoreError
-from opkiln.loading import fit, installed
 from opkiln.model import OUTSIDE, PACKAGE, Artifact
 from opkiln.record import Record
 from opkiln.store import entry
@@ -23,9 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from typing import Any
 
-    from opkiln.loading.bundled import Bundle
-    from opkiln.loading.loader import Op
-    from opkiln.loading.trace import Trace
+    from opkiln.decision.outcome import Trace
+    from opkiln.decision.request import Request
+    from opkiln.model import OpSpec
 
 # The resorts: installed with a package; a layer that is listed; imported into the user's own.
 PREBUILT, LAYER, STORE = "prebuilt", "layer", "store"
@@ -42,10 +45,9 @@ class Directory:
         self.root = root
         self.own = own  # the user's, where what was built has been looked up by its key
 
-    def leaves(self, op: Op) -> Iterable[str]:
+    def leaves(self, spec: OpSpec) -> Iterable[str]:
         """An op's entries."""
-        base = os.path.join(self.root, "ops", op.spec.distribution, op.spec.name)
-        return _below(base, 3)
+        return _below(os.path.join(self.root, "ops", spec.distribution, spec.name), 3)
 
     def manifest(self, leaf: str) -> dict[str, Any]:
         """What an entry says of itself. Raises OSError, ValueError, and StoreError where everybody
@@ -66,6 +68,40 @@ class Directory:
         return found.payload
 
 
+class Bundle:
+    """A layer in one file (``store.archive``), with the methods of ``Directory``."""
+
+    own = False
+
+    def __init__(self, file: str) -> None:
+        self.root = file
+
+    def leaves(self, spec: OpSpec) -> Iterable[str]:
+        """An op's entries. Raises StoreError, OSError, ValueError for a file that is not a
+        bundle."""
+        from opkiln.store import archive
+
+        return archive.leaves(self.root, spec.distribution, spec.name)
+
+    def manifest(self, leaf: str) -> dict[str, Any]:
+        """What an entry says of itself. Raises StoreError, KeyError, ValueError, OSError."""
+        from opkiln.store import archive
+
+        return archive.manifest(leaf)
+
+    def examine(
+        self, leaf: str, places: Mapping[str, str], *, own: bool
+    ) -> entry.Leaf | entry.Refused:
+        """``store.archive.examine``: a good one's library is in memory."""
+        from opkiln.store import archive
+
+        return archive.examine(leaf, places, Hasher(), own=own)
+
+    def subject(self, found: entry.Leaf) -> str:
+        """What the trace calls an entry: the path of its file in memory means nothing."""
+        return found.directory
+
+
 class Fitting(Record):
     """An entry that fits by its manifest, with the place it is in."""
 
@@ -75,29 +111,24 @@ class Fitting(Record):
     place: Directory | Bundle
 
 
-def carried(op: Op, trace: Trace) -> Artifact | None:
-    """The best library for this machine that packages were installed with."""
-    layers = installed.layers(op.spec)
-    return find(op, layers, trace, PREBUILT) if layers else None
-
-
 def find(
-    op: Op, layers: Iterable[str], trace: Trace, resort: str, own: Iterable[str] = ()
+    request: Request, layers: Iterable[str], trace: Trace, resort: str, own: Iterable[str] = ()
 ) -> Artifact | None:
     """The best library for this machine in some layers, with what was refused in the trace.
 
     In the user's ``own`` layers only what `opkiln cache import` put there is looked at: what was
-    built there has a key. Raises ArchError for a list of architectures, or a CPU, that was asked
-    for and is none.
+    built there has a key. Raises ArchError for an architecture list, or a CPU, that was asked for
+    and cannot be understood.
     """
+    spec = request.op.spec
     places: list[Directory | Bundle] = [Directory(layer, own=True) for layer in own]
-    places += [_bundle(layer) if os.path.isfile(layer) else Directory(layer) for layer in layers]
+    places += [Bundle(layer) if os.path.isfile(layer) else Directory(layer) for layer in layers]
     told = {place: STORE if place.own else resort for place in places}
-    fitting = [each for place in places for each in _fitting(op, place, trace, told[place])]
+    fitting = [each for place in places for each in _fitting(request, place, trace, told[place])]
     for each in sorted(fitting, key=lambda each: each.rank):  # of equals, the first layer's
         try:
-            reason = fit.lacking(each.needs, op.spec.abi)
-            found = None if reason else _examined(op, each)
+            reason = fit.lacking(each.needs, spec.abi)
+            found = None if reason else _examined(spec, each)
             fits = _fits(found.manifest["target"]) if isinstance(found, entry.Leaf) else ""
         except (*_NO_MANIFEST, LoadError) as error:
             trace.add(told[each.place], "refused", f"damaged: {entry.in_words(error)}", each.leaf)
@@ -105,6 +136,9 @@ def find(
         if reason:
             trace.add(told[each.place], "refused", reason, each.leaf)
         if isinstance(found, entry.Leaf):
+            if failed := request.cannot_open.get(found.payload):
+                trace.add(told[each.place], "refused", failed.why, each.place.subject(found))
+                continue
             trace.add(told[each.place], "taken", fits, each.place.subject(found))
             return Artifact(found.payload, found.manifest["sha256"], told[each.place])
         if found is not None:
@@ -112,23 +146,25 @@ def find(
     return None
 
 
-def _fitting(op: Op, place: Directory | Bundle, trace: Trace, resort: str) -> Iterator[Fitting]:
+def _fitting(
+    request: Request, place: Directory | Bundle, trace: Trace, resort: str
+) -> Iterator[Fitting]:
     """A layer's entries that fit by what their manifests say."""
     try:
-        leaves = place.leaves(op)
+        leaves = place.leaves(request.op.spec)
     except _NO_MANIFEST as error:
         reason = error.what if isinstance(error, StoreError) else entry.in_words(error)
         trace.add(resort, "refused", reason, place.root)
         return
-    asked = fit.wanted(op, listed=resort != PREBUILT)
+    asked = fit.measure(request, listed=resort != PREBUILT)
     for leaf in leaves:
         try:
             manifest = place.manifest(leaf)
-            if manifest["target"]["backend"] != op.spec.backend:
+            if manifest["target"]["backend"] != request.op.spec.backend:
                 continue
             if place.own and "created" in manifest:
                 continue
-            verdict = fit.judge(op, manifest, asked)
+            verdict = fit.judge(request, manifest, asked)
             needs = manifest["needs"]
         except FileNotFoundError:
             continue  # removed meanwhile
@@ -143,12 +179,6 @@ def _fitting(op: Op, place: Directory | Bundle, trace: Trace, resort: str) -> It
             trace.add(resort, "refused", verdict.misfit, leaf)
         else:
             yield Fitting(verdict.rank, leaf, needs, place)
-
-
-def _bundle(file: str) -> Bundle:
-    from opkiln.loading.bundled import Bundle
-
-    return Bundle(file)
 
 
 def _fits(target: dict[str, Any]) -> str:
@@ -176,10 +206,9 @@ def _names(directory: str) -> list[str]:
         return []  # not there, no directory, or not ours to read
 
 
-def _examined(op: Op, each: Fitting) -> entry.Leaf | entry.Refused | None:
-    """Owner and mode, the sources, the digests. A package that ships no sources has none to
-    differ from."""
-    spec = op.spec
+def _examined(spec: OpSpec, each: Fitting) -> entry.Leaf | entry.Refused | None:
+    """Check owner and mode, the sources and the digests. A package that ships no sources is not
+    checked for them."""
     places = {"src": spec.root, "opkiln": PACKAGE, "abs": "", OUTSIDE: ""}
     found = each.place.examine(each.leaf, places, own=True)
     if isinstance(found, entry.Refused) and not found.damaged:

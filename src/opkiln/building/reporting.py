@@ -1,17 +1,23 @@
-"""Who listens while a load builds: people, the logger and the trace file, each once."""
+"""Who is told while a load builds: people, the logger and the trace file, each once."""
 
 from __future__ import annotations
 
 import sys
+import warnings
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 
+from opkiln.errors import StoreWarning
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from opkiln.model import Plan
+    from opkiln.store.layers import Store
+
+_told: set[str] = set()
 _listening: ContextVar[bool] = ContextVar("opkiln_progress", default=False)
 
 
@@ -43,3 +49,23 @@ def shown(trace: str | None = None) -> Iterator[None]:
             yield
     finally:
         _listening.reset(token)
+
+
+def warn_of_store(store: Store) -> None:
+    """Warn, once, of what keeps the store from being where it was asked to be. Only where nothing
+    was found: a hit from a read-only store needs no warning."""
+    text = "\n".join(store.location.notes)
+    if text and text not in _told:
+        _told.add(text)
+        warnings.warn(text, StoreWarning, stacklevel=7)
+
+
+def tell_of_compilers(plan: Plan) -> None:
+    """Say, once, what a user should know of the compilers that were chosen."""
+    from opkiln.engine import events
+    from opkiln.toolchain import choice
+
+    note = choice.note(plan.target.backend, plan.toolchain)
+    if note and note not in _told:
+        _told.add(note)
+        events.emit(events.NOTE, text=note)

@@ -16,10 +16,10 @@ import time
 from typing import Any, NamedTuple
 
 from opkiln import plan as plans
+from opkiln.building import kernels
 from opkiln.digest import Signature
 from opkiln.engine import events, schedule
 from opkiln.errors import BuildError, SourcesChanging, StoreError
-from opkiln.loading import kernels
 from opkiln.model import ROCM, Plan, Step
 from opkiln.settings import settings
 from opkiln.steps.flags import PLAIN

@@ -9,10 +9,10 @@ import re
 import shlex
 import signal
 
+from opkiln.building import wording
 from opkiln.engine import cgroup
 from opkiln.engine.schedule import StepFailed
 from opkiln.errors import BuildError, CompileError, StoreError
-from opkiln.loading import wording
 from opkiln.model import CUDA, ONE_CALL, OpSpec, Plan
 from opkiln.toolchain import torch_sdk, wheel_headers
 from opkiln.trust import make_private

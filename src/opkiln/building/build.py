@@ -11,25 +11,20 @@ import warnings
 from typing import Any, NamedTuple
 
 from opkiln import plan as plans
+from opkiln.building import failure, inline, loadtest, needs
+from opkiln.building import objects as compiling
+from opkiln.decision import policy
 from opkiln.digest import sha256_file
 from opkiln.engine import cgroup, events, schedule
 from opkiln.engine.schedule import StepFailed
 from opkiln.errors import (
-    BuildError,
     CompileError,
     LoadTestError,
     SourcesChanging,
-    SpecError,
     StoreError,
     StoreWarning,
 )
-from opkiln.loading import compile as compiling
-from opkiln.loading import failure, inline, loadtest, needs, receipt, resolve, seal
 from opkiln.model import (
-    ABI_NONE,
-    ABI_STABLE,
-    INLINE_ROOT,
-    STABLE_VERSION,
     Artifact,
     DeviceCompiler,
     OpSpec,
@@ -44,67 +39,25 @@ from opkiln.store.entry import Leaf
 from opkiln.store.layers import Store
 from opkiln.store.location import claim
 from opkiln.store.recheck import Hasher
-from opkiln.toolchain import choice, libsycl, sycl, torch_sdk
+from opkiln.toolchain import libsycl, sycl
 
 _ATTEMPTS = 4
 
 
-def make_plan(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
-    """The plan, checked against what is there. Raises BuildError, SpecError.
-
-    Sources in a zip (``python app.pyz``) are a BuildError: a reference can serve.
-    """
-    plans.check(spec)
-    for source in () if spec.inline else spec.sources:
-        if not os.path.isfile(os.path.join(spec.root, source)):
-            if archive := _archive_of(spec.root):
-                raise BuildError(
-                    f"op {spec.name} cannot be compiled: its sources are inside {archive}",
-                    why="a compiler reads files on disk, and these are packed in a zip file",
-                    hint="pip install the package, which unpacks it, instead of importing the zip",
-                )
-            raise SpecError(
-                f"op {spec.name}: the source {source} does not exist",
-                why=f"sources are looked for in {spec.root}",
-                hint="check its name; in a wheel, list it in the package's data files",
-            )
-    if spec.abi != ABI_NONE:
-        torch = toolchain.torch
-        if torch is None:
-            raise BuildError(
-                f"op {spec.name} needs torch to be built", why="torch is not installed",
-                hint="pip install torch",
-            )  # fmt: skip
-        if spec.abi == ABI_STABLE and not torch_sdk.has_stable_abi(torch):
-            raise BuildError(
-                f"op {spec.name} needs torch {STABLE_VERSION} or later to be built",
-                why=f"torch {torch.version} lacks the stable ABI's headers",
-                hint=f"pip install 'torch>={STABLE_VERSION}'",
-            )
-    return plans.make(spec, target, toolchain)
-
-
-def _archive_of(directory: str) -> str:
-    """The file that a directory is inside of, where it is one of a zip that is imported from."""
-    while directory != os.path.dirname(directory):
-        if os.path.isfile(directory):
-            return directory
-        directory = os.path.dirname(directory)
-    return ""
-
-
-def build(spec: OpSpec, target: Target, toolchain: Toolchain, store: Store) -> Artifact:
-    """The artifact, found or built.
+def build(plan: Plan, store: Store) -> Artifact:
+    """The artifact, built, or found if another process was faster.
 
     Raises every BuildError; nothing is published then, and whoever waits sees the same error.
     Raises StoreError where something cannot be read or written.
     """
+    spec = plan.spec
     try:
         if not spec.inline:
-            return _take_turn(make_plan(spec, target, toolchain), store)
+            return _take_turn(plan, store)
         with publish.scratch(f"{spec.name}-src") as root:
             _write_inline(spec, root)
-            return _take_turn(make_plan(spec._replace(root=root), target, toolchain), store)
+            there = plans.make(spec._replace(root=root), plan.target, plan.toolchain)
+            return _take_turn(there, store)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise StoreError(
@@ -180,7 +133,7 @@ class _Build:
 
     def run(self) -> Artifact:
         spec = self._plan.spec
-        seal.about_to_compile(spec)
+        policy.about_to_compile(spec)
         began = time.monotonic()
         events.emit("build-start", op=spec.name, steps=len(self._plan.steps))
         ok = False
@@ -326,22 +279,10 @@ class _Build:
                 )
             else:
                 if final is not None:
-                    self._leave_receipt(final)
                     return Artifact(final.payload, final.manifest["sha256"], "built",
                                     linked.compiled, seconds)  # fmt: skip
         path = publish.private_copy(linked.path)
         return Artifact(path, sha256_file(path), "built", linked.compiled, seconds)
-
-    def _leave_receipt(self, leaf: Leaf) -> None:
-        spec, toolchain = self._plan.spec, self._plan.toolchain
-        if spec.inline:
-            spec = spec._replace(root=INLINE_ROOT)  # as it is asked for, not as it was staged
-        if resolve.lacking(self._plan.target):
-            return  # built for another machine: a load here must come to the check of the CPU
-        evidence = choice.evidence(self._store.memory, spec.backend, toolchain)
-        if evidence is not None:
-            archs = self._plan.target.archs
-            receipt.write(spec, archs, toolchain, evidence, leaf.payload, leaf.manifest)
 
     def _appear(self, leaf: str, root: str, relative: str) -> Leaf | None:
         """Publish, and read back what is there now: ours, or that of whoever won the race.

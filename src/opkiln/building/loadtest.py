@@ -8,10 +8,10 @@ import sys
 
 from opkiln.binary import elf
 from opkiln.binary.demangle import shown
+from opkiln.building import wording
+from opkiln.building.probe_load import LOADED, MISSING
+from opkiln.building.wording import missing_kernels
 from opkiln.errors import LoadTestError, StoreError
-from opkiln.loading import wording
-from opkiln.loading.probe_load import LOADED, MISSING
-from opkiln.loading.register import missing_kernels
 from opkiln.model import (
     ABI_NONE,
     ABI_STABLE,

@@ -10,7 +10,7 @@ import os
 import sys
 
 from opkiln.model import ONE_CALL
-from opkiln.settings import LAYOUT, settings
+from opkiln.settings import LAYOUT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ SHARED = "opkiln_prebuilt"  # below a directory of sys.path: a name for each whe
 
 def layers(spec: OpSpec) -> list[str]:
     """The installed layers that have something for an op. A few look-ups where there are none."""
-    if spec.distribution == ONE_CALL or not settings.prebuilt:
+    if spec.distribution == ONE_CALL:
         return []
     found = [os.path.join(spec.root, OWN, LAYOUT)]
     for directory in sys.path:

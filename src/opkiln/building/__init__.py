@@ -1,0 +1,1 @@
+"""How it is built: compile, link, load-test, publish."""

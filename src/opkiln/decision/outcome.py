@@ -1,0 +1,102 @@
+"""What a decision can come to, and the candidates it looked at."""
+
+from __future__ import annotations
+
+from opkiln.record import Record
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.errors import OpkilnError
+    from opkiln.evidence import Evidence
+    from opkiln.model import Artifact, Plan
+
+
+class Candidate(Record):
+    """One thing that could have served, and why it does or does not."""
+
+    resort: str  # prebuilt, store, layer, build, fallback
+    verdict: str  # taken, refused, none
+    reason: str
+    subject: str = ""  # the path or key it is about
+
+    def __str__(self) -> str:
+        where = f"  [{self.subject}]" if self.subject else ""
+        return f"{self.resort:9} {self.verdict:8} {self.reason}{where}"
+
+
+class Trace:
+    """The candidates of one decision, in the order they were looked at."""
+
+    def __init__(self) -> None:
+        self.candidates: list[Candidate] = []
+
+    def add(self, resort: str, verdict: str, reason: str, subject: str = "") -> None:
+        self.candidates.append(Candidate(resort, verdict, reason, subject))
+
+    def refusals(self) -> list[str]:
+        """Why nothing native serves, in the order it was tried."""
+        return [each.reason for each in self.candidates if each.verdict == "refused"]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.candidates))
+
+
+class Serve(Record):
+    """Open this artifact. ``read`` is what a full search read to find it; None for an answer that
+    was remembered, or that came with a package."""
+
+    artifact: Artifact
+    trace: Trace
+    read: Evidence | None = None
+
+
+class Build(Record):
+    """Nothing has it: run this plan."""
+
+    plan: Plan
+    trace: Trace
+
+
+class Reference(Record):
+    """Run the pure-PyTorch reference, because of this error."""
+
+    error: OpkilnError
+    trace: Trace
+
+
+class Refuse(Record):
+    """Nothing can serve, because of this error."""
+
+    error: OpkilnError
+    trace: Trace
+
+
+Outcome = Serve | Build | Reference | Refuse
+
+# An outcome in a word, for people.
+CACHED = "cached"
+WOULD_COMPILE = "would compile"
+WOULD_FALL_BACK = "would fall back"
+WOULD_FAIL = "would fail"
+
+
+class Summary(Record):
+    """``reason`` says why it is not cached; ``path`` is the entry if it is."""
+
+    status: str
+    reason: str = ""
+    path: str = ""
+
+
+def summary(outcome: Outcome) -> Summary:
+    """What a load comes to that is decided like this."""
+    candidates = outcome.trace.candidates
+    if isinstance(outcome, Serve):
+        taken = (each.subject for each in candidates if each.verdict == "taken")
+        return Summary(CACHED, path=next(taken, outcome.artifact.path))
+    refused = [each for each in candidates if each.verdict == "refused"]
+    reason = "; ".join(each.reason for each in refused if each.resort != "fallback")
+    if isinstance(outcome, Build):
+        return Summary(WOULD_COMPILE, reason or (candidates[-1].reason if candidates else ""))
+    status = WOULD_FALL_BACK if isinstance(outcome, Reference) else WOULD_FAIL
+    return Summary(status, reason or outcome.error.what)

@@ -1,0 +1,200 @@
+"""A receipt: the answer of one full search, and everything that answer rests on.
+
+Finding an op takes the target, the compilers' identity, a plan, three keys and the entry's list of
+dependencies. A receipt is a memo of that: the entry, and the facts that the search read
+(``opkiln.evidence``). While all of them hold, the search would give the same answer. So a later
+process checks the facts, verifies the library's digest as ever, and is done in a fraction of the
+time.
+
+A receipt never says what a full search would not: if a fact does not hold, or something is odd
+about the receipt itself, the full search decides, and leaves a fresh receipt. A hit by receipt
+writes nothing. What is not a file is in the receipt's name: opkiln's version, the spec, the
+settings, the CPU's features, the device architectures, the compiler that PATH leads to, the Python
+and the torch in use.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from opkiln import __version__, machine, trust
+from opkiln.digest import Signature, key, sha256_file, unchanged
+from opkiln.model import ABI_NONE, CPU, PACKAGE, PLAN_VERSION, Artifact
+from opkiln.settings import LAYOUT, fingerprint, store_candidates
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from opkiln.decision.request import Request
+    from opkiln.evidence import Evidence
+
+SCHEMA = 2
+
+
+def recall(request: Request) -> Artifact | None:
+    """The artifact, if a receipt says so and all it rests on holds. Writes nothing."""
+    try:
+        place = _place(request, getattr(sys.modules.get("torch"), "__file__", None))
+        if place is None:
+            return None
+        root, path = place
+        for each in (os.path.dirname(root), root, path):
+            if trust.fault(each, os.lstat(each)):
+                return None
+        with open(path, "rb") as file:
+            receipt = json.loads(file.read())
+        if not _holds(receipt, root):
+            return None
+        return _verified(root, receipt)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None  # gone, damaged or of another kind: the full search decides
+
+
+def _holds(receipt: dict[str, Any], root: str) -> bool:
+    for path, *signature, sha256 in receipt["files"]:
+        # A file that was saved just before it was read has a signature that proves nothing.
+        if not unchanged(path, *signature) and (not sha256 or sha256_file(path) != sha256):
+            return False
+    if any(map(os.path.lexists, receipt["absent"])):
+        return False
+    if receipt["programs"]:
+        from opkiln.toolchain.find import on_path
+
+        for name, paths in receipt["programs"]:
+            found = on_path(name)
+            if [next(found, None) for _ in paths] != paths:
+                return False
+    if all(unchanged(path, *signature) for path, *signature in receipt["directories"]):
+        return True
+    return _same_names(receipt, root)
+
+
+def _same_names(receipt: dict[str, Any], root: str) -> bool:
+    """Whether the include path has the same of the names that the sources include: something was
+    made or removed in one of its directories, most likely a file that nobody reads."""
+    from opkiln.store.entry import read_sidecar
+    from opkiln.store.recheck import present
+
+    names = read_sidecar(os.path.dirname(os.path.join(root, receipt["payload"])))["names"]
+    return all(list(present(path, names)) == there for path, there in receipt["watches"])
+
+
+def _verified(root: str, receipt: dict[str, Any]) -> Artifact | None:
+    """The library, if its owner, mode, size and digest are right."""
+    path = os.path.join(root, receipt["payload"])
+    directory = os.path.dirname(path)
+    if trust.fault(directory, os.lstat(directory)):
+        return None
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(fd)
+        if trust.fault(path, found) or found.st_size != receipt["size"]:
+            return None
+        if sha256_file(fd) != receipt["sha256"]:
+            return None
+    finally:
+        os.close(fd)
+    return Artifact(path, receipt["sha256"], "store")
+
+
+def _place(request: Request, torch: str | None) -> tuple[str, str] | None:
+    """(the store's root, the receipt's path), or None where there can be no receipt.
+
+    ``torch`` is the file of the package in use, None where it is not imported: looking for it takes
+    as long as the full search.
+    """
+    spec = request.op.spec
+    if spec.abi == ABI_NONE:
+        torch = ""
+    variables = fingerprint()
+    if variables is None or torch is None:
+        return None
+    archs = () if spec.backend == CPU else request.wanted.archs
+    here = (machine.system(), machine.architecture(), machine.cpu_flags(), _compiler())
+    ours = (SCHEMA, __version__, PLAN_VERSION)
+    name = key("receipt", (ours, tuple(spec), archs, variables, here, sys.version, torch))
+    root = os.path.join(next(store_candidates())[0], LAYOUT)
+    return root, os.path.join(root, "receipts", spec.distribution, spec.name, name + ".json")
+
+
+def _compiler() -> str:
+    """The compiler that PATH leads to: two environments with compilers of their own each have a
+    receipt. Which other programs PATH leads to is among the facts."""
+    from opkiln.toolchain.find import cxx_candidates
+
+    return next((each.path for each in cxx_candidates() if not each.refused), "")
+
+
+def write(request: Request, artifact: Artifact, read: Evidence) -> None:
+    """Leave a receipt for what a full search found, and what it read.
+
+    Only for an entry in the store that is written to. A store that cannot take it is fine.
+    """
+    torch = _torch(request)
+    place = _place(request, torch)
+    if not read.complete or place is None:
+        return
+    root, path = place
+    if request.store.root != root or not artifact.path.startswith(root + "/"):
+        return
+    try:
+        own = {each: [*Signature.of(each), ""] for each in _own_code()}
+        files = {**own, **read.files, **read.entry_files}
+        receipt = {
+            "payload": os.path.relpath(artifact.path, root),
+            "size": os.stat(artifact.path).st_size,
+            "sha256": artifact.sha256,
+            "files": [[name, *facts] for name, facts in files.items()],
+            "directories": [[name, *facts] for name, facts in read.directories.items()],
+            "watches": read.watches,
+            "programs": list(read.programs.items()),
+            "absent": list(read.absent),
+        }
+        if not _holds(receipt, root):
+            return  # something was edited meanwhile, or cannot be told from what was
+        _put(path, json.dumps(receipt, separators=(",", ":")))
+    except OSError:
+        return  # gone, full or read-only: later loads take the full search
+
+
+def _torch(request: Request) -> str | None:
+    """The file that ``import torch`` gives, where it is imported or can be found."""
+    imported = getattr(sys.modules.get("torch"), "__file__", None)
+    if imported is not None or request.sdk is None:
+        return imported
+    return os.path.join(request.sdk.path, "__init__.py")
+
+
+# The rooms whose code decides which entry is right.
+_ROOMS = ("arch", "binary", "decision", "plan", "steps", "store", "toolchain")
+
+
+def _own_code() -> Iterator[str]:
+    """The files of opkiln's own code that took part: an edit there ends receipts."""
+    for name, module in list(sys.modules.items()):
+        first, _, rest = name.partition(".")
+        if first == "opkiln" and rest.partition(".")[0] in _ROOMS:
+            file: str | None = getattr(module, "__file__", None)
+            if file and file.startswith(PACKAGE + "/"):
+                yield file
+
+
+def _put(path: str, text: str) -> None:
+    """Write a file in one step. Raises OSError."""
+    temporary = f"{path}.{os.getpid()}-{os.urandom(6).hex()}"
+    trust.make_private(os.path.dirname(path))
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError:
+        try:
+            os.unlink(temporary)
+        except OSError:
+            pass
+        raise
