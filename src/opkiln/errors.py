@@ -110,8 +110,8 @@ class ArchError(UsageError):
 
 
 class AcceleratorError(UsageError, ValueError):
-    """An accelerator was asked for that cannot serve here, or for what it does not have; ``why``
-    lists those that can, and why each other cannot."""
+    """A requested accelerator is unknown, cannot be used here, or lacks a feature; ``why`` lists
+    the known ones, or which of them can be used and why the others cannot."""
 
 
 class ToolchainError(OpkilnError):

@@ -17,13 +17,13 @@ import pytest
 from sample.toolkit import arch_words, source_of
 from sample.workshop import ASKED, OPS, Built, Workshop
 
-from opkiln.accelerator import nvidia
 from opkiln.arch import cuda
 from opkiln.binary import elf
 from opkiln.binary.fatbin import images
 from opkiln.builder import CUDAOpBuilder, get_default_compute_capabilities
 from opkiln.decision import decide
 from opkiln.decision.request import BUILD, Request
+from opkiln.devices import nvidia
 from opkiln.errors import LoadError, SpecError
 from opkiln.model import ABI_NONE, CPU, CUDA, PLAIN, Plan
 from opkiln.plan import anchors, argv

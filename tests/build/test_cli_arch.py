@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from opkiln.accelerator import nvidia
-from opkiln.accelerator.nvidia import GPU, Devices
 from opkiln.cli import main
+from opkiln.devices import nvidia
+from opkiln.devices.nvidia import GPU, Devices
 from opkiln.errors import ToolchainError
 from opkiln.store.layers import Store
 from opkiln.toolchain import choice

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import pytest
 from sample import wanted
 
-from opkiln.accelerator import nvidia
 from opkiln.binary import fatbin
 from opkiln.builder import CUDAOpBuilder
 from opkiln.decision.outcome import Trace
+from opkiln.devices import nvidia
 from opkiln.errors import (
     ArchError,
     ArchWarning,

@@ -13,8 +13,8 @@ import pytest
 from sample.package import Package
 from sample.shipped import Shipped, rewrite
 
-from opkiln.accelerator import nvidia
 from opkiln.binary import fatbin
+from opkiln.devices import nvidia
 from opkiln.errors import CompilingOff
 from opkiln.settings import override
 

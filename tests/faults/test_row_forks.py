@@ -26,7 +26,7 @@ for name in opkiln.__all__:
     getattr(opkiln, name)
 """
 DETECT = """
-from opkiln.accelerator import nvidia
+from opkiln.devices import nvidia
 nvidia._known.clear()
 found = nvidia.devices((), sys.argv[1])
 assert found.how == "nvml" and len(found.gpus) == 2, found

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 
-from opkiln.accelerator import nvidia, nvidia_smi
+from opkiln.devices import nvidia, nvidia_driver
 
 
 def _timed(what: str) -> nvidia.Devices:
@@ -28,7 +28,7 @@ def main() -> int:
     asked, remembered = _timed("first"), _timed("again")
     print(asked)
     assert asked.gpus == remembered.gpus, "what was remembered is not what was asked"
-    told = nvidia_smi.ask()
+    told = nvidia.from_facts(nvidia_driver.ask_nvidia_smi())
     assert [gpu[:4] for gpu in asked.gpus] == [gpu[:4] for gpu in told.gpus], told
     assert (asked.driver, asked.cuda) == (told.driver, told.cuda), told
     assert "torch" not in sys.modules

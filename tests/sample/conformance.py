@@ -16,7 +16,7 @@ import torch
 from opkiln.errors import AcceleratorError
 
 if TYPE_CHECKING:
-    from opkiln.accelerator.base import Accelerator
+    from opkiln.accelerator.interface import Accelerator
 
 Holds = Callable[[Any, Any], bool]  # of the accelerator and of what it answered
 

@@ -13,13 +13,11 @@ import pytest
 import torch
 from sample import child, conformance, recorder
 
-from opkiln.accelerator import detect
-from opkiln.accelerator.base import Accelerator
+from opkiln.accelerator import detect, vendors
 from opkiln.accelerator.cpu import CpuAccelerator
-from opkiln.accelerator.cuda import CudaAccelerator
-from opkiln.accelerator.hpu import HpuAccelerator
+from opkiln.accelerator.cuda import CudaAccelerator, RocmAccelerator
+from opkiln.accelerator.interface import Accelerator
 from opkiln.accelerator.mps import MpsAccelerator
-from opkiln.accelerator.rocm import RocmAccelerator
 from opkiln.accelerator.streams import HostEvent
 from opkiln.errors import AcceleratorError
 
@@ -122,7 +120,7 @@ def test_the_cpu_does_all_of_it_for_real() -> None:
 @pytest.mark.parametrize("name", ["cuda", "rocm", "xpu", "mps"])
 def test_torchs_own_devices_are_asked_what_torchs_modules_have(name: str) -> None:
     module = recorder.module(name)
-    accelerator = detect._own(name)(module)
+    accelerator = detect.KINDS[name](module)
     assert conformance.failures(accelerator, module) == []
 
 
@@ -172,7 +170,7 @@ def test_an_amd_gpus_dtypes_follow_from_its_architecture(arch: str, fp8: bool) -
 def test_a_gaudis_dtypes_follow_from_its_model(model: str, has: bool) -> None:
     module = recorder.module("hpu")
     module._answers["get_device_name"] = lambda *_: model
-    hpu = HpuAccelerator(module)
+    hpu = vendors.KINDS["hpu"](module)
     assert (hpu.is_fp16_supported(), hpu.is_fp8_supported()) == (has, has)
 
 

@@ -13,10 +13,11 @@ from sample import child, nvidia
 from sample.package import HERE
 
 import opkiln
-from opkiln.accelerator import choice, detect
+from opkiln.accelerator import detect
 from opkiln.accelerator.cpu import CpuAccelerator
 from opkiln.accelerator.cuda import CudaAccelerator
 from opkiln.builder import SYCLOpBuilder
+from opkiln.devices import choice
 from opkiln.errors import AcceleratorError
 from opkiln.model import TorchSDK
 from opkiln.report import operators
@@ -26,7 +27,7 @@ from opkiln.toolchain import torch_sdk
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from opkiln.accelerator.answer import Answer
+    from opkiln.accelerator.interface import Answer
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +89,7 @@ def test_without_a_device_it_is_the_cpu_and_the_trace_says_why_nothing_else() ->
     assert [each.name for each in detect.trace() if each.present] == ["cpu"]
     assert all(each.why for each in detect.trace())
     assert detect.trace() == detect.survey()
+    assert tuple(detect.KINDS) == choice.OWN
 
 
 def test_an_nvidia_gpu_that_answers_is_taken(h200: Path, torch_with: Callable[..., Path]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from opkiln.accelerator.amd import (
+from opkiln.devices.amd import (
     Devices,
     devices,
     get_rocm_gpu_arch,

@@ -451,7 +451,7 @@ toolkits.DIRECTORIES = ()
 toolkits._site_directories = list
 """
 _GPU = """
-from opkiln.accelerator import nvidia
+from opkiln.devices import nvidia
 gpu = nvidia.GPU(0, 'GPU-0', 'NVIDIA stand-in', '9.0', 1 << 30)
 nvidia._known['/'] = nvidia.Devices((gpu,), '550.54.14', {cuda!r}, 'nvml')
 """
@@ -595,7 +595,7 @@ def test_a_driver_that_is_new_enough_passes(toolkits: Toolkits) -> None:
 # ROCm and SYCL
 
 _AMD = """
-from opkiln.accelerator import amd
+from opkiln.devices import amd
 gpu = amd.GPU(0, 'gfx1100', 32, 'stand-in', 1 << 30)
 amd.devices = lambda root='/': amd.Devices((gpu,))
 """

@@ -9,8 +9,8 @@ import pytest
 from sample import child
 from sample.nvidia import A100, B200, H200, Card, script, smi, tree
 
-from opkiln.accelerator import nvidia, nvml
-from opkiln.accelerator.nvidia import GPU, Devices, capabilities, devices, visible
+from opkiln.devices import nvidia, nvidia_driver
+from opkiln.devices.nvidia import GPU, Devices, capabilities, devices, visible
 from opkiln.settings import override
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ DIVIDED = A100._replace(parts=("MIG-44444444-dddd", "MIG-55555555-eeee"))
 @pytest.fixture
 def without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the library cannot be opened: then nvidia-smi is asked."""
-    monkeypatch.setattr(nvml, "_PLACES", ("libnvidia-ml-that-is-absent.so",))
+    monkeypatch.setattr(nvidia_driver, "_LIBRARIES", ("libnvidia-ml-that-is-absent.so",))
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def found(*cards: Card, how: str = "nvml") -> Devices:
 def test_without_a_driver_nothing_is_opened_imported_or_started(tmp_path: Path) -> None:
     code = """
     import json, sys
-    from opkiln.accelerator import nvidia
+    from opkiln.devices import nvidia
     seen = []
     sys.addaudithook(lambda event, arguments: seen.append([event, str(arguments)]))
     found = nvidia.devices((sys.argv[1] + "/memory",), sys.argv[1])

@@ -159,7 +159,7 @@ def test_an_accelerator_of_others_that_fails_is_a_problem(
 ) -> None:
     _install(tmp_path, "odd", "opkiln.accelerators", "odd_accelerator:Odd")
     (tmp_path / "odd_accelerator.py").write_text(
-        "from opkiln.accelerator.answer import Answer\n"
+        "from opkiln.accelerator.interface import Answer\n"
         "class Odd:\n"
         "    @classmethod\n"
         "    def look(cls, root, *, asked): return Answer('odd', True, 'it says so')\n"

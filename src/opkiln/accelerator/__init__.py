@@ -1,5 +1,6 @@
-"""The device that this process runs on: found without touching it, and driven.
+"""The device that this process runs on, as one object that drives it.
 
-``detect`` finds it; ``base`` is the interface, a theme per file. Each accelerator has a file of its
-own, and so has each way of asking a driver (``nvidia``, ``nvml``, ``nvidia_smi``, ``amd``).
+``detect`` chooses it. ``interface`` has the class that all accelerators share; its parts are in
+``device``, ``memory`` and ``streams``. opkiln's own accelerators are in ``cpu``, ``cuda`` (with
+ROCm), ``xpu``, ``mps`` and ``vendors``.
 """

@@ -1,13 +1,10 @@
-"""The CPU, where nothing else answers or where it is asked for."""
+"""The CPU: the accelerator if no other device is here, or if it is requested."""
 
 from __future__ import annotations
 
 from opkiln import machine
-from opkiln.accelerator import host_memory
-from opkiln.accelerator.answer import Answer
-from opkiln.accelerator.base import Accelerator
-from opkiln.accelerator.profiling import itt
-from opkiln.accelerator.streams import HostEvent, OneStream
+from opkiln.accelerator.interface import Accelerator, Answer
+from opkiln.accelerator.streams import HostEvent, OneStream, itt
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class CpuAccelerator(OneStream, Accelerator):
-    """One device; its memory is the process's, and what it does is done when the call returns."""
+    """One device. It uses the process's memory, and work is finished when a call returns."""
 
     name = "cpu"
     device_type = "cpu"
 
     @classmethod
     def look(cls, root: str = "/", *, asked: bool = False) -> Answer:  # noqa: ARG003
-        """It is always there."""
+        """A CPU is always here."""
         return Answer(cls.name, True, machine.cpu_name())
 
     def is_synchronized_device(self) -> bool:
@@ -40,7 +37,7 @@ class CpuAccelerator(OneStream, Accelerator):
         return 0
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Nothing: all is done."""
+        """Does nothing: all work is finished."""
 
     def get_device_properties(self, device_index: int | None = None) -> SimpleNamespace:
         import os
@@ -65,7 +62,7 @@ class CpuAccelerator(OneStream, Accelerator):
         return torch.get_rng_state()
 
     def manual_seed(self, seed: int) -> None:
-        # torch.manual_seed would seed every other device, too.
+        # torch.manual_seed would also seed every other device.
         self.default_generator(0).manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
@@ -83,17 +80,17 @@ class CpuAccelerator(OneStream, Accelerator):
     def Event(self) -> Any:  # noqa: N802
         return HostEvent
 
-    # Memory: the process's
+    # Memory: the process's, in bytes. 0 if the system does not say; only Linux has these files.
 
     def empty_cache(self) -> None:
-        """Nothing: torch keeps no cache of the host's memory."""
+        """Does nothing: torch does not cache host memory."""
 
     def memory_allocated(self, device_index: int | None = None) -> int:  # noqa: ARG002
-        """What the process holds; 0 where the system does not say."""
-        return host_memory.resident()
+        """What this process holds."""
+        return _bytes("/proc/self/status", "VmRSS")
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:  # noqa: ARG002
-        return host_memory.peak()
+        return _bytes("/proc/self/status", "VmHWM")
 
     def memory_reserved(self, device_index: int | None = None) -> int:
         return self.memory_allocated(device_index)
@@ -106,13 +103,17 @@ class CpuAccelerator(OneStream, Accelerator):
         return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": most}
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:  # noqa: ARG002
-        host_memory.reset_peak()
+        try:
+            with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+                file.write("5")  # proc(5): resets VmHWM, and changes nothing else
+        except OSError:
+            pass  # some sandboxes have no such file: the peak of the whole process stays
 
     def total_memory(self, device_index: int | None = None) -> int:  # noqa: ARG002
-        return host_memory.total()
+        return _bytes("/proc/meminfo", "MemTotal")
 
     def available_memory(self, device_index: int | None = None) -> int:  # noqa: ARG002
-        return host_memory.available()
+        return _bytes("/proc/meminfo", "MemAvailable")
 
     def pin_memory(
         self,
@@ -121,13 +122,13 @@ class CpuAccelerator(OneStream, Accelerator):
         make_copy: bool = True,  # noqa: ARG002
         match_shape: bool = True,  # noqa: ARG002
     ) -> torch.Tensor:
-        """The tensor as it is: no device copies from it."""
+        """The tensor unchanged: no device copies from it."""
         return tensor
 
-    # What torch says of this CPU
+    # What torch says about this CPU
 
     def is_bf16_supported(self) -> bool:
-        return True  # by conversion to float32, where the CPU has no such arithmetic
+        return True  # converted to float32 if the CPU has no such arithmetic
 
     def is_fp16_supported(self) -> bool:
         import torch
@@ -137,3 +138,15 @@ class CpuAccelerator(OneStream, Accelerator):
 
     def _marks(self) -> Any:
         return itt()
+
+
+def _bytes(path: str, name: str) -> int:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            for line in file:
+                label, _, value = line.partition(":")
+                if label == name:
+                    return int(value.split()[0]) << 10  # from kibibytes
+    except OSError:
+        pass
+    return 0

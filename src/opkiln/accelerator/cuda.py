@@ -1,16 +1,18 @@
-"""NVIDIA GPUs."""
+"""NVIDIA GPUs, and AMD GPUs, which torch also drives through ``torch.cuda``."""
 
 from __future__ import annotations
 
-from opkiln.accelerator import nvidia
-from opkiln.accelerator.answer import Answer
-from opkiln.accelerator.base import Accelerator
-from opkiln.accelerator.torch_build import why_without
+from opkiln.accelerator.interface import Accelerator, Answer
+from opkiln.devices import amd, nvidia
+from opkiln.devices.installed import why_torch_lacks
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, ClassVar
+
+# AMD GPUs whose matrix units take 8-bit floats: MI300, MI350, RDNA 4.
+_FP8 = ("gfx94", "gfx95", "gfx12")
 
 
 class CudaAccelerator(Accelerator):
@@ -25,8 +27,8 @@ class CudaAccelerator(Accelerator):
 
     @classmethod
     def look(cls, root: str = "/", *, asked: bool = False) -> Answer:  # noqa: ARG003
-        """The driver's management library tells, and ``CUDA_VISIBLE_DEVICES``; never CUDA itself:
-        after cuInit a forked child has no CUDA any more."""
+        """Asks the driver's management library, never CUDA: after cuInit, CUDA fails in a forked
+        child."""
         devices = nvidia.devices(root=root)
         if not devices.gpus:
             return Answer(cls.name, False, devices.why)
@@ -34,7 +36,7 @@ class CudaAccelerator(Accelerator):
         if not gpus:
             hidden = f"CUDA_VISIBLE_DEVICES={settings.cuda_visible_devices!r} leaves none of"
             return Answer(cls.name, False, f"{hidden} {len(devices.gpus)} GPUs")
-        if why := why_without("CUDA"):
+        if why := why_torch_lacks("CUDA"):
             return Answer(cls.name, False, f"{why}; the GPU is there: {gpus[0].name}")
         return Answer(cls.name, True, f"{len(gpus)} x {gpus[0].name}, asked by {devices.how}")
 
@@ -46,7 +48,7 @@ class CudaAccelerator(Accelerator):
         return major, minor
 
     def is_bf16_supported(self) -> bool:
-        # torch's own answer counts emulation in, which no kernel does.
+        # torch's own answer includes emulation, which kernels do not have.
         return self._capability() >= (8, 0)
 
     def is_fp16_supported(self) -> bool:
@@ -59,8 +61,47 @@ class CudaAccelerator(Accelerator):
         return super().is_triton_supported() and self._capability() >= (8, 0)
 
     def prefer_triton_grouped_mm(self) -> bool:
-        # torch's is one kernel from 9.0 on, and a loop over the groups before.
+        # torch has one kernel for it from 9.0 on; before, it loops over the groups.
         return self.is_triton_supported() and self._capability() < (9, 0)
 
     def _marks(self) -> Any:
         return self.module().nvtx
+
+
+class RocmAccelerator(CudaAccelerator):
+    """``torch.cuda`` of a ROCm torch: the same functions, AMD's devices."""
+
+    name = "rocm"
+    EXPORTED = ("NCCL", "RCCL", "HSA", "HIP")
+    # HIP reads its own variable first. torch raises an error if the two differ.
+    VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+
+    @classmethod
+    def look(cls, root: str = "/", *, asked: bool = False) -> Answer:  # noqa: ARG003
+        """Reads the kernel's files, and the variables that hide GPUs."""
+        devices = amd.devices(root)
+        if not devices.gpus:
+            return Answer(cls.name, False, devices.why)
+        gpus = amd.visible(devices)
+        if not gpus:
+            hidden = "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES leave none of"
+            return Answer(cls.name, False, f"{hidden} {len(devices.gpus)} GPUs")
+        if why := why_torch_lacks("ROCm"):
+            return Answer(cls.name, False, f"{why}; the GPU is there: {gpus[0].arch}")
+        return Answer(cls.name, True, f"{len(gpus)} x {gpus[0].name or 'GPU'} ({gpus[0].arch})")
+
+    def is_bf16_supported(self) -> bool:
+        return True
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def is_fp8_supported(self) -> bool:
+        return str(self.get_device_properties().gcnArchName).startswith(_FP8)
+
+    def is_triton_supported(self) -> bool:
+        # torch's capability of (9, 0) means a gfx90a here; it cannot be compared with NVIDIA's.
+        return Accelerator.is_triton_supported(self)
+
+    def prefer_triton_grouped_mm(self) -> bool:
+        return False

@@ -1,23 +1,25 @@
-"""Which accelerator this process runs on: found once, when it is first asked for.
+"""Which accelerator this process runs on: chosen once, on first use.
 
-In this order: what ``set_accelerator`` was given, ``OPKILN_ACCELERATOR``, accelerators of other
-packages, opkiln's own. One is taken because a device answers, not because a package imports, and
-looking makes no device context: a process may fork afterwards and use the device in its child.
+In this order: the object that ``set_accelerator`` was given, ``OPKILN_ACCELERATOR``, accelerators
+of other packages, opkiln's own. An accelerator is chosen because a device answers, not because a
+package can be imported. Looking creates no device context, so the process may fork afterwards and
+use the device in its child.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import threading
-from importlib import import_module
 
-from opkiln.accelerator import choice
-from opkiln.accelerator.answer import Answer
-from opkiln.accelerator.choice import OWN
-from opkiln.accelerator.torch_build import why_without
+from opkiln.accelerator import vendors
+from opkiln.accelerator.cpu import CpuAccelerator
+from opkiln.accelerator.cuda import CudaAccelerator, RocmAccelerator
+from opkiln.accelerator.device import Answer
+from opkiln.accelerator.mps import MpsAccelerator
+from opkiln.accelerator.xpu import XpuAccelerator
+from opkiln.devices import choice, installed
 from opkiln.errors import AcceleratorError
-from opkiln.settings import origin_of, settings
+from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,18 +27,27 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
     from typing import Any
 
-    from opkiln.accelerator.base import Accelerator
+    from opkiln.accelerator.interface import Accelerator
 
-GROUP = "opkiln.accelerators"
-ROOT = "/"  # where the system's files lie
+# opkiln's own accelerators in the order of preference: the names of ``choice.OWN``.
+KINDS: dict[str, type[Accelerator]] = {
+    "cuda": CudaAccelerator,
+    "rocm": RocmAccelerator,
+    "xpu": XpuAccelerator,
+    **vendors.KINDS,
+    "mps": MpsAccelerator,
+    "cpu": CpuAccelerator,
+}
 
-# By what OPKILN_ACCELERATOR says. Plain objects without a context: as good in a forked child.
+ROOT = "/"  # where the system's files are
+
+# By the value of OPKILN_ACCELERATOR. The objects have no context, so a forked child can use them.
 _found: dict[str | None, tuple[Any, tuple[Answer, ...]]] = {}
 _lock = threading.RLock()
 
 
 def _after_fork() -> None:
-    # The thread that forked may not be the one that is looking; the child must not wait for it.
+    # Another thread may have held the lock at the fork; the child does not have that thread.
     global _lock
     _lock = threading.RLock()
 
@@ -47,8 +58,8 @@ os.register_at_fork(after_in_child=_after_fork)
 def get_accelerator() -> Accelerator:
     """The accelerator of this process; the same object at every call.
 
-    Makes no device context. Safe from many threads and in forked children. Raises AcceleratorError
-    where ``OPKILN_ACCELERATOR`` names one that cannot serve.
+    Creates no device context. Safe from many threads and in forked children. Raises
+    AcceleratorError if ``OPKILN_ACCELERATOR`` names one that cannot be used.
     """
     chosen: Accelerator
     if (given := choice.given()) is not None:
@@ -64,10 +75,10 @@ def get_accelerator() -> Accelerator:
 
 
 def set_accelerator(accelerator: Accelerator | None) -> None:
-    """Have this object be the accelerator, whatever the settings and the devices say.
+    """Make this object the accelerator, regardless of settings and devices.
 
-    It is an ``Accelerator`` or has the methods of one, such as DeepSpeed's. None goes back to
-    looking. Raises AcceleratorError for what is no accelerator or finds no device of its own.
+    It is an ``Accelerator``, or has the methods of one, such as DeepSpeed's. None returns to
+    detection. Raises AcceleratorError if it is not an accelerator, or if its device is not here.
     """
     if accelerator is not None:
         _check(accelerator)
@@ -75,7 +86,7 @@ def set_accelerator(accelerator: Accelerator | None) -> None:
 
 
 def trace() -> tuple[Answer, ...]:
-    """What was asked for the accelerator in force, in order; the one that was taken comes last."""
+    """The answers that led to the current accelerator, in order; its own is the last."""
     accelerator = get_accelerator()
     if choice.given() is not None:
         name = choice.asked_name() or ""
@@ -84,12 +95,12 @@ def trace() -> tuple[Answer, ...]:
 
 
 def survey(root: str | None = None) -> tuple[Answer, ...]:
-    """Every accelerator that could be, whether a device answers, and why not, in the order of
-    preference. A vendor's package, and so torch, is imported only where its device seems to be."""
+    """The answer of every accelerator, in the order of preference. A vendor's package, and with it
+    torch, is imported only if its device file is there."""
     return tuple(answer for answer, _ in _ask_all(ROOT if root is None else root))
 
 
-# Looking
+# Looking for a device
 
 
 def _first() -> tuple[Any, tuple[Answer, ...]]:
@@ -102,62 +113,22 @@ def _first() -> tuple[Any, tuple[Answer, ...]]:
 
 
 def _ask_all(root: str) -> Iterator[tuple[Answer, Any]]:
-    """Each accelerator's answer, and the accelerator where it can serve."""
-    for entry in _entry_points():
+    """Each accelerator's answer, and the accelerator if it can be used."""
+    for entry in installed.accelerators():
         yield _ask_entry(entry, root, asked=False)
-    for name in OWN:
-        kind = _own(name)
+    for kind in KINDS.values():
         answer = kind.look(root)
         yield answer, kind() if answer.present else None
 
 
-def _own(name: str) -> type[Accelerator]:
-    module = import_module(f"opkiln.accelerator.{name}")
-    kind: type[Accelerator] = getattr(module, OWN[name])
-    return kind
-
-
-def _entry_points() -> list[EntryPoint]:
-    if not _declared():
-        return []
-    from importlib.metadata import entry_points
-
-    return list(entry_points(group=GROUP))
-
-
-def _declared() -> bool:
-    """Whether an installed distribution may have such an accelerator.
-
-    Importing importlib.metadata takes some hundred times as long as this, and hardly anybody has
-    one. What is no directory (a zip file) may hold anything.
-    """
-    mark = GROUP.encode()
-    for place in sys.path:
-        try:
-            names = os.listdir(place or ".")
-        except NotADirectoryError:
-            return True
-        except OSError:
-            continue
-        for name in names:
-            if name.endswith((".dist-info", ".egg-info")):
-                try:
-                    with open(os.path.join(place, name, "entry_points.txt"), "rb") as file:
-                        if mark in file.read():
-                            return True
-                except OSError:
-                    continue  # it has none, or is a file itself
-    return False
-
-
 def _ask_entry(entry: EntryPoint, root: str, *, asked: bool) -> tuple[Answer, Any]:
-    """What another package's accelerator says, and the accelerator where it can serve. Its code may
-    fail in any way, or leave the interpreter: that is an answer."""
-    if entry.name in OWN:
+    """The answer of another package's accelerator, and the accelerator if it can be used. If its
+    code raises an error or exits the interpreter, that is the answer."""
+    if entry.name in KINDS:
         return Answer(entry.name, False, f"{entry.value}: the name is opkiln's own"), None
     try:
         kind = entry.load()
-        if not hasattr(kind, "look"):  # one that was written for DeepSpeed
+        if not hasattr(kind, "look"):  # written for DeepSpeed
             accelerator = kind()
             present = bool(accelerator.is_available())
             why = f"{entry.value}.is_available() is {present}"
@@ -169,58 +140,37 @@ def _ask_entry(entry: EntryPoint, root: str, *, asked: bool) -> tuple[Answer, An
         return Answer(entry.name, False, f"{entry.value}: {type(error).__name__}: {error}"), None
 
 
-# What was asked for by name
-
-
-def must_be_known(name: str) -> None:
-    """Raise AcceleratorError for a name that no accelerator has, and for ``rocm`` where torch is
-    built without it. Asks no device for a name that is good, and imports no package."""
-    if name not in OWN:
-        _theirs(name)
-    elif name == "rocm" and (why := why_without("ROCm")):
-        raise _cannot(name, why)
-
-
-def _theirs(name: str) -> EntryPoint:
-    for entry in _entry_points():
-        if entry.name.lower() == name:
-            return entry
-    raise _cannot(name, "there is no accelerator of this name")
+# An accelerator that is requested by name, or given
 
 
 def _named(name: str) -> tuple[Any, tuple[Answer, ...]]:
-    if name in OWN:
+    if name in KINDS:
         answer, kind = _ask_own(name)
         accelerator = kind() if answer.present else None
     else:
-        answer, accelerator = _ask_entry(_theirs(name), ROOT, asked=True)
+        entries = [entry for entry in installed.accelerators() if entry.name.lower() == name]
+        if not entries:
+            raise _unusable(name, choice.UNKNOWN)
+        answer, accelerator = _ask_entry(entries[0], ROOT, asked=True)
     if not answer.present:
-        raise _cannot(name, answer.why)
+        raise _unusable(name, answer.why)
     return accelerator, (answer,)
 
 
 def _ask_own(name: str) -> tuple[Answer, type[Accelerator]]:
-    kind = _own(name)
-    answer = kind.look(ROOT, asked=True)
+    answer = KINDS[name].look(ROOT, asked=True)
     if name == "cuda" and not answer.present:
-        # A ROCm torch calls its devices cuda, and so do the people who name them.
-        rocm = _own("rocm")
-        told = rocm.look(ROOT, asked=True)
+        # A ROCm torch calls its devices cuda, and so do its users.
+        told = RocmAccelerator.look(ROOT, asked=True)
         if told.present:
-            return told, rocm
-    return answer, kind
+            return told, RocmAccelerator
+    return answer, KINDS[name]
 
 
-def _cannot(name: str, why: str) -> AcceleratorError:
-    variable = origin_of("accelerator")[1]
-    what = f"{variable}={name}" if variable.isupper() else f"accelerator {name!r}"
+def _unusable(name: str, reason: str) -> AcceleratorError:
     others = [answer for answer in survey() if answer.name != name]
-    able = [answer.name for answer in others if answer.present]
-    return AcceleratorError(
-        f"{what} cannot be used: {why}",
-        why=_listed(others),
-        hint=f"unset {variable}" if variable.isupper() else f"one that can be used: {able[0]}",
-    )
+    usable = [answer.name for answer in others if answer.present]
+    return choice.unusable(name, reason, _listed(others), usable[0])
 
 
 def _check(accelerator: Any) -> None:

@@ -1,4 +1,4 @@
-"""Memory: how much there is, is taken, was taken at most; and pinning."""
+"""What an accelerator's memory holds: its use in bytes, pinned memory, tensors, random states."""
 
 from __future__ import annotations
 
@@ -6,56 +6,58 @@ from opkiln.accelerator.device import Device
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
     from typing import Any
 
     import torch
 
 
 class Memory(Device):
-    """The allocator of a device, in bytes."""
+    """The allocator of a device, constructors of tensors, and random number generators."""
 
     def empty_cache(self) -> None:
-        """Give back to the device what the allocator keeps and nobody uses."""
+        """Return memory that the allocator caches and nobody uses."""
         self.module().empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """What tensors take."""
+        """Bytes that tensors use."""
         return int(self._ask("memory_allocated", device_index))
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """What tensors took at most since the start, or the last reset."""
+        """The peak of ``memory_allocated`` since the start or the last reset."""
         return int(self._ask("max_memory_allocated", device_index))
 
     def memory_reserved(self, device_index: int | None = None) -> int:
-        """What the allocator holds, used or not."""
+        """Bytes that the allocator holds, used or not."""
         return int(self._ask("memory_reserved", device_index))
 
     def max_memory_reserved(self, device_index: int | None = None) -> int:
-        """What the allocator held at most since the start, or the last reset."""
+        """The peak of ``memory_reserved`` since the start or the last reset."""
         return int(self._ask("max_memory_reserved", device_index))
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        """Everything the allocator counts, by torch's names."""
+        """All counters of the allocator, by torch's names."""
         return dict(self._ask("memory_stats", device_index))
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Count every "at most" from now on."""
+        """Start all peaks anew."""
         self._ask("reset_peak_memory_stats", device_index)
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """What the device has."""
+        """The size of the device's memory in bytes."""
         return int(self.get_device_properties(device_index).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """What is free on the device, other processes considered; where its driver does not say,
-        the total less what this process has allocated."""
+        """Free bytes on the device. If its driver does not say, the total less what this process
+        has allocated."""
         index = self._index(device_index)
         info = getattr(self.module(), "mem_get_info", None)
         if info is not None:
             return int(info(index)[0])
         return self.total_memory(index) - self.memory_allocated(index)
 
-    # The older names: torch once said "cached", and had a reset for each peak.
+    # Older names: torch used to say "cached", and had one reset per peak.
 
     def memory_cached(self, device_index: int | None = None) -> int:
         """``memory_reserved`` by its older name."""
@@ -66,14 +68,14 @@ class Memory(Device):
         return self.max_memory_reserved(device_index)
 
     def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
-        """``reset_peak_memory_stats``: torch resets all of them at once."""
+        """``reset_peak_memory_stats``: torch resets all peaks together."""
         self.reset_peak_memory_stats(device_index)
 
     def reset_max_memory_cached(self, device_index: int | None = None) -> None:
-        """``reset_peak_memory_stats``: torch resets all of them at once."""
+        """``reset_peak_memory_stats``: torch resets all peaks together."""
         self.reset_peak_memory_stats(device_index)
 
-    # The host's memory, as far as the device copies from it
+    # Pinned memory of the host
 
     def pin_memory(
         self,
@@ -86,8 +88,103 @@ class Memory(Device):
         return tensor.pin_memory()
 
     def unpin_memory(self, tensor: torch.Tensor) -> None:
-        """Nothing: torch gives the pages back when the last tensor on them is gone."""
+        """Does nothing: torch frees the pages with the last tensor on them."""
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in page-locked memory."""
+        """Whether a tensor is in page-locked memory."""
         return tensor.is_pinned()
+
+    # Tensors, constructed on the current device
+
+    def _constructor(self, dtype: str) -> Callable[..., torch.Tensor]:
+        from functools import partial
+
+        import torch
+
+        return partial(torch.tensor, dtype=getattr(torch, dtype), device=self.device_type)
+
+    @property
+    def BFloat16Tensor(self) -> Callable[..., torch.Tensor]:  # noqa: N802 (torch's names)
+        """``torch.tensor`` for bfloat16 on the device."""
+        return self._constructor("bfloat16")
+
+    @property
+    def ByteTensor(self) -> Callable[..., torch.Tensor]:  # noqa: N802
+        """``torch.tensor`` for bytes on the device."""
+        return self._constructor("uint8")
+
+    @property
+    def DoubleTensor(self) -> Callable[..., torch.Tensor]:  # noqa: N802
+        """``torch.tensor`` for float64 on the device."""
+        return self._constructor("float64")
+
+    @property
+    def FloatTensor(self) -> Callable[..., torch.Tensor]:  # noqa: N802
+        """``torch.tensor`` for float32 on the device."""
+        return self._constructor("float32")
+
+    @property
+    def HalfTensor(self) -> Callable[..., torch.Tensor]:  # noqa: N802
+        """``torch.tensor`` for float16 on the device."""
+        return self._constructor("float16")
+
+    @property
+    def IntTensor(self) -> Callable[..., torch.Tensor]:  # noqa: N802
+        """``torch.tensor`` for int32 on the device."""
+        return self._constructor("int32")
+
+    @property
+    def LongTensor(self) -> Callable[..., torch.Tensor]:  # noqa: N802
+        """``torch.tensor`` for int64 on the device."""
+        return self._constructor("int64")
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on such a device."""
+        return tensor.device.type == self.device_type
+
+    # Random numbers
+
+    def _generators(self) -> Any:
+        """The module that has the functions below."""
+        return self.module()
+
+    def random(self) -> ModuleType:
+        """``torch.random``."""
+        import torch
+
+        return torch.random
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        """Restore a state from ``get_rng_state``."""
+        if device_index is None:
+            self._generators().set_rng_state(new_state)
+        else:
+            self._generators().set_rng_state(new_state, device_index)
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        """The state of a device's generator, a tensor of bytes."""
+        module = self._generators()
+        state: torch.Tensor = (
+            module.get_rng_state() if device_index is None else module.get_rng_state(device_index)
+        )
+        return state
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the current device's generator."""
+        self._generators().manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed the generators of all devices."""
+        self._generators().manual_seed_all(seed)
+
+    def initial_seed(self) -> int:
+        """The seed of the current device's generator."""
+        return int(self._generators().initial_seed())
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """A device's generator."""
+        module = self._generators()
+        if not module.default_generators and hasattr(module, "init"):
+            module.init()  # torch makes them along with the first context
+        generator: torch.Generator = module.default_generators[device_index]
+        return generator

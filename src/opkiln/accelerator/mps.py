@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from opkiln import machine
-from opkiln.accelerator.answer import Answer
-from opkiln.accelerator.base import Accelerator
+from opkiln.accelerator.interface import Accelerator, Answer
 from opkiln.accelerator.streams import Chosen, HostStream, OneStream
 
 TYPE_CHECKING = False
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class MpsStream(HostStream):
-    """The one stream of the device, which works while the host goes on."""
+    """The one stream of the device, which works while the host continues."""
 
     chosen = Chosen()
 
@@ -32,7 +31,7 @@ class MpsStream(HostStream):
 
 
 class MpsAccelerator(OneStream, Accelerator):
-    """``torch.mps``: one device, one stream, and an allocator that keeps no peaks."""
+    """``torch.mps``: one device, one stream, and an allocator that records no peaks."""
 
     name = "mps"
     device_type = "mps"
@@ -40,7 +39,7 @@ class MpsAccelerator(OneStream, Accelerator):
 
     @classmethod
     def look(cls, root: str = "/", *, asked: bool = False) -> Answer:  # noqa: ARG003
-        """torch tells; it is imported on macOS alone."""
+        """Asks torch, which is imported on macOS only."""
         if machine.system() != "darwin":
             return Answer(cls.name, False, f"Metal is macOS's, and this is {machine.system()}")
         try:
@@ -54,7 +53,7 @@ class MpsAccelerator(OneStream, Accelerator):
     # The device
 
     def set_device(self, device_index: int) -> None:
-        """Nothing: there is one."""
+        """Does nothing: there is only one."""
 
     def current_device(self) -> int:
         return 0
@@ -86,20 +85,20 @@ class MpsAccelerator(OneStream, Accelerator):
         generator: torch.Generator = self.module()._get_default_mps_generator()
         return generator
 
-    # Memory, which the device shares with the host
+    # Memory, shared with the host
 
     def memory_allocated(self, device_index: int | None = None) -> int:  # noqa: ARG002
         return int(self.module().current_allocated_memory())
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """What the allocator holds: the nearest to a peak that is counted."""
+        """What the allocator holds now: the closest to a peak that it counts."""
         return self.memory_reserved(device_index)
 
     def memory_reserved(self, device_index: int | None = None) -> int:  # noqa: ARG002
         return int(self.module().driver_allocated_memory())
 
     def max_memory_reserved(self, device_index: int | None = None) -> int:
-        """What the allocator holds: the nearest to a peak that is counted."""
+        """What the allocator holds now: the closest to a peak that it counts."""
         return self.memory_reserved(device_index)
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
@@ -109,7 +108,7 @@ class MpsAccelerator(OneStream, Accelerator):
         }
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Nothing: no peaks are kept."""
+        """Does nothing: there are no peaks."""
 
     def total_memory(self, device_index: int | None = None) -> int:  # noqa: ARG002
         return int(self.module().recommended_max_memory())
@@ -121,5 +120,5 @@ class MpsAccelerator(OneStream, Accelerator):
         make_copy: bool = True,  # noqa: ARG002
         match_shape: bool = True,  # noqa: ARG002
     ) -> torch.Tensor:
-        """The tensor as it is: there is no copy between two memories to make faster."""
+        """The tensor unchanged: device and host share their memory."""
         return tensor

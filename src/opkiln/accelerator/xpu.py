@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from opkiln.accelerator.answer import Answer
-from opkiln.accelerator.base import Accelerator
-from opkiln.accelerator.profiling import itt
-from opkiln.accelerator.torch_build import why_without
+from opkiln.accelerator.interface import Accelerator, Answer
+from opkiln.accelerator.streams import itt
+from opkiln.devices.installed import why_torch_lacks
 from opkiln.toolchain.libsycl import closed_gpus, intel_gpus
 
 TYPE_CHECKING = False
@@ -25,19 +24,19 @@ class XpuAccelerator(Accelerator):
 
     @classmethod
     def look(cls, root: str = "/", *, asked: bool = False) -> Answer:  # noqa: ARG003
-        """The kernel's files tell: SYCL could only be asked by starting its drivers."""
+        """Reads the kernel's files: asking SYCL would start its drivers."""
         nodes = intel_gpus(root)
         if not nodes and (shut := closed_gpus(root)):
             paths = ", ".join(f"/dev/dri/{name}" for name in shut)
             return Answer(cls.name, False, f"not open to this user: {paths}")
         if not nodes:
             return Answer(cls.name, False, "there is no Intel GPU here")
-        if why := why_without("XPU"):
+        if why := why_torch_lacks("XPU"):
             return Answer(cls.name, False, f"{why}; the GPU is there: {nodes[0]}")
         return Answer(cls.name, True, f"{len(nodes)} x Intel GPU ({', '.join(nodes)})")
 
     def default_stream(self, device_index: int | None = None) -> Any:
-        # torch.xpu has no default stream; where none was chosen, the current one is it.
+        # torch.xpu has no default stream. Until another one is chosen, it is the current one.
         return self.current_stream(device_index)
 
     def _marks(self) -> Any:

@@ -197,13 +197,13 @@ class CUDAOpBuilder(OpBuilder):
 
     def get_rocm_gpu_arch(self) -> str:
         """The architectures of all AMD GPUs here, separated by ``;``."""
-        from opkiln.accelerator.amd import get_rocm_gpu_arch
+        from opkiln.devices.amd import get_rocm_gpu_arch
 
         return get_rocm_gpu_arch()
 
     def get_rocm_wavefront_size(self) -> str:
         """The wavefront size of the AMD GPUs here, as text."""
-        from opkiln.accelerator.amd import get_rocm_wavefront_size
+        from opkiln.devices.amd import get_rocm_wavefront_size
 
         return get_rocm_wavefront_size()
 
@@ -221,10 +221,11 @@ def torch_built_for() -> tuple[bool, bool]:
 
 
 def _asked_backend(usable: tuple[str, ...]) -> str | None:
-    # Who asks with set_accelerator has imported this; without either, a hit does without it.
-    if settings.accelerator is None and "opkiln.accelerator.choice" not in sys.modules:
+    # set_accelerator imports this module. If it was not called and no setting names an accelerator,
+    # a hit need not import it.
+    if settings.accelerator is None and "opkiln.devices.choice" not in sys.modules:
         return None
-    from opkiln.accelerator import choice
+    from opkiln.devices import choice
 
     return choice.asked_backend(usable)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from opkiln.accelerator import choice
 from opkiln.builder.base import OpBuilder
+from opkiln.devices import choice
 from opkiln.model import CPU, XPU, OpSpec
 
 TYPE_CHECKING = False

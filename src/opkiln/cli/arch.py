@@ -129,7 +129,7 @@ def _toolkit(memory: tuple[str, ...], backend: str) -> tuple[DeviceCompiler | No
 
 def _devices(memory: tuple[str, ...], backend: str) -> tuple[str, ...]:
     """What this machine's GPUs are."""
-    from opkiln.accelerator import amd, nvidia
+    from opkiln.devices import amd, nvidia
     from opkiln.model import CUDA
 
     if backend != CUDA:

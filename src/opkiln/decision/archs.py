@@ -129,11 +129,11 @@ def _devices(backend: str) -> tuple[Any, ...]:
     """This machine's devices as the grammar's records."""
     language = grammar(backend)
     if backend == CUDA:
-        from opkiln.accelerator import nvidia
+        from opkiln.devices import nvidia
 
         names = nvidia.capabilities(nvidia.devices(memory()))
     else:
-        from opkiln.accelerator import amd
+        from opkiln.devices import amd
 
         names = tuple(gpu.arch for gpu in amd.devices().gpus)
     return tuple(language.parse(";".join(names))) if names else ()
@@ -142,12 +142,12 @@ def _devices(backend: str) -> tuple[Any, ...]:
 def why_no_device(backend: str) -> str:
     """Why there is no device of a backend here; empty where there is one."""
     if backend == CUDA:
-        from opkiln.accelerator import nvidia
+        from opkiln.devices import nvidia
 
         devices = nvidia.devices(memory())
         return "" if devices.gpus else devices.why
     if backend == ROCM:
-        from opkiln.accelerator import amd
+        from opkiln.devices import amd
 
         found = amd.devices()
         return "" if found.gpus else found.why
@@ -166,7 +166,7 @@ def may_use_device(backend: str) -> bool:
         return False
     if backend != CUDA:
         return True
-    from opkiln.accelerator import nvidia
+    from opkiln.devices import nvidia
 
     return bool(nvidia.visible(nvidia.devices(memory()))[0])
 
@@ -254,7 +254,7 @@ def for_devices(
 ) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     """What this machine's GPUs get of a CUDA toolkit that may not know them, with a note for each
     that it does not know. Raises ArchError."""
-    from opkiln.accelerator import nvidia
+    from opkiln.devices import nvidia
     from opkiln.toolchain.torch_sdk import release  # not on the way to a hit
 
     language = grammar(CUDA)
@@ -337,11 +337,11 @@ def _has(made: Iterable[Any], arch: Any) -> bool:
 
 def _visible(backend: str) -> list[str]:
     if backend == CUDA:
-        from opkiln.accelerator import nvidia
+        from opkiln.devices import nvidia
 
         gpus, certain = nvidia.visible(nvidia.devices(memory()))
         return sorted({gpu.capability for gpu in gpus}) if certain else []
-    from opkiln.accelerator import amd
+    from opkiln.devices import amd
 
     return sorted({gpu.arch for gpu in amd.visible(amd.devices())})
 

@@ -6,7 +6,7 @@ import os
 import re
 from typing import NamedTuple
 
-from opkiln.accelerator import amd, nvidia
+from opkiln.devices import amd, nvidia
 from opkiln.errors import AcceleratorError
 from opkiln.settings import child_environment, origin_of
 from opkiln.toolchain import rocm_homes
@@ -118,7 +118,8 @@ def accelerators() -> tuple[Accelerator, ...]:
 
 def in_force(kinds: tuple[Accelerator, ...]) -> InForce:
     """The one that was asked for by name, else the first of ``kinds`` that answers."""
-    from opkiln.accelerator import choice, detect
+    from opkiln.accelerator import detect
+    from opkiln.devices import choice
 
     if choice.asked_name() is None:
         first = next(kind for kind in kinds if kind.present)  # the CPU always is

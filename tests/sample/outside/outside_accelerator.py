@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from opkiln.accelerator.answer import Answer
 from opkiln.accelerator.cpu import CpuAccelerator
+from opkiln.accelerator.interface import Answer
 
 
 class OutsideAccelerator(CpuAccelerator):

@@ -103,14 +103,14 @@ class OpBuilder(builder.OpBuilder):
     @staticmethod
     def get_rocm_gpu_arch() -> str:
         """The first AMD GPU's architecture, or nothing."""
-        from opkiln.accelerator.amd import get_rocm_gpu_arch
+        from opkiln.devices.amd import get_rocm_gpu_arch
 
         return get_rocm_gpu_arch()
 
     @staticmethod
     def get_rocm_wavefront_size() -> str:
         """The first AMD GPU's, or 32."""
-        from opkiln.accelerator.amd import get_rocm_wavefront_size
+        from opkiln.devices.amd import get_rocm_wavefront_size
 
         return get_rocm_wavefront_size()
 
@@ -181,8 +181,8 @@ class CUDAOpBuilder(builder.CUDAOpBuilder):
     def cuda_capability_major(self) -> int | None:
         """The lowest major capability of the GPUs here, asked without a context; None: there are
         none."""
-        from opkiln.accelerator import nvidia
         from opkiln.decision import archs
+        from opkiln.devices import nvidia
 
         found = nvidia.capabilities(nvidia.devices(archs.memory()))
         return int(found[0].partition(".")[0]) if found else None

@@ -18,7 +18,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from opkiln.accelerator.gpu import Devices
+    from opkiln.devices.nvidia import Devices
     from opkiln.model import DeviceCompiler, Toolchain, TorchSDK
 
 
@@ -66,7 +66,7 @@ class Here:
     @cached_property
     def nvidia(self) -> Devices:
         """The NVIDIA GPUs of this machine."""
-        from opkiln.accelerator import nvidia
+        from opkiln.devices import nvidia
 
         return nvidia.devices(self.store.memory)
 

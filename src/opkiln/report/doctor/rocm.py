@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from opkiln.accelerator import amd
 from opkiln.arch import hip as grammar
+from opkiln.devices import amd
 from opkiln.errors import ArchError, ToolchainError
 from opkiln.model import ROCM
 from opkiln.report.doctor.finding import Outcome, copyable, failed, joined, passed, skipped, warned

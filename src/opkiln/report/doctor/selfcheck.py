@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from opkiln import process
-from opkiln.accelerator import amd, nvidia
+from opkiln.devices import amd, nvidia
 from opkiln.errors import StoreError
 from opkiln.model import CUDA, ROCM, XPU, DeviceCompiler
 from opkiln.report.doctor import child

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from opkiln.accelerator import amd
 from opkiln.building import loadtest
+from opkiln.devices import amd
 from opkiln.errors import LoadTestError
 from opkiln.model import ABI_STABLE, STABLE_VERSION, OpSpec
 from opkiln.report.doctor.finding import Outcome, failed, joined, passed, skipped, warned

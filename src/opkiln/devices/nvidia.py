@@ -1,18 +1,15 @@
-"""NVIDIA GPUs: which there are, what they are, and which of them this process may use.
+"""NVIDIA GPUs: which ones this machine has, what they are, and which of them this process may use.
 
-The driver's management library (NVML) is asked, else ``nvidia-smi``; never CUDA itself, so no
-context comes to be and a fork stays possible. An answer is remembered for as long as the driver's
-own files under ``/proc`` read the same.
-
-NVML is called directly (``nvml.py``) and not through nvidia-ml-py: that takes ten times as long to
-import, is rarely installed where the GPUs are, and shares its name with another package.
+The driver is asked through NVML or ``nvidia-smi``, never through CUDA. So no context is created,
+and the process may still fork. The answer is remembered for as long as the driver's files under
+``/proc`` stay the same.
 """
 
 from __future__ import annotations
 
 import os
 
-from opkiln.accelerator.gpu import GPU, Devices
+from opkiln.record import Record
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
@@ -20,19 +17,40 @@ if TYPE_CHECKING:
     from typing import Any
 
 # A machine with an NVIDIA driver has one of these: the kernel module, its device node alone (in a
-# sandbox that shows no /proc/driver), the Windows driver under WSL.
+# sandbox that hides /proc/driver), the Windows driver under WSL.
 _TRACES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg")
 
 
-_known: dict[str, Devices] = {}  # by root; plain data, as true in a forked child as here
+class GPU(Record):
+    """One GPU, as the driver describes it."""
+
+    index: int  # type: ignore[assignment]  # NVML's, which is the order of PCI addresses
+    uuid: str
+    name: str
+    capability: str  # "9.0"
+    memory: int  # bytes; 0 if the driver does not say
+    parts: tuple[str, ...] = ()  # UUIDs of its MIG instances
+
+
+class Devices(Record):
+    """The GPUs of this machine that the driver shows to this process."""
+
+    gpus: tuple[GPU, ...] = ()
+    driver: str = ""  # "580.65.06"
+    cuda: str = ""  # the highest CUDA that the driver supports: "13.0"; empty if it does not say
+    how: str = ""  # who answered: nvml, nvidia-smi, memo; empty if nobody did
+    why: str = ""  # why there are none, or which were left out
+
+
+_known: dict[str, Devices] = {}  # by root; plain data, which is still right in a forked child
 
 
 def devices(memory: tuple[str, ...] = (), root: str = "/") -> Devices:
-    """Every GPU of the machine. None where there is no driver, or none that answers: ``why``.
+    """Every GPU of the machine. If there are none, ``why`` says why.
 
-    Without a driver this looks for three files and does nothing else. Asked once in a process, and
-    remembered in the directories of ``memory`` for others. Safe in a forked child and from many
-    threads. Never raises for what the driver does.
+    Without a driver this only looks for three files. The answer is kept for this process, and in
+    the first directory of ``memory`` for others. Safe in a forked child and from many threads.
+    Driver errors are never raised; they are in ``why``.
     """
     if root in _known:
         return _known[root]
@@ -41,11 +59,21 @@ def devices(memory: tuple[str, ...] = (), root: str = "/") -> Devices:
     subject = _subject(root) if memory else None
     found = _recall(memory, subject) if subject else None
     if found is None:
-        found = _ask()
+        from opkiln.devices import nvidia_driver
+
+        facts = nvidia_driver.ask()
+        found = from_facts(facts)
         if subject and found.gpus and not found.why:  # a GPU that was left out may come back
-            _remember(memory, subject, found)
+            _remember(memory, subject, facts)
     _known[root] = found
     return found
+
+
+def from_facts(facts: dict[str, Any]) -> Devices:
+    """The records of what ``nvidia_driver`` returned."""
+    gpus = tuple(GPU(**{**gpu, "parts": tuple(gpu["parts"])}) for gpu in facts["gpus"])
+    words = (str(facts[name]) for name in ("driver", "cuda", "how", "why"))
+    return Devices(gpus, *words)
 
 
 def capabilities(devices: Devices) -> tuple[str, ...]:
@@ -57,31 +85,15 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
-# Asking
-
-
-def _ask() -> Devices:
-    from opkiln.accelerator import nvml
-
-    try:
-        return nvml.ask()
-    except nvml.NoLibrary as error:
-        missing = str(error)
-    from opkiln.accelerator import nvidia_smi
-
-    found = nvidia_smi.ask()
-    return found if found.gpus else found._replace(why=f"{missing}; {found.why}")
-
-
 # Remembering
 
 
 def _subject(root: str) -> str | None:
-    """What the kernel module tells of itself and its GPUs; None where it tells nothing.
+    """What the kernel module says about itself and its GPUs; None if it says nothing.
 
-    The times of files under /proc mean nothing, so it is the contents that count. Whether a device
-    node may be opened is part of it: NVML leaves out the GPUs that a container or a batch system
-    withholds, and access(2) asks the device cgroup, too.
+    Files under /proc have no useful times, so their contents count. So does whether a device node
+    can be opened: NVML leaves out GPUs that a container or a batch system withholds, and access(2)
+    also asks the device cgroup.
     """
     here = os.path.join(root, "proc/driver/nvidia")
     try:
@@ -96,8 +108,8 @@ def _subject(root: str) -> str | None:
     return "\n".join(["NVIDIA GPUs", *told, *usable])
 
 
-# Not the interrupt, which a reboot changes, nor the BIOS, which reads ??.?? while the GPU sleeps.
-# So does the UUID; then it is the model that says what the GPU can do.
+# Not the interrupt, which a reboot changes. Not the BIOS, which reads ??.?? while the GPU sleeps.
+# The UUID does that too, and then the model still says what the GPU can do.
 _LASTING = ("Model:", "GPU UUID:", "GPU Excluded:")
 
 
@@ -115,39 +127,32 @@ def _recall(memory: tuple[str, ...], subject: str) -> Devices | None:
 
     record = memo.recall(memory, subject)
     try:
-        return None if record is None else _revived(record["devices"])
+        return None if record is None else from_facts({**record["devices"], "how": "memo"})
     except (KeyError, TypeError, ValueError):
-        return None  # damaged, or of another version: the driver is asked again
+        return None  # damaged, or written by another version: the driver is asked again
 
 
-def _revived(facts: dict[str, Any]) -> Devices:
-    gpus = tuple(GPU(**{**gpu, "parts": tuple(gpu["parts"])}) for gpu in facts["gpus"])
-    return Devices(gpus, str(facts["driver"]), str(facts["cuda"]), "memo")
-
-
-def _remember(memory: tuple[str, ...], subject: str, found: Devices) -> None:
+def _remember(memory: tuple[str, ...], subject: str, facts: dict[str, Any]) -> None:
     from opkiln.toolchain import memo
 
-    gpus = [gpu._asdict() for gpu in found.gpus]
-    facts = {"gpus": gpus, "driver": found.driver, "cuda": found.cuda}
     memo.remember(memory, subject, {"devices": facts}, [])
 
 
-# Choosing
+# Which GPUs this process may use
 
 
 def visible(devices: Devices) -> tuple[tuple[GPU, ...], bool]:
     """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves to this process, and whether that is certain.
 
-    CUDA's rules: indices or UUIDs, of which the first characters suffice; the list ends at the
-    first entry that is none; a GPU named twice leaves none at all; an empty list is none. A MIG
-    instance stands for its GPU.
+    CUDA's rules: entries are indices or UUIDs, or the first characters of a UUID. The list ends at
+    the first invalid entry. A GPU named twice makes the list empty. A MIG instance stands for its
+    GPU.
 
-    Not certain, and then all of them: an index among GPUs of different capability, since CUDA
-    counts the fastest first and only a context would tell which that is
-    (``CUDA_DEVICE_ORDER=PCI_BUS_ID`` makes it plain); a UUID that the driver was not asked about.
-    Among GPUs of one capability the index is taken as it is: the capability is right, the GPU may
-    be its twin.
+    If it is not certain, all GPUs are returned. That is so for an index among GPUs of different
+    capability: CUDA puts the fastest first, and only a context would tell which one that is
+    (``CUDA_DEVICE_ORDER=PCI_BUS_ID`` makes it certain). It is also so for a UUID that the driver
+    was not asked about. Among GPUs of one capability an index may mean another GPU than CUDA's,
+    but the capability is right.
     """
     wanted = settings.cuda_visible_devices
     if wanted is None or not devices.gpus:
@@ -175,7 +180,7 @@ def _by_index(devices: Devices, entries: list[str]) -> tuple[tuple[GPU, ...], bo
 
 
 def _leading_number(entry: str) -> int | None:
-    """As C's strtoul: ``1gpu`` is 1. None for a negative number, or where there is none."""
+    """As C's strtoul: ``1gpu`` is 1. None for a negative number, or without any digit."""
     entry = entry.removeprefix("+")
     digits = entry[: len(entry) - len(entry.lstrip("0123456789"))]
     return int(digits) if digits else None
@@ -199,8 +204,8 @@ def _by_uuid(devices: Devices, entries: list[str]) -> tuple[tuple[GPU, ...], boo
         else:
             break
         if not named and (prefix.startswith("mig-") or devices.how == "memo"):
-            # Instances are made and unmade while the driver runs, and nvidia-smi may not list
-            # them; a GPU that slept when it was remembered may have been replaced by its like.
+            # Instances come and go while the driver runs, and nvidia-smi may not list them. A GPU
+            # that was asleep when it was remembered may since have been exchanged for an equal one.
             return gpus, False
         if len(named) != 1:
             break

@@ -1,6 +1,6 @@
-"""AMD GPUs, read from what the kernel's driver shows under ``/sys``. No program, no library.
+"""AMD GPUs, read from the kernel driver's files under ``/sys``, without a program or a library.
 
-The files are few and the kernel's own, so nothing is remembered.
+Reading these few files is fast, so the answer is not remembered.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ _NODES = "sys/class/kfd/kfd/topology/nodes"
 
 
 class GPU(Record):
-    """One GPU, as the driver tells of it."""
+    """One GPU, as the driver describes it."""
 
     index: int  # type: ignore[assignment]  # the driver's, by which ROCR_VISIBLE_DEVICES counts
-    arch: str  # "gfx90a"; what HSA_OVERRIDE_GFX_VERSION says where it is set
+    arch: str  # "gfx90a"; HSA_OVERRIDE_GFX_VERSION replaces it
     wavefront: int  # threads: 64 or 32
     name: str
-    memory: int  # bytes; 0 where the driver does not say
-    uuid: str = ""  # "GPU-" and 16 digits; empty for a GPU that has none
+    memory: int  # bytes; 0 if the driver does not say
+    uuid: str = ""  # "GPU-" and 16 digits; empty if the GPU has none
 
 
 class Devices(Record):
-    """The GPUs of this machine that the kernel lets this process see."""
+    """The GPUs of this machine that the kernel shows to this process."""
 
     gpus: tuple[GPU, ...] = ()
     why: str = ""  # why there are none
 
 
 def devices(root: str = "/") -> Devices:
-    """Every GPU of the machine. None where there is no driver, or none to be seen: ``why``.
+    """Every GPU of the machine. If there are none, ``why`` says why.
 
-    Raises SettingError when ``HSA_OVERRIDE_GFX_VERSION`` is no version.
+    Raises SettingError if ``HSA_OVERRIDE_GFX_VERSION`` is not a version.
     """
     here = os.path.join(root, _NODES)
     try:
         nodes = sorted((name for name in os.listdir(here) if name.isdigit()), key=int)
     except OSError:
         return Devices(why="there is no AMD GPU driver here")
-    # Nodes are CPUs, too. Those of GPUs that a container withholds cannot be read.
+    # CPUs are nodes too. The files of a GPU that a container withholds cannot be read.
     found = [_properties(os.path.join(here, name, "properties")) for name in nodes]
     named = [
         (name, properties)
@@ -86,21 +86,21 @@ def _gpu(index: int, node: str, properties: dict[str, int], root: str) -> GPU:
 
 def _arch(version: int) -> str:
     """The compiler's name for the driver's number: 90010 is ``gfx90a``, 110001 ``gfx1101``."""
-    # A runtime that is told to take every GPU for another loads that one's code.
+    # With an override, the runtime loads code for that architecture on every GPU.
     split = version // 10000, version // 100 % 100, version % 100
     major, minor, stepping = settings.gfx_override or split
     return f"gfx{major}{minor:x}{stepping:x}"
 
 
-# Choosing
+# Which GPUs this process may use
 
 
 def visible(devices: Devices) -> tuple[GPU, ...]:
     """The GPUs that the runtime leaves to this process.
 
-    Two filters, one upon the other: ``ROCR_VISIBLE_DEVICES`` takes from all of them, by index or
-    UUID; ``HIP_VISIBLE_DEVICES``, or ``CUDA_VISIBLE_DEVICES`` where that is empty or not set,
-    counts among what is left. Each list ends at its first invalid entry.
+    Two filters apply in turn. ``ROCR_VISIBLE_DEVICES`` selects among all GPUs, by index or UUID.
+    ``HIP_VISIBLE_DEVICES``, or ``CUDA_VISIBLE_DEVICES`` if that is empty or not set, selects among
+    the remaining ones. Each list ends at its first invalid entry.
     """
     gpus = devices.gpus
     first = settings.rocr_visible_devices
@@ -132,18 +132,18 @@ def _named(gpus: tuple[GPU, ...], entry: str) -> GPU | None:
     return named[0] if len(named) == 1 else None
 
 
-# DeepSpeed's questions
+# What DeepSpeed's builders ask for
 
 
 def get_rocm_gpu_arch(root: str = "/") -> str:
-    """The architectures of all GPUs of the machine, each once: ``gfx90a;gfx942``. Empty: none."""
+    """The architectures of all GPUs of the machine, each once: ``gfx90a;gfx942``; may be empty."""
     return ";".join(dict.fromkeys(gpu.arch for gpu in devices(root).gpus))
 
 
 def get_rocm_wavefront_size(root: str = "/") -> str:
-    """Threads in a wavefront, ``64`` or ``32``: the least of all GPUs; ``32`` without any.
+    """Threads in a wavefront, ``64`` or ``32``: the smallest of all GPUs; ``32`` without a GPU.
 
-    Code for 32 also runs where a wavefront is 64, in halves; the reverse reads lanes that are not
-    there.
+    Code for 32 threads also runs on a wavefront of 64. Code for 64 would read lanes that a
+    wavefront of 32 does not have.
     """
     return str(min((gpu.wavefront for gpu in devices(root).gpus), default=32))

@@ -1,0 +1,155 @@
+"""Devices that torch knows through a package of their vendor: one row of a table each.
+
+opkiln's tests run these against stand-ins of the packages, not on the devices.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import NamedTuple
+
+from opkiln.accelerator.interface import Accelerator, Answer
+from opkiln.devices.installed import has_package
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, ClassVar
+
+
+class VendorAccelerator(Accelerator):
+    """``torch.<name>``, which exists once one of ``PACKAGES`` is imported."""
+
+    PACKAGES: ClassVar[tuple[str, ...]] = ()
+    NODES: ClassVar[tuple[str, ...]] = ()  # the devices' files, without their number
+    MARKS: ClassVar[str] = ""  # the part of its module that has the profiler's ranges
+
+    @classmethod
+    def look(cls, root: str = "/", *, asked: bool = False) -> Answer:
+        """A device is here if a package is installed, the driver has made a device file, and the
+        package counts at least one device. The package is only imported to count, or if the user
+        requested the accelerator by name."""
+        package = cls._package()
+        if package is None:
+            return Answer(cls.name, False, f"{' or '.join(cls.PACKAGES)} is not installed")
+        if not asked and not any(_has_numbered_file(root, node) for node in cls.NODES):
+            files = " or ".join(f"/{node}*" for node in cls.NODES)
+            return Answer(cls.name, False, f"{package} is installed, but there is no {files} here")
+        try:
+            count = cls().device_count()
+        # Vendors' packages raise all kinds of errors. Some exit the interpreter if their driver is
+        # missing.
+        except (Exception, SystemExit) as error:
+            told = f"{type(error).__name__}: {error}"
+            return Answer(cls.name, False, f"{package} is installed, but fails: {told}")
+        if not count:
+            return Answer(cls.name, False, f"{package} is installed, but counts no device")
+        return Answer(cls.name, True, f"{package} counts {count}")
+
+    @classmethod
+    def _package(cls) -> str | None:
+        return next((name for name in cls.PACKAGES if has_package(name)), None)
+
+    def _find_module(self) -> Any:
+        import_module(self._package() or self.PACKAGES[0])  # registers the device with torch
+        return super()._find_module()
+
+    def _marks(self) -> Any:
+        return getattr(self.module(), self.MARKS, None) if self.MARKS else None
+
+
+def _has_numbered_file(root: str, node: str) -> bool:
+    """Whether there is a file with this name followed by a number."""
+    directory, stem = os.path.split(os.path.join(root, node))
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return False
+    return any(name.startswith(stem) and name.removeprefix(stem).isdigit() for name in names)
+
+
+class _Gaudi(VendorAccelerator):
+    """``habana_frameworks.torch.hpu``, which differs from torch's own modules."""
+
+    COMPILE_BACKEND = "hpu_backend"
+
+    def _find_module(self) -> Any:
+        return import_module("habana_frameworks.torch.hpu")
+
+    def _generators(self) -> Any:
+        return self.module().random
+
+    def device_name(self, device_index: int | None = None) -> str:  # noqa: ARG002
+        return "hpu"  # a process has only one
+
+    def get_device_name(self, device_index: int | None = None) -> str:
+        return str(self._ask("get_device_name", device_index))
+
+    def resolves_data_dependency(self) -> bool:
+        return True
+
+    def handles_memory_backpressure(self) -> bool:
+        return True
+
+    def empty_cache(self) -> None:
+        """Does nothing: the graph compiler owns the memory."""
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        return int(self.memory_stats(device_index)["Limit"])
+
+    # The first Gaudi has neither.
+
+    def is_fp16_supported(self) -> bool:
+        return self.get_device_name() != "GAUDI"
+
+    def is_fp8_supported(self) -> bool:
+        return self.get_device_name() != "GAUDI"
+
+
+class _Vendor(NamedTuple):
+    """The class attributes of one accelerator."""
+
+    name: str
+    packages: tuple[str, ...]
+    nodes: tuple[str, ...]
+    communication: str
+    visible: str
+    exported: tuple[str, ...]
+    triton: bool = False
+    marks: str = ""
+    base: type[VendorAccelerator] = VendorAccelerator
+
+    def kind(self) -> type[VendorAccelerator]:
+        attributes = {
+            "__module__": __name__,
+            "__doc__": f"``torch.{self.name}``, from {' or '.join(self.packages)}.",
+            "name": self.name,
+            "device_type": self.name,
+            "PACKAGES": self.packages,
+            "NODES": self.nodes,
+            "COMMUNICATION": self.communication,
+            "EXPORTED": self.exported,
+            "VISIBLE": (self.visible,),
+            "TRITON": self.triton,
+            "MARKS": self.marks,
+        }
+        return type(f"{self.name.capitalize()}Accelerator", (self.base,), attributes)
+
+
+_PATHS = ("LD_LIBRARY", "PATH")
+
+# Intel Gaudi, Huawei Ascend, Cambricon, Tecorigin, Biren (whose package used to be torch_br).
+_VENDORS = (
+    _Vendor("hpu", ("habana_frameworks",), ("dev/accel/accel", "dev/hl"), "hccl",
+            "HABANA_VISIBLE_MODULES", ("HCCL", "HABANA", "PT_HPU"), base=_Gaudi),
+    _Vendor("npu", ("torch_npu",), ("dev/davinci",), "hccl",
+            "ASCEND_RT_VISIBLE_DEVICES", ("ASCEND", "HCCL", *_PATHS)),
+    _Vendor("mlu", ("torch_mlu",), ("dev/cambricon_dev",), "cncl",
+            "MLU_VISIBLE_DEVICES", ("NEUWARE_HOME", "CNCL", *_PATHS), triton=True, marks="cnpx"),
+    _Vendor("sdaa", ("torch_sdaa",), ("dev/tcaicard",), "tccl",
+            "SDAA_VISIBLE_DEVICES", ("TCCL", "SDAA", *_PATHS)),
+    _Vendor("supa", ("torch_supa", "torch_br"), ("dev/biren/card_",), "bccl",
+            "SUPA_VISIBLE_DEVICES", ("BCCL", "BIREN", "SUPA", *_PATHS), triton=True),
+)  # fmt: skip
+
+KINDS = {vendor.name: vendor.kind() for vendor in _VENDORS}
