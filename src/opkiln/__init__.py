@@ -7,8 +7,11 @@ milliseconds; where an op cannot be had, its pure-PyTorch version runs and the u
     adam = opkiln.optim.CPUAdam(model.parameters(), lr=1e-3)
     ext = opkiln.load("my_ext", ["my_ext.cpp"])
 
-Importing this package does no work: the names below are resolved when they are used. It only tells
-a torch that is imported that ``torch.load`` may make opkiln's quantized tensors.
+Importing this package does no work: the names below are imported on first use. If torch is already
+imported, it is told that ``torch.load`` may create opkiln's quantized tensors.
+
+Every module of opkiln imports this one, so this one imports none of them, not even for types. What
+type checkers and editors see of the names is in ``__init__.pyi``.
 """
 
 import sys
@@ -31,26 +34,6 @@ _LAZY = {
 _MODULES = ("optim", "quant", "io", "utils", "errors", "settings")
 
 __all__ = ["__version__", *_LAZY, *_MODULES]  # noqa: PLE0604 (names that are resolved lazily)
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:  # what type checkers and editors see of the lazy names
-    from opkiln import errors as errors
-    from opkiln import io as io
-    from opkiln import optim as optim
-    from opkiln import quant as quant
-    from opkiln import settings as settings
-    from opkiln import utils as utils
-    from opkiln.accelerator.detect import get_accelerator as get_accelerator
-    from opkiln.accelerator.detect import set_accelerator as set_accelerator
-    from opkiln.builder import CUDAOpBuilder as CUDAOpBuilder
-    from opkiln.builder import OpBuilder as OpBuilder
-    from opkiln.builder import SYCLOpBuilder as SYCLOpBuilder
-    from opkiln.decision.policy import seal as seal
-    from opkiln.extension import load as load
-    from opkiln.extension import load_inline as load_inline
-    from opkiln.registry import ALL_OPS as ALL_OPS
-    from opkiln.registry import explain as explain
-    from opkiln.registry import get_builder as get_builder
 
 
 def __getattr__(name: str) -> object:

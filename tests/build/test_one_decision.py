@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from sample.levels import LEVELS
 
 from opkiln import machine
-from opkiln.accelerator import nvidia
 from opkiln.builder import CUDAOpBuilder, OpBuilder
 from opkiln.decision import policy
 from opkiln.decision.decide import decide
@@ -34,6 +33,7 @@ from opkiln.decision.outcome import (
     summary,
 )
 from opkiln.decision.request import BUILD, Request
+from opkiln.devices import nvidia
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
 from opkiln.loading.explain import explain

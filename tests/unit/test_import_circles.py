@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import import_circles
 import pytest
+
+import opkiln
 
 TYPE_CHECKING_IMPORT = """
 TYPE_CHECKING = False
@@ -111,6 +114,16 @@ def test_the_command_prints_a_circle_and_fails(tmp_path: Path) -> None:
 def test_every_module_of_opkiln_is_read() -> None:
     importers = {each.importer for each in import_circles.imports(import_circles.PACKAGE)}
     assert {"opkiln.settings", "opkiln.accelerator.detect", "opkiln.cli.main"} <= importers
+
+
+def test_type_checkers_see_the_names_that_the_package_exports() -> None:
+    stub = ast.parse((import_circles.PACKAGE / "__init__.pyi").read_text())
+    named = [node.target for node in stub.body if isinstance(node, ast.AnnAssign)]
+    seen = {target.id for target in named if isinstance(target, ast.Name)}
+    for node in stub.body:
+        if isinstance(node, ast.ImportFrom):
+            seen |= {alias.asname or alias.name for alias in node.names}
+    assert seen == set(opkiln.__all__)
 
 
 ROOMS = ("opkiln.accelerator", "opkiln.devices")

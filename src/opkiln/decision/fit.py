@@ -279,8 +279,8 @@ def _on_device(request: Request, manifest: Mapping[str, Any]) -> Fit:
 
 def _old_driver(toolchain: Mapping[str, str], way: str) -> str:
     """The driver must know the runtime in the library. To recompile PTX it must be as new as it."""
-    from opkiln.accelerator import nvidia
     from opkiln.decision import archs
+    from opkiln.devices import nvidia
     from opkiln.toolchain import torch_sdk
 
     made = toolchain.get("nvcc", "")

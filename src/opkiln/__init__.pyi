@@ -1,0 +1,23 @@
+from opkiln import errors as errors
+from opkiln import io as io
+from opkiln import optim as optim
+from opkiln import quant as quant
+from opkiln import settings as settings
+from opkiln import utils as utils
+from opkiln.accelerator.detect import get_accelerator as get_accelerator
+from opkiln.accelerator.detect import set_accelerator as set_accelerator
+from opkiln.builder import CUDAOpBuilder as CUDAOpBuilder
+from opkiln.builder import OpBuilder as OpBuilder
+from opkiln.builder import SYCLOpBuilder as SYCLOpBuilder
+from opkiln.decision.policy import seal as seal
+from opkiln.extension import load as load
+from opkiln.extension import load_inline as load_inline
+from opkiln.registry import ALL_OPS as ALL_OPS
+from opkiln.registry import explain as explain
+from opkiln.registry import get_builder as get_builder
+
+__version__: str
+
+def _rebuild_quantized(*fields: object) -> object: ...
+def _rebuild_fp_quantized(*fields: object) -> object: ...
+def _allow_torch_to_load() -> None: ...
