@@ -430,6 +430,8 @@ def test_a_builder_refuses_a_name_that_no_accelerator_has(
     with pytest.raises(AcceleratorError) as caught:
         _ = make().backend
     assert caught.value.what == expected
+    assert caught.value.why == "known: " + ", ".join(choice.OWN)
+    assert caught.value.hint == "unset OPKILN_ACCELERATOR"
 
 
 def test_an_op_is_not_compatible_with_an_accelerator_that_does_not_exist(
