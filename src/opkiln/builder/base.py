@@ -453,11 +453,21 @@ def _builder_for(kind: type[OpBuilder], device: str | None) -> OpBuilder:
     return builder
 
 
+def torch_built_for() -> tuple[bool, bool]:
+    """Whether torch is built for CUDA, and for ROCm: asked of torch if it is imported, else of its
+    files, which say the same."""
+    version = getattr(sys.modules.get("torch"), "version", None)
+    if version is not None:
+        return version.cuda is not None, version.hip is not None
+    from opkiln.toolchain import torch_sdk
+
+    sdk = torch_sdk.find()
+    return sdk is not None and sdk.cuda is not None, sdk is not None and sdk.hip is not None
+
+
 def _backend_of(kind: type[OpBuilder], device: str) -> str | None:
     """The backend of the library for tensors on such a device; None: whichever load() chooses."""
     if device == "cuda":  # which is what torch calls ROCm's devices, too
-        from opkiln.builder.cuda import torch_built_for
-
         backend = ROCM if torch_built_for()[1] else CUDA
     else:
         backend = XPU if device == "xpu" else CPU

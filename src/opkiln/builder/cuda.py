@@ -10,7 +10,7 @@ import os
 import sys
 from functools import cached_property
 
-from opkiln.builder.base import OpBuilder
+from opkiln.builder.base import OpBuilder, torch_built_for
 from opkiln.errors import LoadError, ToolchainError
 from opkiln.model import CPU, CUDA, ROCM, OpSpec
 from opkiln.settings import settings
@@ -206,18 +206,6 @@ class CUDAOpBuilder(OpBuilder):
         from opkiln.devices.amd import get_rocm_wavefront_size
 
         return get_rocm_wavefront_size()
-
-
-def torch_built_for() -> tuple[bool, bool]:
-    """Whether torch is built for CUDA, and for ROCm."""
-    version = getattr(sys.modules.get("torch"), "version", None)
-    if version is not None and "opkiln.toolchain.torch_sdk" not in sys.modules:
-        # torch itself says what its files do, and a hit does without the reader of these.
-        return version.cuda is not None, version.hip is not None
-    from opkiln.toolchain import torch_sdk
-
-    sdk = torch_sdk.find()
-    return sdk is not None and sdk.cuda is not None, sdk is not None and sdk.hip is not None
 
 
 def _asked_backend(usable: tuple[str, ...]) -> str | None:
