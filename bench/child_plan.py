@@ -11,7 +11,7 @@ from peers import cuda_opkiln_builder
 
 from opkiln import plan as plans
 from opkiln.decision.decide import planned
-from opkiln.decision.request import BUILD, Request
+from opkiln.decision.terms import BUILD, Request
 
 
 def main(stage: str) -> None:

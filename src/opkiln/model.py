@@ -40,6 +40,10 @@ DISPATCH_KEYS = {CPU: ("CPU",), CUDA: ("CUDA",), ROCM: ("CUDA",), XPU: ("XPU", "
 
 ONE_CALL = "jit"  # the distribution of what `opkiln.load` compiles: it belongs to no package
 
+# Where packages carry libraries that were built elsewhere.
+CARRIED = "prebuilt"  # below a package: for its own ops
+SHARED = "opkiln_prebuilt"  # below a directory of sys.path: a name for each wheel of ops
+
 # Who declares a spec, and so in which words a hint speaks of its parts.
 BUILDER = "builder"  # an OpBuilder's methods
 CALL = "call"  # the arguments of `load` or `load_inline`

@@ -649,6 +649,23 @@ def _relative() -> bool:
     return not all(map(os.path.isabs, named))
 
 
+def on_path(name: str) -> Iterator[str]:
+    """Every executable file of this name, in PATH's order; a name with a slash is itself."""
+    if "/" in name:
+        if _executable(name):
+            yield os.path.abspath(name)
+        return
+    for directory in settings.path:
+        path = os.path.join(directory, name)
+        if os.path.isabs(path) and _executable(path):
+            yield path
+
+
+def _executable(path: str) -> bool:
+    # A directory may be executable, too; a program never is one.
+    return os.access(path, os.X_OK) and not os.path.isdir(path)
+
+
 def store_candidates() -> Iterator[tuple[str, bool]]:
     """Directories that may hold the store, best first, and whether the user expects each."""
     uid = os.getuid()

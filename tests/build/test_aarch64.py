@@ -22,7 +22,7 @@ from opkiln import plan as plans
 from opkiln.binary import elf
 from opkiln.building import loadtest
 from opkiln.decision.decide import planned
-from opkiln.decision.request import BUILD, Request
+from opkiln.decision.terms import BUILD, Request
 from opkiln.errors import LoadError, LoadTestError, SpecError, ToolchainError
 from opkiln.model import (
     ABI_NONE,

@@ -22,7 +22,7 @@ from opkiln.binary import elf
 from opkiln.binary.fatbin import images
 from opkiln.builder import CUDAOpBuilder, get_default_compute_capabilities
 from opkiln.decision import decide
-from opkiln.decision.request import BUILD, Request
+from opkiln.decision.terms import BUILD, Request
 from opkiln.devices import nvidia
 from opkiln.errors import LoadError, SpecError
 from opkiln.model import ABI_NONE, CPU, CUDA, PLAIN, Plan

@@ -13,7 +13,7 @@ from opkiln import plan as plans
 from opkiln.compat.deepspeed import CPUOpBuilder, CUDAOpBuilder, OpBuilder, TorchCPUOpBuilder
 from opkiln.compat.deepspeed.builders import probe_is_compatible
 from opkiln.decision.decide import planned
-from opkiln.decision.request import BUILD, Request
+from opkiln.decision.terms import BUILD, Request
 from opkiln.model import ABI_TORCH, CPU, CUDA, PYTHON
 from opkiln.settings import override
 from opkiln.toolchain import nvcc

@@ -133,7 +133,7 @@ def test_a_torch_upgraded_in_place_rebuilds_a_full_abi_op_once_and_a_stable_one_
     code = """
         import sys
         from opkiln.loading.explain import explain
-        from opkiln.decision.request import BUILD, Request
+        from opkiln.decision.terms import BUILD, Request
         from opkiln.loading import loader
         from opkiln.model import Op, OpSpec
         for abi in ("torch", "torch-stable"):

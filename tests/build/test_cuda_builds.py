@@ -17,7 +17,7 @@ from opkiln.binary.fatbin import images
 from opkiln.builder import CUDAOpBuilder, OpBuilder
 from opkiln.building import kernels
 from opkiln.decision import decide
-from opkiln.decision.request import BUILD, Request
+from opkiln.decision.terms import BUILD, Request
 from opkiln.errors import BuildError, SpecError
 from opkiln.model import ABI_NONE, CUDA, PLAIN, PYTHON, Plan
 from opkiln.plan import anchors, argv
@@ -128,7 +128,7 @@ def digests(shop: Workshop, site: Path, **variables: str) -> dict[str, str]:
     more = {"TORCH_CUDA_ARCH_LIST": "8.0;9.0a+PTX", **variables}
     code = (
         "from repro.op import AnywhereBuilder\n"
-        "from opkiln.decision.request import BUILD, Request\n"
+        "from opkiln.decision.terms import BUILD, Request\n"
         "from opkiln.loading import loader\n"
         "made, _ = loader.obtain(Request(AnywhereBuilder(backend='cuda').op(), BUILD))\n"
         "assert made.origin == 'built', made\n"

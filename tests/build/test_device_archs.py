@@ -16,7 +16,7 @@ from sample import wanted
 
 from opkiln.binary import fatbin
 from opkiln.builder import CUDAOpBuilder
-from opkiln.decision.outcome import Trace
+from opkiln.decision.terms import Trace
 from opkiln.devices import nvidia
 from opkiln.errors import (
     ArchError,

@@ -277,7 +277,7 @@ def test_a_torch_without_the_stable_abi_is_served_by_the_reference(
 
 def test_without_torch_at_all_a_torch_op_says_so(stable: Package) -> None:
     done = child.finish(child.start(f"""
-        from opkiln.decision.request import BUILD, Request
+        from opkiln.decision.terms import BUILD, Request
         from opkiln.loading import loader
         from {stable.name}.op import StableBuilder
         builder = StableBuilder()

@@ -15,8 +15,8 @@ from sample.shipped import Shipped, described, rewrite
 
 from opkiln.decision import archs
 from opkiln.decision.decide import decide
-from opkiln.decision.outcome import Build
-from opkiln.decision.request import SHIP, Request, target_machine
+from opkiln.decision.target import target_machine
+from opkiln.decision.terms import SHIP, Build, Request
 from opkiln.loading import loader
 from opkiln.loading.explain import explain
 from opkiln.model import ABI_TORCH
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from sample.package import Package
 
-    from opkiln.decision.outcome import Candidate
+    from opkiln.decision.terms import Candidate
 
 
 @pytest.fixture

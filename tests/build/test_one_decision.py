@@ -23,16 +23,17 @@ from opkiln import machine
 from opkiln.builder import CUDAOpBuilder, OpBuilder
 from opkiln.decision import policy
 from opkiln.decision.decide import decide
-from opkiln.decision.outcome import (
+from opkiln.decision.terms import (
+    BUILD,
     CACHED,
     WOULD_COMPILE,
     WOULD_FAIL,
     WOULD_FALL_BACK,
     Build,
+    Request,
     Serve,
     summary,
 )
-from opkiln.decision.request import BUILD, Request
 from opkiln.devices import nvidia
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader

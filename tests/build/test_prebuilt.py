@@ -17,7 +17,7 @@ from sample.shipped import Shipped, announce, described, mask, without_sources
 
 from opkiln import machine
 from opkiln.arch import cpu
-from opkiln.decision.request import features
+from opkiln.decision.target import features
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -269,7 +269,7 @@ def test_a_python_module_is_served_though_the_interpreter_has_the_symbols_that_i
     build = """
         import sys
         from module_ops import ModuleBuilder
-        from opkiln.decision.request import BUILD, Request
+        from opkiln.decision.terms import BUILD, Request
         from opkiln.loading import loader
         from opkiln.ship import layer
         made, _ = loader.obtain(Request(ModuleBuilder().op(), BUILD))

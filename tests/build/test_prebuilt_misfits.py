@@ -300,7 +300,7 @@ _BUILD = """
 import sys
 from linked_ops import Linked
 from opkiln.building import loadtest
-from opkiln.decision.request import BUILD, Request
+from opkiln.decision.terms import BUILD, Request
 from opkiln.loading import loader
 from opkiln.ship import layer
 if sys.argv[2:]:

@@ -11,7 +11,7 @@ import pytest
 
 from opkiln import model
 from opkiln.decision import receipt
-from opkiln.decision.request import Request
+from opkiln.decision.terms import Request
 
 if TYPE_CHECKING:
     from pathlib import Path

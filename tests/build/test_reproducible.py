@@ -23,7 +23,7 @@ BUILD = """
     import sys
     sys.path.insert(0, sys.argv[1])
     from repro.op import {kind}Builder
-    from opkiln.decision.request import BUILD, Request
+    from opkiln.decision.terms import BUILD, Request
     from opkiln.loading import loader
     made, _ = loader.obtain(Request({kind}Builder().op(), BUILD))
     assert made.origin == "built"

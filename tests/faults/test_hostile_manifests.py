@@ -11,8 +11,7 @@ from sample import layer
 
 from opkiln import machine
 from opkiln.decision import fit, prebuilt
-from opkiln.decision.outcome import Trace
-from opkiln.decision.request import Request
+from opkiln.decision.terms import Request, Trace
 from opkiln.model import ABI_NONE, Op, OpSpec
 from opkiln.ship import bundle
 from opkiln.store import key

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import opkiln
-from opkiln.decision.outcome import outlook
+from opkiln.decision.terms import outlook
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
 from opkiln.settings import override

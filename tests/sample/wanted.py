@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from opkiln.decision.decide import planned
-from opkiln.decision.request import BUILD, SHIP, Request
+from opkiln.decision.terms import BUILD, SHIP, Request
 from opkiln.loading import loader
 
 if TYPE_CHECKING:
-    from opkiln.decision.outcome import Trace
+    from opkiln.decision.terms import Trace
     from opkiln.model import Artifact, Op, Target, Toolchain
 
 

@@ -159,7 +159,7 @@ class Workshop:
         """By the function that every load and every command comes to, with no stand-in."""
         body = (
             f"{_IMPORT}\n"
-            "from opkiln.decision.request import BUILD, Request\n"
+            "from opkiln.decision.terms import BUILD, Request\n"
             "from opkiln.loading import loader\n"
             f"for kind in ({_KINDS}):\n"
             "    made, _ = loader.obtain(Request(kind(backend='cuda').op(), BUILD))\n"

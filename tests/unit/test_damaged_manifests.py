@@ -13,8 +13,7 @@ from sample import layer
 
 from opkiln import machine
 from opkiln.decision import prebuilt
-from opkiln.decision.outcome import Trace
-from opkiln.decision.request import Request
+from opkiln.decision.terms import Request, Trace
 from opkiln.errors import StoreError
 from opkiln.model import ABI_NONE, Op, OpSpec
 from opkiln.report import cache as report_cache

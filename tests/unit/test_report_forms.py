@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from opkiln.decision.outcome import Candidate
+from opkiln.decision.terms import Candidate
 from opkiln.devices import amd, nvidia
 from opkiln.engine import budget
 from opkiln.errors import StoreError

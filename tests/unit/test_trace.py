@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opkiln.decision.outcome import Trace
+from opkiln.decision.terms import Trace
 
 
 def test_decisions_keep_their_order_and_read_as_lines() -> None:

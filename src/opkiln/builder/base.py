@@ -300,8 +300,7 @@ class OpBuilder:
         ``error_log`` holds the reason when not; ``verbose`` also writes it to standard error.
         """
         from opkiln.decision.decide import decide
-        from opkiln.decision.outcome import Build, Serve
-        from opkiln.decision.request import Request
+        from opkiln.decision.terms import Build, Request, Serve
 
         try:
             outcome = decide(Request(self.op(), must_be_native=True))
@@ -328,7 +327,7 @@ class OpBuilder:
         from opkiln import plan as plans
         from opkiln.decision.archs import nothing_asked
         from opkiln.decision.decide import plan_for, planned
-        from opkiln.decision.request import BUILD, Request
+        from opkiln.decision.terms import BUILD, Request
 
         try:
             from setuptools import Extension
@@ -397,7 +396,7 @@ class OpBuilder:
 
     def _cpu_flags(self) -> tuple[str, ...]:
         from opkiln.arch import cpu
-        from opkiln.decision.request import target_cpu, target_machine
+        from opkiln.decision.target import target_cpu, target_machine
 
         family = target_machine()
         return cpu.flags(target_cpu(), family, frozenset(cpu.probes(family)))
@@ -409,7 +408,7 @@ class OpBuilder:
     def simd_width(self) -> str:
         """A macro for the target's vector unit: ``-D__AVX512__``, ``-D__AVX256__``, else scalar."""
         from opkiln.arch import cpu
-        from opkiln.decision.request import target_cpu, target_machine
+        from opkiln.decision.target import target_cpu, target_machine
 
         widths = {"avx512": "-D__AVX512__", "avx2": "-D__AVX256__"}
         return widths.get(cpu.simd(target_machine(), target_cpu()), "-D__SCALAR__")

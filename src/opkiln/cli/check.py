@@ -32,7 +32,7 @@ def command(ops: tuple[str, ...], as_json: bool) -> int:
     no op is a file with one op per line; # starts a comment. Nothing is built. For an image or a
     node that must be warm: run it last, or before the job.
     """
-    from opkiln.decision.outcome import CACHED, WOULD_COMPILE
+    from opkiln.decision.terms import CACHED, WOULD_COMPILE
 
     checked = [_check(name) for name in _named(ops)]
     missing = [each for each in checked if each.status != CACHED]
@@ -77,8 +77,7 @@ def _listed(path: str) -> list[str]:
 
 def _check(name: str) -> Checked:
     from opkiln.decision.decide import decide
-    from opkiln.decision.outcome import summary
-    from opkiln.decision.request import Request
+    from opkiln.decision.terms import Request, summary
     from opkiln.registry import get_builder
 
     return Checked(name, *summary(decide(Request(get_builder(name).op()))))

@@ -32,7 +32,7 @@ def command(op: str, as_json: bool, compile_commands: bool, stage: str, target: 
     Nothing is built.
     """
     from opkiln.decision.decide import planned
-    from opkiln.decision.request import BUILD, Request
+    from opkiln.decision.terms import BUILD, Request
 
     if as_json and compile_commands:
         raise click.UsageError("--json and --compile-commands exclude each other")

@@ -14,15 +14,19 @@ Deciding compiles nothing. It may ask the compilers what they are, which is reme
 from __future__ import annotations
 
 import os
+import sys
 
 from opkiln.decision import policy, receipt
-from opkiln.decision.outcome import Build, Outcome, Reference, Refuse, Serve, Trace
-from opkiln.decision.request import (
+from opkiln.decision.terms import (
     LOAD,
     SHIP,
+    Build,
+    Outcome,
+    Reference,
+    Refuse,
     Request,
-    require_cpu,
-    require_sycl_device,
+    Serve,
+    Trace,
 )
 from opkiln.errors import (
     BuildError,
@@ -34,7 +38,16 @@ from opkiln.errors import (
     StoreError,
     ToolchainError,
 )
-from opkiln.model import ABI_NONE, ABI_STABLE, CPU, STABLE_VERSION
+from opkiln.model import (
+    ABI_NONE,
+    ABI_STABLE,
+    CARRIED,
+    CPU,
+    ONE_CALL,
+    SHARED,
+    STABLE_VERSION,
+)
+from opkiln.settings import LAYOUT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -62,10 +75,10 @@ def _native(request: Request, trace: Trace) -> Serve | Build:
         if policy.prefers_reference(request):
             raise LoadError(f"op {spec.name} runs as its reference", why="OPKILN_MODE=reference")
         if spec.backend != CPU:
-            from opkiln.decision import archs
+            from opkiln.decision import archs, target
 
             archs.require_coverage(op, request.wanted)
-            require_sycl_device(spec)
+            target.require_sycl_device(spec)
     if request.use != SHIP:
         if (found := _installed(request, trace)) is not None:
             return Serve(found, trace)
@@ -75,13 +88,31 @@ def _native(request: Request, trace: Trace) -> Serve | Build:
 
 
 def _installed(request: Request, trace: Trace) -> Artifact | None:
-    from opkiln.decision import installed
-
-    if not policy.uses_installed() or not (layers := installed.layers(request.op.spec)):
+    if not policy.uses_installed() or not (layers := _installed_layers(request.op.spec)):
         return None
     from opkiln.decision import prebuilt
 
     return prebuilt.find(request, layers, trace, prebuilt.PREBUILT)
+
+
+def _installed_layers(spec: OpSpec) -> list[str]:
+    """The installed layers that have something for an op. A few look-ups where there are none."""
+    if spec.distribution == ONE_CALL:
+        return []
+    found = [os.path.join(spec.root, CARRIED, LAYOUT)]
+    for directory in sys.path:
+        if os.path.isabs(directory):  # not the working directory, whatever that is
+            shared = os.path.join(directory, SHARED)
+            found += [os.path.join(shared, name, LAYOUT) for name in _names(shared)]
+    below = os.path.join("ops", spec.distribution, spec.name)
+    return [layer for layer in found if os.path.isdir(os.path.join(layer, below))]
+
+
+def _names(directory: str) -> list[str]:
+    try:
+        return sorted(os.listdir(directory))
+    except OSError:
+        return []  # not there, or not a directory
 
 
 def _remembered(request: Request, trace: Trace) -> Artifact | None:
@@ -103,6 +134,8 @@ def _searched(request: Request, trace: Trace) -> Serve | Build:
     spec, store = request.op.spec, request.store
     plans.check(spec)  # before its name becomes part of a path
     if request.use == LOAD:
+        from opkiln.decision.target import require_cpu
+
         require_cpu(spec, request.target)
     with evidence.collecting() as read:
         compilers = _Compilers(request, trace)

@@ -13,7 +13,7 @@ import os
 import sys
 
 from opkiln import machine
-from opkiln.decision.request import flag_settings
+from opkiln.decision.target import flag_settings
 from opkiln.model import ABI_NONE, ABI_STABLE, CUDA, LIBRARY, ROCM, STABLE_TAG
 from opkiln.record import Record
 from opkiln.settings import origin_of, settings
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from typing import Any
 
-    from opkiln.decision.request import Request
+    from opkiln.decision.terms import Request
 
 _RTLD_NOLOAD = 4  # glibc's; the os module has it under no name before Python 3.13
 

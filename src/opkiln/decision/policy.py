@@ -13,7 +13,7 @@ from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.decision.request import Request
+    from opkiln.decision.terms import Request
     from opkiln.model import OpSpec
 
 # The values of OPKILN_MODE.

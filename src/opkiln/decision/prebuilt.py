@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from typing import Any
 
-    from opkiln.decision.outcome import Trace
-    from opkiln.decision.request import Request
+    from opkiln.decision.terms import Request, Trace
     from opkiln.model import OpSpec
 
 # The resorts: installed with a package; a layer that is listed; imported into the user's own.

@@ -23,13 +23,13 @@ from typing import Any
 from opkiln import __version__, machine, trust
 from opkiln.digest import Signature, key, sha256_file, unchanged
 from opkiln.model import ABI_NONE, CPU, PACKAGE, PLAN_VERSION, Artifact
-from opkiln.settings import LAYOUT, fingerprint, store_candidates
+from opkiln.settings import LAYOUT, fingerprint, on_path, settings, store_candidates
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from opkiln.decision.request import Request
+    from opkiln.decision.terms import Request
     from opkiln.evidence import Evidence
 
 SCHEMA = 2
@@ -61,13 +61,10 @@ def _holds(receipt: dict[str, Any], root: str) -> bool:
             return False
     if any(map(os.path.lexists, receipt["absent"])):
         return False
-    if receipt["programs"]:
-        from opkiln.toolchain.find import on_path
-
-        for name, paths in receipt["programs"]:
-            found = on_path(name)
-            if [next(found, None) for _ in paths] != paths:
-                return False
+    for name, paths in receipt["programs"]:
+        found = on_path(name)
+        if [next(found, None) for _ in paths] != paths:
+            return False
     if all(unchanged(path, *signature) for path, *signature in receipt["directories"]):
         return True
     return _same_names(receipt, root)
@@ -121,12 +118,11 @@ def _place(request: Request, torch: str | None) -> tuple[str, str] | None:
     return root, os.path.join(root, "receipts", spec.distribution, spec.name, name + ".json")
 
 
-def _compiler() -> str:
+def _compiler() -> str | None:
     """The compiler that PATH leads to: two environments with compilers of their own each have a
     receipt. Which other programs PATH leads to is among the facts."""
-    from opkiln.toolchain.find import cxx_candidates
-
-    return next((each.path for each in cxx_candidates() if not each.refused), "")
+    name = settings.cxx[-1] if settings.cxx else "g++"
+    return next(on_path(name), None)
 
 
 def write(request: Request, artifact: Artifact, read: Evidence) -> None:

@@ -8,7 +8,7 @@ from opkiln import evidence
 from opkiln import plan as plans
 from opkiln.arch import cpu
 from opkiln.decision import archs, policy, prebuilt
-from opkiln.decision.request import features
+from opkiln.decision.target import features
 from opkiln.model import CPU, CUDA, ROCM, Artifact
 from opkiln.store import key
 from opkiln.store.recheck import Hasher
@@ -17,8 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from opkiln.decision.outcome import Trace
-    from opkiln.decision.request import Request
+    from opkiln.decision.terms import Request, Trace
     from opkiln.model import Target, Toolchain
     from opkiln.store.layers import Store
 

@@ -10,8 +10,7 @@ from opkiln import plan as plans
 from opkiln import settings as settings_module
 from opkiln.building.build import inputs
 from opkiln.decision.decide import decide, planned
-from opkiln.decision.outcome import Build, Candidate, Serve, summary
-from opkiln.decision.request import Request
+from opkiln.decision.terms import Build, Candidate, Request, Serve, summary
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
 from opkiln.model import Op, Plan

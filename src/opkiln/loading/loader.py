@@ -19,8 +19,7 @@ from typing import Any
 
 from opkiln.decision import policy, receipt
 from opkiln.decision.decide import decide
-from opkiln.decision.outcome import Build, Outcome, Reference, Refuse, Serve, Trace
-from opkiln.decision.request import Request
+from opkiln.decision.terms import Build, Outcome, Reference, Refuse, Request, Serve, Trace
 from opkiln.errors import (
     FallbackWarning,
     LoadError,
@@ -29,7 +28,7 @@ from opkiln.errors import (
     SettingWarning,
 )
 from opkiln.loading import register
-from opkiln.loading.native import open_artifact
+from opkiln.loading.native import beside, open_artifact
 from opkiln.model import EXECUTABLE, LIBRARY, Artifact, Op
 from opkiln.record import Record
 from opkiln.settings import any_strange, settings, unknown
@@ -214,9 +213,7 @@ def _open(op: Op, artifact: Artifact) -> Any:
     if artifact.sha256 in opened and (newest or spec.kind != LIBRARY):
         return opened[artifact.sha256]
     if earlier:
-        from opkiln.loading.reload import prepare
-
-        artifact = prepare(spec, artifact, earlier)
+        artifact = beside(spec, artifact, earlier)
     value = open_artifact(spec, artifact.path)
     if spec.kernels and spec.kind == LIBRARY:
         register.require_kernels(spec)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from opkiln import machine as this
 from opkiln.arch import cpu
-from opkiln.decision.request import features
+from opkiln.decision.target import features
 from opkiln.engine import cgroup
 
 _SHARED_MEMORY = "/dev/shm"

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from opkiln.builder.base import OpBuilder
 from opkiln.decision.decide import decide
-from opkiln.decision.outcome import CACHED, WOULD_COMPILE, WOULD_FAIL, summary
-from opkiln.decision.request import Request
+from opkiln.decision.terms import CACHED, WOULD_COMPILE, WOULD_FAIL, Request, summary
 from opkiln.errors import OpkilnError, SpecError
 from opkiln.registry import ALL_OPS, bundled, declared
 from opkiln.report import redact
@@ -16,7 +15,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from opkiln.decision.outcome import Candidate
+    from opkiln.decision.terms import Candidate
 
 
 class BackendStatus(NamedTuple):

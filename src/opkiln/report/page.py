@@ -16,7 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from opkiln.decision.outcome import Candidate
+    from opkiln.decision.terms import Candidate
     from opkiln.report.collect import Environment, InForce, Report
     from opkiln.report.compilers import Tool
     from opkiln.report.facts import Section

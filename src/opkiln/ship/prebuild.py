@@ -10,8 +10,9 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from opkiln.decision import receipt
-from opkiln.decision import request as decision
-from opkiln.decision.outcome import Build, Serve
+from opkiln.decision import terms as decision
+from opkiln.decision.target import target_machine
+from opkiln.decision.terms import Build, Serve
 from opkiln.errors import (
     CompilingOff,
     LoadError,
@@ -166,7 +167,7 @@ def _is_trait(error: OpkilnError, builder: OpBuilder) -> bool:
     """Whether an op cannot be had here because of what it is: it has no device here, or no compiler
     can make what it needs. That there is no compiler at all is an error."""
     if isinstance(error, ToolchainError):
-        machine = decision.target_machine() if builder.backend == CPU else ""
+        machine = target_machine() if builder.backend == CPU else ""
         return available(builder.backend, machine)
     return isinstance(error, LoadError) and not isinstance(error, CompilingOff)
 

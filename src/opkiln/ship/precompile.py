@@ -16,8 +16,8 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from opkiln.builder.base import OpBuilder
-from opkiln.decision import installed
 from opkiln.errors import BuildError, OpkilnError, SettingError, SpecError, UnknownBackend
+from opkiln.model import CARRIED
 from opkiln.settings import LAYOUT, override, settings
 from opkiln.ship import audit, contents, prebuild, selection, targets
 from opkiln.ship.platform_tag import platform_tag
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from opkiln.ship.prebuild import Outcome
 
-PREBUILT = installed.OWN  # the layer's name in a package
+PREBUILT = CARRIED  # the layer's name in a package
 PURE = "py3-none-any"
 _NO_ISOLATION = "pip install --no-build-isolation ."
 

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from opkiln import __version__
 from opkiln.binary import elf
-from opkiln.decision import installed
 from opkiln.errors import StoreError, UsageError
-from opkiln.model import EXECUTABLE
+from opkiln.model import EXECUTABLE, SHARED
 from opkiln.ship import contents
 from opkiln.ship.audit import python_tag
 from opkiln.ship.platform_tag import platform_tag
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
     from opkiln.ship.contents import Entry
 
-HOME = installed.SHARED  # what an installed opkiln looks for
+HOME = SHARED  # what an installed opkiln looks for
 SBOM = "sboms/opkiln.cdx.json"
 GENERATOR = "opkiln"
 ANY_PYTHON = "py3-none"

@@ -6,7 +6,7 @@ import os
 
 from opkiln import evidence
 from opkiln.record import Record
-from opkiln.settings import origin_of, settings
+from opkiln.settings import on_path, origin_of, settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,18 +20,6 @@ class Candidate(Record):
     origin: str  # how it was found: CXX, PATH
     refused: str = ""
     version: str = ""
-
-
-def on_path(name: str) -> Iterator[str]:
-    """Every executable file of this name, in PATH's order; a name with a slash is itself."""
-    if "/" in name:
-        if _executable(name):
-            yield os.path.abspath(name)
-        return
-    for directory in settings.path:
-        path = os.path.join(directory, name)
-        if os.path.isabs(path) and _executable(path):
-            yield path
 
 
 def first(name: str) -> str | None:
@@ -48,11 +36,6 @@ def passed_over(name: str) -> list[str]:
         [os.path.join(directory, name) for directory in settings.path] if "/" not in name else []
     )
     return tried[: tried.index(found)] if found in tried else tried
-
-
-def _executable(path: str) -> bool:
-    # A directory may be executable, too; a compiler never is one.
-    return os.access(path, os.X_OK) and not os.path.isdir(path)
 
 
 def launcher() -> str | None:

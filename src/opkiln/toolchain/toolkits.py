@@ -10,8 +10,8 @@ from typing import Any
 from opkiln import evidence
 from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.record import Record
-from opkiln.settings import origin_of, settings
-from opkiln.toolchain import find, memo, torch_sdk
+from opkiln.settings import on_path, origin_of, settings
+from opkiln.toolchain import memo, torch_sdk
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def places() -> Iterator[Place]:
             yield Place(_nvcc_below(os.path.abspath(home)), origin, named=True)
             if field == "cuda_home":
                 return
-    evidence.programs("nvcc", list(find.on_path("nvcc")))
+    evidence.programs("nvcc", list(on_path("nvcc")))
     for directory in settings.path:
         if os.path.isabs(directory):
             yield Place(os.path.join(directory, "nvcc"), "PATH")

@@ -10,8 +10,7 @@ from sample import layer
 
 from opkiln import machine
 from opkiln.decision import prebuilt
-from opkiln.decision.outcome import Trace
-from opkiln.decision.request import Request
+from opkiln.decision.terms import Request, Trace
 from opkiln.errors import LoadError
 from opkiln.model import ABI_NONE, CUDA, Op, OpSpec
 from opkiln.store import key

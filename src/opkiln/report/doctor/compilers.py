@@ -10,7 +10,7 @@ from opkiln.errors import ToolchainError
 from opkiln.report.doctor.finding import Outcome, failed, joined, passed, skipped, warned
 from opkiln.report.doctor.here import Here
 from opkiln.report.doctor.packages import install
-from opkiln.settings import origin_of, override
+from opkiln.settings import on_path, origin_of, override
 from opkiln.toolchain import find
 from opkiln.toolchain import host as hosts
 
@@ -83,7 +83,7 @@ def runtime(here: Here) -> Outcome:
 def _sharing(here: Here, unlike: str) -> str:
     """Another compiler on PATH that links the shared one; empty where there is none."""
     for name in ("g++", "clang++", "c++"):
-        for path in find.on_path(name):
+        for path in on_path(name):
             if os.path.realpath(path) == os.path.realpath(unlike):
                 continue
             with here.probing(), override(cxx=(path,)):

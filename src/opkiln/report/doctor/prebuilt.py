@@ -7,10 +7,9 @@ import sys
 from importlib.machinery import PathFinder
 
 from opkiln.decision import policy
-from opkiln.decision.installed import OWN, SHARED
-from opkiln.decision.outcome import CACHED
 from opkiln.decision.prebuilt import PREBUILT
-from opkiln.model import PACKAGE
+from opkiln.decision.terms import CACHED
+from opkiln.model import CARRIED, PACKAGE, SHARED
 from opkiln.registry import bundled, declared, distribution
 from opkiln.report.doctor import child
 from opkiln.report.doctor.finding import Outcome, joined, passed, skipped, warned
@@ -27,8 +26,8 @@ _ASK = """
 import json
 from opkiln.errors import OpkilnError
 from opkiln.decision.decide import decide
-from opkiln.decision.outcome import summary
-from opkiln.decision.request import Request
+from opkiln.decision.terms import summary
+from opkiln.decision.terms import Request
 from opkiln.registry import ALL_OPS
 status, decisions = '', []
 try:
@@ -80,7 +79,7 @@ def _found() -> Iterator[tuple[str, str]]:
     layers = [(name, os.path.join(each, name)) for each in shared for name in names_in(each)]
     for name, owner, package in _declared():
         op = name.rpartition(":")[2]
-        for brought_by, layer in [(owner, os.path.join(package, OWN)), *layers]:
+        for brought_by, layer in [(owner, os.path.join(package, CARRIED)), *layers]:
             ops = os.path.join(layer, LAYOUT, "ops")
             if any(op in names_in(os.path.join(ops, each)) for each in names_in(ops)):
                 yield name, brought_by

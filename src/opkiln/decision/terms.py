@@ -1,14 +1,78 @@
-"""What a decision can come to, and the candidates it looked at."""
+"""The terms of a decision: the request, the candidates it looks at, and what it can come to.
+
+A request is made at the beginning of a load, a build or a look. Everything that it needs is worked
+out once.
+"""
 
 from __future__ import annotations
 
+from functools import cached_property
+
+from opkiln import machine
 from opkiln.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.errors import OpkilnError
+    from opkiln.decision.archs import Wanted
+    from opkiln.errors import LoadError, OpkilnError
     from opkiln.evidence import Evidence
-    from opkiln.model import Artifact, Plan
+    from opkiln.model import Artifact, Op, Plan, Target, TorchSDK
+    from opkiln.store.layers import Store
+
+# What the op is wanted for.
+LOAD = "load"  # to run here, now
+BUILD = "build"  # to be there for a later load: it need not run here
+SHIP = "ship"  # to be in the user's own store, for other machines
+
+
+class Request:
+    """An op, what it is wanted for, and what was tried so far."""
+
+    def __init__(self, op: Op, use: str = LOAD, *, must_be_native: bool = False) -> None:
+        self.op = op
+        self.use = use
+        self.must_be_native = must_be_native or use != LOAD
+        self.cannot_open: dict[str, LoadError] = {}  # what this process failed to open, by path
+        self.build_error: OpkilnError | None = None  # why the build that was decided on failed
+
+    @cached_property
+    def wanted(self) -> Wanted:
+        """The device architectures. Raises ArchError, LoadError."""
+        from opkiln.decision import archs
+
+        return archs.wanted(self.op)
+
+    @cached_property
+    def sdk(self) -> TorchSDK | None:
+        """The torch that it would run on; None where it needs none. Raises LoadError where no
+        native op can run here at all."""
+        from opkiln.decision.target import runnable
+
+        return runnable(self.op.spec)
+
+    @cached_property
+    def target(self) -> Target:
+        """What it would be built for. Raises ArchError, BuildError, LoadError."""
+        from opkiln.decision.target import target_of
+
+        return target_of(self.op.spec, self.sdk, self.wanted.archs)
+
+    @cached_property
+    def store(self) -> Store:
+        """The store's layers."""
+        from opkiln.store.layers import Store
+
+        return Store()
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether what serves must run on this machine."""
+        return self.use == LOAD
+
+    @property
+    def for_elsewhere(self) -> bool:
+        """Whether it is for another machine, so that only the user's own store counts."""
+        return self.use == SHIP or self.target.machine != machine.architecture()
 
 
 class Candidate(Record):
