@@ -179,9 +179,9 @@ def test_copies_receive_the_new_values(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("low", "message"),
     [
-        (torch.zeros(4), r"copies: that of param_groups\[1\]\['params'\]\[0\] has 4 elements"),
-        (torch.zeros(5, dtype=torch.int8), r"copies: that of .* is torch.int8 on cpu"),
-        (torch.zeros(5, device="meta"), r"copies: that of .* is torch.float32 on meta"),
+        (torch.zeros(4), r"the copy of param_groups\[1\]\['params'\]\[0\] has 4 elements"),
+        (torch.zeros(5, dtype=torch.int8), r"the copy of .* is torch.int8 on cpu"),
+        (torch.zeros(5, device="meta"), r"the copy of .* is torch.float32 on meta"),
     ],
 )
 def test_a_wrong_copy_is_refused_by_name_before_anything_moves(
