@@ -190,7 +190,8 @@ def test_a_gradient_that_is_not_contiguous_is_copied_and_the_lists_are_passed(na
     ops.status = Status.LAYOUT
     ops.calls.clear()
     optimizer.step()
-    assert ops.calls == ["_kept_" if name in HOST else "_planned_", "_"]
+    assert ops.calls[:2] == ["_kept_" if name in HOST else "_planned_", "_"]
+    assert set(ops.calls[2:]) <= {"_forget"}
     for mine, other in zip(params, others, strict=True):
         assert torch.equal(mine, other)
     assert expected.state[others[0]]["step"] == optimizer.state[params[0]]["step"]
