@@ -276,7 +276,7 @@ def test_nothing_else_is_done_while_a_step_is_in_flight(
     handle = optimizer.step_in_background()
     try:
         assert not handle.done()
-        with pytest.raises(TimeoutError, match=r"not made after 0.01 s"):
+        with pytest.raises(TimeoutError, match=r"still running after 0.01 s"):
             handle.wait(0.01)
         for forbidden in (
             optimizer.step,
@@ -288,7 +288,7 @@ def test_nothing_else_is_done_while_a_step_is_in_flight(
             lambda: optimizer.zero_grad(set_to_none=False),
             lambda: copy.deepcopy(optimizer),
         ):
-            with pytest.raises(UsageError, match="while a step is being made in the background"):
+            with pytest.raises(UsageError, match="while a step runs in the background"):
                 forbidden()
     finally:
         held.go.set()

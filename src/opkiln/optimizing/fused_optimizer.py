@@ -190,12 +190,13 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         ]
         scales = self._scales(places)
         hypers = [self._numbers(each, scales) for each in places]
-        calls = iter(self._calls([each for each in places if each.plan is None]))
+        unplanned = [pair for pair in zip(places, hypers, strict=True) if pair[0].plan is None]
+        calls = iter(self._calls(unplanned))
         out: list[Callable[[], None]] = []
         for each, hyper in zip(places, hypers, strict=True):
             plan, call = each.plan, None
             if plan is None:
-                call = next(calls)._replace(hyper=hyper)
+                call = next(calls)
                 plan = self._new_plan(plans, each, call)
             if plan is not None:
                 out.append(partial(self._run_plan, plan, each, hyper))
@@ -280,25 +281,24 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         # A gradient does not fit the plan. Lists can be laid out alike.
         places = self._places(here.group, self.param_groups[here.group], None)
         scales = {here.device: hyper["grad_scale"]}
-        for each, call in zip(places, self._calls(places), strict=True):
-            self._run_call(call._replace(hyper=self._numbers(each, scales)))
+        for call in self._calls([(each, self._numbers(each, scales)) for each in places]):
+            self._run_call(call)
 
     def _run_call(self, call: Call) -> None:
         run(getattr(self._load(call.device.type), f"{self.FUNCTION}_"), call, self.STATES)
 
-    def _calls(self, places: list[_Place]) -> list[Call]:
-        """The calls for these, without ``hyper``. Missing states are made."""
+    def _calls(self, places: list[tuple[_Place, dict[str, Any]]]) -> list[Call]:
+        """The calls for these places, each with the op's arguments beside the lists. Missing states
+        are made."""
         if not places:
             return []
-        calls = []
-        for here in places:
+        found = []
+        for here, _ in places:
             states = [self.state[param] for param in here.params]
             if not all(states):
                 states = self._initialise(here.params)
-            masters, parts = self._masters(here.params, states), here.params
-            if here.sharded:
-                masters, parts = parts_of(masters), parts_of(parts)
-            calls.append(Call(here.device, here.params, parts, here.grads, states, masters, [], {}))
+            masters = self._masters(here.params, states)
+            found.append((states, parts_of(masters) if here.sharded else masters))
         # All who hold a count: also parameters of other groups, those without a gradient, and those
         # that were taken out of their group and may come back.
         holders = Counter(
@@ -308,7 +308,14 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
                 if isinstance(state, dict) and "step" in state  # torch lets users keep things there
             ]
         )
-        return [call._replace(steps=shared_steps(call.states, holders)) for call in calls]
+        calls = []
+        for (here, hyper), (states, masters) in zip(places, found, strict=True):
+            parts = parts_of(here.params) if here.sharded else here.params
+            steps = shared_steps(states, holders)
+            calls.append(
+                Call(here.device, here.params, parts, here.grads, states, masters, steps, hyper)
+            )
+        return calls
 
     def _initialise(self, params: list[Tensor]) -> list[dict[str, Any]]:
         """Zeros for those without a state. They share one count of steps, which is 0."""
