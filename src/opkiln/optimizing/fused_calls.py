@@ -19,7 +19,6 @@ from opkiln.optimizing.op_calls import (
     each_base_once,
     lay_out_alike,
     same_tensors,
-    with_versions,
 )
 from opkiln.optimizing.sharded import has_shards, like, parts_of, sum_over_shards
 
@@ -77,7 +76,7 @@ def run(op: Callable[..., None], call: Call, names: tuple[str, ...]) -> None:
         lists, masters = laid.lists[: len(lists)], _pick(masters, laid.lists[-1], masters)
     params, _, *states = lists
     written = [params, *states, masters, call.steps, *call.dtensors((*names, MASTER))]
-    call_in_place(op, [*lists, masters, call.steps], with_versions(written), call.hyper)
+    call_in_place(op, [*lists, masters, call.steps], written, call.hyper)
     if laid is not None:
         for i, state in enumerate(call.states):
             for name, row in zip(names, states, strict=True):
@@ -126,7 +125,6 @@ class Planned(NamedTuple):
             return None
         kept = [*lists[2:], call.masters, call.steps]
         dtensors = call.dtensors((*names, MASTER))
-        (written,) = with_versions([each_base_once(chain(call.params, *kept, *dtensors))])
         return cls(
             call.device,
             memory,
@@ -135,7 +133,7 @@ class Planned(NamedTuple):
             call.params,
             list(map(Tensor.data_ptr, call.params)),
             kept,
-            written,
+            each_base_once(chain(call.params, *kept, *dtensors)),
             stream_of(call.device),
         )
 

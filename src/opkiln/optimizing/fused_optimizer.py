@@ -300,11 +300,12 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
             masters = self._masters(here.params, states)
             found.append((states, parts_of(masters) if here.sharded else masters))
         # All who hold a count: also parameters of other groups, those without a gradient, and those
-        # that were taken out of their group and may come back.
+        # that were taken out of their group and may come back. Mostly all are in one call.
+        alone = len(places) == 1 and len(set(map(id, found[0][0]))) == len(self.state)
         holders = Counter(
             [
                 id(state["step"])
-                for state in self.state.values()
+                for state in (() if alone else self.state.values())
                 if isinstance(state, dict) and "step" in state  # torch lets users keep things there
             ]
         )

@@ -14,13 +14,7 @@ from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
 from opkiln.optimizing.checks import DTYPES, place
-from opkiln.optimizing.op_calls import (
-    Status,
-    call_in_place,
-    lay_out_alike,
-    same_tensors,
-    with_versions,
-)
+from opkiln.optimizing.op_calls import Status, call_in_place, lay_out_alike, same_tensors
 from opkiln.optimizing.sharded import (
     gradient_parts,
     has_shards,
@@ -65,7 +59,7 @@ class Kept(NamedTuple):
         forget = getattr(ops, f"{call.function}forget")
         weakref.finalize(ticket, forget, ticket.clone()).atexit = False
         beside = [params, *whole] if call.sharded else []
-        return cls(ticket, params, parts, call.states, with_versions([parts, *states, *beside]))
+        return cls(ticket, params, parts, call.states, [parts, *states, *beside])
 
     def fits(self, params: list[Tensor]) -> bool:
         """Whether these are the parameters that it was made for."""
@@ -141,7 +135,7 @@ class Call(NamedTuple):
         if laid is not None:
             params, *rest = laid.lists
             gradients, states = gradients if in_rows else rest[:1], rest[len(dense) :]
-        written = with_versions([params, *states, copies, *beside])
+        written = [params, *states, copies, *beside]
         call_in_place(op, [params, *gradients, *states, copies], written, self.hyper)
         if laid is not None:
             for name, tensors in zip(names, states, strict=True):

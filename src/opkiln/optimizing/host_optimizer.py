@@ -374,7 +374,8 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
         if set(map(type, steps)) - {int}:  # a user's, or torch's own
             steps = list(map(int, steps))
         calls = []
-        copied = [param in copies for param in params] if copies else [False] * len(params)
+        found: list[Any] = list(map(copies.get, params)) if copies else [None] * len(params)
+        copied = [copy is not None for copy in found]
         for members in alike(list(zip(steps, copied, strict=True)) if copies else steps):
             first = members[0]
             part = take(params, members)
@@ -385,7 +386,7 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
                     params=part,
                     gradients=[take(row, members) for row in gradients],
                     states=take(states, members),
-                    copies=[copies[param] for param in part] if copied[first] else [],
+                    copies=take(found, members) if copied[first] else [],
                     step=step,
                     hyper=self._hyper_at(step, self.param_groups[index]),
                 )

@@ -63,15 +63,15 @@ def check_size(where: str, tensor: Tensor, there: str, param: Tensor) -> None:
         raise RuntimeError(f"{where} has {tensor.numel()} elements, {there} has {param.numel()}")
 
 
-def no_ticket(*_: Any, **__: Any) -> Tensor:
+def no_ticket(params: list[Tensor], *_: list[Tensor]) -> Tensor:
     """An op's ``keep``: a ticket without elements says that nothing is kept."""
-    return torch.empty(0, dtype=torch.int64)
+    # Of a parameter, so that it is a fake tensor where that is one.
+    return params[0].new_empty(0, dtype=torch.int64) if params else torch.empty(0).long()
 
 
 def no_plan(params: list[Tensor], *_: list[Tensor]) -> tuple[Tensor, Tensor]:
     """An op's ``plan``: a ledger without elements says that there is no plan."""
-    device = params[0].device if params else None
-    return torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.int64)
+    return no_ticket(params), torch.empty(0, dtype=torch.int64)
 
 
 def not_kept(*_: Any, **__: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
@@ -13,10 +13,6 @@ from torch import Tensor
 from opkiln.errors import UsageError
 from opkiln.optimizing.op_calls import same_tensors
 from opkiln.optimizing.sharded import has_shards
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections import Counter
 
 _T = TypeVar("_T")
 _POOLED = 1 << 16  # elements up to which a state shares its memory with others
@@ -154,8 +150,8 @@ def zeros_like(params: list[Tensor]) -> list[Tensor]:
 def shared_steps(states: list[dict[str, Any]], holders: Counter[int]) -> list[Tensor]:
     """The counts of steps: one where all share one, otherwise one for each, no two the same.
 
-    ``holders`` is how many states hold a count, by its id. If states outside this call hold it,
-    too, they keep it and these states get a copy.
+    ``holders`` is how many states hold a count, by its id; it is empty if these are all states. If
+    states outside this call hold a count, too, they keep it and these states get a copy.
     """
     first: Tensor = states[0]["step"]
     if all(state["step"] is first for state in states):
@@ -167,6 +163,9 @@ def shared_steps(states: list[dict[str, Any]], holders: Counter[int]) -> list[Te
             for state in states:
                 state["step"] = first
         return [first]
+    if not holders:
+        distinct = {id(state): state for state in states}.values()
+        holders = Counter(id(state["step"]) for state in distinct)
     steps: dict[int, Tensor] = {}
     for state in states:
         step = state["step"]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkiln.optimizing.op_calls import call_in_place, lay_out_alike, with_versions
+from opkiln.optimizing.op_calls import call_in_place, lay_out_alike
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def make_step(
         laid = lay_out_alike(params, grads, *states)
         lists = [params, grads, *states] if laid is None else laid.lists
         stepped, _, *averages = lists
-        call_in_place(op, [*lists, *rest], with_versions([stepped, *averages]), hyper)
+        call_in_place(op, [*lists, *rest], [stepped, *averages], hyper)
         if laid is not None:
             for tensors, were in zip(averages, states, strict=True):
                 for tensor, was in zip(tensors, were, strict=True):
