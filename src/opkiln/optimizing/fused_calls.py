@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -49,7 +50,7 @@ class Call(NamedTuple):
         return [
             self.params,
             self.grads,
-            *(self._parts([state[name] for state in self.states]) for name in names),
+            *(self._parts(list(map(itemgetter(name), self.states))) for name in names),
         ]
 
     def _parts(self, tensors: list[Tensor]) -> list[Tensor]:

@@ -294,7 +294,7 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
             return []
         found = []
         for here, _ in places:
-            states = [self.state[param] for param in here.params]
+            states = list(map(self.state.__getitem__, here.params))
             if not all(states):
                 states = self._initialise(here.params)
             masters = self._masters(here.params, states)

@@ -180,18 +180,21 @@ def check_copies(groups: list[dict[str, Any]], copies: Mapping[Tensor, Tensor]) 
     for index, group in enumerate(groups):
         for i, param in enumerate(group["params"]):
             copy = copies.get(param)
-            if copy is None:
-                continue
-            where = f"the copy of {place(index, group, i)}"
-            if copy.device.type != "cpu" or copy.dtype not in DTYPES:
-                raise ArgumentTypeError(
-                    f"{where} is {copy.dtype} on {copy.device}, "
-                    "expected float32, bfloat16 or float16 on the CPU"
-                )
-            if not same_placement(copy, param):
-                raise ArgumentError(
-                    f"{where} is {placement_text(copy)}, expected {placement_text(param)}",
-                    hint="torch.empty_like(param, dtype=torch.bfloat16)",
-                )
-            if copy.numel() != param.numel():
-                raise ArgumentError(f"{where} has {copy.numel()} elements, not {param.numel()}")
+            if copy is not None and (wrong := _wrong_copy(param, copy)):
+                kind, what, hint = wrong
+                raise kind(f"the copy of {place(index, group, i)} {what}", hint=hint)
+
+
+def _wrong_copy(
+    param: Tensor, copy: Tensor
+) -> tuple[type[ArgumentError | ArgumentTypeError], str, str] | None:
+    """The error for a copy that cannot receive its parameter: its class, its text and its hint."""
+    if copy.device.type != "cpu" or copy.dtype not in DTYPES:
+        what = f"is {copy.dtype} on {copy.device}"
+        return ArgumentTypeError, f"{what}, expected float32, bfloat16 or float16 on the CPU", ""
+    if not same_placement(copy, param):
+        what = f"is {placement_text(copy)}, expected {placement_text(param)}"
+        return ArgumentError, what, "torch.empty_like(param, dtype=torch.bfloat16)"
+    if copy.numel() != param.numel():
+        return ArgumentError, f"has {copy.numel()} elements, not {param.numel()}", ""
+    return None

@@ -107,7 +107,7 @@ def lay_out_alike(
     """
     if all(map(Tensor.is_contiguous, chain(params, *others))):
         return None
-    if not in_rows and all(map(_is_dense, params)):
+    if not in_rows and all(param.is_contiguous() or _is_dense(param) for param in params):
         strides = list(map(Tensor.stride, params))
         if all(list(map(Tensor.stride, row)) == strides for row in others):
             return None
@@ -125,7 +125,7 @@ def lay_out_alike(
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether its elements fill a stretch of memory, whatever the order of its dimensions."""
-    if tensor.is_contiguous():
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         return True
     filled = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from itertools import accumulate
+from itertools import accumulate, repeat
+from operator import is_, itemgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from opkiln.optimizing.op_calls import same_tensors
 from opkiln.optimizing.sharded import has_shards
 
 _T = TypeVar("_T")
+_STEP = itemgetter("step")
 _POOLED = 1 << 16  # elements up to which a state shares its memory with others
 _ALIGNED = 64  # elements: 256 bytes, so that each state begins where torch's own would
 
@@ -154,9 +156,9 @@ def shared_steps(states: list[dict[str, Any]], holders: Counter[int]) -> list[Te
     states outside this call hold a count, too, they keep it and these states get a copy.
     """
     first: Tensor = states[0]["step"]
-    if all(state["step"] is first for state in states):
-        here = len(set(map(id, states)))  # a group may name a parameter twice
-        if holders[id(first)] > here:
+    if all(map(is_, map(_STEP, states), repeat(first))):
+        # A group may name a parameter twice.
+        if holders and holders[id(first)] > (here := len(set(map(id, states)))):
             refuse_capture(first.device, "parameters that were stepped together no longer are")
             holders[id(first)] -= here
             first = first.clone()
