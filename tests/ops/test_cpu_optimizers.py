@@ -257,9 +257,9 @@ class _Held:
         if not name.endswith("_"):
             return function
 
-        def held(*args: Any, **kwargs: Any) -> None:
+        def held(*args: Any, **kwargs: Any) -> Any:
             assert self.go.wait(60)
-            function(*args, **kwargs)
+            return function(*args, **kwargs)
 
         return held
 

@@ -250,3 +250,16 @@ def test_the_statuses_of_the_native_ops_are_those_of_python() -> None:
     found = re.findall(r"constexpr int64_t k(\w+) = (\d+);", header.read_text())
     named = {status.name.replace("_", "").lower(): status.value for status in Status}
     assert {name.lower(): int(value) for name, value in found} == named
+
+
+@pytest.mark.parametrize("name", [*HOST, *FUSED])
+def test_a_step_over_fake_tensors_is_made(name: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        params = parameters(*SHAPES)
+        optimizer = getattr(optim, name)(params)
+        for _ in range(4):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
