@@ -26,6 +26,7 @@ from stand_in import compile_command
 from torch import Tensor
 
 import opkiln
+from opkiln.optimizing.op_calls import Status
 
 HERE = Path(__file__).parent
 PACKAGE = Path(opkiln.__file__).parent
@@ -262,13 +263,16 @@ class Kernel:
             # Detached, so that they stay where they are, as addresses do.
             return lambda *lists: (
                 _Kept(tuple([t.detach() for t in row] for row in lists)),
-                torch.zeros(0),
+                torch.zeros(1),
             )
         if what == "ned_":
             step = getattr(self, f"{op}_")
-            return lambda plan, _, grads, **hyper: step(
-                plan.lists[0], grads, *plan.lists[2:], **hyper
-            )
+
+            def planned(plan: _Kept, _: Tensor, grads: list[Tensor], **hyper: Any) -> int:
+                step(plan.lists[0], grads, *plan.lists[2:], **hyper)
+                return Status.MADE
+
+            return planned
         raise AttributeError(name)
 
 

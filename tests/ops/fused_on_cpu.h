@@ -1,7 +1,7 @@
 // What the fused optimizers' kernels on the CPU share: plans in host memory, launches counted.
 #pragma once
 
-#include <ops/multi_tensor/plan.cu>
+#include <opkiln/optimizing/plan.cu>
 #include <vector>
 
 using opkiln::multi_tensor::Item;

@@ -134,7 +134,7 @@ def test_copies_receive_the_new_values_of_their_parameters_only() -> None:
 def test_a_copy_of_a_stranger_is_refused() -> None:
     params = parameters((5,))
     give_gradients(params)
-    with pytest.raises(UsageError, match=r"no parameters here, of shapes \(3,\)"):
+    with pytest.raises(UsageError, match=r"unexpected keys in copies, of shapes \(3,\)"):
         CPUAdam(params).step(copies={torch.zeros(3): torch.zeros(3)})
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from opkiln import get_builder, optim
 from opkiln.errors import UsageError
+from opkiln.optimizing.op_calls import Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -353,22 +354,26 @@ def test_states_that_were_replaced_by_a_state_dict_are_gone(pair: Pair) -> None:
         gc.enable()
 
 
-def test_a_ticket_that_is_forgotten_or_of_something_else_is_refused(
+def test_a_step_over_kept_lists_returns_a_status_before_it_writes(
     name: str, native_optimizer: None
 ) -> None:
     op = KINDS[name]
     ops = get_builder(op).load()
     keep, kept, forget = (getattr(ops, f"{op}_{what}") for what in ("keep", "kept_", "forget"))
-    states = [[torch.zeros(3)] for _ in getattr(optim, name).STATES]
-    ticket = keep([torch.ones(3)], *states, [])
+    states = [[torch.zeros(3, 2)] for _ in getattr(optim, name).STATES]
+    ticket = keep([param := torch.ones(3, 2)], *states, [])
     optimizer = getattr(optim, name)([torch.ones(3, requires_grad=True)])
     hyper = {**optimizer._hyper_at(1, optimizer.param_groups[0]), "grad_scale": 1.0}
-    kept(ticket, [torch.ones(3)], **hyper)
+    assert kept(ticket, [torch.ones(3, 2)], **hyper) == Status.MADE
+    before = [tensor.clone() for tensor in (param, *(row[0] for row in states))]
+    for odd in (torch.ones(2, 3).t(), torch.ones(3, 4)[:, ::2], torch.ones(1).expand(3, 2)):
+        assert kept(ticket, [odd], **hyper) == Status.LAYOUT
     with pytest.raises(RuntimeError, match="grads has 2 tensors, params has 1"):
-        kept(ticket, [torch.ones(3), torch.ones(3)], **hyper)
+        kept(ticket, [torch.ones(3, 2), torch.ones(3, 2)], **hyper)
     forget(ticket)
     forget(ticket)  # a second time does nothing
-    with pytest.raises(RuntimeError, match=r"ticket \d+: no lists are kept for it"):
-        kept(ticket, [torch.ones(3)], **hyper)
-    with pytest.raises(RuntimeError, match="ticket is not one that lists were kept for"):
-        kept(torch.ones(3), [torch.ones(3)], **hyper)
+    assert kept(ticket, [torch.ones(3, 2)], **hyper) == Status.NOT_KEPT
+    with pytest.raises(RuntimeError, match="ticket is not from this op"):
+        kept(torch.ones(3), [torch.ones(3, 2)], **hyper)
+    after = [param, *(row[0] for row in states)]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))

@@ -179,9 +179,9 @@ def test_copies_receive_the_new_values(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("low", "message"),
     [
-        (torch.zeros(4), r"copies: that of param_groups\[1\]\['params'\]\[0\] has 4 elements"),
-        (torch.zeros(5, dtype=torch.int8), r"copies: that of .* is torch.int8 on cpu"),
-        (torch.zeros(5, device="meta"), r"copies: that of .* is torch.float32 on meta"),
+        (torch.zeros(4), r"the copy of param_groups\[1\]\['params'\]\[0\] has 4 elements"),
+        (torch.zeros(5, dtype=torch.int8), r"the copy of .* is torch.int8 on cpu"),
+        (torch.zeros(5, device="meta"), r"the copy of .* is torch.float32 on meta"),
     ],
 )
 def test_a_wrong_copy_is_refused_by_name_before_anything_moves(
@@ -257,9 +257,9 @@ class _Held:
         if not name.endswith("_"):
             return function
 
-        def held(*args: Any, **kwargs: Any) -> None:
+        def held(*args: Any, **kwargs: Any) -> Any:
             assert self.go.wait(60)
-            function(*args, **kwargs)
+            return function(*args, **kwargs)
 
         return held
 
@@ -276,7 +276,7 @@ def test_nothing_else_is_done_while_a_step_is_in_flight(
     handle = optimizer.step_in_background()
     try:
         assert not handle.done()
-        with pytest.raises(TimeoutError, match=r"not made after 0.01 s"):
+        with pytest.raises(TimeoutError, match=r"still running after 0.01 s"):
             handle.wait(0.01)
         for forbidden in (
             optimizer.step,
@@ -288,7 +288,7 @@ def test_nothing_else_is_done_while_a_step_is_in_flight(
             lambda: optimizer.zero_grad(set_to_none=False),
             lambda: copy.deepcopy(optimizer),
         ):
-            with pytest.raises(UsageError, match="while a step is being made in the background"):
+            with pytest.raises(UsageError, match="while a step runs in the background"):
                 forbidden()
     finally:
         held.go.set()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from opkiln.errors import UsageError
 from opkiln.optim import FusedAdam
+from opkiln.optimizing.op_calls import Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,15 +36,15 @@ class Counting:
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.calls.append(name.removeprefix("fused_adam"))
-            # As the native op refuses them.
+            # As the native op does.
             if name == "fused_adam_":
                 for param, grad in zip(*args[:2], strict=True):
                     if grad.stride() != param.stride():
                         raise RuntimeError("laid out differently")
             elif name == "fused_adam_planned_" and not all(
-                grad is not None and grad.is_contiguous() for grad in args[2]
+                grad.is_contiguous() for grad in args[2]
             ):
-                raise RuntimeError("a gradient does not fit the plan")
+                return Status.LAYOUT
             return function(*args, **kwargs)
 
         return counted

@@ -50,7 +50,10 @@ class _FusedOptimizers(OpModule):
         op = getattr(self._ops(device.type), f"{self.NAME}_")
         made = torch.full((), step - 1, dtype=torch.float32, device=device)
         with torch.no_grad():
-            wide = [[state.float() for state in row] for row in states]  # fp32 stays itself
+            wide = [
+                [state if state.dtype == torch.float32 else state.float() for state in row]
+                for row in states
+            ]
             make_step(op, params, grads, wide, [[], [made], *more], hyper)
             for row, were in zip(wide, states, strict=True):
                 for state, was in zip(row, were, strict=True):

@@ -1,4 +1,4 @@
-"""A step of an op over lists of tensors as DeepSpeed's front ends hand them on."""
+"""A step of an op over lists of tensors, as DeepSpeed's front ends pass them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkiln.ops.in_place import call_in_place
-from opkiln.ops.layout import lay_out_alike
+from opkiln.optimizing.op_calls import call_in_place, lay_out_alike
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,15 +27,11 @@ def make_step(
     Raises RuntimeError, naming the argument, before anything is written.
     """
     with torch.no_grad():
-        try:
-            call_in_place(op, [params, grads, *states, *rest], [params, *states], hyper)
-        except RuntimeError:
-            # The op refuses before it writes. Looking at all layouts first would cost every step.
-            laid = lay_out_alike(params, grads, *states)
-            if laid is None:
-                raise
-            stepped, gradients, *averages = laid.lists
-            op(stepped, gradients, *averages, *rest, **hyper)
+        laid = lay_out_alike(params, grads, *states)
+        lists = [params, grads, *states] if laid is None else laid.lists
+        stepped, _, *averages = lists
+        call_in_place(op, [*lists, *rest], [stepped, *averages], hyper)
+        if laid is not None:
             for tensors, were in zip(averages, states, strict=True):
                 for tensor, was in zip(tensors, were, strict=True):
                     if tensor is not was:

@@ -69,6 +69,11 @@ inline void check_length(const Argument& list, const Argument& like) {
       std::equal(strides_a.begin(), strides_a.end(), strides_b.begin(), strides_b.end());
 }
 
+// Whether a kernel can walk both in step: both are contiguous, or both dense with the same strides.
+[[gnu::cold]] inline bool laid_out_alike(const Tensor& a, const Tensor& b) {
+  return (a.is_contiguous() && b.is_contiguous()) || (is_dense(a) && same_layout(a, b));
+}
+
 inline Type type_of(const Argument& list, std::size_t i) {
   switch (list.tensors[i].scalar_type()) {
     case ScalarType::Float:

@@ -1,7 +1,8 @@
-// From torch's tensors to the kernel: every check, the threads, the registration.
+// The binding of the kernel: checks, threads and registration.
 
-#include <opkiln/host_step.h>
-#include <opkiln/kept_lists.h>
+#include <opkiln/optimizing/host_step.h>
+#include <opkiln/optimizing/kept_lists.h>
+#include <opkiln/optimizing/status.h>
 
 #include "cpu.h"
 
@@ -12,17 +13,23 @@ using namespace opkiln;
 using Kernel = void(const Hyper&, const Flat<kStreams>&, int64_t, int64_t);
 using RowsKernel = void(const Hyper&, const Rows&, int64_t, int64_t);
 
-// Parameters, sums and copies: given, or kept.
+// All lists but the gradients: passed in the call, or kept.
 struct Rest {
   const TensorList &params, &sums, &copies;
 };
 
-void run(Kernel* kernel, const Rest& rest, const TensorList& grads, const Hyper& hyper) {
+StepLists<kStreams> lists_of(const Rest& rest, const TensorList& grads) {
+  return {{{{"params", rest.params}, {"grads", grads}, {"sums", rest.sums}}},
+          {"copies", rest.copies}};
+}
+
+void check(const Hyper& hyper) {
   check_step(hyper.step);
   check_scale(hyper.grad_scale);
-  const StepLists<kStreams> lists{
-      {{{"params", rest.params}, {"grads", grads}, {"sums", rest.sums}}}, {"copies", rest.copies}};
-  parallel_over(lists.items(), [&](const Flat<kStreams>& list, int64_t low, int64_t high) {
+}
+
+void run(Kernel* kernel, const Hyper& hyper, std::vector<Item<kStreams>> items) {
+  parallel_over(std::move(items), [&](const Flat<kStreams>& list, int64_t low, int64_t high) {
     kernel(hyper, list, low, high);
   });
 }
@@ -31,19 +38,29 @@ template <Kernel* kernel>
 void run_given(TensorList params, TensorList grads, TensorList sums, TensorList copies,
                int64_t step, double lr, double lr_decay, double eps, double weight_decay,
                bool maximize, double grad_scale) {
-  run(kernel, {params, sums, copies}, grads,
-      {step, lr, lr_decay, eps, weight_decay, maximize, grad_scale});
+  const Hyper hyper{step, lr, lr_decay, eps, weight_decay, maximize, grad_scale};
+  check(hyper);
+  run(kernel, hyper, lists_of({params, sums, copies}, grads).items());
 }
 
 Tensor keep(TensorList params, TensorList sums, TensorList copies) {
   return KeptLists::keep({std::move(params), std::move(sums), std::move(copies)});
 }
 
-void kept_step(Tensor ticket, TensorList grads, int64_t step, double lr, double lr_decay,
-               double eps, double weight_decay, bool maximize, double grad_scale) {
-  const auto kept = KeptLists::of(ticket);
-  run(adagrad_step, {(*kept)[0], (*kept)[1], (*kept)[2]}, grads,
-      {step, lr, lr_decay, eps, weight_decay, maximize, grad_scale});
+int64_t kept_step(Tensor ticket, TensorList grads, int64_t step, double lr, double lr_decay,
+                  double eps, double weight_decay, bool maximize, double grad_scale) {
+  const auto kept = KeptLists::find(ticket);
+  if (kept == nullptr) {
+    return status::kNotKept;
+  }
+  const Hyper hyper{step, lr, lr_decay, eps, weight_decay, maximize, grad_scale};
+  check(hyper);
+  auto items = lists_of({(*kept)[0], (*kept)[1], (*kept)[2]}, grads).items_if_laid_out_alike();
+  if (!items) {
+    return status::kLayout;
+  }
+  run(adagrad_step, hyper, std::move(*items));
+  return status::kMade;
 }
 
 void forget(Tensor ticket) {
@@ -114,9 +131,8 @@ template <RowsKernel* kernel>
 void run_rows(TensorList params, TensorList indices, TensorList values, TensorList sums,
               TensorList copies, int64_t step, double lr, double lr_decay, double eps,
               bool maximize, double grad_scale) {
-  check_step(step);
-  check_scale(grad_scale);
   const Hyper hyper{step, lr, lr_decay, eps, 0, maximize, grad_scale};
+  check(hyper);
   const Argument param{"params", params}, index{"indices", indices}, value{"values", values},
       sum{"sums", sums}, copy{"copies", copies};
   for (const Argument* list : {&index, &value, &sum}) {

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from opkiln.ops.host_builder import HostBuilder, schemas
+from opkiln.optimizing.host_builder import HostBuilder, host_schemas
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import ModuleType
 
-# Gradients that have some rows only: `indices` says which, in ascending order without duplicates.
+# Gradients of some rows: `indices` says which, in ascending order without duplicates.
 _ROWS = (
     "(Tensor(a!)[] params, Tensor[] indices, Tensor[] values, Tensor(b!)[] sums, "
     "Tensor(c!)[] copies, int step, float lr, float lr_decay, float eps, bool maximize, "
@@ -17,14 +17,13 @@ _ROWS = (
 
 
 class CPUAdagradBuilder(HostBuilder):
-    """``load()`` gives ``cpu_adagrad_``, ``cpu_adagrad_rows_`` for sparse gradients, and the two
-    that undo a step, see reference.py; and the form of the first that takes lists which were
-    kept."""
+    """``load()`` gives ``cpu_adagrad_``, ``cpu_adagrad_rows_`` for sparse gradients, the two that
+    undo a step (see reference.py), and the form of the first over kept lists."""
 
     NAME = "cpu_adagrad"
     BUILD_VAR = "DS_BUILD_CPU_ADAGRAD"
     SCHEMAS = (
-        *schemas(
+        *host_schemas(
             "cpu_adagrad",
             ("sums",),
             "int step, float lr, float lr_decay, float eps, float weight_decay, bool maximize, "

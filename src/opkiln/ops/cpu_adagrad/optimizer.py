@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 
 from opkiln.errors import UsageError
-from opkiln.ops.host_optimizer import HostOptimizer
-from opkiln.ops.param_groups import check_numbers
+from opkiln.optimizing.checks import check_numbers
+from opkiln.optimizing.host_optimizer import HostOptimizer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim.optimizer import ParamsT
 
-    from opkiln.ops.host_calls import Call
+    from opkiln.optimizing.host_calls import Call
 
 _ROWS = "cpu_adagrad_rows_"
 
@@ -28,10 +28,10 @@ class CPUAdagrad(HostOptimizer):
     Parameters are fp32, bf16 or fp16, mixed as you like. Their sum of squares is fp32, or of the
     parameter's own type with ``fp32_optimizer_states=False``; arithmetic is fp32 throughout.
     Gradients are dense or sparse (``torch.sparse_coo``, of an embedding say): of a parameter, its
-    sum and its copy only the rows that the gradient has are read and written.
+    sum and its copy, only the rows that the gradient has are read and written.
     State dicts are interchangeable with those of ``torch.optim.Adagrad``.
-    The native op is loaded (and built, if need be) at the first step; where it cannot be had the
-    PyTorch reference serves, with one warning.
+    The native op is loaded (and built, if need be) at the first step. If that is impossible, the
+    PyTorch reference runs instead, with one warning.
 
     Raises UsageError, naming the argument or parameter: a hyperparameter out of range,
     ``amsgrad=True``, a parameter that is not on the CPU or of another type, a sparse gradient with
@@ -72,7 +72,7 @@ class CPUAdagrad(HostOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        # Now, as torch's does: its Adagrad takes no state dict without states.
+        # Now, as torch's does: its Adagrad does not load a state dict without states.
         for param in self.param_groups[-1]["params"]:
             self._initialised(param)
 
@@ -109,7 +109,7 @@ class CPUAdagrad(HostOptimizer):
             raise UsageError(
                 f"param_groups[{index}]: weight_decay is {group['weight_decay']}, "
                 "but there is a sparse gradient",
-                why="decay would change the rows without a gradient, too",
+                why="decay would also change the rows without a gradient",
                 hint="put parameters with sparse gradients into a group with weight_decay=0",
             )
         calls = self._calls_of(index, _ROWS, params, gradients, copies)

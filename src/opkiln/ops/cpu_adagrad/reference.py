@@ -1,5 +1,5 @@
-"""``cpu_adagrad`` in pure PyTorch: what runs where there is no native version, and what tests
-compare.
+"""``cpu_adagrad`` in pure PyTorch: it runs if there is no native version, and tests compare
+with it.
 
 Tensors of 16-bit types are computed on in fp32 and rounded once, when stored; fp32 and fp64 are
 computed on as they are. Unlike the native version these work on any device and any strides.
@@ -7,18 +7,20 @@ computed on as they are. Unlike the native version these work on any device and 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from opkiln.ops.host_reference import (
+from opkiln.optimizing.references import (
     check_length,
     check_lists,
     check_step,
     check_tensor,
+    forget,
     grad_factor,
-    refuse_to_keep,
+    no_ticket,
+    not_kept,
     scaled,
     store,
     wide,
@@ -27,6 +29,10 @@ from opkiln.ops.host_reference import (
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+cpu_adagrad_keep = no_ticket
+cpu_adagrad_kept_ = not_kept
+cpu_adagrad_forget = forget
 
 
 def cpu_adagrad_(
@@ -45,8 +51,8 @@ def cpu_adagrad_(
     """Make the ``step``-th step (the first is 1), in place.
 
     Gradients are divided by ``grad_scale``. ``copies`` is empty, or has a tensor per parameter that
-    receives its new value in its own dtype. Raises RuntimeError before anything is written when
-    lists differ in length, or tensors in size.
+    receives its new value in its own dtype. Raises RuntimeError, before anything is written, if
+    lists differ in length or tensors in size.
     """
     c = _coefficients(step, lr, lr_decay, eps, weight_decay, maximize, grad_scale)
     _each(_step, c, params, grads, sums, copies)
@@ -117,21 +123,6 @@ def cpu_adagrad_rows_rollback_(
     """Undo a step of ``cpu_adagrad_rows_``, as ``cpu_adagrad_rollback_`` does."""
     c = _coefficients(step, lr, lr_decay, eps, 0.0, maximize, grad_scale)
     _each_rows(_rollback, c, params, indices, values, sums, copies)
-
-
-def cpu_adagrad_keep(*_: Any, **__: Any) -> NoReturn:
-    """Raises RuntimeError: only the native op keeps lists."""
-    refuse_to_keep("cpu_adagrad")
-
-
-def cpu_adagrad_kept_(*_: Any, **__: Any) -> NoReturn:
-    """Raises RuntimeError: only the native op keeps lists."""
-    refuse_to_keep("cpu_adagrad")
-
-
-def cpu_adagrad_forget(*_: Any, **__: Any) -> NoReturn:
-    """Raises RuntimeError: only the native op keeps lists."""
-    refuse_to_keep("cpu_adagrad")
 
 
 class _Coefficients(NamedTuple):

@@ -1,7 +1,8 @@
-// From torch's tensors to the kernel: every check, the threads, the registration.
+// The binding of the kernel: checks, threads and registration.
 
-#include <opkiln/host_step.h>
-#include <opkiln/kept_lists.h>
+#include <opkiln/optimizing/host_step.h>
+#include <opkiln/optimizing/kept_lists.h>
+#include <opkiln/optimizing/status.h>
 
 #include "cpu.h"
 
@@ -11,29 +12,40 @@ using namespace opkiln;
 
 using Kernel = void(const Hyper&, const Flat<kStreams>&, int64_t, int64_t);
 
-// Parameters, states and copies: given, or kept.
+// All lists but the gradients: passed in the call, or kept.
 struct Rest {
   const TensorList &params, &exp_avgs, &exp_avg_sqs, &copies;
 };
 
-void run(Kernel* kernel, const Rest& rest, const TensorList& grads, const Hyper& hyper) {
+StepLists<kStreams> lists_of(const Rest& rest, const TensorList& grads) {
+  return {{{{"params", rest.params},
+            {"grads", grads},
+            {"exp_avgs", rest.exp_avgs},
+            {"exp_avg_sqs", rest.exp_avg_sqs}}},
+          {"copies", rest.copies}};
+}
+
+void check(const Hyper& hyper) {
   check_step(hyper.step);
   check_scale(hyper.grad_scale);
-  const StepLists<kStreams> lists{{{{"params", rest.params},
-                                    {"grads", grads},
-                                    {"exp_avgs", rest.exp_avgs},
-                                    {"exp_avg_sqs", rest.exp_avg_sqs}}},
-                                  {"copies", rest.copies}};
-  parallel_over(lists.items(), [&](const Flat<kStreams>& list, int64_t low, int64_t high) {
+}
+
+void run(Kernel* kernel, const Hyper& hyper, std::vector<Item<kStreams>> items) {
+  parallel_over(std::move(items), [&](const Flat<kStreams>& list, int64_t low, int64_t high) {
     kernel(hyper, list, low, high);
   });
+}
+
+void run_given(Kernel* kernel, const Rest& rest, const TensorList& grads, const Hyper& hyper) {
+  check(hyper);
+  run(kernel, hyper, lists_of(rest, grads).items());
 }
 
 void step(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs,
           TensorList copies, int64_t step, double lr, double beta1, double beta2, double eps,
           double weight_decay, bool adamw_mode, bool bias_correction, bool maximize,
           double grad_scale) {
-  run(adam_step, {params, exp_avgs, exp_avg_sqs, copies}, grads,
+  run_given(adam_step, {params, exp_avgs, exp_avg_sqs, copies}, grads,
       {step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, maximize,
        grad_scale});
 }
@@ -46,7 +58,7 @@ void rollback(TensorList params, TensorList grads, TensorList exp_avgs, TensorLi
     refuse("a step with beta1 " + shown(beta1) + ", beta2 " + shown(beta2) +
            " and lr * weight_decay " + shown(lr * weight_decay) + " cannot be rolled back");
   }
-  run(adam_rollback, {params, exp_avgs, exp_avg_sqs, copies}, grads,
+  run_given(adam_rollback, {params, exp_avgs, exp_avg_sqs, copies}, grads,
       {step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, maximize,
        grad_scale});
 }
@@ -56,13 +68,23 @@ Tensor keep(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, Tens
                           std::move(copies)});
 }
 
-void kept_step(Tensor ticket, TensorList grads, int64_t step, double lr, double beta1, double beta2,
-               double eps, double weight_decay, bool adamw_mode, bool bias_correction,
-               bool maximize, double grad_scale) {
-  const auto kept = KeptLists::of(ticket);
-  run(adam_step, {(*kept)[0], (*kept)[1], (*kept)[2], (*kept)[3]}, grads,
-      {step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, maximize,
-       grad_scale});
+int64_t kept_step(Tensor ticket, TensorList grads, int64_t step, double lr, double beta1,
+                  double beta2, double eps, double weight_decay, bool adamw_mode,
+                  bool bias_correction, bool maximize, double grad_scale) {
+  const auto kept = KeptLists::find(ticket);
+  if (kept == nullptr) {
+    return status::kNotKept;
+  }
+  const Hyper hyper{step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction,
+                    maximize, grad_scale};
+  check(hyper);
+  const Rest rest{(*kept)[0], (*kept)[1], (*kept)[2], (*kept)[3]};
+  auto items = lists_of(rest, grads).items_if_laid_out_alike();
+  if (!items) {
+    return status::kLayout;
+  }
+  run(adam_step, hyper, std::move(*items));
+  return status::kMade;
 }
 
 void forget(Tensor ticket) {

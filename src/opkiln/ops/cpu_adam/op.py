@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opkiln.ops.host_builder import HostBuilder, schemas
+from opkiln.optimizing.host_builder import HostBuilder, host_schemas
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 class CPUAdamBuilder(HostBuilder):
     """``load()`` gives ``cpu_adam_`` and ``cpu_adam_rollback_``, see reference.py for both, and the
-    form of the first that takes lists which were kept."""
+    form of the first over kept lists."""
 
     NAME = "cpu_adam"
     BUILD_VAR = "DS_BUILD_CPU_ADAM"
-    SCHEMAS = schemas(
+    SCHEMAS = host_schemas(
         "cpu_adam",
         ("exp_avgs", "exp_avg_sqs"),
         "int step, float lr, float beta1, float beta2, float eps, float weight_decay, "

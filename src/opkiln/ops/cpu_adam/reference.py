@@ -1,4 +1,4 @@
-"""``cpu_adam`` in pure PyTorch: what runs where there is no native version, and what tests compare.
+"""``cpu_adam`` in pure PyTorch: it runs if there is no native version, and tests compare with it.
 
 Tensors of 16-bit types are computed on in fp32 and rounded once, when stored; fp32 and fp64 are
 computed on as they are. Unlike the native version these work on any device and any strides.
@@ -7,21 +7,27 @@ computed on as they are. Unlike the native version these work on any device and 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from opkiln.ops.host_reference import (
+from opkiln.optimizing.references import (
     check_lists,
     check_step,
+    forget,
     grad_factor,
     multiply_,
-    refuse_to_keep,
+    no_ticket,
+    not_kept,
     scaled,
     store,
     wide,
 )
+
+cpu_adam_keep = no_ticket
+cpu_adam_kept_ = not_kept
+cpu_adam_forget = forget
 
 
 def cpu_adam_(
@@ -44,8 +50,8 @@ def cpu_adam_(
     """Make the ``step``-th step (the first is 1), in place.
 
     Gradients are divided by ``grad_scale``. ``copies`` is empty, or has a tensor per parameter that
-    receives its new value in its own dtype. Raises RuntimeError before anything is written when
-    lists differ in length, or tensors in size.
+    receives its new value in its own dtype. Raises RuntimeError, before anything is written, if
+    lists differ in length or tensors in size.
     """
     c = _coefficients(
         step, lr, beta1, beta2, weight_decay, adamw_mode, bias_correction, maximize, grad_scale
@@ -117,21 +123,6 @@ def cpu_adam_rollback_(
             store(p, param, copies[i] if copies else None)
             store(m, exp_avgs[i])
             store(v, exp_avg_sqs[i])
-
-
-def cpu_adam_keep(*_: Any, **__: Any) -> NoReturn:
-    """Raises RuntimeError: only the native op keeps lists."""
-    refuse_to_keep("cpu_adam")
-
-
-def cpu_adam_kept_(*_: Any, **__: Any) -> NoReturn:
-    """Raises RuntimeError: only the native op keeps lists."""
-    refuse_to_keep("cpu_adam")
-
-
-def cpu_adam_forget(*_: Any, **__: Any) -> NoReturn:
-    """Raises RuntimeError: only the native op keeps lists."""
-    refuse_to_keep("cpu_adam")
 
 
 class _Coefficients(NamedTuple):

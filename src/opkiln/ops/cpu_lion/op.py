@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opkiln.ops.host_builder import HostBuilder, schemas
+from opkiln.optimizing.host_builder import HostBuilder, host_schemas
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 class CPULionBuilder(HostBuilder):
     """``load()`` gives ``cpu_lion_`` and ``cpu_lion_rollback_``, see reference.py for both, and the
-    form of the first that takes lists which were kept."""
+    form of the first over kept lists."""
 
     NAME = "cpu_lion"
     BUILD_VAR = "DS_BUILD_CPU_LION"
-    SCHEMAS = schemas(
+    SCHEMAS = host_schemas(
         "cpu_lion",
         ("exp_avgs",),
         "float lr, float beta1, float beta2, float weight_decay, bool maximize, float grad_scale",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from opkiln.ops.host_optimizer import HostOptimizer
-from opkiln.ops.param_groups import check_betas, check_numbers
+from opkiln.optimizing.checks import check_betas, check_numbers
+from opkiln.optimizing.host_optimizer import HostOptimizer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ class CPULion(HostOptimizer):
     Parameters are fp32, bf16 or fp16, mixed as you like. Their average is fp32, or of the
     parameter's own type with ``fp32_optimizer_states=False``; arithmetic is fp32 throughout.
     State dicts of DeepSpeed's CPULion and FusedLion are taken.
-    The native op is loaded (and built, if need be) at the first step; where it cannot be had the
-    PyTorch reference serves, with one warning.
+    The native op is loaded (and built, if need be) at the first step. If that is impossible, the
+    PyTorch reference runs instead, with one warning.
 
     Raises UsageError, naming the argument or parameter: a hyperparameter out of range, a parameter
     that is not on the CPU or of another type, a sparse gradient.

@@ -1,4 +1,4 @@
-"""``cpu_lion`` in pure PyTorch: what runs where there is no native version, and what tests compare.
+"""``cpu_lion`` in pure PyTorch: it runs if there is no native version, and tests compare with it.
 
 Tensors of 16-bit types are computed on in fp32 and rounded once, when stored; fp32 and fp64 are
 computed on as they are. Unlike the native version these work on any device and any strides.
@@ -6,20 +6,24 @@ computed on as they are. Unlike the native version these work on any device and 
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
 import torch
 from torch import Tensor
 
-from opkiln.ops.host_reference import (
+from opkiln.optimizing.references import (
     check_lists,
+    forget,
     grad_factor,
     multiply_,
-    refuse_to_keep,
+    no_ticket,
+    not_kept,
     scaled,
     store,
     wide,
 )
+
+cpu_lion_keep = no_ticket
+cpu_lion_kept_ = not_kept
+cpu_lion_forget = forget
 
 
 def cpu_lion_(
@@ -37,8 +41,8 @@ def cpu_lion_(
     """Make a step, in place: by ``lr``, against the sign of a mean of the average and the gradient.
 
     Gradients are divided by ``grad_scale``. ``copies`` is empty, or has a tensor per parameter that
-    receives its new value in its own dtype. Raises RuntimeError before anything is written when
-    lists differ in length, or tensors in size.
+    receives its new value in its own dtype. Raises RuntimeError, before anything is written, if
+    lists differ in length or tensors in size.
     """
     factor = grad_factor(grad_scale, maximize)
     check_lists({"params": params, "grads": grads, "exp_avgs": exp_avgs}, copies)
@@ -94,21 +98,6 @@ def cpu_lion_rollback_(
             p.add_(_direction(m.lerp(g, 1 - beta1)), alpha=lr).div_(kept)
             store(p, param, copies[i] if copies else None)
             store(m, exp_avgs[i])
-
-
-def cpu_lion_keep(*_: Any, **__: Any) -> NoReturn:
-    """Raises RuntimeError: only the native op keeps lists."""
-    refuse_to_keep("cpu_lion")
-
-
-def cpu_lion_kept_(*_: Any, **__: Any) -> NoReturn:
-    """Raises RuntimeError: only the native op keeps lists."""
-    refuse_to_keep("cpu_lion")
-
-
-def cpu_lion_forget(*_: Any, **__: Any) -> NoReturn:
-    """Raises RuntimeError: only the native op keeps lists."""
-    refuse_to_keep("cpu_lion")
 
 
 def _direction(mean: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import opkiln
 from opkiln.errors import ArgumentError, ArgumentTypeError
 from opkiln.ops.fp_quantizer import formats
 from opkiln.ops.fp_quantizer.op import FPQuantizerBuilder
-from opkiln.ops.tensor_fields import each_tensor, moved
+from opkiln.ops.quantizer.tensor_fields import each_tensor, moved
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

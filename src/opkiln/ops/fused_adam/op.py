@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opkiln.ops.multi_tensor.builder import FusedBuilder, schemas
+from opkiln.optimizing.fused_builder import FusedBuilder, fused_schemas
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ class FusedAdamBuilder(FusedBuilder):
     NAME = "fused_adam"
     BUILD_VAR = "DS_BUILD_FUSED_ADAM"
     CPU_KERNEL = "ops/cpu_adam/cpu.cpp"
-    SCHEMAS = schemas(
+    SCHEMAS = fused_schemas(
         "fused_adam",
         ("exp_avgs", "exp_avg_sqs"),
         "float lr, float beta1, float beta2, float eps, float weight_decay, bool adamw_mode, "

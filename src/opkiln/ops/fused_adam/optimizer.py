@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from opkiln.ops.multi_tensor.optimizer import FusedOptimizer
-from opkiln.ops.param_groups import check_hyperparameters
+from opkiln.optimizing.checks import check_hyperparameters
+from opkiln.optimizing.fused_optimizer import FusedOptimizer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,16 +21,15 @@ class FusedAdam(FusedOptimizer):
     stepped in their place. State dicts are interchangeable with those of ``torch.optim.Adam`` and
     ``AdamW``.
 
-    A step on GPUs never waits for them, and can be captured in a CUDA graph after one that was not:
-    the count of steps is on the device, and ``lr`` is read there, at each replay, where it is a
-    tensor on the parameters' device. ``torch.amp.GradScaler`` hands its scale and its finding of
-    infinite gradients to the op: where one was found nothing changes and the step is not counted.
-    With ``max_grad_norm``, steps are those with gradients whose norm, over all parameters, was cut
-    to it. Gradients are not written to.
-    Parameters that have made all their steps together share the tensor ``step`` of their states:
-    replace it there rather than write to it. States of small parameters share their memory.
-    The native op is loaded (and built, if need be) at the first step; where it cannot be had the
-    PyTorch reference serves, with one warning.
+    A step never waits for a GPU. After a first step it can be captured in a CUDA graph: the count
+    of steps is on the device, and if ``lr`` is a tensor on the parameters' device, each replay
+    reads it there. ``torch.amp.GradScaler`` passes its scale to the op, and whether a gradient is
+    infinite: if so, nothing changes and the step is not counted. With ``max_grad_norm``, gradients
+    are clipped to that norm over all parameters; they are not written to. Parameters that have made
+    all their steps together share the tensor ``step`` of their states: replace it rather than write
+    to it. States of small parameters share their memory. The native op is loaded (and built, if
+    need be) at the first step. If that is impossible, the PyTorch reference runs instead, with one
+    warning.
 
     Raises UsageError, naming the argument or parameter: a hyperparameter out of range,
     ``amsgrad=True``, a parameter elsewhere or of another type, a sparse gradient, a capture that

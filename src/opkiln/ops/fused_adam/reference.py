@@ -1,17 +1,24 @@
-"""``fused_adam`` in pure PyTorch: what serves where there is no native version, and what tests see.
+"""``fused_adam`` in pure PyTorch: it runs if there is no native version, and tests compare with it.
 
-See multi_tensor/reference.py for what it takes beyond the native versions.
+See optimizing/references.py for what it takes beyond the native versions.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
 import torch
 from torch import Tensor
 
-from opkiln.ops.multi_tensor.plans import refuse_plan
-from opkiln.ops.multi_tensor.reference import prepared, stepped_and_dtype, store, times_plus
+from opkiln.optimizing.references import (
+    no_plan,
+    not_kept,
+    prepared,
+    stepped_and_dtype,
+    store_unless,
+    times_plus,
+)
+
+fused_adam_plan = no_plan
+fused_adam_planned_ = not_kept
 
 
 def fused_adam_(
@@ -37,9 +44,9 @@ def fused_adam_(
 
     ``steps`` holds one tensor for all parameters or one for each, no two the same. ``masters`` is
     empty or has a tensor per parameter: one that is not empty is stepped in the parameter's place,
-    and the parameter receives its new value, rounded. ``lr_tensor`` stands in for ``lr``. Gradients
-    are divided by ``grad_scale``. Where ``found_inf`` is not 0, nothing is changed.
-    Raises RuntimeError before anything is written when lists differ in length, tensors in size or
+    and the parameter receives its new value, rounded. ``lr_tensor`` replaces ``lr``. Gradients are
+    divided by ``grad_scale``. If ``found_inf`` is not 0, nothing is changed.
+    Raises RuntimeError, before anything is written, if lists differ in length, tensors in size or
     device, or a tensor of one number has more.
     """
     lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
@@ -63,20 +70,10 @@ def fused_adam_(
             change = -step_size.to(dtype) * m / (v.sqrt() * root_factor.to(dtype) + eps)
             decays = adamw_mode and weight_decay
             p = times_plus(p, 1 - rate * weight_decay, change) if decays else p + change
-            store(p, stepped, work.skip)
+            store_unless(work.skip, p, stepped)
             if stepped is not param:
-                store(p, param, work.skip)
-            store(m, exp_avgs[i], work.skip)
-            store(v, exp_avg_sqs[i], work.skip)
+                store_unless(work.skip, p, param)
+            store_unless(work.skip, m, exp_avgs[i])
+            store_unless(work.skip, v, exp_avg_sqs[i])
         for count in steps:
-            store(count + 1, count, work.skip)
-
-
-def fused_adam_plan(*_: Any) -> NoReturn:
-    """Raises RuntimeError: only the native op has plans."""
-    refuse_plan("fused_adam")
-
-
-def fused_adam_planned_(*_: Any, **__: Any) -> NoReturn:
-    """Raises RuntimeError: only the native op has plans."""
-    refuse_plan("fused_adam")
+            store_unless(work.skip, count + 1, count)

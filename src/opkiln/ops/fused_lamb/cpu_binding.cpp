@@ -1,6 +1,6 @@
 // From torch's tensors to the kernel: every check, the threads, the registration.
 
-#include "../multi_tensor/host.h"
+#include <opkiln/optimizing/host.h>
 #include "coefficients.h"
 #include "cpu.h"
 

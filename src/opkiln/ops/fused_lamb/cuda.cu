@@ -2,7 +2,7 @@
 // when the sums are known, reads parameters and averages again and moves the parameters: 40 bytes of
 // traffic per element of fp32, where Adam has 28. Sums do not depend on the order of blocks.
 
-#include "../multi_tensor/sweep.h"
+#include <opkiln/optimizing/sweep.h>
 #include "element.h"
 
 namespace opkiln {

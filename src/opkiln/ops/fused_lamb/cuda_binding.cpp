@@ -1,6 +1,6 @@
-// From torch's tensors to the kernels: every check, the stream, the registration.
+// The binding of the kernels: checks, the stream and registration.
 
-#include "../multi_tensor/device.h"
+#include <opkiln/optimizing/device.h>
 
 #include <cmath>
 
@@ -133,11 +133,11 @@ std::tuple<Tensor, Tensor> plan(TensorList params, TensorList grads, TensorList 
   return make_plan(kName, lists_of(params, grads, exp_avgs, exp_avg_sqs, masters, steps));
 }
 
-void planned_step(Tensor plan, Tensor ledger, StableListHandle grads, Tensor coefficients, double lr,
-                  double beta1, double beta2, double eps, double weight_decay,
-                  bool eps_inside_sqrt, bool bias_correction, bool maximize, double min_coeff,
-                  double max_coeff, OptionalTensor lr_tensor, OptionalTensor grad_scale,
-                  OptionalTensor found_inf) {
+int64_t planned_step(Tensor plan, Tensor ledger, StableListHandle grads, Tensor coefficients,
+                     double lr, double beta1, double beta2, double eps, double weight_decay,
+                     bool eps_inside_sqrt, bool bias_correction, bool maximize, double min_coeff,
+                     double max_coeff, OptionalTensor lr_tensor, OptionalTensor grad_scale,
+                     OptionalTensor found_inf) {
   RawList raw(grads);
   const int32_t device = plan.get_device_index();
   check_coefficients(coefficients, raw.size(), device);
@@ -146,8 +146,12 @@ void planned_step(Tensor plan, Tensor ledger, StableListHandle grads, Tensor coe
                min_coeff, max_coeff, numbers_of(device, lr, lr_tensor, grad_scale, found_inf));
   const DeviceGuard guard(device);
   void* const stream = current_stream(device);
-  const multi_tensor::Plan here = replan(kName, plan, ledger, raw, stream);
-  enqueue(hyper, here, coefficients, device, stream);
+  const auto here = replan(kName, plan, ledger, raw, stream);
+  if (!here) {
+    return status::kLayout;
+  }
+  enqueue(hyper, *here, coefficients, device, stream);
+  return status::kMade;
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opkiln.ops.multi_tensor.builder import FusedBuilder, schemas
+from opkiln.optimizing.fused_builder import FusedBuilder, fused_schemas
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class FusedLambBuilder(FusedBuilder):
     CPU_KERNEL = "ops/fused_lamb/cpu.cpp"
     # `coefficients` receives a number per parameter.
     SCHEMAS = (
-        *schemas(
+        *fused_schemas(
             "fused_lamb",
             ("exp_avgs", "exp_avg_sqs"),
             "Tensor(f!) coefficients, float lr, float beta1, float beta2, float eps, "

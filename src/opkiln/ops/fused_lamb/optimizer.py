@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError
-from opkiln.ops.multi_tensor.calls import Call, run
-from opkiln.ops.multi_tensor.optimizer import FusedOptimizer
-from opkiln.ops.param_groups import check_hyperparameters, check_numbers
-from opkiln.ops.sharded import sum_over_shards
+from opkiln.optimizing.checks import check_hyperparameters, check_numbers
+from opkiln.optimizing.fused_calls import Call, run
+from opkiln.optimizing.fused_optimizer import FusedOptimizer
+from opkiln.optimizing.sharded import sum_over_shards
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,13 +25,13 @@ _NOT_MOVES = ("maximize", "grad_scale")
 class FusedLamb(FusedOptimizer):
     """LAMB: Adam's step with the decay added, for each tensor times its norm over the step's.
 
-    That coefficient is brought into ``[min_coeff, max_coeff]``, and 1 where one of the norms is 0;
+    That coefficient is clamped to ``[min_coeff, max_coeff]``, and is 1 if one of the norms is 0;
     ``coefficients()`` gives those of the last step. The averages are corrected for their start at 0
     before the norm is taken, as in the paper. (DeepSpeed's takes the norm before.)
     Parameters, masters, captures, scaling and clipping of gradients are as with FusedAdam. State
     dicts of DeepSpeed's FusedLamb are taken.
     The norms of DTensors (FSDP2, tensor parallelism) are those of the whole tensors: a step then
-    makes a collective per dimension of their mesh over which they are sharded.
+    makes one collective per mesh dimension over which they are sharded.
 
     Raises UsageError, naming the argument or parameter: a hyperparameter out of range,
     ``amsgrad=True``, a parameter elsewhere or of another type, a sparse gradient, a capture that
@@ -82,8 +82,8 @@ class FusedLamb(FusedOptimizer):
         )  # fmt: skip
 
     def coefficients(self) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter of the last step with the coefficient it had, a tensor of no dimension on
-        its device. The next step writes new ones to the same places."""
+        """Each parameter of the last step with its coefficient, a tensor of no dimension on its
+        device. The next step overwrites them."""
         return [
             pair
             for params, values in (self._coefficients or {}).values()
@@ -112,7 +112,7 @@ class FusedLamb(FusedOptimizer):
         }
 
     def _written(self, group: int, device: torch.device, params: list[Tensor]) -> dict[str, Tensor]:
-        """The same tensor as long as the number of parameters is: a graph that was captured goes on
+        """The same tensor while the number of parameters stays the same: a captured graph goes on
         writing to it."""
         if self._coefficients is None:
             self._coefficients = {}
@@ -124,7 +124,7 @@ class FusedLamb(FusedOptimizer):
         return {"coefficients": values}
 
     def _new_plan(self, plans: Any, here: Any, call: Call) -> Any:
-        """None for DTensors: the two halves of their step go over lists."""
+        """None for DTensors: both halves of their step take lists."""
         return None if call.sharded else super()._new_plan(plans, here, call)
 
     def _run_call(self, call: Call) -> None:

@@ -1,17 +1,24 @@
-"""``fused_lamb`` in pure PyTorch: what serves where there is no native version, and what tests see.
+"""``fused_lamb`` in pure PyTorch: it runs if there is no native version, and tests compare with it.
 
-See multi_tensor/reference.py for what it takes beyond the native versions.
+See optimizing/references.py for what it takes beyond the native versions.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
 import torch
 from torch import Tensor
 
-from opkiln.ops.multi_tensor.plans import refuse_plan
-from opkiln.ops.multi_tensor.reference import prepared, stepped_and_dtype, store, times_plus
+from opkiln.optimizing.references import (
+    no_plan,
+    not_kept,
+    prepared,
+    stepped_and_dtype,
+    store_unless,
+    times_plus,
+)
+
+fused_lamb_plan = no_plan
+fused_lamb_planned_ = not_kept
 
 
 def fused_lamb_(
@@ -40,9 +47,9 @@ def fused_lamb_(
 
     A parameter moves by ``lr`` times its coefficient times Adam's step with the decay added,
     ``u = m / (sqrt(v) + eps) + weight_decay * p``, the averages corrected for their start at 0. The
-    coefficient is ``|p| / |u|`` over the whole tensor, brought into ``[min_coeff, max_coeff]``, and
-    1 where one of the norms is 0; ``coefficients`` receives it, one per parameter.
-    The lists and the numbers in tensors are as with ``fused_adam_``, and so is what is raised.
+    coefficient is ``|p| / |u|`` over the whole tensor, clamped to ``[min_coeff, max_coeff]``, and 1
+    if one of the norms is 0; ``coefficients`` receives it, one per parameter.
+    The lists, the numbers in tensors and the errors are those of ``fused_adam_``.
     """
     lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     # Both halves' arguments are checked before the first writes.
@@ -81,7 +88,7 @@ def fused_lamb_average_(
     """The first half of a step: the averages, and ``squares``, which receives the sums of squares
     of each parameter and of its ``u``, a row for each. The step is not counted.
 
-    Where ranks have parts of a tensor, its row is to be added up over them before the second half.
+    If ranks have parts of a tensor, its row must be added up over them before the second half.
     """
     lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     work = prepared(lists, masters, steps, 0.0, maximize, None, grad_scale, found_inf)
@@ -101,9 +108,9 @@ def fused_lamb_average_(
                 p, m, v, step, beta1, beta2, eps, weight_decay, eps_inside_sqrt, bias_correction
             )
             sums = torch.stack([each.double().square().sum() for each in (p, update)])
-            store(m, exp_avgs[i], work.skip)
-            store(v, exp_avg_sqs[i], work.skip)
-            store(sums, squares[i], work.skip)
+            store_unless(work.skip, m, exp_avgs[i])
+            store_unless(work.skip, v, exp_avg_sqs[i])
+            store_unless(work.skip, sums, squares[i])
 
 
 def fused_lamb_move_(
@@ -148,12 +155,12 @@ def fused_lamb_move_(
             bounded = (size / change).clamp(min_coeff, max_coeff)
             ratio = torch.where((size == 0) | (change == 0), torch.ones_like(step), bounded)
             p = p - (rate * ratio).to(dtype) * update
-            store(p, stepped, work.skip)
+            store_unless(work.skip, p, stepped)
             if stepped is not param:
-                store(p, param, work.skip)
-            store(ratio, coefficients[i], work.skip)
+                store_unless(work.skip, p, param)
+            store_unless(work.skip, ratio, coefficients[i])
         for count in steps:
-            store(count + 1, count, work.skip)
+            store_unless(work.skip, count + 1, count)
 
 
 def _update(
@@ -185,13 +192,3 @@ def _check_squares(squares: Tensor, params: list[Tensor]) -> None:
             f"squares has shape {list(squares.shape)} and dtype {squares.dtype}, "
             f"expected [{len(params)}, 2] and torch.float64"
         )
-
-
-def fused_lamb_plan(*_: Any) -> NoReturn:
-    """Raises RuntimeError: only the native op has plans."""
-    refuse_plan("fused_lamb")
-
-
-def fused_lamb_planned_(*_: Any, **__: Any) -> NoReturn:
-    """Raises RuntimeError: only the native op has plans."""
-    refuse_plan("fused_lamb")

@@ -2,7 +2,7 @@
 
 #include "../cpu_lion/cpu.h"
 
-#include "../multi_tensor/host.h"
+#include <opkiln/optimizing/host.h>
 
 namespace {
 

@@ -1,6 +1,6 @@
 // Lion over the tensors of a plan: sweep.h has the loop, element.h the arithmetic.
 
-#include "../multi_tensor/sweep.h"
+#include <opkiln/optimizing/sweep.h>
 #include "element.h"
 
 namespace opkiln {

@@ -1,6 +1,6 @@
-// From torch's tensors to the kernel: every check, the stream, the registration.
+// The binding of the kernel: checks, the stream and registration.
 
-#include "../multi_tensor/device.h"
+#include <opkiln/optimizing/device.h>
 
 #include "kernel.h"
 
@@ -44,17 +44,21 @@ std::tuple<Tensor, Tensor> plan(TensorList params, TensorList grads, TensorList 
   return make_plan(kName, lists_of(params, grads, exp_avgs, masters, steps));
 }
 
-void planned_step(Tensor plan, Tensor ledger, StableListHandle grads, double lr, double beta1,
-                  double beta2, double weight_decay, bool maximize, OptionalTensor lr_tensor,
-                  OptionalTensor grad_scale, OptionalTensor found_inf) {
+int64_t planned_step(Tensor plan, Tensor ledger, StableListHandle grads, double lr, double beta1,
+                     double beta2, double weight_decay, bool maximize, OptionalTensor lr_tensor,
+                     OptionalTensor grad_scale, OptionalTensor found_inf) {
   RawList raw(grads);
   const int32_t device = plan.get_device_index();
   const fused_lion::Hyper hyper{beta1, beta2, weight_decay, maximize,
                                 numbers_of(device, lr, lr_tensor, grad_scale, found_inf)};
   const DeviceGuard guard(device);
   void* const stream = current_stream(device);
-  const multi_tensor::Plan here = replan(kName, plan, ledger, raw, stream);
-  check_launch(kName, device, fused_lion::enqueue(hyper, here, stream));
+  const auto here = replan(kName, plan, ledger, raw, stream);
+  if (!here) {
+    return status::kLayout;
+  }
+  check_launch(kName, device, fused_lion::enqueue(hyper, *here, stream));
+  return status::kMade;
 }
 
 }  // namespace

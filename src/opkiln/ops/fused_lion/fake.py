@@ -1,11 +1,8 @@
-"""Fake kernels of ``fused_lion``'s functions that return tensors."""
+"""Fakes of the functions of ``fused_lion`` that return something."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from opkiln.optimizing.references import fake_plan, fake_planned_step
 
-from opkiln.ops.multi_tensor.plans import fake_plan
-
-
-def fused_lion_plan(params: list[Tensor], *others: list[Tensor]) -> tuple[Tensor, Tensor]:
-    return fake_plan(params, steps=others[-1])
+fused_lion_plan = fake_plan
+fused_lion_planned_ = fake_planned_step

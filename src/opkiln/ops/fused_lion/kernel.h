@@ -2,7 +2,7 @@
 // compiles without the other's. (Not named cuda.h: hipify would take it for CUDA's own.)
 #pragma once
 
-#include "../multi_tensor/plan.h"
+#include <opkiln/optimizing/plan.h>
 
 namespace opkiln {
 namespace fused_lion {

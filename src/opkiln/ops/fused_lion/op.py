@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opkiln.ops.multi_tensor.builder import FusedBuilder, schemas
+from opkiln.optimizing.fused_builder import FusedBuilder, fused_schemas
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ class FusedLionBuilder(FusedBuilder):
     NAME = "fused_lion"
     BUILD_VAR = "DS_BUILD_FUSED_LION"
     CPU_KERNEL = "ops/cpu_lion/cpu.cpp"
-    SCHEMAS = schemas(
+    SCHEMAS = fused_schemas(
         "fused_lion",
         ("exp_avgs",),
         "float lr, float beta1, float beta2, float weight_decay, bool maximize",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from opkiln.ops.multi_tensor.optimizer import FusedOptimizer
-from opkiln.ops.param_groups import check_betas, check_numbers
+from opkiln.optimizing.checks import check_betas, check_numbers
+from opkiln.optimizing.fused_optimizer import FusedOptimizer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

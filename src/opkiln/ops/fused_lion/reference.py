@@ -1,17 +1,24 @@
-"""``fused_lion`` in pure PyTorch: what serves where there is no native version, and what tests see.
+"""``fused_lion`` in pure PyTorch: it runs if there is no native version, and tests compare with it.
 
-See multi_tensor/reference.py for what it takes beyond the native versions.
+See optimizing/references.py for what it takes beyond the native versions.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
 import torch
 from torch import Tensor
 
-from opkiln.ops.multi_tensor.plans import refuse_plan
-from opkiln.ops.multi_tensor.reference import prepared, stepped_and_dtype, store, times_plus
+from opkiln.optimizing.references import (
+    no_plan,
+    not_kept,
+    prepared,
+    stepped_and_dtype,
+    store_unless,
+    times_plus,
+)
+
+fused_lion_plan = no_plan
+fused_lion_planned_ = not_kept
 
 
 def fused_lion_(
@@ -31,7 +38,7 @@ def fused_lion_(
 ) -> None:
     """Make a step in place, and add 1 to the counts in ``steps``.
 
-    The lists and the numbers in tensors are as with ``fused_adam_``, and so is what is raised.
+    The lists, the numbers in tensors and the errors are those of ``fused_adam_``.
     """
     lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs}
     work = prepared(lists, masters, steps, lr, maximize, lr_tensor, grad_scale, found_inf)
@@ -48,19 +55,9 @@ def fused_lion_(
             change = -rate.to(dtype) * sign
             p = times_plus(p, 1 - rate * weight_decay, change) if weight_decay else p + change
             m = m + (g - m) * (1 - beta2)
-            store(p, stepped, work.skip)
+            store_unless(work.skip, p, stepped)
             if stepped is not param:
-                store(p, param, work.skip)
-            store(m, exp_avgs[i], work.skip)
+                store_unless(work.skip, p, param)
+            store_unless(work.skip, m, exp_avgs[i])
         for count in steps:
-            store(count + 1, count, work.skip)
-
-
-def fused_lion_plan(*_: Any) -> NoReturn:
-    """Raises RuntimeError: only the native op has plans."""
-    refuse_plan("fused_lion")
-
-
-def fused_lion_planned_(*_: Any, **__: Any) -> NoReturn:
-    """Raises RuntimeError: only the native op has plans."""
-    refuse_plan("fused_lion")
+            store_unless(work.skip, count + 1, count)

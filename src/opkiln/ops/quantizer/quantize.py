@@ -11,7 +11,7 @@ from torch import Tensor
 import opkiln
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
 from opkiln.ops.quantizer.op import QuantizerBuilder
-from opkiln.ops.tensor_fields import each_tensor, moved
+from opkiln.ops.quantizer.tensor_fields import each_tensor, moved
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -1,10 +1,11 @@
-// From an optimizer's lists of tensors in host memory to the items of a sweep, every check included.
+// Turns an optimizer's lists of tensors in host memory into the items of a sweep, with every check.
 #pragma once
+
+#include <opkiln/tensors.h>
 
 #include <atomic>
 #include <cstdio>
-
-#include "tensors.h"
+#include <optional>
 
 OPKILN_NAMESPACE_BEGIN
 
@@ -18,7 +19,7 @@ struct StepLists {
     return streams[0].tensors.size();
   }
 
-  // Raises what is wrong with the tensors at i.
+  // Raises what is wrong with the tensors at index i.
   Item<N> item(std::size_t i) const {
     const Model model(streams[0], i);
     Item<N> out;
@@ -35,36 +36,70 @@ struct StepLists {
     return out;
   }
 
-  // Every check is made here, before anything is written. Ten thousand tensors are mostly waited for
-  // one by one, each somewhere else in memory, so threads share them; for a few hundred it is not
-  // worth waking one.
+  // Every check is made here, before anything is written. Raises what is wrong.
   std::vector<Item<N>> items() const {
+    std::vector<Item<N>> out(size());
+    if (!fill_in_parallel(out)) {
+      fill(out, 0, out.size());  // raises
+    }
+    return out;
+  }
+
+  // As items(), but nothing if a tensor is not laid out like its parameter.
+  std::optional<std::vector<Item<N>>> items_if_laid_out_alike() const {
+    std::vector<Item<N>> out(size());
+    if (!fill_in_parallel(out)) {
+      if (!all_laid_out_alike()) {
+        return std::nullopt;
+      }
+      fill(out, 0, out.size());  // raises
+    }
+    return out;
+  }
+
+ private:
+  void fill(std::vector<Item<N>>& out, int64_t low, int64_t high) const {
+    for (int64_t i = low; i < high; ++i) {
+      out[i] = item(i);
+    }
+  }
+
+  // False if a tensor was refused. The time is mostly spent waiting for memory, as each of ten
+  // thousand tensors is somewhere else, so threads share the work. For a few hundred it is not worth
+  // waking one.
+  bool fill_in_parallel(std::vector<Item<N>>& out) const {
     for (std::size_t n = 1; n < N; ++n) {
       check_length(streams[n], streams[0]);
     }
     if (!copies.tensors.empty()) {
       check_length(copies, streams[0]);
     }
-    std::vector<Item<N>> out(size());
     std::atomic<bool> refused = false;
-    const auto fill = [&](int64_t low, int64_t high) {
-      for (int64_t i = low; i < high; ++i) {
-        out[i] = item(i);
-      }
-    };
     constexpr int64_t kGrainTensors = 4096;
     torch::stable::parallel_for(0, size(), kGrainTensors, [&](int64_t low, int64_t high) {
       // No exception may leave here: torch's C interface would keep its text.
       try {
-        fill(low, high);
+        fill(out, low, high);
       } catch (...) {
         refused = true;
       }
     });
-    if (refused) {
-      fill(0, size());  // raises
+    return !refused;
+  }
+
+  [[gnu::cold]] bool all_laid_out_alike() const {
+    for (std::size_t i = 0; i < size(); ++i) {
+      const Tensor& param = streams[0].tensors[i];
+      for (const Argument& list : streams) {
+        if (!laid_out_alike(list.tensors[i], param)) {
+          return false;
+        }
+      }
+      if (!copies.tensors.empty() && !laid_out_alike(copies.tensors[i], param)) {
+        return false;
+      }
     }
-    return out;
+    return true;
   }
 };
 

@@ -165,7 +165,7 @@ __device__ inline const Coefficients& coefficients_of(const Plan& plan, const It
   return *reinterpret_cast<const Coefficients*>(plan.coefficients + item.step * kCoefficientBytes);
 }
 
-// Where all tensors are fp32, as they mostly are, kPlain says so.
+// kPlain: all tensors are fp32, as is usual.
 template <class Coefficients, bool kPlain>
 __global__ void __launch_bounds__(kThreads, blocks_per_processor(kPlain))
 step_kernel(const Plan plan) {
@@ -182,8 +182,8 @@ __device__ inline double learning_rate(const Numbers& numbers) {
   return numbers.lr_double != nullptr ? *numbers.lr_double : numbers.lr;
 }
 
-// Before the step: its coefficients for each count of steps, which is then counted up; kCounted says
-// otherwise where this is the first half of a step.
+// Runs before the step: computes its coefficients for each count of steps, and adds 1 to the count.
+// kCounted is false for the first half of a step, which is not counted.
 template <class Coefficients, class Hyper, bool kCounted>
 __global__ void prepare_kernel(const Plan plan, const Hyper hyper) {
   const uint32_t i = blockIdx.x * kThreads + threadIdx.x;

@@ -18,8 +18,8 @@ inline double read(const char* name, const OptionalTensor& tensor, double otherw
                                                     : *static_cast<const double*>(at);
 }
 
-// Streams in the order of the kernels: what is stepped, its gradient, its states. Where there is a
-// master that is what is stepped, and the parameter receives a copy.
+// Streams in the order of the kernels: what is stepped, its gradient, its states. If there is a master,
+// it is stepped, and the parameter receives a copy.
 template <std::size_t N>
 Item<N> host_item(const Lists& lists, std::size_t i) {
   const Model model(lists.params, i);
@@ -38,8 +38,8 @@ Item<N> host_item(const Lists& lists, std::size_t i) {
   return item;
 }
 
-// The items, by how many steps were made before this one. Everything is checked before the first of
-// them is stepped.
+// The items, by the number of steps made before this one. Everything is checked before the first item is
+// stepped.
 template <std::size_t N>
 std::map<int64_t, std::vector<Item<N>>> host_items(const Lists& lists,
                                                    const std::vector<float*>& steps) {

@@ -2,7 +2,6 @@
 
 An op steps the part of a parameter that is on this rank. Its states are DTensors of the same
 placements, as torch's own optimizers make them.
-torch.distributed is not imported from here: while nobody else has, there is no DTensor.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def parts_of(tensors: list[Tensor]) -> list[Tensor]:
-    """The list itself where there is no DTensor in it; otherwise with their parts on this rank."""
+    """The list itself if there is no DTensor in it, otherwise with their parts on this rank."""
     return list(map(part_of, tensors)) if has_shards(tensors) else tensors
 
 
 def part_of(tensor: Tensor) -> Tensor:
-    """What of it is on this rank: of a DTensor the same object each time, as long as it stays.
+    """The tensor, or a DTensor's part on this rank: the same object each time.
 
-    (Its ``to_local()`` makes a new view of a parameter at each call.)
+    (``to_local()`` makes a new view of a parameter at each call.)
     """
     if not is_sharded(tensor):
         return tensor
     part: Any = tensor._local_tensor  # type: ignore[attr-defined]
-    # A collective that torch has begun and nobody has waited for.
+    # It may be the result of a collective that is still running.
     waited: Tensor = part.wait() if hasattr(part, "wait") else part
     return waited
 
@@ -69,7 +68,7 @@ def same_placement(tensor: Tensor, param: Tensor) -> bool:
 
 
 def placement_text(tensor: Tensor) -> str:
-    """For messages."""
+    """How a message describes where a tensor is."""
     if not is_sharded(tensor):
         return "an ordinary tensor"
     mesh, placements = _placement(tensor)
@@ -80,10 +79,10 @@ def placement_text(tensor: Tensor) -> str:
 def gradient_parts(
     params: list[Tensor], grads: list[Any], name_of: Callable[[Tensor], str]
 ) -> list[Any]:
-    """The gradients' parts beside those of their parameters, None where there is no gradient.
+    """The parts of the gradients on this rank, None where there is no gradient.
 
-    One that is placed otherwise (a sum that is still to be made, say) is redistributed, which is
-    a collective. Raises ArgumentError, with the parameter's name, for one that cannot be.
+    A gradient that is not placed like its parameter (a partial sum, say) is redistributed, which is
+    a collective. Raises ArgumentError, with the parameter's name, if that is impossible.
     """
     return [
         _gradient_part(param, grad, name_of) if grad is not None and is_sharded(param) else grad
@@ -106,30 +105,30 @@ def _gradient_part(param: Tensor, grad: Any, name_of: Callable[[Tensor], str]) -
 
 
 def refuse_partial(param: Tensor, name: str) -> None:
-    """Raises ArgumentError for a DTensor that is a sum which is still to be made."""
+    """Raises ArgumentError for a DTensor that is a partial sum."""
     if is_sharded(param) and any(each.is_partial() for each in _placement(param)[1]):
         raise ArgumentError(
-            f"{name} is {placement_text(param)}: no rank has its values, only terms of their sum",
+            f"{name} is {placement_text(param)}: each rank has a partial sum, none has the values",
             hint="param.redistribute(placements=[Replicate()])",
         )
 
 
 def refuse_fsdp1(needed: str, param: Tensor, name: str) -> None:
-    """Raises ArgumentError for a parameter that FullyShardedDataParallel has flattened: it may be
-    a part of several tensors, and nothing says which other ranks have the rest."""
+    """Raises ArgumentError for a parameter that FullyShardedDataParallel has flattened: it may hold
+    parts of several tensors, and nothing says which ranks have the rest."""
     if getattr(param, "_fsdp_flattened", False):
         raise ArgumentError(
             f"{name} is part of a flat parameter of FullyShardedDataParallel",
-            why=f"{needed} norms of whole tensors, of which each rank has a part",
-            hint="use torch.distributed.fsdp.fully_shard (FSDP2), which says what is where",
+            why=f"{needed} norms of whole tensors, and each rank has only a part",
+            hint="use torch.distributed.fsdp.fully_shard (FSDP2)",
         )
 
 
 def sum_over_shards(params: list[Tensor], numbers: Tensor) -> None:
-    """Add up a row of numbers per parameter, of its part here, over the ranks that have the others.
+    """Add up each parameter's row of numbers over the ranks that have its other parts.
 
-    Ranks with the same part of it (replicas) count once. All rows of a mesh's dimension go in one
-    collective; those are in the order of the parameters, which all ranks share.
+    Ranks with the same part (replicas) count once. There is one collective per dimension of a mesh,
+    in the order of the parameters, which is the same on all ranks.
     """
     rows: dict[tuple[Any, int], list[int]] = {}
     for i, param in enumerate(params):
@@ -147,6 +146,8 @@ def sum_over_shards(params: list[Tensor], numbers: Tensor) -> None:
 
 
 def _dtensor() -> Any:
+    """The class DTensor, or None if nobody has imported it: then there is no DTensor in this
+    process, and importing torch.distributed here would only take time."""
     module = sys.modules.get("torch.distributed.tensor")
     return None if module is None else getattr(module, "DTensor", None)
 

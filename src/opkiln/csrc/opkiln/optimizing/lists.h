@@ -1,4 +1,4 @@
-// An optimizer's lists of tensors as both bindings take them, and the checks that both make.
+// The lists of tensors of a fused optimizer, and the checks that both its bindings make.
 #pragma once
 
 #include <opkiln/tensors.h>
@@ -15,7 +15,7 @@ struct Lists {
   std::vector<Argument> states;
   Argument masters, steps;
 
-  // Lengths: of all but the steps and the masters that of the parameters.
+  // Checks the lengths of the lists.
   void check() const {
     check_length(grads, params);
     for (const Argument& list : states) {
@@ -29,7 +29,7 @@ struct Lists {
     }
   }
 
-  // That of the first parameter, which all tensors must be on.
+  // The device of the first parameter. All tensors must be on it.
   int32_t device() const {
     const Tensor& first = params.tensors.empty() ? steps.tensors[0] : params.tensors[0];
     return first.is_cuda() ? first.get_device_index() : kCPU;
@@ -61,7 +61,7 @@ struct Lists {
   }
 };
 
-// A tensor of one number: on the device, and of one of the dtypes.
+// Raises unless the tensor is one number of an expected dtype on the device.
 inline void check_number(const std::string& name, const Tensor& tensor, int32_t device,
                          bool or_double = false) {
   if (!is_on(tensor, device)) {
@@ -77,7 +77,7 @@ inline void check_number(const std::string& name, const Tensor& tensor, int32_t 
   }
 }
 
-// Where the counts of steps are. No two may be in the same place: it would be counted up twice.
+// The addresses of the counts of steps. No two may be the same: it would be counted up twice.
 inline std::vector<float*> step_pointers(const Argument& steps, int32_t device) {
   std::vector<float*> out(steps.tensors.size());
   for (std::size_t i = 0; i < out.size(); ++i) {

@@ -1,15 +1,15 @@
-// Lists of tensors that an op keeps from call to call. To hand ten thousand tensors over to it takes
-// longer than to step them, and but for the gradients they are mostly the same as last time.
+// Lists of tensors that an op keeps from call to call. Passing ten thousand tensors to an op takes
+// longer than stepping them, and all but the gradients are mostly the same as last time.
 //
-// What is kept are the tensors, not their addresses: one that has got other memory, another size or
-// another type is seen as it is now, and every check is made anew at each call.
+// The op keeps the tensors, not their addresses. So every call sees each tensor's current memory, size
+// and type, and repeats every check.
 #pragma once
 
 #include <memory>
 #include <mutex>
 #include <unordered_map>
 
-#include "tensors.h"
+#include <opkiln/tensors.h>
 
 OPKILN_NAMESPACE_BEGIN
 
@@ -27,21 +27,17 @@ class KeptLists {
     return ticket;
   }
 
-  // Raises where nothing is kept for the ticket. The lists last as long as the pointer, also where
-  // another thread forgets them.
-  static std::shared_ptr<const Lists> of(const Tensor& ticket) {
-    const int64_t wanted = number(ticket);
+  // Null if no lists are kept for the ticket. The lists last as long as the pointer, even if another
+  // thread forgets them.
+  static std::shared_ptr<const Lists> find(const Tensor& ticket) {
     Shelf& here = shelf();
     const std::lock_guard guard(here.lock);
-    const auto found = here.lists.find(wanted);
-    if (found == here.lists.end()) {
-      refuse("ticket " + std::to_string(wanted) + ": no lists are kept for it, or no longer");
-    }
-    return found->second;
+    const auto found = here.lists.find(number(ticket));
+    return found == here.lists.end() ? nullptr : found->second;
   }
 
   static void forget(const Tensor& ticket) {
-    std::shared_ptr<const Lists> last;  // declared first: tensors are let go of without the lock
+    std::shared_ptr<const Lists> last;  // declared first, so that tensors are freed without the lock
     Shelf& here = shelf();
     const std::lock_guard guard(here.lock);
     const auto found = here.lists.find(number(ticket));
@@ -55,12 +51,13 @@ class KeptLists {
   struct Shelf {
     std::mutex lock;
     std::unordered_map<int64_t, std::shared_ptr<const Lists>> lists;
-    // No number that another library of the same op has given, which this one may have replaced.
-    // Never negative: addresses may have 48 bits, the highest of which would be the sign.
+    // Starts at an address, so that no other library of the same op, which this one may have
+    // replaced, has given out the same number. The shift keeps it positive: an address may have 48
+    // bits, and the highest would be the sign.
     int64_t last = static_cast<int64_t>(reinterpret_cast<uintptr_t>(this) << 16 >> 1);
   };
 
-  // Never destroyed: at the process's end torch may be gone before it.
+  // Never destroyed: at exit torch may be unloaded first.
   static Shelf& shelf() {
     static Shelf* const only = new Shelf;
     return *only;
@@ -68,7 +65,7 @@ class KeptLists {
 
   static int64_t& number(const Tensor& ticket) {
     if (!ticket.is_cpu() || ticket.scalar_type() != ScalarType::Long || ticket.numel() != 1) {
-      refuse("ticket is not one that lists were kept for: expected one Long on the CPU");
+      refuse("ticket is not from this op: expected one Long on the CPU");
     }
     return *static_cast<int64_t*>(ticket.mutable_data_ptr());
   }

@@ -9,15 +9,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def schemas(op: str, states: Sequence[str], hyper: str) -> tuple[str, ...]:
-    """The functions of an op over lists of parameters, gradients and these states.
+def host_schemas(op: str, states: Sequence[str], hyper: str) -> tuple[str, ...]:
+    """The functions of an op over lists of parameters, gradients and these states in host memory.
 
-    One list per role, walked in step; ``copies`` is empty or has one tensor per parameter.
-    ``<op>_`` makes a step and ``<op>_rollback_`` undoes it. ``<op>_kept_`` makes one, too, with
-    lists that ``<op>_keep`` was given before: a ticket stands for all but the gradients, until
-    ``<op>_forget``. These are for who counts up the versions of those tensors, as the optimizers
-    here do: no schema can say what is written to that is not handed over. Compiled graphs take
-    ``<op>_``.
+    There is one list per role, and all are walked in step. ``copies`` is empty or has one tensor
+    per parameter. ``<op>_`` makes a step and ``<op>_rollback_`` undoes it; both raise whatever is
+    wrong. ``<op>_keep`` keeps all lists but the gradients until ``<op>_forget``, and returns a
+    ticket for them: without elements if it keeps nothing. ``<op>_kept_`` makes a step with them and
+    returns a ``Status`` (see op_calls.py). Its schema cannot say which tensors it writes to, so its
+    callers count up their versions. Compiled graphs take ``<op>_``.
     """
     marked = [f"Tensor({'bc'[i]}!)[] {name}" for i, name in enumerate(states)]
     plain = [f"Tensor[] {name}" for name in states]
@@ -29,7 +29,7 @@ def schemas(op: str, states: Sequence[str], hyper: str) -> tuple[str, ...]:
         f"{op}_{arguments}",
         f"{op}_rollback_{arguments}",
         f"{op}_keep(Tensor[] params, {', '.join(plain)}, Tensor[] copies) -> Tensor",
-        f"{op}_kept_(Tensor ticket, Tensor[] grads, {hyper}) -> ()",
+        f"{op}_kept_(Tensor ticket, Tensor[] grads, {hyper}) -> int",
         f"{op}_forget(Tensor ticket) -> ()",
     )
 

@@ -1,4 +1,4 @@
-"""Records of tensors, moved as one tensor is: what ``Quantized`` and ``FPQuantized`` share."""
+"""Records of tensors that move like one tensor: what ``Quantized`` and ``FPQuantized`` share."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def each_tensor(record: _Record, function: Callable[[Tensor], Tensor]) -> _Recor
 def moved(record: _Record, *args: Any, **kwargs: Any) -> _Record:
     """As ``Tensor.to``: to a device, a dtype, both, or those of another tensor.
 
-    A dtype is what the record stands for, and its tensors stay as they are. Raises UsageError for
-    one that it cannot stand for.
+    The dtype is that of the values which the record stands for; its tensors keep theirs. Raises
+    UsageError for another dtype than float32, bfloat16 and float16.
     """
     parsed: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)  # as Module.to reads it
     device, dtype, non_blocking, _ = parsed

@@ -1,5 +1,5 @@
-// Plans are written by kernels, from their parameters: that needs no memory which must stay as it is
-// until a copy was made, and a captured graph holds what it was captured with.
+// Kernels write plans, from their parameters: so no memory has to stay unchanged until it is copied, and
+// a captured graph holds the values of the capture.
 
 #include "plan.h"
 

@@ -1,5 +1,5 @@
-// An optimizer's lists on a GPU: from torch's tensors to a plan in its memory. Torch calls ROCm's
-// devices CUDA, too, so this serves both, and it needs neither's headers.
+// Turns an optimizer's lists of tensors on a GPU into a plan in the GPU's memory. torch calls ROCm's
+// devices CUDA, too, so this works for both, and it needs the headers of neither.
 #pragma once
 
 #include <opkiln/cuda_stream.h>
@@ -10,6 +10,7 @@
 
 #include "lists.h"
 #include "plan.h"
+#include "status.h"
 
 OPKILN_NAMESPACE_BEGIN
 
@@ -54,7 +55,7 @@ inline multi_tensor::Numbers numbers_of(int32_t device, double lr, const Optiona
   return out;
 }
 
-// The lists as a plan has them, still in host memory; every check is made here.
+// The lists as a plan holds them, still in host memory. Every check is made here.
 struct Unpacked {
   std::vector<multi_tensor::Item> items;
   std::vector<uint64_t> gradients;
@@ -94,7 +95,7 @@ struct Unpacked {
   }
 };
 
-// What was not launched, and why.
+// Raises CUDA's error for a launch that failed.
 inline void check_launch(const char* op, int32_t device, const char* error) {
   if (error != nullptr) {
     refuse(std::string(op) + " was not launched on " + name_of(device) + ": " + error);
@@ -109,7 +110,7 @@ inline int32_t gpu_of(const Lists& lists) {
   return device;
 }
 
-// The plan of the lists, in memory that torch keeps from others until this stream is done with it.
+// The plan of the lists. torch does not reuse its memory before this stream is done with it.
 struct Planned {
   Tensor memory;
   multi_tensor::Plan plan;
@@ -128,8 +129,8 @@ inline Planned write_plan(const char* op, const Lists& lists, const Unpacked& un
   return out;
 }
 
-// A plan that outlives the call, and its ledger: what the host has to know of it, in int64. Per item
-// there are its number of elements and the gradient that was written last.
+// What the host has to know of a plan that outlives the call, in int64. Each item has its number of
+// elements and the gradient that was written last.
 struct Ledger {
   enum : int64_t { kItems, kSteps, kChunks, kPlain, kHead };
 
@@ -156,11 +157,11 @@ struct Ledger {
   explicit Ledger(const Tensor& tensor) {
     if (!tensor.is_cpu() || tensor.scalar_type() != ScalarType::Long || tensor.numel() < kHead ||
         !tensor.is_contiguous()) {
-      refuse("ledger is not one that a plan came with");
+      refuse("ledger is not that of a plan");
     }
     at = static_cast<int64_t*>(tensor.mutable_data_ptr());
     if (tensor.numel() != kHead + 2 * at[kItems]) {
-      refuse("ledger is not one that a plan came with");
+      refuse("ledger is not that of a plan");
     }
   }
 
@@ -189,8 +190,8 @@ inline std::tuple<Tensor, Tensor> make_plan(const char* op, const Lists& lists) 
           Ledger::of(unpacked)};
 }
 
-// The tensors of a list as torch's C interface hands them over. As Tensors they would cost half as
-// much again: each has a counter in a piece of memory of its own.
+// The tensors of a list as torch's C interface passes them. As Tensors they would cost half as much
+// again: each allocates a reference counter.
 class RawList {
  public:
   explicit RawList(StableListHandle list) {
@@ -205,7 +206,7 @@ class RawList {
       }
     }
     if (torch_delete_list(list) != 0 || failed) {
-      refuse("torch gave no list of tensors");
+      refuse("torch did not pass a list of tensors");
     }
   }
   RawList(const RawList&) = delete;
@@ -224,7 +225,7 @@ class RawList {
     return handles_[i];
   }
 
-  // As Tensors; none is left here.
+  // The same as Tensors. This list is empty afterwards.
   TensorList taken() {
     TensorList out;
     for (AtenTensorHandle handle : std::exchange(handles_, {})) {
@@ -237,8 +238,8 @@ class RawList {
   std::vector<AtenTensorHandle> handles_;
 };
 
-// The gradient as a plan has it, or 0 where it is not contiguous, of this size, on this device and of
-// a known type.
+// The gradient as a plan holds it, or 0 unless it is contiguous, of this size, on this device and of a
+// known type.
 inline uint64_t planned_gradient(AtenTensorHandle grad, int64_t numel, int32_t device) {
   static const int32_t cuda = aoti_torch_device_type_cuda();
   static const int32_t types[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(),
@@ -257,7 +258,7 @@ inline uint64_t planned_gradient(AtenTensorHandle grad, int64_t numel, int32_t d
       torch_get_const_data_ptr(grad, &data) == 0;
   for (int type = 0; known && type < 3; ++type) {
     if (dtype == types[type]) {
-      // One without elements has no address, but is not unknown.
+      // One without elements has no address, but it fits.
       return data == nullptr ? multi_tensor::kAddress
                              : multi_tensor::gradient(data, static_cast<ElementType>(type));
     }
@@ -265,9 +266,11 @@ inline uint64_t planned_gradient(AtenTensorHandle grad, int64_t numel, int32_t d
   return 0;
 }
 
-// What is wrong with a gradient that was found not to fit.
-[[noreturn, gnu::cold]] inline void refuse_gradient(const Argument& grads, const Ledger& ledger,
-                                                    int32_t device) {
+// Raises what is wrong with the gradients, one of which was found not to fit. Returns if the only fault
+// is that some are not contiguous.
+[[gnu::cold]] inline void check_gradients(const Argument& grads, const Ledger& ledger,
+                                          int32_t device) {
+  bool contiguous = true;
   for (std::size_t i = 0; i < grads.tensors.size(); ++i) {
     const Tensor& grad = grads.tensors[i];
     if (!is_on(grad, device)) {
@@ -278,17 +281,19 @@ inline uint64_t planned_gradient(AtenTensorHandle grad, int64_t numel, int32_t d
       refuse(grads.at(i) + " has " + std::to_string(grad.numel()) + " elements, params[" +
              std::to_string(i) + "] has " + std::to_string(ledger.numel(i)));
     }
-    if (!grad.is_contiguous()) {
-      refuse(grads.at(i) + " is not contiguous");
-    }
+    contiguous = contiguous && grad.is_contiguous();
   }
-  refuse("grads has a tensor that does not fit the plan");
+  if (contiguous) {
+    refuse("grads has a tensor that does not fit the plan");
+  }
 }
 
-// A kept plan with these gradients in it: they are written where they are others than last time.
-// What was checked when it was made is not checked again, and the gradients must be contiguous.
-inline multi_tensor::Plan replan(const char* op, const Tensor& memory, const Tensor& ledger_tensor,
-                                 RawList& grads, void* stream) {
+// A kept plan with these gradients in it. Their addresses are written only if they changed. What was
+// checked when the plan was made is not checked again. Nothing if a gradient is not contiguous; then
+// nothing is written either.
+inline std::optional<multi_tensor::Plan> replan(const char* op, const Tensor& memory,
+                                                const Tensor& ledger_tensor, RawList& grads,
+                                                void* stream) {
   const int32_t device = memory.get_device_index();
   const Ledger ledger(ledger_tensor);
   const auto count = ledger.at[Ledger::kItems];
@@ -306,7 +311,8 @@ inline multi_tensor::Plan replan(const char* op, const Tensor& memory, const Ten
     words[i] = planned_gradient(grads[i], ledger.numel(i), device);
     if (words[i] == 0) {
       const TensorList tensors = grads.taken();
-      refuse_gradient({"grads", tensors}, ledger, device);
+      check_gradients({"grads", tensors}, ledger, device);
+      return std::nullopt;
     }
     plain = plain && words[i] >> multi_tensor::kTypeShift == 0;
     changed = changed || words[i] != static_cast<uint64_t>(ledger.gradients()[i]);

@@ -1,14 +1,15 @@
-"""A step of an optimizer in a function that torch.compile traces: one call of an op in its graph.
+"""Two other ways to make a step: in a graph that torch.compile traces, and in a thread of its own.
 
-There is nothing to gain from tracing a step, which is one call of a native op per group already.
-Counts of steps, learning rates and addresses would have it compiled anew again and again. So the
-graph gets ``opkiln::step_`` instead, whose arguments are what the graph may have changed or will
-read: parameters and gradients. It makes the step as it is made without a compiler.
+A step is already one call of a native op per group, so tracing it gains nothing, and every new
+count of steps or learning rate would compile it again. So the graph gets one call of
+``opkiln::step_``, which makes the step as it is made without a compiler. Its arguments are what the
+graph may have changed or will read: parameters and gradients.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from typing import Any, Self
 
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports torch._dynamo at once
 
+from opkiln.errors import UsageError
 from opkiln.loading.register import at_trace_time, is_tracing
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
 
 _SCHEMA = (
     "step_(Tensor(a!)[] params, Tensor[] grads, int[] places, float grad_scale, str optimizer) "
@@ -34,24 +37,24 @@ _optimizers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary
 
 
 class CompiledStep:
-    """What an optimizer inherits so that its step can be in a function that is compiled."""
+    """A base class of optimizers whose step can be in a compiled function."""
 
     _name_in_graphs: str  # what the op calls it: an object cannot be an argument
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:  # noqa: ARG004 (those of __init__)
-        # Not in __init__, which makes no copies.
+        # Not in __init__, which is not called for copies.
         made = super().__new__(cls)
         made._name_in_graphs = f"{cls.__name__}-{next(_numbers)}"
         _optimizers[made._name_in_graphs] = made
         return made
 
     def _make_step(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
-        """The step itself, without gradients being recorded."""
+        """Make the step. Called with gradients disabled."""
         raise NotImplementedError
 
     def _step(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
-        # With copies a step is not in the graph: torch.compile takes the keys of a dictionary,
-        # and the gradients that they have, for objects that must stay the same.
+        # A step with copies is not in the graph: torch.compile requires the keys of a dictionary,
+        # and their gradients, to stay the same objects.
         if not is_tracing():
             with torch.no_grad():
                 self._make_step(copies, grad_scale)
@@ -66,14 +69,14 @@ class CompiledStep:
 def _traced(optimizer: Any, grad_scale: float) -> bool:
     """Put a step into the graph that is being traced.
 
-    False where a parameter or a gradient is not a plain dense tensor, which an op does not take.
+    False if a parameter or a gradient is not a plain dense tensor: an op does not take others.
     """
     params: list[Tensor] = []
     grads: list[Tensor] = []
     places: list[int] = []
     place = 0
-    # Not by the attribute: torch.compile has a rule for that of an optimizer, by which every
-    # learning rate is a constant of the graph.
+    # Not through the attribute: torch.compile would make every learning rate a constant of the
+    # graph.
     for group in optimizer.__dict__["param_groups"]:
         for param in group["params"]:
             grad = param.grad
@@ -99,7 +102,7 @@ def _define_at_trace_time() -> None:
     """Define the op, once."""
     if not _library:
         library = torch.library.Library("opkiln", "FRAGMENT")  # type: ignore[no-untyped-call]
-        # A captured CUDA graph would repeat the kernels of one step, and with them its numbers.
+        # A captured CUDA graph would repeat one step, with the same numbers.
         tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
         library.define(_SCHEMA, tags=tags)  # type: ignore[no-untyped-call]
         library.impl("step_", _step, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -121,7 +124,7 @@ def _step(
     made = _optimizers[optimizer]
     every: list[Any] = [param for group in made.param_groups for param in group["params"]]
     own = [every[place] for place in places]
-    # Some backends hand over copies of what a graph writes to, and copy the results back.
+    # Some backends pass copies of what a graph writes to, and copy the results back.
     staged = [
         (param, given)
         for param, given in zip(own, params, strict=True)
@@ -142,3 +145,85 @@ def _step(
                 param.grad = grad
         for param, given in staged:
             given.copy_(param)
+
+
+class StepHandle:
+    """A step that runs in a thread. Do not touch parameters, states and copies until ``wait()``
+    returns.
+
+    A closed handle raises UsageError when it is used. As a context manager, it waits and closes at
+    the end.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._error: BaseException | None = None
+        self._told = False  # the error was raised by wait()
+        self._closed = False
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+
+        # A thread for each step: there is nothing to shut down, and none survives a fork. It costs
+        # far less than a step that is worth running in the background.
+        self._thread = threading.Thread(target=run, name="opkiln-step")
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether the step has ended, also by an error."""
+        self._check_open()
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the step is made, or raise what it raised, at every call.
+
+        Raises TimeoutError after ``timeout`` seconds; the step goes on.
+        """
+        self._check_open()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the step is still running after {timeout} s")
+        self._told = True
+        if self._error is not None:
+            raise self._error
+
+    def raise_untold(self) -> None:
+        """Raise what a finished step raised, unless ``wait()`` already did."""
+        if not self._told and self._error is not None:
+            self._told = True
+            raise self._error
+
+    def close(self) -> None:
+        """Wait, then close. Calling it again has no effect."""
+        if not self._closed:
+            try:
+                self.wait()
+            finally:
+                self._closed = True
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the step is still running. Also works on a closed handle."""
+        return self._thread.is_alive()
+
+    def __enter__(self) -> StepHandle:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(
+                "this handle of a step is closed",
+                why="it was closed by close() or at the end of its with block",
+                hint="handle = optimizer.step_in_background()",
+            )

@@ -1,6 +1,6 @@
-// What is to be done to a list of tensors, as it lies in device memory: a record per tensor, the
-// addresses of the gradients, and a table from chunk to tensor by which each thread block finds its
-// work. Needs neither torch's headers nor CUDA's, so that bindings and kernels compile apart.
+// The work on a list of tensors, in device memory: a record per tensor, the addresses of the gradients,
+// and a table from chunk to tensor, in which each thread block finds its work. Includes no header of
+// torch or CUDA, so that bindings and kernels compile separately.
 #pragma once
 
 #include <opkiln/element_type.h>
@@ -19,7 +19,7 @@ constexpr int kChunk = 4 * kThreads;
 // A parameter and what is walked in step with it; all of them in device memory.
 struct Item {
   void* param;
-  float* states[2];  // the second is null where the optimizer has but one
+  float* states[2];  // the second is null if the optimizer has only one
   float* master;     // null: the parameter itself is stepped
   int64_t numel;
   uint32_t first;    // of its chunks; 2^32 chunks are more than any memory holds
@@ -72,19 +72,19 @@ inline Plan plan_at(void* memory, const Sizes& sizes, bool plain) {
   return plan;
 }
 
-// Numbers that the device may be the only one to know, read when a kernel runs: a captured graph sees
-// what is there at each replay.
+// Numbers that only the device may know. They are read when a kernel runs, so each replay of a captured
+// graph sees their current values.
 struct Numbers {
   double lr;                // unless one of the next two is given
   const float* lr_float;
   const double* lr_double;
   const float* grad_scale;  // null: 1
-  const float* found_inf;   // null, or: nothing is written where it is not 0
+  const float* found_inf;   // null; otherwise nothing is written if it is not 0
 };
 
-// Each enqueues on a stream of the current device; null, or the text of CUDA's error. They wait for
-// nothing and allocate nothing, and what they are given may be gone when they return, also while a
-// graph is captured: it travels in the parameters of launches.
+// Each enqueues on a stream of the current device, and returns null or the text of CUDA's error. They do
+// not wait or allocate. Their arguments are passed in the parameters of launches, so the caller may free
+// them at once, also while a graph is captured.
 const char* write_items(const Plan& plan, const Item* items, float* const* steps, void* stream);
 const char* write_gradients(const Plan& plan, const uint64_t* gradients, void* stream);
 

@@ -1,4 +1,4 @@
-"""What the optimizers over whole lists of tensors share: groups, states, masters, state dicts."""
+"""What the fused optimizers share: groups, states, masters, plans, state dicts."""
 
 from __future__ import annotations
 
@@ -13,27 +13,30 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, UsageError
-from opkiln.ops.compiled_step import CompiledStep
-from opkiln.ops.multi_tensor.calls import Call, Planned, run
-from opkiln.ops.multi_tensor.scaling import clipping, moved
-from opkiln.ops.multi_tensor.states import (
-    is_capturing,
-    refuse_capture,
-    shared_steps,
-    zeros_like,
-)
-from opkiln.ops.param_groups import (
+from opkiln.optimizing.checks import (
+    MASTER,
     as_number,
     check_dtypes,
+    check_saved_state,
     name_in,
+    own_entries,
     place,
     refuse_partials,
     sparse_gradient,
     taking_over,
 )
-from opkiln.ops.saved_states import MASTER, check_saved_state, own_entries
-from opkiln.ops.sharded import gradient_parts, has_shards, parts_of, refuse_fsdp1
-from opkiln.ops.watched import ParamState, Plans, watchable
+from opkiln.optimizing.fused_calls import Call, Planned, clipping, moved, run
+from opkiln.optimizing.sharded import gradient_parts, has_shards, parts_of, refuse_fsdp1
+from opkiln.optimizing.states import (
+    ParamState,
+    Plans,
+    is_capturing,
+    refuse_capture,
+    shared_steps,
+    watchable,
+    zeros_like,
+)
+from opkiln.optimizing.stepping import CompiledStep
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -51,7 +54,7 @@ _DEVICE = attrgetter("device")
 
 
 class _Place(NamedTuple):
-    """The parameters of a group on one device, and their gradients: of DTensors what is here."""
+    """The parameters of a group on one device, and their gradients: of DTensors the local parts."""
 
     group: int
     device: torch.device
@@ -75,8 +78,8 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
     NORMS: ClassVar[bool] = False  # the op needs norms of whole tensors
     COUNTED: ClassVar[bool] = True  # steps differ by their number: a saved state must have it
 
-    # GradScaler then sets the attributes grad_scale and found_inf for the time of a step, and must
-    # find neither at any other.
+    # Tells GradScaler to set the attributes grad_scale and found_inf during a step. Neither may
+    # exist at any other time.
     _step_supports_amp_scaling = True
     _ops: Mapping[str, Any] = {}  # by type of device
     _plans: Plans[Planned] | None = None
@@ -97,7 +100,7 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
                 why="gradients are scaled down to it; 0 leaves them as they are",
             )
         super().__init__(params, defaults)
-        # Not a group's: how this process keeps states is not for a checkpoint to say.
+        # Not in the groups: a checkpoint must not decide how this process keeps states.
         self.defaults.update(
             {MASTERS: master_weights, GRAD_NONE: set_grad_none, MAX_NORM: max_grad_norm}
         )
@@ -111,14 +114,14 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         raise NotImplementedError
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The op's arguments that are its own: all but the learning rate and what scales it."""
+        """The op's own arguments: all but the learning rate and what scales gradients."""
         raise NotImplementedError
 
     def _builder(self, backend: str) -> Any:
         raise NotImplementedError
 
     def _written(self, group: int, device: torch.device, params: list[Tensor]) -> dict[str, Tensor]:
-        """Arguments of the op that it writes to, beside the lists."""
+        """Arguments, beside the lists, that the op writes to."""
         del group, device, params
         return {}
 
@@ -153,7 +156,7 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
                 refuse_fsdp1(why, param, place(index, group, i))
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """As torch's; what ``set_grad_none`` said unless the argument is given."""
+        """As torch's. Without the argument, ``set_grad_none`` decides."""
         super().zero_grad(self.defaults[GRAD_NONE] if set_to_none is None else set_to_none)
 
     @overload
@@ -170,14 +173,14 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         return loss
 
     def _make_step(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
-        del copies, grad_scale  # what host optimizers take; here there are masters and a scaler
+        del copies, grad_scale  # host optimizers take these; here there are masters and a scaler
         for call in self._prepared():
             call()
 
     def _prepared(self) -> list[Callable[[], None]]:
         """The calls that make up a step, one per group and device.
 
-        Everything that Python can see to be wrong is raised here, before any of them is made.
+        Whatever Python can check is checked here, before the first of them is made.
         """
         plans = self._known_plans()
         places = [
@@ -187,12 +190,13 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         ]
         scales = self._scales(places)
         hypers = [self._numbers(each, scales) for each in places]
-        calls = iter(self._calls([each for each in places if each.plan is None]))
+        unplanned = [pair for pair in zip(places, hypers, strict=True) if pair[0].plan is None]
+        calls = iter(self._calls(unplanned))
         out: list[Callable[[], None]] = []
         for each, hyper in zip(places, hypers, strict=True):
             plan, call = each.plan, None
             if plan is None:
-                call = next(calls)._replace(hyper=hyper)
+                call = next(calls)
                 plan = self._new_plan(plans, each, call)
             if plan is not None:
                 out.append(partial(self._run_plan, plan, each, hyper))
@@ -215,7 +219,7 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         grads: list[Any] = list(map(_GRAD, params))
         plan = None if plans is None else plans.of_group.get(index)
         if plan is not None and is_capturing(plan.device):
-            plan = None  # it stays, and this step takes lists: a graph may outlive a plan
+            plan = None  # a graph may outlive the plan, so this step takes lists; the plan stays
         if plan is not None and not plan.fits(params):
             assert plans is not None
             plans.drop(index)
@@ -223,29 +227,30 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         sharded = has_shards(params) if plan is None else plan.sharded
         if sharded:
             grads = gradient_parts(params, grads, name_in(index, group))
-        if plan is not None:
-            # What is wrong with a gradient, or that there is none, the op says before it writes:
-            # no need to look at ten thousand first, unless another call will have been made by then
-            # or something else is done with them.
-            alone = len(self.param_groups) == 1 and not self.defaults[MAX_NORM]
-            if alone or not any(map(is_, grads, repeat(None))):
-                if not alone:
-                    self._refuse_sparse(index, group, grads)
-                return [_Place(index, plan.device, params, grads, sharded, plan)]
-        if any(map(is_, grads, repeat(None))):
+        missing = any(map(is_, grads, repeat(None)))
+        if plan is not None and not missing:
+            # The op itself notices a sparse gradient. With several groups that is too late: another
+            # group may have been stepped by then. Clipping reads the gradients first, too.
+            if len(self.param_groups) > 1 or self.defaults[MAX_NORM]:
+                self._refuse_sparse(index, group, grads)
+            return [_Place(index, plan.device, params, grads, sharded, plan)]
+        if missing:
             params = [param for param in params if param.grad is not None]
             grads = [grad for grad in grads if grad is not None]
         self._refuse_sparse(index, group, grads)
-        devices = list(map(_DEVICE, params))
+        devices = list(dict.fromkeys(map(_DEVICE, params)))
+        if len(devices) == 1:
+            # A copy: plans compare later parameters with it, and the group's own list may change.
+            return [_Place(index, devices[0], params[:], grads, sharded)]
         return [
             _Place(
                 index,
                 device,
-                [param for param, at in zip(params, devices, strict=True) if at == device],
-                [grad for grad, at in zip(grads, devices, strict=True) if at == device],
+                [param for param in params if param.device == device],
+                [g for param, g in zip(params, grads, strict=True) if param.device == device],
                 sharded,
             )
-            for device in dict.fromkeys(devices)
+            for device in devices
         ]
 
     def _refuse_sparse(self, index: int, group: dict[str, Any], grads: list[Tensor]) -> None:
@@ -253,7 +258,7 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
             raise sparse_gradient(self.OWNER, index, group)
 
     def _new_plan(self, plans: Plans[Planned], here: _Place, call: Call) -> Planned | None:
-        """A plan for lists that are stepped a second time, as they will be again, it seems."""
+        """A plan for lists that are stepped a second time, and so probably again."""
         if here.device.type not in self.PLANNED_ON or is_capturing(here.device):
             return None
         if len(here.params) != len(self.param_groups[here.group]["params"]):
@@ -271,45 +276,50 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
 
     def _run_plan(self, plan: Planned, here: _Place, hyper: dict[str, Any]) -> None:
         op = getattr(self._load(here.device.type), f"{self.FUNCTION}_planned_")
-        try:
-            plan.run(op, here.grads, hyper)
-        except RuntimeError:
-            # A gradient does not fit the plan, or is missing. Lists can be laid out alike, or they
-            # say what is wrong in words of the arguments.
-            places = self._places(here.group, self.param_groups[here.group], None)
-            scales = {here.device: hyper["grad_scale"]}
-            for each, call in zip(places, self._calls(places), strict=True):
-                self._run_call(call._replace(hyper=self._numbers(each, scales)))
+        if plan.run(op, here.grads, hyper):
+            return
+        # A gradient does not fit the plan. Lists can be laid out alike.
+        places = self._places(here.group, self.param_groups[here.group], None)
+        scales = {here.device: hyper["grad_scale"]}
+        for call in self._calls([(each, self._numbers(each, scales)) for each in places]):
+            self._run_call(call)
 
     def _run_call(self, call: Call) -> None:
         run(getattr(self._load(call.device.type), f"{self.FUNCTION}_"), call, self.STATES)
 
-    def _calls(self, places: list[_Place]) -> list[Call]:
-        """The calls for these, less what the subclass knows; their states are made."""
+    def _calls(self, places: list[tuple[_Place, dict[str, Any]]]) -> list[Call]:
+        """The calls for these places, each with the op's arguments beside the lists. Missing states
+        are made."""
         if not places:
             return []
-        calls = []
-        for here in places:
-            states = [self.state[param] for param in here.params]
+        found = []
+        for here, _ in places:
+            states = list(map(self.state.__getitem__, here.params))
             if not all(states):
                 states = self._initialise(here.params)
-            masters, parts = self._masters(here.params, states), here.params
-            if here.sharded:
-                masters, parts = parts_of(masters), parts_of(parts)
-            calls.append(Call(here.device, here.params, parts, here.grads, states, masters, [], {}))
-        # Whoever holds a count has a say in it: parameters of other groups, those without a
-        # gradient, and those that were taken out of their group and may come back.
+            masters = self._masters(here.params, states)
+            found.append((states, parts_of(masters) if here.sharded else masters))
+        # All who hold a count: also parameters of other groups, those without a gradient, and those
+        # that were taken out of their group and may come back. Mostly all are in one call.
+        alone = len(places) == 1 and len(set(map(id, found[0][0]))) == len(self.state)
         holders = Counter(
             [
                 id(state["step"])
-                for state in self.state.values()
+                for state in (() if alone else self.state.values())
                 if isinstance(state, dict) and "step" in state  # torch lets users keep things there
             ]
         )
-        return [call._replace(steps=shared_steps(call.states, holders)) for call in calls]
+        calls = []
+        for (here, hyper), (states, masters) in zip(places, found, strict=True):
+            parts = parts_of(here.params) if here.sharded else here.params
+            steps = shared_steps(states, holders)
+            calls.append(
+                Call(here.device, here.params, parts, here.grads, states, masters, steps, hyper)
+            )
+        return calls
 
     def _initialise(self, params: list[Tensor]) -> list[dict[str, Any]]:
-        """Zeros for those without a state; they share a count of steps, having made none."""
+        """Zeros for those without a state. They share one count of steps, which is 0."""
         refuse_capture(params[0].device, "parameters have no state yet")
         new = [param for param in dict.fromkeys(params) if not self.state[param]]
         step = torch.zeros((), dtype=torch.float32, device=params[0].device)
@@ -342,7 +352,7 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         """The op's arguments beside the lists."""
         group, device = self.param_groups[here.group], here.device
         lr = group["lr"]
-        # A tensor in host memory is read now: the device could not follow its changes.
+        # A tensor in host memory is read now: the device cannot see its changes.
         on_device = isinstance(lr, Tensor) and lr.device.type == device.type
         number = 0.0 if on_device else float(lr)
         if not 0 <= number < math.inf:
@@ -360,8 +370,8 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         }
 
     def _scales(self, places: list[_Place]) -> dict[torch.device, Tensor | None]:
-        """What gradients are divided by, on each device: the scaler's scale, and what it takes to
-        bring the norm of them all down to ``max_grad_norm``. Nothing waits for a GPU."""
+        """What gradients are divided by, on each device: the scaler's scale, times the factor that
+        brings their norm down to ``max_grad_norm``. Does not wait for a GPU."""
         devices = dict.fromkeys(here.device for here in places)
         scale = getattr(self, "grad_scale", None)
         limit = self.defaults[MAX_NORM]
@@ -371,7 +381,7 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         return {device: moved(device, whole) for device in devices}
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: ``step`` is a tensor of each parameter's own there, in host memory."""
+        """As torch's. Each parameter has a tensor ``step`` of its own there, in host memory."""
         packed = super().state_dict()
         counts: dict[int, Tensor] = {}  # each is fetched from its device once
 
@@ -389,8 +399,7 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state dict of this class, of torch's optimizer of the same rule or
-        DeepSpeed's.
+        """Load a state dict of this class, or of torch's or DeepSpeed's optimizer of the same rule.
 
         Unlike torch's own, this keeps fp32 states of 16-bit parameters fp32.
         """
@@ -405,12 +414,12 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         check_saved_state(self.OWNER, saved, where, param, self.STATES, made)
 
     def _take_over(self, loaded: dict[str, Any]) -> None:
-        self._plans = None  # they hold the states that were
+        self._plans = None  # they hold the old states
         for group, saved_group in zip(self.param_groups, loaded["param_groups"], strict=True):
             for key, value in self.defaults.items():
                 if key not in _OWN:
                     group.setdefault(key, value)
-            counts: dict[tuple[torch.device, float], Tensor] = {}  # equal ones are shared
+            counts: dict[tuple[torch.device, float], Tensor] = {}  # equal counts share a tensor
             for key, param in zip(saved_group["params"], group["params"], strict=True):
                 saved = loaded["state"].get(key)
                 if not saved:

@@ -1,4 +1,4 @@
-"""The calls that a step of a host optimizer is made of."""
+"""The calls that make up a step of a host optimizer, over lists that are passed or kept."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
-from opkiln.ops.in_place import call_in_place
-from opkiln.ops.layout import lay_out_alike
-from opkiln.ops.param_groups import DTYPES, place
-from opkiln.ops.sharded import (
+from opkiln.optimizing.checks import DTYPES, place
+from opkiln.optimizing.op_calls import Status, call_in_place, lay_out_alike, same_tensors
+from opkiln.optimizing.sharded import (
     gradient_parts,
     has_shards,
     like,
@@ -24,7 +23,6 @@ from opkiln.ops.sharded import (
     placement_text,
     same_placement,
 )
-from opkiln.ops.watched import same_tensors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,8 +34,8 @@ _T = TypeVar("_T")
 class Kept(NamedTuple):
     """The lists of a whole group that is at one step, which the op has kept: all but the gradients.
 
-    They are good for as long as ``fits`` says so, and no state's entries were replaced: who has
-    this has to see to that. What else may become of a tensor, the op sees when it is called.
+    Valid while ``fits`` says so and no entry of a state is replaced; the owner has to watch for
+    that. Other changes of a tensor are seen by the op when it is called.
     """
 
     ticket: Tensor
@@ -48,17 +46,16 @@ class Kept(NamedTuple):
 
     @classmethod
     def of(cls, ops: Any, call: Call, names: Sequence[str]) -> Kept | None:
-        """None where the op keeps nothing: it has no native version, say."""
+        """None if the op keeps nothing (it has no native version), or could not walk the lists."""
         params = call.params[:]  # the group's own list may change
         parts = parts_of(params)
         if not all(map(Tensor.is_contiguous, parts)):
             return None  # it would be copied at each step anyway
         whole = call.state_lists(names)
         states = list(map(parts_of, whole)) if call.sharded else whole
-        try:
-            ticket = getattr(ops, f"{call.function}keep")(parts, *states, [])
-        except RuntimeError:
-            return None  # the call itself will say what is wrong
+        ticket = getattr(ops, f"{call.function}keep")(parts, *states, [])
+        if not ticket.numel():
+            return None
         forget = getattr(ops, f"{call.function}forget")
         weakref.finalize(ticket, forget, ticket.clone()).atexit = False
         beside = [params, *whole] if call.sharded else []
@@ -105,26 +102,22 @@ class Call(NamedTuple):
         return [list(map(itemgetter(name), self.states)) for name in names]
 
     def run(self, ops: Any, names: Sequence[str], step_after: int) -> bool:
-        """Call the op with the states of these names. Raises RuntimeError before it writes.
+        """Call the op with the states of these names. Raises before anything is written.
 
-        False where there are lists that were kept, and they did not serve.
+        False if there were kept lists and they could not be used.
         """
-        served = self.kept is not None and self._run_kept(ops, self.kept)
+        served = self.kept is not None and self._run_kept(ops, self.kept) == Status.MADE
         if not served:
             self._run_lists(ops, names)
-        # Past what watches the states: all of what was kept for them is at the same step again.
+        # Not through the watched dicts: the kept lists stay valid, as all states change alike.
         counted = map(dict.__setitem__, self.states, repeat("step"), repeat(step_after))
         deque(counted, maxlen=0)
         return served or self.kept is None
 
-    def _run_kept(self, ops: Any, kept: Kept) -> bool:
-        """Whether the op took it. A gradient may not go with what was kept."""
+    def _run_kept(self, ops: Any, kept: Kept) -> int:
         op = partial(getattr(ops, f"{self.function}kept_"), kept.ticket)
-        try:
-            call_in_place(op, self.gradients, kept.written, self.hyper)
-        except RuntimeError:
-            return False  # lists can be laid out alike, or say what is wrong
-        return True
+        status: int = call_in_place(op, self.gradients, kept.written, self.hyper)
+        return status
 
     def _run_lists(self, ops: Any, names: Sequence[str]) -> None:
         op = getattr(ops, self.function)
@@ -135,19 +128,16 @@ class Call(NamedTuple):
             # The DTensors' own versions count, too: autograd looks at them.
             beside = [params, *states, copies]
             params, copies, *states = map(parts_of, (params, copies, *states))
-        lists = [params, *self.gradients, *states, copies]
-        try:
-            call_in_place(op, lists, [params, *states, copies, *beside], self.hyper)
-        except RuntimeError:
-            # The op refuses before it writes. Looking at all layouts first would cost every step.
-            in_rows = len(self.gradients) > 1
-            dense = [] if in_rows else self.gradients
-            laid = lay_out_alike(params, *dense, *states, in_rows=in_rows)
-            if laid is None:
-                raise
+        # A sparse gradient, which comes as rows and their numbers, is laid out as the op takes it.
+        in_rows = len(self.gradients) > 1
+        gradients, dense = self.gradients, [] if in_rows else self.gradients
+        laid = lay_out_alike(params, *dense, *states, in_rows=in_rows)
+        if laid is not None:
             params, *rest = laid.lists
-            gradients, states = self.gradients if in_rows else rest[:1], rest[len(dense) :]
-            op(params, *gradients, *states, copies, **self.hyper)
+            gradients, states = gradients if in_rows else rest[:1], rest[len(dense) :]
+        written = [params, *states, copies, *beside]
+        call_in_place(op, [params, *gradients, *states, copies], written, self.hyper)
+        if laid is not None:
             for name, tensors in zip(names, states, strict=True):
                 for param, state, tensor in zip(self.params, self.states, tensors, strict=True):
                     state[name] = like(param, tensor)
@@ -156,7 +146,7 @@ class Call(NamedTuple):
 
 
 def dense_gradients(params: list[Tensor]) -> list[list[Tensor]] | None:
-    """None where one is not there, or sparse."""
+    """None if one is missing or sparse."""
     grads: list[Any] = [param.grad for param in params]
     if any(grad is None or grad.layout is not torch.strided for grad in grads):
         return None
@@ -180,26 +170,31 @@ def take(items: list[_T], members: Sequence[int]) -> list[_T]:
 
 
 def check_copies(groups: list[dict[str, Any]], copies: Mapping[Tensor, Tensor]) -> None:
-    """Raises UsageError for one that cannot receive its parameter, or has none in the groups."""
+    """Raises UsageError for a copy of the wrong kind, or of a tensor that is not in the groups."""
     strangers = set(copies).difference(*(group["params"] for group in groups))
     if strangers:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in strangers)
-        raise ArgumentError(f"copies has keys that are no parameters here, of shapes {shapes}")
+        raise ArgumentError(
+            f"unexpected keys in copies, of shapes {shapes}: they are not parameters in the groups"
+        )
     for index, group in enumerate(groups):
         for i, param in enumerate(group["params"]):
             copy = copies.get(param)
-            if copy is None:
-                continue
-            where = f"copies: that of {place(index, group, i)}"
-            if copy.device.type != "cpu" or copy.dtype not in DTYPES:
-                raise ArgumentTypeError(
-                    f"{where} is {copy.dtype} on {copy.device}, "
-                    "expected float32, bfloat16 or float16 on the CPU"
-                )
-            if not same_placement(copy, param):
-                raise ArgumentError(
-                    f"{where} is {placement_text(copy)}, expected {placement_text(param)}",
-                    hint="torch.empty_like(param, dtype=torch.bfloat16)",
-                )
-            if copy.numel() != param.numel():
-                raise ArgumentError(f"{where} has {copy.numel()} elements, not {param.numel()}")
+            if copy is not None and (wrong := _wrong_copy(param, copy)):
+                kind, what, hint = wrong
+                raise kind(f"the copy of {place(index, group, i)} {what}", hint=hint)
+
+
+def _wrong_copy(
+    param: Tensor, copy: Tensor
+) -> tuple[type[ArgumentError | ArgumentTypeError], str, str] | None:
+    """The error for a copy that cannot receive its parameter: its class, its text and its hint."""
+    if copy.device.type != "cpu" or copy.dtype not in DTYPES:
+        what = f"is {copy.dtype} on {copy.device}"
+        return ArgumentTypeError, f"{what}, expected float32, bfloat16 or float16 on the CPU", ""
+    if not same_placement(copy, param):
+        what = f"is {placement_text(copy)}, expected {placement_text(param)}"
+        return ArgumentError, what, "torch.empty_like(param, dtype=torch.bfloat16)"
+    if copy.numel() != param.numel():
+        return ArgumentError, f"has {copy.numel()} elements, not {param.numel()}", ""
+    return None

@@ -1,4 +1,4 @@
-"""What the optimizers of parameters in host memory share: steps, rollback, copies, state dicts."""
+"""What the host optimizers share: steps, rollback, copies, state dicts."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, UsageError
-from opkiln.ops.background import StepHandle
-from opkiln.ops.compiled_step import CompiledStep
-from opkiln.ops.host_calls import Call, Kept, alike, check_copies, dense_gradients, take
-from opkiln.ops.param_groups import (
+from opkiln.optimizing.checks import (
+    MASTER,
     as_number,
     check_dtypes,
+    check_saved_state,
     name_in,
+    own_entries,
     place,
     refuse_partials,
     sparse_gradient,
     taking_over,
 )
-from opkiln.ops.saved_states import MASTER, check_saved_state, own_entries
-from opkiln.ops.sharded import gradient_parts, has_shards
-from opkiln.ops.watched import ParamState, Plans, watchable
+from opkiln.optimizing.host_calls import Call, Kept, alike, check_copies, dense_gradients, take
+from opkiln.optimizing.sharded import gradient_parts, has_shards
+from opkiln.optimizing.states import ParamState, Plans, watchable
+from opkiln.optimizing.stepping import CompiledStep, StepHandle
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -49,9 +50,9 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
     FUNCTION: ClassVar[str]  # the op's function that makes a step
     STATES: ClassVar[tuple[str, ...]]  # in the order of the op's arguments
     ELSEWHERE: ClassVar[str]  # what to use for parameters that are not in host memory
-    IN_DEEPSPEED: ClassVar[Mapping[str, str]] = {}  # states that are called otherwise there
+    IN_DEEPSPEED: ClassVar[Mapping[str, str]] = {}  # states that have another name there
     COUNTED: ClassVar[bool] = True  # the op is told which step it makes
-    SPARSE: ClassVar[bool] = False  # there is a function of the op for sparse gradients
+    SPARSE: ClassVar[bool] = False  # the op has a function for sparse gradients
 
     _ops: Any = None
     _plans: Plans[Kept] | None = None
@@ -63,18 +64,18 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
         self, params: ParamsT, defaults: dict[str, Any], *, fp32_optimizer_states: bool
     ) -> None:
         self._check(defaults)
-        # In the defaults, which travel with a pickled optimizer, but no group's: how this process
-        # keeps states is not for a checkpoint to say.
+        # In the defaults, which are pickled with the optimizer, but not in the groups: a checkpoint
+        # must not decide how this process keeps states.
         super().__init__(params, {**defaults, FP32_STATES: fp32_optimizer_states})
 
     # What a subclass says
 
     def _check(self, group: dict[str, Any], where: str = "") -> None:
-        """Raises UsageError for a hyperparameter that has no meaning."""
+        """Raises UsageError for a hyperparameter out of range."""
         raise NotImplementedError
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The op's scalar arguments, less ``step`` and ``grad_scale``."""
+        """The op's scalar arguments without ``step`` and ``grad_scale``."""
         raise NotImplementedError
 
     def _load(self) -> Any:
@@ -92,13 +93,13 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
         raise NotImplementedError
 
     def _sparse_gradients(self, params: list[Tensor]) -> list[list[Tensor]] | None:
-        """As the op's function for them takes them; None where one is not there, or not so."""
+        """The sparse gradients as the op's function takes them. None if one is missing or dense."""
         raise NotImplementedError
 
     # What users call
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Raises UsageError, and then adds nothing."""
+        """As torch's. If it raises UsageError, nothing is added."""
         self._refuse_in_flight("add_param_group()")
         super().add_param_group(param_group)
         index = len(self.param_groups) - 1
@@ -155,19 +156,18 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
     ) -> StepHandle:
         """Begin a step as ``step()`` makes it, and return a handle to wait for it.
 
-        Gradients, learning rates and whatever is wrong are looked at before this returns; the work
-        is done in a thread of its own, on torch's threads. Until the handle says that it is done
-        leave parameters, states, copies and the memory of gradients alone: to give up gradients
-        with ``zero_grad()`` is fine. Meanwhile every other method raises UsageError. Hooks of
-        ``step()`` are not called.
+        Gradients and hyperparameters are read and checked before this returns. The step itself is
+        made in a thread of its own, which uses torch's threads. Until the handle says that it is
+        done, do not touch parameters, states, copies or the memory of gradients (``zero_grad()`` is
+        fine). Meanwhile every other method raises UsageError. Hooks of ``step()`` are not called.
         """
         self._refuse_in_flight("step_in_background()")
         with torch.no_grad():
             calls = self._calls(copies or {}, grad_scale)
-        self._load()  # built, if need be, by the thread that asked for it
+        self._load()  # in this thread, as it may be built
 
         def work() -> None:
-            with torch.no_grad():  # it holds for one thread
+            with torch.no_grad():  # it is set for each thread
                 self._make(calls)
 
         self._opt_called = True  # as step() leaves it for the learning rate's schedulers
@@ -177,10 +177,10 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
     def rollback(self) -> None:
         """Undo the last step, once: parameters, states, step counts and the copies it wrote.
 
-        The gradients must be those of that step, untouched; its learning rate and the like are
-        remembered. What comes back differs from what was there by rounding only (the bound is in
-        the docstring of the op's reference). Raises UsageError when there is no step to undo or a
-        gradient is gone, and then changes nothing.
+        The gradients must still be those of that step; its learning rate and the like are
+        remembered. The result differs from the values before the step by rounding only (the bound
+        is in the docstring of the op's reference). Raises UsageError, and changes nothing, if there
+        is no step to undo or a gradient is gone.
         """
         self._refuse_in_flight("rollback()")
         if self._last is None:
@@ -193,7 +193,7 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
                 gradients = self._sparse_gradients(call.params)
             if gradients is None:
                 raise UsageError(
-                    "a gradient of the last step is gone, without which it cannot be rolled back",
+                    "a gradient of the last step is gone, so the step cannot be rolled back",
                     hint="call rollback() before zero_grad()",
                 )
             function = f"{call.function}rollback_"
@@ -204,13 +204,13 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
         self._last = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. Gradients that a step in the background reads are not written to."""
+        """As torch's. Does not write to gradients while a step in the background reads them."""
         if not set_to_none:
             self._refuse_in_flight("zero_grad(set_to_none=False)")
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: ``step`` is a 0-dim fp32 tensor there, though a plain int here."""
+        """As torch's. ``step`` is a 0-dim fp32 tensor there, and a plain int in ``state``."""
         self._refuse_in_flight("state_dict()")
         packed = super().state_dict()
         packed["state"] = {
@@ -222,7 +222,7 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state dict of this class, of torch's optimizer of the kind or DeepSpeed's.
+        """Load a state dict of this class, or of torch's or DeepSpeed's optimizer of the same rule.
 
         Unlike torch's own, this keeps fp32 states of 16-bit parameters fp32.
         """
@@ -244,19 +244,19 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
         if self._pending is not None:
             if self._pending.in_flight:
                 raise UsageError(
-                    f"{what} is asked for while a step is being made in the background",
+                    f"{what} was called while a step runs in the background",
                     hint="wait() for the handle that step_in_background() returned",
                 )
             pending, self._pending = self._pending, None
             pending.raise_untold()
 
     def _take_over(self, loaded: dict[str, Any]) -> None:
-        self._last = self._plans = None  # they hold the states that were
+        self._last = self._plans = None  # they hold the old states
         for group, saved_group in zip(self.param_groups, loaded["param_groups"], strict=True):
             for key, value in self.defaults.items():
                 if key != FP32_STATES:
                     group.setdefault(key, value)
-            made = saved_group.get("step", 0)  # where DeepSpeed had it once
+            made = saved_group.get("step", 0)  # old versions of DeepSpeed have it there
             for key, param in zip(saved_group["params"], group["params"], strict=True):
                 saved = loaded["state"].get(key)
                 if not saved:
@@ -285,15 +285,15 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
         return torch.float32 if self.defaults[FP32_STATES] else param.dtype
 
     def _calls(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> list[Call]:
-        """The calls that make up a step: one per group, more where steps or copies differ.
+        """The calls that make up a step: one per group, more if steps or copies differ.
 
-        Everything that Python can see to be wrong is raised here, before any of them is made.
+        Whatever Python can check is checked here, before the first of them is made.
         """
         if not 0 < as_number("grad_scale", grad_scale) < math.inf:
             raise ArgumentError(f"grad_scale is {grad_scale}, expected a finite number above 0")
         if copies:
             check_copies(self.param_groups, copies)
-        # Two rounds: the second makes states, after the last check of the first.
+        # Two loops: the second makes states, after every check.
         found: list[tuple[list[Tensor], list[Tensor], list[Tensor]]] = []
         for index, group in enumerate(self.param_groups):
             self._check(group, f"param_groups[{index}]: ")
@@ -325,7 +325,8 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
         grads: list[Tensor],
         copies: Mapping[Tensor, Tensor],
     ) -> list[Call]:
-        """One, with lists that the op has kept, where these parameters were stepped before."""
+        """The calls for dense gradients: one with kept lists, if the parameters are the same
+        again."""
         if self._plans is None or not self._plans.are_for(self.state):
             # New, or a copy, or torch has loaded a state dict.
             self.state = states = watchable(self.state)
@@ -335,7 +336,7 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
         if kept is not None and (copies or not kept.fits(params)):
             kept = None
             plans.drop(index)
-        # Lists that were kept say whether there are DTensors among these parameters.
+        # Kept lists know whether there are DTensors among these parameters.
         if has_shards(params) if kept is None else kept.sharded:
             grads = gradient_parts(params, grads, name_in(index, self.param_groups[index]))
         if kept is not None:
@@ -353,7 +354,7 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
         return [calls[0]._replace(kept=kept)]
 
     def _hyper_at(self, step: int, group: dict[str, Any]) -> dict[str, Any]:
-        """The op's scalar arguments, less ``grad_scale``."""
+        """The op's scalar arguments without ``grad_scale``."""
         counted = {"step": step} if self.COUNTED else {}
         return {**counted, **self._hyper(group)}
 
@@ -373,7 +374,8 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
         if set(map(type, steps)) - {int}:  # a user's, or torch's own
             steps = list(map(int, steps))
         calls = []
-        copied = [param in copies for param in params] if copies else [False] * len(params)
+        found: list[Any] = list(map(copies.get, params)) if copies else [None] * len(params)
+        copied = [copy is not None for copy in found]
         for members in alike(list(zip(steps, copied, strict=True)) if copies else steps):
             first = members[0]
             part = take(params, members)
@@ -384,7 +386,7 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
                     params=part,
                     gradients=[take(row, members) for row in gradients],
                     states=take(states, members),
-                    copies=[copies[param] for param in part] if copied[first] else [],
+                    copies=take(found, members) if copied[first] else [],
                     step=step,
                     hyper=self._hyper_at(step, self.param_groups[index]),
                 )
@@ -392,7 +394,7 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
         return calls
 
     def _initialised(self, param: Tensor) -> dict[str, Any]:
-        """The state of a parameter; made, where there is none."""
+        """The state of a parameter, which is made if there is none."""
         state: dict[str, Any] = self.state[param]
         if not state:
             dtype = self._state_dtype(param)

@@ -1,0 +1,72 @@
+"""What the builders of the fused optimizers' ops share. Imports no torch: it is on the hit path."""
+
+from __future__ import annotations
+
+from opkiln.builder import CUDAOpBuilder
+from opkiln.model import CUDA
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Whatever may change between two replays of a captured graph is a tensor on the parameters' device.
+# - `masters` is empty, or has an fp32 tensor per parameter, without elements if that parameter has
+#   no master.
+# - `steps` is one tensor for all parameters, or one for each, no two of them the same. Parameters
+#   that have always been stepped together share one; others still go in the same call. The op adds
+#   1 to each.
+# - `lr_tensor` replaces `lr`; `grad_scale` and `found_inf` are those of torch.amp. Clipping needs
+#   no argument of its own: its factor is part of `grad_scale`.
+_NUMBERS = "Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None"
+
+
+def fused_schemas(op: str, states: Sequence[str], hyper: str) -> tuple[str, str, str]:
+    """The functions of an op over lists of parameters, gradients and these states.
+
+    ``<op>_`` makes a step, and raises whatever is wrong. ``<op>_plan`` prepares lists that stay the
+    same from step to step: the plan, on the device, has the addresses of all tensors, and its
+    ledger what the host must know. Without elements they say that there is no plan.
+    ``<op>_planned_`` makes a step with a plan and new gradients, and returns a ``Status`` (see
+    op_calls.py). The caller must keep the tensors alive, and count up their versions: no schema can
+    say what is written through addresses. Compiled graphs take ``<op>_``.
+    """
+    marked = [f"Tensor({'bc'[i]}!)[] {name}" for i, name in enumerate(states)]
+    plain = [f"Tensor[] {name}" for name in states]
+    rest = f"{hyper}, {_NUMBERS}"
+    step = (
+        f"{op}_(Tensor(a!)[] params, Tensor[] grads, {', '.join(marked)}, "
+        f"Tensor(d!)[] masters, Tensor(e!)[] steps, {rest}) -> ()"
+    )
+    plan = (
+        f"{op}_plan(Tensor[] params, Tensor[] grads, {', '.join(plain)}, Tensor[] masters, "
+        "Tensor[] steps) -> (Tensor, Tensor)"
+    )
+    planned = f"{op}_planned_(Tensor(a!) plan, Tensor(b!) ledger, Tensor[] grads, {rest}) -> int"
+    return step, plan, planned
+
+
+class FusedBuilder(CUDAOpBuilder):
+    """An op over lists of tensors, from ``ops/<name>``. ``CPU_KERNEL`` is its source for CPUs."""
+
+    BACKENDS = ("cuda", "rocm", "cpu")
+    CPU_KERNEL = ""
+
+    def sources(self) -> list[str]:
+        folder = f"ops/{self.NAME}"
+        if self.build_for_cpu:
+            return [self.CPU_KERNEL, f"{folder}/cpu_binding.cpp"]
+        plan = "csrc/opkiln/optimizing/plan.cu"
+        return [f"{folder}/cuda.cu", plan, f"{folder}/cuda_binding.cpp"]
+
+    def kernels(self) -> Sequence[str]:
+        # A plan saves launches, and a CPU has none.
+        return [f"{self.NAME}_"] if self.build_for_cpu else super().kernels()
+
+    def include_paths(self) -> list[str]:
+        return ["csrc"]
+
+    def nvcc_args(self) -> list[str]:
+        # Division and root that may be off by two units in the last place. They have no branch for
+        # special numbers, which takes registers, and only the change of a parameter has their
+        # error.
+        return ["-prec-div=false", "-prec-sqrt=false"] if self.backend == CUDA else []

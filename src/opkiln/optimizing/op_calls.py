@@ -1,0 +1,142 @@
+"""Calls of ops that write to long lists of tensors: how the tensors must lie, and what a call says.
+
+An op raises what is wrong with its arguments, before it writes. Nothing here catches that: an error
+of a kernel looks the same. What is not an error, but needs another call, is looked at before, or it
+is the status that the op returns.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from itertools import chain
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+
+class Status(IntEnum):
+    """What a step over kept lists came to. Nothing was written unless it is ``MADE``.
+
+    The numbers are those of ``csrc/opkiln/optimizing/status.h``.
+    """
+
+    MADE = 0
+    NOT_KEPT = 1  # the op has nothing kept for this call: another library of it was loaded, say
+    LAYOUT = 2  # a tensor is not laid out as the kept lists need it
+
+
+def call_in_place(
+    op: Callable[..., Any],
+    lists: Sequence[list[Tensor]],
+    written: Iterable[list[Tensor]],
+    hyper: dict[str, Any],
+) -> Any:
+    """``op(*lists, **hyper)``, and its result. Then the versions of ``written`` are counted up,
+    unless the result is a status that says that no step was made.
+
+    Called directly, the op counts them up itself, in Python: every list is turned into Python
+    objects and back, which is a sixth of a step over ten thousand tensors. Here it comes after the
+    call, when a GPU is already working.
+    """
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        result = op(*lists, **hyper)
+    if not result:
+        for tensors in written:
+            _count_up(tensors)
+    return result
+
+
+def _count_up(tensors: list[Tensor]) -> None:
+    try:
+        increment_version(tensors)
+    except RuntimeError:
+        # No kernel is called here: the one error there is says that a tensor was made in inference
+        # mode and has no version. Asking each tensor first would take a tenth of a step over ten
+        # thousand, and there is hardly ever one.
+        increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
+def each_base_once(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors whose versions to count up so that each of these counts up once. A view shares
+    the version of its base."""
+    found: dict[int, Tensor] = {}
+    for tensor in tensors:
+        base = tensor if tensor._base is None else tensor._base
+        found[id(base)] = base
+    return list(found.values())
+
+
+def same_tensors(some: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether the lists hold the same objects."""
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+class Staged(NamedTuple):
+    """A parameter with gaps between its elements, and the contiguous copy to be stepped instead."""
+
+    param: Tensor
+    contiguous: Tensor
+
+    def write_back(self) -> None:
+        self.param.copy_(self.contiguous)
+
+
+class Laid(NamedTuple):
+    """The lists as a kernel takes them, and what is to be written back after it."""
+
+    lists: list[list[Tensor]]
+    staged: list[Staged]
+
+
+def lay_out_alike(
+    params: list[Tensor], *others: list[Tensor], in_rows: bool = False
+) -> Laid | None:
+    """The lists with a copy in place of each tensor that is not laid out like its parameter.
+
+    None if a kernel can walk the tensors as they are. A dense parameter (channels-last, say)
+    decides the layout of the others, unless all must lie ``in_rows``. A parameter with gaps is
+    staged. Tensors of another shape than their parameter's are left alone: the op refuses them by
+    name.
+    """
+    if all(map(Tensor.is_contiguous, chain(params, *others))):
+        return None
+    if not in_rows and all(param.is_contiguous() or _is_dense(param) for param in params):
+        strides = list(map(Tensor.stride, params))
+        if all(list(map(Tensor.stride, row)) == strides for row in others):
+            return None
+    staged: list[Staged] = []
+    rows = []
+    for param, *rest in zip(params, *others, strict=True):
+        if param.is_contiguous() or (not in_rows and _is_dense(param)):
+            model = param
+        else:
+            model = param.contiguous()
+            staged.append(Staged(param, model))
+        rows.append([model, *(_like(model, tensor) for tensor in rest)])
+    return Laid([list(column) for column in zip(*rows, strict=True)], staged)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a stretch of memory, whatever the order of its dimensions."""
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return True
+    filled = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != filled:
+                return False
+            filled *= size
+    return True
+
+
+def _like(model: Tensor, tensor: Tensor) -> Tensor:
+    if tensor.shape != model.shape or tensor.stride() == model.stride():
+        return tensor
+    return torch.empty_like(model, dtype=tensor.dtype, requires_grad=False).copy_(tensor)

@@ -1,0 +1,281 @@
+"""What the references of the optimizers' ops share: checks of the lists, types, exact factors.
+
+Tensors of 16-bit types are computed on in fp32 and rounded once, when stored; fp32 and fp64 are
+computed on as they are. Unlike the native versions, references take any device, any strides and
+states of any floating-point type. Those of the fused ops never wait for a GPU, so they can be
+captured in a graph as well.
+
+References keep no lists and make no plans: their functions for that say so by what they return.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opkiln.optimizing.op_calls import Status
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Lists
+
+
+def check_lists(lists: Mapping[str, list[Tensor]], copies: list[Tensor]) -> None:
+    """Raises RuntimeError for a list or tensor that does not go with the first list's.
+
+    ``lists`` is by the op's argument names, the parameters first; ``copies`` may be empty.
+    """
+    named = {**lists, "copies": copies} if copies else lists
+    (first, params), *_ = named.items()
+    for name, tensors in named.items():
+        check_length(name, tensors, first, params)
+        for i, (tensor, param) in enumerate(zip(tensors, params, strict=True)):
+            check_tensor(f"{name}[{i}]", tensor)
+            check_size(f"{name}[{i}]", tensor, f"{first}[{i}]", param)
+            if tensor.shape != param.shape and not tensor.is_contiguous():
+                raise RuntimeError(
+                    f"{name}[{i}] and {first}[{i}] are laid out differently: shapes "
+                    f"{tuple(tensor.shape)} and {tuple(param.shape)}, gaps in the first"
+                )
+
+
+def check_length(name: str, tensors: list[Tensor], first: str, params: list[Tensor]) -> None:
+    """Raises RuntimeError for lists of different lengths."""
+    if len(tensors) != len(params):
+        raise RuntimeError(f"{name} has {len(tensors)} tensors, {first} has {len(params)}")
+
+
+def check_tensor(where: str, tensor: Tensor) -> None:
+    """Raises RuntimeError for a tensor that is not dense or not of a floating type."""
+    if not tensor.is_floating_point():
+        raise RuntimeError(f"{where} has dtype {tensor.dtype}, expected floating point")
+    if tensor.layout != torch.strided:
+        raise RuntimeError(f"{where} is not dense: its layout is {tensor.layout}")
+
+
+def check_size(where: str, tensor: Tensor, there: str, param: Tensor) -> None:
+    """Raises RuntimeError for a tensor with another number of elements than its parameter."""
+    if tensor.numel() != param.numel():
+        raise RuntimeError(f"{where} has {tensor.numel()} elements, {there} has {param.numel()}")
+
+
+def no_ticket(params: list[Tensor], *_: list[Tensor]) -> Tensor:
+    """An op's ``keep``: a ticket without elements says that nothing is kept."""
+    # Of a parameter, so that it is a fake tensor where that is one.
+    return params[0].new_empty(0, dtype=torch.int64) if params else torch.empty(0).long()
+
+
+def no_plan(params: list[Tensor], *_: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """An op's ``plan``: a ledger without elements says that there is no plan."""
+    return no_ticket(params), torch.empty(0, dtype=torch.int64)
+
+
+def not_kept(*_: Any, **__: Any) -> int:
+    """An op's ``kept_`` or ``planned_``: it makes no step, and says so."""
+    return int(Status.NOT_KEPT)
+
+
+def forget(ticket: Tensor) -> None:
+    """An op's ``forget``: there is nothing to forget."""
+
+
+# Ops on host memory
+
+
+def check_step(step: int) -> None:
+    """Raises RuntimeError for a step before the first."""
+    if step < 1:
+        raise RuntimeError(f"step is {step}, expected at least 1")
+
+
+def grad_factor(grad_scale: float, maximize: bool) -> float:
+    """What gradients are multiplied with. Raises RuntimeError for a scale of 0."""
+    if grad_scale == 0:
+        raise RuntimeError("grad_scale is 0, expected a divisor")
+    return (-1 if maximize else 1) / grad_scale
+
+
+def wide(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor itself if its type is the one to compute in, otherwise a wider copy."""
+    return tensor.to(torch.promote_types(like.dtype, torch.float32)).view(like.shape)
+
+
+def scaled(grad: Tensor, like: Tensor, factor: float) -> Tensor:
+    """The gradient times the factor, a new tensor of the type and shape of ``like``."""
+    return grad.to(like.dtype).reshape(like.shape) * factor
+
+
+def store(value: Tensor, tensor: Tensor, copy: Tensor | None = None) -> None:
+    """The value into the tensor, rounded once; then the tensor into the copy."""
+    if value.dtype != tensor.dtype:
+        tensor.copy_(value.view(tensor.shape))
+    if copy is not None:
+        copy.copy_(tensor.view(copy.shape))
+
+
+def multiply_(tensor: Tensor, factor: float, plus: Tensor | None = None) -> Tensor:
+    """In place, by a factor near 1 as the sum of two numbers that fp32 holds well.
+
+    ``plus`` is added before the last rounding: a small constant, added to numbers that are already
+    rounded, would always be rounded to the same side.
+
+    Rounded to fp32 as a whole, the factor would be off by up to 3e-8, always to the same side: more
+    than 1e-6 after a hundred steps. The first part has few bits and the second is not small, so the
+    errors of their products fall to both sides. Both are positive, so infinity stays infinity.
+    """
+    high = max(math.ceil(factor * 256) - 2, 0) / 256
+    low = tensor * (factor - high)
+    if plus is not None:
+        low.add_(plus)
+    return tensor.mul_(high).add_(low)
+
+
+# Fused ops
+
+
+class Numbers(NamedTuple):
+    """For one count of steps, as fp64 tensors of no dimension."""
+
+    step: Tensor  # the one to be made; the first is 1
+    lr: Tensor
+    grad_factor: Tensor  # 1 / grad_scale, negative to maximize
+
+
+class Work(NamedTuple):
+    """What is to be done, after every check."""
+
+    numbers: list[Numbers]  # one, or one per parameter
+    skip: Tensor | None  # where this is true, nothing is written
+
+    def of(self, i: int) -> Numbers:
+        return self.numbers[i % len(self.numbers)]
+
+
+def prepared(
+    lists: dict[str, list[Tensor]],
+    masters: list[Tensor],
+    steps: list[Tensor],
+    lr: float,
+    maximize: bool,
+    lr_tensor: Tensor | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> Work:
+    """``lists`` has the parameters, the gradients and the states, by their names in the schema.
+
+    Raises RuntimeError if lists differ in length, tensors in size or device, or a tensor of one
+    number has more.
+    """
+    params = lists["params"]
+    _check_fused_lists(lists, params, masters, steps)
+    device = params[0].device if params else None
+    for name, number in (
+        ("lr_tensor", lr_tensor), ("grad_scale", grad_scale), ("found_inf", found_inf),
+        *((f"steps[{i}]", step) for i, step in enumerate(steps)),
+    ):  # fmt: skip
+        if number is not None:
+            _check_number(name, number, device)
+    with torch.no_grad():
+        return Work(
+            [_numbers(step, lr, maximize, lr_tensor, grad_scale) for step in steps],
+            None if found_inf is None else found_inf.reshape(()) != 0,
+        )
+
+
+def _numbers(
+    made: Tensor,
+    lr: float,
+    maximize: bool,
+    lr_tensor: Tensor | None,
+    grad_scale: Tensor | None,
+) -> Numbers:
+    step = made.reshape(()).double() + 1
+    one = torch.ones_like(step)
+    scale = one if grad_scale is None else grad_scale.reshape(()).double()
+    return Numbers(
+        step,
+        one * (lr if lr_tensor is None else lr_tensor.reshape(())),
+        (-one if maximize else one) / scale,
+    )
+
+
+def stepped_and_dtype(param: Tensor, masters: list[Tensor], i: int) -> tuple[Tensor, torch.dtype]:
+    """What is stepped, a parameter or its master, and the type to compute in."""
+    stepped = masters[i] if masters and masters[i].numel() else param
+    return stepped, torch.promote_types(stepped.dtype, torch.float32)
+
+
+def times_plus(tensor: Tensor, factor: Tensor, more: Tensor) -> Tensor:
+    """``tensor * factor + more``, with the factor in two parts as in ``multiply_``: here it is an
+    fp64 tensor, as only a device may know it."""
+    high = ((factor * 256).ceil() - 2).clamp(min=0) / 256
+    return tensor * high.to(tensor.dtype) + (tensor * (factor - high).to(tensor.dtype) + more)
+
+
+def store_unless(skip: Tensor | None, value: Tensor, tensor: Tensor) -> None:
+    """The value into the tensor, rounded to its type, unless ``skip`` is true."""
+    value = value.to(tensor.dtype).reshape(tensor.shape)
+    tensor.copy_(value if skip is None else torch.where(skip, tensor, value))
+
+
+def _check_fused_lists(
+    lists: dict[str, list[Tensor]],
+    params: list[Tensor],
+    masters: list[Tensor],
+    steps: list[Tensor],
+) -> None:
+    if masters:
+        lists = {**lists, "masters": masters}
+    for name, tensors in (*lists.items(), *([("steps", steps)] if len(steps) != 1 else ())):
+        check_length(name, tensors, "params", params)
+    if len(set(map(id, steps))) != len(steps):
+        raise RuntimeError(
+            "steps has a tensor twice, expected one for all parameters or one for each"
+        )
+    for name, tensors in lists.items():
+        for i, (tensor, param) in enumerate(zip(tensors, params, strict=True)):
+            _check_device(f"{name}[{i}]", tensor, params[0].device)
+            check_tensor(f"{name}[{i}]", tensor)
+            if name != "masters" or tensor.numel():  # no elements: there is no master
+                check_size(f"{name}[{i}]", tensor, f"params[{i}]", param)
+
+
+def _check_number(name: str, tensor: Tensor, device: torch.device | None) -> None:
+    if device is not None:
+        _check_device(name, tensor, device)
+    check_tensor(name, tensor)
+    if tensor.numel() != 1:
+        raise RuntimeError(f"{name} has {tensor.numel()} elements, expected one")
+
+
+def _check_device(where: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        shown = "the CPU" if device.type == "cpu" else str(device)
+        raise RuntimeError(f"{where} is not on {shown}")
+
+
+# As in plan.h: sizes in words of 8 bytes, of a count's coefficients and of an item's record, each
+# with the address that goes with it.
+_STEP_WORDS, _ITEM_WORDS = 9, 8
+_CHUNK = 512
+_LEDGER_HEAD = 4
+
+
+def fake_plan(params: list[Tensor], *others: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The fake of an op's ``plan``: a plan and its ledger, as large as those of these lists."""
+    steps = others[-1]
+    chunks = sum(-(-param.numel() // _CHUNK) for param in params)
+    words = len(steps) * _STEP_WORDS + len(params) * _ITEM_WORDS + (chunks + 1) // 2
+    return (
+        steps[0].new_empty(words, dtype=torch.int64),
+        torch.empty(_LEDGER_HEAD + 2 * len(params), dtype=torch.int64),
+    )
+
+
+def fake_planned_step(*_: Any, **__: Any) -> int:
+    """The fake of an op's ``planned_``: the step is made."""
+    return int(Status.MADE)

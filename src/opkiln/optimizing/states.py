@@ -1,0 +1,194 @@
+"""The states of an optimizer's parameters: how they are made, counted and watched for changes."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from itertools import accumulate, repeat
+from operator import is_, itemgetter
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from opkiln.errors import UsageError
+from opkiln.optimizing.op_calls import same_tensors
+from opkiln.optimizing.sharded import has_shards
+
+_T = TypeVar("_T")
+_STEP = itemgetter("step")
+_POOLED = 1 << 16  # elements up to which a state shares its memory with others
+_ALIGNED = 64  # elements: 256 bytes, so that each state begins where torch's own would
+
+
+class _Watched(dict[Any, Any]):
+    """A dict that tells the plans when an entry is set or removed, since they hold the tensors in
+    it or their addresses. A copy is not watched."""
+
+    # A weak reference, as plans hold these dicts: an optimizer's states should be freed with it,
+    # not when cycles are next collected.
+    watcher: weakref.ref[Plans[Any]] | None = None
+
+    def _changed(self) -> None:
+        plans = None if self.watcher is None else self.watcher()
+        if plans is not None:
+            plans.forget()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        self._changed()
+
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(key)
+        self._changed()
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+        self.update(other)
+        return self
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        super().update(*args, **kwargs)
+        self._changed()
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        value = super().setdefault(key, default)
+        self._changed()
+        return value
+
+    def pop(self, *args: Any) -> Any:
+        value = super().pop(*args)
+        self._changed()
+        return value
+
+    def popitem(self) -> tuple[Any, Any]:
+        item = super().popitem()
+        self._changed()
+        return item
+
+    def clear(self) -> None:
+        super().clear()
+        self._changed()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self),)
+
+
+class ParamState(_Watched):
+    """The state of one parameter."""
+
+
+class States(_Watched, defaultdict[Any, Any]):
+    """The states of all parameters. torch's own are a defaultdict, too."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.default_factory, dict(self))
+
+
+def watchable(states: dict[Any, Any]) -> States:
+    """An optimizer's states in a dict that plans can watch: this dict, or a new one."""
+    return states if isinstance(states, States) else States(dict, states)
+
+
+class Plans(Generic[_T]):
+    """What was prepared for each group, by its index, for as long as the states stay the same."""
+
+    def __init__(self, states: States) -> None:
+        self.of_group: dict[int, _T | None] = {}  # None: it was tried, and there can be none
+        self._stepped: dict[int, list[Tensor]] = {}  # parameters of the last step without a plan
+        self._states = weakref.ref(states)
+        self._self = weakref.ref(self)
+        states.watcher = self._self
+
+    def are_for(self, states: dict[Any, Any]) -> bool:
+        """Whether these are the states. torch makes a new dict when it loads a state dict."""
+        return self._states() is states
+
+    def again(self, group: int, params: list[Tensor]) -> bool:
+        """Whether a group was stepped with these parameters the last time, too."""
+        last, self._stepped[group] = self._stepped.get(group), params
+        return last is not None and same_tensors(last, params)
+
+    def forget(self) -> None:
+        """Forget everything: a state has changed."""
+        self.of_group.clear()
+        self._stepped.clear()
+
+    def drop(self, group: int) -> None:
+        """Forget what was prepared for a group, which has changed."""
+        self.of_group.pop(group, None)
+        self._stepped.pop(group, None)
+
+    def watch(self, states: list[dict[str, Any]]) -> bool:
+        """Watch these states. False if one cannot be watched."""
+        for state in states:
+            if not isinstance(state, ParamState):
+                return False  # a plain dict, which a user put there
+            state.watcher = self._self
+        return True
+
+
+def zeros_like(params: list[Tensor]) -> list[Tensor]:
+    """An fp32 tensor of zeros for each parameter of one device, laid out as it is.
+
+    Small ones are views of one tensor: it is made, and its version counted up, once for all.
+    """
+    small = [p for p in params if p.numel() <= _POOLED and p.is_contiguous()]
+    if len(small) < 2 or has_shards(params):
+        small = []
+    offsets = list(accumulate((-(-p.numel() // _ALIGNED) * _ALIGNED for p in small), initial=0))
+    pool = torch.zeros(offsets[-1], dtype=torch.float32, device=params[0].device)
+    pooled = {
+        id(param): pool[offset : offset + param.numel()].view(param.shape)
+        for param, offset in zip(small, offsets, strict=False)
+    }
+    return [
+        pooled[id(param)]
+        if id(param) in pooled
+        else torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
+        for param in params
+    ]
+
+
+def shared_steps(states: list[dict[str, Any]], holders: Counter[int]) -> list[Tensor]:
+    """The counts of steps: one where all share one, otherwise one for each, no two the same.
+
+    ``holders`` is how many states hold a count, by its id; it is empty if these are all states. If
+    states outside this call hold a count, too, they keep it and these states get a copy.
+    """
+    first: Tensor = states[0]["step"]
+    if all(map(is_, map(_STEP, states), repeat(first))):
+        # A group may name a parameter twice.
+        if holders and holders[id(first)] > (here := len(set(map(id, states)))):
+            refuse_capture(first.device, "parameters that were stepped together no longer are")
+            holders[id(first)] -= here
+            first = first.clone()
+            for state in states:
+                state["step"] = first
+        return [first]
+    if not holders:
+        distinct = {id(state): state for state in states}.values()
+        holders = Counter(id(state["step"]) for state in distinct)
+    steps: dict[int, Tensor] = {}
+    for state in states:
+        step = state["step"]
+        if holders[id(step)] > 1 or id(step) in steps:
+            refuse_capture(first.device, "parameters that were stepped together no longer are")
+            holders[id(step)] -= 1
+            step = state["step"] = step.clone()
+        steps[id(step)] = step
+    return list(steps.values())
+
+
+def refuse_capture(device: torch.device, why: str) -> None:
+    """Raises UsageError while a graph is captured: each replay would make a new tensor again."""
+    if is_capturing(device):
+        raise UsageError(
+            f"the step cannot be captured: {why}",
+            why="each replay would make the tensors again that later steps use",
+            hint="call step() once, with the same gradients present, before the capture",
+        )
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
