@@ -5,16 +5,15 @@
 
 Each system runs the same script in fresh processes that take turns: torch alone, and ``opkiln run``
 of this environment and of those that ``--beside`` names. ``script`` is the time for the import of
-torch's module and for ``load()``, after ``import torch``; ``command`` is the whole command. The
-source is either fresh, saved right before the first build, or settled, a few seconds old.
-Only ratios of one run mean anything.
+torch's module and for ``load()``, after ``import torch``; ``cpu`` is the CPU time of the same, with
+that of the programs it starts; ``command`` is the whole command. The source is either fresh, saved
+right before the first build, or settled, a few seconds old. Only ratios of one run mean anything.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -22,22 +21,35 @@ from statistics import median
 from typing import Any
 
 import machine
-from children import ANSWER, HERE, Caches, Workspace, finish
+from children import ANSWER, Caches, Workspace, finish
 from measured import Failure
 
 SETTLED = 3.0  # seconds; opkiln believes a file's times after two
+# A module without torch's headers: it compiles in a moment, and a warm load is the same.
+SOURCE = """\
+#include <Python.h>
+static PyObject* answer(PyObject*, PyObject*) { return PyLong_FromLong(42); }
+static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, nullptr}, {}};
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "small", nullptr, -1, methods};
+PyMODINIT_FUNC PyInit_small() { return PyModule_Create(&definition); }
+"""
 SCRIPT = """\
-import json, time
+import json, resource, time
 import torch
-begin = time.perf_counter()
+def cpu():
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+before, begin = cpu(), time.perf_counter()
 from torch.utils.cpp_extension import load
 imported = time.perf_counter()
-module = load(name="twice_pybind", sources=["twice_pybind.cpp"])
-loaded = time.perf_counter()
-assert module.twice(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
-print("ANSWER" + json.dumps({"import": imported - begin, "load": loaded - imported}))
+module = load(name="small", sources=["small.cpp"])
+loaded, after = time.perf_counter(), cpu()
+assert module.answer() == 42
+times = {"import": imported - begin, "load": loaded - imported, "cpu": after - before}
+print("ANSWER" + json.dumps(times))
 """.replace("ANSWER", ANSWER)
 TORCH, OPKILN = "torch", "opkiln run"
+TIMES = ("script", "import", "load", "cpu", "command")
 
 
 class Subject:
@@ -47,13 +59,13 @@ class Subject:
         self.who, self.age, self.caches = who, age, caches
         self.directory = caches.root / "project"
         self.command = [*command, "script.py"]
-        self.times: dict[str, list[float]] = {"script": [], "import": [], "load": [], "command": []}
+        self.times: dict[str, list[float]] = {name: [] for name in TIMES}
 
     def build(self) -> None:
         """The first run, which compiles."""
         self.directory.mkdir(parents=True)
         (self.directory / "script.py").write_text(SCRIPT)
-        shutil.copyfile(HERE / "sources" / "twice_pybind.cpp", self.directory / "twice_pybind.cpp")
+        (self.directory / "small.cpp").write_text(SOURCE)
         if self.age == "settled":
             time.sleep(SETTLED)
         finish(self.command, self.caches, cwd=self.directory)
@@ -65,7 +77,7 @@ class Subject:
         whole = time.perf_counter() - begin
         lines = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
         answer: dict[str, float] = json.loads(lines[-1].removeprefix(ANSWER))
-        found = {**answer, "script": sum(answer.values()), "command": whole}
+        found = {**answer, "script": answer["import"] + answer["load"], "command": whole}
         for name, seconds in found.items():
             self.times[name].append(seconds * 1000)
 
@@ -115,7 +127,7 @@ def ratios(found: list[Subject]) -> dict[str, dict[str, float]]:
         if subject is not torchs:
             made[f"{subject.who}, {subject.age} source"] = {
                 name: round(median(subject.times[name]) / median(torchs.times[name]), 3)
-                for name in ("script", "command")
+                for name in ("script", "cpu", "command")
             }
     return made
 
@@ -151,7 +163,8 @@ def main() -> int:
         shown = (f"{name} {median(values):7.1f}" for name, values in subject.times.items())
         print(f"{subject.who:24} {subject.age:8} {'  '.join(shown)}")
     for who, ratio in result["over_torch"].items():
-        print(f"{who} over torch: script {ratio['script']:.2f}, command {ratio['command']:.2f}")
+        shown = (f"{name} {value:.2f}" for name, value in ratio.items())
+        print(f"{who} over torch: {', '.join(shown)}")
     if asked.out is not None:
         asked.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
