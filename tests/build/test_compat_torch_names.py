@@ -56,6 +56,7 @@ def test_importing_it_imports_neither_torch_nor_setuptools() -> None:
     code = """
         import sys, opkiln.compat.torch as cpp_extension
         print(sorted({"torch", "setuptools", "distutils"} & set(sys.modules)))
+        from opkiln.compat.torch import flags, paths
         cpp_extension.load, cpp_extension.CppExtension, cpp_extension.is_ninja_available()
         print(sorted({"torch", "setuptools", "distutils"} & set(sys.modules)))
     """

@@ -66,6 +66,7 @@ _HOMES = {
     "SyclExtension": "extension",
     "BuildExtension": "build_ext",
 }
+_SUBMODULES = frozenset((*_HOMES.values(), "flags"))
 SERVED = frozenset((*_HOMES, "is_ninja_available", "verify_ninja_availability"))
 
 
@@ -76,7 +77,8 @@ def __getattr__(name: str) -> Any:
         return value
     if name == "CUDA_HOME":
         return _paths().cuda_home_or(None)
-    if not name.startswith("__"):
+    # `from opkiln.compat.torch import paths` asks for the name before it imports the submodule.
+    if not name.startswith("__") and name not in _SUBMODULES:
         theirs = import_module(_TORCHS)
         if hasattr(theirs, name):
             return getattr(theirs, name)
