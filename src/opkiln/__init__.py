@@ -71,7 +71,7 @@ def _allow_torch_to_load() -> None:
     """Tell torch, if it is imported, that ``torch.load`` may call the two functions above.
 
     By default it calls nothing that it was not told of. They only put tensors and numbers together.
-    A torch that is imported later asks for this itself: see ``compat/autoload.py``.
+    A torch that is imported later calls this itself: see ``compat/hook.py``.
     """
     add = getattr(sys.modules.get("torch.serialization"), "add_safe_globals", None)
     if add is not None:

@@ -227,7 +227,7 @@ def author_flags(plan: Plan, module: str) -> Flags:
         raise SpecError(
             f"op {plan.spec.name} cannot be described by flags alone",
             why="its relocatable device code is linked by a step of its own",
-            hint="opkiln.ship.setuptools.BuildExtension runs the whole plan",
+            hint="opkiln.compat.torch.BuildExtension runs the whole plan",
         )
     places = anchors(plan, "")
     compiles, last = [step for step in plan.steps if step.kind == "compile"], plan.steps[-1]

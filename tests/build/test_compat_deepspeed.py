@@ -9,9 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from opkiln.compat.deepspeed.byte_tensors import ByteTensors
-from opkiln.compat.deepspeed.fused_optimizers import FusedAdam, FusedLamb, FusedLion
-from opkiln.compat.deepspeed.host_optimizers import CPUAdagrad, CPUAdam, CPULion
+from opkiln.compat.deepspeed.modules import ByteTensors
+from opkiln.compat.deepspeed.optimizers import (
+    CPUAdagrad,
+    CPUAdam,
+    CPULion,
+    FusedAdam,
+    FusedLamb,
+    FusedLion,
+)
 from opkiln.compat.deepspeed.quantizer import Quantizer
 from opkiln.errors import SettingError, UsageError
 from opkiln.settings import settings

@@ -305,7 +305,7 @@ assert engine.op_of(Builder()).spec == spec
 assert torch.utils.cpp_extension.CUDA_HOME == before
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "CUDA_HOME": "/opt/cuda-13"},
+        [sys.executable, "-c", program], env={**os.environ, "OPKILN_CUDA_HOME": "/opt/cuda-13"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "/opt/cuda-13/include\n"), done.stderr

@@ -210,7 +210,7 @@ def test_a_program_that_knows_nothing_of_opkiln_runs_on_it(programs: Programs) -
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("MODULE")]
     _, module, value = line.split()
-    assert module == "opkiln.compat.deepspeed.host_optimizers"
+    assert module == "opkiln.compat.deepspeed.optimizers"
     assert float(value) == pytest.approx(0.9)
 
 
@@ -362,6 +362,6 @@ def test_the_builder_of_deepcompile_finds_the_toolkit(programs: Programs) -> Non
         imported = "torch.utils.cpp_extension" in sys.modules
         answer = [imported, engine.op_of(DeepCompileBuilder()).spec.include_dirs]
         """,
-        CUDA_HOME="/opt/cuda-13",
+        OPKILN_CUDA_HOME="/opt/cuda-13",
     )
     assert found == [False, ["csrc/includes", "csrc/compile", "/opt/cuda-13/include"]]

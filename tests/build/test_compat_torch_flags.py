@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from opkiln import plan as plans
+from opkiln.compat.torch.flags import shell_words, translated
 from opkiln.errors import ArchError, SpecError
 from opkiln.model import CUDA, OpSpec
-from opkiln.ship.torch_flags import shell_words, translated
 
 # What a package gives nvcc; what a plan is given; the architectures; whether there is a remark.
 DEVICE = [

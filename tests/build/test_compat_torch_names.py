@@ -56,6 +56,7 @@ def test_importing_it_imports_neither_torch_nor_setuptools() -> None:
     code = """
         import sys, opkiln.compat.torch as cpp_extension
         print(sorted({"torch", "setuptools", "distutils"} & set(sys.modules)))
+        from opkiln.compat.torch import flags, paths
         cpp_extension.load, cpp_extension.CppExtension, cpp_extension.is_ninja_available()
         print(sorted({"torch", "setuptools", "distutils"} & set(sys.modules)))
     """
@@ -195,14 +196,14 @@ def test_cuda_home_is_none_for_a_torch_without_cuda(monkeypatch: pytest.MonkeyPa
     assert ours.CUDA_HOME is None
 
 
-def test_cuda_home_is_the_toolkit_of_a_torch_with_cuda(
+def test_cuda_home_of_a_torch_with_cuda_is_looked_up_each_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sdk = torch_sdk.find()
     assert sdk is not None
     monkeypatch.setattr(torch_sdk, "find", lambda: sdk._replace(cuda="13.0"))
     monkeypatch.setattr(theirs, "CUDA_HOME", None)
-    monkeypatch.setenv("CUDA_HOME", "/opt/cuda-13.0")
+    monkeypatch.setenv("OPKILN_CUDA_HOME", "/opt/cuda-13.0")
     assert ours.CUDA_HOME == "/opt/cuda-13.0"
-    monkeypatch.setenv("CUDA_HOME", "/opt/cuda-13.1")
-    assert ours.CUDA_HOME == "/opt/cuda-13.1", "asked for each time"
+    monkeypatch.setenv("OPKILN_CUDA_HOME", "/opt/cuda-13.1")
+    assert ours.CUDA_HOME == "/opt/cuda-13.1"

@@ -50,16 +50,16 @@ def test_the_variable_alone_does_the_same_where_opkiln_is_installed() -> None:
     assert done.stdout.strip().startswith("opkiln."), done.stderr
 
 
-def test_what_was_imported_before_is_exchanged_and_put_back() -> None:
+def test_functions_of_a_module_imported_before_are_replaced_and_put_back() -> None:
     code = """
 import sys, torch.utils.cpp_extension as e
-from opkiln.compat import patch
+from opkiln.compat import hook
 before = dict(vars(e))
-patch.install()
-patch.install()
+hook.install()
+hook.install()
 assert e.load.__module__.startswith("opkiln."), e.load
-assert patch.installed()
-patch.remove()
+assert hook.installed()
+hook.remove()
 after = dict(vars(e))
 assert all(after[name] is before[name] for name in before)
 # torch has this one made when it is first asked for.
@@ -80,6 +80,84 @@ assert "def load(" in inspect.getsource(e)
     assert done.returncode == 0, done.stderr
 
 
+def test_torchs_module_is_executed_when_something_of_its_own_is_used() -> None:
+    code = """
+import sys, torch
+had = "setuptools" in sys.modules
+import torch.utils.cpp_extension as e
+from torch.utils.cpp_extension import load, load_inline, CppExtension
+assert e.is_ninja_available()
+assert ("setuptools" in sys.modules) == had, "executing it imports setuptools"
+assert e.COMMON_NVCC_FLAGS and "setuptools" in sys.modules
+assert e.load is load and load.__module__.startswith("opkiln.")
+assert not [name for name in e.__all__ if not hasattr(e, name)]
+"""
+    done = run(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+USES = {
+    "an assignment": "e.MINIMUM_GCC_VERSION = 7; assert e.MINIMUM_GCC_VERSION == 7",
+    "a deletion": "del e.IS_LINUX; assert not hasattr(e, 'IS_LINUX')",
+    "vars": "assert vars(e)['load'].__module__.startswith('opkiln.') and vars(e)['IS_LINUX']",
+    "dir": "assert {'load', 'IS_LINUX'} <= set(dir(e))",
+    "a star import": "from torch.utils.cpp_extension import *; get_default_build_root, load",
+    "a reload": "import importlib; importlib.reload(e); assert e.IS_LINUX is not None",
+    "its class": "assert issubclass(e.BuildExtension, __import__('setuptools').Command)",
+    "an unknown name": "assert not hasattr(e, 'no_such_name')",
+    "threads": (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "names = ['IS_LINUX', 'load', 'COMMON_NVCC_FLAGS', 'CUDA_HOME', 'load_inline'] * 8\n"
+        "with ThreadPoolExecutor(len(names)) as pool:\n"
+        "    assert all(list(pool.map(lambda name: hasattr(e, name), names)))"
+    ),
+    "a pickle": "import pickle; assert pickle.loads(pickle.dumps(e.load)) is e.load",
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_module_that_is_not_executed_yet_behaves_like_one_that_is(use: str) -> None:
+    code = (
+        "import torch\n"
+        "import torch.utils.cpp_extension as e\n"
+        f"{USES[use]}\n"
+        "assert e.load.__module__.startswith('opkiln.'), e.load\n"
+    )
+    done = run(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_module_that_is_not_executed_yet_gets_its_own_functions_back() -> None:
+    code = """
+import sys, torch.utils.cpp_extension as e
+from opkiln.compat import hook
+hook.remove()
+assert e.load.__module__ == "torch.utils.cpp_extension" and type(e) is type(sys)
+hook.install()
+assert e.load.__module__.startswith("opkiln.")
+"""
+    done = run(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_module_that_cannot_be_executed_says_why_and_still_serves_opkilns_functions() -> None:
+    code = """
+import sys, torch
+sys.modules["setuptools"] = None  # as if it were not installed
+import torch.utils.cpp_extension as e
+for _ in range(2):
+    try:
+        e.COMMON_NVCC_FLAGS
+    except ModuleNotFoundError as error:
+        assert "setuptools" in str(error)
+    else:
+        raise AssertionError
+assert e.load.__module__.startswith("opkiln.")
+"""
+    done = run(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_process_of_the_program_has_it_too() -> None:
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WHOSE!r}], check=True)"
     done = run(sys.executable, "-c", code)
@@ -89,7 +167,7 @@ def test_a_process_of_the_program_has_it_too() -> None:
 def test_a_python_without_opkiln_is_brought_this_one_and_nothing_beside_it(tmp_path: Path) -> None:
     venv.create(tmp_path / "bare", with_pip=False)
     python = str(tmp_path / "bare" / "bin" / "python")
-    code = "import opkiln.compat.patch as p, sys; print(p.installed()); import click"
+    code = "import opkiln.compat.hook as p, sys; print(p.installed()); import click"
     done = run(python, "-c", code)
     assert done.stdout.strip() == "True", done.stderr
     assert "No module named 'click'" in done.stderr
@@ -110,10 +188,10 @@ def test_a_script_is_run_by_this_python_and_gets_its_arguments(tmp_path: Path) -
     assert done.returncode == 7
 
 
-def test_what_is_no_program_is_an_error_with_the_name() -> None:
+def test_an_unknown_program_is_an_error_with_its_name() -> None:
     done = run("no-such-program-here")
     assert done.returncode == 2
-    assert "'no-such-program-here' is no program here" in done.stderr
+    assert "there is no program 'no-such-program-here'" in done.stderr
     assert "hint:" in done.stderr
 
 

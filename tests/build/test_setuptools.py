@@ -191,7 +191,7 @@ def test_builders_among_ext_modules_are_precompiled_by_build_extension(
         sys.path.insert(0, "src")
         from quick import FirstBuilder
         from setuptools import setup
-        from opkiln.ship.setuptools import BuildExtension
+        from opkiln.compat.torch import BuildExtension
         setup(
             name="quick", version="1.0", packages=["quick"], package_dir={"": "src"},
             package_data={"quick": ["csrc/*"]},
@@ -285,7 +285,7 @@ def test_other_extensions_are_setuptools_own_and_so_is_the_tag(
     (project / "setup.py").write_text(
         textwrap.dedent("""\
         from setuptools import Extension, setup
-        from opkiln.ship.setuptools import BuildExtension
+        from opkiln.compat.torch import BuildExtension
         setup(
             ext_modules=[Extension("quick.plain", ["src/quick/plain.c"])],
             cmdclass={"build_ext": BuildExtension.with_options(use_ninja=False)},
@@ -322,7 +322,7 @@ def test_extensions_as_torch_makes_them_are_built_as_torch_means_them(
         textwrap.dedent("""\
         from setuptools import setup
         from torch.utils.cpp_extension import CppExtension
-        from opkiln.ship.setuptools import BuildExtension
+        from opkiln.compat.torch import BuildExtension
         setup(
             ext_modules=[
                 CppExtension(

@@ -7,19 +7,23 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from opkiln import evidence, machine, process
+import opkiln.compat.torch as cpp_extension
+from opkiln import evidence, extension, machine, process
+from opkiln.decision.decide import planned
+from opkiln.decision.terms import BUILD, Request
 from opkiln.digest import unchanged
 from opkiln.errors import (
     CUDAMismatchException,
     MissingCUDAException,
     ToolchainError,
 )
-from opkiln.model import CUDA, Toolchain, TorchSDK
-from opkiln.settings import override
+from opkiln.model import CUDA, Op, OpSpec, Toolchain, TorchSDK
+from opkiln.settings import override, settings
 from opkiln.toolchain import (
     choice,
     cuda_version,
@@ -524,6 +528,102 @@ def test_a_variable_that_names_nothing_is_noted_with_what_is_used(
     assert choice.note(CUDA, chain).startswith(
         f"CUDA_HOME: there is no {here.root}/gone/bin/nvcc; {made.home} is used"
     )
+
+
+# What the drop-in for torch.utils.cpp_extension names
+
+
+class Planned(Exception):
+    """The toolkit of a plan that was made and not carried out."""
+
+
+class DropIn:
+    """A torch with CUDA 13.0 whose own search takes the first nvcc on PATH, of CUDA 12.9."""
+
+    def __init__(self, here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        sdk = TorchSDK(str(here.root / "torch"), "2.13.0", "id", "13.0", None, True)
+        monkeypatch.setattr(torch_sdk, "find", lambda: sdk)
+        monkeypatch.setattr(torch_sdk, "locate", lambda: sdk.path)
+        self.old, self.fitting = here.toolkit("12.9", "old"), here.toolkit("13.0")
+        self.torchs: Any = ModuleType("torch.utils.cpp_extension")
+        self.torchs.CUDA_HOME = str(self.old.home)
+        monkeypatch.setitem(sys.modules, self.torchs.__name__, self.torchs)
+        monkeypatch.setattr(extension, "served", self._plan)
+        self._source = here.root / "kernel.cu"
+        self._source.write_text("")
+
+    def compiles_with(self) -> str:
+        """The toolkit of the plan that ``load`` makes for a CUDA source."""
+        with pytest.raises(Planned) as caught:
+            cpp_extension.load("kernel", [str(self._source)])
+        return str(caught.value)
+
+    @staticmethod
+    def _plan(spec: OpSpec, asked: str, verbose: bool) -> Any:
+        op = Op(spec, asked=asked or "9.0")
+        plan = planned(Request(op, BUILD))
+        (program,) = {step.argv[0] for step in plan.steps if step.kind == "compile"}
+        raise Planned(os.path.dirname(os.path.dirname(program)))
+
+
+@pytest.fixture
+def drop_in(here: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[DropIn]:
+    made = DropIn(here, monkeypatch)
+    with override(path=(str(made.old.home / "bin"), *settings.path)):
+        yield made
+
+
+def test_cuda_home_is_the_toolkit_of_the_plan_and_not_the_first_on_path(drop_in: DropIn) -> None:
+    assert drop_in.compiles_with() == str(drop_in.fitting.home)
+    assert str(drop_in.fitting.home) == cpp_extension.CUDA_HOME
+    assert cpp_extension.include_paths("cuda")[-1] == str(drop_in.fitting.home / "include")
+
+
+def test_cuda_home_is_the_toolkit_of_the_plan_where_a_variable_names_another(
+    drop_in: DropIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(drop_in.old.home))
+    assert drop_in.compiles_with() == cpp_extension.CUDA_HOME == str(drop_in.fitting.home)
+
+
+def test_torchs_own_cuda_home_is_the_toolkit_of_the_plan_under_the_hook(drop_in: DropIn) -> None:
+    drop_in.torchs.__class__ = cpp_extension.Module
+    assert drop_in.compiles_with() == drop_in.torchs.CUDA_HOME == str(drop_in.fitting.home)
+
+
+@pytest.mark.parametrize("where", ["torchs", "opkilns", "torchs under the hook"])
+def test_an_assigned_cuda_home_is_the_toolkit_of_the_plan(
+    drop_in: DropIn, here: Machine, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    chosen = str(here.toolkit("13.4", "chosen").home)
+    if where == "torchs under the hook":
+        drop_in.torchs.__class__ = cpp_extension.Module
+    if where == "opkilns":
+        monkeypatch.setitem(vars(cpp_extension), "CUDA_HOME", chosen)
+    else:
+        drop_in.torchs.CUDA_HOME = chosen
+        assert chosen == drop_in.torchs.CUDA_HOME
+    assert drop_in.compiles_with() == cpp_extension.CUDA_HOME == chosen
+
+
+def test_an_assigned_cuda_home_that_does_not_fit_is_an_error_and_not_replaced(
+    drop_in: DropIn, here: Machine
+) -> None:
+    for home, what in ((here.toolkit("12.4", "misfit").home, "no CUDA toolkit here fits torch"),
+                       (here.root / "gone", f"CUDA_HOME={here.root}/gone holds no")):  # fmt: skip
+        drop_in.torchs.CUDA_HOME = str(home)
+        assert str(home) == cpp_extension.CUDA_HOME
+        with pytest.raises(RuntimeError, match=what) as caught:
+            drop_in.compiles_with()
+        assert "call" not in str(caught.value)
+        assert "do not assign torch.utils.cpp_extension.CUDA_HOME" in str(caught.value)
+
+
+def test_cuda_home_names_what_torch_found_where_no_toolkit_can_be_used(drop_in: DropIn) -> None:
+    drop_in.fitting.write(status=3)
+    assert cpp_extension.CUDA_HOME is None
+    drop_in.torchs.__class__ = cpp_extension.Module
+    assert str(drop_in.old.home) == drop_in.torchs.CUDA_HOME, "so that a build says what is wrong"
 
 
 # What is known of a compiler

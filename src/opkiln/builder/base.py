@@ -319,7 +319,7 @@ class OpBuilder:
         return bool(settings.build_ops) if chosen is None else chosen
 
     def builder(self) -> Any:
-        """A ``setuptools.Extension`` for ``opkiln.ship.setuptools.BuildExtension``.
+        """A ``setuptools.Extension`` for ``opkiln.compat.torch.BuildExtension``.
 
         It has the plan's flags, so other commands compile and link it, too; with device code,
         torch's ``BuildExtension``, which adds no architectures of its own to those in the flags.

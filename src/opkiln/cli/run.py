@@ -1,4 +1,4 @@
-"""``opkiln run``: a program that knows nothing of opkiln, with its extensions built by it."""
+"""``opkiln run``: an unmodified program, with its extensions built by opkiln."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _STARTUP = os.path.join(PACKAGE, "compat", "startup")
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND…")
 def command(command: tuple[str, ...]) -> None:
-    """Run COMMAND, an unmodified program, with opkiln in the place of torch.utils.cpp_extension and
-    of DeepSpeed's op builders.
+    """Run COMMAND, an unmodified program, with opkiln in place of torch.utils.cpp_extension and of
+    DeepSpeed's op builders.
 
     \b
         opkiln run python train.py
         opkiln run train.py
         opkiln run pip install --no-build-isolation ./some-extension
 
-    One line on standard error says that opkiln took over; then it says what it builds, unless -q is
-    given. It holds for every Python that COMMAND starts, and changes nothing on disk. COMMAND is
-    looked for as a shell does it; a FILE.py that is no program is run by this Python.
-    OPKILN_PATCH_TORCH=1 does the same for a Python that has opkiln installed. OPKILN_DEEPSPEED says
-    what DeepSpeed's builders get.
+    One line on standard error says that opkiln took over, and opkiln then shows what it builds; -q
+    silences both. This holds for every Python that COMMAND starts, and nothing on disk changes.
+    COMMAND is looked up as in a shell; this Python runs a FILE.py that is not executable.
+    OPKILN_PATCH_TORCH=1 does the same for a Python that has opkiln installed. OPKILN_DEEPSPEED
+    chooses what DeepSpeed's builders load.
     """
     words = list(command)
     program = shutil.which(words[0])
@@ -45,7 +45,7 @@ def command(command: tuple[str, ...]) -> None:
         program = sys.executable
     if program is None:
         raise UsageError(
-            f"{words[0]!r} is no program here",
+            f"there is no program {words[0]!r}",
             why="it is neither on PATH nor an executable file",
             hint="opkiln run python -c 'import sys; print(sys.executable)'",
         )
@@ -56,7 +56,7 @@ def command(command: tuple[str, ...]) -> None:
 
 
 def _tell(command: tuple[str, ...]) -> None:
-    """One line: that opkiln takes part, and in what. Silent where a build would be, too."""
+    """Say in one line what opkiln builds. Silent if a build would be silent."""
     others = settings.settings.rank not in (None, 0)
     if settings.settings.progress == "off" or (settings.settings.progress == "auto" and others):
         return
@@ -66,8 +66,8 @@ def _tell(command: tuple[str, ...]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, with what has Python start with the exchange."""
-    # Named, OPKILN_PROGRESS goes before the verbose=False that a program gives torch's functions.
+    """This process's environment, with what makes every Python start with the import hook."""
+    # A named OPKILN_PROGRESS wins over the verbose=False that programs pass to torch's functions.
     given = {"OPKILN_PROGRESS": "auto", **settings.whole_environment()}
     given |= verbosity.child_variables()
     others = [part for part in given.get("PYTHONPATH", "").split(os.pathsep) if part]

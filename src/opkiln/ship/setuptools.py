@@ -2,8 +2,8 @@
 
 A project that declares ops as entry points needs no more than opkiln among its build requirements:
 setuptools finds ``ship.hook`` by an entry point of opkiln's own, and the build gets a step that
-precompiles what the variables select. A project with a setup.py may use ``BuildExtension`` where it
-used torch's, with ``MyBuilder().builder()`` among its ``ext_modules``.
+precompiles what the variables select. A project with a setup.py may use ``BuildExtension`` of
+``opkiln.compat.torch``, with ``MyBuilder().builder()`` among its ``ext_modules``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from setuptools import Command
-from setuptools.command.build_ext import build_ext
 from setuptools.errors import ModuleError, SetupError
 
 from opkiln.errors import OpkilnError, SpecError
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from setuptools import Distribution, Extension
 
     from opkiln.builder import OpBuilder
-    from opkiln.ship.prebuild import Outcome
     from opkiln.ship.selection import Declared
 
 STEP = "build_opkiln"
@@ -83,7 +81,7 @@ def _tag(command: Any, usual: tuple[str, str, str]) -> tuple[str, str, str]:
     """A wheel's tag, by what was precompiled into it."""
     dist = command.distribution
     extensions = dist.ext_modules or ()
-    if dist.has_c_libraries() or any(_builder_of(each) is None for each in extensions):
+    if dist.has_c_libraries() or any(builder_of(each) is None for each in extensions):
         return usual  # compiled by setuptools, for this Python and this platform
     tags: set[str] = set()
     # An editable wheel has none, whatever lies in a build directory from a build before.
@@ -138,7 +136,7 @@ class PrecompileOps(Command):  # type: ignore[misc]
             ops = selection.declared({name: value}, self._where(package))
             found.setdefault(package, ([], []))[0].extend(ops)
         for extension in self.distribution.ext_modules or ():
-            builder = _builder_of(extension)
+            builder = builder_of(extension)
             if builder is not None:
                 found.setdefault(_imported_package(builder), ([], []))[1].append(builder)
         return found
@@ -201,125 +199,8 @@ class PrecompileOps(Command):  # type: ignore[misc]
         return {}
 
 
-class ExtensionFailed(SetupError, RuntimeError):  # type: ignore[misc]
-    """An extension could not be built. Also the error that torch raises for it."""
-
-
-class BuildExtension(build_ext):  # type: ignore[misc]
-    """Takes the place of torch's command of this name: ``cmdclass={"build_ext": BuildExtension}``.
-
-    An extension that is ``MyBuilder().builder()`` is precompiled for the loader, into
-    ``<package>/prebuilt``, for this machine's family of CPUs and for the GPUs that the settings
-    ask for. ``CppExtension`` and ``CUDAExtension`` are built as torch means them; others are left
-    to setuptools. Subclasses may override what they override of torch's.
-    """
-
-    @classmethod
-    def with_options(cls, **options: Any) -> type[BuildExtension]:
-        """A subclass whose constructor adds these options, as torch's.
-
-        ``no_python_abi_suffix`` leaves the Python's tag out of file names. ``use_ninja`` is taken
-        and changes nothing: no ninja has a part in these builds.
-        """
-
-        class WithOptions(cls):  # type: ignore[valid-type,misc]
-            def __init__(self, *arguments: Any, **given: Any) -> None:
-                super().__init__(*arguments, **{**given, **options})
-
-        WithOptions.__name__ = cls.__name__
-        return WithOptions
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.no_python_abi_suffix: bool = options.get("no_python_abi_suffix", False)
-        self.use_ninja: bool = options.get("use_ninja", True)
-        self._built: dict[int, Outcome] = {}
-
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        given: list[Extension] = list(self.distribution.ext_modules or ())
-        self._ops = [each for each in given if _builder_of(each) is not None]
-        self.extensions = [each for each in given if _builder_of(each) is None]
-
-    def run(self) -> None:
-        super().run()
-        if self._ops:
-            self.distribution.cmdclass.setdefault(STEP, PrecompileOps)
-            step = self.get_finalized_command(STEP)
-            step.editable_mode = bool(self.inplace)
-            self.run_command(STEP)
-
-    def build_extensions(self) -> None:
-        """All of torch's at once, as modules where setuptools expects them."""
-        # A subclass that looks at one at a time may change it first.
-        if type(self).build_extension is BuildExtension.build_extension:
-            self._build(self.extensions)
-        super().build_extensions()
-
-    def build_extension(self, ext: Extension) -> None:
-        """One extension. Raises SetupError."""
-        from opkiln.ship import torch_extension
-
-        if not torch_extension.is_torchs(ext):
-            _name_for_torch(ext)
-            super().build_extension(ext)
-            return
-        if id(ext) not in self._built:
-            self._build([ext])
-        outcome = self._built.pop(id(ext))
-        if outcome.error is not None:
-            raise ExtensionFailed(_said(outcome.error)) from outcome.error
-        place = self.get_ext_fullpath(ext.name)
-        self.mkpath(os.path.dirname(place))
-        if os.path.lexists(place):
-            os.unlink(place)  # never written over: a process may have it mapped
-        self.copy_file(outcome.path, place)
-
-    def get_ext_filename(self, fullname: str) -> str:
-        """The file of a module; with ``no_python_abi_suffix``, without the Python's tag."""
-        usual: str = super().get_ext_filename(fullname)
-        parts = usual.split(".")
-        if self.no_python_abi_suffix and len(parts) > 2:
-            return ".".join([*parts[:-2], parts[-1]])
-        return usual
-
-    def _build(self, extensions: Sequence[Extension]) -> None:
-        """Have those of torch's in the store, and remember what became of each."""
-        from opkiln.engine import events
-        from opkiln.ship import prebuild, torch_extension
-
-        torchs = [each for each in extensions if torch_extension.is_torchs(each)]
-        if not torchs:
-            return
-        around = torch_extension.around(self.compiler, self.debug)
-        jobs = self.parallel if type(self.parallel) is int else None
-        try:
-            builders = [torch_extension.ExtensionBuilder(each, around) for each in torchs]
-            for builder in builders:
-                for remark in builder.remarks:
-                    events.emit(events.NOTE, text=remark)
-            asked = [prebuild.Request(each) for each in builders]
-            outcomes = prebuild.prebuild(asked, jobs=jobs)
-        except OpkilnError as error:
-            raise ExtensionFailed(str(error)) from error
-        for extension, outcome in zip(torchs, outcomes, strict=True):
-            self._built[id(extension)] = outcome
-
-
-def _said(error: OpkilnError) -> str:
-    """The text of an error; an extension is no op that a command could build."""
-    named = error.hint.startswith("opkiln build ")
-    return str(OpkilnError(error.what, why=error.why) if named else error)
-
-
-def _name_for_torch(extension: Extension) -> None:
-    """Tell an extension its name in torch's macro, which torch does for every one."""
-    macro = ("TORCH_EXTENSION_NAME", extension.name.rpartition(".")[2])
-    if macro not in extension.define_macros:
-        extension.define_macros.append(macro)
-
-
-def _builder_of(extension: Extension) -> OpBuilder | None:
+def builder_of(extension: Extension) -> OpBuilder | None:
+    """The builder that made an extension (``MyBuilder().builder()``), if one did."""
     found: OpBuilder | None = getattr(extension, "opkiln", None)
     return found
 

@@ -3,15 +3,15 @@
     import opkiln.compat.deepspeed
     opkiln.compat.deepspeed.install()    # or: import opkiln.compat.deepspeed.auto
 
-``opkiln run COMMAND`` does the same for a program as it is. ``OPKILN_DEEPSPEED`` says what serves
-which op. ``OpBuilder``, ``CUDAOpBuilder`` and ``CPUOpBuilder`` here, and the other names of
-``deepspeed.ops.op_builder.builder``, are for builders that were written against DeepSpeed's: only
-their import changes. Importing this package does no work.
+``opkiln run COMMAND`` does the same for an unmodified program. ``OPKILN_DEEPSPEED`` chooses what
+serves each op. ``OpBuilder``, ``CUDAOpBuilder``, ``CPUOpBuilder`` and the other names of
+``deepspeed.ops.op_builder.builder`` are here for builders that were written against DeepSpeed's:
+only their import changes. Importing this package does no work.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
+from opkiln import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     )
     from opkiln.compat.deepspeed.builders import installed_cuda_version as installed_cuda_version
     from opkiln.compat.deepspeed.builders import probe_is_compatible as probe_is_compatible
+    from opkiln.compat.deepspeed.patch import Served as Served
     from opkiln.compat.deepspeed.patch import install as install
     from opkiln.compat.deepspeed.patch import remove as remove
-    from opkiln.compat.deepspeed.serve import Served as Served
-    from opkiln.compat.deepspeed.serve import served as served
+    from opkiln.compat.deepspeed.patch import served as served
     from opkiln.errors import CUDAMismatchException as CUDAMismatchException
     from opkiln.errors import MissingCUDAException as MissingCUDAException
 
@@ -44,22 +44,9 @@ _HOMES = {
     ),
     "CUDAMismatchException": "opkiln.errors",
     "MissingCUDAException": "opkiln.errors",
-    "Served": f"{_HERE}.serve",
-    "install": f"{_HERE}.patch",
-    "remove": f"{_HERE}.patch",
-    "served": f"{_HERE}.serve",
+    **dict.fromkeys(("Served", "install", "remove", "served"), f"{_HERE}.patch"),
 }  # fmt: skip
 
-__all__ = [  # noqa: PLE0604 (names that are resolved lazily)
-    *_HOMES
-]
+__all__ = [*_HOMES]  # noqa: PLE0604 (names that are resolved lazily)
 
-
-def __getattr__(name: str) -> object:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy.names(__name__, _HOMES)

@@ -1,4 +1,4 @@
-"""``import opkiln.compat.deepspeed.auto``: ``install()`` as an import, the one module that acts."""
+"""``import opkiln.compat.deepspeed.auto`` calls ``install()``. No other module acts on import."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""DeepSpeed's builder classes over opkiln's: for builders written against them, elsewhere.
+"""DeepSpeed's builder classes over opkiln's, for builders of other packages.
 
     from opkiln.compat.deepspeed import CUDAOpBuilder    # was: from op_builder.builder import …
 
 A class that overrides the usual methods (``sources``, ``include_paths``, ``cxx_args``,
-``nvcc_args``, ``extra_ldflags``, ``is_compatible``, ``filter_ccs``, …) stays as it is, calls of
-``super()`` included: those give lists, as DeepSpeed's do. What it makes is a pybind module on the
-full ABI, loaded, built and cached as every op of opkiln's. Relative paths start at the class's
-top-level package.
+``nvcc_args``, ``extra_ldflags``, ``is_compatible``, ``filter_ccs``, …) needs no change, and its
+calls of ``super()`` return lists, as DeepSpeed's do. The result is a pybind module on the full ABI,
+built, cached and loaded like every op of opkiln's. Relative paths start at the class's top-level
+package.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
     from opkiln.model import OpSpec
 
-# What DeepSpeed has its authors put there, and the plan sets itself.
-_PLANS_CXX = ("-march=", "-mcpu=", "-mtune=")
+# The prefixes of flags that DeepSpeed's authors give, and that a plan sets itself.
+OF_THE_PLAN = ("-march=", "-mcpu=", "-mtune=")
 _CXX = ["-O3", "-std=c++20", "-g", "-Wno-reorder"]
 _NVCC = [
     "-O3", "--use_fast_math", "-std=c++20", "-U__CUDA_NO_HALF_OPERATORS__",
     "-U__CUDA_NO_HALF_CONVERSIONS__", "-U__CUDA_NO_HALF2_OPERATORS__",
 ]  # fmt: skip
-_BF16 = "-DBF16_AVAILABLE"
-_BF16_ON_DEVICE = (
-    _BF16, "-U__CUDA_NO_BFLOAT16_OPERATORS__", "-U__CUDA_NO_BFLOAT162_OPERATORS__",
+BF16 = "-DBF16_AVAILABLE"
+BF16_ON_DEVICE = (
+    BF16, "-U__CUDA_NO_BFLOAT16_OPERATORS__", "-U__CUDA_NO_BFLOAT162_OPERATORS__",
     "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
 )  # fmt: skip
 
@@ -64,14 +64,14 @@ class OpBuilder(builder.OpBuilder):
         return []
 
     def spec(self) -> OpSpec:
-        return _less_the_plans(super().spec())
+        return _without_the_plans(super().spec())
 
     def deepspeed_src_path(self, code_path: str) -> str:
-        """A path of a source or header, absolute; relative ones start at the builder's package."""
+        """The absolute path of a file; a relative path starts at the builder's package."""
         return os.path.join(self.root, code_path)
 
     def warning(self, message: str) -> None:
-        """Keep a remark in ``error_log``, as DeepSpeed does, and in ``remarks``; and print it."""
+        """Print a remark, and keep it in ``error_log``, as DeepSpeed does, and in ``remarks``."""
         _warn(self, message)
 
     def command_exists(self, cmd: str | Sequence[str]) -> bool:
@@ -79,11 +79,11 @@ class OpBuilder(builder.OpBuilder):
         return super().command_exists(cmd.split("|") if isinstance(cmd, str) else cmd)
 
     def sycl_extension(self) -> None:
-        """Nothing to be done: authors' setup scripts call it for every op."""
+        """Do nothing: authors' setup scripts call it for every op."""
 
     @staticmethod
     def is_rocm_pytorch() -> bool:
-        """Whether the torch that is installed is built for ROCm."""
+        """Whether the installed torch is built for ROCm."""
         from opkiln.toolchain.rocm_version import is_rocm_pytorch
 
         return is_rocm_pytorch()
@@ -95,29 +95,29 @@ class OpBuilder(builder.OpBuilder):
 
     @staticmethod
     def installed_rocm_version() -> tuple[int, int]:
-        """ROCm's release; (0, 0) where torch is not built for it."""
+        """ROCm's release; (0, 0) if torch is not built for it."""
         from opkiln.toolchain.rocm_version import installed_rocm_version, is_rocm_pytorch
 
         return installed_rocm_version() if is_rocm_pytorch() else (0, 0)
 
     @staticmethod
     def get_rocm_gpu_arch() -> str:
-        """The first AMD GPU's architecture, or nothing."""
+        """The first AMD GPU's architecture, or an empty string."""
         from opkiln.devices.amd import get_rocm_gpu_arch
 
         return get_rocm_gpu_arch()
 
     @staticmethod
     def get_rocm_wavefront_size() -> str:
-        """The first AMD GPU's, or 32."""
+        """The first AMD GPU's wavefront size, or 32."""
         from opkiln.devices.amd import get_rocm_wavefront_size
 
         return get_rocm_wavefront_size()
 
 
 class CUDAOpBuilder(builder.CUDAOpBuilder):
-    """As DeepSpeed's: C++ and CUDA sources, on the full ABI. Where there is no GPU it is built for
-    the CPU (``build_for_cpu``), unless its sources are CUDA's even then."""
+    """As DeepSpeed's: C++ and CUDA sources, on the full ABI. Without a GPU it is built for the CPU
+    (``build_for_cpu``), unless its sources are CUDA sources even then."""
 
     KIND = PYTHON
     ABI = ABI_TORCH
@@ -126,7 +126,7 @@ class CUDAOpBuilder(builder.CUDAOpBuilder):
 
     @cached_property
     def backend(self) -> str:
-        """As opkiln's own; and that of the sources, where those are CUDA's alone."""
+        """As opkiln's own builders choose it; CUDA or ROCm if the sources are only for those."""
         found: str = super().backend
         if found == CPU and not self._asked_backend:
             self.__dict__["backend"] = CPU  # for sources() that look at build_for_cpu
@@ -136,7 +136,7 @@ class CUDAOpBuilder(builder.CUDAOpBuilder):
 
     @property
     def build_for_cpu(self) -> bool:
-        """Whether the CPU version is what is to be built. Authors may say so themselves."""
+        """Whether to build the CPU version. Authors may set it."""
         return self.backend == CPU
 
     @build_for_cpu.setter
@@ -166,21 +166,20 @@ class CUDAOpBuilder(builder.CUDAOpBuilder):
         return []
 
     def filter_ccs(self, ccs: list[str]) -> Sequence[Any]:
-        """All of them, as ``[major, minor]``: what DeepSpeed's gives to those that override it."""
+        """All of them, as ``[major, minor]``: the form that DeepSpeed's gives to overrides."""
         return [cc.split(".") for cc in ccs]
 
     def spec(self) -> OpSpec:
-        spec = _less_the_plans(super().spec())
+        spec = _without_the_plans(super().spec())
         if self.backend == CPU or not self.enable_bf16:
             return spec
-        on_device = _BF16_ON_DEVICE if self.backend == CUDA else (_BF16,)
+        on_device = BF16_ON_DEVICE if self.backend == CUDA else (BF16,)
         return spec._replace(
-            cxx_args=(*spec.cxx_args, _BF16), device_args=(*spec.device_args, *on_device)
+            cxx_args=(*spec.cxx_args, BF16), device_args=(*spec.device_args, *on_device)
         )
 
     def cuda_capability_major(self) -> int | None:
-        """The lowest major capability of the GPUs here, asked without a context; None: there are
-        none."""
+        """The lowest major capability of the GPUs here, or None. Creates no CUDA context."""
         from opkiln.decision import archs
         from opkiln.devices import nvidia
 
@@ -196,13 +195,13 @@ class CUDAOpBuilder(builder.CUDAOpBuilder):
         return super().command_exists(cmd.split("|") if isinstance(cmd, str) else cmd)
 
     def warning(self, message: str) -> None:
-        """Keep a remark in ``error_log``, as DeepSpeed does, and in ``remarks``; and print it."""
+        """Print a remark, and keep it in ``error_log``, as DeepSpeed does, and in ``remarks``."""
         _warn(self, message)
 
 
 class CPUOpBuilder(OpBuilder):
-    """As DeepSpeed's: C++ for the CPU, with its vectors and OpenMP's pragmas, which torch's own
-    threads serve."""
+    """As DeepSpeed's: C++ for the CPU, with its vector instructions and with OpenMP's pragmas,
+    which run on torch's own threads."""
 
     def cxx_args(self) -> Sequence[str]:
         return [*_CXX, self.cpu_arch(), "-fopenmp", self.simd_width()]
@@ -221,7 +220,7 @@ def installed_cuda_version(name: str = "") -> tuple[int, int]:
 
 
 def assert_no_cuda_mismatch(name: str = "") -> bool:
-    """True where a CUDA toolkit fits torch. Raises CUDAMismatchException, MissingCUDAException."""
+    """True if a CUDA toolkit fits torch. Raises CUDAMismatchException, MissingCUDAException."""
     from opkiln.decision import archs
     from opkiln.toolchain import cuda_version
 
@@ -229,7 +228,7 @@ def assert_no_cuda_mismatch(name: str = "") -> bool:
 
 
 def get_default_compute_capabilities() -> str:
-    """Every architecture that the toolkit here has."""
+    """Every architecture that the CUDA toolkit here knows."""
     from opkiln.decision import archs
     from opkiln.toolchain import cuda_version
 
@@ -237,7 +236,7 @@ def get_default_compute_capabilities() -> str:
 
 
 def probe_is_compatible(builder: Any, verbose: bool = False) -> bool:
-    """``builder.is_compatible(verbose)``; False, with a line that says why, where that raises."""
+    """``builder.is_compatible(verbose)``; False, with a line that says why, if that raises."""
     try:
         return bool(builder.is_compatible(verbose))
     except Exception as error:
@@ -245,10 +244,10 @@ def probe_is_compatible(builder: Any, verbose: bool = False) -> bool:
         return False
 
 
-def _less_the_plans(spec: OpSpec) -> OpSpec:
+def _without_the_plans(spec: OpSpec) -> OpSpec:
     # A link with -fopenmp would bring a second OpenMP runtime beside torch's.
     return spec._replace(
-        cxx_args=tuple(flag for flag in spec.cxx_args if not flag.startswith(_PLANS_CXX)),
+        cxx_args=tuple(flag for flag in spec.cxx_args if not flag.startswith(OF_THE_PLAN)),
         ldflags=tuple(flag for flag in spec.ldflags if flag != "-fopenmp"),
     )
 

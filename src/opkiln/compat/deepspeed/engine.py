@@ -1,7 +1,7 @@
 """DeepSpeed's own sources, built by opkiln: a builder's declaration as an op of opkiln's.
 
-What a builder says of its sources and flags is taken as it is, less what a plan sets itself: the
-architectures of GPUs and CPU, threads of nvcc, a second OpenMP runtime in the link.
+A builder's sources and flags are used unchanged, without those that a plan sets itself: the
+architectures of GPUs and CPU, nvcc's threads, and a second OpenMP runtime in the link.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from opkiln.compat.deepspeed.builders import BF16, BF16_ON_DEVICE, OF_THE_PLAN
+from opkiln.compat.torch import paths
 from opkiln.errors import LoadError, ToolchainError
 from opkiln.loading import loader
 from opkiln.model import ABI_TORCH, CPU, CUDA, PYTHON, ROCM, Op, OpSpec
@@ -19,16 +21,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-# `-fopenmp` stays in compiles: DeepSpeed's kernels are parallel by it, and torch has an OpenMP
-# runtime loaded that serves them. In a link it would bring the system's as a second one.
-_PLANS_CXX = ("-march=", "-mcpu=", "-mtune=", "-shared", "-fPIC")
+# The prefixes of flags that a plan sets itself. `-fopenmp` stays in compiles: DeepSpeed's kernels
+# use it for their threads, and torch has an OpenMP runtime loaded that serves them. In a link it
+# would bring the system's runtime as a second one.
+_PLANS_CXX = (*OF_THE_PLAN, "-shared", "-fPIC")
 _PLANS_LINK = ("-fopenmp",)
 _PLANS_NVCC = ("--threads", "-gencode", "--offload-arch")
-_BFLOAT16 = ("-DBF16_AVAILABLE",)
-_BFLOAT16_ON_DEVICE = (
-    *_BFLOAT16, "-U__CUDA_NO_BFLOAT16_OPERATORS__", "-U__CUDA_NO_BFLOAT162_OPERATORS__",
-    "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
-)  # fmt: skip
 _NO_GLOG = "-UC10_USE_GLOG"
 
 
@@ -36,13 +34,13 @@ class Architectures(NamedTuple):
     """What a builder's kernels are compiled for."""
 
     archs: tuple[str, ...]
-    bf16: bool  # all of them have bfloat16 arithmetic
+    bf16: bool  # whether all of them have bfloat16 arithmetic
 
 
 def load(builder: Any) -> Any:
     """The extension module of a builder of DeepSpeed's, found or built.
 
-    Raises LoadError where the builder says that it is not compatible, and the other OpkilnErrors.
+    Raises LoadError if the builder says that it is not compatible, and the other OpkilnErrors.
     """
     if not builder.is_compatible(False):
         builder.is_compatible(True)  # says why
@@ -51,11 +49,12 @@ def load(builder: Any) -> Any:
             why=str(builder.error_log or ""),
             hint="ds_report",
         )
-    return loader.load(op_of(builder), must_be_native=True).value
+    with paths.assigned_toolkit():
+        return loader.load(op_of(builder), must_be_native=True).value
 
 
 def op_of(builder: Any) -> Op:
-    """A builder's declaration. Its flags for a JIT build are those of a build here."""
+    """A builder's declaration, with its flags for a JIT build."""
     backend = _backend(builder)
     builder.build_for_cpu = backend == CPU
     was, builder.jit_mode = builder.jit_mode, True
@@ -68,10 +67,10 @@ def op_of(builder: Any) -> Op:
 
 
 def architectures(builder: Any, asked: str = "") -> tuple[Architectures, list[str]]:
-    """Those that the user or the machine asks for, less what the builder's filter removes; and
-    nvcc's flags for them. Without a list or a device: every one that this nvcc has.
+    """Those that the user or the machine asks for, without those that the builder's filter removes;
+    and nvcc's flags for them. Without a list or a device: every one that this nvcc knows.
 
-    None where there is nothing to build for, or with. Raises UsageError for a list that is none.
+    Empty if there is nothing to build for, or no compiler. Raises UsageError for a malformed list.
     """
     from opkiln.decision import archs
 
@@ -91,10 +90,10 @@ def architectures(builder: Any, asked: str = "") -> tuple[Architectures, list[st
 
 
 def _backend(builder: Any) -> str:
-    """The device that it is for: as DeepSpeed has it, one that torch can use, else the CPU."""
+    """The device to build for: as in DeepSpeed, one that torch can use, else the CPU."""
     import torch
 
-    of_cuda = hasattr(builder, "filter_ccs")  # CUDAOpBuilder has it, and OpBuilder has not
+    of_cuda = hasattr(builder, "filter_ccs")  # CUDAOpBuilder has it, OpBuilder does not
     if any(source.endswith(".cu") for source in builder.sources()) or (
         of_cuda and torch.cuda.is_available()
     ):
@@ -104,17 +103,19 @@ def _backend(builder: Any) -> str:
 
 @contextmanager
 def _toolkit_in_torchs_module(backend: str) -> Iterator[None]:
-    """What builders read as ``torch.utils.cpp_extension.CUDA_HOME``.
+    """The toolkit that compiles, as ``torch.utils.cpp_extension.CUDA_HOME``, which builders read.
 
-    DeepSpeed's own ``load`` imports that module first, so some of its builders do not. Where torch
-    knows no toolkit, say because it came from PyPI, it is the one that the build uses.
+    DeepSpeed's own ``load`` imports that module first, so some of its builders do not.
     """
     theirs: Any = import_module("torch.utils.cpp_extension")
-    was = theirs.CUDA_HOME
-    if backend == CUDA and was is None:
-        from opkiln.compat.torch_paths import cuda_toolkit
-
-        theirs.CUDA_HOME = cuda_toolkit()
+    was = vars(theirs)["CUDA_HOME"]
+    if backend == CUDA:
+        try:
+            theirs.CUDA_HOME = paths.cuda_toolkit()
+        except paths.ToolkitMissing:
+            # The op may be in a cache. If it is not, the build says what is missing.
+            if was is None:
+                raise
     try:
         yield
     finally:
@@ -122,14 +123,14 @@ def _toolkit_in_torchs_module(backend: str) -> Iterator[None]:
 
 
 def _spec(builder: Any, backend: str) -> OpSpec:
-    sources = [_absolute(builder, path) for path in _said(builder, builder.sources())]
+    sources = [_absolute(builder, path) for path in _listed(builder, builder.sources())]
     root = _root(builder)
     if not all(source.startswith(root + os.sep) for source in sources):
         root = os.path.dirname(sources[0]) if len(sources) == 1 else os.path.commonpath(sources)
-    includes = [_absolute(builder, path) for path in _said(builder, builder.include_paths())]
-    # First: it says whether the architectures have bfloat16.
-    device = _said(builder, builder.nvcc_args()) if backend != CPU else []
-    cxx = _less(_said(builder, builder.cxx_args()), _PLANS_CXX)
+    includes = [_absolute(builder, path) for path in _listed(builder, builder.include_paths())]
+    # First, because it sets enable_bf16.
+    device = _listed(builder, builder.nvcc_args()) if backend != CPU else []
+    cxx = _without(_listed(builder, builder.cxx_args()), _PLANS_CXX)
     bf16 = backend != CPU and builder.enable_bf16
     if backend == ROCM:
         cxx.append(f"-DROCM_WAVEFRONT_SIZE={builder.get_rocm_wavefront_size()}")
@@ -138,31 +139,31 @@ def _spec(builder: Any, backend: str) -> OpSpec:
         distribution=_owner(builder),
         root=root,
         sources=tuple(os.path.relpath(source, root) for source in sources),
-        # Below the root they are named from there: so the key is the same wherever it lies.
+        # Relative to the root, if they are below it: the key is then the same in any place.
         include_dirs=tuple(
             os.path.relpath(path, root) if path.startswith(root + os.sep) else path
             for path in includes
         ),
-        cxx_args=(*cxx, _NO_GLOG, *(_BFLOAT16 if bf16 else ())),
-        ldflags=tuple(_less(_said(builder, builder.extra_ldflags()), _PLANS_LINK)),
+        cxx_args=(*cxx, _NO_GLOG, *([BF16] if bf16 else ())),
+        ldflags=tuple(_without(_listed(builder, builder.extra_ldflags()), _PLANS_LINK)),
         kind=PYTHON,
         abi=ABI_TORCH,
     )
     if backend == CPU:
         return spec
-    more = _BFLOAT16_ON_DEVICE if bf16 else ()
+    more = BF16_ON_DEVICE if bf16 else ()
     return spec._replace(
         backend=backend,
-        device_args=(*_less(device, _PLANS_NVCC), _NO_GLOG, *more),
+        device_args=(*_without(device, _PLANS_NVCC), _NO_GLOG, *more),
         vectorize=False,
     )
 
 
-def _said(builder: Any, entries: Iterable[str]) -> list[str]:
+def _listed(builder: Any, entries: Iterable[str]) -> list[str]:
     return [os.fspath(each) for each in builder.strip_empty_entries(list(entries))]
 
 
-def _less(flags: Iterable[str], owned: tuple[str, ...]) -> list[str]:
+def _without(flags: Iterable[str], owned: tuple[str, ...]) -> list[str]:
     return [flag for flag in flags if not flag.startswith(owned)]
 
 

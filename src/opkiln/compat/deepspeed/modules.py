@@ -1,4 +1,4 @@
-"""What stands in for an extension module of DeepSpeed's."""
+"""The stand-in for an extension module of DeepSpeed's, and the smallest of them, ``utils``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from opkiln.errors import UsageError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
 
 
 class OpModule(ModuleType):
     """The functions that DeepSpeed's front ends call, as methods, over an op of opkiln's.
 
-    ``REST`` names functions that no op of opkiln's has: DeepSpeed's own module serves those, and is
-    built by opkiln's engine when one of them is asked for.
+    ``REST`` names functions that no op of opkiln's has. DeepSpeed's own module serves these;
+    opkiln's engine builds it when one of them is first used.
     """
 
     NAME: ClassVar[str]
@@ -37,7 +39,7 @@ class OpModule(ModuleType):
         return sorted({*super().__dir__(), *own, *self.REST})
 
     def rest(self) -> Any:
-        """DeepSpeed's own module. Raises UsageError where the settings leave the engine out."""
+        """DeepSpeed's own module. Raises UsageError if the settings leave the engine out."""
         if self._rest is None:
             if self._build_rest is None:
                 raise UsageError(
@@ -47,3 +49,36 @@ class OpModule(ModuleType):
                 )
             self._rest = self._build_rest()
         return self._rest
+
+
+class ByteTensors(OpModule):
+    """``utils``: tensors as bytes, and lists of tensors as one.
+
+    Earlier releases of DeepSpeed have ``flatten`` and ``unflatten``.
+    """
+
+    NAME = "utils"
+
+    def cast_to_byte_tensor(self, src_tensor: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
+        """The memory of a tensor, or of each of several, as bytes in one dimension. Nothing is
+        copied."""
+        from torch import Tensor
+
+        from opkiln.ops.utils.flatten import byte_view
+
+        if isinstance(src_tensor, Tensor):
+            # DeepSpeed returns a tensor of at most one byte as it is.
+            return src_tensor if src_tensor.nbytes <= 1 else byte_view(src_tensor)
+        return [tensor if tensor.nbytes <= 1 else byte_view(tensor) for tensor in src_tensor]
+
+    def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
+        """A new tensor of one dimension with the elements of all."""
+        from opkiln.ops.utils.flatten import flatten
+
+        return flatten(tensors)
+
+    def unflatten(self, flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Views of ``flat`` with the shapes of the tensors."""
+        from opkiln.ops.utils.flatten import unflatten
+
+        return unflatten(flat, tensors)

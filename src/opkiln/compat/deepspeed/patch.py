@@ -1,17 +1,26 @@
-"""How DeepSpeed's builders are redirected: the functions of its base classes that are exchanged.
+"""How DeepSpeed's builders are redirected, and what they load then.
 
-Nothing of DeepSpeed changes on disk, and what is exchanged here can be put back. Builders that
-bring a ``load`` of their own (those of NPUs, say) are left as they are.
+Some functions of their base classes are replaced. Nothing of DeepSpeed changes on disk, and
+``remove`` puts the functions back. Builders with a ``load`` of their own (those for NPUs, for
+example) stay as they are. What a builder loads is the first of the resorts that
+``OPKILN_DEEPSPEED`` names.
 """
 
 from __future__ import annotations
 
+import time
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
-from opkiln.compat import patch
-from opkiln.compat.deepspeed import serve
-from opkiln.errors import CUDAMismatchException, MissingCUDAException, UsageError
+from opkiln.compat import hook
+from opkiln.errors import (
+    CUDAMismatchException,
+    MissingCUDAException,
+    OpkilnError,
+    ToolchainError,
+    UsageError,
+)
+from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,12 +29,26 @@ if TYPE_CHECKING:
 
 _MODULE = "deepspeed.ops.op_builder.builder"
 
+OPS, ENGINE, DEEPSPEED = "ops", "engine", "deepspeed"
+
+# The subclass of OpModule that stands in for an op's module, as module:class.
+MODULES = {
+    "cpu_adam": "optimizers:CPUAdam",
+    "cpu_adagrad": "optimizers:CPUAdagrad",
+    "cpu_lion": "optimizers:CPULion",
+    "fused_adam": "optimizers:FusedAdam",
+    "fused_lion": "optimizers:FusedLion",
+    "fused_lamb": "optimizers:FusedLamb",
+    "quantizer": "quantizer:Quantizer",
+    "utils": "modules:ByteTensors",
+}
+
 
 def install() -> None:
-    """Have DeepSpeed's builders load through opkiln from now on, in this process. Twice is once.
+    """Make DeepSpeed's builders load through opkiln from now on, in this process.
 
-    Builders that were imported before are redirected, too; modules that they have given out stay
-    what they are. Raises UsageError where DeepSpeed is not installed.
+    This includes builders that were imported before; modules that they have already loaded stay as
+    they are. Calling it again has no effect. Raises UsageError if DeepSpeed is not installed.
     """
     try:
         import_module(_MODULE)
@@ -33,16 +56,17 @@ def install() -> None:
         raise UsageError(
             f"DeepSpeed's builders cannot be imported: {error}", hint="pip install deepspeed"
         ) from error
-    patch.install((_MODULE,))
+    hook.install((_MODULE,))
 
 
 def remove() -> None:
-    """Give DeepSpeed's builders their own functions back."""
-    patch.remove((_MODULE,))
+    """Put the functions of DeepSpeed's builders back."""
+    hook.remove((_MODULE,))
 
 
 def replacements(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
-    """Owner, attribute and value of each exchange in ``deepspeed.ops.op_builder.builder``."""
+    """The owner, the attribute and the value of each function that is replaced in DeepSpeed's
+    ``op_builder.builder``."""
     base, cuda = module.OpBuilder, module.CUDAOpBuilder
     yield base, "load", _loading(base.load)
     yield base, "jit_load", _loading(base.jit_load)
@@ -51,13 +75,94 @@ def replacements(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     yield base, "simd_width", _of_this_cpu(base.simd_width, "simd_width")
     yield cuda, "compute_capability_args", _compute_capability_args
     for name in ("installed_cuda_version", "assert_no_cuda_mismatch"):
-        yield module, name, _asked_of_opkiln(name, module)
+        yield module, name, _toolkit_check(name, module)
     yield module, "get_default_compute_capabilities", _default_capabilities
+
+
+# What a builder loads
+
+
+class Served(NamedTuple):
+    """What serves one of DeepSpeed's ops in this process."""
+
+    module: Any
+    origin: str  # ops, engine, deepspeed
+    seconds: float  # how long it took to load
+
+
+_served: dict[tuple[type, str], Served] = {}
+_chosen: dict[tuple[type, str], tuple[str, ...]] = {}  # under which setting
+
+
+def served() -> dict[str, Served]:
+    """The ops of DeepSpeed's that this process has loaded, by name."""
+    return {name: found for (_, name), found in _served.items()}
+
+
+def load_module(builder: Any, original: Callable[[], Any]) -> Any:
+    """The module for a builder; ``original`` is how DeepSpeed itself loads it.
+
+    Raises OpkilnError if opkiln is to serve it and cannot.
+    """
+    key = (type(builder), str(builder.name))
+    resorts = _resorts_of(builder.name)
+    if key in _served and _chosen.get(key) == resorts:
+        return _served[key].module
+    begin = time.perf_counter()
+    try:
+        module, origin = _choose(builder, resorts, original)
+    except OpkilnError as error:
+        builder.error_log = str(error)
+        raise
+    _served[key] = Served(module, origin, time.perf_counter() - begin)
+    _chosen[key] = resorts
+    return module
+
+
+def _resorts_of(op: str) -> tuple[str, ...]:
+    """The resorts that may serve an op, in order; none if DeepSpeed is to load it itself."""
+    chosen: dict[str, tuple[str, ...]] = dict(settings.deepspeed)
+    return chosen.get(op, chosen[""])
+
+
+def _choose(builder: Any, resorts: tuple[str, ...], original: Callable[[], Any]) -> tuple[Any, str]:
+    if OPS in resorts and _is_deepspeeds(builder) and builder.name in MODULES:
+        folder, _, name = MODULES[builder.name].partition(":")
+        module = getattr(import_module(f"opkiln.compat.deepspeed.{folder}"), name)
+        rest = _by_engine(builder) if resorts[-1:] == (ENGINE,) else None
+        return module(rest), OPS
+    # An op that DeepSpeed was installed with is as good as one that the engine builds.
+    if ENGINE in resorts and not _is_installed(builder):
+        return _by_engine(builder)(), ENGINE
+    return original(), DEEPSPEED
+
+
+def _by_engine(builder: Any) -> Callable[[], Any]:
+    def build() -> Any:
+        from opkiln.compat.deepspeed import engine
+
+        return engine.load(builder)
+
+    return build
+
+
+def _is_deepspeeds(builder: Any) -> bool:
+    """Whether the builder is DeepSpeed's own, not one of another package."""
+    return type(builder).__module__.partition(".")[0] in ("deepspeed", "op_builder")
+
+
+def _is_installed(builder: Any) -> bool:
+    git = import_module("deepspeed.git_version_info")
+    here = import_module("deepspeed.accelerator").get_accelerator()._name
+    return bool(git.installed_ops.get(builder.name, False)) and git.accelerator_name == here
+
+
+# The functions that take the place of DeepSpeed's
 
 
 def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
     def load(self: Any, *args: Any, **named: Any) -> Any:
-        return serve.load(self, lambda: original(self, *args, **named))
+        return load_module(self, lambda: original(self, *args, **named))
 
     load.__name__ = original.__name__
     load.__doc__ = "The op's module: opkiln's op, DeepSpeed's built by opkiln, or DeepSpeed's own."
@@ -71,8 +176,7 @@ def _has_function(
     library_dirs: Any = None,
     verbose: bool = False,  # noqa: ARG001 (taken for compatibility)
 ) -> bool:
-    """Whether a C function can be linked; asked of the compiler that would build the op."""
-    from opkiln.errors import ToolchainError
+    """Whether a C function can be linked by the compiler that would build the op."""
     from opkiln.store.layers import Store
     from opkiln.toolchain.linkprobe import can_link
 
@@ -84,14 +188,14 @@ def _has_function(
 
 
 def _of_this_cpu(original: Callable[..., str], name: str) -> Callable[..., str]:
-    """DeepSpeed asks a package that starts programs, for a second and more at each load."""
+    """DeepSpeed asks a package that starts programs, which takes a second or more at each load."""
 
     def answer(self: Any) -> str:
         from opkiln import machine
         from opkiln.builder import OpBuilder
 
         if machine.architecture() != "x86_64":
-            return original(self)  # NEON and SVE have macros of DeepSpeed's own
+            return original(self)  # DeepSpeed has its own macros for NEON and SVE
         found: str = getattr(OpBuilder(self.name), name)()
         return found
 
@@ -100,9 +204,9 @@ def _of_this_cpu(original: Callable[..., str], name: str) -> Callable[..., str]:
 
 
 def _compute_capability_args(self: Any, cross_compile_archs: str | None = None) -> list[str]:
-    """The ``-gencode`` flags of opkiln's arch logic; none while it builds, for its plan has them.
+    """The ``-gencode`` flags from opkiln's arch list; none during a build, whose plan has them.
 
-    Says in ``enable_bf16`` whether all of these architectures have bfloat16 arithmetic.
+    Sets ``enable_bf16`` if all of these architectures have bfloat16 arithmetic.
     """
     from opkiln.compat.deepspeed import engine
 
@@ -111,27 +215,24 @@ def _compute_capability_args(self: Any, cross_compile_archs: str | None = None) 
     return [] if self.jit_mode else flags
 
 
-def _asked_of_opkiln(name: str, module: ModuleType) -> Callable[..., Any]:
-    """DeepSpeed's checks of the toolkit, over opkiln's; what they raise is DeepSpeed's."""
+def _toolkit_check(name: str, module: ModuleType) -> Callable[..., Any]:
+    """A check of the CUDA toolkit by opkiln. It raises DeepSpeed's exceptions."""
 
-    def ask(name_of_op: str = "") -> Any:
-        from opkiln.decision import archs
-        from opkiln.toolchain import cuda_version
+    def check(name_of_op: str = "") -> Any:
+        from opkiln.compat.deepspeed import builders
 
         try:
-            return getattr(cuda_version, name)(name_of_op, memory=archs.memory())
+            return getattr(builders, name)(name_of_op)
         except MissingCUDAException as error:
             raise module.MissingCUDAException(str(error)) from error
         except CUDAMismatchException as error:
             raise module.CUDAMismatchException(str(error)) from error
 
-    ask.__name__ = name
-    return ask
+    check.__name__ = name
+    return check
 
 
 def _default_capabilities() -> str:
-    """Every architecture that the toolkit here has."""
-    from opkiln.decision import archs
-    from opkiln.toolchain.cuda_version import get_default_compute_capabilities
+    from opkiln.compat.deepspeed.builders import get_default_compute_capabilities
 
-    return get_default_compute_capabilities(memory=archs.memory())
+    return get_default_compute_capabilities()

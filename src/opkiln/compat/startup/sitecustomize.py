@@ -1,7 +1,7 @@
-"""What Python runs at its start below ``opkiln run``, which puts this directory on PYTHONPATH.
+"""What Python runs at its start under ``opkiln run``, which puts this directory on PYTHONPATH.
 
-It runs in every Python that the command starts, also in one of another environment: so it brings
-its opkiln along where there is none, and a Python that is too old for opkiln goes on without it.
+It runs in every Python that the command starts, also in one of another environment. If that has no
+opkiln, it gets this one. A Python that is too old for opkiln goes on without it.
 """
 
 import sys
@@ -14,7 +14,7 @@ def _start() -> None:
 
     here = os.path.dirname(os.path.abspath(__file__))
     package = os.path.dirname(os.path.dirname(here))
-    # The sitecustomize that this one hides, as if it were found first.
+    # Run the sitecustomize that this one hides.
     others = [path for path in sys.path if os.path.abspath(path) != here]
     spec = PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
@@ -24,16 +24,16 @@ def _start() -> None:
         sys.stderr.write("opkiln: this Python is older than 3.11; it runs without opkiln\n")
         return
     if PathFinder.find_spec("opkiln") is None:
-        # Not by sys.path: everything else that is installed beside it would come along.
+        # Not through sys.path: that would also bring everything that is installed beside it.
         init = os.path.join(package, "__init__.py")
         spec = spec_from_file_location("opkiln", init, submodule_search_locations=[package])
         assert spec is not None  # a path that ends in .py has a loader
         assert spec.loader is not None
         module = sys.modules["opkiln"] = module_from_spec(spec)
         spec.loader.exec_module(module)
-    from opkiln.compat import autoload
+    from opkiln.compat import hook
 
-    autoload.start()
+    hook.start()
 
 
 _start()

@@ -1,31 +1,44 @@
 """``load`` and ``load_inline`` as torch.utils.cpp_extension has them, over opkiln's loader.
 
-Beside ``opkiln.load`` these keep torch's ways: flags are read as a shell reads them, C++ is
-compiled without optimization unless it is asked for, assertions hold, and what goes wrong is an
-exception of torch's kind, too.
+Unlike ``opkiln.load``, these do as torch does: flags are split as a shell splits them, C++ is
+compiled without optimization unless a flag asks for it, assertions stay on, and errors are also
+the exceptions that torch raises. Programs catch those: ``except RuntimeError`` around a build,
+``except ImportError`` around a load.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+from contextlib import contextmanager
 from typing import Any
 
 from opkiln import extension
 from opkiln.building import inline
-from opkiln.compat.torch_errors import as_torchs
-from opkiln.errors import told_briefly
+from opkiln.compat.torch.flags import shell_words, translated
+from opkiln.errors import LoadError, LoadTestError, OpkilnError, told_briefly
 from opkiln.model import ABI_TORCH, CUDA, EXECUTABLE, LIBRARY, PYTHON, OpSpec
-from opkiln.ship import torch_flags
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from opkiln.ship.torch_flags import Flags
+    from opkiln.compat.torch.flags import Flags
 
-# What a compiler does that is told nothing; a plan's own flags come before these.
-_UNASKED = ("-O0", "-UNDEBUG")
+# A compiler's own defaults. The plan's flags come before these.
+_DEFAULTS = ("-O0", "-UNDEBUG")
+
+
+class ExtensionError(OpkilnError, RuntimeError):
+    """An extension cannot be built."""
+
+
+class ExtensionNotLoaded(LoadError, ImportError):
+    """An extension module was built and cannot be imported."""
+
+
+class LibraryNotLoaded(LoadError, OSError):
+    """An extension without a module was built and cannot be loaded."""
 
 
 @told_briefly
@@ -47,14 +60,14 @@ def load(
 ) -> Any:
     """Compile sources, or find them compiled, and load them: torch's function of this name.
 
-    Gives the module; with ``is_python_module=False`` the library's path, its ops in ``torch.ops``;
-    with ``is_standalone=True``, too, the program's path. ``build_directory`` is made where it is
-    not there, and gets a copy of the result, whose path is then the one that is given. A call with
-    changed sources or flags gives the new code.
+    Returns the module; with ``is_python_module=False``, the path of the library, whose ops are in
+    ``torch.ops``; with ``is_standalone=True`` as well, the path of the program.
+    ``build_directory`` is created if it does not exist and gets a copy of the result; the path is
+    then that of the copy. A call with changed sources or flags returns the new code.
 
-    Raises ExtensionError (a RuntimeError) where it cannot be built, ExtensionNotLoaded (an
-    ImportError) or LibraryNotLoaded (an OSError) where it cannot be loaded, and FileNotFoundError,
-    ValueError and AssertionError where torch does.
+    Raises ExtensionError (a RuntimeError) if it cannot be built, ExtensionNotLoaded (an
+    ImportError) or LibraryNotLoaded (an OSError) if it cannot be loaded, and FileNotFoundError,
+    ValueError and AssertionError as torch does.
     """
     if is_python_module and is_standalone:
         raise ValueError("is_python_module and is_standalone exclude each other")
@@ -66,7 +79,7 @@ def load(
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source)
     cuda, sycl = _devices(listed, with_cuda, with_sycl)
     kind = PYTHON if is_python_module else EXECUTABLE if is_standalone else LIBRARY
-    with as_torchs(kind):
+    with _as_torchs_errors(kind):
         flags = _flags(
             name, extra_cflags, extra_cuda_cflags, extra_sycl_cflags, extra_ldflags, sycl
         )
@@ -76,7 +89,7 @@ def load(
             include_dirs=_directories(extra_include_paths),
             kind=kind,
             abi=ABI_TORCH,
-            cxx_args=(*_UNASKED, *flags.cxx),
+            cxx_args=(*_DEFAULTS, *flags.cxx),
             ldflags=flags.link,
         )
         return _served(spec, flags, cuda, sycl, verbose, build_directory)
@@ -106,14 +119,14 @@ def load_inline(
 ) -> Any:
     """As ``load``, with the sources as text: torch's function of this name.
 
-    The text is written to ``build_directory``, where that is given, and nowhere else. ``use_pch``
-    is taken and changes nothing: torch's precompiled header of 790 MB, inside its own package, is
-    neither made nor removed; what was compiled once is found in the store.
+    The text is written to ``build_directory`` if that is given, and nowhere else. ``use_pch`` has
+    no effect: torch's precompiled header, 790 MB inside its own package, is neither written nor
+    removed; what was compiled once is found in the store.
     """
     if functions is not None and not isinstance(functions, str | list | dict):
         raise ValueError(f"'functions' must be a list or a dict, and is a {type(functions)}")
     kind = PYTHON if is_python_module else LIBRARY
-    with as_torchs(kind):
+    with _as_torchs_errors(kind):
         bound = None
         if functions is not None:
             bound = extension.bindings(functions, with_pytorch_error_handling)
@@ -130,7 +143,7 @@ def load_inline(
             include_dirs=_directories(extra_include_paths),
             kind=kind,
             abi=ABI_TORCH,
-            cxx_args=(*_UNASKED, *flags.cxx),
+            cxx_args=(*_DEFAULTS, *flags.cxx),
             ldflags=flags.link,
         )
         found = _served(spec, flags, cuda, sycl, verbose, build_directory)
@@ -144,7 +157,7 @@ def load_inline(
 def _devices(
     sources: list[str], with_cuda: bool | None, with_sycl: bool | None
 ) -> tuple[bool, bool]:
-    """Whether CUDA and SYCL have a part in it. Raises AssertionError for both, as torch does."""
+    """Whether CUDA and SYCL are used. Raises AssertionError for both, as torch does."""
     cuda, sycl = with_cuda, with_sycl
     if cuda is None:
         cuda = any(source.endswith((".cu", ".cuh")) for source in sources)
@@ -163,11 +176,11 @@ def _flags(
     link: Sequence[str] | None,
     for_sycl: bool,
 ) -> Flags:
-    return torch_flags.translated(
+    return translated(
         name,
-        torch_flags.shell_words(cxx),
-        torch_flags.shell_words(sycl if for_sycl else cuda),
-        torch_flags.shell_words(link),
+        shell_words(cxx),
+        shell_words(sycl if for_sycl else cuda),
+        shell_words(link),
         backend_is_cuda=not for_sycl,
     )
 
@@ -180,7 +193,7 @@ def _served(
     spec: OpSpec, flags: Flags, cuda: bool, sycl: bool, verbose: bool, build_directory: str | None
 ) -> Any:
     spec = extension.with_device(spec, cuda, sycl, flags.device, flags.device)
-    # As torch's: for the CPU of this machine only where a flag asks for it.
+    # As torch does: for the CPU of this machine only if a flag asks for it.
     spec = spec._replace(vectorize=flags.native)
     if spec.backend == CUDA:
         ldflags = tuple(flag for flag in spec.ldflags if flag != "-lcudart")
@@ -190,8 +203,35 @@ def _served(
 
         for remark in flags.remarks:
             events.emit(events.NOTE, text=f"{spec.name}: {remark}")
-    value, artifact = extension.served(spec, flags.archs, verbose)
+    with _toolkit(spec):
+        value, artifact = extension.served(spec, flags.archs, verbose)
     path = artifact.path
     if build_directory is not None:
         path = extension.copy_out(artifact, os.fspath(build_directory))
     return value if spec.kind == PYTHON else path
+
+
+@contextmanager
+def _toolkit(spec: OpSpec) -> Iterator[None]:
+    if spec.backend != CUDA:
+        yield
+        return
+    from opkiln.compat.torch import paths
+
+    with paths.assigned_toolkit():
+        yield
+
+
+@contextmanager
+def _as_torchs_errors(kind: str) -> Iterator[None]:
+    """Raise what torch would raise for an extension of this kind, with opkiln's text."""
+    try:
+        yield
+    except OpkilnError as error:
+        opened = isinstance(error, LoadError) and isinstance(error.__cause__, OSError | ImportError)
+        found: type[OpkilnError] = ExtensionError
+        if opened or isinstance(error, LoadTestError):
+            found = ExtensionNotLoaded if kind == PYTHON else LibraryNotLoaded
+        raised = found(error.what, why=error.why, hint=error.hint)
+        raised.exit_code = error.exit_code
+        raise raised from error.__cause__

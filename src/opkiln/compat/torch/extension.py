@@ -1,10 +1,9 @@
-"""Extensions as ``torch.utils.cpp_extension`` makes them, built by opkiln's engine.
+"""``CppExtension`` and its kin as torch.utils.cpp_extension has them, and as ops of opkiln.
 
-``CppExtension`` and ``CUDAExtension`` are plain setuptools extensions with torch's directories and
-libraries in them; torch's ``BuildExtension`` knows the rest. Here the rest is a plan like any
-other: parallel, cached, one owner for each flag. The module is for one torch and one Python, and
-for every CPU of its family, unless its flags ask for this one: nothing looks at a CPU before Python
-imports it.
+They are plain setuptools extensions with torch's directories and libraries in them; torch's
+``BuildExtension`` knows the rest. Here the rest is a plan like any other: parallel, cached, one
+owner for each flag. The module is for one torch and one Python, and for every CPU of its family
+unless its flags ask for this one: nothing looks at the CPU before Python imports it.
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opkiln.builder.base import OpBuilder
+from opkiln.compat.torch.flags import translated
+from opkiln.compat.torch.paths import include_paths, library_paths
 from opkiln.decision.archs import nothing_asked
 from opkiln.errors import SpecError
 from opkiln.model import ABI_TORCH, CPU, CUDA, EXTENSION, LIBRARY, PYTHON, ROCM, XPU, Op, OpSpec
 from opkiln.settings import settings
-from opkiln.ship import torch_flags
 from opkiln.toolchain import torch_sdk
 from opkiln.toolchain.rocm_version import is_rocm_pytorch
 
@@ -37,15 +37,86 @@ _OWNED = _HOST_LIBRARIES | _CUDA_LIBRARIES | {"sycl"}
 _DEVICE = (".cu", ".hip")
 _SYCL = (".sycl",)
 
-# The Python that a limited API is that of, as torch has it; a setup.py may set another there.
+# The oldest Python that a limited module is for, as torch has it; a setup.py may set another there.
 LIMITED_API = "0x030A0000"
 
-# Of the flags that Python was built with, those that say what C++ means. The others say how well
-# it is compiled, which the plan does.
+# Those of the flags Python was built with that change what C++ means. The others say how well it
+# is compiled, and that is up to the plan.
 _MEANING = ("-fwrapv", "-fno-strict-aliasing", "-fno-strict-overflow")
 
 
-class Around(NamedTuple):
+def CppExtension(name: str, sources: list[str], *args: Any, **kwargs: Any) -> Extension:  # noqa: N802
+    """A setuptools extension in C++ with torch's headers and libraries.
+
+    The other arguments are setuptools'. With ``py_limited_api=True`` it is not linked to
+    ``libtorch_python``, which is for one Python.
+    """
+    return _made(name, sources, args, kwargs, "cpu", ())
+
+
+def CUDAExtension(name: str, sources: list[str], *args: Any, **kwargs: Any) -> Extension:  # noqa: N802
+    """As ``CppExtension``, with a CUDA toolkit's headers and runtime; on a ROCm torch, ROCm's.
+
+    ``-rdc=true`` among nvcc's flags causes a device link, with ``dlink_libraries``; ``dlink`` alone
+    does not. Raises ToolkitMissing, an OSError, if there is no toolkit.
+    """
+    torch = torch_sdk.find()
+    rocm = ("amdhip64", "c10_hip", "torch_hip")
+    device_libraries = list(kwargs.pop("dlink_libraries", ()))
+    linked = kwargs.pop("dlink", False) or device_libraries
+    libraries = (
+        rocm
+        if torch is not None and torch.hip is not None
+        else ("cudart", "c10_cuda", "torch_cuda")
+    )
+    extension = _made(name, sources, args, kwargs, "cuda", libraries)
+    if linked:
+        flags = extension.extra_compile_args
+        flags = dict(flags) if isinstance(flags, dict) else {"cxx": flags, "nvcc": list(flags)}
+        flags["nvcc_dlink"] = [
+            *flags.get("nvcc_dlink", ()),
+            "-dlink",
+            *(f"-L{path}" for path in extension.library_dirs),
+            *(f"-l{library}" for library in device_libraries),
+            *(["-dlto"] if torch is not None and torch.cuda is not None else []),
+        ]
+        extension.extra_compile_args = flags
+    return extension
+
+
+def SyclExtension(name: str, sources: list[str], *args: Any, **kwargs: Any) -> Extension:  # noqa: N802
+    """As ``CppExtension``, with a SYCL compiler's headers and runtime.
+
+    Raises ToolkitMissing, an OSError, if there is no SYCL compiler.
+    """
+    return _made(name, sources, args, kwargs, "xpu", ("c10_xpu", "sycl", "torch_xpu"))
+
+
+def _made(
+    name: str,
+    sources: list[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: str,
+    libraries: tuple[str, ...],
+) -> Extension:
+    from setuptools import Extension
+
+    limited = kwargs.get("py_limited_api", False)
+    # As torch does: SYCL's headers are looked up, its libraries are left to the linker's path.
+    searched = library_paths("cpu" if device == "xpu" else device)
+    host = ("c10", "torch", "torch_cpu", *(() if limited else ("torch_python",)))
+    given = {
+        **kwargs,
+        "include_dirs": [*kwargs.get("include_dirs", ()), *include_paths(device)],
+        "library_dirs": [*kwargs.get("library_dirs", ()), *searched],
+        "libraries": [*kwargs.get("libraries", ()), *host, *libraries],
+        "language": "c++",
+    }
+    return Extension(name, sources, *args, **given)
+
+
+class Added(NamedTuple):
     """What a build_ext command adds to each of its extensions."""
 
     cxx: tuple[str, ...] = ()
@@ -57,13 +128,13 @@ class Around(NamedTuple):
 
 
 class ExtensionBuilder(OpBuilder):
-    """What is known of an extension, as a builder. Raises SpecError, ArchError."""
+    """An extension as a builder of opkiln's. Raises SpecError, ArchError."""
 
     KIND = PYTHON
     ABI = ABI_TORCH
 
-    def __init__(self, extension: Extension, around: Around = Around()) -> None:  # noqa: B008
-        spec, self._archs, remarks = _spec(extension, around)
+    def __init__(self, extension: Extension, added: Added = Added()) -> None:  # noqa: B008
+        spec, self._archs, remarks = _spec(extension, added)
         super().__init__(spec.name)
         self.remarks = remarks
         self._spec = spec
@@ -90,8 +161,8 @@ def is_torchs(extension: Extension) -> bool:
     )
 
 
-def around(compiler: Any, debug: bool | None) -> Around:
-    """What the settings of a build_ext command, or who subclassed it, added to its compiler."""
+def added_by(compiler: Any, debug: bool | None) -> Added:
+    """What a build_ext command's settings, or its subclass, added to its compiler."""
     import sysconfig
 
     usual = " ".join(
@@ -99,14 +170,14 @@ def around(compiler: Any, debug: bool | None) -> Around:
         for name in ("CC", "CFLAGS", "OPT", "PY_CFLAGS", "CCSHARED", "BASECFLAGS")
     ).split()
     command = [str(word) for word in getattr(compiler, "compiler_so", ())[1:]]
-    # What is in the variables that opkiln reads, a plan has from there.
+    # The plan takes these from the variables itself.
     read = {*usual, *settings.cppflags, *settings.cxxflags}
     words = [word for word in command if word not in read or word in _MEANING]
     if "-DNDEBUG" not in command:
         words.insert(0, "-UNDEBUG")  # a Python, or a CFLAGS, with assertions
     macros = [_macro(*macro) for macro in getattr(compiler, "macros", ())]
     python = {os.path.realpath(torch_sdk.python_include()), _platform_include()}
-    return Around(
+    return Added(
         cxx=(*words, *macros, *(["-g"] if debug else [])),
         include_dirs=tuple(
             path
@@ -121,11 +192,11 @@ def around(compiler: Any, debug: bool | None) -> Around:
 
 
 def _holds_anything(path: str) -> bool:
-    """Not an environment's own, mostly empty, directory: its path would be part of every key."""
+    """False for an environment's own directory if it is empty: its path would be in every key."""
     try:
         return bool(os.listdir(path))
     except OSError:
-        return False  # it is not there
+        return False  # it does not exist
 
 
 def _platform_include() -> str:
@@ -140,8 +211,8 @@ def _macro(name: str, value: str | None = "") -> str:
     return f"-D{name}={value}" if value else f"-U{name}"
 
 
-def _spec(extension: Extension, around: Around) -> tuple[OpSpec, str, list[str]]:
-    """The declaration, the architectures that its flags ask for, and what became of the others."""
+def _spec(extension: Extension, added: Added) -> tuple[OpSpec, str, list[str]]:
+    """The declaration, the architectures that its flags ask for, and remarks on other flags."""
     name = extension.name.rpartition(".")[2]
     if not extension.sources:
         raise SpecError(f"extension {extension.name} has no sources")
@@ -158,19 +229,19 @@ def _spec(extension: Extension, around: Around) -> tuple[OpSpec, str, list[str]]
     if limited:
         macros.append(f"-DPy_LIMITED_API={_limited_api()}")
     device = both.get("sycl" if backend == XPU else "nvcc", ())
-    libraries = [*around.libraries, *extension.libraries]
-    objects = [os.path.abspath(path) for path in (*around.objects, *extension.extra_objects)]
-    flags = torch_flags.translated(
+    libraries = [*added.libraries, *extension.libraries]
+    objects = [os.path.abspath(path) for path in (*added.objects, *extension.extra_objects)]
+    flags = translated(
         name,
-        cxx=(*around.cxx, *macros, *both.get("cxx", ())),
-        # nvcc is told nothing of what Python was built with: assertions in kernels hold.
+        cxx=(*added.cxx, *macros, *both.get("cxx", ())),
+        # nvcc does not get the flags Python was built with: assertions in kernels stay on.
         device=("-UNDEBUG", *macros, *device) if backend != CPU else (),
         link=(
             *objects,
-            *(f"-L{path}" for path in around.library_dirs),
+            *(f"-L{path}" for path in added.library_dirs),
             *(f"-L{path}" for path in _foreign(extension.library_dirs, "libcudart.so")),
             *(f"-Wl,-rpath,{path}" for path in extension.runtime_library_dirs),
-            *around.link,
+            *added.link,
             *extension.extra_link_args,
         ),
         backend_is_cuda=backend == CUDA,
@@ -180,12 +251,12 @@ def _spec(extension: Extension, around: Around) -> tuple[OpSpec, str, list[str]]
         distribution=extension.name.partition(".")[0],
         **_placed(files),
         include_dirs=tuple(
-            _foreign((*extension.include_dirs, *around.include_dirs), "cuda_runtime_api.h")
+            _foreign((*extension.include_dirs, *added.include_dirs), "cuda_runtime_api.h")
         ),
         cxx_args=flags.cxx,
         ldflags=_without_runtime(flags.link) if backend == CUDA else flags.link,
         libraries=tuple(each for each in libraries if each not in _OWNED),
-        # A limited module is of every Python, so that it is linked to nothing that is of one.
+        # A limited module is for every Python, so it is not linked to anything that is for one.
         kind=LIBRARY if limited else PYTHON,
         abi=ABI_TORCH,
         backend=backend,
@@ -199,7 +270,7 @@ def _spec(extension: Extension, around: Around) -> tuple[OpSpec, str, list[str]]
 
 
 def _placed(files: list[str]) -> dict[str, Any]:
-    """Where the sources lie. setup.py runs in its project, which is one thing wherever it lies."""
+    """The root and the sources below it: the project that setup.py runs in, if it has them all."""
     root = os.getcwd()
     if any(not file.startswith(os.path.join(root, "")) for file in files):
         root = os.path.dirname(files[0]) if len(files) == 1 else os.path.commonpath(files)
@@ -210,7 +281,7 @@ def _backend(extension: Extension, files: list[str]) -> str:
     libraries = set(extension.libraries)
     if any(file.endswith(_SYCL) for file in files) or not _SYCL_LIBRARIES.isdisjoint(libraries):
         return XPU
-    # C++ that uses the CUDA runtime needs its headers and libraries, too.
+    # C++ that uses the CUDA runtime also needs its headers and libraries.
     if any(file.endswith(_DEVICE) for file in files) or not _CUDA_LIBRARIES.isdisjoint(libraries):
         return ROCM if is_rocm_pytorch() else CUDA
     return CPU
@@ -222,7 +293,7 @@ def _limited_api() -> str:
 
 
 def _device_libraries(flags: Iterable[str]) -> list[str]:
-    """Those that a device link takes: torch's CUDAExtension has them among its flags."""
+    """The libraries of a device link, which torch's CUDAExtension puts among its flags."""
     return [flag[2:] for flag in flags if flag.startswith("-l") and flag != "-l"]
 
 
@@ -238,7 +309,7 @@ def _outside_torch(directories: Iterable[str]) -> list[str]:
 
 
 def _foreign(directories: Iterable[str], mark: str) -> list[str]:
-    """Those that are neither torch's nor a CUDA toolkit's: which of these it is, a plan says."""
+    """Those that belong neither to torch nor to a CUDA toolkit: the plan names these itself."""
     return [
         path for path in _outside_torch(directories) if not os.path.exists(os.path.join(path, mark))
     ]

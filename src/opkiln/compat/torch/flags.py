@@ -1,10 +1,10 @@
-"""Flags as packages write them for torch.utils.cpp_extension, as a plan takes them.
+"""Flags as packages write them for torch.utils.cpp_extension, translated for a plan.
 
-Those packages talk to the compilers: they ask nvcc for threads and architectures, g++ for the CPU
-it runs on, and name paths from where ``setup.py`` runs. A plan chooses threads and architectures,
-is the same on every machine, and runs its compilers elsewhere. So here, and only here, such flags
-are turned into what the plan has a word for, or left out with a remark. What would start another
-program or write elsewhere is left as it is: ``steps.flags`` refuses it.
+Packages write flags for the compilers: they ask nvcc for threads and architectures, g++ for the
+CPU it runs on, and give paths relative to where ``setup.py`` runs. A plan chooses threads and
+architectures itself, is the same on every machine, and runs its compilers in another directory. So
+such flags are translated here, and only here, or left out with a remark. A flag that would start
+another program or write elsewhere is passed on: ``steps.flags`` refuses it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import re
 import shlex
 from typing import NamedTuple
 
-from opkiln.arch import cuda
 from opkiln.errors import SpecError
 from opkiln.settings import settings
 from opkiln.toolchain import find
@@ -23,20 +22,20 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-# Options that are followed by a directory or a file, the longer ones first.
+# Options that take a directory or a file, the longer ones first.
 _DIRECTORIES = ("-isystem", "-iquote", "-idirafter", "-I", "-L")
 _FILES = ("-include", "-imacros")
 
-# What asks for dependency files, intermediate files or a language: a plan has its own of each.
+# Flags for dependency files, intermediate files or a language: the plan sets these itself.
 _LEFT_OUT = frozenset((
     "-MD", "-MMD", "-MP", "-MG", "-save-temps", "--save-temps", "-keep", "--keep", "-time",
     "--time", "-dryrun", "--dryrun",
 ))  # fmt: skip
 _LEFT_OUT_WITH_VALUE = frozenset(("-MF", "-MT", "-MQ", "-x", "--x", "-keep-dir", "--keep-dir"))
-# How many threads nvcc may use is the engine's to say: it knows of the others.
+# The engine gives nvcc its threads, because it knows what else runs.
 _THREADS = frozenset(("-t", "--threads", "-split-compile", "--split-compile"))
 _THREADS_JOINED = re.compile(r"-t\d+\Z")
-# Link-time optimization of device code, which nvcc has for one architecture at a time.
+# Link-time optimization of device code, which nvcc does for only one architecture at a time.
 _LINK_TIME = frozenset(("-dlto", "-lto", "--dlink-time-opt"))
 _HOST_COMPILER = frozenset(("-ccbin", "--compiler-bindir"))
 _FOR_HOST = frozenset(("-Xcompiler", "--compiler-options"))
@@ -49,13 +48,13 @@ _NATIVE = frozenset(("-march=native", "-mcpu=native"))
 
 
 class Flags(NamedTuple):
-    """What a declaration takes; ``remarks`` say what became of the rest."""
+    """The flags for a declaration; ``remarks`` name those that were left out."""
 
     cxx: tuple[str, ...] = ()
     device: tuple[str, ...] = ()
     link: tuple[str, ...] = ()
-    archs: str = ""  # an arch list, where the flags name architectures
-    native: bool = False  # for the CPU of this machine, or the one that OPKILN_CPU names
+    archs: str = ""  # an arch list, if the flags name architectures
+    native: bool = False  # build for the CPU of this machine, or the one that OPKILN_CPU names
     remarks: tuple[str, ...] = ()
 
 
@@ -69,7 +68,7 @@ def translated(
 ) -> Flags:
     """Flags for the C++ compiler, the device compiler and the linker. Raises SpecError, ArchError.
 
-    Paths are meant as seen from the current directory.
+    Paths are relative to the current directory.
     """
     remarks: list[str] = []
     own, native = _cxx(_present(cxx), remarks)
@@ -87,15 +86,15 @@ def translated(
 
 
 def shell_words(flags: Iterable[str] | None) -> list[str]:
-    """The words of flags that torch hands to ninja, which has a shell read them.
+    """Flags as torch passes them to ninja, and ninja to a shell, split into words.
 
-    One flag may hold several, quotes are the shell's and ``$$`` is ninja's ``$``.
+    One flag may hold several words, quotes are the shell's and ``$$`` is ninja's ``$``.
     """
     return [word for flag in flags or () for word in shlex.split(flag.replace("$$", "$"))]
 
 
 def _present(flags: Iterable[str]) -> list[str]:
-    """Without what is empty: some are made by splitting a variable that is not set."""
+    """Without empty flags, which come from splitting a variable that is not set."""
     return [word for flag in flags if (word := os.fspath(flag).strip())]
 
 
@@ -142,14 +141,14 @@ def _device(op: str, words: Iterable[str], remarks: list[str]) -> Iterator[str]:
                 continue
             raise SpecError(
                 f"op {op}: the nvcc flag {option!r} is not taken",
-                why="nvcc's host compiler compiles the rest of the op, too, and is chosen by a "
-                "setting",
+                why="a setting chooses nvcc's host compiler, which also compiles the rest of the "
+                "op",
                 hint=f"NVCC_CCBIN={shlex.quote(named)}    # without the flag",
             )
         elif option in _FOR_HOST:
             yield from _for_host(value if joined else next(rest, ""), remarks)
         elif option in _FOR_OTHERS:
-            # nvcc takes a list with commas, and a shell of its own takes the quotes away.
+            # nvcc takes a list separated by commas. It removes quotes with a shell of its own.
             parts = shlex.split((value if joined else next(rest, "")).replace(",", " "))
             yield f"{option}={','.join(parts)}"
         else:
@@ -157,7 +156,7 @@ def _device(op: str, words: Iterable[str], remarks: list[str]) -> Iterator[str]:
 
 
 def _is_host_compiler(named: str) -> bool:
-    """Whether a program is the host compiler, or its driver for C: packages pass on ``$CC``."""
+    """Whether this is the host compiler or its C driver: packages pass on ``$CC``."""
     own = settings.ccbin or (settings.cxx[-1] if settings.cxx else "g++")
     directory, name = os.path.split(named)
     of_cxx = re.sub(r"clang(?!\+)", "clang++", re.sub(r"(g|\bc)cc?\b", r"\1++", name))
@@ -179,7 +178,7 @@ def _for_host(text: str, remarks: list[str]) -> Iterator[str]:
 
 
 def _unquoted(word: str) -> str:
-    """Without quotes around all of it, or around what follows the first ``=``."""
+    """The word without quotes around it, or around the part after the first ``=``."""
     option, equals, value = word.partition("=")
     for text, before in ((word, ""), (value, option + equals)):
         if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
@@ -188,7 +187,7 @@ def _unquoted(word: str) -> str:
 
 
 def _archs(words: Iterable[str]) -> tuple[tuple[str, ...], str]:
-    """The other flags, and the arch list that those for architectures come to."""
+    """The other flags, and the architecture flags as an arch list."""
     plain: list[str] = []
     asked: list[str] = []
     rest = iter(words)
@@ -202,6 +201,10 @@ def _archs(words: Iterable[str]) -> tuple[tuple[str, ...], str]:
             asked.append(text)
         else:
             plain.append(f"{option}={text}")
+    if not plain:
+        return (), ";".join(asked)
+    from opkiln.arch import cuda
+
     others, found = cuda.from_flags(plain)
     return others, ";".join([*asked, *filter(None, [cuda.show(found)])])
 
@@ -218,7 +221,7 @@ def _link(words: Iterable[str]) -> Iterator[str]:
 
 
 def _existing(word: str) -> str:
-    """A file that is there, or what follows a ``=`` and is, by its whole path."""
+    """The word; if it names an existing file, alone or after a ``=``, by its absolute path."""
     option, equals, value = word.rpartition("=")
     if value and not value.startswith("-") and os.path.isfile(value):
         return option + equals + os.path.abspath(value)
@@ -226,9 +229,9 @@ def _existing(word: str) -> str:
 
 
 def _path(word: str, rest: Iterator[str], joint: str) -> list[str]:
-    """One flag; a path in it, or after it, made whole and one word with its option.
+    """One flag; a path in it or after it is made absolute and joined to its option.
 
-    ``joint`` is what nvcc wants between an option of several letters and its value.
+    ``joint`` is what nvcc needs between an option of several letters and its value.
     """
     for option in (*_DIRECTORIES, *_FILES):
         if not word.startswith(option):
@@ -236,7 +239,7 @@ def _path(word: str, rest: Iterator[str], joint: str) -> list[str]:
         value = word[len(option) :].removeprefix("=") or next(rest, "")
         if not value:
             return [word]
-        # A file that is forced in may also be one that is searched for: torch/extension.h.
+        # -include may also name a header that is searched for, such as torch/extension.h.
         if option in _DIRECTORIES or os.path.isfile(value):
             value = os.path.abspath(value)
         return [option + (joint if len(option) > 2 else "") + value]

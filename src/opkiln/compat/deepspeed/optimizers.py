@@ -1,0 +1,410 @@
+"""DeepSpeed's optimizer modules over opkiln's ops: in host memory, and over lists of tensors.
+
+``cpu_adam``, ``cpu_adagrad`` and ``cpu_lion`` identify an optimizer by a number that its front end
+chose. DeepSpeed's kernels step a copy of a tensor with gaps between its elements and lose the
+result; these step the tensor itself. They do not write to gradients.
+
+``fused_adam``, ``fused_lion`` and ``fused_lamb`` use the op of the device that the parameters are
+on. DeepSpeed keeps the states of 16-bit parameters in 16 bits, and opkiln's kernels step fp32
+states. So these are widened for the step and rounded once, when they are stored, which is what
+DeepSpeed's kernels do in registers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkiln.compat.deepspeed.modules import OpModule
+from opkiln.errors import UsageError
+from opkiln.model import CPU
+from opkiln.optimizing.op_calls import call_in_place, lay_out_alike
+from opkiln.registry import get_builder
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_log = logging.getLogger("opkiln.deepspeed")
+
+
+# In host memory
+
+
+class _HostOptimizers(OpModule):
+    """The optimizers by their numbers, each with the arguments that it was created with."""
+
+    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
+        super().__init__(rest)
+        self._made: dict[int, tuple[Any, ...]] = {}
+
+    def _create(self, optimizer_id: int, given: tuple[Any, ...], should_log: bool) -> int:
+        self._made[int(optimizer_id)] = given
+        if should_log:
+            _log.info("%s: optimizer %d steps on opkiln's kernel", self.NAME, optimizer_id)
+        return 0
+
+    def _destroy(self, optimizer_id: int) -> int:
+        self._made.pop(int(optimizer_id), None)
+        return 0
+
+    def _of(self, optimizer_id: int) -> tuple[Any, ...]:
+        try:
+            return self._made[optimizer_id]
+        except KeyError:
+            raise UsageError(
+                f"{self.NAME}: there is no optimizer {optimizer_id}",
+                why="it was not created, or it was destroyed",
+            ) from None
+
+
+class CPUAdam(_HostOptimizers):
+    """``cpu_adam``: Adam and AdamW, a step and its undoing."""
+
+    NAME = "cpu_adam"
+    # An optimizer that runs in its own process, on its own threads, over shared memory.
+    REST = (
+        "zenflow_adam_create", "zenflow_adam_register_group", "zenflow_adam_destroy",
+        "zenflow_adam_ctrl_size", "zenflow_adam_ctrl_init", "zenflow_adam_run_worker",
+        "zenflow_adam_submit", "zenflow_adam_wait", "zenflow_adam_ctrl_exit",
+    )  # fmt: skip
+
+    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
+        from opkiln.ops.cpu_adam.op import CPUAdamBuilder
+
+        super().__init__(rest)
+        self._ops = CPUAdamBuilder().load()
+
+    def create_adam(
+        self,
+        optimizer_id: int,
+        alpha: float = 1e-3,
+        betta1: float = 0.9,
+        betta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adamw_mode: bool = True,
+        should_log: bool = False,
+    ) -> int:
+        """Create this optimizer. Only ``adamw_mode`` matters: each step gets the rest again."""
+        given = (alpha, betta1, betta2, eps, weight_decay, bool(adamw_mode))
+        if self._rest is not None:
+            self._rest.create_adam(optimizer_id, *given, False)
+        return self._create(optimizer_id, given, should_log)
+
+    def destroy_adam(self, optimizer_id: int) -> int:
+        """Forget this optimizer. Calling it again has no effect."""
+        if self._rest is not None:
+            self._rest.destroy_adam(optimizer_id)
+        return self._destroy(optimizer_id)
+
+    def rest(self) -> Any:
+        """DeepSpeed's module, after it was told of the existing optimizers."""
+        known = self._rest
+        module = super().rest()
+        if known is None:
+            for optimizer_id, given in self._made.items():
+                module.create_adam(optimizer_id, *given, False)
+        return module
+
+    def adam_update(
+        self, optimizer_id: int, step: int, lr: float, beta1: float, beta2: float, epsilon: float,
+        weight_decay: float, bias_correction: bool, params: Tensor, grads: Tensor, exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+    ) -> int:  # fmt: skip
+        """Make the ``step``-th step (the first is 1), in place."""
+        return self._step(
+            self._ops.cpu_adam_, optimizer_id, step, lr, beta1, beta2, epsilon, weight_decay,
+            bias_correction, params, grads, exp_avg, exp_avg_sq,
+        )  # fmt: skip
+
+    def adam_rollback(
+        self, optimizer_id: int, step: int, lr: float, beta1: float, beta2: float, epsilon: float,
+        weight_decay: float, bias_correction: bool, params: Tensor, grads: Tensor, exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+    ) -> int:  # fmt: skip
+        """Undo the ``step``-th step, given what it was given, in place."""
+        return self._step(
+            self._ops.cpu_adam_rollback_, optimizer_id, step, lr, beta1, beta2, epsilon,
+            weight_decay, bias_correction, params, grads, exp_avg, exp_avg_sq,
+        )  # fmt: skip
+
+    def _step(
+        self, op: Callable[..., None], optimizer_id: int, step: int, lr: float, beta1: float,
+        beta2: float, epsilon: float, weight_decay: float, bias_correction: bool, params: Tensor,
+        grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
+    ) -> int:  # fmt: skip
+        hyper = {
+            "step": int(step),
+            "lr": float(lr),
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "eps": float(epsilon),
+            "weight_decay": float(weight_decay),
+            "adamw_mode": self._of(optimizer_id)[-1],
+            "bias_correction": bool(bias_correction),
+            "maximize": False,
+            "grad_scale": 1.0,
+        }
+        _make_step(op, [params], [grads], [[exp_avg], [exp_avg_sq]], [[]], hyper)
+        return 0
+
+
+class CPUAdagrad(_HostOptimizers):
+    """``cpu_adagrad``: Adagrad."""
+
+    NAME = "cpu_adagrad"
+
+    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
+        from opkiln.ops.cpu_adagrad.op import CPUAdagradBuilder
+
+        super().__init__(rest)
+        self._ops = CPUAdagradBuilder().load()
+
+    def create_adagrad(
+        self,
+        optimizer_id: int,
+        alpha: float = 1e-2,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        should_log: bool = False,
+    ) -> int:
+        """Create this optimizer. Each step gets its hyperparameters again."""
+        return self._create(optimizer_id, (alpha, eps, weight_decay), should_log)
+
+    def destroy_adagrad(self, optimizer_id: int) -> int:
+        """Forget this optimizer. Calling it again has no effect."""
+        return self._destroy(optimizer_id)
+
+    def adagrad_update(
+        self, optimizer_id: int, step: int, lr: float, epsilon: float, weight_decay: float,
+        params: Tensor, grads: Tensor, exp_avg_sq: Tensor,
+    ) -> int:  # fmt: skip
+        """Make the ``step``-th step (the first is 1), in place; the gradients stay as they are."""
+        self._of(optimizer_id)
+        hyper = {
+            "step": int(step),
+            "lr": float(lr),
+            "lr_decay": 0.0,
+            "eps": float(epsilon),
+            "weight_decay": float(weight_decay),
+            "maximize": False,
+            "grad_scale": 1.0,
+        }
+        _make_step(self._ops.cpu_adagrad_, [params], [grads], [[exp_avg_sq]], [[]], hyper)
+        return 0
+
+
+class CPULion(_HostOptimizers):
+    """``cpu_lion``: Lion. A parameter whose momentum and gradient are 0 stays as it is."""
+
+    NAME = "cpu_lion"
+
+    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
+        from opkiln.ops.cpu_lion.op import CPULionBuilder
+
+        super().__init__(rest)
+        self._ops = CPULionBuilder().load()
+
+    def create_lion(
+        self,
+        optimizer_id: int,
+        alpha: float = 1e-3,
+        betta1: float = 0.9,
+        betta2: float = 0.999,
+        weight_decay: float = 0.0,
+        should_log: bool = False,
+    ) -> int:
+        """Create this optimizer. Each step gets its hyperparameters again."""
+        return self._create(optimizer_id, (alpha, betta1, betta2, weight_decay), should_log)
+
+    def destroy_lion(self, optimizer_id: int) -> int:
+        """Forget this optimizer. Calling it again has no effect."""
+        return self._destroy(optimizer_id)
+
+    def lion_update(
+        self, optimizer_id: int, step: int, lr: float, beta1: float, beta2: float,  # noqa: ARG002
+        weight_decay: float, params: Tensor, grads: Tensor, exp_avg: Tensor,
+    ) -> int:  # fmt: skip
+        """Make a step, in place."""
+        self._of(optimizer_id)
+        hyper = {
+            "lr": float(lr),
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "weight_decay": float(weight_decay),
+            "maximize": False,
+            "grad_scale": 1.0,
+        }
+        _make_step(self._ops.cpu_lion_, [params], [grads], [[exp_avg]], [[]], hyper)
+        return 0
+
+
+# Over lists of tensors
+
+
+class _FusedOptimizers(OpModule):
+    """The op's functions, loaded for each type of device on first use."""
+
+    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
+        super().__init__(rest)
+        self._loaded: dict[str, Any] = {}
+        self._ops("cpu" if get_builder(self.NAME).backend == CPU else "cuda")
+
+    def _ops(self, device: str) -> Any:
+        if device not in self._loaded:
+            backend = "rocm" if device == "cuda" and torch.version.hip is not None else device
+            self._loaded[device] = get_builder(self.NAME, backend=backend).load()
+        return self._loaded[device]
+
+    def _step(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[list[Tensor]],
+        step: int,
+        more: list[Any],
+        hyper: dict[str, Any],
+    ) -> None:
+        device = params[0].device
+        op = getattr(self._ops(device.type), f"{self.NAME}_")
+        made = torch.full((), step - 1, dtype=torch.float32, device=device)
+        with torch.no_grad():
+            wide = [
+                [state if state.dtype == torch.float32 else state.float() for state in row]
+                for row in states
+            ]
+            _make_step(op, params, grads, wide, [[], [made], *more], hyper)
+            for row, were in zip(wide, states, strict=True):
+                for state, was in zip(row, were, strict=True):
+                    if state is not was:
+                        was.copy_(state)
+
+
+class FusedAdam(_FusedOptimizers):
+    """``fused_adam``: Adam and AdamW over a list of tensors."""
+
+    NAME = "fused_adam"
+
+    def multi_tensor_adam(
+        self, chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], lr: float,  # noqa: ARG002
+        beta1: float, beta2: float, epsilon: float, step: int, mode: int, bias_correction: int,
+        weight_decay: float,
+    ) -> None:  # fmt: skip
+        """Make the ``step``-th step of parameters, in place. ``tensor_lists`` has gradients,
+        parameters, averages and averages of squares; ``mode`` 1 is AdamW. As in DeepSpeed's
+        kernels, ``noop_flag`` has no effect: a step with infinities is made like any other."""
+        grads, params, exp_avgs, exp_avg_sqs = tensor_lists
+        if not params:
+            return
+        hyper = {
+            "lr": float(lr),
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "eps": float(epsilon),
+            "weight_decay": float(weight_decay),
+            "adamw_mode": mode == 1,
+            "bias_correction": bool(bias_correction),
+            "maximize": False,
+        }
+        self._step(list(params), list(grads), [exp_avgs, exp_avg_sqs], int(step), [], hyper)
+
+
+class FusedLion(_FusedOptimizers):
+    """``fused_lion``: Lion over a list of tensors. A parameter whose momentum and gradient are 0
+    only decays."""
+
+    NAME = "fused_lion"
+
+    def multi_tensor_lion(
+        self, chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], lr: float,  # noqa: ARG002
+        beta1: float, beta2: float, step: int, weight_decay: float,
+    ) -> None:  # fmt: skip
+        """Make a step of parameters, in place. ``tensor_lists`` has gradients, parameters and
+        averages."""
+        grads, params, exp_avgs = tensor_lists
+        if not params:
+            return
+        hyper = {
+            "lr": float(lr),
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "weight_decay": float(weight_decay),
+            "maximize": False,
+        }
+        self._step(list(params), list(grads), [exp_avgs], int(step), [], hyper)
+
+
+class FusedLamb(_FusedOptimizers):
+    """``fused_lamb``: LAMB of one tensor."""
+
+    NAME = "fused_lamb"
+
+    def lamb(
+        self, p: Tensor, p_copy: Tensor, m: Tensor, v: Tensor, g: Tensor, lr: float, beta1: float,
+        beta2: float, max_coeff: float, min_coeff: float, eps: float, grad_scale: float, step: int,
+        mode: int, bias_correction: int, decay: float,
+    ) -> Tensor:  # fmt: skip
+        """Make the ``step``-th step of ``p``, in place, and return its coefficient.
+
+        ``mode`` 0 puts ``eps`` under the root. ``p_copy``, if it is not empty, gets the new values.
+        The averages start at 0. DeepSpeed corrects the rate for that, not the averages, and so
+        does this.
+        """
+        if bias_correction:
+            lr = float(lr) * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+        coefficient = torch.empty(1, dtype=torch.float32, device=p.device)
+        scale = None
+        if grad_scale != 1:
+            scale = torch.full((), float(grad_scale), dtype=torch.float32, device=p.device)
+        hyper = {
+            "lr": float(lr),
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "eps": float(eps),
+            "weight_decay": float(decay),
+            "eps_inside_sqrt": mode == 0,
+            "bias_correction": False,
+            "maximize": False,
+            "min_coeff": float(min_coeff),
+            "max_coeff": float(max_coeff),
+            "grad_scale": scale,
+        }
+        self._step([p], [g], [[m], [v]], int(step), [coefficient], hyper)
+        if p_copy.numel():
+            with torch.no_grad():
+                p_copy.copy_(p.view(p_copy.shape))
+        return coefficient
+
+
+# What both do
+
+
+def _make_step(
+    op: Callable[..., None],
+    params: list[Tensor],
+    grads: list[Tensor],
+    states: list[list[Tensor]],
+    rest: list[Any],
+    hyper: dict[str, Any],
+) -> None:
+    """``op(params, grads, *states, *rest, **hyper)``, in place, for any layout of the tensors.
+
+    Raises RuntimeError, naming the argument, before anything is written.
+    """
+    with torch.no_grad():
+        laid = lay_out_alike(params, grads, *states)
+        lists = [params, grads, *states] if laid is None else laid.lists
+        stepped, _, *averages = lists
+        call_in_place(op, [*lists, *rest], [stepped, *averages], hyper)
+        if laid is not None:
+            for tensors, were in zip(averages, states, strict=True):
+                for tensor, was in zip(tensors, were, strict=True):
+                    if tensor is not was:
+                        was.copy_(tensor)
+            for staged in laid.staged:
+                staged.write_back()

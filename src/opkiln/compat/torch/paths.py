@@ -1,0 +1,232 @@
+"""Which toolkit compiles, and where its and torch's headers and libraries are.
+
+Setup scripts ask this, and read or assign ``CUDA_HOME``. There is one answer: the toolkit that the
+plan of a build names, which need not be the first on PATH. A program that assigns ``CUDA_HOME``
+chooses the toolkit for both.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import contextmanager
+
+from opkiln.errors import OpkilnError, ToolchainError
+from opkiln.model import CUDA, XPU
+from opkiln.settings import override, settings, whole_environment
+from opkiln.toolchain import find, torch_sdk
+from opkiln.toolchain.rocm_version import is_rocm_pytorch
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_TORCHS = "torch.utils.cpp_extension"
+
+
+class ToolkitMissing(OpkilnError, OSError):
+    """There is no toolkit whose directory could be named."""
+
+    exit_code = 3
+
+
+def include_paths(device_type: str = "cpu", torch_include_dirs: bool = True) -> list[str]:
+    """Directories for ``#include``: torch's, and those of a device's toolkit.
+
+    Raises ToolkitMissing, an OSError, if there is no such toolkit.
+    """
+    paths = []
+    own = os.path.join(_torch(), "include")
+    if torch_include_dirs:
+        paths += [own, os.path.join(own, "torch", "csrc", "api", "include")]
+    if device_type == "cuda" and is_rocm_pytorch():
+        paths += [os.path.join(own, "THH"), os.path.join(rocm_home(), "include")]
+    elif device_type == "cuda":
+        named = [os.path.join(cuda_home(), "include"), whole_environment().get("CUDA_INC_PATH")]
+        # The host compiler searches this one by itself, and the order must stay as it is.
+        paths += [path for path in named if path and path != "/usr/include"]
+        paths += [os.path.join(home, "include") for home in _cudnn()]
+    elif device_type == "xpu":
+        home = sycl_home()
+        paths += [os.path.join(home, "include"), os.path.join(home, "include", "sycl")]
+    return paths
+
+
+def library_paths(
+    device_type: str = "cpu",
+    torch_include_dirs: bool = True,
+    cross_target_platform: str | None = None,
+) -> list[str]:
+    """Directories for the linker: torch's, and those of a device's toolkit.
+
+    Raises ToolkitMissing, an OSError, if there is no such toolkit.
+    """
+    paths = [os.path.join(_torch(), "lib")] if torch_include_dirs else []
+    if device_type == "cuda" and is_rocm_pytorch():
+        home = rocm_home()
+        paths += [os.path.join(home, "lib"), os.path.join(home, "hip", "lib")]
+    elif device_type == "cuda" and cross_target_platform == "windows":
+        home = whole_environment().get("WINDOWS_CUDA_HOME", "")
+        if not home:
+            raise RuntimeError("WINDOWS_CUDA_HOME, CUDA's libraries for Windows, is not set")
+        paths.append(os.path.join(home, "lib", "x64"))
+    elif device_type == "cuda":
+        name = _library_directory(cuda_home())
+        paths += [os.path.join(home, name) for home in (cuda_home(), *_cudnn())]
+    elif device_type == "xpu":
+        home = sycl_home()
+        paths.append(os.path.join(home, _library_directory(home)))
+    return paths
+
+
+def _torch() -> str:
+    found = torch_sdk.locate()
+    if found is None:
+        raise ToolkitMissing(
+            "there are no torch headers and libraries",
+            why="torch is not installed",
+            hint="pip install torch",
+        )
+    return found
+
+
+def _library_directory(home: str) -> str:
+    """``lib64``, or ``lib`` in a toolkit that has only that."""
+    only = os.path.exists(os.path.join(home, "lib"))
+    return "lib" if only and not os.path.exists(os.path.join(home, "lib64")) else "lib64"
+
+
+def _cudnn() -> list[str]:
+    given = whole_environment()
+    home = given.get("CUDNN_HOME") or given.get("CUDNN_PATH")
+    return [home] if home else []
+
+
+def cuda_home() -> str:
+    """The CUDA toolkit that a build here uses.
+
+    Raises ToolkitMissing if there is none, and also, as torch does, for a torch that was built
+    without CUDA, unless the program has assigned ``CUDA_HOME``: that is how packages find out that
+    they are to be built without CUDA.
+    """
+    torch = torch_sdk.find()
+    if assigned() is None and (torch is None or torch.cuda is None):
+        version = "" if torch is None else f" {torch.version}"
+        raise ToolkitMissing(
+            "there is no CUDA toolkit for this torch",
+            why=f"torch{version} was built without CUDA",
+            hint="pip install torch    # a build with CUDA",
+        )
+    return cuda_toolkit()
+
+
+def cuda_home_or(otherwise: str | None) -> str | None:
+    """``cuda_home()``, or another value if there is no toolkit."""
+    try:
+        return cuda_home()
+    except ToolkitMissing:
+        return otherwise
+
+
+def cuda_toolkit() -> str:
+    """The CUDA toolkit that a build here uses, for any torch.
+
+    If none can be used, this is the one that a variable names: the build then says what is wrong
+    with it. Raises ToolkitMissing if no variable does.
+    """
+    # These two are used or refused, and never replaced by another.
+    chosen = assigned() or settings.cuda_home
+    if chosen:
+        return str(chosen)
+    try:
+        return _home_of(CUDA, "CUDA", "CUDA_HOME")
+    except ToolkitMissing:
+        named = settings.system_cuda_home or settings.cuda_path
+        if named:
+            return str(named)
+        raise
+
+
+def assigned() -> str | None:
+    """The toolkit that the program has assigned to ``CUDA_HOME``, here or in torch's module."""
+    # By their dictionaries: to ask torch's module would execute it.
+    here = vars(sys.modules["opkiln.compat.torch"]).get("CUDA_HOME")
+    if here:
+        return str(here)
+    theirs = sys.modules.get(_TORCHS)
+    if theirs is None:
+        return None
+    there = object.__getattribute__(theirs, "__dict__").get("CUDA_HOME")
+    return str(there) if there and there != _found_by_torch() else None
+
+
+def _found_by_torch() -> str | None:
+    """What torch's module sets ``CUDA_HOME`` to when it is imported."""
+    torch = torch_sdk.find()
+    if torch is None or torch.cuda is None:
+        return None
+    named = settings.system_cuda_home or settings.cuda_path
+    if named:
+        return str(named)
+    nvcc = find.first("nvcc")
+    return os.path.dirname(os.path.dirname(nvcc)) if nvcc else "/usr/local/cuda"
+
+
+@contextmanager
+def assigned_toolkit() -> Iterator[None]:
+    """Build with the toolkit that the program assigned to ``CUDA_HOME``, if it did.
+
+    It is used or refused, and never replaced by another.
+    """
+    home = assigned()
+    if home is None:
+        yield
+        return
+    try:
+        with override(cuda_home=home):
+            yield
+    except ToolchainError as error:
+        name_the_assignment(error)
+        raise
+
+
+def name_the_assignment(error: OpkilnError) -> None:
+    """Say ``CUDA_HOME`` where an error about an assigned toolkit says ``call``."""
+    error.what = error.what.replace("call=", "CUDA_HOME=", 1)
+    error.why = error.why.replace("call:", "CUDA_HOME:").replace("(call)", "(CUDA_HOME)")
+    if error.hint.startswith("unset call"):
+        rest = error.hint.removeprefix("unset call")
+        error.hint = f"do not assign {_TORCHS}.CUDA_HOME{rest}"
+
+
+def sycl_home() -> str:
+    """The SYCL compiler's directory. Raises ToolkitMissing."""
+    return _home_of(XPU, "SYCL", "OPKILN_SYCL_CXX")
+
+
+def rocm_home() -> str:
+    """The ROCm that a build here would use. Raises ToolkitMissing."""
+    from opkiln.toolchain import rocm_homes
+
+    for home in rocm_homes.homes():
+        return home
+    raise ToolkitMissing(
+        "no ROCm was found", hint="export ROCM_HOME=/opt/rocm    # where it is installed"
+    )
+
+
+def _home_of(backend: str, name: str, variable: str) -> str:
+    from opkiln.store.layers import Store
+    from opkiln.toolchain import choice
+
+    memory = Store().memory
+    try:
+        toolchain = choice.recall(memory, backend) or choice.choose(memory, backend)
+    except OpkilnError as error:
+        raise ToolkitMissing(
+            f"no {name} toolkit can be used: {error.what}",
+            why=error.why,
+            hint=error.hint or f"set {variable}",
+        ) from error
+    assert toolchain.device is not None  # a toolchain for a backend has its compiler
+    return toolchain.device.home
