@@ -111,9 +111,9 @@ def _read(path: str) -> str:
 
 
 def _recall(memory: tuple[str, ...], subject: str) -> Devices | None:
-    from opkiln.toolchain import memo
+    from opkiln.toolchain import probing
 
-    record = memo.recall(memory, subject)
+    record = probing.recall(memory, subject)
     try:
         return None if record is None else _revived(record["devices"])
     except (KeyError, TypeError, ValueError):
@@ -126,11 +126,11 @@ def _revived(facts: dict[str, Any]) -> Devices:
 
 
 def _remember(memory: tuple[str, ...], subject: str, found: Devices) -> None:
-    from opkiln.toolchain import memo
+    from opkiln.toolchain import probing
 
     gpus = [gpu._asdict() for gpu in found.gpus]
     facts = {"gpus": gpus, "driver": found.driver, "cuda": found.cuda}
-    memo.remember(memory, subject, {"devices": facts}, [])
+    probing.remember(memory, subject, {"devices": facts}, [])
 
 
 # Choosing

@@ -13,7 +13,7 @@ from opkiln.errors import OpkilnError
 from opkiln.model import CUDA, XPU
 from opkiln.settings import settings, whole_environment
 from opkiln.toolchain import torch_sdk
-from opkiln.toolchain.rocm_version import is_rocm_pytorch
+from opkiln.toolchain.rocm import is_rocm_pytorch
 
 
 def include_paths(device_type: str = "cpu", torch_include_dirs: bool = True) -> list[str]:
@@ -121,9 +121,9 @@ def sycl_home() -> str:
 
 def rocm_home() -> str:
     """The ROCm that a build here would use. Raises ToolkitMissing."""
-    from opkiln.toolchain import rocm_homes
+    from opkiln.toolchain import rocm
 
-    for home in rocm_homes.homes():
+    for home in rocm.homes():
         return home
     raise ToolkitMissing(
         "no ROCm is to be found", hint="export ROCM_HOME=/opt/rocm    # where it is installed"

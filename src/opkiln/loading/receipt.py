@@ -158,13 +158,12 @@ _DECIDING = (
 _DECIDING_FOR = {
     CUDA: (
         "arch/cuda.py", "arch/lists.py", "loading/archs.py", "steps/nvcc.py", "toolchain/choice.py",
-        "toolchain/cuda_version.py", "toolchain/nvcc.py", "toolchain/nvccprobe.py",
-        "toolchain/toolkits.py",
+        "toolchain/cuda_version.py", "toolchain/nvcc.py", "toolchain/toolkits.py",
     ),
     ROCM: (
         "arch/hip.py", "arch/lists.py", "loading/archs.py", "steps/hipcc.py",
-        "toolchain/choice.py", "toolchain/hipcc.py", "toolchain/hipccprobe.py",
-        "toolchain/hipify.py", "toolchain/translate_hip.py",
+        "toolchain/choice.py", "toolchain/hipcc.py", "toolchain/hipify.py",
+        "toolchain/translate_hip.py",
     ),
     XPU: ("steps/sycl.py", "toolchain/sycl.py", "toolchain/libsycl.py"),
 }  # fmt: skip

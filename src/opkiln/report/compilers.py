@@ -13,7 +13,7 @@ from typing import NamedTuple
 from opkiln.errors import ToolchainError
 from opkiln.model import CPU, CUDA, ROCM, XPU
 from opkiln.settings import origin_of
-from opkiln.toolchain import choice, find, host, libsycl, rocm_homes, toolkits, torch_sdk
+from opkiln.toolchain import choice, find, host, libsycl, rocm, toolkits, torch_sdk
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _present(backend: str) -> list[tuple[str, str, str]]:
         named = origin_of("rocm_home")[1]
         return [
             (each.path, each.origin, each.refused)
-            for each in rocm_homes.hipcc_candidates()
+            for each in rocm.hipcc_candidates()
             if not each.refused or each.origin == named
         ]
     path, origin = origin_of("sycl_cxx")

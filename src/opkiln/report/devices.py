@@ -9,7 +9,7 @@ from typing import NamedTuple
 from opkiln.accelerator import amd, nvidia
 from opkiln.errors import AcceleratorError
 from opkiln.settings import child_environment, origin_of
-from opkiln.toolchain import rocm_homes
+from opkiln.toolchain import rocm
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _directories(torch: TorchSDK | None) -> Iterator[str]:
     if torch is not None:
         yield os.path.join(torch.path, "lib")
         yield os.path.join(os.path.dirname(torch.path), "nvidia", "nccl", "lib")
-    for home in rocm_homes.homes():
+    for home in rocm.homes():
         yield os.path.join(home, "lib")
     yield from _SYSTEM
 

@@ -21,7 +21,7 @@ from opkiln.model import ABI_TORCH, CPU, CUDA, EXTENSION, LIBRARY, PYTHON, ROCM,
 from opkiln.settings import settings
 from opkiln.ship import torch_flags
 from opkiln.toolchain import torch_sdk
-from opkiln.toolchain.rocm_version import is_rocm_pytorch
+from opkiln.toolchain.rocm import is_rocm_pytorch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -22,14 +22,14 @@ class Candidate(Record):
 
 
 def on_path(name: str) -> Iterator[str]:
-    """Every executable file of this name, in PATH's order; a name with a slash is itself."""
+    """Every executable file of this name, in PATH's order. A name with a slash is a path."""
     if "/" in name:
-        if _executable(name):
+        if executable(name):
             yield os.path.abspath(name)
         return
     for directory in settings.path:
         path = os.path.join(directory, name)
-        if os.path.isabs(path) and _executable(path):
+        if os.path.isabs(path) and executable(path):
             yield path
 
 
@@ -47,19 +47,19 @@ def passed_over(name: str) -> list[str]:
     return tried[: tried.index(found)] if found in tried else tried
 
 
-def _executable(path: str) -> bool:
-    # A directory may be executable, too; a compiler never is one.
+def executable(path: str) -> bool:
+    """Whether a path is a program: a directory may have the executable bit, too."""
     return os.access(path, os.X_OK) and not os.path.isdir(path)
 
 
 def launcher() -> str | None:
-    """What is to run before the compiler: ``OPKILN_LAUNCHER``, or the first word of ``CXX``."""
+    """The program to run before the compiler: ``OPKILN_LAUNCHER``, or the first word of ``CXX``."""
     command = settings.cxx
     return settings.launcher or (command[0] if command and len(command) > 1 else None)
 
 
 def cross_candidates(machine: str) -> Iterator[Candidate]:
-    """C++ compilers for another machine: the one that was named, else the one of its usual name."""
+    """C++ compilers for another machine: the one the user named, else the usual name."""
     asked, origin = origin_of("cxx_aarch64") if machine == "aarch64" else (None, "PATH")
     name = asked or f"{machine}-linux-gnu-g++"
     path = first(name)
@@ -71,7 +71,7 @@ def cross_candidates(machine: str) -> Iterator[Candidate]:
 
 
 def cxx_candidates() -> Iterator[Candidate]:
-    """Host C++ compilers in the order of preference: the one that was named, else PATH's."""
+    """Host C++ compilers in order of preference: the one the user named, else those on PATH."""
     command, origin = origin_of("cxx")
     if command:
         wanted = command[-1]
@@ -80,7 +80,7 @@ def cxx_candidates() -> Iterator[Candidate]:
             yield Candidate(wanted, origin, "no such program")
         else:
             yield Candidate(path, origin)
-        return  # an explicit choice that cannot be met is not replaced by another
+        return  # an explicit choice is never replaced by another compiler
     seen: set[str] = set()
     for name in ("g++", "clang++", "c++"):
         path = first(name)

@@ -9,15 +9,18 @@ from typing import Any
 from opkiln import machine as this
 from opkiln.arch import cpu
 from opkiln.digest import key, sha256_file
-from opkiln.errors import BuildTimeout, ToolchainError
+from opkiln.errors import BuildTimeout, ToolchainError, UsageError
 from opkiln.model import Toolchain
 from opkiln.settings import origin_of, settings
-from opkiln.toolchain import find, memo, torch_sdk
+from opkiln.toolchain import find, probing, torch_sdk
 from opkiln.toolchain.find import Candidate
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+# FROM host: g++ and clang++: identity, what they accept, and the choice among those on the machine.
 
 REQUIRED = "-std=c++20"
 
@@ -49,8 +52,6 @@ def choose(memory: tuple[str, ...], machine: str = "") -> Toolchain:
             return _toolchain(candidate.path, record, cross=_is_cross(machine))
         refusals.append(f"{candidate.path} ({candidate.origin}): {candidate.refused}")
     why = "\n".join(refusals)
-    from opkiln.toolchain import probing
-
     if probing.unwritable():
         raise ToolchainError(
             "no C++ compiler can be asked what it can do",
@@ -132,7 +133,7 @@ def _examined(
                 # Not remembered: a dead interpreter, a full disk, a slow machine may be mended.
                 record = _refusal(f"cannot be asked: {error}", [])
             else:
-                memo.remember(memory, subject, record, files, asked_at)
+                probing.remember(memory, subject, record, files, asked_at)
         yield candidate._replace(refused=record["refused"], version=record["version"]), record
 
 
@@ -142,7 +143,7 @@ def _subject(path: str, machine: str = "") -> str:
 
 
 def _recall(memory: tuple[str, ...], subject: str) -> dict[str, Any] | None:
-    record = memo.recall(memory, subject)
+    record = probing.recall(memory, subject)
     if record is None:
         return None
     # The files are unchanged, but the names may lead elsewhere now: a symbolic link that was
@@ -237,7 +238,6 @@ def _shared_runtime(path: str) -> str:
     streams and locales are shared, and are not the same.
     """
     from opkiln.process import run
-    from opkiln.toolchain import probing
 
     with probing.scratch() as scratch:
         output = os.path.join(scratch, "probe.so")
@@ -289,3 +289,26 @@ def _search_path(verbose: str) -> list[str]:
     _, _, tail = verbose.partition("#include <...> search starts here:")
     listing, _, _ = tail.partition("End of search list.")
     return [os.path.realpath(line.strip()) for line in listing.splitlines() if line.strip()]
+
+
+def can_link(
+    memory: tuple[str, ...],
+    function: str,
+    libraries: tuple[str, ...],
+    directories: tuple[str, ...] = (),
+) -> bool:
+    """Whether a program that calls ``function`` links with ``libraries``. Raises ToolchainError."""
+    from opkiln.process import run
+
+    if not (function.isascii() and function.isidentifier()):
+        raise UsageError(f"{function!r} is not the name of a C function")
+    toolchain = choose(memory)
+    with probing.scratch() as scratch:
+        source = os.path.join(scratch, "probe.cpp")
+        with open(source, "w") as file:
+            file.write(f'extern "C" char {function}();\nint main() {{ return {function}(); }}\n')
+        search = [f"-L{path}" for path in (*directories, *settings.library_path)]
+        named = [f"-l{name}" for name in libraries]
+        output = os.path.join(scratch, "probe")
+        argv = (toolchain.cxx, source, "-o", output, *search, *settings.ldflags, *named)
+        return run(argv, tmpdir=scratch, timeout=60, supervised=False).returncode == 0

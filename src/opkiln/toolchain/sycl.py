@@ -20,7 +20,7 @@ from opkiln.digest import Signature, key, sha256_file
 from opkiln.errors import ToolchainError
 from opkiln.model import DeviceCompiler, Toolchain
 from opkiln.settings import origin_of, settings
-from opkiln.toolchain import find, libsycl, memo
+from opkiln.toolchain import find, libsycl, probing
 from opkiln.toolchain import host as hosts
 from opkiln.toolchain.find import Candidate
 
@@ -183,7 +183,7 @@ def _examined(
                 record, files = _probe_runtime(candidate.path, host)
             else:
                 record, files = _probe_program(candidate.path)
-            memo.remember(memory, _subject(candidate.path, host), record, files, asked_at)
+            probing.remember(memory, _subject(candidate.path, host), record, files, asked_at)
         yield candidate._replace(refused=record["refused"], version=record["version"]), record
 
 
@@ -193,7 +193,7 @@ def _subject(path: str, host: Toolchain) -> str:
 
 
 def _recall(memory: tuple[str, ...], path: str, host: Toolchain) -> dict[str, Any] | None:
-    record = memo.recall(memory, _subject(path, host))
+    record = probing.recall(memory, _subject(path, host))
     if record is None:
         return None
     # The files are unchanged, but the names may lead elsewhere now.
@@ -280,8 +280,6 @@ def _probe_runtime(library: str, host: Toolchain) -> tuple[dict[str, Any], list[
     files = [library, os.path.join(include, "sycl", "version.hpp")]
     with open(files[1], encoding="utf-8", errors="replace") as file:
         version = _version(file.read())
-    from opkiln.toolchain import probing
-
     with probing.scratch() as scratch:
         source = os.path.join(scratch, "probe.cpp")
         with open(source, "w", encoding="utf-8") as file:

@@ -10,7 +10,7 @@ from typing import Any
 from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.record import Record
 from opkiln.settings import origin_of, settings
-from opkiln.toolchain import memo, torch_sdk
+from opkiln.toolchain import probing, torch_sdk
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def survey(memory: tuple[str, ...], host: str, *, ask: bool) -> list[Toolkit] | 
                 return None
             asked_at = time.time_ns()
             record, files = _question(_itself(place.nvcc), host)
-            memo.remember(memory, _subject(place.nvcc), record, files, asked_at)
+            probing.remember(memory, _subject(place.nvcc), record, files, asked_at)
             record = {**record, "signatures": []}
         toolkits.setdefault(record["program"], Toolkit(place, record))
     return list(toolkits.values())
@@ -208,7 +208,7 @@ def _last_resort(memory: tuple[str, ...], ask: bool) -> Place | None:
     if settings.cuda_home:
         return None
     subject = f"cuda-pathfinder {sys.prefix}"
-    record = memo.recall(memory, subject)
+    record = probing.recall(memory, subject)
     if record is None and ask:
         sites = [site for site in _site_directories() if os.path.isdir(site)]
         if not any(os.path.isdir(os.path.join(site, "cuda", "pathfinder")) for site in sites):
@@ -217,7 +217,7 @@ def _last_resort(memory: tuple[str, ...], ask: bool) -> Place | None:
         nvcc = _pathfinder()
         record = {"nvcc": nvcc}
         # Whatever pip installs next changes one of these directories.
-        memo.remember(memory, subject, record, [*sites, nvcc] if nvcc else sites, asked_at)
+        probing.remember(memory, subject, record, [*sites, nvcc] if nvcc else sites, asked_at)
     return Place(record["nvcc"], "cuda-pathfinder") if record and record["nvcc"] else None
 
 
@@ -243,7 +243,7 @@ def _subject(path: str) -> str:
 
 
 def _recall(memory: tuple[str, ...], path: str, host: str) -> dict[str, Any] | None:
-    record = memo.recall(memory, _subject(path))
+    record = probing.recall(memory, _subject(path))
     if record is None or record["host"] not in ("", host):
         return None  # where it was refused, its host compiler may have been at fault
     if record["until"] and record["until"] < time.time():
