@@ -198,7 +198,7 @@ def _lacking(needs: Mapping[str, Any], abi: str) -> str:
 
 
 def _shown(symbol: str) -> str:
-    from opkiln.binary.demangle import shown
+    from opkiln.binary.symbols import shown
 
     return shown(symbol)
 

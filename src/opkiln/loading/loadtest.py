@@ -7,7 +7,7 @@ import signal
 import sys
 
 from opkiln.binary import elf
-from opkiln.binary.demangle import shown
+from opkiln.binary.symbols import shown
 from opkiln.errors import LoadTestError, StoreError
 from opkiln.loading import wording
 from opkiln.loading.probe_load import LOADED, MISSING

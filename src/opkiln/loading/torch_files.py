@@ -28,10 +28,10 @@ def locate(soname: str) -> str:
 
 def missing(files: Iterable[str], symbols: list[str]) -> list[str]:
     """The symbols that none of these files has. Raises LoadError for a file that is no library."""
-    from opkiln.binary import exported
+    from opkiln.binary import symbols
 
     for file in files:
-        symbols = [*exported.missing(file, symbols)]
+        symbols = [*symbols.missing(file, symbols)]
     return symbols
 
 
