@@ -355,7 +355,7 @@ def test_a_file_that_is_no_bundle_is_found(store: Path, tmp_path: Path) -> None:
         path.write_bytes(b"PK, and then something else")
     why = "it does not begin with opkiln-bundle.json"
     found = layered(store, junk).check("store layers")
-    assert (found.verdict, found.evidence) == ("WARN", f"{junk} is no bundle; {why}")
+    assert (found.verdict, found.evidence) == ("WARN", f"{junk} is not a bundle; {why}")
     assert found.command == f"ls -ld {junk}"
     assert layered(store, wheel).check("store layers").command == f"pip install {wheel}"
 

@@ -11,25 +11,21 @@ import contextlib
 import os
 import secrets
 from typing import NamedTuple
-from zlib import crc32
 
 from opkiln.digest import sha256_file
 from opkiln.errors import StoreError
 from opkiln.settings import LAYOUT
 from opkiln.store import inventory, publish
-from opkiln.store.archive import Bundle
-from opkiln.store.bundle_index import INDEX, Damaged, Member, NoBundle, index_of
+from opkiln.store.archive import INDEX, Bundle, Damaged, Member, NotABundle, index_of
 from opkiln.store.entry import MANIFEST, SIDECAR, Leaf, Refused, examine, in_words, parse_manifest
 from opkiln.store.location import claim
 from opkiln.store.recheck import Hasher, deps_key
-from opkiln.store.stored_zip import LARGEST, MOST_MEMBERS, directory, local_header
+from opkiln.store.zip_format import LARGEST, MOST_MEMBERS, Writer, chunks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any, BinaryIO
-
-_CHUNK = 1 << 20
 
 
 class Written(NamedTuple):
@@ -121,24 +117,12 @@ def _listed(layer_dir: str) -> Iterator[tuple[str, str, int, str]]:
 
 
 def _write(out: BinaryIO, members: list[tuple[str, str, int, str]]) -> None:
-    index = index_of((name, size, sha256) for name, _, size, sha256 in members)
-    listed = [(INDEX, len(index), crc32(index), 0)]
-    out.write(local_header(INDEX, len(index), crc32(index)) + index)
-    for name, path, size, sha256 in members:
-        at = out.tell()
-        out.write(local_header(name, size, 0))  # the checksum is known when it is written
-        crc = 0
-        with open(path, "rb") as data:
-            while chunk := data.read(_CHUNK):
-                crc = crc32(chunk, crc)
-                out.write(chunk)
-        if out.tell() != at + len(local_header(name, size, 0)) + size:
+    archive = Writer(out)
+    archive.add(INDEX, [index_of((name, size, sha256) for name, _, size, sha256 in members)])
+    for name, path, _, sha256 in members:
+        if archive.add(name, chunks(path)).sha256.hex() != sha256:
             raise StoreError(f"{path} (SHA-256 {sha256}) was changed while it was bundled")
-        out.seek(at)
-        out.write(local_header(name, size, crc))
-        out.seek(0, os.SEEK_END)
-        listed.append((name, size, crc, at))
-    out.write(directory(listed))
+    archive.close()
 
 
 # Reading
@@ -181,14 +165,14 @@ def opened(file: str, sha256: str = "", *, to_use: bool = True) -> Iterator[Bund
                 bundle.check()
                 bundle.authenticate()
             yield bundle
-    except (Damaged, NoBundle) as error:
-        what = error.what if isinstance(error, NoBundle) else f"{file} is refused: {error}"
-        why = f"{error.why}; " if isinstance(error, NoBundle) else ""
+    except (Damaged, NotABundle) as error:
+        what = error.what if isinstance(error, NotABundle) else f"{file} is refused: {error}"
+        why = f"{error.why}; " if isinstance(error, NotABundle) else ""
         compare = f"sha256sum {file}    # compare it with where it comes from, and copy it again"
         raise StoreError(
             what,
             why=f"{why}the whole file has the SHA-256 {sha256_file(file)}",
-            hint=(isinstance(error, NoBundle) and error.hint) or compare,
+            hint=(isinstance(error, NotABundle) and error.hint) or compare,
         ) from error
     except OSError as error:
         raise StoreError(f"{file} cannot be read: {error.strerror or error}") from error

@@ -15,8 +15,7 @@ from opkiln.digest import sha256_file
 from opkiln.errors import StoreError, UsageError
 from opkiln.ship.bundle import opened, replacing
 from opkiln.store import signatures
-from opkiln.store.archive import Bundle
-from opkiln.store.bundle_index import Damaged, signed_tail
+from opkiln.store.archive import Bundle, Damaged, signed_tail
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

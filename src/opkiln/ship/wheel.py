@@ -27,7 +27,7 @@ from opkiln.ship import contents
 from opkiln.ship.audit import python_tag
 from opkiln.ship.platform_tag import platform_tag
 from opkiln.ship.sbom import sbom
-from opkiln.ship.wheel_zip import LARGEST, MOST_MEMBERS, Added, Writer, chunks
+from opkiln.store.zip_format import DEFLATED, LARGEST, MOST_MEMBERS, Added, Writer, chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -231,7 +231,9 @@ def _write(archive: Writer, job: _Job, name: str, tag: str, entries: list[Entry]
             payload = file == entry.manifest["payload"]
             program = payload and entry.manifest["kind"] == EXECUTABLE
             path = os.path.join(entry.directory, file)
-            put = archive.add(f"{below}/{entry.place}/{file}", chunks(path), executable=program)
+            put = archive.add(
+                f"{below}/{entry.place}/{file}", chunks(path), method=DEFLATED, executable=program
+            )
             if payload and put.sha256.hex() != entry.manifest["sha256"]:
                 raise StoreError(f"{path} was changed while it was put into a wheel")
             added.append(put)
@@ -242,8 +244,8 @@ def _write(archive: Writer, job: _Job, name: str, tag: str, entries: list[Entry]
         (SBOM, bill),
         ("WHEEL", _wheel(tag)),
     ):
-        added.append(archive.add(f"{info}/{file}", [data]))
-    archive.add(f"{info}/RECORD", [_record(added, f"{info}/RECORD")])
+        added.append(archive.add(f"{info}/{file}", [data], method=DEFLATED))
+    archive.add(f"{info}/RECORD", [_record(added, f"{info}/RECORD")], method=DEFLATED)
 
 
 def _metadata(name: str, job: _Job, ops: list[str]) -> bytes:

@@ -25,7 +25,7 @@ from opkiln.report.doctor.packages import as_root
 from opkiln.report.layout import count, size
 from opkiln.settings import LAYOUT, origin_of, override, settings, store_candidates
 from opkiln.store import archive, inventory
-from opkiln.store.bundle_index import Damaged
+from opkiln.store.archive import Damaged
 from opkiln.trust import fault
 
 TYPE_CHECKING = False
