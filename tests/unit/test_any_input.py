@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from opkiln.arch import cpu
 from opkiln.errors import ArchError, LoadError, OpkilnError, SettingError, UsageError
 from opkiln.settings import Setting, override, parse_size, table
-from opkiln.ship import bundle, targets
+from opkiln.ship import bundle, selection
 from opkiln.ship.wheel_check import verify_wheel
 from opkiln.store import archive, entry, signatures
 from opkiln.store.deps import parse_depfile
@@ -102,7 +102,7 @@ def test_any_cpu_is_one_that_reads_back_or_an_error(text: str) -> None:
 @example(":")
 def test_any_target_is_understood_or_an_error(text: str) -> None:
     try:
-        found = targets.parse(text)
+        found = selection.parse(text)
     except UsageError:
         return
     assert found

@@ -210,13 +210,13 @@ def test_a_link_in_the_zip_directory_is_refused(shipped: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"op": "other"}, "not what its manifest"),
-        ({"distribution": "other"}, "not what its manifest"),
-        ({"size": 3}, "not what its manifest"),
-        ({"sha256": "0" * 64}, "not what its manifest"),
+        ({"op": "other"}, "does not match its manifest"),
+        ({"distribution": "other"}, "does not match its manifest"),
+        ({"size": 3}, "does not match its manifest"),
+        ({"sha256": "0" * 64}, "does not match its manifest"),
         ({"payload": "gone.so"}, "'gone.so' is missing"),
         ({"payload": None}, "manifest.json: payload is None, not a string"),
-        ({"deps": {**layer.DEPS, "external": "x"}}, "not what its manifest"),
+        ({"deps": {**layer.DEPS, "external": "x"}}, "does not match its manifest"),
         ({"deps": []}, "manifest.json: deps is \\[\\], not an object"),
         ({"schema": 99}, "another schema"),
     ],

@@ -265,10 +265,10 @@ def test_a_private_key_is_for_its_owner_alone_and_never_overwritten(tmp_path: Pa
     assert Path(first.public).read_text() == f"{first.key}\n"
     content = Path(first.private).read_bytes()
     assert first.key.encode() not in content
-    with pytest.raises(UsageError, match="not overwritten"):
+    with pytest.raises(UsageError, match="never overwritten"):
         pair(tmp_path)
     os.unlink(first.public)
-    with pytest.raises(UsageError, match="not overwritten"):
+    with pytest.raises(UsageError, match="never overwritten"):
         pair(tmp_path)
     assert Path(first.private).read_bytes() == content
     assert not os.path.exists(first.public)

@@ -19,7 +19,7 @@ from opkiln.ship.prebuild import BUILT, CACHED, SKIPPED, Outcome
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from opkiln.ship.audit import Finding
-    from opkiln.ship.targets import Wanted
+    from opkiln.ship.selection import NamedTarget
 
 
 def _size(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
@@ -144,34 +144,34 @@ def command(
 
 
 def _asked(
-    ops: tuple[str, ...], everything: bool, recorded: str | None, wanted: list[Wanted]
+    ops: tuple[str, ...], everything: bool, recorded: str | None, wanted: list[NamedTarget]
 ) -> prebuild.Asked:
     from opkiln.registry import ALL_OPS
 
     if recorded is not None:
-        from opkiln.ship import prewarm
+        from opkiln.ship import prebuild
 
-        return prewarm.requests(recorded, wanted)
+        return prebuild.recorded_requests(recorded, wanted)
     names = list(ALL_OPS if everything else dict.fromkeys(ops))
     return prebuild.requests(ALL_OPS, names, wanted, named=not everything)
 
 
-def _used_by(script: str, arguments: tuple[str, ...], wanted: list[Wanted]) -> prebuild.Asked:
-    from opkiln.ship import prewarm
+def _used_by(script: str, arguments: tuple[str, ...], wanted: list[NamedTarget]) -> prebuild.Asked:
+    from opkiln.ship import prebuild
     from opkiln.store import publish
 
     output.say(f"running {script}; references serve for the ops that are not built yet")
     with publish.scratch("record") as stage:
         noted = os.path.join(stage, "ops.jsonl")
-        prewarm.run_script(script, arguments, noted, **verbosity.child_variables())
+        prebuild.run_script(script, arguments, noted, **verbosity.child_variables())
         if not os.path.exists(noted):
             output.say(f"{script} loaded no op")
             return prebuild.Asked((), ())
-        return prewarm.requests(noted, wanted, ran_here=True)
+        return prebuild.recorded_requests(noted, wanted, ran_here=True)
 
 
-def _wanted(texts: tuple[str, ...]) -> list[Wanted]:
-    from opkiln.ship.targets import parse
+def _wanted(texts: tuple[str, ...]) -> list[NamedTarget]:
+    from opkiln.ship.selection import parse
 
     try:
         return list(dict.fromkeys(each for text in texts for each in parse(text)))

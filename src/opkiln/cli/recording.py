@@ -23,12 +23,12 @@ def record(file: str, command: tuple[str, ...]) -> int:
     OPKILN_RECORD=FILE does the same where COMMAND is started by something else.
     """
     from opkiln.loading.recording import read
-    from opkiln.ship import prewarm
+    from opkiln.ship import prebuild
 
     argv = command[1:] if command[0] == "--" else command
     if not argv:
         raise click.UsageError("there is no command to run after --")
-    status = prewarm.run(argv, file, **verbosity.child_variables())
+    status = prebuild.run_recorded(argv, file, **verbosity.child_variables())
     noted = len(read(file)) if os.path.exists(file) else 0
     output.say(f"{file}: {noted} op(s) noted" if noted else "no op was loaded")
     return status if status >= 0 else 128 - status

@@ -31,13 +31,13 @@ def builder_for(op: str, target: str | None) -> Iterator[OpBuilder]:
     Raises UnknownOp, UsageError.
     """
     from opkiln.registry import get_builder
-    from opkiln.ship import targets
+    from opkiln.ship import selection
 
     if target is None:
         yield get_builder(op)
         return
-    wanted = targets.parse(target)
+    wanted = selection.parse(target)
     if len(wanted) != 1:
         raise click.UsageError(f"--target {target}: name one CPU")
-    with targets.applied(wanted[0]):
-        yield targets.ask(get_builder(op), wanted[0])
+    with selection.applied(wanted[0]):
+        yield selection.ask(get_builder(op), wanted[0])

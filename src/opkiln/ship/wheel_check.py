@@ -21,7 +21,7 @@ from opkiln.digest import sha256_file
 from opkiln.errors import LoadError
 from opkiln.model import EXECUTABLE
 from opkiln.settings import LAYOUT
-from opkiln.ship.contents import named
+from opkiln.ship.layer import named
 from opkiln.ship.wheel import GENERATOR
 from opkiln.store import zip_format
 from opkiln.store.entry import MANIFEST, SIDECAR, parse_manifest, write_manifest
@@ -71,7 +71,7 @@ def verify_wheel(path: str) -> int:
             f"{path} is refused: {refused}",
             why=f"it was changed after it was written; the whole file has the SHA-256 "
             f"{sha256_file(path)}",
-            hint=f"sha256sum {path}    # compare it with where it comes from, and get it again",
+            hint=f"sha256sum {path}    # compare it with the original, and get that again",
         ) from refused
 
 
