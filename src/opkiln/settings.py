@@ -1,7 +1,7 @@
 """Every environment variable opkiln reads: typed, documented, in one table.
 
 This is the only module that touches ``os.environ``, and it only ever reads it. The table below
-is also the documentation: ``docs/settings.md`` is generated from it (``report/settings_page.py``)
+is also the documentation: ``docs/settings.md`` is generated from it (``report/forms.py``)
 and a test holds the two together.
 
 A value is read when it is asked for, so a program may set variables after ``import opkiln``.

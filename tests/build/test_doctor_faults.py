@@ -19,7 +19,7 @@ from sample.child import NOBODY
 from sample.compiler import torch_like
 from sample.doctor import Patient, can_mount
 
-from opkiln.report.doctor.packages import install
+from opkiln.report.commands import install
 from opkiln.ship import bundle
 from opkiln.toolchain import nvcc
 

@@ -20,7 +20,7 @@ import pytest
 from sample import child
 from sample.rocm import Rocm
 
-from opkiln.report.doctor import packages
+from opkiln.report import commands
 from opkiln.toolchain import nvcc
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def test_no_compiler(world: World) -> None:
     assert "cpu_adam cpu no no no there is no C++ compiler" in section(text, "ops")
     assert "C++ g++, refused: not on PATH (PATH)" in section(text, "compilers")
     assert "C++ compiler none can be used: g++: not on PATH" in section(text, "problems")
-    assert f"hint: {packages.install('g++')}" in section(text, "problems")
+    assert f"hint: {commands.install('g++')}" in section(text, "problems")
     found = world.json()
     assert not row(found, "cpu_adam")["compatible"]
     assert {each["taken"] for each in found["environment"]["compilers"]} == {False}

@@ -17,7 +17,7 @@ from opkiln.loading import prebuilt
 from opkiln.loading.loader import Op
 from opkiln.loading.trace import Trace
 from opkiln.model import ABI_NONE, OpSpec
-from opkiln.report import cache as report_cache
+from opkiln.report import collect as report_cache
 from opkiln.ship import bundle
 from opkiln.store import entry, inventory, key
 from opkiln.store.recheck import Hasher

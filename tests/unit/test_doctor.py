@@ -17,7 +17,8 @@ from test_toolkits import FakeToolkit, a_compiler
 
 from opkiln.cli import doctor, main, output
 from opkiln.errors import SettingError, StoreError
-from opkiln.report.doctor import checks, packages, room, text
+from opkiln.report import commands
+from opkiln.report.doctor import checks, finding, places
 from opkiln.report.doctor.finding import (
     FAIL,
     PASS,
@@ -144,7 +145,7 @@ def test_evidence_is_folded_to_a_terminal_and_a_command_is_not() -> None:
     found = Finding(
         "crooked", WARN, "one two three four five six seven", "unset A_LONG_NAME ANOTHER"
     )
-    shown = text.line(found, ["crooked"], colour=False, width=40)
+    shown = finding.line(found, ["crooked"], colour=False, width=40)
     assert shown.splitlines() == [
         "WARN  crooked  one two three four five",
         "               six seven",
@@ -225,13 +226,13 @@ def test_what_installs_a_compiler_depends_on_the_system(
 ) -> None:
     (tmp_path / "os-release").write_text(os_release)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert packages.install("g++", str(tmp_path / "os-release")) == command
+    assert commands.install("g++", str(tmp_path / "os-release")) == command
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert packages.install("g++", str(tmp_path / "os-release")) == f"sudo {command}"
+    assert commands.install("g++", str(tmp_path / "os-release")) == f"sudo {command}"
 
 
 def test_the_room_of_a_directory_to_be_made_is_that_of_its_nearest_ancestor(tmp_path: Path) -> None:
-    found = room.of(str(tmp_path / "not" / "yet"))
+    found = places.room(str(tmp_path / "not" / "yet"))
     assert found.path == str(tmp_path)
     assert 0 < found.free <= found.total
 
@@ -243,7 +244,7 @@ def test_missing_python_headers_are_a_warning(tmp_path: Path) -> None:
     )
     patient = Patient({}, stand_ins=stand_in)
     found = patient.check("python headers")
-    assert (found.verdict, found.command) == (WARN, packages.install("python3-dev"))
+    assert (found.verdict, found.command) == (WARN, commands.install("python3-dev"))
     (tmp_path / "Python.h").write_text("")
     assert patient.check("python headers").verdict == PASS
 
@@ -560,7 +561,7 @@ def test_a_driver_older_than_torch_is_found(toolkits: Toolkits) -> None:
     found = patient.check("cuda driver")
     assert found.verdict == FAIL
     assert found.evidence == "driver 550.54.14 takes CUDA up to 12.4; torch needs 13.0"
-    assert found.command == packages.install("cuda-drivers")
+    assert found.command == commands.install("cuda-drivers")
 
 
 def test_a_driver_of_an_older_major_than_the_toolkit_is_found(toolkits: Toolkits) -> None:

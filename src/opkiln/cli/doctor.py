@@ -21,7 +21,7 @@ def command(as_json: bool, errors_only: bool, no_build: bool) -> int:
     command to copy. Exits with 0 when nothing is wrong, 1 when something failed, 8 when there are
     warnings only. Nothing is changed: the self-check builds into a directory that is removed.
     """
-    from opkiln.report.doctor import checks, text
+    from opkiln.report.doctor import checks, finding
     from opkiln.report.doctor.finding import FAIL, PASS, SKIP, WARN, worst
 
     # Of the terminal; what is written elsewhere is one line each, whatever its length.
@@ -32,11 +32,11 @@ def command(as_json: bool, errors_only: bool, no_build: bool) -> int:
     for found in checks.examine(build=not no_build):
         findings.append(found)
         if not as_json and found.verdict in shown:
-            output.data(text.line(found, names, colour=output.colour(), width=width))
+            output.data(finding.line(found, names, colour=output.colour(), width=width))
     verdict = worst(findings)
     if as_json:
         rows = [each._asdict() for each in findings if each.verdict in shown]
         output.data_json({"schema": 1, "worst": verdict, "findings": rows})
     else:
-        output.data(text.summary(findings))
+        output.data(finding.summary(findings))
     return {FAIL: output.FOUND, WARN: WARNED}.get(verdict, 0)

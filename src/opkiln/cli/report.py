@@ -40,28 +40,23 @@ def command(
         raise click.UsageError("--json, --markdown and --html exclude each other")
     if page is not None and errors_only:
         raise click.UsageError("--html shows everything; --errors-only is for the other forms")
+    from opkiln.report import forms
     from opkiln.report.collect import collect
 
     found = collect(
         ops=not hide_ops, environment=not hide_env, probe=probe, changes=page is not None
     )
     if as_json:
-        from opkiln.report import schema
-
-        output.data_json(schema.document(found, errors_only=errors_only))
+        output.data_json(forms.as_document(found, errors_only=errors_only))
     elif markdown:
-        from opkiln.report import markdown as document
-
-        output.data(document.render(found, errors_only=errors_only))
+        output.data(forms.as_markdown(found, errors_only=errors_only))
     elif page is not None:
         from opkiln.report import page as html
 
         _write(page, html.render(found))
     else:
-        from opkiln.report import text
-
         output.data(
-            text.render(
+            forms.as_text(
                 found, colour=output.colour(), width=output.width(), errors_only=errors_only
             )
         )

@@ -28,10 +28,10 @@ def locate(soname: str) -> str:
 
 def missing(files: Iterable[str], symbols: list[str]) -> list[str]:
     """The symbols that none of these files has. Raises LoadError for a file that is no library."""
-    from opkiln.binary import symbols
+    from opkiln.binary.symbols import missing
 
     for file in files:
-        symbols = [*symbols.missing(file, symbols)]
+        symbols = [*missing(file, symbols)]
     return symbols
 
 
