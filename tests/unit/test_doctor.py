@@ -66,7 +66,7 @@ def test_an_error_of_opkilns_own_brings_its_reason_and_hint() -> None:
 
 def test_a_setting_without_meaning_is_one_failure_and_not_one_of_each_check() -> None:
     found = checks.outcome(_raising(SettingError("OPKILN_JIT='maybe' is no value")), Here())
-    assert found == skipped("cannot be told while OPKILN_JIT='maybe' is no value")
+    assert found == skipped("not possible while OPKILN_JIT='maybe' is no value")
 
 
 def test_a_torch_that_cannot_be_read_crashes_nothing(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_an_accelerator_that_cannot_serve_is_found(variable: str) -> None:
 def test_the_accelerator_that_was_asked_for_is_named() -> None:
     found = Patient({"OPKILN_ACCELERATOR": "cpu"}).check("accelerator")
     assert found.verdict == PASS
-    assert found.evidence.startswith("cpu, as OPKILN_ACCELERATOR asks; ")
+    assert found.evidence.startswith("cpu, set by OPKILN_ACCELERATOR; ")
 
 
 def _with_ops(site: Path, **modules: str) -> Patient:
@@ -381,7 +381,7 @@ def test_two_ops_with_one_name_pass_and_the_check_says_how_to_name_each(tmp_path
     )
     found = patient.check("ops")
     assert found.verdict == PASS
-    assert "cpu_adam is the op of opkiln, that of second is second:cpu_adam" in found.evidence
+    assert "cpu_adam is the op of opkiln; that of second is second:cpu_adam" in found.evidence
     assert "good is the op of theirs, that of second is second:good" in found.evidence
 
 
@@ -560,7 +560,7 @@ def test_a_driver_older_than_torch_is_found(toolkits: Toolkits) -> None:
     patient = toolkits.patient("13.0", driver="12.4", CUDA_HOME=toolkits.add("13.0"))
     found = patient.check("cuda driver")
     assert found.verdict == FAIL
-    assert found.evidence == "driver 550.54.14 takes CUDA up to 12.4; torch needs 13.0"
+    assert found.evidence == "driver 550.54.14 supports CUDA up to 12.4; torch needs 13.0"
     assert found.command == commands.install("cuda-drivers")
 
 
@@ -568,7 +568,7 @@ def test_a_driver_of_an_older_major_than_the_toolkit_is_found(toolkits: Toolkits
     patient = toolkits.patient(None, driver="12.4", CUDA_HOME=toolkits.add("13.0"))
     found = patient.check("cuda driver")
     assert found.verdict == FAIL
-    assert "takes CUDA up to 12.4; the toolkit makes CUDA 13.0" in found.evidence
+    assert "supports CUDA up to 12.4; the toolkit is CUDA 13.0" in found.evidence
     assert found.command == "conda install -c nvidia cuda-toolkit=12.4"
 
 
@@ -576,7 +576,7 @@ def test_a_driver_of_an_older_minor_runs_binaries_and_no_ptx(toolkits: Toolkits)
     patient = toolkits.patient("13.1", driver="13.0", CUDA_HOME=toolkits.add("13.1"))
     found = patient.check("cuda driver")
     assert found.verdict == WARN
-    assert "the toolkit is CUDA 13.1: its binaries run, but not its PTX" in found.evidence
+    assert "the toolkit is CUDA 13.1: its binaries run, but its PTX does not" in found.evidence
     assert "cuda-toolkit[nvcc,cccl,cudart]==13.0.*" in found.command
 
 
@@ -606,7 +606,7 @@ def test_an_amd_gpu_that_the_list_leaves_out_is_found() -> None:
     patient = Patient({"PYTORCH_ROCM_ARCH": "gfx90a"}, stand_ins=_AMD)
     found = patient.check("rocm gpus")
     assert found.verdict == FAIL
-    assert "PYTORCH_ROCM_ARCH=gfx90a has nothing that runs on gfx1100" in found.evidence
+    assert "nothing in PYTORCH_ROCM_ARCH=gfx90a runs on gfx1100" in found.evidence
     assert patient.check("rocm gpus", after=found.command).verdict == PASS
 
 

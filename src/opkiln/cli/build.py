@@ -149,15 +149,12 @@ def _asked(
     from opkiln.registry import ALL_OPS
 
     if recorded is not None:
-        from opkiln.ship import prebuild
-
         return prebuild.recorded_requests(recorded, wanted)
     names = list(ALL_OPS if everything else dict.fromkeys(ops))
     return prebuild.requests(ALL_OPS, names, wanted, named=not everything)
 
 
 def _used_by(script: str, arguments: tuple[str, ...], wanted: list[NamedTarget]) -> prebuild.Asked:
-    from opkiln.ship import prebuild
     from opkiln.store import publish
 
     output.say(f"running {script}; references serve for the ops that are not built yet")

@@ -295,7 +295,9 @@ def tagged(version: str) -> str:
         return version
     try:
         mark = Version(f"0{text}" if text.startswith((".", "+")) else f"0+{text}")
-        if mark.release != (0,) or mark.pre is not None:
+        ending, local = mark.public.removeprefix("0"), mark.local or ""
+        # Not a release or a pre-release; and not ".dev", which packaging reads as ".dev0".
+        if mark.release != (0,) or mark.pre is not None or not text.startswith(ending):
             raise InvalidVersion(text)
     except InvalidVersion:
         raise SettingError(
@@ -304,7 +306,6 @@ def tagged(version: str) -> str:
             hint=f"{origin}=cu130",
         ) from None
     public, _, before = version.partition("+")
-    ending, local = mark.public.removeprefix("0"), mark.local or ""
     # A build asks several times, also for a version that has the text already.
     if not public.endswith(ending):
         public += ending

@@ -117,14 +117,14 @@ def check_names(name: str, version: str, requires: Sequence[str] = ()) -> None:
             why="a name has letters and digits, with -, _ or . between them",
         ) from None
     try:
-        normal = str(Version(version))
+        normal: str | None = str(Version(version))
     except InvalidVersion:
-        normal = ""
+        normal = None
     if normal != version:
         raise UsageError(
             f"{version!r} cannot be the version of a wheel",
             why="a version has the form 1.2, 1.2rc1, 1.2.post1, 1.2.dev1 or 1.2+tag.1 (PEP 440)",
-            hint=f"{normal} is its normal form" if normal else "",
+            hint=f"use its normal form: {normal}" if normal else "",
         )
     for each in requires:
         if not each.strip() or "\n" in each or "\r" in each:
