@@ -115,7 +115,7 @@ def test_the_command_says_what_it_wrote_and_what_is_next(tmp_path: Path, backend
         "pip install --no-build-isolation --group test .",
         "pytest",
     ]
-    assert why == "Without isolation it takes the opkiln you have."
+    assert why == "Without isolation, the build uses the installed opkiln."
     assert "\n".join(steps) in (tmp_path / "demo_ops" / "README.md").read_text()
     assert "demo_ops/src/demo_ops/ops/demo_add/cuda.cu" in done.stdout.splitlines()
     again = opkiln(tmp_path, "new", "demo_ops", "--backend", backend)

@@ -245,7 +245,7 @@ def test_building_for_a_script_compiles_what_it_loads_after_it_ran(
     done = run("build", "--for-script", str(script), "--", "--epochs", "1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("--epochs 1 False\n")  # the reference served in it
-    assert "references serve" in done.stderr
+    assert "run as references" in done.stderr
     warm = run("check", "cpu_adam")
     assert warm.returncode == 0, warm.stdout
     again = run("build", "--for-script", str(script), OPKILN_JIT="off")

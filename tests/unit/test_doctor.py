@@ -15,7 +15,7 @@ from sample.child import SOURCE, run
 from sample.doctor import Patient, torch_stand_in
 from test_toolkits import FakeToolkit, a_compiler
 
-from opkiln.cli import doctor, main, output
+from opkiln.cli import main, output, report
 from opkiln.errors import SettingError, StoreError
 from opkiln.report import commands
 from opkiln.report.doctor import checks, finding, places
@@ -125,7 +125,7 @@ def planted(
 def test_the_exit_code_says_the_worst(planted: Callable[..., tuple[int, str]]) -> None:
     good, odd, bad, none = passed("a"), warned("b"), failed("c"), skipped("d")
     assert planted(one=good, two=none)[0] == 0
-    assert planted(one=good, two=odd)[0] == doctor.WARNED == 8
+    assert planted(one=good, two=odd)[0] == report.WARNED == 8
     assert planted(one=odd, two=bad, three=good)[0] == output.FOUND == 1
 
 
@@ -182,7 +182,7 @@ def test_json_too_has_only_what_is_wrong_where_that_is_asked_for(
     outcomes = {"good": passed("fine"), "odd": warned("bent"), "none": skipped("no")}
     code, shown = planted("--json", "--errors-only", **outcomes)
     answer = json.loads(shown)
-    assert (code, answer["worst"]) == (doctor.WARNED, WARN)
+    assert (code, answer["worst"]) == (report.WARNED, WARN)
     assert [each["check"] for each in answer["findings"]] == ["odd"]
 
 
@@ -382,7 +382,7 @@ def test_two_ops_with_one_name_pass_and_the_check_says_how_to_name_each(tmp_path
     found = patient.check("ops")
     assert found.verdict == PASS
     assert "cpu_adam is the op of opkiln; that of second is second:cpu_adam" in found.evidence
-    assert "good is the op of theirs, that of second is second:good" in found.evidence
+    assert "good is the op of theirs; that of second is second:good" in found.evidence
 
 
 # An image that only runs ops
@@ -424,7 +424,7 @@ def test_an_image_without_a_compiler_passes_where_nothing_is_compiled(
         assert "not needed: " in found[name].evidence
     assert "no C++ compiler can be used here" in found["compiler"].evidence
     others = {each.verdict for each in found.values()}
-    assert status == (doctor.WARNED if WARN in others else 0)
+    assert status == (report.WARNED if WARN in others else 0)
 
 
 def test_a_missing_launcher_is_no_failure_where_nothing_is_compiled() -> None:

@@ -107,7 +107,7 @@ def test_the_text_says_it_all_in_words() -> None:
         "cgroup /job: a quota of 2.5 CPUs, 4 CPUs, 8.0 GiB of memory",
         "/dev/shm 32.0 MiB free of 64.0 MiB",
         "limits memlock 64.0 KiB (at most unlimited), nofile 1024 (at most 4096)",
-        "dropped CFLAGS (no compiler sees them)",
+        "dropped CFLAGS (not passed to compilers)",
         "C++ /usr/bin/g++, g++ 12.2, taken (PATH)",
         f"CUDA /usr/local/cuda-12.8, 12.8, refused: {MISFIT} (/usr/local/cuda-*)",
         "ROCm /opt/rocm/bin/hipcc, not asked (/opt)",

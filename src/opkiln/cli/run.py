@@ -1,4 +1,4 @@
-"""``opkiln run``: a program that knows nothing of opkiln, with its extensions built by it."""
+"""``opkiln run``: runs an unmodified program, and opkiln builds its extensions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import click
 
 from opkiln import settings
-from opkiln.cli import output, verbosity
+from opkiln.cli import output
 from opkiln.errors import UsageError
 from opkiln.model import PACKAGE
 
@@ -24,19 +24,19 @@ _STARTUP = os.path.join(PACKAGE, "compat", "startup")
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND…")
 def command(command: tuple[str, ...]) -> None:
-    """Run COMMAND, an unmodified program, with opkiln in the place of torch.utils.cpp_extension and
-    of DeepSpeed's op builders.
+    """Run COMMAND, an unmodified program. opkiln replaces torch.utils.cpp_extension and DeepSpeed's
+    op builders in it.
 
     \b
         opkiln run python train.py
         opkiln run train.py
         opkiln run pip install --no-build-isolation ./some-extension
 
-    One line on standard error says that opkiln took over; then it says what it builds, unless -q is
-    given. It holds for every Python that COMMAND starts, and changes nothing on disk. COMMAND is
-    looked for as a shell does it; a FILE.py that is no program is run by this Python.
-    OPKILN_PATCH_TORCH=1 does the same for a Python that has opkiln installed. OPKILN_DEEPSPEED says
-    what DeepSpeed's builders get.
+    A line on standard error says that opkiln is active; then it shows what it builds, unless -q is
+    given. This applies to every Python that COMMAND starts, and changes nothing on disk. COMMAND is
+    looked up as in a shell; a FILE.py that is not executable is run by this Python.
+    OPKILN_PATCH_TORCH=1 does the same for a Python that has opkiln installed. OPKILN_DEEPSPEED
+    selects what replaces DeepSpeed's builders.
     """
     words = list(command)
     program = shutil.which(words[0])
@@ -45,7 +45,7 @@ def command(command: tuple[str, ...]) -> None:
         program = sys.executable
     if program is None:
         raise UsageError(
-            f"{words[0]!r} is no program here",
+            f"there is no program {words[0]!r}",
             why="it is neither on PATH nor an executable file",
             hint="opkiln run python -c 'import sys; print(sys.executable)'",
         )
@@ -56,7 +56,7 @@ def command(command: tuple[str, ...]) -> None:
 
 
 def _tell(command: tuple[str, ...]) -> None:
-    """One line: that opkiln takes part, and in what. Silent where a build would be, too."""
+    """Say in one line what opkiln builds. Silent if the progress of a build would be, too."""
     others = settings.settings.rank not in (None, 0)
     if settings.settings.progress == "off" or (settings.settings.progress == "auto" and others):
         return
@@ -66,10 +66,10 @@ def _tell(command: tuple[str, ...]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, with what has Python start with the exchange."""
-    # Named, OPKILN_PROGRESS goes before the verbose=False that a program gives torch's functions.
+    """This process's environment, with the variables that make Python load opkiln's hook."""
+    # If it is set, OPKILN_PROGRESS overrides the verbose=False that programs pass to torch.
     given = {"OPKILN_PROGRESS": "auto", **settings.whole_environment()}
-    given |= verbosity.child_variables()
+    given |= output.child_variables()
     others = [part for part in given.get("PYTHONPATH", "").split(os.pathsep) if part]
     paths = [_STARTUP, *(part for part in others if part != _STARTUP)]
     return {**given, "PYTHONPATH": os.pathsep.join(paths), "OPKILN_PATCH_TORCH": "1"}
