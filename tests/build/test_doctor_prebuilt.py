@@ -74,7 +74,7 @@ def test_a_stale_one_is_a_warning_with_its_reason_and_a_build_mends_it(shipped: 
     assert found.command == "opkiln build plain"
     mended = ill.check("prebuilt", after=found.command)
     assert mended.verdict == "PASS"
-    assert mended.evidence == ("plain is refused, and a build of it serves: csrc/add.cpp changed")
+    assert mended.evidence == ("plain is refused, and a cached build is used: csrc/add.cpp changed")
 
 
 def test_a_damaged_one_is_to_be_installed_again_by_the_name_that_brought_it(
