@@ -17,7 +17,8 @@ from opkiln.machine import architecture
 from opkiln.model import ABI_TORCH, ROCM, DeviceCompiler, OpSpec, Target, TorchSDK
 from opkiln.settings import override
 from opkiln.steps import hipcc as steps
-from opkiln.toolchain import hipcc, host, probing, rocm, torch_sdk
+from opkiln.toolchain import hipcc, host, probing, torch_sdk
+from opkiln.toolchain import rocm as homes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +30,7 @@ def opt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty /opt, and no hipcc on PATH."""
     directory = tmp_path / "opt"
     directory.mkdir()
-    monkeypatch.setattr(rocm, "PARENT", str(directory))
+    monkeypatch.setattr(homes, "PARENT", str(directory))
     with override(path=(str(tmp_path / "bin"),)):
         yield directory
 
@@ -52,7 +53,7 @@ def test_a_named_rocm_is_the_only_candidate(opt: Path, tmp_path: Path) -> None:
     Rocm(opt / "rocm")
     named = Rocm(tmp_path / "mine")
     with override(rocm_home=str(named.home)):
-        (only,) = rocm.hipcc_candidates()
+        (only,) = homes.hipcc_candidates()
     assert (only.path, only.refused) == (str(named.hipcc), "")
 
 
@@ -78,7 +79,7 @@ def test_installations_are_tried_from_path_then_the_default_one_then_the_newest(
     (opt / "rocm-6.3.0").mkdir()  # what an uninstallation leaves
     Rocm(tmp_path / "usr")
     with override(path=(str(tmp_path / "usr" / "bin"),)):
-        found = [(each.path, each.refused) for each in rocm.hipcc_candidates()]
+        found = [(each.path, each.refused) for each in homes.hipcc_candidates()]
     assert found == [
         (f"{tmp_path}/usr/bin/hipcc", ""),
         (f"{opt}/rocm/bin/hipcc", ""),
@@ -181,7 +182,8 @@ def test_a_rocm_for_another_machine_is_refused(opt: Path, memory: tuple[str, ...
     Rocm(opt / "rocm", machine="riscv64-unknown-linux-gnu")
     (_, refused) = hipcc.candidates(memory, None, a_host())
     assert refused.refused == (
-        f"compiles for riscv64-unknown-linux-gnu, and /usr/bin/g++ for {architecture()}-linux-gnu"
+        "compiles for riscv64-unknown-linux-gnu, "
+        f"but /usr/bin/g++ compiles for {architecture()}-linux-gnu"
     )
 
 
@@ -322,7 +324,7 @@ def test_a_rocm_torch_is_one_that_was_built_with_hip(
     monkeypatch: pytest.MonkeyPatch, torch: TorchSDK | None, rocm: bool
 ) -> None:
     monkeypatch.setattr(torch_sdk, "find", lambda: torch)
-    assert rocm.is_rocm_pytorch() is rocm
+    assert homes.is_rocm_pytorch() is rocm
 
 
 @pytest.mark.parametrize(
@@ -343,7 +345,7 @@ def test_the_installed_version_is_read_from_what_the_installation_says(
     rocm = Rocm(opt / "rocm")
     (rocm.home / file).parent.mkdir(parents=True, exist_ok=True)
     (rocm.home / file).write_text(text)
-    assert rocm.installed_rocm_version() == version
+    assert homes.installed_rocm_version() == version
     assert rocm.runs() == []
 
 
@@ -351,9 +353,9 @@ def test_without_an_installation_the_version_is_torchs_or_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch_sdk, "find", lambda: a_torch("6.2.41133-dd7f95766"))
-    assert rocm.installed_rocm_version() == (6, 2)
+    assert homes.installed_rocm_version() == (6, 2)
     monkeypatch.setattr(torch_sdk, "find", lambda: a_torch(None))
-    assert rocm.installed_rocm_version() == (0, 0)
+    assert homes.installed_rocm_version() == (0, 0)
 
 
 # Steps

@@ -1,4 +1,4 @@
-"""g++ and clang++: identity, what they accept, and the choice among those on the machine."""
+"""g++ and clang++: which one is used, its identity, and what it accepts."""
 
 from __future__ import annotations
 
@@ -19,16 +19,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-
-# FROM host: g++ and clang++: identity, what they accept, and the choice among those on the machine.
-
 REQUIRED = "-std=c++20"
 
 
 def recall(memory: tuple[str, ...], machine: str = "") -> Toolchain | None:
-    """The compiler that would be chosen, if it is remembered. Starts no process, writes nothing.
+    """The compiler that ``choose`` would take, if its probe is remembered.
 
-    ``machine`` is the one to compile for, where it is not this one.
+    Starts no process, writes nothing. ``machine``: the one to compile for, if it is another.
     """
     for candidate in _candidates(machine):
         if candidate.refused:
@@ -42,7 +39,7 @@ def recall(memory: tuple[str, ...], machine: str = "") -> Toolchain | None:
 
 
 def choose(memory: tuple[str, ...], machine: str = "") -> Toolchain:
-    """The first compiler that can be used, probed where nothing is remembered of it.
+    """The first compiler that can be used. Those that are not remembered are probed.
 
     Raises ToolchainError with each candidate and why it was refused.
     """
@@ -54,7 +51,7 @@ def choose(memory: tuple[str, ...], machine: str = "") -> Toolchain:
     why = "\n".join(refusals)
     if probing.unwritable():
         raise ToolchainError(
-            "no C++ compiler can be asked what it can do",
+            "no C++ compiler can be probed",
             why=why,
             hint="set OPKILN_TMPDIR to a writable node-local directory",
         )
@@ -88,14 +85,14 @@ def candidates(memory: tuple[str, ...]) -> list[Candidate]:
 
 
 def available(machine: str = "") -> bool:
-    """Whether any compiler is to be found, without asking it anything."""
+    """Whether any compiler is found. Starts no process."""
     return any(not candidate.refused for candidate in _candidates(machine))
 
 
 def evidence(memory: tuple[str, ...], toolchain: Toolchain) -> dict[str, list[Any]] | None:
-    """What the choice of this compiler rests on, as facts that ``stat`` can check.
+    """The facts behind the choice of this compiler, in a form that ``stat`` can check.
 
-    None where it cannot be put that way: another candidate was asked, and refused, before it.
+    None if they are not enough: another candidate was run, and refused, before it.
     """
     candidate = next(find.cxx_candidates(), None)
     if candidate is None or candidate.path != toolchain.cxx:
@@ -107,8 +104,8 @@ def evidence(memory: tuple[str, ...], toolchain: Toolchain) -> dict[str, list[An
     names = [chosen, *(name for name, _ in record["resolved"][1:])]
     if toolchain.launcher is not None:
         names.append(toolchain.launcher)
-    # By the names they go by, not by the files these lead to: a link that is turned elsewhere then
-    # shows, too, as a file with another inode.
+    # Under the names that are called, not the paths they resolve to: a link that is pointed
+    # elsewhere then shows as a file with another inode.
     known = {os.path.realpath(path): path for name in names if (path := find.first(name))}
     return {
         "unchanged": [[known.get(path, path), *rest] for path, *rest in record["signatures"]],
@@ -130,15 +127,15 @@ def _examined(
             try:
                 record, files = _probe(candidate.path, machine or this.architecture())
             except (ToolchainError, BuildTimeout, OSError) as error:
-                # Not remembered: a dead interpreter, a full disk, a slow machine may be mended.
-                record = _refusal(f"cannot be asked: {error}", [])
+                # Not remembered: the cause (a full disk, a slow machine) may go away.
+                record = _refusal(f"cannot be probed: {error}", [])
             else:
                 probing.remember(memory, subject, record, files, asked_at)
         yield candidate._replace(refused=record["refused"], version=record["version"]), record
 
 
 def _subject(path: str, machine: str = "") -> str:
-    # A compiler that is refused for one machine may be the right one for another.
+    # A compiler that is refused for one machine may be right for another.
     return f"host {path} for {machine}" if _is_cross(machine) else f"host {path}"
 
 
@@ -146,8 +143,8 @@ def _recall(memory: tuple[str, ...], subject: str) -> dict[str, Any] | None:
     record = probing.recall(memory, subject)
     if record is None:
         return None
-    # The files are unchanged, but the names may lead elsewhere now: a symbolic link that was
-    # turned, another `as` that came first on PATH.
+    # The files are unchanged, but the names may point elsewhere now: a symbolic link was changed,
+    # or another `as` comes first on PATH.
     for name, target in record["resolved"]:
         program = find.first(name)
         if program is None or os.path.realpath(program) != target:
@@ -181,7 +178,7 @@ def _toolchain(path: str, record: dict[str, Any], *, cross: bool) -> Toolchain:
 
 
 def _probe(path: str, wanted: str) -> tuple[dict[str, Any], list[str]]:
-    """Ask a compiler everything at once: (record, the files that the answers depend on)."""
+    """Ask a compiler everything at once. Returns (record, the files that the answers depend on)."""
     from opkiln.process import run
 
     def ask(*arguments: str) -> tuple[int, str]:
@@ -214,7 +211,7 @@ def _probe(path: str, wanted: str) -> tuple[dict[str, Any], list[str]]:
             resolved.append([name, files[-1]])
     files = list(dict.fromkeys(files))
 
-    # The names stay out of the identity: the same binaries elsewhere are the same compiler.
+    # Without the directories: the same binaries elsewhere are the same compiler.
     identity = key("toolchain", (family, version, machine, [sha256_file(file) for file in files]))
     record = {
         "refused": "",
@@ -231,17 +228,18 @@ def _probe(path: str, wanted: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _shared_runtime(path: str) -> str:
-    """The libstdc++ of this process, for a compiler that links a static one into what it makes.
+    """The libstdc++ of this process, for a compiler that would link a static one.
 
-    Wrappers ask for that, and compilers that were copied without their libraries do it unasked. A
-    library with a copy of its own in a process that has another crashes when it formats a message:
-    streams and locales are shared, and are not the same.
+    Some wrappers ask for that, and compilers that were copied without their libraries do it. A
+    library with its own libstdc++ crashes in a process that has another when it formats a message:
+    the two share streams and locales that differ.
     """
     from opkiln.process import run
 
     with probing.scratch() as scratch:
         output = os.path.join(scratch, "probe.so")
-        # The linker names each file it opens; of an archive, only what it takes from it.
+        # -t makes the linker print each file that it opens; of an archive, only the members it
+        # uses.
         linking = (path, "-shared", "-x", "c++", os.devnull, "-o", output, "-Wl,-t")
         done = run(linking, timeout=60, tmpdir=scratch, supervised=False)
     if done.returncode != 0 or "libstdc++.so" in done.output or "libc++" in done.output:
@@ -253,7 +251,7 @@ def _shared_runtime(path: str) -> str:
         with open("/proc/self/maps") as file:
             mapped = [line.split()[-1] for line in file if "/libstdc++.so.6" in line]
     except OSError:
-        return ""  # there is none to share
+        return ""  # there is no libstdc++ to share
     return mapped[0] if mapped else ""
 
 
