@@ -111,7 +111,7 @@ def test_off_is_said(shipped: Shipped) -> None:
     shipped.build()
     found = patient(shipped, OPKILN_PREBUILT="off").check("prebuilt")
     assert found.verdict == "SKIP"
-    assert found.evidence == "OPKILN_PREBUILT=off: plain is installed and not looked at"
+    assert found.evidence == "OPKILN_PREBUILT=off: plain is installed but not used"
 
 
 def test_a_package_that_cannot_be_imported_is_left_to_the_check_of_ops(shipped: Shipped) -> None:

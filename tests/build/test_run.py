@@ -113,7 +113,7 @@ def test_a_script_is_run_by_this_python_and_gets_its_arguments(tmp_path: Path) -
 def test_what_is_no_program_is_an_error_with_the_name() -> None:
     done = run("no-such-program-here")
     assert done.returncode == 2
-    assert "'no-such-program-here' is no program here" in done.stderr
+    assert "there is no program 'no-such-program-here'" in done.stderr
     assert "hint:" in done.stderr
 
 

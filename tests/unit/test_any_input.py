@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given
+from hypothesis import HealthCheck, assume, example, given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 
@@ -23,7 +23,7 @@ from opkiln.errors import ArchError, LoadError, OpkilnError, SettingError, Usage
 from opkiln.settings import Setting, override, parse_size, table
 from opkiln.ship import bundle, selection
 from opkiln.ship.wheel_check import verify_wheel
-from opkiln.store import archive, entry, signatures
+from opkiln.store import archive, entry, shape, signatures
 from opkiln.store.deps import parse_depfile
 
 # What a variable or a path can hold: no NUL, and bytes that are no UTF-8 as lone surrogates.
@@ -149,6 +149,7 @@ def test_any_dependency_file_gives_paths_that_are_in_it(text: str) -> None:
 @given(st.dictionaries(st.text(max_size=8), JSON, max_size=6))
 def test_a_manifest_reads_back_as_it_was_written(body: dict[str, Any]) -> None:
     manifest = {**body, "schema": entry.SCHEMA}
+    assume(not shape.wrong(manifest))  # a name that manifests use, with a value of another type
     data = entry.write_manifest(manifest)
     again = entry.parse_manifest(data)
     assert entry.write_manifest(again) == data
