@@ -222,7 +222,7 @@ def test_record_runs_a_command_and_exits_as_it_does(script: Path, tmp_path: Path
         OPKILN_JIT="off", OPKILN_FALLBACK="silent",
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "--epochs 1 False\n"), done.stderr
-    assert "1 op(s) noted" in done.stderr
+    assert "1 op recorded" in done.stderr
     assert noted(file) == ["cpu_adam"]
     failed = run(
         "cache", "record", str(file), "--", sys.executable, "-c", "print(1); raise SystemExit(7)"
