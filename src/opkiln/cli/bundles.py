@@ -25,7 +25,7 @@ def _digest(_context: click.Context, _option: click.Parameter, text: str | None)
     return text or ""
 
 
-@click.command("export", short_help="Write entries to one file.")
+@click.command("export", short_help="Write entries to one file, a bundle.")
 @click.argument("file", type=click.Path(dir_okay=False))
 @click.option(
     "--op", "ops", multiple=True, metavar="OP", shell_complete=complete_op,
@@ -83,7 +83,7 @@ def _newest(root: str) -> Iterator[Entry]:
             yield found
 
 
-@click.command("import", short_help="Import entries from such a file.")
+@click.command("import", short_help="Import entries from a bundle.")
 @click.argument("file", type=click.Path(dir_okay=False))
 @click.option(
     "--sha256", callback=_digest, metavar="DIGEST",
@@ -130,7 +130,7 @@ def keygen(file: str, as_json: bool) -> None:
         output.say(f"wrote {made.private} and {made.public}")
 
 
-@click.command("sign", short_help="Sign such a file.")
+@click.command("sign", short_help="Sign a bundle.")
 @click.argument("file", type=click.Path(dir_okay=False))
 @click.option(
     "--key", "key_file", required=True, type=click.Path(dir_okay=False), metavar="KEY",

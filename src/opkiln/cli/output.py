@@ -1,5 +1,4 @@
-"""What every command shares: data on standard output, messages on standard error, ``-q`` and
-``-v``.
+"""What every command shares: data on standard output, messages on standard error, verbosity.
 
 All commands take ``-q`` and ``-v``, before or after the command's name. ``-q`` leaves data and
 errors. ``-v`` adds every program that is started, and what a build does, line by line.
@@ -30,7 +29,7 @@ from opkiln.settings import override, settings, unknown
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import Any, TextIO
+    from typing import TextIO
 
     from opkiln.errors import OpkilnError
 
@@ -198,7 +197,7 @@ def child_variables() -> dict[str, str]:
 
 
 def _level_option(short: str, long: str, level: str, text: str) -> click.Option:
-    def remember(context: click.Context, _level_option: click.Parameter, given: bool) -> None:
+    def remember(context: click.Context, _option: click.Parameter, given: bool) -> None:
         if not given:
             return
         # A command and its groups share this value.

@@ -1,5 +1,4 @@
-"""A report as a page: one HTML file that loads nothing and runs nothing, for light and dark
-screens.
+"""A report as a page: one HTML file that loads and runs nothing, for light and dark screens.
 
 Folding uses the browser's own ``<details>``, so there is no script. The policy in the page's head
 forbids everything else that a browser could fetch or run.
