@@ -31,9 +31,9 @@ _RUN = """
 import sys
 started = []
 sys.addaudithook(lambda event, args: started.append(args[1]) if event == "subprocess.Popen" else 0)
-from opkiln.toolchain import libsycl, rocm_homes, toolkits
+from opkiln.toolchain import libsycl, rocm, toolkits
 if {hide}:
-    toolkits.DIRECTORIES, rocm_homes.PARENT, libsycl.ONEAPI = (), "/nonexistent", "/nonexistent"
+    toolkits.DIRECTORIES, rocm.PARENT, libsycl.ONEAPI = (), "/nonexistent", "/nonexistent"
 {before}
 from opkiln.cli.main import _run
 code = _run(sys.argv[1:])
