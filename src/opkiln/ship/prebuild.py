@@ -13,7 +13,6 @@ import time
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from opkiln import process
 from opkiln.errors import (
     BuildError,
     CompilingOff,
@@ -339,5 +338,7 @@ def run_recorded(argv: Sequence[str], file: str, **changes: str) -> int:
 
     Raises ToolchainError if it cannot be started.
     """
+    from opkiln import process  # not for a build that finds everything built
+
     environment = {**whole_environment(), "OPKILN_RECORD": os.path.abspath(file), **changes}
     return process.attend(argv, env=environment)
