@@ -318,7 +318,7 @@ def test_a_layer_that_is_not_there_is_found_by_the_name_it_was_given(
     (good / "v1").mkdir(parents=True)
     patient = layered(store, good, gone)
     found = patient.check("store layers")
-    assert (found.verdict, found.evidence) == ("WARN", f"{gone} is not there")
+    assert (found.verdict, found.evidence) == ("WARN", f"{gone} does not exist")
     assert found.command == f"ls -ld '{gone}'"
     (gone / "v1").mkdir(parents=True)
     mended = patient.check("store layers")
