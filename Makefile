@@ -88,7 +88,7 @@ bench:
 	.bench-venv/bin/python bench/run.py
 
 docs: $(STAMP)
-	$(RUN) -c "from opkiln.report.settings_page import markdown; open('docs/settings.md', 'w').write(markdown())"
+	$(RUN) -c "from opkiln.report.forms import settings_page; open('docs/settings.md', 'w').write(settings_page())"
 
 clean:
 	rm -rf $(VENV) .bench-venv .sycl-venv .torch-*-venv .deepspeed-venv .packages-*-venv build dist src/*.egg-info

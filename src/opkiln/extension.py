@@ -330,7 +330,7 @@ def with_device(
     if cuda and sycl:
         raise UsageError(f"op {spec.name}: one library cannot hold both CUDA and SYCL code")
     if cuda:
-        from opkiln.toolchain.rocm_version import is_rocm_pytorch
+        from opkiln.toolchain.rocm import is_rocm_pytorch
 
         flags = _flags("extra_cuda_cflags", cuda_flags)
         backend = ROCM if is_rocm_pytorch() else CUDA

@@ -1,7 +1,7 @@
 """Every environment variable opkiln reads: typed, documented, in one table.
 
 This is the only module that touches ``os.environ``, and it only ever reads it. The table below
-is also the documentation: ``docs/settings.md`` is generated from it (``report/settings_page.py``)
+is also the documentation: ``docs/settings.md`` is generated from it (``report/forms.py``)
 and a test holds the two together.
 
 A value is read when it is asked for, so a program may set variables after ``import opkiln``.
@@ -652,17 +652,17 @@ def _relative() -> bool:
 def on_path(name: str) -> Iterator[str]:
     """Every executable file of this name, in PATH's order; a name with a slash is itself."""
     if "/" in name:
-        if _executable(name):
+        if executable(name):
             yield os.path.abspath(name)
         return
     for directory in settings.path:
         path = os.path.join(directory, name)
-        if os.path.isabs(path) and _executable(path):
+        if os.path.isabs(path) and executable(path):
             yield path
 
 
-def _executable(path: str) -> bool:
-    # A directory may be executable, too; a program never is one.
+def executable(path: str) -> bool:
+    """Whether a path is a program: a directory may have the executable bit, too."""
     return os.access(path, os.X_OK) and not os.path.isdir(path)
 
 

@@ -259,7 +259,7 @@ def test_export_and_import_carry_an_op_to_another_store(
     assert imported.exit_code == 0, imported.output
     (entry,) = json.loads(imported.stdout)["entries"]
     assert (entry["op"], entry["distribution"], entry["new"]) == ("cpu_adam", "opkiln", True)
-    assert "there already" in invoke("import", str(file)).stdout
+    assert "already there" in invoke("import", str(file)).stdout
     done = opkiln("check", "cpu_adam", OPKILN_CACHE_DIR=str(tmp_path / "other"))
     assert (done.returncode, "cached" in done.stdout) == (0, True), done.stdout
     again = tmp_path / "again.bundle"

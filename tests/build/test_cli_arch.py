@@ -209,7 +209,7 @@ def test_a_list_that_means_nothing_is_one_error(arch: Arch, text: str, no_toolki
 def test_without_a_toolkit_that_is_said_and_the_rest_is_shown(arch: Arch, no_toolkit: None) -> None:
     code, out, _ = arch(LIST)
     assert code == 0
-    assert re.search(r"^toolkit  none: .* holds no CUDA toolkit$", out, re.MULTILINE)
+    assert re.search(r"^toolkit  none: .* has no CUDA toolkit$", out, re.MULTILINE)
     assert "-gencode=arch=compute_100f,code=compute_100f" in out
     found = arch.json(LIST)
     assert found["toolkit"] is None

@@ -19,7 +19,7 @@ from sample.child import NOBODY
 from sample.compiler import torch_like
 from sample.doctor import Patient, can_mount
 
-from opkiln.report.doctor.packages import install
+from opkiln.report.commands import install
 from opkiln.ship import bundle
 from opkiln.toolchain import nvcc
 
@@ -277,7 +277,7 @@ def test_a_store_on_a_noexec_mount_is_found_and_left(mountable: Path, tmp_path: 
     patient = Patient(env, mounts={mountable: "noexec"})
     found = patient.check("store noexec")
     assert found.verdict == "FAIL"
-    assert f"{mountable}/store/v1 is on a file system mounted noexec" in found.evidence
+    assert f"{mountable}/store/v1 is mounted noexec" in found.evidence
     assert patient.check("store noexec", after=found.command).verdict == "PASS"
 
 
@@ -318,7 +318,7 @@ def test_a_layer_that_is_not_there_is_found_by_the_name_it_was_given(
     (good / "v1").mkdir(parents=True)
     patient = layered(store, good, gone)
     found = patient.check("store layers")
-    assert (found.verdict, found.evidence) == ("WARN", f"{gone} is not there")
+    assert (found.verdict, found.evidence) == ("WARN", f"{gone} does not exist")
     assert found.command == f"ls -ld '{gone}'"
     (gone / "v1").mkdir(parents=True)
     mended = patient.check("store layers")
@@ -355,7 +355,7 @@ def test_a_file_that_is_no_bundle_is_found(store: Path, tmp_path: Path) -> None:
         path.write_bytes(b"PK, and then something else")
     why = "it does not begin with opkiln-bundle.json"
     found = layered(store, junk).check("store layers")
-    assert (found.verdict, found.evidence) == ("WARN", f"{junk} is no bundle; {why}")
+    assert (found.verdict, found.evidence) == ("WARN", f"{junk} is not a bundle; {why}")
     assert found.command == f"ls -ld {junk}"
     assert layered(store, wheel).check("store layers").command == f"pip install {wheel}"
 
@@ -451,7 +451,7 @@ def test_flags_that_no_compiler_sees_are_found() -> None:
     patient = Patient({"NVCC_APPEND_FLAGS": "-lineinfo", "GCC_EXEC_PREFIX": "/opt/gcc/"})
     found = patient.check("kept-away variables")
     assert found.verdict == "WARN"
-    assert "sees GCC_EXEC_PREFIX, NVCC_APPEND_FLAGS" in found.evidence
+    assert "does not pass GCC_EXEC_PREFIX, NVCC_APPEND_FLAGS to" in found.evidence
     assert "NVCC_APPEND_FLAGS: set OPKILN_CUDAFLAGS" in found.evidence
     assert patient.check("kept-away variables", after=found.command).verdict == "PASS"
 
@@ -548,7 +548,7 @@ def test_a_gpu_that_the_arch_list_leaves_out_is_found() -> None:
     assert patient.check("cuda arch list").verdict == "PASS"
     found = patient.check("cuda gpus")
     assert found.verdict == "FAIL"
-    assert "TORCH_CUDA_ARCH_LIST=8.0 has nothing that runs on 9.0" in found.evidence
+    assert "nothing in TORCH_CUDA_ARCH_LIST=8.0 runs on 9.0" in found.evidence
     assert found.command == "unset TORCH_CUDA_ARCH_LIST"
     mended = patient.check("cuda gpus", after=found.command)
     assert mended.verdict == "PASS"
@@ -602,7 +602,7 @@ def test_an_op_that_crashes_its_process_is_a_failed_self_check(tmp_path: Path) -
     found = patient.check("self-check cpu")
     assert found.verdict == "FAIL"
     assert "the child died of SIG" in found.evidence
-    assert "while it would call" in found.evidence
+    assert "at the step: call" in found.evidence
     assert found.command == "unset CXXFLAGS"
     assert patient.check("self-check cpu", after=found.command).verdict == "PASS"
 

@@ -47,13 +47,13 @@ def row(shipped: Shipped, **env: str) -> dict[str, Any]:
 def test_nothing_that_is_installed_is_nothing_wrong(shipped: Shipped) -> None:
     found = patient(shipped).check("prebuilt")
     assert found.verdict == "PASS"
-    assert found.evidence == "no package was installed with libraries of ops"
+    assert found.evidence == "no package was installed with prebuilt ops"
 
 
 def test_what_serves_is_listed(shipped: Shipped, tmp_path: Path) -> None:
     shipped.build()
     found = patient(shipped).check("prebuilt")
-    assert (found.verdict, found.evidence) == ("PASS", "they serve plain")
+    assert (found.verdict, found.evidence) == ("PASS", "used: plain")
     assert shipped.opened == []
 
 
@@ -61,7 +61,7 @@ def test_an_op_of_a_wheel_of_ops_is_listed_too(shipped: Shipped, tmp_path: Path)
     site = tmp_path / "site"
     shipped.build(site / "opkiln_prebuilt" / "plain_ops")
     found = patient(shipped, site).check("prebuilt")
-    assert (found.verdict, found.evidence) == ("PASS", "they serve plain")
+    assert (found.verdict, found.evidence) == ("PASS", "used: plain")
 
 
 def test_a_stale_one_is_a_warning_with_its_reason_and_a_build_mends_it(shipped: Shipped) -> None:
@@ -74,7 +74,7 @@ def test_a_stale_one_is_a_warning_with_its_reason_and_a_build_mends_it(shipped: 
     assert found.command == "opkiln build plain"
     mended = ill.check("prebuilt", after=found.command)
     assert mended.verdict == "PASS"
-    assert mended.evidence == ("plain is refused, and a build of it serves: csrc/add.cpp changed")
+    assert mended.evidence == ("plain is refused, and a cached build is used: csrc/add.cpp changed")
 
 
 def test_a_damaged_one_is_to_be_installed_again_by_the_name_that_brought_it(
@@ -111,7 +111,7 @@ def test_off_is_said(shipped: Shipped) -> None:
     shipped.build()
     found = patient(shipped, OPKILN_MODE="source").check("prebuilt")
     assert found.verdict == "SKIP"
-    assert found.evidence == "OPKILN_MODE=source: plain is installed and not looked at"
+    assert found.evidence == "OPKILN_MODE=source: plain is installed but not used"
 
 
 def test_a_package_that_cannot_be_imported_is_left_to_the_check_of_ops(shipped: Shipped) -> None:

@@ -69,10 +69,11 @@ def test_every_template_is_written() -> None:
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("", "a name is"), ("../up", "a name is"), ("a/b", "a name is"), ("9ops", "a name is"),
-     ("ops-", "a name is"), ("öps", "a name is"), ("a b", "a name is"), ("-rf", "a name is"),
-     ("x" * 70, "more than 60"), ("class", "a word of Python's"), ("json", "Python's own library"),
-     ("torch", "another package"), ("aten", "a namespace that torch has"), ("OpKiln", "another")],
+    [("", "a name has"), ("../up", "a name has"), ("a/b", "a name has"), ("9ops", "a name has"),
+     ("ops-", "a name has"), ("öps", "a name has"), ("a b", "a name has"), ("-rf", "a name has"),
+     ("x" * 70, "more than 60"), ("class", "a keyword of Python"),
+     ("json", "Python's standard library"),
+     ("torch", "another package"), ("aten", "one of torch's namespaces"), ("OpKiln", "another")],
 )  # fmt: skip
 def test_a_name_that_no_package_can_have_is_refused(tmp_path: Path, name: str, why: str) -> None:
     with pytest.raises(UsageError, match="cannot be the name of a package") as raised:
@@ -114,7 +115,7 @@ def test_the_command_says_what_it_wrote_and_what_is_next(tmp_path: Path, backend
         "pip install --no-build-isolation --group test .",
         "pytest",
     ]
-    assert why == "Without isolation it takes the opkiln you have."
+    assert why == "Without isolation, the build uses the installed opkiln."
     assert "\n".join(steps) in (tmp_path / "demo_ops" / "README.md").read_text()
     assert "demo_ops/src/demo_ops/ops/demo_add/cuda.cu" in done.stdout.splitlines()
     again = opkiln(tmp_path, "new", "demo_ops", "--backend", backend)
@@ -136,9 +137,9 @@ def test_an_op_that_is_not_named_is_named_after_its_package(package: str, op: st
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("", "a name is"), ("9x", "a name is"), ("_x", "a name is"), ("a__b", "a name is"),
-     ("a b", "a name is"), ("x/y", "a name is"), ("ünorm", "a name is"), ("n" * 61, "60"),
-     ("lambda", "a word of Python's"), ("cpu_adam", "opkiln itself has"),
+    [("", "a name has"), ("9x", "a name has"), ("_x", "a name has"), ("a__b", "a name has"),
+     ("a b", "a name has"), ("x/y", "a name has"), ("ünorm", "a name has"), ("n" * 61, "60"),
+     ("lambda", "a keyword of Python"), ("cpu_adam", "opkiln has"),
      ("reference", "something else"),
      ("OPS", "something else"), ("targets", "OPKILN_BUILD_TARGETS")],
 )  # fmt: skip
@@ -262,7 +263,7 @@ def test_an_op_is_added_to_a_package_that_had_none(tmp_path: Path) -> None:
         (lambda p: (p / "tests/test_norm.py").write_text("mine"), "test_norm.py exists already"),
         (lambda p: _append(p / "src/demo_ops/__init__.py", "norm = 1\n"), "has a name norm"),
         (lambda p: _append(p / "src/demo_ops/__init__.py", "def (\n"), "does not parse"),
-        (lambda p: _append(p / "pyproject.toml", "[[[\n"), "is not that of a package"),
+        (lambda p: _append(p / "pyproject.toml", "[[[\n"), "does not describe a package"),
         (lambda p: (p / "src/demo_ops").rename(p / "src/other"), "is not found in"),
         (lambda p: _inline(p / "pyproject.toml"), "cannot be added to"),
     ],
@@ -330,7 +331,7 @@ def test_the_command_adds_an_op_from_inside_a_package_or_by_its_path(
 def test_the_command_without_a_package_says_what_to_type(tmp_path: Path) -> None:
     for arguments, message in (
         ([], "the package needs a name"),
-        (["--op", "norm"], "no package in"),
+        (["--op", "norm"], "no package was found in"),
     ):
         done = opkiln(tmp_path, "new", *arguments)
         assert done.returncode == 2

@@ -19,8 +19,8 @@ from opkiln.digest import sha256_file
 from opkiln.errors import CompilingOff, StoreError, StoreWarning, UnknownOp
 from opkiln.loading import loader, recording
 from opkiln.settings import override
-from opkiln.ship import prewarm
-from opkiln.ship.targets import Wanted
+from opkiln.ship import prebuild
+from opkiln.ship.selection import NamedTarget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,7 +181,7 @@ def test_what_was_noted_is_asked_for_as_it_was_used(tmp_path: Path) -> None:
         ("opkiln", "cpu_adam", "cpu", "x86-64-v2"),
         ("jit", "mine", "cpu", ""),
     )
-    asked = prewarm.requests(str(file))
+    asked = prebuild.recorded_requests(str(file))
     assert [(each.builder.name, str(each.wanted), each.named) for each in asked.requests] == [
         ("cpu_adam", "cpu:x86-64-v3", True),
         ("fused_adam", "cuda:8.0;9.0a", True),
@@ -189,7 +189,7 @@ def test_what_was_noted_is_asked_for_as_it_was_used(tmp_path: Path) -> None:
     ]
     (skipped,) = asked.refused
     assert (skipped.op, skipped.status) == ("mine", "skipped")
-    assert prewarm.requests(str(file), ran_here=True).refused == ()
+    assert prebuild.recorded_requests(str(file), ran_here=True).refused == ()
 
 
 def test_a_target_that_is_asked_for_replaces_the_recorded_ones(tmp_path: Path) -> None:
@@ -198,17 +198,17 @@ def test_a_target_that_is_asked_for_replaces_the_recorded_ones(tmp_path: Path) -
         ("opkiln", "cpu_adam", "cpu", "x86-64-v3"),
         ("opkiln", "cpu_adam", "cpu", "x86-64-v2"),
     )
-    asked = prewarm.requests(str(file), [Wanted("cpu", "x86-64")])
+    asked = prebuild.recorded_requests(str(file), [NamedTarget("cpu", "x86-64")])
     assert [str(each.wanted) for each in asked.requests] == ["cpu:x86-64"]
 
 
 def test_an_op_of_a_package_that_is_not_installed_is_an_error(tmp_path: Path) -> None:
     file = record(tmp_path / "ops.jsonl", ("opkiln", "no_such_op", "cpu", ""))
     with pytest.raises(UnknownOp, match="no_such_op"):
-        prewarm.requests(str(file))
+        prebuild.recorded_requests(str(file))
     file = record(tmp_path / "ops.jsonl", ("somebody", "cpu_adam", "cpu", ""))
     with pytest.raises(UnknownOp, match="cpu_adam of somebody"):
-        prewarm.requests(str(file))
+        prebuild.recorded_requests(str(file))
 
 
 # The commands
@@ -221,7 +221,7 @@ def test_record_runs_a_command_and_exits_as_it_does(script: Path, tmp_path: Path
         OPKILN_MODE="cached",
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "--epochs 1 False\n"), done.stderr
-    assert "1 op(s) noted" in done.stderr
+    assert "1 op recorded" in done.stderr
     assert noted(file) == ["cpu_adam"]
     failed = run(
         "cache", "record", str(file), "--", sys.executable, "-c", "print(1); raise SystemExit(7)"
@@ -244,7 +244,7 @@ def test_building_for_a_script_compiles_what_it_loads_after_it_ran(
     done = run("build", "--for-script", str(script), "--", "--epochs", "1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("--epochs 1 False\n")  # the reference served in it
-    assert "references serve" in done.stderr
+    assert "run as references" in done.stderr
     warm = run("check", "cpu_adam")
     assert warm.returncode == 0, warm.stdout
     again = run("build", "--for-script", str(script), OPKILN_MODE="cached")

@@ -20,7 +20,7 @@ import pytest
 from sample import child
 from sample.rocm import Rocm
 
-from opkiln.report.doctor import packages
+from opkiln.report import commands
 from opkiln.toolchain import nvcc
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ _RUN = """
 import sys
 started = []
 sys.addaudithook(lambda event, args: started.append(args[1]) if event == "subprocess.Popen" else 0)
-from opkiln.toolchain import libsycl, rocm_homes, toolkits
+from opkiln.toolchain import libsycl, rocm, toolkits
 if {hide}:
-    toolkits.DIRECTORIES, rocm_homes.PARENT, libsycl.ONEAPI = (), "/nonexistent", "/nonexistent"
+    toolkits.DIRECTORIES, rocm.PARENT, libsycl.ONEAPI = (), "/nonexistent", "/nonexistent"
 {before}
 from opkiln.cli.main import _run
 code = _run(sys.argv[1:])
@@ -148,7 +148,7 @@ def test_no_compiler(world: World) -> None:
     assert "cpu_adam cpu no no no there is no C++ compiler" in section(text, "ops")
     assert "C++ g++, refused: not on PATH (PATH)" in section(text, "compilers")
     assert "C++ compiler none can be used: g++: not on PATH" in section(text, "problems")
-    assert f"hint: {packages.install('g++')}" in section(text, "problems")
+    assert f"hint: {commands.install('g++')}" in section(text, "problems")
     found = world.json()
     assert not row(found, "cpu_adam")["compatible"]
     assert {each["taken"] for each in found["environment"]["compilers"]} == {False}

@@ -23,8 +23,8 @@ from opkiln.binary import elf
 from opkiln.digest import sha256_file
 from opkiln.errors import BuildError
 from opkiln.settings import override
-from opkiln.ship import audit, contents, layer
-from opkiln.ship.platform_tag import platform
+from opkiln.ship import audit, layer
+from opkiln.ship.audit import platform
 from opkiln.ship.wheel import HOME, write_wheel
 from opkiln.ship.wheel_check import verify_wheel
 from opkiln.store.layers import Store
@@ -97,20 +97,20 @@ def test_the_tag_is_one_that_this_system_takes_and_no_python_is_in_it(
     assert tags & set(sys_tags())
     (tag,) = tags
     assert (tag.interpreter, tag.abi) == ("py3", "none")
-    libraries = [elf.read(each.payload) for each in contents.entries(str(shipped))]
+    libraries = [elf.read(each.payload) for each in layer.entries(str(shipped))]
     assert tag.platform == platform(libraries).tag
     assert tag.platform.startswith("manylinux_2_")
 
 
 def test_pip_installs_the_layer_as_it_is(installed: Path, shipped: Path, wheel: Path) -> None:
     home = installed / HOME / "opkiln_ops"
-    for each in contents.entries(str(shipped)):
+    for each in layer.entries(str(shipped)):
         for file in each.files:
             put = home / each.place / file
             assert put.read_bytes() == Path(each.directory, file).read_bytes()
             assert not put.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    assert [each.place for each in contents.entries(str(home))] == [
-        each.place for each in contents.entries(str(shipped))
+    assert [each.place for each in layer.entries(str(home))] == [
+        each.place for each in layer.entries(str(shipped))
     ]
     info = installed / "opkiln_ops-0.1.0.dist-info"
     assert json.loads((info / "sboms" / "opkiln.cdx.json").read_text())["specVersion"] == "1.6"
@@ -147,7 +147,7 @@ def test_the_sbom_tells_of_the_compilers_that_built_and_what_they_linked(
         digests = {each["hashes"][0]["content"] for each in found["components"] if "hashes" in each}
         libraries = [name for name in archive.namelist() if name.endswith(".so")]
         assert {each["bom-ref"] for each in found["components"]} >= set(libraries)
-    assert digests == {sha256_file(each.payload) for each in contents.entries(str(shipped))}
+    assert digests == {sha256_file(each.payload) for each in layer.entries(str(shipped))}
     names = {each["name"]: each.get("version", "") for each in found["components"]}
     assert {"cpu_adam", "torch"} <= set(names)
     assert {"gcc", "clang"} & set(names)
@@ -175,7 +175,7 @@ def test_a_wheel_of_real_ops_verifies(wheel: Path) -> None:
 def test_bundled_ops_keep_to_the_stable_abi(shipped: Path) -> None:
     torch = torch_sdk.locate()
     assert torch is not None
-    for each in contents.entries(str(shipped)):
+    for each in layer.entries(str(shipped)):
         found = audit.require(each.payload, each.manifest, f"{torch}/lib/libtorch_cpu.so")
         assert [finding.level for finding in found] == [audit.NOTE]
 
@@ -203,7 +203,7 @@ def test_a_library_that_breaks_the_promise_is_refused_with_each_symbol(
 ) -> None:
     with override(cache_dir=str(tmp_path / "store")):
         path = compiled(tmp_path, BREAKS, choice.choose(Store().memory, "cpu").cxx)
-    manifest = contents.entries(str(shipped))[0].manifest
+    manifest = layer.entries(str(shipped))[0].manifest
     torch = torch_sdk.locate()
     with pytest.raises(BuildError) as raised:
         audit.require(path, manifest, f"{torch}/lib/libtorch_cpu.so")

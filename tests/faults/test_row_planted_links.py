@@ -39,7 +39,7 @@ from opkiln.errors import CompileError, OpkilnError
 from opkiln.building import failure
 from opkiln.store import location, lock, publish
 from opkiln.store.layers import Store
-from opkiln.toolchain import memo
+from opkiln.toolchain import probing
 place, count = sys.argv[1], int(sys.argv[2])
 warnings.simplefilter("ignore")
 os.mkdir(leaf := os.path.join(os.environ["HOME"], "leaf"))
@@ -51,7 +51,7 @@ for number in range(count):
     try:
         store = Store()
         root = store.root
-        memo.remember(store.memory, "compiler", {"number": number}, [sys.executable])
+        probing.remember(store.memory, "compiler", {"number": number}, [sys.executable])
         location.claim(root)
         with lock.turn(root, "precious", lambda: None, lambda state: None) as got:
             publish.publish(leaf, root, f"ops/{number}/precious")

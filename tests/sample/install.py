@@ -78,11 +78,11 @@ class Environment:
 
     def prebuilt(self, package: str) -> dict[str, list[str]]:
         """What a package was installed with: op -> what its libraries are for, sorted."""
-        from opkiln.ship import contents
+        from opkiln.ship import layer
 
-        layer = self.site / package / "prebuilt"
+        prebuilt = self.site / package / "prebuilt"
         found: dict[str, list[str]] = {}
-        for entry in contents.entries(str(layer)) if layer.exists() else ():
+        for entry in layer.entries(str(prebuilt)) if prebuilt.exists() else ():
             target = entry.manifest["target"]
             made = ";".join(target["archs"]) if target["archs"] else target["cpu"]
             found.setdefault(entry.manifest["op"], []).append(f"{target['backend']} {made}")

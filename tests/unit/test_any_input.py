@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given
+from hypothesis import HealthCheck, assume, example, given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 
 from opkiln.arch import cpu
 from opkiln.errors import ArchError, LoadError, OpkilnError, SettingError, UsageError
 from opkiln.settings import Setting, override, parse_size, table
-from opkiln.ship import bundle, targets
+from opkiln.ship import bundle, selection
 from opkiln.ship.wheel_check import verify_wheel
-from opkiln.store import bundle_index, entry, signatures
+from opkiln.store import archive, entry, shape, signatures
 from opkiln.store.deps import parse_depfile
 
 # What a variable or a path can hold: no NUL, and bytes that are no UTF-8 as lone surrogates.
@@ -102,7 +102,7 @@ def test_any_cpu_is_one_that_reads_back_or_an_error(text: str) -> None:
 @example(":")
 def test_any_target_is_understood_or_an_error(text: str) -> None:
     try:
-        found = targets.parse(text)
+        found = selection.parse(text)
     except UsageError:
         return
     assert found
@@ -149,6 +149,7 @@ def test_any_dependency_file_gives_paths_that_are_in_it(text: str) -> None:
 @given(st.dictionaries(st.text(max_size=8), JSON, max_size=6))
 def test_a_manifest_reads_back_as_it_was_written(body: dict[str, Any]) -> None:
     manifest = {**body, "schema": entry.SCHEMA}
+    assume(not shape.wrong(manifest))  # a name that manifests use, with a value of another type
     data = entry.write_manifest(manifest)
     again = entry.parse_manifest(data)
     assert entry.write_manifest(again) == data
@@ -182,8 +183,8 @@ def test_a_path_that_a_bundle_may_hold_leads_to_where_it_says(text: str) -> None
     leaf = f"v1/ops/d/o/{'a' * 40}/{'b' * 40}/{'c' * 40}"
     for name in (text, f"v1/ops/{text}", f"{leaf}/{text}"):
         try:
-            (member,) = bundle_index._laid_out([(name, 1, "0" * 64)], 0)
-        except bundle_index.Damaged:
+            (member,) = archive._laid_out([(name, 1, "0" * 64)], 0)
+        except archive.Damaged:
             continue
         assert os.path.normpath(os.path.join("/store", member.name)) == f"/store/{name}"
         assert name.count("/") == 7
@@ -194,11 +195,11 @@ def test_a_path_that_a_bundle_may_hold_leads_to_where_it_says(text: str) -> None
 def test_any_index_is_one_that_is_refused_or_read(rows: list[Any], tmp_path: Path) -> None:
     from zlib import crc32
 
-    from opkiln.store.stored_zip import local_header
+    from opkiln.store.zip_format import local_header, stored
 
     index = entry.write_manifest({"schema": entry.SCHEMA, "kind": "bundle", "members": rows})
     file = tmp_path / "file"
-    file.write_bytes(local_header(bundle_index.INDEX, len(index), crc32(index)) + index)
+    file.write_bytes(local_header(stored(archive.INDEX, len(index), crc32(index), 0)) + index)
     with pytest.raises(OpkilnError, match=re.escape(str(file))):
         bundle.read_bundle(str(file))
 

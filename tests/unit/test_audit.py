@@ -75,7 +75,7 @@ def test_python_symbols_are_fine_where_the_tag_names_a_python(audited: Audited) 
 def test_a_name_that_only_looks_like_pythons_is_not_taken_for_it(audited: Audited) -> None:
     said = audited.errors(*TORCH, ("", "Pythagoras", ""))
     assert "Python" not in said
-    assert "nothing that it needs defines Pythagoras" in said
+    assert "none of the libraries that it needs defines Pythagoras" in said
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_stable_symbol_that_this_torch_does_not_have_is_an_error(
 
 def test_a_c_symbol_of_torchs_that_is_not_of_its_stable_abi_is_an_error(audited: Audited) -> None:
     said = audited.errors(*TORCH, ("", "cblas_sgemm", ""))
-    assert "C symbols of torch's that are not of its stable ABI: cblas_sgemm" in said
+    assert "C symbols of torch that are not part of its stable ABI: cblas_sgemm" in said
 
 
 def test_without_a_torch_at_hand_its_symbols_are_noted_as_not_looked_up(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_library_without_torch_may_not_need_it(audited: Audited) -> None:
 @pytest.mark.parametrize("name", ["libcudart.so.13", "libamdhip64.so.7", "libgomp.so.1"])
 def test_other_libraries_are_reported(audited: Audited, name: str) -> None:
     found = audited(*TORCH, ("", "of_another_library", ""), needed=("libtorch_cpu.so", name))
-    assert Finding(WARNING, f"it needs {name}", "it loads only where that is found") in found
+    assert Finding(WARNING, f"it needs {name}", "it loads only if that is found") in found
     assert not [each for each in found if each.level == ERROR]
 
 
@@ -168,14 +168,16 @@ def test_a_platform_that_is_no_manylinux_is_a_warning_with_the_reason(audited: A
     found = audited(*TORCH, ("libstdc++.so.6", "of_tomorrow", "GLIBCXX_3.4.99"))
     (said,) = [each for each in found if each.level == WARNING]
     assert said.what == "its platform is linux_x86_64"
-    assert said.why.startswith("GLIBCXX_3.4.99 ")
+    assert said.why.endswith(" has GLIBCXX_3.4.99")
 
 
 def test_a_violation_fails_the_build_with_all_reasons_and_a_command(audited: Audited) -> None:
     audited(*TORCH, OF_C10, ("", "PyObject_Call", ""))
     with pytest.raises(BuildError) as raised:
         require(str(audited.path), audited.manifest, audited.torch_lib)
-    assert raised.value.what == "op op: op.so breaks what its tag torch-stable-2.10 promises"
+    assert (
+        raised.value.what == "op op: op.so does not keep the promise of its tag torch-stable-2.10"
+    )
     assert "Python's symbols: PyObject_Call" in raised.value.why
     assert f"C++ symbols: {OF_C10[1]}" in raised.value.why
     assert raised.value.hint == f"nm -D --undefined-only {audited.path}"

@@ -17,7 +17,7 @@ from sample import layer
 from opkiln.errors import StoreError
 from opkiln.settings import override
 from opkiln.ship import bundle
-from opkiln.store import archive, bundle_index, location, sealed, stored_zip
+from opkiln.store import archive, location, sealed, zip_format
 from opkiln.store.entry import Leaf, Refused
 from opkiln.store.recheck import Hasher
 
@@ -47,13 +47,13 @@ def crafted(path: Path, files: dict[str, bytes], listed: list[tuple[str, int, st
     """A file as the writer would lay it out, with an index of somebody else's making."""
     from zlib import crc32
 
-    index = bundle_index.index_of(listed)
-    data = stored_zip.local_header(bundle_index.INDEX, len(index), crc32(index)) + index
-    entries = [(bundle_index.INDEX, len(index), crc32(index), 0)]
+    index = archive.index_of(listed)
+    headers = [zip_format.stored(archive.INDEX, len(index), crc32(index), 0)]
+    data = zip_format.local_header(headers[0]) + index
     for name, content in files.items():
-        entries.append((name, len(content), crc32(content), len(data)))
-        data += stored_zip.local_header(name, len(content), crc32(content)) + content
-    path.write_bytes(data + stored_zip.directory(entries))
+        headers.append(zip_format.stored(name, len(content), crc32(content), len(data)))
+        data += zip_format.local_header(headers[-1]) + content
+    path.write_bytes(data + zip_format.directory(headers))
     return path
 
 
@@ -93,7 +93,7 @@ def test_the_same_layer_gives_the_same_bytes(shipped: Path, tmp_path: Path) -> N
 def test_any_zip_tool_can_read_a_bundle(shipped: Path, file: Path) -> None:
     with zipfile.ZipFile(file) as read:
         assert read.testzip() is None
-        assert read.namelist() == [bundle_index.INDEX, *contents(shipped)]
+        assert read.namelist() == [archive.INDEX, *contents(shipped)]
         assert {name: read.read(name) for name in read.namelist()[1:]} == contents(shipped)
 
 
@@ -173,7 +173,7 @@ def test_a_file_with_another_digest_than_was_told_is_refused(file: Path, tmp_pat
 def test_a_path_that_is_no_entrys_is_refused(name: str, tmp_path: Path) -> None:
     files = {name: b"data"}
     path = crafted(tmp_path / "file", files, all_of(files))
-    with pytest.raises(StoreError, match="the path of no entry"):
+    with pytest.raises(StoreError, match="not the path of an entry"):
         bundle.unpack(str(path), str(tmp_path / "store" / "v1"))
     assert not (tmp_path / "store").exists()
 
@@ -210,13 +210,13 @@ def test_a_link_in_the_zip_directory_is_refused(shipped: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"op": "other"}, "not what its manifest"),
-        ({"distribution": "other"}, "not what its manifest"),
-        ({"size": 3}, "not what its manifest"),
-        ({"sha256": "0" * 64}, "not what its manifest"),
+        ({"op": "other"}, "does not match its manifest"),
+        ({"distribution": "other"}, "does not match its manifest"),
+        ({"size": 3}, "does not match its manifest"),
+        ({"sha256": "0" * 64}, "does not match its manifest"),
         ({"payload": "gone.so"}, "'gone.so' is missing"),
         ({"payload": None}, "manifest.json: payload is None, not a string"),
-        ({"deps": {**layer.DEPS, "external": "x"}}, "not what its manifest"),
+        ({"deps": {**layer.DEPS, "external": "x"}}, "does not match its manifest"),
         ({"deps": []}, "manifest.json: deps is \\[\\], not an object"),
         ({"schema": 99}, "another schema"),
     ],
@@ -234,7 +234,7 @@ def test_an_entry_whose_parts_disagree_is_refused_before_any_is_taken(
 
 def test_a_fifo_or_a_missing_file_is_an_error_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(StoreError, match="no regular file"):
+    with pytest.raises(StoreError, match="not a regular file"):
         bundle.read_bundle(str(tmp_path / "fifo"))
     with pytest.raises(StoreError, match="No such file"):
         bundle.read_bundle(str(tmp_path / "absent"))
@@ -338,18 +338,18 @@ def test_the_manifest_of_an_entry_is_read_alone(file: Path) -> None:
 
 
 def test_a_file_that_is_no_bundle_is_no_layer(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=f"{__file__} is no bundle\n.*{bundle_index.INDEX}$"):
+    with pytest.raises(StoreError, match=f"{__file__} is not a bundle\n.*{archive.INDEX}$"):
         archive.leaves(__file__, "somebody", "one")
     wheel = tmp_path / "ops-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as other:
         other.writestr("opkiln_prebuilt/ops/v1/x", b"")
     for reads in (bundle.read_bundle, archive.Bundle):
-        with pytest.raises(StoreError, match=f"is no bundle\n.*\nhint: pip install {wheel}$"):
+        with pytest.raises(StoreError, match=f"is not a bundle\n.*\nhint: pip install {wheel}$"):
             reads(str(wheel))
     with pytest.raises(StoreError, match="cannot be read"):
         archive.leaves(str(tmp_path / "absent"), "somebody", "one")
     found = archive.examine(f"{__file__}!v1/ops/x", {}, Hasher())
-    assert found == Refused(f"{__file__}!v1/ops/x", f"{__file__} is no bundle")
+    assert found == Refused(f"{__file__}!v1/ops/x", f"{__file__} is not a bundle")
 
 
 def test_a_listed_file_is_a_layer_and_a_listed_directory_is_one(file: Path, shipped: Path) -> None:

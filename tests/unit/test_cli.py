@@ -14,7 +14,7 @@ import pytest
 
 import opkiln
 from opkiln import errors
-from opkiln.cli import doctor, main, output
+from opkiln.cli import main, output, report
 from opkiln.loading import loader
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def test_every_exit_code_is_documented() -> None:
     classes = [each for each in vars(errors).values() if isinstance(each, type)]
     used = {each.exit_code for each in classes if issubclass(each, errors.OpkilnError)}
     documented = {int(code) for code in re.findall(r"^\| (\d+) \|", DOCS.read_text(), re.MULTILINE)}
-    assert documented == used | {0, output.FOUND, doctor.WARNED, output.INTERRUPTED}
+    assert documented == used | {0, output.FOUND, report.WARNED, output.INTERRUPTED}
 
 
 @pytest.mark.parametrize(

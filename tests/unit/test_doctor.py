@@ -15,9 +15,10 @@ from sample.child import SOURCE, run
 from sample.doctor import Patient, torch_stand_in
 from test_toolkits import FakeToolkit, a_compiler
 
-from opkiln.cli import doctor, main, output
+from opkiln.cli import main, output, report
 from opkiln.errors import SettingError, StoreError
-from opkiln.report.doctor import checks, packages, room, text
+from opkiln.report import commands
+from opkiln.report.doctor import checks, finding, places
 from opkiln.report.doctor.finding import (
     FAIL,
     PASS,
@@ -64,8 +65,8 @@ def test_an_error_of_opkilns_own_brings_its_reason_and_hint() -> None:
 
 
 def test_a_setting_without_meaning_is_one_failure_and_not_one_of_each_check() -> None:
-    found = checks.outcome(_raising(SettingError("OPKILN_MODE='maybe' is not a value")), Here())
-    assert found == skipped("cannot be told while OPKILN_MODE='maybe' is not a value")
+    found = checks.outcome(_raising(SettingError("OPKILN_MODE='maybe' is no value")), Here())
+    assert found == skipped("not possible while OPKILN_MODE='maybe' is no value")
 
 
 def test_a_torch_that_cannot_be_read_crashes_nothing(tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def planted(
 def test_the_exit_code_says_the_worst(planted: Callable[..., tuple[int, str]]) -> None:
     good, odd, bad, none = passed("a"), warned("b"), failed("c"), skipped("d")
     assert planted(one=good, two=none)[0] == 0
-    assert planted(one=good, two=odd)[0] == doctor.WARNED == 8
+    assert planted(one=good, two=odd)[0] == report.WARNED == 8
     assert planted(one=odd, two=bad, three=good)[0] == output.FOUND == 1
 
 
@@ -144,7 +145,7 @@ def test_evidence_is_folded_to_a_terminal_and_a_command_is_not() -> None:
     found = Finding(
         "crooked", WARN, "one two three four five six seven", "unset A_LONG_NAME ANOTHER"
     )
-    shown = text.line(found, ["crooked"], colour=False, width=40)
+    shown = finding.line(found, ["crooked"], colour=False, width=40)
     assert shown.splitlines() == [
         "WARN  crooked  one two three four five",
         "               six seven",
@@ -181,7 +182,7 @@ def test_json_too_has_only_what_is_wrong_where_that_is_asked_for(
     outcomes = {"good": passed("fine"), "odd": warned("bent"), "none": skipped("no")}
     code, shown = planted("--json", "--errors-only", **outcomes)
     answer = json.loads(shown)
-    assert (code, answer["worst"]) == (doctor.WARNED, WARN)
+    assert (code, answer["worst"]) == (report.WARNED, WARN)
     assert [each["check"] for each in answer["findings"]] == ["odd"]
 
 
@@ -225,13 +226,13 @@ def test_what_installs_a_compiler_depends_on_the_system(
 ) -> None:
     (tmp_path / "os-release").write_text(os_release)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert packages.install("g++", str(tmp_path / "os-release")) == command
+    assert commands.install("g++", str(tmp_path / "os-release")) == command
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert packages.install("g++", str(tmp_path / "os-release")) == f"sudo {command}"
+    assert commands.install("g++", str(tmp_path / "os-release")) == f"sudo {command}"
 
 
 def test_the_room_of_a_directory_to_be_made_is_that_of_its_nearest_ancestor(tmp_path: Path) -> None:
-    found = room.of(str(tmp_path / "not" / "yet"))
+    found = places.room(str(tmp_path / "not" / "yet"))
     assert found.path == str(tmp_path)
     assert 0 < found.free <= found.total
 
@@ -243,7 +244,7 @@ def test_missing_python_headers_are_a_warning(tmp_path: Path) -> None:
     )
     patient = Patient({}, stand_ins=stand_in)
     found = patient.check("python headers")
-    assert (found.verdict, found.command) == (WARN, packages.install("python3-dev"))
+    assert (found.verdict, found.command) == (WARN, commands.install("python3-dev"))
     (tmp_path / "Python.h").write_text("")
     assert patient.check("python headers").verdict == PASS
 
@@ -308,7 +309,7 @@ def test_an_accelerator_that_cannot_serve_is_found(variable: str) -> None:
 def test_the_accelerator_that_was_asked_for_is_named() -> None:
     found = Patient({"OPKILN_ACCELERATOR": "cpu"}).check("accelerator")
     assert found.verdict == PASS
-    assert found.evidence.startswith("cpu, as OPKILN_ACCELERATOR asks; ")
+    assert found.evidence.startswith("cpu, set by OPKILN_ACCELERATOR; ")
 
 
 def _with_ops(site: Path, **modules: str) -> Patient:
@@ -380,8 +381,8 @@ def test_two_ops_with_one_name_pass_and_the_check_says_how_to_name_each(tmp_path
     )
     found = patient.check("ops")
     assert found.verdict == PASS
-    assert "cpu_adam is the op of opkiln, that of second is second:cpu_adam" in found.evidence
-    assert "good is the op of theirs, that of second is second:good" in found.evidence
+    assert "cpu_adam is the op of opkiln; that of second is second:cpu_adam" in found.evidence
+    assert "good is the op of theirs; that of second is second:good" in found.evidence
 
 
 # An image that only runs ops
@@ -423,7 +424,7 @@ def test_an_image_without_a_compiler_passes_where_nothing_is_compiled(
         assert "not needed: " in found[name].evidence
     assert "no C++ compiler can be used here" in found["compiler"].evidence
     others = {each.verdict for each in found.values()}
-    assert status == (doctor.WARNED if WARN in others else 0)
+    assert status == (report.WARNED if WARN in others else 0)
 
 
 def test_a_missing_launcher_is_no_failure_where_nothing_is_compiled() -> None:
@@ -559,15 +560,15 @@ def test_a_driver_older_than_torch_is_found(toolkits: Toolkits) -> None:
     patient = toolkits.patient("13.0", driver="12.4", CUDA_HOME=toolkits.add("13.0"))
     found = patient.check("cuda driver")
     assert found.verdict == FAIL
-    assert found.evidence == "driver 550.54.14 takes CUDA up to 12.4; torch needs 13.0"
-    assert found.command == packages.install("cuda-drivers")
+    assert found.evidence == "driver 550.54.14 supports CUDA up to 12.4; torch needs 13.0"
+    assert found.command == commands.install("cuda-drivers")
 
 
 def test_a_driver_of_an_older_major_than_the_toolkit_is_found(toolkits: Toolkits) -> None:
     patient = toolkits.patient(None, driver="12.4", CUDA_HOME=toolkits.add("13.0"))
     found = patient.check("cuda driver")
     assert found.verdict == FAIL
-    assert "takes CUDA up to 12.4; the toolkit makes CUDA 13.0" in found.evidence
+    assert "supports CUDA up to 12.4; the toolkit is CUDA 13.0" in found.evidence
     assert found.command == "conda install -c nvidia cuda-toolkit=12.4"
 
 
@@ -575,7 +576,7 @@ def test_a_driver_of_an_older_minor_runs_binaries_and_no_ptx(toolkits: Toolkits)
     patient = toolkits.patient("13.1", driver="13.0", CUDA_HOME=toolkits.add("13.1"))
     found = patient.check("cuda driver")
     assert found.verdict == WARN
-    assert "the toolkit is CUDA 13.1: its binaries run, but not its PTX" in found.evidence
+    assert "the toolkit is CUDA 13.1: its binaries run, but its PTX does not" in found.evidence
     assert "cuda-toolkit[nvcc,cccl,cudart]==13.0.*" in found.command
 
 
@@ -605,7 +606,7 @@ def test_an_amd_gpu_that_the_list_leaves_out_is_found() -> None:
     patient = Patient({"PYTORCH_ROCM_ARCH": "gfx90a"}, stand_ins=_AMD)
     found = patient.check("rocm gpus")
     assert found.verdict == FAIL
-    assert "PYTORCH_ROCM_ARCH=gfx90a has nothing that runs on gfx1100" in found.evidence
+    assert "nothing in PYTORCH_ROCM_ARCH=gfx90a runs on gfx1100" in found.evidence
     assert patient.check("rocm gpus", after=found.command).verdict == PASS
 
 

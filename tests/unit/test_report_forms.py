@@ -14,20 +14,7 @@ from opkiln.devices import amd, nvidia
 from opkiln.engine import budget
 from opkiln.errors import StoreError
 from opkiln.model import TorchSDK
-from opkiln.report import (
-    cache,
-    collect,
-    compilers,
-    devices,
-    layout,
-    machine,
-    markdown,
-    operators,
-    problems,
-    schema,
-    text,
-    timeline,
-)
+from opkiln.report import collect, compilers, forms, layout, machine, operators, page
 from opkiln.settings import override
 from opkiln.store import inventory
 
@@ -68,23 +55,23 @@ def filled(ops: tuple[operators.OpStatus, ...] = OPS) -> collect.Report:
         compilers.Tool("cuda", "/usr/local/cuda-12.8", "/usr/local/cuda-*", "12.8", False, MISFIT),
         compilers.Tool("rocm", "/opt/rocm/bin/hipcc", "/opt", "", False, "not asked", False),
     )  # fmt: skip
-    found = devices.Devices(
-        gpus=(devices.Gpu("NVIDIA", 0, "NVIDIA H200", "9.0", 141 << 30, True),
-              devices.Gpu("NVIDIA", 1, "NVIDIA H200", "9.0", 141 << 30, False)),
-        drivers=(devices.Driver("NVIDIA", "580.65.06", "13.0", ""),),
-        in_force=devices.InForce("cuda", "2 x NVIDIA H200", ""),
-        accelerators=(devices.Accelerator("cuda", True, "2 x NVIDIA H200"),
-                      devices.Accelerator("npu", False, "torch_npu is not installed")),
-        collectives=(devices.Library("NCCL", "/usr/lib/libnccl.so.2.27.3", "2.27.3"),),
+    found = machine.Devices(
+        gpus=(machine.Gpu("NVIDIA", 0, "NVIDIA H200", "9.0", 141 << 30, True),
+              machine.Gpu("NVIDIA", 1, "NVIDIA H200", "9.0", 141 << 30, False)),
+        drivers=(machine.Driver("NVIDIA", "580.65.06", "13.0", ""),),
+        in_force=machine.ChosenAccelerator("cuda", "2 x NVIDIA H200", ""),
+        accelerators=(machine.Accelerator("cuda", True, "2 x NVIDIA H200"),
+                      machine.Accelerator("npu", False, "torch_npu is not installed")),
+        collectives=(machine.Library("NCCL", "/usr/lib/libnccl.so.2.27.3", "2.27.3"),),
     )  # fmt: skip
     limits = budget.Limits((0, 1), 8 << 30, 4 << 30, "CPU affinity", "80% of the machine's memory")
-    store = cache.StoreStatus(
+    store = collect.StoreStatus(
         "/cache/v1", ("/cache/v1", "/layer/v1"), ("/shared cannot be the store: not ours",),
         inventory.Sizes(2, 4096, 3, 2048, 100), 20 << 30,
         machine.Space("/cache", 10 << 30, 1 << 30),
-        (cache.Build("fast_gelu", "sample", "cuda 9.0", NOW - 60, 12.5, 900 << 20, "/cache/x"),
-         cache.Build("fast_gelu", "sample", "cpu", NOW - 65, 3.0, 200 << 20, "/cache/y"),
-         cache.Build("slow_gelu", "sample", "cpu", NOW - 90000, 1.0, 0, "/cache/z")),
+        (collect.Build("fast_gelu", "sample", "cuda 9.0", NOW - 60, 12.5, 900 << 20, "/cache/x"),
+         collect.Build("fast_gelu", "sample", "cpu", NOW - 65, 3.0, 200 << 20, "/cache/y"),
+         collect.Build("slow_gelu", "sample", "cpu", NOW - 90000, 1.0, 0, "/cache/z")),
     )  # fmt: skip
     environment = collect.Environment(
         machine=here,
@@ -95,13 +82,13 @@ def filled(ops: tuple[operators.OpStatus, ...] = OPS) -> collect.Report:
         devices=found,
         budget=budget.Description(limits, 2, "/dev/shm/opkiln-0/slots", ("/run: read-only",)),
         store=store,
-        settings=(collect.InForce("OPKILN_MAX_JOBS", 2, "MAX_JOBS"),
-                  collect.InForce("OPKILN_MODE", "auto", "default"),
-                  collect.InForce("OPKILN_STORE_LAYERS", ("/layer", "/more"), "call")),
+        settings=(collect.SettingValue("OPKILN_MAX_JOBS", 2, "MAX_JOBS"),
+                  collect.SettingValue("OPKILN_MODE", "auto", "default"),
+                  collect.SettingValue("OPKILN_STORE_LAYERS", ("/layer", "/more"), "call")),
         unknown=("unknown setting OPKILN_MODEE; did you mean OPKILN_MODE?",),
         dropped=("CFLAGS",),
     )  # fmt: skip
-    return collect.Report("0.1.0", NOW, ops, environment, problems.of(ops, environment))
+    return collect.Report("0.1.0", NOW, ops, environment, collect.problems(ops, environment))
 
 
 # Text
@@ -109,7 +96,7 @@ def filled(ops: tuple[operators.OpStatus, ...] = OPS) -> collect.Report:
 
 def test_the_text_says_it_all_in_words() -> None:
     said = "\n".join(
-        " ".join(line.split()) for line in text.render(filled(), colour=False).splitlines()
+        " ".join(line.split()) for line in forms.as_text(filled(), colour=False).splitlines()
     )
     for line in (
         "fast_gelu cuda no yes yes",
@@ -117,10 +104,10 @@ def test_the_text_says_it_all_in_words() -> None:
         "slow_gelu cuda no no no there is no compiler for cuda",
         "broken - no no no ImportError: no module named nothing",
         "torch 2.13.0+cu130, CUDA 13.0, C++11 ABI",
-        "cgroup /job: 2.5 CPUs' worth of time, 4 CPUs, 8.0 GiB of memory",
+        "cgroup /job: a quota of 2.5 CPUs, 4 CPUs, 8.0 GiB of memory",
         "/dev/shm 32.0 MiB free of 64.0 MiB",
         "limits memlock 64.0 KiB (at most unlimited), nofile 1024 (at most 4096)",
-        "dropped CFLAGS (no compiler sees them)",
+        "dropped CFLAGS (not passed to compilers)",
         "C++ /usr/bin/g++, g++ 12.2, taken (PATH)",
         f"CUDA /usr/local/cuda-12.8, 12.8, refused: {MISFIT} (/usr/local/cuda-*)",
         "ROCm /opt/rocm/bin/hipcc, not asked (/opt)",
@@ -128,7 +115,7 @@ def test_the_text_says_it_all_in_words() -> None:
         "in force cuda",
         "cuda yes: 2 x NVIDIA H200",
         "npu no: torch_npu is not installed",
-        "NVIDIA driver 580.65.06, takes CUDA up to 13.0",
+        "NVIDIA driver 580.65.06, supports CUDA up to 13.0",
         "NVIDIA GPU 0 NVIDIA H200, 9.0, 141.0 GiB",
         "NVIDIA GPU 1 NVIDIA H200, 9.0, 141.0 GiB, not visible to this process",
         "NCCL 2.27.3, /usr/lib/libnccl.so.2.27.3",
@@ -149,18 +136,18 @@ def test_the_text_says_it_all_in_words() -> None:
 
 
 def test_every_line_is_whole_without_a_terminal_and_fits_one_that_is_narrow() -> None:
-    whole = text.render(filled(), colour=False)
+    whole = forms.as_text(filled(), colour=False)
     assert max(map(len, whole.splitlines())) > 100
     for width in (60, 80, 100):
-        folded = text.render(filled(), colour=False, width=width)
+        folded = forms.as_text(filled(), colour=False, width=width)
         # Only what has no blank to be broken at may stand out.
         assert all(len(line) <= width or " " not in line.strip() for line in folded.splitlines())
         assert "".join(folded.split()) == "".join(whole.split())
 
 
 def test_colour_adds_nothing_but_colour() -> None:
-    plain = text.render(filled(), colour=False, width=60)
-    painted = text.render(filled(), colour=True, width=60)
+    plain = forms.as_text(filled(), colour=False, width=60)
+    painted = forms.as_text(filled(), colour=True, width=60)
     assert "\x1b[32m" in painted
     assert re.sub(r"\x1b\[\d*m", "", painted) == plain
     for line in painted.splitlines():
@@ -170,8 +157,8 @@ def test_colour_adds_nothing_but_colour() -> None:
 
 def test_a_report_without_problems_says_so_when_only_they_are_asked_for() -> None:
     fine = collect.Report("0.1.0", NOW, OPS[:1], None, ())
-    assert text.render(fine, colour=False, errors_only=True) == "problems\n  none"
-    assert "problems" not in text.render(fine, colour=False)
+    assert forms.as_text(fine, colour=False, errors_only=True) == "problems\n  none"
+    assert "problems" not in forms.as_text(fine, colour=False)
 
 
 def test_a_word_that_is_longer_than_the_line_stays_whole() -> None:
@@ -189,7 +176,7 @@ def test_an_empty_last_cell_is_no_line_of_its_own() -> None:
 def test_what_would_steer_a_terminal_is_spelt_out() -> None:
     name, reason = "\x1b[2Jop", "it\x1b]0;title\x07 fails\udcff"
     report = collect.Report("1", NOW, (op(name, backend("cpu", "would fail", reason)),), None, ())
-    said = text.render(report, colour=False)
+    said = forms.as_text(report, colour=False)
     assert "\\x1b[2Jop" in said
     assert "it\\x1b]0;title\\x07 fails\\udcff" in said
     assert all(line.isprintable() for line in said.splitlines())
@@ -210,27 +197,27 @@ def test_a_report_says_a_thing_once() -> None:
     )  # fmt: skip
     report = collect.Report("1", NOW, ops, None, ())
     for width in (None, 70):
-        said = text.render(report, colour=False, width=width)
+        said = forms.as_text(report, colour=False, width=width)
         assert repeated(said) == []
         assert "".join(said.split()).count("".join(no_driver.split())) == 1
-    assert markdown.render(report).count(no_driver) == 1
+    assert forms.as_markdown(report).count(no_driver) == 1
     # The number in a row is the one of its reason.
-    rows = [line.split() for line in text.render(report, colour=False).splitlines()]
+    rows = [line.split() for line in forms.as_text(report, colour=False).splitlines()]
     assert ["two", "cpu", "no", "no", "yes", "(1)"] in rows
     assert ["cuda", "no", "no", "no", "(2)"] in rows
     assert ["(2)", *no_driver.split()] in rows
 
 
 def test_a_reason_of_one_op_alone_stays_in_its_row() -> None:
-    said = text.render(filled(), colour=False)
+    said = forms.as_text(filled(), colour=False)
     assert re.search(r"slow_gelu +cuda +no +no +no +there is no compiler for cuda", said)
 
 
 def test_problems_that_ops_have_in_common_are_one_problem() -> None:
     reason = "no C++ compiler can be used here (g++: not on PATH)"
     ops = tuple(op(name, backend("cpu", "would fail", reason)) for name in ("one", "two", "three"))
-    (found,) = problems.of(ops, None)
-    assert found == problems.Problem("3 ops", f"{reason}: one, two, three", "opkiln explain one")
+    (found,) = collect.problems(ops, None)
+    assert found == collect.Problem("3 ops", f"{reason}: one, two, three", "opkiln explain one")
 
 
 def test_toolkits_that_were_not_asked_have_their_reason_said_once() -> None:
@@ -241,7 +228,7 @@ def test_toolkits_that_were_not_asked_have_their_reason_said_once() -> None:
         compilers.Tool("cuda", path, "PATH", "", False, why, False) for path in ("/a", "/b", "/c")
     )
     around = report.environment._replace(tools=tools)
-    said = text.render(report._replace(environment=around), colour=False)
+    said = forms.as_text(report._replace(environment=around), colour=False)
     assert said.count("torch is not built for CUDA") == 1
     assert said.count("--probe") == 1
 
@@ -266,15 +253,15 @@ DOCUMENTED = re.compile(r"^\| `([\w.\[\]]+)` \|", re.MULTILINE)
 
 
 def test_the_json_is_what_the_docs_say_field_by_field() -> None:
-    document = json.loads(json.dumps(schema.document(filled())))
-    assert document["schema"] == schema.SCHEMA
+    document = json.loads(json.dumps(forms.as_document(filled())))
+    assert document["schema"] == forms.SCHEMA
     documented = set(DOCUMENTED.findall(DOCS.read_text()))
     assert fields(document) - {"ops[].backends"} == documented  # of an op that is broken, empty
-    assert f"`schema` is {schema.SCHEMA}" in DOCS.read_text()
+    assert f"`schema` is {forms.SCHEMA}" in DOCS.read_text()
 
 
 def test_a_report_of_this_machine_has_no_field_that_is_not_documented() -> None:
-    found = fields(json.loads(json.dumps(schema.document(collect.collect()))))
+    found = fields(json.loads(json.dumps(forms.as_document(collect.collect()))))
     documented = set(DOCUMENTED.findall(DOCS.read_text()))
     strange = found - documented
     # An empty list, or null, stands for all that would be in it.
@@ -282,14 +269,14 @@ def test_a_report_of_this_machine_has_no_field_that_is_not_documented() -> None:
 
 
 def test_only_the_ops_with_problems_are_in_a_document_of_problems() -> None:
-    document = schema.document(filled(), errors_only=True)
+    document = forms.as_document(filled(), errors_only=True)
     assert [each["op"] for each in document["ops"]] == ["slow_gelu", "broken"]
     assert document["environment"] is None
     assert len(document["problems"]) == len(filled().problems)
 
 
 def test_json_has_each_part_of_an_op_once() -> None:
-    for each in schema.document(filled())["ops"]:
+    for each in forms.as_document(filled())["ops"]:
         assert set(each) == {"op", "distribution", "serves", "error", "backends"}
 
 
@@ -297,7 +284,7 @@ def test_json_has_each_part_of_an_op_once() -> None:
 
 
 def test_markdown_begins_with_the_problems_and_folds_the_rest() -> None:
-    said = markdown.render(filled())
+    said = forms.as_markdown(filled())
     assert said.startswith("### opkiln 0.1.0\n\n**problems**\n\n|")
     assert said.count("<details>") == said.count("</details>") == 5
     tables = [line for line in said.splitlines() if line.startswith("|")]
@@ -307,7 +294,7 @@ def test_markdown_begins_with_the_problems_and_folds_the_rest() -> None:
 
 def test_markup_in_what_was_found_stays_text() -> None:
     name = "a|b<script>*_`"
-    said = markdown.render(collect.Report("1", NOW, (op(name, backend("cpu")),), None, ()))
+    said = forms.as_markdown(collect.Report("1", NOW, (op(name, backend("cpu")),), None, ()))
     assert "| a\\|b\\<script>\\*\\_\\` |" in said
 
 
@@ -326,11 +313,11 @@ def test_nccl_is_found_once_with_the_version_of_its_name_or_header(
     (named / "libnccl.so.2.27.3").touch()
     (named / "libnccl.so.2").symlink_to("libnccl.so.2.27.3")
     (named / "librccl.so.1").touch()
-    monkeypatch.setattr(devices, "_SYSTEM", ())
+    monkeypatch.setattr(machine, "_SYSTEM", ())
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{named}:relative")
     sdk = TorchSDK(str(torch), "2.13.0", "x", "13.0", None, True)
     with override(rocm_home=str(tmp_path / "nothing")):
-        found = list(devices.collectives(sdk))
+        found = list(machine.collectives(sdk))
     assert [(each.name, each.version) for each in found] == [
         ("NCCL", "2.27.3"), ("RCCL", ""), ("NCCL", "2.28.9"),
     ]  # fmt: skip
@@ -345,11 +332,11 @@ def test_gpus_are_those_of_both_vendors_with_what_this_process_may_use(
     of_amd = amd.Devices((amd.GPU(0, "gfx942", 64, "MI300X", 192 << 30),))
     monkeypatch.setattr(amd, "devices", lambda root="/": of_amd)
     with override(cuda_visible_devices="1"):
-        found = devices.devices((), None)
+        found = machine.devices((), None)
     assert [(each.vendor, each.index, each.arch, each.visible) for each in found.gpus] == [
         ("NVIDIA", 0, "9.0", False), ("NVIDIA", 1, "9.0", True), ("AMD", 0, "gfx942", False),
     ]  # fmt: skip
-    assert found.drivers[0] == devices.Driver("NVIDIA", "580.65.06", "13.0", "")
+    assert found.drivers[0] == machine.Driver("NVIDIA", "580.65.06", "13.0", "")
     answers = {each.name: each for each in found.accelerators}
     assert not answers["cuda"].present  # there are GPUs, and no torch that could drive them
     assert "built without CUDA" in answers["cuda"].why
@@ -389,7 +376,7 @@ def test_room_is_that_of_where_a_path_will_be(tmp_path: Path) -> None:
 def test_builds_close_in_time_share_a_scale() -> None:
     environment = filled().environment
     assert environment is not None
-    found = timeline.runs(environment.store.builds)
+    found = page.runs(environment.store.builds)
     assert [[each.made_for for each in builds] for builds in found] == [
         ["cuda 9.0", "cpu"],
         ["cpu"],

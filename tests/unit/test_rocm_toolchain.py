@@ -17,7 +17,8 @@ from opkiln.machine import architecture
 from opkiln.model import ABI_TORCH, ROCM, DeviceCompiler, OpSpec, Target, TorchSDK
 from opkiln.settings import override
 from opkiln.steps import hipcc as steps
-from opkiln.toolchain import hipcc, host, memo, rocm_homes, rocm_version, torch_sdk
+from opkiln.toolchain import hipcc, host, probing, torch_sdk
+from opkiln.toolchain import rocm as homes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +30,7 @@ def opt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty /opt, and no hipcc on PATH."""
     directory = tmp_path / "opt"
     directory.mkdir()
-    monkeypatch.setattr(rocm_homes, "PARENT", str(directory))
+    monkeypatch.setattr(homes, "PARENT", str(directory))
     with override(path=(str(tmp_path / "bin"),)):
         yield directory
 
@@ -52,7 +53,7 @@ def test_a_named_rocm_is_the_only_candidate(opt: Path, tmp_path: Path) -> None:
     Rocm(opt / "rocm")
     named = Rocm(tmp_path / "mine")
     with override(rocm_home=str(named.home)):
-        (only,) = rocm_homes.hipcc_candidates()
+        (only,) = homes.hipcc_candidates()
     assert (only.path, only.refused) == (str(named.hipcc), "")
 
 
@@ -78,7 +79,7 @@ def test_installations_are_tried_from_path_then_the_default_one_then_the_newest(
     (opt / "rocm-6.3.0").mkdir()  # what an uninstallation leaves
     Rocm(tmp_path / "usr")
     with override(path=(str(tmp_path / "usr" / "bin"),)):
-        found = [(each.path, each.refused) for each in rocm_homes.hipcc_candidates()]
+        found = [(each.path, each.refused) for each in homes.hipcc_candidates()]
     assert found == [
         (f"{tmp_path}/usr/bin/hipcc", ""),
         (f"{opt}/rocm/bin/hipcc", ""),
@@ -181,7 +182,8 @@ def test_a_rocm_for_another_machine_is_refused(opt: Path, memory: tuple[str, ...
     Rocm(opt / "rocm", machine="riscv64-unknown-linux-gnu")
     (_, refused) = hipcc.candidates(memory, None, a_host())
     assert refused.refused == (
-        f"compiles for riscv64-unknown-linux-gnu, and /usr/bin/g++ for {architecture()}-linux-gnu"
+        "compiles for riscv64-unknown-linux-gnu, "
+        f"but /usr/bin/g++ compiles for {architecture()}-linux-gnu"
     )
 
 
@@ -228,7 +230,8 @@ def test_the_one_that_is_nearest_to_torch_is_taken(opt: Path, memory: tuple[str,
     }
     assert reasons["rocm-6.3.1"] == ""
     assert reasons["rocm-6.4.0"] == f"HIP 6.3.1 in {opt}/rocm-6.3.1 is nearer to torch's 6.2.41133"
-    assert reasons["rocm-7.0.0"] == "HIP 7.0.0; torch was built with 6.2.41133, another major"
+    other = "torch was built with 6.2.41133, another major version"
+    assert reasons["rocm-7.0.0"] == f"HIP 7.0.0; {other}"
 
 
 def test_another_major_than_torchs_is_refused_with_what_would_fit(
@@ -304,7 +307,7 @@ def test_whether_an_architecture_compiles_is_asked_once_for_each_compiler(
     assert sum("gfx90a:xnack-" in run for run in rocm.runs()) == 1
     hipcc.can_compile(memory, chosen._replace(identity="upgraded"), "gfx1200")
     assert sum("gfx1200" in run for run in rocm.runs()) == 2
-    assert memo.recall(memory, f"hipcc {chosen.identity} for gfx1200") is not None
+    assert probing.recall(memory, f"hipcc {chosen.identity} for gfx1200") is not None
 
 
 # Versions
@@ -321,7 +324,7 @@ def test_a_rocm_torch_is_one_that_was_built_with_hip(
     monkeypatch: pytest.MonkeyPatch, torch: TorchSDK | None, rocm: bool
 ) -> None:
     monkeypatch.setattr(torch_sdk, "find", lambda: torch)
-    assert rocm_version.is_rocm_pytorch() is rocm
+    assert homes.is_rocm_pytorch() is rocm
 
 
 @pytest.mark.parametrize(
@@ -342,7 +345,7 @@ def test_the_installed_version_is_read_from_what_the_installation_says(
     rocm = Rocm(opt / "rocm")
     (rocm.home / file).parent.mkdir(parents=True, exist_ok=True)
     (rocm.home / file).write_text(text)
-    assert rocm_version.installed_rocm_version() == version
+    assert homes.installed_rocm_version() == version
     assert rocm.runs() == []
 
 
@@ -350,9 +353,9 @@ def test_without_an_installation_the_version_is_torchs_or_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch_sdk, "find", lambda: a_torch("6.2.41133-dd7f95766"))
-    assert rocm_version.installed_rocm_version() == (6, 2)
+    assert homes.installed_rocm_version() == (6, 2)
     monkeypatch.setattr(torch_sdk, "find", lambda: a_torch(None))
-    assert rocm_version.installed_rocm_version() == (0, 0)
+    assert homes.installed_rocm_version() == (0, 0)
 
 
 # Steps

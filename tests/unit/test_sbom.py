@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sample.prebuilt import FULL, SYSTEM, add, linked, made_with
 
-from opkiln.ship import contents
+from opkiln.ship.layer import entries
 from opkiln.ship.sbom import sbom
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def layer(tmp_path: Path) -> Path:
 
 
 def document(layer: Path) -> dict[str, Any]:
-    made = sbom(contents.entries(str(layer)), "below", name="Demo_Ops", version="1.0+cu130")
+    made = sbom(entries(str(layer)), "below", name="Demo_Ops", version="1.0+cu130")
     found: dict[str, Any] = json.loads(made)
     return found
 
@@ -57,7 +57,7 @@ def test_it_has_the_shape_of_cyclonedx_1_6(layer: Path) -> None:
 
 
 def test_each_library_has_its_digest_and_what_it_is_for(layer: Path) -> None:
-    for leaf in contents.entries(str(layer)):
+    for leaf in entries(str(layer)):
         each = by_name(document(layer))[leaf.manifest["op"]]
         assert each["hashes"] == [{"alg": "SHA-256", "content": leaf.manifest["sha256"]}]
         told = {one["name"]: one["value"] for one in each["properties"]}
@@ -100,8 +100,8 @@ def test_a_full_abi_op_names_torchs_version_and_one_without_torch_none(tmp_path:
 def test_the_same_layer_gives_the_same_bytes_with_no_time_and_no_serial_number(
     layer: Path,
 ) -> None:
-    entries = contents.entries(str(layer))
-    first = sbom(entries, "below", name="demo", version="1")
-    assert sbom(reversed(entries), "below", name="demo", version="1") == first
+    found = entries(str(layer))
+    first = sbom(found, "below", name="demo", version="1")
+    assert sbom(reversed(found), "below", name="demo", version="1") == first
     assert not {"serialNumber", "timestamp"} & set(json.loads(first))
     assert "timestamp" not in json.loads(first)["metadata"]

@@ -12,8 +12,7 @@ from opkiln.errors import SettingError
 from opkiln.model import CPU, CUDA, ROCM, TorchSDK
 from opkiln.settings import override
 from opkiln.ship import selection
-from opkiln.ship.selection import Declared
-from opkiln.ship.targets import Wanted
+from opkiln.ship.selection import Declared, NamedTarget
 from opkiln.toolchain import choice, torch_sdk
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ def test_an_op_is_built_for_what_this_machine_and_its_torch_are_for(
 def test_an_op_that_nothing_here_can_build_is_still_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_with(monkeypatch, cuda=None, hip=None)
     tools_for(monkeypatch)
-    assert selection.targets((CUDA, ROCM)) == (Wanted(CUDA),)
+    assert selection.targets((CUDA, ROCM)) == (NamedTarget(CUDA),)
 
 
 @pytest.mark.parametrize(
@@ -158,24 +157,31 @@ def test_a_wheel_has_every_level_of_its_cpu_family(
     monkeypatch: pytest.MonkeyPatch, architecture: str, levels: list[str]
 ) -> None:
     monkeypatch.setattr(machine, "architecture", lambda: architecture)
-    assert selection.targets((CPU,)) == tuple(Wanted(CPU, level) for level in levels)
+    assert selection.targets((CPU,)) == tuple(NamedTarget(CPU, level) for level in levels)
     with override(cpu="native"):
-        assert selection.targets((CPU,)) == (Wanted(CPU, "native"),), "as it is asked for"
+        assert selection.targets((CPU,)) == (NamedTarget(CPU, "native"),), "as it is asked for"
 
 
 def test_targets_that_are_named_are_those_that_the_op_has() -> None:
     with override(build_targets="cuda:8.0,9.0a+PTX; cpu:x86-64-v2,x86-64-v3"):
         assert selection.targets((CUDA, CPU)) == (
-            Wanted(CUDA, "8.0,9.0a+PTX"), Wanted(CPU, "x86-64-v2"), Wanted(CPU, "x86-64-v3"),
-        )  # fmt: skip
-        assert selection.targets((CPU,)) == (Wanted(CPU, "x86-64-v2"), Wanted(CPU, "x86-64-v3"))
+            NamedTarget(CUDA, "8.0,9.0a+PTX"),
+            NamedTarget(CPU, "x86-64-v2"),
+            NamedTarget(CPU, "x86-64-v3"),
+        )
+        assert selection.targets((CPU,)) == (
+            NamedTarget(CPU, "x86-64-v2"),
+            NamedTarget(CPU, "x86-64-v3"),
+        )
         assert selection.targets((ROCM,)) == ()
 
 
 def test_a_target_that_is_none_is_an_error_that_names_the_variable() -> None:
     with (
         override(build_targets="gpu:9.0"),
-        pytest.raises(SettingError, match=r"OPKILN_BUILD_TARGETS='gpu:9.0'.*'gpu' is no backend"),
+        pytest.raises(
+            SettingError, match=r"OPKILN_BUILD_TARGETS='gpu:9.0'.*there is no backend 'gpu'"
+        ),
     ):
         selection.targets((CPU,))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from opkiln.errors import SettingError
-from opkiln.report.settings_page import markdown
+from opkiln.report.forms import settings_page
 from opkiln.settings import (
     DROPPED,
     build_switch,
@@ -164,7 +164,7 @@ def test_a_child_gets_the_allow_listed_variables_and_no_other(
 def test_every_setting_is_documented_and_named_once() -> None:
     names = [name for each in table() for name in (each.variable, *each.aliases)]
     assert len(names) == len(set(names))
-    text = markdown()
+    text = settings_page()
     for each in table():
         assert each.doc
         assert f"`{each.variable}`" in text

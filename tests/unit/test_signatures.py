@@ -18,7 +18,7 @@ from opkiln.digest import sha256_file
 from opkiln.errors import OpkilnError, SettingError, StoreError, UsageError
 from opkiln.settings import override, settings
 from opkiln.ship import bundle, signing
-from opkiln.store import archive, bundle_index, sealed, signatures
+from opkiln.store import archive, sealed, signatures
 from opkiln.store.entry import Leaf, Refused
 from opkiln.store.recheck import Hasher
 
@@ -173,7 +173,7 @@ def resign(file: Path, data: bytes) -> None:
     """Put signatures into a bundle as ``signing.sign`` would, whatever they are."""
     with archive.Bundle(str(file)) as read:
         listed, end = read.check(), read.index.end
-        tail = bundle_index.signed_tail(listed, end, data)
+        tail = archive.signed_tail(listed, end, data)
     file.write_bytes(file.read_bytes()[:end] + tail)
     bundle.Bundle(str(file)).check()
 
@@ -265,10 +265,10 @@ def test_a_private_key_is_for_its_owner_alone_and_never_overwritten(tmp_path: Pa
     assert Path(first.public).read_text() == f"{first.key}\n"
     content = Path(first.private).read_bytes()
     assert first.key.encode() not in content
-    with pytest.raises(UsageError, match="not overwritten"):
+    with pytest.raises(UsageError, match="never overwritten"):
         pair(tmp_path)
     os.unlink(first.public)
-    with pytest.raises(UsageError, match="not overwritten"):
+    with pytest.raises(UsageError, match="never overwritten"):
         pair(tmp_path)
     assert Path(first.private).read_bytes() == content
     assert not os.path.exists(first.public)

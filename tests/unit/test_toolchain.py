@@ -12,7 +12,7 @@ import pytest
 from opkiln.errors import ToolchainError
 from opkiln.model import OpSpec
 from opkiln.settings import override
-from opkiln.toolchain import find, host, memo, torch_sdk
+from opkiln.toolchain import find, host, probing, torch_sdk
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,54 +98,54 @@ def test_a_compiler_without_the_language_standard_is_refused(tmp_path: Path) -> 
 def test_a_record_is_believed_until_one_of_its_files_changes(tmp_path: Path) -> None:
     one, two = program(tmp_path / "one"), program(tmp_path / "two")
     resting(one, two)
-    memo.remember((str(tmp_path / "memory"),), "cc", {"version": "9"}, [str(one), str(two)])
-    found = memo.recall((str(tmp_path / "memory"),), "cc")
+    probing.remember((str(tmp_path / "memory"),), "cc", {"version": "9"}, [str(one), str(two)])
+    found = probing.recall((str(tmp_path / "memory"),), "cc")
     assert found is not None
     assert found["version"] == "9"
-    assert memo.recall((str(tmp_path / "memory"),), "other") is None
+    assert probing.recall((str(tmp_path / "memory"),), "other") is None
     two.write_text("changed")
-    assert memo.recall((str(tmp_path / "memory"),), "cc") is None
+    assert probing.recall((str(tmp_path / "memory"),), "cc") is None
 
 
 def test_a_record_about_a_file_that_was_just_written_is_not_believed(tmp_path: Path) -> None:
     tool = program(tmp_path / "tool")
-    memo.remember((str(tmp_path),), "cc", {"version": "9"}, [str(tool)])
-    assert memo.recall((str(tmp_path),), "cc") is None
+    probing.remember((str(tmp_path),), "cc", {"version": "9"}, [str(tool)])
+    assert probing.recall((str(tmp_path),), "cc") is None
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "null", '{"schema": 1}', '{"schema": 99, "subject": "cc"}', "\xff"]
 )
 def test_a_damaged_record_is_not_believed(tmp_path: Path, text: str) -> None:
-    memo.remember((str(tmp_path),), "cc", {}, [])
+    probing.remember((str(tmp_path),), "cc", {}, [])
     (record,) = tmp_path.iterdir()
-    assert memo.recall((str(tmp_path),), "cc") is not None
+    assert probing.recall((str(tmp_path),), "cc") is not None
     record.write_text(text)
-    assert memo.recall((str(tmp_path),), "cc") is None
+    assert probing.recall((str(tmp_path),), "cc") is None
 
 
 def test_a_record_that_names_another_subject_is_not_believed(tmp_path: Path) -> None:
-    memo.remember((str(tmp_path),), "cc", {}, [])
+    probing.remember((str(tmp_path),), "cc", {}, [])
     (record,) = tmp_path.iterdir()
     record.write_text(json.dumps({**json.loads(record.read_text()), "subject": "cxx"}))
-    assert memo.recall((str(tmp_path),), "cc") is None
+    assert probing.recall((str(tmp_path),), "cc") is None
 
 
 def test_a_record_is_read_from_every_directory_and_written_to_the_first(tmp_path: Path) -> None:
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
-    memo.remember((two,), "cc", {"version": "9"}, [])
-    assert memo.recall((one, two), "cc") is not None
-    memo.remember((one, two), "cxx", {"version": "9"}, [])
-    assert memo.recall((two,), "cxx") is None
-    assert memo.recall((one,), "cxx") is not None
-    memo.remember((), "cc", {}, [])
-    assert memo.recall((), "cc") is None
+    probing.remember((two,), "cc", {"version": "9"}, [])
+    assert probing.recall((one, two), "cc") is not None
+    probing.remember((one, two), "cxx", {"version": "9"}, [])
+    assert probing.recall((two,), "cxx") is None
+    assert probing.recall((one,), "cxx") is not None
+    probing.remember((), "cc", {}, [])
+    assert probing.recall((), "cc") is None
 
 
 def test_directories_are_private_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        memo.remember((str(tmp_path / "a" / "b"),), "cc", {}, [])
+        probing.remember((str(tmp_path / "a" / "b"),), "cc", {}, [])
     finally:
         os.umask(before)
     modes = [path.stat().st_mode & 0o777 for path in sorted(tmp_path.rglob("*"))]
@@ -154,8 +154,8 @@ def test_directories_are_private_whatever_the_umask(tmp_path: Path) -> None:
 
 def test_a_memory_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    memo.remember((str(tmp_path / "file" / "memory"),), "cc", {}, [])
-    assert memo.recall((str(tmp_path / "file" / "memory"),), "cc") is None
+    probing.remember((str(tmp_path / "file" / "memory"),), "cc", {}, [])
+    assert probing.recall((str(tmp_path / "file" / "memory"),), "cc") is None
 
 
 def a_torch(path: Path, version: str = "2.13.0+cpu", more: str = "") -> Path:

@@ -308,7 +308,7 @@ def test_a_named_toolkit_is_refused_and_not_replaced(here: Machine) -> None:
     assert caught.value.hint.startswith("unset ")
     with override(cuda_home=str(here.root / "gone")), pytest.raises(MissingCUDAException) as caught:
         here.choose("13.0")
-    assert f"{here.root}/gone holds no CUDA toolkit" in caught.value.what
+    assert f"{here.root}/gone has no CUDA toolkit" in caught.value.what
     assert here.choose("13.0").version == "13.0"
 
 

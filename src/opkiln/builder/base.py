@@ -375,7 +375,7 @@ class OpBuilder:
     ) -> bool:
         """Whether a C function can be linked from these libraries; asked of the compiler."""
         from opkiln.store.layers import Store
-        from opkiln.toolchain.linkprobe import can_link
+        from opkiln.toolchain.host import can_link
 
         found = can_link(Store().memory, funcname, tuple(libraries), tuple(library_dirs))
         if not found:

@@ -185,13 +185,13 @@ class CUDAOpBuilder(OpBuilder):
 
     def is_rocm_pytorch(self) -> bool:
         """Whether the torch that is installed is built for ROCm."""
-        from opkiln.toolchain.rocm_version import is_rocm_pytorch
+        from opkiln.toolchain.rocm import is_rocm_pytorch
 
         return is_rocm_pytorch()
 
     def installed_rocm_version(self) -> tuple[int, int]:
         """(major, minor) of the ROCm installation that would be used. Raises ToolchainError."""
-        from opkiln.toolchain.rocm_version import installed_rocm_version
+        from opkiln.toolchain.rocm import installed_rocm_version
 
         return installed_rocm_version()
 

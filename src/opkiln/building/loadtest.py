@@ -7,7 +7,7 @@ import signal
 import sys
 
 from opkiln.binary import elf
-from opkiln.binary.demangle import shown
+from opkiln.binary.symbols import shown
 from opkiln.building import wording
 from opkiln.building.probe_load import LOADED, MISSING
 from opkiln.building.wording import missing_kernels

@@ -1,4 +1,4 @@
-"""``opkiln arch LIST``: what an arch list comes to."""
+"""``opkiln arch LIST``: what a build makes of a list of GPU architectures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import click
 
 from opkiln.cli import output
-from opkiln.cli.op_name import complete
+from opkiln.cli.arguments import complete_op
 from opkiln.errors import ArchError, ToolchainError
 from opkiln.report.layout import columns
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Answer(NamedTuple):
-    """What a list comes to, step by step, in the words of its grammar."""
+    """What a build makes of a list, step by step."""
 
     backend: str
     asked: str
@@ -29,24 +29,24 @@ class Answer(NamedTuple):
     toolkit: DeviceCompiler | None
     no_toolkit: str  # why there is none
     refused: tuple[tuple[str, str], ...]  # by the toolkit, each with the reason
-    notes: tuple[str, ...]  # on devices that get another's code
-    archs: tuple[str, ...]  # what is left
+    notes: tuple[str, ...]  # on devices that use code for another architecture
+    archs: tuple[str, ...]  # the result
     images: tuple[str, ...]
     flags: tuple[str, ...]
 
 
-@click.command("arch", short_help="Show what an arch list comes to.")
+@click.command("arch", short_help="Show what a build makes of an arch list.")
 @click.argument("archs", nargs=-1, metavar="[LIST]")
-@click.option("--op", shell_complete=complete, metavar="OP", help="Apply the filter of this op.")
+@click.option("--op", shell_complete=complete_op, metavar="OP", help="Apply the filter of this op.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(archs: tuple[str, ...], op: str | None, as_json: bool) -> int:
-    """Show what the GPU architectures in LIST come to: as they are read, what the op's filter
-    removes, what the toolkit refuses, and the compiler's flags.
+    """Show what a build makes of the GPU architectures in LIST: how they are read, what the op's
+    filter removes, what the toolkit refuses, and the compiler's flags.
 
-    LIST is what OPKILN_CUDA_ARCH_LIST takes: 8.0, 9.0a, 10.0f+PTX, Hopper, native, all, all-major,
-    with ; , or blanks between; or what OPKILN_ROCM_ARCH_LIST takes: gfx90a, gfx942:xnack-. Without
-    it: what the settings say, else this machine's GPUs, else all that the toolkit has. Exits with 1
-    when a build for the list would fail.
+    LIST is a value of OPKILN_CUDA_ARCH_LIST: 8.0, 9.0a, 10.0f+PTX, Hopper, native, all, all-major,
+    separated by ; , or spaces; or a value of OPKILN_ROCM_ARCH_LIST: gfx90a, gfx942:xnack-. Without
+    LIST: that of the settings, else this machine's GPUs, else all that the toolkit has. Exits with
+    1 if a build for the list would fail.
     """
     answer = _answer(" ".join(archs) if archs else None, op)
     if as_json:
@@ -107,7 +107,7 @@ def _answer(given: str | None, name: str | None) -> Answer:
 
 
 def _backend(given: str | None) -> str:
-    """The list says it where it names a ``gfx…``; else the torch that is here."""
+    """ROCm if the list names a ``gfx…``; without a list, the backend of torch."""
     from opkiln.arch import hip
     from opkiln.model import CUDA, ROCM
     from opkiln.toolchain import torch_sdk
@@ -128,7 +128,7 @@ def _toolkit(memory: tuple[str, ...], backend: str) -> tuple[DeviceCompiler | No
 
 
 def _devices(memory: tuple[str, ...], backend: str) -> tuple[str, ...]:
-    """What this machine's GPUs are."""
+    """The architectures of this machine's GPUs."""
     from opkiln.devices import amd, nvidia
     from opkiln.model import CUDA
 
@@ -138,7 +138,7 @@ def _devices(memory: tuple[str, ...], backend: str) -> tuple[str, ...]:
 
 
 def _asked(given: str | None, backend: str, has_devices: bool, has_list: bool) -> tuple[str, str]:
-    """The list, and who says so: in the order in which a build takes them."""
+    """(the list, its origin), in the order of a build."""
     from opkiln.model import CUDA
     from opkiln.settings import origin_of
 
@@ -148,7 +148,7 @@ def _asked(given: str | None, backend: str, has_devices: bool, has_list: bool) -
     asked, origin = origin_of(field)
     if asked:
         return asked, origin
-    # Precompiling takes all there is; `native` is what names the missing GPU where nothing is.
+    # Precompiling takes all. Without a toolkit, `native` gives the error about the missing GPU.
     everything = backend == CUDA and has_list and not has_devices
     return ("all", "toolkit") if everything else ("native", "devices")
 

@@ -1,4 +1,4 @@
-"""``opkiln build``: build ops now, so that no process has to later; here, or for other machines."""
+"""``opkiln build``: builds ops ahead of their first use, for this machine or for others."""
 
 from __future__ import annotations
 
@@ -7,49 +7,39 @@ from typing import Any
 
 import click
 
-from opkiln.cli import output, targets, verbosity
-from opkiln.cli.op_name import complete
+from opkiln.cli import output
+from opkiln.cli.arguments import complete_op, json_option, parse_size_option, target_option
 from opkiln.digest import sha256_file
 from opkiln.errors import UsageError
 from opkiln.report.layout import columns
-from opkiln.settings import parse_size
 from opkiln.ship import prebuild, wrappings
 from opkiln.ship.prebuild import BUILT, CACHED, SKIPPED, Outcome
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from opkiln.ship.audit import Finding
-    from opkiln.ship.targets import Wanted
-
-
-def _size(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        return parse_size(text)
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is no size such as 80M or 2G") from None
+    from opkiln.ship.selection import NamedTarget
 
 
 @click.command("build", short_help="Build ops now, instead of at their first use.")
-@click.argument("ops", nargs=-1, shell_complete=complete)
+@click.argument("ops", nargs=-1, shell_complete=complete_op)
 @click.option("--all", "everything", is_flag=True, help="Build every op that can run here.")
 @click.option(
     "--recorded", type=click.Path(dir_okay=False), metavar="FILE",
-    help="Build the ops that `opkiln cache record` noted in FILE, for what they were used for.",
+    help="Build the ops in FILE, which `opkiln cache record` wrote, for the devices in it.",
 )  # fmt: skip
 @click.option(
     "--for-script", type=click.Path(exists=True, dir_okay=False), metavar="SCRIPT",
     help="Run a Python script and build the ops that it loads; its arguments follow `--`.",
 )  # fmt: skip
-@targets.option(multiple=True)
+@target_option(multiple=True)
 @click.option(
     "--out", type=click.Path(file_okay=False), metavar="DIR",
     help="Put the libraries into DIR, a layer for OPKILN_STORE_LAYERS.",
 )  # fmt: skip
 @click.option(
     "--wheel", type=click.Path(file_okay=False), metavar="DIR",
-    help="Write a wheel of them to DIR; where it is installed, opkiln finds them.",
+    help="Write them as a wheel to DIR. Where it is installed, opkiln finds them.",
 )  # fmt: skip
 @click.option(
     "--bundle", type=click.Path(dir_okay=False), metavar="FILE",
@@ -58,13 +48,13 @@ def _size(_context: click.Context, _option: click.Parameter, text: str | None) -
 @click.option("--name", metavar="NAME", help="The wheel's name.  [default: <package>-ops]")
 @click.option("--version", metavar="VERSION", help="The wheel's version.  [default: the package's]")
 @click.option(
-    "--max-wheel-size", callback=_size, metavar="SIZE",
+    "--max-wheel-size", callback=parse_size_option, metavar="SIZE",
     help="Split the wheel, by backend and architecture, so that each is at most SIZE: 80M.",
 )  # fmt: skip
 @click.option(
     "--verify", is_flag=True,
-    help="Check what each library needs of torch, glibc and libstdc++; exit with 4 if it is more "
-    "than its wheel's tag promises.",
+    help="Check what each library needs from torch, glibc and libstdc++; exit with 4 if that is "
+    "more than the tag of its wheel allows.",
 )  # fmt: skip
 @click.option(
     "--trace", type=click.Path(dir_okay=False), metavar="FILE",
@@ -74,7 +64,7 @@ def _size(_context: click.Context, _option: click.Parameter, text: str | None) -
     "-j", "--jobs", type=click.IntRange(min=1), metavar="N",
     help="Run at most N steps at once. The host's budget applies as well.",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def command(
     ops: tuple[str, ...],
     everything: bool,
@@ -92,16 +82,16 @@ def command(
     jobs: int | None,
     as_json: bool,
 ) -> int:
-    """Build OPS, unless they are built already.
+    """Build OPS, unless they are already built.
 
-    An op that is named must be built natively, or it is an error; it never falls back. With --all,
-    an op that cannot run here (its torch is too old, its author says so) is skipped and listed.
+    If a named op cannot be built natively, that is an error; it does not fall back. With --all, an
+    op that cannot run here (torch is too old, or its author says so) is skipped and listed.
     """
     named = bool(ops) and for_script is None
     if sum((named, everything, recorded is not None, for_script is not None)) != 1:
         raise click.UsageError("give one of: names of ops, --all, --recorded, --for-script")
     if wheel is None and (name or version or max_wheel_size):
-        raise click.UsageError("--name, --version and --max-wheel-size are for --wheel")
+        raise click.UsageError("--name, --version and --max-wheel-size need --wheel")
     if for_script is not None:
         asked = _used_by(for_script, ops, _wanted(target))
     else:
@@ -116,7 +106,7 @@ def command(
     if wrapping.places and not done and not failures:
         raise UsageError(
             f"there is nothing to put into {', '.join(wrapping.places)}",
-            why="; ".join(each.reason for each in outcomes) or "no op was asked for",
+            why="; ".join(each.reason for each in outcomes) or "no op was requested",
         )
     if verify and not failures:
         findings, violations = wrappings.audited(done)
@@ -144,34 +134,31 @@ def command(
 
 
 def _asked(
-    ops: tuple[str, ...], everything: bool, recorded: str | None, wanted: list[Wanted]
+    ops: tuple[str, ...], everything: bool, recorded: str | None, wanted: list[NamedTarget]
 ) -> prebuild.Asked:
     from opkiln.registry import ALL_OPS
 
     if recorded is not None:
-        from opkiln.ship import prewarm
-
-        return prewarm.requests(recorded, wanted)
+        return prebuild.recorded_requests(recorded, wanted)
     names = list(ALL_OPS if everything else dict.fromkeys(ops))
     return prebuild.requests(ALL_OPS, names, wanted, named=not everything)
 
 
-def _used_by(script: str, arguments: tuple[str, ...], wanted: list[Wanted]) -> prebuild.Asked:
-    from opkiln.ship import prewarm
+def _used_by(script: str, arguments: tuple[str, ...], wanted: list[NamedTarget]) -> prebuild.Asked:
     from opkiln.store import publish
 
-    output.say(f"running {script}; references serve for the ops that are not built yet")
+    output.say(f"running {script}; ops that are not built yet run as references")
     with publish.scratch("record") as stage:
         noted = os.path.join(stage, "ops.jsonl")
-        prewarm.run_script(script, arguments, noted, **verbosity.child_variables())
+        prebuild.run_script(script, arguments, noted, **output.child_variables())
         if not os.path.exists(noted):
             output.say(f"{script} loaded no op")
             return prebuild.Asked((), ())
-        return prewarm.requests(noted, wanted, ran_here=True)
+        return prebuild.recorded_requests(noted, wanted, ran_here=True)
 
 
-def _wanted(texts: tuple[str, ...]) -> list[Wanted]:
-    from opkiln.ship.targets import parse
+def _wanted(texts: tuple[str, ...]) -> list[NamedTarget]:
+    from opkiln.ship.selection import parse
 
     try:
         return list(dict.fromkeys(each for text in texts for each in parse(text)))

@@ -1,15 +1,16 @@
-"""``opkiln cache export``, ``import``, ``keygen``, ``sign``: entries as one file, and back."""
+"""The sub-commands of ``opkiln cache`` that move entries to other machines, and sign them."""
 
 from __future__ import annotations
 
+import os
 import re
 
 import click
 
 from opkiln.cli import output
-from opkiln.cli.op_name import Stored, complete
+from opkiln.cli.arguments import EntriesOf, complete_op, json_option, writable_root
 from opkiln.errors import StoreError
-from opkiln.report.layout import columns, size
+from opkiln.report.layout import columns, count, size
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,27 +18,25 @@ if TYPE_CHECKING:
 
     from opkiln.store.inventory import Entry
 
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-
 
 def _digest(_context: click.Context, _option: click.Parameter, text: str | None) -> str:
     if text is not None and not re.fullmatch("[0-9a-fA-F]{64}", text):
-        raise click.BadParameter(f"{text!r} is no SHA-256 as sha256sum prints it")
+        raise click.BadParameter(f"{text!r} is not a SHA-256 as sha256sum prints it")
     return text or ""
 
 
-@click.command("export", short_help="Write entries to one file.")
+@click.command("export", short_help="Write entries to one file, a bundle.")
 @click.argument("file", type=click.Path(dir_okay=False))
 @click.option(
-    "--op", "ops", multiple=True, metavar="OP", shell_complete=complete,
+    "--op", "ops", multiple=True, metavar="OP", shell_complete=complete_op,
     help="Only this op's entries. May be given several times.",
 )  # fmt: skip
-@_JSON
+@json_option
 def export(file: str, ops: tuple[str, ...], as_json: bool) -> None:
     """Write the newest entry of each op and target to FILE, for other machines.
 
-    There `opkiln cache import FILE` takes them into the store, or OPKILN_STORE_LAYERS=FILE reads
-    them where they are. FILE holds nothing of this machine: no paths, no times.
+    There, `opkiln cache import FILE` puts them into the store, or OPKILN_STORE_LAYERS=FILE reads
+    them from the file. FILE contains no paths and no times of this machine.
     """
     from opkiln.ship import layer
     from opkiln.ship.bundle import write_bundle
@@ -45,7 +44,7 @@ def export(file: str, ops: tuple[str, ...], as_json: bool) -> None:
     from opkiln.store.layers import Store
 
     roots = [each.root for each in Store().location.layers if not each.listed]
-    chosen = {op: Stored(op) for op in ops}
+    chosen = {op: EntriesOf(op) for op in ops}
     found = [each for root in roots for each in _newest(root)]
     missing = {op for op, its in chosen.items() if not any(map(its, found))}
     payloads = [
@@ -84,21 +83,20 @@ def _newest(root: str) -> Iterator[Entry]:
             yield found
 
 
-@click.command("import", short_help="Take entries from such a file.")
+@click.command("import", short_help="Import entries from a bundle.")
 @click.argument("file", type=click.Path(dir_okay=False))
 @click.option(
     "--sha256", callback=_digest, metavar="DIGEST",
-    help="Refuse FILE unless it has this digest, from whoever gave it to you.",
+    help="Refuse FILE unless it has this digest.",
 )  # fmt: skip
-@_JSON
+@json_option
 def import_(file: str, sha256: str, as_json: bool) -> None:
-    """Take the entries in FILE into the store, after every byte of it was checked.
+    """Put the entries in FILE into the store, after every byte of it was checked.
 
-    They serve where their sources are the installed ones and this machine runs their code, also
-    beside a compiler. A FILE that is not as it was written is refused, and nothing is taken; so is
-    one that is not signed by a key in OPKILN_TRUSTED_KEYS, where that is set.
+    An entry is used if its sources are the installed ones and this machine can run its code, even
+    if there is a compiler. A FILE that is damaged is refused, and nothing is imported. If
+    OPKILN_TRUSTED_KEYS is set, so is a FILE that none of these keys has signed.
     """
-    from opkiln.cli.cache import writable_root
     from opkiln.ship.bundle import unpack
 
     taken = unpack(file, writable_root(), sha256=sha256)
@@ -107,7 +105,7 @@ def import_(file: str, sha256: str, as_json: bool) -> None:
         return
     rows = [("op", "package", "status", "path")]
     rows += [
-        (each.op, each.distribution, "new" if each.new else "there already", each.directory)
+        (each.op, each.distribution, "new" if each.new else "already there", each.directory)
         for each in taken
     ]
     output.data(columns(rows))
@@ -115,12 +113,12 @@ def import_(file: str, sha256: str, as_json: bool) -> None:
 
 @click.command("keygen", short_help="Make a pair of keys to sign bundles with.")
 @click.argument("file", type=click.Path(dir_okay=False))
-@_JSON
+@json_option
 def keygen(file: str, as_json: bool) -> None:
-    """Make a private key in FILE, for you alone, and the public one in FILE.pub, for everybody.
+    """Write a new private key to FILE, and its public key to FILE.pub.
 
-    Prints the public one: what others put into OPKILN_TRUSTED_KEYS. Nothing is overwritten. FILE is
-    a PEM file that OpenSSL reads, too; keep it where bundles are made, and nowhere else.
+    Prints the public key, which others put into OPKILN_TRUSTED_KEYS. Nothing is overwritten. FILE
+    is a PEM file that OpenSSL can read. Keep it only where bundles are made.
     """
     from opkiln.ship import signing
 
@@ -132,18 +130,18 @@ def keygen(file: str, as_json: bool) -> None:
         output.say(f"wrote {made.private} and {made.public}")
 
 
-@click.command("sign", short_help="Sign such a file.")
+@click.command("sign", short_help="Sign a bundle.")
 @click.argument("file", type=click.Path(dir_okay=False))
 @click.option(
     "--key", "key_file", required=True, type=click.Path(dir_okay=False), metavar="KEY",
     help="The private key, as `opkiln cache keygen` makes it.",
 )  # fmt: skip
-@_JSON
+@json_option
 def sign(file: str, key_file: str, as_json: bool) -> None:
     """Sign FILE, a bundle, after every byte of it was checked, and print its new SHA-256.
 
-    The signature is put into FILE. A file can be signed with several keys, one after the other; it
-    is taken where one of them is trusted.
+    The signature becomes part of FILE. A file can be signed with several keys, one after the other;
+    it is accepted if one of them is trusted.
     """
     from opkiln.ship import signing
 
@@ -153,3 +151,28 @@ def sign(file: str, key_file: str, as_json: bool) -> None:
     else:
         output.data(f"{done.sha256}  {done.path}")
         output.say(f"signed by {', '.join(done.keys)}")
+
+
+@click.command(
+    "record", short_help="Record which ops a command loads.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)  # fmt: skip
+@click.argument("file", type=click.Path(dir_okay=False))
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def record(file: str, command: tuple[str, ...]) -> int:
+    """Run COMMAND and record in FILE which ops it loads, and for which devices.
+
+    Every process that COMMAND starts adds to FILE, so several runs can share it. `opkiln build
+    --recorded FILE` builds these ops. The exit code is that of COMMAND. If something else starts
+    COMMAND, set OPKILN_RECORD=FILE instead.
+    """
+    from opkiln.loading.recording import read
+    from opkiln.ship import prebuild
+
+    argv = command[1:] if command[0] == "--" else command
+    if not argv:
+        raise click.UsageError("there is no command to run after --")
+    status = prebuild.run_recorded(argv, file, **output.child_variables())
+    noted = len(read(file)) if os.path.exists(file) else 0
+    output.say(f"{file}: {count(noted, 'op')} recorded" if noted else "no op was loaded")
+    return status if status >= 0 else 128 - status

@@ -1,4 +1,4 @@
-"""``opkiln cache``: what is in the store, whether it is whole, and making it smaller."""
+"""``opkiln cache``: shows the store, checks it, and makes it smaller."""
 
 from __future__ import annotations
 
@@ -7,31 +7,21 @@ import time
 
 import click
 
-from opkiln.cli import bundles, output, recording
-from opkiln.cli.op_name import Stored, complete
+from opkiln.cli import bundles, output
+from opkiln.cli.arguments import (
+    EntriesOf,
+    complete_op,
+    json_option,
+    parse_size_option,
+    writable_root,
+)
 from opkiln.errors import LoadError, StoreError
 from opkiln.report.layout import age, columns, size
-from opkiln.settings import parse_size, settings
+from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from opkiln.store.inventory import Fault
-
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-
-
-def writable_root() -> str:
-    """The layer that is written to. Raises StoreError where there is none."""
-    from opkiln.store.layers import Store
-
-    store = Store()
-    if store.root is None:
-        raise StoreError(
-            "there is no store that can be written to",
-            why="\n".join(store.location.notes),
-            hint="set OPKILN_CACHE_DIR to a directory that can be written to",
-        )
-    return store.root
 
 
 def _entries(number: int) -> str:
@@ -39,7 +29,7 @@ def _entries(number: int) -> str:
 
 
 class _Progress:
-    """Says how far a command is, now and then: a store may have a hundred thousand entries."""
+    """Prints the progress of a command: a store may have a hundred thousand entries."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
@@ -52,17 +42,14 @@ class _Progress:
 
 @click.group("cache")
 def command() -> None:
-    """Look at the store, check it, make it smaller, and carry entries to other machines.
+    """Show the store, check it, make it smaller, and move entries to other machines.
 
-    All of it can be rebuilt, and everything may be removed while other processes use it.
+    Everything in the store can be rebuilt, and may be removed while other processes use it.
     """
 
 
-command.add_command(bundles.export)
-command.add_command(bundles.import_)
-command.add_command(bundles.keygen)
-command.add_command(bundles.sign)
-command.add_command(recording.record)
+for _each in (bundles.export, bundles.import_, bundles.keygen, bundles.sign, bundles.record):
+    command.add_command(_each)
 
 
 @command.command("path")
@@ -72,8 +59,8 @@ def path() -> None:
 
 
 @command.command("list", short_help="List the entries.")
-@click.option("--objects", is_flag=True, help="List the compiled objects, too.")
-@_JSON
+@click.option("--objects", is_flag=True, help="Also list the compiled objects.")
+@json_option
 def list_(objects: bool, as_json: bool) -> None:
     """List the entries: op, package, target CPU, compiler, size, time since the last use, path."""
     from opkiln.store import inventory
@@ -101,9 +88,9 @@ def list_(objects: bool, as_json: bool) -> None:
 
 
 @command.command("size")
-@_JSON
+@json_option
 def size_(as_json: bool) -> None:
-    """Print how much room the store takes."""
+    """Print the size of the store."""
     from opkiln.store import inventory
 
     found = inventory.sizes(writable_root())
@@ -124,14 +111,14 @@ def size_(as_json: bool) -> None:
     "files", nargs=-1, metavar="[FILE]...", type=click.Path(exists=True, dir_okay=False)
 )
 @click.option("--remove", is_flag=True, help="Remove the damaged entries of the writable store.")
-@_JSON
+@json_option
 def verify(files: tuple[str, ...], remove: bool, as_json: bool) -> int:
     """Re-hash every entry of every layer; exit with 5 if one is damaged.
 
-    A damaged entry is never loaded, and the next build of its op replaces it. One that is refused
-    (its owner or mode) is not used either, but may be good for others.
+    A damaged entry is never loaded, and the next build of its op replaces it. An entry that is
+    refused because of its owner or mode is not used either, but other users may use it.
 
-    With FILEs, each a wheel or a bundle, these are checked and not the store.
+    With FILEs (wheels or bundles), these are checked instead of the store.
     """
     if files and remove:
         raise click.UsageError("--remove is for the store, not for files")
@@ -180,7 +167,7 @@ def _check_store(remove: bool) -> tuple[int, list[Fault], list[str]]:
 
 
 def _check_files(files: tuple[str, ...]) -> tuple[int, list[Fault], list[str]]:
-    """(entries, what is wrong, nothing: a file is left as it is)."""
+    """(entries, what is wrong, an empty list: files are not removed)."""
     total, faults = 0, []
     for path in files:
         found_in, fault = (_check_wheel if path.endswith(".whl") else _check_bundle)(path)
@@ -214,28 +201,20 @@ def _check_bundle(path: str) -> tuple[int, Fault | None]:
         return 0, Fault(path, error.what.removeprefix(f"{path} is "), True)
 
 
-def _size(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        return parse_size(text)
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is no size such as 512M or 4G") from None
-
-
-@command.command("gc", short_help="Remove what was not used for long, and leftovers.")
+@command.command("gc", short_help="Remove old entries and leftovers.")
 @click.option(
-    "--max-size", callback=_size, metavar="SIZE",
+    "--max-size", callback=parse_size_option, metavar="SIZE",
     help="Shrink to SIZE, such as 512M or 4G, instead of OPKILN_CACHE_MAX_SIZE.",
 )  # fmt: skip
-@click.option("--now", is_flag=True, help="Do not spare what was used within the last day.")
-@_JSON
+@click.option("--now", is_flag=True, help="Also remove entries that were used within the last day.")
+@json_option
 def gc_(max_size: int | None, now: bool, as_json: bool) -> None:
-    """Remove the entries that were not used for the longest time, and leftovers of dead processes.
+    """Remove the entries that have not been used for the longest time, and leftovers of dead
+    processes.
 
-    What a process on this host has loaded is never removed. What was used within the last day is
-    spared, as another host may have it loaded. An entry's last use is when it was published or,
-    where the file system keeps that, last read.
+    An entry that a process on this host has loaded is never removed. One that was used within the
+    last day is kept, too: another host may have it loaded. The last use is the time when the entry
+    was published or, if the file system records that, last read.
     """
     from opkiln.store import gc
 
@@ -260,18 +239,18 @@ def gc_(max_size: int | None, now: bool, as_json: bool) -> None:
 
 
 @command.command("clear")
-@click.option("--op", metavar="OP", shell_complete=complete, help="Only this op's entries.")
+@click.option("--op", metavar="OP", shell_complete=complete_op, help="Only this op's entries.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@_JSON
+@json_option
 def clear(op: str | None, yes: bool, as_json: bool) -> None:
-    """Remove everything, or all of one op. Processes that have it loaded keep what they have."""
+    """Remove all entries, or those of one op. Processes that have loaded them can go on."""
     from opkiln.store import gc
 
     root = writable_root()
     if not yes:
         what = "everything" if op is None else f"op {op}"
         click.confirm(f"Remove {what} from {os.path.dirname(root)}?", abort=True, err=True)
-    removed = gc.clear(root, Stored(op) if op is not None else None)
+    removed = gc.clear(root, EntriesOf(op) if op is not None else None)
     freed = sum(each.size for each in removed)
     if as_json:
         rows = [each._asdict() for each in removed]

@@ -1,4 +1,4 @@
-"""``opkiln demo``: train a small model with an op that is built on the way, cold and then warm."""
+"""``opkiln demo``: trains a small model with an op that is built on the way, cold and then warm."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from opkiln.cli import output
 from opkiln.errors import OpkilnError
 from opkiln.report.layout import columns, duration, paint, size
 
-# Rounding differs between the two implementations, and each step feeds on the one before. A wrong
-# formula is off by 1e-3 and more: one step moves a parameter by 3e-3.
+# The two implementations round differently, and the differences add up over the steps. A wrong
+# formula is off by 1e-3 or more: one step changes a parameter by 3e-3.
 TOLERANCE = 1e-5
 
 
 class DemoError(OpkilnError):
-    """The training process ended without a result; its own exit code is ours."""
+    """The training process ended without a result. It has the exit code of that process."""
 
     def __init__(self, what: str, *, why: str = "", hint: str = "", code: int = 1) -> None:
         super().__init__(what, why=why, hint=hint)
@@ -27,7 +27,7 @@ class DemoError(OpkilnError):
 
 
 @click.command("demo", short_help="Train a small model with an op, cold and warm.")
-@click.option("--keep", is_flag=True, help="Keep the demo's store, and print where it is.")
+@click.option("--keep", is_flag=True, help="Keep the demo's store, and print its path.")
 def command(keep: bool) -> int:
     """Train a small model with opkiln.optim.CPUAdam, cold and then warm.
 
@@ -89,13 +89,13 @@ def _found() -> str:
 
 
 def _run(work: str) -> dict[str, Any]:
-    """One training process. Raises DemoError when it cannot do its work."""
+    """Run one training process. Raises DemoError if it fails."""
     from opkiln import process
     from opkiln.settings import whole_environment
 
     result = os.path.join(work, "result.json")
-    # The user's own surroundings, but a store that only the demo has, and nothing that would keep
-    # it from showing a build.
+    # The user's environment, but a store of its own, and without settings that would prevent a
+    # build.
     environment = {
         **whole_environment(),
         "OPKILN_CACHE_DIR": os.path.join(work, "store"),

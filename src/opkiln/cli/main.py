@@ -10,14 +10,24 @@ from importlib import import_module
 import click
 
 from opkiln import __version__, settings
-from opkiln.cli import output, verbosity
+from opkiln.cli import output
 from opkiln.errors import OpkilnError, StoreError
 
-# A command's module is imported when it runs, or when --help needs its first line.
-_COMMANDS = (
-    "run", "build", "plan", "explain", "arch", "check", "report", "doctor", "cache", "new", "demo",
-    "completion",
-)  # fmt: skip
+# Where each command is. Its module is imported when it runs, or when --help needs its first line.
+_COMMANDS = {
+    "run": "run:command",
+    "build": "build:command",
+    "plan": "explain:plan_command",
+    "explain": "explain:explain_command",
+    "arch": "arch:command",
+    "check": "explain:check_command",
+    "report": "report:report_command",
+    "doctor": "report:doctor_command",
+    "cache": "cache:command",
+    "new": "new:command",
+    "demo": "demo:command",
+    "completion": "main:completion_command",
+}
 
 
 class _Commands(click.Group):
@@ -27,8 +37,9 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = import_module(f"opkiln.cli.{cmd_name}").command
-        return verbosity.equip(command)
+        module, name = _COMMANDS[cmd_name].split(":")
+        command: click.Command = getattr(import_module(f"opkiln.cli.{module}"), name)
+        return output.equip(command)
 
 
 @click.group(
@@ -43,20 +54,38 @@ class _Commands(click.Group):
 def cli(ctx: click.Context) -> None:
     """Compile, cache and inspect native PyTorch operators.
 
-    Ops are built at their first use. These commands build them earlier, and say what is built,
-    what would be, and why. Data is written to standard output, progress to standard error.
+    Ops are built at their first use. These commands build them earlier, and show what is built,
+    what would be built, and why. Data goes to standard output, progress to standard error.
     """
     if ctx.invoked_subcommand == "doctor":
-        return  # it finds what is wrong with them, beside all else
+        return  # it reports invalid settings itself
     for setting in settings.table():
-        setting.resolve()  # a value without a meaning is an error at once, not when it is used
+        setting.resolve()  # an invalid value is an error now, not when it is used
 
 
-verbosity.equip(cli)
+output.equip(cli)
+
+
+@click.command("completion", short_help="Print a completion script for a shell.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion_command(shell: str) -> None:
+    """Print a completion script for SHELL.
+
+    \b
+    bash: opkiln completion bash > ~/.local/share/bash-completion/completions/opkiln
+    zsh:  opkiln completion zsh > ~/.zfunc/_opkiln      (with ~/.zfunc in $fpath)
+    fish: opkiln completion fish > ~/.config/fish/completions/opkiln.fish
+    """
+    from click.shell_completion import ShellComplete, get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    # The base class: that of bash would first start a bash to find out its version.
+    output.data(ShellComplete.source(kind(cli, {}, "opkiln", "_OPKILN_COMPLETE")))
 
 
 def main() -> None:
-    """The entry point: run the command line, exit with its code."""
+    """The entry point: runs the command line and exits with its code."""
     warnings.showwarning = _show_warning  # type: ignore[assignment]
     sys.exit(_run(sys.argv[1:]))
 
@@ -64,7 +93,7 @@ def main() -> None:
 def _run(arguments: list[str]) -> int:
     try:
         code = cli.main(arguments, prog_name="opkiln", standalone_mode=False)
-        if sys.stdout is not None:  # closed before we started, and nothing was to be written
+        if sys.stdout is not None:  # None: it was closed before we started
             sys.stdout.flush()
     except OpkilnError as error:
         output.say_failure(error)
@@ -85,10 +114,10 @@ def _run(arguments: list[str]) -> int:
         output.say_end("\nnothing was done")
         return output.FOUND
     except BrokenPipeError:
-        output.discard()  # whoever read it has enough
+        output.discard()  # the reader has closed the pipe
         return output.FOUND
     except OSError as error:
-        # A full disk or a closed file under our output, or what no command has a word for.
+        # Our output is on a full disk or a closed file, or a command did not expect this error.
         output.discard()
         reason = error.strerror or str(error)
         output.say_error(f"{os.fsdecode(error.filename)}: {reason}" if error.filename else reason)
@@ -97,8 +126,8 @@ def _run(arguments: list[str]) -> int:
 
 
 def _leave_interrupted() -> None:
-    # At once, and not through the interpreter's exit: other threads may be building. The watchdog
-    # ends their compilers and removes what they staged, and must not find them writing there.
+    # At once, without the interpreter's cleanup: other threads may be building. The watchdog ends
+    # their compilers and removes their files; nobody may write there meanwhile.
     output.say_end("interrupted")
     if sys.stdout is not None:
         sys.stdout.flush()
@@ -106,5 +135,5 @@ def _leave_interrupted() -> None:
 
 
 def _show_warning(message: Warning | str, *_where: object) -> None:
-    """Warnings as a command gives them: without the line of code that they come from."""
+    """Show a warning without the line of code that it comes from."""
     output.say(f"warning: {message}")

@@ -1,4 +1,4 @@
-"""``opkiln new``: a package with an op, ready to be edited; or one more op in a package."""
+"""``opkiln new``: writes a package with an op, or adds an op to a package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opkiln.ship import add_op, scaffold
 @click.argument("name", required=False)
 @click.option(
     "--op", metavar="OP",
-    help="The op's name. Without it you are asked; where nobody can be asked, the op of my_ops is "
+    help="The op's name. If it is left out, you are asked; without a terminal, the op of my_ops is "
     "called my_add.",
 )  # fmt: skip
 @click.option(
@@ -26,8 +26,8 @@ from opkiln.ship import add_op, scaffold
 def command(name: str | None, op: str | None, backend: str) -> None:
     """Write a package called NAME into a new directory of that name, with an op called OP.
 
-    The op is for the CPU and for GPUs and has a reference and a gradient. The package has tests
-    that pass, pyproject.toml, and a CI file. Its ops compile at their first use, or when it is
+    The op is for the CPU and for GPUs, and has a reference and a gradient. The package has tests
+    that pass, a pyproject.toml and a CI file. Its ops compile at their first use, or when it is
     installed with OPKILN_BUILD_OPS=1.
 
     \b
@@ -41,7 +41,7 @@ def command(name: str | None, op: str | None, backend: str) -> None:
     if name is None and op is None:
         raise UsageError(
             "the package needs a name",
-            why="--op alone adds an op to the package of this directory",
+            why="--op without a name adds an op to the package of this directory",
             hint="opkiln new my_ops",
         )
     if op is not None and (name is None or _is_package(name)):
@@ -53,12 +53,12 @@ def command(name: str | None, op: str | None, backend: str) -> None:
         op = _asked(scaffold.default_op(package))
     written = scaffold.write(name, ".", backend, op or "")
     output.data("\n".join(f"{name}/{path}" for path in written))
-    # `--group` came with pip 25.1, and an isolated build sees nothing that is installed here.
+    # `--group` needs pip 25.1. An isolated build would not see what is installed here.
     output.say(
         f"next: cd {name} && pip install -U pip {backend} && "
         "pip install --no-build-isolation --group test . && pytest"
     )
-    output.say("Without isolation it takes the opkiln you have.")
+    output.say("Without isolation, the build uses the installed opkiln.")
 
 
 def _is_package(place: str) -> bool:
@@ -79,7 +79,7 @@ def _add(where: str, op: str) -> None:
 
 
 def _asked(default: str) -> str:
-    """The op's name, by whoever sits at the terminal; else the default."""
+    """The op's name, asked for at the terminal; the default if there is no terminal."""
     if sys.stdin is None or not sys.stdin.isatty() or not sys.stderr.isatty():
         return default
     answer: str = click.prompt("Name of its op", default=default, value_proc=_named, err=True)

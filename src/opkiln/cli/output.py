@@ -1,28 +1,38 @@
-"""What every command shares: data to standard output, words to standard error."""
+"""What every command shares: data on standard output, messages on standard error, verbosity.
+
+All commands take ``-q`` and ``-v``, before or after the command's name. ``-q`` leaves data and
+errors. ``-v`` adds every program that is started, and what a build does, line by line.
+"""
 
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
+import platform
 import re
+import shlex
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from io import UnsupportedOperation
 from typing import Any
 
 import click
 
+from opkiln import __version__
+from opkiln.model import PACKAGE
 from opkiln.report.layout import paint, visible
-from opkiln.settings import settings
+from opkiln.settings import override, settings, unknown
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import TextIO
 
     from opkiln.errors import OpkilnError
+
 
 # Exit codes that no error class has; docs/cli.md lists them all.
 FOUND = 1  # `check`: something is not cached; `demo`: FAIL
@@ -31,45 +41,48 @@ INTERRUPTED = 130
 QUIET, NORMAL, VERBOSE = "quiet", "normal", "verbose"
 _level: ContextVar[str] = ContextVar("opkiln_verbosity", default=NORMAL)
 
-_KEPT = re.compile(
-    r"(\n|\t|\x1b\[(?:0|1|2|31|32)m)"
-)  # of what a terminal obeys: what paint() makes
+_LEVEL_KEY = "opkiln.verbosity"
+_PROGRESS = {QUIET: "off", VERBOSE: "verbose"}
+_EQUIPPED = "_opkiln_verbosity"
+
+# The control characters that reach a terminal: those that paint() makes.
+_KEPT = re.compile(r"(\n|\t|\x1b\[(?:0|1|2|31|32)m)")
 
 
 def colour(stream: TextIO | None = None) -> bool:
-    """Whether to colour what goes to ``stream`` (standard output): a terminal, no ``NO_COLOR``."""
+    """Whether ``stream`` (default: standard output) gets colour: a terminal, no ``NO_COLOR``."""
     target = sys.stdout if stream is None else stream
     return _is_terminal(target) and not settings.no_color
 
 
 def width() -> int | None:
-    """Of the terminal; None where the output goes elsewhere, and lines are for programs."""
+    """The width of the terminal; None if the output goes elsewhere and is not wrapped."""
     if not _is_terminal(sys.stdout):
         return None
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns or None
     except OSError:
-        return None  # a terminal that does not say
+        return None  # the terminal does not say
 
 
 def data(text: str) -> None:
-    """The answer of a command. Raises OSError where standard output takes none."""
+    """Print the answer of a command. Raises OSError if standard output cannot be written."""
     _answer(_fit(text, sys.stdout))
 
 
 def data_json(value: Any) -> None:
-    """The answer of a command, for programs. Raises OSError as ``data`` does."""
+    """Print the answer of a command as JSON. Raises OSError as ``data`` does."""
     _answer(json.dumps(value, indent=2))
 
 
 def data_file(content: bytes) -> None:
-    """The answer of a command, byte by byte. Raises OSError as ``data`` does."""
+    """Print the answer of a command as it is. Raises OSError as ``data`` does."""
     _answer(content, end=False)
 
 
 @contextmanager
 def speaking(level: str) -> Iterator[None]:
-    """Within the block, commands speak as ``-q`` or ``-v`` ask; ``NORMAL`` is without either."""
+    """Sets the verbosity for the block: ``QUIET`` (-q), ``VERBOSE`` (-v) or ``NORMAL``."""
     token = _level.set(level)
     try:
         yield
@@ -78,18 +91,18 @@ def speaking(level: str) -> Iterator[None]:
 
 
 def level() -> str:
-    """How commands speak now."""
+    """The current verbosity."""
     return _level.get()
 
 
 def say(text: str) -> None:
-    """Words for people, beside the answer; none with ``-q``."""
+    """Print a message for people; nothing with ``-q``."""
     if _level.get() != QUIET:
         _write(text)
 
 
 def say_end(text: str) -> None:
-    """Why a command ended early; also with ``-q``."""
+    """Print why a command ended early; also with ``-q``."""
     _write(text)
 
 
@@ -97,24 +110,24 @@ def _write(text: str) -> None:
     try:
         click.echo(_fit(text, sys.stderr), err=True, color=colour(sys.stderr))
     except OSError:
-        pass  # standard error is full, or gone: there is nobody left who could be told
+        pass  # standard error is full or closed: there is nowhere left to write
 
 
 def discard() -> None:
-    """Give up standard output: the interpreter must not try to flush again what failed."""
+    """Give up standard output, so that the interpreter does not flush again what failed."""
     if sys.stdout is None:
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, sys.stdout.fileno())
     except UnsupportedOperation:
-        pass  # no file, and so no interpreter's: somebody collects what is written in this process
+        pass  # it is not a file: a test collects the output in this process
     finally:
         os.close(nowhere)
 
 
 def say_error(text: str, hint: str = "") -> None:
-    """``error: …`` and ``hint: …``; also with ``-q``."""
+    """Print ``error: …`` and ``hint: …``; also with ``-q``."""
     red = colour(sys.stderr)
     _write(f"{paint('error:', 'bad', colour=red)} {text}")
     if hint:
@@ -122,7 +135,7 @@ def say_error(text: str, hint: str = "") -> None:
 
 
 def say_failure(error: OpkilnError) -> None:
-    """All three parts of an error."""
+    """Print all three parts of an error."""
     lines = [error.what, *(f"  {line}" for line in error.why.splitlines())]
     say_error("\n".join(lines), error.hint)
 
@@ -144,7 +157,10 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 def _fit(text: str, stream: TextIO | None) -> str:
-    """What ``stream`` can show of a text: paths may be no text, and texts of others may steer."""
+    """``text`` as ``stream`` can show it.
+
+    A path may not be valid text, and text from elsewhere may contain control characters.
+    """
     if stream is None:
         return text
     if _is_terminal(stream):
@@ -152,3 +168,68 @@ def _fit(text: str, stream: TextIO | None) -> str:
         text = "".join(part if _KEPT.fullmatch(part) else visible(part) for part in parts)
     encoding = stream.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+# -q and -v
+
+
+def equip(command: click.Command) -> click.Command:
+    """Add both options to a command and its sub-commands. Calling it again has no effect."""
+    if hasattr(command, _EQUIPPED):
+        return command
+    setattr(command, _EQUIPPED, True)
+    command.params += [
+        _level_option("-q", "--quiet", QUIET, "Print only data and errors."),
+        _level_option("-v", "--verbose", VERBOSE, "Also print each program that is started."),
+    ]
+    if isinstance(command, click.Group):
+        for inner in command.commands.values():
+            equip(inner)
+    elif command.callback is not None:
+        command.callback = _within(command.callback, warns=command.name != "doctor")
+    return command
+
+
+def child_variables() -> dict[str, str]:
+    """The environment variables that make a child process as quiet or verbose."""
+    progress = _PROGRESS.get(level())
+    return {} if progress is None else {"OPKILN_PROGRESS": progress}
+
+
+def _level_option(short: str, long: str, level: str, text: str) -> click.Option:
+    def remember(context: click.Context, _option: click.Parameter, given: bool) -> None:
+        if not given:
+            return
+        # A command and its groups share this value.
+        if context.meta.setdefault(_LEVEL_KEY, level) != level:
+            raise click.UsageError("--quiet and --verbose exclude each other", context)
+
+    return click.Option(
+        [short, long], is_flag=True, expose_value=False, callback=remember, help=text
+    )
+
+
+def _within(body: Callable[..., Any], *, warns: bool) -> Callable[..., Any]:
+    @functools.wraps(body)
+    def run(*arguments: Any, **options: Any) -> Any:
+        level = click.get_current_context().meta.get(_LEVEL_KEY, NORMAL)
+        with ExitStack() as stack:
+            stack.enter_context(speaking(level))
+            if level in _PROGRESS:
+                stack.enter_context(override(progress=_PROGRESS[level]))
+            if level == VERBOSE:
+                from opkiln import process
+
+                python = f"Python {platform.python_version()} at {sys.executable}"
+                say(f"opkiln {__version__} in {PACKAGE}, {python}")
+                stack.enter_context(process.telling(_tell))
+            if warns:
+                for text in unknown():
+                    say(f"warning: {text}")
+            return body(*arguments, **options)
+
+    return run
+
+
+def _tell(argv: Any) -> None:
+    say(f"+ {shlex.join(argv)}")

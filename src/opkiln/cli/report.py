@@ -1,4 +1,4 @@
-"""``opkiln report``: what works here, what does not, and why."""
+"""``opkiln report`` and ``opkiln doctor``: what works here, what does not, and how to fix it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from contextlib import suppress
 import click
 
 from opkiln.cli import output
+from opkiln.cli.arguments import json_option
 from opkiln.errors import UsageError
+
+WARNED = 8  # the doctor's exit code if nothing failed, but there are warnings
 
 
 @click.command("report", short_help="Show ops, environment, store and settings.")
@@ -20,61 +23,56 @@ from opkiln.errors import UsageError
 )  # fmt: skip
 @click.option(
     "--html", "page", metavar="FILE", type=click.Path(dir_okay=False, allow_dash=True),
-    help="Write a page to look at: one file that loads nothing else. -: standard output.",
+    help="Write an HTML page: one file that loads nothing else. -: standard output.",
 )  # fmt: skip
-@click.option("--hide-ops", is_flag=True, help="Leave the ops out.")
-@click.option("--hide-env", is_flag=True, help="Leave everything but the ops out.")
+@click.option("--hide-ops", is_flag=True, help="Leave out the ops.")
+@click.option("--hide-env", is_flag=True, help="Leave out everything but the ops.")
 @click.option("--errors-only", is_flag=True, help="Show only what does not work.")
-@click.option("--probe", is_flag=True, help="Ask also the toolkits that torch is not built for.")
-def command(
+@click.option("--probe", is_flag=True, help="Also run the toolkits that torch is not built for.")
+def report_command(
     as_json: bool, markdown: bool, page: str | None, hide_ops: bool, hide_env: bool,
     errors_only: bool, probe: bool,
 ) -> None:  # fmt: skip
-    """Show the ops, the environment, the store and the settings in force.
+    """Show the ops, the environment, the store and the current settings.
 
-    An op is installed when it is shipped as a binary, cached when loading it compiles nothing, and
-    compatible when its native version can be had here at all. Nothing is built, and torch is not
-    imported. Compilers are asked who they are once; then it is remembered.
+    An op is installed if it is shipped as a binary, cached if it loads without compiling, and
+    compatible if its native version can be loaded or built here. Nothing is built, and torch is not
+    imported. Compilers are run once to identify them; the answer is remembered.
     """
     if as_json + markdown + (page is not None) > 1:
         raise click.UsageError("--json, --markdown and --html exclude each other")
     if page is not None and errors_only:
         raise click.UsageError("--html shows everything; --errors-only is for the other forms")
+    from opkiln.report import forms
     from opkiln.report.collect import collect
 
     found = collect(
         ops=not hide_ops, environment=not hide_env, probe=probe, changes=page is not None
     )
     if as_json:
-        from opkiln.report import schema
-
-        output.data_json(schema.document(found, errors_only=errors_only))
+        output.data_json(forms.as_document(found, errors_only=errors_only))
     elif markdown:
-        from opkiln.report import markdown as document
-
-        output.data(document.render(found, errors_only=errors_only))
+        output.data(forms.as_markdown(found, errors_only=errors_only))
     elif page is not None:
         from opkiln.report import page as html
 
         _write(page, html.render(found))
     else:
-        from opkiln.report import text
-
         output.data(
-            text.render(
+            forms.as_text(
                 found, colour=output.colour(), width=output.width(), errors_only=errors_only
             )
         )
 
 
 def _write(path: str, text: str) -> None:
-    content = text.encode("utf-8", "backslashreplace")  # a path need not be text
+    content = text.encode("utf-8", "backslashreplace")  # a path may not be valid text
     if path == "-":
         output.data_file(content)
         return
     try:
         if os.path.exists(path) and not os.path.isfile(path):
-            with open(path, "wb") as file:  # a pipe or a device is written to, and stays
+            with open(path, "wb") as file:  # a pipe or a device is not replaced
                 file.write(content)
         else:
             _replace(os.path.realpath(path), content)
@@ -84,7 +82,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _replace(path: str, content: bytes) -> None:
-    """Beside the file, then renamed: a full disk or a kill never leaves half a page."""
+    """Write a temporary file and rename it: a full disk or a kill never leaves half a page."""
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         with open(temporary, "xb") as file:
@@ -96,3 +94,35 @@ def _replace(path: str, content: bytes) -> None:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
+
+
+@click.command("doctor", short_help="Check this machine; show what is wrong and how to fix it.")
+@json_option
+@click.option("--errors-only", is_flag=True, help="Show only warnings and failures.")
+@click.option("--no-build", is_flag=True, help="Leave out the self-check, which compiles.")
+def doctor_command(as_json: bool, errors_only: bool, no_build: bool) -> int:
+    """Check compilers, torch, GPUs, the store and the settings; then compile, load and call a tiny
+    op on each backend of this machine.
+
+    Each check is PASS, WARN, FAIL or SKIP, with its evidence and, if one helps, a command to copy.
+    Exits with 0 if nothing is wrong, 1 if something failed, 8 if there are only warnings. Nothing
+    is changed: the self-check builds into a temporary directory.
+    """
+    from opkiln.report.doctor import checks, finding
+    from opkiln.report.doctor.finding import FAIL, PASS, SKIP, WARN, worst
+
+    width = output.width()
+    findings = []
+    names = [*checks.CHECKS, *(() if no_build else checks.BUILDS)]
+    shown = (WARN, FAIL) if errors_only else (PASS, SKIP, WARN, FAIL)
+    for found in checks.examine(build=not no_build):
+        findings.append(found)
+        if not as_json and found.verdict in shown:
+            output.data(finding.line(found, names, colour=output.colour(), width=width))
+    verdict = worst(findings)
+    if as_json:
+        rows = [each._asdict() for each in findings if each.verdict in shown]
+        output.data_json({"schema": 1, "worst": verdict, "findings": rows})
+    else:
+        output.data(finding.summary(findings))
+    return {FAIL: output.FOUND, WARN: WARNED}.get(verdict, 0)

@@ -10,7 +10,7 @@ import sys
 import click
 
 from opkiln import settings
-from opkiln.cli import output, verbosity
+from opkiln.cli import output
 from opkiln.errors import UsageError
 from opkiln.model import PACKAGE
 
@@ -69,7 +69,7 @@ def _environment() -> dict[str, str]:
     """This process's environment, with what makes every Python start with the import hook."""
     # A named OPKILN_PROGRESS wins over the verbose=False that programs pass to torch's functions.
     given = {"OPKILN_PROGRESS": "auto", **settings.whole_environment()}
-    given |= verbosity.child_variables()
+    given |= output.child_variables()
     others = [part for part in given.get("PYTHONPATH", "").split(os.pathsep) if part]
     paths = [_STARTUP, *(part for part in others if part != _STARTUP)]
     return {**given, "PYTHONPATH": os.pathsep.join(paths), "OPKILN_PATCH_TORCH": "1"}

@@ -194,15 +194,15 @@ def _lacking(needs: Mapping[str, Any], abi: str) -> str:
 
 
 def _lacking_symbols(symbols: list[str], files: list[str], sonames: Iterable[str]) -> str:
-    from opkiln.binary import exported
+    from opkiln.binary.symbols import missing
 
     for path in files:
-        symbols = [*exported.missing(path, symbols)]
+        symbols = [*missing(path, symbols)]
     return f"it needs {_shown(symbols[0])}, which {_torch_of(sonames)} lacks" if symbols else ""
 
 
 def _shown(symbol: str) -> str:
-    from opkiln.binary.demangle import shown
+    from opkiln.binary.symbols import shown
 
     return shown(symbol)
 

@@ -123,9 +123,9 @@ def _read(path: str) -> str:
 
 
 def _recall(memory: tuple[str, ...], subject: str) -> Devices | None:
-    from opkiln.toolchain import memo
+    from opkiln.toolchain import probing
 
-    record = memo.recall(memory, subject)
+    record = probing.recall(memory, subject)
     try:
         return None if record is None else from_facts({**record["devices"], "how": "memo"})
     except (KeyError, TypeError, ValueError):
@@ -133,9 +133,9 @@ def _recall(memory: tuple[str, ...], subject: str) -> Devices | None:
 
 
 def _remember(memory: tuple[str, ...], subject: str, facts: dict[str, Any]) -> None:
-    from opkiln.toolchain import memo
+    from opkiln.toolchain import probing
 
-    memo.remember(memory, subject, {"devices": facts}, [])
+    probing.remember(memory, subject, {"devices": facts}, [])
 
 
 # Which GPUs this process may use

@@ -1,28 +1,41 @@
-"""Collecting what a report shows. Imports no torch; builds, loads and opens nothing.
+"""Collects what a report shows, as records. The forms of a report (``forms``, ``page``) read these.
 
-Everything is looked at once and kept as records; the forms of a report (text, JSON, Markdown, a
-page) only read those. What is left out of a report is not looked at.
+Imports no torch; builds, loads and opens nothing. A part that is not shown is not looked at.
 """
 
 from __future__ import annotations
 
+import heapq
+import os
 import time
 from typing import Any, NamedTuple
 
 from opkiln import __version__
 from opkiln.engine import budget
-from opkiln.report import cache, compilers, devices, operators, problems, redact
-from opkiln.report.machine import Machine, machine
-from opkiln.settings import dropped, table, unknown
+from opkiln.errors import StoreError
+from opkiln.model import CPU
+from opkiln.report import compilers, machine, operators, redact
+from opkiln.report.commands import install, pip
+from opkiln.report.compilers import BACKENDS, taken, wanted
+from opkiln.report.machine import Devices, Machine, Space, space
+from opkiln.settings import dropped, settings, table, unknown
+from opkiln.store import entry, inventory
 from opkiln.store.layers import Store
 from opkiln.toolchain import torch_sdk
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from opkiln.model import TorchSDK
+    from opkiln.report.compilers import Tool
+    from opkiln.report.operators import OpStatus
+
+# A store may have thousands of entries. A report shows the newest.
+_SHOWN = 40
 
 
-class InForce(NamedTuple):
+class SettingValue(NamedTuple):
     """A setting's value, free of secrets, and where it comes from."""
 
     variable: str
@@ -31,52 +44,52 @@ class InForce(NamedTuple):
 
 
 class Environment(NamedTuple):
-    """What ops are built and run in."""
+    """The environment that ops are built and run in."""
 
     machine: Machine
     tools: tuple[compilers.Tool, ...]
     unfound: tuple[compilers.Unfound, ...]
     torch: TorchSDK | None
-    torch_error: str  # why nothing is known of the torch that is there
-    devices: devices.Devices
+    torch_error: str  # why the installed torch cannot be read
+    devices: Devices
     budget: budget.Description
-    store: cache.StoreStatus
-    settings: tuple[InForce, ...]
-    unknown: tuple[str, ...]  # variables that look like settings and are none
-    dropped: tuple[str, ...]  # variables that are set and that no compiler sees
+    store: StoreStatus
+    settings: tuple[SettingValue, ...]
+    unknown: tuple[str, ...]  # variables that look like settings but are not
+    dropped: tuple[str, ...]  # variables that are set but not passed to compilers
 
 
 class Report(NamedTuple):
-    """Everything `opkiln report` says. None: it was not to be shown."""
+    """Everything that `opkiln report` shows. A part that is None was not asked for."""
 
     opkiln: str
     made: float  # seconds since the epoch
     ops: tuple[operators.OpStatus, ...] | None
     environment: Environment | None
-    problems: tuple[problems.Problem, ...]
+    problems: tuple[Problem, ...]
 
 
 def collect(
     *, ops: bool = True, environment: bool = True, probe: bool = False, changes: bool = False
 ) -> Report:
-    """Look at everything, now. Raises SettingError where a variable has no meaning.
+    """Look at everything, now. Raises SettingError for a variable with an invalid value.
 
-    ``probe`` asks every toolkit who it is, also those that torch is not built for. ``changes``
+    ``probe`` runs every toolkit to identify it, also those that torch is not built for. ``changes``
     adds to each op what changed since it was built.
     """
     store = Store()
     torch, error = _torch()
-    # The compilers first: who they are is part of what the ops' entries are looked up by.
+    # The compilers first: the keys of the ops' entries contain their identities.
     tools = compilers.survey(store.memory, torch, probe=probe)
     found = operators.statuses(changes=changes) if ops else None
     around = _environment(store, torch, error, tools) if environment else None
-    return Report(__version__, time.time(), found, around, problems.of(found, around))
+    return Report(__version__, time.time(), found, around, problems(found, around))
 
 
 def _torch() -> tuple[TorchSDK | None, str]:
     try:
         return torch_sdk.find(), ""
-    except OSError as error:  # half of it was removed, or it is not ours to read
+    except OSError as error:  # half of it was removed, or this user may not read it
         return None, str(error)
 
 
@@ -84,23 +97,168 @@ def _environment(
     store: Store, torch: TorchSDK | None, error: str, tools: tuple[compilers.Tool, ...]
 ) -> Environment:
     return Environment(
-        machine=machine(),
+        machine=machine.machine(),
         tools=tools,
         unfound=compilers.unfound(),
         torch=torch,
         torch_error=error,
-        devices=devices.devices(store.memory, torch),
+        devices=machine.devices(store.memory, torch),
         budget=budget.shared().describe(),
-        store=cache.status(store),
+        store=store_status(store),
         settings=tuple(_in_force(each.variable, *each.resolve()) for each in table()),
         unknown=tuple(unknown()),
         dropped=dropped(),
     )
 
 
-def _in_force(variable: str, value: Any, origin: str) -> InForce:
+def _in_force(variable: str, value: Any, origin: str) -> SettingValue:
     if isinstance(value, str):
         value = redact.without_secrets(value)
     elif isinstance(value, tuple):
         value = redact.words_without_secrets(value)
-    return InForce(variable, value, origin)
+    return SettingValue(variable, value, origin)
+
+
+# The store
+
+
+class Build(NamedTuple):
+    """How an entry was built, from its manifest."""
+
+    op: str
+    distribution: str
+    made_for: str  # "cpu", "cuda 9.0a"
+    ended: float  # seconds since the epoch
+    seconds: float
+    max_rss: int  # bytes, of the largest compile; 0 if none ran
+    directory: str
+
+
+class StoreStatus(NamedTuple):
+    """Where entries are read and written."""
+
+    root: str | None  # None: nothing can be written
+    layers: tuple[str, ...]
+    notes: tuple[str, ...]  # why it is not where the user asked for it, or cannot be read
+    sizes: inventory.Sizes | None
+    limit: int
+    space: Space | None
+    builds: tuple[Build, ...]  # the newest first
+
+
+def store_status(store: Store) -> StoreStatus:
+    """The layers, and the contents of the writable one."""
+    root, notes = store.root, store.location.notes
+    sizes: inventory.Sizes | None = None
+    builds: list[Build] = []
+    if root is not None:
+        try:
+            sizes, builds = inventory.sizes(root), _builds(root)
+        except StoreError as error:
+            notes = (*notes, error.what)  # the report must still work if this happens
+    return StoreStatus(
+        root=root,
+        layers=tuple(layer.root for layer in store.location.layers),
+        notes=notes,
+        sizes=sizes,
+        limit=settings.cache_max_size,
+        space=None if root is None else space(root),
+        builds=tuple(builds),
+    )
+
+
+def _builds(root: str) -> list[Build]:
+    ops = (each for each in inventory.entries(root) if each.kind == inventory.OP)
+    newest = heapq.nlargest(_SHOWN, ops, key=lambda each: each.published)
+    found = [_build(each.directory) for each in newest]
+    return sorted((each for each in found if each is not None), key=lambda each: -each.ended)
+
+
+def _build(directory: str) -> Build | None:
+    try:
+        with open(os.path.join(directory, entry.MANIFEST), "rb") as file:
+            manifest = entry.parse_manifest(file.read())
+        target = manifest["target"]
+        made_for = " ".join((target["backend"], ";".join(target["archs"]))).strip()
+        return Build(
+            op=str(manifest["op"]),
+            distribution=str(manifest["distribution"]),
+            made_for=made_for,
+            ended=float(manifest["created"]),
+            seconds=float(manifest["seconds"]),
+            max_rss=int(manifest["max_rss"]),
+            directory=directory,
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # damaged, which `cache verify` reports, or just removed by `cache gc`
+
+
+# Problems
+
+
+class Problem(NamedTuple):
+    """One thing that does not work."""
+
+    subject: str  # an op, "torch", "cache", …
+    text: str
+    hint: str = ""  # a command
+
+
+def problems(
+    ops: tuple[OpStatus, ...] | None, environment: Environment | None
+) -> tuple[Problem, ...]:
+    """Every problem. Those of the environment come first: they explain those of the ops."""
+    found = [] if environment is None else list(_around(environment))
+    affected: dict[str, list[str]] = {}  # reason -> ops
+    for each in ops or ():
+        if not each.here.compatible:
+            affected.setdefault(each.here.reason, []).append(each.op)
+    for reason, names in affected.items():
+        hint = f"opkiln explain {names[0]}"
+        if len(names) == 1:
+            found.append(Problem(names[0], reason, hint))
+        else:
+            found.append(Problem(f"{len(names)} ops", f"{reason}: {', '.join(names)}", hint))
+    return tuple(found)
+
+
+def _around(environment: Environment) -> Iterator[Problem]:
+    torch = environment.torch
+    if environment.torch_error:
+        reinstall = pip("install", "--force-reinstall", "torch")
+        yield Problem("torch", f"it cannot be read: {environment.torch_error}", reinstall)
+    elif torch is None:
+        yield Problem("torch", "it is not installed", pip("install", "torch"))
+    for backend, name in BACKENDS.items():
+        own = [tool for tool in environment.tools if tool.backend == backend]
+        needed = backend == CPU or wanted(backend, torch)
+        if not needed or taken(own, backend):
+            continue
+        what = "compiler" if backend == CPU else "toolkit"
+        reasons = "; ".join(f"{tool.path}: {tool.refused}" for tool in own) or "none was found"
+        hint = _another_compiler(own) if backend == CPU else "opkiln doctor"
+        yield Problem(f"{name} {what}", f"none can be used: {reasons}", hint)
+    for each in environment.unfound:
+        yield Problem(each.origin, f"there is no {each.path}", _unset(each.origin))
+    accelerator = environment.devices.in_force
+    if accelerator.error:
+        yield Problem("accelerator", accelerator.error, accelerator.hint)
+    store = environment.store
+    for note in store.notes:
+        yield Problem("cache", note)
+    if store.root is None:
+        yield Problem("cache", "nothing can be written", "export OPKILN_CACHE_DIR=DIRECTORY")
+    for refused in environment.budget.refused:
+        yield Problem("budget", f"not shared with other processes through {refused}")
+    for text in environment.unknown:
+        yield Problem("settings", text)
+
+
+def _another_compiler(refused: list[Tool]) -> str:
+    """The command that lets opkiln choose a compiler, or installs one."""
+    return next((_unset(tool.origin) for tool in refused if _unset(tool.origin)), install("g++"))
+
+
+def _unset(origin: str) -> str:
+    """``unset CXX``; empty if no variable but PATH led there."""
+    return f"unset {origin}" if origin.isupper() and origin != "PATH" else ""

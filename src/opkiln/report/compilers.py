@@ -1,8 +1,8 @@
-"""The compilers and toolkits of this machine: which is taken, and why each other one is not.
+"""The compilers and toolkits of this machine: which one is used, and why the others are not.
 
-Host compilers are asked who they are, which takes a moment, once: it is remembered. To ask a
-toolkit takes up to seconds, so one is asked when torch is built for its backend, when it is
-remembered, or when the caller wants it (``probe``); else it is only listed.
+Host compilers are run once to identify them, which is quick; the answer is remembered. Running a
+toolkit can take seconds, so that is done only if torch is built for its backend, if the answer is
+remembered, or if the caller wants it (``probe``). Otherwise the toolkit is only listed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from opkiln.errors import ToolchainError
 from opkiln.model import CPU, CUDA, ROCM, XPU
 from opkiln.settings import origin_of
-from opkiln.toolchain import choice, find, host, libsycl, rocm_homes, toolkits, torch_sdk
+from opkiln.toolchain import choice, find, host, libsycl, rocm, toolkits, torch_sdk
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,19 +28,19 @@ PROBE = "opkiln report --probe"
 
 
 class Tool(NamedTuple):
-    """A compiler or toolkit that was looked at. At most one of a backend is taken."""
+    """A compiler or toolkit. At most one of each backend is taken."""
 
     backend: str
     path: str
     origin: str  # how it was found: CXX, PATH, a directory
-    version: str  # "" where it was not asked, or did not say
+    version: str  # "" if it was not run, or did not say
     taken: bool
     refused: str  # why it is not taken
-    asked: bool = True  # False: it was found, and not asked who it is
+    asked: bool = True  # False: it was found, but not run to identify it
 
 
 class Unfound(NamedTuple):
-    """A toolkit that the user named, and that is not there."""
+    """A toolkit that a variable names but that does not exist."""
 
     backend: str
     path: str
@@ -48,7 +48,7 @@ class Unfound(NamedTuple):
 
 
 def survey(memory: tuple[str, ...], torch: TorchSDK | None, *, probe: bool) -> tuple[Tool, ...]:
-    """Every compiler, by backend, in the order of preference."""
+    """Every compiler, by backend, in order of preference."""
     tools = _ranked(CPU, host.candidates(memory))
     usable = any(tool.taken for tool in tools)
     for backend in (CUDA, ROCM, XPU):
@@ -57,7 +57,7 @@ def survey(memory: tuple[str, ...], torch: TorchSDK | None, *, probe: bool) -> t
 
 
 def unfound() -> tuple[Unfound, ...]:
-    """The toolkits that a variable names and that are not there."""
+    """The toolkits that variables name but that do not exist."""
     found = [Unfound(CUDA, place.nvcc, place.origin) for place in toolkits.unfound()]
     for backend, field in ((ROCM, "rocm_home"), (XPU, "sycl_cxx")):
         named, origin = origin_of(field)
@@ -68,7 +68,7 @@ def unfound() -> tuple[Unfound, ...]:
 
 
 def taken(tools: Iterable[Tool], backend: str) -> Tool | None:
-    """The one that builds for a backend."""
+    """The compiler that is used for a backend."""
     return next((tool for tool in tools if tool.backend == backend and tool.taken), None)
 
 
@@ -82,7 +82,7 @@ def wanted(backend: str, torch: TorchSDK | None) -> bool:
 
 
 def _ranked(backend: str, candidates: Iterable[Candidate]) -> list[Tool]:
-    """Candidates as tools: the first that is not refused is taken, those behind it come after."""
+    """Candidates as tools: the first that is not refused is taken."""
     tools: list[Tool] = []
     best = ""
     for each in candidates:
@@ -104,8 +104,8 @@ def _toolkits(
             return _listed(backend, f"not asked: {lacks}")
         return _ranked(backend, _candidates(memory, backend, torch, host.choose(memory)))
     except (ToolchainError, OSError) as error:
-        # A launcher, or a host compiler for nvcc, that was named and cannot be used, or a torch
-        # that cannot be read: no toolkit gets that far.
+        # The named launcher or host compiler cannot be used, or torch cannot be read. That stops
+        # every toolkit.
         return _listed(backend, error.what if isinstance(error, ToolchainError) else str(error))
 
 
@@ -122,7 +122,7 @@ def _candidates(
 
 
 def _listed(backend: str, why: str) -> list[Tool]:
-    """What is there, by the files alone; and what is not, where the user named it."""
+    """The toolkits that exist, by their files alone, and those that the user named in vain."""
     return [
         Tool(backend, path, origin, "", False, missing or why, asked=bool(missing))
         for path, origin, missing in _present(backend)
@@ -130,7 +130,7 @@ def _listed(backend: str, why: str) -> list[Tool]:
 
 
 def _present(backend: str) -> list[tuple[str, str, str]]:
-    """(path, origin, why it cannot be one) of what may have a compiler for a backend."""
+    """(path, origin, why it cannot be used) of each possible toolkit of a backend."""
     if backend == CUDA:
         absent = [(place.nvcc, place.origin, "no such program") for place in toolkits.unfound()]
         return absent + [(_home(place.nvcc), place.origin, "") for place in toolkits.present()]
@@ -138,7 +138,7 @@ def _present(backend: str) -> list[tuple[str, str, str]]:
         named = origin_of("rocm_home")[1]
         return [
             (each.path, each.origin, each.refused)
-            for each in rocm_homes.hipcc_candidates()
+            for each in rocm.hipcc_candidates()
             if not each.refused or each.origin == named
         ]
     path, origin = origin_of("sycl_cxx")
@@ -150,14 +150,14 @@ def _present(backend: str) -> list[tuple[str, str, str]]:
 
 
 def _home(nvcc: str) -> str:
-    """The toolkit that an nvcc lies in; the nvcc itself where it lies in none, as a script does."""
+    """The toolkit that an nvcc belongs to; the nvcc itself if it is only a script."""
     directory = os.path.dirname(nvcc)
     is_toolkit = os.path.exists(os.path.join(directory, "nvcc.profile"))
     return os.path.dirname(directory) if is_toolkit else nvcc
 
 
 def torch_built_with(torch: TorchSDK | None, error: str = "") -> str:
-    """What torch is and was built with, in a line."""
+    """torch's version and what it was built with, in one line."""
     if torch is None:
         return f"cannot be read: {error}" if error else "not installed"
     backends = [f"CUDA {torch.cuda}"] if torch.cuda else []

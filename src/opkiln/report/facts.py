@@ -1,4 +1,4 @@
-"""A report in words: sections of rows of cells, which every form that people read is made of."""
+"""A report as sections, rows and cells: the basis of every form that people read."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from opkiln.report.cache import StoreStatus
-    from opkiln.report.collect import Environment, InForce, Report
+    from opkiln.report.collect import Environment, Report, SettingValue, StoreStatus
     from opkiln.report.compilers import Tool
-    from opkiln.report.devices import Devices
-    from opkiln.report.machine import Limit, Machine, Space
+    from opkiln.report.machine import Devices, Limit, Machine, Space
     from opkiln.report.operators import BackendStatus, OpStatus
 
 
 class Cell(NamedTuple):
-    """A few words, and how they look: good, bad, weak, or plain."""
+    """A short text, and its look: good, bad, weak, or plain."""
 
     text: str
     look: str = ""
@@ -31,13 +29,13 @@ Row = tuple[Cell, ...]
 
 
 class Section(NamedTuple):
-    """A table with a title. ``head`` is empty where the first column says what each row is."""
+    """A table with a title. ``head`` is empty if the first column names the rows."""
 
     title: str
     head: tuple[str, ...]
     rows: tuple[Row, ...]
     note: str = ""
-    footnotes: tuple[tuple[str, str], ...] = ()  # ("(1)", what several rows would have said)
+    footnotes: tuple[tuple[str, str], ...] = ()  # ("(1)", a text that several rows share)
 
 
 def sections(report: Report) -> list[Section]:
@@ -60,7 +58,7 @@ def sections(report: Report) -> list[Section]:
 
 
 def problems(report: Report) -> Section:
-    """What somebody should look at."""
+    """Everything that does not work."""
     rows = []
     for each in report.problems:
         rows.append((Cell(each.subject, "bad"), Cell(_line(each.text))))
@@ -73,7 +71,7 @@ def problems(report: Report) -> Section:
 
 
 def ops(found: tuple[OpStatus, ...]) -> Section:
-    """A row for each op and backend; the first of an op is the one that serves here."""
+    """A row for each op and backend. The first row of an op is the backend that serves here."""
     rows = [row for each in found for row in _op(each)]
     head = ("op", "backend", "installed", "cached", "compatible", "")
     numbers = _numbers(row[-1].text for row in rows)
@@ -85,7 +83,7 @@ def ops(found: tuple[OpStatus, ...]) -> Section:
 
 
 def _numbers(reasons: Iterable[str]) -> dict[str, str]:
-    """``(1)``, ``(2)`` for the reasons that more than one row has: each is said once, below."""
+    """``(1)``, ``(2)`` for reasons that several rows share: each is shown once, below."""
     counted = Counter(filter(None, reasons))
     common = [reason for reason, times in counted.items() if times > 1]
     return {reason: f"({number})" for number, reason in enumerate(common, start=1)}
@@ -98,7 +96,7 @@ def _op(found: OpStatus) -> list[Row]:
 
 
 def _on(name: str, found: BackendStatus, *, serves: bool) -> Row:
-    # What does not serve here need not work here.
+    # A backend that does not serve here need not work here.
     look = "" if serves else "weak"
     return (
         Cell(name),
@@ -118,7 +116,7 @@ def _yes(value: bool, look: str) -> Cell:
 
 
 def environment(version: str, around: Environment) -> Section:
-    """What opkiln, Python, the system, torch and the limits are."""
+    """opkiln, Python, the system, torch and the limits."""
     machine, torch = around.machine, around.torch
     rows = [
         _row("opkiln", version),
@@ -133,7 +131,7 @@ def environment(version: str, around: Environment) -> Section:
     rows += _budget(around)
     rows += _granted(machine)
     if around.dropped:
-        rows.append(_row("dropped", ", ".join(around.dropped) + " (no compiler sees them)"))
+        rows.append(_row("dropped", ", ".join(around.dropped) + " (not passed to compilers)"))
     rows += [_row("unknown", text, "bad") for text in around.unknown]
     return Section("environment", (), tuple(rows))
 
@@ -151,7 +149,7 @@ def _budget(around: Environment) -> list[Row]:
 
 def _granted(machine: Machine) -> list[Row]:
     group = machine.cgroup
-    granted = [f"{group.cpu_quota:g} CPUs' worth of time"] if group.cpu_quota else []
+    granted = [f"a quota of {group.cpu_quota:g} CPUs"] if group.cpu_quota else []
     granted += [f"{group.cpus} CPUs"] if group.cpus else []
     granted += [f"{size(group.memory_limit)} of memory"] if group.memory_limit else []
     said = f"{group.path or 'none'}: {', '.join(granted) or 'no limits'}"
@@ -182,7 +180,7 @@ def _room(space: Space) -> str:
 
 
 def compilers(tools: Iterable[Tool]) -> Section:
-    """Every compiler and toolkit: taken, or why not."""
+    """Every compiler and toolkit: taken, or the reason why not."""
     found = list(tools)
     rows = []
     for backend, name in BACKENDS.items():
@@ -201,13 +199,13 @@ def _tool(label: str, tool: Tool, said: set[str]) -> Row:
     word = "refused: " if tool.asked else ""
     state = "taken" if tool.taken else f"{word}{_line(tool.refused)}"
     if not tool.asked and tool.refused in said:
-        state = "not asked, either"
+        state = "not asked, for the same reason"
     facts = ", ".join(part for part in (tool.path, tool.version, state) if part)
     return _row(label, f"{facts} ({tool.origin})", "" if tool.taken else "weak")
 
 
 def accelerators(found: Devices) -> Section:
-    """Which kinds of device there are, the GPUs, their drivers, and what they talk through."""
+    """The kinds of device, the GPUs, their drivers, and the libraries for communication."""
     chosen = found.in_force
     asked = f" ({chosen.origin})" if chosen.origin else ""
     rows = [
@@ -219,7 +217,7 @@ def accelerators(found: Devices) -> Section:
         rows.append(_row(kind.name, f"{answer}: {kind.why}" if kind.why else answer, look))
     for each in found.drivers:
         if each.version:
-            takes = f", takes CUDA up to {each.cuda}" if each.cuda else ""
+            takes = f", supports CUDA up to {each.cuda}" if each.cuda else ""
             rows.append(_row(f"{each.vendor} driver", f"{each.version}{takes}"))
     for gpu in found.gpus:
         hidden = "" if gpu.visible else ", not visible to this process"
@@ -237,7 +235,7 @@ def accelerators(found: Devices) -> Section:
 
 
 def store(found: StoreStatus, now: float) -> Section:
-    """Where entries are, how much there is, and the last build."""
+    """Where the entries are, their size, and the last build."""
     nowhere = found.root is None
     rows = [_row("path", found.root or "none: nothing can be written", "bad" if nowhere else "")]
     if found.sizes is not None:
@@ -253,8 +251,8 @@ def store(found: StoreStatus, now: float) -> Section:
     return Section("cache", (), tuple(rows))
 
 
-def settings(found: tuple[InForce, ...]) -> Section:
-    """Those that are not at their defaults, with where they come from."""
+def settings(found: tuple[SettingValue, ...]) -> Section:
+    """The settings that are not at their defaults, and where they come from."""
     given = [each for each in found if each.origin != "default"]
     rows = [
         (Cell(each.variable), Cell(value_of(each)), Cell(_origin(each), "weak")) for each in given
@@ -263,7 +261,7 @@ def settings(found: tuple[InForce, ...]) -> Section:
     return Section("settings", (), tuple(rows), note)
 
 
-def value_of(each: InForce) -> str:
+def value_of(each: SettingValue) -> str:
     """A setting's value as a user would write it."""
     if isinstance(each.value, tuple):
         separator = {True: ":", False: " "}[each.variable.endswith(("PATH", "LAYERS"))]
@@ -275,7 +273,7 @@ def value_of(each: InForce) -> str:
     return str(each.value)
 
 
-def _origin(each: InForce) -> str:
+def _origin(each: SettingValue) -> str:
     return "" if each.origin == each.variable else f"from {each.origin}"
 
 

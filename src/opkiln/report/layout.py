@@ -1,4 +1,4 @@
-"""Aligned text for people: columns, sizes, ages, and colour where it is wanted."""
+"""Aligned text for people: columns, sizes, ages, and optional colour."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _CODES = {"good": "32", "bad": "31", "weak": "2", "strong": "1"}
 
 
 def paint(text: str, look: str, *, colour: bool) -> str:
-    """``text`` as good, bad, weak or strong; as it is when there is no colour, or no look."""
+    """``text`` as good, bad, weak or strong; unchanged without colour or look."""
     return f"\x1b[{_CODES[look]}m{text}\x1b[0m" if colour and text and look else text
 
 
 def visible(text: str) -> str:
-    """What a terminal would obey, or cannot show, spelt out: ``\\x1b``."""
+    """``text`` with control characters escaped: ``\\x1b``."""
     if text.isprintable():
         return text
     return "".join(
@@ -27,10 +27,10 @@ def visible(text: str) -> str:
 
 
 def columns(rows: Iterable[Sequence[str]], *, indent: int = 0, width: int | None = None) -> str:
-    """Rows with their cells below each other, two blanks apart; the last column is ragged.
+    """Rows as aligned columns, two spaces apart. The last column is not padded.
 
-    With a ``width``, what does not fit goes on in the next line, below its own column; or, where
-    that column would be too narrow to read, further left.
+    With a ``width``, long text of the last column is wrapped: below its own column or, if that
+    would be too narrow to read, further left.
     """
     table = [list(row) for row in rows]
     count = max((len(row) for row in table), default=0)
@@ -49,7 +49,7 @@ def columns(rows: Iterable[Sequence[str]], *, indent: int = 0, width: int | None
     return "\n".join(lines)
 
 
-_NARROW = 24  # characters that a column needs to be read
+_NARROW = 24  # characters: the least width of a readable column
 
 
 def _folded(before: str, last: str, width: int, indent: int) -> list[str]:
@@ -62,7 +62,7 @@ def _folded(before: str, last: str, width: int, indent: int) -> list[str]:
         lines = []
     if not _ANSI.sub("", last).strip():
         return [before.rstrip()]
-    # Colours are of no width, and a colour that is begun in one line holds in the next.
+    # Colour codes have no width, and each line of the text needs its own.
     codes = _ANSI.findall(last)
     plain = _ANSI.sub("", last)
     parts = textwrap.wrap(plain, max(_NARROW, width - start), break_on_hyphens=False,
@@ -77,12 +77,12 @@ def _width(cell: str) -> int:
 
 
 def count(number: int, noun: str) -> str:
-    """``1 op``, ``2 ops``; for nouns whose plural is that simple."""
+    """``1 op``, ``2 ops``; for nouns with a regular plural."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def size(bytes_: int) -> str:
-    """Bytes as a person reads them: ``412 B``, ``84.3 KiB``, ``1.2 GiB``."""
+    """A number of bytes for people: ``412 B``, ``84.3 KiB``, ``1.2 GiB``."""
     value = float(bytes_)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -92,7 +92,7 @@ def size(bytes_: int) -> str:
 
 
 def age(seconds: float) -> str:
-    """How long ago, in the largest unit that says something: ``40 s``, ``3 h``, ``12 d``."""
+    """A length of time in its largest useful unit: ``40 s``, ``3 h``, ``12 d``."""
     for limit, divisor, unit in ((90, 1, "s"), (5400, 60, "min"), (129600, 3600, "h")):
         if seconds < limit:
             return f"{max(0, seconds) / divisor:.0f} {unit}"

@@ -1,8 +1,9 @@
-"""The machine and what it grants this process: read from files and the kernel, nothing is run."""
+"""The machine, its limits and its devices. Starts no process and loads no library."""
 
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
 from typing import NamedTuple
@@ -10,19 +11,35 @@ from typing import NamedTuple
 from opkiln import machine as this
 from opkiln.arch import cpu
 from opkiln.decision.target import features
+from opkiln.devices import amd, nvidia
 from opkiln.engine import cgroup
+from opkiln.errors import AcceleratorError
+from opkiln.settings import child_environment, origin_of
+from opkiln.toolchain import rocm
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from opkiln.model import TorchSDK
+
 
 _SHARED_MEMORY = "/dev/shm"
-# What jobs run into: pinned memory, open files (one per worker and socket), processes.
+# Limits that jobs run into: pinned memory, open files (one per worker and socket), processes.
 _LIMITS = (
     ("memlock", resource.RLIMIT_MEMLOCK),
     ("nofile", resource.RLIMIT_NOFILE),
     ("nproc", resource.RLIMIT_NPROC),
 )
+_SYSTEM = ("/usr/local/lib", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu",
+           "/usr/lib64", "/usr/lib", "/usr/local/cuda/lib64")  # fmt: skip
+_LIBRARIES = (("NCCL", "libnccl.so"), ("RCCL", "librccl.so"))
+# The header of the same installation, relative to the library's directory.
+_HEADERS = ("../include/nccl.h", "../include/rccl/rccl.h", "../../include/nccl.h")
 
 
 class Space(NamedTuple):
-    """Room on a file system, in bytes."""
+    """The space on a file system, in bytes."""
 
     path: str
     total: int
@@ -30,7 +47,7 @@ class Space(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """A limit of this process, as ``ulimit`` has it. None: unlimited."""
+    """A limit of this process, as in ``ulimit``. None: unlimited."""
 
     name: str
     soft: int | None
@@ -38,7 +55,7 @@ class Limit(NamedTuple):
 
 
 class Cgroup(NamedTuple):
-    """The control group of this process. None: it sets no limit, or says nothing."""
+    """The control group of this process. None: there is no limit, or it is not known."""
 
     path: str
     cpu_quota: float | None
@@ -53,7 +70,7 @@ class Machine(NamedTuple):
     executable: str
     system: str
     cpu: str  # its name, for people
-    level: str  # its target: a psABI level and the features beyond
+    level: str  # its target: a psABI level and further features
     simd: str
     shared_memory: Space | None  # None: there is no /dev/shm
     limits: tuple[Limit, ...]
@@ -78,14 +95,14 @@ def machine(root: str = "/") -> Machine:
 
 
 def space(path: str) -> Space | None:
-    """The room where a path is, or will be. None where the kernel does not say."""
+    """The space at a path, which need not exist. None if the kernel does not say."""
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     try:
         found = os.statvfs(path)
     except OSError:
         return None
-    # Free to this user, without what is kept for root.
+    # f_bavail: what this user may use, without the part reserved for root.
     return Space(path, found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail)
 
 
@@ -105,7 +122,7 @@ def _cgroup(root: str) -> Cgroup:
 
 
 def _group(root: str) -> str:
-    """The group's path as the kernel gives it: version 2's, else the first of version 1."""
+    """The group's path: that of version 2, else the first of version 1."""
     lines = _lines(os.path.join(root, "proc/self/cgroup"))
     paths = {line.split(":", 2)[1]: line.split(":", 2)[2] for line in lines if line.count(":") > 1}
     return paths.get("") or next(iter(paths.values()), "")
@@ -124,4 +141,174 @@ def _lines(path: str) -> list[str]:
         with open(path, encoding="utf-8", errors="replace") as file:
             return [line.strip() for line in file]
     except OSError:
-        return []  # a minimal image, or a sandbox, has none
+        return []  # a minimal image or a sandbox has no such file
+
+
+# Devices
+
+
+class Gpu(NamedTuple):
+    """One GPU. ``visible``: this process may use it."""
+
+    vendor: str  # NVIDIA, AMD
+    index: int  # type: ignore[assignment]
+    name: str
+    arch: str  # its compute capability, or its gfx name
+    memory: int  # bytes; 0 if the driver does not say
+    visible: bool
+
+
+class Driver(NamedTuple):
+    """A vendor's driver. ``why``: why there are no GPUs, or why some are left out."""
+
+    vendor: str
+    version: str
+    cuda: str  # the highest CUDA version that it supports
+    why: str
+
+
+class Accelerator(NamedTuple):
+    """One kind of device, in the order of detection."""
+
+    name: str
+    present: bool
+    why: str
+
+
+class ChosenAccelerator(NamedTuple):
+    """The accelerator that this process would run on, or why there is none."""
+
+    name: str  # "" if the one that was asked for cannot be used
+    why: str  # the device that was found
+    origin: str  # the variable that asks for it; "" if it was detected
+    error: str = ""
+    hint: str = ""
+
+
+class Library(NamedTuple):
+    """A library for collective communication."""
+
+    name: str  # NCCL, RCCL
+    path: str
+    version: str  # "" if no file says it
+
+
+class Devices(NamedTuple):
+    """All devices, with their drivers and libraries."""
+
+    gpus: tuple[Gpu, ...]
+    drivers: tuple[Driver, ...]
+    in_force: ChosenAccelerator
+    accelerators: tuple[Accelerator, ...]
+    collectives: tuple[Library, ...]
+
+
+def devices(memory: tuple[str, ...], torch: TorchSDK | None) -> Devices:
+    """Look for devices, without creating a context on one. Raises SettingError."""
+    of_nvidia, of_amd = nvidia.devices(memory), amd.devices()
+    usable, _ = nvidia.visible(of_nvidia)
+    gpus = [
+        Gpu("NVIDIA", each.index, each.name, each.capability, each.memory, each in usable)
+        for each in of_nvidia.gpus
+    ]
+    left = amd.visible(of_amd)
+    gpus += [
+        Gpu("AMD", each.index, each.name, each.arch, each.memory, each in left)
+        for each in of_amd.gpus
+    ]
+    kinds = accelerators()
+    return Devices(
+        gpus=tuple(gpus),
+        drivers=(
+            Driver("NVIDIA", of_nvidia.driver, of_nvidia.cuda, of_nvidia.why),
+            Driver("AMD", _amd_driver(), "", of_amd.why),
+        ),
+        in_force=in_force(kinds),
+        accelerators=kinds,
+        collectives=tuple(collectives(torch)),
+    )
+
+
+def accelerators() -> tuple[Accelerator, ...]:
+    """Every kind of device in the order of detection, and whether there is one.
+
+    If there seems to be a device of another vendor, the vendor's package is imported: only that can
+    count the devices.
+    """
+    from opkiln.accelerator import detect
+
+    return tuple(Accelerator(each.name, each.present, each.why) for each in detect.survey())
+
+
+def in_force(kinds: tuple[Accelerator, ...]) -> ChosenAccelerator:
+    """The accelerator that the user named, else the first of ``kinds`` that is present."""
+    from opkiln.accelerator import detect
+    from opkiln.devices import choice
+
+    if choice.asked_name() is None:
+        first = next(kind for kind in kinds if kind.present)  # the CPU always is
+        return ChosenAccelerator(first.name, first.why, "")
+    origin = "" if choice.given() is not None else origin_of("accelerator")[1]
+    try:
+        taken = detect.trace()[-1]
+    except AcceleratorError as error:
+        return ChosenAccelerator("", "", origin, error.what, error.hint)
+    return ChosenAccelerator(taken.name, taken.why, origin)
+
+
+def collectives(torch: TorchSDK | None) -> Iterator[Library]:
+    """NCCL and RCCL where processes find them: in torch, in wheels, in the system; each once."""
+    seen: set[str] = set()
+    for directory in _directories(torch):
+        try:
+            names = sorted(os.listdir(directory))
+        except OSError:
+            continue  # most of these directories do not exist
+        for label, stem in _LIBRARIES:
+            for name in names:
+                if not name.startswith(stem):
+                    continue
+                real = os.path.realpath(os.path.join(directory, name))
+                if real not in seen and os.path.isfile(real):
+                    seen.add(real)
+                    yield Library(label, os.path.join(directory, name), _version(real, stem))
+
+
+def _directories(torch: TorchSDK | None) -> Iterator[str]:
+    for directory in child_environment().get("LD_LIBRARY_PATH", "").split(os.pathsep):
+        if os.path.isabs(directory):
+            yield directory
+    if torch is not None:
+        yield os.path.join(torch.path, "lib")
+        yield os.path.join(os.path.dirname(torch.path), "nvidia", "nccl", "lib")
+    for home in rocm.homes():
+        yield os.path.join(home, "lib")
+    yield from _SYSTEM
+
+
+def _version(path: str, stem: str) -> str:
+    """``2.27.3`` for ``libnccl.so.2.27.3``; else the version in the installation's header."""
+    numbers = os.path.basename(path).removeprefix(stem).removeprefix(".")
+    if re.fullmatch(r"\d+(\.\d+)+", numbers):
+        return numbers
+    for header in _HEADERS:
+        try:
+            with open(os.path.join(os.path.dirname(path), header), encoding="utf-8",
+                      errors="replace") as file:  # fmt: skip
+                text = file.read(1 << 16)
+        except OSError:
+            continue  # try the next one
+        parts = [re.search(rf"#define NCCL_{part}\s+(\d+)", text)
+                 for part in ("MAJOR", "MINOR", "PATCH")]  # fmt: skip
+        if all(parts):
+            return ".".join(part[1] for part in parts if part)
+    return ""
+
+
+def _amd_driver() -> str:
+    """The version of a separately installed driver; the one in the kernel has none."""
+    try:
+        with open("/sys/module/amdgpu/version", encoding="ascii", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

@@ -1,4 +1,4 @@
-"""How every op stands here, for each backend it has. Nothing is built or loaded."""
+"""The state of every op here, for each of its backends. Builds and loads nothing."""
 
 from __future__ import annotations
 
@@ -19,49 +19,49 @@ if TYPE_CHECKING:
 
 
 class BackendStatus(NamedTuple):
-    """One op on one backend. ``compatible``: its native version can be had, now or by a build."""
+    """One op on one backend. ``compatible``: its native version can be loaded or built."""
 
     backend: str
     status: str  # of decision.outcome: cached, would compile, would fall back, would fail
     installed: bool  # shipped as a binary
-    cached: bool  # loading it compiles nothing
+    cached: bool  # it loads without compiling
     compatible: bool
     reason: str  # why it is not cached, or not compatible
-    path: str  # of the entry that serves
+    path: str  # of the entry that would be loaded
     candidates: tuple[Candidate, ...]  # every candidate, and why it was taken or refused
 
 
 class OpStatus(NamedTuple):
-    """One op. ``serves`` is the backend that loading it here would take."""
+    """One op. ``serves`` is the backend that loading it here would use."""
 
     op: str
     distribution: str
     serves: str
     backends: tuple[BackendStatus, ...]  # the one that serves first
-    error: str = ""  # why nothing is known of it: it cannot be imported, its declaration is wrong
-    changes: tuple[str, ...] = ()  # since it was last built; only where that was asked for
+    error: str = ""  # why it is not known: it cannot be imported, or its declaration is invalid
+    changes: tuple[str, ...] = ()  # since it was last built, if that was asked for
 
     @property
     def here(self) -> BackendStatus:
-        """How it stands on the backend that serves."""
+        """Its state on the backend that serves."""
         if self.backends:
             return self.backends[0]
         return BackendStatus(self.serves, WOULD_FAIL, False, False, False, self.error, "", ())
 
 
 def statuses(*, changes: bool = False) -> tuple[OpStatus, ...]:
-    """Every op, bundled or not. One that cannot be imported is a row that says so.
+    """Every op, bundled or not. One that cannot be imported has an error.
 
-    ``changes`` also looks for what changed since each was last built, which takes longer.
+    ``changes`` also finds out what changed since each was last built, which takes longer.
     """
     return tuple(_status(name, find, changes=changes) for name, find in _builders())
 
 
 def _builders() -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, how to get its builder) of every op.
+    """(name, a function that returns its builder) of every op.
 
-    As ``ALL_OPS`` has them, which reads all of the entry points again for each op that it is asked
-    for: with thirty, that would be half of a report's time.
+    The same ops as ``ALL_OPS``. That reads all entry points again for each op, which would take
+    half of a report's time with thirty ops.
     """
     for name in bundled():
         yield name, lambda name=name: ALL_OPS[name]  # type: ignore[misc]
@@ -82,7 +82,7 @@ def _status(name: str, find: Callable[[], object], *, changes: bool) -> OpStatus
         changed = _changes(builder) if changes and backends[0].status == WOULD_COMPILE else ()
     except OpkilnError as error:
         return OpStatus(name, distribution, "", (), error.what)
-    except (Exception, SystemExit) as error:  # whatever an author's module raises
+    except (Exception, SystemExit) as error:  # an author's module may raise anything
         return OpStatus(name, distribution, "", (), f"{type(error).__name__}: {error}")
     return OpStatus(name, distribution, serves, backends, changes=changed)
 
@@ -116,5 +116,5 @@ def _on(kind: type[OpBuilder], backend: str) -> BackendStatus:
 def _changes(builder: OpBuilder) -> tuple[str, ...]:
     from opkiln.loading.explain import explain
 
-    # Flags are among them.
+    # They may contain flags.
     return tuple(redact.without_secrets(each) for each in explain(builder.op()).changes)

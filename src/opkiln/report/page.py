@@ -1,6 +1,6 @@
-"""A report as a page: one file of HTML that loads nothing, runs nothing, and is light or dark.
+"""A report as a page: one HTML file that loads and runs nothing, for light and dark screens.
 
-Folding is the browser's own (``<details>``), so there is no script; the policy in the page's head
+Folding uses the browser's own ``<details>``, so there is no script. The policy in the page's head
 forbids everything else that a browser could fetch or run.
 """
 
@@ -9,18 +9,69 @@ from __future__ import annotations
 import time
 from html import escape
 
-from opkiln.report import facts, page_style, timeline
+from opkiln.report import facts
 from opkiln.report.compilers import BACKENDS, torch_built_with
+from opkiln.report.layout import duration, size
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from opkiln.decision.terms import Candidate
-    from opkiln.report.collect import Environment, InForce, Report
+    from opkiln.report.collect import Build, Environment, Report, SettingValue
     from opkiln.report.compilers import Tool
     from opkiln.report.facts import Section
     from opkiln.report.operators import BackendStatus, OpStatus
+
+
+CSS = """
+:root { --paper:#fbfaf7; --card:#fff; --ink:#22201c; --weak:#6b665c; --line:#e0dbd0;
+  --good:#1d6b35; --bad:#a3231b; --clay:#b4552d;
+  --ready:#d9eedd; --builds:#f6e7c4; --reference:#ece8df; --fails:#f6d9d5; }
+@media (prefers-color-scheme: dark) { :root { --paper:#171614; --card:#201e1b; --ink:#ece7dc;
+  --weak:#a49c8c; --line:#38342d; --good:#7fcf95; --bad:#f08d83; --clay:#e08a5b;
+  --ready:#1f3d28; --builds:#463716; --reference:#2e2b26; --fails:#4a211d; } }
+* { box-sizing:border-box; }
+body { margin:0; padding:1.5rem; background:var(--paper); color:var(--ink);
+  font:15px/1.5 system-ui, sans-serif; }
+header, main { max-width:72rem; margin:0 auto; }
+h1 { font-size:1.5rem; margin:0; } h2 { font-size:1.1rem; margin:0 0 .6rem; }
+h3 { font-size:.95rem; margin:.8rem 0 .3rem; } h4 { font-size:.9rem; margin:.8rem 0 .2rem; }
+h1::before { content:""; display:inline-block; width:.7em; height:.7em; margin-right:.4em;
+  background:var(--clay); border-radius:50% 50% 15% 15%; }
+header p { margin:.2rem 0 .8rem; }
+section { background:var(--card); border:1px solid var(--line); border-radius:8px;
+  padding:1rem 1.2rem; margin:1rem 0; overflow-x:auto; }
+.summary { list-style:none; display:flex; flex-wrap:wrap; gap:.4rem; padding:0; margin:0; }
+.summary li { background:var(--card); border:1px solid var(--line); border-radius:99px;
+  padding:.1rem .8rem; }
+.weak { color:var(--weak); font-weight:normal; } .good { color:var(--good); }
+.bad { color:var(--bad); }
+code { font:.87em ui-monospace, monospace; overflow-wrap:anywhere; }
+table { border-collapse:collapse; width:100%; }
+th, td { text-align:left; vertical-align:top; padding:.3rem .6rem;
+  border-bottom:1px solid var(--line); overflow-wrap:anywhere; }
+.facts th { width:13rem; font-weight:600; } tr:last-child > * { border-bottom:0; }
+.grid thead th { color:var(--weak); font-weight:normal; } .grid th[scope=row] { width:15rem; }
+.grid td:last-child { width:45%; }
+.ready { background:var(--ready); } .builds { background:var(--builds); }
+.reference { background:var(--reference); } .fails { background:var(--fails); }
+.none { color:var(--weak); } .origin { white-space:nowrap; }
+.legend span { padding:.1rem .5rem; border-radius:4px; margin-right:.3rem; }
+.grid .ready, .grid .builds, .grid .reference, .grid .fails, .grid .none { white-space:nowrap; }
+summary { cursor:pointer; } details p { margin:.2rem 0; }
+.trace { margin:.2rem 0 .6rem; padding-left:1.4rem; }
+.tree, .tree ul { list-style:none; padding-left:0; margin:0; }
+.tree ul { padding-left:1.1rem; margin-left:.3rem; border-left:1px solid var(--line); }
+.tree li { margin:.25rem 0; } .tree summary { font-weight:600; }
+.problems { margin:0; padding-left:1.2rem; } .problems li { margin:.3rem 0; }
+.build { display:grid; grid-template-columns:16rem 1fr 10rem; gap:.8rem; align-items:center;
+  padding:.1rem 0; }
+.lane { background:var(--reference); border-radius:3px; overflow:hidden; }
+.bar { display:block; height:.9rem; background:var(--clay); border-radius:3px; }
+@media (max-width: 45rem) { .build { grid-template-columns:1fr; gap:.1rem; }
+  .facts th { width:auto; } }
+"""
 
 _PAGE = """\
 <!DOCTYPE html>
@@ -47,6 +98,7 @@ _PAGE = """\
 </body>
 </html>
 """
+_PAUSE = 60.0  # seconds: builds that are further apart do not share a scale
 
 
 def render(report: Report) -> str:
@@ -60,14 +112,14 @@ def render(report: Report) -> str:
     if around is not None:
         parts += [
             _section("toolchain", "Compilers and toolkits", _tree(around.tools)),
-            _section("builds", "Builds", timeline.render(around.store.builds)),
+            _section("builds", "Builds", timeline(around.store.builds)),
             _table("devices", "Accelerators", facts.accelerators(around.devices)),
             _table("environment", "Environment", facts.environment(report.opkiln, around)),
             _table("cache", "Cache", facts.store(around.store, report.made)),
             _section("settings", "Settings", _settings(around.settings)),
         ]
     return _PAGE.format(
-        style=page_style.CSS,
+        style=CSS,
         version=escape(report.opkiln),
         made=time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(report.made)),
         summary="".join(f"<li>{item}</li>" for item in _summary(report)),
@@ -125,7 +177,7 @@ def _ops(ops: tuple[OpStatus, ...]) -> str:
         f'<span class="{look}">{word}</span>'
         for look, word in (
             ("ready", "cached or installed"), ("builds", "would compile"),
-            ("reference", "falls back"), ("fails", "cannot be had"), ("none", "no such version"),
+            ("reference", "falls back"), ("fails", "not available"), ("none", "no such version"),
         )
     )  # fmt: skip
     table = (
@@ -181,6 +233,50 @@ def _candidate(candidate: Candidate) -> str:
     return f"<li>{said}{where}</li>"
 
 
+# The build timeline: builds that were close in time share a scale
+
+
+def runs(builds: Iterable[Build]) -> list[list[Build]]:
+    """Groups of builds that overlap or follow each other within a minute, the newest first."""
+    found: list[list[Build]] = []
+    for build in sorted(builds, key=lambda each: each.ended - each.seconds):
+        began = build.ended - build.seconds
+        if found and began - max(each.ended for each in found[-1]) < _PAUSE:
+            found[-1].append(build)
+        else:
+            found.append([build])
+    return found[::-1]
+
+
+def timeline(builds: Iterable[Build]) -> str:
+    """A bar for each build, from its start to its end."""
+    parts = [_builds(each) for each in runs(builds)]
+    return "\n".join(parts) or '<p class="weak">nothing has been built yet</p>'
+
+
+def _builds(builds: list[Build]) -> str:
+    began = min(each.ended - each.seconds for each in builds)
+    length = max(each.ended for each in builds) - began
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
+    rows = "\n".join(_bar(each, began, length or 1.0) for each in builds)
+    head = f'<h3>{when} <span class="weak">{duration(length)}</span></h3>'
+    return f'{head}\n<div class="timeline">{rows}</div>'
+
+
+def _bar(build: Build, began: float, length: float) -> str:
+    left = 100 * (build.ended - build.seconds - began) / length
+    wide = 100 * build.seconds / length
+    memory = f", {size(build.max_rss)}" if build.max_rss else ""
+    said = f"{duration(build.seconds)}{memory}"
+    title = f"{build.op} of {build.distribution} for {build.made_for}: {said}"
+    return (
+        f'<div class="build" title="{escape(title)}"><span>{escape(build.op)} '
+        f'<span class="weak">{escape(build.made_for)}</span></span>'
+        f'<span class="lane"><span class="bar" style="margin-left:{left:.2f}%;'
+        f'width:max({wide:.2f}%,2px)"></span></span><span class="weak">{escape(said)}</span></div>'
+    )
+
+
 # The toolchain tree
 
 
@@ -222,14 +318,14 @@ def _table(name: str, title: str, section: Section) -> str:
     return _section(name, title, f'<table class="facts">{rows}</table>')
 
 
-def _settings(found: tuple[InForce, ...]) -> str:
+def _settings(found: tuple[SettingValue, ...]) -> str:
     given = [each for each in found if each.origin != "default"]
     rest = [each for each in found if each.origin == "default"]
     folded = f"<details><summary>{len(rest)} at their defaults</summary>{_values(rest)}</details>"
     return _values(given) + folded
 
 
-def _values(found: list[InForce]) -> str:
+def _values(found: list[SettingValue]) -> str:
     rows = "\n".join(
         f'<tr><th scope="row">{escape(each.variable)}</th><td>{escape(facts.value_of(each))}</td>'
         f'<td class="weak origin">{escape(each.origin)}</td></tr>'

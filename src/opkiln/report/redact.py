@@ -1,4 +1,4 @@
-"""What is left out of a report: secrets always; who and where the user is, where others read it."""
+"""What is removed from a report: secrets always; the user's name and home if others read it."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-# A name, and what gives it a value: API_TOKEN=x, "X-Auth-Token: x", --password x.
+# A name that is followed by a value: API_TOKEN=x, "X-Auth-Token: x", --password x.
 _GIVEN = re.compile(r"([A-Za-z0-9_-]+)(=|:\s+|\s+)(?=\S)")
-# In a name as a whole word, or at the end of one (HFTOKEN); but no MAX_TOKENS, no TOKENIZER.
+# A whole word of the name, or the end of one (HFTOKEN); not MAX_TOKENS, not TOKENIZER.
 _WORD = re.compile(r"auth|pwd|.*(token|secrets?|password|passwd|passphrase|credentials?|apikey)")
-# What the services that hand them out begin their tokens with.
+# The prefixes by which services mark their tokens.
 _SHAPE = re.compile(
     r"(?<![A-Za-z0-9])(?:(?:gh[opsur]_|github_pat_|glpat-)[\w-]{8,}|AKIA[0-9A-Z]{12,}"
     r"|hf_[A-Za-z0-9]{12,}|sk-[\w-]{12,})"
 )
 _BEARER = re.compile(r"\b(Bearer|Basic)\s+\S+", re.IGNORECASE)
-_LOGIN = re.compile(r"://[^/\s]+@")  # to the last @: a password may have one
+_LOGIN = re.compile(r"://[^/\s]+@")  # to the last @: a password may contain one
 _WITH_SLASH = re.compile(r"[^\s`|()\"'<>]*/[^\s`|()\"'<>]*")
 _BETWEEN = r"\s:;,=|()\[\]{}<>\"'`"  # paths
 
 
 def without_secrets(text: str) -> str:
-    """``-DAPI_TOKEN=***``, ``https://***@host``: what looks like a secret is starred out.
+    """``-DAPI_TOKEN=***``, ``https://***@host``: replaces what looks like a secret by stars.
 
-    From a name that is a secret's to the end: where a value with blanks ends, nothing tells.
+    After the name of a secret, all the rest is replaced: a value may contain spaces.
     """
     for given in _GIVEN.finditer(text):
         name, by = given.groups()
@@ -44,7 +44,7 @@ def without_secrets(text: str) -> str:
 
 
 def words_without_secrets(words: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Each word of a command line without secrets; so is the one behind ``--token``."""
+    """The words of a command line without secrets, such as the word after ``--token``."""
     return tuple(_words(words))
 
 
@@ -71,24 +71,24 @@ def without_user(text: str) -> str:
     """Paths without the home directory (``~``) and the user's name (``<user>``)."""
     home, names = _user()
     for each in sorted(home, key=len, reverse=True):
-        # Where a path begins, if need be behind a flag or a scheme (-I/root, file:///root), and not
-        # in the midst of one: /data/root is another place than /root.
+        # Only at the beginning of a path, perhaps after a flag or a scheme (-I/root, file:///root).
+        # In the middle it is another path: /data/root.
         begin = rf"(?<![^{_BETWEEN}])((?://)?[^/{_BETWEEN}]*)"
         text = re.sub(rf"{begin}{re.escape(each)}(?![\w.-])", r"\1~", text)
     for name in names:
-        # In paths only: a user may be called as a word of the report is.
+        # In paths only: the name may also be an ordinary word.
         word = re.compile(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])")
         text = _WITH_SLASH.sub(lambda path, word=word: word.sub("<user>", path[0]), text)  # type: ignore[misc]
     return text
 
 
 def _user() -> tuple[set[str], set[str]]:
-    """(home directories, names) of this user. That it is root tells nobody anything."""
+    """(home directories, names) of this user. The name root reveals nothing, so it stays."""
     homes, names = {settings.home or ""}, {os.path.basename(settings.home or "")}
     try:
         known = pwd.getpwuid(os.getuid())
     except KeyError:
-        pass  # a container's user without an entry
+        pass  # the user of a container may have no entry
     else:
         homes.add(known.pw_dir)
         names.add(known.pw_name)

@@ -1,8 +1,8 @@
-"""``opkiln new --op NAME`` in a package: one more op, and the lines that announce it.
+"""``opkiln new --op NAME`` in a package: adds an op, and the lines that declare it.
 
-Files are added and lines inserted; nothing that is there is changed or removed. Every edit is
-checked before anything is written: the edited ``pyproject.toml`` must say what it said before and
-the new op, and the edited ``__init__.py`` must parse.
+It adds files and inserts lines; it changes and removes nothing. Every edit is checked before
+anything is written: the edited ``pyproject.toml`` must differ from the old one by the new op only,
+and the edited ``__init__.py`` must parse.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KEYS = re.compile(r"cache-keys\s*=\s*\[")
 
 
 class Added(NamedTuple):
-    """What was written, by paths below the project's directory."""
+    """The paths that were written, in the project's directory."""
 
     new: tuple[str, ...]
     changed: tuple[str, ...]
@@ -33,10 +33,10 @@ class Added(NamedTuple):
 
 class _Project(NamedTuple):
     where: str  # the directory of pyproject.toml
-    package: str  # as it is imported
-    folder: str  # of the package, below ``where``
+    package: str  # its import name
+    folder: str  # of the package, in ``where``
     settings: dict[str, Any]  # pyproject.toml, parsed
-    text: str  # and as it is
+    text: str  # pyproject.toml, unparsed
 
 
 def find(start: str) -> str:
@@ -46,7 +46,7 @@ def find(start: str) -> str:
         above = os.path.dirname(place)
         if above == place:
             raise UsageError(
-                f"there is no package in {os.path.abspath(start)}",
+                f"no package was found in {os.path.abspath(start)}",
                 why="neither it nor a directory above it has a pyproject.toml",
                 hint="opkiln new my_ops --op my_add    # writes a new package",
             )
@@ -57,8 +57,8 @@ def find(start: str) -> str:
 def add(where: str, name: str) -> Added:
     """Add the op ``name`` to the project in ``where``.
 
-    All of it or nothing. Raises UsageError for a name that cannot be an op's or is taken in the
-    package, and for a project that cannot be edited; StoreError where it cannot be written.
+    All of it or nothing. Raises UsageError for a name that is invalid or taken, and for a project
+    that cannot be edited; StoreError if it cannot be written.
     """
     op = scaffold.op_of(name)
     project = _project(where)
@@ -91,7 +91,7 @@ def _project(where: str) -> _Project:
         packages = {value.partition(":")[0].partition(".")[0].strip() for value in values}
     except (tomllib.TOMLDecodeError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{os.path.join(where, 'pyproject.toml')} is not that of a package",
+            f"{os.path.join(where, 'pyproject.toml')} does not describe a package",
             why=f"it must be valid and name a [project]: {error}",
             hint="opkiln new my_ops --op my_add    # writes a new package",
         ) from None
@@ -106,7 +106,7 @@ def _project(where: str) -> _Project:
 
 
 def _announced(project: _Project, op: str) -> str:
-    """pyproject.toml with the op's entry point and, where there are cache keys, its variables."""
+    """pyproject.toml with the op's entry point and, if there are cache keys, its variables."""
     value = f"{project.package}.ops.{op}.op:{scaffold.builder_of(op)}"
     entries = project.settings["project"].get("entry-points", {}).get(GROUP, {})
     if op in entries:
@@ -127,7 +127,7 @@ def _announced(project: _Project, op: str) -> str:
     except tomllib.TOMLDecodeError:
         understood = False
     if not understood:
-        # It is written in a form that is not edited here, such as an inline table.
+        # It has a form that this code does not edit, such as an inline table.
         raise UsageError(
             f"the op cannot be added to {os.path.join(project.where, 'pyproject.toml')}",
             why=f'it has no table [project.entry-points."{GROUP}"] with one op per line',
@@ -151,7 +151,7 @@ def _with_entry(lines: list[str], entry: str, *, fresh: bool) -> list[str]:
 
 
 def _with_keys(lines: list[str], keys: list[str]) -> list[str]:
-    """Before the bracket that ends the list of cache keys; as it is where that is not found."""
+    """Insert keys at the end of the list of cache keys, if that is found."""
     start = next((n for n, line in enumerate(lines) if _KEYS.match(line)), None)
     if start is None:
         return lines
@@ -187,7 +187,7 @@ def _exported(text: str, package: str, op: str, path: str) -> str:
 
 
 def _bound(body: list[ast.stmt]) -> set[str]:
-    """The names that a module's statements give a meaning to."""
+    """The names that a module's statements define."""
     names: set[str] = set()
     for statement in body:
         for node in ast.walk(statement):
@@ -201,7 +201,7 @@ def _bound(body: list[ast.stmt]) -> set[str]:
 
 
 def _write(where: str, new: dict[str, str], changed: dict[str, str]) -> None:
-    """Write new files, then exchange the changed ones; leave everything as it was on an error."""
+    """Write new files, then replace the changed ones; after an error everything is as before."""
     before = {path: _read(os.path.join(where, path)) for path in changed}
     made: list[str] = []
     exchanged: list[str] = []
@@ -226,7 +226,7 @@ def _write(where: str, new: dict[str, str], changed: dict[str, str]) -> None:
 
 
 def _first_missing(where: str, path: str) -> str:
-    """The outermost part of a path that is not there yet: what undoing has to remove."""
+    """The outermost part of a path that does not exist yet: undoing removes it."""
     place = where
     for part in path.split(os.sep):
         place = os.path.join(place, part)

@@ -1,9 +1,14 @@
-"""The ABI audit: whether a library keeps to the interface that its tag promises.
+"""Checks of a library before it is shipped: the platform tag of its wheel, and the ABI audit.
 
-A library on torch's stable ABI is shipped once, as ``py3-none-…``, for every Python and every torch
-from the floor on. That is true only while it uses nothing else of either. One symbol of torch's C++
-interface is enough to make it fail, or misbehave, with the next release; this is seen here, where
-it is built, and not there, where it is loaded.
+**The tag** (PEP 600). ``manylinux_2_34_x86_64`` means: any Linux with glibc 2.34 or later. The
+versions of glibc's symbols say which glibc they need. libstdc++ and libgcc have versions of their
+own; which glibc comes with which of these depends on the distributions. The table below is that of
+auditwheel 6.8 (``manylinux-policy.json``).
+
+**The audit.** A library on torch's stable ABI is shipped once, as ``py3-none-…``, for every Python
+and for every torch from the floor on. That holds only if it uses nothing else of the two: one
+symbol of torch's C++ interface can make it fail with the next release. The audit finds that when
+the library is built, not when it is loaded.
 """
 
 from __future__ import annotations
@@ -16,17 +21,98 @@ from typing import Any, NamedTuple
 from opkiln.binary import elf
 from opkiln.errors import BuildError, UsageError
 from opkiln.model import XPU
-from opkiln.ship.platform_tag import platform
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from opkiln.binary.elf import Elf
+
+
+_MACHINES = ("x86_64", "aarch64")
+
+# No torch with a stable ABI runs on an older glibc, so an older tag would have no use.
+_OLDEST = 17
+
+# (minor version of glibc 2, the newest version of each family on systems with that glibc). If
+# x86-64 and aarch64 differ, the older one.
+_POLICIES: tuple[tuple[int, dict[str, tuple[int, ...]]], ...] = (
+    (17, {"GLIBCXX": (3, 4, 19), "CXXABI": (1, 3, 7), "GCC": (4, 8, 0)}),
+    (24, {"GLIBCXX": (3, 4, 22), "CXXABI": (1, 3, 10), "GCC": (4, 8, 0)}),
+    (27, {"GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}),
+    (31, {"GLIBCXX": (3, 4, 28), "CXXABI": (1, 3, 12), "GCC": (7, 0, 0)}),
+    (34, {"GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13), "GCC": (7, 0, 0)}),
+    (35, {"GLIBCXX": (3, 4, 30), "CXXABI": (1, 3, 13), "GCC": (12, 0, 0)}),
+    (39, {"GLIBCXX": (3, 4, 33), "CXXABI": (1, 3, 15), "GCC": (14, 0, 0)}),
+)
+_NAMED = {"CXXABI_TM_1": 17, "CXXABI_FLOAT128": 24, "GLIBC_ABI_DT_RELR": 36}
+_FAMILIES = ("GLIBC", "GLIBCXX", "CXXABI", "GCC")
+
+
+class Platform(NamedTuple):
+    """A tag, and what decided it: ``GLIBC_2.34``; for ``linux_…`` why it is not a manylinux tag."""
+
+    tag: str
+    why: str
+
+
+def platform_tag(elfs: Iterable[Elf]) -> str:
+    """The tag of a wheel with these libraries. Raises UsageError as ``platform``."""
+    return platform(elfs).tag
+
+
+def platform(elfs: Iterable[Elf]) -> Platform:
+    """The oldest platform that has all that these libraries need, and what decided it.
+
+    Only the C and C++ runtimes count; the audit reports other libraries. Raises UsageError for
+    libraries of two machines, or of a machine that opkiln makes no wheels for.
+    """
+    libraries = list(elfs)
+    machines = sorted({each.machine for each in libraries})
+    if len(machines) != 1 or machines[0] not in _MACHINES:
+        raise UsageError(
+            f"no platform tag fits libraries for {' and '.join(machines) or 'no machine at all'}",
+            why=f"a wheel is for one of {', '.join(_MACHINES)}",
+        )
+    glibc, decided = _OLDEST, f"nothing newer than glibc 2.{_OLDEST}"
+    for version in sorted({name for each in libraries for name in each.versions}):
+        needed = _needed_glibc(version)
+        if needed is None:
+            return Platform(
+                f"linux_{machines[0]}",
+                f"no platform up to manylinux_2_{_POLICIES[-1][0]} has {version}",
+            )
+        if needed > glibc:
+            glibc, decided = needed, version
+    return Platform(f"manylinux_2_{glibc}_{machines[0]}", decided)
+
+
+def _needed_glibc(version: str) -> int | None:
+    """The minor version of the oldest glibc 2 that has this symbol version; None if unknown."""
+    if version in _NAMED:
+        return _NAMED[version]
+    family, _, text = version.partition("_")
+    if family not in _FAMILIES:
+        return 0
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        number = Version(text)
+    except InvalidVersion:
+        return None  # GLIBC_PRIVATE, or a name that is newer than this table
+    if family == "GLIBC":
+        return number.minor if number.major == 2 and len(number.release) > 1 else None
+    found = (glibc for glibc, newest in _POLICIES if number.release <= newest[family])
+    return next(found, None)
+
+
+# The audit
+
 ERROR, WARNING, NOTE = "error", "warning", "note"
 
 STABLE_TAG, FULL_TAG = "torch-stable-", "torch-"
 
-# What every system has, and what torch brings. The loader's name differs by machine.
+# Libraries that every system has, and those of torch. The loader's name depends on the machine.
 _SYSTEM = frozenset({
     "libc.so.6", "libm.so.6", "libmvec.so.1", "libdl.so.2", "librt.so.1", "libpthread.so.0",
     "libutil.so.1", "libgcc_s.so.1", "libstdc++.so.6", "libatomic.so.1", "ld-linux-x86-64.so.2",
@@ -35,11 +121,11 @@ _SYSTEM = frozenset({
 _TORCH = frozenset({"libtorch_cpu.so", "libtorch.so", "libc10.so"})
 _TORCH_PARTS = ("libtorch", "libc10", "libshm")
 
-# Of the C symbols that libtorch_cpu has, those of the stable ABI's headers; it also exports those
-# of the libraries that are linked into it (cblas_sgemm), which come and go.
+# The C symbols of libtorch_cpu that belong to the stable ABI. It also exports symbols of the
+# libraries that are linked into it (cblas_sgemm); those may disappear.
 _STABLE = ("aoti_torch_", "torch_")
 _PYTHON = re.compile(r"_?Py[A-Z_]")
-# A mangled name whose outermost namespace is torch's, also of a vtable, a type or a guard.
+# A mangled name in one of torch's namespaces: also of a vtable, a type or a guard.
 _OF_TORCH = re.compile(
     r"_Z(?:T[VTISC]|T[hvc][nv0-9_]*_|G[VR]|Z)*N[rVKRO]*(?:3c10|2at|5torch|6caffe2)[0-9A-Z]"
 )
@@ -47,8 +133,11 @@ _SHOWN = 4
 
 
 class Finding(NamedTuple):
-    """One thing that the audit saw. ``level``: error (the tag's promise is broken), warning (it
-    holds only where something more is installed), note."""
+    """One finding of the audit.
+
+    ``level``: error (the tag's promise is broken), warning (the promise holds only if something
+    else is installed), note.
+    """
 
     level: str
     what: str
@@ -56,10 +145,10 @@ class Finding(NamedTuple):
 
 
 def audit(path: str, manifest: Mapping[str, Any], torch_lib: str | None) -> list[Finding]:
-    """What there is to say of one payload, by what its manifest's target promises.
+    """Compare one payload with what its manifest's target promises.
 
-    ``torch_lib`` is a libtorch_cpu.so to ask for torch's symbols: of any machine, since the stable
-    ABI is the same on all. Raises LoadError for a file that is no library, or is damaged.
+    ``torch_lib`` is a libtorch_cpu.so to look torch's symbols up in. It may be of any machine: the
+    stable ABI is the same on all. Raises LoadError for a file that is not a library, or is damaged.
     """
     found = elf.read(path)
     target = manifest["target"]
@@ -77,13 +166,13 @@ def audit(path: str, manifest: Mapping[str, Any], torch_lib: str | None) -> list
 
 
 def require(path: str, manifest: Mapping[str, Any], torch_lib: str | None) -> list[Finding]:
-    """As ``audit``, and a BuildError that lists every error where there are any."""
+    """As ``audit``; raises a BuildError that lists all errors, if there are any."""
     findings = audit(path, manifest, torch_lib)
     errors = [each for each in findings if each.level == ERROR]
     if errors:
         op, tag = manifest["op"], manifest["target"]["abi_tag"]
         raise BuildError(
-            f"op {op}: {os.path.basename(path)} breaks what its tag {tag} promises",
+            f"op {op}: {os.path.basename(path)} does not keep the promise of its tag {tag}",
             why="\n".join(f"{each.what}: {each.why}" if each.why else each.what for each in errors),
             hint=f"nm -D --undefined-only {path}",
         )
@@ -92,14 +181,14 @@ def require(path: str, manifest: Mapping[str, Any], torch_lib: str | None) -> li
 
 def _symbols(found: elf.Elf, target: Mapping[str, Any], torch_lib: str | None) -> Iterator[Finding]:
     tag = target["abi_tag"]
-    # Versions tell the system's symbols; torch's and Python's libraries give theirs none.
+    # The system's symbols have versions; those of torch and Python have none.
     unversioned = [name for soname, name, _ in found.symbols if not soname]
     python = [name for name in unversioned if _PYTHON.match(name)]
     if python and not python_tag(tag):
         yield Finding(
             ERROR,
             f"it uses Python's symbols: {_some(python)}",
-            "its wheel is for every Python, and a process may have loaded it without any",
+            "its wheel is for every Python, and for processes without one",
         )
     has = frozenset() if torch_lib is None else _defined(torch_lib, os.stat(torch_lib).st_mtime_ns)
     others = [name for name in unversioned if not _PYTHON.match(name)]
@@ -109,7 +198,7 @@ def _symbols(found: elf.Elf, target: Mapping[str, Any], torch_lib: str | None) -
         yield Finding(
             ERROR,
             f"it uses torch's C++ symbols: {_some(of_torch)}",
-            "they change with every release; the stable ABI has C symbols alone",
+            "they change with every release; the stable ABI has C symbols only",
         )
     if not tag.startswith(STABLE_TAG):
         return
@@ -123,15 +212,15 @@ def _symbols(found: elf.Elf, target: Mapping[str, Any], torch_lib: str | None) -
     if unstable := [name for name in plain if name in has and name not in stable]:
         yield Finding(
             ERROR,
-            f"it uses C symbols of torch's that are not of its stable ABI: {_some(unstable)}",
-            "torch exports those of the libraries that are linked into it, until it does not",
+            f"it uses C symbols of torch that are not part of its stable ABI: {_some(unstable)}",
+            "they belong to libraries that are linked into torch, and may disappear",
         )
     strangers = [name for name in plain if name not in has and name not in stable]
     strangers += [name for name in mangled if name not in of_torch]
     if strangers and target["backend"] != XPU and not _foreign(found.needed):
         yield Finding(
             ERROR,
-            f"nothing that it needs defines {_some(strangers)}",
+            f"none of the libraries that it needs defines {_some(strangers)}",
             f"it needs {', '.join(found.needed) or 'no library'}",
         )
 
@@ -145,15 +234,15 @@ def _sonames(found: elf.Elf, tag: str) -> Iterator[Finding]:
             if name not in allowed:
                 yield Finding(ERROR, f"it needs {name}", _why_not(name, tag))
     for name in _foreign(found.needed):
-        yield Finding(WARNING, f"it needs {name}", "it loads only where that is found")
+        yield Finding(WARNING, f"it needs {name}", "it loads only if that is found")
 
 
 def _why_not(name: str, tag: str) -> str:
     if not tag.startswith(STABLE_TAG):
-        return f"its tag is {tag}: no torch at all"
+        return f"its tag is {tag}, so it must not use torch"
     if "python" in name:
-        return "it is bound to one Python; the stable ABI is all in libtorch_cpu.so"
-    return "not every torch has it; the stable ABI is all in libtorch_cpu.so"
+        return "it is bound to one Python; the whole stable ABI is in libtorch_cpu.so"
+    return "not every torch has it; the whole stable ABI is in libtorch_cpu.so"
 
 
 def _platform(found: elf.Elf) -> Iterator[Finding]:
@@ -167,7 +256,7 @@ def _platform(found: elf.Elf) -> Iterator[Finding]:
 
 
 def python_tag(abi_tag: str) -> str:
-    """``cp311-cp311`` of a target's ABI tag that names an interpreter; "" of one for all."""
+    """``cp311-cp311`` for an ABI tag that names an interpreter; "" for one that fits all."""
     found = re.search(r"(?:^|-)cpython-([0-9]+)(t?)t?(d?)(?:-|$)", abi_tag)
     if found is None:
         return ""

@@ -1,8 +1,8 @@
-"""Writing a layer as one file, and taking such a file into a store.
+"""Writes a layer as one file, a bundle, and imports bundles into a store.
 
-``store.archive`` has the format, and reads single entries where the file lies. What is done here
-looks at the whole of it: a file with one byte that is not as it was written is refused before
-anything is taken from it.
+``store.archive`` defines the format and reads single entries in place. This module reads a bundle
+as a whole: if one byte is not as it was written, the file is refused before anything is taken from
+it.
 """
 
 from __future__ import annotations
@@ -11,43 +11,40 @@ import contextlib
 import os
 import secrets
 from typing import NamedTuple
-from zlib import crc32
 
 from opkiln.digest import sha256_file
 from opkiln.errors import StoreError
 from opkiln.settings import LAYOUT
+from opkiln.ship.layer import named
 from opkiln.store import inventory, publish
-from opkiln.store.archive import Bundle
-from opkiln.store.bundle_index import INDEX, Damaged, Member, NoBundle, index_of
+from opkiln.store.archive import INDEX, Bundle, Damaged, Member, NotABundle, index_of
 from opkiln.store.entry import MANIFEST, SIDECAR, Leaf, Refused, examine, in_words, parse_manifest
 from opkiln.store.location import claim
-from opkiln.store.recheck import Hasher, deps_key
-from opkiln.store.stored_zip import LARGEST, MOST_MEMBERS, directory, local_header
+from opkiln.store.recheck import Hasher
+from opkiln.store.zip_format import LARGEST, MOST_MEMBERS, Writer, chunks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any, BinaryIO
 
-_CHUNK = 1 << 20
-
 
 class Written(NamedTuple):
     """A bundle that was written."""
 
     path: str
-    sha256: str  # as sha256sum has it
+    sha256: str  # of the file
     entries: int
     size: int
 
 
 class Taken(NamedTuple):
-    """An entry of a bundle that is in the store now."""
+    """An entry of a bundle that was imported."""
 
     op: str
     distribution: str
     directory: str
-    new: bool  # False: it was there already
+    new: bool  # False: the store had it already
 
 
 # Writing
@@ -56,8 +53,8 @@ class Taken(NamedTuple):
 def write_bundle(layer_dir: str, file: str) -> Written:
     """Write the entries of a layer, as ``ship.layer`` leaves them, to one file.
 
-    The same entries give the same bytes. ``file`` appears whole or not at all. Raises StoreError
-    where the layer is empty or damaged, or the file cannot be written.
+    The same entries give the same bytes. ``file`` appears whole or not at all. Raises StoreError if
+    the layer is empty or damaged, or if the file cannot be written.
     """
     members = list(_listed(layer_dir))
     if not members:
@@ -66,7 +63,7 @@ def write_bundle(layer_dir: str, file: str) -> Written:
     if total > LARGEST - (64 << 20) or len(members) > MOST_MEMBERS:
         raise StoreError(
             f"{len(members)} files of {total} bytes are too many for one bundle",
-            why=f"it holds up to {LARGEST >> 30} GiB in {MOST_MEMBERS} files",
+            why=f"a bundle has at most {LARGEST >> 30} GiB in {MOST_MEMBERS} files",
             hint="opkiln cache export FILE --op OP    # several bundles; each is a layer",
         )
     with replacing(file, total) as out:
@@ -77,10 +74,10 @@ def write_bundle(layer_dir: str, file: str) -> Written:
 
 @contextlib.contextmanager
 def replacing(file: str, total: int) -> Iterator[BinaryIO]:
-    """A new file that takes the place of ``file`` when all of it is written, and on disk.
+    """A new file that replaces ``file`` when all of it is on disk.
 
-    Raises StoreError where it cannot be written; then, and after any other error, ``file`` is what
-    it was, and nothing is left beside it.
+    Raises StoreError if it cannot be written. After any error ``file`` is unchanged, and no
+    temporary file is left.
     """
     temporary = f"{file}.{secrets.token_hex(6)}"
     try:
@@ -111,7 +108,7 @@ def _listed(layer_dir: str) -> Iterator[tuple[str, str, int, str]]:
         if more := set(os.listdir(leaf)) - names:
             raise StoreError(
                 f"{leaf} cannot be bundled: it also has {', '.join(sorted(more))}",
-                why="only entries that were made to be shipped can be",
+                why="only entries that were exported for shipping can be bundled",
                 hint="opkiln cache export FILE",
             )
         below = os.path.relpath(leaf, layer_dir)
@@ -121,24 +118,12 @@ def _listed(layer_dir: str) -> Iterator[tuple[str, str, int, str]]:
 
 
 def _write(out: BinaryIO, members: list[tuple[str, str, int, str]]) -> None:
-    index = index_of((name, size, sha256) for name, _, size, sha256 in members)
-    listed = [(INDEX, len(index), crc32(index), 0)]
-    out.write(local_header(INDEX, len(index), crc32(index)) + index)
-    for name, path, size, sha256 in members:
-        at = out.tell()
-        out.write(local_header(name, size, 0))  # the checksum is known when it is written
-        crc = 0
-        with open(path, "rb") as data:
-            while chunk := data.read(_CHUNK):
-                crc = crc32(chunk, crc)
-                out.write(chunk)
-        if out.tell() != at + len(local_header(name, size, 0)) + size:
+    archive = Writer(out)
+    archive.add(INDEX, [index_of((name, size, sha256) for name, _, size, sha256 in members)])
+    for name, path, _, sha256 in members:
+        if archive.add(name, chunks(path)).sha256.hex() != sha256:
             raise StoreError(f"{path} (SHA-256 {sha256}) was changed while it was bundled")
-        out.seek(at)
-        out.write(local_header(name, size, crc))
-        out.seek(0, os.SEEK_END)
-        listed.append((name, size, crc, at))
-    out.write(directory(listed))
+    archive.close()
 
 
 # Reading
@@ -147,9 +132,9 @@ def _write(out: BinaryIO, members: list[tuple[str, str, int, str]]) -> None:
 def read_bundle(file: str, *, sha256: str = "") -> list[dict[str, Any]]:
     """The manifests of a bundle's entries, after every byte of it was checked.
 
-    ``sha256`` is what the file must have, from whoever gave it. Raises StoreError, which names the
-    file and the digests, and of that Untrusted where ``OPKILN_TRUSTED_KEYS`` asks for a signature
-    that the file does not have.
+    ``sha256`` is the digest that the file must have. Raises StoreError, which names the file and
+    the digests; Untrusted, a subclass, if ``OPKILN_TRUSTED_KEYS`` requires a signature that is
+    missing.
     """
     with opened(file, sha256) as bundle:
         return [manifest for _, manifest, _ in _entries(bundle)]
@@ -169,9 +154,9 @@ def unpack(file: str, root: str, *, sha256: str = "") -> list[Taken]:
 
 @contextlib.contextmanager
 def opened(file: str, sha256: str = "", *, to_use: bool = True) -> Iterator[Bundle]:
-    """A bundle that was checked; what is wrong with it, then or later, as a StoreError.
+    """A checked bundle. Damage that is found, now or later, is raised as a StoreError.
 
-    ``to_use=False`` leaves checking to the caller, and does not ask who signed it.
+    ``to_use=False`` leaves the checks to the caller, and needs no signature.
     """
     try:
         with Bundle(file) as bundle:
@@ -181,34 +166,30 @@ def opened(file: str, sha256: str = "", *, to_use: bool = True) -> Iterator[Bund
                 bundle.check()
                 bundle.authenticate()
             yield bundle
-    except (Damaged, NoBundle) as error:
-        what = error.what if isinstance(error, NoBundle) else f"{file} is refused: {error}"
-        why = f"{error.why}; " if isinstance(error, NoBundle) else ""
-        compare = f"sha256sum {file}    # compare it with where it comes from, and copy it again"
+    except (Damaged, NotABundle) as error:
+        what = error.what if isinstance(error, NotABundle) else f"{file} is refused: {error}"
+        why = f"{error.why}; " if isinstance(error, NotABundle) else ""
+        compare = f"sha256sum {file}    # compare it with the original, and copy that again"
         raise StoreError(
             what,
             why=f"{why}the whole file has the SHA-256 {sha256_file(file)}",
-            hint=(isinstance(error, NoBundle) and error.hint) or compare,
+            hint=(isinstance(error, NotABundle) and error.hint) or compare,
         ) from error
     except OSError as error:
         raise StoreError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
 def _entries(bundle: Bundle) -> Iterator[tuple[str, dict[str, Any], dict[str, Member]]]:
-    """(path, manifest, files) of each entry, if all of its parts agree. Raises Damaged."""
+    """(path, manifest, files) of each entry. Raises Damaged if its parts do not agree."""
     for leaf in bundle.leaves():
         files = bundle.files(leaf)
         try:
             manifest = parse_manifest(bundle.read(files[MANIFEST]))
             parse_manifest(bundle.read(files[SIDECAR]), SIDECAR)
             payload = files[manifest["payload"]]
-            recorded = manifest["deps"]
-            own = (tuple(dep[:3]) for dep in recorded["own"])
-            name = deps_key(own, recorded["external"], recorded["watches"])
             place = leaf.split("/")
             agree = (
-                name == place[-1]
-                and place[2:4] == [manifest["distribution"], manifest["op"]]
+                named(manifest) == (*place[2:4], place[-1])
                 and (payload.size, payload.sha256) == (manifest["size"], manifest["sha256"])
                 and set(files) == {MANIFEST, SIDECAR, manifest["payload"]}
             )
@@ -216,7 +197,7 @@ def _entries(bundle: Bundle) -> Iterator[tuple[str, dict[str, Any], dict[str, Me
             raise Damaged(f"{leaf}: {in_words(error)}") from error
         if not agree:
             digest = files[MANIFEST].sha256
-            raise Damaged(f"{leaf} is not what its manifest (SHA-256 {digest}) says")
+            raise Damaged(f"{leaf} does not match its manifest (SHA-256 {digest})")
         yield leaf, manifest, files
 
 
@@ -238,7 +219,9 @@ def _publish(
                     bundle.copy(member, fd)
                 finally:
                     os.close(fd)
-            with contextlib.suppress(OSError):  # what cannot be moved away is refused by readers
+            with contextlib.suppress(
+                OSError
+            ):  # readers refuse a damaged entry that cannot be moved away
                 publish.discard(root, final)
             publish.publish(stage, root, relative)
         new = True
@@ -246,6 +229,6 @@ def _publish(
 
 
 def _whole(final: str) -> bool:
-    """Whether the store has an entry already. One that is damaged there is replaced."""
+    """Whether the store has an intact entry there. A damaged one is replaced."""
     found = examine(final, {}, Hasher(), listed=False, external=False, own=False)
     return isinstance(found, Leaf)

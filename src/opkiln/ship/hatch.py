@@ -5,13 +5,13 @@
 
     [tool.hatch.build.targets.wheel.hooks.opkiln]
 
-And, for versions that ``DS_BUILD_STRING`` marks:
+To have ``DS_BUILD_STRING`` in the version:
 
     [tool.hatch.version]
     source = "opkiln"
     path = "src/my_package/__init__.py"
 
-hatchling finds both by an entry point of opkiln's own.
+hatchling finds both through an entry point of opkiln.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ from opkiln.ship.precompile import PREBUILT, PURE, precompile
 
 
 class PrecompileOps(BuildHookInterface):  # type: ignore[misc]
-    """The hook: adds ``<package>/prebuilt`` to a wheel. ``where`` says what its packages are
-    imported from, if that is neither ``src`` nor the project's own directory."""
+    """The hook: adds ``<package>/prebuilt`` to a wheel.
+
+    ``where`` is the directory of the packages, if that is neither ``src`` nor the project itself.
+    """
 
     PLUGIN_NAME = "opkiln"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """hatchling calls it before each build; ``version`` is what kind of wheel it builds."""
+        """hatchling calls this before each build; ``version`` is the kind of wheel it builds."""
         if self.target_name != "wheel":
             return
-        # Gone when the process is: hatchling says nothing when it ends a build, or a look at
-        # metadata, for which it calls this, too.
+        # Removed when the process ends: hatchling does not say when a build ends. It also calls
+        # this when it only reads the metadata.
         self._staged = tempfile.TemporaryDirectory(prefix="opkiln-", dir=settings.tmpdir)
         try:
             self._require_marked()
@@ -67,7 +69,7 @@ class PrecompileOps(BuildHookInterface):  # type: ignore[misc]
             build_data["tag"] = selection.strictest(tags)
 
     def _packages(self, entry_points: dict[str, str]) -> dict[str, dict[str, str]]:
-        """The ops of each package, which is the outermost with a directory of its own."""
+        """The ops of each package: the outermost package that has a directory of its own."""
         found: dict[str, dict[str, str]] = {}
         for name, value in entry_points.items():
             parts = value.partition(":")[0].strip().split(".")
@@ -75,7 +77,7 @@ class PrecompileOps(BuildHookInterface):  # type: ignore[misc]
             package = next((each for each in names if self._source(each)), None)
             if package is None:
                 raise SpecError(
-                    f"op {name}: {value} is in no package of this project",
+                    f"op {name}: no package of this project has {value}",
                     why=f"looked for {names[0]}/__init__.py in {', '.join(self._roots())}",
                     hint='[tool.hatch.build.targets.wheel.hooks.opkiln] where = "lib"',
                 )
@@ -88,7 +90,7 @@ class PrecompileOps(BuildHookInterface):  # type: ignore[misc]
         return [os.path.normpath(os.path.join(self.root, name)) for name in names]
 
     def _source(self, package: str) -> str | None:
-        """The directory that a package is imported from, where it is a directory with code."""
+        """The directory that a package is imported from; None if it is not found."""
         below = os.path.join(*package.split("."), "__init__.py")
         return next((r for r in self._roots() if os.path.isfile(os.path.join(r, below))), None)
 
@@ -101,14 +103,14 @@ class PrecompileOps(BuildHookInterface):  # type: ignore[misc]
         version = self.metadata.version
         if selection.tagged(version) != version:
             raise SpecError(
-                f"DS_BUILD_STRING={settings.build_string} has no part in the version {version}",
+                f"version {version} does not include DS_BUILD_STRING={settings.build_string}",
                 why="hatchling reads the version before it calls this hook",
                 hint='[tool.hatch.version] source = "opkiln" path = "…/__init__.py"',
             )
 
 
 class MarkedVersion(RegexSource):  # type: ignore[misc]
-    """hatchling's own source of versions, a file with ``__version__``, and the mark besides."""
+    """hatchling's version source, a file with ``__version__``, plus ``DS_BUILD_STRING``."""
 
     PLUGIN_NAME = "opkiln"
 

@@ -1,6 +1,7 @@
-"""What setuptools calls for every project that is built beside an installed opkiln.
+"""The entry point that setuptools calls for every project if opkiln is installed.
 
-Most of them have nothing to do with it: so this looks at their files, and imports nothing for them.
+Most projects do not use opkiln. So this only reads their configuration files, and imports nothing
+for them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _MENTION = "opkiln.ops"  # the group of entry points, as the registry has it
 
 
 def finalize(dist: Distribution) -> None:
-    """Have the ops of a project precompiled, where it has ops."""
+    """Precompile the ops of a project, if it has any."""
     # A setup.py that uses BuildExtension has imported it.
     if _OURS in sys.modules or _mentions_ops():
         from opkiln.ship import setuptools
@@ -26,13 +27,12 @@ def finalize(dist: Distribution) -> None:
 
 
 def _mentions_ops() -> bool:
-    """Whether a file of the project in the current directory names the group. What it says there is
-    read when setuptools has read it."""
+    """Whether a file of the project names the group. setuptools reads it properly later."""
     for name in _FILES:
         try:
             with open(name, encoding="utf-8") as file:
                 if _MENTION in file.read():
                     return True
         except (OSError, UnicodeDecodeError):
-            continue  # there is none, or it is for setuptools to say what is wrong with it
+            continue  # there is no such file, or setuptools reports what is wrong with it
     return False

@@ -1,10 +1,10 @@
-"""A layer to ship: finished entries of the store, as they look on every machine.
+"""A layer to ship: finished entries of the store, with nothing of the machine that built them.
 
-An entry of the user's own store says where and when it was made, which files it was made from here,
-and which directories to watch. What is shipped says what it is: the declaration, the target, the
-compilers, what it needs, and the digests of its sources. So the same inputs give the same bytes,
-and nothing of the machine that built it travels, but the user's own flags and the paths of headers
-that lie outside of the package.
+An entry of the user's own store says where and when it was made, from which files, and which
+directories to watch. A shipped entry keeps what is the same everywhere: the declaration, the
+target, the compilers, what it needs, and the digests of its sources. So the same inputs give the
+same bytes. Of the building machine only the user's own flags and the paths of headers outside the
+package remain.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import os
 import re
 import secrets
 import shutil
-from typing import Any
+from typing import Any, NamedTuple
 
 from opkiln.arch import cpu
 from opkiln.errors import StoreError
 from opkiln.model import EXECUTABLE, OUTSIDE
 from opkiln.settings import LAYOUT
-from opkiln.store import entry
-from opkiln.store.recheck import deps_key
+from opkiln.store import entry, inventory
+from opkiln.store.entry import LOG, MANIFEST, SIDECAR, Leaf, Refused, examine, read_sidecar
+from opkiln.store.recheck import Hasher, deps_key
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _KEPT = (
     "kind", "op", "distribution", "spec", "target", "needs", "toolchain", "schema", "payload",
     "size", "sha256",
 )  # fmt: skip
-_ANCHORS = ("src", "opkiln")  # what is found again wherever a package is installed
+_ANCHORS = ("src", "opkiln")  # found again wherever a package is installed
 _ISA = re.compile(
     r"-m(?:arch|cpu)=.*|-m(?:avx|sse3|sse4|ssse3|fma|f16c|bmi|amx|popcnt|lzcnt|abm|aes|gfni|vaes|"
     r"v?pclmul|xsave|movbe|sha|adx|rdrnd|rdseed)[\w.-]*"
@@ -38,10 +39,63 @@ _ISA = re.compile(
 _NO_SIGNATURE = [0] * 5
 
 
-def export(payloads: Iterable[str], out: str) -> list[str]:
-    """Put finished libraries of the store below ``out``, and return their directories there.
+class Entry(NamedTuple):
+    """One entry of a layer. Its manifest and payload were checked against their digests."""
 
-    Each appears whole or not at all; one that is there already stays. Raises StoreError.
+    place: str  # in the layer: v1/ops/<distribution>/<op>/<intent>/<build>/<deps>
+    directory: str
+    manifest: dict[str, Any]
+    lists: dict[str, Any]  # of its sidecar
+
+    @property
+    def payload(self) -> str:
+        return os.path.join(self.directory, self.manifest["payload"])
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files to ship. The log is not one of them: it describes the build machine."""
+        return tuple(sorted((MANIFEST, SIDECAR, self.manifest["payload"])))
+
+
+def entries(layer_dir: str) -> tuple[Entry, ...]:
+    """The entries of a layer, sorted by place. StoreError if there are none, or one is damaged."""
+    found = []
+    for directory in inventory.directories(os.path.join(layer_dir, LAYOUT, "ops"), 5):
+        leaf = examine(directory, {}, Hasher(), listed=True, external=False, own=False)
+        if not isinstance(leaf, Leaf):
+            reason = leaf.reason if isinstance(leaf, Refused) else f"it has no {MANIFEST}"
+            raise StoreError(f"{directory} cannot be shipped: {reason}")
+        known = {MANIFEST, SIDECAR, LOG, leaf.manifest["payload"]}
+        if more := sorted(set(os.listdir(directory)) - known):
+            raise StoreError(f"{directory} cannot be shipped: it also has {', '.join(more)}")
+        try:
+            lists = read_sidecar(directory)
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{directory} cannot be shipped: {SIDECAR}: {error}") from error
+        place = os.path.relpath(directory, layer_dir)
+        if (told := named(leaf.manifest)) != (*place.split("/")[2:4], place.split("/")[-1]):
+            raise StoreError(f"{directory} cannot be shipped: it belongs at {'/'.join(told)}")
+        found.append(Entry(place, directory, leaf.manifest, lists))
+    if not found:
+        raise StoreError(f"{layer_dir} has no ops to ship", hint="opkiln build --all --out DIR")
+    return tuple(sorted(found, key=lambda each: each.place))
+
+
+def named(manifest: dict[str, Any]) -> tuple[str, str, str]:
+    """(distribution, op, deps_key): the place that a manifest belongs at."""
+    deps = manifest["deps"]
+    own = (tuple(each[:3]) for each in deps["own"])
+    key = deps_key(own, deps["external"], deps["watches"])
+    return manifest["distribution"], manifest["op"], key
+
+
+# Writing a layer
+
+
+def export(payloads: Iterable[str], out: str) -> list[str]:
+    """Copy finished libraries of the store to ``out``, and return their directories there.
+
+    Each entry appears whole or not at all. One that is already there stays. Raises StoreError.
     """
     return [_export(payload, out) for payload in dict.fromkeys(payloads)]
 
@@ -50,8 +104,8 @@ def leaf_of(payload: str) -> str:
     """The entry that a library is in. Raises StoreError for one that is in a bundle."""
     if payload.startswith("/proc/"):
         raise StoreError(
-            "what is in a bundle already cannot be exported again",
-            why="a bundle in OPKILN_STORE_LAYERS has it, and so it was not built",
+            "a library that comes from a bundle cannot be exported again",
+            why="a bundle in OPKILN_STORE_LAYERS has it, so it was not built here",
             hint="unset OPKILN_STORE_LAYERS    # or pass on that bundle",
         )
     return os.path.dirname(payload)
@@ -65,10 +119,8 @@ def _export(payload: str, out: str) -> str:
             manifest = _shipped(entry.parse_manifest(file.read()))
         inputs = entry.read_sidecar(source)["inputs"]
         _require_known_cpu(manifest, inputs["steps"])
-        recorded = manifest["deps"]
-        own = (tuple(each[:3]) for each in recorded["own"])
-        name = deps_key(own, recorded["external"], recorded["watches"])
-        final = os.path.join(out, LAYOUT, "ops", distribution, op, intent, build, name)
+        key = named(manifest)[-1]
+        final = os.path.join(out, LAYOUT, "ops", distribution, op, intent, build, key)
         if not os.path.isdir(final):
             _appear(payload, manifest, inputs, final)
     except (OSError, ValueError, KeyError) as error:
@@ -77,8 +129,10 @@ def _export(payload: str, out: str) -> str:
 
 
 def _require_known_cpu(manifest: dict[str, Any], steps: list[list[str]]) -> None:
-    """What a library needs of a CPU is its target's; a flag that asks for more would make that a
-    lie, and an illegal instruction elsewhere. Raises StoreError."""
+    """Refuse a library that was compiled with CPU flags beyond its target. Raises StoreError.
+
+    A machine takes a library by its target; with such a flag it may hit an illegal instruction.
+    """
     target = manifest["target"]
     made_for = cpu.CPU(target["cpu"], tuple(target["cpu_features"]))
     known = set(cpu.flags(made_for, target["machine"], frozenset(cpu.probes(target["machine"]))))
@@ -88,19 +142,19 @@ def _require_known_cpu(manifest: dict[str, Any], steps: list[list[str]]) -> None
         if _ISA.fullmatch(flag) and flag not in known:
             raise StoreError(
                 f"op {manifest['op']} for {made_for} cannot be shipped",
-                why=f"it was compiled with {flag}, so that it may need more of a CPU than it says",
+                why=f"it was compiled with {flag}, so it may need a newer CPU than its target says",
                 hint="unset CXXFLAGS    # or leave the flag out of cxx_args(); --target names CPUs",
             )
 
 
 def _shipped(manifest: dict[str, Any]) -> dict[str, Any]:
     own = [
-        # What lies outside of the package is compared where it is there.
+        # A header outside the package is compared only if the machine has it.
         [anchor if anchor in _ANCHORS else OUTSIDE, path, digest, *_NO_SIGNATURE]
         for anchor, path, digest, *_ in manifest["deps"]["own"]
     ]
-    # The name of an entry is made of these. The library's own digest is among them: with other
-    # system headers, the same sources make another.
+    # These make the name of the entry. The library's own digest is one of them: with other system
+    # headers, the same sources give another library.
     external = manifest["sha256"]
     deps = {"own": own, "external": external, "watches": [], "dirs": [], "external_dirs": []}
     return {**{name: manifest[name] for name in _KEPT}, "deps": deps}
@@ -121,7 +175,7 @@ def _appear(payload: str, manifest: dict[str, Any], inputs: dict[str, Any], fina
                 file.write(data)
         copy = os.path.join(staged, manifest["payload"])
         shutil.copyfile(payload, copy)
-        # Readable by whoever the layer is for; the store's own are for one user.
+        # Readable by everybody: the files of the store are for one user, those of a layer are not.
         os.chmod(copy, 0o755 if manifest["kind"] == EXECUTABLE else 0o644)
         os.rename(staged, final)
     except BaseException:

@@ -1,9 +1,13 @@
-"""Building ops ahead of their first use: some ops, for some targets, in one parallel graph."""
+"""Building ops ahead of their first use: some ops, for some targets, in one parallel graph.
+
+The ops are named, or taken from a record of what a workload loads.
+"""
 
 from __future__ import annotations
 
 import contextvars
 import os
+import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -14,6 +18,7 @@ from opkiln.decision import terms as decision
 from opkiln.decision.target import target_machine
 from opkiln.decision.terms import Build, Serve
 from opkiln.errors import (
+    BuildError,
     CompilingOff,
     LoadError,
     OpkilnError,
@@ -21,12 +26,14 @@ from opkiln.errors import (
     StoreError,
     ToolchainError,
     UnknownBackend,
+    UnknownOp,
 )
-from opkiln.loading import loader
-from opkiln.model import CPU
-from opkiln.settings import override
-from opkiln.ship import targets
-from opkiln.ship.targets import Wanted
+from opkiln.loading import loader, recording
+from opkiln.model import CPU, ONE_CALL
+from opkiln.registry import ALL_OPS, listed_as
+from opkiln.settings import override, whole_environment
+from opkiln.ship import selection
+from opkiln.ship.selection import NamedTarget
 from opkiln.toolchain.choice import available
 
 TYPE_CHECKING = False
@@ -36,25 +43,26 @@ if TYPE_CHECKING:
     from opkiln.builder import OpBuilder
     from opkiln.model import Artifact
 
+
 BUILT, CACHED, SKIPPED, FAILED = "built", "cached", "skipped", "failed"
 
 
 class Request(NamedTuple):
-    """One op for one target. ``named``: somebody asked for it, so that it must be had."""
+    """One op for one target. ``named``: the user asked for it, so a failure is an error."""
 
     builder: OpBuilder
-    wanted: Wanted | None = None
+    wanted: NamedTarget | None = None
     named: bool = True
     asked_as: str = ""  # the op's name as it was asked for, such as my-package:op
 
     @property
     def op(self) -> str:
-        """The op, by the name that tells it from others."""
+        """The op's full name."""
         return self.asked_as or self.builder.name
 
 
 class Outcome(NamedTuple):
-    """What became of a request. ``path`` and ``sha256`` are the library's, where there is one."""
+    """The result of a request. ``path`` and ``sha256`` are the library's, if there is one."""
 
     op: str
     status: str
@@ -69,7 +77,7 @@ class Outcome(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """The requests that can be made, and what became of the others."""
+    """The requests that can be made, and the outcomes of those that cannot."""
 
     requests: tuple[Request, ...]
     refused: tuple[Outcome, ...]
@@ -78,14 +86,13 @@ class Asked(NamedTuple):
 def requests(
     builders: Mapping[str, type[OpBuilder]],
     names: Iterable[str],
-    wanted: Sequence[Wanted],
+    wanted: Sequence[NamedTarget],
     *,
     named: bool,
 ) -> Asked:
     """Every op for every target that it has a version for; without targets, for this machine.
 
-    One that is named and has a version for none is an error: UnknownOp, UnknownBackend. Of several
-    targets it must have one.
+    A named op must have a version for at least one target. Raises UnknownOp, UnknownBackend.
     """
     made: list[Request] = []
     refused: list[Outcome] = []
@@ -94,7 +101,7 @@ def requests(
         last: UnknownBackend | None = None
         for each in wanted or (None,):
             try:
-                made.append(Request(targets.ask(builders[name](), each), each, named, name))
+                made.append(Request(selection.ask(builders[name](), each), each, named, name))
             except UnknownBackend as none:
                 last = none
                 reason = f"{none.what}: {none.why}"
@@ -102,7 +109,7 @@ def requests(
             except SpecError as wrong:
                 if named:
                     raise
-                missing.append(Outcome(name, FAILED, error=wrong))  # the rest need not suffer
+                missing.append(Outcome(name, FAILED, error=wrong))  # the other ops are still built
                 break
         if named and last is not None and len(missing) == len(wanted):
             raise last
@@ -113,10 +120,10 @@ def requests(
 def prebuild(
     asked: Sequence[Request], *, jobs: int | None = None, trace: str | None = None
 ) -> list[Outcome]:
-    """Have every request in the store, found or built, all of them at once.
+    """Find or build every request, all of them in parallel.
 
-    What cannot be had is an outcome, never an exception: failed where it was named, skipped with
-    the reason where it was not and that is a trait of the op. What is there is found first: where
+    A failure is an outcome, never an exception: "failed" if the op was named; "skipped", with the
+    reason, if it was not and the reason lies in the op. What is in the store is found first: if
     nothing is missing, no thread and no display starts.
     """
     outcomes: dict[int, Outcome] = {}
@@ -124,7 +131,7 @@ def prebuild(
         if jobs is not None:
             stack.enter_context(override(max_jobs=jobs))
         for number, request in enumerate(asked):
-            with targets.applied(request.wanted):
+            with selection.applied(request.wanted):
                 found = _look(request)
             if found is not None:
                 outcomes[number] = found
@@ -173,16 +180,16 @@ def _is_trait(error: OpkilnError, builder: OpBuilder) -> bool:
 
 
 def _in_parallel(missing: Mapping[int, Request]) -> dict[int, Outcome]:
-    """Build each in a thread: the engine's budget decides how many steps run at once."""
+    """Build each in a thread. The engine's budget decides how many steps run at once."""
     from opkiln.engine import events
 
     outcomes: dict[int, Outcome] = {}
-    raised: list[BaseException] = []  # what is no failure of an op: this process has no files left
+    raised: list[BaseException] = []  # not the failure of an op, such as: too many open files
 
     def work(number: int, request: Request) -> None:
         try:
             target = f" {request.wanted}" if request.wanted and len(missing) > 1 else ""
-            with targets.applied(request.wanted), events.told_as(f"{request.op}{target}"):
+            with selection.applied(request.wanted), events.told_as(f"{request.op}{target}"):
                 outcomes[number] = _make(request)
         except OpkilnError as error:
             outcomes[number] = _outcome(request, FAILED, error=_with_hint(error, request))
@@ -193,19 +200,20 @@ def _in_parallel(missing: Mapping[int, Request]) -> dict[int, Outcome]:
 
     if len(missing) == 1:
         for number, request in missing.items():
-            work(number, request)  # in this thread, where an interrupt reaches it
+            work(number, request)  # in this thread, so that an interrupt reaches it
         return outcomes
     threads = []
     for number, request in missing.items():
-        # Each sees this thread's settings and its display. Daemons: an interrupt waits for none.
+        # Each sees this thread's settings and its display. As daemons, they do not delay an
+        # interrupt.
         run = contextvars.copy_context().run
         thread = threading.Thread(target=run, args=(work, number, request), daemon=True)
         thread.start()
         threads.append(thread)
     for thread in threads:
         while thread.is_alive():
-            # Not for ever: the kernel may hand an interrupt to another thread, and this one only
-            # sees it when it wakes.
+            # With a timeout: the kernel may deliver an interrupt to another thread, and this one
+            # sees it only when it wakes.
             thread.join(0.2)
     if raised:
         raise raised[0]
@@ -255,7 +263,7 @@ def _outcome(
 
 
 def _require_stored(op: str, artifact: Artifact) -> None:
-    """A build that no store could take lasts only as long as this process. Raises StoreError."""
+    """Refuse a library that could not be stored: it is gone with this process. StoreError."""
     from opkiln.store.layers import Store
 
     if artifact.origin != "built":
@@ -264,13 +272,86 @@ def _require_stored(op: str, artifact: Artifact) -> None:
     if not any(artifact.path.startswith(os.path.join(root, "")) for root in layers):
         raise StoreError(
             f"op {op} was built, but could not be stored",
-            hint="set OPKILN_CACHE_DIR to a directory that can be written to",
+            hint="set OPKILN_CACHE_DIR to a writable directory",
         )
 
 
 def _with_hint(error: OpkilnError, request: Request) -> OpkilnError:
-    """The loader's hint for a forbidden compile is to build it now; ours is how to allow it."""
+    """The error, with another hint if compiling is forbidden: how to allow it."""
     if not isinstance(error, CompilingOff):
         return error
     hint = f"OPKILN_MODE=auto opkiln build {request.op}"
     return CompilingOff(error.what, why=error.why, hint=hint)
+
+
+# What a workload uses
+
+
+def recorded_requests(
+    file: str, wanted: Sequence[NamedTarget] = (), *, ran_here: bool = False
+) -> Asked:
+    """What to build for a record: each op for the target it was used for, or for ``wanted``.
+
+    What `opkiln.load` compiles belongs to no package and cannot be built by name, so it is skipped;
+    unless the program ``ran_here``, which compiled it then. Raises StoreError for the file,
+    UnknownOp for an op that is not installed.
+    """
+    asked: list[Request] = []
+    refused: list[Outcome] = []
+    for use in recording.read(file):
+        if use.distribution == ONE_CALL:
+            reason = "it is compiled by opkiln.load(), in the program that calls that"
+            if not ran_here:
+                refused.append(Outcome(use.op, SKIPPED, use.backend, reason=reason))
+            continue
+        for_ = list(wanted) or [NamedTarget(use.backend, use.archs)]
+        found = requests(ALL_OPS, [_registered(use)], for_, named=True)
+        asked += [each for each in found.requests if _new(each, asked)]
+        refused += found.refused
+    return Asked(tuple(asked), tuple(dict.fromkeys(refused)))
+
+
+def _registered(use: recording.Use) -> str:
+    """The op's full name. Raises UnknownOp if only other packages have an op of this name."""
+    owners = {name: ALL_OPS[name]().distribution for name in listed_as(use.op) or (use.op,)}
+    for name, owner in owners.items():
+        if owner == use.distribution:
+            return name
+    raise UnknownOp(
+        f"op {use.op} of {use.distribution} is not installed here",
+        why=f"the installed op of this name belongs to {', '.join(owners.values())}",
+        hint=f"pip install {use.distribution}",
+    )
+
+
+def _new(request: Request, asked: list[Request]) -> bool:
+    known = ((each.op, each.builder.backend, each.wanted) for each in asked)
+    return (request.op, request.builder.backend, request.wanted) not in known
+
+
+def run_script(script: str, arguments: Sequence[str], file: str, **changes: str) -> None:
+    """Run a Python script to its end, and note the ops that it loads in a file.
+
+    ``changes`` are environment variables for it, in addition to this process's own. It compiles
+    only the ops that have no reference. Raises BuildError if the script fails.
+    """
+    argv = (sys.executable, script, *arguments)
+    status = run_recorded(argv, file, OPKILN_MODE="needed", **changes)
+    if status != 0:
+        how = f"exit status {status}" if status > 0 else f"signal {-status}"
+        raise BuildError(
+            f"{script} ended with {how}, and nothing was built",
+            why="the ops that it would have loaded after that are not known",
+            hint=f"python {script}    # when it succeeds, build again",
+        )
+
+
+def run_recorded(argv: Sequence[str], file: str, **changes: str) -> int:
+    """Run a command in the foreground and record the ops it loads; returns its exit status.
+
+    Raises ToolchainError if it cannot be started.
+    """
+    from opkiln import process  # not for a build that finds everything built
+
+    environment = {**whole_environment(), "OPKILN_RECORD": os.path.abspath(file), **changes}
+    return process.attend(argv, env=environment)

@@ -1,7 +1,7 @@
-"""Precompile a package's ops into the package: what every build backend calls.
+"""Precompiles a package's ops into the package. Every build backend calls this.
 
-Selects by the variables, builds all of it as one parallel graph in the user's store, audits it, and
-writes the layer ``<package>/prebuilt``, which the loader of the installed package looks into.
+It selects ops by the variables, builds them in one parallel graph in the user's store, audits them,
+and writes the layer ``<package>/prebuilt``, where the loader of the installed package looks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from opkiln.builder.base import OpBuilder
 from opkiln.errors import BuildError, OpkilnError, SettingError, SpecError, UnknownBackend
 from opkiln.model import CARRIED
 from opkiln.settings import LAYOUT, override, settings
-from opkiln.ship import audit, contents, prebuild, selection, targets
-from opkiln.ship.platform_tag import platform_tag
+from opkiln.ship import audit, layer, prebuild, selection
+from opkiln.ship.audit import platform_tag
 from opkiln.ship.prebuild import Request
-from opkiln.ship.selection import Choice, Declared
-from opkiln.ship.targets import Wanted
+from opkiln.ship.selection import Choice, Declared, NamedTarget
 from opkiln.toolchain import torch_sdk
 
 TYPE_CHECKING = False
@@ -38,10 +37,10 @@ _NO_ISOLATION = "pip install --no-build-isolation ."
 
 
 class Shipment(NamedTuple):
-    """What became of a package's ops."""
+    """The result of precompiling a package's ops."""
 
     outcomes: tuple[Outcome, ...]
-    tag: str  # of the wheel: ``py3-none-any`` where nothing is in it that was compiled
+    tag: str  # of the wheel: ``py3-none-any`` if nothing in it was compiled
     report: str  # for people: what was built for what, and what was skipped and why
 
 
@@ -54,13 +53,13 @@ def precompile(
 ) -> Shipment:
     """Precompile the ops that the variables select into the layer ``out``.
 
-    ``where`` is the directory that the package is imported from: its source tree. A layer that is
-    at ``out`` from a build before goes, whatever is selected now. Without ``out`` the ops are built
-    for this machine, in the user's store: for an install whose sources stay where they are.
-    ``extensions`` are builders that the package's author asks for, whatever the variables say.
+    ``where`` is the directory that the package is imported from: its source tree. A layer at
+    ``out`` from an earlier build is removed in any case. Without ``out`` the ops are built for this
+    machine, in the user's store: for an editable install. ``extensions`` are builders that the
+    package's author asks for; the variables do not affect them.
 
-    Raises BuildError where an op that was named cannot be had, or where one breaks what its tag
-    promises; SettingError, OSError.
+    Raises BuildError if a named op cannot be built, or if an op does not keep the promise of its
+    tag; SettingError, OSError.
     """
     if out is not None and os.path.lexists(out):
         shutil.rmtree(out)
@@ -82,45 +81,45 @@ def precompile(
         if out is not None and payloads:
             tag = _exported(payloads, out)
         if torch_sdk.locate() is None and any(each.reason for each in outcomes):
-            notes.append(f"there is no torch where this was built. hint: {_NO_ISOLATION}")
+            notes.append(f"torch was not found by this build. hint: {_NO_ISOLATION}")
     to = f"precompiled, wheel tag {tag}" if out is not None else "built for this machine"
     return Shipment(tuple(outcomes), tag, _report(package, outcomes, to, notes))
 
 
 def _skipped(outcome: Outcome) -> Outcome:
-    """An op that was only swept up is left out for whatever reason."""
+    """An op that nobody named is left out, whatever the reason."""
     assert outcome.error is not None
     reason = _one_line(outcome.error)
     return outcome._replace(status=prebuild.SKIPPED, reason=reason, error=None)
 
 
-def tag_of(layer: str) -> str:
-    """The tag of a wheel with this layer in it; ``py3-none-any`` where there is none.
+def tag_of(directory: str) -> str:
+    """The tag of a wheel with the layer in this directory; ``py3-none-any`` if there is none.
 
     Raises StoreError for a layer that is damaged, UsageError for one of two machines.
     """
     from opkiln.binary import elf
 
-    if not os.path.isdir(os.path.join(layer, LAYOUT)):
+    if not os.path.isdir(os.path.join(directory, LAYOUT)):
         return PURE
-    found = contents.entries(layer)
+    found = layer.entries(directory)
     pythons = {audit.python_tag(each.manifest["target"]["abi_tag"]) for each in found} - {""}
     assert len(pythons) <= 1  # all were built by this interpreter
     platform = platform_tag(elf.read(each.payload) for each in found)
     return f"{next(iter(pythons), 'py3-none')}-{platform}"
 
 
-def not_shipped(layer: str, package: str) -> list[str]:
-    """Files of the package's own that its ops were made of and that ``package``, the directory that
-    is to be shipped, lacks; none where it has no source at all, which is an author's right.
+def not_shipped(directory: str, package: str) -> list[str]:
+    """Sources of the ops in a layer that ``package``, the directory to be shipped, lacks.
 
-    What is shipped must be whole: an op with half its sources would be refused, as changed.
+    The loader refuses an op if only some of its sources are there: it looks changed. A package
+    without any sources is fine; then nothing is listed.
     """
-    if not os.path.isdir(os.path.join(layer, LAYOUT)):
+    if not os.path.isdir(os.path.join(directory, LAYOUT)):
         return []
     files = {
         path
-        for entry in contents.entries(layer)
+        for entry in layer.entries(directory)
         for anchor, path, *_ in entry.manifest["deps"]["own"]
         if anchor == "src"
     }
@@ -130,8 +129,10 @@ def not_shipped(layer: str, package: str) -> list[str]:
 
 @contextmanager
 def _torch_of_the_environment() -> Iterator[None]:
-    """An isolated build sees only what it requires; its interpreter is the environment's all the
-    same, and torch's headers and libraries lie in that one's packages."""
+    """Lets an isolated build use the torch of the environment that its interpreter belongs to.
+
+    Such a build can import only what it requires, but it can read torch's headers and libraries.
+    """
     if torch_sdk.locate() is None:
         for scheme in ("purelib", "platlib"):
             path = os.path.join(sysconfig.get_path(scheme), "torch")
@@ -144,7 +145,7 @@ def _torch_of_the_environment() -> Iterator[None]:
 
 @contextmanager
 def _importable(where: str, package: str) -> Iterator[None]:
-    """Let a package be imported from its source tree, and not as an older one is installed."""
+    """Import the package from its source tree, not an older one that is installed."""
     top = package.partition(".")[0]
     loaded = getattr(sys.modules.get(top), "__file__", None) or ""
     if not os.path.abspath(loaded).startswith(os.path.join(os.path.abspath(where), "")):
@@ -160,43 +161,43 @@ def _importable(where: str, package: str) -> Iterator[None]:
 def _asked(
     chosen: Sequence[Choice], extensions: Sequence[OpBuilder], *, here: bool
 ) -> prebuild.Asked:
-    """What to build, for this machine or for others; and what cannot even be asked for."""
+    """What to build, for this machine or for others, and the ops that cannot be requested."""
     requests: list[Request] = []
     refused: list[Outcome] = []
     for each in chosen:
         try:
             builder = _builder(each.op)
-            wanted: Sequence[Wanted | None] = (None,) if here else _targets(builder)
+            wanted: Sequence[NamedTarget | None] = (None,) if here else _targets(builder)
             requests += [
-                Request(targets.ask(_builder(each.op), target), target, each.named)
+                Request(selection.ask(_builder(each.op), target), target, each.named)
                 for target in wanted
             ]
         except SettingError:
-            raise  # of no op in particular: nobody wants a wheel for what is misspelt
+            raise  # it concerns all ops: a misspelt setting must not give a wheel
         except OpkilnError as error:
             refused.append(prebuild.Outcome(each.op.name, prebuild.FAILED, error=error))
     for builder in extensions:
         asked = builder.op().asked
         if here or asked:
-            wanted = (Wanted(builder.backend, asked),) if asked else (None,)
+            wanted = (NamedTarget(builder.backend, asked),) if asked else (None,)
         else:
             wanted = selection.targets((builder.backend,))
-        requests += [Request(targets.ask(_again(builder), target), target) for target in wanted]
+        requests += [Request(selection.ask(_again(builder), target), target) for target in wanted]
     return prebuild.Asked(tuple(requests), tuple(refused))
 
 
-def _targets(builder: OpBuilder) -> tuple[Wanted, ...]:
+def _targets(builder: OpBuilder) -> tuple[NamedTarget, ...]:
     found = selection.targets(builder.BACKENDS)
     if not found:
         raise UnknownBackend(
             f"op {builder.name} has no version for {settings.build_targets}",
-            why=f"it has: {', '.join(builder.BACKENDS)}, and OPKILN_BUILD_TARGETS asks for others",
+            why=f"it has {', '.join(builder.BACKENDS)}; OPKILN_BUILD_TARGETS names others",
         )
     return found
 
 
 def _again(builder: OpBuilder) -> OpBuilder:
-    """A builder as it was before it was asked what it serves."""
+    """A copy of a builder that has not chosen a backend yet."""
     again = copy.copy(builder)
     vars(again).pop("backend", None)
     return again
@@ -226,14 +227,14 @@ def _builder(op: Declared) -> OpBuilder:
     if builder.name != op.name:
         raise SpecError(
             f"the entry point {op.name} = {op.value} is for an op called {builder.name}",
-            why="variables, reports and the loader would know it by two names",
+            why="an op has one name in variables, reports and the loader",
             hint=f'{builder.name} = "{op.value}"',
         )
     return builder
 
 
 def _require_named(package: str, named: dict[str, str], outcomes: Sequence[Outcome]) -> None:
-    """Raise for ops that were asked for by name and cannot be had, with each one's reason."""
+    """Raise BuildError if a named op cannot be built, with the reason for each."""
     failures = [each for each in outcomes if each.error is not None]
     if not failures:
         return
@@ -257,13 +258,11 @@ def _told(outcome: Outcome) -> str:
 
 
 def _exported(payloads: list[str], out: str) -> str:
-    """Write the layer, each library audited; the wheel's tag. Raises BuildError."""
-    from opkiln.ship import layer
-
+    """Write the layer, audit each library, and return the wheel's tag. Raises BuildError."""
     layer.export(payloads, out)
     sdk = torch_sdk.find()
     torch_lib = None if sdk is None else os.path.join(sdk.path, "lib", "libtorch_cpu.so")
-    for entry in contents.entries(out):
+    for entry in layer.entries(out):
         audit.require(entry.payload, entry.manifest, torch_lib)
     return tag_of(out)
 

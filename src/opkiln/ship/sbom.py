@@ -1,16 +1,17 @@
-"""The bill of materials of a wheel: CycloneDX 1.6, as PEP 770 has it carried.
+"""The bill of materials of a wheel: CycloneDX 1.6, in the place that PEP 770 defines.
 
-It lists each library with its digest, and what went into it: the compilers, the CUDA runtime where
-it was linked into the library, torch's headers. The same layer gives the same bytes, so there is
-no serial number in it and no time.
+It lists each library with its digest, and what went into it: the compilers, the CUDA runtime if it
+is linked statically, torch's headers. The same layer gives the same bytes, so the document has no
+serial number and no time.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
+
+from packaging.utils import canonicalize_name
 
 from opkiln import __version__
 from opkiln.ship.audit import FULL_TAG, STABLE_TAG
@@ -18,18 +19,17 @@ from opkiln.ship.audit import FULL_TAG, STABLE_TAG
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from opkiln.ship.contents import Entry
+    from opkiln.ship.layer import Entry
 
-# Linked into a library, by the argument that asks for it: (name, whose version it has).
+# Static libraries, by the link argument: (name, the compiler that has the same version).
 _STATIC = {"-lcudart_static": ("cudart_static", "nvcc")}
 
 Component = dict[str, Any]
 
 
 def sbom(entries: Iterable[Entry], below: str, *, name: str, version: str) -> bytes:
-    """The document for a wheel of this name that has these entries below the path ``below``."""
-    normal = re.sub(r"[-_.]+", "-", name).lower()
-    purl = f"pkg:pypi/{normal}@{quote(version)}"
+    """The document for a wheel of this name that has these entries at the path ``below``."""
+    purl = f"pkg:pypi/{canonicalize_name(name)}@{quote(version)}"
     libraries: list[Component] = []
     parts: dict[str, Component] = {}
     depends = {purl: set[str]()}
@@ -83,11 +83,11 @@ def _library(entry: Entry, below: str) -> Component:
 
 
 def _parts(entry: Entry) -> Iterator[Component]:
-    """What went into a library that is not its author's."""
+    """What went into a library besides its author's sources."""
     inputs = entry.lists.get("inputs", {})
     compilers: dict[str, dict[str, str]] = inputs.get("toolchain", {})
     for family, known in sorted(compilers.items()):
-        # Not part of what is installed: "excluded" is how CycloneDX says so.
+        # CycloneDX's word for a part that is not installed is "excluded".
         yield {
             "type": "application",
             "bom-ref": f"compiler:{family}:{known['identity']}",

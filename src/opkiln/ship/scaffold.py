@@ -1,7 +1,7 @@
 """What ``opkiln new`` writes: a package with an op, its reference, its tests and its CI.
 
-The templates are the files in ``ship/new``, each with the suffix ``.in``. ``add_op.py`` adds
-another op to a package that is there.
+The templates are the files in ``ship/new``, each with the suffix ``.in``. ``add_op.py`` adds an op
+to an existing package.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PACKAGE_FILES = {
     "package_init.py": "src/{package}/__init__.py",
     "ops_init.py": "src/{package}/ops/__init__.py",
 }
-# Of each op: in the folder of its own, and among the tests.
+# The files of an op's folder.
 _OP_FILES = {
     "op_init.py": "__init__.py",
     "op.py": "op.py",
@@ -42,16 +42,16 @@ _OP_FILES = {
     "checks.h": "checks.h",
 }
 _TEST = "test_op.py"
-_NAME = re.compile(r"[A-Za-z]([A-Za-z0-9._-]*[A-Za-z0-9])?")  # what an index takes, less digits
+_NAME = re.compile(r"[A-Za-z]([A-Za-z0-9._-]*[A-Za-z0-9])?")  # what PyPI allows, and a letter first
 _OP_NAME = re.compile(r"[a-z](_?[a-z0-9])*")
-# A package of such a name would hide another, or have its ops in a namespace of torch's own.
+# A package of such a name would hide another, or put its ops into one of torch's namespaces.
 _TAKEN = frozenset((
     "opkiln", "torch", "torchgen", "functorch", "aten", "prim", "prims", "c10", "c10d", "inductor",
     "quantized", "quantized_decomposed", "onednn", "mkl", "mkldnn", "profiler", "rngprims",
     "higher_order", "debugprims", "torchvision", "torchaudio", "numpy", "test", "tests",
     "setuptools", "hatchling", "pytest", "click", "src", "ops",
 ))  # fmt: skip
-# What the Python files of an op call something else.
+# Names that the templates use for something else.
 _OCCUPIED = frozenset((
     "builder", "compiled", "ctx", "device", "doubled", "expected", "fake", "found", "generator",
     "grad", "gradients", "here", "inputs", "message", "op", "opkiln", "ops", "output", "pytest",
@@ -61,11 +61,11 @@ _SUFFIXES = ("_ops", "_op", "_kernels", "_kernel")
 
 
 def write(name: str, parent: str, backend: str = SETUPTOOLS, op: str = "") -> list[str]:
-    """Write the package ``name`` with the op ``op`` (or one named after the package) into the new
-    directory ``parent/name``; its files, in order.
+    """Write the package ``name`` into the new directory ``parent/name``, and return its files.
 
-    The directory appears whole or not at all. Raises UsageError for a name that cannot be a
-    package's or an op's, or a directory that is there, StoreError where it cannot be written.
+    It has the op ``op``, or one named after the package. The directory appears whole or not at all.
+    Raises UsageError for an invalid name or an existing directory, StoreError if it cannot be
+    written.
     """
     package = package_of(name)
     op = op_of(op) if op else default_op(package)
@@ -80,7 +80,7 @@ def write(name: str, parent: str, backend: str = SETUPTOOLS, op: str = "") -> li
             else f"cd elsewhere, or: opkiln new {name}2",
         )
     texts = _package_texts(name, package, backend, op)
-    # Beside the target, so that it appears there in one step.
+    # In the same directory as the target, so that one rename puts it there.
     staged = os.path.join(parent, f".{name}.{os.getpid()}-{os.urandom(6).hex()}")
     try:
         write_all(staged, texts)
@@ -88,7 +88,7 @@ def write(name: str, parent: str, backend: str = SETUPTOOLS, op: str = "") -> li
     except OSError as error:
         raise StoreError(
             f"{target} cannot be written: {error.strerror}",
-            hint="cd to a directory that can be written to",
+            hint="cd to a writable directory",
         ) from error
     finally:
         shutil.rmtree(staged, ignore_errors=True)
@@ -96,7 +96,7 @@ def write(name: str, parent: str, backend: str = SETUPTOOLS, op: str = "") -> li
 
 
 def write_all(directory: str, texts: dict[str, str]) -> None:
-    """Write new files, by their paths below a directory. Raises OSError, also for one that is."""
+    """Write new files into a directory. Raises OSError, also if a file exists."""
     for path, text in texts.items():
         place = os.path.join(directory, path)
         os.makedirs(os.path.dirname(place), exist_ok=True)
@@ -105,19 +105,19 @@ def write_all(directory: str, texts: dict[str, str]) -> None:
 
 
 def package_of(name: str) -> str:
-    """The package by which a project of this name is imported. Raises UsageError."""
+    """The import name of a project. Raises UsageError."""
     package = re.sub(r"[-_.]+", "_", name).lower()
     why = ""
     if not name.isascii() or not _NAME.fullmatch(name):
-        why = "a name is letters, digits, '-', '_' and '.', from a letter to a letter or digit"
+        why = "a name has letters, digits, '-', '_' and '.'; it starts with a letter"
     elif len(package) > 60:
         why = "it has more than 60 characters"
     elif keyword.iskeyword(package) or keyword.issoftkeyword(package):
-        why = f"{package} is a word of Python's"
+        why = f"{package} is a keyword of Python"
     elif package in sys.stdlib_module_names:
-        why = f"{package} is a module of Python's own library"
+        why = f"{package} is a module of Python's standard library"
     elif package in _TAKEN:
-        why = f"{package} is the name of another package, or of a namespace that torch has"
+        why = f"{package} is the name of another package, or of one of torch's namespaces"
     if why:
         raise UsageError(f"{name!r} cannot be the name of a package", why=why, hint=_EXAMPLE)
     return package
@@ -127,28 +127,28 @@ _EXAMPLE = "opkiln new my_ops"
 
 
 def default_op(package: str) -> str:
-    """What a package's first op is called unless the user says so: ``demo_add`` of ``demo_ops``."""
+    """The default name of a package's first op: ``demo_add`` for ``demo_ops``."""
     stem = next((package.removesuffix(s) for s in _SUFFIXES if package.endswith(s)), package)
     return f"{stem}_add"
 
 
 def op_of(name: str) -> str:
-    """An op's name as code has it, of what a user typed. Raises UsageError."""
+    """An op's name in code, from what the user typed. Raises UsageError."""
     op = name.strip().lower().replace("-", "_")
     variables = {each for row in settings.table() for each in (row.variable, *row.aliases)}
     why = ""
     if not _OP_NAME.fullmatch(op):
-        why = "a name is letters, digits and single '_' between them, and begins with a letter"
+        why = "a name has letters, digits and single '_' between them, and starts with a letter"
     elif len(op) > 60:
         why = "it has more than 60 characters"
     elif keyword.iskeyword(op) or keyword.issoftkeyword(op):
-        why = f"{op} is a word of Python's"
+        why = f"{op} is a keyword of Python"
     elif op in bundled():
-        why = "opkiln itself has an op of this name"
+        why = "opkiln has an op of this name"
     elif op in _OCCUPIED:
         why = "the files of an op use this name for something else"
     elif variables & {f"OPKILN_BUILD_{op.upper()}", f"DS_BUILD_{op.upper()}"}:
-        why = f"OPKILN_BUILD_{op.upper()}, which would select it, means something else"
+        why = f"the variable OPKILN_BUILD_{op.upper()} has another meaning"
     if why:
         raise UsageError(
             f"{name!r} cannot be the name of an op", why=why, hint="opkiln new my_ops --op my_add"
@@ -175,11 +175,13 @@ def ops_init() -> str:
 
 def _package_texts(name: str, package: str, backend: str, op: str) -> dict[str, str]:
     """The text of each file, by its path in the package."""
+    from packaging.version import Version
+
     from opkiln import __version__
 
     if backend not in BACKENDS:
         raise UsageError(f"unknown build backend {backend!r}", why="known: " + ", ".join(BACKENDS))
-    release = ".".join(__version__.split("+")[0].split(".")[:2])
+    release = ".".join(map(str, Version(__version__).release[:2]))
     values = {
         **_op_values(package, op),
         "NAME": name,
@@ -211,5 +213,5 @@ def _template(name: str) -> str:
 
 
 def _filled(text: str, values: dict[str, str]) -> str:
-    # An unknown word is a mistake of ours, and a KeyError.
+    # An unknown word is a mistake in a template: a KeyError.
     return re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], text)

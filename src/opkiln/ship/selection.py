@@ -1,58 +1,150 @@
-"""Which of a package's ops are precompiled when it is installed, and for what.
+"""What to precompile: which ops, for which targets, and under which version.
 
-``OPKILN_BUILD_OPS=1`` sweeps up all ops: one that cannot be built here is skipped, and listed.
-``OPKILN_BUILD_<OP>=1`` names one: it is built, or the install fails. ``OPKILN_BUILD_<OP>=0`` leaves
-one out. Each has its ``DS_BUILD_…`` twin. Nothing of a package is imported to find out: one whose
-ops nobody wants precompiled is installed without a look at them.
+A target has a name where it is not this machine: ``cuda:8.0,9.0a``, ``cpu``.
+
+When a package is installed, ``OPKILN_BUILD_OPS=1`` selects all of its ops: one that cannot be built
+here is skipped and listed. ``OPKILN_BUILD_<OP>=1`` selects one: it is built, or the install fails.
+``OPKILN_BUILD_<OP>=0`` leaves one out. Each variable has its ``DS_BUILD_…`` twin. The selection
+imports nothing of the package: if no op is selected, no code of the package runs.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
-import re
 from typing import NamedTuple
 
-from opkiln.errors import SettingError, UsageError
+from opkiln.errors import ArchError, SettingError, UsageError
 from opkiln.model import CPU, CUDA, ROCM, XPU
 from opkiln.settings import build_switch_of, build_switches, origin_of, settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from opkiln.ship.targets import Wanted
+    from opkiln.builder import OpBuilder
 
+
+BACKENDS = (CPU, CUDA, ROCM, XPU)
+_EXAMPLES = {CPU: "cpu:x86-64-v3", CUDA: "cuda:8.0,9.0a+PTX", ROCM: "rocm:gfx90a"}
+_LISTS = ("native", "all", "all-major")  # stand for what the GPUs or the toolkit have
 # The levels that torch's own CPU kernels are compiled for: without AVX, with AVX2, with AVX-512.
-# A machine takes the best one that it can run, and none is beyond the reach of an old one.
+# A machine takes the best level that it can run; an old machine can run the first one.
 _LEVELS = {
     "x86_64": ("x86-64-v2", "x86-64-v3", "x86-64-v4"),
     "aarch64": ("armv8-a", "armv8.2-a"),
 }
 
-_LOCAL = re.compile(r"[a-z0-9]+(?:[-_.][a-z0-9]+)*", re.IGNORECASE)
-_SUFFIX = re.compile(r"\.(?:dev|post)[0-9]+")
+
+class NamedTarget(NamedTuple):
+    """A backend, and its architectures or one CPU; empty for those of this machine."""
+
+    backend: str
+    archs: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.backend}:{self.archs}" if self.archs else self.backend
+
+
+def parse(text: str) -> tuple[NamedTarget, ...]:
+    """The targets that a text names. Raises UsageError for an unknown backend, CPU or arch.
+
+    One library can have code for many GPU architectures, but for one CPU only. So a list of CPUs
+    gives one target for each.
+    """
+    backend, colon, archs = text.strip().partition(":")
+    if backend not in BACKENDS:
+        raise UsageError(
+            f"invalid target {text!r}: there is no backend {backend!r}",
+            why="the backends are " + ", ".join(BACKENDS),
+            hint="--target cuda:8.0,9.0a+PTX --target cpu:x86-64-v3",
+        )
+    names = [name.strip() for name in archs.replace(";", ",").split(",")] if colon else []
+    if not all(names) or (":" in archs and backend != ROCM):
+        raise UsageError(
+            f"invalid target {text!r}: it names nothing, or two backends",
+            why="a target is a backend, or a backend, a colon and its CPUs or architectures",
+            hint="--target cpu:x86-64-v2,x86-64-v3 --target cuda:8.0,9.0a+PTX",
+        )
+    _check(text, backend, names)
+    if backend == CPU and names:
+        return tuple(NamedTarget(backend, name) for name in dict.fromkeys(names))
+    return (NamedTarget(backend, archs.strip()),)
+
+
+def _check(text: str, backend: str, names: list[str]) -> None:
+    """Refuse unknown names before hours are spent on the known ones. Raises UsageError."""
+    from opkiln import machine
+    from opkiln.arch import cpu
+
+    here = machine.architecture()
+    try:
+        for name in names if backend == CPU else ():
+            cpu.parse(name, cpu.machine_of(name, here), cpu.features_of(machine.cpu_flags()))
+        named = [name for name in names if name.lower().partition("+")[0] not in _LISTS]
+        if backend in (CUDA, ROCM) and named:
+            from opkiln.decision.archs import grammar
+
+            grammar(backend).parse(";".join(named))
+    except ArchError as error:
+        raise UsageError(
+            f"invalid target {text!r}: {error.what}",
+            why=error.why,
+            hint=f"--target {_EXAMPLES[backend]}",
+        ) from None
+
+
+@contextlib.contextmanager
+def applied(wanted: NamedTarget | None) -> Iterator[None]:
+    """Sets the CPU for the length of a block, if the target names one."""
+    from opkiln.settings import override
+
+    if wanted is not None and wanted.backend == CPU and wanted.archs:
+        with override(cpu=wanted.archs):
+            yield
+    else:
+        yield
+
+
+def ask(builder: OpBuilder, wanted: NamedTarget | None) -> OpBuilder:
+    """Make a new builder serve a target. Raises UnknownBackend if its op has no such version.
+
+    If no GPU architecture is named and this machine has no GPU: all that the toolkit has.
+    """
+    from opkiln.decision.archs import nothing_asked
+
+    if wanted is None:
+        return builder
+    archs = "" if wanted.backend == CPU else wanted.archs
+    if not archs and nothing_asked(wanted.backend):
+        archs = "all"
+    builder.ask_for(wanted.backend, archs)
+    return builder
+
+
+# Which ops, and for what
 
 
 class Declared(NamedTuple):
     """An op as a package declares it."""
 
     name: str
-    value: str = ""  # the builder, as module:Class; empty for opkiln's own
-    variables: tuple[str, ...] = ()  # that select it besides OPKILN_BUILD_<NAME>
+    value: str = ""  # the builder, as module:Class; empty for an op of opkiln itself
+    variables: tuple[str, ...] = ()  # that select it, in addition to OPKILN_BUILD_<NAME>
 
 
 class Choice(NamedTuple):
-    """What the variables say of one op."""
+    """What the variables say about one op."""
 
     op: Declared
     wanted: bool
-    named: bool  # by a variable of its own: it is built, or that is an error
-    origin: str  # the variable that decided; ``default``
+    named: bool  # by a variable of its own: if it cannot be built, that is an error
+    origin: str  # the variable that decided, or ``default``
 
 
 def bundled() -> list[Declared]:
-    """opkiln's own ops."""
+    """The ops of opkiln itself."""
     from opkiln import registry
 
     own = {name: registry.ALL_OPS[name].BUILD_VAR for name in registry.bundled()}
@@ -60,9 +152,9 @@ def bundled() -> list[Declared]:
 
 
 def declared(entry_points: Mapping[str, str], where: str) -> list[Declared]:
-    """The ops of a package's entry points, whose modules lie below the directory ``where``.
+    """The ops of a package's entry points. Their modules are in the directory ``where``.
 
-    The variables that builders name as ``BUILD_VAR`` are read from the modules' text.
+    A builder's ``BUILD_VAR`` is read from its module's text.
     """
     return [
         Declared(name, value, _build_vars(value, where)) for name, value in entry_points.items()
@@ -79,14 +171,14 @@ def _build_vars(value: str, where: str) -> tuple[str, ...]:
         except FileNotFoundError:
             continue
         except (SyntaxError, ValueError):
-            return ()  # whoever imports it is told
+            return ()  # importing the module reports the error
         classes = {each.name: each for each in tree.body if isinstance(each, ast.ClassDef)}
         return _build_var(builder.strip(), classes)
     return ()
 
 
 def _build_var(name: str, classes: dict[str, ast.ClassDef]) -> tuple[str, ...]:
-    """What a class, or its first base in the same module that does, gives as ``BUILD_VAR``."""
+    """The ``BUILD_VAR`` of a class, or of its first base in the same module that has one."""
     found = classes.pop(name, None)
     if found is None:
         return ()
@@ -101,7 +193,7 @@ def _build_var(name: str, classes: dict[str, ast.ClassDef]) -> tuple[str, ...]:
 
 
 def choose(ops: Iterable[Declared]) -> list[Choice]:
-    """What the variables say of each op. Raises SettingError for a value without a meaning."""
+    """What the variables say about each op. Raises SettingError for an invalid value."""
     everything, origin = origin_of("build_ops")
     choices = []
     for op in ops:
@@ -114,32 +206,30 @@ def choose(ops: Iterable[Declared]) -> list[Choice]:
 
 
 def strangers(ops: Iterable[Declared]) -> list[str]:
-    """The variables ``OPKILN_BUILD_<OP>`` that are set and name no op of the package.
+    """The variables ``OPKILN_BUILD_<OP>`` that are set but name no op of the package.
 
-    No error: one command may install several packages.
+    That is not an error: one command may install several packages.
     """
     known = {f"OPKILN_BUILD_{op.name.upper()}" for op in ops}
     known |= {name for op in ops for name in op.variables}
     return [name for name in build_switches() if name not in known]
 
 
-def targets(backends: Sequence[str]) -> tuple[Wanted, ...]:
-    """What an op with sources for these backends is precompiled for.
+def targets(backends: Sequence[str]) -> tuple[NamedTarget, ...]:
+    """The targets to precompile an op for that has sources for these backends.
 
-    ``OPKILN_BUILD_TARGETS``, as far as the op has sources. Else the CPU levels of this machine's
-    family; and the GPUs of the arch settings, of this machine, or all that the toolkit knows, where
-    there is a toolkit or a torch that wants one. Never nothing: what cannot be built is for its
-    build to say. Raises UsageError.
+    The targets in ``OPKILN_BUILD_TARGETS`` that the op has sources for. If it is not set: the CPU
+    levels of this machine's family and, if there is a GPU toolkit or torch has a GPU backend, the
+    GPUs of the arch settings, of this machine, or all that the toolkit knows. There is always a
+    target; if it cannot be built, its build says so. Raises SettingError.
     """
-    from opkiln.ship import targets as parsing
-
     if settings.build_targets is not None:
         try:
             asked = tuple(
                 wanted
                 for text in settings.build_targets.split(";")
                 if text.strip()
-                for wanted in parsing.parse(text.strip())
+                for wanted in parse(text.strip())
             )
         except UsageError as error:
             raise SettingError(
@@ -149,11 +239,11 @@ def targets(backends: Sequence[str]) -> tuple[Wanted, ...]:
             ) from None
         return tuple(wanted for wanted in asked if wanted.backend in backends)
     here = [backend for backend in backends if _served(backend)] or list(backends[:1])
-    return tuple(wanted for each in here for wanted in parsing.parse(_text(each)))
+    return tuple(wanted for each in here for wanted in parse(_text(each)))
 
 
 def _text(backend: str) -> str:
-    """A backend's targets by default, as ``--target`` takes them."""
+    """A backend's default targets, as ``--target`` takes them."""
     from opkiln import machine
 
     level, origin = origin_of("cpu")
@@ -166,7 +256,7 @@ def _text(backend: str) -> str:
 
 
 def _served(backend: str) -> bool:
-    """Whether a package that is installed here is expected to have code for a backend."""
+    """Whether a package that is installed here should have code for a backend."""
     from opkiln.toolchain import choice, torch_sdk
 
     if backend == CPU:
@@ -174,13 +264,14 @@ def _served(backend: str) -> bool:
     sdk = torch_sdk.find()
     wants = {CUDA: sdk is not None and sdk.cuda, ROCM: sdk is not None and sdk.hip, XPU: False}
     if backend in (CUDA, ROCM) and sdk is not None and (sdk.cuda or sdk.hip):
-        return bool(wants[backend])  # of the two, torch is for one
-    # A torch without either says nothing: the wheel may be for others. A toolkit does.
+        return bool(wants[backend])  # a torch has one of the two
+    # A torch without either decides nothing: the wheel may be for other machines. The toolkit
+    # decides.
     return backend != ROCM and choice.available(backend)
 
 
 def strictest(tags: Iterable[str]) -> str:
-    """The tag of a wheel that holds what has these tags, all built by one interpreter here."""
+    """The tag of a wheel with contents of these tags, all built by this interpreter."""
 
     def demand(tag: str) -> tuple[object, ...]:
         python, _, platform = tag.split("-")
@@ -193,26 +284,29 @@ def strictest(tags: Iterable[str]) -> str:
 
 
 def tagged(version: str) -> str:
-    """A package's version with ``DS_BUILD_STRING`` in it; with it once, also when it is there.
+    """A package's version with ``DS_BUILD_STRING`` added, unless the version already has it.
 
-    Raises SettingError for a text that no version can have.
+    Raises SettingError for a text that cannot be part of a version.
     """
+    from packaging.version import InvalidVersion, Version
+
     text, origin = origin_of("build_string")
     if not text:
         return version
-    suffix = _SUFFIX.match(text)
-    rest = text[suffix.end() :] if suffix else text
-    local = rest.removeprefix("+")
-    if (rest or not suffix) and not _LOCAL.fullmatch(local):
+    try:
+        mark = Version(f"0{text}" if text.startswith((".", "+")) else f"0+{text}")
+        ending, local = mark.public.removeprefix("0"), mark.local or ""
+        # Not a release or a pre-release; and not ".dev", which packaging reads as ".dev0".
+        if mark.release != (0,) or mark.pre is not None or not text.startswith(ending):
+            raise InvalidVersion(text)
+    except InvalidVersion:
         raise SettingError(
             f"{origin}={text!r} cannot be part of a version",
-            why="it is letters and digits, in parts that '.', '-' or '_' joins; or .devN or .postN",
+            why="it is letters and digits, joined by '.', '-' or '_'; or .devN or .postN",
             hint=f"{origin}=cu130",
-        )
+        ) from None
     public, _, before = version.partition("+")
-    # As installers write it. A build asks several times, of what it answered before, too.
-    local = re.sub(r"[-_.]", ".", local.lower())
-    ending = suffix.group() if suffix else ""
+    # A build asks several times, also for a version that has the text already.
     if not public.endswith(ending):
         public += ending
     parts = [before] if f".{before}".endswith(f".{local}") else [before, local]

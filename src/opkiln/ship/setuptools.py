@@ -33,12 +33,14 @@ STEP = "build_opkiln"
 
 
 def finalize(dist: Distribution) -> None:
-    """Add the step to a project's build, as soon as its configuration is read. It does nothing
-    where there are no ops after all."""
+    """Add the step to a project's build when its configuration has been read.
+
+    Without ops the step does nothing.
+    """
     read = dist.parse_config_files
 
-    # A file may name commands of the project's own. setup.cfg's are ignored where there are
-    # commands already, and those of pyproject.toml take the place of all there are.
+    # The files may name commands of the project. setuptools ignores those of setup.cfg if there are
+    # commands already, and those of pyproject.toml replace all others. So the step is added last.
     def parse_config_files(*arguments: Any, **options: Any) -> None:
         read(*arguments, **options)
         if STEP not in dist.cmdclass:
@@ -48,7 +50,7 @@ def finalize(dist: Distribution) -> None:
 
 
 def commands(dist: Distribution) -> dict[str, type[Command]]:
-    """The commands of a project, with the step among them; each is made of the project's own."""
+    """The commands of a project, with the step; each is a subclass of the project's own."""
 
     class Build(dist.get_command_class("build")):  # type: ignore[misc]
         sub_commands: ClassVar = [*dist.get_command_class("build").sub_commands, (STEP, None)]
@@ -61,7 +63,7 @@ def commands(dist: Distribution) -> dict[str, type[Command]]:
                 raise SetupError(str(error)) from error
 
     made = {"build": Build, "egg_info": Info}
-    # setuptools before 70.1 has it of `wheel`, and asks for that while it is not installed yet.
+    # setuptools before 70.1 takes it from `wheel`, which may not be installed yet.
     with contextlib.suppress(ModuleError):
         made["bdist_wheel"] = _tagging(dist.get_command_class("bdist_wheel"))
     for name, kind in made.items():
@@ -78,20 +80,20 @@ def _tagging(usual: type[Command]) -> type[Command]:
 
 
 def _tag(command: Any, usual: tuple[str, str, str]) -> tuple[str, str, str]:
-    """A wheel's tag, by what was precompiled into it."""
+    """A wheel's tag, from the ops that were precompiled into it."""
     dist = command.distribution
     extensions = dist.ext_modules or ()
     if dist.has_c_libraries() or any(builder_of(each) is None for each in extensions):
         return usual  # compiled by setuptools, for this Python and this platform
     tags: set[str] = set()
-    # An editable wheel has none, whatever lies in a build directory from a build before.
+    # An editable wheel has no ops, even if an earlier build left some in the build directory.
     if command.skip_build or dist.have_run.get(STEP):
         step = command.get_finalized_command(STEP)
         tags = {tag_of(step.layer(package)) for package in step.packages()} - {PURE}
     if not tags:
         return ("py3", "none", "any") if extensions else usual
     command.root_is_pure = False
-    # Of several packages in one wheel, each asks for a platform: the strictest serves all.
+    # Each package in the wheel has a tag; the strictest fits all.
     python, abi, platform = selection.strictest(tags).split("-")
     if command.plat_name_supplied:
         platform = command.plat_name.replace("-", "_").replace(".", "_")
@@ -113,11 +115,11 @@ class PrecompileOps(Command):  # type: ignore[misc]
         self.set_undefined_options("build", ("build_lib", "build_lib"))
 
     def run(self) -> None:
-        """Build, or find built; the report goes to standard error. Raises SetupError."""
+        """Build the ops, or find them in the store; report on standard error. Raises SetupError."""
         try:
             for package, (ops, extensions) in self.packages().items():
-                # The sources of an editable install are where they are edited, and what was
-                # compiled from them is in the user's store, as it is after their first use.
+                # An editable install ships nothing: its ops go to the user's store, as on first
+                # use.
                 out = None if self.editable_mode else self.layer(package)
                 shipment = precompile(package, ops, self._where(package), out, extensions)
                 _tell(shipment)
@@ -129,7 +131,7 @@ class PrecompileOps(Command):  # type: ignore[misc]
     def packages(self) -> dict[str, tuple[list[Declared], list[OpBuilder]]]:
         """The packages with ops, each with those of its entry points and of its extensions."""
         if self.distribution.get_name() == "opkiln":
-            return {"opkiln": (selection.bundled(), [])}  # which go by no entry point
+            return {"opkiln": (selection.bundled(), [])}  # these have no entry points
         found: dict[str, tuple[list[Declared], list[OpBuilder]]] = {}
         for name, value in _entry_points(self.distribution).items():
             package = self._package(value.partition(":")[0].strip())
@@ -142,20 +144,20 @@ class PrecompileOps(Command):  # type: ignore[misc]
         return found
 
     def layer(self, package: str) -> str:
-        """Where a package's ops are precompiled to."""
+        """The directory that a package's ops are precompiled into."""
         assert self.build_lib is not None
         return os.path.join(self.build_lib, *package.split("."), PREBUILT)
 
     def _package(self, module: str) -> str:
-        """The outermost package of a module that is a directory of its own, as builders see it."""
+        """The outermost package of a module that is a directory, as builders see it."""
         name = ""
         for part in module.split("."):
             name = f"{name}.{part}" if name else part
             if os.path.exists(os.path.join(self._directory(name), "__init__.py")):
                 return name
         raise SpecError(
-            f"the op in {module} belongs to no package",
-            why=f"{self._directory(name)} has no __init__.py; precompiled ops lie in their package",
+            f"the op in {module} does not belong to a package",
+            why=f"{self._directory(name)} has no __init__.py; ops are installed in their package",
         )
 
     def _directory(self, package: str) -> str:
@@ -179,11 +181,11 @@ class PrecompileOps(Command):  # type: ignore[misc]
         if missing:
             raise SpecError(
                 f"{package} would be installed without {', '.join(missing)}",
-                why="its ops are made of these, and would be refused without them, as changed",
+                why="its ops are built from these; without them the loader would refuse the ops",
                 hint='[tool.setuptools.package-data] "*" = ["*.cpp", "*.cu", "*.h"]',
             )
 
-    # What setuptools asks of a step
+    # The interface that setuptools expects
 
     def get_source_files(self) -> list[str]:
         return []
@@ -213,13 +215,13 @@ def _imported_package(builder: OpBuilder) -> str:
         if os.path.basename(file) == "__init__.py":
             return name
     raise SpecError(
-        f"op {builder.name} belongs to no package",
+        f"op {builder.name} does not belong to a package",
         why=f"{type(builder).__name__} is in the module {type(builder).__module__}",
     )
 
 
 def _entry_points(dist: Distribution) -> dict[str, str]:
-    """The ops that a project declares, as setuptools has read it."""
+    """The ops that a project declares."""
     given: Any = getattr(dist, "entry_points", None) or {}
     if isinstance(given, str):
         from configparser import ConfigParser

@@ -1,7 +1,7 @@
-"""Keys, and signing bundles with them. ``store.signatures`` has the form, and checks.
+"""Making keys, and signing bundles with them. ``store.signatures`` checks the signatures.
 
-A private key is a file as OpenSSL writes it (PKCS #8, PEM, not encrypted), for its owner alone; a
-public one is a word, ``ed25519:…``.
+A private key is a file in OpenSSL's form (PKCS #8, PEM, not encrypted) that only its owner can
+read. A public key is a word, ``ed25519:…``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from opkiln.digest import sha256_file
 from opkiln.errors import StoreError, UsageError
 from opkiln.ship.bundle import opened, replacing
 from opkiln.store import signatures
-from opkiln.store.archive import Bundle
-from opkiln.store.bundle_index import Damaged, signed_tail
+from opkiln.store.archive import Bundle, Damaged, signed_tail
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,21 +30,23 @@ class Pair(NamedTuple):
 
     private: str  # the file
     public: str  # the file
-    key: str  # what is in it: the word that others list
+    key: str  # the word in that file, which others list
 
 
 class Signed(NamedTuple):
     """A bundle that was signed."""
 
     path: str
-    sha256: str  # of the file as it is now
+    sha256: str  # of the signed file
     key: str
-    keys: tuple[str, ...]  # all that have signed it
+    keys: tuple[str, ...]  # of all its signatures
 
 
 def generate(private: str) -> Pair:
-    """Make a pair of keys: the private one in a new file that its owner alone can read, the public
-    one beside it, with ``.pub``. Never overwrites a file. Raises StoreError, UsageError."""
+    """Make a pair of keys. The public one is written next to the private one, with ``.pub``.
+
+    Only the owner can read the private one. Never overwrites a file. Raises StoreError, UsageError.
+    """
     made = signatures.ed25519().Ed25519PrivateKey.generate()
     from cryptography.hazmat.primitives import serialization
 
@@ -74,17 +75,17 @@ def _new_file(path: str, data: bytes, mode: int) -> None:
             os.fsync(fd)
     except FileExistsError as error:
         raise UsageError(
-            f"{path} exists, and a key is not overwritten", hint=f"ls -l {shlex.quote(path)}"
+            f"{path} exists; keys are never overwritten", hint=f"ls -l {shlex.quote(path)}"
         ) from error
     except OSError as error:
         raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def sign(file: str, key_file: str) -> Signed:
-    """Sign a bundle. It is replaced by the signed one, whole or not at all.
+    """Sign a bundle. The signed file replaces it, whole or not at all.
 
-    Every byte of it is checked first. Signatures by other keys stay; one by the same key is made
-    anew, and is the same. Raises StoreError, UsageError.
+    Every byte is checked first. Signatures by other keys stay. Signing again with the same key
+    gives the same bytes. Raises StoreError, UsageError.
     """
     private = _private(key_file)
     key = _public(private)
@@ -94,8 +95,8 @@ def sign(file: str, key_file: str) -> Signed:
         found[key] = private.sign(signatures.message(bundle.index.sha256))
         if len(found) > signatures.MOST:
             raise UsageError(
-                f"{file} has {signatures.MOST} signatures, which is the most",
-                hint="opkiln cache export FILE    # an unsigned one, and sign that",
+                f"{file} has {signatures.MOST} signatures, and no more are allowed",
+                hint="opkiln cache export FILE    # export it again, unsigned, and sign that",
             )
         data = signatures.write(found)
         with replacing(file, end + len(data)) as out, open(file, "rb") as source:
@@ -113,9 +114,9 @@ def sign(file: str, key_file: str) -> Signed:
 
 
 def _private(path: str) -> Ed25519PrivateKey:
-    """Raises StoreError for a file that cannot be read or holds no such key, and for one that
-    others can read: then the key may be theirs already."""
-    signatures.ed25519()  # or the error that says how to get it
+    """The key in a file. Raises StoreError if the file cannot be read, has no such key, or can be
+    read by others, who may have copied the key."""
+    signatures.ed25519()  # raises an error that says how to install it
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -138,15 +139,15 @@ def _private(path: str) -> Ed25519PrivateKey:
     try:
         key = load_pem_private_key(pem, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        # Not the library's text: it may quote what is in the file.
+        # Without the library's own message: it may quote the file.
         raise StoreError(
-            f"{path} holds no private key that can be read ({type(error).__name__})",
+            f"{path} does not contain a readable private key ({type(error).__name__})",
             why="it must be a PEM file that is not encrypted",
             hint="opkiln cache keygen FILE",
         ) from None
     if not isinstance(key, Ed25519PrivateKey):
         raise StoreError(
-            f"{path} holds a key of another kind than Ed25519", hint="opkiln cache keygen FILE"
+            f"the key in {path} is not an Ed25519 key", hint="opkiln cache keygen FILE"
         )
     return key
 

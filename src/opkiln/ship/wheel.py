@@ -3,7 +3,7 @@
     opkiln_prebuilt/<wheel_name>/v1/ops/…       the layer, as the store reads it
     <wheel_name>-<version>.dist-info/           METADATA, WHEEL, sboms/opkiln.cdx.json, RECORD
 
-``opkiln_prebuilt`` is a directory without code, which many wheels share. The same layer gives the
+``opkiln_prebuilt`` is a directory without code that many wheels share. The same layer gives the
 same bytes.
 """
 
@@ -18,32 +18,27 @@ import re
 import secrets
 from typing import TYPE_CHECKING, NamedTuple
 
+from packaging.utils import InvalidName, canonicalize_name
+from packaging.version import InvalidVersion, Version
+
 from opkiln import __version__
 from opkiln.binary import elf
 from opkiln.errors import StoreError, UsageError
 from opkiln.model import EXECUTABLE, SHARED
-from opkiln.ship import contents
-from opkiln.ship.audit import python_tag
-from opkiln.ship.platform_tag import platform_tag
+from opkiln.ship import layer
+from opkiln.ship.audit import platform_tag, python_tag
 from opkiln.ship.sbom import sbom
-from opkiln.ship.wheel_zip import LARGEST, MOST_MEMBERS, Added, Writer, chunks
+from opkiln.store.zip_format import DEFLATED, LARGEST, MOST_MEMBERS, Added, Writer, chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from opkiln.ship.contents import Entry
+    from opkiln.ship.layer import Entry
 
 HOME = SHARED  # what an installed opkiln looks for
 SBOM = "sboms/opkiln.cdx.json"
 GENERATOR = "opkiln"
 ANY_PYTHON = "py3-none"
-
-_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-_NUMBER = r"(?:0|[1-9][0-9]*)"
-_VERSION = re.compile(
-    rf"(?:{_NUMBER}!)?{_NUMBER}(?:\.{_NUMBER})*(?:(?:a|b|rc){_NUMBER})?(?:\.post{_NUMBER})?"
-    rf"(?:\.dev{_NUMBER})?(?:\+[a-z0-9]+(?:\.[a-z0-9]+)*)?"
-)
 
 
 class _Job(NamedTuple):
@@ -71,20 +66,20 @@ def write_wheel(
     requires: Sequence[str] = (),
     max_size: int | None = None,
 ) -> list[str]:
-    """Write a layer's ops as wheels, one for each machine, and give their paths.
+    """Write a layer's ops as wheels, one for each machine, and return their paths.
 
-    ``requires`` are requirements as a wheel's metadata has them. With ``max_size``, in bytes, ops
-    that are too large together go to wheels of their own, by backend, then by what it is built
-    for, then one by one; what they are is in their names. Nothing appears before all is written.
+    ``requires`` are requirements in the form of a wheel's metadata. With ``max_size`` (bytes), ops
+    that are too large together are split into several wheels: by backend, then by target, then one
+    by one; the names of the wheels say which. No wheel appears before all are written.
 
-    Raises UsageError for a name or version that no wheel can have, for ops that no one tag fits
-    and for an op that is too large by itself; StoreError for a layer that is empty or damaged, and
-    where nothing can be written; LoadError for a payload that is no library.
+    Raises UsageError for an invalid name or version, for ops that no single tag fits and for an op
+    that is too large by itself; StoreError for a layer that is empty or damaged, or if nothing can
+    be written; LoadError for a payload that is not a library.
     """
     check_names(name, version, requires)
     job = _Job(out_dir, version, tuple(requires), max_size)
     by_machine: dict[str, list[Entry]] = {}
-    for entry in contents.entries(layer_dir):
+    for entry in layer.entries(layer_dir):
         by_machine.setdefault(entry.manifest["target"]["machine"], []).append(entry)
     staged: list[_Staged] = []
     try:
@@ -107,28 +102,35 @@ def write_wheel(
 
 
 def wheel_name(name: str) -> str:
-    """A distribution's name as wheels have it in theirs: ``opkiln_ops``."""
-    return re.sub(r"[-_.]+", "_", name).lower()
+    """A distribution's name as it appears in the name of a wheel: ``opkiln_ops``."""
+    return canonicalize_name(name).replace("-", "_")
 
 
 def check_names(name: str, version: str, requires: Sequence[str] = ()) -> None:
-    """Refuse what a wheel cannot be called. Raises UsageError."""
-    if not _NAME.fullmatch(name):
+    """Refuse an invalid name, version or requirement. Raises UsageError."""
+    try:
+        canonicalize_name(name, validate=True)
+    except InvalidName:
         raise UsageError(
             f"{name!r} cannot be the name of a wheel",
-            why="it has letters, digits and -, _ or . between them",
-        )
-    if not _VERSION.fullmatch(version):
+            why="a name has letters and digits, with -, _ or . between them",
+        ) from None
+    try:
+        normal: str | None = str(Version(version))
+    except InvalidVersion:
+        normal = None
+    if normal != version:
         raise UsageError(
             f"{version!r} cannot be the version of a wheel",
-            why="it has the form 1.2, 1.2rc1, 1.2.post1, 1.2.dev1 or 1.2+tag.1 (PEP 440)",
+            why="a version has the form 1.2, 1.2rc1, 1.2.post1, 1.2.dev1 or 1.2+tag.1 (PEP 440)",
+            hint=f"use its normal form: {normal}" if normal else "",
         )
     for each in requires:
         if not each.strip() or "\n" in each or "\r" in each:
             raise UsageError(f"{each!r} cannot be a requirement of a wheel")
 
 
-# What tells ops apart that do not fit into one wheel, from coarse to fine.
+# How ops are split that do not fit into one wheel, from coarse to fine.
 
 
 def _backend(entry: Entry) -> str:
@@ -153,7 +155,7 @@ _SPLITS: _Split = (_backend, _built_for, _op, _intent)
 
 
 def _fitting(job: _Job, name: str, entries: list[Entry], splits: _Split) -> list[_Staged]:
-    """Stage these entries as one wheel, or as several of which each is small enough."""
+    """Stage these entries as one wheel, or as several that are small enough."""
     staged = _stage(job, name, entries)
     size = os.stat(staged.temporary).st_size
     if job.max_size is None or size <= job.max_size:
@@ -163,7 +165,7 @@ def _fitting(job: _Job, name: str, entries: list[Entry], splits: _Split) -> list
         (entry,) = entries
         raise UsageError(
             f"op {_op(entry)} for {_backend(entry)} {_built_for(entry)} makes a wheel of {size} "
-            f"bytes, and {job.max_size} are allowed",
+            f"bytes; {job.max_size} are allowed",
             why=f"its library has {entry.manifest['size']} bytes; one op is in one wheel",
             hint="opkiln build OP --target cuda:9.0a --wheel DIR    # fewer architectures at once",
         )
@@ -196,7 +198,7 @@ def _stage(job: _Job, name: str, entries: list[Entry]) -> _Staged:
             os.fsync(out.fileno())
         if size > LARGEST or 3 * len(entries) > MOST_MEMBERS:
             raise UsageError(
-                f"{len(entries)} ops make a wheel of {size} bytes, more than a zip file can count",
+                f"{len(entries)} ops make a wheel of {size} bytes: too large for a zip file",
                 hint="opkiln build --wheel DIR --max-wheel-size 1G",
             )
     except BaseException:
@@ -207,7 +209,7 @@ def _stage(job: _Job, name: str, entries: list[Entry]) -> _Staged:
 
 
 def _python(entries: list[Entry]) -> str:
-    """The first two parts of the tag: every Python, or the one that all entries are for."""
+    """The first two parts of the tag: any Python, or the one that all entries are for."""
     tags: dict[str, list[str]] = {}
     for entry in entries:
         tag = python_tag(entry.manifest["target"]["abi_tag"]) or ANY_PYTHON
@@ -230,7 +232,9 @@ def _write(archive: Writer, job: _Job, name: str, tag: str, entries: list[Entry]
             payload = file == entry.manifest["payload"]
             program = payload and entry.manifest["kind"] == EXECUTABLE
             path = os.path.join(entry.directory, file)
-            put = archive.add(f"{below}/{entry.place}/{file}", chunks(path), executable=program)
+            put = archive.add(
+                f"{below}/{entry.place}/{file}", chunks(path), method=DEFLATED, executable=program
+            )
             if payload and put.sha256.hex() != entry.manifest["sha256"]:
                 raise StoreError(f"{path} was changed while it was put into a wheel")
             added.append(put)
@@ -241,8 +245,8 @@ def _write(archive: Writer, job: _Job, name: str, tag: str, entries: list[Entry]
         (SBOM, bill),
         ("WHEEL", _wheel(tag)),
     ):
-        added.append(archive.add(f"{info}/{file}", [data]))
-    archive.add(f"{info}/RECORD", [_record(added, f"{info}/RECORD")])
+        added.append(archive.add(f"{info}/{file}", [data], method=DEFLATED))
+    archive.add(f"{info}/RECORD", [_record(added, f"{info}/RECORD")], method=DEFLATED)
 
 
 def _metadata(name: str, job: _Job, ops: list[str]) -> bytes:

@@ -1,10 +1,9 @@
-"""Whether a wheel is what was written: every file in it, and every byte around the files.
+"""Checks that a wheel is as it was written: every file in it, and every byte around the files.
 
-An installer checks little of a wheel, and nothing of a wheel that it has in its cache. Whoever
-hands one on, or takes one, checks it here: each file against RECORD, each entry's manifest against
-its own digest and place, each payload against its manifest. A wheel that opkiln itself wrote is
-also held against the one form in which it writes archives. Who changed all of it at once is not
-found out this way: that takes a signature.
+Installers check little of a wheel, and nothing of one in their cache. This checks each file against
+RECORD, each entry's manifest against its own digest and place, and each payload against its
+manifest. A wheel that opkiln wrote is also compared with the one form in which opkiln writes
+archives. Somebody who changes all of these together is not detected: that takes a signature.
 """
 
 from __future__ import annotations
@@ -22,19 +21,20 @@ from opkiln.digest import sha256_file
 from opkiln.errors import LoadError
 from opkiln.model import EXECUTABLE
 from opkiln.settings import LAYOUT
-from opkiln.ship import wheel_zip
-from opkiln.ship.contents import named
+from opkiln.ship.layer import named
 from opkiln.ship.wheel import GENERATOR
+from opkiln.store import zip_format
 from opkiln.store.entry import MANIFEST, SIDECAR, parse_manifest, write_manifest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import BinaryIO
 
 _CHUNK = 1 << 20
-_LARGEST_READ = 64 << 20  # of what is read whole: RECORD, manifests
+_LARGEST_READ = 64 << 20  # bytes, of files that are read whole: RECORD, manifests
 
-# All that reading a damaged archive has been seen to raise, or may.
+# What reading a damaged archive may raise.
 _UNREADABLE = (
     zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError,
     struct.error, OverflowError, MemoryError, IndexError, csv.Error,
@@ -42,7 +42,7 @@ _UNREADABLE = (
 
 
 class _Recorded(NamedTuple):
-    """What RECORD says of a file."""
+    """What RECORD says about a file."""
 
     sha256: str
     size: int
@@ -53,17 +53,17 @@ class _Refused(Exception):
 
 
 def verify_wheel(path: str) -> int:
-    """How many entries a wheel holds, if it is whole. LoadError names what is not, and the digests.
+    """The number of entries in an intact wheel. LoadError names what is damaged, with the digests.
 
-    Any wheel that holds prebuilt ops can be checked. Of one that opkiln did not write itself (a
-    package that carries its ops) the times and modes in the archive are not looked at.
+    Any wheel with prebuilt ops can be checked. If another tool wrote it (a package that carries its
+    ops), the times and modes in the archive are not checked.
     """
     try:
         with open(path, "rb") as file:
             try:
                 return _verify(file, os.path.basename(path))
             except _UNREADABLE as error:
-                raise _Refused(f"it is no whole zip archive: {error}") from error
+                raise _Refused(f"it is not an intact zip archive: {error}") from error
     except OSError as error:
         raise LoadError(f"{path} cannot be read: {error.strerror or error}") from error
     except _Refused as refused:
@@ -71,7 +71,7 @@ def verify_wheel(path: str) -> int:
             f"{path} is refused: {refused}",
             why=f"it was changed after it was written; the whole file has the SHA-256 "
             f"{sha256_file(path)}",
-            hint=f"sha256sum {path}    # compare it with where it comes from, and get it again",
+            hint=f"sha256sum {path}    # compare it with the original, and get that again",
         ) from refused
 
 
@@ -79,8 +79,8 @@ def _verify(file: BinaryIO, base: str) -> int:
     with zipfile.ZipFile(file) as archive:
         members = [each for each in archive.infolist() if not each.filename.endswith("/")]
         for each in members:
-            # The others are as good, but no tool writes wheels with them, and each has a reader
-            # with errors of its own.
+            # No tool writes wheels with another method, and each method has a reader with errors of
+            # its own.
             if each.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise _Refused(f"{each.filename} is packed by method {each.compress_type}")
         by_name = {each.filename: each for each in members}
@@ -129,7 +129,7 @@ def _read_record(
     recorded: dict[str, _Recorded] = {}
     for row in csv.reader(_read(archive, by_name, f"{info}/RECORD").decode().splitlines()):
         if len(row) != 3 or row[0] in recorded:
-            raise _Refused(f"{info}/RECORD has a line that is none: {','.join(row)}")
+            raise _Refused(f"{info}/RECORD has an invalid line: {','.join(row)}")
         name, digest, size = row
         algorithm, _, encoded = digest.partition("=")
         if name == f"{info}/RECORD":
@@ -163,7 +163,7 @@ def _check_file(
             f"{name} cannot be unpacked ({error}); RECORD has it with the SHA-256 {expected.sha256}"
         ) from error
     if (found, size) != expected:
-        raise _Refused(f"{name} has the SHA-256 {found}, and RECORD says {expected.sha256}")
+        raise _Refused(f"{name} has the SHA-256 {found}; RECORD says {expected.sha256}")
 
 
 def _digest(archive: zipfile.ZipFile, member: zipfile.ZipInfo, most: int) -> tuple[str, int]:
@@ -193,9 +193,9 @@ def _read_wheel(
 def _check_entries(
     archive: zipfile.ZipFile, by_name: dict[str, zipfile.ZipInfo], recorded: dict[str, _Recorded]
 ) -> dict[str, bool]:
-    """Each entry: its manifest, whether it lies where that says, its payload and its lists.
+    """Check each entry: its manifest, its place, its payload and its files.
 
-    Gives the names of the payloads, and whether each is a program.
+    Returns the names of the payloads, and whether each is a program.
     """
     payloads = {}
     for name in sorted(by_name):
@@ -216,40 +216,94 @@ def _check_entries(
         if entry != (*parts[-5:-3], parts[-1]):
             digest = recorded[name].sha256
             there = "/".join(entry)
-            raise _Refused(f"{name} (SHA-256 {digest}) is of the entry {there}, elsewhere")
+            raise _Refused(f"{name} (SHA-256 {digest}) belongs to another entry, {there}")
         found = recorded.get(payload)
         if found != expected:
             told = "is missing" if found is None else f"has the SHA-256 {found.sha256}"
-            raise _Refused(f"{payload} {told}, and its manifest says {expected.sha256}")
+            raise _Refused(f"{payload} {told}; its manifest says {expected.sha256}")
         known = {name, payload, f"{leaf}/{SIDECAR}"}
         if more := sorted(each for each in by_name if each.startswith(f"{leaf}/")
                           and each not in known):  # fmt: skip
-            raise _Refused(f"{more[0]} (SHA-256 {recorded[more[0]].sha256}) is no part of an entry")
+            raise _Refused(
+                f"{more[0]} (SHA-256 {recorded[more[0]].sha256}) is not part of an entry"
+            )
         payloads[payload] = program
     return payloads
 
 
 def _parse(data: bytes) -> dict[str, Any]:
     manifest = parse_manifest(data)
-    # Its digest is that of its body: what is around the body is looked at here.
+    # The digest covers the manifest's body. This covers the bytes around it.
     if write_manifest(manifest) != data:
-        raise ValueError("it is not as manifests are written")
+        raise ValueError("its manifest is not in the form that opkiln writes")
     return manifest
 
 
 def _check_framing(
     file: BinaryIO, members: list[zipfile.ZipInfo], payloads: dict[str, bool]
 ) -> None:
-    listed = [
-        wheel_zip.Member(
-            each.filename,
-            wheel_zip.mode(executable=payloads.get(each.filename, False)),
-            each.CRC,
-            each.compress_size,
-            each.file_size,
-            each.header_offset,
+    """Compare every byte around the members' data with what ``zip_format.Writer`` writes.
+
+    Also checked is what readers of ZIP files ignore: bytes and bits after the end of deflated data.
+    """
+    headers = [
+        zip_format.Header(
+            each.filename, each.file_size, each.CRC, each.header_offset, each.compress_size,
+            zip_format.DEFLATED,
+            zip_format.mode_of(executable=payloads.get(each.filename, False)),
         )
         for each in members
-    ]
-    if reason := wheel_zip.check(file, listed):
-        raise _Refused(reason)
+    ]  # fmt: skip
+    at = 0
+    for header in headers:
+        if header.offset != at:
+            raise _Refused(f"{header.name} begins at {header.offset}, not at {at}")
+        file.seek(at)
+        expected = zip_format.local_header(header)
+        if file.read(len(expected)) != expected:
+            raise _Refused(f"the header of {header.name} is not as it was written")
+        if not _ends_there(file, header.packed, header.size):
+            raise _Refused(f"{header.name} has something behind its end")
+        at += len(expected) + header.packed
+    file.seek(at)
+    rest = zip_format.directory(headers)
+    if file.read(len(rest) + 1) != rest:
+        raise _Refused("its directory is not as it was written")
+
+
+def _ends_there(file: BinaryIO, packed: int, size: int) -> bool:
+    """Whether the deflated data that come next in a file fill all of their ``packed`` bytes.
+
+    The unused bits of the last byte must be zeros, as every writer leaves them. Raises zlib.error,
+    OSError.
+    """
+    inflate = zlib.decompressobj(-15)
+    length, left = 0, packed - 1
+    while left > 0 and (piece := file.read(min(left, _CHUNK))):
+        left -= len(piece)
+        while piece and not inflate.eof and length <= size:
+            length += len(inflate.decompress(piece, _CHUNK))
+            piece = inflate.unconsumed_tail
+    last = file.read(1)
+    if left or not last or inflate.eof or length > size:
+        return False
+
+    def ending(byte: int) -> tuple[bytes, bool]:
+        rest = inflate.copy()
+        return rest.decompress(bytes([byte]), _CHUNK), rest.eof
+
+    end = ending(last[0])
+    if length + len(end[0]) != size or not end[1]:
+        return False
+    # If a bit of the last byte can be cleared and the data stay the same, it is not part of them.
+    bits = (1 << bit for bit in range(8) if last[0] & 1 << bit)
+    return all(_differs(ending, last[0] & ~bit, end) for bit in bits)
+
+
+def _differs(
+    ending: Callable[[int], tuple[bytes, bool]], last: int, end: tuple[bytes, bool]
+) -> bool:
+    try:
+        return ending(last) != end
+    except zlib.error:
+        return True

@@ -1,4 +1,4 @@
-"""The wrappings of a layer: a directory, a wheel, a bundle. What is in them is the same."""
+"""The three forms of a layer: a directory, a wheel, a bundle. Their contents are the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Wrapping(NamedTuple):
-    """What to make of libraries: a layer, a wheel, a bundle, each where it is asked for."""
+    """What to write: a layer, a wheel, a bundle. Those that are None are not written."""
 
     out: str | None = None
     wheel: str | None = None
@@ -31,16 +31,16 @@ class Wrapping(NamedTuple):
 
 
 class Audited(NamedTuple):
-    """What the audit of some libraries found: (op, finding), and those that break their promise."""
+    """The result of an audit: (op, finding), and an error for each library that fails it."""
 
     findings: tuple[tuple[str, audit.Finding], ...]
     violations: tuple[BuildError, ...]
 
 
 def check(wrapping: Wrapping, owners: Iterable[str]) -> None:
-    """Refuse what cannot be written before anything is compiled for it. Raises UsageError.
+    """Refuse what cannot be written, before anything is compiled. Raises UsageError.
 
-    ``owners`` are the distributions whose ops are wrapped.
+    ``owners`` are the distributions that the ops belong to.
     """
     for place in wrapping.places:
         parent = os.path.abspath(place)
@@ -62,13 +62,13 @@ def check(wrapping: Wrapping, owners: Iterable[str]) -> None:
     if wheel_name(name) in map(wheel_name, taken):
         raise UsageError(
             f"a wheel of ops cannot be called {name!r}",
-            why=f"{name} is a package itself: installing the wheel would remove it",
+            why=f"there is a package {name}: installing the wheel would remove it",
             hint=f"--name {name}-ops",
         )
 
 
 def audited(payloads: Sequence[str]) -> Audited:
-    """Hold libraries of the store against what their tags promise."""
+    """Audit libraries of the store."""
     from opkiln.store.entry import MANIFEST, parse_manifest
     from opkiln.toolchain import torch_sdk
 
@@ -90,8 +90,10 @@ def audited(payloads: Sequence[str]) -> Audited:
 
 
 def write(payloads: Sequence[str], wrapping: Wrapping) -> list[str]:
-    """Wrap libraries of the store, and give the paths of what was written. Raises StoreError, and
-    UsageError for what no wheel can be."""
+    """Write libraries of the store in these forms, and return the paths.
+
+    Raises StoreError, and UsageError for an invalid wheel.
+    """
     written = []
     if wrapping.out is not None:
         layer.export(payloads, wrapping.out)
@@ -111,13 +113,14 @@ def write(payloads: Sequence[str], wrapping: Wrapping) -> list[str]:
 
 
 def _wheel(stage: str, wrapping: Wrapping) -> list[str]:
-    """An op serves only with the sources it was built from, so the wheel is for one release of the
-    package that owns them, and has its version."""
-    from opkiln.ship import contents
+    """Write a wheel for one release of the package that owns the ops, with the same version.
+
+    An op is loaded only beside the sources that it was built from.
+    """
     from opkiln.ship.wheel import write_wheel
 
     assert wrapping.wheel is not None
-    owners = {each.manifest["distribution"] for each in contents.entries(stage)}
+    owners = {each.manifest["distribution"] for each in layer.entries(stage)}
     releases = {owner: _installed_version(owner) for owner in sorted(owners)}
     requires = [f"{_distribution(o)}=={release}" for o, release in releases.items() if release]
     if "opkiln" not in owners:
@@ -134,19 +137,19 @@ def _wheel(stage: str, wrapping: Wrapping) -> list[str]:
 
 
 def _wheel_name(owners: set[str]) -> str:
-    """``opkiln-ops`` of opkiln's own ops; those of several packages go by opkiln's name, too."""
+    """``opkiln-ops`` for ops of opkiln itself, or of several packages."""
     return f"{next(iter(owners)) if len(owners) == 1 else 'opkiln'}-ops"
 
 
 def _distribution(package: str) -> str:
-    """The name that a package is installed by, which need not be the one it is imported by."""
+    """The name that a package is installed by, which may differ from its import name."""
     from importlib.metadata import packages_distributions
 
     return next(iter(packages_distributions().get(package, ())), package)
 
 
 def _installed_version(owner: str) -> str:
-    """The version of the distribution that brings a package; empty where it is not installed."""
+    """The version of the distribution that has a package; empty if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     if owner == "opkiln":

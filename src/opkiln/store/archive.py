@@ -1,75 +1,236 @@
-"""Bundles: a layer of entries in one file, read where it lies.
+"""Bundles: a layer of entries in one file, read in place.
 
-A bundle is a zip archive that any tool can list and unpack; opkiln reads it by its index:
+A bundle is a ZIP archive that any tool can list and unpack. opkiln reads it by its index:
 
     opkiln-bundle.json                      name, size and SHA-256 of every member, in order
     v1/ops/…/<deps_key>/{manifest.json,inputs.json,<payload>}
-    opkiln-bundle.sig.json                  of a signed one: signatures over the index
-    (the zip directory)
+    opkiln-bundle.sig.json                  only if signed: signatures over the index
+    (the ZIP directory)
 
-Members are stored as they are, one after the other, with no times and no attributes but one mode.
-So every byte of the file follows from the index and from what the members hold: there is no room
-for a link, a comment, a second member of the same name or one that the index does not have. The
-index and the signatures (``store.signatures``) carry their own digests.
+Members are stored without compression (``store.zip_format``). So every byte of the file follows
+from the index and the members' contents: there is no room for a link, a comment, a second member of
+the same name or one that the index does not list. The index and the signatures
+(``store.signatures``) carry their own digests.
 
 Taking one entry out reads the index and that entry, checks both, and writes no file: a library is
-copied into sealed memory (``store.sealed``), which nobody can change after it was checked.
+copied into sealed memory (``store.sealed``), so nobody can change it after the check.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
+import shlex
 import stat
 from bisect import bisect_left
 from zlib import crc32
 
 from opkiln.digest import sha256_file
 from opkiln.errors import StoreError
+from opkiln.record import Record
 from opkiln.settings import LAYOUT
 from opkiln.store import sealed, signatures
-from opkiln.store.bundle_index import (
-    INDEX,
-    Damaged,
-    Member,
-    index,
-    index_of,
-    signed_tail,
+from opkiln.store.entry import (
+    MANIFEST,
+    SCHEMA,
+    SIDECAR,
+    Leaf,
+    Refused,
+    in_words,
+    parse_manifest,
+    write_manifest,
 )
-from opkiln.store.entry import MANIFEST, SIDECAR, Leaf, Refused, in_words, parse_manifest
 from opkiln.store.recheck import Hasher, recheck
-from opkiln.store.stored_zip import local_header
+from opkiln.store.zip_format import (
+    LARGEST,
+    LOCAL,
+    MOST_MEMBERS,
+    Header,
+    directory,
+    directory_size,
+    local_header,
+    stored,
+)
 from opkiln.trust import fault
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from types import TracebackType
     from typing import Any
 
-_LARGEST_READ = 64 << 20  # bytes of what is read whole: manifests
+INDEX = "opkiln-bundle.json"
+KIND = "bundle"
+
+_LARGEST_INDEX = 64 << 20  # bytes
+_LARGEST_READ = 64 << 20  # bytes, of a member that is read whole: a manifest
 _CHUNK = 1 << 20
+
+# One part of a path. None begins with a dot, so no path leads upward.
+_PART = r"[^/\0\\!.\n][^/\0\\!\n]{0,254}"
+_KEY = r"[0-9a-f]{40}"
+_MEMBER = re.compile(
+    rf"(?P<leaf>{LAYOUT}/ops/{_PART}/{_PART}/{_KEY}/{_KEY}/{_KEY})/(?P<file>{_PART})\Z"
+)
+
+
+class Member(Record):
+    """A file in a bundle: what the index says about it, and where its data begin."""
+
+    name: str
+    size: int
+    sha256: str
+    offset: int
+
+    @property
+    def header(self) -> int:
+        """Where its ZIP header begins."""
+        return int(self.offset) - LOCAL.size - len(self.name.encode())
+
+
+class Damaged(ValueError):
+    """A bundle does not match its index. The message says where, with the digests."""
+
+
+def index_of(members: Iterable[tuple[str, int, str]]) -> bytes:
+    """The index of these members (name, size, SHA-256), which are sorted by name."""
+    listed = [[name, size, sha256] for name, size, sha256 in members]
+    return write_manifest({"schema": SCHEMA, "kind": KIND, "members": listed})
+
+
+class NotABundle(StoreError):
+    """A file that is not a bundle, or whose beginning is damaged."""
+
+
+class Index(Record):
+    """A bundle's index, and the signatures over it."""
+
+    members: tuple[Member, ...]
+    sha256: str  # of the index, which the signatures are over
+    end: int  # where the last entry ends
+    signature: bytes  # empty if the bundle is not signed
+
+
+_indexes: dict[tuple[int, ...], Index] = {}  # by what ``stat`` says about the file
+
+
+def index(path: str, fd: int, found: os.stat_result) -> Index:
+    """The index, read once for each state of a file. Raises StoreError, Damaged, OSError."""
+    stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    known = _indexes.get(stamp)
+    if known is None:
+        known = _indexes[stamp] = _read_index(path, fd, found.st_size)
+    return known
+
+
+def _read_index(path: str, fd: int, file_size: int) -> Index:
+    """The index, if it is intact and the file has the size that follows from it."""
+    head = os.pread(fd, LOCAL.size + len(INDEX), 0)
+    if len(head) < LOCAL.size or head[:4] != b"PK\3\4" or head[LOCAL.size :] != INDEX.encode():
+        hint = f"pip install {shlex.quote(path)}" if path.endswith(".whl") else ""
+        raise NotABundle(
+            f"{path} is not a bundle", why=f"it does not begin with {INDEX}", hint=hint
+        )
+    size = LOCAL.unpack_from(head)[8]
+    if size > _LARGEST_INDEX:
+        raise Damaged(f"its index has {size} bytes, more than any index may have")
+    data = os.pread(fd, size, len(head))
+    digest = hashlib.sha256(data).hexdigest()
+    try:
+        body = parse_manifest(data, INDEX)
+        # Only one form is accepted, so that no byte of it can vary.
+        if write_manifest(body) != data or body["kind"] != KIND:
+            raise ValueError("it is not in the form that opkiln writes")
+        listed = [(str(name), int(size), str(sha256)) for name, size, sha256 in body["members"]]
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise Damaged(f"its index (SHA-256 {digest}): {error}") from error
+    members = _laid_out(listed, len(head) + len(data))
+    end = members[-1].offset + members[-1].size
+    signature = _read_signature(fd, end)
+    names = [INDEX, *(member.name for member in members)]
+    expected = end
+    if signature:
+        names.append(signatures.MEMBER)
+        expected += LOCAL.size + len(signatures.MEMBER) + len(signature)
+    expected += directory_size(names)
+    if expected != file_size:
+        raise Damaged(
+            f"it has {file_size} bytes; by its index (SHA-256 {digest}) it has {expected}"
+        )
+    return Index(members, digest, end, signature)
+
+
+def _read_signature(fd: int, at: int) -> bytes:
+    """The member with the signatures; empty if the ZIP directory follows at once."""
+    head = os.pread(fd, LOCAL.size + len(signatures.MEMBER), at)
+    if head[:4] != b"PK\3\4" or len(head) < LOCAL.size:
+        return b""
+    size = LOCAL.unpack_from(head)[8]
+    if head[LOCAL.size :] != signatures.MEMBER.encode() or size > signatures.LARGEST:
+        raise Damaged(f"what follows its last entry is not {signatures.MEMBER}")
+    data = os.pread(fd, size, at + len(head))
+    try:
+        signatures.read(data)
+    except ValueError as error:
+        digest = hashlib.sha256(data).hexdigest()
+        raise Damaged(f"{signatures.MEMBER} (SHA-256 {digest}): {error}") from error
+    return data
+
+
+def _laid_out(listed: list[tuple[str, int, str]], at: int) -> tuple[Member, ...]:
+    """The members with their places in the file. Raises Damaged for an invalid list."""
+    if not 0 < len(listed) <= MOST_MEMBERS:
+        raise Damaged(f"its index has {len(listed)} members")
+    members: list[Member] = []
+    for name, size, sha256 in listed:
+        if not _MEMBER.match(name) or not name.isprintable():
+            raise Damaged(
+                f"its index has a member {name[:200]!r}, which is not the path of an entry"
+            )
+        if members and name <= members[-1].name:
+            raise Damaged(f"its index has {name} twice, or out of order")
+        if size < 0 or not re.fullmatch("[0-9a-f]{64}", sha256):
+            raise Damaged(f"its index lacks the size or the digest of {name}")
+        at += LOCAL.size + len(name.encode())
+        members.append(Member(name, size, sha256, at))
+        at += size
+        if at > LARGEST:
+            raise Damaged(f"its index has {name} beyond the largest size of a bundle")
+    return tuple(members)
+
+
+def signed_tail(headers: list[Header], end: int, signature: bytes) -> bytes:
+    """What follows the entries, which end at ``end``: the signatures, if any, and the directory."""
+    if not signature:
+        return directory(headers)
+    last = stored(signatures.MEMBER, len(signature), crc32(signature), end)
+    return local_header(last) + signature + directory([*headers, last])
+
+
+# Reading entries
 
 
 class Bundle:
-    """An open bundle. Raises StoreError for a file that cannot be read or is no bundle at all,
-    Damaged for a bad index.
+    """An open bundle.
 
-    ``listed``: it is a layer. That the user named the file is what makes it trusted (see
-    ``opkiln.trust``), and a signature where ``OPKILN_TRUSTED_KEYS`` asks for one.
+    ``listed``: the user listed it as a layer. That makes it trusted (see ``opkiln.trust``), unless
+    ``OPKILN_TRUSTED_KEYS`` also asks for a signature.
+
+    Raises StoreError for a file that cannot be read or is not a bundle, Damaged for a bad index.
     """
 
     def __init__(self, path: str, *, listed: bool = False) -> None:
         self.path = path
         try:
-            # Not blocked by a FIFO, which would otherwise wait for a writer.
+            # Without O_NONBLOCK, opening a FIFO would wait for a writer.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise _unreadable(path, error) from error
         try:
             found = os.fstat(self._fd)
             if not stat.S_ISREG(found.st_mode):
-                raise StoreError(f"{path} is no bundle: it is no regular file")
+                raise StoreError(f"{path} is not a bundle: it is not a regular file")
             if listed and (reason := fault(path, found, listed=True)):
                 raise StoreError(reason, hint=f"chmod o-w {path}")
             self.index = index(path, self._fd, found)
@@ -92,7 +253,7 @@ class Bundle:
         os.close(self._fd)
 
     def authenticate(self) -> str:
-        """The key that makes it trusted; empty where none is asked for. Raises Untrusted."""
+        """The key that makes it trusted; empty if no key is required. Raises Untrusted."""
         return signatures.require(self.path, self.index.sha256, self.index.signature)
 
     def below(self, prefix: str) -> list[Member]:
@@ -119,7 +280,7 @@ class Bundle:
         return data
 
     def copy(self, member: Member, fd: int) -> None:
-        """Write a member's contents to a file. Raises Damaged, OSError."""
+        """Write a member's checked contents to a file. Raises Damaged, OSError."""
         digest = hashlib.sha256()
         for chunk in self._chunks(member):
             digest.update(chunk)
@@ -137,33 +298,33 @@ class Bundle:
             yield chunk
             at, left = at + len(chunk), left - len(chunk)
 
-    def check(self) -> list[tuple[str, int, int, int]]:
+    def check(self) -> list[Header]:
         """Compare every byte of the file with what the index says. Raises Damaged, OSError.
 
-        Returns what ``directory`` takes, of all but the signatures.
+        Returns the headers of all members but the signatures.
         """
         listing = index_of(member[:3] for member in self.members)
-        head = local_header(INDEX, len(listing), crc32(listing)) + listing
+        headers = [stored(INDEX, len(listing), crc32(listing), 0)]
+        head = local_header(headers[0]) + listing
         if os.pread(self._fd, len(head), 0) != head:
             raise Damaged(f"its index (SHA-256 {self.index.sha256}) has changed")
-        listed = [(INDEX, len(listing), crc32(listing), 0)]
         for member in self.members:
             crc, digest = 0, hashlib.sha256()
             for chunk in self._chunks(member):
                 crc = crc32(chunk, crc)
                 digest.update(chunk)
             _compare(member, digest.hexdigest())
-            head = local_header(member.name, member.size, crc)
+            headers.append(stored(member.name, member.size, crc, member.header))
+            head = local_header(headers[-1])
             if os.pread(self._fd, len(head), member.header) != head:
                 raise Damaged(
                     f"the zip header of {member.name} (SHA-256 {member.sha256}) is not as written"
                 )
-            listed.append((member.name, member.size, crc, member.header))
         end = self.index.end
-        tail = signed_tail(listed, end, self.index.signature)
+        tail = signed_tail(headers, end, self.index.signature)
         if os.pread(self._fd, len(tail) + 1, end) != tail:
             raise Damaged("its zip directory is not as written, or something follows it")
-        return listed
+        return headers
 
     def digest(self) -> str:
         """The SHA-256 of the whole file. Raises OSError."""
@@ -180,7 +341,7 @@ def _unreadable(path: str, error: OSError) -> StoreError:
     return StoreError(f"{path} cannot be read: {error.strerror or error}", hint=f"ls -l {path}")
 
 
-# As a layer. An entry goes by the path of its bundle and its own within it: FILE!v1/ops/…
+# A bundle as a layer. The path of an entry is that of its bundle and its own in it: FILE!v1/ops/…
 
 
 def leaves(path: str, distribution: str, op: str) -> list[str]:
@@ -190,7 +351,7 @@ def leaves(path: str, distribution: str, op: str) -> list[str]:
 
 
 def manifest(leaf: str) -> dict[str, Any]:
-    """What an entry says of itself. Raises StoreError, KeyError, ValueError, OSError."""
+    """An entry's manifest. Raises StoreError, KeyError, ValueError, OSError."""
     path, inner = _split(leaf)
     with Bundle(path, listed=True) as bundle:
         return parse_manifest(bundle.read(bundle.files(inner)[MANIFEST]))
@@ -199,9 +360,9 @@ def manifest(leaf: str) -> dict[str, Any]:
 def examine(
     leaf: str, places: Mapping[str, str], hasher: Hasher, *, own: bool = True
 ) -> Leaf | Refused:
-    """Check an entry as ``store.entry.examine`` does; a good one's payload is in sealed memory.
+    """Check an entry as ``store.entry.examine`` does, and copy a good payload to sealed memory.
 
-    Never raises for what is wrong with the file.
+    A damaged file gives a Refused, never an exception.
     """
     try:
         path, inner = _split(leaf)
@@ -236,12 +397,12 @@ def _examine(
 def _split(leaf: str) -> tuple[str, str]:
     path, mark, rest = leaf.rpartition(f"!{LAYOUT}/")
     if not mark:
-        raise ValueError(f"{leaf} is in no bundle")
+        raise ValueError(f"{leaf} is not in a bundle")
     return path, f"{LAYOUT}/{rest}"
 
 
 def _in_memory(bundle: Bundle, member: Member) -> str:
-    """A path under which the member can be opened, by this process and by its children."""
+    """A path by which this process and its children can open the member."""
 
     def fill(fd: int) -> None:
         bundle.copy(member, fd)

@@ -1,4 +1,4 @@
-"""The toolchain of a backend: the host compiler, and beside it the compiler of device code."""
+"""The toolchain of a backend: the host compiler and, if it has one, the device compiler."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def _wanted(backend: str, toolchain: Toolchain) -> str | None:
 
 
 def recall(memory: tuple[str, ...], backend: str, machine: str = "") -> Toolchain | None:
-    """The compilers that would be chosen, if remembered. Starts no process, writes nothing.
+    """The compilers that ``choose`` would take, if their probes are remembered.
 
-    ``machine`` is the one to compile for, where it is not this one.
+    Starts no process, writes nothing. ``machine``: the one to compile for, if it is another.
     """
     toolchain = host.recall(memory, machine)
     if toolchain is None or backend == CPU:
@@ -36,7 +36,7 @@ def recall(memory: tuple[str, ...], backend: str, machine: str = "") -> Toolchai
 
 
 def choose(memory: tuple[str, ...], backend: str, machine: str = "") -> Toolchain:
-    """The compilers for a backend, probed where nothing is remembered of them.
+    """The compilers for a backend. Those that are not remembered are probed.
 
     Raises ToolchainError with each candidate and why it was refused.
     """
@@ -48,7 +48,7 @@ def choose(memory: tuple[str, ...], backend: str, machine: str = "") -> Toolchai
 
 
 def note(backend: str, toolchain: Toolchain) -> str:
-    """What a user should know of a choice that is good enough; empty for one that fits."""
+    """A note for a choice that works but does not fit exactly; empty for one that fits."""
     if backend != CUDA or toolchain.device is None:
         return ""
     nvcc, device = _family(CUDA), toolchain.device
@@ -57,7 +57,7 @@ def note(backend: str, toolchain: Toolchain) -> str:
 
 
 def available(backend: str, machine: str = "") -> bool:
-    """Whether compilers for a backend are to be found, without asking them anything."""
+    """Whether compilers for a backend are found. Starts no process."""
     return host.available(machine) and (backend == CPU or bool(_family(backend).available()))
 
 

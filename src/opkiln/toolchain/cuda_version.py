@@ -1,8 +1,8 @@
-"""Which CUDA toolkit goes with which torch: the rule, its errors, and the names DeepSpeed gave it.
+"""Which CUDA toolkit fits which torch: the rule, its errors, and DeepSpeed's names for it.
 
-Versions of one CUDA major are compatible with each other; versions of two majors are not. The
-functions that DeepSpeed's op builders know are here under their names, over the same rule. None of
-them imports torch: its CUDA version is read from its files.
+Versions with the same CUDA major are compatible, others are not. The functions that DeepSpeed's op
+builders call are here under their names, on top of the same rule. Nothing here imports torch: its
+CUDA version is read from its files.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def misfit(version: str, torch_cuda: str | None) -> str:
 
 
 def distance(version: str, torch_cuda: str | None) -> tuple[int, int, int]:
-    """How far a toolkit's version is from torch's: the smaller, the better it fits.
+    """A sort key: the smaller, the better a toolkit's version fits torch's.
 
-    The same version, then the nearest newer minor, which knows all that torch's does, then the
-    nearest older one; then the nearest other major. All fit a torch without CUDA alike.
+    The same version is best, then the nearest newer minor, which has all that torch uses, then the
+    nearest older one, then the nearest other major. If torch has no CUDA, all are equal.
     """
     if torch_cuda is None:
         return 0, 0, 0
@@ -43,31 +43,31 @@ def distance(version: str, torch_cuda: str | None) -> tuple[int, int, int]:
 
 
 def fitting(version: str) -> str:
-    """The command that installs a whole toolkit of this version; any, where it is empty."""
+    """The command that installs a toolkit of this version; of any version if it is empty."""
     if not version:
         return "pip install 'opkiln[cuda]'"
     major, minor = release(version)
     if major < 13:  # the wheels of CUDA 12 and before hold no nvcc
         return f"conda install -c nvidia cuda-toolkit={major}.{minor}"
-    # By the package that pins them all: nvcc's own wheel asks for any release of its parts, and
-    # 13.0's ptxas does not read what 13.4's cicc writes.
+    # cuda-toolkit pins all its parts. nvcc's own wheel accepts any release of its parts, and ptxas
+    # 13.0 does not read what cicc 13.4 writes.
     return f"pip install 'cuda-toolkit[nvcc,cccl,cudart]=={major}.{minor}.*'"
 
 
 def missing(torch_cuda: str | None) -> MissingCUDAException:
-    """The error for a machine where no toolkit was found."""
+    """The error if no toolkit was found."""
     named, origin = origin_of("cuda_home")
     if named:
-        what, hint = f"{origin}={named} holds no CUDA toolkit", f"unset {origin}"
+        what, hint = f"{origin}={named} has no CUDA toolkit", f"unset {origin}"
     else:
         what, hint = "no CUDA toolkit is installed", "pip install 'opkiln[cuda]'"
         if torch_cuda is not None and release(torch_cuda)[0] < 13:
-            hint = fitting(torch_cuda)  # what the extra brings would be refused
+            hint = fitting(torch_cuda)  # the extra would install another major, which is refused
     return MissingCUDAException(what, why=toolkits.looked_in(), hint=hint)
 
 
 def mismatch(torch_cuda: str, why: str) -> CUDAMismatchException:
-    """The error for a machine whose toolkits are all of another major version than torch's."""
+    """The error if all toolkits have another major version than torch."""
     named, origin = origin_of("cuda_home")
     fix = f"unset {origin}" if named else fitting(torch_cuda)
     return CUDAMismatchException(
@@ -81,17 +81,17 @@ def mismatch(torch_cuda: str, why: str) -> CUDAMismatchException:
 
 
 def installed_cuda_version(name: str = "", *, memory: tuple[str, ...] = ()) -> tuple[int, int]:
-    """(major, minor) of the toolkit that fits torch's CUDA best, whether it fits or not.
+    """(major, minor) of the toolkit that is nearest to torch's CUDA, even if it does not fit.
 
-    ``name`` is the op it is asked for. Raises MissingCUDAException.
+    ``name`` is the op, for the error. Raises MissingCUDAException.
     """
     return _nearest(name, memory).release
 
 
 def assert_no_cuda_mismatch(name: str = "", *, memory: tuple[str, ...] = ()) -> bool:
-    """True when a toolkit's CUDA fits torch's, or torch has none.
+    """True if a toolkit's CUDA fits torch's, or torch has none.
 
-    Raises CUDAMismatchException, MissingCUDAException; ``name`` is the op it is asked for.
+    ``name`` is the op, for the error. Raises CUDAMismatchException, MissingCUDAException.
     """
     toolkit, torch_cuda = _nearest(name, memory), _torch_cuda()
     reason = misfit(toolkit.record["version"], torch_cuda)
@@ -111,7 +111,7 @@ def get_default_compute_capabilities(*, memory: tuple[str, ...] = ()) -> str:
 
 
 class _Minors:
-    """The versions of one major: those that are compatible with each other."""
+    """All versions of one major: they are compatible with each other."""
 
     def __init__(self, major: int) -> None:
         self.major = major
@@ -124,7 +124,7 @@ class _Minors:
 
 
 class _Majors:
-    """For each CUDA major, the versions that may be mixed: all of that major."""
+    """For each CUDA major, the versions that are compatible: all of that major."""
 
     def __contains__(self, major: object) -> bool:
         return isinstance(major, int) and major > 0

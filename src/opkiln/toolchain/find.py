@@ -45,7 +45,7 @@ def launcher() -> str | None:
 
 
 def cross_candidates(machine: str) -> Iterator[Candidate]:
-    """C++ compilers for another machine: the one that was named, else the one of its usual name."""
+    """C++ compilers for another machine: the one the user named, else the usual name."""
     asked, origin = origin_of("cxx_aarch64") if machine == "aarch64" else (None, "PATH")
     name = asked or f"{machine}-linux-gnu-g++"
     path = first(name)
@@ -57,7 +57,7 @@ def cross_candidates(machine: str) -> Iterator[Candidate]:
 
 
 def cxx_candidates() -> Iterator[Candidate]:
-    """Host C++ compilers in the order of preference: the one that was named, else PATH's."""
+    """Host C++ compilers in order of preference: the one the user named, else those on PATH."""
     command, origin = origin_of("cxx")
     if command:
         wanted = command[-1]
@@ -66,7 +66,7 @@ def cxx_candidates() -> Iterator[Candidate]:
             yield Candidate(wanted, origin, "no such program")
         else:
             yield Candidate(path, origin)
-        return  # an explicit choice that cannot be met is not replaced by another
+        return  # an explicit choice is never replaced by another compiler
     seen: set[str] = set()
     for name in ("g++", "clang++", "c++"):
         path = first(name)

@@ -1,52 +1,65 @@
-"""hipcc: identity, the architectures it has libraries for, and the choice among those here.
+"""hipcc: which one is used, why, and what a probe finds out about it.
 
-hipcc is a script in front of clang that hands its arguments to a shell, and that takes an nvcc on
-the machine for a reason to compile for NVIDIA. So it always runs with ``ENVIRONMENT``, and only
-plain characters may reach it. Its own variables (``HIPCC_COMPILE_FLAGS_APPEND``, ``HIP_PATH``, …)
-do not: children get an allow-listed environment.
+hipcc is a script in front of clang. It passes its arguments to a shell, and if it finds an nvcc it
+may compile for NVIDIA. So it always runs with ``ENVIRONMENT``, and its arguments may only contain
+plain characters. Its own variables (``HIPCC_COMPILE_FLAGS_APPEND``, ``HIP_PATH``, …) do not reach
+it: children get an allow-listed environment.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import time
+from itertools import pairwise
 from typing import Any, NamedTuple
 
-from opkiln.digest import Signature
-from opkiln.errors import ToolchainError
+from opkiln.arch import hip
+from opkiln.digest import Signature, key, sha256_file
+from opkiln.errors import ArchError, BuildTimeout, ToolchainError
 from opkiln.model import DeviceCompiler, Toolchain
 from opkiln.settings import origin_of
-from opkiln.toolchain import hipccprobe, memo, rocm_homes, torch_sdk
 from opkiln.toolchain import host as hosts
+from opkiln.toolchain import probing, rocm, torch_sdk
 from opkiln.toolchain.find import Candidate
 
-# What every run of hipcc gets besides the allow-listed environment.
-ENVIRONMENT = hipccprobe.ENVIRONMENT
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    Ask = Callable[..., tuple[int, str]]
+
+
+# Set for every run of hipcc, in addition to the allow-listed environment.
+ENVIRONMENT = (("HIP_PLATFORM", "amd"),)
 
 
 class _Search(NamedTuple):
-    """What a look at every hipcc came to."""
+    """The result of looking at every hipcc."""
 
     taken: DeviceCompiler | None
     candidates: list[Candidate]  # the one taken is not refused
-    mismatched: bool  # there are some that work, and every one is of another major version
-    signatures: list[list[Any]]  # of the files that the outcome rests on
+    mismatched: bool  # some work, but all have another HIP major version than torch
+    signatures: list[list[Any]]  # of the files that decided the choice
 
 
 def recall(
     memory: tuple[str, ...], torch_hip: str | None, host: Toolchain
 ) -> DeviceCompiler | None:
-    """The hipcc that would be chosen, if it is remembered. Starts no process, writes nothing."""
+    """The hipcc that ``choose`` would take, if every probe is remembered.
+
+    Starts no process, writes nothing.
+    """
     search = _search(memory, torch_hip, host, ask=False)
     return None if search is None else search.taken
 
 
 def choose(memory: tuple[str, ...], torch_hip: str | None, host: Toolchain) -> DeviceCompiler:
-    """The hipcc that fits torch's HIP best, probed where nothing is remembered of it.
+    """The hipcc that fits torch's HIP best. Those that are not remembered are probed.
 
-    The same version is best, then the nearest newer minor, then the nearest older one; with no HIP
-    in torch, the first that is found. Raises ToolchainError with each candidate and why it was
-    refused: another major version than torch's is, since two HIP runtimes do not go together.
+    The same version is best, then the nearest newer minor, then the nearest older one. If torch has
+    no HIP, the first one found is taken. Another major version than torch's is refused: two HIP
+    runtimes do not work in one process. Raises ToolchainError with each candidate and its refusal.
     """
     search = _search(memory, torch_hip, host, ask=True)
     assert search is not None
@@ -56,29 +69,29 @@ def choose(memory: tuple[str, ...], torch_hip: str | None, host: Toolchain) -> D
 
 
 def candidates(memory: tuple[str, ...], torch_hip: str | None, host: Toolchain) -> list[Candidate]:
-    """Every hipcc that was considered, for reports; the one that is taken has no refusal."""
+    """Every hipcc that was considered, for reports. The one that is taken is not refused."""
     search = _search(memory, torch_hip, host, ask=True)
     assert search is not None
     return search.candidates
 
 
 def available() -> bool:
-    """Whether any hipcc is to be found, without asking it anything."""
-    return any(not candidate.refused for candidate in rocm_homes.hipcc_candidates())
+    """Whether any hipcc is found. Starts no process."""
+    return any(not candidate.refused for candidate in rocm.hipcc_candidates())
 
 
 def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, list[Any]] | None:
-    """What the choice of this hipcc rests on, as facts that ``stat`` can check.
+    """The facts behind the choice of this hipcc, in a form that ``stat`` can check.
 
-    It is the choice for the host compiler and the torch of this machine, which have evidence of
-    their own. None where another choice would be made by now.
+    The host compiler and torch have evidence of their own. None if another hipcc would be chosen
+    now.
     """
     host = hosts.recall(memory)
     if host is None:
         return None
-    listed, absent = rocm_homes.watched()
+    listed, absent = rocm.watched()
     try:
-        # Before the choice is made again: what appears from here on is in no signature.
+        # Signed before the choice is made again, so that a later change shows.
         unchanged = [[path, *Signature.of(path)] for path in listed]
     except OSError:
         return None
@@ -87,23 +100,23 @@ def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, lis
     if search is None or search.taken != compiler:
         return None
     if any(map(os.path.lexists, absent)):
-        return None  # something that is no hipcc is where one may be
+        return None  # a file that is not a hipcc is where a hipcc could be
     return {"unchanged": unchanged + search.signatures, "absent": absent}
 
 
 def can_compile(memory: tuple[str, ...], compiler: DeviceCompiler, arch: str) -> str:
     """Why this hipcc cannot compile for an architecture; empty when it can.
 
-    Found out by compiling a kernel (about a second), once for each architecture and compiler.
-    Raises ToolchainError where hipcc cannot be run at all.
+    Compiles a kernel (about a second), once for each architecture and compiler. Raises
+    ToolchainError if hipcc cannot be run at all.
     """
     subject = f"hipcc {compiler.identity} for {arch}"
-    record = memo.recall(memory, subject)
+    record = probing.recall(memory, subject)
     if record is None:
-        refused = hipccprobe.compile_error(compiler.path, arch)
+        refused = compile_error(compiler.path, arch)
         reason = f"HIP {compiler.version} does not compile for {arch}: {refused}"
         record = {"refused": reason if refused else ""}
-        memo.remember(memory, subject, record, [])  # the subject says which files answered
+        probing.remember(memory, subject, record, [])  # the subject has the files' identity
     return str(record["refused"])
 
 
@@ -113,9 +126,9 @@ def can_compile(memory: tuple[str, ...], compiler: DeviceCompiler, arch: str) ->
 def _search(
     memory: tuple[str, ...], torch_hip: str | None, host: Toolchain, *, ask: bool
 ) -> _Search | None:
-    """Look at every hipcc; None where something is not remembered and may not be asked."""
+    """Look at every hipcc. None if ``ask`` is false and a probe is not remembered."""
     found: list[tuple[Candidate, dict[str, Any]]] = []
-    listed = list(rocm_homes.hipcc_candidates())
+    listed = list(rocm.hipcc_candidates())
     for candidate in listed:
         if candidate.refused:
             continue
@@ -124,8 +137,8 @@ def _search(
             if not ask:
                 return None
             asked_at = time.time_ns()
-            record, files = hipccprobe.probe(candidate.path)
-            memo.remember(memory, _subject(candidate.path), record, files, asked_at)
+            record, files = probe(candidate.path)
+            probing.remember(memory, _subject(candidate.path), record, files, asked_at)
             record = {**record, "signatures": []}
         found.append((candidate, record))
 
@@ -150,29 +163,31 @@ def _outranked(record: dict[str, Any], taken: DeviceCompiler, torch_hip: str | N
 
 
 def _signed(candidate: Candidate, record: dict[str, Any]) -> list[list[Any]]:
-    """A record's signatures, by the names that files go by and not by those these lead to: a link
-    that is turned elsewhere then shows as a file with another inode."""
+    """A record's signatures under the names that are called, not the paths they resolve to.
+
+    A link that is pointed elsewhere then shows as a file with another inode.
+    """
     names = {real: name for name, real in record.get("resolved", ())}
     names[os.path.realpath(candidate.path)] = candidate.path
     return [[names.get(path, path), *rest] for path, *rest in record["signatures"]]
 
 
 def _misfit(record: dict[str, Any], torch_hip: str | None, host: Toolchain) -> str:
-    """Why a hipcc that works cannot build for this torch and host; empty when it can."""
+    """Why a working hipcc cannot build for this torch and host; empty if it can."""
     architecture = host.machine.partition("-")[0]
     if not record["machine"].startswith(architecture):
-        return f"compiles for {record['machine']}, and {host.cxx} for {host.machine}"
+        return f"compiles for {record['machine']}, but {host.cxx} compiles for {host.machine}"
     if torch_hip is None or _major(record["version"]) == _major(torch_hip):
         return ""
-    return f"HIP {record['version']}; torch was built with {torch_hip}, another major"
+    return f"HIP {record['version']}; torch was built with {torch_hip}, another major version"
 
 
 def _fit(record: dict[str, Any], torch_hip: str | None) -> tuple[int, int]:
-    """The smaller, the better. Those that are alike stay in the order they were found in."""
+    """A sort key: smaller is better. Equal ones stay in the order they were found in."""
     if torch_hip is None:
         return 0, 0
     minor, wanted = (torch_sdk.release(each)[1] for each in (record["version"], torch_hip))
-    # A newer minor knows all that torch's does; an older one may lack something.
+    # A newer minor has all that torch uses; an older one may lack something.
     return int(minor < wanted), abs(minor - wanted)
 
 
@@ -187,7 +202,7 @@ def _failure(search: _Search, torch_hip: str | None) -> ToolchainError:
     elif search.mismatched and torch_hip is not None:
         major, minor = torch_sdk.release(torch_hip)
         what = f"no ROCm here fits torch, which was built with HIP {torch_hip}"
-        hint = f"OPKILN_ROCM_HOME=/opt/rocm-{major}.{minor}.0    (ROCm {major}, where it is)"
+        hint = f"OPKILN_ROCM_HOME=/opt/rocm-{major}.{minor}.0    (the path of a ROCm {major})"
     else:
         what, hint = "no hipcc can be used here", "apt-get install hipcc"
     why = "\n".join(f"{each.path} ({each.origin}): {each.refused}" for each in search.candidates)
@@ -203,8 +218,8 @@ def _compiler(record: dict[str, Any], host: Toolchain) -> DeviceCompiler:
         identity=record["identity"],
         archs=tuple(record["archs"]),
         accepts=frozenset(record["accepts"]),
-        # Those that a host compiler needs to be told of. Told of one that it searches anyway, g++
-        # no longer finds what libstdc++ includes behind it.
+        # Only those that the host compiler does not search anyway. If g++ is told of such a one, it
+        # no longer finds the headers that libstdc++ includes after it.
         include_dirs=tuple(d for d in record["include_dirs"] if d not in host.include_dirs),
         library_dirs=tuple(record["library_dirs"]),
     )
@@ -215,9 +230,221 @@ def _subject(path: str) -> str:
 
 
 def _recall(memory: tuple[str, ...], path: str) -> dict[str, Any] | None:
-    record = memo.recall(memory, _subject(path))
+    record = probing.recall(memory, _subject(path))
     if record is None or record["refused"]:
         return record
-    # The files are unchanged, but the names that hipcc calls may lead elsewhere now.
+    # The files are unchanged, but the names that hipcc calls may point elsewhere now.
     led = ((name, os.path.realpath(name)) for name, _ in record["resolved"])
     return record if [list(pair) for pair in led] == record["resolved"] else None
+
+
+# The probe
+
+_RUNTIME = "libamdhip64.so"
+_HEADER = "hip/hip_runtime.h"
+_VERSION = "hip/hip_version.h"
+_REQUIRED = "-std=c++20"
+_ISA = "oclc_isa_version_"  # prefix of the device libraries that stand for one processor
+# Every recent ROCm has device libraries for at least one of these. They are used for the probe.
+_ASKED = ("gfx90a", "gfx1030", "gfx900")
+_SOURCE = """\
+#include <hip/hip_runtime.h>
+__global__ void opkiln_probe(float* x) { *x = expf(*x); }
+hipError_t opkiln_launch(float* x) { opkiln_probe<<<1, 1>>>(x); return hipGetLastError(); }
+"""
+
+
+def probe(path: str) -> tuple[dict[str, Any], list[str]]:
+    """Ask a hipcc everything at once. Returns (record, the files that the answers depend on)."""
+    program = os.path.realpath(path)
+    files = [program, *_beside(program)]
+    try:
+        return _asked(program, files)
+    except (ToolchainError, BuildTimeout) as error:  # it cannot be started, or hangs
+        return {"refused": f"{error.what}: {error.why}", "version": ""}, files
+
+
+def _asked(program: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:
+    with probing.scratch() as scratch:
+        ask = _asking(program, scratch)
+        status, banner = ask("--version")
+        version = banner.partition("HIP version: ")[2].partition("\n")[0].partition("-")[0].strip()
+        if status != 0 or torch_sdk.release(version) == (0, 0) or "clang version" not in banner:
+            said = f"--version exits with {status}: {_last_line(banner)}"
+            return {"refused": said, "version": version}, files
+
+        compiling = _compiling(scratch)
+        arch, dry = _dry_run(ask)
+        directories = [*_header_directories(dry), *_library_directories(dry)]
+        status, said = ask(f"--offload-arch={arch}", _REQUIRED, *compiling)
+    library_dirs = [d for d in _library_directories(dry) if _holds(d, _RUNTIME)]
+    reason = ""
+    if status != 0:
+        reason = f"does not compile for {arch}: {_first_error(said)}"
+    elif not library_dirs:
+        reason = f"finds no {_RUNTIME} to link with"
+    if reason:
+        # The directories count too: what is missing may be installed into one of them.
+        return {"refused": reason, "version": version}, [*files, *directories]
+
+    called = _programs(dry)
+    bitcode = _bitcode(dry)
+    parts = [*files, *map(os.path.realpath, called), *_shared_code(called)]
+    parts += [os.path.join(directory, name) for directory, name in bitcode]
+    include_dirs = [d for d in _header_directories(dry) if _holds(d, _HEADER)]
+    # The version of the headers. Headers that only the device compile reads are in no depfile.
+    parts += [os.path.join(d, _VERSION) for d in include_dirs if _holds(d, _VERSION)]
+    parts = list(dict.fromkeys(parts))
+    # Signed, but not part of the identity: these only decide which archs there are and which
+    # runtime is linked, and a link step has the runtime in its own key.
+    signed = [*dict.fromkeys(d for d, _ in bitcode), os.path.join(library_dirs[0], _RUNTIME)]
+    # Without the directories: the same files elsewhere are the same compiler.
+    digests = [(os.path.basename(part), sha256_file(part)) for part in parts]
+    record = {
+        "refused": "",
+        "version": version,
+        "program": program,
+        "home": rocm.home_of(program),
+        "machine": _field(banner, "Target:"),
+        "identity": key("toolchain", ("hipcc", version, digests)),
+        "archs": _archs(name for _, name in bitcode),
+        "accepts": [_REQUIRED],
+        "include_dirs": include_dirs,
+        "library_dirs": library_dirs,
+        "resolved": [[name, os.path.realpath(name)] for name in called],
+    }
+    return record, [*parts, *signed]
+
+
+def compile_error(program: str, arch: str) -> str:
+    """The error of a hipcc that compiles a kernel for an architecture; empty if it succeeds."""
+    with probing.scratch() as scratch:
+        ask = _asking(program, scratch)
+        status, said = ask(f"--offload-arch={arch}", _REQUIRED, *_compiling(scratch))
+    return "" if status == 0 else _first_error(said)
+
+
+def _asking(program: str, scratch: str) -> Ask:
+    from opkiln.process import run
+
+    def ask(*arguments: str) -> tuple[int, str]:
+        done = run(
+            (program, *arguments), cwd=scratch, env=dict(ENVIRONMENT), tmpdir=scratch,
+            timeout=120, supervised=False,
+        )  # fmt: skip
+        return done.returncode, done.output
+
+    return ask
+
+
+def _compiling(scratch: str) -> tuple[str, ...]:
+    with open(os.path.join(scratch, "probe.hip"), "w") as file:
+        file.write(_SOURCE)
+    return "-fPIC", "-c", "probe.hip", "-o", "probe.o"
+
+
+def _dry_run(ask: Ask) -> tuple[str, str]:
+    """(an architecture, the commands that hipcc would run to compile and link for it).
+
+    clang exits with 0 here even if it reports errors.
+    """
+    answers = []
+    for arch in _ASKED:
+        _, said = ask("-###", f"--offload-arch={arch}", "-shared", "probe.hip", "-o", "probe.so")
+        if " error: " not in said:
+            return arch, said
+        answers.append((arch, said))
+    return answers[0]
+
+
+def _commands(dry: str) -> list[list[str]]:
+    return [shlex.split(line) for line in dry.splitlines() if line.startswith(' "/')]
+
+
+def _programs(dry: str) -> list[str]:
+    """clang, lld, the bundler and the linker, by the names that clang uses, and clang's
+    configuration files."""
+    configured = [
+        line.partition(": ")[2].strip()
+        for line in dry.splitlines()
+        if line.startswith("Configuration file: ")
+    ]
+    return list(dict.fromkeys([*(words[0] for words in _commands(dry)), *configured]))
+
+
+def _shared_code(programs: Iterable[str]) -> list[str]:
+    """The libraries with the compiler's code, if clang itself is a thin program over them."""
+    found = []
+    for program in programs:
+        directory = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(program))), "lib")
+        if os.path.basename(program).startswith("clang") and os.path.isdir(directory):
+            for name in sorted(os.listdir(directory)):
+                if name.startswith(("libLLVM", "libclang-cpp")) and ".so" in name:
+                    found.append(os.path.realpath(os.path.join(directory, name)))
+    return list(dict.fromkeys(found))
+
+
+def _bitcode(dry: str) -> list[tuple[str, str]]:
+    """(directory, name) of every device library in the directories that a compile uses."""
+    taken = _values(dry, ("-mlink-builtin-bitcode",))
+    found = dict.fromkeys(os.path.realpath(os.path.dirname(path)) for path in taken)
+    return [(d, name) for d in found for name in sorted(os.listdir(d)) if name.endswith(".bc")]
+
+
+def _archs(names: Iterable[str]) -> list[str]:
+    """``gfx90a`` and so on, from the names of device libraries, in order."""
+    found: list[hip.Arch] = []
+    for name in names:
+        if name.startswith(_ISA):
+            try:
+                found += hip.parse("gfx" + name.removeprefix(_ISA).removesuffix(".bc"))
+            except ArchError:
+                continue  # a library for a processor that no arch list can name
+    return [str(arch) for arch in hip.merged(found)]
+
+
+def _header_directories(dry: str) -> list[str]:
+    options = ("-internal-isystem", "-internal-externc-isystem", "-isystem", "-idirafter")
+    return _existing(_values(dry, options))
+
+
+def _library_directories(dry: str) -> list[str]:
+    link = (_commands(dry) or [[]])[-1]
+    return _existing([word[2:] for word in link if word.startswith("-L")])
+
+
+def _values(dry: str, options: tuple[str, ...]) -> list[str]:
+    """The words that follow these options, anywhere in the commands."""
+    return [
+        value for words in _commands(dry) for option, value in pairwise(words) if option in options
+    ]
+
+
+def _existing(paths: list[str]) -> list[str]:
+    return list(dict.fromkeys(os.path.realpath(path) for path in paths if os.path.isdir(path)))
+
+
+def _beside(program: str) -> list[str]:
+    """The other files that hipcc consists of, if it is a script in front of another program."""
+    names = ("hipcc.pl", "hipvars.pm", "hipcc.bin", ".hipVersion")
+    paths = (os.path.join(os.path.dirname(program), name) for name in names)
+    return [path for path in paths if os.path.isfile(path)]
+
+
+def _holds(directory: str, name: str) -> bool:
+    return os.path.exists(os.path.join(directory, name))
+
+
+def _field(text: str, label: str) -> str:
+    lines = (line for line in text.splitlines() if line.startswith(label))
+    return next(lines, label)[len(label) :].strip()
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
+
+
+def _first_error(text: str) -> str:
+    """The first error, without clang's explanation."""
+    lines = [line for line in text.splitlines() if "error: " in line]
+    return lines[0].partition("error: ")[2].partition("; ")[0] if lines else _last_line(text)

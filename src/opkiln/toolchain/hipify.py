@@ -1,10 +1,9 @@
-"""CUDA sources as HIP: a translated copy of what an op compiles, beside which the author's stay.
+"""CUDA sources as HIP: a translated copy of what an op compiles. The author's files stay unchanged.
 
-The vocabulary is that of torch's own hipify, so that what works there works here; the files are
-laid out differently. torch renames what it translates and rewrites each ``#include`` to match,
-beside the source. Here the copy has the names and the lines of the original: nothing that an
-``#include`` says has to change, however it is written, and what the compiler says of line 40 is
-true of the author's line 40.
+The vocabulary is that of torch's own hipify, so what works there works here. The layout differs:
+torch renames the files that it translates, next to the source, and rewrites each ``#include`` to
+match. Here the copy has the names and the lines of the original. So no ``#include`` has to change,
+and the compiler's line 40 is the author's line 40.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ if TYPE_CHECKING:
 
 _TRANSLATOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "translate_hip.py")
 
-# `#include "x"`, `# include <x>`, `__has_include(<x>)`; and one for the preprocessor alone to read.
+# `#include "x"`, `# include <x>`, `__has_include(<x>)`; and one that only the preprocessor can
+# resolve.
 _INCLUDE = re.compile(
     r"""(?:^[ \t]*\#[ \t]*include(?:_next)?|__has_include[ \t]*\()[ \t]*(["<])([^">\n]+)[">]""",
     re.MULTILINE,
@@ -34,15 +34,15 @@ _INCLUDE = re.compile(
 _COMPUTED = re.compile(r"^[ \t]*\#[ \t]*include[ \t]+[A-Za-z_]", re.MULTILINE)
 _HEADERS = (".h", ".hh", ".hpp", ".hxx", ".h++", ".cuh", ".inl", ".inc", ".ipp", ".tpp", ".def")
 
-# What tells the headers of torch, CUDA and ROCm from an author's.
+# Files by which include directories of torch, CUDA and ROCm are recognized.
 _FOREIGN = ("torch/headeronly", "torch/extension.h", "hip/hip_runtime.h")
 _CUDA = "cuda_runtime_api.h"
 
 
 class Staged(NamedTuple):
-    """The copy. An op is built from it as it would be from its own root."""
+    """The copy. An op is built from it as from its own root."""
 
-    root: str  # stands for the spec's root: paths that are relative to that one hold
+    root: str  # replaces the spec's root: relative paths stay valid
     sources: dict[str, str]  # as the spec names it -> relative to root
     include_dirs: dict[str, str]  # as the spec names it -> absolute; CUDA's own left out
     origin: dict[str, str]  # a file of the copy -> the author's, both absolute
@@ -52,15 +52,13 @@ class Staged(NamedTuple):
 def stage(spec: OpSpec, torch: TorchSDK, directory: str) -> Staged:
     """Copy an op's sources, and the headers that they may include, and translate the copy.
 
-    ``directory`` exists and is empty. It comes to hold the files by their absolute paths, as below
-    another root directory: however ``..`` leads from one to the other, it leads there in the copy.
-    Headers are an author's where they lie beside what includes them or in the spec's include
-    directories, unless those are torch's, CUDA's or ROCm's; a directory that only a flag names is
-    not looked into. Files that hold nothing of CUDA are copied as they are. The source tree is only
-    read.
+    ``directory`` exists and is empty. Files are copied into it by their absolute paths, as into
+    another root directory, so that a path with ``..`` stays valid in the copy. Headers belong to
+    the author if they are next to the file that includes them or in the spec's include directories,
+    unless those are of torch, CUDA or ROCm; a directory that only a flag names is not searched.
+    Files without CUDA are copied unchanged. The source tree is only read.
 
-    Raises SpecError for a source that is not there, ToolchainError where torch's hipify cannot be
-    used, OSError.
+    Raises SpecError for a missing source, ToolchainError if torch's hipify cannot be used, OSError.
     """
     copy = _Copy(spec, directory)
     for source in spec.sources:
@@ -79,9 +77,9 @@ def stage(spec: OpSpec, torch: TorchSDK, directory: str) -> Staged:
 
 
 def identity(torch: TorchSDK) -> str:
-    """What the outcome of a translation depends on besides the sources, for a key.
+    """The identity of the translator, for a key.
 
-    Raises ToolchainError where torch has no hipify.
+    Raises ToolchainError if torch has no hipify.
     """
     files = (_TRANSLATOR, *modules(torch))
     for path in files:
@@ -103,11 +101,11 @@ class _Copy:
         self.digests: dict[str, str] = {}
 
     def place(self, path: str) -> str:
-        """Where a file or a directory is in the copy."""
+        """The path of a file or directory in the copy."""
         return os.path.join(self._directory, os.path.normpath(path).lstrip("/"))
 
     def at(self, source: str) -> str:
-        """Where a source of the spec's is in the copy."""
+        """The path of one of the spec's sources in the copy."""
         return self.place(self._absolute(source))
 
     def include_dirs(self) -> dict[str, str]:
@@ -117,7 +115,7 @@ class _Copy:
         return {n: self.place(d) if d in self._searched else d for n, d in kept}
 
     def own_includes(self) -> dict[str, list[str]]:
-        """For each file of the copy, relative to it: the names that it includes of the author's."""
+        """For each file of the copy, by relative path: the author's files that it includes."""
         return {
             os.path.relpath(self.place(path), self._directory): sorted(set(names))
             for path, names in sorted(self._own.items())
@@ -136,7 +134,7 @@ class _Copy:
             )
 
     def add_includes(self) -> None:
-        """Follow what the files include, whether or not a condition would leave it out."""
+        """Follow all includes, also those in conditions that may be false."""
         waiting = list(self._contents)
         while waiting:
             kept = waiting.pop()
@@ -165,7 +163,7 @@ class _Copy:
         return os.path.join(self._spec.root, path)
 
     def _looked_up(self, includer: str, bracket: str, name: str) -> Iterator[str]:
-        """Everything that a name may mean; which one it is depends on the file that is compiled."""
+        """Every file that a name may mean; which one depends on the file that is compiled."""
         if os.path.isabs(name):
             return
         if bracket == '"':
@@ -186,7 +184,7 @@ class _Copy:
                 )
 
     def _add(self, path: str) -> bool:
-        """Take a file into the copy; False where it is there already, or nowhere."""
+        """Add a file to the copy; False if it is already there, or does not exist."""
         # The compiler will look for `a/../b`. In the original `a` may be a link that leads
         # elsewhere; in the copy it never is one. So it is read by the one and kept by the other.
         kept = os.path.normpath(path)
@@ -211,11 +209,11 @@ def _foreign(directory: str) -> bool:
 
 
 def _translate(torch: TorchSDK, directory: str, files: dict[str, list[str]]) -> None:
-    """Translate files in place, in a process that has torch's hipify and nothing else of torch."""
+    """Translate files in place, in a process that loads torch's hipify and no other part of it."""
     from opkiln.process import run
 
     own = modules(torch)
-    listing = os.path.join(directory, "hipify.json")  # no file of the author's lies in `/`
+    listing = os.path.join(directory, "hipify.json")  # no file of the author is in `/`
     with open(listing, "w", encoding="ascii") as file:
         json.dump(files, file)
     argv = (sys.executable, "-I", "-S", _TRANSLATOR, os.path.dirname(own[0]), listing)

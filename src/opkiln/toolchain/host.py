@@ -1,4 +1,4 @@
-"""g++ and clang++: identity, what they accept, and the choice among those on the machine."""
+"""g++ and clang++: which one is used, its identity, and what it accepts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from opkiln import evidence
 from opkiln import machine as this
 from opkiln.arch import cpu
 from opkiln.digest import key, sha256_file
-from opkiln.errors import BuildTimeout, ToolchainError
+from opkiln.errors import BuildTimeout, ToolchainError, UsageError
 from opkiln.model import Toolchain
-from opkiln.settings import origin_of
-from opkiln.toolchain import find, memo, torch_sdk
+from opkiln.settings import origin_of, settings
+from opkiln.toolchain import find, probing, torch_sdk
 from opkiln.toolchain.find import Candidate
 
 TYPE_CHECKING = False
@@ -24,9 +24,9 @@ REQUIRED = "-std=c++20"
 
 
 def recall(memory: tuple[str, ...], machine: str = "") -> Toolchain | None:
-    """The compiler that would be chosen, if it is remembered. Starts no process, writes nothing.
+    """The compiler that ``choose`` would take, if its probe is remembered.
 
-    ``machine`` is the one to compile for, where it is not this one.
+    Starts no process, writes nothing. ``machine``: the one to compile for, if it is another.
     """
     for candidate in _candidates(machine):
         if candidate.refused:
@@ -40,7 +40,7 @@ def recall(memory: tuple[str, ...], machine: str = "") -> Toolchain | None:
 
 
 def choose(memory: tuple[str, ...], machine: str = "") -> Toolchain:
-    """The first compiler that can be used, probed where nothing is remembered of it.
+    """The first compiler that can be used. Those that are not remembered are probed.
 
     Raises ToolchainError with each candidate and why it was refused.
     """
@@ -50,11 +50,9 @@ def choose(memory: tuple[str, ...], machine: str = "") -> Toolchain:
             return _toolchain(candidate.path, record, cross=_is_cross(machine))
         refusals.append(f"{candidate.path} ({candidate.origin}): {candidate.refused}")
     why = "\n".join(refusals)
-    from opkiln.toolchain import probing
-
     if probing.unwritable():
         raise ToolchainError(
-            "no C++ compiler can be asked what it can do",
+            "no C++ compiler can be probed",
             why=why,
             hint="set OPKILN_TMPDIR to a writable node-local directory",
         )
@@ -88,7 +86,7 @@ def candidates(memory: tuple[str, ...]) -> list[Candidate]:
 
 
 def available(machine: str = "") -> bool:
-    """Whether any compiler is to be found, without asking it anything."""
+    """Whether any compiler is found. Starts no process."""
     return any(not candidate.refused for candidate in _candidates(machine))
 
 
@@ -106,20 +104,20 @@ def _examined(
             try:
                 record, files = _probe(candidate.path, machine or this.architecture())
             except (ToolchainError, BuildTimeout, OSError) as error:
-                # Not remembered: a dead interpreter, a full disk, a slow machine may be mended.
-                record = _refusal(f"cannot be asked: {error}", [])
+                # Not remembered: the cause (a full disk, a slow machine) may go away.
+                record = _refusal(f"cannot be probed: {error}", [])
             else:
-                memo.remember(memory, subject, record, files, asked_at)
+                probing.remember(memory, subject, record, files, asked_at)
         yield candidate._replace(refused=record["refused"], version=record["version"]), record
 
 
 def _subject(path: str, machine: str = "") -> str:
-    # A compiler that is refused for one machine may be the right one for another.
+    # A compiler that is refused for one machine may be right for another.
     return f"host {path} for {machine}" if _is_cross(machine) else f"host {path}"
 
 
 def _recall(memory: tuple[str, ...], subject: str) -> dict[str, Any] | None:
-    record = memo.recall(memory, subject)
+    record = probing.recall(memory, subject)
     if record is None:
         return None
     # The files are unchanged, but the names may lead elsewhere now: a symbolic link that was
@@ -160,7 +158,7 @@ def _toolchain(path: str, record: dict[str, Any], *, cross: bool) -> Toolchain:
 
 
 def _probe(path: str, wanted: str) -> tuple[dict[str, Any], list[str]]:
-    """Ask a compiler everything at once: (record, the files that the answers depend on)."""
+    """Ask a compiler everything at once. Returns (record, the files that the answers depend on)."""
     from opkiln.process import run
 
     def ask(*arguments: str) -> tuple[int, str]:
@@ -193,7 +191,7 @@ def _probe(path: str, wanted: str) -> tuple[dict[str, Any], list[str]]:
             resolved.append([name, files[-1]])
     files = list(dict.fromkeys(files))
 
-    # The names stay out of the identity: the same binaries elsewhere are the same compiler.
+    # Without the directories: the same binaries elsewhere are the same compiler.
     identity = key("toolchain", (family, version, machine, [sha256_file(file) for file in files]))
     record = {
         "refused": "",
@@ -210,18 +208,18 @@ def _probe(path: str, wanted: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _shared_runtime(path: str) -> str:
-    """The libstdc++ of this process, for a compiler that links a static one into what it makes.
+    """The libstdc++ of this process, for a compiler that would link a static one.
 
-    Wrappers ask for that, and compilers that were copied without their libraries do it unasked. A
-    library with a copy of its own in a process that has another crashes when it formats a message:
-    streams and locales are shared, and are not the same.
+    Some wrappers ask for that, and compilers that were copied without their libraries do it. A
+    library with its own libstdc++ crashes in a process that has another when it formats a message:
+    the two share streams and locales that differ.
     """
     from opkiln.process import run
-    from opkiln.toolchain import probing
 
     with probing.scratch() as scratch:
         output = os.path.join(scratch, "probe.so")
-        # The linker names each file it opens; of an archive, only what it takes from it.
+        # -t makes the linker print each file that it opens; of an archive, only the members it
+        # uses.
         linking = (path, "-shared", "-x", "c++", os.devnull, "-o", output, "-Wl,-t")
         done = run(linking, timeout=60, tmpdir=scratch, supervised=False)
     if done.returncode != 0 or "libstdc++.so" in done.output or "libc++" in done.output:
@@ -233,7 +231,7 @@ def _shared_runtime(path: str) -> str:
         with open("/proc/self/maps") as file:
             mapped = [line.split()[-1] for line in file if "/libstdc++.so.6" in line]
     except OSError:
-        return ""  # there is none to share
+        return ""  # there is no libstdc++ to share
     return mapped[0] if mapped else ""
 
 
@@ -269,3 +267,26 @@ def _search_path(verbose: str) -> list[str]:
     _, _, tail = verbose.partition("#include <...> search starts here:")
     listing, _, _ = tail.partition("End of search list.")
     return [os.path.realpath(line.strip()) for line in listing.splitlines() if line.strip()]
+
+
+def can_link(
+    memory: tuple[str, ...],
+    function: str,
+    libraries: tuple[str, ...],
+    directories: tuple[str, ...] = (),
+) -> bool:
+    """Whether a program that calls ``function`` links with ``libraries``. Raises ToolchainError."""
+    from opkiln.process import run
+
+    if not (function.isascii() and function.isidentifier()):
+        raise UsageError(f"{function!r} is not the name of a C function")
+    toolchain = choose(memory)
+    with probing.scratch() as scratch:
+        source = os.path.join(scratch, "probe.cpp")
+        with open(source, "w") as file:
+            file.write(f'extern "C" char {function}();\nint main() {{ return {function}(); }}\n')
+        search = [f"-L{path}" for path in (*directories, *settings.library_path)]
+        named = [f"-l{name}" for name in libraries]
+        output = os.path.join(scratch, "probe")
+        argv = (toolchain.cxx, source, "-o", output, *search, *settings.ldflags, *named)
+        return run(argv, tmpdir=scratch, timeout=60, supervised=False).returncode == 0

@@ -1,4 +1,4 @@
-"""libsycl: where it is, and whether it will find a device to run on. Asks no program."""
+"""libsycl: where it is, and whether it will find a device. Starts no process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONEAPI = "/opt/intel/oneapi/compiler"
 INSTALL = f"pip install -U '{PACKAGE}>=2026' intel-opencl-rt"
 
 _NAME = re.compile(r"libsycl\.so\.(\d+)\Z")
-# The runtime compiler of libsycl 8 (2025) needs device libraries that its wheel does not carry.
+# The runtime compiler of libsycl 8 (2025) needs device libraries that its wheel does not have.
 _OLDEST = 9
 _DRIVER = "libintelocl.so"  # OpenCL's for a CPU, from intel-opencl-rt
 _VENDORS = "/etc/OpenCL/vendors"
@@ -28,7 +28,7 @@ _NODES = "dev/dri"
 
 
 def is_library(path: str) -> bool:
-    """Whether this is the path of a libsycl with its number."""
+    """Whether this is the path of a libsycl with a version number."""
     return _NAME.match(os.path.basename(path)) is not None
 
 
@@ -44,12 +44,12 @@ def below(home: str) -> Iterator[str]:
 
 
 def installed() -> str | None:
-    """The libsycl that pip or conda has put beside this interpreter or into the user's site."""
+    """The libsycl that pip or conda installed for this interpreter or in the user's site."""
     beside = next(below(sys.prefix), None)
     if beside is not None:
         return beside
-    # Slow to import, and needed only for a package that is not where a virtual environment or
-    # conda has it: --user, --target, a system's own interpreter.
+    # Slow to import, and needed only if the package is not in the usual place of a virtual
+    # environment or conda: --user, --target, the system's interpreter.
     from importlib.metadata import PackageNotFoundError, files
 
     try:
@@ -61,7 +61,7 @@ def installed() -> str | None:
 
 
 def unfit(library: str) -> str:
-    """Why kernels cannot be compiled by this runtime, as far as its files tell; else empty."""
+    """Why this runtime cannot compile kernels, as far as its files tell; else empty."""
     name = os.path.basename(library)
     if int(name.rpartition(".")[2]) < _OLDEST:
         return f"{name} cannot compile kernels by itself: pip install -U '{PACKAGE}>=2026'"
@@ -73,7 +73,7 @@ def unfit(library: str) -> str:
 
 
 def programs() -> Iterator[tuple[str, str]]:
-    """(path, origin) of every place a compiler may be; the bare name of one not on PATH."""
+    """(path, origin) of every possible compiler; the bare name of one that is not on PATH."""
     for name in PROGRAMS:
         yield find.first(name) or name, "PATH"
     if root := settings.cmplr_root:
@@ -89,10 +89,10 @@ def programs() -> Iterator[tuple[str, str]]:
 
 
 def locate(soname: str) -> str | None:
-    """Where the libsycl of this name is (``libsycl.so.9``): a compiler's, or a pip package's.
+    """The path of the libsycl with this name (``libsycl.so.9``): of a compiler or a pip package.
 
-    An op's library knows it by its soname alone, so that it is the same file wherever the runtime
-    lies; so the runtime has to be loaded before the op.
+    An op's library has only its soname, so that the library is the same wherever the runtime is
+    installed. So the runtime must be loaded before the op.
     """
     named = settings.sycl_cxx
     places = ([named] if named else []) + [path for path, _ in programs()]
@@ -110,7 +110,7 @@ def home_of(program: str) -> str:
 
 
 def no_device(icd_filenames: str | None) -> tuple[str, str] | None:
-    """(why SYCL will find no device, what would change that); None when nothing speaks against it.
+    """(why SYCL will find no device, a command that may help); None if it may find one.
 
     ``icd_filenames`` is the value of ``OCL_ICD_FILENAMES``. SYCL reaches a CPU through OpenCL,
     whose loader knows its drivers from this variable and from the system's directory of drivers.
@@ -121,7 +121,7 @@ def no_device(icd_filenames: str | None) -> tuple[str, str] | None:
         return None
     if icd_filenames:
         names = [name for name in icd_filenames.split(os.pathsep) if name]
-        # One without a slash is for the dynamic linker to find: nothing to be said of it.
+        # The dynamic linker finds a name without a slash; it cannot be checked here.
         if any("/" not in name or os.path.exists(name) for name in names):
             return None
         why = f"OCL_ICD_FILENAMES={icd_filenames!r} names no file that exists"
@@ -154,17 +154,17 @@ def _registered_drivers() -> Iterator[str]:
                 if os.path.basename(driver).startswith(_DRIVER):
                     yield driver
     except OSError:
-        return  # what this process cannot read, the loader in it cannot read either
+        return  # the loader in this process cannot read it either
 
 
 def intel_gpus(root: str = "/") -> list[str]:
-    """The GPUs of Intel's that this process can compute on, by their nodes below ``/dev/dri``."""
+    """The Intel GPUs that this process can use, by their nodes in ``/dev/dri``."""
     return [name for name in _intel_nodes(root) if _is_open(root, name)]
 
 
 def closed_gpus(root: str = "/") -> list[str]:
-    """The GPUs of Intel's that the kernel has and this process cannot open: its user is not in
-    their group, or its container has no node for them."""
+    """The Intel GPUs that the kernel has but this process cannot open: its user is not in their
+    group, or its container has no node for them."""
     return [name for name in _intel_nodes(root) if not _is_open(root, name)]
 
 
@@ -186,4 +186,4 @@ def _vendor(node: str) -> str:
         with open(os.path.join(node, "device", "vendor"), encoding="ascii") as file:
             return file.read().strip()
     except OSError:
-        return ""  # a device that is on no PCI bus has none
+        return ""  # the device is not on a PCI bus

@@ -1,52 +1,67 @@
-"""nvcc: the choice among the toolkits of this machine, and what it rests on."""
+"""nvcc: which CUDA toolkit is used, why, and what it can do with a host compiler.
+
+The first build on a machine waits for the probe, so its questions are asked in parallel. A toolkit
+that was installed as a whole only preprocesses: that shows whether nvcc takes the host compiler.
+Wheels are upgraded one by one and may not fit each other, so a toolkit made of wheels also compiles
+and links.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from typing import Any, NamedTuple
 
-from opkiln.digest import Signature, key
-from opkiln.errors import ToolchainError
+from opkiln.digest import Signature, key, sha256_file
+from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.model import DeviceCompiler, Toolchain
 from opkiln.settings import origin_of, override, settings
-from opkiln.toolchain import cuda_version, nvccprobe, toolkits, wheel_headers
+from opkiln.toolchain import cuda_version, probing, toolkits, wheel_headers
 from opkiln.toolchain import host as hosts
 from opkiln.toolchain.find import Candidate
 from opkiln.toolchain.torch_sdk import release
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from opkiln.toolchain.toolkits import Toolkit
+
+    Ask = Callable[..., tuple[int, str]]
+    Refusal = dict[str, Any] | None
 
 
 class _Search(NamedTuple):
-    """What a look at every toolkit came to."""
+    """The result of looking at every toolkit."""
 
     taken: DeviceCompiler | None
-    found: bool  # whether there is any
-    candidates: list[Candidate]  # in the order of preference; the one taken is not refused
-    mismatched: bool  # those that work are of another major version than torch's
-    unsupported: str  # what nvcc says of a host compiler outside its range
-    signatures: list[list[Any]]  # of the files that the outcome rests on
-    absent: list[str]  # files that would change it
-    lasting: bool  # it rests on nothing else
+    found: bool  # whether there is any toolkit
+    candidates: list[Candidate]  # in order of preference; the one taken is not refused
+    mismatched: bool  # all that work have another CUDA major version than torch
+    unsupported: str  # nvcc's message about a host compiler that it does not support
+    signatures: list[list[Any]]  # of the files that decided the choice
+    absent: list[str]  # files that would change the choice if they appeared
+    lasting: bool  # nothing else decided it
 
 
 def recall(
     memory: tuple[str, ...], torch_cuda: str | None, host: Toolchain
 ) -> DeviceCompiler | None:
-    """The nvcc that would be chosen, if it is remembered. Starts no process, writes nothing."""
+    """The nvcc that ``choose`` would take, if every probe is remembered.
+
+    Starts no process, writes nothing.
+    """
     search = _search(memory, torch_cuda, host, ask=False)
     return None if search is None else search.taken
 
 
 def choose(memory: tuple[str, ...], torch_cuda: str | None, host: Toolchain) -> DeviceCompiler:
-    """The toolkit that fits torch's CUDA best, probed where nothing is remembered of it.
+    """The toolkit that fits torch's CUDA best. Toolkits that are not remembered are probed.
 
-    The same version is best, then the nearest newer minor, then the nearest older one; with no
-    CUDA in torch, the first that is found. Raises MissingCUDAException where there is no toolkit,
-    CUDAMismatchException where every one is of another major version than torch's (unless
-    ``OPKILN_SKIP_CUDA_CHECK``), ToolchainError where those that fit do not work.
+    The same version is best, then the nearest newer minor, then the nearest older one. If torch has
+    no CUDA, the first one found is taken. Raises MissingCUDAException if there is no toolkit,
+    CUDAMismatchException if all have another major version than torch (unless
+    ``OPKILN_SKIP_CUDA_CHECK`` is set), ToolchainError if those that fit do not work.
     """
     search = _search(memory, torch_cuda, host, ask=True)
     assert search is not None
@@ -56,29 +71,29 @@ def choose(memory: tuple[str, ...], torch_cuda: str | None, host: Toolchain) -> 
 
 
 def candidates(memory: tuple[str, ...], torch_cuda: str | None, host: Toolchain) -> list[Candidate]:
-    """Every toolkit that was considered, for reports; the one that is taken has no refusal."""
+    """Every toolkit that was considered, for reports. The one that is taken is not refused."""
     search = _search(memory, torch_cuda, host, ask=True)
     assert search is not None
     return search.candidates
 
 
 def available() -> bool:
-    """Whether any nvcc is to be found, without asking it anything."""
+    """Whether any nvcc is found. Starts no process."""
     return bool(toolkits.present())
 
 
 def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, list[Any]] | None:
-    """What the choice of this nvcc rests on, as facts that ``stat`` can check.
+    """The facts behind the choice of this nvcc, in a form that ``stat`` can check.
 
-    It is the choice for the host compiler and the torch of this machine, which have evidence of
-    their own. None where another choice would be made by now, or where it rests on more.
+    The host compiler and torch have evidence of their own. None if another nvcc would be chosen
+    now, or if the choice depends on more than files.
     """
     host = hosts.recall(memory)
     if host is None:
         return None
     signed, absent = toolkits.watched()
     try:
-        # Before the choice is made again: what appears from here on is in no signature.
+        # Signed before the choice is made again, so that a later change shows.
         unchanged = [[path, *Signature.of(path)] for path in signed]
     except OSError:
         return None
@@ -87,7 +102,7 @@ def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, lis
     if search is None or search.taken != compiler or not toolkits.present():
         return None
     if any(map(os.path.lexists, absent)):
-        return None  # something that is no nvcc is where one may be
+        return None  # a file that is not an nvcc is where an nvcc could be
     if not search.lasting:
         return None
     absent += search.absent
@@ -100,7 +115,7 @@ def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, lis
 
 
 def mismatch_note(compiler: DeviceCompiler, torch_cuda: str | None) -> str:
-    """What is to be said, once, of a toolkit that is not torch's version; empty where it is."""
+    """A note for a toolkit whose version differs from torch's; empty if it is the same."""
     if torch_cuda is None or release(compiler.version) == release(torch_cuda):
         return ""
     what = (
@@ -113,7 +128,7 @@ def mismatch_note(compiler: DeviceCompiler, torch_cuda: str | None) -> str:
 
 
 def unfound_note(compiler: DeviceCompiler) -> str:
-    """What is to be said, once, of places that variables name and where no nvcc is; or nothing."""
+    """A note on places that variables name and that have no nvcc; empty if there are none."""
     absent = [f"{place.origin}: there is no {place.nvcc}" for place in toolkits.unfound()]
     return "; ".join([*absent, f"{compiler.home} is used"]) if absent else ""
 
@@ -124,7 +139,7 @@ def unfound_note(compiler: DeviceCompiler) -> str:
 def _search(
     memory: tuple[str, ...], torch_cuda: str | None, host: Toolchain, *, ask: bool
 ) -> _Search | None:
-    """Look at every toolkit; None where something is not remembered and may not be asked."""
+    """Look at every toolkit. None if ``ask`` is false and a probe is not remembered."""
     partner = _partner(memory, host, ask=ask)
     if partner is None:
         return None
@@ -145,7 +160,7 @@ def _search(
         if taken is not None:
             refusals[place] = _outranked(found[place], taken, torch_cuda)
             continue
-        probed = nvccprobe.pair(memory, found[place], partner, ask=ask)
+        probed = pair(memory, found[place], partner, ask=ask)
         if probed is None:
             return None
         signatures += probed["signatures"]
@@ -232,14 +247,14 @@ def _installing(objection: str) -> str:
 
 
 def _others(memory: tuple[str, ...], torch_cuda: str | None, host: Toolchain) -> list[str]:
-    """Compilers on PATH, the newest first, that work where the one in use does not."""
+    """Compilers on PATH that nvcc supports, the newest first."""
     works = []
     for path in _on_path_by_version():
         with override(ccbin=path):
             try:
                 search = _search(memory, torch_cuda, host, ask=True)
             except ToolchainError:
-                continue  # it is no compiler that could be used here
+                continue  # this compiler cannot be used here
         if search is not None and search.taken is not None:
             works.append(path)
     return works
@@ -252,7 +267,7 @@ def _on_path_by_version() -> list[str]:
         try:
             names = os.listdir(directory)
         except OSError:
-            continue  # PATH names many a directory that is not there
+            continue  # PATH often names directories that do not exist
         for name in names:
             stem, _, number = name.rpartition("-")
             if stem in ("g++", "clang++") and number.isdigit():
@@ -277,3 +292,150 @@ def _compiler(toolkit: Toolkit, probed: dict[str, Any], ccbin: Toolchain | None)
         library_dirs=tuple(record["library_dirs"]),
         host="" if ccbin is None else ccbin.cxx,
     )
+
+
+# The probe of one toolkit with one host compiler
+
+# A flag is listed in `accepts` if this nvcc takes it. The value is how it is tried.
+_FLAGS = {
+    "-std=c++17": ("-std=c++17",),
+    "-std=c++20": ("-std=c++20",),
+    "--threads": ("--threads", "2"),
+    "--compress-mode=size": ("--compress-mode=size",),
+    "--objdir-as-tempdir": ("--objdir-as-tempdir",),
+}
+_RUNTIME = "libcudart_static.a"
+_AT_ONCE = 4  # questions in parallel; each is a process or the digest of a file
+_SOURCE = """\
+#include <cuda_runtime.h>
+__global__ void opkiln_probe() {}
+cudaError_t opkiln_launch() { opkiln_probe<<<1, 1>>>(); return cudaGetLastError(); }
+"""
+
+
+def pair(
+    memory: tuple[str, ...], toolkit: Toolkit, host: Toolchain, *, ask: bool
+) -> dict[str, Any] | None:
+    """What a toolkit can do with a host compiler.
+
+    None if ``ask`` is false and the probe is not remembered.
+
+    ``refused`` is empty for a pair that can be used. Such a pair has ``identity`` (of the toolkit
+    alone) and ``accepts``. ``unsupported`` says that nvcc rejects the host compiler.
+    """
+    subject = f"nvcc {toolkit.record['program']} with {host.cxx} {host.identity}"
+    record = probing.recall(memory, subject)
+    if record is None and ask:
+        asked_at = time.time_ns()
+        try:
+            record = _probe(toolkit.record, host.cxx, in_parts=toolkit.place.origin == "PyPI")
+        except (ToolchainError, BuildTimeout) as error:
+            # It answered a moment ago: it was removed since, or the machine is overloaded.
+            return {**_refusal(f"{error.what}: {error.why}"), "signatures": []}
+        except OSError as error:
+            return {**_refusal(f"cannot be asked: {error}"), "signatures": []}
+        files = [path for _, path in toolkit.record["parts"]] + toolkit.record["directories"]
+        probing.remember(memory, subject, record, files, asked_at)
+        record = {**record, "signatures": []}
+    return record
+
+
+def _probe(toolkit: dict[str, Any], cxx: str, *, in_parts: bool) -> dict[str, Any]:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from opkiln.process import run
+
+    with probing.scratch() as scratch, ThreadPoolExecutor(_AT_ONCE) as pool:
+
+        def ask(*argv: str) -> tuple[int, str]:
+            done = run(argv, cwd=scratch, tmpdir=scratch, timeout=120, supervised=False)
+            return done.returncode, done.output
+
+        def accepts(flags: tuple[str, ...]) -> bool:
+            # --dryrun reads and checks the options, and compiles nothing.
+            dry = ("--dryrun", *flags, "-x", "cu", "-c", os.devnull)
+            return ask(toolkit["program"], "-ccbin", cxx, *dry)[0] == 0
+
+        tried = {**_FLAGS, **_variants(toolkit["archs"])}
+        refusal = pool.submit(_compiles if in_parts else _preprocesses, ask, toolkit, cxx, scratch)
+        identity = pool.submit(_identity, toolkit)
+        taken = list(pool.map(accepts, tried.values()))
+        if (refused := refusal.result()) is not None:
+            return refused
+        return {
+            "refused": "",
+            "unsupported": False,
+            "identity": identity.result(),
+            "accepts": [name for name, took in zip(tried, taken, strict=True) if took],
+        }
+
+
+def _preprocesses(ask: Ask, toolkit: dict[str, Any], cxx: str, scratch: str) -> Refusal:
+    """nvcc's own headers refuse a host compiler that it does not support."""
+    source = _written(scratch)
+    status, said = ask(toolkit["program"], "-ccbin", cxx, "-E", source, "-o", os.devnull)
+    if status != 0:
+        reason = _first_error(said)
+        return _refusal(f"does not compile with {cxx}: {reason}", "unsupported" in reason)
+    if not any(_has_runtime(path) for path in toolkit["library_dirs"]):
+        return _refusal(f"has no {_RUNTIME}")
+    return None
+
+
+def _compiles(ask: Ask, toolkit: dict[str, Any], cxx: str, scratch: str) -> Refusal:
+    """Checks that its parts work together: the compiler, the assembler, the runtime."""
+    source, output = _written(scratch), os.path.join(scratch, "probe.o")
+    status, said = ask(
+        toolkit["program"], "-ccbin", cxx, f"-arch=sm_{_number(toolkit['archs'][0])}",
+        "-Xcompiler", "-fPIC", "-c", source, "-o", output,
+    )  # fmt: skip
+    if status != 0:
+        reason = _first_error(said)
+        return _refusal(f"does not compile with {cxx}: {reason}", "unsupported" in reason)
+    status, said = ask(
+        cxx, "-shared", output, "-o", os.path.join(scratch, "probe.so"),
+        *(f"-L{path}" for path in toolkit["library_dirs"]),
+        "-lcudart_static", "-ldl", "-lrt", "-lpthread",
+    )  # fmt: skip
+    if status != 0:
+        return _refusal(f"does not link with its static runtime: {_first_error(said)}")
+    return None
+
+
+def _written(scratch: str) -> str:
+    source = os.path.join(scratch, "probe.cu")
+    with open(source, "w") as file:
+        file.write(_SOURCE)
+    return source
+
+
+def _has_runtime(directory: str) -> bool:
+    return os.path.isfile(os.path.join(directory, _RUNTIME))
+
+
+def _identity(toolkit: dict[str, Any]) -> str:
+    # Without the directories: the same files elsewhere are the same compiler.
+    digests = [(role, sha256_file(path)) for role, path in toolkit["parts"]]
+    return key("toolchain", ("nvcc", toolkit["banner"], digests))
+
+
+def _variants(archs: list[str]) -> dict[str, tuple[str, ...]]:
+    """How to try ``90a``, ``100f`` and so on, which nvcc may accept but does not list."""
+    names = [_number(arch) + suffix for arch in archs for suffix in "af"]
+    return {name: ("-gencode", f"arch=compute_{name},code=sm_{name}") for name in names}
+
+
+def _number(arch: str) -> str:
+    return arch.replace(".", "")
+
+
+def _refusal(reason: str, unsupported: bool = False) -> dict[str, Any]:
+    return {"refused": reason, "unsupported": unsupported}
+
+
+def _first_error(text: str) -> str:
+    """The line that says what is wrong, without nvcc's advice to ignore it."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = (line for line in lines if "error" in line or "fatal" in line or "cannot" in line)
+    line = next(telling, lines[-1] if lines else "it printed nothing")
+    return line.rpartition("#error -- ")[2].partition(" The nvcc flag")[0]

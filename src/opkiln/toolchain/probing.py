@@ -1,17 +1,95 @@
-"""A directory for what a probe compiles."""
+"""What all probes of compilers share: a directory to compile in, and a memory of the answers.
+
+An answer is kept as a JSON file, with the signatures of the files that it depends on. It is used
+only while none of them has changed. A lost record costs one probe; a damaged one is ignored.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from contextlib import contextmanager
+from typing import Any
 
-from opkiln import process
+from opkiln import evidence
+from opkiln.digest import Signature, key
 from opkiln.settings import settings
+from opkiln.trust import claim, make_private
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+SCHEMA = 3
+
+
+def recall(directories: tuple[str, ...], subject: str) -> dict[str, Any] | None:
+    """The first record on this subject whose files are unchanged."""
+    found = (_recall(directory, subject) for directory in directories)
+    return next((record for record in found if record is not None), None)
+
+
+def _recall(directory: str, subject: str) -> dict[str, Any] | None:
+    try:
+        with open(_path(directory, subject), "rb") as file:
+            record = json.loads(file.read())
+        if record["schema"] != SCHEMA or record["subject"] != subject:
+            return None
+        for path, *fields in record["signatures"]:
+            if not Signature(*fields).holds(path):
+                return None
+            evidence.file(path, fields)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return dict(record)
+
+
+def remember(
+    directories: tuple[str, ...],
+    subject: str,
+    facts: dict[str, Any],
+    files: list[str],
+    asked_at: int | None = None,
+) -> None:
+    """Keep facts about a subject, bound to these files, in the first of the directories.
+
+    Nothing is kept if there is no directory, if it cannot be written, or if one of the files is
+    gone: it is not the one that was asked.
+
+    ``asked_at`` is the time before the first question (default: now). A file that changed since
+    then may not be the one that answered, so its signature is not trusted.
+    """
+    if not directories:
+        return
+    try:
+        signed = [(path, Signature.of(path)) for path in files]
+    except OSError:
+        return
+    signatures = [[path, *sig._replace(read_at=asked_at or sig.read_at)] for path, sig in signed]
+    record = {**facts, "schema": SCHEMA, "subject": subject, "signatures": signatures}
+    temporary = f"{_path(directories[0], subject)}.{os.getpid()}-{os.urandom(6).hex()}"
+    try:
+        if claim(os.path.dirname(directories[0])):
+            return  # it belongs to somebody else; a build reports that
+        make_private(directories[0])
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            json.dump(record, file)
+        os.replace(temporary, _path(directories[0], subject))
+    except OSError:
+        # The store is full or read-only. The next process probes again, which is only slower.
+        try:
+            os.unlink(temporary)
+        except OSError:
+            pass
+
+
+def _path(directory: str, subject: str) -> str:
+    return os.path.join(directory, key("memo", subject) + ".json")
+
+
+# Where a probe compiles
 
 
 def _place() -> str:
@@ -20,18 +98,20 @@ def _place() -> str:
 
 
 def unwritable() -> bool:
-    """Whether no probe has a directory to compile in: then nothing is known of any compiler."""
+    """Whether there is no directory for probes, so that no compiler can be asked anything."""
     return not os.access(_place(), os.W_OK | os.X_OK)
 
 
 @contextmanager
 def scratch() -> Iterator[str]:
-    """A private node-local directory that is gone afterwards, also when this process is killed.
+    """A private node-local directory, removed afterwards, also if this process is killed.
 
-    Where the user's choice does not exist, the system's serves: a build says so. Raises OSError.
+    If ``OPKILN_TMPDIR`` does not exist, /tmp is used; a build reports that. Raises OSError.
     """
+    from opkiln import process  # not on the way to a hit
+
     path = os.path.abspath(f"{_place()}/opkiln-probe-{os.urandom(4).hex()}")
-    # The watchdog first: a process killed between the two would leave what nobody knows of.
+    # The watchdog learns of it first: killed in between, this process leaves nothing unknown.
     process.register_scratch(path)
     try:
         os.mkdir(path, 0o700)

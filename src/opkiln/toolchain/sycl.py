@@ -1,11 +1,11 @@
-"""SYCL: a compiler of its own (icpx, dpcpp), or the runtime compiler of ``intel-sycl-rt``.
+"""SYCL: a compiler (icpx, dpcpp), or the runtime compiler of ``intel-sycl-rt``.
 
-Two families. ``icpx`` compiles kernels ahead of time, as any compiler does. ``sycl-rt`` is what
-``pip install intel-sycl-rt`` brings: headers, libsycl and a compiler inside it, which takes kernels
-as source text when the op first runs; the C++ around them is compiled by the host compiler.
+There are two families. ``icpx`` compiles kernels ahead of time. ``sycl-rt`` is what ``pip install
+intel-sycl-rt`` installs: headers, and libsycl with a compiler inside that compiles kernels from
+source text when the op first runs; the host compiler compiles the C++ around them.
 
-The runtime compiler is tested for real (``make test-sycl``). icpx is on no package index, so its
-part is tested with a stand-in program that answers as icpx does, and with no icpx.
+The runtime compiler is tested for real (``make test-sycl``). No package index has icpx, so its part
+is tested with a stand-in program that answers as icpx does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from opkiln.digest import Signature, key, sha256_file
 from opkiln.errors import ToolchainError
 from opkiln.model import DeviceCompiler, Toolchain
 from opkiln.settings import origin_of, settings
-from opkiln.toolchain import find, libsycl, memo
+from opkiln.toolchain import find, libsycl, probing
 from opkiln.toolchain import host as hosts
 from opkiln.toolchain.find import Candidate
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 ICPX = "icpx"
 RUNTIME = "sycl-rt"
 
-# The programs that decide what icpx makes, by the names it knows them by.
+# The programs that decide icpx's output, by the names that it uses.
 _PARTS = ("clang", "ld", "llvm-spirv", "sycl-post-link", "clang-linker-wrapper", "ocloc")
-# Each is kept in `accepts` where it is taken. icpx computes as if by -ffast-math unless told not
-# to; no reference does.
+# A flag is listed in `accepts` if it is taken. By default icpx computes as with -ffast-math, which
+# no reference does.
 _FLAGS = ("-ffp-model=precise",)
 
 _PROBE = """\
@@ -45,10 +45,13 @@ auto language = sycl::ext::oneapi::experimental::source_language::sycl;
 
 def recall(
     memory: tuple[str, ...],
-    torch_xpu: str | None,  # noqa: ARG001 (no choice rests on it)
+    torch_xpu: str | None,  # noqa: ARG001 (the choice does not depend on it)
     host: Toolchain,
 ) -> DeviceCompiler | None:
-    """The compiler that would be chosen, if it is remembered. Starts no process, writes nothing."""
+    """The compiler that ``choose`` would take, if its probe is remembered.
+
+    Starts no process, writes nothing.
+    """
     for candidate in _found():
         if candidate.refused:
             continue
@@ -61,7 +64,7 @@ def recall(
 
 
 def choose(memory: tuple[str, ...], torch_xpu: str | None, host: Toolchain) -> DeviceCompiler:  # noqa: ARG001
-    """The first compiler that can be used, probed where nothing is remembered of it.
+    """The first compiler that can be used. Those that are not remembered are probed.
 
     Raises ToolchainError with each candidate and why it was refused.
     """
@@ -90,15 +93,15 @@ def candidates(
 
 
 def available() -> bool:
-    """Whether any compiler is to be found, without asking it anything."""
+    """Whether any compiler is found. Starts no process."""
     return any(not candidate.refused for candidate in _found())
 
 
 def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, list[Any]] | None:
-    """What the choice of this compiler rests on, as facts that ``stat`` can check.
+    """The facts behind the choice of this compiler, in a form that ``stat`` can check.
 
-    It is the choice beside the host compiler of this machine, which has evidence of its own. None
-    where it cannot be put that way: something that is refused is where a better one may be.
+    The host compiler has evidence of its own. None if they are not enough: a refused program is
+    where a better one may be.
     """
     host = hosts.recall(memory)
     if host is None:
@@ -108,7 +111,7 @@ def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, lis
         watched.append(os.path.dirname(compiler.path))  # where a newer libsycl would appear
     absent = [path for path in watched if not os.path.lexists(path)]
     try:
-        # Before the choice is made again: what appears from here on is in no signature.
+        # Signed before the choice is made again, so that a later change shows.
         unchanged = [[path, *Signature.of(path)] for path in watched if path not in absent]
     except OSError:
         return None
@@ -123,7 +126,7 @@ def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, lis
 
 
 def _passed_over(compiler: DeviceCompiler) -> list[str] | None:
-    """The paths that would be taken instead if they came to exist; None if one of them does."""
+    """The paths that would be taken instead if they existed; None if one of them does."""
     absent = []
     for name in (settings.sycl_cxx,) if settings.sycl_cxx else libsycl.PROGRAMS:
         absent += find.passed_over(name)
@@ -140,19 +143,19 @@ def _passed_over(compiler: DeviceCompiler) -> list[str] | None:
 
 
 def soname(compiler: DeviceCompiler) -> str:
-    """The libsycl that what this compiler makes needs: ``libsycl.so.9``; empty if it has none."""
+    """The libsycl that this compiler's output needs: ``libsycl.so.9``; empty if it has none."""
     if compiler.family == RUNTIME:
         return os.path.basename(compiler.path)
     return os.path.basename(next(libsycl.below(compiler.home), ""))
 
 
 def _found() -> Iterator[Candidate]:
-    """Compilers in the order of preference: the one that was named, else all there are."""
+    """Compilers in order of preference: the one the user named, else all that are found."""
     named, origin = origin_of("sycl_cxx")
     if named:
         path = find.first(named)
         yield Candidate(path or named, origin, "" if path else "no such program")
-        return  # an explicit choice that cannot be met is not replaced by another
+        return  # an explicit choice is never replaced by another compiler
     seen: set[str] = set()
     for path, origin in libsycl.programs():
         if not os.path.isabs(path):
@@ -183,20 +186,20 @@ def _examined(
                 record, files = _probe_runtime(candidate.path, host)
             else:
                 record, files = _probe_program(candidate.path)
-            memo.remember(memory, _subject(candidate.path, host), record, files, asked_at)
+            probing.remember(memory, _subject(candidate.path, host), record, files, asked_at)
         yield candidate._replace(refused=record["refused"], version=record["version"]), record
 
 
 def _subject(path: str, host: Toolchain) -> str:
-    # A runtime's record says what one host compiler makes of its headers.
+    # A runtime's record is for one host compiler, which compiles its headers.
     return f"sycl {path} {host.identity if libsycl.is_library(path) else ''}"
 
 
 def _recall(memory: tuple[str, ...], path: str, host: Toolchain) -> dict[str, Any] | None:
-    record = memo.recall(memory, _subject(path, host))
+    record = probing.recall(memory, _subject(path, host))
     if record is None:
         return None
-    # The files are unchanged, but the names may lead elsewhere now.
+    # The files are unchanged, but the names may point elsewhere now.
     for name, target in record["resolved"]:
         program = find.first(name)
         if program is None or os.path.realpath(program) != target:
@@ -212,7 +215,7 @@ def _compiler(path: str, record: dict[str, Any]) -> DeviceCompiler:
         home=home,
         version=record["version"],
         identity=record["identity"],
-        archs=(),  # neither lists them: what is not compiled for a device is compiled on it
+        archs=(),  # neither lists them: kernels are compiled for a device, or on it
         accepts=frozenset(record["accepts"]),
         include_dirs=tuple(record["include_dirs"]),
         library_dirs=(os.path.join(home, "lib"),),
@@ -220,7 +223,7 @@ def _compiler(path: str, record: dict[str, Any]) -> DeviceCompiler:
 
 
 def _probe_program(path: str) -> tuple[dict[str, Any], list[str]]:
-    """Ask a compiler everything at once: (record, the files that the answers depend on)."""
+    """Ask a compiler everything at once. Returns (record, the files that the answers depend on)."""
     from opkiln.process import run
 
     def ask(*arguments: str) -> tuple[int, str]:
@@ -271,7 +274,7 @@ def _probe_program(path: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _probe_runtime(library: str, host: Toolchain) -> tuple[dict[str, Any], list[str]]:
-    """Try the headers on the host compiler: (record, the files that the answers depend on)."""
+    """Compile the headers with the host compiler. Returns (record, files that the result needs)."""
 
     from opkiln.process import run
 
@@ -280,8 +283,6 @@ def _probe_runtime(library: str, host: Toolchain) -> tuple[dict[str, Any], list[
     files = [library, os.path.join(include, "sycl", "version.hpp")]
     with open(files[1], encoding="utf-8", errors="replace") as file:
         version = _version(file.read())
-    from opkiln.toolchain import probing
-
     with probing.scratch() as scratch:
         source = os.path.join(scratch, "probe.cpp")
         with open(source, "w", encoding="utf-8") as file:
@@ -299,7 +300,8 @@ def _probe_runtime(library: str, host: Toolchain) -> tuple[dict[str, Any], list[
         "family": RUNTIME,
         "home": home,
         "version": version,
-        # Kernels are compiled where the op runs, by what is there: libsycl-jit has no part in it.
+        # libsycl-jit is not part of the identity: it compiles kernels on the machine that runs the
+        # op.
         "identity": key("sycl", (RUNTIME, version, [sha256_file(file) for file in files])),
         "accepts": [],
         "include_dirs": [include],
@@ -308,7 +310,7 @@ def _probe_runtime(library: str, host: Toolchain) -> tuple[dict[str, Any], list[
 
 
 def _version(header: str) -> str:
-    """``9.0.0 (20260930)``: libsycl's version and its compiler's, as version.hpp has them."""
+    """``9.0.0 (20260930)``: the versions of libsycl and its compiler in version.hpp."""
     defined = dict(re.findall(r"^#define __(\w+)_VERSION (\d+)", header, re.MULTILINE))
     names = ("LIBSYCL_MAJOR", "LIBSYCL_MINOR", "LIBSYCL_PATCH")
     number = ".".join(defined.get(name, "0") for name in names)
@@ -316,7 +318,7 @@ def _version(header: str) -> str:
 
 
 def _search_path(verbose: str) -> list[str]:
-    """Where headers are looked for, in the passes for the device and for the host alike."""
+    """The directories that are searched for headers, for the device and for the host."""
     listings = re.findall(
         r"^#include <\.\.\.> search starts here:$(.*?)^End of search list\.$",
         verbose,

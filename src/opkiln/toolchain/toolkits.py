@@ -1,4 +1,4 @@
-"""CUDA toolkits: the places where one may be, and what each nvcc says of itself."""
+"""CUDA toolkits: the places where one may be, and what each nvcc says about itself."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 from opkiln import evidence
 from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.record import Record
-from opkiln.settings import on_path, origin_of, settings
-from opkiln.toolchain import memo, torch_sdk
+from opkiln.settings import executable, on_path, origin_of, settings
+from opkiln.toolchain import probing, torch_sdk
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-# Where installers put toolkits. A trailing `*` stands for every directory that begins so.
+# Where installers put toolkits. A trailing `*` stands for every directory with this prefix.
 DIRECTORIES = ("/usr/local/cuda", "/usr/local/cuda-*", "/opt/cuda")
 
-# What of a toolkit decides its output, apart from the headers that a compile reads. The headers
-# here mark the release of the wheel that brought them: wheels are upgraded one by one.
+# The parts of a toolkit that decide its output, besides the headers that a compile reads. The
+# headers listed here show the release of the wheel that has them: wheels are upgraded one by one.
 _PROGRAMS = ("nvcc", "cudafe++", "ptxas", "fatbinary", "nvlink", "nvcc.profile",
              "crt/link.stub", "crt/prelink.stub")  # fmt: skip
 _LIBRARIES = ("libcudart_static.a", "libcudadevrt.a")
 _HEADERS = ("cuda.h", "cuda_runtime_api.h", "crt/host_config.h",
             "cuda/std/__cccl/version.h", "cub/version.cuh")  # fmt: skip
 
-_PATIENCE = 3600  # seconds for which an nvcc that did not answer in time is not asked again
+_PATIENCE = 3600  # seconds before an nvcc that did not answer in time is run again
 
 _PATHFINDER = (
     "from cuda.pathfinder import find_nvidia_binary_utility as find; print(find('nvcc') or '')"
@@ -36,22 +36,22 @@ _PATHFINDER = (
 
 
 class Place(Record):
-    """Somewhere an nvcc may be."""
+    """A place where an nvcc may be."""
 
     nvcc: str
     origin: str  # OPKILN_CUDA_HOME, CUDA_HOME, CUDA_PATH, PATH, a directory, conda, PyPI
-    named: bool = False  # by the user: that nothing is there is worth a word
+    named: bool = False  # by the user, who is told if there is no nvcc
 
 
 class Toolkit(Record):
-    """An nvcc that was found, and its record: what it says of itself, or why it is refused."""
+    """An nvcc that was found, and its record: what it says about itself, or why it is refused."""
 
     place: Place
     record: dict[str, Any]
 
     @property
     def label(self) -> str:
-        """The toolkit for people: its root, or the nvcc where that is not known."""
+        """The toolkit's name in messages: its root, or the nvcc if that is not known."""
         return str(self.record.get("home") or self.place.nvcc)
 
     @property
@@ -61,9 +61,9 @@ class Toolkit(Record):
 
 
 def places() -> Iterator[Place]:
-    """Every place where an nvcc may be, in the order of preference, whether one is there or not.
+    """Every place where an nvcc may be, in order of preference, whether there is one or not.
 
-    A toolkit that was named by ``OPKILN_CUDA_HOME`` is the only place there is.
+    If ``OPKILN_CUDA_HOME`` names a toolkit, that is the only place.
     """
     for field in ("cuda_home", "system_cuda_home", "cuda_path"):
         home, origin = origin_of(field)
@@ -88,32 +88,32 @@ def places() -> Iterator[Place]:
 
 
 def present() -> list[Place]:
-    """The places where an nvcc is, each program once."""
+    """The places that have an nvcc, each program once."""
     found: dict[str, Place] = {}
     for place in places():
-        if _executable(place.nvcc):
+        if executable(place.nvcc):
             found.setdefault(_itself(place.nvcc), place)
     return list(found.values())
 
 
 def watched() -> tuple[list[str], list[str]]:
-    """(paths whose signatures, paths whose absence) decide which toolkits there are.
+    """(paths whose signatures decide which toolkits there are, paths whose absence does).
 
-    The former are directories that are listed, and every nvcc by the name it was found by, so that
-    a link that is turned elsewhere shows.
+    The former are directories that are listed, and every nvcc under the name it was found by, so
+    that a link that is pointed elsewhere shows.
     """
     signed = [path for path in _listed() if os.path.isdir(path)]
     absent = [path for path in _listed() if not os.path.isdir(path)]
     for place in places():
-        (signed if _executable(place.nvcc) else absent).append(place.nvcc)
+        (signed if executable(place.nvcc) else absent).append(place.nvcc)
     return list(dict.fromkeys(signed)), list(dict.fromkeys(absent))
 
 
 def survey(memory: tuple[str, ...], host: str, *, ask: bool) -> list[Toolkit] | None:
-    """Every toolkit of this machine, each once, in the order of preference.
+    """Every toolkit of this machine, each once, in order of preference.
 
-    One of which nothing is remembered is asked, with ``host`` as its host compiler (nvcc answers
-    little without one); or, without ``ask``, the answer is None.
+    A toolkit that is not remembered is run, with ``host`` as its host compiler (without one, nvcc
+    answers little). If ``ask`` is false, the result is None instead.
     """
     found = present()
     if not found:
@@ -127,19 +127,19 @@ def survey(memory: tuple[str, ...], host: str, *, ask: bool) -> list[Toolkit] | 
                 return None
             asked_at = time.time_ns()
             record, files = _question(_itself(place.nvcc), host)
-            memo.remember(memory, _subject(place.nvcc), record, files, asked_at)
+            probing.remember(memory, _subject(place.nvcc), record, files, asked_at)
             record = {**record, "signatures": []}
         toolkits.setdefault(record["program"], Toolkit(place, record))
     return list(toolkits.values())
 
 
 def unfound() -> list[Place]:
-    """The places that the user named and where no nvcc is."""
-    return [place for place in places() if place.named and not _executable(place.nvcc)]
+    """The places that the user named and that have no nvcc."""
+    return [place for place in places() if place.named and not executable(place.nvcc)]
 
 
 def looked_in() -> str:
-    """Where toolkits were looked for, one place a line."""
+    """Where toolkits were looked for, one place per line."""
     if settings.cuda_home:
         return "\n".join(f"{place.origin}: no {place.nvcc}" for place in unfound())
     lines = [f"{place.origin}: no {place.nvcc}" for place in unfound()]
@@ -149,7 +149,7 @@ def looked_in() -> str:
 
 
 def _listed() -> list[str]:
-    """The directories whose entries are places."""
+    """The directories whose entries may be toolkits."""
     parents = [os.path.dirname(pattern) for pattern in DIRECTORIES if pattern.endswith("*")]
     return parents + [os.path.join(site, "nvidia") for site in _site_directories()]
 
@@ -158,25 +158,21 @@ def _nvcc_below(home: str) -> str:
     return os.path.join(home, "bin", "nvcc")
 
 
-def _executable(path: str) -> bool:
-    return os.access(path, os.X_OK) and not os.path.isdir(path)
-
-
 def _matching(pattern: str) -> list[str]:
-    """What a pattern stands for, the highest number first."""
+    """The directories that match a pattern, the highest version first."""
     if not pattern.endswith("*"):
         return [pattern]
     parent, stem = os.path.split(pattern[:-1])
     try:
         names = [name for name in os.listdir(parent) if name.startswith(stem)]
     except OSError:
-        return []  # no such directory, or none that we may look into
+        return []  # there is no such directory, or it cannot be read
     names.sort(key=lambda name: (torch_sdk.release(name.removeprefix(stem)), name), reverse=True)
     return [os.path.join(parent, name) for name in names]
 
 
 def _site_directories() -> list[str]:
-    """Where this interpreter's packages are: beside torch, and where pip installs."""
+    """The directories of this interpreter's packages: torch's, and those that pip uses."""
     import site
 
     torch = torch_sdk.locate()
@@ -188,10 +184,10 @@ def _site_directories() -> list[str]:
 
 
 def _itself(path: str) -> str:
-    """The program behind a path, as nvcc must be called; a wrapper (a script, ccache) stays.
+    """The path by which nvcc must be called. A wrapper (a script, ccache) is unchanged.
 
-    nvcc looks for its toolkit beside the name it is called by, and a symbolic link leads it astray.
-    A link to the file itself is only followed where the toolkit is not beside the link: package
+    nvcc looks for its toolkit next to the name it is called by, so a symbolic link misleads it. A
+    link to the file itself is followed only if the toolkit is not next to the link: package
     managers may fill a whole toolkit with links into their caches.
     """
     beside = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
@@ -202,15 +198,15 @@ def _itself(path: str) -> str:
 
 
 def _last_resort(memory: tuple[str, ...], ask: bool) -> Place | None:
-    """What cuda-pathfinder, where installed, knows of: a layout of wheels that is new to us.
+    """A toolkit that only cuda-pathfinder finds, if that is installed: it may know new layouts.
 
-    Asked in a process of its own: it keeps its answers for as long as the process lives, and loads
+    It runs in a child process: it keeps its answers for the life of the process, and loads
     libraries to find them.
     """
     if settings.cuda_home:
         return None
     subject = f"cuda-pathfinder {sys.prefix}"
-    record = memo.recall(memory, subject)
+    record = probing.recall(memory, subject)
     if record is None and ask:
         sites = [site for site in _site_directories() if os.path.isdir(site)]
         if not any(os.path.isdir(os.path.join(site, "cuda", "pathfinder")) for site in sites):
@@ -218,8 +214,8 @@ def _last_resort(memory: tuple[str, ...], ask: bool) -> Place | None:
         asked_at = time.time_ns()
         nvcc = _pathfinder()
         record = {"nvcc": nvcc}
-        # Whatever pip installs next changes one of these directories.
-        memo.remember(memory, subject, record, [*sites, nvcc] if nvcc else sites, asked_at)
+        # If pip installs something, one of these directories changes.
+        probing.remember(memory, subject, record, [*sites, nvcc] if nvcc else sites, asked_at)
     return Place(record["nvcc"], "cuda-pathfinder") if record and record["nvcc"] else None
 
 
@@ -230,32 +226,32 @@ def _pathfinder() -> str:
         return ""  # Python is embedded in another program
     answer = capture((sys.executable, "-c", _PATHFINDER), timeout=60)
     nvcc = answer.stdout.strip()
-    return nvcc if answer.returncode == 0 and nvcc and _executable(nvcc) else ""
+    return nvcc if answer.returncode == 0 and nvcc and executable(nvcc) else ""
 
 
-# What an nvcc says of itself
+# What an nvcc says about itself
 
 
 def _subject(path: str) -> str:
     program = _itself(path)
     if os.path.exists(os.path.join(os.path.dirname(program), "nvcc.profile")):
         return f"nvcc {program}"
-    # What a wrapper runs may depend on PATH: ccache takes the next nvcc there.
+    # What a wrapper runs may depend on PATH: ccache runs the next nvcc there.
     return f"nvcc wrapper {program} {os.path.realpath(program)} {os.pathsep.join(settings.path)}"
 
 
 def _recall(memory: tuple[str, ...], path: str, host: str) -> dict[str, Any] | None:
-    record = memo.recall(memory, _subject(path))
+    record = probing.recall(memory, _subject(path))
     if record is None or record["host"] not in ("", host):
-        return None  # where it was refused, its host compiler may have been at fault
+        return None  # it was refused with another host compiler, which may have been the cause
     if record["until"] and record["until"] < time.time():
         return None
     return None if any(map(os.path.exists, record["absent"])) else record
 
 
 def _question(path: str, host: str) -> tuple[dict[str, Any], list[str]]:
-    """Ask an nvcc who and where it is: (record, the files that the answers depend on)."""
-    # A script may have led nowhere; what it leads to is most likely where toolkits are installed.
+    """Ask an nvcc for its version and place: (record, the files that the answers depend on)."""
+    # A script may lead nowhere; its program is probably where toolkits are installed.
     files = [os.path.realpath(path), *filter(os.path.isdir, _listed())]
     try:
         return _asked(path, host, files)
@@ -263,13 +259,13 @@ def _question(path: str, host: str) -> tuple[dict[str, Any], list[str]]:
         refusal = _refusal(path, f"{error.what}: {error.why}")
         return {**refusal, "absent": _missing_interpreter(path)}, files
     except BuildTimeout as error:
-        # Its file system may have been busy. To wait again in every process would be worse.
+        # Its file system may have been busy. Waiting again in every process would be worse.
         refusal = _refusal(path, f"{error.what}: {error.why}")
         return {**refusal, "until": time.time() + _PATIENCE}, files
 
 
 def _missing_interpreter(path: str) -> list[str]:
-    """The program that a script is to be run by, where it is not there."""
+    """The interpreter of a script, if it does not exist."""
     try:
         with open(path, "rb") as file:
             head = file.readline(4096)
@@ -301,7 +297,7 @@ def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list
     called = said.get("_HERE_", "")
     here = os.path.realpath(called)
     program = os.path.join(here, "nvcc")
-    found = os.path.isabs(called) and "TOP" in said and _executable(program)
+    found = os.path.isabs(called) and "TOP" in said and executable(program)
     if status != 0 or not found:
         reason = f"--dryrun does not say where its toolkit is: {_last_line(dryrun)}"
         refusal = {**_refusal(path, reason, version), "host": host or "none"}
@@ -309,7 +305,7 @@ def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list
 
     home = os.path.realpath(said["TOP"])
     include_dirs = _existing(_quoted(said, "INCLUDES", "-I") + _quoted(said, "SYSTEM_INCLUDES", ""))
-    # The wheels' own nvcc.profile names a lib64, and they have a lib.
+    # The nvcc.profile of the wheels names lib64, but they have lib.
     usual = [os.path.join(home, "lib64"), os.path.join(home, "lib")]
     library_dirs = _existing([*_quoted(said, "LIBRARIES", "-L"), *usual])
     library_dirs = [path for path in library_dirs if _holds(path, _LIBRARIES[0])]
@@ -322,7 +318,7 @@ def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list
         *_parts("lib", library_dirs, _LIBRARIES),
         *_parts("include", include_dirs, _HEADERS),
     ]  # fmt: skip
-    # A refusal, too, is remembered, until a part that was missing comes to be there.
+    # A refusal is remembered, too, until a missing part appears.
     directories = _existing([home, here, *usual, *include_dirs, *library_dirs])
     record = {
         "refused": "",
@@ -339,8 +335,8 @@ def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list
         "parts": parts,
         "directories": directories,
     }
-    # With the directory by the name that a wrapper calls it by: a link on the way to it that is
-    # turned elsewhere then shows as a directory with another inode.
+    # With the directory under the name that a wrapper uses: a link on the way that is pointed
+    # elsewhere then shows as a directory with another inode.
     files = [files[0], program, os.path.join(here, "nvcc.profile"), called, *directories]
     return record, list(dict.fromkeys(files))
 
@@ -348,9 +344,9 @@ def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list
 def _refusal(path: str, reason: str, version: str = "") -> dict[str, Any]:
     return {
         "refused": reason, "program": path, "version": version,
-        "host": "",  # the host compiler that it was refused with, where that may be the reason
-        "absent": [],  # what must not exist for this to hold
-        "until": 0,  # when this is to be asked again; 0 where only a change is a reason to
+        "host": "",  # the host compiler that it was refused with, if that may be the reason
+        "absent": [],  # paths that must not exist
+        "until": 0,  # when to ask again; 0: only after a change
     }  # fmt: skip
 
 
@@ -376,7 +372,7 @@ def _holds(directory: str, name: str) -> bool:
 
 
 def _parts(role: str, directories: list[str], names: Iterable[str]) -> list[list[str]]:
-    """[role/name, file] for each name, from the first directory that holds it."""
+    """[role/name, file] for each name, from the first directory that has it."""
     found = []
     for name in names:
         holder = next((each for each in directories if each and _holds(each, name)), None)
@@ -386,7 +382,7 @@ def _parts(role: str, directories: list[str], names: Iterable[str]) -> list[list
 
 
 def _archs(listing: str) -> list[str]:
-    """``7.5``, ``8.0``, … of lines such as ``compute_75``, in numeric order."""
+    """``7.5``, ``8.0``, … from lines such as ``compute_75``, in numeric order."""
     numbers = [line.strip().removeprefix("compute_") for line in listing.splitlines()]
     ordered = sorted({int(number) for number in numbers if number.isdigit()})
     return [f"{number // 10}.{number % 10}" for number in ordered]

@@ -24,10 +24,10 @@ STABLE_DEFINE = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 
 
 def locate() -> str | None:
-    """The directory of the torch package this interpreter would import, or None.
+    """The directory of the torch package that this interpreter would import, or None.
 
-    Where it would import none: that of ``OPKILN_TORCH_DIR``. An isolated build has one in sight,
-    which it could not import.
+    If it would import none: that of ``OPKILN_TORCH_DIR``. An isolated build can use such a torch,
+    which it cannot import.
     """
     loaded = sys.modules.get("torch")
     if loaded is not None and getattr(loaded, "__file__", None):
@@ -63,7 +63,7 @@ def _stamp(path: str) -> tuple[int, int]:
 
 
 def read_from(path: str) -> list[str]:
-    """The files that say what the torch at ``path`` is."""
+    """The files that describe the torch at ``path``."""
     config = os.path.join(path, "share", "cmake", "Torch", "TorchConfig.cmake")
     version = os.path.join(path, "version.py")
     return [version, config] if os.path.exists(config) else [version]
@@ -103,7 +103,12 @@ def _assignments(text: str) -> dict[str, str | None]:
 
 
 def release(version: str) -> tuple[int, int]:
-    """(2, 13) of ``2.13.0+cpu``; (0, 0) where the text is no version."""
+    """(major, minor) of a version of torch, CUDA or ROCm: (2, 13) of ``2.13.0+cpu``.
+
+    (0, 0) if the text is not a version. This is the one parser of such versions: it is used on the
+    way to a hit, where ``packaging`` must not be imported, and vendors' versions
+    (``6.2.41133-dd7f95766``) are not valid for that. Versions of packages are for ``packaging``.
+    """
     parts = version.split(".")
     try:
         return int(parts[0]), int(parts[1])
@@ -112,7 +117,7 @@ def release(version: str) -> tuple[int, int]:
 
 
 def has_stable_abi(sdk: TorchSDK) -> bool:
-    """Whether this torch carries the stable headers at the floor opkiln builds for."""
+    """Whether this torch has the stable ABI that opkiln builds for."""
     return release(sdk.version) >= (2, 10)
 
 
@@ -123,13 +128,13 @@ def full_abi_tag(sdk: TorchSDK) -> str:
 
 
 def python_tag() -> str:
-    """This interpreter's own binary interface, to the patch level: its headers have no depfile."""
+    """This interpreter's binary interface, to the patch level: its headers are in no depfile."""
     version = ".".join(str(part) for part in sys.version_info[:3])
     return f"{sys.implementation.cache_tag}{getattr(sys, 'abiflags', '')}-{version}"
 
 
 def abi_tag(spec: OpSpec, sdk: TorchSDK | None) -> str:
-    """What a binary of this op depends on, with the torch at hand. Raises BuildError."""
+    """The tag of what a binary of this op depends on, with this torch. Raises BuildError."""
     python = python_tag()
     if spec.abi == ABI_STABLE:
         tag = STABLE_TAG
@@ -149,7 +154,7 @@ def abi_tag(spec: OpSpec, sdk: TorchSDK | None) -> str:
 
 
 def python_include() -> str:
-    """Where Python.h is; sysconfig, slow to import, is only asked where it is not there."""
+    """The directory of Python.h. sysconfig is slow to import, so the usual place is tried first."""
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}{getattr(sys, 'abiflags', '')}"
     usual = os.path.join(sys.base_prefix, "include", version)
     if os.path.exists(os.path.join(usual, "Python.h")):

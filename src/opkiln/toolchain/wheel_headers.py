@@ -1,9 +1,9 @@
-"""Headers of CUDA's libraries that a toolkit lacks and the wheels beside torch have.
+"""Headers of CUDA's libraries that a toolkit lacks but the wheels next to torch have.
 
 ATen's CUDA headers include ``cublas_v2.h``, ``cusparse.h`` and others. A toolkit of a few packages
 does not have them, but torch from PyPI depends on wheels that do: ``nvidia/cu13/include`` beside
-torch, and for CUDA 12 one directory for each library. They are used where the wheels are of the
-toolkit's own release, and searched after it, so that they only add what it lacks.
+torch, and for CUDA 12 one directory for each library. They are used if the wheels have the
+toolkit's release, and are searched after it, so that they only add what it lacks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from opkiln.model import TorchSDK
 
-# What torch's headers include, and the part of `cuda-toolkit` that brings it.
+# What torch's headers include, and the part of `cuda-toolkit` that has it.
 LIBRARIES = {
     "cublas_v2.h": "cublas",
     "cublasLt.h": "cublas",
@@ -34,18 +34,18 @@ LIBRARIES = {
     "cusparse.h": "cusparse",
     "nvrtc.h": "nvrtc",
 }
-IN_EXTRA = ("cublas", "curand", "cusolver", "cusparse")  # what `opkiln[cuda]` brings of them
+IN_EXTRA = ("cublas", "curand", "cusolver", "cusparse")  # those that `opkiln[cuda]` installs
 _RUNTIME = "cuda_runtime_api.h"
 _PARTS = ("cublas", "cuda_nvrtc", "cufft", "curand", "cusolver", "cusparse")
 
 
 class Wheels(Record):
-    """What wheels have for a toolkit."""
+    """The headers that wheels have for a toolkit."""
 
-    directories: tuple[str, ...]  # below "nvidia", beside torch; empty where none is used
-    release: tuple[int, int]  # of the wheels; (0, 0) where there are none
-    signatures: list[list[Any]]  # of the files and directories that this rests on
-    absent: list[str]  # what would change it if it were there
+    directories: tuple[str, ...]  # in "nvidia", next to torch; empty if none is used
+    release: tuple[int, int]  # of the wheels; (0, 0) if there are none
+    signatures: list[list[Any]]  # of the files and directories that decided this
+    absent: list[str]  # paths that would change it if they existed
 
 
 NONE = Wheels((), (0, 0), [], [])
@@ -57,7 +57,7 @@ def root(torch: TorchSDK) -> str:
 
 
 def beside(torch: TorchSDK | None, include_dirs: Iterable[str], release: tuple[int, int]) -> Wheels:
-    """What the wheels beside torch have for a toolkit of this release with these directories."""
+    """The headers that the wheels have for a toolkit of this release with these directories."""
     directories = list(include_dirs)
     if torch is None or not any(_lacks(directories, header) for header in LIBRARIES):
         return NONE
@@ -78,7 +78,7 @@ def beside(torch: TorchSDK | None, include_dirs: Iterable[str], release: tuple[i
         ]
         found = _release(marker)
     except OSError:
-        return NONE  # removed meanwhile
+        return NONE  # the files were just removed
     absent = [path for path in paths if not os.path.isdir(path)]
     fits = found == release
     own = tuple(each for each in layout if os.path.isdir(os.path.join(base, each)))
@@ -90,7 +90,7 @@ def _lacks(directories: list[str], header: str) -> bool:
 
 
 def _release(header: str) -> tuple[int, int]:
-    """(13, 0) of a runtime's header that says ``#define CUDART_VERSION 13000``."""
+    """(13, 0) from a runtime's header with ``#define CUDART_VERSION 13000``."""
     with open(header, encoding="utf-8", errors="replace") as file:
         for line in file:
             words = line.split()

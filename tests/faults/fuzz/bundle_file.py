@@ -9,7 +9,7 @@ from fuzz.scratch import file
 
 from opkiln.errors import StoreError
 from opkiln.ship import bundle
-from opkiln.store import archive, bundle_index, sealed, stored_zip
+from opkiln.store import archive, sealed, zip_format
 from opkiln.store.recheck import Hasher
 
 
@@ -17,12 +17,15 @@ def one(data: bytes) -> None:
     _use(data)
     body, _, rest = data.partition(b"\n--\n")
     index = with_digest(body)
-    head = stored_zip.local_header(bundle_index.INDEX, len(index), crc32(index)) + index
+    head = (
+        zip_format.local_header(zip_format.stored(archive.INDEX, len(index), crc32(index), 0))
+        + index
+    )
     _use(head + rest)
 
 
 def _use(data: bytes) -> None:
-    bundle_index._indexes.clear()
+    archive._indexes.clear()
     path = file("bundle", data)
     try:
         bundle.read_bundle(path)

@@ -11,7 +11,7 @@ from opkiln.decision import receipt
 from opkiln.errors import OpkilnError
 from opkiln.model import Artifact, OpSpec
 from opkiln.store import gc, lock
-from opkiln.toolchain import memo
+from opkiln.toolchain import probing
 
 SPEC = OpSpec(name="op", distribution="somebody", sources=("op.cpp",), root="/nowhere")
 
@@ -44,8 +44,8 @@ def _receipt(base: Path, data: bytes) -> None:
 
 
 def _memo(base: Path, data: bytes) -> None:
-    Path(memo._path(str(base), "g++")).write_bytes(data)
-    found = memo.recall((str(base),), "g++")
+    Path(probing._path(str(base), "g++")).write_bytes(data)
+    found = probing.recall((str(base),), "g++")
     assert found is None or isinstance(found, dict)
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from fuzz.scratch import directory
 
-from opkiln.toolchain import rocm_version, torch_sdk
+from opkiln.toolchain import rocm, torch_sdk
 
 FILES = (
     "version.py",
     "share/cmake/Torch/TorchConfig.cmake",
-    *rocm_version._TEXTS[:1],
-    rocm_version._HEADERS[0][0],
+    *rocm._TEXTS[:1],
+    rocm._HEADERS[0][0],
 )
 
 
@@ -26,4 +26,4 @@ def one(data: bytes) -> None:
     found = torch_sdk._read(str(home), (0, 0))
     for version in (found.version, found.cuda or "", found.hip or ""):
         torch_sdk.release(version)
-    rocm_version._release_of(str(home))
+    rocm._release_of(str(home))

@@ -84,7 +84,7 @@ class OpBuilder(builder.OpBuilder):
     @staticmethod
     def is_rocm_pytorch() -> bool:
         """Whether the installed torch is built for ROCm."""
-        from opkiln.toolchain.rocm_version import is_rocm_pytorch
+        from opkiln.toolchain.rocm import is_rocm_pytorch
 
         return is_rocm_pytorch()
 
@@ -96,7 +96,7 @@ class OpBuilder(builder.OpBuilder):
     @staticmethod
     def installed_rocm_version() -> tuple[int, int]:
         """ROCm's release; (0, 0) if torch is not built for it."""
-        from opkiln.toolchain.rocm_version import installed_rocm_version, is_rocm_pytorch
+        from opkiln.toolchain.rocm import installed_rocm_version, is_rocm_pytorch
 
         return installed_rocm_version() if is_rocm_pytorch() else (0, 0)
 

@@ -178,7 +178,7 @@ def _has_function(
 ) -> bool:
     """Whether a C function can be linked by the compiler that would build the op."""
     from opkiln.store.layers import Store
-    from opkiln.toolchain.linkprobe import can_link
+    from opkiln.toolchain.host import can_link
 
     try:
         return can_link(Store().memory, funcname, tuple(libraries), tuple(library_dirs or ()))

@@ -20,7 +20,7 @@ from opkiln.errors import SpecError
 from opkiln.model import ABI_TORCH, CPU, CUDA, EXTENSION, LIBRARY, PYTHON, ROCM, XPU, Op, OpSpec
 from opkiln.settings import settings
 from opkiln.toolchain import torch_sdk
-from opkiln.toolchain.rocm_version import is_rocm_pytorch
+from opkiln.toolchain.rocm import is_rocm_pytorch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

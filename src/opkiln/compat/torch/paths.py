@@ -15,7 +15,7 @@ from opkiln.errors import OpkilnError, ToolchainError
 from opkiln.model import CUDA, XPU
 from opkiln.settings import override, settings, whole_environment
 from opkiln.toolchain import find, torch_sdk
-from opkiln.toolchain.rocm_version import is_rocm_pytorch
+from opkiln.toolchain.rocm import is_rocm_pytorch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -206,9 +206,9 @@ def sycl_home() -> str:
 
 def rocm_home() -> str:
     """The ROCm that a build here would use. Raises ToolkitMissing."""
-    from opkiln.toolchain import rocm_homes
+    from opkiln.toolchain import rocm
 
-    for home in rocm_homes.homes():
+    for home in rocm.homes():
         return home
     raise ToolkitMissing(
         "no ROCm was found", hint="export ROCM_HOME=/opt/rocm    # where it is installed"

@@ -1,24 +1,9 @@
-"""All checks in the order in which a person would look, and the one loop that runs them."""
+"""All checks, in the order in which a person would look, and the loop that runs them."""
 
 from __future__ import annotations
 
 from opkiln.errors import OpkilnError, SettingError
-from opkiln.report.doctor import (
-    accelerator,
-    budget,
-    compilers,
-    cuda,
-    ops,
-    places,
-    prebuilt,
-    rocm,
-    selfcheck,
-    store,
-    sycl,
-    system,
-    torch_side,
-    variables,
-)
+from opkiln.report.doctor import devices, host, ops, places, selfcheck, store, torch_side
 from opkiln.report.doctor.finding import (
     FAIL,
     WARN,
@@ -40,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def to_compile(check: Check) -> Check:
-    """A check of what only compiling needs: where nothing may compile, it finds nothing wrong."""
+    """A check of something that only compiling needs: it passes if nothing may be compiled."""
 
     def judged(here: Here) -> Outcome:
         found = check(here)
@@ -52,33 +37,33 @@ def to_compile(check: Check) -> Check:
 
 
 CHECKS: dict[str, Check] = {
-    "python": system.python,
-    "python headers": to_compile(system.python_headers),
-    "system": system.system,
-    "settings": variables.values,
-    "variable names": variables.misspelt,
-    "kept-away variables": variables.kept_away,
-    "compiler": to_compile(compilers.compiler),
-    "c++ runtime": to_compile(compilers.runtime),
-    "launcher": to_compile(compilers.launcher),
-    "ninja": compilers.ninja,
+    "python": host.python,
+    "python headers": to_compile(host.python_headers),
+    "system": host.system,
+    "settings": host.settings_values,
+    "variable names": host.misspelt_variables,
+    "kept-away variables": host.kept_away_variables,
+    "compiler": to_compile(host.compiler),
+    "c++ runtime": to_compile(host.runtime),
+    "launcher": to_compile(host.launcher),
+    "ninja": host.ninja,
     "torch": torch_side.version,
     "torch devices": torch_side.devices,
     "torch libraries": torch_side.libraries,
     "torch c++ abi": torch_side.cxx_abi,
     "openmp": torch_side.openmp,
-    "cuda toolkit": to_compile(cuda.toolkit),
-    "nvcc host compiler": to_compile(cuda.host_compiler),
-    "cuda driver": cuda.driver,
-    "cuda arch list": cuda.arch_list,
-    "cuda gpus": cuda.gpus,
-    "rocm": to_compile(rocm.toolkit),
-    "rocm gpus": rocm.gpus,
-    "sycl": to_compile(sycl.toolkit),
-    "sycl device": sycl.device,
-    "accelerator": accelerator.chosen,
-    "ops": ops.importable,
-    "prebuilt": prebuilt.installed,
+    "cuda toolkit": to_compile(devices.cuda_toolkit),
+    "nvcc host compiler": to_compile(devices.nvcc_host_compiler),
+    "cuda driver": devices.cuda_driver,
+    "cuda arch list": devices.cuda_arch_list,
+    "cuda gpus": devices.cuda_gpus,
+    "rocm": to_compile(devices.rocm_toolkit),
+    "rocm gpus": devices.rocm_gpus,
+    "sycl": to_compile(devices.sycl_toolkit),
+    "sycl device": devices.sycl_device,
+    "accelerator": devices.accelerator,
+    "ops": ops.ops,
+    "prebuilt": ops.prebuilt,
     "store": store.place,
     "store owner": store.owner,
     "store mode": store.mode,
@@ -92,9 +77,9 @@ CHECKS: dict[str, Check] = {
     "tmpdir noexec": places.tmpdir_noexec,
     "tmpdir space": places.tmpdir_space,
     "shared memory": places.shared_memory,
-    "cpus": budget.cpus,
-    "memory": budget.memory,
-    "budget": budget.sharing,
+    "cpus": places.budget_cpus,
+    "memory": places.budget_memory,
+    "budget": places.budget_sharing,
 }
 
 BUILDS: dict[str, Check] = {
@@ -107,18 +92,18 @@ BUILDS: dict[str, Check] = {
 
 
 def examine(*, build: bool = True) -> Iterator[Finding]:
-    """Run every check, one after the other; with ``build``, the self-check last. Never raises."""
+    """Run every check in turn; with ``build``, the self-check last. Never raises."""
     here = Here()
     for name, check in (CHECKS | (BUILDS if build else {})).items():
         yield Finding(name, *outcome(check, here))
 
 
 def outcome(check: Check, here: Here) -> Outcome:
-    """What a check comes to. One that raises has found a fault that it does not know."""
+    """The outcome of a check. If a check raises, that is a failure, too."""
     try:
         return check(here)
     except SettingError as error:
-        return skipped(f"cannot be told while {error.what}")  # which `settings` reports
+        return skipped(f"not possible while {error.what}")  # `settings` reports that
     except OpkilnError as error:
         return failed(joined(error.what, *error.why.splitlines()), copyable(error.hint))
     except Exception as error:

@@ -1,26 +1,30 @@
-"""What a check comes to, and the words in which it says so."""
+"""The result of a check, and how it is shown."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from opkiln.report.layout import columns, count, paint
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-PASS, SKIP, WARN, FAIL = "PASS", "SKIP", "WARN", "FAIL"  # the better first
+
+PASS, SKIP, WARN, FAIL = "PASS", "SKIP", "WARN", "FAIL"  # from good to bad
+_LOOKS = {PASS: "good", SKIP: "weak", WARN: "strong", FAIL: "bad"}
 
 
 class Outcome(NamedTuple):
-    """A verdict, the values it rests on, and a command that a shell takes as it is."""
+    """A verdict, the facts behind it, and a command that can be copied into a shell."""
 
     verdict: str
     evidence: str
-    command: str = ""  # empty where nothing is to be done, or no command does it
+    command: str = ""  # empty if nothing is to be done, or no command does it
 
 
 class Finding(NamedTuple):
-    """An outcome under the name of its check."""
+    """An outcome with the name of its check."""
 
     check: str
     verdict: str
@@ -29,36 +33,36 @@ class Finding(NamedTuple):
 
 
 def passed(evidence: str) -> Outcome:
-    """It is as it should be."""
+    """All is well."""
     return Outcome(PASS, evidence)
 
 
 def skipped(evidence: str) -> Outcome:
-    """There is nothing to check here, or no way to; ``evidence`` says which."""
+    """The check does not apply here, or is not possible; ``evidence`` says why."""
     return Outcome(SKIP, evidence)
 
 
 def warned(evidence: str, command: str = "") -> Outcome:
-    """It works, but not as well or not as was asked."""
+    """It works, but not as well as it could, or not as the user asked."""
     return Outcome(WARN, evidence, command)
 
 
 def failed(evidence: str, command: str = "") -> Outcome:
-    """Something that builds or loads ops does not work."""
+    """Something that builds or loads of ops need does not work."""
     return Outcome(FAIL, evidence, command)
 
 
 def worst(findings: Iterable[Finding]) -> str:
-    """The worst verdict; a check that was skipped is no fault, so PASS where there is no other."""
+    """The worst verdict. A skipped check is not a fault: it counts as PASS."""
     verdicts = {each.verdict for each in findings}
     return next((verdict for verdict in (FAIL, WARN) if verdict in verdicts), PASS)
 
 
 def copyable(hint: str) -> str:
-    """An error's hint as a shell takes it.
+    """The command in an error's hint, in a form that a shell takes.
 
-    Hints may have a remark behind the command, and name a variable without ``export``; those that
-    begin with words for people come out empty.
+    A remark after the command is removed, and a variable gets its ``export``. The result is empty
+    for a hint in prose.
     """
     command = hint.partition("    ")[0].strip()
     first = command.partition(" ")[0]
@@ -69,5 +73,31 @@ def copyable(hint: str) -> str:
 
 
 def joined(*parts: str) -> str:
-    """Facts on one line, those that are not empty."""
+    """The facts that are not empty, on one line."""
     return "; ".join(" ".join(part.split()) for part in parts if part.strip())
+
+
+# As text: one line for each finding, and the command that fixes it below
+
+
+def line(found: Finding, names: Iterable[str], *, colour: bool, width: int | None = None) -> str:
+    """One finding. ``names`` are those of all checks: they give the width of the column.
+
+    With a ``width``, the evidence is wrapped. The command is not, so that it can be copied.
+    """
+    longest = max(map(len, names))
+    verdict = paint(found.verdict, _LOOKS[found.verdict], colour=colour)
+    shown = columns([(verdict, found.check.ljust(longest), found.evidence)], width=width)
+    if not found.command:
+        return shown
+    label = paint("fix:", "strong", colour=colour)
+    return f"{shown}\n{'':<{longest + 8}}{label} {found.command}"
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """The number of checks with each verdict."""
+    number = {verdict: sum(each.verdict == verdict for each in findings) for verdict in _LOOKS}
+    return ", ".join([
+        count(number[FAIL], "failure"), count(number[WARN], "warning"),
+        f"{number[PASS]} passed", f"{number[SKIP]} skipped",
+    ])  # fmt: skip

@@ -1,16 +1,25 @@
-"""What several checks ask of this machine, asked once."""
+"""What the checks share: facts about this machine, found out once, and child processes.
+
+Code of other packages, and code that imports torch, runs in a child: if it crashes, that is a
+finding.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import sys
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
+import opkiln
 from opkiln.decision import policy
 from opkiln.errors import ToolchainError
 from opkiln.model import CPU, CUDA
-from opkiln.settings import override, settings
+from opkiln.process import capture
+from opkiln.settings import override, settings, whole_environment
 from opkiln.store.layers import Store
 from opkiln.toolchain import choice, torch_sdk
 
@@ -21,9 +30,11 @@ if TYPE_CHECKING:
     from opkiln.devices.nvidia import Devices
     from opkiln.model import DeviceCompiler, Toolchain, TorchSDK
 
+_LONGEST = 120.0  # seconds: importing torch from a network file system is slow
+
 
 class Here:
-    """This machine, as the settings in force describe it. Every answer is kept."""
+    """This machine, with the current settings. Every answer is kept."""
 
     @cached_property
     def store(self) -> Store:
@@ -32,7 +43,7 @@ class Here:
 
     @cached_property
     def torch(self) -> TorchSDK | None:
-        """The torch of this interpreter. Raises OSError where it cannot be read."""
+        """The torch of this interpreter. Raises OSError if it cannot be read."""
         return torch_sdk.find()
 
     @cached_property
@@ -56,7 +67,7 @@ class Here:
         return self.device_compiler(CUDA)
 
     def device_compiler(self, backend: str) -> DeviceCompiler | ToolchainError:
-        """A backend's compiler of device code, or why there is none."""
+        """A backend's device compiler, or why there is none."""
         found = self._chosen(backend)
         if isinstance(found, ToolchainError):
             return found
@@ -72,7 +83,7 @@ class Here:
 
     @cached_property
     def scratch(self) -> str:
-        """Where probes may write: the temporary directory of the settings, if it can be used."""
+        """A writable directory for probes: OPKILN_TMPDIR, if it is usable."""
         wanted = settings.tmpdir or "/tmp"
         for place in (wanted, "/tmp", "/var/tmp", "/dev/shm"):
             if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK):
@@ -81,7 +92,7 @@ class Here:
 
     @contextmanager
     def probing(self) -> Iterator[None]:
-        """Probes write where they can: that TMPDIR cannot be used is one finding, not ten."""
+        """Lets probes use a writable directory, so that a bad TMPDIR is one finding and not ten."""
         with override(tmpdir=self.scratch):
             yield
 
@@ -93,27 +104,35 @@ class Here:
                 return error
 
 
-def interpreter() -> str:
-    """This Python, as a command: ``python`` where that is what PATH leads to."""
-    import shlex
-
-    from opkiln.toolchain import find
-
-    program = sys.executable or "python3"
-    for name in ("python", "python3"):
-        # The path, not the file behind it: that of a virtual environment is a link to the system's.
-        if find.first(name) == program:
-            return name
-    return shlex.quote(program)
+# Child processes
 
 
-def pip(*words: str) -> str:
-    """A pip command for the environment of this interpreter."""
-    import shlex
+def child_argv(code: str, *arguments: str) -> tuple[str, ...]:
+    """The command that runs ``code`` in this Python, with the arguments in ``sys.argv[1:]``.
 
-    return f"{interpreter()} -m pip {shlex.join(words)}"
+    Nothing is imported from the current directory, where a file may have any name. opkiln's own
+    directory is added last: it may be that directory.
+    """
+    home = os.path.dirname(os.path.dirname(os.path.abspath(opkiln.__file__)))
+    start = f"import sys; sys.path.append({home!r})\n{code}"
+    return (sys.executable or "python3", "-P", "-c", start, *arguments)
 
 
-def of_this_python(command: str) -> str:
-    """A hint's ``pip`` as that of this interpreter; another command as it is."""
-    return f"{interpreter()} -m {command}" if command.startswith("pip ") else command
+def child_answer(code: str, *arguments: str) -> tuple[Any, str]:
+    """(the JSON in the last line that ``code`` prints, why there is none). One of them is empty."""
+    done = capture(child_argv(code, *arguments), env=whole_environment(), timeout=_LONGEST)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode == 0 and lines:
+        try:
+            return json.loads(lines[-1]), ""
+        except json.JSONDecodeError:
+            pass  # it ended early, and printed something else
+    said = done.stderr.strip().splitlines()[-1:]
+    return None, "; ".join([f"the child {how_it_ended(done.returncode)}", *said])
+
+
+def how_it_ended(returncode: int) -> str:
+    """How a process ended, in words."""
+    if returncode < 0:
+        return f"died of {signal.Signals(-returncode).name}"
+    return f"ended with {returncode}"

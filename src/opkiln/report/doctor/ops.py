@@ -1,18 +1,31 @@
-"""The ops: each that is bundled or that another package declares can be imported, and what those of
-other packages declare in Python goes with their schemas."""
+"""The ops: whether each can be imported, and whether the installed libraries can be used here."""
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
+from importlib.machinery import PathFinder
 
+from opkiln.decision import policy
+from opkiln.decision.prebuilt import PREBUILT
+from opkiln.decision.terms import CACHED
 from opkiln.errors import SpecError
+from opkiln.model import CARRIED, PACKAGE, SHARED
 from opkiln.registry import ALL_OPS, bundled, declared, distribution
-from opkiln.report.doctor import child
-from opkiln.report.doctor.finding import Outcome, joined, passed, warned
-from opkiln.report.doctor.here import Here, interpreter
+from opkiln.report.commands import interpreter, pip
+from opkiln.report.doctor.finding import Outcome, joined, passed, skipped, warned
+from opkiln.report.doctor.here import Here, child_answer
+from opkiln.settings import LAYOUT
+from opkiln.store.inventory import names_in
 
-# An op's module is its author's code: it may import torch, end the process or crash it.
-_ASK = """
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+# Runs in a child: an op's module is its author's code. It may import torch, or end the process.
+_ASK_OP = """
 import json
 from opkiln.errors import OpkilnError
 from opkiln.loading import declaration
@@ -29,8 +42,8 @@ print(json.dumps({'reason': reason}))
 """
 
 
-def importable(here: Here) -> Outcome:  # noqa: ARG001 (the form of a check)
-    """Every op can be imported; one that cannot is in nobody's way but its own."""
+def ops(here: Here) -> Outcome:  # noqa: ARG001 (the form of a check)
+    """Every op can be imported, and its declaration fits its schema."""
     own = bundled()
     broken: dict[str, str] = {}
     for name in own:
@@ -40,7 +53,7 @@ def importable(here: Here) -> Outcome:  # noqa: ARG001 (the form of a check)
             broken[name] = str(error)
     others = declared()
     for name in others:
-        found, died = child.answer(_ASK, name)
+        found, died = child_answer(_ASK_OP, name)
         if reason := died or found["reason"]:
             broken[name] = reason if f"op {name}" in reason else f"op {name}: {reason}"
     if broken:
@@ -49,10 +62,86 @@ def importable(here: Here) -> Outcome:  # noqa: ARG001 (the form of a check)
         return warned(joined(*broken.values()), "; ".join(commands))
     owners = {**dict.fromkeys(own, "opkiln"), **{n: distribution(e) for n, e in others.items()}}
     shared = [
-        f"{entry.name} is the op of {owners[entry.name]}, that of {distribution(entry)} is {name}"
+        f"{entry.name} is the op of {owners[entry.name]}; that of {distribution(entry)} is {name}"
         for name, entry in others.items()
         if name != entry.name
     ]
     counted = f"{len(others)} of other packages" if others else ""
     bundled_here = f"{len(own)} bundled: {', '.join(own)}" if own else "none is bundled"
     return passed(joined(bundled_here, counted, *shared))
+
+
+# Prebuilt libraries
+
+# Runs in a child: a declaration is its author's code, and checking a library opens others.
+_ASK_DECISION = """
+import json
+from opkiln.errors import OpkilnError
+from opkiln.decision.decide import decide
+from opkiln.decision.terms import Request, summary
+from opkiln.registry import ALL_OPS
+status, candidates = '', []
+try:
+    outcome = decide(Request(ALL_OPS[sys.argv[1]]().op()))
+    status = summary(outcome).status
+    candidates = [[each.resort, each.verdict, each.reason] for each in outcome.trace.candidates]
+except OpkilnError:
+    pass
+print()
+print(json.dumps({'status': status, 'candidates': candidates}))
+"""
+
+
+def prebuilt(here: Here) -> Outcome:  # noqa: ARG001
+    """The installed libraries are used: none is stale, damaged or for another machine."""
+    found = dict(_found())
+    if not found:
+        return passed("no package was installed with prebuilt ops")
+    if not policy.uses_installed():
+        return skipped(f"OPKILN_MODE=source: {', '.join(found)} is installed but not used")
+    serving, instead, refused, commands = [], [], [], []
+    for op, brought_by in found.items():
+        answer, died = child_answer(_ASK_DECISION, op)
+        if died:
+            continue  # the check `ops` reports that
+        mine = [each[1:] for each in answer["candidates"] if each[0] == PREBUILT]
+        reasons = "; ".join(dict.fromkeys(reason for verdict, reason in mine if verdict != "taken"))
+        if any(verdict == "taken" for verdict, _ in mine):
+            serving.append(op)
+        elif reasons and answer["status"] == CACHED:
+            instead.append(f"{op} is refused, and a cached build is used: {reasons}")
+        elif reasons:
+            refused.append(f"{op} is refused: {reasons}")
+            damaged = "damaged: " in reasons
+            again = pip("install", "--force-reinstall", "--no-deps", brought_by)
+            commands.append(again if damaged else f"opkiln build {op}")
+    facts = joined(f"used: {', '.join(serving)}" if serving else "", *instead)
+    if refused:
+        return warned(joined(*refused, facts), " && ".join(dict.fromkeys(commands)))
+    return passed(facts or f"{', '.join(found)}: none is for the backend that serves here")
+
+
+def _found() -> Iterator[tuple[str, str]]:
+    """(op, the distribution that has a library of it), of the declared ops.
+
+    Looks in the places of ``loading.installed``. No package is imported.
+    """
+    shared = [os.path.join(each, SHARED) for each in sys.path if os.path.isabs(each)]
+    layers = [(name, os.path.join(each, name)) for each in shared for name in names_in(each)]
+    for name, owner, package in _declared():
+        op = name.rpartition(":")[2]
+        for brought_by, layer in [(owner, os.path.join(package, CARRIED)), *layers]:
+            ops = os.path.join(layer, LAYOUT, "ops")
+            if any(op in names_in(os.path.join(ops, each)) for each in names_in(ops)):
+                yield name, brought_by
+                break
+
+
+def _declared() -> Iterator[tuple[str, str, str]]:
+    """(the op's name in ALL_OPS, its distribution, the directory of its package) of every op."""
+    yield from ((op, "opkiln", PACKAGE) for op in bundled())
+    for name, entry in declared().items():
+        top = entry.module.partition(".")[0]
+        found = PathFinder.find_spec(top)
+        if found and found.submodule_search_locations:
+            yield name, distribution(entry) or top, next(iter(found.submodule_search_locations))

@@ -1,22 +1,39 @@
-"""The self-check: a tiny op per backend, compiled, loaded and called, in a child process.
+"""The self-check: compiles, loads and calls a tiny op for each backend, in a child process.
 
-A crash there is a finding and not the end of the doctor. The store is one that is thrown away,
-everything else is as the user's own programs have it.
+A crash there is a finding, and the doctor goes on. The child uses a temporary store; everything
+else is as in the user's own programs. It writes its result to a file and, before each step that may
+crash, the name of the step.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
+from importlib import import_module
 from typing import Any
 
 from opkiln import process
 from opkiln.devices import amd, nvidia
-from opkiln.errors import StoreError
-from opkiln.model import CUDA, ROCM, XPU, DeviceCompiler
-from opkiln.report.doctor import child
+from opkiln.errors import CompileError, LoadError, LoadTestError, OpkilnError, StoreError
+from opkiln.loading import loader
+from opkiln.model import (
+    ABI_NONE,
+    ABI_STABLE,
+    CPU,
+    CUDA,
+    INLINE_ROOT,
+    PLAIN,
+    ROCM,
+    XPU,
+    DeviceCompiler,
+    Op,
+    OpSpec,
+    Registration,
+)
+from opkiln.report.commands import of_this_python
 from opkiln.report.doctor.finding import Outcome, copyable, failed, joined, passed, skipped
-from opkiln.report.doctor.here import Here, of_this_python
+from opkiln.report.doctor.here import Here, child_argv, how_it_ended
 from opkiln.report.layout import duration
 from opkiln.settings import settings, table, whole_environment
 from opkiln.store import publish
@@ -24,13 +41,13 @@ from opkiln.toolchain import hipcc, libsycl, nvcc, torch_sdk
 from opkiln.toolchain import sycl as sycl_compilers
 
 _CHILD = """
-from opkiln.report.doctor.selfcheck_child import main
-sys.exit(main(*sys.argv[1:]))
+from opkiln.report.doctor.selfcheck import child_main
+sys.exit(child_main(*sys.argv[1:]))
 """
 _LONGEST = 600.0  # seconds
-# Settings that put words of the user's on command lines. The op itself compiles without any.
+# Settings that add the user's flags to command lines. The op itself compiles without them.
 _FLAGS = ("cppflags", "cxxflags", "cudaflags", "ldflags")
-_OF_FILES = ("command: ", "log: ")  # lines of an error
+_OF_FILES = ("command: ", "log: ")  # lines of an error that name temporary files
 
 
 def cpu(here: Here) -> Outcome:
@@ -50,33 +67,33 @@ def torch(here: Here) -> Outcome:
 
 
 def cuda(here: Here) -> Outcome:
-    """A kernel by nvcc; called where there is a GPU."""
+    """A kernel by nvcc; called if there is a GPU."""
     if not nvcc.available() or not isinstance(here.cuda, DeviceCompiler):
-        return skipped("no CUDA toolkit can be used")
+        return skipped("there is no usable CUDA toolkit")
     visible, _ = nvidia.visible(here.nvidia)
-    # For no more than it takes: a user's own list may name every architecture there is.
+    # For one architecture: the user's own list may name all of them.
     archs = "native" if here.nvidia.gpus else here.cuda.archs[-1]
     return _tried(CUDA, {"OPKILN_CUDA_ARCH_LIST": archs}, calls=bool(visible))
 
 
 def rocm(here: Here) -> Outcome:
-    """The same kernel by hipcc; called where there is an AMD GPU."""
+    """The same kernel by hipcc; called if there is an AMD GPU."""
     if not hipcc.available() or here.torch is None:
         return skipped("there is no hipcc" if here.torch else "torch, which has hipify, is missing")
     device = here.device_compiler(ROCM)
     if not isinstance(device, DeviceCompiler):
-        return skipped("no hipcc can be used: see rocm")
+        return skipped("there is no usable hipcc: see rocm")
     devices = amd.devices()
     archs = "native" if devices.gpus or not device.archs else device.archs[-1]
     return _tried(ROCM, {"OPKILN_ROCM_ARCH_LIST": archs}, calls=bool(amd.visible(devices)))
 
 
 def xpu(here: Here) -> Outcome:
-    """A SYCL kernel; called where there is a device."""
+    """A SYCL kernel; called if there is a device."""
     if not sycl_compilers.available():
         return skipped("there is no SYCL compiler")
     if isinstance(here.device_compiler(XPU), Exception):
-        return skipped("no SYCL compiler can be used: see sycl")
+        return skipped("there is no usable SYCL compiler: see sycl")
     if libsycl.no_device(settings.ocl_icd_filenames):
         return skipped("there is no device to load it for: see sycl device")
     return _tried(XPU, {}, calls=True)
@@ -105,32 +122,164 @@ def _in(work: str, what: str, variables: dict[str, str], *, calls: bool) -> Outc
         **variables,
     }
     how = "call" if calls else "load"
-    done = process.run(child.argv(_CHILD, what, how, result), env=environment, timeout=_LONGEST)
+    done = process.run(child_argv(_CHILD, what, how, result), env=environment, timeout=_LONGEST)
     found: dict[str, Any] = {}
     if os.path.exists(result):
         with open(result) as file:
             found = json.load(file)
     if "answer" in found:
-        rest = "loaded and called" if calls else "loaded, with no GPU to call it on"
+        rest = "loaded and called" if calls else "loaded; there is no GPU to call it on"
         return passed(f"compiled, {rest}, in {duration(found['seconds'])}")
     flags = _unset_flags()
     if "what" in found:
-        # The log is gone with the store, and the command is of files that are.
+        # The log and the files of the command are gone with the temporary store.
         why = [line for line in found["why"].splitlines() if not line.startswith(_OF_FILES)]
         told = of_this_python(copyable(found["hint"]))
         command = "" if "opkiln_doctor" in told else told
         if found["by_flags"] and flags:
             command = flags
         return failed(joined(found["what"], *why[:4]), command)
-    step = f" while it would {found.get('step', 'start')}" if done.returncode < 0 else ""
+    step = f" at the step: {found.get('step', 'start')}" if done.returncode < 0 else ""
     last = done.output.strip().splitlines()[-1:]
-    return failed(joined(f"the child {child.ended(done.returncode)}{step}", *last), flags)
+    return failed(joined(f"the child {how_it_ended(done.returncode)}{step}", *last), flags)
 
 
 def _unset_flags() -> str:
-    """The command that takes the user's flags off command lines; empty where there are none."""
+    """The command that unsets the user's flags; empty if there are none."""
     environment = whole_environment()
     fields = (setting for setting in table() if setting.field in _FLAGS)
     names = [name for each in fields for name in (each.variable, *each.aliases)]
     given = [name for name in names if environment.get(name)]
     return f"unset {' '.join(given)}" if given else ""
+
+
+# In the child
+
+_ADD = 'extern "C" int opkiln_doctor(int a, int b, int* sum) { *sum = a + b; return 0; }\n'
+
+# Only runtime calls that hipify translates: the same text serves for ROCm.
+_KERNEL = """
+#include <cuda_runtime.h>
+__global__ void opkiln_doctor_add(int a, int b, int* sum) { *sum = a + b; }
+extern "C" int opkiln_doctor(int a, int b, int* sum) {
+  int* there = nullptr;
+  if (int error = static_cast<int>(cudaMalloc(&there, sizeof(int)))) return error;
+  opkiln_doctor_add<<<1, 1>>>(a, b, there);
+  if (int error = static_cast<int>(cudaGetLastError())) return error;
+  int error = static_cast<int>(cudaMemcpy(sum, there, sizeof(int), cudaMemcpyDeviceToHost));
+  int freed = static_cast<int>(cudaFree(there));
+  return error ? error : freed;
+}
+"""
+
+# The kernel is a string for SYCL's runtime compiler: both families of compilers build this.
+_SYCL = """
+#include <string>
+#include <sycl/sycl.hpp>
+namespace experimental = sycl::ext::oneapi::experimental;
+static const char* kernel_text = R"sycl(
+#include <sycl/sycl.hpp>
+namespace oneapi = sycl::ext::oneapi;
+extern "C" SYCL_EXT_ONEAPI_FUNCTION_PROPERTY((oneapi::experimental::nd_range_kernel<1>))
+void opkiln_doctor_add(int a, int b, int* sum) { *sum = a + b; }
+)sycl";
+extern "C" int opkiln_doctor(int a, int b, int* sum) {
+  sycl::queue queue;
+  auto source = experimental::create_kernel_bundle_from_source(
+      queue.get_context(), experimental::source_language::sycl, std::string(kernel_text));
+  sycl::kernel kernel = experimental::build(source).ext_oneapi_get_kernel("opkiln_doctor_add");
+  int* there = sycl::malloc_shared<int>(1, queue);
+  queue.submit([&](sycl::handler& handler) {
+    handler.set_args(a, b, there);
+    handler.parallel_for(sycl::nd_range<1>(1, 1), kernel);
+  }).wait_and_throw();
+  *sum = *there;
+  sycl::free(there, queue);
+  return 0;
+}
+"""
+
+_STABLE = """
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+using torch::stable::Tensor;
+static Tensor add(const Tensor& x, int64_t y) {
+  Tensor sum = torch::stable::empty_like(x);
+  for (int64_t i = 0; i < x.numel(); ++i)
+    sum.mutable_data_ptr<float>()[i] = x.const_data_ptr<float>()[i] + static_cast<float>(y);
+  return sum;
+}
+STABLE_TORCH_LIBRARY_IMPL(opkiln_doctor, CPU, m) { m.impl("add", TORCH_BOX(&add)); }
+"""
+
+
+_SOURCES = {
+    CPU: ("main.cpp", _ADD), CUDA: ("main.cu", _KERNEL), ROCM: ("main.cu", _KERNEL),
+    XPU: ("main.cpp", _SYCL),
+}  # fmt: skip
+
+
+def _spec(source: str, text: str, **fields: Any) -> OpSpec:
+    return OpSpec(
+        name="opkiln_doctor",
+        distribution="opkiln_doctor",
+        root=INLINE_ROOT,
+        sources=(source,),
+        inline=((source, text),),
+        **fields,
+    )
+
+
+def _loaded(backend: str) -> Any:
+    spec = _spec(*_SOURCES[backend], kind=PLAIN, abi=ABI_NONE, backend=backend, vectorize=False)
+    return loader.load(Op(spec)).value
+
+
+def _called(library: Any) -> int:
+    """20 + 22, computed by the op. Raises LoadError with the runtime's error number."""
+    import ctypes
+
+    answer = ctypes.c_int(0)
+    status = library.opkiln_doctor(20, 22, ctypes.byref(answer))
+    if status != 0:
+        raise LoadError("the op was called and failed", why=f"the runtime's error is {status}")
+    return answer.value
+
+
+def _called_with_a_tensor() -> int:
+    schema = Registration("opkiln_doctor", ("add(Tensor x, int y) -> Tensor",), None)
+    spec = _spec("main.cpp", _STABLE, abi=ABI_STABLE)
+    functions = loader.load(Op(spec, schema), must_be_native=True).value
+    # By name: no module of report/ imports torch, and a linter checks that.
+    torch = import_module("torch")
+    return int(functions.add(torch.full((3,), 20.0), 22).sum().item() / 3)
+
+
+def child_main(backend: str, how: str, result: str) -> int:
+    """Compile, load and perhaps call the op; the exit code is 0 if the answer is right."""
+    began = time.monotonic()
+
+    def write(**facts: Any) -> None:
+        with open(result, "w") as file:
+            json.dump(facts, file)
+
+    write(step="compile and load")
+    answer = 42
+    try:
+        if backend == "torch":
+            answer = _called_with_a_tensor()
+        else:
+            library = _loaded(backend)
+            if how == "call":
+                write(step="call")
+                answer = _called(library)
+    except OpkilnError as error:
+        by_flags = isinstance(error, (CompileError, LoadTestError))  # flags may be the cause
+        write(what=error.what, why=error.why, hint=error.hint, by_flags=by_flags)
+        return 1
+    if answer != 42:
+        write(what=f"the op computed 20 + 22 = {answer}", why="", hint="", by_flags=True)
+        return 1
+    write(answer=answer, seconds=time.monotonic() - began)
+    return 0

@@ -1,4 +1,4 @@
-"""The store: where it is, whose, and whether it has room, may be executed from and tells time."""
+"""The store: its place, owner, mode, space, mount options, layers and clock."""
 
 from __future__ import annotations
 
@@ -10,22 +10,14 @@ import time
 from typing import NamedTuple
 
 from opkiln.errors import StoreError
-from opkiln.report.doctor import room
-from opkiln.report.doctor.finding import (
-    Outcome,
-    copyable,
-    failed,
-    joined,
-    passed,
-    skipped,
-    warned,
-)
+from opkiln.report.commands import as_root
+from opkiln.report.doctor.finding import Outcome, copyable, failed, joined, passed, skipped, warned
 from opkiln.report.doctor.here import Here
-from opkiln.report.doctor.packages import as_root
+from opkiln.report.doctor.places import elsewhere, room
 from opkiln.report.layout import count, size
 from opkiln.settings import LAYOUT, origin_of, override, settings, store_candidates
 from opkiln.store import archive, inventory
-from opkiln.store.bundle_index import Damaged
+from opkiln.store.archive import Damaged
 from opkiln.trust import fault
 
 TYPE_CHECKING = False
@@ -36,20 +28,20 @@ if TYPE_CHECKING:
 
 _LITTLE, _TOO_LITTLE = 1 << 30, 64 << 20  # bytes: a CUDA op with its objects takes tens of MiB
 _FEW, _TOO_FEW = 2000, 100  # inodes: an entry takes about ten
-_SKEW = 2.0  # seconds, within which no signature is believed anyway
-_LEFTOVER = 3600.0  # seconds after which `cache gc` takes what is staged for abandoned
+_SKEW = 2.0  # seconds: signatures that are younger are not trusted in any case
+_LEFTOVER = 3600.0  # seconds after which `cache gc` removes staged files
 
 
 def place(here: Here) -> Outcome:
-    """Where the store is, and why not where it was asked for."""
+    """The store is where the user asked for it, and can be written to."""
     location = here.store.location
     if location.writable is None:
         return failed(joined("nothing can be written", *location.notes), _move())
-    directory = room.of(location.writable).path
+    directory = room(location.writable).path
     try:
         _time_of_a_new_file(directory)
     except OSError as error:
-        # Permissions do not tell all: a file system may refuse for reasons of its own.
+        # Permissions are not enough: a file system may refuse for other reasons.
         return failed(f"nothing can be written to {directory}: {error.strerror}", _move())
     if not location.notes:
         return passed(os.path.dirname(location.writable))
@@ -62,7 +54,7 @@ def place(here: Here) -> Outcome:
 
 
 def owner(here: Here) -> Outcome:
-    """The directory that was asked for is this user's or root's."""
+    """The directory that was asked for belongs to this user or to root."""
     foreign = [path for path in _asked() if _foreign(path)]
     if not foreign:
         return passed(_state(lambda found: f"uid {found.st_uid}"))
@@ -89,8 +81,8 @@ def mode(here: Here) -> Outcome:
     return warned(f"{facts}: others can write to it, so it is not used", command)
 
 
-# A directory that a variable names may be everybody's (/tmp) or somebody's (/home/bob): a command
-# that changes its mode or owner is for one that is the store's and nothing else.
+# A variable may name a directory that others use (/tmp, /home/bob). A command that changes the mode
+# or owner is only suggested for a directory that contains a store and nothing else.
 
 _CONTENTS = {
     "failures", "locks", "logs", "objects", "ops", "receipts", "staging", "toolchains",
@@ -98,35 +90,35 @@ _CONTENTS = {
 
 
 def _closable(path: str) -> bool:
-    """Whether taking the others' right to write takes it from nobody who needs it."""
+    """Whether others can lose the right to write there: nobody else uses the directory."""
     found = os.lstat(path)
     return found.st_uid == os.getuid() and not found.st_mode & stat.S_ISVTX and _only_a_store()
 
 
 def _takeable(path: str) -> bool:
-    """Whether it is a store that another user left in a directory of ours."""
+    """Whether it is a store that another user left in one of our directories."""
     above = os.stat(os.path.dirname(path))
     ours = above.st_uid == os.getuid() and not above.st_mode & 0o022
     return ours and len(_asked()) > 1 and _only_a_store()
 
 
 def _only_a_store() -> bool:
-    """Whether the directory that was asked for can be changed, and holds a store or nothing."""
-    # The second is made, and for us alone, by the first load that may not use the directory.
+    """Whether the directory that was asked for can be changed, and has a store or nothing."""
+    # opkiln-<uid> is made by the first load that may not use the directory itself.
     allowed = ({LAYOUT, f"opkiln-{os.getuid()}"}, _CONTENTS)
     for path, known in zip(_asked(), allowed, strict=False):
-        if os.path.islink(path) or os.path.ismount(path) or room.of(path).read_only:
+        if os.path.islink(path) or os.path.ismount(path) or room(path).read_only:
             return False
         try:
             if not set(os.listdir(path)) <= known:
                 return False
         except OSError:
-            return False  # no directory, or not even ours to read
+            return False  # it is not a directory, or cannot be read
     return True
 
 
 def _private(here: Here) -> str:
-    """The command for a directory that is this user's alone."""
+    """The command that makes and uses a private directory."""
     if command := _move():
         return command
     writable = here.store.root
@@ -137,7 +129,7 @@ def _private(here: Here) -> str:
 
 
 def _asked() -> list[str]:
-    """The root that the user expects, and the layout's directory in it, where they exist."""
+    """The root that the user asked for and the layout's directory in it, if they exist."""
     return _within(next(store_candidates())[0])
 
 
@@ -156,20 +148,20 @@ def _open(path: str) -> bool:
 
 def _state(shown: Callable[[os.stat_result], str]) -> str:
     asked = _asked()
-    return f"{asked[0]}: {shown(os.lstat(asked[0]))}" if asked else "it is still to be made"
+    return f"{asked[0]}: {shown(os.lstat(asked[0]))}" if asked else "it does not exist yet"
 
 
 def space(here: Here) -> Outcome:
-    """The store has room for what is built, and keeps to its own limit."""
+    """The store has enough space for builds, and is below its own limit."""
     root = here.store.root
     if root is None:
         return skipped("nothing can be written: see store")
-    found = room.of(root)
+    found = room(root)
     facts = f"{size(found.free)} free of {size(found.total)} at {found.path}"
     held = inventory.sizes(root).total if os.path.isdir(root) else 0
     limit = int(settings.cache_max_size)
     if found.free < _LITTLE:
-        # Collecting helps where the store itself holds what is missing.
+        # Collecting helps only if the store itself is large.
         command = "opkiln cache gc --now --max-size 1K" if held > _LITTLE else _move()
         verdict = failed if found.free < _TOO_LITTLE else warned
         return verdict(f"{facts}; the store holds {size(held)}", command)
@@ -180,13 +172,13 @@ def space(here: Here) -> Outcome:
 
 
 def inodes(here: Here) -> Outcome:
-    """The store's file system can hold more files."""
+    """The store's file system has inodes left."""
     root = here.store.root
     if root is None:
         return skipped("nothing can be written: see store")
-    found = room.of(root)
+    found = room(root)
     if found.inodes is None:
-        return passed(f"{found.path} makes them as needed")
+        return passed(f"{found.path} has no limit")
     facts = f"{found.inodes} left at {found.path}"
     if found.inodes >= _FEW:
         return passed(facts)
@@ -194,23 +186,23 @@ def inodes(here: Here) -> Outcome:
 
 
 def noexec(here: Here) -> Outcome:
-    """Libraries can be loaded from every directory of the store, and from where it was asked for.
+    """Libraries can be loaded from every layer, and from where the user asked for the store.
 
-    A store on such a file system is passed over, so that it is not among the layers.
+    A store that is mounted noexec is not used, so it is not one of the layers.
     """
     location = here.store.location
     wanted = [os.path.join(path, LAYOUT) for path, asked in store_candidates() if asked][:1]
-    own = [path for path in wanted if room.of(path).noexec]
+    own = [path for path in wanted if room(path).noexec]
     listed = [layer.root for layer in location.layers if os.path.isdir(layer.root)]
-    barred = [*own, *(path for path in listed if path not in own and room.of(path).noexec)]
+    barred = [*own, *(path for path in listed if path not in own and room(path).noexec)]
     if not barred:
-        return passed("no part of it is on a file system mounted noexec")
-    facts = f"{', '.join(barred)} is on a file system mounted noexec: nothing loads from there"
+        return passed("no layer is mounted noexec")
+    facts = f"{', '.join(barred)} is mounted noexec: libraries cannot be loaded from there"
     return failed(facts, _move()) if own else warned(facts, "unset OPKILN_STORE_LAYERS")
 
 
 def layers(here: Here) -> Outcome:
-    """The read-only layers that were listed are layers, and not open to everybody."""
+    """The listed read-only layers are valid, and only their owners can write to them."""
     listed = [layer for layer in here.store.location.layers if layer.listed]
     if not listed:
         return passed("none is listed (OPKILN_STORE_LAYERS)")
@@ -227,15 +219,15 @@ class _Refusal(NamedTuple):
 
 
 def _refusal(path: str, layer: Layer) -> _Refusal | None:
-    """Why nothing is taken from a layer, by the path that the user wrote."""
+    """Why a layer is not used. It is named by the path that the user wrote."""
     look = f"ls -ld {shlex.quote(path)}"
     if layer.bundle:
         return _refused_bundle(path, look)
     if not os.path.exists(path):
-        return _Refusal(f"{path} is not there", look)
+        return _Refusal(f"{path} does not exist", look)
     if not os.path.isdir(layer.root):
         return _Refusal(f"{path} is not a layer: it has no directory {LAYOUT}", look)
-    # What was listed may be a symbolic link; what is in it may not.
+    # The listed path may be a symbolic link; the layer's directory in it may not.
     for each, state in ((path, os.stat(path)), (layer.root, os.lstat(layer.root))):
         if reason := fault(each, state, listed=True):
             return _Refusal(reason, f"ls -ld {shlex.quote(each)}")
@@ -253,11 +245,11 @@ def _refused_bundle(path: str, look: str) -> _Refusal | None:
 
 
 def clock(here: Here) -> Outcome:
-    """Files that are written to the store get this machine's time."""
+    """Files that are written to the store get the time of this machine."""
     root = here.store.root
     if root is None:
         return skipped("nothing can be written: see store")
-    directory, before = room.of(root).path, time.time()
+    directory, before = room(root).path, time.time()
     try:
         written = _time_of_a_new_file(directory)
     except OSError:
@@ -268,22 +260,22 @@ def clock(here: Here) -> Outcome:
     )
     if abs(skew) > _SKEW:
         return warned(
-            f"{facts}: the file server's clock differs, so files are hashed that need not be",
+            f"{facts}: the file server's clock differs, so files are hashed more often",
             "timedatectl set-ntp true",
         )
     return passed(facts)
 
 
 def _time_of_a_new_file(directory: str) -> float:
-    """What the file system takes for now. Raises OSError."""
+    """The current time on a file system. Raises OSError."""
     with tempfile.NamedTemporaryFile(prefix=".opkiln-doctor-", dir=directory) as file:
         file.write(b"x")
-        file.flush()  # a full file system refuses the first byte, not the name
+        file.flush()  # a full file system allows the name and refuses the first byte
         return os.fstat(file.fileno()).st_mtime
 
 
 def leftovers(here: Here) -> Outcome:
-    """Nothing that a killed process staged lies about. Locks cannot: the kernel holds them."""
+    """There are no staged files of killed processes. (The kernel releases their locks.)"""
     root = here.store.root
     if root is None:
         return skipped("nothing can be written: see store")
@@ -294,13 +286,13 @@ def leftovers(here: Here) -> Outcome:
         try:
             newest = max(os.lstat(each).st_mtime for each in (path, *_inside(path)))
         except FileNotFoundError:
-            continue  # it is being published at this moment
+            continue  # it was published just now
         if newest < now - _LEFTOVER:
             old.append(path)
     if old:
         noun = count(len(old), "directory") if len(old) == 1 else f"{len(old)} directories"
         return warned(f"{noun} in {staging} that a killed process left", "opkiln cache gc")
-    return passed("nothing is left of processes that died")
+    return passed("no process left anything behind")
 
 
 def _inside(path: str) -> list[str]:
@@ -308,12 +300,12 @@ def _inside(path: str) -> list[str]:
 
 
 def _move() -> str:
-    """The command that puts the store where there is room; empty where there is none."""
+    """The command that moves the store to a usable directory; empty if there is none."""
     asked, origin = origin_of("cache_dir")
     if asked:
         with override(cache_dir=None):
             usual, expected = next(store_candidates())
-        found = room.of(usual)
+        found = room(usual)
         if (
             expected
             and found.free >= _LITTLE
@@ -322,7 +314,7 @@ def _move() -> str:
             and not any(_foreign(path) or _open(path) for path in _within(usual))
         ):
             return f"unset {origin}"
-    other = room.elsewhere(_LITTLE)
+    other = elsewhere(_LITTLE)
     if not other:
         return ""
     place = shlex.quote(os.path.join(other, f"opkiln-{os.getuid()}-store"))

@@ -1,4 +1,4 @@
-"""torch: that it is there, new enough, can be loaded, and brings one OpenMP runtime."""
+"""torch: whether it is installed, new enough, can be loaded, and has one OpenMP runtime."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from opkiln.building import loadtest
 from opkiln.devices import amd
 from opkiln.errors import LoadTestError
 from opkiln.model import ABI_STABLE, STABLE_VERSION, OpSpec
+from opkiln.report.commands import pip
 from opkiln.report.doctor.finding import Outcome, failed, joined, passed, skipped, warned
-from opkiln.report.doctor.here import Here, pip
+from opkiln.report.doctor.here import Here
 from opkiln.settings import child_environment, whole_environment
 from opkiln.toolchain import torch_sdk
 
 
 def version(here: Here) -> Outcome:
-    """torch is there, and has the stable ABI that the bundled ops are built on."""
+    """torch is installed, and has the stable ABI that the bundled ops use."""
     torch = here.torch
     if torch is None:
         return failed("torch is not installed: no op can be called", pip("install", "torch"))
@@ -25,7 +26,7 @@ def version(here: Here) -> Outcome:
     if not torch_sdk.has_stable_abi(torch):
         least = STABLE_VERSION
         return failed(
-            f"{facts}: it lacks the stable ABI of torch {least}, so references serve",
+            f"{facts}: it lacks the stable ABI of torch {least}, so the references are used",
             pip("install", "--upgrade", f"torch>={least}"),
         )
     return passed(facts)
@@ -38,28 +39,28 @@ def devices(here: Here) -> Outcome:
         return skipped("torch is not installed")
     nvidia, radeon = here.nvidia.gpus, amd.devices().gpus
     if not nvidia and not radeon:
-        return skipped("there is no GPU of NVIDIA's or AMD's")
+        return skipped("there is no NVIDIA or AMD GPU")
     names = ", ".join([*(gpu.name for gpu in nvidia), *(gpu.name for gpu in radeon)])
     if (nvidia and torch.cuda) or (radeon and torch.hip):
         return passed(f"torch {torch.version} is built for {names}")
-    # What the package index has is built for CUDA; for ROCm there is another index.
+    # PyPI has torch for CUDA; torch for ROCm is in another index.
     command = pip("install", "--force-reinstall", "torch") if nvidia else ""
     return warned(f"torch {torch.version} has neither CUDA nor HIP: it cannot use {names}", command)
 
 
 def libraries(here: Here) -> Outcome:
-    """torch's libraries can be loaded: tried in a child, without importing torch."""
+    """torch's libraries can be loaded. A child tries it, without importing torch."""
     torch = here.torch
     if torch is None:
         return skipped("torch is not installed")
     directory = os.path.join(torch.path, "lib")
-    # The load test takes what an op on the stable ABI needs, and after it the one named here.
+    # The load test opens what an op on the stable ABI needs, and then the library given here.
     spec = OpSpec(name="torch", distribution="opkiln", root="/", sources=(), abi=ABI_STABLE)
     last = os.path.join(directory, "libtorch.so")
     try:
         loadtest.check(spec, torch, last, tmpdir=here.scratch)
     except LoadTestError as error:
-        # The version alone may be another build, such as that for CPUs: then no command.
+        # Without a local part, the version may install another build, such as one for CPUs.
         exact = f"torch=={torch.version}"
         again = pip("install", "--force-reinstall", "--no-deps", exact) if "+" in exact else ""
         return failed(f"{directory}: {joined(*error.why.splitlines())}", again)
@@ -75,7 +76,7 @@ def cxx_abi(here: Here) -> Outcome:
         return passed("C++11 (_GLIBCXX_USE_CXX11_ABI=1)")
     return warned(
         f"torch {torch.version} is built with _GLIBCXX_USE_CXX11_ABI=0: ops are compiled for that, "
-        "and go with no other C++ library of this system",
+        "and do not fit the other C++ libraries of this system",
         pip("install", "--upgrade", "torch"),
     )
 
@@ -95,7 +96,7 @@ os._exit(0)
 
 
 def openmp(here: Here) -> Outcome:
-    """One OpenMP runtime in the process, not two that each start a thread per CPU."""
+    """There is one OpenMP runtime in a process, not two that each start a thread per CPU."""
     torch = here.torch
     if torch is None:
         return skipped("torch is not installed")
@@ -109,11 +110,11 @@ def openmp(here: Here) -> Outcome:
         return passed(names)
     what = ", ".join(f"{path} ({family})" for path, family in together.items())
     if len(set(found.values())) > 1:
-        text = f"two runtimes load together, and each starts a thread per CPU: {what}"
+        text = f"two runtimes are loaded, and each starts a thread per CPU: {what}"
         asked = any(_family(each) for each in preloaded.replace(":", " ").split())
         return warned(text, "unset LD_PRELOAD" if asked else "")
     return warned(
-        f"torch loads one, and another package of this environment can load a second: {what}",
+        f"torch loads one, and another package of this environment may load a second: {what}",
         _removal(beside),
     )
 
@@ -124,7 +125,7 @@ def _family(path: str) -> str:
 
 
 def _loaded(torch: str, preloaded: str) -> list[str]:
-    """The files that a process has mapped once torch's libraries are in it."""
+    """The files that a process maps when it loads torch's libraries."""
     from opkiln.process import capture
 
     names = ("libc10.so", "libtorch_cpu.so")
@@ -132,12 +133,12 @@ def _loaded(torch: str, preloaded: str) -> list[str]:
     environment = {**child_environment(), **({"LD_PRELOAD": preloaded} if preloaded else {})}
     argv = (sys.executable or "python3", "-I", "-S", "-c", _MAPPED, *libraries)
     answer = capture(argv, env=environment, timeout=60)
-    # By the files behind them: conda makes libgomp a link to the other family's.
+    # Resolved: conda makes libgomp a link to the other family's library.
     return sorted({os.path.realpath(path) for path in answer.stdout.split("\n") if path})
 
 
 def _beside() -> list[str]:
-    """Those in the environment's own library directory, where conda and pip's MKL put them."""
+    """Runtimes in the environment's own library directory, where conda and MKL put them."""
     directory = os.path.join(sys.prefix, "lib")
     names = ("libgomp.so.1", "libiomp5.so", "libomp.so")
     paths = (os.path.join(directory, name) for name in names)

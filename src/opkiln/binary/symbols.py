@@ -1,6 +1,7 @@
-"""Which of some symbols a library has for others, by its hash table, as the dynamic linker asks.
+"""Symbols of a library: which ones it exports, and their C++ names.
 
-Reading all names of libtorch_cpu.so takes a quarter of a second; this takes a few reads for each.
+Exported symbols are looked up in the hash table, as the dynamic linker does: a few reads for each.
+Reading all names of libtorch_cpu.so would take a quarter of a second.
 """
 
 from __future__ import annotations
@@ -15,24 +16,23 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from opkiln.binary.source import File, Source
-
 _HEAD, _WORD, _LONG = Struct("<IIII"), Struct("<I"), Struct("<Q")
 _SYMBOL = Struct("<IBBHQQ")
 _UNDEFINED = 0
 
 
 def missing(file: File, names: Iterable[str]) -> tuple[str, ...]:
-    """Those of ``names`` that a library does not define, in their order. Raises LoadError."""
+    """The ``names`` that a library does not define, in their order. Raises LoadError."""
     with opened(file) as source:
         table = _Table(source)
         if table.usable:
             return tuple(name for name in names if not table.has(name))
-    has = elf.defined(file)  # it has an older kind of hash table, or none
+    has = elf.defined(file)  # the library has an older kind of hash table, or none
     return tuple(name for name in names if name not in has)
 
 
 class _Table:
-    """A ``.gnu.hash`` section, with the symbols and the names that it leads to."""
+    """A ``.gnu.hash`` section, with its symbols and their names."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -53,7 +53,7 @@ class _Table:
         self._chains_at = self._buckets_at + 4 * self._count
 
     def has(self, name: str) -> bool:
-        """Whether the library defines it. Raises LoadError for a table that leads nowhere."""
+        """Whether the library defines a symbol. Raises LoadError for a damaged table."""
         wanted = _hash(name)
         at = self._filter_at + 8 * (wanted // 64 % self._words)
         (bits,) = self._hashes.unpack(_LONG, at, ".gnu.hash")
@@ -62,7 +62,7 @@ class _Table:
         index = self._word(self._buckets_at + 4 * (wanted % self._count))
         if index < self._first:
             return False
-        while True:  # the end of the section ends a chain that has none
+        while True:  # a chain without an end stops with an error at the end of the section
             found = self._word(self._chains_at + 4 * (index - self._first))
             if found | 1 == wanted | 1 and self._is(index, name):
                 return True
@@ -88,3 +88,38 @@ def _hash(name: str) -> int:
     for byte in name.encode():
         value = (value * 33 + byte) & 0xFFFFFFFF
     return value
+
+
+# C++ names: ``kernels::launch(int*)`` for ``_ZN7kernels6launchEPi``
+
+_STRING = "std::__cxx11::basic_string<char, std::char_traits<char>, std::allocator<char> >"
+
+
+def demangled(symbol: str) -> str:
+    """A symbol's C++ name, from the C++ runtime; the symbol itself if it has none."""
+    if not symbol.startswith("_Z"):
+        return symbol
+    import ctypes
+
+    try:
+        demangle = getattr(ctypes.CDLL("libstdc++.so.6"), "__cxa_demangle")
+        free = ctypes.CDLL(None).free
+    except (OSError, AttributeError):
+        return symbol  # there is no libstdc++, so there is no torch either
+    demangle.restype, free.restype = ctypes.c_void_p, None
+    demangle.argtypes = (ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    free.argtypes = (ctypes.c_void_p,)
+    found = demangle(symbol.encode(), None, None, None)
+    if not found:
+        return symbol  # not a C++ name after all
+    try:
+        name = ctypes.string_at(found).decode("utf-8", "replace")
+    finally:
+        free(found)
+    return name.replace(_STRING, "std::string")
+
+
+def shown(symbol: str) -> str:
+    """A symbol for a message: its C++ name, and the symbol too if the two differ."""
+    name = demangled(symbol)
+    return symbol if name == symbol else f"{name} ({symbol})"

@@ -1,11 +1,12 @@
-"""The command by which this system installs a package."""
+"""Commands for users to copy: installing a package of the system or of this Python."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import sys
 
-# The system's own word for itself (ID, ID_LIKE of os-release) -> what installs there.
+# The name of a system (ID or ID_LIKE in os-release) -> the command that installs a package.
 _INSTALLERS = {
     "debian": "apt-get install -y",
     "ubuntu": "apt-get install -y",
@@ -23,14 +24,14 @@ _OTHER_NAMES = {
 
 
 def install(package: str, os_release: str = "/etc/os-release") -> str:
-    """Installs what Debian calls ``package``; with sudo where this user is not root."""
+    """The command that installs what Debian calls ``package``; with sudo if this is not root."""
     family = next((word for word in _families(os_release) if word in _INSTALLERS), "debian")
     name = _OTHER_NAMES.get(package, {}).get(family, package)
     return as_root(f"{_INSTALLERS[family]} {shlex.quote(name)}")
 
 
 def as_root(command: str) -> str:
-    """The command, with sudo where this user needs it."""
+    """The command, with sudo if this user is not root."""
     return command if os.geteuid() == 0 else f"sudo {command}"
 
 
@@ -42,5 +43,27 @@ def _families(os_release: str) -> list[str]:
                 name, _, value = line.strip().partition("=")
                 found[name] = value.strip("\"'")
     except OSError:
-        pass  # a minimal image has none
+        pass  # a minimal image has no such file
     return [found.get("ID", ""), *found.get("ID_LIKE", "").split()]
+
+
+def interpreter() -> str:
+    """This Python, as a command: ``python`` if that is what PATH finds."""
+    from opkiln.toolchain import find
+
+    program = sys.executable or "python3"
+    for name in ("python", "python3"):
+        # Compares paths, not files: the Python of a virtual environment is a link to the system's.
+        if find.first(name) == program:
+            return name
+    return shlex.quote(program)
+
+
+def pip(*words: str) -> str:
+    """A pip command for the environment of this interpreter."""
+    return f"{interpreter()} -m pip {shlex.join(words)}"
+
+
+def of_this_python(command: str) -> str:
+    """A hint that starts with ``pip``, for this interpreter; other commands are unchanged."""
+    return f"{interpreter()} -m {command}" if command.startswith("pip ") else command

@@ -1,10 +1,11 @@
-"""Where a ROCm may be installed."""
+"""ROCm: where it may be installed, and which version it is. Read from files; starts no process."""
 
 from __future__ import annotations
 
 import os
+import re
 
-from opkiln.settings import origin_of
+from opkiln.settings import executable, origin_of
 from opkiln.toolchain import find, torch_sdk
 from opkiln.toolchain.find import Candidate
 
@@ -12,14 +13,22 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Where AMD's packages put it: `rocm`, and `rocm-6.2.0` for several beside each other.
+# Where AMD's packages install it: as `rocm`, or as `rocm-6.2.0` if there are several.
 PARENT = "/opt"
+# The files with an installation's version, the best first: ROCm's own version, then HIP's, whose
+# major and minor are the same.
+_TEXTS = (".info/version", ".info/version-dev")
+_HEADERS = (
+    ("include/rocm-core/rocm_version.h", "ROCM_VERSION_"),
+    ("include/rocm_version.h", "ROCM_VERSION_"),
+    ("include/hip/hip_version.h", "HIP_VERSION_"),
+)
 
 
 def hipcc_candidates() -> Iterator[Candidate]:
-    """Every hipcc, in the order of preference: the one that was named, else PATH's, else /opt's.
+    """Every hipcc, in order of preference: the one the user named, else those on PATH and in /opt.
 
-    A ROCm that was named and has no hipcc is not replaced by another.
+    If the user named a ROCm without a hipcc, no other one takes its place.
     """
     named, origin = origin_of("rocm_home")
     if named:
@@ -60,13 +69,13 @@ def home_of(hipcc: str) -> str:
 
 
 def watched() -> tuple[list[str], list[str]]:
-    """(directories whose listings, and paths whose absence, decide which candidates there are)."""
+    """(directories whose listings decide the candidates, paths whose absence does)."""
     named, _ = origin_of("rocm_home")
     if named:
         home = os.path.abspath(named)
-        return [], [path for path in _places(home)[:1] if not _executable(path)]
+        return [], [path for path in _places(home)[:1] if not executable(path)]
     places = [_places(home) for home in _installed()]
-    absent = [path for each in places if not any(map(_executable, each)) for path in each]
+    absent = [path for each in places if not any(map(executable, each)) for path in each]
     absent += find.passed_over("hipcc")
     if not os.path.isdir(PARENT):
         return [], [*absent, PARENT]
@@ -78,7 +87,7 @@ def _installed() -> list[str]:
     try:
         names = [name for name in os.listdir(PARENT) if name.startswith("rocm-")]
     except OSError:
-        return []  # no such directory, or none that we may look into
+        return []  # there is no such directory, or it cannot be read
     names.sort(key=lambda name: (torch_sdk.release(name[5:]), name), reverse=True)
     homes = [os.path.join(PARENT, name) for name in ("rocm", *names)]
     return [home for home in homes if os.path.isdir(home)]
@@ -89,8 +98,48 @@ def _places(home: str) -> list[str]:
 
 
 def _hipcc_below(home: str) -> str | None:
-    return next(filter(_executable, _places(home)), None)
+    return next(filter(executable, _places(home)), None)
 
 
-def _executable(path: str) -> bool:
-    return os.access(path, os.X_OK) and not os.path.isdir(path)
+def is_rocm_pytorch() -> bool:
+    """Whether the torch that is installed was built for ROCm. Imports nothing."""
+    torch = torch_sdk.find()
+    return torch is not None and torch.hip is not None
+
+
+def installed_rocm_version() -> tuple[int, int]:
+    """(major, minor) of the ROCm installation that builds use. Its compiler is not run.
+
+    If there is none: the ROCm that torch was built with and ships. (0, 0) without either.
+    """
+    for home in homes():
+        found = _release_of(home)
+        if found != (0, 0):
+            return found
+    torch = torch_sdk.find()
+    return (0, 0) if torch is None or torch.hip is None else torch_sdk.release(torch.hip)
+
+
+def _release_of(home: str) -> tuple[int, int]:
+    for name in _TEXTS:
+        found = torch_sdk.release(_read(os.path.join(home, name)).strip())
+        if found != (0, 0):
+            return found
+    for name, prefix in _HEADERS:
+        text = _read(os.path.join(home, name))
+        numbers = [
+            re.search(rf"#define\s+{prefix}{part}\s+(\d{{1,9}})\b", text)
+            for part in ("MAJOR", "MINOR")
+        ]
+        if all(numbers):
+            major, minor = (int(number[1]) for number in numbers if number)
+            return major, minor
+    return 0, 0
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""  # no installation has all of these files

@@ -1,0 +1,103 @@
+"""What several commands take: names of ops, targets, sizes, digests, and the store to write to."""
+
+from __future__ import annotations
+
+import contextlib
+
+import click
+
+from opkiln.errors import StoreError, UnknownOp
+from opkiln.settings import parse_size
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+    from opkiln.builder import OpBuilder
+    from opkiln.store.inventory import Entry
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def complete_op(_context: click.Context, _argument: click.Parameter, incomplete: str) -> list[str]:
+    """The ops whose names start with ``incomplete``, for the shell's completion."""
+    from opkiln.registry import ALL_OPS
+
+    return [name for name in ALL_OPS if name.startswith(incomplete)]
+
+
+class EntriesOf:
+    """Selects the entries of an op: ``OP`` of every package, or ``DISTRIBUTION:OP`` of one."""
+
+    def __init__(self, name: str) -> None:
+        from opkiln.registry import ALL_OPS, normalized
+
+        owner, _, self._op = name.rpartition(":")
+        self._normalized = normalized
+        if owner:
+            try:
+                owner = ALL_OPS[name]().distribution  # the store knows it by its import name
+            except UnknownOp:
+                pass  # it is no longer installed: its entries have the name it had
+        self._owner = normalized(owner)
+
+    def __call__(self, found: Entry) -> bool:
+        """Whether an entry belongs to the op."""
+        owned = not self._owner or self._normalized(found.distribution) == self._owner
+        return found.name == self._op and owned
+
+
+def target_option(*, multiple: bool = False) -> Callable[[Any], Any]:
+    """The option ``--target``; with ``multiple`` it may be given several times."""
+    many = " May be given several times, and may name several CPUs." if multiple else ""
+    return click.option(
+        "--target", multiple=multiple, metavar="BACKEND[:ARCHS]",
+        help="Build for this instead of this machine: cuda:8.0,9.0a+PTX, rocm:gfx90a, cpu, "
+        f"cpu:x86-64-v3. Needs no GPU and no driver.{many}",
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def builder_for(op: str, target: str | None) -> Iterator[OpBuilder]:
+    """The builder of an op for one target, or for this machine, with the target's settings.
+
+    Raises UnknownOp, UsageError.
+    """
+    from opkiln.registry import get_builder
+    from opkiln.ship import selection
+
+    if target is None:
+        yield get_builder(op)
+        return
+    wanted = selection.parse(target)
+    if len(wanted) != 1:
+        raise click.UsageError(f"--target {target}: name one CPU")
+    with selection.applied(wanted[0]):
+        yield selection.ask(get_builder(op), wanted[0])
+
+
+def parse_size_option(
+    _context: click.Context, _option: click.Parameter, text: str | None
+) -> int | None:
+    """The callback of an option that takes a size."""
+    if text is None:
+        return None
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a size such as 512M or 4G") from None
+
+
+def writable_root() -> str:
+    """The layer of the store that is written to. Raises StoreError if there is none."""
+    from opkiln.store.layers import Store
+
+    store = Store()
+    if store.root is None:
+        raise StoreError(
+            "there is no writable store",
+            why="\n".join(store.location.notes),
+            hint="set OPKILN_CACHE_DIR to a writable directory",
+        )
+    return store.root
