@@ -46,6 +46,7 @@ lint: $(STAMP)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
+	$(RUN) tests/import_circles.py
 
 unit: $(STAMP)
 	$(RUN) -m pytest tests/unit $(PYTEST)
