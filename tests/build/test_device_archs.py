@@ -29,7 +29,7 @@ from opkiln.errors import (
 )
 from opkiln.loading import loader
 from opkiln.settings import override
-from opkiln.toolchain import toolkits, torch_sdk
+from opkiln.toolchain import toolkits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -371,8 +371,6 @@ def test_a_process_that_may_use_no_gpu_gets_the_cpu_version(
     visible: str, backend: str,
 ) -> None:  # fmt: skip
     machine("9.0")
-    sdk = torch_sdk.find()
-    assert sdk is not None
-    monkeypatch.setattr(torch_sdk, "find", lambda: sdk._replace(cuda="13.0"))
+    monkeypatch.setattr("opkiln.builder.cuda.torch_built_for", lambda: (True, False))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert device.builder().backend == backend

@@ -431,7 +431,7 @@ def test_a_misspelt_setting_is_found_and_its_value_goes_to_the_right_one(tmp_pat
     del patient.env["OPKILN_CACHE_DIR"]
     found = patient.check("variable names")
     assert found.verdict == "WARN"
-    assert "OPKILN_CACHEDIR is no setting; did you mean OPKILN_CACHE_DIR?" in found.evidence
+    assert "unknown setting OPKILN_CACHEDIR; did you mean OPKILN_CACHE_DIR?" in found.evidence
     assert patient.check("variable names", after=found.command).verdict == "PASS"
     assert patient.check("store", after=found.command).evidence == str(tmp_path / "meant")
 
@@ -679,6 +679,6 @@ def test_every_check_runs_and_the_exit_code_says_the_worst(tmp_path: Path) -> No
 
     code, found = doctor(OPKILN_MODE="maybe", OPKILN_MEMORY="lots")
     assert code == 1
-    assert found["settings"]["command"] == "unset OPKILN_MEMORY OPKILN_MODE"
+    assert found["settings"]["command"] == "unset OPKILN_MODE OPKILN_MEMORY"
     assert found["memory"]["verdict"] == "SKIP"
     assert "OPKILN_MEMORY='lots' is not a valid value" in found["memory"]["evidence"]

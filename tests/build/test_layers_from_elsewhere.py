@@ -278,11 +278,13 @@ def test_code_without_ptx_is_no_answer_to_a_list_that_names_ptx(
 def test_named_ptx_is_had_where_a_library_has_any(device: Shipped) -> None:
     op = device.package.builder(**CUDA).op()
     with override(cuda_arch_list="9.0a+PTX"):
-        assert archs.way_of(op, ("9.0a",), ("sm_90a",)) == ("", "9.0a+PTX")
-        has = archs.way_of(op, ("9.0a+PTX",), ("sm_90a", "compute_90a"))
+        needs = archs.wanted(op)
+    assert archs.way_of("cuda", needs, ("9.0a",), ("sm_90a",)) == ("", "9.0a+PTX")
+    has = archs.way_of("cuda", needs, ("9.0a+PTX",), ("sm_90a", "compute_90a"))
     assert has == ("exact", "9.0a+PTX")
     with override(cuda_arch_list="9.0a"):
-        assert archs.way_of(op, ("9.0a",), ("sm_90a",)) == ("exact", "9.0a")
+        needs = archs.wanted(op)
+    assert archs.way_of("cuda", needs, ("9.0a",), ("sm_90a",)) == ("exact", "9.0a")
 
 
 # Layers that are none
@@ -300,14 +302,14 @@ def decided(shipped: Shipped, *layers: Path) -> list[Candidate]:
 def test_a_listed_layer_that_is_not_there_is_told(shipped: Shipped, tmp_path: Path) -> None:
     (told,) = decided(shipped, tmp_path / "nothing")
     assert (told.resort, told.verdict) == ("layer", "none")
-    assert told.reason == "OPKILN_STORE_LAYERS names it, and it is not there"
+    assert told.reason == "OPKILN_STORE_LAYERS names it, and it does not exist"
 
 
 def test_a_listed_directory_that_is_no_layer_is_told(shipped: Shipped, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (told,) = decided(shipped, tmp_path / "empty")
     assert (told.resort, told.verdict) == ("layer", "none")
-    assert told.reason == "OPKILN_STORE_LAYERS names it, and it has no v1: it is no layer"
+    assert told.reason == "OPKILN_STORE_LAYERS names it, and it is not a layer: it has no v1"
 
 
 def test_a_layer_that_is_none_does_not_hide_the_next(shipped: Shipped, tmp_path: Path) -> None:

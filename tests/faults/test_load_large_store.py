@@ -69,6 +69,7 @@ def looked(source: Path, store: Path, how: str, log: Path) -> Counter[str]:
         receipts.rename(aside)
     child.run(SEARCH, str(source), prefix=strace(log, "all"))
     if how == "search":
+        shutil.rmtree(receipts, ignore_errors=True)  # those that full searches have left
         aside.rename(receipts)
     names = [(call.name, call.path) for call in calls(log)]
     first, last = [at for at, (_, path) in enumerate(names) if path.endswith("-of-load")]

@@ -214,8 +214,8 @@ def _listed(path: str) -> list[str]:
 
 
 def _check(name: str) -> Checked:
-    from opkiln.decision.decide import decide
+    from opkiln.decision.decide import look
     from opkiln.decision.terms import Request, summary
     from opkiln.registry import get_builder
 
-    return Checked(name, *summary(decide(Request(get_builder(name).op()))))
+    return Checked(name, *summary(look(Request(get_builder(name).op()))))

@@ -37,6 +37,7 @@ from opkiln.errors import (
     SpecError,
     StoreError,
     ToolchainError,
+    UsageError,
 )
 from opkiln.model import (
     ABI_NONE,
@@ -66,6 +67,15 @@ def decide(request: Request) -> Outcome:
         return _native(request, trace)
     except OpkilnError as error:
         return _otherwise(request, error, trace)
+
+
+def look(request: Request) -> Outcome:
+    """``decide``, for those who only look. Raises UsageError for a mistake in the declaration, the
+    call or a setting, which is not an outcome to report but something to mend."""
+    outcome = decide(request)
+    if isinstance(outcome, Refuse) and isinstance(outcome.error, UsageError):
+        raise outcome.error
+    return outcome
 
 
 def _native(request: Request, trace: Trace) -> Serve | Build:
@@ -151,7 +161,8 @@ def _searched(request: Request, trace: Trace) -> Serve | Build:
         found = None if compilers.unusable else _any_build(request, trace)
         if found is None:
             if compilers.unusable is None and request.build_error is None:
-                trace.add("build", "refused", error.what)
+                why = "; ".join(error.why.splitlines())
+                trace.add("build", "refused", f"{error.what}: {why}" if why else error.what)
             raise
         decided = found
     return decided if isinstance(decided, Build) else Serve(decided, trace, read)

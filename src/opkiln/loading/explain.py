@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from opkiln import plan as plans
 from opkiln import settings as settings_module
 from opkiln.building.build import inputs
-from opkiln.decision.decide import decide, planned
+from opkiln.decision.decide import look, planned
 from opkiln.decision.terms import Build, Candidate, Request, Serve, summary
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
@@ -49,10 +49,10 @@ class Explanation(NamedTuple):
 
 
 def explain(op: Op) -> Explanation:
-    """Look at an op without building or loading it."""
+    """Look at an op without building or loading it. Raises UsageError."""
     known, since = loader.loaded_here().get(op.name, (None, 0.0))
     request = Request(op)
-    outcome = decide(request)
+    outcome = look(request)
     status, reason, _ = summary(outcome)
     would = f"{status}: {reason}" if reason else status
     keys, changes = {}, []
