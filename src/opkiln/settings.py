@@ -549,19 +549,25 @@ def origin_of(field: str) -> tuple[Any, str]:
     return setting.resolve()
 
 
-def unknown() -> list[str]:
-    """Variables that look like settings and are not, each with what may have been meant."""
+def misspelt() -> dict[str, str]:
+    """Variables that look like settings and are not, each with the one that may be meant."""
     from difflib import get_close_matches
 
     known = sorted(_NAMES)
-    texts = []
+    found = {}
     for name in sorted(filter(_is_strange, os.environ)):
         close = get_close_matches(name, known, 1, 0.9 if name.startswith(_SWITCH) else 0.6)
         if close or not name.startswith(_SWITCH):
-            texts.append(
-                f"unknown setting {name}" + (f"; did you mean {close[0]}?" if close else "")
-            )
-    return texts
+            found[name] = close[0] if close else ""
+    return found
+
+
+def unknown() -> list[str]:
+    """``misspelt()`` in words."""
+    return [
+        f"unknown setting {name}" + (f"; did you mean {meant}?" if meant else "")
+        for name, meant in misspelt().items()
+    ]
 
 
 _SWITCH = "OPKILN_BUILD_"  # an op's name may follow, so only a near miss of a setting is a mistake

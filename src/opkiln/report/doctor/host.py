@@ -14,11 +14,11 @@ from opkiln.report.doctor.finding import Outcome, failed, joined, passed, skippe
 from opkiln.report.doctor.here import Here
 from opkiln.settings import (
     dropped,
+    misspelt,
     on_path,
     origin_of,
     override,
     table,
-    unknown,
     whole_environment,
 )
 from opkiln.toolchain import find, torch_sdk
@@ -110,9 +110,8 @@ def misspelt_variables(here: Here) -> Outcome:  # noqa: ARG001
     environment = whole_environment()
     known = {name for setting in table() for name in (setting.variable, *setting.aliases)}
     texts, commands = [], []
-    for text in unknown():
-        name, meant = text.split()[0], text.partition("did you mean ")[2].rstrip("?")
-        texts.append(text)
+    for name, meant in misspelt().items():
+        texts.append(f"unknown setting {name}" + (f"; did you mean {meant}?" if meant else ""))
         if meant and meant not in environment:
             commands.append(f'export {meant}="${name}"; unset {name}')
         else:
