@@ -50,11 +50,11 @@ mark("/end-of-load")
 assert library.value() == 5
 """
 
-READING = {"open", "openat", "read", "pread64", "close", "lseek", "stat", "lstat", "fstat", "statx",
-           "newfstatat", "access", "faccessat", "readlink", "getdents64", "mmap", "munmap",
-           "mprotect", "brk", "getcwd", "fcntl", "ioctl", "uname", "getuid", "getpid", "geteuid", "futex", "madvise",
-           "mremap", "sched_getaffinity", "getrandom", "sysinfo", "statfs", "rt_sigprocmask",
-           "clock_gettime", "gettid", "rmdir"}  # fmt: skip
+READING = {"open", "openat", "read", "pread64", "close", "lseek", "stat", "lstat", "fstat",
+           "statx", "newfstatat", "access", "faccessat", "readlink", "getdents64", "mmap",
+           "munmap", "mprotect", "brk", "getcwd", "fcntl", "ioctl", "uname", "getuid", "getpid",
+           "geteuid", "futex", "madvise", "mremap", "sched_getaffinity", "getrandom", "sysinfo",
+           "statfs", "rt_sigprocmask", "clock_gettime", "gettid", "rmdir"}  # fmt: skip
 
 
 def hit(sources: Path, log: Path) -> Counter[str]:
