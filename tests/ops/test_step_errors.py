@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from adam_models import give_gradients, parameters
-from opkiln.compat.deepspeed.stepping import make_step
 
 import opkiln
 from opkiln import optim
+from opkiln.compat.deepspeed.optimizers import _make_step as make_step
 from opkiln.optimizing.op_calls import Status, call_in_place
 
 if TYPE_CHECKING:
