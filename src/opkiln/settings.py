@@ -531,7 +531,7 @@ DROPPED = (
 
 # What a child process keeps of this one's environment. None of them decides what a compiler
 # produces, given the toolchain's identity (which digests the very programs PATH leads to).
-_PASSED = (
+PASSED = (
     "PATH", "HOME", "USER", "LOGNAME", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR",
     "CCACHE_DIR", "CCACHE_CONFIGPATH", "CCACHE_MAXSIZE", "SCCACHE_DIR", "SCCACHE_SERVER_PORT",
     "CONDA_PREFIX", "ASAN_OPTIONS",
@@ -584,7 +584,7 @@ def any_strange() -> bool:
 
 def child_environment() -> dict[str, str]:
     """The allow-listed part of this process's environment, for a compiler or another child."""
-    return {name: os.environ[name] for name in _PASSED if name in os.environ}
+    return {name: os.environ[name] for name in PASSED if name in os.environ}
 
 
 def whole_environment() -> dict[str, str]:

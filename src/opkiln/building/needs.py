@@ -10,7 +10,7 @@ from opkiln.model import CUDA, ROCM, Plan
 
 
 def of(path: str, plan: Plan) -> dict[str, Any]:
-    """For a manifest: ``loading.fit`` holds it against the machine. Raises LoadError.
+    """For a manifest: ``decision.fit`` compares it with the machine. Raises LoadError.
 
     ``cpu`` are the CPU's features by the kernel's names, ``images`` the device code that is really
     in the file. ``symbols`` are those that others must define, by the library and the version they

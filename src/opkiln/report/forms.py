@@ -201,6 +201,12 @@ def settings_page() -> str:
                 lines.append(f"| {names} | {default} | {setting.doc} |")
     lines += [
         "",
+        "## Passed on to compilers",
+        "",
+        "Of its environment, a compiler that opkiln starts only gets these, and what the command",
+        "line cannot say:",
+        ", ".join(f"`{name}`" for name in settings.PASSED) + ".",
+        "",
         "## Kept away from compilers",
         "",
         "These change a compiler's result behind its command line, so no compiler that opkiln",

@@ -22,7 +22,7 @@ class BackendStatus(NamedTuple):
     """One op on one backend. ``compatible``: its native version can be loaded or built."""
 
     backend: str
-    status: str  # of decision.outcome: cached, would compile, would fall back, would fail
+    status: str  # of decision.terms: cached, would compile, would fall back, would fail
     installed: bool  # shipped as a binary
     cached: bool  # it loads without compiling
     compatible: bool

@@ -124,7 +124,7 @@ def prebuilt(here: Here) -> Outcome:  # noqa: ARG001
 def _found() -> Iterator[tuple[str, str]]:
     """(op, the distribution that has a library of it), of the declared ops.
 
-    Looks in the places of ``loading.installed``. No package is imported.
+    Looks in the places of ``decision.decide``. No package is imported.
     """
     shared = [os.path.join(each, SHARED) for each in sys.path if os.path.isabs(each)]
     layers = [(name, os.path.join(each, name)) for each in shared for name in names_in(each)]
