@@ -148,6 +148,7 @@ def test_the_nvcc_of_the_wheels_compiles_and_links_with_the_static_runtime(
     assert "cudart" not in needed
 
 
+@pytest.mark.full  # the toolkit's own compile and link are in every run, above
 def test_fused_adam_compiles_links_and_loads_with_the_toolkit_of_the_wheels(
     wheels: Environment,
 ) -> None:
