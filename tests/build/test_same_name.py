@@ -147,7 +147,7 @@ def test_the_prebuilt_library_of_one_is_not_taken_for_the_others(
     finally:
         place.rename(layer)
     (prebuilt,) = (each for each in findings if each["check"] == "prebuilt")
-    assert "they serve two.ops:plain" in prebuilt["evidence"], prebuilt
+    assert "used: two.ops:plain" in prebuilt["evidence"], prebuilt
 
 
 def test_cache_commands_tell_the_ops_apart(built: Two, tmp_path: Path) -> None:

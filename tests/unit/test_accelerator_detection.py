@@ -46,6 +46,9 @@ def torch_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
     def have(cuda: str | None = None, hip: str | None = None) -> Path:
         sdk = TorchSDK(str(tmp_path), "2.13.0", "id", cuda, hip, True)
         monkeypatch.setattr(torch_sdk, "find", lambda: sdk)
+        for module in ("base", "cuda"):  # which ask the torch of this process if it is imported
+            name = f"opkiln.builder.{module}.torch_built_for"
+            monkeypatch.setattr(name, lambda: (cuda is not None, hip is not None))
         return tmp_path
 
     return have

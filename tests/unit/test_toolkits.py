@@ -610,7 +610,7 @@ def test_an_assigned_cuda_home_that_does_not_fit_is_an_error_and_not_replaced(
     drop_in: DropIn, here: Machine
 ) -> None:
     for home, what in ((here.toolkit("12.4", "misfit").home, "no CUDA toolkit here fits torch"),
-                       (here.root / "gone", f"CUDA_HOME={here.root}/gone holds no")):  # fmt: skip
+                       (here.root / "gone", f"CUDA_HOME={here.root}/gone has no")):  # fmt: skip
         drop_in.torchs.CUDA_HOME = str(home)
         assert str(home) == cpp_extension.CUDA_HOME
         with pytest.raises(RuntimeError, match=what) as caught:
