@@ -118,9 +118,15 @@ def load(peer: str, caches: Caches, *, prefix: tuple[str, ...] = ()) -> dict[str
     return ask(["child_load.py", peer], caches, prefix=prefix)
 
 
-def ask(script: list[str], caches: Caches, *, prefix: tuple[str, ...] = ()) -> dict[str, Any]:
+def ask(
+    script: list[str],
+    caches: Caches,
+    *,
+    prefix: tuple[str, ...] = (),
+    python: str = sys.executable,
+) -> dict[str, Any]:
     """Run one of the child scripts and give its answer; Failure with the reason otherwise."""
-    command = [*prefix, sys.executable, str(HERE / script[0]), *script[1:]]
+    command = [*prefix, python, str(HERE / script[0]), *script[1:]]
     done = finish(command, caches)
     for line in reversed(done.stdout.splitlines()):
         if line.startswith(ANSWER):

@@ -10,14 +10,22 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from opkiln.record import Record
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 ENCODING = 1
 
 # 160 bits of SHA-256 name an entry: short enough for paths, long enough for everything else.
 KEY_LENGTH = 40
+
+SETTLED_NS = 2_000_000_000  # the coarsest clock of a file system that is in use ticks so
 
 
 def encode(value: Any) -> bytes:
@@ -96,15 +104,27 @@ class Signature(Record):
         found = os.stat(path)
         return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, read_at)
 
+    @property
+    def settled(self) -> bool:
+        """Whether the file had come to rest when it was read."""
+        return max(self.mtime_ns, self.ctime_ns) <= self.read_at - SETTLED_NS
+
     def holds(self, path: str) -> bool:
         """Whether the file certainly still is what it was. Raises OSError if it is gone."""
         return unchanged(path, *self)
 
 
 def unchanged(path: str, size: int, mtime_ns: int, ctime_ns: int, inode: int, read_at: int) -> bool:
-    """``Signature(...).holds(path)``, for many at once. Raises OSError if the file is gone."""
-    if max(mtime_ns, ctime_ns) > read_at - 2_000_000_000:
+    """``Signature(...).holds(path)``, without making one. Raises OSError if the file is gone."""
+    if max(mtime_ns, ctime_ns) > read_at - SETTLED_NS:
         return False
-    found = os.stat(path)
-    now = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
-    return now == (size, mtime_ns, ctime_ns, inode)
+    return signed((path,)) == [size, mtime_ns, ctime_ns, inode]
+
+
+_SIGNED = attrgetter("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")
+
+
+def signed(paths: Iterable[str]) -> list[int]:
+    """The signatures of files as they are now, without ``read_at``, one after the other. Raises
+    OSError if one is gone."""
+    return list(chain.from_iterable(map(_SIGNED, map(os.stat, paths))))

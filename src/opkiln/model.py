@@ -38,6 +38,10 @@ XPU = "xpu"
 # and SYCL runs on CPUs, too.
 DISPATCH_KEYS = {CPU: ("CPU",), CUDA: ("CUDA",), ROCM: ("CUDA",), XPU: ("XPU", "CPU")}
 
+# The settings that add flags to every build. They are part of a target and so of a key.
+_FLAGS = ("cppflags", "cxxflags", "ldflags", "cpath", "cplus_include_path", "library_path")
+_DEVICE_FLAGS = ("cudaflags",)
+
 ONE_CALL = "jit"  # the distribution of what `opkiln.load` compiles: it belongs to no package
 
 # Where packages carry libraries that were built elsewhere.
@@ -57,6 +61,11 @@ INLINE_ROOT = "/opkiln/src"  # where sources that are in no file are said to lie
 # was built: on another machine there may be none.
 OUTSIDE = "outside"
 PACKAGE = os.path.dirname(os.path.abspath(__file__))  # opkiln itself: the anchor of its headers
+
+
+def flag_settings(backend: str) -> tuple[str, ...]:
+    """The settings whose flags a build for this backend gets."""
+    return _FLAGS if backend == CPU else (*_FLAGS, *_DEVICE_FLAGS)
 
 
 class OpSpec(Record):

@@ -511,7 +511,7 @@ _NAMES = frozenset(
     if isinstance(setting, Setting)
     for name in (setting.variable, *setting.aliases)
 )
-_VARIABLES = tuple(
+_VARIABLES = frozenset(
     name
     for setting in vars(Settings).values()
     if isinstance(setting, Setting) and setting.field not in _INDIFFERENT
@@ -623,15 +623,16 @@ def build_switches() -> list[str]:
     return sorted(n for n in set_here if n.startswith("OPKILN_BUILD_") and n not in taken)
 
 
-def fingerprint() -> tuple[str | None, ...] | None:
-    """Every value that could bear on which binary is right, raw.
+def fingerprint() -> tuple[object, ...] | None:
+    """Every variable that could bear on which binary is right, raw.
 
     None where ``override`` has a say in it: what was overridden is in no variable.
     """
     if not set(_OVERRIDES.get() or ()) <= _INDIFFERENT:
         return None
-    get = os.environ.get
-    return (*(get(name) for name in _VARIABLES), os.getcwd() if _relative() else None)
+    # Most are not set, and asking for each of them takes longer than going through all that are.
+    found = {name: os.environ[name] for name in os.environ if name in _VARIABLES}
+    return (*sorted(found.items()), os.getcwd() if _relative(found) else None)
 
 
 _PROGRAMS = (
@@ -644,9 +645,9 @@ _HOMES = (
 )  # fmt: skip
 
 
-def _relative() -> bool:
+def _relative(variables: Mapping[str, str]) -> bool:
     """Whether a variable names a place as seen from the current directory."""
-    get = os.environ.get
+    get = variables.get
     directories = (get(name) or "" for name in ("CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH"))
     programs = (get(name) or "" for name in _PROGRAMS)
     named = [part for text in directories for part in text.split(os.pathsep) if part]
@@ -662,8 +663,9 @@ def on_path(name: str) -> Iterator[str]:
             yield os.path.abspath(name)
         return
     for directory in settings.path:
-        path = os.path.join(directory, name)
-        if os.path.isabs(path) and executable(path):
+        # Not os.path.join and isabs: a hit does this for every directory of PATH, several times.
+        path = directory + name if directory.endswith("/") else f"{directory}/{name}"
+        if path.startswith("/") and executable(path):
             yield path
 
 

@@ -21,7 +21,7 @@ from opkiln import machine
 from opkiln import plan as plans
 from opkiln.binary import elf
 from opkiln.building import loadtest
-from opkiln.decision.decide import planned
+from opkiln.decision.search import planned
 from opkiln.decision.terms import BUILD, Request
 from opkiln.errors import LoadError, LoadTestError, SpecError, ToolchainError
 from opkiln.model import (

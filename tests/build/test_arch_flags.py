@@ -21,7 +21,7 @@ from opkiln.arch import cuda
 from opkiln.binary import elf
 from opkiln.binary.fatbin import images
 from opkiln.builder import CUDAOpBuilder, get_default_compute_capabilities
-from opkiln.decision import decide
+from opkiln.decision import search
 from opkiln.decision.terms import BUILD, Request
 from opkiln.devices import nvidia
 from opkiln.errors import LoadError, SpecError
@@ -117,7 +117,7 @@ def at(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> type:
 
 def planned(builder: CUDAOpBuilder) -> Plan:
     op = builder.op()
-    return decide.planned(Request(op, BUILD))
+    return search.planned(Request(op, BUILD))
 
 
 def arch_flags(builder: CUDAOpBuilder) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 from opkiln import plan as plans
 from opkiln.compat.deepspeed import CPUOpBuilder, CUDAOpBuilder, OpBuilder, TorchCPUOpBuilder
 from opkiln.compat.deepspeed.builders import probe_is_compatible
-from opkiln.decision.decide import planned
+from opkiln.decision.search import planned
 from opkiln.decision.terms import BUILD, Request
 from opkiln.model import ABI_TORCH, CPU, CUDA, PYTHON
 from opkiln.settings import override

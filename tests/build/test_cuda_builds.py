@@ -16,7 +16,7 @@ import opkiln
 from opkiln.binary.fatbin import images
 from opkiln.builder import CUDAOpBuilder, OpBuilder
 from opkiln.building import kernels
-from opkiln.decision import decide
+from opkiln.decision import search
 from opkiln.decision.terms import BUILD, Request
 from opkiln.errors import BuildError, SpecError
 from opkiln.model import ABI_NONE, CUDA, PLAIN, PYTHON, Plan
@@ -277,7 +277,7 @@ def kernel(tmp_path: Path) -> Callable[..., Kernel]:
 
 def planned(builder: OpBuilder) -> Plan:
     op = builder.op()
-    return decide.planned(Request(op, BUILD))
+    return search.planned(Request(op, BUILD))
 
 
 @pytest.mark.parametrize(

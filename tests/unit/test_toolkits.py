@@ -14,7 +14,7 @@ import pytest
 
 import opkiln.compat.torch as cpp_extension
 from opkiln import evidence, extension, machine, process
-from opkiln.decision.decide import planned
+from opkiln.decision.search import planned
 from opkiln.decision.terms import BUILD, Request
 from opkiln.digest import unchanged
 from opkiln.errors import (

@@ -326,7 +326,7 @@ class OpBuilder:
         """
         from opkiln import plan as plans
         from opkiln.decision.archs import nothing_asked
-        from opkiln.decision.decide import plan_for, planned
+        from opkiln.decision.search import plan_for, planned
         from opkiln.decision.terms import BUILD, Request
 
         try:

@@ -61,7 +61,7 @@ def plan_command(
     The plan is the same whether the op is cached or not, and running it by hand gives the same
     bytes. Nothing is built.
     """
-    from opkiln.decision.decide import planned
+    from opkiln.decision.search import planned
     from opkiln.decision.terms import BUILD, Request
 
     if as_json and compile_commands:

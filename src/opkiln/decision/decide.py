@@ -17,44 +17,24 @@ import os
 import sys
 
 from opkiln.decision import policy, receipt
-from opkiln.decision.terms import (
-    LOAD,
-    SHIP,
-    Build,
-    Outcome,
-    Reference,
-    Refuse,
-    Request,
-    Serve,
-    Trace,
-)
+from opkiln.decision.terms import LOAD, SHIP, Outcome, Reference, Refuse, Serve, Trace
 from opkiln.errors import (
     BuildError,
     LoadError,
     OpkilnError,
     ReloadError,
     SealedError,
-    SpecError,
     StoreError,
     ToolchainError,
     UsageError,
 )
-from opkiln.model import (
-    ABI_NONE,
-    ABI_STABLE,
-    CARRIED,
-    CPU,
-    ONE_CALL,
-    SHARED,
-    STABLE_VERSION,
-)
+from opkiln.model import CARRIED, CPU, ONE_CALL, SHARED, XPU
 from opkiln.settings import LAYOUT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.evidence import Evidence
-    from opkiln.model import Artifact, OpSpec, Plan, Target, Toolchain
-    from opkiln.store.layers import Store
+    from opkiln.decision.terms import Build, Request
+    from opkiln.model import Artifact, OpSpec
 
 # What the reference may stand in for. Anything else is a mistake that somebody must mend.
 _EXCUSES = (BuildError, LoadError, StoreError, ToolchainError)
@@ -85,16 +65,21 @@ def _native(request: Request, trace: Trace) -> Serve | Build:
         if policy.prefers_reference(request):
             raise LoadError(f"op {spec.name} runs as its reference", why="OPKILN_MODE=reference")
         if spec.backend != CPU:
-            from opkiln.decision import archs, target
+            from opkiln.decision import archs
 
             archs.require_coverage(op, request.wanted)
+        if spec.backend == XPU:
+            from opkiln.decision import target
+
             target.require_sycl_device(spec)
     if request.use != SHIP:
         if (found := _installed(request, trace)) is not None:
             return Serve(found, trace)
         if (found := _remembered(request, trace)) is not None:
             return Serve(found, trace)
-    return _searched(request, trace)
+    from opkiln.decision import search
+
+    return search.search(request, trace)
 
 
 def _installed(request: Request, trace: Trace) -> Artifact | None:
@@ -136,118 +121,6 @@ def _remembered(request: Request, trace: Trace) -> Artifact | None:
     return found
 
 
-def _searched(request: Request, trace: Trace) -> Serve | Build:
-    """The store's layers by key and by fit, then a plan for a build."""
-    from opkiln import evidence
-    from opkiln import plan as plans
-
-    spec, store = request.op.spec, request.store
-    plans.check(spec)  # before its name becomes part of a path
-    if request.use == LOAD:
-        from opkiln.decision.target import require_cpu
-
-        require_cpu(spec, request.target)
-    with evidence.collecting() as read:
-        compilers = _Compilers(request, trace)
-        found = compilers.look(read)
-    if found is not None:
-        return Serve(found, trace, read)
-    trace.add("store", "none", "no entry for these sources, flags and compiler", store.root or "")
-    read.complete = False
-    try:
-        decided = compilers.build()
-    except ToolchainError as error:
-        # No compiler here can be used, so any build of the sources as they are will do.
-        found = None if compilers.unusable else _any_build(request, trace)
-        if found is None:
-            if compilers.unusable is None and request.build_error is None:
-                why = "; ".join(error.why.splitlines())
-                trace.add("build", "refused", f"{error.what}: {why}" if why else error.what)
-            raise
-        decided = found
-    return decided if isinstance(decided, Build) else Serve(decided, trace, read)
-
-
-def _any_build(request: Request, trace: Trace) -> Artifact | None:
-    from opkiln.decision import search
-
-    return search.built(request, request.target, None, trace)
-
-
-class _Compilers:
-    """What is known of the compilers here, and what follows for one request."""
-
-    def __init__(self, request: Request, trace: Trace) -> None:
-        from opkiln.decision import archs
-        from opkiln.toolchain import choice
-
-        self.request, self.trace = request, trace
-        self.forbidden = policy.why_not_compile(request)
-        self.unusable: ToolchainError | None = None  # why they cannot make what is wanted
-        target, memory = request.target, request.store.memory
-        self.tools = choice.recall(memory, target.backend, target.machine)
-        self.fitted = target
-        if self.tools is not None:
-            try:
-                self.fitted = archs.fitted(request.op, request.wanted, target, self.tools)
-            except ToolchainError as error:
-                trace.add("build", "refused", f"{error.what}: {error.why}")
-                self.tools, self.unusable = None, error
-
-    def look(self, read: Evidence) -> Artifact | None:
-        """An entry of the store's layers."""
-        from opkiln.decision import search
-        from opkiln.toolchain import choice
-
-        request, trace, target = self.request, self.trace, self.request.target
-        found = None
-        may_ask = self.tools is None and not self.forbidden and self.unusable is None
-        if may_ask and choice.available(target.backend, target.machine):
-            # Which entries are its own is only known after it was asked.
-            trace.add("store", "none", "the compiler is not known yet", request.store.root or "")
-        else:
-            found = search.built(request, self.fitted, self.tools, trace)
-            if self.tools is not None:
-                choice.add_evidence(request.store.memory, target.backend, self.tools)
-            elif self.forbidden or self.unusable:
-                read.complete = False  # where a compiler may be used, another build may be right
-        if found is None and not request.for_elsewhere:
-            found = search.elsewhere(request, trace)
-        return found
-
-    def build(self) -> Artifact | Build:
-        """The plan, or an entry that is found once the compilers are known. Raises OpkilnError."""
-        from opkiln.decision import archs, search
-
-        request, trace, target = self.request, self.trace, self.request.target
-        spec = request.op.spec
-        if request.build_error is not None:
-            trace.add("build", "refused", request.build_error.what)
-            raise request.build_error
-        if self.forbidden:
-            trace.add("build", "refused", self.forbidden)
-            raise policy.refusal(spec, self.forbidden)
-        if self.unusable is not None:
-            raise self.unusable
-        if self.tools is None:
-            self.tools = _asked(request.store, target.backend, target.machine)
-            self.fitted = archs.fitted(request.op, request.wanted, target, self.tools)
-            found = search.built(request, self.fitted, self.tools, trace)
-            if found is not None:
-                return found
-        return Build(plan_for(spec, self.fitted, self.tools), trace)
-
-
-def planned(request: Request) -> Plan:
-    """The plan that a build here would run, whether or not one is needed. Raises OpkilnError."""
-    from opkiln.decision import archs
-    from opkiln.toolchain import choice
-
-    spec, target = request.op.spec, request.target
-    tools = choice.choose(request.store.memory, spec.backend, target.machine)
-    return plan_for(spec, archs.fitted(request.op, request.wanted, target, tools), tools)
-
-
 def _otherwise(request: Request, error: OpkilnError, trace: Trace) -> Reference | Refuse:
     """The reference, where it may serve."""
     first = next(iter(request.cannot_open.values()), error)
@@ -265,80 +138,3 @@ def _otherwise(request: Request, error: OpkilnError, trace: Trace) -> Reference 
         return Refuse(error, trace)
     trace.add("fallback", "taken", "the pure-PyTorch reference serves")
     return Reference(error, trace)
-
-
-def _asked(store: Store, backend: str, architecture: str) -> Toolchain:
-    """The compilers for a build. Of many processes that know none, one asks and the others wait.
-
-    Raises ToolchainError, and StoreError for a store that has become somebody else's.
-    """
-    from opkiln.store import location, lock
-    from opkiln.toolchain import choice
-
-    location.claim(store.root)
-    if store.root is None:
-        return choice.choose(store.memory, backend, architecture)
-    waited = False
-
-    def waiting(_: lock.Waiting) -> None:
-        nonlocal waited
-        waited = True
-
-    def arrived() -> Toolchain | None:
-        return choice.recall(store.memory, backend, architecture)
-
-    with lock.turn(store.root, f"compilers-{backend}-{architecture}", arrived, waiting) as got:
-        if not isinstance(got, lock.Turn):
-            return got
-        if not waited:
-            return choice.choose(store.memory, backend, architecture)
-    # The other process asked a compiler that was installed so recently that its answer is not
-    # believed. Asking one after the other would only take longer.
-    return choice.choose(store.memory, backend, architecture)
-
-
-def plan_for(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
-    """The plan, if its sources and its torch are there. Raises BuildError, SpecError.
-
-    Sources in a zip (``python app.pyz``) are a BuildError: a reference can serve.
-    """
-    from opkiln import plan as plans
-    from opkiln.toolchain import torch_sdk
-
-    plans.check(spec)
-    for source in () if spec.inline else spec.sources:
-        if not os.path.isfile(os.path.join(spec.root, source)):
-            if archive := _archive_of(spec.root):
-                raise BuildError(
-                    f"op {spec.name} cannot be compiled: its sources are inside {archive}",
-                    why="a compiler reads files on disk, and these are packed in a zip file",
-                    hint="pip install the package, which unpacks it, instead of importing the zip",
-                )
-            raise SpecError(
-                f"op {spec.name}: the source {source} does not exist",
-                why=f"sources are looked for in {spec.root}",
-                hint="check its name; in a wheel, list it in the package's data files",
-            )
-    if spec.abi != ABI_NONE:
-        torch = toolchain.torch
-        if torch is None:
-            raise BuildError(
-                f"op {spec.name} needs torch to be built", why="torch is not installed",
-                hint="pip install torch",
-            )  # fmt: skip
-        if spec.abi == ABI_STABLE and not torch_sdk.has_stable_abi(torch):
-            raise BuildError(
-                f"op {spec.name} needs torch {STABLE_VERSION} or later to be built",
-                why=f"torch {torch.version} lacks the stable ABI's headers",
-                hint=f"pip install 'torch>={STABLE_VERSION}'",
-            )
-    return plans.make(spec, target, toolchain)
-
-
-def _archive_of(directory: str) -> str:
-    """The file that a directory is inside of, where it is one of a zip that is imported from."""
-    while directory != os.path.dirname(directory):
-        if os.path.isfile(directory):
-            return directory
-        directory = os.path.dirname(directory)
-    return ""

@@ -13,8 +13,7 @@ import os
 import sys
 
 from opkiln import machine
-from opkiln.decision.target import flag_settings
-from opkiln.model import ABI_NONE, ABI_STABLE, CUDA, LIBRARY, ROCM, STABLE_TAG
+from opkiln.model import ABI_NONE, ABI_STABLE, CUDA, LIBRARY, ROCM, STABLE_TAG, flag_settings
 from opkiln.record import Record
 from opkiln.settings import origin_of, settings
 from opkiln.store import key

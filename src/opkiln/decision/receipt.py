@@ -15,24 +15,25 @@ and the torch in use.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
 from typing import Any
 
 from opkiln import __version__, machine, trust
-from opkiln.digest import Signature, key, sha256_file, unchanged
+from opkiln.digest import KEY_LENGTH, Signature, sha256_file, signed
 from opkiln.model import ABI_NONE, CPU, PACKAGE, PLAN_VERSION, Artifact
 from opkiln.settings import LAYOUT, fingerprint, on_path, settings, store_candidates
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from opkiln.decision.terms import Request
     from opkiln.evidence import Evidence
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 def recall(request: Request) -> Artifact | None:
@@ -55,19 +56,30 @@ def recall(request: Request) -> Artifact | None:
 
 
 def _holds(receipt: dict[str, Any], root: str) -> bool:
-    for path, *signature, sha256 in receipt["files"]:
-        # A file that was saved just before it was read has a signature that proves nothing.
-        if not unchanged(path, *signature) and (not sha256 or sha256_file(path) != sha256):
-            return False
+    if signed(receipt["files"]) != receipt["signatures"] and not _same_contents(receipt):
+        return False
+    if any(sha256_file(path) != sha256 for path, sha256 in receipt["fresh"]):
+        return False
     if any(map(os.path.lexists, receipt["absent"])):
         return False
     for name, paths in receipt["programs"]:
         found = on_path(name)
         if [next(found, None) for _ in paths] != paths:
             return False
-    if all(unchanged(path, *signature) for path, *signature in receipt["directories"]):
+    if signed(receipt["directories"]) == receipt["directory_signatures"]:
         return True
     return _same_names(receipt, root)
+
+
+def _same_contents(receipt: dict[str, Any]) -> bool:
+    """Whether the files with another signature than before are those with a digest, and have it:
+    somebody saved a source again, or copied the whole tree."""
+    files, then, digests = receipt["files"], receipt["signatures"], receipt["digests"]
+    now = signed(files)
+    return all(
+        now[place : place + 4] == then[place : place + 4] or digests.get(path) == sha256_file(path)
+        for place, path in zip(range(0, len(now), 4), files, strict=True)
+    )
 
 
 def _same_names(receipt: dict[str, Any], root: str) -> bool:
@@ -113,7 +125,9 @@ def _place(request: Request, torch: str | None) -> tuple[str, str] | None:
     archs = () if spec.backend == CPU else request.wanted.archs
     here = (machine.system(), machine.architecture(), machine.cpu_flags(), _compiler())
     ours = (SCHEMA, __version__, PLAN_VERSION)
-    name = key("receipt", (ours, tuple(spec), archs, variables, here, sys.version, torch))
+    # The text of tuples of strings is injective, and made by the interpreter in one go.
+    named = repr((ours, tuple(spec), archs, variables, here, sys.version, torch))
+    name = hashlib.sha256(named.encode()).hexdigest()[:KEY_LENGTH]
     root = os.path.join(next(store_candidates())[0], LAYOUT)
     return root, os.path.join(root, "receipts", spec.distribution, spec.name, name + ".json")
 
@@ -138,16 +152,12 @@ def write(request: Request, artifact: Artifact, read: Evidence) -> None:
     if request.store.root != root or not artifact.path.startswith(root + "/"):
         return
     try:
-        own = {each: [*Signature.of(each), ""] for each in _own_code()}
-        files = {**own, **read.files, **read.entry_files}
         receipt = {
             "payload": os.path.relpath(artifact.path, root),
             "size": os.stat(artifact.path).st_size,
             "sha256": artifact.sha256,
-            "files": [[name, *facts] for name, facts in files.items()],
-            "directories": [[name, *facts] for name, facts in read.directories.items()],
+            **_facts(read),
             "watches": read.watches,
-            "programs": list(read.programs.items()),
             "absent": list(read.absent),
         }
         if not _holds(receipt, root):
@@ -155,6 +165,33 @@ def write(request: Request, artifact: Artifact, read: Evidence) -> None:
         _put(path, json.dumps(receipt, separators=(",", ":")))
     except OSError:
         return  # gone, full or read-only: later loads take the full search
+
+
+def _facts(read: Evidence) -> dict[str, Any]:
+    """The files, directories and programs that were read, in the form that is checked fastest: the
+    signatures of many as one list of numbers. Raises OSError."""
+    files: dict[str, list[Any]] = {each: [*Signature.of(each), ""] for each in _own_code()}
+    files |= read.files | read.entry_files
+    settled = {path: facts for path, facts in files.items() if Signature(*facts[:-1]).settled}
+    directories = read.directories.values()
+    at_rest = all(Signature(*facts).settled for facts in directories)
+    return {
+        "files": list(settled),
+        "signatures": _numbers(settled.values()),
+        "digests": {path: facts[-1] for path, facts in settled.items() if facts[-1]},
+        # Saved just before they were read: their signatures prove nothing.
+        "fresh": [[path, facts[-1]] for path, facts in files.items() if path not in settled],
+        "directories": list(read.directories),
+        # Empty, and so never equal: the names are looked up.
+        "directory_signatures": _numbers(directories) if at_rest else [],
+        # A program that is named by its path is one of the files.
+        "programs": [[name, found] for name, found in read.programs.items() if found != [name]],
+    }
+
+
+def _numbers(facts: Iterable[list[Any]]) -> list[int]:
+    """As ``digest.signed`` gives them."""
+    return [number for each in facts for number in each[:4]]
 
 
 def _torch(request: Request) -> str | None:

@@ -1,4 +1,5 @@
-"""The store's layers: an entry that was built for this request, or one that fits it."""
+"""The full search: an entry of the store's layers, built for this request or fit for it; else a
+plan for a build of its own."""
 
 from __future__ import annotations
 
@@ -8,18 +9,105 @@ from opkiln import evidence
 from opkiln import plan as plans
 from opkiln.arch import cpu
 from opkiln.decision import archs, policy, prebuilt
-from opkiln.decision.target import features
-from opkiln.model import CPU, CUDA, ROCM, Artifact
+from opkiln.decision.target import features, require_cpu
+from opkiln.decision.terms import LOAD, Build, Serve
+from opkiln.errors import BuildError, SpecError, ToolchainError
+from opkiln.model import ABI_NONE, ABI_STABLE, CPU, CUDA, ROCM, STABLE_VERSION, Artifact
 from opkiln.store import key
 from opkiln.store.recheck import Hasher
+from opkiln.toolchain import choice, torch_sdk
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from opkiln.decision.terms import Request, Trace
-    from opkiln.model import Target, Toolchain
+    from opkiln.evidence import Evidence
+    from opkiln.model import OpSpec, Plan, Target, Toolchain
     from opkiln.store.layers import Store
+
+
+def search(request: Request, trace: Trace) -> Serve | Build:
+    """The store's layers by key and by fit, then a plan for a build. Raises OpkilnError."""
+    spec, store = request.op.spec, request.store
+    plans.check(spec)  # before its name becomes part of a path
+    if request.use == LOAD:
+        require_cpu(spec, request.target)
+    with evidence.collecting() as read:
+        compilers = _Compilers(request, trace)
+        found = compilers.look(read)
+    if found is not None:
+        return Serve(found, trace, read)
+    trace.add("store", "none", "no entry for these sources, flags and compiler", store.root or "")
+    read.complete = False
+    try:
+        decided = compilers.build()
+    except ToolchainError as error:
+        # No compiler here can be used, so any build of the sources as they are will do.
+        found = None if compilers.unusable else built(request, request.target, None, trace)
+        if found is None:
+            if compilers.unusable is None and request.build_error is None:
+                why = "; ".join(error.why.splitlines())
+                trace.add("build", "refused", f"{error.what}: {why}" if why else error.what)
+            raise
+        decided = found
+    return decided if isinstance(decided, Build) else Serve(decided, trace, read)
+
+
+class _Compilers:
+    """What is known of the compilers here, and what follows for one request."""
+
+    def __init__(self, request: Request, trace: Trace) -> None:
+        self.request, self.trace = request, trace
+        self.forbidden = policy.why_not_compile(request)
+        self.unusable: ToolchainError | None = None  # why they cannot make what is wanted
+        target, memory = request.target, request.store.memory
+        self.tools = choice.recall(memory, target.backend, target.machine)
+        self.fitted = target
+        if self.tools is not None:
+            try:
+                self.fitted = archs.fitted(request.op, request.wanted, target, self.tools)
+            except ToolchainError as error:
+                trace.add("build", "refused", f"{error.what}: {error.why}")
+                self.tools, self.unusable = None, error
+
+    def look(self, read: Evidence) -> Artifact | None:
+        """An entry of the store's layers."""
+        request, trace, target = self.request, self.trace, self.request.target
+        found = None
+        may_ask = self.tools is None and not self.forbidden and self.unusable is None
+        if may_ask and choice.available(target.backend, target.machine):
+            # Which entries are its own is only known after it was asked.
+            trace.add("store", "none", "the compiler is not known yet", request.store.root or "")
+        else:
+            found = built(request, self.fitted, self.tools, trace)
+            if self.tools is not None:
+                choice.add_evidence(request.store.memory, target.backend, self.tools)
+            elif self.forbidden or self.unusable:
+                read.complete = False  # where a compiler may be used, another build may be right
+        if found is None and not request.for_elsewhere:
+            found = elsewhere(request, trace)
+        return found
+
+    def build(self) -> Artifact | Build:
+        """The plan, or an entry that is found once the compilers are known. Raises OpkilnError."""
+        request, trace, target = self.request, self.trace, self.request.target
+        spec = request.op.spec
+        if request.build_error is not None:
+            trace.add("build", "refused", request.build_error.what)
+            raise request.build_error
+        if self.forbidden:
+            trace.add("build", "refused", self.forbidden)
+            raise policy.refusal(spec, self.forbidden)
+        if self.unusable is not None:
+            raise self.unusable
+        if self.tools is None:
+            self.tools = _asked(request.store, target.backend, target.machine)
+            self.fitted = archs.fitted(request.op, request.wanted, target, self.tools)
+            found = built(request, self.fitted, self.tools, trace)
+            if found is not None:
+                return found
+        return Build(plan_for(spec, self.fitted, self.tools), trace)
 
 
 def built(
@@ -116,3 +204,83 @@ def _of_other_archs(
         del ways[archs.PTX]
     for found in ways.values():
         yield from found
+
+
+def planned(request: Request) -> Plan:
+    """The plan that a build here would run, whether or not one is needed. Raises OpkilnError."""
+    spec, target = request.op.spec, request.target
+    tools = choice.choose(request.store.memory, spec.backend, target.machine)
+    return plan_for(spec, archs.fitted(request.op, request.wanted, target, tools), tools)
+
+
+def _asked(store: Store, backend: str, architecture: str) -> Toolchain:
+    """The compilers for a build. Of many processes that know none, one asks and the others wait.
+
+    Raises ToolchainError, and StoreError for a store that has become somebody else's.
+    """
+    from opkiln.store import location, lock
+
+    location.claim(store.root)
+    if store.root is None:
+        return choice.choose(store.memory, backend, architecture)
+    waited = False
+
+    def waiting(_: lock.Waiting) -> None:
+        nonlocal waited
+        waited = True
+
+    def arrived() -> Toolchain | None:
+        return choice.recall(store.memory, backend, architecture)
+
+    with lock.turn(store.root, f"compilers-{backend}-{architecture}", arrived, waiting) as got:
+        if not isinstance(got, lock.Turn):
+            return got
+        if not waited:
+            return choice.choose(store.memory, backend, architecture)
+    # The other process asked a compiler that was installed so recently that its answer is not
+    # believed. Asking one after the other would only take longer.
+    return choice.choose(store.memory, backend, architecture)
+
+
+def plan_for(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
+    """The plan, if its sources and its torch are there. Raises BuildError, SpecError.
+
+    Sources in a zip (``python app.pyz``) are a BuildError: a reference can serve.
+    """
+    plans.check(spec)
+    for source in () if spec.inline else spec.sources:
+        if not os.path.isfile(os.path.join(spec.root, source)):
+            if archive := _archive_of(spec.root):
+                raise BuildError(
+                    f"op {spec.name} cannot be compiled: its sources are inside {archive}",
+                    why="a compiler reads files on disk, and these are packed in a zip file",
+                    hint="pip install the package, which unpacks it, instead of importing the zip",
+                )
+            raise SpecError(
+                f"op {spec.name}: the source {source} does not exist",
+                why=f"sources are looked for in {spec.root}",
+                hint="check its name; in a wheel, list it in the package's data files",
+            )
+    if spec.abi != ABI_NONE:
+        torch = toolchain.torch
+        if torch is None:
+            raise BuildError(
+                f"op {spec.name} needs torch to be built", why="torch is not installed",
+                hint="pip install torch",
+            )  # fmt: skip
+        if spec.abi == ABI_STABLE and not torch_sdk.has_stable_abi(torch):
+            raise BuildError(
+                f"op {spec.name} needs torch {STABLE_VERSION} or later to be built",
+                why=f"torch {torch.version} lacks the stable ABI's headers",
+                hint=f"pip install 'torch>={STABLE_VERSION}'",
+            )
+    return plans.make(spec, target, toolchain)
+
+
+def _archive_of(directory: str) -> str:
+    """The file that a directory is inside of, where it is one of a zip that is imported from."""
+    while directory != os.path.dirname(directory):
+        if os.path.isfile(directory):
+            return directory
+        directory = os.path.dirname(directory)
+    return ""

@@ -11,19 +11,13 @@ from opkiln.model import (
     CPU,
     CUDA,
     STABLE_VERSION,
-    XPU,
     OpSpec,
     Target,
     TorchSDK,
+    flag_settings,
 )
 from opkiln.settings import origin_of, settings
 from opkiln.toolchain import libsycl, torch_sdk
-
-# The settings that add flags to every build. They are part of a target and so of a key.
-FLAG_SETTINGS = (
-    "cppflags", "cxxflags", "ldflags", "cpath", "cplus_include_path", "library_path",
-)  # fmt: skip
-DEVICE_FLAG_SETTINGS = ("cudaflags",)
 
 
 def features() -> frozenset[str]:
@@ -67,11 +61,6 @@ def target_of(spec: OpSpec, sdk: TorchSDK | None, archs: tuple[str, ...]) -> Tar
         flags=_flags(spec.backend),
         archs=archs,
     )
-
-
-def flag_settings(backend: str) -> tuple[str, ...]:
-    """The settings whose flags a build for this backend gets."""
-    return FLAG_SETTINGS if backend == CPU else (*FLAG_SETTINGS, *DEVICE_FLAG_SETTINGS)
 
 
 def _flags(backend: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -121,8 +110,6 @@ def require_cpu(spec: OpSpec, target: Target) -> None:
 
 def require_sycl_device(spec: OpSpec) -> None:
     """Refuse to load a SYCL op where there is no device for it. Raises LoadError."""
-    if spec.backend != XPU:
-        return
     if missing := libsycl.no_device(settings.ocl_icd_filenames):
         why, hint = missing
         raise LoadError(f"op {spec.name} has no SYCL device to run on", why=why, hint=hint)

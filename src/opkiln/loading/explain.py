@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from opkiln import plan as plans
 from opkiln import settings as settings_module
 from opkiln.building.build import inputs
-from opkiln.decision.decide import look, planned
+from opkiln.decision.decide import look
+from opkiln.decision.search import planned
 from opkiln.decision.terms import Build, Candidate, Request, Serve, summary
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
