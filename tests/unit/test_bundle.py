@@ -118,7 +118,7 @@ def test_a_damaged_or_unshipped_entry_is_not_bundled(shipped: Path, tmp_path: Pa
         bundle.write_bundle(str(shipped), str(tmp_path / "file"))
     log.unlink()
     next(shipped.rglob("two.so")).write_bytes(b"other")
-    with pytest.raises(StoreError, match=r"two\.so has another digest"):
+    with pytest.raises(StoreError, match=r"two\.so has the wrong digest"):
         bundle.write_bundle(str(shipped), str(tmp_path / "file"))
     assert not (tmp_path / "file").exists()
 
