@@ -1,8 +1,8 @@
 """Digests of values and files, and the stat signature that saves re-reading a file.
 
-Everything that is keyed goes through ``encode``: typed and length-prefixed, so that two different
-values never give the same bytes (``-DA -DB`` is not ``-DA-DB``), and versioned, so that a change
-here changes every key.
+Everything that enters a key goes through ``encode``. It writes types and lengths, so two different
+values never give the same bytes (``-DA -DB`` is not ``-DA-DB``). It also writes a version, so a
+change here changes every key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from opkiln.record import Record
 
 ENCODING = 1
 
-# 160 bits of SHA-256 name an entry: short enough for paths, long enough for everything else.
+# In hex digits: 160 bits of SHA-256. That is short enough for paths and long enough to be unique.
 KEY_LENGTH = 40
 
 
@@ -29,7 +29,7 @@ def encode(value: Any) -> bytes:
 
 def _encode(value: Any, out: list[bytes]) -> None:
     if isinstance(value, str):
-        # surrogatepass, which loses nothing: paths that are not Unicode hold lone surrogates.
+        # surrogatepass loses nothing: paths that are not Unicode contain lone surrogates.
         data = value.encode("utf-8", "surrogatepass")
         out.append(b"s%d:" % len(data))
         out.append(data)
@@ -57,7 +57,7 @@ def _encode(value: Any, out: list[bytes]) -> None:
 
 
 def key(kind: str, value: Any) -> str:
-    """The name of a value: the head of its SHA-256, in hex."""
+    """The key of a value: the first characters of its SHA-256, in hex."""
     return hashlib.sha256(encode((ENCODING, kind, value))).hexdigest()[:KEY_LENGTH]
 
 
@@ -75,19 +75,19 @@ def sha256_file(path: str | int) -> str:
 
 
 class Signature(Record):
-    """What ``stat`` says of a file, and when its contents were read.
+    """A file's ``stat``, and when its contents were read.
 
-    Equal signatures mean equal contents only if the file had come to rest before it was read: a
-    write in the same clock tick leaves the times as they are. So a signature whose times are within
-    two seconds of ``read_at`` (or after it: a skewed clock) is never believed; the file is hashed.
-    The change time is what a program cannot set back, so an edit under an old mtime shows.
+    Equal signatures mean equal contents only if the file was not being changed when it was read: a
+    write in the same clock tick leaves the times the same. So a signature is not trusted if its
+    times are within two seconds of ``read_at``, or after it (a skewed clock). Then the file is
+    hashed. A program cannot set back the change time, so an edit under an old mtime is noticed.
     """
 
     size: int
     mtime_ns: int
     ctime_ns: int
     inode: int
-    read_at: int  # time_ns before the contents were read
+    read_at: int  # time_ns just before the contents were read
 
     @classmethod
     def of(cls, path: str) -> Signature:
@@ -97,12 +97,13 @@ class Signature(Record):
         return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, read_at)
 
     def holds(self, path: str) -> bool:
-        """Whether the file certainly still is what it was. Raises OSError if it is gone."""
+        """Whether the file is certainly unchanged. Raises OSError if it is gone."""
         return unchanged(path, *self)
 
 
 def unchanged(path: str, size: int, mtime_ns: int, ctime_ns: int, inode: int, read_at: int) -> bool:
-    """``Signature(...).holds(path)``, for many at once. Raises OSError if the file is gone."""
+    """``Signature(...).holds(path)`` without creating the object, for checks of many files. Raises
+    OSError if the file is gone."""
     if max(mtime_ns, ctime_ns) > read_at - 2_000_000_000:
         return False
     found = os.stat(path)

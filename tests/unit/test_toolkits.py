@@ -404,7 +404,7 @@ def test_an_nvcc_that_cannot_be_started_does_not_hide_the_others(here: Machine) 
     chain = here.host
     taken = nvcc.choose(here.memory, _torch_cuda(), chain)
     assert taken.home == str(made.home)
-    assert "the interpreter or loader it names is not" in here.candidates("13.0")["bin/nvcc"][2]
+    assert "loader that it names does not" in here.candidates("13.0")["bin/nvcc"][2]
     assert nvcc.recall(here.memory, _torch_cuda(), chain) == taken
     facts = nvcc.evidence(here.memory, taken)
     assert facts is not None

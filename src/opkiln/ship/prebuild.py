@@ -354,4 +354,4 @@ def run_recorded(argv: Sequence[str], file: str, **changes: str) -> int:
     from opkiln import process  # not for a build that finds everything built
 
     environment = {**whole_environment(), "OPKILN_RECORD": os.path.abspath(file), **changes}
-    return process.attend(argv, env=environment)
+    return process.run_foreground(argv, env=environment)
