@@ -149,7 +149,7 @@ class Table:
     def give(self, slots: tuple[int, ...]) -> None:
         """Give back slots that ``take`` returned."""
         self._unlock(slots)
-        # Wait anew: our next step comes after those of processes that now hold as few slots.
+        # Our next step comes after those of processes that now hold as few slots.
         self._ticket = 0
         if EXTRA in slots:
             self._extra_given = time.monotonic()
