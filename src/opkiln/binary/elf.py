@@ -127,9 +127,7 @@ def _tables(source: Source) -> tuple[int, int, tuple[Section, ...]]:
     if not start:
         raise source.damaged("ELF header: there are no section headers")
     if width != _SECTION.size:
-        raise source.damaged(
-            f"ELF header: section headers have {width} bytes, not {_SECTION.size}"
-        )
+        raise source.damaged(f"ELF header: section headers have {width} bytes, not {_SECTION.size}")
     first = source.unpack(_SECTION, start, "first section header")
     # With 0xff00 sections or more, the numbers do not fit the header. Then they are in the first
     # section's header.

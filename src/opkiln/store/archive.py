@@ -155,9 +155,7 @@ def _read_index(path: str, fd: int, file_size: int) -> Index:
         expected += LOCAL.size + len(signatures.MEMBER) + len(signature)
     expected += directory_size(names)
     if expected != file_size:
-        raise Damaged(
-            f"it has {file_size} bytes; its index (SHA-256 {digest}) says {expected}"
-        )
+        raise Damaged(f"it has {file_size} bytes; its index (SHA-256 {digest}) says {expected}")
     return Index(members, digest, end, signature)
 
 
