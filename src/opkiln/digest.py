@@ -1,8 +1,8 @@
 """Digests of values and files, and the stat signature that saves re-reading a file.
 
-Everything that is keyed goes through ``encode``: typed and length-prefixed, so that two different
-values never give the same bytes (``-DA -DB`` is not ``-DA-DB``), and versioned, so that a change
-here changes every key.
+Everything that enters a key goes through ``encode``. It writes types and lengths, so two different
+values never give the same bytes (``-DA -DB`` is not ``-DA-DB``). It also writes a version, so a
+change here changes every key.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 ENCODING = 1
 
-# 160 bits of SHA-256 name an entry: short enough for paths, long enough for everything else.
+# In hex digits: 160 bits of SHA-256. That is short enough for paths and long enough to be unique.
 KEY_LENGTH = 40
 
-SETTLED_NS = 2_000_000_000  # the coarsest clock of a file system that is in use ticks so
+_SETTLED_NS = 2_000_000_000  # FAT's clock, the coarsest in use, ticks every two seconds
 
 
 def encode(value: Any) -> bytes:
@@ -37,7 +37,7 @@ def encode(value: Any) -> bytes:
 
 def _encode(value: Any, out: list[bytes]) -> None:
     if isinstance(value, str):
-        # surrogatepass, which loses nothing: paths that are not Unicode hold lone surrogates.
+        # surrogatepass loses nothing: paths that are not Unicode contain lone surrogates.
         data = value.encode("utf-8", "surrogatepass")
         out.append(b"s%d:" % len(data))
         out.append(data)
@@ -65,7 +65,7 @@ def _encode(value: Any, out: list[bytes]) -> None:
 
 
 def key(kind: str, value: Any) -> str:
-    """The name of a value: the head of its SHA-256, in hex."""
+    """The key of a value: the first characters of its SHA-256, in hex."""
     return hashlib.sha256(encode((ENCODING, kind, value))).hexdigest()[:KEY_LENGTH]
 
 
@@ -83,42 +83,34 @@ def sha256_file(path: str | int) -> str:
 
 
 class Signature(Record):
-    """What ``stat`` says of a file, and when its contents were read.
+    """A file's ``stat``, and when its contents were read.
 
-    Equal signatures mean equal contents only if the file had come to rest before it was read: a
-    write in the same clock tick leaves the times as they are. So a signature whose times are within
-    two seconds of ``read_at`` (or after it: a skewed clock) is never believed; the file is hashed.
-    The change time is what a program cannot set back, so an edit under an old mtime shows.
+    Equal signatures mean equal contents only if the file was not being changed when it was read: a
+    write in the same clock tick leaves the times the same. So a signature is not trusted if its
+    times are within two seconds of ``read_at``, or after it (a skewed clock). Then the file is
+    hashed. A program cannot set back the change time, so an edit under an old mtime is noticed.
     """
 
     size: int
     mtime_ns: int
     ctime_ns: int
     inode: int
-    read_at: int  # time_ns before the contents were read
+    read_at: int  # time_ns just before the contents were read
 
     @classmethod
     def of(cls, path: str) -> Signature:
         """The signature of a file that is about to be read. Raises OSError."""
         read_at = time.time_ns()
-        found = os.stat(path)
-        return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, read_at)
+        return cls(*signed((path,)), read_at)
 
     @property
     def settled(self) -> bool:
         """Whether the file had come to rest when it was read."""
-        return max(self.mtime_ns, self.ctime_ns) <= self.read_at - SETTLED_NS
+        return max(self.mtime_ns, self.ctime_ns) <= self.read_at - _SETTLED_NS
 
     def holds(self, path: str) -> bool:
-        """Whether the file certainly still is what it was. Raises OSError if it is gone."""
-        return unchanged(path, *self)
-
-
-def unchanged(path: str, size: int, mtime_ns: int, ctime_ns: int, inode: int, read_at: int) -> bool:
-    """``Signature(...).holds(path)``, without making one. Raises OSError if the file is gone."""
-    if max(mtime_ns, ctime_ns) > read_at - SETTLED_NS:
-        return False
-    return signed((path,)) == [size, mtime_ns, ctime_ns, inode]
+        """Whether the file is certainly unchanged. Raises OSError if it is gone."""
+        return self.settled and signed((path,)) == list(self[:-1])
 
 
 _SIGNED = attrgetter("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")

@@ -1,7 +1,7 @@
-"""This process's side of its watchdog: when it is started and what it is told.
+"""The builder's side of the watchdog: starts it and tells it what to clean up.
 
-``process.py`` owns the one Guard of a process and starts the watchdog for it; ``watchdog.py`` is
-what runs there.
+``process.py`` owns the one Guard of a process and starts the watchdog for it. ``watchdog.py`` is
+the script that then runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Child(Protocol):
-    """What is needed of a ``subprocess.Popen``."""
+    """The part of ``subprocess.Popen`` that is used here."""
 
     returncode: int
 
@@ -30,13 +30,13 @@ class Child(Protocol):
 
 
 class Guard:
-    """Starts the watchdog when it is first needed and tells it what there is to clean up."""
+    """Starts the watchdog when it is first needed, and tells it what to clean up."""
 
     def __init__(self, start: Callable[[int, str], Child]) -> None:
         self.start = start  # (socket, token) -> the watchdog; raises OSError
         self.lock = threading.Lock()
         self.hooked = False
-        self.leaving = False
+        self.exiting = False
         self._forget()
 
     def _forget(self) -> None:
@@ -48,7 +48,7 @@ class Guard:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[str]:
-        """The token for a child that is about to be started. The watchdog comes before it."""
+        """The token for a child that is about to be started. Makes sure that the watchdog runs."""
         with self.lock:
             self._ensure()
             self.running += 1
@@ -64,7 +64,7 @@ class Guard:
             self._ensure()
             self.scratch.add(path)
             if not self._send(b"+" + path):
-                self._ensure()  # it died just now; the next one is told everything
+                self._ensure()  # the watchdog has just died; start another and tell it everything
 
     def release(self, path: bytes) -> None:
         with self.lock:
@@ -73,8 +73,8 @@ class Guard:
                 self._send(b"-" + path)
 
     def _ensure(self) -> None:
-        if self.leaving:
-            raise BuildCancelled("nothing more is built: this process is exiting")
+        if self.exiting:
+            raise BuildCancelled("the build was cancelled: this process is exiting")
         if self.child is not None and self.child.poll() is None:
             return
         if not self.hooked:
@@ -84,17 +84,17 @@ class Guard:
         self.token = self.token or os.urandom(16).hex()
         if self.link is not None:
             self.link.close()
-        # A packet socket and not a pipe: messages keep their bounds whatever bytes a path holds,
-        # one cut off by a kill is not half a path, and writing to a dead watchdog is an error
-        # even in a program that has given SIGPIPE its deadly default back.
+        # A packet socket has three advantages over a pipe. Messages keep their boundaries, whatever
+        # bytes a path contains. A kill never leaves half a path. And writing to a dead watchdog is
+        # an error, even if the program has restored SIGPIPE's default, which would kill it.
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
-                # Not waited for: if this process dies before the watchdog is up, it finds the
-                # socket closed and its parent gone, and acts.
+                # There is no need to wait until it runs. If this process dies before that, the
+                # watchdog finds the socket closed and its parent gone, and acts.
                 self.child = self.start(theirs.fileno(), self.token)
             except OSError as error:
-                # An embedded interpreter may have no executable. Builds work all the same.
+                # An embedded interpreter may have no executable. Builds work without the watchdog.
                 warnings.warn(
                     "compilers started here will outlive this process if it is killed: "
                     f"their watchdog could not be started ({error})",
@@ -115,25 +115,26 @@ class Guard:
         return True
 
     def _after_fork(self) -> None:
-        # In the child: the lock may be held by a thread that does not exist here, the watchdog is
-        # the parent's, and holding the socket would hide the parent's end from it.
+        # This runs in the child. A thread that does not exist here may hold the lock. The watchdog
+        # is the parent's. If the child kept the socket open, the watchdog could not notice the
+        # parent's end by it.
         self.lock = threading.Lock()
         if self.link is not None:
             self.link.close()
         if self.child is not None:
-            self.child.returncode = 0  # not this process's child: never to be waited for
+            self.child.returncode = 0  # it is not this process's child, so never wait for it
         self._forget()
 
     def _at_exit(self) -> None:
         with self.lock:
-            self.leaving = True
+            self.exiting = True
             if self.child is None or self.link is None:
                 return
             if not self.running and not self.scratch:
                 self._send(b"quit")
             self.link.close()
-            # Otherwise daemon threads are still building, and the watchdog ends their children
-            # now. Waiting for it means that none is alive once this process has exited.
+            # Without "quit", daemon threads are still building, and the watchdog kills their
+            # children now. Wait for it, so that none is alive after this process has exited.
             deadline = time.monotonic() + 5
             while self.child.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.001)

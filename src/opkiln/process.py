@@ -1,10 +1,10 @@
-"""The one caller of subprocesses.
+"""Runs subprocesses. No other module of opkiln does.
 
-Every child gets an argv (never a shell), the allow-listed environment of ``settings``, no
-standard input, and a session of its own, so that it and what it starts can be ended as a group.
-A supervised child also carries ``OPKILN_BUILD_TOKEN``, inherited by all its descendants; when this
-process dies in whatever way, its watchdog (``guard.py``, ``watchdog.py``) ends everything with that
-token and removes the scratch directories that were registered here.
+Every child gets an argv (never a shell), the allow-listed environment of ``settings``, no standard
+input, and its own session, so that it and its children can be killed as a group. A supervised child
+also has ``OPKILN_BUILD_TOKEN`` in its environment, which all its descendants inherit. If this
+process dies, for whatever reason, its watchdog (``guard.py``, ``watchdog.py``) kills every process
+with that token and removes the scratch directories that were registered here.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     Listener = Callable[[Sequence[str]], None]
 
-# Popen waits for the end of a pipe that its child closes by exec. A fork of this process by another
-# thread at that moment would hold the pipe open for as long as the forked process lives, and if
-# that one waits for our build, for ever. So a fork waits until nothing is being started.
+# Popen waits for the end of a pipe that its child closes at exec. If another thread forks this
+# process at that moment, the forked process holds the pipe open for as long as it lives. If that
+# process waits for our build, this is a deadlock. So a fork waits until no child is being started.
 _starting = threading.Lock()
 os.register_at_fork(
     before=_starting.acquire,
@@ -51,14 +51,14 @@ class Completed(NamedTuple):
     """A process that ended by itself."""
 
     argv: tuple[str, ...]
-    returncode: int  # negative: the signal that ended it
+    returncode: int  # if negative, the signal that ended it
     output: str  # stdout and stderr together, in the order they were written
     wall: float  # seconds
-    max_rss: int  # bytes: the peak of its largest process; 0 when it was too short to tell
+    max_rss: int  # bytes: the peak of its largest process; 0 if it ran too briefly to measure
 
 
 class Captured(NamedTuple):
-    """What a probe said."""
+    """The result of a probe."""
 
     returncode: int
     stdout: str
@@ -67,7 +67,7 @@ class Captured(NamedTuple):
 
 @contextlib.contextmanager
 def telling(listener: Listener) -> Iterator[None]:
-    """Within the block, tell ``listener`` the argv of every program that any thread starts here."""
+    """Within the block, call ``listener`` with the argv of every program that any thread starts."""
     _listeners.append(listener)
     try:
         yield
@@ -76,7 +76,7 @@ def telling(listener: Listener) -> Iterator[None]:
 
 
 def told() -> bool:
-    """Whether somebody is told of the programs that are started."""
+    """Whether there is a listener for the programs that are started."""
     return bool(_listeners)
 
 
@@ -90,18 +90,18 @@ def run(
     cancelled: threading.Event | None = None,
     supervised: bool = True,
 ) -> Completed:
-    """Run a program to its end. A non-zero exit is returned, not raised.
+    """Run a program to its end. A non-zero exit status is returned, not raised.
 
-    When this returns or raises, the child is reaped and nothing of its process group is alive.
-    Raises ToolchainError when the program cannot be started, BuildTimeout after ``timeout``
-    seconds, BuildCancelled when ``cancelled`` is set before the end.
+    When this returns or raises, the child is reaped and its whole process group is dead. Raises
+    ToolchainError if the program cannot be started, BuildTimeout after ``timeout`` seconds, and
+    BuildCancelled if ``cancelled`` is set before the end.
     """
     environment = _environment(env, tmpdir)
     with contextlib.ExitStack() as stack:
         if supervised:
             environment[MARKER] = stack.enter_context(_guard.watching())
         ended = _carry_out(
-            argv, cwd, environment, apart=False, timeout=timeout, cancelled=cancelled
+            argv, cwd, environment, split_stderr=False, timeout=timeout, cancelled=cancelled
         )
     output = ended.streams[0]
     return Completed(tuple(argv), ended.returncode, output, ended.wall, ended.max_rss)
@@ -114,25 +114,25 @@ def capture(
     env: Mapping[str, str] | None = None,
     timeout: float = 30.0,
 ) -> Captured:
-    """Run a short probe, unsupervised. A non-zero exit is returned.
+    """Run a short probe, unsupervised. A non-zero exit status is returned, not raised.
 
-    Raises ToolchainError when the program cannot be started or does not end in time.
+    Raises ToolchainError if the program cannot be started or does not end in time.
     """
     try:
         ended = _carry_out(
-            argv, cwd, _environment(env, None), apart=True, timeout=timeout, cancelled=None
+            argv, cwd, _environment(env, None), split_stderr=True, timeout=timeout, cancelled=None
         )
     except BuildTimeout as error:
         raise ToolchainError(error.what, why=error.why, hint=shlex.join(argv)) from None
     return Captured(ended.returncode, ended.streams[0], ended.streams[1])
 
 
-def attend(argv: Sequence[str], *, env: Mapping[str, str]) -> int:
-    """Run a program of the user's in the foreground, with our standard streams, to its end.
+def run_foreground(argv: Sequence[str], *, env: Mapping[str, str]) -> int:
+    """Run the user's program in the foreground, with our standard streams, to its end.
 
-    Returns its exit status, negative for the signal that ended it. Raises ToolchainError when it
-    cannot be started. An interrupt of the terminal reaches it as it reaches us, and is raised here
-    once it has ended.
+    Returns its exit status, or the negative number of the signal that ended it. Raises
+    ToolchainError if it cannot be started. An interrupt from the terminal reaches both processes,
+    and KeyboardInterrupt is raised here once the program has ended.
     """
     _tell(argv)
     try:
@@ -148,18 +148,19 @@ def attend(argv: Sequence[str], *, env: Mapping[str, str]) -> int:
 
 
 def register_scratch(path: str) -> None:
-    """Have the watchdog remove this directory should this process die before it is released."""
+    """Have the watchdog remove this directory if this process dies before it is released."""
     _guard.register(os.fsencode(os.path.abspath(path)))
 
 
 def release_scratch(path: str) -> None:
-    """The directory is removed, or is no longer scratch. Harmless when it was not registered."""
+    """Unregister a directory that was removed or is to be kept. Does nothing if it was not
+    registered."""
     _guard.release(os.fsencode(os.path.abspath(path)))
 
 
 def _environment(extra: Mapping[str, str] | None, tmpdir: str | None) -> dict[str, str]:
-    # LC_ALL=C and not C.UTF-8: there compilers quote with Unicode marks, which no log needs and
-    # which would differ from the messages that are matched.
+    # LC_ALL=C and not C.UTF-8: with C.UTF-8, compilers use Unicode quotation marks. Then the
+    # messages would not match our patterns, and logs do not need them.
     environment = {**child_environment(), "LC_ALL": "C"}
     if tmpdir is not None:
         environment["TMPDIR"] = tmpdir
@@ -186,28 +187,28 @@ def _carry_out(
     cwd: str | None,
     environment: Mapping[str, str],
     *,
-    apart: bool,
+    split_stderr: bool,
     timeout: float | None,
     cancelled: threading.Event | None,
 ) -> _Ended:
     if cancelled is not None and cancelled.is_set():
         raise _cancellation(argv)
-    # exec() counts the memory of the process image it replaces, and a child starts as an image of
-    # this process: wait4 never reports less than our own peak (300 MB for /bin/true in a process
-    # that holds 300 MB). Below that mark the sampled peak is used instead.
+    # wait4 also counts the memory of the image that exec() replaced, and a child starts as a copy
+    # of this process. So wait4 never reports less than our own peak (300 MB for /bin/true in a
+    # process that uses 300 MB). If it reports no more than that, the sampled peak is used.
     floor = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     started = time.monotonic()
-    child = _start(argv, cwd, environment, apart)
+    child = _start(argv, cwd, environment, split_stderr)
     follower = _Follower(child)
     finished = False
     try:
         follower.until_exit(argv, timeout, started, cancelled)
         finished = True
     finally:
-        # Also after KeyboardInterrupt. (One that strikes inside Popen itself leaves the child to
-        # the watchdog.) The leader is not reaped yet, so its number, which is the group's, cannot
-        # have gone to another process. A leader killed by the kernel leaves its children behind;
-        # that is why the group is ended after an ordinary exit, too.
+        # This also runs after KeyboardInterrupt. (If that is raised inside Popen itself, the
+        # watchdog has to kill the child.) The leader is not reaped yet, so its pid, which is also
+        # the group's id, cannot belong to another process. A leader that the kernel killed leaves
+        # its children behind. That is why the group is also killed after an ordinary exit.
         _kill_group(child.pid)
         if not finished:
             _await_group_end(child.pid)
@@ -227,7 +228,7 @@ def _carry_out(
 
 
 def _start(
-    argv: Sequence[str], cwd: str | None, environment: Mapping[str, str], apart: bool
+    argv: Sequence[str], cwd: str | None, environment: Mapping[str, str], split_stderr: bool
 ) -> subprocess.Popen[bytes]:
     _tell(argv)
     try:
@@ -238,7 +239,7 @@ def _start(
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE if apart else subprocess.STDOUT,
+                stderr=subprocess.PIPE if split_stderr else subprocess.STDOUT,
                 start_new_session=True,
             )
     except (OSError, ValueError) as error:
@@ -250,14 +251,14 @@ def _not_started(argv: Sequence[str], cwd: str | None, error: Exception) -> Tool
     if cwd is not None and isinstance(error, OSError) and error.filename == cwd:
         why, hint = f"its working directory {cwd}: {error.strerror}", shlex.join(["ls", "-ld", cwd])
     elif isinstance(error, FileNotFoundError) and os.path.exists(program):
-        why = "the file is there, but the interpreter or loader it names is not"
+        why = "the file exists, but the interpreter or loader that it names does not"
         hint = shlex.join(["head", "-c", "100", program])
     elif isinstance(error, OSError):
         why = error.strerror or str(error)
         find = ["ls", "-l"] if os.sep in program else ["command", "-v"]
         hint = shlex.join([*find, program])
     else:
-        why, hint = str(error), ""  # a NUL in an argument: nothing to run would help
+        why, hint = str(error), ""  # a NUL in an argument: there is no command that would help
     return ToolchainError(f"{program} could not be started", why=why, hint=hint)
 
 
@@ -273,7 +274,7 @@ class _Follower:
         try:
             self.pidfd: int | None = os.pidfd_open(child.pid)
         except (AttributeError, OSError):
-            self.pidfd = None  # then the exit is noticed at the next tick
+            self.pidfd = None  # without it, the exit is noticed at the next tick
 
     def until_exit(
         self,
@@ -282,7 +283,7 @@ class _Follower:
         started: float,
         cancelled: threading.Event | None,
     ) -> None:
-        """Return when the child has exited and is not yet reaped."""
+        """Wait until the child has exited. It is not reaped yet."""
         poller = select.poll()
         for fd in self.open:
             os.set_blocking(fd, False)
@@ -295,24 +296,24 @@ class _Follower:
             for fd, _ in poller.poll(tick * 1000):
                 if fd != self.pidfd and not self._read(fd):
                     poller.unregister(fd)
-            # The exit, not the end of the pipe, is what counts: a compiler cache's server may
-            # have inherited the pipe, and holds it for as long as it lives.
+            # Wait for the exit, not for the end of the pipe: the server of a compiler cache may
+            # have inherited the pipe, and holds it open for as long as it lives.
             if _has_exited(self.pid):
                 return
             if cancelled is not None and cancelled.is_set():
                 raise _cancellation(argv)
             if timeout is not None and time.monotonic() - started > timeout:
                 raise BuildTimeout(
-                    f"{argv[0]} ran longer than {timeout:g} s and was ended",
+                    f"{argv[0]} ran longer than {timeout:g} s and was killed",
                     why=_shown(argv),
                     hint=f"OPKILN_BUILD_TIMEOUT={max(60, int(timeout) * 2)}",
                 )
             tick = min(tick * 2, 0.05)
 
     def _read(self, fd: int) -> bool:
-        """Take what is there; False at the end of the pipe."""
+        """Read the available data. Returns False at the end of the pipe."""
         try:
-            # As much as a pipe can hold, so that one read after the exit misses nothing.
+            # As much as a pipe can hold, so that one read after the exit gets everything.
             chunk = os.read(fd, 1 << 20)
         except BlockingIOError:
             return True
@@ -332,15 +333,15 @@ def _has_exited(pid: int) -> bool:
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
     except ChildProcessError:
-        return True  # reaped by somebody else; _reap() says so
+        return True  # other code has reaped it; _reap() reports that
 
 
 def _reap(child: subprocess.Popen[bytes]) -> resource.struct_rusage | None:
-    """Wait for a child that has exited or was killed; None when its status is lost."""
+    """Wait for a child that has exited or was killed. Returns None if its status is lost."""
     try:
         _, status, usage = os.wait4(child.pid, 0)
     except ChildProcessError:
-        child.returncode = 0  # there is nothing left that Popen could wait for
+        child.returncode = 0  # so that Popen does not wait for it either
         return None
     child.returncode = os.waitstatus_to_exitcode(status)
     return usage
@@ -352,9 +353,9 @@ def _kill_group(group: int) -> None:
 
 
 def _await_group_end(group: int) -> None:
-    """Wait for killed processes to be dead, so that none writes into a directory being removed.
+    """Wait until killed processes are dead, so that none writes into a directory being removed.
 
-    Two seconds at most: one stuck in the kernel must not hold up the others.
+    Waits two seconds at most: a process stuck in the kernel must not block us.
     """
     deadline = time.monotonic() + 2
     while time.monotonic() < deadline and any(_living_members(group)):
@@ -366,10 +367,10 @@ def _living_members(group: int) -> Iterator[int]:
         if name.isdigit():
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:
-                    # The command may hold anything; the fields begin after its last parenthesis.
+                    # The command name may contain anything, so the fields begin after the last ")".
                     state, _, pgrp = file.read().rpartition(b")")[2].split()[:3]
             except (OSError, ValueError):
-                continue  # ended while it was looked at
+                continue  # it has just ended
             if int(pgrp) == group and state not in (b"Z", b"X"):
                 yield int(name)
 
@@ -378,7 +379,7 @@ _PEAK = re.compile(rb"^VmHWM:\s*(\d+) kB", re.MULTILINE)
 
 
 def _tree_peak(pid: int) -> int:
-    """The largest resident peak so far of any living process at or below ``pid``, in bytes."""
+    """The largest resident peak so far of ``pid`` and its living descendants, in bytes."""
     peak, found = 0, [pid]
     while found:
         here = f"/proc/{found.pop()}"
@@ -389,13 +390,13 @@ def _tree_peak(pid: int) -> int:
                 with open(f"{here}/task/{task}/children", "rb") as file:
                     found += map(int, file.read().split())
         except OSError:
-            continue  # ended while it was looked at, or a kernel without `children`
+            continue  # it has just ended, or the kernel has no `children` files
         peak = max(peak, int(match[1]) * 1024 if match else 0)
     return peak
 
 
 def _cancellation(argv: Sequence[str]) -> BuildCancelled:
-    return BuildCancelled(f"{argv[0]} was ended: the build was cancelled", why=_shown(argv))
+    return BuildCancelled(f"{argv[0]} was killed: the build was cancelled", why=_shown(argv))
 
 
 def _shown(argv: Sequence[str]) -> str:
@@ -404,9 +405,9 @@ def _shown(argv: Sequence[str]) -> str:
 
 
 def _start_watchdog(link: int, token: str) -> subprocess.Popen[bytes]:
-    # Blocked signals stay blocked through exec, so these cannot end it, not even while its
-    # interpreter starts. Its own session keeps the terminal's away; others come from whoever
-    # signals every process of a job or a container, the builder among them.
+    # Blocked signals stay blocked through exec. So these signals cannot end the watchdog, not even
+    # while its interpreter starts. Its own session protects it from the terminal's signals. Others
+    # may come from a program that signals every process of a job or a container.
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     )

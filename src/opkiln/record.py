@@ -1,9 +1,9 @@
 """Immutable records that cost next to nothing to define.
 
-The way to a cache hit defines some twenty record classes. As NamedTuples, which compile a
-constructor for each, they took 0.1 to 0.25 ms apiece: more, all together, than the hit itself. A
-Record is a tuple with names, as a NamedTuple is (``_fields``, ``_replace``, ``_asdict``), made
-without compiling anything. Off the hit path, NamedTuple is the right choice.
+A cache hit imports about twenty record classes. A NamedTuple compiles a constructor for each class,
+which took 0.1 to 0.25 ms: for all of them, more than the hit itself. A Record is also a tuple with
+names (``_fields``, ``_replace``, ``_asdict``), but defining one compiles nothing. Off the hit path,
+use NamedTuple.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass_transform(frozen_default=True)
 class Record(tuple[Any, ...]):
-    """Subclass it with annotated fields, those with defaults last."""
+    """Subclass it with annotated fields. Fields with defaults come last."""
 
     _fields: ClassVar[tuple[str, ...]] = ()
     _defaults: ClassVar[dict[str, Any]] = {}
@@ -44,13 +44,13 @@ class Record(tuple[Any, ...]):
             elif name in cls._defaults:
                 bound.append(cls._defaults[name])
             else:
-                raise TypeError(f"{cls.__name__} lacks {name}")
+                raise TypeError(f"{cls.__name__} is missing the field {name}")
         if named or len(bound) != len(cls._fields):
-            raise TypeError(f"{cls.__name__} takes {', '.join(cls._fields)}")
+            raise TypeError(f"{cls.__name__} takes the fields {', '.join(cls._fields)}")
         return tuple(bound)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"{type(self).__name__}.{name} cannot be set: records do not change")
+        raise AttributeError(f"{type(self).__name__}.{name} cannot be set: records are immutable")
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return tuple(self)

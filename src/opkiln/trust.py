@@ -1,7 +1,7 @@
-"""Who may have written what is about to be loaded.
+"""Decides whether a file or directory is trusted, by its owner and mode.
 
-A file of ours, or root's, that nobody else can write to is trusted. A layer that the user listed in
-``OPKILN_STORE_LAYERS`` is trusted whoever owns it, as long as not everybody can write to it.
+A file is trusted if it belongs to us or to root, and nobody else can write to it. A layer that the
+user listed in ``OPKILN_STORE_LAYERS`` is trusted for any owner, unless everybody can write to it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import stat
 
 
 def fault(path: str, found: os.stat_result, *, listed: bool = False) -> str:
-    """Why this file or directory is not to be trusted; empty when it is."""
+    """Why this file or directory is not trusted; empty if it is."""
     if stat.S_ISLNK(found.st_mode):
         return f"{path} is a symbolic link"
     if listed:
@@ -24,7 +24,8 @@ def fault(path: str, found: os.stat_result, *, listed: bool = False) -> str:
 
 
 def followed(path: str) -> str:
-    """Where a link leads that this user made, or root; every other path as it is."""
+    """The target of a symbolic link that this user or root made. Any other path is returned
+    unchanged."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -34,8 +35,9 @@ def followed(path: str) -> str:
 
 
 def open_to_all(root: str, base: str) -> str:
-    """Why a listed layer is not to be trusted: everybody may put entries on the way to ``base``."""
-    path = os.path.dirname(root)  # what the user listed; it may well be a symbolic link
+    """Why a listed layer is not trusted: everybody may write to a directory on the path to
+    ``base``. Empty if it is trusted."""
+    path = os.path.dirname(root)  # what the user listed; it may be a symbolic link
     try:
         if reason := fault(path, os.stat(path), listed=True):
             return reason
@@ -44,17 +46,18 @@ def open_to_all(root: str, base: str) -> str:
             if reason := fault(path, os.lstat(path), listed=True):
                 return reason
     except OSError:
-        return ""  # there is nothing there
+        return ""  # the layer has no such directory
     return ""
 
 
 def claim(root: str) -> str:
-    """Make a store's directory and the one that holds it, for this user alone.
+    """Create a store's directory and its parent, for this user only.
 
-    Returns why they are not to be written to; empty when they are ours. Raises OSError.
+    Returns why they must not be written to; empty if they are ours. Raises OSError.
 
-    They may lie where everybody can put things (/tmp): what is checked is what was opened, and no
-    link is followed. Once the outer one is ours, nobody else can put another in its place.
+    They may be in a place where everybody can create files (/tmp). So the opened directories are
+    checked, not their names, and no link is followed. Once the parent is ours, nobody else can
+    replace the directory in it.
     """
     place, name = os.path.split(root)
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -83,11 +86,11 @@ def _make(name: str, within: int | None = None) -> None:
     try:
         os.mkdir(name, 0o700, dir_fd=within)
     except FileExistsError:
-        return  # whatever it is: who opens it will see
+        return  # whatever it is, the caller opens and checks it
 
 
 def make_private(path: str) -> None:
-    """Make a directory, and what is missing above it, for this user alone. Raises OSError."""
+    """Create a directory and its missing parents, for this user only. Raises OSError."""
     if os.path.isdir(path):
         return
     make_private(os.path.dirname(path))

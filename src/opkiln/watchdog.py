@@ -1,16 +1,16 @@
-"""The watchdog: a script that ``process.py`` runs, once per process that builds.
+"""The watchdog: a script that ``process.py`` starts, once per process that builds.
 
     python -I -S watchdog.py TOKEN PARENT
 
-It outlives its parent by a moment and does what a killed parent cannot: it ends every process
-whose environment holds ``OPKILN_BUILD_TOKEN=TOKEN`` and removes the parent's scratch directories.
-The kernel's parent-death signal is no substitute: it does not reach ``cc1plus`` under ``g++``, and
-it fires when the thread that started the child ends.
+It outlives its parent for a moment and does what a killed parent cannot do. It kills every process
+whose environment has ``OPKILN_BUILD_TOKEN=TOKEN``, and removes the parent's scratch directories.
+The kernel's parent-death signal is not enough: it does not reach ``cc1plus`` below ``g++``, and it
+is already sent when the thread that started the child ends.
 
-Standard input is a packet socket from the parent. One message is ``+PATH`` (a scratch directory),
-``-PATH`` (no longer one) or ``quit`` (nothing to do; end now). Its end, or the parent's, is the
-signal to act: both are watched, because a forked child of the parent may hold the socket open.
-SIGINT, SIGTERM and SIGHUP are blocked by whoever starts it.
+Standard input is a packet socket from the parent. A message is ``+PATH`` (a scratch directory),
+``-PATH`` (no longer one) or ``quit`` (nothing to do; exit now). The watchdog acts when the socket
+is closed or the parent ends. It watches both, because a forked child of the parent may keep the
+socket open. Whoever starts the watchdog must block SIGINT, SIGTERM and SIGHUP.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ import time
 
 MARKER = "OPKILN_BUILD_TOKEN"
 
-# Between two looks at /proc. A process between fork and exec has not got its environment yet and
-# escapes one look; it does not stay there this long.
+# Seconds between two scans of /proc. A process between fork and exec does not have its environment
+# yet, so one scan misses it. It does not stay in that state this long.
 _PAUSE = 0.05
-# A process that the kernel cannot end (stuck in a file system) must not keep the watchdog for ever.
+# Seconds after which the watchdog gives up: the kernel may be unable to end a process that is stuck
+# in a file system.
 _PATIENCE = 30.0
 
 
 def main(token: str, parent: int) -> None:
-    """Wait for the parent's end, then end what it started and remove what it staged."""
+    """Wait until the parent ends, then kill what it started and remove its scratch directories."""
     scratch = wait_for_end(parent)
     if scratch is None:
         return
@@ -41,18 +42,18 @@ def main(token: str, parent: int) -> None:
 
 
 def wait_for_end(parent: int) -> set[bytes] | None:
-    """The scratch directories left when the parent ended; None when it said ``quit``."""
+    """The scratch directories that were left when the parent ended; None if it sent ``quit``."""
     scratch: set[bytes] = set()
     poller = select.poll()
     poller.register(0, select.POLLIN)
     pidfd = _pidfd(parent)
     if pidfd is not None:
         poller.register(pidfd, select.POLLIN)
-    # The check comes after pidfd_open: had the parent ended before it, its number could already
-    # belong to another process.
+    # Check this after pidfd_open: if the parent had ended before, its pid could already belong to
+    # another process.
     gone = os.getppid() != parent
     while True:
-        # With a pidfd the kernel wakes us; without one (old kernel, sandbox) we look now and then.
+        # With a pidfd the kernel wakes us. Without one (old kernel, sandbox) we poll.
         ready = poller.poll(0 if gone else 250 if pidfd is None else None)
         if any(fd == 0 for fd, _ in ready):
             message = os.read(0, 1 << 16)
@@ -70,7 +71,7 @@ def wait_for_end(parent: int) -> set[bytes] | None:
 
 
 def end_marked(token: str) -> None:
-    """SIGKILL every process that carries the token, until two looks in a row find none."""
+    """SIGKILL every process that has the token, until two scans in a row find none."""
     entry = f"{MARKER}={token}".encode()
     deadline = time.monotonic() + _PATIENCE
     quiet = 0
@@ -84,8 +85,8 @@ def _kill_once(entry: bytes) -> int:
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
-        # The pidfd first, the environment second: so the process that is killed is the one that
-        # was looked at, whatever became of its number in between.
+        # Open the pidfd before reading the environment. So the process that we kill is the one
+        # that we checked, even if its pid is reused in between.
         pidfd = _pidfd(int(name))
         try:
             if entry in _environment(name):
@@ -107,22 +108,22 @@ def _environment(pid: str) -> list[bytes]:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return file.read().split(b"\0")
     except OSError:
-        return []  # gone, or somebody else's: not ours to end either way
+        return []  # it has ended, or it belongs to another user: nothing to kill
 
 
 def _pidfd(pid: int) -> int | None:
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
-        return None  # built without it; not in this kernel; no such process
+        return None  # Python was built without it, the kernel lacks it, or no such process
 
 
 def remove(scratch: set[bytes]) -> None:
     """Remove directories whose owner is dead."""
-    import shutil  # 10 ms that only this path needs
+    import shutil  # takes 10 ms, and only this function needs it
 
     for path in scratch:
-        # Nobody is left to be told of an error; what stays is swept with the other leftovers.
+        # Nobody is left to read an error. gc removes what remains with the other leftovers.
         shutil.rmtree(path, ignore_errors=True)
 
 

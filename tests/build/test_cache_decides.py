@@ -262,7 +262,7 @@ def test_a_damaged_library_is_replaced_and_never_loaded(built: Package, cache: P
         print(next(iter(loader.loaded_here().values()))[0].trace)
     """, path=[built.where])  # fmt: skip
     assert out.startswith("103\n")
-    assert "another digest" in out
+    assert "wrong digest" in out
     assert library.read_bytes() != bytes(data)
 
 

@@ -216,14 +216,16 @@ def test_without_a_toolkit_that_is_said_and_the_rest_is_shown(arch: Arch, no_too
     assert len(found["flags"]) == 6
 
 
-@pytest.mark.parametrize(("word", "why"), [("all", "no toolkit"), ("native", "no GPU")])
+@pytest.mark.parametrize(
+    ("word", "why"), [("all", "there is no toolkit"), ("native", "there are none")]
+)
 def test_words_that_need_what_is_not_here_say_so(
     arch: Arch, no_toolkit: None, word: str, why: str
 ) -> None:
     code, _, err = arch(word)
     assert code == 2
     assert f"'{word}'" in err
-    assert f"there is {why} here" in err
+    assert why in err
 
 
 OP = """

@@ -110,7 +110,7 @@ def test_what_starts_other_programs_is_refused_as_ever(cxx: list[str], device: l
     found = translated("x", cxx, device)
     spec = OpSpec("x", "x", "/x", ("x.cu",), cxx_args=found.cxx, device_args=found.device,
                   backend=CUDA)  # fmt: skip
-    with pytest.raises(SpecError, match="is not taken"):
+    with pytest.raises(SpecError, match="is not allowed"):
         plans.check(spec)
 
 

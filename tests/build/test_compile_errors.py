@@ -313,7 +313,7 @@ def test_a_step_that_takes_too_long_is_ended_and_named(
         ({"name": "../evil"}, "cannot be the name"),
         ({"sources": []}, "declares no sources"),
         ({"sources": ["absent.cpp"]}, "does not exist"),
-        ({"extra_cflags": ["-fplugin=x.so"]}, "is not taken"),
+        ({"extra_cflags": ["-fplugin=x.so"]}, "is not allowed"),
         ({"extra_cflags": "-O2"}, "must be a list of flags"),
         ({"abi": "c++"}, "expected 'torch', 'torch-stable' or 'none'"),
         ({"with_cuda": True, "with_sycl": True}, "cannot hold both CUDA and SYCL"),

@@ -154,7 +154,7 @@ def test_a_gpu_newer_than_toolkit_and_driver_is_refused_with_the_reason(
     machine("13.5", cuda="12.9")
     with pytest.raises(ToolchainError, match=r"13\.5") as refused:
         artifact(device)
-    assert "driver is too old to take PTX" in refused.value.why
+    assert "driver is too old for PTX" in refused.value.why
 
 
 @needs_nvcc

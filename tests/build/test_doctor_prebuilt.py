@@ -85,7 +85,7 @@ def test_a_damaged_one_is_to_be_installed_again_by_the_name_that_brought_it(
     own.write_bytes(own.read_bytes()[:-1])
     found = patient(shipped).check("prebuilt")
     assert found.verdict == "WARN"
-    assert found.evidence == "plain is refused: damaged: plain.so has another digest"
+    assert found.evidence == "plain is refused: damaged: plain.so has the wrong digest"
     again = " -m pip install --force-reinstall --no-deps "
     assert found.command.endswith(f"{again}{shipped.package.name}")
     own.unlink()

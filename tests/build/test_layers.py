@@ -112,7 +112,7 @@ def test_a_damaged_entry_of_a_layer_is_refused_and_left_alone(layered: Layered) 
     put(library, bytes(data))
     assert layered.load().add(1, 2) == 103
     assert layered.served_from().startswith(str(layered.own))
-    assert "another digest" in layered.trace()
+    assert "wrong digest" in layered.trace()
     assert library.read_bytes() == bytes(data)
 
 

@@ -63,7 +63,7 @@ def test_a_flipped_byte(shipped: Shipped) -> None:
     data = bytearray(library.read_bytes())
     data[len(data) // 2] ^= 1
     library.write_bytes(data)
-    refused(shipped, "damaged: plain.so has another digest")
+    refused(shipped, "damaged: plain.so has the wrong digest")
     assert library.read_bytes() == bytes(data)  # left as it was: it is not ours
 
 
@@ -80,7 +80,7 @@ def test_a_manifest_that_lacks_what_it_must_say(shipped: Shipped) -> None:
 
 def test_another_schema_of_manifests(shipped: Shipped) -> None:
     rewrite(shipped.build(), lambda manifest: manifest.update(schema=99))
-    refused(shipped, "damaged: the manifest has another schema")
+    refused(shipped, "damaged: the manifest has an unknown schema")
 
 
 @pytest.mark.parametrize("part", ["prebuilt", "prebuilt/v1/ops", "leaf", "library"])
@@ -195,7 +195,7 @@ def test_what_fits_and_is_worse_serves_where_the_better_is_damaged(shipped: Ship
     (bad / "plain.so").write_bytes(b"")
     shipped.load()
     assert shipped.opened == [str(good / "plain.so")]
-    assert "prebuilt  refused  damaged: plain.so has another digest" in shipped.trace
+    assert "prebuilt  refused  damaged: plain.so has the wrong digest" in shipped.trace
 
 
 # What it needs of torch

@@ -311,7 +311,7 @@ def test_with_no_directory_at_all_the_budget_holds_in_this_process(
         alone = budget.shared()
     assert alone.describe().where is None
     assert len(alone.describe().refused) == 3
-    assert "this process alone" in notes[-1].data["text"]
+    assert "this process only" in notes[-1].data["text"]
     with alone.hold(memory=400 * GIB):
         assert refused(alone)
 

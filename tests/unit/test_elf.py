@@ -90,7 +90,7 @@ def test_symbols_of_a_library_without_versions_come_from_anyone() -> None:
 def test_a_table_of_version_numbers_that_is_too_short_is_a_load_error() -> None:
     with pytest.raises(LoadError) as raised:
         elf.read(linked((b"f", 1, 0), numbers=struct.pack("<H", 0)))
-    assert "symbol 1 has no version's number" in raised.value.why
+    assert "symbol 1 has no version number" in raised.value.why
 
 
 def test_what_a_library_defines_is_told_without_what_it_needs_or_keeps() -> None:
@@ -168,7 +168,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_a_load_error(tmp_path: Path) ->
     path.write_bytes(dynamic())
     with opened(path) as source:
         os.truncate(path, 100)
-        with pytest.raises(LoadError, match="meanwhile"):
+        with pytest.raises(LoadError, match="while it was read"):
             source.read(64, 100, "a table")
 
 
@@ -193,7 +193,7 @@ def test_a_sparse_file_of_a_terabyte_takes_no_memory(name: str, tmp_path: Path) 
 
 def test_sections_that_lie_over_each_other_are_not_read_over_and_over() -> None:
     file = library((".nv_fatbin", 1, container(*[image(CUBIN, 80)] * 2000), 0), repeat=60_000)
-    with pytest.raises(LoadError, match="many times over"):
+    with pytest.raises(LoadError, match="present many times"):
         images(file)
 
 
@@ -201,7 +201,7 @@ def test_names_that_lie_over_each_other_do_not_multiply() -> None:
     strings = b"\0" + b"x" * 100_000 + b"\0"
     symbols = b"".join(struct.pack("<IBBHQQ", n + 1, 0x12, 0, 0, 0, 0) for n in range(50_000))
     file = library((".dynstr", STRTAB, strings, 0), (".dynsym", DYNSYM, symbols, 1))
-    with pytest.raises(LoadError, match="over each other"):
+    with pytest.raises(LoadError, match="the names overlap"):
         elf.read(file)
 
 

@@ -64,7 +64,7 @@ def test_a_flipped_byte_in_the_library_is_damage(leaf: Path, at: int) -> None:
     data = bytearray(PAYLOAD)
     data[at] ^= 1
     (leaf / "op.so").write_bytes(data)
-    assert refusal(leaf) == Refused(str(leaf), "damaged: op.so has another digest", damaged=True)
+    assert refusal(leaf) == Refused(str(leaf), "damaged: op.so has the wrong digest", damaged=True)
 
 
 @pytest.mark.parametrize("size", [0, 1, len(PAYLOAD) - 1])

@@ -93,9 +93,9 @@ def test_the_inputs_of_a_device_link_are_no_images_of_the_library() -> None:
     ("section", "why"),
     [
         (b"\x50\xed\x55", "reach past the end"),
-        (b"not a fat binary", "begins no fat binary"),
+        (b"not a fat binary", "is not the start of a fat binary"),
         (container(image(CUBIN, 80)) + b"\0\0\1", "reach past the end"),
-        (container(image(CUBIN, 80)) + b"\0\1" * 16, "begins no fat binary"),
+        (container(image(CUBIN, 80)) + b"\0\1" * 16, "is not the start of a fat binary"),
         (container(image(CUBIN, 80), version=2), "version 2"),
         (container(image(CUBIN, 80), header=8), "header of 8 bytes"),
         (container(image(CUBIN, 80), size=1 << 63), "reaches past the section's end"),
@@ -153,12 +153,12 @@ def test_bundles_packed_with_zstd_say_so_and_how_to_avoid_them() -> None:
 @pytest.mark.parametrize(
     ("section", "why"),
     [
-        (b"__CLANG_OFFLOAD", "begins no offload bundle"),
+        (b"__CLANG_OFFLOAD", "is not the start of an offload bundle"),
         (b"__CLANG_OFFLOAD_BUNDLE__", "reach past the end"),
         (bundle("hip-amdgcn-amd-amdhsa--gfx906", entries=1 << 60), "no room for"),
         (bundle("hip-amdgcn-amd-amdhsa--gfx906", entries=3), "no target id"),
-        (bundle("hip-amdgcn-amd-amdhsa--gfx906", size=1 << 40), "is not inside it"),
-        (bundle("x" * 5000), "is not inside it"),
+        (bundle("hip-amdgcn-amd-amdhsa--gfx906", size=1 << 40), "is not inside the bundle"),
+        (bundle("x" * 5000), "is not inside the bundle"),
         (bundle("hip-amdgcn"), "no target id"),
         (bundle("hip-amdgcn-amd-amdhsa--gfx9\n06"), "no target id"),
         (packed(b"", version=7), "version 7"),

@@ -166,7 +166,7 @@ def _rename(leaf: Path) -> None:
     ("harm", "reason"),
     [
         (_flip, "digest"),
-        (_rename, "another name"),
+        (_rename, "its name does not match"),
         (lambda leaf: (leaf / "adam.so").unlink(), "missing"),
         (lambda leaf: (leaf / entry.MANIFEST).unlink(), "manifest.json is missing"),
         (lambda leaf: (leaf / entry.MANIFEST).write_bytes(b""), "manifest"),

@@ -126,7 +126,7 @@ def test_a_script_whose_interpreter_is_missing_says_so(tmp_path: Path) -> None:
     script = tmp_path / "wrapper"
     script.write_text("#!/no/such/interpreter\n")
     script.chmod(0o755)
-    with pytest.raises(ToolchainError, match="interpreter or loader it names is not"):
+    with pytest.raises(ToolchainError, match="interpreter or loader that it names does not"):
         process.run([str(script)])
 
 

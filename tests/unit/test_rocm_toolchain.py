@@ -11,7 +11,7 @@ import pytest
 from sample.rocm import Rocm, a_host
 
 from opkiln import plan
-from opkiln.digest import unchanged
+from opkiln.digest import Signature
 from opkiln.errors import SpecError, ToolchainError
 from opkiln.machine import architecture
 from opkiln.model import ABI_TORCH, ROCM, DeviceCompiler, OpSpec, Target, TorchSDK
@@ -264,7 +264,7 @@ def test_a_choice_is_recalled_until_something_it_rests_on_changes(
     monkeypatch.setattr(host, "recall", lambda memory: a_host())
     facts = hipcc.evidence(memory, chosen)
     assert facts is not None
-    assert all(unchanged(*each) for each in facts["unchanged"])
+    assert all(Signature(*each).holds(path) for path, *each in facts["unchanged"])
     assert f"{tmp_path}/bin/hipcc" in facts["absent"]
     assert not any(map(os.path.lexists, facts["absent"]))
     assert hipcc.evidence(memory, chosen._replace(version="9")) is None
@@ -273,7 +273,7 @@ def test_a_choice_is_recalled_until_something_it_rests_on_changes(
     other = shutil.copytree(rocm.home, opt / "rocm-7.0.0")
     (opt / "rocm").unlink()
     (opt / "rocm").symlink_to(other)
-    changed = {path for path, *rest in facts["unchanged"] if not unchanged(path, *rest)}
+    changed = {path for path, *rest in facts["unchanged"] if not Signature(*rest).holds(path)}
     assert {str(opt), f"{opt}/rocm/bin/hipcc"} <= changed
     assert hipcc.recall(memory, None, a_host()) is None
 

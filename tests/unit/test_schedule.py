@@ -172,7 +172,7 @@ def test_the_first_failure_is_raised_and_ends_the_others(tmp_path: Path) -> None
 
 def test_a_step_ended_by_a_signal_says_which() -> None:
     kill = python("import os; os.kill(os.getpid(), 9)")
-    with pytest.raises(StepFailed, match="was ended by signal 9"):
+    with pytest.raises(StepFailed, match="was killed by signal 9"):
         execute([task("bad", *kill)], timeout=60, budget=a_budget(1))
 
 
@@ -364,9 +364,9 @@ def test_steps_see_the_settings_of_the_caller() -> None:
 def test_tasks_that_cannot_be_ordered_are_refused_before_any_runs(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     first = task("first", "touch", str(trace))
-    with pytest.raises(ValueError, match="wait for each other: 'a', 'b'"):
+    with pytest.raises(ValueError, match="depend on each other: 'a', 'b'"):
         execute([first, task("a", after=("b",)), task("b", after=("a",))], timeout=1)
-    with pytest.raises(ValueError, match="comes after 'x', which is no task"):
+    with pytest.raises(ValueError, match="depends on the unknown task 'x'"):
         execute([first, task("a", after=("x",))], timeout=1)
     with pytest.raises(ValueError, match="two tasks are named 'first'"):
         execute([first, task("first")], timeout=1)

@@ -344,12 +344,12 @@ def test_a_list_without_meaning_is_an_error_and_trusts_nobody(
 def test_a_key_that_can_be_written_in_two_ways_is_refused(ours: signing.Pair) -> None:
     """The last character of base64 has bits that mean nothing."""
     for last in "BCD":
-        with pytest.raises(ValueError, match="no public key"):
+        with pytest.raises(ValueError, match="not a public key"):
             signatures.parse_key("ed25519:" + "A" * 42 + last + "=")
     assert signatures.parse_key("ed25519:" + "A" * 43 + "=") == bytes(32)
     with (
         override(trusted_keys=("ed25519:" + "A" * 42 + "B=",)),
-        pytest.raises(SettingError, match="no public key"),
+        pytest.raises(SettingError, match="not a public key"),
     ):
         signatures.trusted()
 
@@ -361,8 +361,8 @@ def test_a_key_that_can_be_written_in_two_ways_is_refused(ours: signing.Pair) ->
         ("{key}\n", 0o664, "writable by others"),
         ("", 0o600, "it has no keys"),
         ("# nobody\n", 0o600, "it has no keys"),
-        ("{key}\nrsa:AAAA\n", 0o600, "no public key"),
-        ("{key}\xff", 0o600, "no public key"),
+        ("{key}\nrsa:AAAA\n", 0o600, "not a public key"),
+        ("{key}\xff", 0o600, "not a public key"),
         (None, 0, "No such file"),
     ],
 )

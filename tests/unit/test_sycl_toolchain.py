@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from opkiln import digest, machine
-from opkiln.digest import unchanged
+from opkiln.digest import Signature
 from opkiln.errors import ToolchainError
 from opkiln.model import DeviceCompiler, Toolchain
 from opkiln.settings import override
@@ -360,13 +360,13 @@ def test_a_receipt_for_the_runtime_ends_when_a_compiler_appears(
     chosen = sycl.choose(memory, None, gxx)
     facts = evidence(memory, chosen, gxx)
     assert facts is not None
-    assert all(unchanged(*each) for each in facts["unchanged"])
+    assert all(Signature(*each).holds(path) for path, *each in facts["unchanged"])
     for place in (f"{tmp_path}/bin/icpx", f"{tmp_path}/bin/dpcpp", f"{tmp_path}/oneapi"):
         assert place in facts["absent"]
     assert not any(map(os.path.lexists, facts["absent"]))
     assert str(home / "lib") in [path for path, *_ in facts["unchanged"]]
     library.write_text("another")
-    assert not all(unchanged(*each) for each in facts["unchanged"])
+    assert not all(Signature(*each).holds(path) for path, *each in facts["unchanged"])
 
 
 @pytest.mark.usefixtures("at_rest")

@@ -16,7 +16,7 @@ import opkiln.compat.torch as cpp_extension
 from opkiln import evidence, extension, machine, process
 from opkiln.decision.search import planned
 from opkiln.decision.terms import BUILD, Request
-from opkiln.digest import unchanged
+from opkiln.digest import Signature
 from opkiln.errors import (
     CUDAMismatchException,
     MissingCUDAException,
@@ -404,7 +404,7 @@ def test_an_nvcc_that_cannot_be_started_does_not_hide_the_others(here: Machine) 
     chain = here.host
     taken = nvcc.choose(here.memory, _torch_cuda(), chain)
     assert taken.home == str(made.home)
-    assert "the interpreter or loader it names is not" in here.candidates("13.0")["bin/nvcc"][2]
+    assert "loader that it names does not" in here.candidates("13.0")["bin/nvcc"][2]
     assert nvcc.recall(here.memory, _torch_cuda(), chain) == taken
     facts = nvcc.evidence(here.memory, taken)
     assert facts is not None
@@ -710,7 +710,7 @@ def broken(facts: dict[str, list[Any]]) -> set[str]:
     changed = {
         path
         for path, *signature in facts["unchanged"]
-        if path not in gone and not unchanged(path, *signature)
+        if path not in gone and not Signature(*signature).holds(path)
     }
     return gone | changed | {path for path in facts["absent"] if os.path.lexists(path)}
 

@@ -300,7 +300,7 @@ def leave_a_file(leaf: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (spoil_payload, "alpha.so has another digest"),
+        (spoil_payload, "alpha.so has the wrong digest"),
         (spoil_lists, "inputs.json"),
         (misplace, "it belongs at demo/alpha/"),
         (leave_a_file, "more.so"),

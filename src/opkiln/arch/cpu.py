@@ -1,12 +1,12 @@
 """CPU targets: psABI levels, explicit features, coverage and compiler flags. Pure functions.
 
 A CPU is a *level* (``x86-64-v3``, ``armv8.2-a``) and the features beyond it that kernels use. The
-levels are the psABI's own definitions; ``native`` becomes the highest level this CPU has plus its
-further features by name, so that a key says what the binary needs, two machines with the same CPU
-family share it, and no table of microarchitecture names has to be kept current. Features go by the
-compiler's names (``-m<feature>``); the kernel's differing names are mapped here.
+psABI defines the levels. ``native`` becomes the highest level that this CPU has, plus its further
+features by name. So a key says what the binary needs, two machines of the same CPU family share it,
+and there is no table of microarchitecture names to maintain. Features have the compiler's names
+(``-m<feature>``). Where the kernel's names differ, they are mapped here.
 
-Whether a compiler knows a feature is asked of the compiler (``toolchain.host``), not assumed.
+Whether a compiler knows a feature is not assumed: ``toolchain.host`` asks the compiler.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ARM_LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
     ("armv8.2-a", frozenset({"lse", "rdma", "dcpop"})),
 )
 
-# Features beyond a level that are worth a binary of their own.
+# Features beyond a level that are worth a separate binary.
 _X86_EXTRAS = (
     "avx", "avx2", "fma", "f16c", "bmi2",
     "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl",
@@ -69,7 +69,7 @@ def _levels(machine: str) -> tuple[tuple[str, frozenset[str]], ...]:
 
 
 def machine_of(text: str, here: str) -> str:
-    """The machine that a CPU, as it may be asked for, is one of; ``native`` is what is ``here``."""
+    """The machine (``x86_64``, ``aarch64``) of a requested CPU. Returns ``here`` for ``native``."""
     head = text.strip().partition("+")[0]
     families = (("x86_64", _X86_LEVELS), ("aarch64", _ARM_LEVELS))
     return next((name for name, levels in families if head in dict(levels)), here)
@@ -81,18 +81,18 @@ def _extras(machine: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4)
 def features_of(flags: str) -> frozenset[str]:
-    """The features in the kernel's list of a CPU's flags, by the compiler's names."""
+    """The features in the kernel's list of CPU flags, under the compiler's names."""
     return frozenset(_KERNEL_NAMES.get(name, name) for name in flags.split())
 
 
 def kernel_names(features: frozenset[str]) -> frozenset[str]:
-    """Features as the kernel's list of a CPU's flags has them: the other way round."""
+    """The inverse of ``features_of``: features under the kernel's names."""
     theirs = {ours: kernels for kernels, ours in _KERNEL_NAMES.items()}
     return frozenset(theirs.get(name, name) for name in features)
 
 
 def native(machine: str, features: frozenset[str]) -> CPU:
-    """The CPU that has these features: its highest whole level, and what it has beyond."""
+    """The CPU that has these features: its highest complete level, and the features beyond."""
     level, needed = _levels(machine)[0]
     for name, more in _levels(machine):
         if not more <= features:
@@ -128,7 +128,7 @@ def parse(text: str, machine: str, features: frozenset[str]) -> CPU:
 
 
 def requires(level: str, features: tuple[str, ...]) -> frozenset[str]:
-    """Every feature a binary for this level and these features may use."""
+    """Every feature that a binary for this level and these features may use."""
     needed: set[str] = set(features)
     for family in (_X86_LEVELS, _ARM_LEVELS):
         if level in [name for name, _ in family]:
@@ -140,19 +140,20 @@ def requires(level: str, features: tuple[str, ...]) -> frozenset[str]:
 
 
 def lacking(level: str, features: tuple[str, ...], have: frozenset[str]) -> tuple[str, ...]:
-    """What a CPU with ``have`` is missing to run such a binary; empty when it covers it."""
+    """The features that a CPU with ``have`` lacks to run such a binary; empty if it can run it."""
     return tuple(sorted(requires(level, features) - have))
 
 
 def covering(machine: str, have: frozenset[str]) -> tuple[CPU, ...]:
-    """What may serve a CPU with ``have``, best first: itself, then each whole level it has."""
+    """The CPUs whose binaries run on one with ``have``, best first: itself, then each complete
+    level that it has."""
     exact = native(machine, have)
     levels = [CPU(name) for name, _ in _levels(machine) if not lacking(name, (), have)]
     return tuple(dict.fromkeys((exact, *reversed(levels))))
 
 
 def flags(cpu: CPU, machine: str, accepts: frozenset[str]) -> tuple[str, ...]:
-    """Compiler flags for a CPU, those its compiler accepts; each owner of a flag is here."""
+    """The flags for a CPU that the compiler accepts. Only this function makes such flags."""
     if machine == "aarch64":
         known = [f for f in cpu.features if f"+{f}" in accepts]
         return ("-march=" + "+".join((cpu.level, *known)),)
@@ -163,7 +164,8 @@ def flags(cpu: CPU, machine: str, accepts: frozenset[str]) -> tuple[str, ...]:
 
 
 def probes(machine: str) -> tuple[str, ...]:
-    """The flags of ``flags`` that a compiler may or may not know, for a compile probe each."""
+    """The flags that ``flags`` may return. Each needs a compile probe: a compiler may not know
+    it."""
     if machine == "aarch64":
         return tuple(f"+{f}" for f in _ARM_EXTRAS)
     levels = tuple(f"-march={name}" for name, _ in _X86_LEVELS)

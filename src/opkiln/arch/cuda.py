@@ -1,14 +1,15 @@
 """CUDA architectures: the grammar of arch lists, filters, coverage and flags. Pure functions.
 
-One grammar for everything a user may write: ``8.0;9.0a 10.0f+PTX``, separated by ``;``, ``,`` or
-white space; ``sm_90a``; names (``Hopper``), ``native``, ``all`` and ``all-major``. A list becomes a
-sorted tuple without duplicates, in numeric order: 10.0 comes after 9.0.
+One grammar covers everything that a user may write: ``8.0;9.0a 10.0f+PTX``, separated by ``;``,
+``,`` or white space; ``sm_90a``; names (``Hopper``), ``native``, ``all`` and ``all-major``. A list
+becomes a sorted tuple without duplicates, in numeric order: 10.0 comes after 9.0.
 
-Which architectures exist is not known here: a toolkit lists those it compiles for, and ``usable``
-compares. What is known here does not age: no ``a`` variant is older than 9.0, no ``f`` variant
-older than 10.0, and a minor version is one digit, as the numbers of nvcc (``sm_103``) need it.
+This file has no table of existing architectures. A toolkit lists those it compiles for, and
+``usable`` compares. The file only knows facts that do not age: no ``a`` variant is older than 9.0,
+no ``f`` variant is older than 10.0, and a minor version is one digit, as nvcc's numbers
+(``sm_103``) require.
 
-This is the only owner of ``-gencode`` flags.
+Only this file makes ``-gencode`` flags.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class Arch(Record):
-    """An architecture: ``suffix`` is ``""``, ``"a"`` (that chip only) or ``"f"`` (its family).
+    """An architecture. ``suffix`` is ``""``, ``"a"`` (this chip only) or ``"f"`` (its family).
 
-    It stands for a binary image; with ``ptx`` ("+PTX"), for the image and its PTX. The tuple's own
-    order is the numeric one.
+    It means a binary image; with ``ptx`` ("+PTX"), the image and its PTX. The tuples sort in
+    numeric order.
     """
 
     major: int
@@ -36,12 +37,12 @@ class Arch(Record):
 
     @property
     def number(self) -> str:
-        """As nvcc writes it: ``90a``, ``103``."""
+        """The number as nvcc writes it: ``90a``, ``103``."""
         return f"{self.major}{self.minor}{self.suffix}"
 
     @property
     def capability(self) -> Arch:
-        """The compute capability alone: neither suffix nor PTX."""
+        """The compute capability, without suffix and PTX."""
         return Arch(self.major, self.minor)
 
     def __str__(self) -> str:
@@ -49,20 +50,20 @@ class Arch(Record):
 
 
 class Filtered(Record):
-    """What an op's filter kept, and what it removed."""
+    """The architectures that an op's filter kept, and those that it removed."""
 
     kept: tuple[Arch, ...]
     removed: tuple[Arch, ...]
 
 
 class Usable(Record):
-    """What a toolkit compiles for, and what it does not, each with the reason."""
+    """The architectures that a toolkit compiles for, and the others with the reasons."""
 
     kept: tuple[Arch, ...]
     refused: tuple[tuple[Arch, str], ...]
 
 
-# As TORCH_CUDA_ARCH_LIST has them.
+# The names of TORCH_CUDA_ARCH_LIST.
 _NAMES = {
     "kepler+tesla": "3.7",
     "kepler": "3.5+PTX",
@@ -80,15 +81,16 @@ _NAMES = {
     "blackwell": "10.0;10.3;12.0;12.1+PTX",
 }
 
-# Integrated GPUs. NVIDIA promises that a binary runs on a later minor version for the others only;
-# 10.1 (11.0 since CUDA 13) is in no family with 10.0.
+# Integrated GPUs. NVIDIA promises that a binary runs on a later minor version, except for these.
+# 10.1 (11.0 since CUDA 13) is not in the family of 10.0.
 _TEGRA = frozenset({(5, 3), (6, 2), (7, 2), (8, 7), (8, 8), (10, 1), (11, 0)})
 
 _OLDEST = {"": (1, 0), "a": (9, 0), "f": (10, 0)}
 
 _GRAMMAR = (
-    "one is MAJOR.MINOR, MINOR one digit, with a or f and +PTX if wanted (8.0, 9.0a, 10.0f+PTX);\n"
-    "or a name (Volta, Turing, Ampere, Ada, Hopper, Blackwell), native, all or all-major"
+    "write MAJOR.MINOR, with one digit for MINOR, and optionally a or f and +PTX (8.0, 9.0a, "
+    "10.0f+PTX);\nor a name (Volta, Turing, Ampere, Ada, Hopper, Blackwell), native, all or "
+    "all-major"
 )
 _EXAMPLE = 'OPKILN_CUDA_ARCH_LIST="8.0;9.0a;10.0f+PTX"'
 
@@ -96,14 +98,15 @@ _EXAMPLE = 'OPKILN_CUDA_ARCH_LIST="8.0;9.0a;10.0f+PTX"'
 def parse(
     text: str, *, native: Sequence[Arch] | None = None, listed: Sequence[Arch] | None = None
 ) -> tuple[Arch, ...]:
-    """The architectures that a list names, sorted, each once. Raises ArchError.
+    """The architectures that a list names, sorted and without duplicates. Raises ArchError.
 
-    ``native`` is what this machine's GPUs need, ``listed`` what the toolkit compiles for; the words
-    ``native``, ``all`` and ``all-major`` are errors without them. ``+PTX`` after a name or one of
-    these words adds the PTX of its newest. The error quotes the first word that means nothing.
+    ``native`` is what this machine's GPUs need, ``listed`` is what the toolkit compiles for.
+    Without them, the words ``native``, ``all`` and ``all-major`` are errors. ``+PTX`` after a name
+    or one of these words adds the PTX of its newest architecture. The error quotes the first word
+    that is not valid.
 
-    ``compute_80`` and ``80`` are refused: the first would be PTX without a binary, which no list
-    here says, and the second may be meant as either.
+    ``compute_80`` and ``80`` are refused. The first means PTX without a binary, which this grammar
+    cannot express. The second is ambiguous.
     """
     words = lists.split(text)
     if not words:
@@ -114,7 +117,7 @@ def parse(
 
 
 def merged(archs: Iterable[Arch]) -> tuple[Arch, ...]:
-    """Sorted, each once: ``8.0`` and ``8.0+PTX`` are one, with its PTX."""
+    """Sorted, without duplicates: ``8.0`` and ``8.0+PTX`` become ``8.0+PTX``."""
     found: dict[tuple[int, int, str], bool] = {}
     for arch in archs:
         key = (arch.major, arch.minor, arch.suffix)
@@ -147,7 +150,7 @@ def _word(
 def _native(word: str, native: Sequence[Arch] | None) -> tuple[Arch, ...]:
     if not native:
         raise ArchError(
-            f"{word!r} names this machine's GPUs, and there is no GPU here",
+            f"{word!r} means this machine's GPUs, but there are none",
             why="no NVIDIA GPU was found",
             hint=_EXAMPLE,
         )
@@ -155,11 +158,11 @@ def _native(word: str, native: Sequence[Arch] | None) -> tuple[Arch, ...]:
 
 
 def _all(word: str, listed: Sequence[Arch] | None, *, major_only: bool) -> tuple[Arch, ...]:
-    # What `nvcc -arch=all` and `-arch=all-major` build: the PTX is that of the newest x.0, so that
-    # every later minor version can take it.
+    # The same as `nvcc -arch=all` and `-arch=all-major`. The PTX is that of the newest x.0, so that
+    # every later minor version can use it.
     if not listed:
         raise ArchError(
-            f"{word!r} names what the CUDA toolkit lists, and there is no toolkit here",
+            f"{word!r} means the architectures of the CUDA toolkit, but there is no toolkit",
             why="no nvcc was found",
             hint="pip install 'opkiln[cuda]'",
         )
@@ -197,13 +200,13 @@ def _unsuffixed(text: str) -> tuple[str, str]:
 
 
 def _is_number(text: str, most: int) -> bool:
-    """Whether it is a plain decimal number: not ``08``, and not the digits of another script."""
+    """Whether it is a plain decimal number: not ``08``, and no digits of other scripts."""
     plain = text.isascii() and text.isdigit() and len(text) <= most
     return plain and (text == "0" or text[0] != "0")
 
 
 def _meant(base: str) -> str:
-    """What somebody who wrote ``8``, ``80``, ``sm90a``, ``compute_90`` or ``90-virtual`` meant."""
+    """A suggestion for ``8``, ``80``, ``sm90a``, ``compute_90`` or ``90-virtual``; "" if none."""
     ptx = base.startswith("compute") or base.endswith("-virtual")
     base = base.removeprefix("sm").removeprefix("compute").removeprefix("_").removeprefix("-")
     digits, suffix = _unsuffixed(base.removesuffix("-real").removesuffix("-virtual"))
@@ -215,7 +218,10 @@ def _meant(base: str) -> str:
 
 
 def images(archs: Iterable[Arch]) -> tuple[str, ...]:
-    """The images of a fat binary for these, each once: ``sm_80``, ``sm_90a``, ``compute_90a``."""
+    """The images of a fat binary for these architectures: ``sm_80``, ``sm_90a``, ``compute_90a``.
+
+    Without duplicates.
+    """
     found: list[str] = []
     for arch in merged(archs):
         found.append(f"sm_{arch.number}")
@@ -225,7 +231,7 @@ def images(archs: Iterable[Arch]) -> tuple[str, ...]:
 
 
 def flags(archs: Iterable[Arch]) -> tuple[str, ...]:
-    """nvcc's ``-gencode`` flags for these, each exactly once; their only owner is here."""
+    """nvcc's ``-gencode`` flags for these, without duplicates. Only this function makes them."""
     return tuple(
         f"-gencode=arch=compute_{image.partition('_')[2]},code={image}" for image in images(archs)
     )
@@ -235,10 +241,10 @@ _ARCH_FLAGS = ("-gencode", "--generate-code", "-arch", "--gpu-architecture", "-c
 
 
 def from_flags(given: Sequence[str]) -> tuple[tuple[str, ...], tuple[Arch, ...]]:
-    """(the other flags, the architectures) of flags as they are written for nvcc.
+    """Split nvcc flags into (other flags, architectures).
 
-    A binary image stands for itself, an image of PTX for its architecture with PTX. Raises
-    ArchError for one that names none.
+    A binary image gives its architecture, and a PTX image gives its architecture with PTX. Raises
+    ArchError for an architecture flag that does not name one.
     """
     rest: list[str] = []
     found: list[Arch] = []
@@ -258,12 +264,12 @@ def from_flags(given: Sequence[str]) -> tuple[tuple[str, ...], tuple[Arch, ...]]
 
 
 def filtered(archs: Iterable[Arch], rule: lists.Rule) -> Filtered:
-    """What an op's ``filter_ccs`` keeps of these. Raises SpecError.
+    """Apply an op's ``filter_ccs`` to these. Raises SpecError.
 
-    The rule gets plain capabilities ("8.0", "9.0"), each once, and what it decides for one holds
-    for its ``a``, ``f`` and PTX variants alike: rules that others wrote do ``int(minor)``, and a
-    suffix would break them. It returns those to keep, in any order, as strings or as
-    ``[major, minor]``; one returned with a suffix keeps that variant alone. A rule can only remove.
+    The rule gets plain capabilities ("8.0", "9.0"), each once. Its decision also applies to the
+    ``a``, ``f`` and PTX variants. Existing rules do ``int(minor)``, which a suffix would break. The
+    rule returns those to keep, in any order, as strings or as ``[major, minor]``. If it returns one
+    with a suffix, only that variant is kept. A rule can only remove.
     """
     have = merged(archs)
     names = list(dict.fromkeys(str(arch.capability) for arch in have))
@@ -280,7 +286,7 @@ def filtered(archs: Iterable[Arch], rule: lists.Rule) -> Filtered:
 
 
 def _variants(item: str, have: Iterable[Arch]) -> list[Arch]:
-    """Those of ``have`` that a filter's answer names; none when it is no architecture at all."""
+    """Those of ``have`` that a filter's answer names; none if it does not name an architecture."""
     base = item.lower().removesuffix("+ptx")
     try:
         named = _single(item, base)
@@ -296,10 +302,11 @@ def _variants(item: str, have: Iterable[Arch]) -> list[Arch]:
 
 
 def usable(archs: Iterable[Arch], listed: Iterable[Arch], accepts: frozenset[str]) -> Usable:
-    """Which of these a toolkit compiles for, and why not the others.
+    """Which of these a toolkit compiles for, and why it does not compile for the others.
 
-    ``listed`` is what it lists. Toolkits do not list ``a`` and ``f`` variants: each goes with its
-    capability, and where ``accepts`` (what probes have shown: "90a") is not empty, must be in it.
+    ``listed`` is what the toolkit lists. Toolkits do not list ``a`` and ``f`` variants. So for a
+    variant its capability must be listed. If ``accepts`` (the result of probes, such as "90a") is
+    not empty, the variant must also be in it.
     """
     known = merged(arch.capability for arch in listed)
     kept: list[Arch] = []
@@ -329,12 +336,13 @@ def _refusal(arch: Arch, known: tuple[Arch, ...], accepts: frozenset[str]) -> st
 
 
 def for_device(capability: Arch, listed: Iterable[Arch], driver_ptx: bool) -> tuple[Arch, str]:
-    """What to compile for a device, and a note for a warning, empty when it is the device's own.
+    """(the architecture to compile for a device, the text of a warning).
 
-    ``driver_ptx`` says whether the device's driver takes PTX of this toolkit's version. A device
-    that the toolkit does not know gets the newest older architecture whose binary it runs, or else
-    the newest older one at all, with its PTX where the driver takes it. Raises ArchError when the
-    device is older than the toolkit, and when nothing would run.
+    The warning is empty if the architecture is the device's own. ``driver_ptx`` says whether the
+    device's driver accepts PTX of this toolkit's version. A device that the toolkit does not know
+    gets the newest older architecture whose binary it runs. If there is none, it gets the newest
+    older one. The PTX is added if the driver accepts it. Raises ArchError if the device is too old
+    for the toolkit, and if nothing would run.
     """
     wanted = capability.capability
     known = merged(arch.capability for arch in listed)
@@ -352,24 +360,24 @@ def for_device(capability: Arch, listed: Iterable[Arch], driver_ptx: bool) -> tu
     if not near and not driver_ptx:
         raise ArchError(
             what,
-            why=f"its newest older architecture is {older[-1]}, and the driver is too old to take "
-            "PTX of this toolkit",
-            hint="set OPKILN_CUDA_HOME to a newer toolkit, and update the driver to go with it",
+            why=f"its newest older architecture is {older[-1]}, and the driver is too old for PTX "
+            "of this toolkit",
+            hint="set OPKILN_CUDA_HOME to a newer toolkit, and update the driver to match it",
         )
     chosen = (near or older)[-1]._replace(ptx=driver_ptx)
-    how = "runs the binary" if near else "gets the PTX, which the driver translates at load,"
+    how = "it runs the binary" if near else "at load, the driver compiles the PTX"
     return chosen, (
-        f"a GPU has capability {wanted}, which this CUDA toolkit does not know: it {how} of "
+        f"a GPU has capability {wanted}, which this CUDA toolkit does not know: {how} of "
         f"{chosen.capability}"
     )
 
 
 def covers(images_or_archs: Iterable[Arch | str], capability: Arch) -> str:
-    """How code for these runs on a device: "exact", "binary", "ptx", or "" when it does not.
+    """How code for these runs on a device: "exact", "binary", "ptx", or "" if it does not.
 
-    "exact" is an image for just that capability, "binary" one for a lower minor version or a
-    family that it is in, "ptx" is translated by the driver. Images go by nvcc's names (``sm_90a``,
-    ``compute_90``); another name is an ArchError.
+    "exact" is an image for exactly this capability. "binary" is one for a lower minor version, or
+    for the device's family. "ptx" is compiled by the driver. Images have nvcc's names (``sm_90a``,
+    ``compute_90``); any other name raises ArchError.
     """
     ways: set[str] = set()
     for each in images_or_archs:
@@ -403,6 +411,6 @@ def _runs(code: Arch, device: Arch, *, ptx: bool) -> str:
 
 
 def has_bf16(archs: Iterable[Arch]) -> bool:
-    """Whether every one of these has bfloat16 arithmetic; False for none at all."""
+    """Whether all of these have bfloat16 arithmetic; False for an empty list."""
     found = tuple(archs)
     return bool(found) and all(arch.major >= 8 for arch in found)

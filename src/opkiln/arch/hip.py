@@ -1,12 +1,11 @@
 """HIP architectures: the grammar of ``gfx…`` lists, filters, coverage and flags. Pure functions.
 
-A target is a processor (``gfx90a``, ``gfx1100``, ``gfx11-generic``) and, where wanted, settings of
+A target is a processor (``gfx90a``, ``gfx1100``, ``gfx11-generic``) and, optionally, settings of
 its features: ``gfx942:sramecc+:xnack-``. Code without a setting runs with the feature on or off.
-``native`` stands for this machine's GPUs. The same separators as everywhere: ``;``, ``,`` and white
+``native`` means this machine's GPUs. The separators are the usual ones: ``;``, ``,`` and white
 space. A list becomes a sorted tuple without duplicates, by version: gfx942 comes before gfx1030.
 
-Which processors a compiler knows is the compiler's to say. This is the only owner of
-``--offload-arch`` flags.
+The compiler says which processors it knows. Only this file makes ``--offload-arch`` flags.
 """
 
 from __future__ import annotations
@@ -31,23 +30,25 @@ class Arch(Record):
 
 
 class Filtered(Record):
-    """What an op's filter kept, and what it removed."""
+    """The architectures that an op's filter kept, and those that it removed."""
 
     kept: tuple[Arch, ...]
     removed: tuple[Arch, ...]
 
 
 class Usable(Record):
-    """What a compiler has device libraries for, and what it has not, each with the reason."""
+    """The architectures that a compiler has device libraries for, and the others with the
+    reasons."""
 
     kept: tuple[Arch, ...]
     refused: tuple[tuple[Arch, str], ...]
 
 
-# All that a target may set; they are part of LLVM's definition of a target ID.
+# All features that a target may set, as LLVM defines a target ID.
 _FEATURES = ("sramecc", "xnack")
 
-# What runs the code of a generic processor. A chip that is missing here costs a build of its own.
+# The processors that run the code of a generic one. A chip that is missing here only costs an
+# extra build.
 _GENERIC: dict[str, tuple[str, ...]] = {
     "gfx9-generic": ("gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx90c"),
     "gfx9-4-generic": ("gfx940", "gfx941", "gfx942", "gfx950"),
@@ -64,18 +65,18 @@ _GENERIC: dict[str, tuple[str, ...]] = {
 _HEX = frozenset("0123456789abcdef")
 
 _GRAMMAR = (
-    "one is gfx and a version, with features where wanted (gfx90a, gfx1100, "
+    "write gfx and a version, optionally with features (gfx90a, gfx1100, "
     "gfx942:sramecc+:xnack-);\nor native"
 )
 _EXAMPLE = 'OPKILN_ROCM_ARCH_LIST="gfx90a;gfx942"'
 
 
 def parse(text: str, *, native: Sequence[Arch] | None = None) -> tuple[Arch, ...]:
-    """The targets that a list names, sorted, each once. Raises ArchError.
+    """The targets that a list names, sorted and without duplicates. Raises ArchError.
 
-    ``native`` is this machine's GPUs; the word is an error without them. The error quotes the
-    first word that means nothing. Targets of one processor must set the same features, as the
-    compiler demands: ``gfx90a;gfx90a:xnack+`` is an error.
+    ``native`` is this machine's GPUs; without them, the word is an error. The error quotes the
+    first word that is not valid. The compiler requires that all targets of one processor set the
+    same features: ``gfx90a;gfx90a:xnack+`` is an error.
     """
     words = lists.split(text)
     if not words:
@@ -89,7 +90,8 @@ def parse(text: str, *, native: Sequence[Arch] | None = None) -> tuple[Arch, ...
 
 
 def merged(archs: Iterable[Arch]) -> tuple[Arch, ...]:
-    """Sorted, each once. Raises ArchError when two of one processor set different features."""
+    """Sorted, without duplicates. Raises ArchError if two targets of one processor set different
+    features."""
     found = tuple(sorted(set(archs), key=_order))
     first: dict[str, Arch] = {}
     for arch in found:
@@ -116,7 +118,7 @@ def is_hip(text: str) -> bool:
 def _native(word: str, native: Sequence[Arch] | None) -> tuple[Arch, ...]:
     if not native:
         raise ArchError(
-            f"{word!r} names this machine's GPUs, and there is no GPU here",
+            f"{word!r} means this machine's GPUs, but there are none",
             why="no AMD GPU was found",
             hint=_EXAMPLE,
         )
@@ -141,10 +143,10 @@ def _single(word: str) -> Arch:
 
 
 def _version(processor: str) -> tuple[int, int, int] | None:
-    """Major, minor and stepping, for the order; None when it is no processor at all.
+    """(major, minor, stepping), for sorting; None if it is not a processor.
 
-    The last two digits are hexadecimal, minor and stepping; the rest is decimal. A generic
-    processor comes before those that it stands for.
+    The last two digits are minor and stepping, in hexadecimal. The rest is decimal. A generic
+    processor comes before those that it covers.
     """
     digits = processor.removeprefix("gfx")
     if digits == processor or not digits.isascii():
@@ -169,15 +171,16 @@ def _names(arch: Arch) -> tuple[str, ...]:
 
 
 def flags(archs: Iterable[Arch]) -> tuple[str, ...]:
-    """hipcc's ``--offload-arch`` flags for these, each exactly once; their only owner is here."""
+    """hipcc's ``--offload-arch`` flags for these, without duplicates. Only this function makes
+    them."""
     return tuple(f"--offload-arch={arch}" for arch in merged(archs))
 
 
 def filtered(archs: Iterable[Arch], rule: lists.Rule) -> Filtered:
-    """What an op's filter keeps of these. Raises SpecError.
+    """Apply an op's filter to these. Raises SpecError.
 
-    The rule gets plain processors ("gfx90a"), each once, and returns those to keep, in any order;
-    what it decides for one holds whatever features it sets. A rule can only remove.
+    The rule gets plain processors ("gfx90a"), each once, and returns those to keep, in any order.
+    Its decision applies to a processor with any features. A rule can only remove.
     """
     have = merged(archs)
     names = list(dict.fromkeys(arch.processor for arch in have))
@@ -193,7 +196,7 @@ def filtered(archs: Iterable[Arch], rule: lists.Rule) -> Filtered:
 
 
 def usable(archs: Iterable[Arch], listed: Iterable[Arch]) -> Usable:
-    """Which of these a compiler knows, and why not the others; features make no difference.
+    """Which of these a compiler knows, and why it does not know the others. Ignores features.
 
     ``listed`` is what it has device libraries for.
     """
@@ -211,16 +214,16 @@ def usable(archs: Iterable[Arch], listed: Iterable[Arch]) -> Usable:
 
 
 def _alike(one: str, other: str) -> bool:
-    """Whether two processors are of one major version: enough of a compiler's list to show."""
+    """Whether two processors have the same major version. A message lists only such processors."""
     first, second = _version(one), _version(other)
     return first is not None and second is not None and first[0] == second[0]
 
 
 def covers(archs: Iterable[Arch], device: Arch) -> str:
-    """How code for these runs on a device: "exact", "generic", or "" when it does not.
+    """How code for these runs on a device: "exact", "generic", or "" if it does not.
 
-    Code that sets a feature runs only where the device has it set so; a device that does not say
-    how a feature is set runs only code that leaves it open.
+    Code that sets a feature runs only on a device with the same setting. If a device does not
+    report a feature, it runs only code that does not set it.
     """
     ways = {_runs(arch, device) for arch in archs}
     return next((way for way in ("exact", "generic") if way in ways), "")

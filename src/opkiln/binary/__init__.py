@@ -1,5 +1,5 @@
-"""Reads libraries without loading them: what they need, and which GPU images they hold.
+"""Reads libraries without loading them: what they need, and which GPU images they contain.
 
-Pure readers of files that may come from anywhere. Whatever the bytes are, the outcome is a result
-or a LoadError; time is bounded by the file's size, and memory by a few tables of bounded size.
+The files may come from anywhere. For any bytes, the outcome is a result or a LoadError. The file's
+size limits the time, and a few tables of limited size are all the memory.
 """

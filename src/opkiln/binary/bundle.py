@@ -1,7 +1,8 @@
-"""The GPU images of HIP libraries, by name: clang's offload bundles in ``.hip_fatbin``.
+"""Names the GPU images of HIP libraries: clang's offload bundles in ``.hip_fatbin``.
 
-A bundle begins with a table of (offset, size, target id), the host's own, empty entry among them.
-``--offload-compress`` packs it whole; then its table is at the beginning of what it unpacks to.
+A bundle begins with a table of (offset, size, target id). One entry, which is empty, is the host's.
+``--offload-compress`` packs the whole bundle; then the table is at the beginning of the unpacked
+data.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ _LONGEST_ID = 4096
 
 _PACKED_MAGIC = b"CCOB"
 _PACKED = Struct("<4sHH")  # magic, version, method
-# By version: the sizes of the whole bundle and of what it unpacks to; then an 8-byte hash.
+# By version: the sizes of the packed bundle and of the unpacked data, then an 8-byte hash.
 _PACKED_SIZES = {2: Struct("<II8x"), 3: Struct("<QQ8x")}
 _ZLIB, _ZSTD = 0, 1
-# As much of a packed bundle as is unpacked for its table.
+# How much of a packed bundle is unpacked to read its table, in bytes.
 _LARGEST_TABLE = 1 << 20
 
 
 def hip_images(file: File) -> tuple[str, ...]:
-    """The AMD targets that a file holds code for: ``("gfx90a:sramecc+", "gfx1030")``.
+    """The AMD targets that a file contains code for: ``("gfx90a:sramecc+", "gfx1030")``.
 
-    In numeric order, each once, empty for a file without any. LoadError for a file that is no ELF
-    file, is damaged, or whose bundles are packed with zstd.
+    In numeric order, without duplicates; empty if there are none. Raises LoadError if the file is
+    not an ELF file, is damaged, or has bundles that are packed with zstd.
     """
     found: set[str] = set()
     with opened(file) as source:
@@ -52,13 +53,15 @@ def _bundles(source: Source, at: int, what: str) -> set[str]:
         elif magic.startswith(_PACKED_MAGIC):
             targets, at = _packed(source, at, what)
         else:
-            raise source.damaged(f"{what}: {magic[:8]!r} at {at:#x} begins no offload bundle")
+            raise source.damaged(
+                f"{what}: {magic[:8]!r} at {at:#x} is not the start of an offload bundle"
+            )
         found |= targets
     return found
 
 
 def _table(source: Source, start: int, end: int, what: str) -> tuple[set[str], int]:
-    """The targets of the bundle at ``start``, and where it ends: at ``end`` at the latest."""
+    """(targets, end) of the bundle at ``start``, which must not reach past ``end``."""
     at = start + len(_MAGIC)
     (count,) = source.unpack(_COUNT, at, what)
     at += _COUNT.size
@@ -69,7 +72,7 @@ def _table(source: Source, start: int, end: int, what: str) -> tuple[set[str], i
     for _ in range(count):
         offset, size, length = source.unpack(_ENTRY, at, what)
         if start + offset + size > end or length > _LONGEST_ID:
-            raise source.damaged(f"{what}: the image at {at:#x} is not inside it")
+            raise source.damaged(f"{what}: the image at {at:#x} is not inside the bundle")
         at += _ENTRY.size
         target = _target(source.read(at, length, what))
         if target is None:
@@ -81,28 +84,29 @@ def _table(source: Source, start: int, end: int, what: str) -> tuple[set[str], i
 
 
 def _target(words: bytes) -> str | None:
-    """``gfx90a:xnack-`` of ``hipv4-amdgcn-amd-amdhsa--gfx90a:xnack-``; empty for the host's."""
+    """``gfx90a:xnack-`` for ``hipv4-amdgcn-amd-amdhsa--gfx90a:xnack-``; empty for the host's entry,
+    None for an invalid one."""
     text = words.decode("ascii", "replace")
     if not text.isascii() or not text.isprintable():
         return None
     if text.startswith("host-"):
         return ""
-    # kind, then the triple's four parts, then a target that may itself have dashes.
+    # The kind, the four parts of the triple, and a target that may itself contain dashes.
     parts = text.split("-", 5)
     return parts[5] if len(parts) == 6 and parts[5] else None
 
 
 def _packed(source: Source, start: int, what: str) -> tuple[set[str], int]:
-    """The targets of the packed bundle at ``start``, and where it ends."""
+    """(targets, end) of the packed bundle at ``start``."""
     _, version, method = source.unpack(_PACKED, start, what)
     sizes = _PACKED_SIZES.get(version)
     if sizes is None:
-        raise source.damaged(f"{what}: packed bundle at {start:#x} has version {version}")
+        raise source.damaged(f"{what}: packed bundle at {start:#x} has unknown version {version}")
     packed, unpacked = source.unpack(sizes, start + _PACKED.size, what)
     body = start + _PACKED.size + sizes.size
     after = start + packed
     if not body <= after <= source.size:
-        raise source.damaged(f"{what}: packed bundle at {start:#x} has {packed} bytes")
+        raise source.damaged(f"{what}: packed bundle at {start:#x} cannot have {packed} bytes")
     if method == _ZSTD:
         raise LoadError(
             f"{source.name} has HIP images packed with zstd, which cannot be listed",
@@ -110,7 +114,7 @@ def _packed(source: Source, start: int, what: str) -> tuple[set[str], int]:
             hint="compile with --no-offload-compress",
         )
     if method != _ZLIB:
-        raise source.damaged(f"{what}: packed bundle at {start:#x} by method {method}")
+        raise source.damaged(f"{what}: packed bundle at {start:#x} has unknown method {method}")
     table = _inflated(source.until(after), body, what)
     inside = Source(source.name, len(table), held=table)
     if inside.read(0, len(_MAGIC), f"{what}: packed bundle") != _MAGIC:

@@ -1,7 +1,7 @@
-"""What an ELF file says about itself: its machine, what it needs, where its sections are.
+"""Reads ELF files: the machine, what the file needs, and where its sections are.
 
-The dynamic tables are found through the section headers, as binutils finds them. 64-bit
-little-endian files only: every platform that opkiln builds for.
+The dynamic tables are found through the section headers, as in binutils. Only 64-bit little-endian
+files are supported; those are all platforms that opkiln builds for.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _STRTAB, _DYNAMIC_TABLE, _NOBITS, _DYNSYM = 3, 6, 8, 11
 _VERNEED, _VERSYM = 0x6FFFFFFE, 0x6FFFFFFF
 _DT_NULL, _DT_NEEDED = 0, 1
 _WEAK_VERSION = 2
-_HIDDEN = 0x8000  # a mark beside a version's number
+_HIDDEN = 0x8000  # a flag in a version's number
 _STB_LOCAL, _STB_WEAK = 0, 2
 
-# A table is read whole. The largest of libtorch_cpu, a library of 400 MB, has 5 MB.
+# Each table is read into memory. The largest one of libtorch_cpu, a library of 400 MB, has 5 MB.
 _LARGEST_TABLE = 1 << 28
 
 
 class Elf(Record):
-    """What loading needs to know of a file.
+    """What loading needs to know about a file.
 
-    ``machine`` is as ``uname`` has it (``x86_64``, ``aarch64``; another is ``machine 40``), and
-    ``kind`` is ``object``, ``executable`` or ``shared``. ``needed`` are the sonames in the order
-    in which they are searched. Sorted: ``versions``, the symbol versions that they must have
-    (``GLIBC_2.32``, ``GLIBCXX_3.4.29``), and ``undefined``, the dynamic symbols that others must
-    define. Weak versions and symbols are left out: nothing fails when they are missing.
-    ``symbols`` has the same symbols with where they come from: (soname, symbol, version), the
-    soname and the version empty where the linker found no version.
+    ``machine`` is ``uname``'s name (``x86_64``, ``aarch64``), or for example ``machine 40``.
+    ``kind`` is ``object``, ``executable`` or ``shared``. ``needed`` are the sonames in search
+    order. ``versions`` are the symbol versions that they must have (``GLIBC_2.32``,
+    ``GLIBCXX_3.4.29``), sorted. ``undefined`` are the dynamic symbols that other libraries must
+    define, sorted. Weak versions and symbols are left out: nothing fails if they are missing.
+    ``symbols`` are the same symbols with their origin: (soname, symbol, version). The soname and
+    the version are empty if the linker found no version.
     """
 
     machine: str
@@ -61,7 +61,7 @@ class Elf(Record):
 
 
 class Section(Record):
-    """One section: its name, its type, and where its bytes are (NOBITS ones have none)."""
+    """One section: its name, its type, and where its bytes are (NOBITS sections have none)."""
 
     name: str
     kind: int
@@ -71,7 +71,7 @@ class Section(Record):
 
 
 def read(file: File) -> Elf:
-    """Reads a library, object or executable. LoadError when it is none, or damaged."""
+    """Read a library, object or executable. Raises LoadError if it is something else or damaged."""
     with opened(file) as source:
         kind, machine, table = _tables(source)
         versions = tuple(_versions(source, table))
@@ -87,20 +87,21 @@ def read(file: File) -> Elf:
 
 
 def defined(file: File) -> frozenset[str]:
-    """The dynamic symbols that a library has for others, weak ones too. LoadError as ``read``."""
+    """The dynamic symbols that a library defines for others, including weak ones. Raises LoadError
+    as ``read`` does."""
     with opened(file) as source:
         return frozenset(_defined(source, _tables(source)[2]))
 
 
 def sections(source: Source, name: str) -> Iterator[tuple[int, Source]]:
-    """The sections of this name that have bytes: where each begins, and the source up to its end.
+    """(offset, source up to the section's end) of each section of this name that has bytes.
 
-    LoadError when one is not wholly in the file.
+    Raises LoadError if a section is not completely inside the file.
     """
     found = [each for each in _tables(source)[2] if each.name == name and each.kind != _NOBITS]
-    # Sections that lie over each other would have the same bytes read many times over.
+    # If sections overlapped, the same bytes would be read many times.
     if sum(section.size for section in found) > source.size:
-        raise source.damaged(f"section {name}: larger than the file, or there many times over")
+        raise source.damaged(f"section {name}: larger than the file, or present many times")
     for section in found:
         end = section.offset + section.size
         if end > source.size:
@@ -122,19 +123,22 @@ def _tables(source: Source) -> tuple[int, int, tuple[Section, ...]]:
     header = source.unpack(_HEADER, 0, "ELF header")
     _, kind, machine, _, _, _, start, _, _, _, _, width, count, names = header
     if kind not in _KINDS:
-        raise source.damaged(f"ELF header: type {kind} is no library, object or executable")
+        raise source.damaged(f"ELF header: type {kind} is not a library, object or executable")
     if not start:
         raise source.damaged("ELF header: there are no section headers")
     if width != _SECTION.size:
-        raise source.damaged(f"ELF header: section headers of {width} bytes")
+        raise source.damaged(f"ELF header: section headers have {width} bytes, not {_SECTION.size}")
     first = source.unpack(_SECTION, start, "first section header")
-    # From 0xff00 sections on, the numbers do not fit the header and are in the first section's.
+    # With 0xff00 sections or more, the numbers do not fit the header. Then they are in the first
+    # section's header.
     count = count or first[5]
     names = first[6] if names == 0xFFFF else names
     headers = _whole(source, start, count * width, "section headers")
     raw = list(_SECTION.iter_unpack(headers))
     if names >= len(raw):
-        raise source.damaged(f"ELF header: section {names} of {len(raw)} has the sections' names")
+        raise source.damaged(
+            f"ELF header: the section names are in section {names}, but there are {len(raw)}"
+        )
     strings = _Strings(source, raw[names][4], raw[names][5], "section names")
     table = tuple(Section(strings.at(each[0]), each[1], each[6], each[4], each[5]) for each in raw)
     return kind, machine, table
@@ -151,7 +155,7 @@ def _needed(source: Source, table: tuple[Section, ...]) -> Iterator[str]:
 
 
 class _Version(Record):
-    """A version of a library's symbols that is needed, and its number in this file."""
+    """A required version of a library's symbols, and its number in this file."""
 
     soname: str
     name: str
@@ -171,7 +175,7 @@ def _undefined(
             if name and not defined_in and info >> 4 not in {_STB_LOCAL, _STB_WEAK}:
                 if indices and position >= len(indices):
                     raise source.damaged(
-                        f"section {section.name}: symbol {position} has no version's number"
+                        f"section {section.name}: symbol {position} has no version number"
                     )
                 index = indices[position] & ~_HIDDEN if indices else 0
                 soname, version = needed.get(index, ("", ""))
@@ -189,7 +193,7 @@ def _defined(source: Source, table: tuple[Section, ...]) -> Iterator[str]:
 def _version_indices(source: Source, table: tuple[Section, ...]) -> tuple[int, ...]:
     for section in _of_kind(table, _VERSYM):
         return tuple(index for (index,) in _records(source, section, _VERSION_INDEX))
-    return ()  # a library without any version
+    return ()  # a library without versions
 
 
 def _versions(source: Source, table: tuple[Section, ...]) -> Iterator[_Version]:
@@ -200,8 +204,8 @@ def _versions(source: Source, table: tuple[Section, ...]) -> Iterator[_Version]:
             section.size,
             held=_whole(source, section.offset, section.size, section.name),
         )
-        # A chain of libraries, each with a chain of versions. In a sane file no record is in two
-        # chains, so that there are no more records than fit.
+        # A chain of libraries, each with a chain of versions. In a valid file no record is in two
+        # chains, so there are no more records than fit into the section.
         left = section.size // _NEED.size
         at = 0
         while section.size:
@@ -222,47 +226,50 @@ def _versions(source: Source, table: tuple[Section, ...]) -> Iterator[_Version]:
 
 
 class _Strings:
-    """A string table. Names that lie over each other cannot add up to more than it may hold."""
+    """A string table. Limits the total length of names, so that overlapping names cannot use up
+    the memory."""
 
     def __init__(self, source: Source, offset: int, size: int, what: str) -> None:
         self._source = source
         self._what = what
         self._table = _whole(source, offset, size, what)
         self._known: dict[int, str] = {}
-        # Linkers let names share their tails; eight times over is beyond what any does.
+        # Linkers let names share their tails. No linker reaches eight times the table's size.
         self._left = 8 * size
 
     def at(self, offset: int) -> str:
-        """The name at an offset. LoadError when the table ends before the name does."""
+        """The name at an offset. Raises LoadError if the table ends before the name does."""
         known = self._known.get(offset)
         if known is not None:
             return known
         end = self._table.find(b"\0", offset)
         if end < 0:
-            raise self._source.damaged(f"{self._what}: no name ends after {offset:#x}")
+            raise self._source.damaged(f"{self._what}: the name at {offset:#x} has no end")
         self._left -= end - offset
         if self._left < 0:
-            raise self._source.damaged(f"{self._what}: the names lie over each other")
+            raise self._source.damaged(f"{self._what}: the names overlap")
         name = self._table[offset:end].decode("utf-8", "backslashreplace")
         self._known[offset] = name
         return name
 
 
 def _of_kind(table: tuple[Section, ...], kind: int) -> list[Section]:
-    # Each of these tables is there once at most; the loader, too, knows one alone.
+    # There is at most one table of each kind, and the dynamic linker also uses only one.
     return [section for section in table if section.kind == kind][:1]
 
 
 def _linked(source: Source, table: tuple[Section, ...], section: Section) -> _Strings:
     if section.link >= len(table) or table[section.link].kind != _STRTAB:
-        raise source.damaged(f"section {section.name}: its names are in no string table")
+        raise source.damaged(f"section {section.name}: its names are not in a string table")
     strings = table[section.link]
     return _Strings(source, strings.offset, strings.size, f"section {strings.name}")
 
 
 def _records(source: Source, section: Section, layout: Struct) -> Iterator[tuple[int, ...]]:
     if section.size % layout.size:
-        raise source.damaged(f"section {section.name}: {section.size} bytes are no whole records")
+        raise source.damaged(
+            f"section {section.name}: {section.size} bytes are not a multiple of {layout.size}"
+        )
     return layout.iter_unpack(
         _whole(source, section.offset, section.size, f"section {section.name}")
     )
@@ -270,7 +277,7 @@ def _records(source: Source, section: Section, layout: Struct) -> Iterator[tuple
 
 def _whole(source: Source, offset: int, size: int, what: str) -> bytes:
     if size > _LARGEST_TABLE:
-        raise source.damaged(f"{what}: {size} bytes are more than any such table has")
+        raise source.damaged(f"{what}: {size} bytes are more than the limit of {_LARGEST_TABLE}")
     return source.read(offset, size, what)
 
 

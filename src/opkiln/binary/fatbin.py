@@ -1,10 +1,11 @@
-"""The GPU images of NVIDIA fat binaries, by name.
+"""Names the GPU images of NVIDIA fat binaries.
 
-nvcc puts one container per translation unit into ``.nv_fatbin``; the linker lays them one after
-another. A container is a header and entries; an entry is a header and an image: PTX, a cubin or
-LTO intermediate code, compressed or not. The entry's header says all that is asked here, so no
-image is ever unpacked: bit 20 of its flags is the ``a`` of sm_90a, bit 21 the ``f`` of sm_100f
-(CUDA 12.4 to 13.4, in every compression mode; a cubin's own ELF flags lost the mark in CUDA 13).
+nvcc puts one container per translation unit into ``.nv_fatbin``. The linker concatenates them. A
+container is a header and entries. An entry is a header and an image: PTX, a cubin or LTO
+intermediate code, compressed or not. The entry's header has everything that is needed here, so no
+image is ever unpacked. Bit 20 of its flags is the ``a`` of sm_90a, bit 21 the ``f`` of sm_100f.
+This holds for CUDA 12.4 to 13.4, in every compression mode. (A cubin's own ELF flags lost the mark
+in CUDA 13.)
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from opkiln.binary.source import File, Source
 
 _CONTAINER = Struct("<IHHQ")  # magic, version, size of this header, size of all entries
-_ENTRY = Struct("<HHIQ12xI8xQ")  # kind, version, size of its header, of its image; arch; flags
+_ENTRY = Struct("<HHIQ12xI8xQ")  # kind, version, sizes of its header and image, arch, flags
 _SMALLEST_ENTRY = 64
 _MAGIC = 0xBA55ED50
 
@@ -34,21 +35,21 @@ _MARKED = (1 << 20) | (1 << 21)
 def images(file: File) -> tuple[str, ...]:
     """The images that a library's kernels are registered with: ``("sm_80", "compute_90a")``.
 
-    All that any of its translation units has: machine code first, each kind in numeric order,
-    each image once; nothing for a file without any. Entries that are neither PTX, machine code nor
-    LTO code are passed over. LoadError for a file that is no ELF file, or is damaged.
+    Lists the images of all translation units: machine code first, each kind in numeric order,
+    without duplicates; empty if there are none. Skips entries that are not PTX, machine code or LTO
+    code. Raises LoadError if the file is not an ELF file, or is damaged.
 
-    Two traps. Of code compiled for separate linking (``-rdc=true``) only what the device link made
-    counts: its inputs, and libcudadevrt's images of every architecture, stay in the file and run
-    nowhere. And ``nvcc -shared`` makes such a link for its default architecture even when there is
-    nothing to link: an image without code, which counts here. ``-nodlink`` or a link by the host
-    compiler adds none.
+    There are two traps. For code compiled for separate linking (``-rdc=true``), only the output of
+    the device link counts. Its inputs, and libcudadevrt's images of every architecture, stay in the
+    file and never run. And ``nvcc -shared`` does such a link for its default architecture even if
+    there is nothing to link. That adds an image without code, which counts here. ``-nodlink``, or a
+    link by the host compiler, adds none.
     """
     return _names(file, ".nv_fatbin")
 
 
 def relocatable_images(file: File) -> tuple[str, ...]:
-    """The images that still want a device link: the objects of ``-rdc=true``. As ``images``."""
+    """The images that still need a device link: objects of ``-rdc=true``. As ``images``."""
     return _names(file, "__nv_relfatbin")
 
 
@@ -65,7 +66,9 @@ def _containers(source: Source, at: int, what: str) -> Iterator[tuple[int, int, 
     while (at := source.past_padding(at, what)) < source.size:
         magic, version, header, size = source.unpack(_CONTAINER, at, f"{what}: fat binary")
         if magic != _MAGIC:
-            raise source.damaged(f"{what}: {magic:#010x} at {at:#x} begins no fat binary")
+            raise source.damaged(
+                f"{what}: {magic:#010x} at {at:#x} is not the start of a fat binary"
+            )
         if version != 1 or header < _CONTAINER.size:
             raise source.damaged(
                 f"{what}: fat binary at {at:#x} has version {version}, a header of {header} bytes"

@@ -1,6 +1,6 @@
-"""The bytes of a file, read piece by piece, every piece checked against the file's size.
+"""Reads a file piece by piece, and checks every piece against the file's size.
 
-A mapping would be simpler, and would end the process with SIGBUS when the file shrinks under it.
+A memory mapping would be simpler, but SIGBUS would kill the process if the file shrinks.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from struct import Struct
     from typing import Any
 
-    # A path, or what such a file holds.
+    # A path, or the contents of a file.
     File = str | os.PathLike[str] | bytes
 
-# No alignment is larger; a longer run of zeros is a hole in a damaged file.
+# No alignment is larger. A longer run of zeros is a hole in a damaged file.
 _LONGEST_PADDING = 1 << 21
 _CHUNK = 1 << 16
 
@@ -35,11 +35,12 @@ class Source:
         self._held = held
 
     def until(self, end: int) -> Source:
-        """The same bytes at the same offsets, up to ``end``: what a section or container has."""
+        """The same bytes at the same offsets, up to ``end``: for one section or container."""
         return Source(self.name, min(end, self.size), fd=self._fd, held=self._held)
 
     def read(self, offset: int, size: int, what: str) -> bytes:
-        """Exactly ``size`` bytes. LoadError names ``what`` they are when the file ends before."""
+        """Exactly ``size`` bytes. Raises LoadError, which names ``what``, if the file is too
+        short."""
         if offset + size > self.size:
             raise self.damaged(
                 f"{what}: {size} bytes at {offset:#x} reach past the end at {self.size:#x}"
@@ -53,7 +54,9 @@ class Source:
             except OSError as error:
                 raise self.damaged(f"{what}: {error.strerror} at {offset:#x}") from error
             if not piece:
-                raise self.damaged(f"{what}: the file was cut at {offset + len(data):#x} meanwhile")
+                raise self.damaged(
+                    f"{what}: the file was cut to {offset + len(data):#x} bytes while it was read"
+                )
             data += piece
         return data
 
@@ -62,7 +65,7 @@ class Source:
         return layout.unpack(self.read(offset, layout.size, what))
 
     def past_padding(self, offset: int, what: str) -> int:
-        """Where the first byte that is not zero lies, or the end."""
+        """The offset of the next byte that is not zero, or the end."""
         start = offset
         while offset < self.size:
             chunk = self.read(offset, min(_CHUNK, self.size - offset), what)
@@ -75,11 +78,11 @@ class Source:
         return offset
 
     def damaged(self, why: str) -> LoadError:
-        """The error of a file that is not what its own headers say."""
+        """The error for a file that does not match its own headers."""
         from shlex import quote
 
         return LoadError(
-            f"{self.name} is damaged, or of a kind that is not known",
+            f"{self.name} is damaged, or of an unknown kind",
             why=why,
             hint=f"readelf -hSW {quote(self.name)}",
         )
@@ -87,13 +90,13 @@ class Source:
 
 @contextmanager
 def opened(file: File) -> Iterator[Source]:
-    """The bytes of a regular file, or given ones. LoadError where they cannot be opened."""
+    """Open a regular file, or wrap the given bytes. Raises LoadError if it cannot be opened."""
     if isinstance(file, bytes):
         yield Source("<bytes>", len(file), held=file)
         return
     name = os.fspath(file)
     try:
-        # Without O_NONBLOCK the open of a FIFO would wait for its writer.
+        # Without O_NONBLOCK, opening a FIFO waits for a writer.
         fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         raise LoadError(f"{name!r} cannot be read", why=str(error)) from error

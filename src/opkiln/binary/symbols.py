@@ -1,7 +1,7 @@
 """Symbols of a library: which ones it exports, and their C++ names.
 
-Exported symbols are looked up in the hash table, as the dynamic linker does: a few reads for each.
-Reading all names of libtorch_cpu.so would take a quarter of a second.
+Exported symbols are looked up in the hash table, as the dynamic linker does. Each takes a few
+reads. Reading all names of libtorch_cpu.so would take a quarter of a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UNDEFINED = 0
 
 
 def missing(file: File, names: Iterable[str]) -> tuple[str, ...]:
-    """The ``names`` that a library does not define, in their order. Raises LoadError."""
+    """The ``names`` that a library does not define, in the given order. Raises LoadError."""
     with opened(file) as source:
         table = _Table(source)
         if table.usable:
@@ -62,7 +62,7 @@ class _Table:
         index = self._word(self._buckets_at + 4 * (wanted % self._count))
         if index < self._first:
             return False
-        while True:  # a chain without an end stops with an error at the end of the section
+        while True:  # a chain without an end gives an error at the end of the section
             found = self._word(self._chains_at + 4 * (index - self._first))
             if found | 1 == wanted | 1 and self._is(index, name):
                 return True
@@ -96,7 +96,7 @@ _STRING = "std::__cxx11::basic_string<char, std::char_traits<char>, std::allocat
 
 
 def demangled(symbol: str) -> str:
-    """A symbol's C++ name, from the C++ runtime; the symbol itself if it has none."""
+    """A symbol's C++ name, from the C++ runtime. Returns the symbol itself if it has none."""
     if not symbol.startswith("_Z"):
         return symbol
     import ctypes

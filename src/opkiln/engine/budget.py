@@ -1,16 +1,17 @@
 """One budget of CPUs and memory for all builds of a user on a host.
 
-A slot is a CPU. The processes share the slots through the locks of one file in a node-local
-directory (``slots.py`` has the design). Memory is divided among the slots, so a step that expects
-more than one slot's share takes several: all of them or none, never some while it waits for the
-rest.
+A slot is a CPU. Processes share the slots through locks on one file in a node-local directory
+(``slots.py`` describes the design). The memory is divided evenly among the slots. A step that
+expects more than one slot's share takes several slots at once. It never holds some of them while
+it waits for the rest.
 
-Slots go to the process that holds fewest, and among equals to the one that waits longest. A process
-that has none, while no step of another ends, uses the host's one extra slot, in turn with others
-like it. So at most one compiler more than there are CPUs runs at a time.
+A free slot goes to the process that holds the fewest, and among equals to the one that has waited
+longest. If no step of another process ends, a process without a slot may use the host's one extra
+slot. Such processes take turns. So at most one more compiler runs than there are CPUs.
 
-The locks only save the machine from too many compilers. Where they cannot be had (no directory of
-our own, a file system without locks), the budget holds within this process, and a note says so.
+The locks only protect the machine from too many compilers. If they are not available (no private
+directory, a file system without locks), the budget applies to this process only, and a note says
+so.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from opkiln.settings import settings
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-# Seconds between two attempts: at first, later, and later while another process goes first.
+# Seconds between two attempts: the first pause, the longest, and the longest while another process
+# is ahead in the queue.
 _FIRST_PAUSE, _LAST_PAUSE, _LAST_PAUSE_BEHIND = 0.007, 0.05, 0.2
-_FIRST_CALL, _NEXT_CALL = 0.2, 1.0  # seconds until a waiter is told whom it waits for, and again
+_FIRST_CALL, _NEXT_CALL = 0.2, 1.0  # seconds until the first ``waiting`` call, and between calls
 
 
 class Limits(NamedTuple):
-    """What there is to share, and which fact decided it."""
+    """The CPUs and the memory to share, and where the numbers come from."""
 
     slots: tuple[int, ...]  # the CPUs this process may use
     memory: int  # bytes that all builds may take together
@@ -52,7 +54,7 @@ class Description(NamedTuple):
 
     limits: Limits
     max_jobs: int | None
-    where: str | None  # the file of locks; None: this process alone
+    where: str | None  # the lock file; None if the budget applies to this process only
     refused: tuple[str, ...]  # each place that was not used, and why
 
 
@@ -61,8 +63,8 @@ def measure(root: str = "/", affinity: Collection[int] | None = None) -> Limits:
     own = sorted(os.sched_getaffinity(0) if affinity is None else affinity)
     quota = cgroup.cpu_quota(root)
     cap = len(own) if quota is None else math.ceil(quota)
-    # The memory belongs to the whole group: eight ranks pinned to 8 of 64 CPUs share it. So it is
-    # divided by the slots that all of them hold together, not by those of this process.
+    # The memory belongs to the whole cgroup. Eight ranks, each pinned to 8 of 64 CPUs, share it. So
+    # it is divided by the slots of all of them, not by those of this process.
     group = len((cgroup.cpus(root) or frozenset()).union(own))
     sharers = group if quota is None else min(group, cap)
     if settings.memory is not None:
@@ -78,7 +80,7 @@ def measure(root: str = "/", affinity: Collection[int] | None = None) -> Limits:
 
 
 class Budget:
-    """Hands out slots. One object serves all threads; ``shared()`` gives this process's."""
+    """Hands out slots. One object serves all threads; ``shared()`` returns it."""
 
     def __init__(self, limits: Limits, table: slots.Table, refused: tuple[str, ...] = ()) -> None:
         self.limits = limits
@@ -86,7 +88,7 @@ class Budget:
         self._refused = refused
 
     def slots_for(self, memory: int) -> int:
-        """How many slots a step takes that expects so many bytes."""
+        """How many slots a step takes that expects to use this many bytes."""
         return min(len(self.limits.slots), max(1, math.ceil(memory / self.limits.share)))
 
     @contextlib.contextmanager
@@ -98,14 +100,14 @@ class Budget:
         cancelled: threading.Event | None = None,
         waiting: Callable[[int, float], None] | None = None,
     ) -> Iterator[tuple[int, ...]]:
-        """Slots for a step that expects ``memory`` bytes, held for the length of the block.
+        """Hold slots for a step that expects ``memory`` bytes, until the block ends.
 
-        A step that can use several threads, each with ``memory`` bytes, gets slots for as many of
-        them as are free at once, and for one at least; never for more than ``OPKILN_MAX_JOBS``.
+        A step may be able to use several threads, each with ``memory`` bytes. It gets slots for as
+        many threads as are free at once: at least one, and at most ``OPKILN_MAX_JOBS``.
 
-        While other processes hold them, ``waiting`` is called about once a second with the pid of
-        one (0 when it is in another pid namespace) and the seconds waited so far. Raises
-        BuildCancelled when ``cancelled`` is set first.
+        While other processes hold the slots, ``waiting`` is called about once a second. It gets the
+        pid of one of them (0 if it is in another pid namespace) and the seconds waited so far.
+        Raises BuildCancelled if ``cancelled`` is set first.
         """
         want, most = self.slots_for(memory), settings.max_jobs
         wider = min(len(self.limits.slots), want * threads, max(want, most or want * threads))
@@ -114,7 +116,7 @@ class Budget:
         try:
             yield taken
         finally:
-            # A fork inside the block leaves its child here without the locks.
+            # A child forked inside the block also gets here, but it does not have the locks.
             if os.getpid() == pid:
                 with self._table.changed:
                     self._table.give(taken)
@@ -139,8 +141,9 @@ class Budget:
                     taken = table.take(ask)
                     if taken:
                         return taken
-                    # A release within this process wakes us at once; one elsewhere is found by
-                    # looking. Random, so that two that want everything do not collide for ever.
+                    # A release in this process wakes us at once. For one in another process we
+                    # poll. The pause is random, so that two processes that both want all slots do
+                    # not collide forever.
                     longest = _LAST_PAUSE if table.is_next(ask) else _LAST_PAUSE_BEHIND
                     pause = min(pause * 1.5, longest)
                     table.changed.wait(pause * random.uniform(0.5, 1.0))  # noqa: S311
@@ -162,7 +165,7 @@ class Budget:
         return Description(self.limits, settings.max_jobs, where, refused)
 
 
-# This process's budgets. There is one, unless settings change while it runs.
+# This process's budgets. There is only one, unless the settings change.
 _lock = threading.Lock()
 _budgets: dict[tuple[object, ...], Budget] = {}
 _tables: dict[tuple[int, int], slots.Table] = {}
@@ -171,7 +174,7 @@ _hooked = False
 
 
 def shared() -> Budget:
-    """The budget of this user on this host, by the settings in force."""
+    """The budget of this user on this host, under the current settings."""
     global _hooked
     key = (settings.runtime_dir, settings.tmpdir, settings.memory)
     with _lock:
@@ -192,7 +195,7 @@ def _after_fork() -> None:
 
 
 def _find_table() -> tuple[slots.Table, tuple[str, ...]]:
-    """The first usable place, and why each one before it was refused."""
+    """The table in the first usable place, and why each earlier place was refused."""
     uid = os.geteuid()
     chosen = settings.runtime_dir
     places = [chosen] if chosen else []
@@ -207,7 +210,7 @@ def _find_table() -> tuple[slots.Table, tuple[str, ...]]:
                 events.emit(events.NOTE, text=f"OPKILN_RUNTIME_DIR is not used: {refused[-1]}")
         else:
             return table, tuple(refused)
-    text = "builds are bounded in this process alone: " + "; ".join(refused)
+    text = "the build budget applies to this process only: " + "; ".join(refused)
     events.emit(events.NOTE, text=text)
     return _alone, tuple(refused)
 
@@ -215,14 +218,14 @@ def _find_table() -> tuple[slots.Table, tuple[str, ...]]:
 def _open_table(place: str, uid: int) -> slots.Table:
     with contextlib.suppress(FileExistsError):
         os.mkdir(place, 0o700)
-    # What is checked is what was opened: a name in /dev/shm or /tmp may be anybody's, and may
-    # change hands between a check and a use.
+    # Check the opened directory, not its name: anybody may create a name in /dev/shm or /tmp, or
+    # replace it between a check and a use.
     directory = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         _require_private(os.fstat(directory), uid)
         with contextlib.suppress(FileNotFoundError):
-            # Before the file is opened: were it open already, closing the second descriptor
-            # would drop every lock of this process.
+            # Look before opening the file. If this process already has it open, closing a second
+            # descriptor would drop all of its locks.
             status = os.stat("slots", dir_fd=directory, follow_symlinks=False)
             known = _tables.get(_identity(status))
             if known is not None:

@@ -1,9 +1,9 @@
 """What the kernel grants this process: CPUs, CPU quota and memory, from cgroups v1 and v2.
 
-Every function takes the root of the file system, so that a test can hand it a made-up tree. A
-limit counts wherever it is set between this process's group and the top, because the tightest of
-them holds. In a container the group's path may be the host's, which does not exist below the
-mounted tree; its ancestors, down to the mount itself, are looked at all the same.
+Every function takes the root of the file system, so that a test can pass a made-up tree. Limits are
+read from this process's group and all of its ancestors, because the tightest one applies. In a
+container, the group's path may be the host's, which does not exist below the mounted tree. Its
+ancestors are read anyway, up to the mount itself.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# cgroups v1 says "no limit" with the largest page-aligned number.
+# cgroups v1 writes "no limit" as the largest page-aligned number.
 _UNLIMITED = 1 << 60
 
 
 def cpu_quota(root: str = "/") -> float | None:
-    """CPUs' worth of time that may be used; None when there is no quota."""
+    """The CPU quota, in CPUs; None if there is no quota."""
     found: list[float] = []
     for text in _values(root, "cpu.max", ""):
         quota, _, period = text.partition(" ")
@@ -34,7 +34,7 @@ def cpu_quota(root: str = "/") -> float | None:
 
 
 def memory_limit(root: str = "/") -> int | None:
-    """Bytes that may be used; None when there is no limit."""
+    """The memory limit in bytes; None if there is no limit."""
     texts = [
         *_values(root, "memory.max", ""),
         *_values(root, "memory.limit_in_bytes", "memory"),
@@ -44,14 +44,14 @@ def memory_limit(root: str = "/") -> int | None:
 
 
 class Kills(NamedTuple):
-    """How many processes the kernel has killed for want of memory."""
+    """How many processes the kernel has killed because memory ran out."""
 
-    group: int  # of this process's control group
+    group: int  # in this process's control group
     machine: int
 
 
 def out_of_memory_kills(root: str = "/") -> Kills:
-    """What the kernel has counted so far; 0 where it does not say."""
+    """The kernel's counts so far; 0 if it does not report one."""
     group = 0
     for name, controller in (("memory.events", ""), ("memory.oom_control", "memory")):
         innermost = next(_values(root, name, controller), "")
@@ -60,7 +60,7 @@ def out_of_memory_kills(root: str = "/") -> Kills:
 
 
 def _counted(text: str, name: str) -> int:
-    """A number of a file with a name and a number on each line."""
+    """The number after a name, in a file with a name and a number on each line."""
     for line in text.splitlines():
         words = line.split()
         if words[:1] == [name] and words[1:] and words[1].isdigit():
@@ -69,7 +69,7 @@ def _counted(text: str, name: str) -> int:
 
 
 def cpus(root: str = "/") -> frozenset[int] | None:
-    """CPUs that the group as a whole may run on; None when that cannot be told."""
+    """The CPUs that the whole group may run on; None if that is unknown."""
     for name, controller in (
         ("cpuset.cpus.effective", ""),
         ("cpuset.effective_cpus", "cpuset"),
@@ -78,7 +78,7 @@ def cpus(root: str = "/") -> frozenset[int] | None:
         for text in _values(root, name, controller):
             found = _cpu_list(text)
             if found:
-                return found  # the innermost: a group's set lies within its parent's
+                return found  # the innermost group's: its set is part of its parent's
     return None
 
 
@@ -92,7 +92,10 @@ def total_memory(root: str = "/") -> int:
 
 
 def _values(root: str, name: str, controller: str) -> Iterator[str]:
-    """The file's content in each folder that has it, innermost first. ``""`` means version 2."""
+    """The file's content in each folder that has it, innermost first.
+
+    An empty ``controller`` means cgroups v2.
+    """
     for folder in _folders(root, controller):
         text = _read(os.path.join(folder, name))
         if text:
@@ -107,11 +110,12 @@ def _folders(root: str, controller: str) -> Iterator[str]:
         if controller not in names.split(","):
             continue
         if controller:
-            # Mounted as `cpu,cpuacct`, with links `cpu` and `cpuacct`; a minimal system has one.
+            # Usually mounted as `cpu,cpuacct`, with links `cpu` and `cpuacct`. A minimal system
+            # may have only one of these names.
             tops = [os.path.join(mount, names), os.path.join(mount, controller)]
         else:
-            tops = [mount, os.path.join(mount, "unified")]  # the second where both versions are
-        # `..` stands for groups outside this namespace, which cannot be seen.
+            tops = [mount, os.path.join(mount, "unified")]  # the second if v1 is mounted as well
+        # `..` stands for groups outside this namespace, which are not visible.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for top in tops:
             if os.path.isdir(top):
@@ -125,11 +129,11 @@ def _read(path: str) -> str:
         with open(path, encoding="ascii", errors="replace") as file:
             return file.read().strip()
     except OSError:
-        return ""  # not there, or not for us to read: no limit is known from it
+        return ""  # missing or unreadable: it tells us no limit
 
 
 def _cpu_list(text: str) -> frozenset[int]:
-    """CPUs of the kernel's list format: ``0-3,8``."""
+    """The CPUs in the kernel's list format, such as ``0-3,8``."""
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")

@@ -14,14 +14,14 @@ from opkiln.errors import SettingError
 if TYPE_CHECKING:
     from opkiln.engine.events import Event
 
-_BUILD_LANES = 1000  # builds are drawn apart from steps, in lanes from here on
+_BUILD_LANES = 1000  # the first lane for builds; steps are drawn in the lanes below
 
 
 class Trace:
-    """Collects events; ``close`` writes the file, whole or not at all.
+    """Collects events. ``close`` writes the whole file, or nothing.
 
-    Each step is drawn in the lowest lane that is free while it runs, so there are as many lanes as
-    steps ran at once. Raises SettingError when the file's directory cannot be written to.
+    Each step is drawn in the lowest free lane, so there are as many lanes as steps ran at once.
+    Raises SettingError if the file's directory is not writable.
     """
 
     def __init__(self, path: str) -> None:
@@ -29,13 +29,13 @@ class Trace:
         self._directory = os.path.dirname(self._path)
         if not os.access(self._directory, os.W_OK | os.X_OK):
             raise SettingError(
-                f"the trace {path!r} cannot be written: {self._directory} is not a directory "
-                "that can be written to",
+                f"the trace {path!r} cannot be written: {self._directory} is not a writable "
+                "directory",
                 hint="OPKILN_TRACE=/tmp/opkiln-trace.json",
             )
         self._lock = threading.Lock()
         self._records: list[dict[str, Any]] = []
-        self._lanes: dict[int, tuple[str, str, str]] = {}  # lane -> what runs in it
+        self._lanes: dict[int, tuple[str, str, str]] = {}  # lane -> the step or build in it
         self._started: dict[tuple[str, str, str], Event] = {}
         self._named: set[int] = set()
         self._last = 0.0
@@ -51,7 +51,7 @@ class Trace:
             elif event.kind == events.STEP_END:
                 start = ("step", data["op"], data["step"])
                 args = {"max_rss": data["max_rss"], "cached": data["cached"]}
-                if start not in self._started:  # served from the store: it never ran
+                if start not in self._started:  # it came from the store and never ran
                     self._begin(start, event._replace(at=event.at - data["wall"]), 1)
                 self._end(start, event.at, args)
             elif event.kind == events.BUILD_END:
@@ -68,7 +68,8 @@ class Trace:
             for key in list(self._started):
                 self._end(key, self._last, {"unfinished": True})
             document = {"traceEvents": self._records, "displayTimeUnit": "ms"}
-        # Beside the file, then renamed: a reader or a killed writer never leaves half a trace.
+        # Write to a temporary file, then rename it. So a reader never sees half a trace, and a
+        # killed writer never leaves one.
         fd, name = tempfile.mkstemp(prefix=".opkiln-trace-", dir=self._directory)
         try:
             with open(fd, "w", encoding="utf-8") as file:

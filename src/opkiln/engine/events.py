@@ -1,14 +1,14 @@
-"""What a build says while it runs: events, and the sinks that listen to them.
+"""The events of a build, and the sinks that receive them.
 
-The kinds are a closed list, each with its data:
+There is a fixed list of kinds, each with its data:
 
-- ``build-start(op, steps)``: a build begins, of so many steps;
+- ``build-start(op, steps)``: a build begins. ``steps`` is the number of its steps;
 - ``step-start(op, label, step)``: a step's process starts. ``step`` is its name, unique in the
-  build; ``label`` is for people: a source's name, or ``link``;
-- ``step-end(op, label, step, wall, max_rss, cached)``: it has ended, well or badly. One that was
-  cached has no step-start, and one that was cancelled or timed out has no step-end;
-- ``waiting(op, pid, host, seconds, what)``: somebody else holds what the build needs; repeated
-  while that lasts. ``pid`` is 0 when it cannot be told;
+  build. ``label`` is for people: a source's name, or ``link``;
+- ``step-end(op, label, step, wall, max_rss, cached)``: a step has ended, successfully or not. A
+  cached step has no step-start. A step that was cancelled or timed out has no step-end;
+- ``waiting(op, pid, host, seconds, what)``: another process holds what the build needs. Repeated
+  while the build waits. ``pid`` is 0 if it is unknown;
 - ``build-end(op, ok, wall)``: the build is over;
 - ``note(text)``: something that a user may want to know.
 """
@@ -54,21 +54,21 @@ class Event(NamedTuple):
 if TYPE_CHECKING:
     Sink = Callable[[Event], None]
 
-# Appending to and removing from a list are atomic, with and without the GIL; so there is no lock
-# that a fork could copy while it is held.
+# There is no lock, because a fork could copy it while it is held. None is needed: appending to a
+# list and removing from it are atomic, with and without the GIL.
 _sinks: list[Sink] = []
 _hooked: list[bool] = []
 
 
-_name: ContextVar[str] = ContextVar("opkiln_told_name", default="")
+_name: ContextVar[str] = ContextVar("opkiln_reported_name", default="")
 
 
 @contextlib.contextmanager
-def told_as(name: str) -> Iterator[None]:
-    """Within the block, and the threads it starts, the op that is built goes by this name.
+def reported_as(name: str) -> Iterator[None]:
+    """Report the op under this name, in this block and in the threads that it starts.
 
-    For builds of one op for several targets, or of several packages' ops with one name: they would
-    be taken for one.
+    Without it, builds of one op for several targets look like one build. So do builds of ops with
+    the same name from several packages.
     """
     token = _name.set(name)
     try:
@@ -78,14 +78,15 @@ def told_as(name: str) -> Iterator[None]:
 
 
 def emit(kind: str, **data: Any) -> None:
-    """Tell every sink, in this thread. With none it costs next to nothing.
+    """Call every sink, in this thread. Without sinks this costs next to nothing.
 
-    Raises ValueError for a kind or data not in the list, and what a sink raises: sinks must not.
+    Raises ValueError for an unknown kind or the wrong data. An exception of a sink gets through
+    too, so sinks must not raise.
     """
     if not _sinks:
         return
     if FIELDS.get(kind) is None or set(FIELDS[kind]) != data.keys():
-        raise ValueError(f"no event {kind!r} with {', '.join(data)}")
+        raise ValueError(f"unknown event {kind!r} with {', '.join(data)}")
     if (name := _name.get()) and "op" in data:
         data["op"] = name
     event = Event(kind, time.monotonic(), data)
@@ -95,22 +96,23 @@ def emit(kind: str, **data: Any) -> None:
 
 @contextlib.contextmanager
 def listening(sink: Sink | None) -> Iterator[None]:
-    """Send events of all threads to ``sink`` within the block, then call its ``close``, if any.
+    """Send the events of all threads to ``sink`` within the block, then call its ``close``, if any.
 
-    None listens to nothing, so that callers need not ask whether there is a sink.
+    ``sink`` may be None: then nothing happens, and callers need no special case.
     """
     if sink is None:
         yield
         return
     if not _hooked:
         _hooked.append(True)
-        # A forked child has neither the thread that redraws the bar nor a claim to the trace file.
+        # A forked child does not have the thread that redraws the bar, and must not write the
+        # parent's trace file.
         os.register_at_fork(after_in_child=_sinks.clear)
     _sinks.append(sink)
     try:
         yield
     finally:
-        if sink in _sinks:  # not after a fork
+        if sink in _sinks:  # false after a fork
             _sinks.remove(sink)
         close = getattr(sink, "close", None)
         if close is not None:

@@ -1,7 +1,7 @@
-"""Sinks that tell how a build is getting on: people on standard error, services by ``logging``.
+"""Sinks that report progress: to people on standard error, to services through ``logging``.
 
-Those on standard error never raise into the build: once the stream is closed or broken, they are
-silent. What the handlers of a logger raise is theirs.
+The sinks on standard error never raise into the build. If the stream is closed or broken, they
+become silent. Exceptions from the handlers of a logger are not caught.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 LOGGER = "opkiln"
 _TICK = 0.1
-_FIRST_LINE, _NEXT_LINE = 2.0, 30.0  # seconds of waiting before a line about it, and between two
+_FIRST_LINE, _NEXT_LINE = 2.0, 30.0  # seconds of waiting before the first line, and between lines
 _CLEAR, _GREEN, _RED, _PLAIN = "\r\x1b[2K", "\x1b[32m", "\x1b[31m", "\x1b[0m"
 
 
 def for_people(stream: TextIO | None = None) -> Bar | Lines | Notes | None:
-    """The sink that ``OPKILN_PROGRESS`` asks for, on ``stream`` or standard error; None: silence.
+    """The sink that ``OPKILN_PROGRESS`` asks for, on ``stream`` or standard error.
 
-    ``auto`` is a bar on a terminal, lines elsewhere, and nothing in a rank other than the first or
-    where the logger's handlers show the lines. What ``DS_DEBUG_CUDA`` asks for is told even
-    then: by the one process that compiles.
+    Returns None for silence. ``auto`` means a bar on a terminal and lines elsewhere. It means
+    silence in every rank but the first, and if the logger's handlers show the lines. The notes
+    that ``DS_DEBUG_CUDA`` asks for are written even then, by the one process that compiles.
     """
     target = sys.stderr if stream is None else stream
     choice = settings.progress
@@ -42,8 +42,8 @@ def for_people(stream: TextIO | None = None) -> Bar | Lines | Notes | None:
         return None
     terminal = _is_terminal(target)
     if choice == "auto":
-        elsewhere = settings.rank not in (None, 0) or _shown_by_logging(target, terminal=terminal)
-        choice = "off" if elsewhere else "bar" if terminal else "lines"
+        silent = settings.rank not in (None, 0) or _shown_by_logging(target, terminal=terminal)
+        choice = "off" if silent else "bar" if terminal else "lines"
     if choice == "off":
         return Notes(target) if settings.debug_cuda else None
     colour = terminal and not settings.no_color
@@ -51,9 +51,9 @@ def for_people(stream: TextIO | None = None) -> Bar | Lines | Notes | None:
 
 
 def for_logging() -> Log | None:
-    """The sink of the logger ``opkiln``; None where no handler would take its records.
+    """The sink for the logger ``opkiln``; None if no handler would take its records.
 
-    It never imports ``logging``: a process that has not done so has configured nothing.
+    It never imports ``logging``: a process that has not imported it has no handlers.
     """
     logger = _logger()
     return None if logger is None else Log(logger)
@@ -70,9 +70,9 @@ def _logger() -> Logger | None:
 
 
 def _shown_by_logging(stream: TextIO, *, terminal: bool) -> bool:
-    """Whether the logger's records take the place of what would be written to ``stream``.
+    """Whether the logger's records replace what would be written to ``stream``.
 
-    On a terminal only where they appear on it: a record in a file is nothing to look at.
+    On a terminal they do so only if they appear on it: nobody watches records in a file.
     """
     logger = _logger()
     if logger is None:
@@ -92,7 +92,7 @@ def _handlers(logger: Logger) -> list[Handler]:
 
 
 class _Op:
-    """What is known of one op's build."""
+    """The state of one op's build."""
 
     def __init__(self, started: float, steps: int) -> None:
         self.started = started
@@ -105,7 +105,7 @@ class _Op:
 
 
 class _Tally:
-    """The state of all builds, kept up to date by the events, and put into words."""
+    """The state of all builds, updated by the events, and the lines that describe it."""
 
     def __init__(self, *, colour: bool) -> None:
         self.ops: dict[str, _Op] = {}
@@ -139,7 +139,7 @@ class _Tally:
         return bool(self.waiting) or not all(state.over for state in self.ops.values())
 
     def line(self, now: float) -> str:
-        """What is going on, on one line; empty when nothing is."""
+        """One line about what runs now; empty if nothing does."""
         ended = sum(state.ended for state in self.ops.values())
         steps = max(ended, sum(state.steps for state in self.ops.values()))
         for op, state in reversed(self.ops.items()):
@@ -181,7 +181,7 @@ class _Output:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # broken, or closed: the build matters more
+        except (OSError, ValueError):  # broken or closed: the build goes on without it
             self._stream = None
 
     def width(self) -> int:
@@ -191,15 +191,15 @@ class _Output:
             return 80
 
 
-class _Words:
-    """Events as lines of text: when a build starts, is held up, and ends."""
+class _Messages:
+    """Events as lines of text: a build starts, waits, ends."""
 
     def __init__(self, *, colour: bool = False) -> None:
         self._tally = _Tally(colour=colour)
-        self._next: dict[str, float] = {}  # op -> seconds of waiting at which to speak
+        self._next: dict[str, float] = {}  # op -> seconds of waiting before the next line
 
-    def of(self, event: Event) -> str:
-        """What to say of an event; empty for nothing. Events come one at a time."""
+    def text(self, event: Event) -> str:
+        """The line for an event; empty if there is none. Not safe for concurrent calls."""
         self._tally.add(event)
         data = event.data
         text = ""
@@ -224,17 +224,17 @@ class Lines:
 
     def __init__(self, stream: TextIO, *, colour: bool = False) -> None:
         self._output = _Output(stream)
-        self._words = _Words(colour=colour)
+        self._messages = _Messages(colour=colour)
         self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
         with self._lock:
-            if text := self._words.of(event):
+            if text := self._messages.text(event):
                 self._output.write(f"{text}\n")
 
 
 class Commands:
-    """Every command that is run, as a shell would take it. ``process.telling`` calls it."""
+    """Prints every command that is run, quoted for a shell. ``process.telling`` calls it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._output = _Output(stream)
@@ -244,21 +244,21 @@ class Commands:
 
 
 class Log:
-    """Records of a logger: a failed build is a warning, commands and steps are for debugging.
+    """Writes log records: a failed build is a warning, commands and steps are debug records.
 
-    Each has the event and its data as the attribute ``opkiln``.
+    Each record has the event and its data as the attribute ``opkiln``.
     """
 
     def __init__(self, logger: Logger) -> None:
         self._logger = logger
-        self._words = _Words()
+        self._messages = _Messages()
         self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
         import logging
 
         with self._lock:
-            text = self._words.of(event)
+            text = self._messages.text(event)
         level = logging.INFO
         if event.kind in (events.STEP_START, events.STEP_END):
             level = logging.DEBUG
@@ -269,7 +269,7 @@ class Log:
             self._log(level, text, {"event": event.kind, **event.data})
 
     def command(self, argv: Sequence[str]) -> None:
-        """A command that is run. ``process.telling`` calls it."""
+        """Log a command that is run. ``process.telling`` calls it."""
         import logging
 
         self._log(logging.DEBUG, shlex.join(argv), {"event": "command", "argv": tuple(argv)})
@@ -279,7 +279,7 @@ class Log:
 
 
 class Notes:
-    """Nothing but what a user may want to know."""
+    """Writes the notes and nothing else."""
 
     def __init__(self, stream: TextIO) -> None:
         self._output = _Output(stream)
@@ -290,7 +290,7 @@ class Notes:
 
 
 class Bar:
-    """One line on a terminal, rewritten; a summary stays for each op."""
+    """One line on a terminal, redrawn in place. A summary line stays for each op."""
 
     def __init__(self, stream: TextIO, *, colour: bool = True) -> None:
         self._output = _Output(stream)
@@ -315,7 +315,7 @@ class Bar:
                 self._ticker.start()
 
     def close(self) -> None:
-        """Clear the line; nothing is drawn any more."""
+        """Clear the line. Nothing is drawn after this."""
         self._closed.set()
         ticker = self._ticker
         if ticker is not None:
@@ -334,7 +334,7 @@ class Bar:
     def _draw(self) -> None:
         line = "" if self._closed.is_set() else self._tally.line(time.monotonic())
         if line:
-            # One column short: a line as wide as the terminal wraps on some of them.
+            # One column short: some terminals wrap a line that is as wide as they are.
             self._output.write(_CLEAR + line[: self._output.width() - 1])
             self._drawn = True
         else:
@@ -354,7 +354,7 @@ def _is_terminal(stream: TextIO) -> bool:
     try:
         return stream.isatty()
     except ValueError:
-        return False  # it is closed
+        return False  # the stream is closed
 
 
 def _seconds(value: float) -> str:
@@ -362,5 +362,5 @@ def _seconds(value: float) -> str:
 
 
 def _printable(text: str) -> str:
-    """Names of files may hold anything; a terminal must not be told to do it."""
+    """Replace unprintable characters: a file name may contain terminal control sequences."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,4 +1,4 @@
-"""Runs the steps of builds in parallel, in the order they depend on each other, in the budget."""
+"""Runs the steps of builds in parallel, within the budget, each after its dependencies."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Task(NamedTuple):
     env: Mapping[str, str]
     tmpdir: str
     after: tuple[str, ...]
-    memory: int  # bytes that it is expected to take
+    memory: int  # bytes that it is expected to use
     finish: Callable[[process.Completed], None] | None  # called after a zero exit
-    threads: int = 1  # the most it can use; each takes a CPU of the budget, and ``memory``
-    widened: Callable[[int], tuple[str, ...]] | None = None  # its argv for so many threads
+    threads: int = 1  # the most it can use; each one takes a CPU of the budget, and ``memory``
+    widened: Callable[[int], tuple[str, ...]] | None = None  # its argv for this many threads
 
 
 class StepFailed(Exception):
@@ -47,31 +47,32 @@ class StepFailed(Exception):
         code = self.completed.returncode
         how = f"exited with status {code}"
         if code < 0:
-            how = f"was ended by signal {-code} ({signal.strsignal(-code)})"
+            how = f"was killed by signal {-code} ({signal.strsignal(-code)})"
             if -code == signal.SIGKILL:
-                how += ", perhaps for want of memory"
+                how += ", perhaps because memory ran out"
         return f"{self.task.op}: {self.task.label}: {self.task.argv[0]} {how}"
 
 
 def execute(
     tasks: Iterable[Task], *, timeout: float | None, budget: budgets.Budget | None = None
 ) -> dict[str, process.Completed]:
-    """Run every task; what each said, by its name.
+    """Run every task. Returns the results by task name.
 
-    ``timeout`` is for one step. A task's ``finish`` is called in the thread that ran it, with the
-    slot already given back, and before any task that comes after it starts. The first failure
-    ends what is running, cancels the rest and is raised: StepFailed for a non-zero exit, otherwise
-    the exception itself (BuildTimeout, ToolchainError, what ``finish`` raised). Whatever is
-    raised, KeyboardInterrupt included, no process of these tasks is alive any more.
+    ``timeout`` applies to each step. A task's ``finish`` is called in the thread that ran the task.
+    By then the slot has been released, and no task that depends on this one has started.
 
-    May be called by several threads at once; they share the budget. Raises ValueError for tasks
-    that wait for each other or for one that is not among them.
+    The first failure kills the running tasks, cancels the rest and is raised: StepFailed for a
+    non-zero exit, otherwise the exception itself (BuildTimeout, ToolchainError, what ``finish``
+    raised). When this raises anything, even KeyboardInterrupt, no process of these tasks is alive.
+
+    Several threads may call this at once; they share the budget. Raises ValueError for a dependency
+    cycle and for a dependency on an unknown task.
     """
     return _Run(check(tasks), timeout, budget or budgets.shared()).complete()
 
 
 def check(tasks: Iterable[Task]) -> dict[str, Task]:
-    """The tasks by name. Raises ValueError for names used twice or unknown, and for cycles."""
+    """The tasks by name. Raises ValueError for duplicate or unknown names, and for cycles."""
     known: dict[str, Task] = {}
     for task in tasks:
         if known.setdefault(task.name, task) is not task:
@@ -79,21 +80,21 @@ def check(tasks: Iterable[Task]) -> dict[str, Task]:
     for task in known.values():
         for name in task.after:
             if name not in known:
-                raise ValueError(f"task {task.name!r} comes after {name!r}, which is no task")
+                raise ValueError(f"task {task.name!r} depends on the unknown task {name!r}")
     done: set[str] = set()
     left = list(known.values())
     while left:
         ready = {task.name for task in left if done.issuperset(task.after)}
         if not ready:
             names = ", ".join(repr(task.name) for task in left)
-            raise ValueError(f"tasks wait for each other: {names}")
+            raise ValueError(f"tasks depend on each other: {names}")
         done |= ready
         left = [task for task in left if task.name not in ready]
     return known
 
 
 class _Run:
-    """One call of ``execute``. Its fields are read and changed under ``changed`` only."""
+    """One call of ``execute``. Hold ``changed`` to read or change its fields."""
 
     def __init__(
         self, tasks: dict[str, Task], timeout: float | None, budget: budgets.Budget
@@ -114,12 +115,13 @@ class _Run:
             with self.changed:
                 self._add_threads()
                 while self.failure is None and len(self.results) < len(self.tasks):
-                    # Not without end: a signal that strikes just before the wait, or that the
-                    # kernel hands to another thread, is raised here only once it returns.
+                    # The wait needs a timeout. A signal may arrive just before the wait, or the
+                    # kernel may deliver it to another thread. Then its exception is raised here
+                    # only after the wait returns.
                     self.changed.wait(0.1)
         finally:
-            # Normally they are all about to end. After an interrupt this is what ends them: each
-            # kills its process group and waits for it. A second interrupt waits no longer.
+            # Normally all threads are about to end. After an interrupt, this stops them: each
+            # kills its process group and waits for it. A second interrupt stops the waiting.
             self._stop()
             for thread in self.threads:
                 thread.join()
@@ -140,12 +142,13 @@ class _Run:
         return None
 
     def _add_threads(self) -> None:
-        """Start as many threads as there are tasks to take up, within what can run at once."""
+        """Start a thread for each ready task, up to the number that can run at once."""
         ready = sum(all(name in self.results for name in t.after) for t in self.left.values())
         most = min(len(self.budget.limits.slots), settings.max_jobs or len(self.tasks))
         for _ in range(min(ready - self.idle, most - len(self.threads))):
-            # Each sees the settings that were overridden for the caller. Daemons: should the
-            # interpreter exit under a caller that is one, the watchdog ends the processes.
+            # Copying the context gives the thread the settings that the caller overrode. The
+            # threads are daemons, because the caller may be one: if the interpreter exits then,
+            # the watchdog kills the processes.
             work = functools.partial(contextvars.copy_context().run, self._work)
             thread = threading.Thread(target=work, name="opkiln-step", daemon=True)
             thread.start()
@@ -177,7 +180,7 @@ class _Run:
 
     def _fail(self, error: BaseException) -> None:
         with self.changed:
-            # What fails after the first, or after an interrupt, does so because it was cancelled.
+            # Later failures, and those after an interrupt, are only the effect of cancelling.
             if not self.cancelled.is_set():
                 self.failure = error
                 self.cancelled.set()

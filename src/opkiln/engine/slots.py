@@ -1,29 +1,30 @@
 """The file through which processes share the slots, and the order in which they get them.
 
-All state is POSIX record locks on one file, which stays empty. The kernel releases them when their
-holder dies, whatever it died of, so there is nothing to repair and nobody to ask. A lock covers a
-range of bytes, and there are three areas of them:
+The whole state is POSIX record locks on one file, which stays empty. The kernel releases the locks
+when their holder dies, for whatever reason. So nothing needs repair, and there is no server. A lock
+covers a range of bytes. The ranges lie in three areas:
 
-- **Slots.** Slot *n* is free when nobody has a lock in its range. The length of a lock says how
-  much memory the step expects. A process that is stopped (state T in /proc) does not count:
-  another may use its slot, with a lock beside it. When the stopped process continues, both run
-  until one of their steps ends; neither gets the slot again before it is free of both.
-  One slot belongs to no CPU. This *extra* slot is for a process that has no slot and has wanted one
-  for ``STARVING_AFTER`` seconds. It runs one step beside all others, if memory is left for it.
-- **Waiting.** A process that has to wait has a lock at the position (slots that it holds, when it
-  began to wait with so many). Whoever is further to the front goes first: the process that holds
-  fewest slots, and among equals the one that waits longest. "Is anybody before me?" is one
+- **Slots.** Slot *n* is free if nobody has a lock in its range. The length of a lock says how much
+  memory the step expects. A stopped process (state T in /proc) does not count: another process may
+  use its slot, with a lock next to the first one. When the stopped process continues, both run
+  until one of their steps ends. Neither gets the slot again until both have released it.
+  One slot does not belong to a CPU. This *extra* slot is for a process that has no slot and has
+  wanted one for ``STARVING_AFTER`` seconds. It runs one step in addition to all others, if there is
+  enough memory left.
+- **Waiting.** A process that waits has a lock here. Its position is (number of slots that it holds,
+  time when it began to wait with that many). The lowest position goes first: the process that holds
+  the fewest slots, and among equals the one that has waited longest. "Is anybody before me?" is one
   ``F_GETLK``.
-- **Starving.** The same for the extra slot: the process that waits longest goes first.
+- **Starving.** The same for the extra slot: the process that has waited longest goes first.
 
-So a process with an hour of steps leaves the next slot it would take to one that has none. If no
-step ends, the processes that have none use the extra slot in turn. A step that needs several slots
-keeps its place until they are free, and nobody behind it takes them meanwhile.
+So a process with an hour of steps leaves its next slot to a process that has none. If no step ends,
+the processes without a slot take turns with the extra one. A step that needs several slots keeps
+its place until they are free, and nobody behind it takes them in the meantime.
 
-Only the order depends on good will. That a slot has one holder does not: each process locks first
-and looks for others afterwards, so of two that meet, at least one sees the other and steps back. A
-waiter that leaves free slots unused is passed: at once if it is stopped, after two seconds if its
-state cannot be seen (it is in another pid namespace), else after a minute.
+Only the order relies on cooperation. That a slot has one holder does not: each process locks first
+and then looks for others. So if two collide, at least one sees the other and steps back. A waiter
+that leaves free slots unused is overtaken: at once if it is stopped, after two seconds if its state
+is not visible (it is in another pid namespace), otherwise after a minute.
 """
 
 from __future__ import annotations
@@ -44,33 +45,33 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 STARVING_AFTER = 0.5  # seconds without a slot until a process may use the extra one
-_STILL_STARVING = 2.0  # a process that comes back this soon need not starve again
-_PASSED_AFTER, _UNSEEN_PASSED_AFTER = 60.0, 2.0  # seconds that a waiter leaves free slots unused
+_STILL_STARVING = 2.0  # a process that asks again within these seconds still counts as starving
+_PASSED_AFTER, _UNSEEN_PASSED_AFTER = 60.0, 2.0  # seconds that a waiter may leave free slots unused
 
-# The areas. A slot has room for its holder and for the stopped processes that had it before; a row
-# of those who wait has a byte for each slot.
+# The areas. The range of a slot has room for its holder and for the stopped processes that held it
+# before. A waiting process has a row, with a byte for each slot.
 _HOLDER = 256
 _SLOT = 64 * _HOLDER
 _ROW = 1 << 14
-EXTRA = _ROW - 1  # a number that no CPU has
-_TIER = _ROW << 42  # a row for each millisecond: 139 years
+EXTRA = _ROW - 1  # not the number of any CPU
+_TIER = _ROW << 42  # a row for each millisecond of 139 years
 _LAST_TIER = 31
 _STARVING, _WAITING = 1 << 60, 1 << 61
 _WAITING_END = _WAITING + (_LAST_TIER + 1) * _TIER
 
-_UNIT, _MOST_UNITS = 64 << 20, _HOLDER - 1  # of memory for each slot; the most: or more than that
-_FLOCK = struct.Struct("hhqqi4x")  # of 64-bit Linux: type, whence, start, length, pid
+_UNIT, _MOST_UNITS = 64 << 20, _HOLDER - 1  # bytes of memory; the most units also mean "or more"
+_FLOCK = struct.Struct("hhqqi4x")  # on 64-bit Linux: type, whence, start, length, pid
 
 
 class Ask(NamedTuple):
     """What a step asks for."""
 
     slots: tuple[int, ...]  # any of these
-    want: int  # so many, or none
-    wider: int  # up to so many, if nobody else waits for them
-    most: int | None  # steps that this process may run at once
-    memory: int  # bytes that ``want`` slots are for
-    budget: int  # bytes that all steps together may expect
+    want: int  # this many, or none
+    wider: int  # up to this many, if nobody else waits for them
+    most: int | None  # how many steps this process may run at once
+    memory: int  # bytes that the step expects to use with ``want`` slots
+    budget: int  # bytes that all steps together may use
 
 
 class _Locked(NamedTuple):
@@ -78,16 +79,16 @@ class _Locked(NamedTuple):
 
     start: int
     length: int
-    pid: int  # 0: it is in another pid namespace
+    pid: int  # 0 if it is in another pid namespace
 
 
 class Table:
-    """The slots of one file, as this process and its threads see them.
+    """The slots of one file, for this process and its threads.
 
-    Record locks belong to a process: its threads do not exclude one another by them, and closing
-    *any* descriptor of the file gives all of them up. Hence one table per file and process, its
-    descriptor never closed, and the record of what the threads hold. ``path`` is None when there
-    is no file: then the table holds within this process.
+    Record locks belong to a process. They do not exclude its threads from one another, and closing
+    *any* descriptor of the file releases all of them. So there is one table per file and process.
+    It never closes its descriptor, and it records what the threads hold. ``path`` is None if there
+    is no file: then the table applies to this process only.
     """
 
     def __init__(self, path: str | None, fd: int) -> None:
@@ -97,37 +98,38 @@ class Table:
         self.reset()
 
     def reset(self) -> None:
-        """As after a fork, where no lock is held and no other thread exists."""
+        """Start over, as after a fork: the child holds no locks and has no other threads."""
         self.changed = threading.Condition()
-        self._held: dict[int, tuple[int, int]] = {}  # slot: start and length of its lock
+        self._held: dict[int, tuple[int, int]] = {}  # slot -> start and length of its lock
         self._running = 0
-        self._queue: list[Ask] = []  # of the threads, in their order; told apart by identity
-        self._ticket = 0  # when the first of them began to wait; 0: none did yet
-        self._lines: list[tuple[int, int]] = []  # start and length of its locks in the lines
+        self._queue: list[Ask] = []  # the threads' requests in order, told apart by identity
+        self._ticket = 0  # when the first of them began to wait; 0 if none has
+        self._lines: list[tuple[int, int]] = []  # start and length of our locks as a waiter
         self._starving_since: float | None = None
         self._extra_given = 0.0
-        self._behind: dict[int, tuple[int, float]] = {}  # area: whom, and since when slots are free
-        self._passed: set[int] = set()
+        # area -> the waiter ahead of us, and since when it has left slots unused
+        self._behind: dict[int, tuple[int, float]] = {}
+        self._passed: set[int] = set()  # waiters that we overtook
         self._states: dict[int, bool] = {}
 
-    # Every method from here on is called with ``changed`` held.
+    # The caller of any method below must hold ``changed``.
 
     def join(self, ask: Ask) -> None:
-        """Begin to ask. ``leave`` must follow unless ``take`` succeeds."""
+        """Join the queue. ``leave`` must follow, unless ``take`` succeeds."""
         recently = time.monotonic() - self._extra_given < _STILL_STARVING
         if not self._queue and not self._held and not recently:
             self._starving_since = None
         self._queue.append(ask)
 
     def leave(self, ask: Ask) -> None:
-        """Ask no longer."""
+        """Leave the queue."""
         self._queue = [each for each in self._queue if each is not ask]
         if self._first() is None:
             self._leave_lines()
         self.changed.notify_all()
 
     def take(self, ask: Ask) -> tuple[int, ...]:
-        """The slots, or none, and then this process stands in line for them."""
+        """Take the slots. If they are not free, return () and let this process wait for them."""
         if self._first() is not ask:
             return ()
         now = time.monotonic()
@@ -145,20 +147,21 @@ class Table:
         return taken
 
     def give(self, slots: tuple[int, ...]) -> None:
-        """Slots that ``take`` gave."""
+        """Give back slots that ``take`` returned."""
         self._unlock(slots)
-        self._ticket = 0  # its next step comes after those of processes that hold as few now
+        # Our next step comes after those of processes that now hold as few slots.
+        self._ticket = 0
         if EXTRA in slots:
             self._extra_given = time.monotonic()
         self._running -= 1
         self.changed.notify_all()
 
     def is_next(self, ask: Ask) -> bool:
-        """Whether this thread of this process was next when it last tried."""
+        """Whether this request was next, in this process and among all, when it last tried."""
         return self._first() is ask and _WAITING not in self._behind
 
     def holder(self, ask: Ask) -> int | None:
-        """The pid of another process that holds one of the slots, or waits before this one."""
+        """The pid of another process that holds one of the slots or is ahead in the queue."""
         for slot in (*ask.slots, EXTRA):
             if slot not in self._held:
                 for each in self._holders(slot):
@@ -169,7 +172,7 @@ class Table:
     # The order
 
     def _first(self) -> Ask | None:
-        """The thread whose turn it is; one that its own limit holds back does not count."""
+        """The first request in the queue. One that must wait for its own ``most`` is skipped."""
         for ask in self._queue:
             if ask.most is None or self._running < ask.most:
                 return ask
@@ -186,13 +189,13 @@ class Table:
         return _WAITING + min(len(self._held), _LAST_TIER) * _TIER
 
     def _before(self, ask: Ask, now: float) -> _Locked | None:
-        """A process that waits for some of these slots and goes first."""
+        """A process that waits for some of these slots and is ahead of us."""
         return self._front(_WAITING, self._tier() + self._ticket * _ROW, ask.slots, ask.want, now)
 
     def _front(
         self, area: int, mine: int, slots: tuple[int, ...], want: int, now: float
     ) -> _Locked | None:
-        """Who is before ``mine`` in an area, unless it leaves slots unused for too long."""
+        """The waiter before ``mine`` in an area, unless it has left slots unused for too long."""
         for found in self._waiting(area, mine, slots):
             if found.start in self._passed or self._is_stopped(found.pid):
                 continue
@@ -208,7 +211,7 @@ class Table:
         return None
 
     def _waiting(self, start: int, end: int, slots: tuple[int, ...]) -> Iterator[_Locked]:
-        """Other processes that wait for some of these slots, in their order."""
+        """Other processes that wait for some of these slots, in order."""
         for found in self._locks(start, end):
             first = found.start % _ROW
             if any(first <= slot < first + found.length for slot in slots):
@@ -229,7 +232,7 @@ class Table:
                 self._lines.append(line)
             else:
                 return
-            self._ticket += 1  # another process came in the same millisecond
+            self._ticket += 1  # another process came in the same millisecond, so try the next one
 
     def _leave_lines(self) -> None:
         self._clear_lines()
@@ -243,7 +246,7 @@ class Table:
     # The slots
 
     def _take_slots(self, ask: Ask, now: float) -> tuple[tuple[int, ...], bool]:
-        """Slots of the CPUs or none; and whether the extra slot's step must end first."""
+        """(CPU slots or none, whether the step in the extra slot must end first)."""
         if self._before(ask, now) is not None:
             return (), False
         taken = self._lock_some(ask)
@@ -256,7 +259,7 @@ class Table:
         return taken, False
 
     def _take_extra(self, ask: Ask, now: float) -> tuple[tuple[int, ...], bool]:
-        """The extra slot or none; and whether it is worth waiting for."""
+        """(the extra slot or none, whether to wait for it)."""
         mine = _STARVING + self._ticket * _ROW
         if self._front(_STARVING, mine, (EXTRA,), 1, now) is not None:
             return (), True
@@ -268,7 +271,7 @@ class Table:
         return (EXTRA,), False
 
     def _lock_some(self, ask: Ask) -> tuple[int, ...]:
-        """``want`` of the slots, up to ``wider`` if nobody else waits for them, or none."""
+        """Lock ``want`` of the slots, or up to ``wider`` if nobody else waits for them, or none."""
         free = [slot for slot in ask.slots if slot not in self._held]
         most = max(ask.want, ask.wider)
         if most > ask.want:
@@ -287,7 +290,7 @@ class Table:
         return ()
 
     def _lock(self, slot: int, units: int) -> bool:
-        """Take one slot: first a lock on it, then a look for others."""
+        """Take one slot: lock it first, then look for other holders."""
         start, end = slot * _SLOT, (slot + 1) * _SLOT
         for other in self._locks(start, end):
             if not self._is_stopped(other.pid):
@@ -296,7 +299,7 @@ class Table:
         if start >= end or not self._set(start, units):
             return False
         self._held[slot] = (start, units)
-        # Asked anew: one that was stopped a moment ago may have come back for the slot.
+        # Ask /proc again: a process that was stopped a moment ago may run again.
         if not all(_is_stopped(other.pid) for other in self._locks(slot * _SLOT, end)):
             self._unlock((slot,))
             return False
@@ -313,9 +316,9 @@ class Table:
                 yield found
 
     def _fits(self, ask: Ask) -> bool:
-        """Whether there is memory for the extra slot's step beside all others.
+        """Whether the step in the extra slot, if any, and all others fit into the memory.
 
-        Without that step there is: a slot stands for its share of the memory.
+        Without a step in the extra slot they always fit: each slot comes with its share.
         """
         extra = self._locks(EXTRA * _SLOT, (EXTRA + 1) * _SLOT)
         if EXTRA not in self._held and not any(extra):
@@ -325,7 +328,7 @@ class Table:
         return max(units) < _MOST_UNITS and sum(units) * _UNIT <= ask.budget
 
     def _is_stopped(self, pid: int) -> bool:
-        """Whether a process is stopped, asked once for each attempt."""
+        """Whether a process is stopped. Remembered for the length of one attempt."""
         if pid not in self._states:
             self._states[pid] = _is_stopped(pid)
         return self._states[pid]
@@ -333,7 +336,7 @@ class Table:
     # The locks
 
     def _locks(self, start: int, end: int) -> Iterator[_Locked]:
-        """Locks of other processes from ``start`` to before ``end``, in their order."""
+        """Locks of other processes between ``start`` and ``end``, in order."""
         while self.path is not None and not self.broken and start < end:
             asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, end - start, 0)
             try:
@@ -345,7 +348,7 @@ class Table:
             if kind == fcntl.F_UNLCK:
                 return
             yield _Locked(at, length, pid)
-            start = at + length if length else end  # 0: to the end of all files
+            start = at + length if length else end  # length 0 means "to the end of the file"
 
     def _set(self, start: int, length: int) -> bool:
         if self.path is None or self.broken:
@@ -360,7 +363,8 @@ class Table:
 
     def _break(self, error: OSError) -> None:
         self.broken = f"{self.path}: cannot be locked ({error.strerror})"
-        events.emit(events.NOTE, text=f"builds are bounded in this process alone: {self.broken}")
+        text = f"the build budget applies to this process only: {self.broken}"
+        events.emit(events.NOTE, text=text)
 
     def _clear(self, start: int, length: int) -> None:
         if self.path is not None:
@@ -369,7 +373,7 @@ class Table:
 
 
 def _runs(slots: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """First and length of each run of neighbours."""
+    """(first, length) of each run of consecutive slots."""
     first = last = slots[0]
     for slot in slots[1:]:
         if slot != last + 1:
@@ -380,7 +384,7 @@ def _runs(slots: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 def _units(memory: int) -> int:
-    """What a lock says of the memory that a step expects, by its length."""
+    """The length of a lock for a step that expects this much memory."""
     return min(_MOST_UNITS, max(1, math.ceil(memory / _UNIT)))
 
 
@@ -388,7 +392,7 @@ def _is_stopped(pid: int) -> bool:
     """Whether a process is stopped; False if it is in another pid namespace."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The command may hold anything; the fields begin after its last parenthesis.
+            # The command name may contain anything, so the fields begin after the last ")".
             return file.read().rpartition(b")")[2].split()[:1] == [b"T"]
     except OSError:
         return False

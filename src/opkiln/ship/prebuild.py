@@ -189,7 +189,7 @@ def _in_parallel(missing: Mapping[int, Request]) -> dict[int, Outcome]:
     def work(number: int, request: Request) -> None:
         try:
             target = f" {request.wanted}" if request.wanted and len(missing) > 1 else ""
-            with selection.applied(request.wanted), events.told_as(f"{request.op}{target}"):
+            with selection.applied(request.wanted), events.reported_as(f"{request.op}{target}"):
                 outcomes[number] = _make(request)
         except OpkilnError as error:
             outcomes[number] = _outcome(request, FAILED, error=_with_hint(error, request))
@@ -354,4 +354,4 @@ def run_recorded(argv: Sequence[str], file: str, **changes: str) -> int:
     from opkiln import process  # not for a build that finds everything built
 
     environment = {**whole_environment(), "OPKILN_RECORD": os.path.abspath(file), **changes}
-    return process.attend(argv, env=environment)
+    return process.run_foreground(argv, env=environment)

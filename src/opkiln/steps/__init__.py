@@ -1,1 +1,1 @@
-"""How a source becomes a compile step and objects become a link step; one file per compiler."""
+"""Makes the compile steps for sources and the link step for objects. One file per compiler."""

@@ -1,4 +1,4 @@
-"""The parts of command lines that every compiler shares: anchored paths, names of objects."""
+"""The parts of command lines that all compilers share: anchored paths, names of objects."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 _PATH_FLAGS = ("-I", "-isystem", "-iquote", "-idirafter", "-L", "-include")
 
-# The same bytes wherever torch, the sources and the build lie: __FILE__, debug information. The
-# last one that fits is taken, and a compiler may be shown sources below the staging directory.
+# These make the output the same wherever torch, the sources and the build are: __FILE__, debug
+# information. The compiler uses the last map that matches. The sources may appear below the staging
+# directory, so the map for "src" comes last.
 _OPKILN_MAP = Anchored("-ffile-prefix-map=", "opkiln", "", "=/opkiln/opkiln")
 _TORCH_MAP = Anchored("-ffile-prefix-map=", "torch", "", "=/opkiln/torch")
 _WHEELS_MAP = Anchored("-ffile-prefix-map=", "wheels", "", "=/opkiln/wheels")
@@ -26,7 +27,7 @@ _PREFIX_MAPS = (
 
 
 def prefix_maps(spec: OpSpec, device: DeviceCompiler | None = None) -> tuple[Anchored, ...]:
-    """The flags that keep where things lie out of what is compiled."""
+    """The flags that keep the paths of this machine out of the output."""
     maps = _PREFIX_MAPS if spec.abi == ABI_NONE else (_TORCH_MAP, *_PREFIX_MAPS)
     if device is not None and wheel_includes(spec, device, ""):
         maps = (_WHEELS_MAP, *maps)
@@ -35,7 +36,7 @@ def prefix_maps(spec: OpSpec, device: DeviceCompiler | None = None) -> tuple[Anc
 
 
 def anchored(spec: OpSpec, path: str, prefix: str = "") -> Anchored:
-    """A path of the author's, below the source root or opkiln's own where it is there."""
+    """An author's path, relative to the source root or to opkiln's package if it is below one."""
     if not os.path.isabs(path):
         return Anchored(prefix, "src", posixpath.normpath(path))
     for anchor, place in (("src", spec.root), ("opkiln", PACKAGE)):
@@ -46,7 +47,7 @@ def anchored(spec: OpSpec, path: str, prefix: str = "") -> Anchored:
 
 
 def in_toolkit(device: DeviceCompiler, path: str, prefix: str = "") -> Anchored:
-    """A path of the device toolkit's, below its root where it is there."""
+    """A path of the device toolkit, relative to its root if it is below it."""
     home = device.home.rstrip("/") + "/"
     if path.startswith(home):
         return Anchored(prefix, "toolkit", path[len(home) :])
@@ -54,14 +55,14 @@ def in_toolkit(device: DeviceCompiler, path: str, prefix: str = "") -> Anchored:
 
 
 def wheel_includes(spec: OpSpec, device: DeviceCompiler, option: str) -> list[Anchored]:
-    """The directories of headers that the toolkit lacks; after its own, which come first."""
+    """The directories of headers that the toolkit lacks. They must come after its own."""
     if spec.abi == ABI_NONE:
         return []
     return [Anchored(option, "wheels", path) for path in device.wheel_include_dirs]
 
 
 def author_flags(spec: OpSpec, flags: tuple[str, ...]) -> Iterator[Arg]:
-    """An author's flags, with the paths below the source root anchored."""
+    """An author's flags, with their absolute paths anchored."""
     for flag in flags:
         prefix = next((p for p in _PATH_FLAGS if flag.startswith(p) and flag != p), None)
         path = flag[len(prefix) :] if prefix else ""
@@ -69,7 +70,8 @@ def author_flags(spec: OpSpec, flags: tuple[str, ...]) -> Iterator[Arg]:
 
 
 def object_name(source: str) -> str:
-    """The object of a source, named after its path: two files of one name do not collide."""
+    """The object's name for a source. It depends on the path, so two files of the same name do not
+    collide."""
     plain = (
         char if char.isascii() and (char.isalnum() or char in "_.") else "-" for char in source
     )
@@ -78,5 +80,5 @@ def object_name(source: str) -> str:
 
 
 def depfile_name(output: str) -> str:
-    """The dependency file that goes with an object."""
+    """The name of an object's dependency file."""
     return output[:-2] + ".d"

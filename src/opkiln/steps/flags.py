@@ -1,4 +1,4 @@
-"""Flags that are not taken, from authors or from variables: those that get past the plan."""
+"""Refuses flags from authors and variables that would bypass the plan."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from itertools import pairwise
 
 from opkiln.errors import SpecError
 
-# How flags begin that make a compiler run other programs, load code, read its command line or a
-# profile from a file that no key sees, stop half-way, or write a file that nobody asked for. A
-# depfile that lands elsewhere would make a build look as if it depended on nothing.
+# Prefixes of flags that make a compiler run other programs, load code, read its command line or a
+# profile from a file that is in no key, stop early, or write an unexpected file. If a depfile is
+# written elsewhere, the build seems to have no dependencies.
 _REFUSED_FLAGS = (
     "@", "-wrapper", "--wrapper", "-specs", "--specs", "--config", "-fplugin", "-fpass-plugin",
     "-B", "--prefix", "-fuse-ld=/", "--ld-path", "-ccc-", "--gcc-toolchain", "-no-integrated-cpp",
@@ -17,7 +17,7 @@ _REFUSED_FLAGS = (
     "--preprocess", "-S", "--assemble", "-fsyntax-only", "-x", "--language", "-save-temps",
     "--save-temps", "-dump", "-fdump", "-aux-info", "-time=", "-fprofile-use", "-fauto-profile",
 )  # fmt: skip
-# The same for what is handed on to the preprocessor, the assembler or the linker.
+# The same for flags that are passed on to the preprocessor, the assembler or the linker.
 _REFUSED_PARTS = (
     "@", "-plugin", "--plugin", "-load", "-add-plugin", "-o", "--output", "-M", "--M",
     "--out-implib", "--dependency-file", "-dependency-file",
@@ -26,8 +26,8 @@ _JOINED = ("-Wl,", "-Wa,", "-Wp,")
 _HANDED_ON = (
     "-Xlinker", "-Xassembler", "-Xpreprocessor", "-Xclang", "--for-linker", "--for-assembler",
 )  # fmt: skip
-# The same for nvcc, which also chooses architectures, host compiler and threads by flags: each of
-# those has its one owner in the plan.
+# The same for nvcc. Its flags also choose architectures, host compiler and threads, which the plan
+# sets itself.
 _REFUSED_BY_NVCC = frozenset((
     "-gencode", "--generate-code", "-arch", "--gpu-architecture", "-code", "--gpu-code", "-ccbin",
     "--compiler-bindir", "-optf", "--options-file", "-run", "--run", "-link", "--link", "-lib",
@@ -37,31 +37,32 @@ _REFUSED_BY_NVCC = frozenset((
     "-objtemp", "--objdir-as-tempdir", "-dlink", "--device-link", "-optix-ir", "-ltoir", "-time",
     "--time", "-split-compile", "--split-compile", "--gpu-name",
 ))  # fmt: skip
-# Those whose value is a list: of flags for another program, of numbers.
+# Flags whose value is a list, of flags for another program or of numbers.
 _LISTS = (
     "-Xcompiler", "--compiler-options", "-Xptxas", "--ptxas-options", "-Xcudafe",
     "-diag-suppress", "--diag-suppress", "-diag-warn", "--diag-warn", "-diag-error", "--diag-error",
 )  # fmt: skip
 _NVCC_THREADS = re.compile(r"-t\d")
-# Device code of one file that is called from another: its objects go through a device link.
+# Flags for relocatable device code: device code in one file calls device code in another. The
+# objects need a device link.
 _RELOCATABLE = (
     "-rdc=true", "--relocatable-device-code=true", "-dc", "--device-c",
 )  # fmt: skip
 _RELOCATABLE_IN_TWO = ("-rdc", "--relocatable-device-code")
-_COMPILE_RELOCATABLE = ("-dc", "--device-c")  # a way to write -c; the plan has its own
-# nvcc does not take them beside -gencode.
+_COMPILE_RELOCATABLE = ("-dc", "--device-c")  # they also mean -c, which the plan adds itself
+# nvcc does not accept these together with -gencode.
 _WHOLE_PROGRAM = (
     "-dlto", "-lto", "--dlink-time-opt", "-ewp", "--extensible-whole-program",
 )  # fmt: skip
 
-# What no shell and no list of nvcc's takes for anything but itself.
+# Text without characters that are special to a shell or in nvcc's lists.
 PLAIN = re.compile(r"[A-Za-z0-9_@%+=:./^-]*\Z")
 
 
 def check(op: str, flags: tuple[str, ...], variable: str = "") -> None:
-    """Refuse what a host compiler or linker must not be given. Raises SpecError.
+    """Refuse flags that a host compiler or linker must not get. Raises SpecError.
 
-    ``variable`` is where the flags come from, where they are not the author's.
+    ``variable`` is the variable that the flags come from; empty for the author's flags.
     """
     before = ""
     for flag in flags:
@@ -78,16 +79,16 @@ def check(op: str, flags: tuple[str, ...], variable: str = "") -> None:
             refused = flag.startswith(_REFUSED_FLAGS)
         if refused:
             raise SpecError(
-                f"op {op}: the flag {flag!r} is not taken",
-                why="it would start another program, redirect an output or read what no key sees, "
-                "past the plan",
+                f"op {op}: the flag {flag!r} is not allowed",
+                why="it could start another program, redirect an output or read a file that is in "
+                "no cache key",
                 hint=f"unset {variable}" if variable else "",
             )
         before = flag
 
 
 def check_nvcc(op: str, flags: tuple[str, ...], variable: str = "") -> None:
-    """Refuse what nvcc must not be given. Raises SpecError."""
+    """Refuse flags that nvcc must not get. Raises SpecError."""
     before = ""
     for flag in flags:
         option, _, value = flag.partition("=")
@@ -96,8 +97,8 @@ def check_nvcc(op: str, flags: tuple[str, ...], variable: str = "") -> None:
         named = {part.partition("=")[0] for part in (flag, *parts)}
         if named & _REFUSED_BY_NVCC or _NVCC_THREADS.match(flag):
             raise SpecError(
-                f"op {op}: the nvcc flag {flag!r} is not taken",
-                why="architectures, host compiler, threads and outputs are the plan's to choose",
+                f"op {op}: the nvcc flag {flag!r} is not allowed",
+                why="the plan chooses architectures, host compiler, threads and outputs",
                 hint=f"unset {variable}"
                 if variable
                 else "TORCH_CUDA_ARCH_LIST chooses architectures, NVCC_CCBIN the host compiler, "
@@ -106,14 +107,15 @@ def check_nvcc(op: str, flags: tuple[str, ...], variable: str = "") -> None:
         for part in parts:
             if not PLAIN.match(part):
                 raise SpecError(
-                    f"op {op}: the nvcc flag {flag!r} is not taken",
-                    why="nvcc hands its flags to a shell, which would interpret a character of it",
+                    f"op {op}: the nvcc flag {flag!r} is not allowed",
+                    why="nvcc passes its flags to a shell, which would interpret one of its "
+                    "characters",
                     hint=f"unset {variable}" if variable else "",
                 )
         if flag in _WHOLE_PROGRAM:
             raise SpecError(
-                f"op {op}: the nvcc flag {flag!r} is not taken",
-                why="nvcc takes no list of architectures beside it",
+                f"op {op}: the nvcc flag {flag!r} is not allowed",
+                why="nvcc does not accept a list of architectures together with it",
                 hint="-rdc=true links device code of several files",
             )
         check(op, tuple(parts), variable)
@@ -121,7 +123,7 @@ def check_nvcc(op: str, flags: tuple[str, ...], variable: str = "") -> None:
 
 
 def is_relocatable(flags: tuple[str, ...]) -> bool:
-    """Whether flags for nvcc ask for relocatable device code. Of several, the last counts."""
+    """Whether nvcc flags ask for relocatable device code. If there are several, the last counts."""
     asked = False
     for flag, following in pairwise((*flags, "")):
         if flag in _RELOCATABLE:
@@ -134,7 +136,7 @@ def is_relocatable(flags: tuple[str, ...]) -> bool:
 
 
 def without_relocatable(flags: tuple[str, ...]) -> tuple[str, ...]:
-    """The others: the plan has its own flag for it, once."""
+    """The flags without those for relocatable device code. The plan adds its own, once."""
     kept: list[str] = []
     value = False
     for flag in flags:

@@ -1,11 +1,11 @@
-"""HIP sources, and CUDA sources that were translated to HIP, by hipcc.
+"""Steps for hipcc: HIP sources, and CUDA sources that were translated to HIP.
 
-A build compiles the translated copy (``toolchain.hipify``), which has the names of the original:
-the plan is the same for both. hipcc puts the path after ``-o`` between double quotes and has a
-shell read it, so steps ask for plain paths.
+A build compiles the translated copy (``toolchain.hipify``). The copy has the same file names as the
+original, so the plan is the same for both. hipcc puts the path after ``-o`` between double quotes
+and passes it to a shell, so steps ask for plain paths.
 
-``-MD`` lists what the compile for the host read. Those for the devices may read other headers and
-list nothing: what a build depends on is all of the translated copy, and what is listed.
+``-MD`` lists what the compile for the host read. The compiles for the devices may read other
+headers and list nothing. So a build depends on the whole translated copy and on the listed files.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 SOURCES = (".cu", ".hip")
 
 _MEMORY = 900 << 20
-# torch's own headers take far more.
+# torch's own headers need far more.
 _MEMORY_WITH_TORCH = 3000 << 20
 
 # torch's headers define these operators and conversions themselves.
 _TORCH_HALF = ("-D__HIP_NO_HALF_OPERATORS__=1", "-D__HIP_NO_HALF_CONVERSIONS__=1")
-# CUDA's __shfl_down_sync and its kin, which no translation touches. Since ROCm 6.2.
+# Enables CUDA's __shfl_down_sync and the like, which hipify does not translate. Since ROCm 6.2.
 _WARP_SYNC = "-DHIP_ENABLE_WARP_SYNC_BUILTINS=1"
 
-# How flags begin that choose architectures, passes or another ROCm: each has its one owner.
+# Prefixes of flags that choose architectures, passes or another ROCm. The plan sets these itself.
 _REFUSED = (
     "--offload-", "--no-offload-", "--amdgpu-target", "--cuda-", "--hip-link", "--rocm-path",
     "--hip-path", "--rocm-device-lib-path", "--hip-device-lib-path", "--hip-version", "--genco",
@@ -50,28 +50,28 @@ _RELOCATABLE = "-fgpu-rdc"
 
 
 def check(op: str, flags: tuple[str, ...], variable: str = "") -> None:
-    """Refuse what hipcc must not be given. Raises SpecError.
+    """Refuse flags that hipcc must not get. Raises SpecError.
 
-    ``variable`` is where the flags come from, where they are not the author's.
+    ``variable`` is the variable that the flags come from; empty for the author's flags.
     """
     hint = f"unset {variable}" if variable else ""
     for flag in flags:
         if flag.startswith(_REFUSED):
             raise SpecError(
-                f"op {op}: the hipcc flag {flag!r} is not taken",
-                why="architectures, passes and the ROCm in use are the plan's to choose",
-                hint=hint or "PYTORCH_ROCM_ARCH asks for architectures",
+                f"op {op}: the hipcc flag {flag!r} is not allowed",
+                why="the plan chooses architectures, passes and the ROCm",
+                hint=hint or "PYTORCH_ROCM_ARCH chooses architectures",
             )
         if flag == _RELOCATABLE:
             raise SpecError(
-                f"op {op}: the hipcc flag {flag!r} is not taken",
-                why="relocatable device code needs a device link, which plans do not have",
+                f"op {op}: the hipcc flag {flag!r} is not allowed",
+                why="relocatable device code needs a device link, which opkiln does not do for HIP",
                 hint=hint or "define kernels in the file that calls them",
             )
         if "\n" in flag:
             raise SpecError(
-                f"op {op}: the hipcc flag {flag!r} is not taken",
-                why="hipcc hands its flags to a shell, which would drop the newline",
+                f"op {op}: the hipcc flag {flag!r} is not allowed",
+                why="hipcc passes its flags to a shell, which would drop the newline",
                 hint=hint,
             )
     taken.check(op, flags, variable)
@@ -103,14 +103,14 @@ def compile_step(
         arguments.append("-fPIC")
     arguments += hip.flags(hip.parse(";".join(target.archs)))
     arguments += prefix_maps(spec)
-    # What names of internal device symbols are made of; by default, the source's path.
+    # hipcc makes names of internal device symbols from this; by default, from the source's path.
     arguments.append(f"-cuid={key('cuid', (spec.name, output))[:16]}")
     arguments += HIP_DEFINES
     arguments.append(_WARP_SYNC)
     if spec.abi == ABI_TORCH:
         arguments += _TORCH_HALF
     arguments += torch_defines(spec, toolchain)
-    # As nvcc includes cuda_runtime.h into every file.
+    # nvcc includes cuda_runtime.h into every file; do the same here.
     arguments += ["-include", "hip/hip_runtime.h"]
     arguments += flags.get("cppflags", ())
     arguments += author_flags(spec, authors)
@@ -132,7 +132,7 @@ def compile_step(
 
 
 def runtime(spec: OpSpec, toolchain: Toolchain) -> list[Arg]:
-    """What a link takes of HIP: its runtime by soname, which a ROCm torch has loaded."""
+    """The link arguments for the HIP runtime, by soname. A ROCm torch has it loaded already."""
     device = toolchain.device
     assert device is not None  # a plan for this backend is made with its compiler
     torch: list[Arg] = ["-lc10_hip", "-ltorch_hip"] if spec.abi == ABI_TORCH else []

@@ -1,4 +1,4 @@
-"""C++ sources, by g++ or clang++."""
+"""Steps for g++ and clang++: C++ sources."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 SOURCES = (".cpp", ".cc", ".cxx", ".c++", ".C", ".cp", ".CPP", ".c")
 
-# What HIP's and torch's headers want to know, in device code and in C++ that includes them.
+# Macros that HIP's and torch's headers need, in device code and in C++ that includes them.
 HIP_DEFINES = ("-D__HIP_PLATFORM_AMD__=1", "-DUSE_ROCM=1")
 
 _MEMORY = {ABI_STABLE: 700 << 20, ABI_TORCH: 2500 << 20, ABI_NONE: 400 << 20}

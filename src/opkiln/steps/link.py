@@ -1,4 +1,4 @@
-"""The link: objects to a library or a program, by the host compiler."""
+"""The link step: the host compiler links objects to a library or a program."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ _TORCH_LIBRARIES = {
 }
 
 
-# No op has a file of this name: its own is a C identifier.
+# No op has an output of this name, because an op's name is a C identifier.
 _STUB = "stub-libtorch_cpu.so"
 
 
 def stub_steps(spec: OpSpec, toolchain: Toolchain) -> tuple[Step, ...]:
-    """What stands in for torch's library in a link for another machine: it has its soname alone.
+    """The step that makes a stub of torch's library, for a link for another machine.
 
-    A link needs no more: symbols of a shared library may stay undefined, and what comes out has the
-    same needs. Whether torch has the symbols is seen by inspecting it (``loading.loadtest``).
+    The stub only has the soname. A link needs no more: symbols of a shared library may stay
+    undefined, and the output needs the same libraries. Whether torch has the symbols is checked by
+    inspecting it (``building.loadtest``).
     """
     if not toolchain.cross or spec.abi == ABI_NONE:
         return ()
@@ -82,15 +83,16 @@ def link_step(
     arguments += author_flags(spec, spec.ldflags)
     arguments += [f"-l{name}" for name in spec.libraries]
     if spec.abi != ABI_NONE and toolchain.cross:
-        # Needed although nothing is taken from it, which some linkers would leave out.
+        # The library is needed although the link uses nothing from it. Some linkers would drop it.
         kept = ("-Wl,--push-state,--no-as-needed", Anchored("", "stage", _STUB), "-Wl,--pop-state")
         arguments += kept
     elif spec.abi != ABI_NONE:
-        # By soname and without an rpath: torch has its libraries loaded before any op is.
+        # By soname and without an rpath: torch's libraries are loaded before any op.
         arguments.append(Anchored("-L", "torch", "lib"))
         arguments += _TORCH_LIBRARIES.get((spec.abi, spec.kind), ())
         if spec.kind == EXECUTABLE and toolchain.torch is not None:
-            # A program has no torch around it. Its path is part of the bytes, so of the key, too.
+            # A program runs without a loaded torch, so it needs torch's path. That path is in the
+            # output, so it is also in the key.
             arguments.append(f"-Wl,-rpath,{toolchain.torch.path}/lib")
     if toolchain.shared_runtime:
         arguments.append(toolchain.shared_runtime)
@@ -110,10 +112,10 @@ def link_step(
 
 
 def _cuda_runtime(spec: OpSpec, toolchain: Toolchain, relocatable: bool) -> list[Arg]:
-    """The CUDA runtime: static, so that the library also loads where there is none.
+    """The CUDA runtime. It is static, so that the library also loads without one installed.
 
-    A full-ABI extension of a CUDA torch shares torch's own. The host part of what a device link
-    took from libraries is taken from the same ones.
+    A full-ABI extension of a CUDA torch shares torch's runtime. If a device link used libraries,
+    their host code comes from the same libraries.
     """
     device, torch = toolchain.device, toolchain.torch
     assert device is not None  # a plan for this backend is made with its compiler
@@ -121,7 +123,7 @@ def _cuda_runtime(spec: OpSpec, toolchain: Toolchain, relocatable: bool) -> list
     if relocatable:
         search += [f"-l{name}" for name in (*spec.device_libraries, "cudadevrt")]
     if spec.abi == ABI_TORCH and torch is not None and torch.cuda is not None:
-        # By its soname: the PyPI toolkit has no libcudart.so without a version.
+        # By soname: the PyPI toolkit has no libcudart.so without a version.
         runtime = f"-l:libcudart.so.{torch.cuda.partition('.')[0]}"
         return ["-lc10_cuda", "-ltorch_cuda", *search, runtime]
     return [*search, "-lcudart_static", "-ldl", "-lrt", "-lpthread"]

@@ -1,10 +1,10 @@
-"""CUDA sources, by nvcc.
+"""Steps for nvcc: CUDA sources.
 
-nvcc hands its arguments to a shell and cuts what follows ``-Xcompiler`` at commas. So nothing but
-plain characters may reach it: ``flags.check_nvcc`` refuses flags with others, and a build whose
-sources lie below a path with others shows them to nvcc through a symbolic link. Of the user's
-``CPPFLAGS`` it is given the macros and include directories; the host compiler, which preprocesses
-for the host and for every device, gets the rest through it.
+nvcc passes its arguments to a shell, and splits the value of ``-Xcompiler`` at commas. So only
+plain characters may reach it. ``flags.check_nvcc`` refuses flags with other characters. If the path
+of the sources has other characters, nvcc gets the sources through a symbolic link. From the user's
+``CPPFLAGS``, nvcc gets the macros and include directories. It passes the rest to the host compiler,
+which does the preprocessing for the host and for every device.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 SOURCES = (".cu",)
-# No source has an object of this name: those end in a digest.
+# No source has an object of this name, because those end in a digest.
 _LINKED = "device-link.o"
 
 _MEMORY_PER_ARCH = 500 << 20
-# torch's own headers in a .cu take far more.
+# torch's own headers in a .cu need far more.
 _MEMORY_WITH_TORCH = 3000 << 20
 
 # torch's headers define these operators and conversions themselves.
@@ -45,9 +45,9 @@ _TORCH_HALF = (
     "--expt-relaxed-constexpr",
 )
 
-# Options of g++ that nvcc has, too, and how it wants to be given the value.
+# Options that both g++ and nvcc have, and how nvcc expects the value.
 _SHARED = {"-D": "-D", "-U": "-U", "-I": "-I", "-isystem": "-isystem=", "-include": "-include="}
-_JOINED = ("-D", "-U", "-I", "-isystem")  # may be written in one word with the value
+_JOINED = ("-D", "-U", "-I", "-isystem")  # option and value may be one word
 
 
 def compile_step(
@@ -59,7 +59,7 @@ def compile_step(
 ) -> Step:
     """The step that compiles one CUDA source for every architecture of the target.
 
-    Raises SpecError for what is in a variable of the user's and cannot be passed to nvcc.
+    Raises SpecError if a variable of the user contains something that cannot be passed to nvcc.
     """
     device = toolchain.device
     assert device is not None  # a plan for this backend is made with its compiler
@@ -85,7 +85,7 @@ def compile_step(
         arguments.append(Anchored("--threads=", "threads", ""))
     maps = prefix_maps(spec, device)
     arguments += [each._replace(prefix=f"-Xcompiler={each.prefix}") for each in maps]
-    # Names of internal symbols are made of the source's path; this is the path they are made of.
+    # nvcc makes the names of internal symbols from the source's path. Give it a fixed path.
     arguments.append(f"-Xcudafe=--orig_src_path_name=/opkiln/src/{output}")
     if spec.abi == ABI_TORCH:
         arguments += _TORCH_HALF
@@ -118,7 +118,7 @@ def compile_step(
 
 
 def relocatable(spec: OpSpec, flags: Mapping[str, tuple[str, ...]]) -> bool:
-    """Whether the device code of a spec is linked by a step of its own."""
+    """Whether the device code of a spec needs its own link step."""
     return is_relocatable((*spec.device_args, *flags.get("cudaflags", ())))
 
 
@@ -130,7 +130,8 @@ def device_link_step(
 ) -> Step:
     """The step that links relocatable device code, for every architecture of the target.
 
-    What comes out holds the kernels as they run; the link of the library takes it beside them.
+    Its output has the kernels in their final form. The library's link takes it in addition to the
+    objects.
     """
     device = toolchain.device
     assert device is not None  # a plan for this backend is made with its compiler
@@ -155,7 +156,7 @@ def device_link_step(
 
 
 def _preprocessing(op: str, words: tuple[str, ...]) -> Iterator[str]:
-    """``CPPFLAGS`` as nvcc takes them."""
+    """``CPPFLAGS`` in the form that nvcc accepts."""
     variables = "CPPFLAGS"
     check_nvcc(op, words, variables)
     rest = iter(words)
@@ -173,11 +174,12 @@ def _is(option: str, word: str) -> bool:
 
 def _directories(op: str, option: str, variable: str, paths: tuple[str, ...]) -> Iterator[str]:
     for path in paths:
-        # nvcc quotes a path for the shell, in a way that these break out of; a comma ends it.
+        # nvcc quotes a path for the shell, but quotes and backticks break out of that. A comma ends
+        # the path.
         if any(char in path for char in ',"`'):
             raise SpecError(
-                f"op {op}: {path!r}, of {variable}, cannot be passed to nvcc",
-                why="it holds a comma, a quote or a backtick",
+                f"op {op}: {path!r}, from {variable}, cannot be passed to nvcc",
+                why="it contains a comma, a quote or a backtick",
                 hint=f"unset {variable}",
             )
         yield option + path

@@ -1,7 +1,8 @@
-"""SYCL sources: by icpx, kernels and all; or by the host compiler, for the runtime compiler.
+"""Steps for SYCL: icpx compiles sources with their kernels, or the host compiler compiles C++ for
+SYCL's runtime compiler.
 
-With the runtime compiler the library holds its kernels as text, and libsycl compiles them when they
-first run. So C++ sources are all that can be built; ``.sycl`` ones need icpx.
+With the runtime compiler, the library contains its kernels as text, and libsycl compiles them when
+they first run. So only C++ sources can be built; ``.sycl`` sources need icpx.
 """
 
 from __future__ import annotations
@@ -37,22 +38,23 @@ def compile_step(
 ) -> Step:
     """The step that compiles one source, C++ or SYCL.
 
-    Raises ToolchainError for a ``.sycl`` source where there is only the runtime compiler.
+    Raises ToolchainError for a ``.sycl`` source if there is only the runtime compiler.
     """
     device = _device(toolchain)
     if device.family == sycl.RUNTIME:
         if source.endswith(SOURCES):
             raise ToolchainError(
                 f"op {spec.name}: {source} cannot be compiled here",
-                why=f"it needs a SYCL compiler, and {device.path} is a runtime, which takes "
-                "kernels as text",
+                why=f"it needs a SYCL compiler, but {device.path} is only a runtime, which "
+                "compiles kernels from text",
                 hint="OPKILN_SYCL_CXX=icpx    (or put the kernels into a .cpp as source text)",
             )
         return host.compile_step(spec, target, toolchain, flags, source)
     output = object_name(source)
     depfile = depfile_name(output)
     arguments: list[Arg] = [toolchain.launcher] if toolchain.launcher else []
-    # No flags for the target's CPU: what is to be fast is in kernels, which run elsewhere.
+    # No flags for the target's CPU: the code that must be fast is in kernels, which run on the
+    # device.
     arguments += [device.path, "-fsycl", *_targets(target), f"-std={spec.std}"]
     arguments += ["-O0", "-g3"] if target.debug else ["-O3", "-DNDEBUG"]
     arguments += [flag for flag in ("-ffp-model=precise",) if flag in device.accepts]
@@ -69,7 +71,7 @@ def compile_step(
     arguments += host.torch_includes(spec)
     arguments += [f"-isystem{path}" for path in flags.get("cplus_include_path", ())]
     arguments += ["-MD", "-MF", Anchored("", "stage", depfile)]
-    # A .sycl file is C++ by torch's custom; by its name it would be taken for an object.
+    # A .sycl file is C++ by torch's convention. Without -x, icpx would take it for an object.
     arguments += ["-x", "c++", "-c", anchored(spec, source), "-o", Anchored("", "stage", output)]
     return Step(
         kind="compile",
@@ -82,7 +84,7 @@ def compile_step(
 
 
 def linker(target: Target, toolchain: Toolchain) -> list[Arg]:
-    """The program that links, with what it must be told first."""
+    """The linker and its first arguments."""
     device = _device(toolchain)
     if device.family == sycl.RUNTIME:
         return [toolchain.cxx]
@@ -90,10 +92,10 @@ def linker(target: Target, toolchain: Toolchain) -> list[Arg]:
 
 
 def libraries(toolchain: Toolchain) -> list[Arg]:
-    """The SYCL runtime, where the linker does not add it by itself.
+    """The SYCL runtime, if the linker does not add it by itself.
 
-    By soname and without an rpath, as with torch's: the library is then the same wherever the
-    runtime lies, and whoever loads it loads the runtime first.
+    It is linked by soname and without an rpath, like torch's libraries. So the output does not
+    depend on where the runtime is installed. Whoever loads the library loads the runtime first.
     """
     device = _device(toolchain)
     if device.family != sycl.RUNTIME:
@@ -108,7 +110,7 @@ def _device(toolchain: Toolchain) -> DeviceCompiler:
 
 
 def _targets(target: Target) -> list[str]:
-    """Machine code for the devices that were named, and SPIR-V for every other one."""
+    """Machine code for the devices that were named, and SPIR-V for all others."""
     return ["-fsycl-targets=spir64_gen,spir64"] if target.archs else []
 
 

@@ -1,1 +1,1 @@
-"""Immutable, content-addressed entries in layers; a hit needs no lock, no compiler, no write."""
+"""Immutable, content-addressed entries in layers. A hit needs no lock, no compiler and no write."""

@@ -7,13 +7,13 @@ A bundle is a ZIP archive that any tool can list and unpack. opkiln reads it by 
     opkiln-bundle.sig.json                  only if signed: signatures over the index
     (the ZIP directory)
 
-Members are stored without compression (``store.zip_format``). So every byte of the file follows
-from the index and the members' contents: there is no room for a link, a comment, a second member of
-the same name or one that the index does not list. The index and the signatures
-(``store.signatures``) carry their own digests.
+Members are stored without compression (``store.zip_format``). So the index and the members'
+contents determine every byte of the file. It cannot contain a link, a comment, a second member of
+the same name, or a member that the index does not list. The index and the signatures
+(``store.signatures``) contain their own digests.
 
-Taking one entry out reads the index and that entry, checks both, and writes no file: a library is
-copied into sealed memory (``store.sealed``), so nobody can change it after the check.
+To use one entry, opkiln reads and checks the index and that entry. It writes no file: it copies the
+library into sealed memory (``store.sealed``), so nobody can change it after the check.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ INDEX = "opkiln-bundle.json"
 KIND = "bundle"
 
 _LARGEST_INDEX = 64 << 20  # bytes
-_LARGEST_READ = 64 << 20  # bytes, of a member that is read whole: a manifest
+_LARGEST_READ = 64 << 20  # bytes of a member that is read into memory, such as a manifest
 _CHUNK = 1 << 20
 
-# One part of a path. None begins with a dot, so no path leads upward.
+# One part of a path. It cannot begin with a dot, so no path leads upward.
 _PART = r"[^/\0\\!.\n][^/\0\\!\n]{0,254}"
 _KEY = r"[0-9a-f]{40}"
 _MEMBER = re.compile(
@@ -76,7 +76,7 @@ _MEMBER = re.compile(
 
 
 class Member(Record):
-    """A file in a bundle: what the index says about it, and where its data begin."""
+    """A file in a bundle: its entry in the index, and where its data begins."""
 
     name: str
     size: int
@@ -94,7 +94,7 @@ class Damaged(ValueError):
 
 
 def index_of(members: Iterable[tuple[str, int, str]]) -> bytes:
-    """The index of these members (name, size, SHA-256), which are sorted by name."""
+    """The index of these members (name, size, SHA-256), which must be sorted by name."""
     listed = [[name, size, sha256] for name, size, sha256 in members]
     return write_manifest({"schema": SCHEMA, "kind": KIND, "members": listed})
 
@@ -107,16 +107,16 @@ class Index(Record):
     """A bundle's index, and the signatures over it."""
 
     members: tuple[Member, ...]
-    sha256: str  # of the index, which the signatures are over
+    sha256: str  # of the index; the signatures sign it
     end: int  # where the last entry ends
     signature: bytes  # empty if the bundle is not signed
 
 
-_indexes: dict[tuple[int, ...], Index] = {}  # by what ``stat`` says about the file
+_indexes: dict[tuple[int, ...], Index] = {}  # by the file's ``stat``
 
 
 def index(path: str, fd: int, found: os.stat_result) -> Index:
-    """The index, read once for each state of a file. Raises StoreError, Damaged, OSError."""
+    """The index. Read again only if the file changes. Raises StoreError, Damaged, OSError."""
     stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
     known = _indexes.get(stamp)
     if known is None:
@@ -125,7 +125,7 @@ def index(path: str, fd: int, found: os.stat_result) -> Index:
 
 
 def _read_index(path: str, fd: int, file_size: int) -> Index:
-    """The index, if it is intact and the file has the size that follows from it."""
+    """The index, if it is intact and the file has the size that the index implies."""
     head = os.pread(fd, LOCAL.size + len(INDEX), 0)
     if len(head) < LOCAL.size or head[:4] != b"PK\3\4" or head[LOCAL.size :] != INDEX.encode():
         hint = f"pip install {shlex.quote(path)}" if path.endswith(".whl") else ""
@@ -134,12 +134,12 @@ def _read_index(path: str, fd: int, file_size: int) -> Index:
         )
     size = LOCAL.unpack_from(head)[8]
     if size > _LARGEST_INDEX:
-        raise Damaged(f"its index has {size} bytes, more than any index may have")
+        raise Damaged(f"its index has {size} bytes, more than the limit of {_LARGEST_INDEX}")
     data = os.pread(fd, size, len(head))
     digest = hashlib.sha256(data).hexdigest()
     try:
         body = parse_manifest(data, INDEX)
-        # Only one form is accepted, so that no byte of it can vary.
+        # Accept only the form that opkiln writes, so that no byte can vary.
         if write_manifest(body) != data or body["kind"] != KIND:
             raise ValueError("it is not in the form that opkiln writes")
         listed = [(str(name), int(size), str(sha256)) for name, size, sha256 in body["members"]]
@@ -155,20 +155,18 @@ def _read_index(path: str, fd: int, file_size: int) -> Index:
         expected += LOCAL.size + len(signatures.MEMBER) + len(signature)
     expected += directory_size(names)
     if expected != file_size:
-        raise Damaged(
-            f"it has {file_size} bytes; by its index (SHA-256 {digest}) it has {expected}"
-        )
+        raise Damaged(f"it has {file_size} bytes; its index (SHA-256 {digest}) says {expected}")
     return Index(members, digest, end, signature)
 
 
 def _read_signature(fd: int, at: int) -> bytes:
-    """The member with the signatures; empty if the ZIP directory follows at once."""
+    """The member with the signatures; empty if the ZIP directory comes next."""
     head = os.pread(fd, LOCAL.size + len(signatures.MEMBER), at)
     if head[:4] != b"PK\3\4" or len(head) < LOCAL.size:
         return b""
     size = LOCAL.unpack_from(head)[8]
     if head[LOCAL.size :] != signatures.MEMBER.encode() or size > signatures.LARGEST:
-        raise Damaged(f"what follows its last entry is not {signatures.MEMBER}")
+        raise Damaged(f"its last entry is followed by something other than {signatures.MEMBER}")
     data = os.pread(fd, size, at + len(head))
     try:
         signatures.read(data)
@@ -179,7 +177,7 @@ def _read_signature(fd: int, at: int) -> bytes:
 
 
 def _laid_out(listed: list[tuple[str, int, str]], at: int) -> tuple[Member, ...]:
-    """The members with their places in the file. Raises Damaged for an invalid list."""
+    """The members with their offsets in the file. Raises Damaged for an invalid list."""
     if not 0 < len(listed) <= MOST_MEMBERS:
         raise Damaged(f"its index has {len(listed)} members")
     members: list[Member] = []
@@ -196,12 +194,12 @@ def _laid_out(listed: list[tuple[str, int, str]], at: int) -> tuple[Member, ...]
         members.append(Member(name, size, sha256, at))
         at += size
         if at > LARGEST:
-            raise Damaged(f"its index has {name} beyond the largest size of a bundle")
+            raise Damaged(f"its index puts {name} beyond the maximum size of a bundle")
     return tuple(members)
 
 
 def signed_tail(headers: list[Header], end: int, signature: bytes) -> bytes:
-    """What follows the entries, which end at ``end``: the signatures, if any, and the directory."""
+    """The bytes after the entries, which end at ``end``: signatures, if any, and the directory."""
     if not signature:
         return directory(headers)
     last = stored(signatures.MEMBER, len(signature), crc32(signature), end)
@@ -214,8 +212,8 @@ def signed_tail(headers: list[Header], end: int, signature: bytes) -> bytes:
 class Bundle:
     """An open bundle.
 
-    ``listed``: the user listed it as a layer. That makes it trusted (see ``opkiln.trust``), unless
-    ``OPKILN_TRUSTED_KEYS`` also asks for a signature.
+    ``listed`` means that the user listed it as a layer. That makes it trusted (see
+    ``opkiln.trust``), unless ``OPKILN_TRUSTED_KEYS`` also asks for a signature.
 
     Raises StoreError for a file that cannot be read or is not a bundle, Damaged for a bad index.
     """
@@ -223,7 +221,7 @@ class Bundle:
     def __init__(self, path: str, *, listed: bool = False) -> None:
         self.path = path
         try:
-            # Without O_NONBLOCK, opening a FIFO would wait for a writer.
+            # Without O_NONBLOCK, opening a FIFO waits for a writer.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise _unreadable(path, error) from error
@@ -274,7 +272,9 @@ class Bundle:
     def read(self, member: Member) -> bytes:
         """The checked contents of a small member. Raises Damaged, OSError."""
         if member.size > _LARGEST_READ:
-            raise Damaged(f"{member.name} has {member.size} bytes, more than such a file may have")
+            raise Damaged(
+                f"{member.name} has {member.size} bytes, more than the limit of {_LARGEST_READ}"
+            )
         data = b"".join(self._chunks(member))
         _compare(member, hashlib.sha256(data).hexdigest())
         return data
@@ -299,9 +299,9 @@ class Bundle:
             at, left = at + len(chunk), left - len(chunk)
 
     def check(self) -> list[Header]:
-        """Compare every byte of the file with what the index says. Raises Damaged, OSError.
+        """Compare every byte of the file with the index. Raises Damaged, OSError.
 
-        Returns the headers of all members but the signatures.
+        Returns the headers of all members except the signatures.
         """
         listing = index_of(member[:3] for member in self.members)
         headers = [stored(INDEX, len(listing), crc32(listing), 0)]
@@ -318,12 +318,12 @@ class Bundle:
             head = local_header(headers[-1])
             if os.pread(self._fd, len(head), member.header) != head:
                 raise Damaged(
-                    f"the zip header of {member.name} (SHA-256 {member.sha256}) is not as written"
+                    f"the zip header of {member.name} (SHA-256 {member.sha256}) has changed"
                 )
         end = self.index.end
         tail = signed_tail(headers, end, self.index.signature)
         if os.pread(self._fd, len(tail) + 1, end) != tail:
-            raise Damaged("its zip directory is not as written, or something follows it")
+            raise Damaged("its zip directory has changed, or something follows it")
         return headers
 
     def digest(self) -> str:
@@ -341,7 +341,7 @@ def _unreadable(path: str, error: OSError) -> StoreError:
     return StoreError(f"{path} cannot be read: {error.strerror or error}", hint=f"ls -l {path}")
 
 
-# A bundle as a layer. The path of an entry is that of its bundle and its own in it: FILE!v1/ops/…
+# A bundle as a layer. An entry's path is the bundle's path and its path inside: FILE!v1/ops/…
 
 
 def leaves(path: str, distribution: str, op: str) -> list[str]:
@@ -390,7 +390,7 @@ def _examine(
             return Refused(leaf, "; ".join(changed) or "its dependencies have changed")
     payload = files[found["payload"]]
     if (payload.size, payload.sha256) != (found["size"], found["sha256"]):
-        return Refused(leaf, "damaged: its index and its manifest differ", damaged=True)
+        return Refused(leaf, "damaged: its index and its manifest disagree", damaged=True)
     return Leaf(leaf, found, _in_memory(bundle, payload))
 
 

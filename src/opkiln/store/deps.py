@@ -1,17 +1,17 @@
-"""What a compile read, as a list that proves itself by re-hashing.
+"""The dependencies of a build: which files the compiler read, with their digests.
 
-Files fall into three kinds:
+There are three kinds of files:
 - *external*: the compiler's and the system's headers, found on the compiler's own search path.
-  Checked on a hit wherever a compiler is present; a slim image that has neither compiler nor
-  headers cannot and need not.
-- *covered*: torch's and Python's headers, where the ABI tag stands for them.
-- *own*: everything else, wherever it lies. Checked on every hit.
+  They are checked on a hit if there is a compiler. A slim image without compiler and headers cannot
+  check them and does not need to.
+- *covered*: torch's and Python's headers, if the ABI tag represents them.
+- *own*: everything else, anywhere. Checked on every hit.
 
-A new header that *shadows* one of these on the include path is in no dependency file. So the list
-also says which of the names that were included (or asked for with ``__has_include``) exist below
+A new header may *shadow* one of these on the include path. No dependency file lists it. So the list
+also records which of the names that were included (or tested with ``__has_include``) exist below
 each directory of the include path.
 
-Paths stay as the compiler wrote them: ``a/../b`` is not ``b`` where ``a`` is a symbolic link.
+Paths stay as the compiler wrote them: ``a/../b`` is not ``b`` if ``a`` is a symbolic link.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _INCLUDE_FLAGS = ("-I", "-isystem", "-iquote", "-idirafter")
 
 
 class Dep(Record):
-    """An own file: where it is, what was in it, and the signature it had."""
+    """An own file: its place, and the digest and signature that it had."""
 
     anchor: str
     path: str
@@ -68,8 +68,8 @@ class Dependencies(Record):
 def parse_depfile(text: str) -> list[str]:
     """The prerequisites of a make-style dependency file, unescaped, in order.
 
-    Compilers quote as little as make needs: of a run of backslashes before a blank half are there
-    to quote, before ``#`` or ``:`` one is, and elsewhere none.
+    Compilers quote as little as make needs. In a run of backslashes before a blank, half of them
+    are quotes. Before ``#`` or ``:``, one of them is. Elsewhere, none is.
     """
     _, _, body = text.replace("\\\n", " ").partition(": ")
     paths: list[str] = []
@@ -99,7 +99,7 @@ def parse_depfile(text: str) -> list[str]:
                 paths.append("".join(word))
                 word = []
             if char == "\n":
-                break  # -MP style phony rules may follow; they name the same files
+                break  # phony rules (-MP) may follow; they name the same files
         else:
             word.append(char)
     if word:
@@ -108,7 +108,7 @@ def parse_depfile(text: str) -> list[str]:
 
 
 def own_place(plan: Plan, path: str) -> Place | None:
-    """Where an own file is, by anchor; None for one that is external or covered."""
+    """The place of an own file; None for a file that is external or covered."""
     if _covered(plan, path):
         return None
     if _of_system(plan, path):
@@ -125,8 +125,8 @@ def _place(plan: Plan, path: str) -> Place:
 
 
 def _system(plan: Plan) -> tuple[str, ...]:
-    """The compilers' own search path: the system's headers, the device toolkit's, and those of
-    wheels that a toolkit is completed by."""
+    """The compilers' own search path: headers of the system, of the device toolkit, and of the
+    wheels that complete the toolkit."""
     device = plan.toolchain.device
     own = plan.toolchain.include_dirs
     if device is None:
@@ -138,7 +138,7 @@ def _system(plan: Plan) -> tuple[str, ...]:
     return (*own, *device.include_dirs, *wheels)
 
 
-# Where compilers keep headers of their own, below a toolkit's root.
+# Where compilers keep their own headers, below a toolkit's root.
 _TOOLKIT_PARTS = ("nvvm", "targets", "lib/clang", "lib/llvm", "llvm", "amdgcn")
 
 
@@ -146,8 +146,9 @@ def _of_system(plan: Plan, path: str) -> bool:
     resolved = os.path.normpath(path)
     if any(_below(resolved, directory) is not None for directory in _system(plan)):
         return True
-    # nvcc goes to its headers by way of symbolic links, hipcc to its compiler's: all within the
-    # toolkit. That may be as wide as /usr, where an author's directories may lie, too.
+    # nvcc reaches its headers through symbolic links. hipcc reaches those of its compiler. All of
+    # them are inside the toolkit. But the toolkit's root may be /usr, which may also contain the
+    # author's directories.
     device = plan.toolchain.device
     if device is None or _below(resolved, device.home) is None:
         return False
@@ -164,7 +165,7 @@ def _covered(plan: Plan, path: str) -> bool:
     resolved = os.path.normpath(path)
     if spec.abi != ABI_NONE and _below(resolved, places.get("torch", "")) is not None:
         return True
-    tagged = spec.kind == PYTHON or spec.abi == ABI_TORCH  # with Python's version, that is
+    tagged = spec.kind == PYTHON or spec.abi == ABI_TORCH  # the tag has Python's version
     return tagged and _below(resolved, places.get("python", "")) is not None
 
 
@@ -174,7 +175,7 @@ def _below(path: str, directory: str) -> str | None:
 
 
 def _author_directories(plan: Plan) -> list[str]:
-    """Where includes are looked for before the compiler's own path: -I and the like, sources."""
+    """Directories searched before the compiler's own path: -I and the like, and the sources'."""
     root = plan.spec.root
     inline = {source for source, _ in plan.spec.inline}
     files = (source for source in plan.spec.sources if source not in inline)
@@ -203,9 +204,9 @@ def _flagged(flags: tuple[str, ...]) -> Iterator[str]:
 def gather(
     plan: Plan, read: Iterable[str], hasher: Hasher, linked: Libraries | None = None
 ) -> Dependencies:
-    """The dependencies of a build that read these files, and linked these libraries.
+    """The dependencies of a build that read these files and linked these libraries.
 
-    Raises OSError if one is gone.
+    Raises OSError if a file is gone.
     """
     own: dict[Place, Dep] = {}
     external: dict[str, str] = {}
@@ -226,7 +227,7 @@ def gather(
             if not _covered(plan, path):
                 external[path] = hasher(path)[0]
             continue
-        if place not in inline:  # its text is part of the intent, and its file goes with the build
+        if place not in inline:  # an inline source's text is in the intent key; its file is removed
             digest, signature = hasher(path)
             own[place] = Dep(*place, digest, signature)
             directories[os.path.dirname(path)] = None
@@ -241,7 +242,8 @@ def gather(
     listings = [(path + "/", listing(path, wanted)) for path in system]
     listed = tuple(sorted([*external.items(), *listings]))
     homes = sorted({*system, *(os.path.dirname(path) for path in external)})
-    # Package managers replace files, which their directory shows; people overwrite them in place.
+    # Package managers replace files, which changes the directory. People overwrite files in place,
+    # which does not, so those in /usr/local are watched one by one.
     home = "" if plan.toolchain.device is None else plan.toolchain.device.home
     local = sorted(
         path
@@ -264,7 +266,7 @@ def _directory_place(plan: Plan, directory: str) -> Place:
 
 
 def _asked_for(path: str) -> set[str]:
-    """The names in a file's ``__has_include``: one that is not there now may appear."""
+    """The names that a file tests with ``__has_include``: a missing one may appear later."""
     import re
 
     with open(path, "rb") as file:
@@ -273,7 +275,7 @@ def _asked_for(path: str) -> set[str]:
 
 
 def _included_names(plan: Plan, paths: list[str]) -> Iterator[str]:
-    """Each file as an ``#include`` may have named it: relative to each search directory."""
+    """Each file under the names that an ``#include`` may use: relative to a search directory."""
     places = anchors_of(plan.spec, plan.toolchain)
     search = [*_author_directories(plan), *_system(plan)]
     for anchor, more in (("torch", "include"), ("torch", "include/torch/csrc/api/include")):
@@ -285,9 +287,9 @@ def _included_names(plan: Plan, paths: list[str]) -> Iterator[str]:
 
 
 def _existing(directory: str, names: Iterable[str]) -> list[str]:
-    """The directory and those below it where a new file could shadow an included name.
+    """The directory, and those below it where a new file could shadow an included name.
 
-    Of one that does not exist, the nearest ancestor: it changes when the directory is made.
+    If the directory does not exist, its nearest ancestor: that changes when the directory is made.
     """
     if not os.path.isdir(directory):
         while not os.path.isdir(directory):
@@ -312,13 +314,13 @@ def own_digests(plan: Plan, dependencies: Dependencies) -> dict[str, str]:
 
 
 def key_of(dependencies: Dependencies) -> str:
-    """The deps_key of a build that just ended."""
+    """The deps_key of a build that has just ended."""
     return deps_key((dep[:3] for dep in dependencies.own), dependencies.external,
                     dependencies.watches)  # fmt: skip
 
 
 def to_manifest(dependencies: Dependencies) -> dict[str, Any]:
-    """The part of a manifest that a hit reads."""
+    """The dependencies as a manifest records them for a hit."""
     return {
         "own": [[*dep[:3], *dep.signature] for dep in dependencies.own],
         "external": dependencies.external,

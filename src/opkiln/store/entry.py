@@ -1,11 +1,11 @@
 """One leaf of the store: a finished file, its manifest, its sidecar and its log.
 
-    <leaf>/manifest.json   what a hit reads: digests, target, dependencies; carries its own digest
-           inputs.json     the long lists: what the keys were made of (for `explain`)
-           build.log       what the compilers said
-           <payload>       the library, module, program or object, as the compiler left it
+    <leaf>/manifest.json   what a hit reads: digests, target, dependencies, and its own digest
+           inputs.json     the sidecar: the long lists behind the keys (for `explain`)
+           build.log       the compilers' output
+           <payload>       the library, module, program or object, as the compiler wrote it
 
-A leaf is named by its deps_key and is never changed: it is good as it stands, or it is not used.
+A leaf is named by its deps_key. It never changes, and it is used only if it passes every check.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-SCHEMA = 2  # 1 did not say what a library needs of the machine that loads it
+SCHEMA = 2  # schema 1 did not record what a library needs from the machine that loads it
 MANIFEST = "manifest.json"
 SIDECAR = "inputs.json"
 LOG = "build.log"
@@ -41,7 +41,7 @@ class Leaf(Record):
 
     directory: str
     manifest: dict[str, Any]
-    file: str = ""  # where the payload is, for a leaf that is no directory (``store.archive``)
+    file: str = ""  # the payload's path, if the leaf is not a directory (``store.archive``)
 
     @property
     def payload(self) -> str:
@@ -49,7 +49,7 @@ class Leaf(Record):
 
 
 class Refused(Record):
-    """A leaf that did not, and why. ``damaged``: it can never be good again."""
+    """A leaf that failed a check, and why. ``damaged`` means that it can never be good again."""
 
     directory: str
     reason: str
@@ -57,15 +57,18 @@ class Refused(Record):
 
 
 def write_manifest(manifest: Mapping[str, Any]) -> bytes:
-    """A manifest as a file: valid JSON that carries the digest of its own body."""
+    """The bytes of a manifest file: valid JSON that contains the digest of its own body."""
     body = json.dumps(manifest, separators=(",", ":"), sort_keys=True)
     digest = hashlib.sha256(body.encode()).hexdigest()
     return f"{_HEAD}{digest}{_MIDDLE}{body}{_TAIL}".encode()
 
 
 def parse_manifest(data: bytes, name: str = MANIFEST) -> dict[str, Any]:
-    """The body of a manifest, or of another file in its form, whose digest holds and whose parts
-    are of the right types. Raises ValueError, which says ``name`` where a part is not."""
+    """The body of a manifest, or of another file of the same form.
+
+    Raises ValueError if the digest does not match, or if a part has the wrong type. The message
+    about a type includes ``name``.
+    """
     body = data[_BODY_AT : -len(_TAIL)]
     digest = hashlib.sha256(body).hexdigest()
     if data != f"{_HEAD}{digest}{_MIDDLE}".encode() + body + _TAIL.encode():
@@ -75,31 +78,32 @@ def parse_manifest(data: bytes, name: str = MANIFEST) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("the manifest is nested too deeply") from None
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
-        raise ValueError("the manifest has another schema")
-    if digest not in _right:
-        if told := shape.wrong(manifest):
-            raise ValueError(f"{name}: {told}")
-        if len(_right) >= _MOST_RIGHT:
-            _right.clear()
-        _right.add(digest)
+        raise ValueError("the manifest has an unknown schema")
+    if digest not in _checked:
+        if problem := shape.wrong(manifest):
+            raise ValueError(f"{name}: {problem}")
+        if len(_checked) >= _MOST_CHECKED:
+            _checked.clear()
+        _checked.add(digest)
     return manifest
 
 
-_right: set[str] = set()  # digests of manifests whose types were right: each is read more than once
-_MOST_RIGHT = 1000  # a check of a whole store must not take more memory for a larger one
+# Digests of manifests whose types are right: each manifest is read more than once.
+_checked: set[str] = set()
+_MOST_CHECKED = 1000  # a check of a large store must not need more memory than that of a small one
 
 
 def in_words(error: Exception) -> str:
-    """What an exception says of the manifest that was read when it was raised."""
+    """The reason to show for an exception that was raised while a manifest was read."""
     if isinstance(error, KeyError):
         return f"{MANIFEST}: {error} is missing"
     if isinstance(error, (TypeError, AttributeError, RecursionError)):
-        return f"{MANIFEST}: it is not as opkiln writes it ({type(error).__name__}: {error})"
+        return f"{MANIFEST}: it is malformed ({type(error).__name__}: {error})"
     return str(error)
 
 
 def read_sidecar(directory: str) -> dict[str, Any]:
-    """The long lists of a leaf, if their digest holds. Raises OSError, ValueError."""
+    """The long lists of a leaf. Raises OSError, and ValueError if their digest does not match."""
     with open(os.path.join(directory, SIDECAR), "rb") as file:
         return parse_manifest(file.read(), SIDECAR)
 
@@ -113,10 +117,10 @@ def examine(
     external: bool,
     own: bool = True,
 ) -> Leaf | Refused | None:
-    """Check a leaf: trust, manifest, dependencies, digest. None when there is no leaf (any more).
+    """Check a leaf: trust, manifest, dependencies, digest. None if it does not exist (any more).
 
-    ``external`` asks for the system's headers to be checked, too; ``own=False`` leaves out all
-    dependencies (`cache verify` has no sources at hand).
+    ``external`` also checks the system's headers. ``own=False`` skips all dependencies: `cache
+    verify` does not have the sources.
     """
     manifest_path = os.path.join(directory, MANIFEST)
     try:
@@ -149,7 +153,7 @@ def examine(
 def _check_payload(directory: str, manifest: dict[str, Any], listed: bool) -> Leaf | Refused:
     name = manifest["payload"]
     if not isinstance(name, str) or "/" in name:
-        return Refused(directory, "damaged: the payload's name holds a slash", damaged=True)
+        return Refused(directory, "damaged: the payload's name contains a slash", damaged=True)
     path = os.path.join(directory, name)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -160,7 +164,7 @@ def _check_payload(directory: str, manifest: dict[str, Any], listed: bool) -> Le
         if reason := fault(path, found, listed=listed):
             return Refused(directory, reason)
         if found.st_size != manifest["size"] or sha256_file(fd) != manifest["sha256"]:
-            return Refused(directory, f"damaged: {name} has another digest", damaged=True)
+            return Refused(directory, f"damaged: {name} has the wrong digest", damaged=True)
     finally:
         os.close(fd)
     return Leaf(directory, manifest)

@@ -1,8 +1,8 @@
-"""Making a store smaller, while others read it and write to it.
+"""Garbage collection: make a store smaller while other processes read it and write to it.
 
-An entry is taken away by renaming it into ``staging/`` and deleting it there: a reader finds it
-whole or not at all, and what a killed collector leaves is swept by the next one. What turns out to
-be in use after all is renamed back.
+An entry is removed by renaming it into ``staging/`` and deleting it there. So a reader finds the
+whole entry or nothing. If a collector is killed, the next one removes what it left. An entry that
+turns out to be in use is renamed back.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from opkiln.store.inventory import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-GRACE = 24 * 3600.0  # seconds that an entry is left alone for another host that may have mapped it
-_LEFTOVER = 3600.0  # seconds after which a staging directory has no owner any more
+GRACE = 24 * 3600.0  # seconds that an entry is kept, since another host may have it mapped
+_LEFTOVER = 3600.0  # seconds after which a staging directory counts as abandoned
 _RECORDS = 30 * 24 * 3600.0  # seconds that the logs of failed builds are kept
 
-_AT_ONCE = 20_000  # entries that are chosen for removal before the store is looked at again
+_AT_ONCE = 20_000  # the most entries to choose for removal before the store is scanned again
 
-_SCRATCH = re.compile(r"opkiln-.+-[a-z0-9_]{8}\Z")  # as publish.make_scratch names them
+_SCRATCH = re.compile(r"opkiln-.+-[a-z0-9_]{8}\Z")  # the names that publish.make_scratch gives
 
 
 class Collected(NamedTuple):
@@ -50,7 +50,7 @@ class Collected(NamedTuple):
     before: int
     after: int
     limit: int
-    in_use: int  # entries kept because a process here has them mapped
+    in_use: int  # entries kept because a process on this host has them mapped
     recent: int  # entries kept because they are within the grace period
 
     @property
@@ -59,7 +59,7 @@ class Collected(NamedTuple):
 
 
 def discard(root: str, found: Entry) -> None:
-    """Take one entry away, whole. One that is gone already is fine. Raises StoreError."""
+    """Remove one whole entry. It may be gone already. Raises StoreError."""
     try:
         publish.discard(root, found.directory)
     except OSError as error:
@@ -69,12 +69,12 @@ def discard(root: str, found: Entry) -> None:
 def collect(
     root: str, limit: int, *, now: bool = False, tell: Callable[[str], None] | None = None
 ) -> Collected:
-    """Shrink a store to ``limit`` bytes of entries, the longest unused first.
+    """Shrink a store to ``limit`` bytes of entries. Removes those first that were unused longest.
 
-    Never removes an entry that a process on this host has mapped, nor, unless ``now``, one that was
-    published or read within the grace period: another host may have it mapped. Leftovers of dead
-    processes are swept. ``tell`` is called for each entry, with what was done: "looked at" or
-    "removed". Raises StoreError where something cannot be removed.
+    Never removes an entry that a process on this host has mapped. Unless ``now`` is set, also keeps
+    entries that were published or read within the grace period: another host may have them mapped.
+    Removes leftovers of dead processes too. Calls ``tell`` for each entry with what was done:
+    "looked at" or "removed". Raises StoreError if something cannot be removed.
     """
     clock = time.time()
     swept = [*_sweep_store(root, clock), *_sweep_scratch(clock)]
@@ -106,7 +106,7 @@ def _survey(
 ) -> tuple[int, int, list[Entry]]:
     """(bytes of all entries, how many were used after ``since``, the longest unused of the others).
 
-    Only so many of these: a store may have more entries than there is memory for.
+    The list is limited: a store may have more entries than fit into memory.
     """
     total = recent = 0
 
@@ -126,11 +126,12 @@ def _survey(
 
 
 def _take(root: str, oldest: list[Entry], excess: int, spared: set[str]) -> Iterator[Entry]:
-    """Remove entries until so many bytes are gone; each that was removed. Those that are in use
-    are added to ``spared``.
+    """Remove entries until ``excess`` bytes are gone. Yields each removed entry. Adds those that
+    are in use to ``spared``.
 
-    Somebody may open an entry after the look at who uses what, and before it is set aside. Then
-    nobody can open it any more, so a second look is the last word; what is in use is put back.
+    A process may open an entry after the check who uses it and before it is set aside. Once it is
+    set aside, nobody can open it any more. So a second check then is final, and an entry that is in
+    use is put back.
     """
     running = processes()
     aside: list[tuple[Entry, str]] = []
@@ -168,9 +169,11 @@ def _put_back(trash: str, found: Entry) -> None:
 
 
 def clear(root: str, chosen: Callable[[Entry], bool] | None = None) -> list[Entry]:
-    """Remove everything, or the ops' entries that are ``chosen`` and their objects. Running
-    processes keep what they have open; a build that is under way publishes what it makes. Raises
-    StoreError."""
+    """Remove everything, or only the ops' entries that are ``chosen`` and their objects.
+
+    Running processes keep what they have open. A running build still publishes its result. Raises
+    StoreError.
+    """
     found = list(entries(root))
     if chosen is not None:
         ours = [each for each in found if each.kind == OP and chosen(each)]
@@ -189,16 +192,16 @@ def clear(root: str, chosen: Callable[[Entry], bool] | None = None) -> list[Entr
 
 
 class Processes(NamedTuple):
-    """What the readable processes of this host hold."""
+    """The files that the processes of this host use, as far as we may read that."""
 
     paths: frozenset[str]  # mapped and open files, working directories
     files: frozenset[tuple[int, str]]  # (inode, name) of mapped and open files
 
     def uses(self, found: Entry) -> bool:
-        """Whether one of them has the entry's payload mapped, or is about to.
+        """Whether a process has the entry's payload mapped, or is about to map it.
 
-        By path, and by inode and name: another mount of the same directory (a container's) has
-        other paths, an overlay file system has other inodes.
+        Compares the path, and also the inode and name. The path differs in another mount of the
+        same directory (a container's). The inode differs on an overlay file system.
         """
         if not found.payload:
             return False
@@ -212,13 +215,13 @@ class Processes(NamedTuple):
         )
 
     def below(self, directory: str) -> bool:
-        """Whether one of them works in a directory, or has something below it mapped."""
+        """Whether a process has its working directory or a mapped file at or below a directory."""
         real = os.path.realpath(directory)
         return any(path == real or path.startswith(real + "/") for path in self.paths)
 
 
 def processes() -> Processes:
-    """Look at every process that may be looked at: this user's, or all of them as root."""
+    """Read /proc for every process that we may inspect: this user's, or all of them as root."""
     paths: set[str] = set()
     files: set[tuple[int, str]] = set()
     for name in names_in("/proc"):
@@ -226,35 +229,36 @@ def processes() -> Processes:
             continue
         try:
             paths.add(os.readlink(f"/proc/{name}/cwd"))
-            # Open files before mapped ones: the dynamic linker opens, then maps, then closes.
+            # Read open files before mapped ones: the dynamic linker opens, maps, then closes. The
+            # other order could miss a file.
             for path, inode in _open_files(name):
                 paths.add(path)
                 files.add((inode, os.path.basename(path)))
             with open(f"/proc/{name}/maps", encoding="utf-8", errors="surrogateescape") as maps:
                 for line in maps:
-                    # address, permissions, offset, device, inode, path (which may hold blanks)
+                    # address, permissions, offset, device, inode, path (which may contain blanks)
                     fields = line.rstrip("\n").split(None, 5)
                     if len(fields) == 6 and fields[5].startswith("/"):
                         paths.add(fields[5])
                         files.add((int(fields[4]), os.path.basename(fields[5])))
         except OSError:
-            continue  # it ended, or it is somebody else's
+            continue  # it ended, or it belongs to another user
     return Processes(frozenset(paths), frozenset(files))
 
 
 def _open_files(pid: str) -> Iterator[tuple[str, int]]:
-    """(path, inode) of what a process has open. Raises OSError."""
+    """(path, inode) of the files that a process has open. Raises OSError."""
     for name in os.listdir(f"/proc/{pid}/fd"):
         try:
             path = os.readlink(f"/proc/{pid}/fd/{name}")
             if path.startswith("/") and not path.startswith(("/dev/", "/proc/")):
                 yield path, os.stat(f"/proc/{pid}/fd/{name}").st_ino
         except FileNotFoundError:
-            continue  # closed meanwhile
+            continue  # closed in the meantime
 
 
 def _sweep_store(root: str, clock: float) -> list[str]:
-    """Staging directories of publishers that died, and old records of failures."""
+    """Remove staging directories of dead publishers, and old records of failures."""
     swept = []
     limits = {"staging": _LEFTOVER, "logs": _RECORDS, "failures": _RECORDS}
     for top, age in limits.items():
@@ -263,7 +267,8 @@ def _sweep_store(root: str, clock: float) -> list[str]:
             if _modified(path, clock) < clock - age:
                 _remove(path)
                 swept.append(path)
-    # Renamed once they are written; what is old and has its first name has no writer any more.
+    # These files are written under a temporary name and then renamed. If an old file still has its
+    # temporary name, its writer is dead.
     for top, depth in (("toolchains", 1), ("failures", 1), ("logs", 1), ("receipts", 3)):
         for path in directories(os.path.join(root, top), depth):
             final = path.endswith((".json", ".log"))
@@ -274,7 +279,7 @@ def _sweep_store(root: str, clock: float) -> list[str]:
 
 
 def _sweep_receipts(root: str) -> None:
-    """Receipts for entries that are gone: nobody believes them, and nobody else removes them."""
+    """Remove receipts of entries that are gone. Nobody uses them, and nobody else removes them."""
     for path in directories(os.path.join(root, "receipts"), 3):
         try:
             with open(path, "rb") as file:
@@ -282,13 +287,14 @@ def _sweep_receipts(root: str) -> None:
             if os.path.exists(os.path.join(root, payload)):
                 continue
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            pass  # damaged, or just being written: then its writer does without
+            pass  # damaged, or being written now: its writer can do without it
         _remove(path)
 
 
 def _sweep_scratch(clock: float) -> list[str]:
-    """Build directories whose process died together with its watchdog (a reboot, a container)."""
-    # No step runs longer than the build timeout, and each one writes: twice that is no live build.
+    """Remove build directories whose process died with its watchdog (a reboot, a container)."""
+    # No step runs longer than the build timeout, and each step writes. So a directory that has not
+    # changed for twice that time does not belong to a running build.
     age = max(_LEFTOVER, 2 * settings.build_timeout)
     base = publish.scratch_root()
     old = []
@@ -298,7 +304,8 @@ def _sweep_scratch(clock: float) -> list[str]:
             old.append(path)
     if not old:
         return []
-    # A library that no store could take is loaded from such a directory, for as long as it likes.
+    # If no store is writable, a library is loaded from such a directory and stays mapped for as
+    # long as its process lives.
     running = processes()
     swept = [path for path in old if not running.below(path)]
     for path in swept:
@@ -316,7 +323,8 @@ def _is_ours(path: str) -> bool:
 
 
 def _modified(path: str, clock: float) -> float:
-    """When a file, a directory or something directly in it was last changed; now if it is gone."""
+    """When a file, or a directory or something directly in it, was last changed. Returns ``clock``
+    if it is gone."""
     try:
         newest = os.lstat(path).st_mtime
         if os.path.isdir(path) and not os.path.islink(path):
@@ -348,4 +356,4 @@ def _prune(root: str) -> None:
                     if not os.listdir(directory):
                         os.rmdir(directory)
                 except OSError:
-                    continue  # something was published there just now
+                    continue  # something has just been published there

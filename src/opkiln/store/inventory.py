@@ -1,4 +1,4 @@
-"""What is in a layer of the store, and whether it is whole. Nothing here is on the way to a hit."""
+"""Lists and verifies the entries of a layer. A cache hit uses nothing in this file."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ LEVELS = ((OP, "ops", 5), (OBJECT, "objects", 3))
 
 
 class Entry(NamedTuple):
-    """One leaf, by what its directory alone says.
+    """One leaf, described from its directory alone.
 
-    A hit must not write, so ``used`` is what the file system says by itself: the later of the time
-    the entry was published and the time its payload was last read, which most mounts (``relatime``)
-    keep to within a day, and some (``noatime``) do not keep.
+    A hit must not write, so ``used`` comes from the file system. It is the time when the entry was
+    published or its payload was last read, whichever is later. Most mounts (``relatime``) keep the
+    access time to within a day; some (``noatime``) do not keep it.
     """
 
     directory: str
     kind: str  # op, object
-    name: str  # the op's name; the head of an object's key
-    distribution: str  # the package that owns the op; "" of an object
+    name: str  # the op's name, or the first characters of an object's key
+    distribution: str  # the package that owns the op; "" for an object
     size: int
     published: float
     used: float
-    payload: str  # "" when it is missing
+    payload: str  # "" if it is missing
 
 
 class Details(NamedTuple):
-    """What an entry's own files say of it; empty where they cannot be read."""
+    """What an entry's files say about it. Fields are empty if the files cannot be read."""
 
     made_for: str  # "x86-64-v4", "cuda 9.0a, x86-64"
     compiler: str
@@ -49,13 +49,13 @@ class Details(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """How much there is of what, in bytes."""
+    """How many entries a layer has, and their sizes in bytes."""
 
     ops: int
     op_bytes: int
     objects: int
     object_bytes: int
-    other_bytes: int  # logs, locks, remembered probes, what is being staged
+    other_bytes: int  # logs, locks, cached probes, staging directories
 
     @property
     def total(self) -> int:
@@ -63,7 +63,7 @@ class Sizes(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """An entry that `verify` found wanting. One that is not ``damaged`` may be good for others."""
+    """An entry that failed `verify`. If it is not ``damaged``, other users may still use it."""
 
     directory: str
     reason: str
@@ -71,7 +71,7 @@ class Fault(NamedTuple):
 
 
 def entries(root: str) -> Iterator[Entry]:
-    """Every leaf of a layer, good or not, by path. Raises StoreError."""
+    """Every leaf of a layer, good or not, sorted by path. Raises StoreError."""
     for kind, top, depth in LEVELS:
         for directory in directories(os.path.join(root, top), depth):
             found = _entry(directory, kind)
@@ -80,11 +80,11 @@ def entries(root: str) -> Iterator[Entry]:
 
 
 def directories(directory: str, depth: int) -> Iterator[str]:
-    """What is ``depth`` levels down, sorted; nothing where the path ends earlier."""
+    """The paths exactly ``depth`` levels below a directory, sorted."""
     try:
         names = sorted(os.listdir(directory))
     except (FileNotFoundError, NotADirectoryError):
-        return  # never made, collected meanwhile, or a stray file
+        return  # never created, just collected, or a stray file
     except OSError as error:
         raise cannot("read", directory, error) from error
     for name in names:
@@ -108,7 +108,7 @@ def _entry(directory: str, kind: str) -> Entry | None:
                 payload = file.path
                 used = max(used, status.st_atime)
     except FileNotFoundError:
-        return None  # collected meanwhile
+        return None  # just collected
     except OSError as error:
         raise cannot("read", directory, error) from error
     parts = directory.split("/")
@@ -117,7 +117,7 @@ def _entry(directory: str, kind: str) -> Entry | None:
 
 
 def details(found: Entry) -> Details:
-    """Read an entry's manifest and sidecar. Never raises for a damaged one."""
+    """Read an entry's manifest and sidecar. Does not raise for a damaged entry."""
     try:
         with open(os.path.join(found.directory, entry.MANIFEST), "rb") as file:
             manifest = entry.parse_manifest(file.read())
@@ -141,7 +141,7 @@ def details(found: Entry) -> Details:
 
 
 def sizes(root: str) -> Sizes:
-    """Count a layer. What appears or goes while it is counted may be missed."""
+    """Count a layer's entries. May miss entries that appear or vanish during the count."""
     count = {OP: 0, OBJECT: 0}
     total = {OP: 0, OBJECT: 0}
     for found in entries(root):
@@ -155,7 +155,7 @@ def sizes(root: str) -> Sizes:
 
 
 def verify(root: str, *, listed: bool = False) -> Iterator[tuple[Entry, Fault | None]]:
-    """Re-hash every entry of a layer, with what is wrong with each."""
+    """Re-hash every entry of a layer. Yields each entry with its fault, if any."""
     for found in entries(root):
         fault = _fault(found, listed)
         _restore_access_time(found)
@@ -166,7 +166,7 @@ def _fault(found: Entry, listed: bool) -> Fault | None:
     directory = found.directory
     answer = entry.examine(directory, {}, Hasher(), listed=listed, external=False, own=False)
     if not os.path.isdir(directory):
-        return None  # collected while it was looked at, which may look like damage
+        return None  # collected during the check, which may look like damage
     if isinstance(answer, entry.Refused):
         return Fault(directory, answer.reason.removeprefix("damaged: "), answer.damaged)
     if answer is None:
@@ -179,23 +179,24 @@ def _fault(found: Entry, listed: bool) -> Fault | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Fault(directory, entry.in_words(error), True)
     if name != os.path.basename(directory):
-        return Fault(directory, "its dependencies give another name", True)
+        return Fault(directory, "its name does not match its dependencies", True)
     return None
 
 
 def _restore_access_time(found: Entry) -> None:
-    """Hashing everything is no use of anything: without this, gc could not tell what is old."""
+    """Undo the effect of hashing on the access time: a full scan does not count as use. Without
+    this, gc could not tell which entries are old."""
     if not found.payload:
         return
     try:
         now = os.stat(found.payload)
         os.utime(found.payload, (found.used, now.st_mtime))
     except OSError:
-        return  # gone meanwhile, or a layer that is not ours to write to
+        return  # just collected, or a layer that we may not write to
 
 
 def names_in(directory: str) -> list[str]:
-    """A directory's listing, sorted; empty where there is none to be had."""
+    """A directory's listing, sorted; empty if it does not exist or cannot be read."""
     try:
         return sorted(os.listdir(directory))
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -209,10 +210,12 @@ def _tree_size(path: str) -> int:
             try:
                 total += os.lstat(os.path.join(directory, name)).st_size
             except FileNotFoundError:
-                continue  # a lock or a staging directory that has done its work
+                continue  # a lock or a staging directory that was just removed
     return total
 
 
-def cannot(be: str, path: str, error: OSError) -> StoreError:
-    """The error for a path that cannot be read, or removed."""
-    return StoreError(f"{path} cannot be {be}: {error.strerror or error}", hint=f"ls -ld {path}")
+def cannot(action: str, path: str, error: OSError) -> StoreError:
+    """The error for a path that cannot be "read", "removed" or "put back"."""
+    return StoreError(
+        f"{path} cannot be {action}: {error.strerror or error}", hint=f"ls -ld {path}"
+    )

@@ -1,8 +1,8 @@
 """The three keys of an entry, and the key of one object.
 
-- ``intent_key``: spec, target, ABI tag; needs no compiler.
-- ``build_key``: the plan's steps and environment and the toolchain's identity.
-- ``deps_key`` (made in ``store.deps``): the contents of every file the compiler read.
+- ``intent_key``: spec, target and ABI tag. Computing it needs no compiler.
+- ``build_key``: the plan's steps and environment, and the toolchain's identity.
+- ``deps_key`` (see ``store.deps``): the contents of every file that the compiler read.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from opkiln.digest import key
 from opkiln.model import PACKAGE, PLAN_VERSION, ROCM, Anchored, OpSpec, Plan, Step, Target
 
-UNKEYED = ("root", "declared_by")  # fields of a spec that change nothing that is built
+UNKEYED = ("root", "declared_by")  # fields of a spec that do not affect the build
 
 
 def intent_key(spec: OpSpec, target: Target) -> str:
-    """What is wanted, in the words of its author and of the machine it is for."""
+    """What to build: the author's declaration, and the target."""
     return key("intent", intent_inputs(spec, target))
 
 
@@ -25,16 +25,18 @@ def intent_inputs(spec: OpSpec, target: Target) -> tuple[Any, ...]:
 
 
 def spec_key(spec: OpSpec) -> str:
-    """What an author declared, whatever it is built for."""
+    """The author's declaration, for any target."""
     return key("spec", declared(spec))
 
 
 def declared(spec: OpSpec) -> tuple[Any, ...]:
-    """A declaration as it is keyed: without where its package, or opkiln, is installed."""
+    """A declaration as it enters the key: without the paths where its package and opkiln are
+    installed."""
     root, ours = spec.root.rstrip("/") + "/", PACKAGE + "/"
 
     def below(text: str) -> str:
-        # Authors write absolute paths; below the root they mean "in my package", wherever it is.
+        # Authors write absolute paths. Below the root they mean "in my package", wherever that is
+        # installed.
         return text.replace(root, "{src}/").replace(ours, "{opkiln}/") if "/" in text else text
 
     return tuple(
@@ -47,10 +49,10 @@ def declared(spec: OpSpec) -> tuple[Any, ...]:
 
 
 def step_inputs(plan: Plan, step: Step) -> tuple[Any, ...]:
-    """A step as it is keyed: without the paths of the compilers and their launcher.
+    """A step as it enters the key: without the paths of the compilers and their launcher.
 
-    The toolchain's identity stands for the compilers, wherever they are installed; a launcher
-    changes how fast a result comes, not what it is.
+    The toolchain's identity represents the compilers, wherever they are installed. A launcher only
+    changes how fast the result comes.
     """
     device = plan.toolchain.device
     tools = {plan.toolchain.cxx, plan.toolchain.launcher}
@@ -65,7 +67,7 @@ def step_inputs(plan: Plan, step: Step) -> tuple[Any, ...]:
 
 
 def build_key(plan: Plan) -> str:
-    """How it is made."""
+    """How to build it: the steps, their environment and the toolchain."""
     steps = tuple(step_inputs(plan, step) for step in plan.steps)
     return key("build", (PLAN_VERSION, steps, plan.environment, _identity(plan)))
 
@@ -78,13 +80,13 @@ def _identity(plan: Plan) -> tuple[str, ...]:
     if plan.target.backend == ROCM and tools.torch is not None:
         from opkiln.toolchain import hipify
 
-        parts.append(hipify.identity(tools.torch))  # what its sources are translated by
+        parts.append(hipify.identity(tools.torch))  # the translator of the sources
     return tuple(parts)
 
 
 def step_key(plan: Plan, step: Step) -> str:
-    """One object: shared by every op, target and build that compiles it the same way."""
+    """The key of one object. Every op, target and build that compiles it the same way shares it."""
     made = (PLAN_VERSION, step_inputs(plan, step), plan.environment, _identity(plan))
-    # An inline source is no file, so it is in no list of dependencies: its text stands here.
+    # An inline source is not a file, so it is not in the dependencies. Its text is in the key.
     text = dict(plan.spec.inline).get(step.source)
     return key("step", (made, plan.target.abi_tag, text))

@@ -1,10 +1,10 @@
-"""Looking things up: layers of leaves, first good one wins, every refusal kept.
+"""Look-up: searches the layers for a leaf. The first good one wins; every refusal is kept.
 
     <layer>/ops/<distribution>/<op>/<intent_key>/<build_key>/<deps_key>/
     <layer>/objects/<aa>/<step_key>/<deps_key>/
 
-There is no ``exists``: what was there may be gone, or replaced, by the time it is opened. A look-up
-opens, checks and returns in one go, and takes no lock.
+There is no ``exists``, because a leaf may be gone or replaced by the time it is opened. A look-up
+opens, checks and returns the leaf in one step, and takes no lock.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 
 
 class Lookup(Record):
-    """What a look-up found, and what it refused on the way."""
+    """The leaf that a look-up found, and the leaves that it refused."""
 
     leaf: Leaf | None
     refused: tuple[Refused, ...]
 
 
 class Store:
-    """The layers as one. Holds no open file; cheap to make."""
+    """All layers together. It holds no open file and is cheap to create."""
 
     def __init__(self, location: Location | None = None) -> None:
         self.location = choose() if location is None else location
 
     @property
     def root(self) -> str | None:
-        """The layer that is written to, or None where nothing can be."""
+        """The layer to write to; None if there is none."""
         return self.location.writable
 
     @property
     def memory(self) -> tuple[str, ...]:
-        """Where probes are remembered: written to the first, read from all.
+        """The directories of the probe cache. The first one is written to, all are read.
 
-        A warm store that can only be read must serve without asking the compiler anew.
+        A warm store that is read-only must work without probing the compiler again.
         """
         roots = [self.root, *(layer.root for layer in self.location.layers if not layer.listed)]
         named = dict.fromkeys(root for root in roots if root is not None)
@@ -60,10 +60,11 @@ class Store:
         places: Mapping[str, str],
         hasher: Hasher,
     ) -> Lookup:
-        """An op's entry for this intent in the user's own layers; listed ones are not for one key.
+        """An op's entry for this intent in the user's own layers.
 
-        With a ``build`` key (a compiler is here) it must be that very build; where there is no
-        compiler, any build whose sources are the ones on disk.
+        Listed layers are not searched: their entries are not chosen by key. With a ``build`` key
+        (there is a compiler), only that build counts. Without a compiler, any build counts whose
+        sources are the ones on disk.
         """
         refused: list[Refused] = []
         for layer in self.location.layers:
@@ -81,10 +82,10 @@ class Store:
         return Lookup(None, tuple(refused))
 
     def targets(self, distribution: str, op: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(intent key, target) of the entries that an op has in the user's own layers, by what one
-        manifest of each says.
+        """(intent key, target) of an op's entries in the user's own layers.
 
-        For choosing what to look for: nothing here is verified.
+        Reads one manifest for each build key and verifies nothing. Use it only to choose what to
+        look up.
         """
         for layer in self.location.layers:
             if layer.listed:
@@ -98,7 +99,7 @@ class Store:
                             with open(path, "rb") as file:
                                 yield intent, parse_manifest(file.read())["target"]
                         except (OSError, ValueError, KeyError):
-                            continue  # damaged or collected meanwhile: the next one may tell
+                            continue  # damaged or just collected: try the next one
                         break
 
     def find_object(self, step: str, places: Mapping[str, str], hasher: Hasher) -> Lookup:
@@ -106,7 +107,7 @@ class Store:
         refused: list[Refused] = []
         for layer in self.location.layers:
             if layer.bundle:
-                continue  # it has finished libraries alone
+                continue  # bundles have no objects
             base = os.path.join(layer.root, "objects", step[:2], step)
             if layer.listed and (reason := open_to_all(layer.root, base)):
                 refused.append(Refused(base, reason))
@@ -140,8 +141,8 @@ class Store:
 
 
 def _foreign(root: str) -> str:
-    """Why a layer that was made meanwhile is not to be trusted: somebody else made it, and may
-    replace what was just checked."""
+    """Why a layer that was created in the meantime is not trusted; empty if it is. Whoever else
+    created it could replace what was just checked."""
     for path in (os.path.dirname(root), root):
         try:
             if reason := fault(path, os.lstat(path)):
@@ -152,11 +153,11 @@ def _foreign(root: str) -> str:
 
 
 def _names(directory: str) -> list[str]:
-    """Sub-directories, the newest first where there is more than one."""
+    """The names in a directory, newest first."""
     try:
         names = [name for name in os.listdir(directory) if not name.startswith(".")]
     except OSError:
-        return []  # not there, not ours to read, or a network file system's stale handle
+        return []  # missing, unreadable, or a stale handle of a network file system
     if len(names) > 1:
         names.sort(key=lambda name: _age(os.path.join(directory, name)), reverse=True)
     return names

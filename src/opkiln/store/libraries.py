@@ -1,8 +1,8 @@
-"""What a link reads besides its objects: libraries and scripts of the author's and the user's.
+"""What a link reads besides its objects: the author's and the user's libraries and scripts.
 
-No dependency file lists them. They are found here as the linker finds them: by their path, or by
-name in the ``-L`` directories. What it finds on its own path belongs to the system, and is found
-again at run time.
+No dependency file lists them. So they are found here as the linker finds them: by path, or by name
+in the ``-L`` directories. Libraries on the linker's own path belong to the system, and the dynamic
+linker finds them again at run time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from opkiln.record import Record
 
 
 class Libraries(Record):
-    """Files that a link reads; names, and directories in which a new file could come first."""
+    """The files that a link reads, and the names and directories where a new file could shadow
+    one of them."""
 
     files: tuple[str, ...]
     names: tuple[str, ...]
@@ -22,7 +23,7 @@ class Libraries(Record):
 
 
 def of(plan: Plan) -> Libraries:
-    """The libraries that a plan's link names, as they are now."""
+    """The libraries that a plan's link names, as they are on disk now."""
     users = dict(plan.target.flags)
     named = (f"-l{name}" for name in (*plan.spec.libraries, *plan.spec.device_libraries))
     flags = (*plan.spec.ldflags, *named, *users.get("ldflags", ()))

@@ -1,11 +1,11 @@
-"""Where the store is: the writable root, the layers below it, and what was refused.
+"""Where the store is: the writable root, the layers below it, and the places that were refused.
 
-    OPKILN_CACHE_DIR            asked for
-      not ours, or others may write there  -> <dir>/opkiln-<uid>, private
+    OPKILN_CACHE_DIR             if it is set
+      <dir>/opkiln-<uid>         instead, if the directory belongs to or is writable by others
     $XDG_CACHE_HOME or ~/.cache  the default
     <tmp>/opkiln-<uid>           no home, a read-only or noexec home, no passwd entry
 
-The first that can be used is the writable root. A root that is only readable still serves hits.
+The first usable place is the writable root. A read-only root still serves hits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from opkiln.trust import fault
 class Layer(Record):
     """A directory of entries, or a bundle of them: one file (``store.archive``).
 
-    ``listed``: the user named it, which is what makes it trusted. ``unseen``: it was not there when
-    it was looked at, so whoever made it since is still to be looked at.
+    ``listed`` means that the user named it in ``OPKILN_STORE_LAYERS``, which makes it trusted.
+    ``unseen`` means that it did not exist when it was checked. If it exists later, its owner has to
+    be checked then.
     """
 
     root: str
@@ -33,7 +34,7 @@ class Layer(Record):
 
 
 class Location(Record):
-    """Where to read, in order; where to write (None: nowhere); what to tell the user."""
+    """Where to read, in order; where to write (or None); notes for the user."""
 
     layers: tuple[Layer, ...]
     writable: str | None
@@ -41,7 +42,7 @@ class Location(Record):
 
 
 def choose() -> Location:
-    """Look at the candidates as they are now. Makes nothing, and reads no directory."""
+    """Check the candidates as they are now. Creates nothing, and lists no directory."""
     layers: list[Layer] = []
     notes: list[str] = []
     writable: str | None = None
@@ -52,7 +53,7 @@ def choose() -> Location:
         if known and (foreign := fault(inner, os.lstat(inner))):
             usable, readable, reason = False, False, foreign
         if readable or usable:
-            # Also one that is still to be made: another process may make and fill it meanwhile.
+            # Includes a layer that does not exist yet: another process may create and fill it.
             layers.append(Layer(inner, unseen=not known))
         if usable:
             writable = os.path.join(candidate, LAYOUT)
@@ -72,16 +73,16 @@ def _listed(path: str) -> Layer:
 
 
 def claim(root: str | None) -> None:
-    """Make the writable root and make sure that it is ours before the first write.
+    """Create the writable root, and make sure that it is ours before the first write.
 
-    Somebody may have made it since it was found missing. Raises StoreError.
+    Another user may have created it since it was found missing. Raises StoreError.
     """
     if root is None:
         return
     try:
         reason = trust.claim(root)
     except OSError:
-        return  # it cannot be written at all, which the publish will say
+        return  # it is not writable; publishing will report that
     if reason:
         raise StoreError(f"the store cannot be written: {reason}", hint="set OPKILN_CACHE_DIR")
 
@@ -107,7 +108,7 @@ def _examine(path: str) -> tuple[bool, bool, str]:
 
 
 def _creatable(path: str) -> tuple[bool, bool, str]:
-    """Whether a directory that is not there could be made: its nearest ancestor decides."""
+    """Whether a missing directory could be created. That depends on its nearest ancestor."""
     parent = os.path.dirname(path)
     while not os.path.lexists(parent):
         parent = os.path.dirname(parent)
@@ -120,11 +121,11 @@ def _creatable(path: str) -> tuple[bool, bool, str]:
     return True, False, ""
 
 
-_NOEXEC = "its file system is mounted noexec, so that no library can be loaded from there"
+_NOEXEC = "its file system is mounted noexec, so no library can be loaded from it"
 
 
 def _noexec(path: str) -> bool:
     try:
         return bool(os.statvfs(path).f_flag & os.ST_NOEXEC)
     except OSError:
-        return False  # it will be known when something is read there
+        return False  # the next access will report the problem

@@ -1,13 +1,13 @@
-"""The lock that saves work: one builder per entry, the others wait and say for whom.
+"""The build lock: one process builds an entry, the others wait and report whom they wait for.
 
-Nothing depends on it for correctness; a file system whose locks lie costs a second compile, never
-a bad load. It is a POSIX record lock: the kernel drops it when its holder dies, however it dies,
-and a forked child does not inherit it. Threads of one process, which such a lock does not tell
-apart, queue on a ``threading.Lock`` first.
+It only saves work. Correctness does not depend on it: on a file system with broken locks, an entry
+may be compiled twice, but never loaded wrongly. It is a POSIX record lock. The kernel releases it
+when its holder dies, for whatever reason, and a forked child does not inherit it. Such a lock does
+not exclude threads of the same process, so those queue on a ``threading.Lock`` first.
 
-A builder that fails leaves a record of the failure under the token it had written into the lock
-file. Whoever was waiting for that very attempt raises the same error instead of repeating it;
-whoever comes later tries anew.
+A builder writes a token into the lock file. If it fails, it leaves a record of the failure under
+that token. The processes that waited for this attempt raise the same error and do not repeat the
+build. Processes that come later try again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _guard = threading.Lock()
 
 
 def _after_fork() -> None:
-    # The child has no other threads: whatever they held or waited for is meaningless to it.
+    # The child has no other threads, so their locks mean nothing to it.
     global _guard
     _guard = threading.Lock()
     _threads.clear()
@@ -48,7 +48,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Holder(NamedTuple):
-    """Who is building: shown to those who wait."""
+    """The process that builds; waiting processes show it."""
 
     pid: int
     host: str
@@ -56,21 +56,21 @@ class Holder(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """Told to the ``waiting`` callback."""
+    """The argument of the ``waiting`` callback."""
 
     holder: Holder | None
     seconds: float
 
 
 class Turn:
-    """The right to build, or what another builder's attempt came to."""
+    """The right to build."""
 
     def __init__(self, failures: str, token: str) -> None:
         self._failures = failures
         self._token = token
 
     def fail(self, error: errors.OpkilnError) -> None:
-        """Leave this error for those who wait for this attempt."""
+        """Record this error for the processes that wait for this attempt."""
         record = {
             "token": self._token,
             "kind": type(error).__name__,
@@ -85,7 +85,7 @@ class Turn:
                 json.dump(record, file)
             os.replace(temporary, self._failures)
         except OSError:
-            # They will compile themselves and see the same error then.
+            # Without the record, they will compile it themselves and see the same error.
             with suppress(OSError):
                 os.unlink(temporary)
 
@@ -133,18 +133,19 @@ def turn(
             try:
                 yield Turn(failures, token)
             finally:
-                # Else the next waiter could take our token for that of a holder who has the lock
-                # but has not written its own yet, and so believe in our old failure.
+                # The next holder has the lock for a moment before it writes its own token. If ours
+                # were still there, a waiter could take it for the new holder's, and then raise our
+                # old failure.
                 _clear_holder(fd)
         finally:
             if fd >= 0:
-                os.close(fd)  # which releases the lock
+                os.close(fd)  # releases the lock
     finally:
         thread_lock.release()
 
 
 def _open(path: str) -> int:
-    """The lock file's descriptor; -1 where none can be had: then nobody is waited for."""
+    """The lock file's descriptor; -1 if it cannot be opened. Then nobody waits."""
     try:
         make_private(os.path.dirname(path))
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -158,8 +159,8 @@ def _try_lock(fd: int) -> bool:
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        # Anything else (no locks on this file system, a stale handle) will not get better by
-        # waiting: it is our turn, and at worst somebody else's at the same time.
+        # Waiting does not help with any other error (no locks on this file system, a stale handle).
+        # So it is our turn. At worst another process builds at the same time.
         return error.errno not in _HELD
     return True
 
@@ -169,7 +170,7 @@ def _read_holder(fd: int) -> Holder | None:
         record = json.loads(os.pread(fd, 4096, 0))
         return Holder(int(record["pid"]), str(record["host"]), str(record["token"]))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None  # it has the lock, but has not said who it is yet
+        return None  # it has the lock, but has not written its name yet
 
 
 def _write_holder(fd: int, holder: Holder) -> None:
@@ -179,7 +180,7 @@ def _write_holder(fd: int, holder: Holder) -> None:
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(holder._asdict()).encode(), 0)
     except OSError:
-        return  # a full disk: waiters see no name, and the build will say what is wrong
+        return  # a full disk: waiters see no name, and the build will report the problem
 
 
 def _clear_holder(fd: int) -> None:
@@ -188,7 +189,7 @@ def _clear_holder(fd: int) -> None:
     try:
         os.ftruncate(fd, 0)
     except OSError:
-        return  # a stale handle: nobody else reads this file any more
+        return  # a stale handle: nobody else can read this file any more
 
 
 def _raise_failure(path: str, awaited: set[str]) -> None:

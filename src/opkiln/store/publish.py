@@ -1,10 +1,10 @@
-"""Publishing: a finished directory appears in the store whole, or not at all.
+"""Publishing: a finished directory appears in the store as a whole, or not at all.
 
-Compilers write to a private node-local directory. What is finished is copied beside its
-destination, synced, and renamed into place. A rename onto an entry that somebody else published
-meanwhile fails, which is how the loser of that race finds out; it then uses what it built itself.
+Compilers write to a private node-local directory. The finished files are copied into ``staging/``
+in the store, synced, and renamed into place. The rename fails if another process has published the
+entry in the meantime. The loser of that race then uses what it built itself.
 
-The worst a crash can leave is a directory in ``staging/``, which nobody reads and gc sweeps.
+The worst that a crash can leave is a directory in ``staging/``. Nobody reads it, and gc removes it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _LOST = (errno.EEXIST, errno.ENOTEMPTY)
 
 
 def scratch_root() -> str:
-    """Where builds are staged: node-local, as the system or the user says."""
+    """The node-local directory for builds: ``OPKILN_TMPDIR``, ``TMPDIR`` or /tmp."""
     return settings.tmpdir or "/tmp"
 
 
 @contextmanager
 def scratch(prefix: str) -> Iterator[str]:
-    """A private node-local directory that is gone afterwards, also when this process is killed."""
+    """A private node-local directory. It is removed afterwards, even if this process is killed."""
     from opkiln import process
 
     path = make_scratch(prefix)
@@ -45,28 +45,31 @@ def scratch(prefix: str) -> Iterator[str]:
 
 
 def make_scratch(prefix: str) -> str:
-    """A new private node-local directory that goes with this process. Raises StoreError."""
+    """A new private node-local directory. It is removed when this process ends, unless released
+    earlier. Raises StoreError."""
     from opkiln import process
 
     path = os.path.abspath(f"{scratch_root()}/opkiln-{prefix}-{secrets.token_hex(4)}")
-    # The watchdog first: a process killed between the two would leave a directory that nobody
-    # knows of. A name that is taken (nobody can guess it) is an error like any other.
+    # Register it with the watchdog first. In the other order, a process killed in between would
+    # leave a directory that nobody knows of. If the name exists already, that is an error like any
+    # other; the name is random, so nobody can guess it.
     process.register_scratch(path)
     try:
         os.mkdir(path, 0o700)
     except OSError as error:
         process.release_scratch(path)
         raise StoreError(
-            f"no build directory can be made in {scratch_root()}: {error.strerror}",
+            f"cannot create a build directory in {scratch_root()}: {error.strerror}",
             hint="set OPKILN_TMPDIR to a writable node-local directory",
         ) from error
     return path
 
 
 def publish(source: str, root: str, relative: str) -> str:
-    """Copy a finished directory to ``root/relative``. Returns the path, ours or the winner's.
+    """Copy a finished directory to ``root/relative``. Returns that path.
 
-    Raises StoreError naming the path and the bytes where the store cannot be written.
+    The entry there may be another process's, if that one was faster. Raises StoreError, with the
+    path and the number of bytes, if the store cannot be written.
     """
     final = os.path.join(root, relative)
     staging = os.path.join(root, "staging", secrets.token_hex(12))
@@ -101,7 +104,7 @@ def _rename(staging: str, final: str) -> None:
             make_private(os.path.dirname(final))
             os.rename(staging, final)
         except FileNotFoundError:
-            # A collector removed the parent while it was empty; each of its runs does so once.
+            # A collector has just removed the empty parent. Each run of gc does so only once.
             attempts -= 1
             if not attempts or not os.path.isdir(staging):
                 raise
@@ -110,20 +113,20 @@ def _rename(staging: str, final: str) -> None:
 
 
 def discard(root: str, directory: str) -> None:
-    """Take an entry out of the way, whole, so that its name is free. Readers keep what they have
-    open; somebody else may already have done it. Raises OSError if it cannot be moved."""
+    """Remove a whole entry, so that its name is free. Readers keep the files they have open.
+    Another process may have removed it already. Raises OSError if it cannot be moved."""
     trash = set_aside(root, directory)
     if trash is not None:
         remove(trash)
 
 
 def set_aside(root: str, directory: str) -> str | None:
-    """Move an entry to where nobody looks for one; returns its new path, or None where it is gone
-    already. Raises OSError if it cannot be moved."""
+    """Move an entry to a place where nobody looks for entries. Returns its new path, or None if it
+    is gone already. Raises OSError if it cannot be moved."""
     trash = os.path.join(root, "staging", "damaged-" + secrets.token_hex(12))
     try:
         make_private(os.path.dirname(trash))
-        os.utime(directory)  # else another collector would take it for an old leftover
+        os.utime(directory)  # otherwise another collector would take it for an old leftover
         os.rename(directory, trash)
     except FileNotFoundError:
         return None
@@ -131,7 +134,8 @@ def set_aside(root: str, directory: str) -> str | None:
 
 
 def put_back(trash: str, directory: str) -> None:
-    """Undo ``set_aside``. If its like was published meanwhile, that one stays. Raises OSError."""
+    """Undo ``set_aside``. If the same entry has been published since, that one stays. Raises
+    OSError."""
     try:
         _rename(trash, directory)
     except OSError as error:
@@ -141,11 +145,11 @@ def put_back(trash: str, directory: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Remove a tree of ours; one that is gone already is fine."""
+    """Remove one of our directory trees. It may be gone already."""
     shutil.rmtree(path, ignore_errors=True)
 
 
-_kept: list[tuple[int, str]] = []  # (the process that made it, the directory)
+_kept: list[tuple[int, str]] = []  # (pid of the process that created it, directory)
 
 
 def private_copy(path: str) -> str:
@@ -164,7 +168,7 @@ def _remove_kept() -> None:
 
     while _kept:
         pid, directory = _kept.pop()
-        if pid == os.getpid():  # a forked child leaves its parent's alone
+        if pid == os.getpid():  # a forked child must not remove its parent's directories
             remove(directory)
             process.release_scratch(directory)
 
@@ -183,7 +187,7 @@ def _sync(directory: str) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # from some network file systems
             raise
     finally:
         os.close(fd)

@@ -1,8 +1,9 @@
-"""Whether what an entry was built from is still what is on disk.
+"""Checks whether the files that an entry was built from are unchanged on disk.
 
-Checking costs a ``stat`` per own file and per directory. Where a signature does not hold, contents
-decide: a checkout with other timestamps is still a hit, and an edit under an old timestamp is not.
-What was shipped to another machine carries no signatures (``ship.layer``), so contents decide.
+The check costs a ``stat`` per own file and per directory. If a signature does not match, the
+contents decide. So a checkout with other timestamps is still a hit, and an edit under an old
+timestamp is not. Entries shipped to another machine have no signatures (``ship.layer``), so the
+contents decide there too.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Hasher:
-    """File digests for the length of one operation, each file read once."""
+    """File digests for the length of one operation. Reads each file once."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[str, Signature]] = {}
 
     def __call__(self, path: str) -> tuple[str, Signature]:
-        """(sha256, signature from just before the read). Raises OSError."""
+        """(SHA-256, signature taken just before the read). Raises OSError."""
         known = self._known.get(path)
         if known is None:
             signature = Signature.of(path)
@@ -41,7 +42,7 @@ def present(directory: str, names: Iterable[str]) -> tuple[str, ...]:
     except (FileNotFoundError, NotADirectoryError):
         return ()
     except PermissionError:
-        # A compiler may open what is in there all the same.
+        # The directory cannot be listed, but a compiler may still open files in it.
         return tuple(name for name in names if os.path.lexists(os.path.join(directory, name)))
     here.add("..")
     return tuple(
@@ -59,7 +60,7 @@ def listing(directory: str, names: Iterable[str]) -> str:
 def deps_key(
     own: Iterable[tuple[str, str, str]], external: str, watches: Iterable[tuple[Any, ...]]
 ) -> str:
-    """The name that a list of dependencies gives."""
+    """The key of a list of dependencies."""
     return key("deps", (tuple(own), external, tuple(watches)))
 
 
@@ -71,10 +72,10 @@ def recheck(
     *,
     external: bool,
 ) -> tuple[str, list[str]]:
-    """(the deps_key of the files as they are now, what changed). Raises OSError, KeyError.
+    """(deps_key of the files as they are now, list of changes). Raises OSError, KeyError.
 
-    ``recorded`` is a manifest's ``deps``; ``sidecar`` reads the long lists, which only a directory
-    that was touched makes necessary. ``external`` says whether to look at the system's headers.
+    ``recorded`` is a manifest's ``deps``. ``sidecar`` reads the long lists. It is called only if a
+    directory was touched. ``external`` says whether to check the system's headers.
     """
     changed: list[str] = []
     own = []

@@ -1,7 +1,7 @@
-"""Verified bytes that nobody can change any more: files in memory, sealed, for ``dlopen``.
+"""Sealed files in memory, for ``dlopen``: verified bytes that nobody can change any more.
 
-A file on disk that was checked could be replaced before it is opened, and there may be nowhere to
-write one.
+A file on disk could be replaced between the check and the ``dlopen``. And there may be no place to
+write a file.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
-_kept: dict[str, str] = {}  # SHA-256 -> path; the descriptors stay open as long as the process
-_last = 2  # the highest descriptor that was used so
+_kept: dict[str, str] = {}  # SHA-256 -> path; the descriptors stay open until the process ends
+_last = 2  # the highest descriptor that was used for a sealed file
 
 
 class Changed(ValueError):
-    """What was written has another digest than was asked for; the text is that digest."""
+    """The written bytes do not have the expected digest. The message is their digest."""
 
 
 def _after_fork() -> None:
-    # The paths name the parent, which may end before its child opens them.
+    # The paths contain the parent's pid, and the parent may end before the child opens them.
     _kept.clear()
 
 
@@ -34,25 +34,26 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def keep(name: str, sha256: str, fill: Callable[[int], None]) -> str:
-    """A path under which what ``fill`` writes to a descriptor can be opened, by this process and
-    by its children, as long as this process lives. One that has this digest already is used again.
+    """Let ``fill`` write to a sealed file in memory, and return a path to open it by.
 
-    Raises Changed, OSError, and what ``fill`` raises.
+    This process and its children can open the path as long as this process lives. A file that has
+    this digest already is reused. Raises Changed, OSError, and what ``fill`` raises.
     """
     global _last
     known = _kept.get(sha256)
-    if known is not None and _still(known, sha256):
+    if known is not None and _is_intact(known, sha256):
         return known
     first = os.memfd_create("opkiln-" + name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         fill(first)
-        # Sealed first, digested then: until then another process of this user could write to it.
+        # Seal before hashing: until it is sealed, another process of this user could write to it.
         fcntl.fcntl(first, fcntl.F_ADD_SEALS, _SEALS)
         os.lseek(first, 0, os.SEEK_SET)
         if (found := sha256_file(first)) != sha256:
             raise Changed(found)
-        # The dynamic linker knows a library by its path: a number that comes back, after somebody
-        # closed every descriptor, would be taken for the library that had it first.
+        # The dynamic linker identifies a library by its path, which contains the descriptor. If
+        # somebody closed every descriptor and we used a number again, the linker would return the
+        # library that had that number before. So each file gets a higher number.
         fd = fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, _last + 1)
     finally:
         os.close(first)
@@ -62,8 +63,8 @@ def keep(name: str, sha256: str, fill: Callable[[int], None]) -> str:
     return path
 
 
-def _still(path: str, sha256: str) -> bool:
+def _is_intact(path: str, sha256: str) -> bool:
     try:
         return sha256_file(path) == sha256
     except OSError:
-        return False  # somebody closed the descriptor, as daemons close all of theirs
+        return False  # the descriptor was closed: daemons close all of theirs

@@ -1,8 +1,8 @@
-"""What a manifest is made of: every part that is read, and the type that belongs there.
+"""The parts of a manifest, and the type of each.
 
-A digest that holds says that a file is as somebody wrote it, not that opkiln did. So the types are
-checked where a manifest is read, and nowhere else: what reads on can rely on them. Parts that are
-not there are the reader's to miss, and parts that are not known here are left alone.
+A matching digest shows that a file is intact, not that opkiln wrote it. So the types are checked
+once, when a manifest is read, and all other code can rely on them. Missing parts are not an error
+here: the code that needs a part reports it. Unknown parts are ignored.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ _NUMBER = (int, float)
 
 
 class Row:
-    """A list of a fixed beginning; with ``rest``, any number of these, which are numbers in a
-    manifest, after it."""
+    """A list that begins with fixed parts. With ``rest``, any number of items of that shape follow;
+    in a manifest these are numbers."""
 
     def __init__(self, *parts: Any, rest: Any = None) -> None:
         self.parts = parts
@@ -23,7 +23,7 @@ class Row:
 
 
 class Named:
-    """A dict with any names, and one shape for all of its values."""
+    """A dict with any keys, and one shape for all of its values."""
 
     def __init__(self, shape: Any) -> None:
         self.shape = shape
@@ -70,7 +70,7 @@ _MANIFEST = {
         "dirs": [_DIRECTORY],
         "external_dirs": [Row(str, rest=int)],
     },
-    # Of a sidecar, a bundle's index and its signatures.
+    # Parts of a sidecar, of a bundle's index and of its signatures.
     "read": [Row(str, str)],
     "external": [Row(str, str)],
     "names": _TEXTS,
@@ -93,12 +93,12 @@ _WORDS = {
 
 
 def wrong(body: dict[str, Any]) -> str:
-    """What is of another type than belongs there, in words; empty where nothing is."""
+    """A message about the first part that has the wrong type; empty if there is none."""
     return "" if _fits(body, _MANIFEST) else _wrong(body, _MANIFEST, "")
 
 
-# Whether everything fits is asked first, in as few steps as can be: manifests are read on the way
-# to a prebuilt library. JSON has no subclasses, so that types are compared.
+# ``_fits`` comes first and must be fast: manifests are read on the way to a prebuilt library.
+# Comparing types is enough, because JSON has no subclasses.
 
 
 def _fits(value: Any, shape: Any) -> bool:
@@ -129,7 +129,7 @@ _STRINGS, _NUMBERS, _LISTS = {str}, {int}, {list}
 
 
 def _columns_fit(rows: list[Any], shape: Row) -> bool:
-    """Whether rows have the right types: column by column where they are of one length."""
+    """Whether rows have the right types. Goes by columns if all rows have the same length."""
     if not _LISTS.issuperset(map(type, rows)):
         return False
     count = len(shape.parts)
@@ -150,10 +150,10 @@ def _columns_fit(rows: list[Any], shape: Row) -> bool:
 
 def _wrong(value: Any, shape: Any, where: str) -> str:
     if isinstance(shape, (type, tuple)):
-        return "" if _fits(value, shape) else _told(value, where, _WORDS[shape])
+        return "" if _fits(value, shape) else _mismatch(value, where, _WORDS[shape])
     if isinstance(shape, (dict, Named)):
         if not isinstance(value, dict):
-            return _told(value, where, "an object")
+            return _mismatch(value, where, "an object")
         shapes = dict.fromkeys(value, shape.shape) if isinstance(shape, Named) else shape
         parts = [
             (each, shapes[name], f"{where}.{name}" if where else name)
@@ -162,7 +162,7 @@ def _wrong(value: Any, shape: Any, where: str) -> str:
         ]
     else:
         if not isinstance(value, list):
-            return _told(value, where, "a list")
+            return _mismatch(value, where, "a list")
         row = shape if isinstance(shape, Row) else Row(rest=shape[0])
         count, more = len(row.parts), row.rest is not None
         if len(value) < count or (len(value) > count and not more):
@@ -174,6 +174,6 @@ def _wrong(value: Any, shape: Any, where: str) -> str:
     return next(filter(None, (_wrong(*part) for part in parts)), "")
 
 
-def _told(value: Any, where: str, expected: str) -> str:
+def _mismatch(value: Any, where: str, expected: str) -> str:
     shown = repr(value)
     return f"{where} is {shown if len(shown) <= 40 else shown[:39] + '…'}, not {expected}"

@@ -1,16 +1,16 @@
-"""Who made a bundle: signatures over its index, and the keys that are trusted.
+"""Signatures of bundles, and the keys that are trusted.
 
-A bundle's index has the digest of everything else in it (``store.archive``), so whoever signs the
-index signs the bundle. The signatures lie in the bundle, as its last member, one for each key:
+A bundle's index has the digest of everything else in it (``store.archive``), so a signature of the
+index signs the whole bundle. The signatures are the last member of the bundle, one for each key:
 
     {"sha256": …, "manifest": {"kind": "signatures", "version": 1,
                                "signatures": [["ed25519:<public key>", "<signature>"], …]}}
 
-What is signed is a line that nothing else signs, with a version, and the SHA-256 of the index. The
-file carries its own digest, so a flipped bit is found also where nobody has configured a key.
+The signed message is a line that is used for nothing else, with a version, and the SHA-256 of the
+index. The file contains its own digest, so damage is found even if no key is configured.
 
-The library that does the arithmetic is optional, and imported only where ``OPKILN_TRUSTED_KEYS``
-asks for it. Where it is asked for and absent, nothing signed or unsigned is taken.
+The package ``cryptography`` is optional. It is imported only if ``OPKILN_TRUSTED_KEYS`` is set. If
+it is needed and missing, every bundle is refused, signed or not.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 MEMBER = "opkiln-bundle.sig.json"
-LARGEST = 16 << 10  # bytes of all signatures of a bundle
-MOST = 32  # signatures of a bundle
+LARGEST = 16 << 10  # limit for all signatures of a bundle, in bytes
+MOST = 32  # limit for the number of signatures of a bundle
 VARIABLE = "OPKILN_TRUSTED_KEYS"
 
 _KIND, _VERSION = "signatures", 1
 _ALGORITHM = "ed25519:"
-_LARGEST_KEYS = 1 << 20  # bytes of a file of keys
+_LARGEST_KEYS = 1 << 20  # limit for a file of keys, in bytes
 
 
 class Untrusted(StoreError):
-    """A bundle that nobody who is trusted has signed. It may be whole; it is not used."""
+    """A bundle without a signature by a trusted key. It may be intact, but it is not used."""
 
 
 def message(index_sha256: str) -> bytes:
-    """What a key signs for a bundle."""
+    """The message that a key signs for a bundle."""
     return f"opkiln bundle signature {_VERSION}\n{index_sha256}\n".encode()
 
 
 def write_key(public: bytes) -> str:
-    """A public key as one word: what people compare, list and are shown."""
+    """A public key as one word, the form in which people see, compare and list keys."""
     return _ALGORITHM + base64.b64encode(public).decode()
 
 
 def parse_key(text: str) -> bytes:
-    """The 32 bytes of a public key. Raises ValueError for what is not written as ``write_key``
-    does."""
+    """The 32 bytes of a public key. Raises ValueError if ``write_key`` would not write this
+    text."""
     try:
         public = base64.b64decode(text.removeprefix(_ALGORITHM), validate=True)
     except (binascii.Error, ValueError):
         public = b""
     if len(public) != 32 or write_key(public) != text:
-        raise ValueError(f"{text[:100]!r} is no public key such as {write_key(bytes(32))}")
+        raise ValueError(f"{text[:100]!r} is not a public key such as {write_key(bytes(32))}")
     return public
 
 
 def write(signatures: Mapping[str, bytes]) -> bytes:
-    """The member of a bundle for these signatures, by key."""
+    """The member of a bundle that contains these signatures. ``signatures`` maps keys to them."""
     listed = [[key, base64.b64encode(each).decode()] for key, each in sorted(signatures.items())]
     return write_manifest(
         {"schema": SCHEMA, "kind": _KIND, "version": _VERSION, "signatures": listed}
@@ -75,30 +75,30 @@ def write(signatures: Mapping[str, bytes]) -> bytes:
 
 
 def read(data: bytes) -> dict[str, bytes]:
-    """The signatures in a member, by key; whether they are right is another matter.
+    """The signatures in a member, by key. Does not verify them.
 
-    Raises ValueError for what ``write`` does not write.
+    Raises ValueError if ``write`` would not write this data.
     """
     body = parse_manifest(data, MEMBER)
     try:
         listed = body["signatures"]
         found = {str(key): base64.b64decode(text, validate=True) for key, text in listed}
     except (KeyError, TypeError, binascii.Error) as error:
-        raise ValueError(f"signatures that cannot be read: {error}") from error
+        raise ValueError(f"its signatures cannot be read: {error}") from error
     for key, each in found.items():
         parse_key(key)
         if len(each) != 64:
             raise ValueError(f"the signature by {key} has {len(each)} bytes, not 64")
     if not 0 < len(found) <= MOST or write(found) != data:
-        raise ValueError("signatures that are not as they are written")
+        raise ValueError("its signatures are not in the form that opkiln writes")
     return found
 
 
 def trusted() -> tuple[str, ...] | None:
-    """The keys that bundles must be signed with, or None where none are asked for.
+    """The trusted keys, one of which must have signed each bundle; None if none are configured.
 
-    Raises SettingError for a key that is none, and Untrusted where a file with keys cannot be read
-    or is open to others: then it is not known who is trusted, so nobody is.
+    Raises SettingError for a malformed key. Raises Untrusted if a file of keys cannot be read or is
+    writable by others: then it is not known who is trusted, so nobody is.
     """
     listed = settings.trusted_keys
     if listed is None:
@@ -117,7 +117,7 @@ def trusted() -> tuple[str, ...] | None:
 
 
 def _keys_in(path: str) -> list[str]:
-    """The keys in a file: one to a line, then a comment if one likes; ``#`` begins one, too."""
+    """The keys in a file, one per line. Text after a key, and a line with ``#``, is a comment."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as file:
@@ -142,19 +142,19 @@ def _keys_in(path: str) -> list[str]:
 def _no_keys(path: str, reason: str) -> Untrusted:
     return Untrusted(
         f"the keys in {path}, which {VARIABLE} names, cannot be used: {reason}",
-        why="so no bundle is taken",
+        why="without them no bundle is trusted",
         hint=f"ls -l {shlex.quote(path)}",
     )
 
 
-_good: set[tuple[str, bytes, tuple[str, ...]]] = set()  # what was checked in this process
+_good: set[tuple[str, bytes, tuple[str, ...]]] = set()  # signatures verified in this process
 
 
 def require(path: str, index_sha256: str, data: bytes) -> str:
-    """Returns the key that makes a bundle trusted; "" where no keys are configured.
+    """Return the key that makes a bundle trusted; "" if no keys are configured.
 
-    ``data`` is its member with signatures, empty for an unsigned one. Raises Untrusted, which names
-    the bundle, who signed it and who is trusted.
+    ``data`` is the bundle's member with signatures, empty for an unsigned bundle. Raises Untrusted,
+    which names the bundle, its signers and the trusted keys.
     """
     keys = trusted()
     if keys is None:
@@ -190,7 +190,7 @@ def _verifies(path: str, key: str, signature: bytes, signed: bytes) -> bool:
 
 
 def ed25519() -> ModuleType:
-    """The library's module for Ed25519. Raises StoreError where it is absent or too old."""
+    """The Ed25519 module of ``cryptography``. Raises StoreError if it is missing or too old."""
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519 as library
     except ImportError as error:
@@ -203,5 +203,5 @@ def ed25519() -> ModuleType:
 def _untrusted(path: str, reason: str, keys: tuple[str, ...], hint: str = "") -> Untrusted:
     return Untrusted(
         f"{path} is refused: {reason}, and {VARIABLE} asks for a signature by {' or '.join(keys)}",
-        hint=hint or f"echo ${VARIABLE}    # compare it with the key of whoever made the bundle",
+        hint=hint or f"echo ${VARIABLE}    # compare it with the key of the bundle's maker",
     )

@@ -1,9 +1,9 @@
 """The form in which opkiln writes ZIP archives: bundles (members stored) and wheels (deflated).
 
-Members lie one after the other, without times, comments or extra fields, and the directory follows.
-So the same files give the same bytes, and every byte around the members' data follows from their
-headers. ``store.archive`` and ``ship.wheel_check`` compare files with that form. (Two versions of
-zlib may deflate differently.)
+Members follow one another, without times, comments or extra fields. Then comes the directory. So
+the same files give the same bytes, and the headers determine every byte around the members' data.
+``store.archive`` and ``ship.wheel_check`` compare files with that form. (Two versions of zlib may
+deflate differently.)
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 STORED, DEFLATED = 0, 8
 
-# The limits of ZIP without its 64-bit extension, which not every reader has; less some room for the
-# directory.
+# The limits of ZIP without its 64-bit extension, which not every reader supports. The size leaves
+# some room for the directory.
 LARGEST = (4 << 30) - (64 << 20)
 MOST_MEMBERS = 65_000
 
@@ -37,7 +37,7 @@ _CHUNK = 1 << 20
 
 
 class Header(Record):
-    """What an archive says about one member."""
+    """One member of an archive, as its headers describe it."""
 
     name: str
     size: int
@@ -62,7 +62,7 @@ class Added(Record):
 
 
 class Writer:
-    """Writes an archive to a file that can be sought in. Raises OSError."""
+    """Writes an archive to a seekable file. Raises OSError."""
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out
@@ -73,7 +73,7 @@ class Writer:
     ) -> Added:
         """Write a member."""
         offset, mode = self._out.tell(), mode_of(executable=executable)
-        # Sizes and checksum are known afterwards; the header is written again then.
+        # Sizes and checksum are known only after the data. Then the header is written again.
         self._out.write(local_header(Header(name, 0, 0, offset, 0, method, mode)))
         begin = self._out.tell()
         packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, _RAW) if method == DEFLATED else None
@@ -94,7 +94,7 @@ class Writer:
         return Added(name, digest.digest(), size)
 
     def close(self) -> None:
-        """Write the directory. Closing the file is up to the caller."""
+        """Write the directory. The caller closes the file."""
         self._out.write(directory(self._headers))
 
 
@@ -104,7 +104,7 @@ def mode_of(*, executable: bool) -> int:
 
 
 def chunks(path: str) -> Iterator[bytes]:
-    """A file, piece by piece. Raises OSError."""
+    """The contents of a file, chunk by chunk. Raises OSError."""
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
             yield chunk
