@@ -1,6 +1,18 @@
-"""``python -m opkiln`` is ``opkiln``."""
+"""The ``opkiln`` command, which is also ``python -m opkiln``."""
 
-from opkiln.cli.main import main
+import sys
+
+
+def main() -> None:
+    """Runs the command line and exits with its code."""
+    if sys.argv[1:2] == ["run"]:
+        from opkiln.cli import run
+
+        run.at_once(sys.argv[1:])
+    from opkiln.cli import main as commands
+
+    commands.main()
+
 
 if __name__ == "__main__":
     main()

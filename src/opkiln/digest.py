@@ -101,7 +101,8 @@ class Signature(Record):
     def of(cls, path: str) -> Signature:
         """The signature of a file that is about to be read. Raises OSError."""
         read_at = time.time_ns()
-        return cls(*signed((path,)), read_at)
+        size, mtime_ns, ctime_ns, inode = signed((path,))
+        return cls(size, mtime_ns, ctime_ns, inode, read_at)
 
     @property
     def settled(self) -> bool:

@@ -256,3 +256,36 @@ def test_the_variable_switches_it_off_or_is_refused_by_name(value: str) -> None:
         assert done.stdout.strip() == TORCHS, done.stderr
     else:
         assert "OPKILN_PATCH_TORCH='maybe' is not a valid value" in done.stderr
+
+
+def test_run_starts_a_program_without_importing_the_command_line() -> None:
+    command = (sys.executable, "-X", "importtime", "-m", "opkiln", "run")
+    at_once = execute(*command, "true")
+    assert at_once.returncode == 0
+    assert " click" not in at_once.stderr, at_once.stderr
+    with_option = execute(*command, "-q", "true")
+    assert " click" in with_option.stderr, "this test would not notice click"
+
+
+@pytest.mark.parametrize("option", [(), ("-v",)])  # with an option, click parses the command
+def test_run_gives_the_program_its_arguments_and_environment(
+    option: tuple[str, ...], tmp_path: Path
+) -> None:
+    code = "import os, sys; print(sys.argv[1:], os.environ['ANSWER'], os.environ['PYTHONPATH'])"
+    words = (*option, sys.executable, "-c", code, "-q", "--", "two words", "ü")
+    done = run(*words, env={"ANSWER": "42", "PYTHONPATH": "/nowhere"}, cwd=tmp_path)
+    assert done.stdout.startswith("['-q', '--', 'two words', 'ü'] 42 "), done.stderr
+    first, *others = done.stdout.split()[-1].split(os.pathsep)
+    assert first.endswith("startup")
+    assert others == ["/nowhere"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"OPKILN_MODE": "nonsense"}, "error: OPKILN_MODE='nonsense' is not a valid value"),
+        ({"OPKILN_MDE": "auto"}, "warning: unknown setting OPKILN_MDE; did you mean OPKILN_MODE?"),
+    ],
+)
+def test_run_reports_settings_as_every_command_does(environment: dict[str, str], told: str) -> None:
+    assert told in run("true", env=environment).stderr

@@ -10,12 +10,12 @@ from importlib import import_module
 import click
 
 from opkiln import __version__, settings
-from opkiln.cli import output
+from opkiln.cli import output, run
 from opkiln.errors import OpkilnError, StoreError
 
 # Where each command is. Its module is imported when it runs, or when --help needs its first line.
 _COMMANDS = {
-    "run": "run:command",
+    "run": "main:run_command",
     "build": "build:command",
     "plan": "explain:plan_command",
     "explain": "explain:explain_command",
@@ -66,6 +66,36 @@ def cli(ctx: click.Context) -> None:
 output.equip(cli)
 
 
+@click.command(
+    "run",
+    short_help="Run a program with its PyTorch extensions built by opkiln.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND…")
+def run_command(command: tuple[str, ...]) -> None:
+    """Run COMMAND, an unmodified program, with opkiln in place of torch.utils.cpp_extension and of
+    DeepSpeed's op builders.
+
+    \b
+        opkiln run python train.py
+        opkiln run train.py
+        opkiln run pip install --no-build-isolation ./some-extension
+
+    One line on standard error says that opkiln took over, and opkiln then shows what it builds; -q
+    silences both. This holds for every Python that COMMAND starts, and nothing on disk changes.
+    COMMAND is looked up as in a shell; this Python runs a FILE.py that is not executable.
+    OPKILN_PATCH_TORCH=1 does the same for a Python that has opkiln installed. OPKILN_DEEPSPEED
+    chooses what DeepSpeed's builders load.
+    """
+    program, words = run.find(list(command))
+    if line := run.announcement(list(command)):
+        output.say(line)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    given = run.environment() | output.child_variables()
+    os.execve(program, words, given)  # noqa: S606 (argv as the user gave it, no shell)
+
+
 @click.command("completion", short_help="Print a completion script for a shell.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion_command(shell: str) -> None:
@@ -85,7 +115,7 @@ def completion_command(shell: str) -> None:
 
 
 def main() -> None:
-    """The entry point: runs the command line and exits with its code."""
+    """Run the command line and exit with its code."""
     warnings.showwarning = _show_warning  # type: ignore[assignment]
     sys.exit(_run(sys.argv[1:]))
 
