@@ -241,7 +241,7 @@ class _Build:
     def _shown(self, step: Step, stage: str, places: dict[str, str]) -> dict[str, str]:
         if not step.plain_paths:
             return places
-        return compiling.shown_plainly(self._plan, step, stage, places)
+        return compiling.with_plain_paths(self._plan, step, stage, places)
 
     def _failed_log(self, failed: StepFailed) -> str:
         inline = "".join(
@@ -277,7 +277,7 @@ class _Build:
         )  # fmt: skip
         if root is not None:
             try:
-                final = self._appear(leaf, root, relative)
+                final = self._publish_leaf(leaf, root, relative)
             except StoreError as error:
                 warnings.warn(
                     f"{error}\nthis process uses its own copy", StoreWarning, stacklevel=2
@@ -289,7 +289,7 @@ class _Build:
         path = publish.private_copy(linked.path)
         return Artifact(path, sha256_file(path), "built", linked.compiled, seconds)
 
-    def _appear(self, leaf: str, root: str, relative: str) -> Leaf | None:
+    def _publish_leaf(self, leaf: str, root: str, relative: str) -> Leaf | None:
         """Publish, and read back the entry: ours, or that of the process that won the race.
 
         None if it cannot be seen (a network file system may hide it for a while) or is damaged.

@@ -203,7 +203,7 @@ def _library_header(header: str, plan: Plan) -> str:
     wheels = wheel_headers.beside(torch, device.include_dirs, release)
     if wheels.release not in ((0, 0), release):
         other = f"{wheels.release[0]}.{wheels.release[1]}"
-        why += f"; the wheels beside torch are for CUDA {other}, another release"
+        why += f"; the wheels next to torch are for CUDA {other}, another release"
     return f"{bring}    # {why}"
 
 

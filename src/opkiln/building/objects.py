@@ -168,7 +168,7 @@ class _Batch:
     def _task(self, step: Step) -> schedule.Task:
         places = self._places
         if step.plain_paths:
-            places = shown_plainly(self._plan, step, self._stage, places)
+            places = with_plain_paths(self._plan, step, self._stage, places)
 
         def widened(threads: int) -> tuple[str, ...]:
             return self._argv(step, {**places, "threads": str(threads)})
@@ -258,7 +258,7 @@ class _Batch:
 _LINKED = ("src", "opkiln", "torch", "python", "wheels")
 
 
-def shown_plainly(plan: Plan, step: Step, stage: str, places: dict[str, str]) -> dict[str, str]:
+def with_plain_paths(plan: Plan, step: Step, stage: str, places: dict[str, str]) -> dict[str, str]:
     """The places for a compiler that passes its arguments to a shell. A path with characters that
     a shell would interpret is replaced by a symbolic link. Raises BuildError if that is not enough.
     """

@@ -36,7 +36,7 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
     STATES: ClassVar[tuple[str, ...]]  # in the order of the op's arguments
     DEVICES: ClassVar[tuple[str, ...]]  # types of devices that parameters may be on
     DEVICES_TEXT: ClassVar[str]  # the same in messages
-    ELSEWHERE: ClassVar[str]  # what to use for parameters on other devices
+    ALTERNATIVE: ClassVar[str]  # the optimizer to use for parameters on other devices
     IN_DEEPSPEED: ClassVar[Mapping[str, str]] = {}  # states that have another name there
     COUNTED: ClassVar[bool] = True  # steps differ by their number: a saved state must have it
     # Options that are in the defaults, which are pickled with the optimizer, but not in the groups:
@@ -80,7 +80,7 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
                     raise ArgumentError(
                         f"{place(index, group, i)} is on {param.device}: "
                         f"{self.OWNER} steps parameters {self.DEVICES_TEXT}",
-                        hint=self.ELSEWHERE,
+                        hint=self.ALTERNATIVE,
                     )
             self._check_group(index, group)
         except UsageError:

@@ -249,11 +249,11 @@ class FusedOptimizer(ListOptimizer):
         # How many states hold each count. This includes parameters of other groups, those without a
         # gradient, and those that were taken out of their group and may come back. Usually all are
         # in one call.
-        alone = len(places) == 1 and len(set(map(id, found[0][0]))) == len(self.state)
+        all_here = len(places) == 1 and len(set(map(id, found[0][0]))) == len(self.state)
         holders = Counter(
             [
                 id(state["step"])
-                for state in (() if alone else self.state.values())
+                for state in (() if all_here else self.state.values())
                 if isinstance(state, dict) and "step" in state  # users may keep other things there
             ]
         )

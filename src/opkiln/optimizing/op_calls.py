@@ -1,7 +1,7 @@
 """Calls of ops that write to long lists of tensors: the layout they need, and their results.
 
 An op raises an error for a wrong argument before it writes anything. Nothing here catches that,
-because an error of a kernel looks the same. If a call is no error but another call is needed, that
+because an error of a kernel looks the same. If nothing is wrong but another call is needed, that
 is checked before the call, or the op returns a status.
 """
 

@@ -122,7 +122,7 @@ def _export(payload: str, out: str) -> str:
         key = named(manifest)[-1]
         final = os.path.join(out, LAYOUT, "ops", distribution, op, intent, build, key)
         if not os.path.isdir(final):
-            _appear(payload, manifest, inputs, final)
+            _write(payload, manifest, inputs, final)
     except (OSError, ValueError, KeyError) as error:
         raise StoreError(f"{payload} cannot be exported to {out}: {error}") from error
     return final
@@ -161,7 +161,7 @@ def _shipped(manifest: dict[str, Any]) -> dict[str, Any]:
     return {**{name: manifest[name] for name in _KEPT}, "deps": deps}
 
 
-def _appear(payload: str, manifest: dict[str, Any], inputs: dict[str, Any], final: str) -> None:
+def _write(payload: str, manifest: dict[str, Any], inputs: dict[str, Any], final: str) -> None:
     parent = os.path.dirname(final)
     os.makedirs(parent, exist_ok=True)
     staged = os.path.join(parent, f".{secrets.token_hex(8)}")

@@ -182,7 +182,7 @@ def _asked(
             wanted = (NamedTarget(builder.backend, asked),) if asked else (None,)
         else:
             wanted = selection.targets((builder.backend,))
-        requests += [Request(selection.ask(_again(builder), target), target) for target in wanted]
+        requests += [Request(selection.ask(_fresh(builder), target), target) for target in wanted]
     return prebuild.Asked(tuple(requests), tuple(refused))
 
 
@@ -196,7 +196,7 @@ def _targets(builder: OpBuilder) -> tuple[NamedTarget, ...]:
     return found
 
 
-def _again(builder: OpBuilder) -> OpBuilder:
+def _fresh(builder: OpBuilder) -> OpBuilder:
     """A copy of a builder that has not chosen a backend yet."""
     again = copy.copy(builder)
     vars(again).pop("backend", None)
@@ -246,12 +246,12 @@ def _require_named(package: str, named: dict[str, str], outcomes: Sequence[Outco
         hint = _NO_ISOLATION
     raise BuildError(
         f"{package} cannot be installed with {', '.join(ops)} precompiled{asks}",
-        why="\n".join(dict.fromkeys(_told(each) for each in failures)),
+        why="\n".join(dict.fromkeys(_message(each) for each in failures)),
         hint=hint,
     )
 
 
-def _told(outcome: Outcome) -> str:
+def _message(outcome: Outcome) -> str:
     error = outcome.error
     assert error is not None
     return "\n".join([error.what, *(f"  {line}" for line in error.why.splitlines())])

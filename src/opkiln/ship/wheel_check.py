@@ -134,7 +134,7 @@ def _read_record(
         algorithm, _, encoded = digest.partition("=")
         if name == f"{info}/RECORD":
             if digest or size:
-                raise _Refused(f"{name} has a digest of its own")
+                raise _Refused(f"{name} lists a digest of itself")
             continue
         if algorithm != "sha256":
             raise _Refused(f"{info}/RECORD has no SHA-256 of {name}")

@@ -100,7 +100,7 @@ def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, lis
     if search is None or search.taken != compiler:
         return None
     if any(map(os.path.lexists, absent)):
-        return None  # a file that is not a hipcc is where a hipcc could be
+        return None  # another file is in a place where a hipcc could be
     return {"unchanged": unchanged + search.signatures, "absent": absent}
 
 

@@ -61,7 +61,7 @@ def installed() -> str | None:
 
 
 def unfit(library: str) -> str:
-    """Why this runtime cannot compile kernels, as far as its files tell; else empty."""
+    """Why this runtime cannot compile kernels, judging by its files; empty if it can."""
     name = os.path.basename(library)
     if int(name.rpartition(".")[2]) < _OLDEST:
         return f"{name} cannot compile kernels by itself: pip install -U '{PACKAGE}>=2026'"

@@ -102,7 +102,7 @@ def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, lis
     if search is None or search.taken != compiler or not toolkits.present():
         return None
     if any(map(os.path.lexists, absent)):
-        return None  # a file that is not an nvcc is where an nvcc could be
+        return None  # another file is in a place where an nvcc could be
     if not search.lasting:
         return None
     absent += search.absent
