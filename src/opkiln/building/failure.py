@@ -114,9 +114,7 @@ def _killed(where: str, ended: str, kept: str, before: cgroup.Kills) -> BuildErr
         why = f"the control group's limit is {_mebibytes(limit)}"
         hint = "MAX_JOBS=1    # or give the container or job more memory"
     else:
-        why = (
-            f"the machine has {_mebibytes(cgroup.total_memory())}, and other processes use it too"
-        )
+        why = f"the machine has {_mebibytes(cgroup.total_memory())}, and other processes use it too"
         hint = "MAX_JOBS=1"
     return BuildError(
         f"{where}: the compiler ran out of memory and was killed", why=f"{why}\n{kept}", hint=hint

@@ -144,8 +144,8 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
                 state = ParamState(own_entries(self.state[param], param, self.STATES))
                 state.pop(MASTER, None)
                 self.state[param] = state
-                # DeepSpeed's fused optimizers, and old versions of its others, have the count in the
-                # group.
+                # DeepSpeed's fused optimizers, and old versions of its others, have the count in
+                # the group.
                 yield index, param, state, saved, saved.get("step", saved_group.get("step", 0))
 
     def _known_plans(self) -> Plans[Any]:
