@@ -346,7 +346,7 @@ def test_the_levels_of_its_weight_only_inference_come_back(quantizer: Quantizer,
 
 def test_what_cannot_be_quantized_is_named(quantizer: Quantizer) -> None:
     x = _normal(100)
-    with pytest.raises(UsageError, match="100 elements cannot be cut into 3 groups"):
+    with pytest.raises(UsageError, match="100 elements cannot form 3 groups"):
         quantizer.quantize(x, 3, 8, quantizer.Symmetric)
     with pytest.raises(UsageError, match="num_bits is 3, expected 4 or 8"):
         quantizer.quantize(x, 4, 3, quantizer.Symmetric)

@@ -286,7 +286,7 @@ def check_a_capture_that_would_make_states_is_refused() -> None:
     params = parameters((8,), (9,))
     give_gradients(params)
     optimizer = FusedAdam(params)
-    for why in ("no state yet", "no longer are"):
+    for why in ("no state yet", "no longer stepped together"):
         with torch.cuda.stream(torch.cuda.Stream()):
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin()

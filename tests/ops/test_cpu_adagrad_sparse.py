@@ -213,6 +213,6 @@ def test_rollback_needs_a_gradient_of_the_same_kind() -> None:
     optimizer.step()
     after = model.weight.detach().clone()
     model.weight.grad = model.weight.grad.to_dense()
-    with pytest.raises(UsageError, match="gradient of the last step is gone"):
+    with pytest.raises(UsageError, match="gradient of the last step is missing"):
         optimizer.rollback()
     assert torch.equal(model.weight, after)

@@ -168,7 +168,7 @@ def test_rollback_needs_a_step_and_its_gradients() -> None:
     optimizer.step()
     after = params[0].detach().clone()
     grad, params[0].grad = params[0].grad, None
-    with pytest.raises(UsageError, match="gradient of the last step is gone"):
+    with pytest.raises(UsageError, match="gradient of the last step is missing"):
         optimizer.rollback()
     assert torch.equal(params[0], after)
     params[0].grad = grad

@@ -490,7 +490,7 @@ def test_the_state_of_another_optimizer_is_refused_and_changes_nothing(kind: Any
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0] = {"momentum_buffer": torch.zeros(4)}
     name = kind.STATES[0]
-    with pytest.raises(UsageError, match=rf"state\[0\]: there is no {name}, but momentum_buffer"):
+    with pytest.raises(UsageError, match=rf"state\[0\]: missing {name}; found momentum_buffer"):
         optimizer.load_state_dict(saved)
     assert_untouched(optimizer, before)
 

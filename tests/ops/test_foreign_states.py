@@ -109,8 +109,8 @@ def _with(entry: str, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_without("exp_avg_sq"), r"state\[1\]: there is no exp_avg_sq, but step, exp_avg"),
-        (_without("step"), r"state\[1\]: there is no step"),
+        (_without("exp_avg_sq"), r"state\[1\]: missing exp_avg_sq; found step, exp_avg"),
+        (_without("step"), r"state\[1\]: missing step"),
         (_with("step", torch.tensor(-1.0)), r"state\[1\]: step is .*expected a whole number"),
         (_with("step", torch.tensor(1.5)), r"state\[1\]: step is .*expected a whole number"),
         (_with("step", torch.ones(2)), r"state\[1\]: step is .*expected a whole number"),
@@ -119,7 +119,7 @@ def _with(entry: str, value: Any) -> Any:
         (_with("momentum_buffer", torch.ones(3)), r"state\[1\]: unexpected momentum_buffer"),
         (
             lambda saved: saved["param_groups"][0].pop("betas"),
-            r"param_groups\[0\]: there is no betas, but lr",
+            r"param_groups\[0\]: missing betas; found lr",
         ),
         (lambda saved: saved.pop("param_groups"), "expected the keys 'state' and 'param_groups'"),
         (dict.clear, "found nothing"),

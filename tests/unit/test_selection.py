@@ -72,13 +72,13 @@ def test_a_setting_is_no_switch_of_an_op_of_that_name(monkeypatch: pytest.Monkey
     monkeypatch.setenv("DS_BUILD_STRING", "cu130")
     ops = [Declared("timeout"), Declared("string")]
     assert [each.wanted for each in selection.choose(ops)] == [False, False]
-    assert selection.strangers(ops) == []
+    assert selection.unknown_variables(ops) == []
 
 
 def test_variables_that_name_no_op_of_the_package_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OPKILN_BUILD_ADDAM", "OPKILN_BUILD_ADAM", "OPKILN_BUILD_OPS"):
         monkeypatch.setenv(name, "1")
-    assert selection.strangers(OPS) == ["OPKILN_BUILD_ADDAM"]
+    assert selection.unknown_variables(OPS) == ["OPKILN_BUILD_ADDAM"]
 
 
 def test_a_builders_own_variable_is_read_without_importing_it(tmp_path: Path) -> None:

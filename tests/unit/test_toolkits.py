@@ -453,7 +453,7 @@ def test_a_toolkit_with_a_part_that_cannot_be_read_is_passed_over(here: Machine)
     (made.home / "bin/ptxas").unlink()
     (made.home / "bin/ptxas").mkdir()
     assert here.choose("13.0").home == str(next_best.home)
-    assert "cannot be asked: [Errno 21]" in here.candidates("13.0")["usr/cuda-13.0"][2]
+    assert "cannot be run: [Errno 21]" in here.candidates("13.0")["usr/cuda-13.0"][2]
 
 
 def test_an_nvcc_that_fails_with_one_host_compiler_is_asked_again_with_another(

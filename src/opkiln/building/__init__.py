@@ -1,1 +1,1 @@
-"""How it is built: compile, link, load-test, publish."""
+"""How an op is built: compile, link, load-test, publish."""

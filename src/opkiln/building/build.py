@@ -1,4 +1,7 @@
-"""A miss: plan, compile, link, load-test, publish; one builder per entry, the others wait."""
+"""Builds an op that is not in the store: plan, compile, link, load-test, publish.
+
+One process builds an entry; the others wait for it.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +48,10 @@ _ATTEMPTS = 4
 
 
 def build(plan: Plan, store: Store) -> Artifact:
-    """The artifact, built, or found if another process was faster.
+    """The artifact: built here, or found if another process was faster.
 
-    Raises every BuildError; nothing is published then, and whoever waits sees the same error.
-    Raises StoreError where something cannot be read or written.
+    Raises BuildError if the build fails. Then nothing is published, and processes that wait for
+    this build get the same error. Raises StoreError if something cannot be read or written.
     """
     spec = plan.spec
     try:
@@ -90,8 +93,8 @@ def _take_turn(plan: Plan, store: Store) -> Artifact:
 
     claim(store.root)
     if store.root is None:
-        # Nothing can be written, so nothing can be remembered of the compiler either: this is the
-        # first look that knows which builds are its own.
+        # Nothing can be written, so no probe of a compiler was remembered either. The build key is
+        # known only now, so this is the first time that the store can be searched for it.
         return arrived() or _Build(plan, store, intent, build_name).run()
 
     def waiting(state: lock.Waiting) -> None:
@@ -105,14 +108,15 @@ def _take_turn(plan: Plan, store: Store) -> Artifact:
         try:
             return _Build(plan, store, intent, build_name).run()
         except (CompileError, LoadTestError, SourcesChanging) as error:
-            # What follows from the inputs. A full disk, a time-out, a killed compiler are this
-            # process's own; whoever waits tries for itself.
+            # These errors follow from the inputs, so every process would get them. A full disk, a
+            # time-out or a killed compiler concern only this process: those that wait then build
+            # for themselves.
             got.fail(error)
             raise
 
 
 class _Linked(NamedTuple):
-    """A finished artifact in the staging directory, and all that went into it."""
+    """A finished artifact in the staging directory, and everything that went into it."""
 
     path: str
     read: tuple[str, ...]
@@ -158,11 +162,11 @@ class _Build:
             linked = self._settle(stage)
         except StepFailed as failed:
             if failure.ran_out_of_space(failed.completed.output):
-                raise failure.no_space(spec, stage) from None  # nothing that follows from a source
+                raise failure.no_space(spec, stage) from None  # the sources are not the cause
             log = failure.write_log(
                 self._store.root, f"{spec.name}-{self._build[:12]}", self._failed_log(failed)
             )
-            replaced = {stage: "./build"}  # as `opkiln plan` has it
+            replaced = {stage: "./build"}  # the name that `opkiln plan` uses
             if spec.inline:
                 replaced[spec.root + "/"] = ""
             raise failure.compile_error(failed, self._plan, log, replaced, killed) from None
@@ -176,7 +180,7 @@ class _Build:
         return self._publish(linked, stage, seconds)
 
     def _settle(self, stage: str) -> _Linked:
-        """Compile and link until one state of the sources went into all of it."""
+        """Compile and link until everything was built from the same state of the sources."""
         for _ in range(_ATTEMPTS):
             objects = compiling.objects(self._plan, self._store, stage)
             linked = libraries.of(self._plan)
@@ -186,9 +190,10 @@ class _Build:
             read = tuple(dict.fromkeys(path for each in objects for path in each.read))
             dependencies = deps.gather(self._plan, read, Hasher(), linked)
             now = deps.own_digests(self._plan, dependencies)
-            # Each object is right for what it read when it was compiled; a header edited between
-            # two compiles would be in one object as it was and in another as it is. So every one is
-            # asked: in a union the later would hide what the earlier has read.
+            # Each object matches the files that it read when it was compiled. If a header was
+            # edited between two compiles, one object has the old text and another has the new one.
+            # So each object is compared on its own: in a union of what they read, the later digest
+            # would hide the earlier one.
             saw = (before, *(each.own for each in objects))
             if all(now.get(path, sha) == sha for read_by in saw for path, sha in read_by.items()):
                 fresh = [each for each in objects if not each.cached]
@@ -236,7 +241,7 @@ class _Build:
     def _shown(self, step: Step, stage: str, places: dict[str, str]) -> dict[str, str]:
         if not step.plain_paths:
             return places
-        return compiling.shown_plainly(self._plan, step, stage, places)
+        return compiling.with_plain_paths(self._plan, step, stage, places)
 
     def _failed_log(self, failed: StepFailed) -> str:
         inline = "".join(
@@ -272,7 +277,7 @@ class _Build:
         )  # fmt: skip
         if root is not None:
             try:
-                final = self._appear(leaf, root, relative)
+                final = self._publish_leaf(leaf, root, relative)
             except StoreError as error:
                 warnings.warn(
                     f"{error}\nthis process uses its own copy", StoreWarning, stacklevel=2
@@ -284,11 +289,11 @@ class _Build:
         path = publish.private_copy(linked.path)
         return Artifact(path, sha256_file(path), "built", linked.compiled, seconds)
 
-    def _appear(self, leaf: str, root: str, relative: str) -> Leaf | None:
-        """Publish, and read back what is there now: ours, or that of whoever won the race.
+    def _publish_leaf(self, leaf: str, root: str, relative: str) -> Leaf | None:
+        """Publish, and read back the entry: ours, or that of the process that won the race.
 
-        None where it cannot be seen (a network file system may hide it for a while) or is not good:
-        then this process goes on with its own, verified copy.
+        None if it cannot be seen (a network file system may hide it for a while) or is damaged.
+        Then this process continues with its own, verified copy.
         """
         from opkiln.store.entry import Refused, examine
 
@@ -299,15 +304,15 @@ class _Build:
             if isinstance(found, Leaf) and _is_for(found, self._plan.target):
                 return found
             if isinstance(found, Leaf) or (isinstance(found, Refused) and found.damaged):
-                # We hold the lock, so this is no entry that another builder just made.
-                with contextlib.suppress(OSError):  # it stays, and is refused by every reader
+                # We hold the lock, so another builder cannot have just made this entry.
+                with contextlib.suppress(OSError):  # it stays, and every reader refuses it
                     publish.discard(root, final)
         return None
 
 
 def _is_for(leaf: Leaf, target: Target) -> bool:
-    """Whether an entry was built for this target, as its name says: not in a store that was put
-    together badly, where it may be for another CPU."""
+    """Whether an entry was built for this target, as its name says. In a store that was assembled
+    wrongly it may be for another CPU."""
     return bool(leaf.manifest["target"] == json.loads(json.dumps(target._asdict())))
 
 
@@ -317,7 +322,7 @@ def _compilers(plan: Plan) -> list[Toolchain | DeviceCompiler]:
 
 
 def _runtimes(toolchain: Toolchain) -> tuple[str, ...]:
-    """The libraries that a process has loaded before an op of this toolchain: SYCL's."""
+    """The libraries that must be loaded before an op of this toolchain: the SYCL runtime."""
     device = toolchain.device
     if device is None or device.family not in (sycl.ICPX, sycl.RUNTIME):
         return ()
@@ -326,7 +331,7 @@ def _runtimes(toolchain: Toolchain) -> tuple[str, ...]:
 
 
 def inputs(plan: Plan) -> dict[str, Any]:
-    """What the keys were made of, in words; `explain` shows the difference to today's."""
+    """The inputs of the keys, as text. `explain` shows how they differ from the present ones."""
     spec = plan.spec
     named = {
         "src": "{src}",
@@ -339,7 +344,8 @@ def inputs(plan: Plan) -> dict[str, Any]:
         "threads": "{threads}",
         "abs": "",
     }
-    # Where the compilers lie is nothing that a result depends on, and no business of others.
+    # Only the names of the compilers: the result does not depend on their paths, and the paths are
+    # private to this machine.
     programs = [
         (each.cxx if isinstance(each, Toolchain) else each.path) for each in _compilers(plan)
     ]

@@ -1,4 +1,4 @@
-"""From a step that failed to an error a person can act on: first error, command, log."""
+"""Turns a failed step into an error with the first message, the command and the log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from opkiln.model import CUDA, ONE_CALL, OpSpec, Plan
 from opkiln.toolchain import torch_sdk, wheel_headers
 from opkiln.trust import make_private
 
-# file:line:column: of g++ and clang, file(line): of nvcc.
+# g++ and clang write file:line:column:, nvcc writes file(line):.
 _DIAGNOSTIC = re.compile(
     r"^(?P<where>[^\n]+?(?::\d+(?::\d+)?|\(\d+\))): (?:fatal )?error:? .*$", re.MULTILINE
 )
@@ -45,7 +45,7 @@ def first_error(output: str) -> str:
 
 
 def _shortened(line: str) -> str:
-    """A line that a screen can show: the names of nested templates have no end."""
+    """A line that fits on a screen. Names of nested templates can be very long."""
     return line if len(line) <= _WIDTH else line[: _WIDTH - 2] + " …"
 
 
@@ -58,9 +58,9 @@ def compile_error(
 ) -> BuildError:
     """The error for a step that failed: its first error, and where the rest is.
 
-    ``replaced`` maps staging paths to lasting ones; ``killed_before`` is what the kernel had killed
-    for want of memory when the build began. The command is in the log; it is said here where there
-    is none.
+    ``replaced`` maps staging paths to the names to show instead. ``killed_before`` is how many
+    processes the kernel had killed for lack of memory when the build began. The command is in the
+    log; if there is no log, the error has it.
     """
     spec = plan.spec
     output = _replace(failed.completed.output, replaced)
@@ -84,7 +84,7 @@ def compile_error(
     )
 
 
-# What a driver says of a compiler that it started and that was killed: g++, clang, nvcc.
+# The messages of g++, clang and nvcc when a compiler that they started was killed.
 _CHILD_KILLED = re.compile(
     r"Killed signal terminated program|unable to execute command: Killed|died due to signal 9\b"
 )
@@ -94,29 +94,27 @@ def _killer(status: int, output: str) -> str:
     """The signal that ended a step's process, or the compiler that it had started."""
     if status < 0:
         return signal.Signals(-status).name
-    # 128 + a signal: a shell says so of what it ran, and so a wrapper that is a script.
+    # A shell, and so a wrapper script, exits with 128 + the signal that killed its program.
     if status == 128 + signal.SIGKILL or _CHILD_KILLED.search(output):
         return signal.SIGKILL.name
     return ""
 
 
 def _killed(where: str, ended: str, kept: str, before: cgroup.Kills) -> BuildError:
-    """The error for a compiler that was killed, which says nothing about the source."""
+    """The error for a compiler that was killed. The source may be correct."""
     if ended != signal.SIGKILL.name:
         return BuildError(f"{where}: the compiler was killed by {ended}", why=kept)
     now, limit = cgroup.out_of_memory_kills(), cgroup.memory_limit()
     if now == before:
         return BuildError(
             f"{where}: the compiler was killed by {ended}",
-            why=f"the kernel counted no out-of-memory kill meanwhile\n{kept}",
+            why=f"the kernel counted no out-of-memory kill during the build\n{kept}",
         )
     if now.group > before.group and limit is not None:
         why = f"the control group's limit is {_mebibytes(limit)}"
         hint = "MAX_JOBS=1    # or give the container or job more memory"
     else:
-        why = (
-            f"the machine has {_mebibytes(cgroup.total_memory())}, and other processes use it, too"
-        )
+        why = f"the machine has {_mebibytes(cgroup.total_memory())}, and other processes use it too"
         hint = "MAX_JOBS=1"
     return BuildError(
         f"{where}: the compiler ran out of memory and was killed", why=f"{why}\n{kept}", hint=hint
@@ -128,12 +126,12 @@ def _mebibytes(size: int) -> str:
 
 
 def ran_out_of_space(output: str) -> bool:
-    """Whether a program says so. Children speak the C locale's language."""
+    """Whether a program's output reports a full disk. Children run in the C locale."""
     return any(os.strerror(code) in output for code in FULL)
 
 
 def no_space(spec: OpSpec, directory: str) -> StoreError:
-    """The error for a build whose directory took no more: its path, and the bytes."""
+    """The error for a full build directory, with its path and sizes in bytes."""
     room = os.statvfs(directory)
     used = sum(
         os.lstat(os.path.join(base, name)).st_size
@@ -141,7 +139,7 @@ def no_space(spec: OpSpec, directory: str) -> StoreError:
         for name in names
     )
     return StoreError(
-        f"op {spec.name} cannot be built in {directory}: no space is left after {used} bytes",
+        f"op {spec.name} cannot be built in {directory}: the disk was full after {used} bytes",
         why=f"{room.f_bavail * room.f_frsize} of {room.f_blocks * room.f_frsize} bytes are free "
         "there",
         hint="set OPKILN_TMPDIR to a node-local directory with space",
@@ -154,7 +152,7 @@ def _replace(text: str, replaced: dict[str, str]) -> str:
     return text
 
 
-# Libraries of the CUDA toolkit that are packages of their own.
+# Libraries of the CUDA toolkit that have their own packages.
 _CUDA_LIBRARIES = ("cublas", "cublasLt", "cufft", "curand", "cusolver", "cusparse", "nvrtc")
 _NOT_STABLE = "should not be included when either TORCH_STABLE_ONLY"
 
@@ -183,15 +181,15 @@ def _hint(output: str, plan: Plan) -> str:
     if "out of memory" in output.lower():
         return "MAX_JOBS=1    # and see `ulimit -v`"
     if spec.distribution == ONE_CALL:
-        return ""  # it has no name that a command would know
+        return ""  # no command can build it by name
     where = f" --target {target.backend}:{','.join(target.archs)}" if target.archs else ""
     return f"opkiln build {spec.name}{where}    # after fixing it"
 
 
 def _library_header(header: str, plan: Plan) -> str:
-    """How to get a header of one of CUDA's libraries, which the toolkit does not have."""
+    """How to install a header of one of CUDA's libraries that the toolkit does not have."""
     device, torch = plan.toolchain.device, plan.toolchain.torch
-    assert device is not None  # a plan for this backend is made with its compiler
+    assert device is not None  # every plan for this backend has a device compiler
     release = torch_sdk.release(device.version)
     wanted = f"{release[0]}.{release[1]}"
     library = wheel_headers.LIBRARIES[header]
@@ -203,12 +201,12 @@ def _library_header(header: str, plan: Plan) -> str:
     wheels = wheel_headers.beside(torch, device.include_dirs, release)
     if wheels.release not in ((0, 0), release):
         other = f"{wheels.release[0]}.{wheels.release[1]}"
-        why += f"; the wheels beside torch are for CUDA {other}, another release"
+        why += f"; the wheels next to torch are for CUDA {other}, another release"
     return f"{bring}    # {why}"
 
 
 def write_log(root: str | None, name: str, text: str) -> str:
-    """Keep a failed build's log. Returns its path, or nothing where none can be kept."""
+    """Write a failed build's log. Returns its path, or "" if it cannot be written."""
     if root is None:
         return ""
     path = os.path.join(root, "logs", name + ".log")
@@ -221,5 +219,5 @@ def write_log(root: str | None, name: str, text: str) -> str:
     except OSError:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        return ""  # the error itself says more than a log that cannot be kept
+        return ""  # the build error matters more than the missing log
     return path

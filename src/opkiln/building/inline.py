@@ -1,8 +1,8 @@
 """Sources that are given as text: how each part is marked, written for a compiler, and shown.
 
-The parts of one file are joined behind generated includes. A ``#line`` before each makes a
-compiler's messages name the argument and the line in it (``cpp_sources[0]:3``). The marks hold no
-path, so the text and every key made of it are the same everywhere.
+The parts of one file follow generated includes. A ``#line`` before each part makes the compiler's
+messages name the argument and the line in it (``cpp_sources[0]:3``). The marks contain no path, so
+the text and every key made from it are the same on every machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 BINDINGS = "functions"  # the argument that the generated bindings come from
 
-# No other name is taken from a text: files are written by these.
+# These are the only names accepted from a text, because files are written under them.
 _MARK = r'^#line 1 "((?:cpp|cuda|sycl)_sources\[\d+\]|functions)"\n'
 
 
@@ -27,7 +27,7 @@ def marked(name: str, text: str) -> str:
 
 
 def unmarked(text: str) -> str:
-    """A file's text without the marks: what torch would have written."""
+    """A file's text without the marks, as torch would have written it."""
     import re
 
     return re.sub(_MARK, "", text, flags=re.MULTILINE)
@@ -40,7 +40,7 @@ def write_sources(spec: OpSpec, root: str) -> None:
 
 
 def write_parts(spec: OpSpec, directory: str) -> None:
-    """Write each part under its name, where g++ looks for the line that a message is about.
+    """Write each part to a file of its name, where g++ looks for the line to show in a message.
 
     Raises OSError.
     """
@@ -57,6 +57,6 @@ def _parts(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _write(path: str, text: str) -> None:
-    # The key digests the text; the file must not depend on the user's locale.
+    # The key is a digest of the text, so the file must not depend on the user's locale.
     with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
         file.write(text)

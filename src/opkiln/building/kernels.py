@@ -1,4 +1,4 @@
-"""What ``ptxas -v`` says of each kernel, in one line each."""
+"""Summarizes the output of ``ptxas -v``, one line for each kernel."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 
 class Kernel(NamedTuple):
-    """What one kernel takes on one architecture."""
+    """The resources that one kernel uses on one architecture."""
 
-    name: str  # as the linker has it
+    name: str  # mangled
     arch: str  # sm_90a
-    registers: int  # of a thread
-    shared: int  # bytes of a block, known at compile time
-    stores: int  # bytes of a thread that are spilled
-    loads: int  # and read back
+    registers: int  # per thread
+    shared: int  # bytes per block, known at compile time
+    stores: int  # bytes that a thread spills
+    loads: int  # bytes that it reads back
 
     def __str__(self) -> str:
         spilled = "no spills"
@@ -33,7 +33,7 @@ class Kernel(NamedTuple):
 
 
 def read(output: str) -> list[Kernel]:
-    """The kernels in the output of a compile, in its order; what says nothing of one is skipped."""
+    """The kernels in the output of a compile, in its order. Other lines are skipped."""
     found: list[Kernel] = []
     entry, spills = None, None
     for line in output.splitlines():
@@ -53,12 +53,12 @@ def read(output: str) -> list[Kernel]:
                     loads=int(spills[2]),
                 )
             )
-            entry = None  # functions that it calls are reported after it
+            entry = None  # the lines after this are about functions that it calls
     return found
 
 
 def _demangled(name: str) -> str:
-    """A C++ name as it is written; unchanged where there is no C++ library to ask."""
+    """A C++ name as it is written in the source; unchanged if libstdc++ is not found."""
     try:
         demangle = ctypes.CDLL("libstdc++.so.6")["__cxa_demangle"]
     except OSError:

@@ -1,4 +1,4 @@
-"""The load test: a fresh library must load in a fresh process before anybody can find it."""
+"""The load test: a new library must load in a new process before it is published."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _PROBE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "probe_load.py
 def check(
     spec: OpSpec, torch: TorchSDK | None, path: str, *, after: tuple[str, ...] = (), tmpdir: str
 ) -> None:
-    """Load ``path`` in a child, after torch's libraries and those in ``after``.
+    """Load ``path`` in a child process, after torch's libraries and those in ``after``.
 
-    Raises LoadTestError with what the dynamic linker said, or the signal that ended the child, or
-    the functions that the library registers no kernels for; StoreError where nothing can be loaded
-    from the directory.
+    Raises LoadTestError with the dynamic linker's message, the signal that ended the child, or the
+    functions for which the library registers no kernel. Raises StoreError if no library can be
+    loaded from the directory.
     """
     if spec.kind == EXECUTABLE:
         return
@@ -50,7 +50,7 @@ def check(
     done = run((interpreter, "-I", "-S", _PROBE, *arguments), timeout=120, tmpdir=tmpdir)
     loaded = done.output.partition(f"\n{LOADED}\n")
     if loaded[1]:
-        # Even if it died afterwards, when it asked torch: the library is not to blame.
+        # The child may have died later, while it asked torch. The library is not the cause then.
         _require_kernels(spec, loaded[2])
         return
     if done.returncode < 0:
@@ -58,9 +58,10 @@ def check(
     else:
         reason = done.output.strip() or f"exit {done.returncode}"
     if os.statvfs(path).f_flag & os.ST_NOEXEC:
-        # Of this process's scratch directory, not of the op: who waits for it tries for itself.
+        # The cause is this process's scratch directory, not the op. Processes that wait for this
+        # build then build for themselves.
         raise StoreError(
-            f"{spec.name} was built in {os.path.dirname(path)}, and cannot be loaded there",
+            f"{spec.name} was built in {os.path.dirname(path)}, but cannot be loaded from there",
             why=f"the file system is mounted noexec\n{reason}",
             hint="set OPKILN_TMPDIR to a node-local directory that is not mounted noexec",
         )
@@ -81,28 +82,29 @@ def _require_kernels(spec: OpSpec, output: str) -> None:
 
 
 def inspect(spec: OpSpec, target: Target, torch: TorchSDK | None, path: str) -> None:
-    """What ``check`` is for a library of another machine, which no process here can load.
+    """Check a library for another machine, which no process here can load.
 
-    It is for that machine, and torch has what it needs of torch. The torch that is here stands in
-    for that machine's: the symbols of the stable ABI are the same on all. Raises LoadTestError.
+    It must be built for that machine, and torch must define the symbols that it needs. The local
+    torch is used for that, because the symbols of the stable ABI are the same on all machines.
+    Raises LoadTestError.
     """
     found = elf.read(path)
     if found.machine != target.machine:
         raise LoadTestError(
-            f"{spec.name} was built for {target.machine}, and is for {found.machine}",
-            why="the compiler makes code for another machine than it says",
+            f"{spec.name} should be for {target.machine}, but its library is for {found.machine}",
+            why="the compiler produces code for another machine than it reports",
         )
     if spec.kind == EXECUTABLE:
         return
     if spec.kernels:
         _require_no_schema(spec, found)
-    # What the linker found in a library of that machine has a version; what it did not is torch's.
-    elsewhere = {symbol for _, symbol, version in found.symbols if not version}
+    # A symbol that the linker found in a system library has a version. The others must be torch's.
+    unresolved = {symbol for _, symbol, version in found.symbols if not version}
     if spec.abi != ABI_NONE and torch is not None:
-        elsewhere -= elf.defined(os.path.join(torch.path, "lib", "libtorch_cpu.so"))
-    if elsewhere:
-        missing = sorted(elsewhere)[0]
-        more = f" and {len(elsewhere) - 1} more" if len(elsewhere) > 1 else ""
+        unresolved -= elf.defined(os.path.join(torch.path, "lib", "libtorch_cpu.so"))
+    if unresolved:
+        missing = sorted(unresolved)[0]
+        more = f" and {len(unresolved) - 1} more" if len(unresolved) > 1 else ""
         raise LoadTestError(
             f"{spec.name} was built but could not be loaded on {target.machine}",
             why=f"undefined symbol: {shown(missing)}{more}",
@@ -113,8 +115,8 @@ def inspect(spec: OpSpec, target: Target, torch: TorchSDK | None, path: str) -> 
 def _require_no_schema(spec: OpSpec, found: elf.Elf) -> None:
     if _DEFINES in found.undefined:
         raise LoadTestError(
-            f"{spec.name} defines a schema in C++, which SCHEMAS defines in Python",
-            why="the second definition would end the process that loads it",
+            f"{spec.name} defines a schema in C++, but SCHEMAS already defines it in Python",
+            why="the second definition would abort the process that loads it",
             hint="STABLE_TORCH_LIBRARY_IMPL    # in place of STABLE_TORCH_LIBRARY and _FRAGMENT",
         )
 

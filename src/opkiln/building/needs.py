@@ -1,4 +1,4 @@
-"""What a finished library needs of the machine that loads it, as its own tables say."""
+"""The requirements of a finished library on the machine that loads it, read from its ELF tables."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from opkiln.model import CUDA, ROCM, Plan
 
 
 def of(path: str, plan: Plan) -> dict[str, Any]:
-    """For a manifest: ``decision.fit`` compares it with the machine. Raises LoadError.
+    """The requirements, for a manifest. ``decision.fit`` compares them with the machine.
 
-    ``cpu`` are the CPU's features by the kernel's names, ``images`` the device code that is really
-    in the file. ``symbols`` are those that others must define, by the library and the version they
-    were linked to: one for each version, since a library that has it has all of it.
+    ``cpu`` lists the CPU features by the kernel's names. ``images`` is the device code that the
+    file really contains. ``symbols`` lists symbols that other libraries must define, with the
+    library and the version they were linked to. One symbol for each version is enough, because a
+    library that has one symbol of a version has all of them. Raises LoadError.
     """
     found, target = elf.read(path), plan.target
     symbols = {(soname, version or name): name for soname, name, version in found.symbols}

@@ -1,10 +1,10 @@
-"""Compiling a plan's sources: each object from the store, or by the compiler and into the store.
+"""Compiles a plan's sources. Each object comes from the store, or is compiled and stored.
 
-An edit while a file is being compiled must not end up under the key of the new text. The compiler
-reports what it read only afterwards, so:
-- a file whose change time is before the compile began is what the compiler saw;
-- for one that is not (an edit, or a clock that is ahead), the contents are compared with a snapshot
-  from before the compile; where there is none, the compile is repeated with one.
+If a file is edited while it is compiled, the object must not be stored under the key of the new
+text. The compiler reports which files it read only afterwards. So:
+- If a file's change time is before the start of the compile, the compiler saw the present text.
+- If it is later (an edit, or a clock that is ahead), the present text is compared with a snapshot
+  from before the compile. Without a snapshot, one is taken and the compile is repeated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from opkiln.toolchain.hipify import Staged
 
 _ROUNDS = 5
-# Change times come from the kernel's coarse clock, which lags by up to a tick.
+# Change times come from the kernel's coarse clock, which lags by up to one tick.
 _TICK_NS = 20_000_000
 
 
@@ -42,7 +42,7 @@ class Compiled(NamedTuple):
 
     step: Step
     read: tuple[str, ...]  # every file that went into it
-    own: dict[str, str]  # the author's files among them, and the digest of each as it was read
+    own: dict[str, str]  # the author's files among them -> digest of the text that was read
     log: str
     wall: float = 0.0
     max_rss: int = 0
@@ -50,9 +50,9 @@ class Compiled(NamedTuple):
 
 
 def objects(plan: Plan, store: Store, stage: str) -> list[Compiled]:
-    """Bring every object of a plan into ``stage``.
+    """Put every object of a plan into ``stage``.
 
-    Raises schedule.StepFailed, SourcesChanging, and what the engine raises.
+    Raises schedule.StepFailed, SourcesChanging, and the engine's errors.
     """
     places = plans.anchors(plan, stage)
     hasher = Hasher()
@@ -79,7 +79,7 @@ def objects(plan: Plan, store: Store, stage: str) -> list[Compiled]:
         snapshots = batch.unsettled
     if missing:
         raise SourcesChanging(
-            f"{missing[0].source} or what it includes was edited during each of {_ROUNDS} compiles",
+            f"{missing[0].source} or one of its includes was edited during all {_ROUNDS} compiles",
             why="nothing was published",
             hint="save the file and try again",
         )
@@ -93,9 +93,9 @@ def _from_store(
     leaf, refused = store.find_object(key.step_key(plan, step), places, hasher)
     for each in refused:
         if each.damaged and store.root is not None and each.directory.startswith(store.root + "/"):
-            # So that the object that is about to be compiled can take its place. No lock is held:
-            # at worst this removes a whole one that another process just put there.
-            with contextlib.suppress(OSError):  # it stays, and is refused by every reader
+            # It makes room for the object that will be compiled. No lock is held: at worst this
+            # removes an intact object that another process has just published.
+            with contextlib.suppress(OSError):  # it stays, and every reader refuses it
                 publish.discard(store.root, each.directory)
     if leaf is None:
         return None
@@ -106,7 +106,7 @@ def _from_store(
         recorded = leaf.manifest["deps"]["own"]
         own = {os.path.join(places[anchor], path): sha for anchor, path, sha, *_ in recorded}
     except (OSError, ValueError, KeyError):
-        return None  # collected meanwhile; it is compiled again
+        return None  # garbage collection removed it meanwhile, so it is compiled again
     return Compiled(step, read, own, "", cached=True)
 
 
@@ -117,12 +117,12 @@ def _snapshot(paths: list[str]) -> dict[str, str]:
         try:
             taken[path] = hasher(path)[0]
         except FileNotFoundError:
-            continue  # the compiler will say so, in its own words
+            continue  # the compiler reports it
     return taken
 
 
 def _translated(plan: Plan, directory: str) -> Staged | None:
-    """For ROCm, the copy of the sources that is compiled instead of them."""
+    """The translated copy of the sources that is compiled for ROCm; None for other backends."""
     if plan.target.backend != ROCM:
         return None
     from opkiln.toolchain import hipify
@@ -131,7 +131,7 @@ def _translated(plan: Plan, directory: str) -> Staged | None:
     if torch is None:
         raise BuildError(
             f"op {plan.spec.name} needs torch to be built for ROCm",
-            why="torch's hipify translates its sources, and torch is not installed",
+            why="torch's hipify translates its sources, but torch is not installed",
             hint="pip install torch",
         )
     os.mkdir(directory, 0o700)
@@ -157,7 +157,7 @@ class _Batch:
         self._copy = copy
         self._snapshots = snapshots
         self._began = time.time_ns()
-        self._tells = "debug_cuda" in dict(plan.target.flags)
+        self._verbose = "debug_cuda" in dict(plan.target.flags)  # ptxas reports each kernel
         self.settled: dict[str, Compiled] = {}
         self.unsettled: dict[str, dict[str, str]] = {}  # output -> snapshot for the next round
 
@@ -168,11 +168,13 @@ class _Batch:
     def _task(self, step: Step) -> schedule.Task:
         places = self._places
         if step.plain_paths:
-            places = shown_plainly(self._plan, step, self._stage, places)
+            places = with_plain_paths(self._plan, step, self._stage, places)
 
         def widened(threads: int) -> tuple[str, ...]:
             return self._argv(step, {**places, "threads": str(threads)})
 
+        # ptxas prints several lines for each kernel, and two at once would mix them up.
+        most = 1 if self._verbose else settings.nvcc_threads or step.threads
         return schedule.Task(
             name=step.output,
             op=self._plan.spec.name,
@@ -184,8 +186,7 @@ class _Batch:
             after=(),
             memory=step.memory,
             finish=lambda completed: self._finish(step, completed),
-            # What ptxas says of a kernel takes several lines, which two of them would mix up.
-            threads=1 if self._tells else min(step.threads, settings.nvcc_threads or step.threads),
+            threads=min(step.threads, most),
             widened=widened if step.threads > 1 else None,
         )
 
@@ -193,14 +194,14 @@ class _Batch:
         argv = plans.argv(step, places)
         if self._copy is None:
             return argv
-        # Relative ones are below the root, which the copy stands for.
+        # Relative directories are below the root, which the copy replaces.
         declared = [path for path in self._plan.spec.include_dirs if os.path.isabs(path)]
         copied = {f"-I{path}": self._copy.include_dirs.get(path) for path in declared}
         renamed = (f"-I{copied[each]}" if copied.get(each) else each for each in argv)
         return tuple(each for each in renamed if copied.get(each, "") is not None)
 
     def _finish(self, step: Step, completed: Completed) -> None:
-        # Bytes: a text file would turn a carriage return in a name into a newline.
+        # Read as bytes: text mode would turn a carriage return in a name into a newline.
         with open(os.path.join(self._stage, step.depfile), "rb") as file:
             listed = deps.parse_depfile(os.fsdecode(file.read()))
         read = self._read(listed)
@@ -211,23 +212,23 @@ class _Batch:
         own = deps.own_digests(self._plan, dependencies)
         result = Compiled(step, read, own, completed.output, completed.wall, completed.max_rss)
         self.settled[step.output] = result
-        if self._tells:
+        if self._verbose:
             for kernel in kernels.read(completed.output):
                 events.emit("note", text=f"{self._plan.spec.name}: {kernel}")
         if self._store.root is not None:
             _keep(self._plan, result, dependencies, self._store.root, self._stage)
 
     def _read(self, listed: list[str]) -> tuple[str, ...]:
-        """The author's and the system's files that a compile read, by its dependency file."""
+        """The author's and the system's files that a compile read, from its dependency file."""
         read = [self._unlinked(os.path.join(self._stage, path)) for path in listed]
         if self._copy is not None:
-            # The compiles for the devices list nothing: all of the copy may have been read.
+            # The device compiles list no files, so any file of the copy may have been read.
             origin = self._copy.origin
             read = [*(origin.get(os.path.normpath(path), path) for path in read), *origin.values()]
         return tuple(dict.fromkeys(read))
 
     def _unlinked(self, path: str) -> str:
-        """A path as it is, for one that a compiler was shown through a link."""
+        """The real path of a file that the compiler saw through a symbolic link."""
         for anchor in _LINKED:
             link = os.path.join(self._stage, anchor) + "/"
             if path.startswith(link):
@@ -235,7 +236,7 @@ class _Batch:
         return path
 
     def _saw(self, read: tuple[str, ...], snapshot: dict[str, str]) -> bool:
-        """Whether the files, as they are now, certainly are what the compiler read."""
+        """Whether the compiler certainly read the files as they are now."""
         hasher = Hasher()
         copied = {} if self._copy is None else self._copy.digests
         for path in read:
@@ -253,13 +254,14 @@ class _Batch:
         return True
 
 
-# What a compiler with a shell is shown below the staging directory, where a path is not plain.
+# The anchors that may be linked into the staging directory, for a compiler that uses a shell.
 _LINKED = ("src", "opkiln", "torch", "python", "wheels")
 
 
-def shown_plainly(plan: Plan, step: Step, stage: str, places: dict[str, str]) -> dict[str, str]:
-    """The places for a compiler that hands its arguments to a shell: through symbolic links where
-    a path holds what a shell would interpret. Raises BuildError where that does not help."""
+def with_plain_paths(plan: Plan, step: Step, stage: str, places: dict[str, str]) -> dict[str, str]:
+    """The places for a compiler that passes its arguments to a shell. A path with characters that
+    a shell would interpret is replaced by a symbolic link. Raises BuildError if that is not enough.
+    """
     places = dict(places)
     for anchor in _LINKED:
         place = places.get(anchor, "")
@@ -268,17 +270,17 @@ def shown_plainly(plan: Plan, step: Step, stage: str, places: dict[str, str]) ->
             with contextlib.suppress(FileExistsError):  # made for another source of the same build
                 os.symlink(place, link)
             places[anchor] = link
-    # The first program is started without a shell.
+    # The first program itself is started without a shell.
     for declared, argument in list(zip(step.argv, plans.argv(step, places), strict=True))[1:]:
-        # A comma separates what is in a flag; in a path it would cut it in two.
+        # A comma separates the parts of a flag. In a path, nvcc would split the path there.
         parts = argument.split(",") if isinstance(declared, str) else [argument]
         if not all(PLAIN.match(part) for part in parts):
             raise BuildError(
                 f"op {plan.spec.name}: {argument!r} cannot be passed to the compiler",
-                why=f"{step.argv[0]} hands its arguments to a shell, which would interpret a "
+                why=f"{step.argv[0]} passes its arguments to a shell, which would interpret a "
                 "character of it",
                 hint="move it to a path of plain letters, digits, '.', '_' and '-'; "
-                "OPKILN_TMPDIR says where builds are staged",
+                "OPKILN_TMPDIR sets the directory for builds",
             )
     return places
 
@@ -286,7 +288,7 @@ def shown_plainly(plan: Plan, step: Step, stage: str, places: dict[str, str]) ->
 def _keep(
     plan: Plan, compiled: Compiled, dependencies: deps.Dependencies, root: str, stage: str
 ) -> None:
-    """Publish an object. A store that cannot take it costs a compile later, nothing now."""
+    """Publish an object. If the store cannot take it, it is compiled again later."""
     step = compiled.step
     payload = os.path.join(stage, step.output)
     staged = os.path.join(stage, step.output + ".leaf")
@@ -300,11 +302,11 @@ def _keep(
     except StoreError as error:
         events.emit("note", text=str(error))
     finally:
-        publish.remove(staged)  # its name is needed again if an edit makes this build compile anew
+        publish.remove(staged)  # the name is needed again if an edit makes this build recompile
 
 
 def sidecar(plan: Plan, read: tuple[str, ...], dependencies: deps.Dependencies) -> dict[str, Any]:
-    """The long lists of a leaf: every file read, by anchor, and what `recheck` may need."""
+    """The long lists of a leaf: every file read, by anchor, and the data that `recheck` needs."""
     places = plans.anchors_of(plan.spec, plan.toolchain)
     inline = {os.path.join(plan.spec.root, source) for source, _ in plan.spec.inline}
     return {
@@ -330,7 +332,7 @@ def write_leaf(
     lists: dict[str, Any],
     log: str = "",
 ) -> None:
-    """Lay out a leaf, ready to be published."""
+    """Write the files of a leaf, ready to be published."""
     from opkiln.digest import sha256_file
 
     os.mkdir(directory, 0o700)

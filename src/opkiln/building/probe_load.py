@@ -1,12 +1,13 @@
-"""Load a library in this process and end: what the load test's child runs.
+"""The program of the load test's child: loads a library and exits.
 
 Started as ``python -I -S probe_load.py KEYS FUNCTIONS LIBRARY...`` with torch's libraries first. It
 imports neither torch nor opkiln: dlopening ``libtorch_cpu`` takes a fifth of the time of importing
-torch. A crash here is a crash that no user process will see.
+torch. If the library crashes, it crashes here and not in a user's process.
 
-The line ``LOADED`` says that all libraries are loaded. Each of ``FUNCTIONS`` must have a kernel for
-one of the dispatch ``KEYS``; both are joined by commas, and may be empty. Where torch can be asked,
-a line ``MISSING`` follows: the functions that have none, and what there is of the same names.
+The line ``LOADED`` means that all libraries are loaded. Each of ``FUNCTIONS`` must have a kernel
+for one of the dispatch ``KEYS``. Both are lists joined by commas, and may be empty. If torch can be
+asked, a line ``MISSING`` follows. It lists the functions without a kernel, and registered functions
+of the same names in other namespaces.
 """
 
 import ctypes
@@ -43,10 +44,10 @@ class _Vector(ctypes.Structure):
 
 
 def _with_kernels(keys: list[str]) -> set[str] | None:
-    """The functions that have a kernel for one of these keys; None where torch cannot be asked.
+    """The functions that have a kernel for one of these keys; None if torch cannot be asked.
 
-    This calls torch's dispatcher in C++. The names of its functions hold their parameters' types
-    and the string class's ABI, so a torch that has changed them has not got these.
+    This calls torch's dispatcher in C++. The mangled names contain the parameters' types and the
+    ABI of the string class, so a torch with another interface does not have these names.
     """
     process = ctypes.CDLL(None)
     try:
@@ -62,7 +63,7 @@ def _with_kernels(keys: list[str]) -> set[str] | None:
     for key in keys:
         text = ctypes.create_string_buffer(key.encode())
         number = parse(ctypes.byref(_String(ctypes.addressof(text), len(key))))
-        # std::optional<DispatchKey>: two bytes of the key, and one that says there is one.
+        # std::optional<DispatchKey>: two bytes for the key, and one that says it has a value.
         each = registered(singleton(), number | 1 << 16)
         count = ((each.end or 0) - (each.begin or 0)) // ctypes.sizeof(_OperatorName)
         names = (_OperatorName * count).from_address(each.begin) if count else ()
@@ -87,7 +88,7 @@ def main() -> int:
         bare = {name.partition("::")[2] for name in missing}
         others = sorted(name for name in found if name.partition("::")[2] in bare)
         print(MISSING + " ".join(missing) + ";" + " ".join(others), flush=True)
-    # Past here lie only static destructors, in an order that torch's own exit never uses.
+    # A normal exit would run static destructors, in an order that torch never uses itself.
     os._exit(0)
 
 

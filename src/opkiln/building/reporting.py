@@ -1,4 +1,4 @@
-"""Who is told while a load builds: people, the logger and the trace file, each once."""
+"""Reports the progress of builds: to people, to the logger and to the trace file."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _listening: ContextVar[bool] = ContextVar("opkiln_progress", default=False)
 
 @contextmanager
 def shown(trace: str | None = None) -> Iterator[None]:
-    """Within the block, builds report as ``OPKILN_PROGRESS``, ``OPKILN_TRACE`` and the logger say.
+    """Within the block, builds report as ``OPKILN_PROGRESS``, ``OPKILN_TRACE`` and the logger ask.
 
-    An outer block covers the inner ones: a command that builds ten ops shows one bar.
+    Blocks inside another have no effect, so a command that builds ten ops shows one bar.
     """
     if _listening.get():
         yield
@@ -52,8 +52,8 @@ def shown(trace: str | None = None) -> Iterator[None]:
 
 
 def warn_of_store(store: Store) -> None:
-    """Warn, once, of what keeps the store from being where it was asked to be. Only where nothing
-    was found: a hit from a read-only store needs no warning."""
+    """Warn once if the store could not be placed where the user asked. Called only after a miss: a
+    hit in a read-only store needs no warning."""
     text = "\n".join(store.location.notes)
     if text and text not in _told:
         _told.add(text)
@@ -61,7 +61,7 @@ def warn_of_store(store: Store) -> None:
 
 
 def tell_of_compilers(plan: Plan) -> None:
-    """Say, once, what a user should know of the compilers that were chosen."""
+    """Report once what a user should know about the chosen compilers."""
     from opkiln.engine import events
     from opkiln.toolchain import choice
 

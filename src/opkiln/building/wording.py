@@ -1,4 +1,4 @@
-"""What the parts of a declaration are called where the caller wrote them.
+"""The names of a declaration's parts, as the caller knows them.
 
 A hint that names ``include_paths()`` does not help a caller of ``load(extra_include_paths=…)``.
 """
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class Names(Record):
-    """The caller's words for each part."""
+    """The caller's name for each part."""
 
     sources: str
     include_dirs: str
-    libraries: str  # an example of linking one
-    library_dir: str  # where a directory to look for a library in goes; {} is the directory
-    full_abi: str  # how the full ABI is asked for; empty where nothing else can be
-    no_module: str  # how a library without a Python module is asked for
+    libraries: str  # an example of linking a library
+    library_dir: str  # how to add a directory to search for libraries; {} is the directory
+    full_abi: str  # how to ask for the full ABI; empty if it is the only one
+    no_module: str  # how to ask for a library without a Python module
 
 
 _BUILDER = Names(
@@ -53,7 +53,7 @@ _EXTENSION = Names(
 
 
 def of(spec: OpSpec) -> Names:
-    """The words of whoever declared a spec."""
+    """The names for this spec, by how it was declared."""
     if spec.declared_by == CALL:
         return _CALL._replace(sources="cpp_sources") if spec.inline else _CALL
     return _EXTENSION if spec.declared_by == EXTENSION else _BUILDER
@@ -71,13 +71,13 @@ def undefined_symbol(spec: OpSpec) -> str:
 def missing_kernels(
     spec: OpSpec, missing: Sequence[str], others: Sequence[str] = ()
 ) -> tuple[str, str, str]:
-    """What happened, why, and a hint, for a library without kernels for these functions.
+    """The message, the reason and the hint for a library without kernels for these functions.
 
-    ``others`` are functions of the same names in other namespaces that have one.
+    ``others`` are functions of the same names in other namespaces that have a kernel.
     """
     key = DISPATCH_KEYS[spec.backend][0]
     what = f"op {spec.name}: its library registers no {key} kernel for {', '.join(missing)}"
-    why = "the namespace, the name or the dispatch key in C++ differs, or m.impl() is missing"
+    why = "m.impl() is missing, or its namespace, name or dispatch key differs"
     if others:
         why += f"\nthere is a kernel for {', '.join(others)}"
     namespace, _, name = missing[0].partition("::")

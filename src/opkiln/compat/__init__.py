@@ -1,1 +1,1 @@
-"""Other systems' interfaces over opkiln's: ``torch.utils.cpp_extension``, DeepSpeed's builders."""
+"""opkiln behind other systems' interfaces: ``torch.utils.cpp_extension``, DeepSpeed's builders."""

@@ -1,12 +1,12 @@
-"""The import hook: opkiln's functions in modules of other packages, in the place of theirs.
+"""The import hook: it replaces functions in modules of other packages with opkiln's.
 
 Nothing on disk changes. A finder watches for the imports of a few modules. When one of them has
 been executed, opkiln's functions replace its own. A module that was imported before is changed at
 once. ``remove()`` puts everything back.
 
-torch's module takes longer to execute than a cached extension to load, and a program that only
-calls ``load`` needs nothing else of it. So it is executed when it is first asked for something
-that opkiln does not serve.
+Executing torch's module takes longer than loading a cached extension, and a program that only calls
+``load`` needs nothing else from it. So it is executed when it is first asked for a name that
+opkiln does not serve.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from importlib.machinery import ModuleSpec
 
-# The module of opkiln's that serves each watched one. It has
+# The module of opkiln that serves each watched one. It has
 #   replacements(module): the owner, the attribute and the new value of each replacement;
 #   SERVED, optional: the names that it serves itself, before the watched module is executed;
 #   Module, optional: the class that the watched module gets.
@@ -153,7 +153,7 @@ class _Loader:
 
     def exec_module(self, module: ModuleType) -> None:
         spec = module.__spec__
-        assert spec is not None  # it is being imported by it
+        assert spec is not None  # the import system has set it
         spec.loader = module.__loader__ = self._loader
         _before.pop(spec.name, None)  # a reload gives the module its own functions again
         if hasattr(import_module(PARTS[spec.name]), "SERVED"):
@@ -166,7 +166,7 @@ class _Loader:
 class _Deferred(ModuleType):
     """A module that is imported and not executed yet.
 
-    It gives out what opkiln serves. Any other name, an assignment or a look at ``__dict__``
+    It returns the names that opkiln serves. Any other name, an assignment or a read of ``__dict__``
     executes it. It then has another class, so these methods do not call ``super()``.
     """
 
@@ -175,7 +175,7 @@ class _Deferred(ModuleType):
             _execute(self)
         elif not name.startswith("__"):
             part = import_module(PARTS[self.__name__])
-            # Always opkiln's, also while another thread executes the module.
+            # Always opkiln's value, also while another thread executes the module.
             if name in part.SERVED:
                 return getattr(part, name)
         return ModuleType.__getattribute__(self, name)
@@ -201,7 +201,7 @@ def _execute(module: _Deferred) -> None:
     name = module.__name__
     with _execution:
         if type(module) is not _Deferred or name in _executing:
-            return  # another thread has done it, or this one is about it
+            return  # another thread has done it, or this one is doing it
         _executing.add(name)
         own = vars(module)
         before = dict(own)

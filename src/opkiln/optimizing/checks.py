@@ -1,7 +1,7 @@
 """What every optimizer checks: its parameter groups, and state dicts before they are loaded.
 
-Errors name the argument, the parameter or the entry. A state dict says neither which optimizer
-wrote it nor what its entries mean, but its keys tell: ``exp_avg`` and ``exp_avg_sq`` are Adam's
+Errors name the argument, the parameter or the entry. A state dict does not say which optimizer
+wrote it or what its entries mean, but its keys show it: ``exp_avg`` and ``exp_avg_sq`` are Adam's
 averages, ``exp_avg`` alone is Lion's.
 """
 
@@ -35,7 +35,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def as_number(name: str, value: Any) -> float:
-    """The argument as a float; a tensor of one number will do. Raises UsageError for others."""
+    """The argument, a number or a tensor of one number, as a float. Else raises UsageError."""
     if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1):
         return float(value)
     raise ArgumentTypeError(f"{name} is {value!r}, expected a number")
@@ -68,7 +68,7 @@ def check_hyperparameters(owner: str, group: dict[str, Any], where: str = "") ->
     if not isinstance(group["bias_correction"], bool):
         raise ArgumentTypeError(
             f"{where}bias_correction is {group['bias_correction']!r}, expected True or False",
-            why="it is the third positional argument, as in DeepSpeed's",
+            why="it is the third positional argument, as in DeepSpeed",
             hint=f"{owner}(params, lr, betas=(0.9, 0.999))",
         )
     check_numbers(group, "lr", "eps", "weight_decay", where=where)
@@ -91,7 +91,7 @@ def check_dtypes(index: int, group: dict[str, Any]) -> None:
 
 
 def refuse_partials(index: int, group: dict[str, Any]) -> None:
-    """Raises UsageError for a DTensor whose values no rank has."""
+    """Raises UsageError for a DTensor that is a partial sum: no rank has its values."""
     if has_shards(group["params"]):
         for i, param in enumerate(group["params"]):
             refuse_partial(param, place(index, group, i))
@@ -111,14 +111,14 @@ def sparse_gradient(owner: str, index: int, group: dict[str, Any]) -> UsageError
 
 
 def place(index: int, group: dict[str, Any], i: int) -> str:
-    """What to call a parameter in a message. It has its name if the group has names."""
+    """A parameter's position for a message, with its name if the group has names."""
     names = group.get("param_names")
     position = f"param_groups[{index}]['params'][{i}]"
     return f"{names[i]} ({position})" if names else position
 
 
 def name_in(index: int, group: dict[str, Any]) -> Callable[[Tensor], str]:
-    """A function that says what to call a parameter of this group, for when it is needed."""
+    """A function that returns ``place`` of a parameter of this group, called only for errors."""
 
     def name(param: Tensor) -> str:
         found = next(i for i, each in enumerate(group["params"]) if each is param)
@@ -151,7 +151,7 @@ def taking_over(
     # hooks left it, and the user's later hooks see the final states.
     def before(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
         check_form(owner, loaded)
-        # If the numbers of groups or parameters differ, torch says so next.
+        # If the numbers of groups or parameters differ, torch reports that next.
         for index, (group, ours) in enumerate(
             zip(loaded["param_groups"], optimizer.param_groups, strict=False)
         ):
@@ -197,8 +197,8 @@ def check_saved_group(
     if missing:
         found = ", ".join(name for name in saved if name != "params")
         raise ArgumentError(
-            f"{where}there is no {' and no '.join(missing)}, but {found or 'nothing else'}",
-            why=f"it is not a group of an optimizer whose states {owner} can take",
+            f"{where}missing {' and '.join(missing)}; found {found or 'nothing else'}",
+            why=f"the group is not from an optimizer whose states {owner} can take",
         )
 
 
@@ -216,11 +216,11 @@ def check_saved_state(
     a master. Any other tensor of that size belongs to another rule, unless it is all zeros:
     DeepSpeed's CPULion keeps one that it never uses. ``made`` is the count of steps, or None.
     """
-    why = f"it is not the state of an optimizer whose states {owner} can take"
+    why = f"the state is not from an optimizer whose states {owner} can take"
     for name in names:
         if name not in saved:
             found = ", ".join(map(str, saved))
-            raise ArgumentError(f"{where}there is no {name}, but {found or 'nothing'}", why=why)
+            raise ArgumentError(f"{where}missing {name}; found {found or 'nothing'}", why=why)
     for name in (*names, MASTER):
         if name in saved:
             _check_tensor(saved[name], f"{where}{name}", param)
@@ -232,7 +232,7 @@ def check_saved_state(
                 why=why,
             )
     if made is None:
-        raise ArgumentError(f"{where}there is no step, but {', '.join(map(str, saved))}", why=why)
+        raise ArgumentError(f"{where}missing step; found {', '.join(map(str, saved))}", why=why)
     count = float(made) if not isinstance(made, Tensor) or made.numel() == 1 else math.nan
     if not (count >= 0 and count == math.floor(count) < math.inf):
         raise ArgumentError(f"{where}step is {made}, expected a whole number of at least 0")

@@ -23,12 +23,12 @@ _NUMBERS = "Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=N
 def fused_schemas(op: str, states: Sequence[str], hyper: str) -> tuple[str, str, str]:
     """The functions of an op over lists of parameters, gradients and these states.
 
-    ``<op>_`` makes a step, and raises whatever is wrong. ``<op>_plan`` prepares lists that stay the
-    same from step to step: the plan, on the device, has the addresses of all tensors, and its
-    ledger what the host must know. Without elements they say that there is no plan.
+    ``<op>_`` makes a step, and raises an error for a wrong argument. ``<op>_plan`` prepares lists
+    that stay the same from step to step: the plan, on the device, has the addresses of all tensors,
+    and its ledger has what the host must know. If both have no elements, there is no plan.
     ``<op>_planned_`` makes a step with a plan and new gradients, and returns a ``Status`` (see
-    op_calls.py). The caller must keep the tensors alive, and count up their versions: no schema can
-    say what is written through addresses. Compiled graphs take ``<op>_``.
+    op_calls.py). The caller must keep the tensors alive, and count up their versions: a schema
+    cannot say what is written through addresses. Compiled graphs use ``<op>_``.
     """
     marked = [f"Tensor({'bc'[i]}!)[] {name}" for i, name in enumerate(states)]
     plain = [f"Tensor[] {name}" for name in states]
@@ -59,14 +59,14 @@ class FusedBuilder(CUDAOpBuilder):
         return [f"{folder}/cuda.cu", plan, f"{folder}/cuda_binding.cpp"]
 
     def kernels(self) -> Sequence[str]:
-        # A plan saves launches, and a CPU has none.
+        # A plan saves launches, and a CPU has no launches.
         return [f"{self.NAME}_"] if self.build_for_cpu else super().kernels()
 
     def include_paths(self) -> list[str]:
         return ["csrc"]
 
     def nvcc_args(self) -> list[str]:
-        # Division and root that may be off by two units in the last place. They have no branch for
-        # special numbers, which takes registers, and only the change of a parameter has their
-        # error.
+        # Division and root may be off by two units in the last place. They then have no branch for
+        # special numbers, which takes registers. Their error affects only the change of a
+        # parameter.
         return ["-prec-div=false", "-prec-sqrt=false"] if self.backend == CUDA else []

@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
     device: torch.device
     whole: list[Tensor]  # the parameters
-    params: list[Tensor]  # what the op steps of them: the same list, or the parts of DTensors
+    params: list[Tensor]  # the tensors that the op steps: the same list, or the parts of DTensors
     grads: list[Tensor]
     states: list[dict[str, Any]]
     masters: list[Tensor]
@@ -46,7 +46,7 @@ class Call(NamedTuple):
         return self.params is not self.whole
 
     def lists(self, names: tuple[str, ...]) -> list[list[Tensor]]:
-        """Those of the op up to the masters; ``names`` are the states'."""
+        """The op's lists up to the masters; ``names`` are the names of the states."""
         return [
             self.params,
             self.grads,
@@ -57,7 +57,8 @@ class Call(NamedTuple):
         return parts_of(tensors) if self.sharded else tensors
 
     def dtensors(self, names: tuple[str, ...]) -> list[list[Tensor]]:
-        """The DTensors that are written to, whose own versions count, too: autograd looks at them.
+        """The DTensors that are written to. Their own versions are counted up as well, because
+        autograd looks at them.
 
         (Ordinary tensors among them are counted up twice.)
         """
@@ -68,8 +69,7 @@ class Call(NamedTuple):
 
 
 def run(op: Callable[..., None], call: Call, names: tuple[str, ...]) -> None:
-    """Make the call. Tensors that the op cannot walk in step are copied first. Raises what the op
-    raises."""
+    """Make the call. Tensors whose layouts differ are copied first. Raises the op's errors."""
     lists, masters = call.lists(names), call.masters
     places = _pick(masters, masters, call.params)
     laid = lay_out_alike(*lists, *([places] if places else []))
@@ -92,32 +92,32 @@ def _pick(masters: list[Tensor], there: list[Tensor], absent: list[Tensor]) -> l
     """For each master the tensor ``there``, or the one in ``absent`` if the parameter has no
     master.
 
-    A tensor without elements stands for no master; the list is empty if no parameter has one.
+    A tensor without elements means that there is no master; the list is empty if none has one.
     """
     return [there[i] if master.numel() else absent[i] for i, master in enumerate(masters)]
 
 
 class Planned(NamedTuple):
-    """A call whose lists, all but the gradients, the op has as addresses in the GPU's memory.
+    """A call whose lists, except the gradients, are stored as addresses in the GPU's memory.
 
-    It keeps the tensors alive. Valid while ``fits`` says so and no entry of a state is replaced;
-    the owner has to watch for that.
+    It keeps the tensors alive. It is valid while ``fits`` is true and no entry of a state is
+    replaced; the owner must watch for that.
     """
 
     device: torch.device
     memory: Tensor
     ledger: Tensor
     whole: list[Tensor]  # the parameters
-    params: list[Tensor]  # what is stepped of them: the same list, or the parts of DTensors
-    addresses: list[int]  # of these: to assign to `param.data` changes them
+    params: list[Tensor]  # the tensors that are stepped: the same list, or the parts of DTensors
+    addresses: list[int]  # of these; an assignment to `param.data` changes them
     kept: list[list[Tensor]]
     written: list[Tensor]
     stream: int  # that the memory belongs to
 
     @classmethod
     def of(cls, plan: Callable[..., Any], call: Call, names: tuple[str, ...]) -> Planned | None:
-        """None if the op makes no plan of this: it has no native version, or a tensor is not
-        contiguous. Raises what the op raises."""
+        """None if the op cannot make a plan: it has no native version, or a tensor is not
+        contiguous. Raises the op's errors."""
         lists = call.lists(names)
         if not all(map(Tensor.is_contiguous, chain(*lists, call.masters))):
             return None
@@ -139,7 +139,7 @@ class Planned(NamedTuple):
         )
 
     def fits(self, params: list[Tensor]) -> bool:
-        """Whether it is a plan for these parameters, where they are now, on the current stream."""
+        """Whether it is a plan for these parameters at their present addresses and this stream."""
         parts = parts_of(params) if self.sharded else params
         return (
             same_tensors(params, self.whole)
@@ -155,14 +155,14 @@ class Planned(NamedTuple):
 
     def run(self, op: Callable[..., int], grads: list[Tensor], hyper: dict[str, Any]) -> bool:
         """Whether the step was made. If not, a gradient is not contiguous, or the op has no native
-        version for it; then nothing was written. Raises what the op raises."""
+        version for it. Then nothing was written. Raises the op's errors."""
         planned = partial(op, self.memory, self.ledger)
         status: int = call_in_place(planned, [grads], [self.written], hyper)
         return status == Status.MADE
 
 
 def stream_of(device: torch.device) -> int:
-    """The handle of the current stream; 0 where there are none."""
+    """The handle of the current stream; 0 if the device has no streams."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
@@ -173,22 +173,22 @@ def moved(device: torch.device, number: Tensor) -> Tensor: ...
 @overload
 def moved(device: torch.device, number: Tensor | None) -> Tensor | None: ...
 def moved(device: torch.device, number: Tensor | None) -> Tensor | None:
-    """The number on the device, as an op takes it; mostly the same tensor."""
+    """The number on the device, in the form that an op takes; usually the same tensor."""
     if number is None:
         return None
     wide = number.dtype if number.dtype == torch.float64 else torch.float32
-    # On the CPU it must have arrived when the op reads it. On a GPU the stream keeps the order.
+    # A copy to the CPU must be complete when the op reads it. On a GPU the stream keeps the order.
     return number.to(device=device, dtype=wide, non_blocking=device.type == "cuda")
 
 
 def clipping(
     lists: list[tuple[list[Tensor], list[Tensor]]], scale: Tensor | None, limit: float
 ) -> Tensor:
-    """What to divide gradients by to unscale them and to bring their norm, over all lists, down to
-    ``limit``, as ``torch.nn.utils.clip_grad_norm_`` does with unscaled gradients.
+    """The divisor that unscales gradients and brings their norm, over all lists, down to ``limit``,
+    as ``torch.nn.utils.clip_grad_norm_`` does with unscaled gradients.
 
-    A list has parameters and their gradients. Of DTensors it has the gradients' parts on this rank,
-    and the norm is that of the whole tensors.
+    A list has parameters and their gradients. For DTensors it has the gradients' parts on this
+    rank, but the norm is that of the whole tensors.
     """
     first = lists[0][1][0].device
     norms = [torch.linalg.vector_norm(_norms(params, grads)) for params, grads in lists]

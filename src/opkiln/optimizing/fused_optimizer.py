@@ -1,4 +1,4 @@
-"""What the fused optimizers share: groups, states, masters, plans, state dicts."""
+"""What the fused optimizers share: calls, states, masters, plans."""
 
 from __future__ import annotations
 
@@ -12,19 +12,9 @@ from typing import Any, ClassVar, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from opkiln.errors import ArgumentError, UsageError
-from opkiln.optimizing.checks import (
-    MASTER,
-    as_number,
-    check_dtypes,
-    check_saved_state,
-    name_in,
-    own_entries,
-    place,
-    refuse_partials,
-    sparse_gradient,
-    taking_over,
-)
+from opkiln.errors import ArgumentError
+from opkiln.optimizing.base import ListOptimizer
+from opkiln.optimizing.checks import MASTER, as_number, name_in, place, sparse_gradient
 from opkiln.optimizing.fused_calls import Call, Planned, clipping, moved, run
 from opkiln.optimizing.sharded import gradient_parts, has_shards, parts_of, refuse_fsdp1
 from opkiln.optimizing.states import (
@@ -33,10 +23,8 @@ from opkiln.optimizing.states import (
     is_capturing,
     refuse_capture,
     shared_steps,
-    watchable,
     zeros_like,
 )
-from opkiln.optimizing.stepping import CompiledStep
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -47,14 +35,13 @@ if TYPE_CHECKING:
 MASTERS = "master_weights"
 GRAD_NONE = "set_grad_none"
 MAX_NORM = "max_grad_norm"
-_OWN = (MASTERS, GRAD_NONE, MAX_NORM)
 _GRAD = attrgetter("grad")
 _LAYOUT = attrgetter("layout")
 _DEVICE = attrgetter("device")
 
 
 class _Place(NamedTuple):
-    """The parameters of a group on one device, and their gradients: of DTensors the local parts."""
+    """The parameters of a group on one device, and their gradients; local parts for DTensors."""
 
     group: int
     device: torch.device
@@ -64,19 +51,17 @@ class _Place(NamedTuple):
     plan: Planned | None = None
 
 
-class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
-    """All parameters of a group and device in one call of an op.
+class FusedOptimizer(ListOptimizer):
+    """Steps all parameters of a group and device in one call of an op.
 
-    A subclass says what its op is called, which states it has, and what its hyperparameters are.
+    ``FUNCTION`` is the name of the op's function without the underscore at its end.
     """
 
-    OWNER: ClassVar[str]  # what messages call it
-    FUNCTION: ClassVar[str]  # the op's function that makes a step, less the underscore at its end
-    STATES: ClassVar[tuple[str, ...]]  # in the order of the op's arguments
-    ELSEWHERE: ClassVar[str]  # what to use for parameters on other devices
+    DEVICES = ("cpu", "cuda")
+    DEVICES_TEXT = "on GPUs and the CPU"
+    OPTIONS = (MASTERS, GRAD_NONE, MAX_NORM)
     PLANNED_ON: ClassVar[tuple[str, ...]] = ("cuda",)  # types of devices
     NORMS: ClassVar[bool] = False  # the op needs norms of whole tensors
-    COUNTED: ClassVar[bool] = True  # steps differ by their number: a saved state must have it
 
     # Tells GradScaler to set the attributes grad_scale and found_inf during a step. Neither may
     # exist at any other time.
@@ -100,56 +85,25 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
                 why="gradients are scaled down to it; 0 leaves them as they are",
             )
         super().__init__(params, defaults)
-        # Not in the groups: a checkpoint must not decide how this process keeps states.
         self.defaults.update(
             {MASTERS: master_weights, GRAD_NONE: set_grad_none, MAX_NORM: max_grad_norm}
         )
         for index, group in enumerate(self.param_groups):
-            self._refuse_fsdp1(index, group)
+            self._check_group(index, group)
 
-    # What a subclass says
-
-    def _check(self, group: dict[str, Any], where: str = "") -> None:
-        """Raises UsageError for a hyperparameter out of range."""
-        raise NotImplementedError
-
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The op's own arguments: all but the learning rate and what scales gradients."""
-        raise NotImplementedError
+    # A subclass defines these. ``_hyper`` leaves out the learning rate and what scales gradients.
 
     def _builder(self, backend: str) -> Any:
         raise NotImplementedError
 
     def _written(self, group: int, device: torch.device, params: list[Tensor]) -> dict[str, Tensor]:
-        """Arguments, beside the lists, that the op writes to."""
+        """More arguments that the op writes to, in addition to the lists."""
         del group, device, params
         return {}
 
-    # What is the same for all
+    # The same for all
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        index = len(self.param_groups) - 1
-        group = self.param_groups[index]
-        try:
-            for name in _OWN:
-                group.pop(name, None)
-            self._check(group)
-            check_dtypes(index, group)
-            refuse_partials(index, group)
-            for i, param in enumerate(group["params"]):
-                if param.device.type not in ("cpu", "cuda"):
-                    raise ArgumentError(
-                        f"{place(index, group, i)} is on {param.device}: "
-                        f"{self.OWNER} steps parameters on GPUs and the CPU",
-                        hint=self.ELSEWHERE,
-                    )
-            self._refuse_fsdp1(index, group)
-        except UsageError:
-            self.param_groups.pop()
-            raise
-
-    def _refuse_fsdp1(self, index: int, group: dict[str, Any]) -> None:
+    def _check_group(self, index: int, group: dict[str, Any]) -> None:
         if self.NORMS or self.defaults.get(MAX_NORM):
             why = f"{self.OWNER} needs" if self.NORMS else f"{MAX_NORM} needs"
             for i, param in enumerate(group["params"]):
@@ -173,14 +127,14 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         return loss
 
     def _make_step(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
-        del copies, grad_scale  # host optimizers take these; here there are masters and a scaler
+        del copies, grad_scale  # for host optimizers; these have masters and a scaler instead
         for call in self._prepared():
             call()
 
     def _prepared(self) -> list[Callable[[], None]]:
         """The calls that make up a step, one per group and device.
 
-        Whatever Python can check is checked here, before the first of them is made.
+        Everything that Python can check is checked here, before the first call.
         """
         plans = self._known_plans()
         places = [
@@ -205,13 +159,6 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
                 out.append(partial(self._run_call, call))
         return out
 
-    def _known_plans(self) -> Plans[Planned]:
-        if self._plans is None or not self._plans.are_for(self.state):
-            # New, or a copy, or torch has loaded a state dict.
-            self.state = states = watchable(self.state)
-            self._plans = Plans(states)
-        return self._plans
-
     def _places(
         self, index: int, group: dict[str, Any], plans: Plans[Planned] | None
     ) -> list[_Place]:
@@ -219,7 +166,7 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         grads: list[Any] = list(map(_GRAD, params))
         plan = None if plans is None else plans.of_group.get(index)
         if plan is not None and is_capturing(plan.device):
-            plan = None  # a graph may outlive the plan, so this step takes lists; the plan stays
+            plan = None  # a graph may outlive the plan, so this step uses lists; the plan stays
         if plan is not None and not plan.fits(params):
             assert plans is not None
             plans.drop(index)
@@ -230,7 +177,7 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         missing = any(map(is_, grads, repeat(None)))
         if plan is not None and not missing:
             # The op itself notices a sparse gradient. With several groups that is too late: another
-            # group may have been stepped by then. Clipping reads the gradients first, too.
+            # group may have been stepped by then. Clipping also reads the gradients first.
             if len(self.param_groups) > 1 or self.defaults[MAX_NORM]:
                 self._refuse_sparse(index, group, grads)
             return [_Place(index, plan.device, params, grads, sharded, plan)]
@@ -258,7 +205,7 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
             raise sparse_gradient(self.OWNER, index, group)
 
     def _new_plan(self, plans: Plans[Planned], here: _Place, call: Call) -> Planned | None:
-        """A plan for lists that are stepped a second time, and so probably again."""
+        """A plan, if the lists are stepped for the second time: they will probably be again."""
         if here.device.type not in self.PLANNED_ON or is_capturing(here.device):
             return None
         if len(here.params) != len(self.param_groups[here.group]["params"]):
@@ -278,7 +225,7 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         op = getattr(self._load(here.device.type), f"{self.FUNCTION}_planned_")
         if plan.run(op, here.grads, hyper):
             return
-        # A gradient does not fit the plan. Lists can be laid out alike.
+        # A gradient does not fit the plan. With lists, its layout can be changed.
         places = self._places(here.group, self.param_groups[here.group], None)
         scales = {here.device: hyper["grad_scale"]}
         for call in self._calls([(each, self._numbers(each, scales)) for each in places]):
@@ -288,8 +235,8 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         run(getattr(self._load(call.device.type), f"{self.FUNCTION}_"), call, self.STATES)
 
     def _calls(self, places: list[tuple[_Place, dict[str, Any]]]) -> list[Call]:
-        """The calls for these places, each with the op's arguments beside the lists. Missing states
-        are made."""
+        """The calls for these places, each given with the op's other arguments. Missing states are
+        made."""
         if not places:
             return []
         found = []
@@ -299,14 +246,15 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
                 states = self._initialise(here.params)
             masters = self._masters(here.params, states)
             found.append((states, parts_of(masters) if here.sharded else masters))
-        # All who hold a count: also parameters of other groups, those without a gradient, and those
-        # that were taken out of their group and may come back. Mostly all are in one call.
-        alone = len(places) == 1 and len(set(map(id, found[0][0]))) == len(self.state)
+        # How many states hold each count. This includes parameters of other groups, those without a
+        # gradient, and those that were taken out of their group and may come back. Usually all are
+        # in one call.
+        all_here = len(places) == 1 and len(set(map(id, found[0][0]))) == len(self.state)
         holders = Counter(
             [
                 id(state["step"])
-                for state in (() if alone else self.state.values())
-                if isinstance(state, dict) and "step" in state  # torch lets users keep things there
+                for state in (() if all_here else self.state.values())
+                if isinstance(state, dict) and "step" in state  # users may keep other things there
             ]
         )
         calls = []
@@ -319,7 +267,7 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         return calls
 
     def _initialise(self, params: list[Tensor]) -> list[dict[str, Any]]:
-        """Zeros for those without a state. They share one count of steps, which is 0."""
+        """Make the missing states, with zeros. They share one count of steps, which is 0."""
         refuse_capture(params[0].device, "parameters have no state yet")
         new = [param for param in dict.fromkeys(params) if not self.state[param]]
         step = torch.zeros((), dtype=torch.float32, device=params[0].device)
@@ -349,10 +297,10 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
     def _numbers(
         self, here: _Place, scales: Mapping[torch.device, Tensor | None]
     ) -> dict[str, Any]:
-        """The op's arguments beside the lists."""
+        """The op's arguments in addition to the lists."""
         group, device = self.param_groups[here.group], here.device
         lr = group["lr"]
-        # A tensor in host memory is read now: the device cannot see its changes.
+        # A tensor in host memory is read now, because the device cannot see its changes.
         on_device = isinstance(lr, Tensor) and lr.device.type == device.type
         number = 0.0 if on_device else float(lr)
         if not 0 <= number < math.inf:
@@ -370,8 +318,8 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         }
 
     def _scales(self, places: list[_Place]) -> dict[torch.device, Tensor | None]:
-        """What gradients are divided by, on each device: the scaler's scale, times the factor that
-        brings their norm down to ``max_grad_norm``. Does not wait for a GPU."""
+        """The divisor of gradients on each device: the scaler's scale, times the factor that brings
+        their norm down to ``max_grad_norm``. Does not wait for a GPU."""
         devices = dict.fromkeys(here.device for here in places)
         scale = getattr(self, "grad_scale", None)
         limit = self.defaults[MAX_NORM]
@@ -380,61 +328,17 @@ class FusedOptimizer(CompiledStep, torch.optim.Optimizer):
         whole = clipping([(here.params, here.grads) for here in places], scale, limit)
         return {device: moved(device, whole) for device in devices}
 
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's. Each parameter has a tensor ``step`` of its own there, in host memory."""
-        packed = super().state_dict()
-        counts: dict[int, Tensor] = {}  # each is fetched from its device once
-
-        def count(step: Any) -> Tensor:
-            if id(step) not in counts:
-                counts[id(step)] = torch.tensor(float(step), dtype=torch.float32)
-            return counts[id(step)].clone()
-
-        packed["state"] = {
-            key: {**state, "step": count(state["step"])}
-            if isinstance(state, dict) and "step" in state
-            else state
-            for key, state in packed["state"].items()
-        }
-        return packed
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class, or of torch's or DeepSpeed's optimizer of the same rule.
-
-        Unlike torch's own, this keeps fp32 states of 16-bit parameters fp32.
-        """
-        with taking_over(self.OWNER, self, self._take_over, self._check, self._check_saved):
-            super().load_state_dict(state_dict)
-
-    def _check_saved(
-        self, param: Tensor, saved: dict[str, Any], group: dict[str, Any], where: str
-    ) -> None:
-        # DeepSpeed has the count in the group.
-        made = saved.get("step", group.get("step", None if self.COUNTED else 0))
-        check_saved_state(self.OWNER, saved, where, param, self.STATES, made)
-
     def _take_over(self, loaded: dict[str, Any]) -> None:
-        self._plans = None  # they hold the old states
-        for group, saved_group in zip(self.param_groups, loaded["param_groups"], strict=True):
-            for key, value in self.defaults.items():
-                if key not in _OWN:
-                    group.setdefault(key, value)
-            counts: dict[tuple[torch.device, float], Tensor] = {}  # equal counts share a tensor
-            for key, param in zip(saved_group["params"], group["params"], strict=True):
-                saved = loaded["state"].get(key)
-                if not saved:
-                    continue
-                state = ParamState(own_entries(self.state[param], param, self.STATES))
-                self.state[param] = state
-                state.pop(MASTER, None)
-                for name in (*self.STATES, *((MASTER,) if self._has_master(param) else ())):
-                    if name in saved:
-                        state[name] = saved[name].to(device=param.device, dtype=torch.float32)
-                made = saved.get("step", saved_group.get("step", 0))
-                count = (param.device, float(made))
-                if count not in counts:
-                    counts[count] = torch.tensor(count[1], dtype=torch.float32, device=count[0])
-                state["step"] = counts[count]
+        # Equal counts of a group share a tensor.
+        counts: dict[tuple[int, torch.device, float], Tensor] = {}
+        for group, param, state, saved, made in self._new_states(loaded):
+            for name in (*self.STATES, *((MASTER,) if self._has_master(param) else ())):
+                if name in saved:
+                    state[name] = saved[name].to(device=param.device, dtype=torch.float32)
+            count = (group, param.device, float(made))
+            if count not in counts:
+                counts[count] = torch.tensor(count[2], dtype=torch.float32, device=count[1])
+            state["step"] = counts[count]
 
     def _load(self, kind: str) -> Any:
         if kind not in self._ops:

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 def host_schemas(op: str, states: Sequence[str], hyper: str) -> tuple[str, ...]:
     """The functions of an op over lists of parameters, gradients and these states in host memory.
 
-    There is one list per role, and all are walked in step. ``copies`` is empty or has one tensor
-    per parameter. ``<op>_`` makes a step and ``<op>_rollback_`` undoes it; both raise whatever is
-    wrong. ``<op>_keep`` keeps all lists but the gradients until ``<op>_forget``, and returns a
-    ticket for them: without elements if it keeps nothing. ``<op>_kept_`` makes a step with them and
-    returns a ``Status`` (see op_calls.py). Its schema cannot say which tensors it writes to, so its
-    callers count up their versions. Compiled graphs take ``<op>_``.
+    There is one list per role, and all are walked together. ``copies`` is empty or has one tensor
+    per parameter. ``<op>_`` makes a step and ``<op>_rollback_`` undoes it; both raise an error for
+    a wrong argument. ``<op>_keep`` keeps all lists except the gradients until ``<op>_forget``, and
+    returns a ticket for them; the ticket has no elements if it keeps nothing. ``<op>_kept_`` makes
+    a step with them and returns a ``Status`` (see op_calls.py). Its schema cannot say which tensors
+    it writes to, so its callers count up their versions. Compiled graphs use ``<op>_``.
     """
     marked = [f"Tensor({'bc'[i]}!)[] {name}" for i, name in enumerate(states)]
     plain = [f"Tensor[] {name}" for name in states]

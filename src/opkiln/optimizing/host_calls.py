@@ -32,21 +32,22 @@ _T = TypeVar("_T")
 
 
 class Kept(NamedTuple):
-    """The lists of a whole group that is at one step, which the op has kept: all but the gradients.
+    """The lists that the op keeps for a group whose parameters are all at one step. Gradients are
+    not kept.
 
-    Valid while ``fits`` says so and no entry of a state is replaced; the owner has to watch for
-    that. Other changes of a tensor are seen by the op when it is called.
+    It is valid while ``fits`` is true and no entry of a state is replaced; the owner must watch for
+    that. The op notices other changes of a tensor when it is called.
     """
 
     ticket: Tensor
     params: list[Tensor]
-    parts: list[Tensor]  # of the parameters, on this rank: mostly the same list
+    parts: list[Tensor]  # of the parameters, on this rank; usually the same list
     states: list[dict[str, Any]]
     written: list[list[Tensor]]
 
     @classmethod
     def of(cls, ops: Any, call: Call, names: Sequence[str]) -> Kept | None:
-        """None if the op keeps nothing (it has no native version), or could not walk the lists."""
+        """None if the op keeps nothing: it has no native version, or the layouts differ."""
         params = call.params[:]  # the group's own list may change
         parts = parts_of(params)
         if not all(map(Tensor.is_contiguous, parts)):
@@ -65,7 +66,7 @@ class Kept(NamedTuple):
         """Whether these are the parameters that it was made for."""
         if not same_tensors(params, self.params):
             return False
-        # A DTensor may have been given another local tensor.
+        # A DTensor may have got another local tensor.
         return not self.sharded or same_tensors(parts_of(params), self.parts)
 
     @property
@@ -75,7 +76,7 @@ class Kept(NamedTuple):
 
     @property
     def step(self) -> int:
-        """The one that was made last."""
+        """The number of the last step."""
         made: int = self.states[0]["step"]
         return made
 
@@ -88,13 +89,13 @@ class Call(NamedTuple):
     gradients: list[list[Tensor]]  # the op's arguments between the parameters and the states
     states: list[dict[str, Any]]
     copies: list[Tensor]
-    step: int  # that this makes
+    step: int  # its number
     hyper: dict[str, Any]
     kept: Kept | None = None
 
     @property
     def sharded(self) -> bool:
-        """Whether parameters are DTensors, of which the op gets what is on this rank."""
+        """Whether parameters are DTensors. The op gets their parts on this rank."""
         return has_shards(self.params)
 
     def state_lists(self, names: Sequence[str]) -> list[list[Tensor]]:
@@ -109,7 +110,7 @@ class Call(NamedTuple):
         served = self.kept is not None and self._run_kept(ops, self.kept) == Status.MADE
         if not served:
             self._run_lists(ops, names)
-        # Not through the watched dicts: the kept lists stay valid, as all states change alike.
+        # Not through the watched dicts: the kept lists stay valid, because all states change alike.
         counted = map(dict.__setitem__, self.states, repeat("step"), repeat(step_after))
         deque(counted, maxlen=0)
         return served or self.kept is None
@@ -125,7 +126,7 @@ class Call(NamedTuple):
         params, copies = self.params, self.copies
         beside: list[list[Tensor]] = []
         if self.sharded:
-            # The DTensors' own versions count, too: autograd looks at them.
+            # The DTensors' own versions are also counted up, because autograd looks at them.
             beside = [params, *states, copies]
             params, copies, *states = map(parts_of, (params, copies, *states))
         # A sparse gradient, which comes as rows and their numbers, is laid out as the op takes it.
@@ -146,7 +147,7 @@ class Call(NamedTuple):
 
 
 def dense_gradients(params: list[Tensor]) -> list[list[Tensor]] | None:
-    """None if one is missing or sparse."""
+    """The gradients, as an op's lists; None if one is missing or sparse."""
     grads: list[Any] = [param.grad for param in params]
     if any(grad is None or grad.layout is not torch.strided for grad in grads):
         return None
@@ -165,15 +166,15 @@ def alike(keys: Sequence[Hashable]) -> list[Sequence[int]]:
 
 
 def take(items: list[_T], members: Sequence[int]) -> list[_T]:
-    """The items at these positions, in a list of their own."""
+    """The items at these positions, in a new list."""
     return items[:] if len(members) == len(items) else [items[i] for i in members]
 
 
 def check_copies(groups: list[dict[str, Any]], copies: Mapping[Tensor, Tensor]) -> None:
     """Raises UsageError for a copy of the wrong kind, or of a tensor that is not in the groups."""
-    strangers = set(copies).difference(*(group["params"] for group in groups))
-    if strangers:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in strangers)
+    unknown = set(copies).difference(*(group["params"] for group in groups))
+    if unknown:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in unknown)
         raise ArgumentError(
             f"unexpected keys in copies, of shapes {shapes}: they are not parameters in the groups"
         )

@@ -1,4 +1,4 @@
-"""What the host optimizers share: steps, rollback, copies, state dicts."""
+"""What the host optimizers share: steps, rollback, copies."""
 
 from __future__ import annotations
 
@@ -11,22 +11,12 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, UsageError
-from opkiln.optimizing.checks import (
-    MASTER,
-    as_number,
-    check_dtypes,
-    check_saved_state,
-    name_in,
-    own_entries,
-    place,
-    refuse_partials,
-    sparse_gradient,
-    taking_over,
-)
+from opkiln.optimizing.base import ListOptimizer
+from opkiln.optimizing.checks import as_number, name_in, sparse_gradient
 from opkiln.optimizing.host_calls import Call, Kept, alike, check_copies, dense_gradients, take
 from opkiln.optimizing.sharded import gradient_parts, has_shards
-from opkiln.optimizing.states import ParamState, Plans, watchable
-from opkiln.optimizing.stepping import CompiledStep, StepHandle
+from opkiln.optimizing.states import ParamState, Plans
+from opkiln.optimizing.stepping import StepHandle
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,18 +30,15 @@ _LAYOUT = attrgetter("layout")
 _STEP = itemgetter("step")
 
 
-class HostOptimizer(CompiledStep, torch.optim.Optimizer):
-    """A step over parameters in host memory, in one pass over it.
+class HostOptimizer(ListOptimizer):
+    """Steps parameters in host memory, in one pass over it.
 
-    A subclass says what its op is called, which states it has, and what its hyperparameters are.
+    If ``COUNTED`` is true, the op gets the number of the step.
     """
 
-    OWNER: ClassVar[str]  # what messages call it
-    FUNCTION: ClassVar[str]  # the op's function that makes a step
-    STATES: ClassVar[tuple[str, ...]]  # in the order of the op's arguments
-    ELSEWHERE: ClassVar[str]  # what to use for parameters that are not in host memory
-    IN_DEEPSPEED: ClassVar[Mapping[str, str]] = {}  # states that have another name there
-    COUNTED: ClassVar[bool] = True  # the op is told which step it makes
+    DEVICES = ("cpu",)
+    DEVICES_TEXT = "in host memory"
+    OPTIONS = (FP32_STATES,)
     SPARSE: ClassVar[bool] = False  # the op has a function for sparse gradients
 
     _ops: Any = None
@@ -64,26 +51,16 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
         self, params: ParamsT, defaults: dict[str, Any], *, fp32_optimizer_states: bool
     ) -> None:
         self._check(defaults)
-        # In the defaults, which are pickled with the optimizer, but not in the groups: a checkpoint
-        # must not decide how this process keeps states.
         super().__init__(params, {**defaults, FP32_STATES: fp32_optimizer_states})
 
-    # What a subclass says
-
-    def _check(self, group: dict[str, Any], where: str = "") -> None:
-        """Raises UsageError for a hyperparameter out of range."""
-        raise NotImplementedError
-
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The op's scalar arguments without ``step`` and ``grad_scale``."""
-        raise NotImplementedError
+    # A subclass defines these. ``_hyper`` leaves out ``step`` and ``grad_scale``.
 
     def _load(self) -> Any:
         """The op's functions."""
         raise NotImplementedError
 
     def _initial(self) -> float:
-        """What states are filled with."""
+        """The initial value of states."""
         return 0.0
 
     def _sparse_calls(
@@ -93,32 +70,14 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
         raise NotImplementedError
 
     def _sparse_gradients(self, params: list[Tensor]) -> list[list[Tensor]] | None:
-        """The sparse gradients as the op's function takes them. None if one is missing or dense."""
+        """The sparse gradients as the op's function needs them. None if one is missing or dense."""
         raise NotImplementedError
 
     # What users call
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. If it raises UsageError, nothing is added."""
         self._refuse_in_flight("add_param_group()")
         super().add_param_group(param_group)
-        index = len(self.param_groups) - 1
-        group = self.param_groups[index]
-        try:
-            group.pop(FP32_STATES, None)
-            self._check(group)
-            check_dtypes(index, group)
-            refuse_partials(index, group)
-            for i, param in enumerate(group["params"]):
-                if param.device.type != "cpu":
-                    raise ArgumentError(
-                        f"{place(index, group, i)} is on {param.device}: "
-                        f"{self.OWNER} steps parameters in host memory",
-                        hint=self.ELSEWHERE,
-                    )
-        except UsageError:
-            self.param_groups.pop()
-            raise
 
     @overload
     def step(
@@ -157,30 +116,30 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
         """Begin a step as ``step()`` makes it, and return a handle to wait for it.
 
         Gradients and hyperparameters are read and checked before this returns. The step itself is
-        made in a thread of its own, which uses torch's threads. Until the handle says that it is
+        made in a separate thread, which uses torch's threads. Until the handle says that it is
         done, do not touch parameters, states, copies or the memory of gradients (``zero_grad()`` is
         fine). Meanwhile every other method raises UsageError. Hooks of ``step()`` are not called.
         """
         self._refuse_in_flight("step_in_background()")
         with torch.no_grad():
             calls = self._calls(copies or {}, grad_scale)
-        self._load()  # in this thread, as it may be built
+        self._load()  # in this thread, because it may have to be built
 
         def work() -> None:
-            with torch.no_grad():  # it is set for each thread
+            with torch.no_grad():  # each thread has its own setting
                 self._make(calls)
 
-        self._opt_called = True  # as step() leaves it for the learning rate's schedulers
+        self._opt_called = True  # step() also sets it, for learning rate schedulers
         self._pending = StepHandle(work)
         return self._pending
 
     def rollback(self) -> None:
         """Undo the last step, once: parameters, states, step counts and the copies it wrote.
 
-        The gradients must still be those of that step; its learning rate and the like are
+        The gradients must still be those of that step. Its learning rate and other numbers are
         remembered. The result differs from the values before the step by rounding only (the bound
         is in the docstring of the op's reference). Raises UsageError, and changes nothing, if there
-        is no step to undo or a gradient is gone.
+        is no step to undo or a gradient is missing.
         """
         self._refuse_in_flight("rollback()")
         if self._last is None:
@@ -193,7 +152,7 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
                 gradients = self._sparse_gradients(call.params)
             if gradients is None:
                 raise UsageError(
-                    "a gradient of the last step is gone, so the step cannot be rolled back",
+                    "a gradient of the last step is missing, so the step cannot be rolled back",
                     hint="call rollback() before zero_grad()",
                 )
             function = f"{call.function}rollback_"
@@ -212,30 +171,18 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's. ``step`` is a 0-dim fp32 tensor there, and a plain int in ``state``."""
         self._refuse_in_flight("state_dict()")
-        packed = super().state_dict()
-        packed["state"] = {
-            key: {**state, "step": torch.tensor(float(state["step"]), dtype=torch.float32)}
-            if isinstance(state, dict) and "step" in state
-            else state
-            for key, state in packed["state"].items()
-        }
-        return packed
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class, or of torch's or DeepSpeed's optimizer of the same rule.
-
-        Unlike torch's own, this keeps fp32 states of 16-bit parameters fp32.
-        """
         self._refuse_in_flight("load_state_dict()")
-        with taking_over(self.OWNER, self, self._take_over, self._check, self._check_saved):
-            super().load_state_dict(state_dict)
+        super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_in_flight("a copy")
         state: dict[str, Any] = super().__getstate__()
         return state
 
-    # How it is done
+    # Implementation
 
     def _make_step(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
         self._make(self._calls(copies, grad_scale))
@@ -251,35 +198,12 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
             pending.raise_untold()
 
     def _take_over(self, loaded: dict[str, Any]) -> None:
-        self._last = self._plans = None  # they hold the old states
-        for group, saved_group in zip(self.param_groups, loaded["param_groups"], strict=True):
-            for key, value in self.defaults.items():
-                if key != FP32_STATES:
-                    group.setdefault(key, value)
-            made = saved_group.get("step", 0)  # old versions of DeepSpeed have it there
-            for key, param in zip(saved_group["params"], group["params"], strict=True):
-                saved = loaded["state"].get(key)
-                if not saved:
-                    continue
-                state = ParamState(own_entries(self.state[param], param, self.STATES))
-                state.pop(MASTER, None)
-                self.state[param] = state
-                state["step"] = int(saved.get("step", made))
-                for name in self.STATES:
-                    tensor = saved[self._saved_name(saved, name)]
-                    state[name] = tensor.to(device="cpu", dtype=self._state_dtype(param))
-
-    def _saved_name(self, saved: dict[str, Any], name: str) -> str:
-        """What a state is called in a state dict that is being loaded."""
-        there = self.IN_DEEPSPEED.get(name, name)
-        return there if name not in saved and there in saved else name
-
-    def _check_saved(
-        self, param: Tensor, saved: dict[str, Any], group: dict[str, Any], where: str
-    ) -> None:
-        names = [self._saved_name(saved, name) for name in self.STATES]
-        made = saved.get("step", group.get("step", None if self.COUNTED else 0))
-        check_saved_state(self.OWNER, saved, where, param, names, made)
+        self._last = None  # it holds the old states
+        for _, param, state, saved, made in self._new_states(loaded):
+            state["step"] = int(made)
+            for name in self.STATES:
+                tensor = saved[self._saved_name(saved, name)]
+                state[name] = tensor.to(device="cpu", dtype=self._state_dtype(param))
 
     def _state_dtype(self, param: Tensor) -> torch.dtype:
         return torch.float32 if self.defaults[FP32_STATES] else param.dtype
@@ -287,13 +211,13 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
     def _calls(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> list[Call]:
         """The calls that make up a step: one per group, more if steps or copies differ.
 
-        Whatever Python can check is checked here, before the first of them is made.
+        Everything that Python can check is checked here, before the first call.
         """
         if not 0 < as_number("grad_scale", grad_scale) < math.inf:
             raise ArgumentError(f"grad_scale is {grad_scale}, expected a finite number above 0")
         if copies:
             check_copies(self.param_groups, copies)
-        # Two loops: the second makes states, after every check.
+        # There are two loops, so that the second makes states only after every check.
         found: list[tuple[list[Tensor], list[Tensor], list[Tensor]]] = []
         for index, group in enumerate(self.param_groups):
             self._check(group, f"param_groups[{index}]: ")
@@ -325,13 +249,9 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
         grads: list[Tensor],
         copies: Mapping[Tensor, Tensor],
     ) -> list[Call]:
-        """The calls for dense gradients: one with kept lists, if the parameters are the same
-        again."""
-        if self._plans is None or not self._plans.are_for(self.state):
-            # New, or a copy, or torch has loaded a state dict.
-            self.state = states = watchable(self.state)
-            self._plans = Plans(states)
-        plans = self._plans
+        """The calls for dense gradients. If the parameters are the same again, it is one call with
+        kept lists."""
+        plans = self._known_plans()
         kept = plans.of_group.get(index)
         if kept is not None and (copies or not kept.fits(params)):
             kept = None
@@ -371,7 +291,7 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
         if not all(states):
             states = list(map(self._initialised, params))
         steps = list(map(_STEP, states))
-        if set(map(type, steps)) - {int}:  # a user's, or torch's own
+        if set(map(type, steps)) - {int}:  # a user or torch has set them
             steps = list(map(int, steps))
         calls = []
         found: list[Any] = list(map(copies.get, params)) if copies else [None] * len(params)
@@ -394,7 +314,7 @@ class HostOptimizer(CompiledStep, torch.optim.Optimizer):
         return calls
 
     def _initialised(self, param: Tensor) -> dict[str, Any]:
-        """The state of a parameter, which is made if there is none."""
+        """The state of a parameter. It is made if there is none."""
         state: dict[str, Any] = self.state[param]
         if not state:
             dtype = self._state_dtype(param)

@@ -1,8 +1,8 @@
-"""Calls of ops that write to long lists of tensors: how the tensors must lie, and what a call says.
+"""Calls of ops that write to long lists of tensors: the layout they need, and their results.
 
-An op raises what is wrong with its arguments, before it writes. Nothing here catches that: an error
-of a kernel looks the same. What is not an error, but needs another call, is looked at before, or it
-is the status that the op returns.
+An op raises an error for a wrong argument before it writes anything. Nothing here catches that,
+because an error of a kernel looks the same. If nothing is wrong but another call is needed, that
+is checked before the call, or the op returns a status.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class Status(IntEnum):
-    """What a step over kept lists came to. Nothing was written unless it is ``MADE``.
+    """The result of a step over kept lists. Nothing was written unless it is ``MADE``.
 
     The numbers are those of ``csrc/opkiln/optimizing/status.h``.
     """
 
     MADE = 0
-    NOT_KEPT = 1  # the op has nothing kept for this call: another library of it was loaded, say
+    NOT_KEPT = 1  # the op keeps nothing for this call, perhaps because its library was replaced
     LAYOUT = 2  # a tensor is not laid out as the kept lists need it
 
 
@@ -41,9 +41,9 @@ def call_in_place(
     """``op(*lists, **hyper)``, and its result. Then the versions of ``written`` are counted up,
     unless the result is a status that says that no step was made.
 
-    Called directly, the op counts them up itself, in Python: every list is turned into Python
-    objects and back, which is a sixth of a step over ten thousand tensors. Here it comes after the
-    call, when a GPU is already working.
+    Called directly, the op counts them up itself, in Python. That turns every list into Python
+    objects and back, which takes a sixth of a step over ten thousand tensors. Here it comes after
+    the call, when a GPU is already working.
     """
     with torch._C._AutoDispatchBelowADInplaceOrView():
         result = op(*lists, **hyper)
@@ -57,15 +57,15 @@ def _count_up(tensors: list[Tensor]) -> None:
     try:
         increment_version(tensors)
     except RuntimeError:
-        # No kernel is called here: the one error there is says that a tensor was made in inference
-        # mode and has no version. Asking each tensor first would take a tenth of a step over ten
-        # thousand, and there is hardly ever one.
+        # No kernel is called here. The only possible error says that a tensor was made in inference
+        # mode and has no version. Checking each tensor first would take a tenth of a step over ten
+        # thousand tensors, and such a tensor is very rare.
         increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def each_base_once(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors whose versions to count up so that each of these counts up once. A view shares
-    the version of its base."""
+    """The tensors whose versions must be counted up so that each of these is counted up once. A
+    view shares the version of its base."""
     found: dict[int, Tensor] = {}
     for tensor in tensors:
         base = tensor if tensor._base is None else tensor._base
@@ -89,7 +89,7 @@ class Staged(NamedTuple):
 
 
 class Laid(NamedTuple):
-    """The lists as a kernel takes them, and what is to be written back after it."""
+    """The lists in the layout that a kernel needs, and the tensors to write back after it."""
 
     lists: list[list[Tensor]]
     staged: list[Staged]
@@ -100,9 +100,9 @@ def lay_out_alike(
 ) -> Laid | None:
     """The lists with a copy in place of each tensor that is not laid out like its parameter.
 
-    None if a kernel can walk the tensors as they are. A dense parameter (channels-last, say)
-    decides the layout of the others, unless all must lie ``in_rows``. A parameter with gaps is
-    staged. Tensors of another shape than their parameter's are left alone: the op refuses them by
+    None if a kernel can walk the tensors as they are. A dense parameter (such as a channels-last
+    one) decides the layout of the others, unless all must be ``in_rows``. A parameter with gaps is
+    staged. Tensors of another shape than their parameter's are not changed: the op refuses them by
     name.
     """
     if all(map(Tensor.is_contiguous, chain(params, *others))):
@@ -124,7 +124,7 @@ def lay_out_alike(
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a stretch of memory, whatever the order of its dimensions."""
+    """Whether its elements fill a range of memory without gaps, in any order of dimensions."""
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         return True
     filled = 1

@@ -5,7 +5,7 @@ computed on as they are. Unlike the native versions, references take any device,
 states of any floating-point type. Those of the fused ops never wait for a GPU, so they can be
 captured in a graph as well.
 
-References keep no lists and make no plans: their functions for that say so by what they return.
+References keep no lists and make no plans. Their functions for that return a result that says so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def check_lists(lists: Mapping[str, list[Tensor]], copies: list[Tensor]) -> None:
-    """Raises RuntimeError for a list or tensor that does not go with the first list's.
+    """Raises RuntimeError for a list or tensor that does not match the first list's.
 
     ``lists`` is by the op's argument names, the parameters first; ``copies`` may be empty.
     """
@@ -65,7 +65,7 @@ def check_size(where: str, tensor: Tensor, there: str, param: Tensor) -> None:
 
 def no_ticket(params: list[Tensor], *_: list[Tensor]) -> Tensor:
     """An op's ``keep``: a ticket without elements says that nothing is kept."""
-    # Of a parameter, so that it is a fake tensor where that is one.
+    # Made from a parameter, so that it is a fake tensor if the parameter is one.
     return params[0].new_empty(0, dtype=torch.int64) if params else torch.empty(0).long()
 
 
@@ -93,7 +93,7 @@ def check_step(step: int) -> None:
 
 
 def grad_factor(grad_scale: float, maximize: bool) -> float:
-    """What gradients are multiplied with. Raises RuntimeError for a scale of 0."""
+    """The factor for gradients. Raises RuntimeError for a scale of 0."""
     if grad_scale == 0:
         raise RuntimeError("grad_scale is 0, expected a divisor")
     return (-1 if maximize else 1) / grad_scale
@@ -110,7 +110,7 @@ def scaled(grad: Tensor, like: Tensor, factor: float) -> Tensor:
 
 
 def store(value: Tensor, tensor: Tensor, copy: Tensor | None = None) -> None:
-    """The value into the tensor, rounded once; then the tensor into the copy."""
+    """Write the value to the tensor, rounded once; then the tensor to the copy."""
     if value.dtype != tensor.dtype:
         tensor.copy_(value.view(tensor.shape))
     if copy is not None:
@@ -118,14 +118,15 @@ def store(value: Tensor, tensor: Tensor, copy: Tensor | None = None) -> None:
 
 
 def multiply_(tensor: Tensor, factor: float, plus: Tensor | None = None) -> Tensor:
-    """In place, by a factor near 1 as the sum of two numbers that fp32 holds well.
+    """Multiply in place by a factor near 1, as the sum of two numbers that fp32 represents well.
 
-    ``plus`` is added before the last rounding: a small constant, added to numbers that are already
+    ``plus`` is added before the last rounding. A small constant, added to numbers that are already
     rounded, would always be rounded to the same side.
 
-    Rounded to fp32 as a whole, the factor would be off by up to 3e-8, always to the same side: more
-    than 1e-6 after a hundred steps. The first part has few bits and the second is not small, so the
-    errors of their products fall to both sides. Both are positive, so infinity stays infinity.
+    If the factor were rounded to fp32 as a whole, it would be off by up to 3e-8, always to the same
+    side. That is more than 1e-6 after a hundred steps. The first part has few bits and the second
+    is not small, so the errors of their products fall to both sides. Both are positive, so infinity
+    stays infinity.
     """
     high = max(math.ceil(factor * 256) - 2, 0) / 256
     low = tensor * (factor - high)
@@ -138,21 +139,37 @@ def multiply_(tensor: Tensor, factor: float, plus: Tensor | None = None) -> Tens
 
 
 class Numbers(NamedTuple):
-    """For one count of steps, as fp64 tensors of no dimension."""
+    """The numbers of a step for one count of steps, as fp64 tensors of no dimension."""
 
-    step: Tensor  # the one to be made; the first is 1
+    step: Tensor  # the number of the step to make; the first is 1
     lr: Tensor
     grad_factor: Tensor  # 1 / grad_scale, negative to maximize
 
 
 class Work(NamedTuple):
-    """What is to be done, after every check."""
+    """A step whose arguments have been checked."""
 
     numbers: list[Numbers]  # one, or one per parameter
-    skip: Tensor | None  # where this is true, nothing is written
+    skip: Tensor | None  # if this is true, nothing is written
 
     def of(self, i: int) -> Numbers:
         return self.numbers[i % len(self.numbers)]
+
+    def store(self, value: Tensor, tensor: Tensor) -> None:
+        """Write the value to the tensor, rounded to its type, unless ``skip`` is true."""
+        value = value.to(tensor.dtype).reshape(tensor.shape)
+        tensor.copy_(value if self.skip is None else torch.where(self.skip, tensor, value))
+
+    def store_stepped(self, value: Tensor, stepped: Tensor, param: Tensor) -> None:
+        """``store`` to the tensor that was stepped and, if that is a master, to its parameter."""
+        self.store(value, stepped)
+        if stepped is not param:
+            self.store(value, param)
+
+    def count_up(self, steps: list[Tensor]) -> None:
+        """Add 1 to each count of steps, unless ``skip`` is true."""
+        for step in steps:
+            self.store(step + 1, step)
 
 
 def prepared(
@@ -165,7 +182,7 @@ def prepared(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> Work:
-    """``lists`` has the parameters, the gradients and the states, by their names in the schema.
+    """Check all arguments. ``lists`` has parameters, gradients and states, by their schema names.
 
     Raises RuntimeError if lists differ in length, tensors in size or device, or a tensor of one
     number has more.
@@ -204,22 +221,16 @@ def _numbers(
 
 
 def stepped_and_dtype(param: Tensor, masters: list[Tensor], i: int) -> tuple[Tensor, torch.dtype]:
-    """What is stepped, a parameter or its master, and the type to compute in."""
+    """The tensor that is stepped (a parameter or its master), and the type to compute in."""
     stepped = masters[i] if masters and masters[i].numel() else param
     return stepped, torch.promote_types(stepped.dtype, torch.float32)
 
 
 def times_plus(tensor: Tensor, factor: Tensor, more: Tensor) -> Tensor:
-    """``tensor * factor + more``, with the factor in two parts as in ``multiply_``: here it is an
-    fp64 tensor, as only a device may know it."""
+    """``tensor * factor + more``, with the factor in two parts as in ``multiply_``. Here it is an
+    fp64 tensor, because only the device may know it."""
     high = ((factor * 256).ceil() - 2).clamp(min=0) / 256
     return tensor * high.to(tensor.dtype) + (tensor * (factor - high).to(tensor.dtype) + more)
-
-
-def store_unless(skip: Tensor | None, value: Tensor, tensor: Tensor) -> None:
-    """The value into the tensor, rounded to its type, unless ``skip`` is true."""
-    value = value.to(tensor.dtype).reshape(tensor.shape)
-    tensor.copy_(value if skip is None else torch.where(skip, tensor, value))
 
 
 def _check_fused_lists(
@@ -258,8 +269,8 @@ def _check_device(where: str, tensor: Tensor, device: torch.device) -> None:
         raise RuntimeError(f"{where} is not on {shown}")
 
 
-# As in plan.h: sizes in words of 8 bytes, of a count's coefficients and of an item's record, each
-# with the address that goes with it.
+# As in plan.h: the sizes, in words of 8 bytes, of a count's coefficients and of an item's record,
+# each with its address.
 _STEP_WORDS, _ITEM_WORDS = 9, 8
 _CHUNK = 512
 _LEDGER_HEAD = 4

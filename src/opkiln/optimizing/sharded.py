@@ -31,7 +31,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def parts_of(tensors: list[Tensor]) -> list[Tensor]:
-    """The list itself if there is no DTensor in it, otherwise with their parts on this rank."""
+    """The list, with each DTensor replaced by its part on this rank; the same list without any."""
     return list(map(part_of, tensors)) if has_shards(tensors) else tensors
 
 
@@ -43,13 +43,13 @@ def part_of(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     part: Any = tensor._local_tensor  # type: ignore[attr-defined]
-    # It may be the result of a collective that is still running.
+    # The part may be the result of a collective that is still running.
     waited: Tensor = part.wait() if hasattr(part, "wait") else part
     return waited
 
 
 def like(param: Tensor, part: Tensor) -> Tensor:
-    """A tensor whose part on this rank is ``part``, placed as the parameter is."""
+    """A tensor whose part on this rank is ``part``, with the parameter's placement."""
     kind = _dtensor()
     if kind is None or not isinstance(param, kind):
         return part
@@ -68,7 +68,7 @@ def same_placement(tensor: Tensor, param: Tensor) -> bool:
 
 
 def placement_text(tensor: Tensor) -> str:
-    """How a message describes where a tensor is."""
+    """A description of a tensor's placement, for messages."""
     if not is_sharded(tensor):
         return "an ordinary tensor"
     mesh, placements = _placement(tensor)
@@ -81,8 +81,8 @@ def gradient_parts(
 ) -> list[Any]:
     """The parts of the gradients on this rank, None where there is no gradient.
 
-    A gradient that is not placed like its parameter (a partial sum, say) is redistributed, which is
-    a collective. Raises ArgumentError, with the parameter's name, if that is impossible.
+    A gradient that is not placed like its parameter, such as a partial sum, is redistributed by a
+    collective. Raises ArgumentError, with the parameter's name, if that is impossible.
     """
     return [
         _gradient_part(param, grad, name_of) if grad is not None and is_sharded(param) else grad
@@ -108,18 +108,18 @@ def refuse_partial(param: Tensor, name: str) -> None:
     """Raises ArgumentError for a DTensor that is a partial sum."""
     if is_sharded(param) and any(each.is_partial() for each in _placement(param)[1]):
         raise ArgumentError(
-            f"{name} is {placement_text(param)}: each rank has a partial sum, none has the values",
+            f"{name} is {placement_text(param)}: ranks have partial sums, and none has the values",
             hint="param.redistribute(placements=[Replicate()])",
         )
 
 
 def refuse_fsdp1(needed: str, param: Tensor, name: str) -> None:
-    """Raises ArgumentError for a parameter that FullyShardedDataParallel has flattened: it may hold
+    """Raises ArgumentError for a parameter that FullyShardedDataParallel has flattened. It may have
     parts of several tensors, and nothing says which ranks have the rest."""
     if getattr(param, "_fsdp_flattened", False):
         raise ArgumentError(
             f"{name} is part of a flat parameter of FullyShardedDataParallel",
-            why=f"{needed} norms of whole tensors, and each rank has only a part",
+            why=f"{needed} norms of whole tensors, but each rank has only a part",
             hint="use torch.distributed.fsdp.fully_shard (FSDP2)",
         )
 
@@ -146,8 +146,8 @@ def sum_over_shards(params: list[Tensor], numbers: Tensor) -> None:
 
 
 def _dtensor() -> Any:
-    """The class DTensor, or None if nobody has imported it: then there is no DTensor in this
-    process, and importing torch.distributed here would only take time."""
+    """The class DTensor, or None if it was not imported. Then there is no DTensor in this process,
+    and importing torch.distributed here would only take time."""
     module = sys.modules.get("torch.distributed.tensor")
     return None if module is None else getattr(module, "DTensor", None)
 

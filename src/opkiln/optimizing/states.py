@@ -22,11 +22,11 @@ _ALIGNED = 64  # elements: 256 bytes, so that each state begins where torch's ow
 
 
 class _Watched(dict[Any, Any]):
-    """A dict that tells the plans when an entry is set or removed, since they hold the tensors in
-    it or their addresses. A copy is not watched."""
+    """A dict that tells the plans when an entry is set or removed, because they hold its tensors or
+    their addresses. A copy is not watched."""
 
-    # A weak reference, as plans hold these dicts: an optimizer's states should be freed with it,
-    # not when cycles are next collected.
+    # This is a weak reference, because plans hold these dicts. An optimizer's states should be
+    # freed with it, not at the next collection of cycles.
     watcher: weakref.ref[Plans[Any]] | None = None
 
     def _changed(self) -> None:
@@ -78,7 +78,7 @@ class ParamState(_Watched):
 
 
 class States(_Watched, defaultdict[Any, Any]):
-    """The states of all parameters. torch's own are a defaultdict, too."""
+    """The states of all parameters. torch's own are also a defaultdict."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.default_factory, dict(self))
@@ -90,10 +90,10 @@ def watchable(states: dict[Any, Any]) -> States:
 
 
 class Plans(Generic[_T]):
-    """What was prepared for each group, by its index, for as long as the states stay the same."""
+    """The plan of each group, by its index. Plans are valid as long as the states do not change."""
 
     def __init__(self, states: States) -> None:
-        self.of_group: dict[int, _T | None] = {}  # None: it was tried, and there can be none
+        self.of_group: dict[int, _T | None] = {}  # None: the group cannot have a plan
         self._stepped: dict[int, list[Tensor]] = {}  # parameters of the last step without a plan
         self._states = weakref.ref(states)
         self._self = weakref.ref(self)
@@ -104,7 +104,7 @@ class Plans(Generic[_T]):
         return self._states() is states
 
     def again(self, group: int, params: list[Tensor]) -> bool:
-        """Whether a group was stepped with these parameters the last time, too."""
+        """Whether a group was also stepped with these parameters the last time."""
         last, self._stepped[group] = self._stepped.get(group), params
         return last is not None and same_tensors(last, params)
 
@@ -114,7 +114,7 @@ class Plans(Generic[_T]):
         self._stepped.clear()
 
     def drop(self, group: int) -> None:
-        """Forget what was prepared for a group, which has changed."""
+        """Forget the plan of a group that has changed."""
         self.of_group.pop(group, None)
         self._stepped.pop(group, None)
 
@@ -122,15 +122,15 @@ class Plans(Generic[_T]):
         """Watch these states. False if one cannot be watched."""
         for state in states:
             if not isinstance(state, ParamState):
-                return False  # a plain dict, which a user put there
+                return False  # a plain dict that a user put there
             state.watcher = self._self
         return True
 
 
 def zeros_like(params: list[Tensor]) -> list[Tensor]:
-    """An fp32 tensor of zeros for each parameter of one device, laid out as it is.
+    """An fp32 tensor of zeros for each parameter of one device, with the parameter's layout.
 
-    Small ones are views of one tensor: it is made, and its version counted up, once for all.
+    Small ones are views of one tensor. It is made once for all, and only its version is counted up.
     """
     small = [p for p in params if p.numel() <= _POOLED and p.is_contiguous()]
     if len(small) < 2 or has_shards(params):
@@ -150,16 +150,16 @@ def zeros_like(params: list[Tensor]) -> list[Tensor]:
 
 
 def shared_steps(states: list[dict[str, Any]], holders: Counter[int]) -> list[Tensor]:
-    """The counts of steps: one where all share one, otherwise one for each, no two the same.
+    """The counts of steps: one if all states share it, otherwise one for each, all distinct.
 
     ``holders`` is how many states hold a count, by its id; it is empty if these are all states. If
-    states outside this call hold a count, too, they keep it and these states get a copy.
+    states outside this call also hold a count, they keep it and these states get a copy.
     """
     first: Tensor = states[0]["step"]
     if all(map(is_, map(_STEP, states), repeat(first))):
         # A group may name a parameter twice.
         if holders and holders[id(first)] > (here := len(set(map(id, states)))):
-            refuse_capture(first.device, "parameters that were stepped together no longer are")
+            refuse_capture(first.device, "parameters are no longer stepped together as before")
             holders[id(first)] -= here
             first = first.clone()
             for state in states:
@@ -172,7 +172,7 @@ def shared_steps(states: list[dict[str, Any]], holders: Counter[int]) -> list[Te
     for state in states:
         step = state["step"]
         if holders[id(step)] > 1 or id(step) in steps:
-            refuse_capture(first.device, "parameters that were stepped together no longer are")
+            refuse_capture(first.device, "parameters are no longer stepped together as before")
             holders[id(step)] -= 1
             step = state["step"] = step.clone()
         steps[id(step)] = step
@@ -180,11 +180,11 @@ def shared_steps(states: list[dict[str, Any]], holders: Counter[int]) -> list[Te
 
 
 def refuse_capture(device: torch.device, why: str) -> None:
-    """Raises UsageError while a graph is captured: each replay would make a new tensor again."""
+    """Raises UsageError while a graph is captured: each replay would make new tensors."""
     if is_capturing(device):
         raise UsageError(
             f"the step cannot be captured: {why}",
-            why="each replay would make the tensors again that later steps use",
+            why="each replay would create new tensors in place of those that later steps use",
             hint="call step() once, with the same gradients present, before the capture",
         )
 

@@ -1,9 +1,9 @@
-"""Two other ways to make a step: in a graph that torch.compile traces, and in a thread of its own.
+"""Two other ways to make a step: in a graph that torch.compile traces, and in a separate thread.
 
 A step is already one call of a native op per group, so tracing it gains nothing, and every new
 count of steps or learning rate would compile it again. So the graph gets one call of
-``opkiln::step_``, which makes the step as it is made without a compiler. Its arguments are what the
-graph may have changed or will read: parameters and gradients.
+``opkiln::step_``, which makes the step as it is made without a compiler. Its arguments are the
+tensors that the graph may have changed or will read: parameters and gradients.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SCHEMA = (
 )
 _PLAIN = (Tensor, torch.nn.Parameter)
 
-_library: list[torch.library.Library] = []  # one, once a step was traced
+_library: list[torch.library.Library] = []  # has one element after a step was traced
 _numbers = itertools.count()
 _optimizers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
@@ -39,10 +39,10 @@ _optimizers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary
 class CompiledStep:
     """A base class of optimizers whose step can be in a compiled function."""
 
-    _name_in_graphs: str  # what the op calls it: an object cannot be an argument
+    _name_in_graphs: str  # identifies it in the op's arguments, which cannot be objects
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:  # noqa: ARG004 (those of __init__)
-        # Not in __init__, which is not called for copies.
+        # This is not in __init__, because copies do not call that.
         made = super().__new__(cls)
         made._name_in_graphs = f"{cls.__name__}-{next(_numbers)}"
         _optimizers[made._name_in_graphs] = made
@@ -69,13 +69,13 @@ class CompiledStep:
 def _traced(optimizer: Any, grad_scale: float) -> bool:
     """Put a step into the graph that is being traced.
 
-    False if a parameter or a gradient is not a plain dense tensor: an op does not take others.
+    False if a parameter or a gradient is not a plain dense tensor: an op takes no other kind.
     """
     params: list[Tensor] = []
     grads: list[Tensor] = []
     places: list[int] = []
     place = 0
-    # Not through the attribute: torch.compile would make every learning rate a constant of the
+    # Not read as an attribute: torch.compile would make every learning rate a constant of the
     # graph.
     for group in optimizer.__dict__["param_groups"]:
         for param in group["params"]:
@@ -111,7 +111,7 @@ def _define_at_trace_time() -> None:
 
 
 def _nothing(*args: Any) -> None:
-    """Shapes do not change."""
+    """The op for meta tensors: it changes no shapes."""
 
 
 def _step(
@@ -148,7 +148,7 @@ def _step(
 
 
 class StepHandle:
-    """A step that runs in a thread. Do not touch parameters, states and copies until ``wait()``
+    """A step that runs in a thread. Do not touch parameters, states or copies until ``wait()``
     returns.
 
     A closed handle raises UsageError when it is used. As a context manager, it waits and closes at
@@ -166,20 +166,20 @@ class StepHandle:
             except BaseException as error:
                 self._error = error
 
-        # A thread for each step: there is nothing to shut down, and none survives a fork. It costs
-        # far less than a step that is worth running in the background.
+        # Each step has its own thread: there is nothing to shut down, and no thread has to survive
+        # a fork. A thread costs far less than a step that is worth running in the background.
         self._thread = threading.Thread(target=run, name="opkiln-step")
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether the step has ended, also by an error."""
+        """Whether the step has ended, with or without an error."""
         self._check_open()
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the step is made, or raise what it raised, at every call.
 
-        Raises TimeoutError after ``timeout`` seconds; the step goes on.
+        Raises TimeoutError after ``timeout`` seconds; the step continues.
         """
         self._check_open()
         self._thread.join(timeout)

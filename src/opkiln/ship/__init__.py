@@ -1,1 +1,1 @@
-"""Precompiled ops: what a release, an image or a package of somebody else carries."""
+"""Precompiled ops, for releases, container images and other people's packages."""

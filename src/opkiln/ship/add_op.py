@@ -57,8 +57,8 @@ def find(start: str) -> str:
 def add(where: str, name: str) -> Added:
     """Add the op ``name`` to the project in ``where``.
 
-    All of it or nothing. Raises UsageError for a name that is invalid or taken, and for a project
-    that cannot be edited; StoreError if it cannot be written.
+    After an error nothing is changed. Raises UsageError for a name that is invalid or taken, and
+    for a project that cannot be edited; StoreError if it cannot be written.
     """
     op = scaffold.op_of(name)
     project = _project(where)

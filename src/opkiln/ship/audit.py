@@ -6,9 +6,9 @@ own; which glibc comes with which of these depends on the distributions. The tab
 auditwheel 6.8 (``manylinux-policy.json``).
 
 **The audit.** A library on torch's stable ABI is shipped once, as ``py3-none-…``, for every Python
-and for every torch from the floor on. That holds only if it uses nothing else of the two: one
-symbol of torch's C++ interface can make it fail with the next release. The audit finds that when
-the library is built, not when it is loaded.
+and for every torch from the oldest supported one on. This works only if it uses nothing else from
+Python or torch: one symbol of torch's C++ interface can make it fail with the next release. The
+audit finds such a symbol when the library is built, not when it is loaded.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 _MACHINES = ("x86_64", "aarch64")
 
-# No torch with a stable ABI runs on an older glibc, so an older tag would have no use.
+# No torch with a stable ABI runs on an older glibc, so an older tag would be useless.
 _OLDEST = 17
 
 # (minor version of glibc 2, the newest version of each family on systems with that glibc). If
-# x86-64 and aarch64 differ, the older one.
+# x86-64 and aarch64 differ, the table has the older version.
 _POLICIES: tuple[tuple[int, dict[str, tuple[int, ...]]], ...] = (
     (17, {"GLIBCXX": (3, 4, 19), "CXXABI": (1, 3, 7), "GCC": (4, 8, 0)}),
     (24, {"GLIBCXX": (3, 4, 22), "CXXABI": (1, 3, 10), "GCC": (4, 8, 0)}),
@@ -57,21 +57,21 @@ class Platform(NamedTuple):
 
 
 def platform_tag(elfs: Iterable[Elf]) -> str:
-    """The tag of a wheel with these libraries. Raises UsageError as ``platform``."""
+    """The tag of a wheel with these libraries. Raises UsageError, as ``platform`` does."""
     return platform(elfs).tag
 
 
 def platform(elfs: Iterable[Elf]) -> Platform:
-    """The oldest platform that has all that these libraries need, and what decided it.
+    """The oldest platform that has everything these libraries need, and what decided it.
 
     Only the C and C++ runtimes count; the audit reports other libraries. Raises UsageError for
-    libraries of two machines, or of a machine that opkiln makes no wheels for.
+    libraries of two machines, or of a machine that opkiln does not make wheels for.
     """
     libraries = list(elfs)
     machines = sorted({each.machine for each in libraries})
     if len(machines) != 1 or machines[0] not in _MACHINES:
         raise UsageError(
-            f"no platform tag fits libraries for {' and '.join(machines) or 'no machine at all'}",
+            f"no platform tag fits libraries for {' and '.join(machines) or 'an unknown machine'}",
             why=f"a wheel is for one of {', '.join(_MACHINES)}",
         )
     glibc, decided = _OLDEST, f"nothing newer than glibc 2.{_OLDEST}"
@@ -135,8 +135,8 @@ _SHOWN = 4
 class Finding(NamedTuple):
     """One finding of the audit.
 
-    ``level``: error (the tag's promise is broken), warning (the promise holds only if something
-    else is installed), note.
+    ``level``: error (the library does not match its tag), warning (it works only if something else
+    is installed), note.
     """
 
     level: str
@@ -145,10 +145,11 @@ class Finding(NamedTuple):
 
 
 def audit(path: str, manifest: Mapping[str, Any], torch_lib: str | None) -> list[Finding]:
-    """Compare one payload with what its manifest's target promises.
+    """Compare one payload with the target in its manifest.
 
-    ``torch_lib`` is a libtorch_cpu.so to look torch's symbols up in. It may be of any machine: the
-    stable ABI is the same on all. Raises LoadError for a file that is not a library, or is damaged.
+    ``torch_lib`` is the libtorch_cpu.so in which torch's symbols are looked up. It may be for any
+    machine: the stable ABI is the same on all. Raises LoadError for a file that is not a library,
+    or is damaged.
     """
     found = elf.read(path)
     target = manifest["target"]
@@ -156,7 +157,7 @@ def audit(path: str, manifest: Mapping[str, Any], torch_lib: str | None) -> list
     findings = []
     if found.machine != target["machine"]:
         findings.append(
-            Finding(ERROR, f"it is made for {found.machine}", f"its target is {target['machine']}")
+            Finding(ERROR, f"it is built for {found.machine}", f"its target is {target['machine']}")
         )
     if not tag.startswith(FULL_TAG) or tag.startswith(STABLE_TAG):
         findings += _symbols(found, target, torch_lib)
@@ -172,7 +173,7 @@ def require(path: str, manifest: Mapping[str, Any], torch_lib: str | None) -> li
     if errors:
         op, tag = manifest["op"], manifest["target"]["abi_tag"]
         raise BuildError(
-            f"op {op}: {os.path.basename(path)} does not keep the promise of its tag {tag}",
+            f"op {op}: {os.path.basename(path)} does not match its tag {tag}",
             why="\n".join(f"{each.what}: {each.why}" if each.why else each.what for each in errors),
             hint=f"nm -D --undefined-only {path}",
         )
@@ -188,7 +189,7 @@ def _symbols(found: elf.Elf, target: Mapping[str, Any], torch_lib: str | None) -
         yield Finding(
             ERROR,
             f"it uses Python's symbols: {_some(python)}",
-            "its wheel is for every Python, and for processes without one",
+            "its wheel is for every Python, and for processes without Python",
         )
     has = frozenset() if torch_lib is None else _defined(torch_lib, os.stat(torch_lib).st_mtime_ns)
     others = [name for name in unversioned if not _PYTHON.match(name)]
@@ -206,21 +207,21 @@ def _symbols(found: elf.Elf, target: Mapping[str, Any], torch_lib: str | None) -
     stable = [name for name in plain if name.startswith(_STABLE)]
     if torch_lib is None:
         if stable:
-            yield Finding(NOTE, "torch's symbols were not looked up", "no libtorch_cpu.so is here")
+            yield Finding(NOTE, "torch's symbols were not checked", "no libtorch_cpu.so was found")
     elif missing := [name for name in stable if name not in has]:
-        yield Finding(ERROR, f"torch does not have {_some(missing)}", f"asked of {torch_lib}")
+        yield Finding(ERROR, f"torch does not have {_some(missing)}", f"looked in {torch_lib}")
     if unstable := [name for name in plain if name in has and name not in stable]:
         yield Finding(
             ERROR,
             f"it uses C symbols of torch that are not part of its stable ABI: {_some(unstable)}",
             "they belong to libraries that are linked into torch, and may disappear",
         )
-    strangers = [name for name in plain if name not in has and name not in stable]
-    strangers += [name for name in mangled if name not in of_torch]
-    if strangers and target["backend"] != XPU and not _foreign(found.needed):
+    unknown = [name for name in plain if name not in has and name not in stable]
+    unknown += [name for name in mangled if name not in of_torch]
+    if unknown and target["backend"] != XPU and not _foreign(found.needed):
         yield Finding(
             ERROR,
-            f"none of the libraries that it needs defines {_some(strangers)}",
+            f"none of the libraries that it needs defines {_some(unknown)}",
             f"it needs {', '.join(found.needed) or 'no library'}",
         )
 

@@ -1,8 +1,7 @@
 """Writes a layer as one file, a bundle, and imports bundles into a store.
 
 ``store.archive`` defines the format and reads single entries in place. This module reads a bundle
-as a whole: if one byte is not as it was written, the file is refused before anything is taken from
-it.
+as a whole: if one byte has changed, the file is refused before anything is taken from it.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ class PrecompileOps(BuildHookInterface):  # type: ignore[misc]
         """hatchling calls this before each build; ``version`` is the kind of wheel it builds."""
         if self.target_name != "wheel":
             return
-        # Removed when the process ends: hatchling does not say when a build ends. It also calls
-        # this when it only reads the metadata.
+        # The directory is removed when the process ends, because hatchling does not say when a
+        # build ends. hatchling also calls this when it only reads the metadata.
         self._staged = tempfile.TemporaryDirectory(prefix="opkiln-", dir=settings.tmpdir)
         try:
             self._require_marked()
@@ -96,7 +96,7 @@ class PrecompileOps(BuildHookInterface):  # type: ignore[misc]
 
     def _where(self, package: str) -> str:
         found = self._source(package)
-        assert found is not None  # _packages has looked
+        assert found is not None  # _packages has checked it
         return found
 
     def _require_marked(self) -> None:
@@ -110,7 +110,7 @@ class PrecompileOps(BuildHookInterface):  # type: ignore[misc]
 
 
 class MarkedVersion(RegexSource):  # type: ignore[misc]
-    """hatchling's version source, a file with ``__version__``, plus ``DS_BUILD_STRING``."""
+    """hatchling's version source (a file with ``__version__``), plus ``DS_BUILD_STRING``."""
 
     PLUGIN_NAME = "opkiln"
 

@@ -1,7 +1,7 @@
 """The entry point that setuptools calls for every project if opkiln is installed.
 
-Most projects do not use opkiln. So this only reads their configuration files, and imports nothing
-for them.
+Most projects do not use opkiln. For those it only reads their configuration files, and imports
+nothing.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def _export(payload: str, out: str) -> str:
         key = named(manifest)[-1]
         final = os.path.join(out, LAYOUT, "ops", distribution, op, intent, build, key)
         if not os.path.isdir(final):
-            _appear(payload, manifest, inputs, final)
+            _write(payload, manifest, inputs, final)
     except (OSError, ValueError, KeyError) as error:
         raise StoreError(f"{payload} cannot be exported to {out}: {error}") from error
     return final
@@ -131,7 +131,8 @@ def _export(payload: str, out: str) -> str:
 def _require_known_cpu(manifest: dict[str, Any], steps: list[list[str]]) -> None:
     """Refuse a library that was compiled with CPU flags beyond its target. Raises StoreError.
 
-    A machine takes a library by its target; with such a flag it may hit an illegal instruction.
+    A machine chooses a library by its target. With such a flag the library could crash there with
+    an illegal instruction.
     """
     target = manifest["target"]
     made_for = cpu.CPU(target["cpu"], tuple(target["cpu_features"]))
@@ -153,14 +154,14 @@ def _shipped(manifest: dict[str, Any]) -> dict[str, Any]:
         [anchor if anchor in _ANCHORS else OUTSIDE, path, digest, *_NO_SIGNATURE]
         for anchor, path, digest, *_ in manifest["deps"]["own"]
     ]
-    # These make the name of the entry. The library's own digest is one of them: with other system
-    # headers, the same sources give another library.
+    # The entry's name is made of these. The library's own digest is one of them, because the same
+    # sources give another library with other system headers.
     external = manifest["sha256"]
     deps = {"own": own, "external": external, "watches": [], "dirs": [], "external_dirs": []}
     return {**{name: manifest[name] for name in _KEPT}, "deps": deps}
 
 
-def _appear(payload: str, manifest: dict[str, Any], inputs: dict[str, Any], final: str) -> None:
+def _write(payload: str, manifest: dict[str, Any], inputs: dict[str, Any], final: str) -> None:
     parent = os.path.dirname(final)
     os.makedirs(parent, exist_ok=True)
     staged = os.path.join(parent, f".{secrets.token_hex(8)}")
@@ -175,7 +176,7 @@ def _appear(payload: str, manifest: dict[str, Any], inputs: dict[str, Any], fina
                 file.write(data)
         copy = os.path.join(staged, manifest["payload"])
         shutil.copyfile(payload, copy)
-        # Readable by everybody: the files of the store are for one user, those of a layer are not.
+        # Everybody may read it: the store's files are for one user, a layer's files are not.
         os.chmod(copy, 0o755 if manifest["kind"] == EXECUTABLE else 0o644)
         os.rename(staged, final)
     except BaseException:

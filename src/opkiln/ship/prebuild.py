@@ -123,8 +123,8 @@ def prebuild(
     """Find or build every request, all of them in parallel.
 
     A failure is an outcome, never an exception: "failed" if the op was named; "skipped", with the
-    reason, if it was not and the reason lies in the op. What is in the store is found first: if
-    nothing is missing, no thread and no display starts.
+    reason, if it was not named and the op itself is the reason. It looks in the store first. If
+    nothing is missing, it starts no thread and no display.
     """
     outcomes: dict[int, Outcome] = {}
     with ExitStack() as stack:
@@ -145,7 +145,7 @@ def prebuild(
 
 
 def _look(request: Request) -> Outcome | None:
-    """The outcome of what is there, or is not to be tried; None for what is to be built."""
+    """The outcome, if the library exists or must not be built; None if it must be built."""
     builder = request.builder
     try:
         asked = _decided(request)
@@ -160,7 +160,7 @@ def _look(request: Request) -> Outcome | None:
             return None
         return _outcome(request, SKIPPED, reason=builder.error_log or "not compatible")
     error = outcome.error
-    if not request.named and _is_trait(error, builder):
+    if not request.named and _is_unsupported_here(error, builder):
         return _outcome(request, SKIPPED, reason=f"{error.what}: {error.why}")
     return _outcome(request, FAILED, error=_with_hint(error, request))
 
@@ -170,9 +170,9 @@ def _decided(request: Request) -> decision.Request:
     return decision.Request(request.builder.op(), use)
 
 
-def _is_trait(error: OpkilnError, builder: OpBuilder) -> bool:
-    """Whether an op cannot be had here because of what it is: it has no device here, or no compiler
-    can make what it needs. That there is no compiler at all is an error."""
+def _is_unsupported_here(error: OpkilnError, builder: OpBuilder) -> bool:
+    """Whether this machine does not support the op: its device is missing, or no installed compiler
+    can build what it needs. If there is no compiler at all, that is an error."""
     if isinstance(error, ToolchainError):
         machine = target_machine() if builder.backend == CPU else ""
         return available(builder.backend, machine)
@@ -184,7 +184,7 @@ def _in_parallel(missing: Mapping[int, Request]) -> dict[int, Outcome]:
     from opkiln.engine import events
 
     outcomes: dict[int, Outcome] = {}
-    raised: list[BaseException] = []  # not the failure of an op, such as: too many open files
+    raised: list[BaseException] = []  # errors of the machine, such as too many open files
 
     def work(number: int, request: Request) -> None:
         try:
@@ -204,7 +204,7 @@ def _in_parallel(missing: Mapping[int, Request]) -> dict[int, Outcome]:
         return outcomes
     threads = []
     for number, request in missing.items():
-        # Each sees this thread's settings and its display. As daemons, they do not delay an
+        # Each thread sees this thread's settings and display. Daemon threads do not delay an
         # interrupt.
         run = contextvars.copy_context().run
         thread = threading.Thread(target=run, args=(work, number, request), daemon=True)
@@ -212,8 +212,8 @@ def _in_parallel(missing: Mapping[int, Request]) -> dict[int, Outcome]:
         threads.append(thread)
     for thread in threads:
         while thread.is_alive():
-            # With a timeout: the kernel may deliver an interrupt to another thread, and this one
-            # sees it only when it wakes.
+            # The timeout is needed because the kernel may deliver an interrupt to another thread,
+            # and this thread sees it only when it wakes.
             thread.join(0.2)
     if raised:
         raise raised[0]
@@ -263,7 +263,7 @@ def _outcome(
 
 
 def _require_stored(op: str, artifact: Artifact) -> None:
-    """Refuse a library that could not be stored: it is gone with this process. StoreError."""
+    """Raise StoreError if a library could not be stored: it would disappear with this process."""
     from opkiln.store.layers import Store
 
     if artifact.origin != "built":
@@ -277,7 +277,7 @@ def _require_stored(op: str, artifact: Artifact) -> None:
 
 
 def _with_hint(error: OpkilnError, request: Request) -> OpkilnError:
-    """The error, with another hint if compiling is forbidden: how to allow it."""
+    """The error. If compiling is forbidden, its hint says how to allow it."""
     if not isinstance(error, CompilingOff):
         return error
     hint = f"OPKILN_MODE=auto opkiln build {request.op}"
@@ -292,15 +292,15 @@ def recorded_requests(
 ) -> Asked:
     """What to build for a record: each op for the target it was used for, or for ``wanted``.
 
-    What `opkiln.load` compiles belongs to no package and cannot be built by name, so it is skipped;
-    unless the program ``ran_here``, which compiled it then. Raises StoreError for the file,
-    UnknownOp for an op that is not installed.
+    Code that `opkiln.load` compiles belongs to no package and cannot be built by name, so it is
+    skipped. If the program ``ran_here``, that run compiled it, and it is not listed. Raises
+    StoreError for the file, UnknownOp for an op that is not installed.
     """
     asked: list[Request] = []
     refused: list[Outcome] = []
     for use in recording.read(file):
         if use.distribution == ONE_CALL:
-            reason = "it is compiled by opkiln.load(), in the program that calls that"
+            reason = "opkiln.load() compiles it in the program that calls it"
             if not ran_here:
                 refused.append(Outcome(use.op, SKIPPED, use.backend, reason=reason))
             continue
@@ -330,10 +330,10 @@ def _new(request: Request, asked: list[Request]) -> bool:
 
 
 def run_script(script: str, arguments: Sequence[str], file: str, **changes: str) -> None:
-    """Run a Python script to its end, and note the ops that it loads in a file.
+    """Run a Python script to its end, and record the ops that it loads in a file.
 
-    ``changes`` are environment variables for it, in addition to this process's own. It compiles
-    only the ops that have no reference. Raises BuildError if the script fails.
+    ``changes`` are environment variables to add to this process's own. The script compiles only
+    the ops that have no reference. Raises BuildError if the script fails.
     """
     argv = (sys.executable, script, *arguments)
     status = run_recorded(argv, file, OPKILN_MODE="needed", **changes)
@@ -351,7 +351,7 @@ def run_recorded(argv: Sequence[str], file: str, **changes: str) -> int:
 
     Raises ToolchainError if it cannot be started.
     """
-    from opkiln import process  # not for a build that finds everything built
+    from opkiln import process  # here, because a build that finds everything does not need it
 
     environment = {**whole_environment(), "OPKILN_RECORD": os.path.abspath(file), **changes}
     return process.run_foreground(argv, env=environment)

@@ -54,17 +54,17 @@ def precompile(
     """Precompile the ops that the variables select into the layer ``out``.
 
     ``where`` is the directory that the package is imported from: its source tree. A layer at
-    ``out`` from an earlier build is removed in any case. Without ``out`` the ops are built for this
-    machine, in the user's store: for an editable install. ``extensions`` are builders that the
-    package's author asks for; the variables do not affect them.
+    ``out`` from an earlier build is always removed. Without ``out`` (an editable install) the ops
+    are built for this machine, in the user's store. ``extensions`` are builders that the package's
+    author asks for; the variables do not affect them.
 
-    Raises BuildError if a named op cannot be built, or if an op does not keep the promise of its
-    tag; SettingError, OSError.
+    Raises BuildError if a named op cannot be built, or if an op does not match its tag;
+    SettingError, OSError.
     """
     if out is not None and os.path.lexists(out):
         shutil.rmtree(out)
     chosen = [each for each in selection.choose(ops) if each.wanted]
-    notes = [f"{name} names no op of {package}" for name in selection.strangers(ops)]
+    notes = [f"{name}: {package} has no such op" for name in selection.unknown_variables(ops)]
     if not chosen and not extensions:
         return Shipment((), PURE, _report(package, (), "", notes))
     tag = PURE
@@ -87,7 +87,7 @@ def precompile(
 
 
 def _skipped(outcome: Outcome) -> Outcome:
-    """An op that nobody named is left out, whatever the reason."""
+    """The outcome of an op that nobody named: it is skipped, whatever the reason."""
     assert outcome.error is not None
     reason = _one_line(outcome.error)
     return outcome._replace(status=prebuild.SKIPPED, reason=reason, error=None)
@@ -173,7 +173,7 @@ def _asked(
                 for target in wanted
             ]
         except SettingError:
-            raise  # it concerns all ops: a misspelt setting must not give a wheel
+            raise  # it affects all ops: a misspelt setting must not produce a wheel
         except OpkilnError as error:
             refused.append(prebuild.Outcome(each.op.name, prebuild.FAILED, error=error))
     for builder in extensions:
@@ -182,7 +182,7 @@ def _asked(
             wanted = (NamedTarget(builder.backend, asked),) if asked else (None,)
         else:
             wanted = selection.targets((builder.backend,))
-        requests += [Request(selection.ask(_again(builder), target), target) for target in wanted]
+        requests += [Request(selection.ask(_fresh(builder), target), target) for target in wanted]
     return prebuild.Asked(tuple(requests), tuple(refused))
 
 
@@ -196,7 +196,7 @@ def _targets(builder: OpBuilder) -> tuple[NamedTarget, ...]:
     return found
 
 
-def _again(builder: OpBuilder) -> OpBuilder:
+def _fresh(builder: OpBuilder) -> OpBuilder:
     """A copy of a builder that has not chosen a backend yet."""
     again = copy.copy(builder)
     vars(again).pop("backend", None)
@@ -227,7 +227,7 @@ def _builder(op: Declared) -> OpBuilder:
     if builder.name != op.name:
         raise SpecError(
             f"the entry point {op.name} = {op.value} is for an op called {builder.name}",
-            why="an op has one name in variables, reports and the loader",
+            why="an op must have the same name in variables, reports and the loader",
             hint=f'{builder.name} = "{op.value}"',
         )
     return builder
@@ -246,12 +246,12 @@ def _require_named(package: str, named: dict[str, str], outcomes: Sequence[Outco
         hint = _NO_ISOLATION
     raise BuildError(
         f"{package} cannot be installed with {', '.join(ops)} precompiled{asks}",
-        why="\n".join(dict.fromkeys(_told(each) for each in failures)),
+        why="\n".join(dict.fromkeys(_message(each) for each in failures)),
         hint=hint,
     )
 
 
-def _told(outcome: Outcome) -> str:
+def _message(outcome: Outcome) -> str:
     error = outcome.error
     assert error is not None
     return "\n".join([error.what, *(f"  {line}" for line in error.why.splitlines())])

@@ -1,6 +1,6 @@
 """What to precompile: which ops, for which targets, and under which version.
 
-A target has a name where it is not this machine: ``cuda:8.0,9.0a``, ``cpu``.
+A target other than this machine has a name: ``cuda:8.0,9.0a``, ``cpu``.
 
 When a package is installed, ``OPKILN_BUILD_OPS=1`` selects all of its ops: one that cannot be built
 here is skipped and listed. ``OPKILN_BUILD_<OP>=1`` selects one: it is built, or the install fails.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 BACKENDS = (CPU, CUDA, ROCM, XPU)
 _EXAMPLES = {CPU: "cpu:x86-64-v3", CUDA: "cuda:8.0,9.0a+PTX", ROCM: "rocm:gfx90a"}
-_LISTS = ("native", "all", "all-major")  # stand for what the GPUs or the toolkit have
+_LISTS = ("native", "all", "all-major")  # the architectures of the GPUs or of the toolkit
 # The levels that torch's own CPU kernels are compiled for: without AVX, with AVX2, with AVX-512.
 # A machine takes the best level that it can run; an old machine can run the first one.
 _LEVELS = {
@@ -74,7 +74,7 @@ def parse(text: str) -> tuple[NamedTarget, ...]:
 
 
 def _check(text: str, backend: str, names: list[str]) -> None:
-    """Refuse unknown names before hours are spent on the known ones. Raises UsageError."""
+    """Refuse unknown names before the known ones are built for hours. Raises UsageError."""
     from opkiln import machine
     from opkiln.arch import cpu
 
@@ -110,7 +110,8 @@ def applied(wanted: NamedTarget | None) -> Iterator[None]:
 def ask(builder: OpBuilder, wanted: NamedTarget | None) -> OpBuilder:
     """Make a new builder serve a target. Raises UnknownBackend if its op has no such version.
 
-    If no GPU architecture is named and this machine has no GPU: all that the toolkit has.
+    If no GPU architecture is named and this machine has no GPU, it is built for all that the
+    toolkit knows.
     """
     from opkiln.decision.archs import nothing_asked
 
@@ -205,8 +206,8 @@ def choose(ops: Iterable[Declared]) -> list[Choice]:
     return choices
 
 
-def strangers(ops: Iterable[Declared]) -> list[str]:
-    """The variables ``OPKILN_BUILD_<OP>`` that are set but name no op of the package.
+def unknown_variables(ops: Iterable[Declared]) -> list[str]:
+    """The variables ``OPKILN_BUILD_<OP>`` that are set but do not name an op of the package.
 
     That is not an error: one command may install several packages.
     """
@@ -216,12 +217,13 @@ def strangers(ops: Iterable[Declared]) -> list[str]:
 
 
 def targets(backends: Sequence[str]) -> tuple[NamedTarget, ...]:
-    """The targets to precompile an op for that has sources for these backends.
+    """The targets to precompile an op for, if it has sources for these backends.
 
-    The targets in ``OPKILN_BUILD_TARGETS`` that the op has sources for. If it is not set: the CPU
-    levels of this machine's family and, if there is a GPU toolkit or torch has a GPU backend, the
-    GPUs of the arch settings, of this machine, or all that the toolkit knows. There is always a
-    target; if it cannot be built, its build says so. Raises SettingError.
+    They are the targets in ``OPKILN_BUILD_TARGETS`` that the op has sources for. If that is not
+    set, they are the CPU levels of this machine's family. If there is a GPU toolkit or torch has a
+    GPU backend, the GPUs are added: those of the arch settings, those of this machine, or all that
+    the toolkit knows. There is always a target; if it cannot be built, its build reports that.
+    Raises SettingError.
     """
     if settings.build_targets is not None:
         try:
@@ -264,9 +266,8 @@ def _served(backend: str) -> bool:
     sdk = torch_sdk.find()
     wants = {CUDA: sdk is not None and sdk.cuda, ROCM: sdk is not None and sdk.hip, XPU: False}
     if backend in (CUDA, ROCM) and sdk is not None and (sdk.cuda or sdk.hip):
-        return bool(wants[backend])  # a torch has one of the two
-    # A torch without either decides nothing: the wheel may be for other machines. The toolkit
-    # decides.
+        return bool(wants[backend])  # a torch is built for one of the two
+    # If torch has neither, the toolkit decides, because the wheel may be for other machines.
     return backend != ROCM and choice.available(backend)
 
 
@@ -302,11 +303,11 @@ def tagged(version: str) -> str:
     except InvalidVersion:
         raise SettingError(
             f"{origin}={text!r} cannot be part of a version",
-            why="it is letters and digits, joined by '.', '-' or '_'; or .devN or .postN",
+            why="it must be letters and digits joined by '.', '-' or '_', or .devN or .postN",
             hint=f"{origin}=cu130",
         ) from None
     public, _, before = version.partition("+")
-    # A build asks several times, also for a version that has the text already.
+    # A build calls this several times, also with a version that already has the text.
     if not public.endswith(ending):
         public += ending
     parts = [before] if f".{before}".endswith(f".{local}") else [before, local]

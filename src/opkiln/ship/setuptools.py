@@ -1,9 +1,10 @@
 """Precompiled ops in the wheels that setuptools builds.
 
-A project that declares ops as entry points needs no more than opkiln among its build requirements:
-setuptools finds ``ship.hook`` by an entry point of opkiln's own, and the build gets a step that
-precompiles what the variables select. A project with a setup.py may use ``BuildExtension`` of
-``opkiln.compat.torch``, with ``MyBuilder().builder()`` among its ``ext_modules``.
+A project that declares ops as entry points only needs opkiln among its build requirements.
+setuptools finds ``ship.hook`` through an entry point of opkiln. The hook adds a step to the build
+that precompiles the ops that the variables select. A project with a setup.py may use
+``BuildExtension`` of ``opkiln.compat.torch``, with ``MyBuilder().builder()`` among its
+``ext_modules``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ STEP = "build_opkiln"
 
 
 def finalize(dist: Distribution) -> None:
-    """Add the step to a project's build when its configuration has been read.
+    """Add the step to a project's build, after its configuration has been read.
 
     Without ops the step does nothing.
     """
@@ -63,7 +64,7 @@ def commands(dist: Distribution) -> dict[str, type[Command]]:
                 raise SetupError(str(error)) from error
 
     made = {"build": Build, "egg_info": Info}
-    # setuptools before 70.1 takes it from `wheel`, which may not be installed yet.
+    # setuptools before 70.1 imports it from `wheel`, which may not be installed yet.
     with contextlib.suppress(ModuleError):
         made["bdist_wheel"] = _tagging(dist.get_command_class("bdist_wheel"))
     for name, kind in made.items():
@@ -129,7 +130,7 @@ class PrecompileOps(Command):  # type: ignore[misc]
             raise SetupError(str(error)) from error
 
     def packages(self) -> dict[str, tuple[list[Declared], list[OpBuilder]]]:
-        """The packages with ops, each with those of its entry points and of its extensions."""
+        """The packages that have ops: the ops of their entry points and of their extensions."""
         if self.distribution.get_name() == "opkiln":
             return {"opkiln": (selection.bundled(), [])}  # these have no entry points
         found: dict[str, tuple[list[Declared], list[OpBuilder]]] = {}

@@ -130,7 +130,7 @@ def check_names(name: str, version: str, requires: Sequence[str] = ()) -> None:
             raise UsageError(f"{each!r} cannot be a requirement of a wheel")
 
 
-# How ops are split that do not fit into one wheel, from coarse to fine.
+# How to split ops that do not fit into one wheel, from coarse to fine.
 
 
 def _backend(entry: Entry) -> str:
@@ -166,7 +166,7 @@ def _fitting(job: _Job, name: str, entries: list[Entry], splits: _Split) -> list
         raise UsageError(
             f"op {_op(entry)} for {_backend(entry)} {_built_for(entry)} makes a wheel of {size} "
             f"bytes; {job.max_size} are allowed",
-            why=f"its library has {entry.manifest['size']} bytes; one op is in one wheel",
+            why=f"its library has {entry.manifest['size']} bytes; an op cannot be split",
             hint="opkiln build OP --target cuda:9.0a --wheel DIR    # fewer architectures at once",
         )
     groups: dict[str, list[Entry]] = {}
@@ -218,7 +218,7 @@ def _python(entries: list[Entry]) -> str:
         raise UsageError(
             "these ops cannot be in one wheel: they are for different Pythons",
             why="\n".join(f"{tag}: {', '.join(ops)}" for tag, ops in sorted(tags.items())),
-            hint="opkiln build OP --wheel DIR    # those of one kind at a time",
+            hint="opkiln build OP --wheel DIR    # one kind at a time",
         )
     return next(iter(tags))
 

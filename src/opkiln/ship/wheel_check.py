@@ -3,7 +3,7 @@
 Installers check little of a wheel, and nothing of one in their cache. This checks each file against
 RECORD, each entry's manifest against its own digest and place, and each payload against its
 manifest. A wheel that opkiln wrote is also compared with the one form in which opkiln writes
-archives. Somebody who changes all of these together is not detected: that takes a signature.
+archives. It does not detect an attacker who changes all of these together. Only a signature does.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ def _verify(file: BinaryIO, base: str) -> int:
     with zipfile.ZipFile(file) as archive:
         members = [each for each in archive.infolist() if not each.filename.endswith("/")]
         for each in members:
-            # No tool writes wheels with another method, and each method has a reader with errors of
-            # its own.
+            # No tool writes wheels with another method, and the reader of each method raises other
+            # errors.
             if each.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise _Refused(f"{each.filename} is packed by method {each.compress_type}")
         by_name = {each.filename: each for each in members}
         if len(by_name) != len(members):
-            raise _Refused("it has two files of one name")
+            raise _Refused("it has two files with the same name")
         info = _info_directory(by_name, base)
         recorded = _read_record(archive, by_name, info)
         for name in sorted(recorded.keys() | by_name.keys()):
@@ -134,7 +134,7 @@ def _read_record(
         algorithm, _, encoded = digest.partition("=")
         if name == f"{info}/RECORD":
             if digest or size:
-                raise _Refused(f"{name} has a digest of its own")
+                raise _Refused(f"{name} lists a digest of itself")
             continue
         if algorithm != "sha256":
             raise _Refused(f"{info}/RECORD has no SHA-256 of {name}")
@@ -244,7 +244,7 @@ def _check_framing(
 ) -> None:
     """Compare every byte around the members' data with what ``zip_format.Writer`` writes.
 
-    Also checked is what readers of ZIP files ignore: bytes and bits after the end of deflated data.
+    It also checks what readers of ZIP files ignore: bytes and bits after the end of deflated data.
     """
     headers = [
         zip_format.Header(
@@ -263,7 +263,7 @@ def _check_framing(
         if file.read(len(expected)) != expected:
             raise _Refused(f"the header of {header.name} is not as it was written")
         if not _ends_there(file, header.packed, header.size):
-            raise _Refused(f"{header.name} has something behind its end")
+            raise _Refused(f"{header.name} has extra bytes or bits after its end")
         at += len(expected) + header.packed
     file.seek(at)
     rest = zip_format.directory(headers)
@@ -272,7 +272,7 @@ def _check_framing(
 
 
 def _ends_there(file: BinaryIO, packed: int, size: int) -> bool:
-    """Whether the deflated data that come next in a file fill all of their ``packed`` bytes.
+    """Whether the deflated data at the file's position fill all of their ``packed`` bytes.
 
     The unused bits of the last byte must be zeros, as every writer leaves them. Raises zlib.error,
     OSError.
@@ -295,7 +295,7 @@ def _ends_there(file: BinaryIO, packed: int, size: int) -> bool:
     end = ending(last[0])
     if length + len(end[0]) != size or not end[1]:
         return False
-    # If a bit of the last byte can be cleared and the data stay the same, it is not part of them.
+    # If clearing a bit of the last byte leaves the data the same, the bit is not part of the data.
     bits = (1 << bit for bit in range(8) if last[0] & 1 << bit)
     return all(_differs(ending, last[0] & ~bit, end) for bit in bits)
 

@@ -115,7 +115,7 @@ def write(payloads: Sequence[str], wrapping: Wrapping) -> list[str]:
 def _wheel(stage: str, wrapping: Wrapping) -> list[str]:
     """Write a wheel for one release of the package that owns the ops, with the same version.
 
-    An op is loaded only beside the sources that it was built from.
+    An op is loaded only with the sources that it was built from.
     """
     from opkiln.ship.wheel import write_wheel
 

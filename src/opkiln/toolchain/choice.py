@@ -26,7 +26,7 @@ def _wanted(backend: str, toolchain: Toolchain) -> str | None:
 def recall(memory: tuple[str, ...], backend: str, machine: str = "") -> Toolchain | None:
     """The compilers that ``choose`` would take, if their probes are remembered.
 
-    Starts no process, writes nothing. ``machine``: the one to compile for, if it is another.
+    Starts no process, writes nothing. ``machine`` is the machine to compile for, if not this one.
     """
     toolchain = host.recall(memory, machine)
     if toolchain is None or backend == CPU:
@@ -62,7 +62,7 @@ def available(backend: str, machine: str = "") -> bool:
 
 
 def add_evidence(memory: tuple[str, ...], backend: str, toolchain: Toolchain) -> None:
-    """Say what the choice of a device compiler rests on; ``recall`` says it of the host's."""
+    """Record the evidence for the chosen device compiler. ``recall`` does it for the host's."""
     if toolchain.device is None:
         return
     facts = _family(backend).evidence(memory, toolchain.device)

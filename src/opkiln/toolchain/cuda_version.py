@@ -31,8 +31,8 @@ def misfit(version: str, torch_cuda: str | None) -> str:
 def distance(version: str, torch_cuda: str | None) -> tuple[int, int, int]:
     """A sort key: the smaller, the better a toolkit's version fits torch's.
 
-    The same version is best, then the nearest newer minor, which has all that torch uses, then the
-    nearest older one, then the nearest other major. If torch has no CUDA, all are equal.
+    The same version is best. Then comes the nearest newer minor, which has all that torch uses,
+    then the nearest older one, then the nearest other major. If torch has no CUDA, all are equal.
     """
     if torch_cuda is None:
         return 0, 0, 0
@@ -47,7 +47,7 @@ def fitting(version: str) -> str:
     if not version:
         return "pip install 'opkiln[cuda]'"
     major, minor = release(version)
-    if major < 13:  # the wheels of CUDA 12 and before hold no nvcc
+    if major < 13:  # the wheels of CUDA 12 and older do not contain nvcc
         return f"conda install -c nvidia cuda-toolkit={major}.{minor}"
     # cuda-toolkit pins all its parts. nvcc's own wheel accepts any release of its parts, and ptxas
     # 13.0 does not read what cicc 13.4 writes.
@@ -89,7 +89,7 @@ def installed_cuda_version(name: str = "", *, memory: tuple[str, ...] = ()) -> t
 
 
 def assert_no_cuda_mismatch(name: str = "", *, memory: tuple[str, ...] = ()) -> bool:
-    """True if a toolkit's CUDA fits torch's, or torch has none.
+    """True if a toolkit's CUDA fits torch's, or torch has no CUDA.
 
     ``name`` is the op, for the error. Raises CUDAMismatchException, MissingCUDAException.
     """

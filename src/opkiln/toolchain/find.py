@@ -39,7 +39,7 @@ def passed_over(name: str) -> list[str]:
 
 
 def launcher() -> str | None:
-    """What is to run before the compiler: the first word of ``CXX="ccache g++"``."""
+    """The program that starts the compiler: the first word of ``CXX="ccache g++"``."""
     command = settings.cxx
     return command[0] if command and len(command) > 1 else None
 

@@ -100,7 +100,7 @@ def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, lis
     if search is None or search.taken != compiler:
         return None
     if any(map(os.path.lexists, absent)):
-        return None  # a file that is not a hipcc is where a hipcc could be
+        return None  # another file is in a place where a hipcc could be
     return {"unchanged": unchanged + search.signatures, "absent": absent}
 
 
@@ -218,8 +218,8 @@ def _compiler(record: dict[str, Any], host: Toolchain) -> DeviceCompiler:
         identity=record["identity"],
         archs=tuple(record["archs"]),
         accepts=frozenset(record["accepts"]),
-        # Only those that the host compiler does not search anyway. If g++ is told of such a one, it
-        # no longer finds the headers that libstdc++ includes after it.
+        # Only those that the host compiler does not search anyway. Given one that it does, g++ no
+        # longer finds the headers that libstdc++ includes after it.
         include_dirs=tuple(d for d in record["include_dirs"] if d not in host.include_dirs),
         library_dirs=tuple(record["library_dirs"]),
     )
@@ -244,7 +244,7 @@ _RUNTIME = "libamdhip64.so"
 _HEADER = "hip/hip_runtime.h"
 _VERSION = "hip/hip_version.h"
 _REQUIRED = "-std=c++20"
-_ISA = "oclc_isa_version_"  # prefix of the device libraries that stand for one processor
+_ISA = "oclc_isa_version_"  # prefix of the device libraries that are for one processor
 # Every recent ROCm has device libraries for at least one of these. They are used for the probe.
 _ASKED = ("gfx90a", "gfx1030", "gfx900")
 _SOURCE = """\
@@ -284,7 +284,7 @@ def _asked(program: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:
     elif not library_dirs:
         reason = f"finds no {_RUNTIME} to link with"
     if reason:
-        # The directories count too: what is missing may be installed into one of them.
+        # The directories are included: the missing file may be installed into one of them.
         return {"refused": reason, "version": version}, [*files, *directories]
 
     called = _programs(dry)
@@ -295,8 +295,8 @@ def _asked(program: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:
     # The version of the headers. Headers that only the device compile reads are in no depfile.
     parts += [os.path.join(d, _VERSION) for d in include_dirs if _holds(d, _VERSION)]
     parts = list(dict.fromkeys(parts))
-    # Signed, but not part of the identity: these only decide which archs there are and which
-    # runtime is linked, and a link step has the runtime in its own key.
+    # These are signed, but not part of the identity. They only decide which archs there are and
+    # which runtime is linked, and a link step has the runtime in its own key.
     signed = [*dict.fromkeys(d for d, _ in bitcode), os.path.join(library_dirs[0], _RUNTIME)]
     # Without the directories: the same files elsewhere are the same compiler.
     digests = [(os.path.basename(part), sha256_file(part)) for part in parts]

@@ -1,9 +1,9 @@
-"""CUDA sources as HIP: a translated copy of what an op compiles. The author's files stay unchanged.
+"""CUDA sources as HIP: a translated copy of an op's sources. The author's files stay unchanged.
 
-The vocabulary is that of torch's own hipify, so what works there works here. The layout differs:
-torch renames the files that it translates, next to the source, and rewrites each ``#include`` to
-match. Here the copy has the names and the lines of the original. So no ``#include`` has to change,
-and the compiler's line 40 is the author's line 40.
+The translation is that of torch's own hipify, so code that works there works here. The layout
+differs: torch renames the files that it translates, next to the source, and rewrites each
+``#include`` to match. Here the copy keeps the names and the lines of the original. So no
+``#include`` has to change, and the compiler's line 40 is the author's line 40.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _Copy:
         self._inline = dict(spec.inline)
         self._searched = [d for d in map(self._absolute, spec.include_dirs) if not _foreign(d)]
         self._contents: dict[str, bytes] = {}
-        self._own: dict[str, list[str]] = {}  # path -> the names in it that lead to the author's
+        self._own: dict[str, list[str]] = {}  # path -> the author's files that it includes, by name
         self.origin: dict[str, str] = {}
         self.digests: dict[str, str] = {}
 
@@ -110,7 +110,7 @@ class _Copy:
 
     def include_dirs(self) -> dict[str, str]:
         named = ((each, self._absolute(each)) for each in self._spec.include_dirs)
-        # CUDA's own headers and HIP's define the same things.
+        # CUDA's own headers are left out: HIP's headers define the same things.
         kept = ((n, d) for n, d in named if not os.path.exists(os.path.join(d, _CUDA)))
         return {n: self.place(d) if d in self._searched else d for n, d in kept}
 
@@ -163,7 +163,7 @@ class _Copy:
         return os.path.join(self._spec.root, path)
 
     def _looked_up(self, includer: str, bracket: str, name: str) -> Iterator[str]:
-        """Every file that a name may mean; which one depends on the file that is compiled."""
+        """Every file that a name may refer to. Which one depends on the file being compiled."""
         if os.path.isabs(name):
             return
         if bracket == '"':
@@ -185,8 +185,9 @@ class _Copy:
 
     def _add(self, path: str) -> bool:
         """Add a file to the copy; False if it is already there, or does not exist."""
-        # The compiler will look for `a/../b`. In the original `a` may be a link that leads
-        # elsewhere; in the copy it never is one. So it is read by the one and kept by the other.
+        # The compiler will look for `a/../b`. In the original, `a` may be a symbolic link to
+        # another place; in the copy it never is. So the file is read by its original path, and
+        # copied to the normalized path.
         kept = os.path.normpath(path)
         if kept in self._contents or not os.path.isfile(path):
             return False

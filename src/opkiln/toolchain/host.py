@@ -26,7 +26,7 @@ REQUIRED = "-std=c++20"
 def recall(memory: tuple[str, ...], machine: str = "") -> Toolchain | None:
     """The compiler that ``choose`` would take, if its probe is remembered.
 
-    Starts no process, writes nothing. ``machine``: the one to compile for, if it is another.
+    Starts no process, writes nothing. ``machine`` is the machine to compile for, if not this one.
     """
     for candidate in _candidates(machine):
         if candidate.refused:
@@ -112,7 +112,7 @@ def _examined(
 
 
 def _subject(path: str, machine: str = "") -> str:
-    # A compiler that is refused for one machine may be right for another.
+    # A compiler that is refused for one machine may be usable for another.
     return f"host {path} for {machine}" if _is_cross(machine) else f"host {path}"
 
 
@@ -120,14 +120,14 @@ def _recall(memory: tuple[str, ...], subject: str) -> dict[str, Any] | None:
     record = probing.recall(memory, subject)
     if record is None:
         return None
-    # The files are unchanged, but the names may lead elsewhere now: a symbolic link that was
-    # turned, another `as` that came first on PATH.
+    # The files are unchanged, but the names may point elsewhere now: a symbolic link was changed,
+    # or another `as` comes first on PATH.
     signed = {path: fields for path, *fields in record["signatures"]}
     for name, target in record["resolved"]:
         program = find.first(name)
         if program is None or os.path.realpath(program) != target:
             return None
-        evidence.file(program, signed.get(target))  # a link that is turned leads to another inode
+        evidence.file(program, signed.get(target))  # a changed link leads to another inode
     return record
 
 
@@ -191,7 +191,7 @@ def _probe(path: str, wanted: str) -> tuple[dict[str, Any], list[str]]:
             resolved.append([name, files[-1]])
     files = list(dict.fromkeys(files))
 
-    # Without the directories: the same binaries elsewhere are the same compiler.
+    # Without the directories: the same binaries in another place are the same compiler.
     identity = key("toolchain", (family, version, machine, [sha256_file(file) for file in files]))
     record = {
         "refused": "",
@@ -210,16 +210,16 @@ def _probe(path: str, wanted: str) -> tuple[dict[str, Any], list[str]]:
 def _shared_runtime(path: str) -> str:
     """The libstdc++ of this process, for a compiler that would link a static one.
 
-    Some wrappers ask for that, and compilers that were copied without their libraries do it. A
-    library with its own libstdc++ crashes in a process that has another when it formats a message:
-    the two share streams and locales that differ.
+    Some wrappers link it statically, and so do compilers that were copied without their libraries.
+    A library with its own libstdc++ crashes in a process that has another one when it formats a
+    message, because the two share streams and locales that differ.
     """
     from opkiln.process import run
 
     with probing.scratch() as scratch:
         output = os.path.join(scratch, "probe.so")
-        # -t makes the linker print each file that it opens; of an archive, only the members it
-        # uses.
+        # -t makes the linker print each file that it opens. For an archive, it prints only the
+        # members that it uses.
         linking = (path, "-shared", "-x", "c++", os.devnull, "-o", output, "-Wl,-t")
         done = run(linking, timeout=60, tmpdir=scratch, supervised=False)
     if done.returncode != 0 or "libstdc++.so" in done.output or "libc++" in done.output:

@@ -21,7 +21,7 @@ INSTALL = f"pip install -U '{PACKAGE}>=2026' intel-opencl-rt"
 _NAME = re.compile(r"libsycl\.so\.(\d+)\Z")
 # The runtime compiler of libsycl 8 (2025) needs device libraries that its wheel does not have.
 _OLDEST = 9
-_DRIVER = "libintelocl.so"  # OpenCL's for a CPU, from intel-opencl-rt
+_DRIVER = "libintelocl.so"  # OpenCL's CPU driver, from intel-opencl-rt
 _VENDORS = "/etc/OpenCL/vendors"
 _GPUS = "sys/class/drm"
 _NODES = "dev/dri"
@@ -61,7 +61,7 @@ def installed() -> str | None:
 
 
 def unfit(library: str) -> str:
-    """Why this runtime cannot compile kernels, as far as its files tell; else empty."""
+    """Why this runtime cannot compile kernels, judging by its files; empty if it can."""
     name = os.path.basename(library)
     if int(name.rpartition(".")[2]) < _OLDEST:
         return f"{name} cannot compile kernels by itself: pip install -U '{PACKAGE}>=2026'"
@@ -91,8 +91,8 @@ def programs() -> Iterator[tuple[str, str]]:
 def locate(soname: str) -> str | None:
     """The path of the libsycl with this name (``libsycl.so.9``): of a compiler or a pip package.
 
-    An op's library has only its soname, so that the library is the same wherever the runtime is
-    installed. So the runtime must be loaded before the op.
+    An op's library contains only the soname, so it does not depend on where the runtime is
+    installed. Therefore the runtime must be loaded before the op.
     """
     named = settings.sycl_cxx
     places = ([named] if named else []) + [path for path, _ in programs()]
@@ -124,7 +124,7 @@ def no_device(icd_filenames: str | None) -> tuple[str, str] | None:
         # The dynamic linker finds a name without a slash; it cannot be checked here.
         if any("/" not in name or os.path.exists(name) for name in names):
             return None
-        why = f"OCL_ICD_FILENAMES={icd_filenames!r} names no file that exists"
+        why = f"OCL_ICD_FILENAMES={icd_filenames!r} does not name an existing file"
     elif any(map(os.path.exists, _registered_drivers())):
         return None
     else:

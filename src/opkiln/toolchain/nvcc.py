@@ -1,9 +1,9 @@
 """nvcc: which CUDA toolkit is used, why, and what it can do with a host compiler.
 
-The first build on a machine waits for the probe, so its questions are asked in parallel. A toolkit
-that was installed as a whole only preprocesses: that shows whether nvcc takes the host compiler.
-Wheels are upgraded one by one and may not fit each other, so a toolkit made of wheels also compiles
-and links.
+The first build on a machine waits for the probe, so its questions are asked in parallel. For a
+toolkit that was installed as a whole, the probe only preprocesses: that shows whether nvcc accepts
+the host compiler. Wheels are upgraded one by one and may not fit each other, so for a toolkit made
+of wheels the probe also compiles and links.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Search(NamedTuple):
     unsupported: str  # nvcc's message about a host compiler that it does not support
     signatures: list[list[Any]]  # of the files that decided the choice
     absent: list[str]  # files that would change the choice if they appeared
-    lasting: bool  # nothing else decided it
+    lasting: bool  # nothing but files decided it
 
 
 def recall(
@@ -102,14 +102,14 @@ def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, lis
     if search is None or search.taken != compiler or not toolkits.present():
         return None
     if any(map(os.path.lexists, absent)):
-        return None  # a file that is not an nvcc is where an nvcc could be
+        return None  # another file is in a place where an nvcc could be
     if not search.lasting:
         return None
     absent += search.absent
     if settings.ccbin:
-        # By the word that was given: another program of that name may come first on PATH.
+        # By the name that was given: another program of that name may come first on PATH.
         with override(cxx=(settings.ccbin,)):
-            if hosts.recall(memory) is None:  # which says what it rests on
+            if hosts.recall(memory) is None:  # it records its own evidence
                 return None
     return {"unchanged": unchanged + search.signatures, "absent": absent}
 
@@ -124,7 +124,7 @@ def mismatch_note(compiler: DeviceCompiler, torch_cuda: str | None) -> str:
     )
     if release(compiler.version)[0] == release(torch_cuda)[0]:
         return f"{what}: versions of one major are compatible"
-    return f"{what}, another major version, as {origin_of('skip_cuda_check')[1]} asks"
+    return f"{what}, another major version, because {origin_of('skip_cuda_check')[1]} is set"
 
 
 def unfound_note(compiler: DeviceCompiler) -> str:
@@ -191,7 +191,7 @@ def _search(
 
 
 def _partner(memory: tuple[str, ...], host: Toolchain, *, ask: bool) -> Toolchain | None:
-    """The compiler that nvcc hands host code to: ``NVCC_CCBIN``, else the toolchain's own."""
+    """The compiler that nvcc uses for host code: ``NVCC_CCBIN``, else the toolchain's own."""
     wanted, origin = origin_of("ccbin")
     if not wanted:
         return host
@@ -296,7 +296,7 @@ def _compiler(toolkit: Toolkit, probed: dict[str, Any], ccbin: Toolchain | None)
 
 # The probe of one toolkit with one host compiler
 
-# A flag is listed in `accepts` if this nvcc takes it. The value is how it is tried.
+# A flag is listed in `accepts` if this nvcc accepts it. The value is the arguments to try.
 _FLAGS = {
     "-std=c++17": ("-std=c++17",),
     "-std=c++20": ("-std=c++20",),
@@ -330,10 +330,10 @@ def pair(
         try:
             record = _probe(toolkit.record, host.cxx, in_parts=toolkit.place.origin == "PyPI")
         except (ToolchainError, BuildTimeout) as error:
-            # It answered a moment ago: it was removed since, or the machine is overloaded.
+            # It answered a moment ago, so it was removed since, or the machine is overloaded.
             return {**_refusal(f"{error.what}: {error.why}"), "signatures": []}
         except OSError as error:
-            return {**_refusal(f"cannot be asked: {error}"), "signatures": []}
+            return {**_refusal(f"cannot be run: {error}"), "signatures": []}
         files = [path for _, path in toolkit.record["parts"]] + toolkit.record["directories"]
         probing.remember(memory, subject, record, files, asked_at)
         record = {**record, "signatures": []}
@@ -414,7 +414,7 @@ def _has_runtime(directory: str) -> bool:
 
 
 def _identity(toolkit: dict[str, Any]) -> str:
-    # Without the directories: the same files elsewhere are the same compiler.
+    # Without the directories: the same files in another place are the same compiler.
     digests = [(role, sha256_file(path)) for role, path in toolkit["parts"]]
     return key("toolchain", ("nvcc", toolkit["banner"], digests))
 

@@ -54,8 +54,8 @@ def remember(
 ) -> None:
     """Keep facts about a subject, bound to these files, in the first of the directories.
 
-    Nothing is kept if there is no directory, if it cannot be written, or if one of the files is
-    gone: it is not the one that was asked.
+    Nothing is kept if there is no directory, if it cannot be written, or if one of the files no
+    longer exists.
 
     ``asked_at`` is the time before the first question (default: now). A file that changed since
     then may not be the one that answered, so its signature is not trusted.
@@ -98,7 +98,7 @@ def _place() -> str:
 
 
 def unwritable() -> bool:
-    """Whether there is no directory for probes, so that no compiler can be asked anything."""
+    """Whether there is no directory for probes, so that no compiler can be probed."""
     return not os.access(_place(), os.W_OK | os.X_OK)
 
 
@@ -108,10 +108,11 @@ def scratch() -> Iterator[str]:
 
     If ``OPKILN_TMPDIR`` does not exist, /tmp is used; a build reports that. Raises OSError.
     """
-    from opkiln import process  # not on the way to a hit
+    from opkiln import process  # here, because a cache hit does not need it
 
     path = os.path.abspath(f"{_place()}/opkiln-probe-{os.urandom(4).hex()}")
-    # The watchdog learns of it first: killed in between, this process leaves nothing unknown.
+    # The watchdog is told first. If this process is killed in between, the watchdog already knows
+    # the directory.
     process.register_scratch(path)
     try:
         os.mkdir(path, 0o700)

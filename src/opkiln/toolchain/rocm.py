@@ -28,7 +28,7 @@ _HEADERS = (
 def hipcc_candidates() -> Iterator[Candidate]:
     """Every hipcc, in order of preference: the one the user named, else those on PATH and in /opt.
 
-    If the user named a ROCm without a hipcc, no other one takes its place.
+    If the user named a ROCm without a hipcc, no other one is used instead.
     """
     named, origin = origin_of("rocm_home")
     if named:
@@ -110,7 +110,7 @@ def is_rocm_pytorch() -> bool:
 def installed_rocm_version() -> tuple[int, int]:
     """(major, minor) of the ROCm installation that builds use. Its compiler is not run.
 
-    If there is none: the ROCm that torch was built with and ships. (0, 0) without either.
+    If there is none, it is the ROCm that torch was built with and ships. (0, 0) without either.
     """
     for home in homes():
         found = _release_of(home)

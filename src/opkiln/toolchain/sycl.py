@@ -33,8 +33,8 @@ RUNTIME = "sycl-rt"
 
 # The programs that decide icpx's output, by the names that it uses.
 _PARTS = ("clang", "ld", "llvm-spirv", "sycl-post-link", "clang-linker-wrapper", "ocloc")
-# A flag is listed in `accepts` if it is taken. By default icpx computes as with -ffast-math, which
-# no reference does.
+# A flag is listed in `accepts` if the compiler accepts it. By default icpx computes as with
+# -ffast-math, but no reference does.
 _FLAGS = ("-ffp-model=precise",)
 
 _PROBE = """\
@@ -100,8 +100,8 @@ def available() -> bool:
 def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, list[Any]] | None:
     """The facts behind the choice of this compiler, in a form that ``stat`` can check.
 
-    The host compiler has evidence of its own. None if they are not enough: a refused program is
-    where a better one may be.
+    The host compiler has its own evidence. None if the facts are not enough: a better compiler may
+    appear where a refused program is now.
     """
     host = hosts.recall(memory)
     if host is None:
@@ -118,7 +118,7 @@ def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, lis
     passed_over = _passed_over(compiler)
     record = _recall(memory, compiler.path, host)
     if passed_over is None or record is None or record["identity"] != compiler.identity:
-        return None  # it was replaced while it compiled
+        return None  # the compiler was replaced while it ran
     return {
         "unchanged": [*unchanged, *record["signatures"]],
         "absent": list(dict.fromkeys([*absent, *passed_over])),
@@ -300,8 +300,8 @@ def _probe_runtime(library: str, host: Toolchain) -> tuple[dict[str, Any], list[
         "family": RUNTIME,
         "home": home,
         "version": version,
-        # libsycl-jit is not part of the identity: it compiles kernels on the machine that runs the
-        # op.
+        # libsycl-jit is not part of the identity, because it compiles kernels on the machine that
+        # runs the op.
         "identity": key("sycl", (RUNTIME, version, [sha256_file(file) for file in files])),
         "accepts": [],
         "include_dirs": [include],

@@ -99,8 +99,8 @@ def present() -> list[Place]:
 def watched() -> tuple[list[str], list[str]]:
     """(paths whose signatures decide which toolkits there are, paths whose absence does).
 
-    The former are directories that are listed, and every nvcc under the name it was found by, so
-    that a link that is pointed elsewhere shows.
+    The former are directories that are listed, and every nvcc under the name it was found by. So a
+    link that now points elsewhere is noticed.
     """
     signed = [path for path in _listed() if os.path.isdir(path)]
     absent = [path for path in _listed() if not os.path.isdir(path)]
@@ -251,7 +251,8 @@ def _recall(memory: tuple[str, ...], path: str, host: str) -> dict[str, Any] | N
 
 def _question(path: str, host: str) -> tuple[dict[str, Any], list[str]]:
     """Ask an nvcc for its version and place: (record, the files that the answers depend on)."""
-    # A script may lead nowhere; its program is probably where toolkits are installed.
+    # A script may start an nvcc that does not exist yet. It would appear in one of these
+    # directories, so they are signed too.
     files = [os.path.realpath(path), *filter(os.path.isdir, _listed())]
     try:
         return _asked(path, host, files)
@@ -318,7 +319,7 @@ def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list
         *_parts("lib", library_dirs, _LIBRARIES),
         *_parts("include", include_dirs, _HEADERS),
     ]  # fmt: skip
-    # A refusal is remembered, too, until a missing part appears.
+    # A refusal is also remembered, until a missing part appears.
     directories = _existing([home, here, *usual, *include_dirs, *library_dirs])
     record = {
         "refused": "",
@@ -335,8 +336,8 @@ def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list
         "parts": parts,
         "directories": directories,
     }
-    # With the directory under the name that a wrapper uses: a link on the way that is pointed
-    # elsewhere then shows as a directory with another inode.
+    # The directory is signed under the name that a wrapper uses. So if a link in that path changes,
+    # the directory has another inode.
     files = [files[0], program, os.path.join(here, "nvcc.profile"), called, *directories]
     return record, list(dict.fromkeys(files))
 

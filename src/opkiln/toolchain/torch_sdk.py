@@ -26,8 +26,8 @@ STABLE_DEFINE = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 def locate() -> str | None:
     """The directory of the torch package that this interpreter would import, or None.
 
-    If it would import none: that of ``OPKILN_TORCH_DIR``. An isolated build can use such a torch,
-    which it cannot import.
+    If it would import none, it is the directory in ``OPKILN_TORCH_DIR``: an isolated build can use
+    such a torch without importing it.
     """
     loaded = sys.modules.get("torch")
     if loaded is not None and getattr(loaded, "__file__", None):
@@ -41,7 +41,7 @@ def locate() -> str | None:
     if named is not None and not os.path.isfile(os.path.join(named, "version.py")):
         raise SettingError(
             f"OPKILN_TORCH_DIR={named!r}: there is no torch",
-            why="it is the directory with torch's version.py",
+            why="it must be the directory that contains torch's version.py",
             hint="unset OPKILN_TORCH_DIR",
         )
     return None if named is None else os.path.abspath(named)
@@ -74,7 +74,7 @@ def _read(path: str, stamp: tuple[int, int]) -> TorchSDK:  # noqa: ARG001 (keys 
     with open(os.path.join(path, "version.py"), "rb") as file:
         text = file.read()
     facts = _assignments(text.decode("utf-8", "replace"))
-    # Wheels since 2.7 are all built with the C++11 ABI; a build from source may say otherwise.
+    # Wheels since 2.7 are all built with the C++11 ABI; a build from source may differ.
     cxx11 = True
     for config in read_from(path)[1:]:
         with open(config, encoding="utf-8", errors="replace") as file:
@@ -105,9 +105,9 @@ def _assignments(text: str) -> dict[str, str | None]:
 def release(version: str) -> tuple[int, int]:
     """(major, minor) of a version of torch, CUDA or ROCm: (2, 13) of ``2.13.0+cpu``.
 
-    (0, 0) if the text is not a version. This is the one parser of such versions: it is used on the
-    way to a hit, where ``packaging`` must not be imported, and vendors' versions
-    (``6.2.41133-dd7f95766``) are not valid for that. Versions of packages are for ``packaging``.
+    (0, 0) if the text is not a version. This is the only parser of such versions. A cache hit uses
+    it and must not import ``packaging``, and vendors' versions (``6.2.41133-dd7f95766``) are not
+    valid for ``packaging``. Use ``packaging`` for versions of packages.
     """
     parts = version.split(".")
     try:
@@ -128,13 +128,13 @@ def full_abi_tag(sdk: TorchSDK) -> str:
 
 
 def python_tag() -> str:
-    """This interpreter's binary interface, to the patch level: its headers are in no depfile."""
+    """This interpreter's ABI with its patch level, because no depfile lists its headers."""
     version = ".".join(str(part) for part in sys.version_info[:3])
     return f"{sys.implementation.cache_tag}{getattr(sys, 'abiflags', '')}-{version}"
 
 
 def abi_tag(spec: OpSpec, sdk: TorchSDK | None) -> str:
-    """The tag of what a binary of this op depends on, with this torch. Raises BuildError."""
+    """The ABI tag of this op's binary when built with this torch. Raises BuildError."""
     python = python_tag()
     if spec.abi == ABI_STABLE:
         tag = STABLE_TAG

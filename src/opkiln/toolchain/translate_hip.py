@@ -2,10 +2,10 @@
 
     python -I -S translate_hip.py DIRECTORY-OF-HIPIFY LISTING
 
-The listing is a JSON object: each file, relative to the current directory, and the names in its
-``#include`` lines that stay as they are because they lead to a file of the author's. torch would
-take an author's ``cuda.h`` for CUDA's. Line numbers stay what they are: nothing is added, and
-kernel launches stay as ``<<<…>>>``, which clang understands.
+The listing is a JSON object. It maps each file, relative to the current directory, to the names in
+its ``#include`` lines that must not change, because they refer to a file of the author. torch would
+mistake an author's ``cuda.h`` for CUDA's. Line numbers do not change: nothing is added, and kernel
+launches stay ``<<<…>>>``, which clang understands.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NEEDED = (
 
 
 def load(directory: str) -> Any:
-    """torch's ``hipify_python``, as a module of a package of its own: torch is not imported."""
+    """torch's ``hipify_python``, loaded in a separate package so that torch is not imported."""
     spec = importlib.util.spec_from_file_location(
         "hipify", os.path.join(directory, "__init__.py"), submodule_search_locations=[directory]
     )
@@ -42,7 +42,7 @@ def load(directory: str) -> Any:
 
 
 def translate(hipify: Any, text: str, own: set[str], *, device: bool) -> str:
-    """A file's text as HIP. ``device``: it is a .cu or .cuh, which may hold device code."""
+    """A file's text as HIP. ``device``: it is a .cu or .cuh file, which may have device code."""
     parts, end = [], 0
     for match in _INCLUDE.finditer(text):
         if match[2] in own:
@@ -54,7 +54,7 @@ def translate(hipify: Any, text: str, own: set[str], *, device: bool) -> str:
 
 
 def _words(hipify: Any, text: str) -> str:
-    # The expression wants a character on either side of a word.
+    # The expression needs a character on both sides of a word.
     mapped = hipify.RE_PYTORCH_PREPROCESSOR.sub(
         lambda match: str(hipify.PYTORCH_MAP[match[0]]), f"\n{text}\n"
     )
@@ -70,7 +70,7 @@ def _header(hipify: Any, match: re.Match[str], own: set[str]) -> str:
 
 
 def main(directory: str, listing: str) -> None:
-    """Translate what the listing names."""
+    """Translate the files in the listing."""
     hipify = load(directory)
     with open(listing, encoding="ascii") as file:
         files = json.load(file)

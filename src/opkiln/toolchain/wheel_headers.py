@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from opkiln.model import TorchSDK
 
-# What torch's headers include, and the part of `cuda-toolkit` that has it.
+# The headers that torch's headers include, and the part of `cuda-toolkit` that has each.
 LIBRARIES = {
     "cublas_v2.h": "cublas",
     "cublasLt.h": "cublas",
@@ -45,7 +45,7 @@ class Wheels(Record):
     directories: tuple[str, ...]  # in "nvidia", next to torch; empty if none is used
     release: tuple[int, int]  # of the wheels; (0, 0) if there are none
     signatures: list[list[Any]]  # of the files and directories that decided this
-    absent: list[str]  # paths that would change it if they existed
+    absent: list[str]  # paths that would change the result if they existed
 
 
 NONE = Wheels((), (0, 0), [], [])

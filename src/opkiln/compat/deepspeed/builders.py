@@ -41,7 +41,7 @@ BF16_ON_DEVICE = (
 
 
 class OpBuilder(builder.OpBuilder):
-    """As DeepSpeed's: C++ sources, on the full ABI."""
+    """Like DeepSpeed's: C++ sources, on the full ABI."""
 
     KIND = PYTHON
     ABI = ABI_TORCH
@@ -116,8 +116,8 @@ class OpBuilder(builder.OpBuilder):
 
 
 class CUDAOpBuilder(builder.CUDAOpBuilder):
-    """As DeepSpeed's: C++ and CUDA sources, on the full ABI. Without a GPU it is built for the CPU
-    (``build_for_cpu``), unless its sources are CUDA sources even then."""
+    """Like DeepSpeed's: C++ and CUDA sources, on the full ABI. Without a GPU it is built for the
+    CPU (``build_for_cpu``), unless its sources are CUDA sources even then."""
 
     KIND = PYTHON
     ABI = ABI_TORCH
@@ -129,7 +129,7 @@ class CUDAOpBuilder(builder.CUDAOpBuilder):
         """As opkiln's own builders choose it; CUDA or ROCm if the sources are only for those."""
         found: str = super().backend
         if found == CPU and not self._asked_backend:
-            self.__dict__["backend"] = CPU  # for sources() that look at build_for_cpu
+            self.__dict__["backend"] = CPU  # for sources() that reads build_for_cpu
             if any(os.fspath(source).endswith(".cu") for source in self.sources()):
                 return ROCM if self.is_rocm_pytorch() else CUDA
         return found
@@ -166,7 +166,7 @@ class CUDAOpBuilder(builder.CUDAOpBuilder):
         return []
 
     def filter_ccs(self, ccs: list[str]) -> Sequence[Any]:
-        """All of them, as ``[major, minor]``: the form that DeepSpeed's gives to overrides."""
+        """All of them, as ``[major, minor]``: the form that DeepSpeed passes to overrides."""
         return [cc.split(".") for cc in ccs]
 
     def spec(self) -> OpSpec:
@@ -179,7 +179,7 @@ class CUDAOpBuilder(builder.CUDAOpBuilder):
         )
 
     def cuda_capability_major(self) -> int | None:
-        """The lowest major capability of the GPUs here, or None. Creates no CUDA context."""
+        """The lowest major capability of this machine's GPUs, or None. Creates no CUDA context."""
         from opkiln.decision import archs
         from opkiln.devices import nvidia
 
@@ -200,8 +200,8 @@ class CUDAOpBuilder(builder.CUDAOpBuilder):
 
 
 class CPUOpBuilder(OpBuilder):
-    """As DeepSpeed's: C++ for the CPU, with its vector instructions and with OpenMP's pragmas,
-    which run on torch's own threads."""
+    """Like DeepSpeed's: C++ for the CPU, with its vector instructions and with OpenMP pragmas.
+    These run on torch's own threads."""
 
     def cxx_args(self) -> Sequence[str]:
         return [*_CXX, self.cpu_arch(), "-fopenmp", self.simd_width()]
@@ -236,7 +236,7 @@ def get_default_compute_capabilities() -> str:
 
 
 def probe_is_compatible(builder: Any, verbose: bool = False) -> bool:
-    """``builder.is_compatible(verbose)``; False, with a line that says why, if that raises."""
+    """``builder.is_compatible(verbose)``. If that raises, prints the reason and returns False."""
     try:
         return bool(builder.is_compatible(verbose))
     except Exception as error:
@@ -245,7 +245,7 @@ def probe_is_compatible(builder: Any, verbose: bool = False) -> bool:
 
 
 def _without_the_plans(spec: OpSpec) -> OpSpec:
-    # A link with -fopenmp would bring a second OpenMP runtime beside torch's.
+    # A link with -fopenmp would load a second OpenMP runtime in addition to torch's.
     return spec._replace(
         cxx_args=tuple(flag for flag in spec.cxx_args if not flag.startswith(OF_THE_PLAN)),
         ldflags=tuple(flag for flag in spec.ldflags if flag != "-fopenmp"),

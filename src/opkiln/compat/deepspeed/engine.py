@@ -1,4 +1,4 @@
-"""DeepSpeed's own sources, built by opkiln: a builder's declaration as an op of opkiln's.
+"""DeepSpeed's own sources, built by opkiln: turns a builder's declaration into an op of opkiln.
 
 A builder's sources and flags are used unchanged, without those that a plan sets itself: the
 architectures of GPUs and CPU, nvcc's threads, and a second OpenMP runtime in the link.
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 # The prefixes of flags that a plan sets itself. `-fopenmp` stays in compiles: DeepSpeed's kernels
-# use it for their threads, and torch has an OpenMP runtime loaded that serves them. In a link it
-# would bring the system's runtime as a second one.
+# use it for their threads, and torch has already loaded an OpenMP runtime for them. In a link it
+# would load the system's runtime as a second one.
 _PLANS_CXX = (*OF_THE_PLAN, "-shared", "-fPIC")
 _PLANS_LINK = ("-fopenmp",)
 _PLANS_NVCC = ("--threads", "-gencode", "--offload-arch")
@@ -31,19 +31,19 @@ _NO_GLOG = "-UC10_USE_GLOG"
 
 
 class Architectures(NamedTuple):
-    """What a builder's kernels are compiled for."""
+    """The architectures that a builder's kernels are compiled for."""
 
     archs: tuple[str, ...]
     bf16: bool  # whether all of them have bfloat16 arithmetic
 
 
 def load(builder: Any) -> Any:
-    """The extension module of a builder of DeepSpeed's, found or built.
+    """The extension module of a DeepSpeed builder, found or built.
 
     Raises LoadError if the builder says that it is not compatible, and the other OpkilnErrors.
     """
     if not builder.is_compatible(False):
-        builder.is_compatible(True)  # says why
+        builder.is_compatible(True)  # prints the reason
         raise LoadError(
             f"op {builder.name} of DeepSpeed is not compatible with this machine",
             why=str(builder.error_log or ""),
@@ -67,8 +67,8 @@ def op_of(builder: Any) -> Op:
 
 
 def architectures(builder: Any, asked: str = "") -> tuple[Architectures, list[str]]:
-    """Those that the user or the machine asks for, without those that the builder's filter removes;
-    and nvcc's flags for them. Without a list or a device: every one that this nvcc knows.
+    """The architectures to build for, and nvcc's flags for them. The user's list or this machine's
+    GPUs decide; without either, all that this nvcc knows. The builder's filter removes some.
 
     Empty if there is nothing to build for, or no compiler. Raises UsageError for a malformed list.
     """
@@ -103,9 +103,9 @@ def _backend(builder: Any) -> str:
 
 @contextmanager
 def _toolkit_in_torchs_module(backend: str) -> Iterator[None]:
-    """The toolkit that compiles, as ``torch.utils.cpp_extension.CUDA_HOME``, which builders read.
+    """Sets ``torch.utils.cpp_extension.CUDA_HOME``, which builders read, to the toolkit in use.
 
-    DeepSpeed's own ``load`` imports that module first, so some of its builders do not.
+    DeepSpeed's own ``load`` imports that module first, so some of its builders do not import it.
     """
     theirs: Any = import_module("torch.utils.cpp_extension")
     was = vars(theirs)["CUDA_HOME"]
@@ -113,7 +113,7 @@ def _toolkit_in_torchs_module(backend: str) -> Iterator[None]:
         try:
             theirs.CUDA_HOME = paths.cuda_toolkit()
         except paths.ToolkitMissing:
-            # The op may be in a cache. If it is not, the build says what is missing.
+            # The op may be in a cache. If it is not, the build reports what is missing.
             if was is None:
                 raise
     try:
@@ -139,7 +139,7 @@ def _spec(builder: Any, backend: str) -> OpSpec:
         distribution=_owner(builder),
         root=root,
         sources=tuple(os.path.relpath(source, root) for source in sources),
-        # Relative to the root, if they are below it: the key is then the same in any place.
+        # Relative to the root, if they are below it. Then the key does not depend on the place.
         include_dirs=tuple(
             os.path.relpath(path, root) if path.startswith(root + os.sep) else path
             for path in includes

@@ -1,4 +1,4 @@
-"""The stand-in for an extension module of DeepSpeed's, and the smallest of them, ``utils``."""
+"""The stand-in for one of DeepSpeed's extension modules, and the smallest of them, ``utils``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class OpModule(ModuleType):
-    """The functions that DeepSpeed's front ends call, as methods, over an op of opkiln's.
+    """The functions that DeepSpeed's front ends call, as methods that call an op of opkiln.
 
-    ``REST`` names functions that no op of opkiln's has. DeepSpeed's own module serves these;
-    opkiln's engine builds it when one of them is first used.
+    ``REST`` names functions that no op of opkiln has. DeepSpeed's own module has these. opkiln's
+    engine builds it when one of them is first used.
     """
 
     NAME: ClassVar[str]
@@ -44,7 +44,7 @@ class OpModule(ModuleType):
             if self._build_rest is None:
                 raise UsageError(
                     f"{self.NAME}: {', '.join(self.REST)} are functions of DeepSpeed's own module",
-                    why="OPKILN_DEEPSPEED leaves `engine`, which would build it, out",
+                    why="OPKILN_DEEPSPEED does not include `engine`, which would build that module",
                     hint="unset OPKILN_DEEPSPEED",
                 )
             self._rest = self._build_rest()
@@ -52,9 +52,9 @@ class OpModule(ModuleType):
 
 
 class ByteTensors(OpModule):
-    """``utils``: tensors as bytes, and lists of tensors as one.
+    """``utils``: tensors as bytes, and lists of tensors as one tensor.
 
-    Earlier releases of DeepSpeed have ``flatten`` and ``unflatten``.
+    Only earlier releases of DeepSpeed have ``flatten`` and ``unflatten``.
     """
 
     NAME = "utils"
@@ -72,7 +72,7 @@ class ByteTensors(OpModule):
         return [tensor if tensor.nbytes <= 1 else byte_view(tensor) for tensor in src_tensor]
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
-        """A new tensor of one dimension with the elements of all."""
+        """A new tensor of one dimension with the elements of all tensors."""
         from opkiln.ops.utils.flatten import flatten
 
         return flatten(tensors)

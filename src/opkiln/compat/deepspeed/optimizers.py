@@ -1,13 +1,13 @@
 """DeepSpeed's optimizer modules over opkiln's ops: in host memory, and over lists of tensors.
 
 ``cpu_adam``, ``cpu_adagrad`` and ``cpu_lion`` identify an optimizer by a number that its front end
-chose. DeepSpeed's kernels step a copy of a tensor with gaps between its elements and lose the
+chose. If a tensor has gaps between its elements, DeepSpeed's kernels step a copy and lose the
 result; these step the tensor itself. They do not write to gradients.
 
 ``fused_adam``, ``fused_lion`` and ``fused_lamb`` use the op of the device that the parameters are
-on. DeepSpeed keeps the states of 16-bit parameters in 16 bits, and opkiln's kernels step fp32
-states. So these are widened for the step and rounded once, when they are stored, which is what
-DeepSpeed's kernels do in registers.
+on. DeepSpeed keeps the states of 16-bit parameters in 16 bits, but opkiln's kernels step fp32
+states. So the states are widened for the step and rounded once, when they are stored. DeepSpeed's
+kernels do the same in registers.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ _log = logging.getLogger("opkiln.deepspeed")
 
 
 class _HostOptimizers(OpModule):
-    """The optimizers by their numbers, each with the arguments that it was created with."""
+    """The op's functions, and the optimizers by their numbers, with the arguments of each."""
 
     def __init__(self, rest: Callable[[], Any] | None = None) -> None:
         super().__init__(rest)
+        self._ops: Any = get_builder(self.NAME).load()
         self._made: dict[int, tuple[Any, ...]] = {}
 
     def _create(self, optimizer_id: int, given: tuple[Any, ...], should_log: bool) -> int:
@@ -49,6 +50,7 @@ class _HostOptimizers(OpModule):
         return 0
 
     def _destroy(self, optimizer_id: int) -> int:
+        """Forget this optimizer. Calling it again has no effect."""
         self._made.pop(int(optimizer_id), None)
         return 0
 
@@ -63,7 +65,7 @@ class _HostOptimizers(OpModule):
 
 
 class CPUAdam(_HostOptimizers):
-    """``cpu_adam``: Adam and AdamW, a step and its undoing."""
+    """``cpu_adam``: Adam and AdamW, with steps and rollback."""
 
     NAME = "cpu_adam"
     # An optimizer that runs in its own process, on its own threads, over shared memory.
@@ -72,12 +74,6 @@ class CPUAdam(_HostOptimizers):
         "zenflow_adam_ctrl_size", "zenflow_adam_ctrl_init", "zenflow_adam_run_worker",
         "zenflow_adam_submit", "zenflow_adam_wait", "zenflow_adam_ctrl_exit",
     )  # fmt: skip
-
-    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
-        from opkiln.ops.cpu_adam.op import CPUAdamBuilder
-
-        super().__init__(rest)
-        self._ops = CPUAdamBuilder().load()
 
     def create_adam(
         self,
@@ -103,7 +99,7 @@ class CPUAdam(_HostOptimizers):
         return self._destroy(optimizer_id)
 
     def rest(self) -> Any:
-        """DeepSpeed's module, after it was told of the existing optimizers."""
+        """DeepSpeed's module. The existing optimizers are created in it first."""
         known = self._rest
         module = super().rest()
         if known is None:
@@ -127,7 +123,7 @@ class CPUAdam(_HostOptimizers):
         weight_decay: float, bias_correction: bool, params: Tensor, grads: Tensor, exp_avg: Tensor,
         exp_avg_sq: Tensor,
     ) -> int:  # fmt: skip
-        """Undo the ``step``-th step, given what it was given, in place."""
+        """Undo the ``step``-th step in place. The arguments must be those of that step."""
         return self._step(
             self._ops.cpu_adam_rollback_, optimizer_id, step, lr, beta1, beta2, epsilon,
             weight_decay, bias_correction, params, grads, exp_avg, exp_avg_sq,
@@ -159,12 +155,6 @@ class CPUAdagrad(_HostOptimizers):
 
     NAME = "cpu_adagrad"
 
-    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
-        from opkiln.ops.cpu_adagrad.op import CPUAdagradBuilder
-
-        super().__init__(rest)
-        self._ops = CPUAdagradBuilder().load()
-
     def create_adagrad(
         self,
         optimizer_id: int,
@@ -176,9 +166,7 @@ class CPUAdagrad(_HostOptimizers):
         """Create this optimizer. Each step gets its hyperparameters again."""
         return self._create(optimizer_id, (alpha, eps, weight_decay), should_log)
 
-    def destroy_adagrad(self, optimizer_id: int) -> int:
-        """Forget this optimizer. Calling it again has no effect."""
-        return self._destroy(optimizer_id)
+    destroy_adagrad = _HostOptimizers._destroy
 
     def adagrad_update(
         self, optimizer_id: int, step: int, lr: float, epsilon: float, weight_decay: float,
@@ -204,12 +192,6 @@ class CPULion(_HostOptimizers):
 
     NAME = "cpu_lion"
 
-    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
-        from opkiln.ops.cpu_lion.op import CPULionBuilder
-
-        super().__init__(rest)
-        self._ops = CPULionBuilder().load()
-
     def create_lion(
         self,
         optimizer_id: int,
@@ -222,9 +204,7 @@ class CPULion(_HostOptimizers):
         """Create this optimizer. Each step gets its hyperparameters again."""
         return self._create(optimizer_id, (alpha, betta1, betta2, weight_decay), should_log)
 
-    def destroy_lion(self, optimizer_id: int) -> int:
-        """Forget this optimizer. Calling it again has no effect."""
-        return self._destroy(optimizer_id)
+    destroy_lion = _HostOptimizers._destroy
 
     def lion_update(
         self, optimizer_id: int, step: int, lr: float, beta1: float, beta2: float,  # noqa: ARG002
@@ -295,8 +275,8 @@ class FusedAdam(_FusedOptimizers):
         beta1: float, beta2: float, epsilon: float, step: int, mode: int, bias_correction: int,
         weight_decay: float,
     ) -> None:  # fmt: skip
-        """Make the ``step``-th step of parameters, in place. ``tensor_lists`` has gradients,
-        parameters, averages and averages of squares; ``mode`` 1 is AdamW. As in DeepSpeed's
+        """Make the ``step``-th step of the parameters, in place. ``tensor_lists`` has gradients,
+        parameters, averages and averages of squares. ``mode`` 1 is AdamW. As in DeepSpeed's
         kernels, ``noop_flag`` has no effect: a step with infinities is made like any other."""
         grads, params, exp_avgs, exp_avg_sqs = tensor_lists
         if not params:
@@ -352,8 +332,8 @@ class FusedLamb(_FusedOptimizers):
         """Make the ``step``-th step of ``p``, in place, and return its coefficient.
 
         ``mode`` 0 puts ``eps`` under the root. ``p_copy``, if it is not empty, gets the new values.
-        The averages start at 0. DeepSpeed corrects the rate for that, not the averages, and so
-        does this.
+        The averages start at 0. As in DeepSpeed, the learning rate is corrected for that, not the
+        averages.
         """
         if bias_correction:
             lr = float(lr) * math.sqrt(1 - beta2**step) / (1 - beta1**step)
@@ -381,7 +361,7 @@ class FusedLamb(_FusedOptimizers):
         return coefficient
 
 
-# What both do
+# Shared by both
 
 
 def _make_step(

@@ -1,9 +1,8 @@
 """How DeepSpeed's builders are redirected, and what they load then.
 
-Some functions of their base classes are replaced. Nothing of DeepSpeed changes on disk, and
-``remove`` puts the functions back. Builders with a ``load`` of their own (those for NPUs, for
-example) stay as they are. What a builder loads is the first of the resorts that
-``OPKILN_DEEPSPEED`` names.
+Some functions of their base classes are replaced. No file of DeepSpeed changes, and ``remove`` puts
+the functions back. Builders with their own ``load`` (those for NPUs, for example) are unchanged. A
+builder loads from the first possible resort of those that ``OPKILN_DEEPSPEED`` names.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _MODULE = "deepspeed.ops.op_builder.builder"
 
 OPS, ENGINE, DEEPSPEED = "ops", "engine", "deepspeed"
 
-# The subclass of OpModule that stands in for an op's module, as module:class.
+# The subclass of OpModule that replaces an op's module, as module:class.
 MODULES = {
     "cpu_adam": "optimizers:CPUAdam",
     "cpu_adagrad": "optimizers:CPUAdagrad",
@@ -83,7 +82,7 @@ def replacements(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
 
 
 class Served(NamedTuple):
-    """What serves one of DeepSpeed's ops in this process."""
+    """The module that serves one of DeepSpeed's ops in this process."""
 
     module: Any
     origin: str  # ops, engine, deepspeed
@@ -91,18 +90,18 @@ class Served(NamedTuple):
 
 
 _served: dict[tuple[type, str], Served] = {}
-_chosen: dict[tuple[type, str], tuple[str, ...]] = {}  # under which setting
+_chosen: dict[tuple[type, str], tuple[str, ...]] = {}  # the resorts that were allowed then
 
 
 def served() -> dict[str, Served]:
-    """The ops of DeepSpeed's that this process has loaded, by name."""
+    """DeepSpeed's ops that this process has loaded, by name."""
     return {name: found for (_, name), found in _served.items()}
 
 
 def load_module(builder: Any, original: Callable[[], Any]) -> Any:
     """The module for a builder; ``original`` is how DeepSpeed itself loads it.
 
-    Raises OpkilnError if opkiln is to serve it and cannot.
+    Raises OpkilnError if opkiln should serve it and cannot.
     """
     key = (type(builder), str(builder.name))
     resorts = _resorts_of(builder.name)
@@ -120,7 +119,7 @@ def load_module(builder: Any, original: Callable[[], Any]) -> Any:
 
 
 def _resorts_of(op: str) -> tuple[str, ...]:
-    """The resorts that may serve an op, in order; none if DeepSpeed is to load it itself."""
+    """The resorts that may serve an op, in order; empty if DeepSpeed should load it itself."""
     chosen: dict[str, tuple[str, ...]] = dict(settings.deepspeed)
     return chosen.get(op, chosen[""])
 
@@ -131,7 +130,7 @@ def _choose(builder: Any, resorts: tuple[str, ...], original: Callable[[], Any])
         module = getattr(import_module(f"opkiln.compat.deepspeed.{folder}"), name)
         rest = _by_engine(builder) if resorts[-1:] == (ENGINE,) else None
         return module(rest), OPS
-    # An op that DeepSpeed was installed with is as good as one that the engine builds.
+    # An op that was built when DeepSpeed was installed is as good as one that the engine builds.
     if ENGINE in resorts and not _is_installed(builder):
         return _by_engine(builder)(), ENGINE
     return original(), DEEPSPEED
@@ -147,7 +146,7 @@ def _by_engine(builder: Any) -> Callable[[], Any]:
 
 
 def _is_deepspeeds(builder: Any) -> bool:
-    """Whether the builder is DeepSpeed's own, not one of another package."""
+    """Whether the builder is DeepSpeed's own, not another package's."""
     return type(builder).__module__.partition(".")[0] in ("deepspeed", "op_builder")
 
 
@@ -157,7 +156,7 @@ def _is_installed(builder: Any) -> bool:
     return bool(git.installed_ops.get(builder.name, False)) and git.accelerator_name == here
 
 
-# The functions that take the place of DeepSpeed's
+# The functions that replace DeepSpeed's
 
 
 def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,7 +187,8 @@ def _has_function(
 
 
 def _of_this_cpu(original: Callable[..., str], name: str) -> Callable[..., str]:
-    """DeepSpeed asks a package that starts programs, which takes a second or more at each load."""
+    """A replacement that starts no program. DeepSpeed asks a package that starts programs, which
+    takes a second or more at each load."""
 
     def answer(self: Any) -> str:
         from opkiln import machine
@@ -204,7 +204,7 @@ def _of_this_cpu(original: Callable[..., str], name: str) -> Callable[..., str]:
 
 
 def _compute_capability_args(self: Any, cross_compile_archs: str | None = None) -> list[str]:
-    """The ``-gencode`` flags from opkiln's arch list; none during a build, whose plan has them.
+    """The ``-gencode`` flags from opkiln's arch list; none during a build: the plan sets them.
 
     Sets ``enable_bf16`` if all of these architectures have bfloat16 arithmetic.
     """
@@ -216,7 +216,7 @@ def _compute_capability_args(self: Any, cross_compile_archs: str | None = None) 
 
 
 def _toolkit_check(name: str, module: ModuleType) -> Callable[..., Any]:
-    """A check of the CUDA toolkit by opkiln. It raises DeepSpeed's exceptions."""
+    """opkiln's check of the CUDA toolkit. It raises DeepSpeed's exceptions."""
 
     def check(name_of_op: str = "") -> Any:
         from opkiln.compat.deepspeed import builders

@@ -1,10 +1,12 @@
 """DeepSpeed's module ``quantizer``, over opkiln's op ``deepspeed_quantizer``.
 
-Levels, scales, offsets and sums are DeepSpeed's, bit for bit; reference.py of the op says how each
-is computed. The differences are where DeepSpeed's kernels read what they should not: fp32 and bf16
-are quantized as what they are (DeepSpeed takes their bits for fp16), each part of an asymmetric
-reduction has its own parameters (DeepSpeed reads another group's from the second part on), and
-groups may have any size (DeepSpeed's of more than 16384 elements leave the output as it was).
+Levels, scales, offsets and sums equal DeepSpeed's, bit for bit; reference.py of the op says how
+each is computed. They differ only where DeepSpeed's kernels read the wrong data:
+
+- fp32 and bf16 are quantized as such. DeepSpeed reads their bits as fp16.
+- Each part of an asymmetric reduction has its own parameters. From the second part on, DeepSpeed
+  reads those of another group.
+- Groups may have any size. DeepSpeed leaves the output unchanged for more than 16384 elements.
 """
 
 from __future__ import annotations
@@ -69,20 +71,20 @@ class Quantizer(OpModule):
     def dequantize(
         self, quantized_data: Tensor, params: Tensor, groups: int, num_bits: int, quant_type: int
     ) -> Tensor:
-        """The numbers again, in fp16. Raises UsageError, naming the argument."""
+        """The dequantized numbers, in fp16. Raises UsageError, naming the argument."""
         return self._back(quantized_data, params, groups, num_bits, quant_type, torch.float16)
 
     def dequantize_fp32(
         self, quantized_data: Tensor, params: Tensor, groups: int, num_bits: int, quant_type: int
     ) -> Tensor:
-        """As ``dequantize``, in fp32."""
+        """Like ``dequantize``, in fp32."""
         return self._back(quantized_data, params, groups, num_bits, quant_type, torch.float32)
 
     def dequantize_int4_to_half_experimental(
         self, data_in: Tensor, scale_buffer: Tensor, min_val_buffer: Tensor, num_group: int,
         group_size: int,
     ) -> Tensor:  # fmt: skip
-        """``level / scale + min`` of unsigned levels, two to a byte, in fp16, a group to a row."""
+        """``level / scale + min`` in fp16, one row per group. Levels are unsigned, two per byte."""
         levels = data_in.reshape(-1).view(torch.uint8)
         halves = torch.stack([levels >> 4, levels & 15], dim=1)
         return _unsigned(halves, scale_buffer, min_val_buffer, num_group, group_size)
@@ -91,7 +93,7 @@ class Quantizer(OpModule):
         self, data_in: Tensor, scale_buffer: Tensor, min_val_buffer: Tensor, num_group: int,
         group_size: int,
     ) -> Tensor:  # fmt: skip
-        """As for four bits, one to a byte."""
+        """Like the function for four bits, with one level per byte."""
         levels = data_in.reshape(-1).view(torch.uint8)
         return _unsigned(levels, scale_buffer, min_val_buffer, num_group, group_size)
 
@@ -99,8 +101,8 @@ class Quantizer(OpModule):
         self, input_vals: Tensor, groups: int, num_bits: int, quant_type: int, pipeline_size: int,
         nodes: int, devices_per_node: int,
     ) -> list[Tensor]:  # fmt: skip
-        """Levels, in one dimension, and parameters of the groups, in the order of an all-to-all
-        within nodes that another between nodes follows."""
+        """Levels, in one dimension, and parameters of the groups. They are in the order for an
+        all-to-all within nodes, followed by one between nodes."""
         size = _size(input_vals.numel(), groups, num_bits)
         order = (nodes, devices_per_node, pipeline_size)
         with_zero = _swizzle_slots(size) > size
@@ -110,7 +112,7 @@ class Quantizer(OpModule):
         self, input_vals: Tensor, input_scales: Tensor, in_groups: int, out_groups: int,
         num_bits: int, quant_type: int, devices_per_node: int,
     ) -> list[Tensor]:  # fmt: skip
-        """The sum of ``devices_per_node`` parts that lie one after the other, quantized."""
+        """The sum of ``devices_per_node`` parts, which follow each other in memory, quantized."""
         _check_bits(num_bits)
         elements = input_vals.numel() * 8 // num_bits // devices_per_node
         size = _size(elements, out_groups, num_bits)
@@ -162,12 +164,12 @@ def _swizzle_slots(size: int) -> int:
 
 def _reduction_slots(size: int) -> int:
     filled, a_turn = _filled(size, 8, 1, 1024), 1024 * 8
-    # From four turns on their number is even.
+    # From four turns on, the number of turns is even.
     return filled + a_turn if filled >= 4 * a_turn and filled // a_turn % 2 else filled
 
 
 def _filled(size: int, a_thread: int, fewest: int, most: int) -> int:
-    """What whole turns of a power of two of threads load."""
+    """The elements that whole turns load, with a power of two of threads in each turn."""
     wanted = -(-size // a_thread)
     threads = max(fewest, min(most, 1 << (wanted - 1).bit_length())) if wanted else fewest
     turn = threads * a_thread
@@ -175,7 +177,7 @@ def _filled(size: int, a_thread: int, fewest: int, most: int) -> int:
 
 
 def _unsigned(levels: Tensor, scales: Tensor, least: Tensor, groups: int, size: int) -> Tensor:
-    """All in fp16: each operation rounds, as DeepSpeed's does."""
+    """Computed in fp16: each operation rounds, as in DeepSpeed."""
     if levels.numel() != groups * size:
         raise UsageError(
             f"data_in has {levels.numel()} elements, expected num_group * group_size = "
@@ -190,11 +192,11 @@ def _is_symmetric(quant_type: int) -> bool:
 
 
 def _size(elements: int, groups: int, bits: int) -> int:
-    """Of a group. Raises UsageError where elements cannot be cut into so many."""
+    """The size of a group. Raises UsageError if the elements cannot be split into the groups."""
     _check_bits(bits)
     if groups < 1 or elements % groups or (elements // groups) * bits % 8:
         raise UsageError(
-            f"{elements} elements cannot be cut into {groups} groups of whole bytes at {bits} bits"
+            f"{elements} elements cannot form {groups} groups of whole bytes at {bits} bits"
         )
     return elements // groups
 
@@ -205,7 +207,7 @@ def _check_bits(bits: int) -> None:
 
 
 def _asked(function: Callable[..., Any], *args: Any) -> Any:
-    """Call the op; what it refuses is a UsageError with its words."""
+    """Call the op. If it refuses an argument, raise its message as a UsageError."""
     try:
         with torch.no_grad():
             return function(*args)

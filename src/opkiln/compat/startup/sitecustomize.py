@@ -1,7 +1,7 @@
-"""What Python runs at its start under ``opkiln run``, which puts this directory on PYTHONPATH.
+"""Python runs this at startup under ``opkiln run``, which puts this directory on PYTHONPATH.
 
-It runs in every Python that the command starts, also in one of another environment. If that has no
-opkiln, it gets this one. A Python that is too old for opkiln goes on without it.
+It runs in every Python that the command starts, also in one of another environment. If that
+environment has no opkiln, it uses this one. A Python that is too old for opkiln runs without it.
 """
 
 import sys
@@ -24,7 +24,7 @@ def _start() -> None:
         sys.stderr.write("opkiln: this Python is older than 3.11; it runs without opkiln\n")
         return
     if PathFinder.find_spec("opkiln") is None:
-        # Not through sys.path: that would also bring everything that is installed beside it.
+        # Not through sys.path: that would also make every package next to opkiln importable.
         init = os.path.join(package, "__init__.py")
         spec = spec_from_file_location("opkiln", init, submodule_search_locations=[package])
         assert spec is not None  # a path that ends in .py has a loader

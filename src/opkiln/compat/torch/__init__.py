@@ -1,8 +1,8 @@
 """``torch.utils.cpp_extension``, built by opkiln: ``import opkiln.compat.torch as cpp_extension``.
 
-What builds, and what says where a toolkit is, is opkiln's, with torch's signatures. Every other
-name (``COMMON_NVCC_FLAGS``, ``get_default_build_root``, …) is torch's own, taken from its module on
-first use. Importing this does no work.
+The functions that build and the functions that find toolkits are opkiln's, with torch's signatures.
+Every other name (``COMMON_NVCC_FLAGS``, ``get_default_build_root``, …) is torch's own, taken from
+its module on first use. Importing this does no work.
 
 While ``compat.hook`` is installed, torch's own module has the same functions.
 """
@@ -108,10 +108,10 @@ def replacements(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
 
 
 class Module(ModuleType):
-    """torch's module while the hook is installed: its CUDA_HOME is the toolkit that compiles.
+    """torch's module while the hook is installed: its CUDA_HOME is the toolkit that opkiln uses.
 
-    If no toolkit can be used, it is the one that torch found, so that a script that looks for CUDA
-    reaches the error that says why.
+    If no toolkit can be used, CUDA_HOME is the one that torch found, so that a script that looks
+    for CUDA reaches the error that says why.
     """
 
     @property

@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 
 class ExtensionFailed(SetupError, RuntimeError):  # type: ignore[misc]
-    """An extension could not be built. Also the error that torch raises for it."""
+    """An extension could not be built. It is a RuntimeError, as in torch."""
 
 
 class BuildExtension(build_ext):  # type: ignore[misc]
-    """Takes the place of torch's command of this name: ``cmdclass={"build_ext": BuildExtension}``.
+    """Replaces torch's command of this name: ``cmdclass={"build_ext": BuildExtension}``.
 
     An extension that is ``MyBuilder().builder()`` is precompiled for the loader, into
     ``<package>/prebuilt``, for this machine's family of CPUs and for the GPUs that the settings
     ask for. ``CppExtension`` and ``CUDAExtension`` are built as torch builds them; setuptools
-    builds the others. Subclasses may override the methods that they override of torch's.
+    builds the others. Subclasses may override the same methods as those of torch's command.
     """
 
     @classmethod
     def with_options(cls, **options: Any) -> type[BuildExtension]:
-        """A subclass whose constructor adds these options, as torch's.
+        """A subclass whose constructor adds these options, as in torch.
 
         ``no_python_abi_suffix`` leaves the Python's tag out of file names. ``use_ninja`` has no
         effect: these builds do not use ninja.
@@ -91,7 +91,7 @@ class BuildExtension(build_ext):  # type: ignore[misc]
         place = self.get_ext_fullpath(ext.name)
         self.mkpath(os.path.dirname(place))
         if os.path.lexists(place):
-            os.unlink(place)  # never written over: a process may have it mapped
+            os.unlink(place)  # it is never overwritten: a process may have it mapped
         self.copy_file(outcome.path, place)
 
     def get_ext_filename(self, fullname: str) -> str:

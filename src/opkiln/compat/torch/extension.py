@@ -1,9 +1,9 @@
 """``CppExtension`` and its kin as torch.utils.cpp_extension has them, and as ops of opkiln.
 
 They are plain setuptools extensions with torch's directories and libraries in them; torch's
-``BuildExtension`` knows the rest. Here the rest is a plan like any other: parallel, cached, one
-owner for each flag. The module is for one torch and one Python, and for every CPU of its family
-unless its flags ask for this one: nothing looks at the CPU before Python imports it.
+``BuildExtension`` does the rest. Here opkiln does it, with a plan like that of any op: parallel and
+cached. The module is for one torch and one Python. It runs on every CPU of its family unless its
+flags ask for this CPU, because nothing checks the CPU before Python imports it.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _CUDA_LIBRARIES = frozenset((
     "cudart", "c10_cuda", "torch_cuda", "amdhip64", "c10_hip", "torch_hip",
 ))  # fmt: skip
 _SYCL_LIBRARIES = frozenset(("sycl", "c10_xpu", "torch_xpu"))
-# The plan links what an op needs of these.
+# The plan links those of these that an op needs.
 _OWNED = _HOST_LIBRARIES | _CUDA_LIBRARIES | {"sycl"}
 _DEVICE = (".cu", ".hip")
 _SYCL = (".sycl",)
 
-# The oldest Python that a limited module is for, as torch has it; a setup.py may set another there.
+# The oldest Python that a limited module supports, as in torch. A setup.py may set torch's value.
 LIMITED_API = "0x030A0000"
 
-# Those of the flags Python was built with that change what C++ means. The others say how well it
-# is compiled, and that is up to the plan.
+# The flags Python was built with that change the meaning of C++. The others concern optimization,
+# which the plan decides.
 _MEANING = ("-fwrapv", "-fno-strict-aliasing", "-fno-strict-overflow")
 
 
@@ -55,7 +55,7 @@ def CppExtension(name: str, sources: list[str], *args: Any, **kwargs: Any) -> Ex
 
 
 def CUDAExtension(name: str, sources: list[str], *args: Any, **kwargs: Any) -> Extension:  # noqa: N802
-    """As ``CppExtension``, with a CUDA toolkit's headers and runtime; on a ROCm torch, ROCm's.
+    """Like ``CppExtension``, with a CUDA toolkit's headers and runtime; on a ROCm torch, ROCm's.
 
     ``-rdc=true`` among nvcc's flags causes a device link, with ``dlink_libraries``; ``dlink`` alone
     does not. Raises ToolkitMissing, an OSError, if there is no toolkit.
@@ -85,7 +85,7 @@ def CUDAExtension(name: str, sources: list[str], *args: Any, **kwargs: Any) -> E
 
 
 def SyclExtension(name: str, sources: list[str], *args: Any, **kwargs: Any) -> Extension:  # noqa: N802
-    """As ``CppExtension``, with a SYCL compiler's headers and runtime.
+    """Like ``CppExtension``, with a SYCL compiler's headers and runtime.
 
     Raises ToolkitMissing, an OSError, if there is no SYCL compiler.
     """
@@ -103,7 +103,7 @@ def _made(
     from setuptools import Extension
 
     limited = kwargs.get("py_limited_api", False)
-    # As torch does: SYCL's headers are looked up, its libraries are left to the linker's path.
+    # As in torch, SYCL's headers are looked up, but its libraries are left to the linker's path.
     searched = library_paths("cpu" if device == "xpu" else device)
     host = ("c10", "torch", "torch_cpu", *(() if limited else ("torch_python",)))
     given = {
@@ -117,7 +117,7 @@ def _made(
 
 
 class Added(NamedTuple):
-    """What a build_ext command adds to each of its extensions."""
+    """The flags and paths that a build_ext command adds to each of its extensions."""
 
     cxx: tuple[str, ...] = ()
     include_dirs: tuple[str, ...] = ()
@@ -128,7 +128,7 @@ class Added(NamedTuple):
 
 
 class ExtensionBuilder(OpBuilder):
-    """An extension as a builder of opkiln's. Raises SpecError, ArchError."""
+    """An extension as a builder of opkiln. Raises SpecError, ArchError."""
 
     KIND = PYTHON
     ABI = ABI_TORCH
@@ -152,7 +152,7 @@ class ExtensionBuilder(OpBuilder):
 
 
 def is_torchs(extension: Extension) -> bool:
-    """Whether setuptools alone could not build an extension as torch means it."""
+    """Whether an extension needs torch's build: setuptools alone could not build it."""
     return (
         not (_OWNED | _SYCL_LIBRARIES).isdisjoint(extension.libraries)
         or isinstance(extension.extra_compile_args, dict)
@@ -162,7 +162,7 @@ def is_torchs(extension: Extension) -> bool:
 
 
 def added_by(compiler: Any, debug: bool | None) -> Added:
-    """What a build_ext command's settings, or its subclass, added to its compiler."""
+    """The flags and paths that a build_ext command, or its subclass, added to its compiler."""
     import sysconfig
 
     usual = " ".join(
@@ -170,7 +170,7 @@ def added_by(compiler: Any, debug: bool | None) -> Added:
         for name in ("CC", "CFLAGS", "OPT", "PY_CFLAGS", "CCSHARED", "BASECFLAGS")
     ).split()
     command = [str(word) for word in getattr(compiler, "compiler_so", ())[1:]]
-    # The plan takes these from the variables itself.
+    # The plan reads these variables itself.
     read = {*usual, *settings.cppflags, *settings.cxxflags}
     words = [word for word in command if word not in read or word in _MEANING]
     if "-DNDEBUG" not in command:
@@ -192,7 +192,7 @@ def added_by(compiler: Any, debug: bool | None) -> Added:
 
 
 def _holds_anything(path: str) -> bool:
-    """False for an environment's own directory if it is empty: its path would be in every key."""
+    """False for an empty directory, such as an environment's: its path would be in every key."""
     try:
         return bool(os.listdir(path))
     except OSError:
@@ -256,7 +256,7 @@ def _spec(extension: Extension, added: Added) -> tuple[OpSpec, str, list[str]]:
         cxx_args=flags.cxx,
         ldflags=_without_runtime(flags.link) if backend == CUDA else flags.link,
         libraries=tuple(each for each in libraries if each not in _OWNED),
-        # A limited module is for every Python, so it is not linked to anything that is for one.
+        # A limited module is for every Python, so it is not linked to a library for one Python.
         kind=LIBRARY if limited else PYTHON,
         abi=ABI_TORCH,
         backend=backend,
@@ -309,7 +309,8 @@ def _outside_torch(directories: Iterable[str]) -> list[str]:
 
 
 def _foreign(directories: Iterable[str], mark: str) -> list[str]:
-    """Those that belong neither to torch nor to a CUDA toolkit: the plan names these itself."""
+    """The directories that belong neither to torch nor to a CUDA toolkit. The plan adds those two
+    itself."""
     return [
         path for path in _outside_torch(directories) if not os.path.exists(os.path.join(path, mark))
     ]

@@ -88,7 +88,7 @@ def translated(
 def shell_words(flags: Iterable[str] | None) -> list[str]:
     """Flags as torch passes them to ninja, and ninja to a shell, split into words.
 
-    One flag may hold several words, quotes are the shell's and ``$$`` is ninja's ``$``.
+    One flag may contain several words. Quotes are the shell's, and ``$$`` is ninja's ``$``.
     """
     return [word for flag in flags or () for word in shlex.split(flag.replace("$$", "$"))]
 
@@ -117,7 +117,7 @@ def _cxx(words: Iterable[str], remarks: list[str]) -> tuple[list[str], bool]:
 
 
 def _unneeded(word: str) -> str:
-    return f"{word} is left out: intermediate files and languages are the plan's to choose"
+    return f"{word} is left out: the plan sets intermediate files and languages itself"
 
 
 def _device(op: str, words: Iterable[str], remarks: list[str]) -> Iterator[str]:
@@ -140,7 +140,7 @@ def _device(op: str, words: Iterable[str], remarks: list[str]) -> Iterator[str]:
                 remarks.append(f"{option} {named} is left out: it is the host compiler anyway")
                 continue
             raise SpecError(
-                f"op {op}: the nvcc flag {option!r} is not taken",
+                f"op {op}: the nvcc flag {option!r} is not allowed",
                 why="a setting chooses nvcc's host compiler, which also compiles the rest of the "
                 "op",
                 hint=f"NVCC_CCBIN={shlex.quote(named)}    # without the flag",
@@ -148,7 +148,7 @@ def _device(op: str, words: Iterable[str], remarks: list[str]) -> Iterator[str]:
         elif option in _FOR_HOST:
             yield from _for_host(value if joined else next(rest, ""), remarks)
         elif option in _FOR_OTHERS:
-            # nvcc takes a list separated by commas. It removes quotes with a shell of its own.
+            # nvcc takes a list separated by commas. It removes quotes with its own shell.
             parts = shlex.split((value if joined else next(rest, "")).replace(",", " "))
             yield f"{option}={','.join(parts)}"
         else:
@@ -221,7 +221,7 @@ def _link(words: Iterable[str]) -> Iterator[str]:
 
 
 def _existing(word: str) -> str:
-    """The word; if it names an existing file, alone or after a ``=``, by its absolute path."""
+    """The word. If it is the path of an existing file, alone or after a ``=``, made absolute."""
     option, equals, value = word.rpartition("=")
     if value and not value.startswith("-") and os.path.isfile(value):
         return option + equals + os.path.abspath(value)

@@ -1,9 +1,9 @@
 """``load`` and ``load_inline`` as torch.utils.cpp_extension has them, over opkiln's loader.
 
-Unlike ``opkiln.load``, these do as torch does: flags are split as a shell splits them, C++ is
-compiled without optimization unless a flag asks for it, assertions stay on, and errors are also
-the exceptions that torch raises. Programs catch those: ``except RuntimeError`` around a build,
-``except ImportError`` around a load.
+Unlike ``opkiln.load``, these behave as in torch: flags are split as a shell splits them, C++ is
+compiled without optimization unless a flag asks for it, and assertions stay on. Errors are
+subclasses of the exceptions that torch raises, because programs catch those: ``except
+RuntimeError`` around a build, ``except ImportError`` around a load.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from opkiln.model import ABI_TORCH, CUDA, EXECUTABLE, LIBRARY, PYTHON, OpSpec
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from opkiln.compat.torch.flags import Flags
 
@@ -34,11 +34,11 @@ class ExtensionError(OpkilnError, RuntimeError):
 
 
 class ExtensionNotLoaded(LoadError, ImportError):
-    """An extension module was built and cannot be imported."""
+    """An extension module was built but cannot be imported."""
 
 
 class LibraryNotLoaded(LoadError, OSError):
-    """An extension without a module was built and cannot be loaded."""
+    """An extension without a module was built but cannot be loaded."""
 
 
 @told_briefly
@@ -70,7 +70,7 @@ def load(
     ValueError and AssertionError as torch does.
     """
     if is_python_module and is_standalone:
-        raise ValueError("is_python_module and is_standalone exclude each other")
+        raise ValueError("is_python_module and is_standalone cannot both be true")
     listed = [os.fspath(each) for each in ([sources] if isinstance(sources, str) else sources)]
     if not listed:
         raise AssertionError(f"extension {name!r} has no source")
@@ -80,18 +80,9 @@ def load(
     cuda, sycl = _devices(listed, with_cuda, with_sycl)
     kind = PYTHON if is_python_module else EXECUTABLE if is_standalone else LIBRARY
     with _as_torchs_errors(kind):
-        flags = _flags(
-            name, extra_cflags, extra_cuda_cflags, extra_sycl_cflags, extra_ldflags, sycl
-        )
-        spec = extension.declared(
-            name,
-            listed,
-            include_dirs=_directories(extra_include_paths),
-            kind=kind,
-            abi=ABI_TORCH,
-            cxx_args=(*_DEFAULTS, *flags.cxx),
-            ldflags=flags.link,
-        )
+        given = extra_sycl_cflags if sycl else extra_cuda_cflags
+        flags = _flags(name, extra_cflags, given, extra_ldflags, sycl)
+        spec = _declared(extension.declared, name, listed, kind, flags, extra_include_paths)
         return _served(spec, flags, cuda, sycl, verbose, build_directory)
 
 
@@ -117,14 +108,14 @@ def load_inline(
     use_pch: bool = False,  # noqa: ARG001 (see below)
     no_implicit_headers: bool = False,
 ) -> Any:
-    """As ``load``, with the sources as text: torch's function of this name.
+    """Like ``load``, with the sources as text: torch's function of this name.
 
     The text is written to ``build_directory`` if that is given, and nowhere else. ``use_pch`` has
-    no effect: torch's precompiled header, 790 MB inside its own package, is neither written nor
-    removed; what was compiled once is found in the store.
+    no effect: torch's precompiled header (790 MB inside its own package) is neither written nor
+    removed. The store keeps what was compiled once.
     """
     if functions is not None and not isinstance(functions, str | list | dict):
-        raise ValueError(f"'functions' must be a list or a dict, and is a {type(functions)}")
+        raise ValueError(f"'functions' must be a list or a dict, not a {type(functions)}")
     kind = PYTHON if is_python_module else LIBRARY
     with _as_torchs_errors(kind):
         bound = None
@@ -134,18 +125,9 @@ def load_inline(
             cpp_sources, cuda_sources, sycl_sources, bound, headers=not no_implicit_headers
         )
         cuda, sycl = _devices([source for source, _ in texts], with_cuda, with_sycl)
-        flags = _flags(
-            name, extra_cflags, extra_cuda_cflags, extra_sycl_cflags, extra_ldflags, sycl
-        )
-        spec = extension.declared_inline(
-            name,
-            texts,
-            include_dirs=_directories(extra_include_paths),
-            kind=kind,
-            abi=ABI_TORCH,
-            cxx_args=(*_DEFAULTS, *flags.cxx),
-            ldflags=flags.link,
-        )
+        given = extra_sycl_cflags if sycl else extra_cuda_cflags
+        flags = _flags(name, extra_cflags, given, extra_ldflags, sycl)
+        spec = _declared(extension.declared_inline, name, texts, kind, flags, extra_include_paths)
         found = _served(spec, flags, cuda, sycl, verbose, build_directory)
     if build_directory is not None:
         for source, text in texts:
@@ -171,29 +153,38 @@ def _devices(
 def _flags(
     name: str,
     cxx: Sequence[str] | None,
-    cuda: Sequence[str] | None,
-    sycl: Sequence[str] | None,
+    device: Sequence[str] | None,
     link: Sequence[str] | None,
-    for_sycl: bool,
+    sycl: bool,
 ) -> Flags:
-    return translated(
+    words = [shell_words(each) for each in (cxx, device, link)]
+    return translated(name, *words, backend_is_cuda=not sycl)
+
+
+def _declared(
+    declare: Callable[..., OpSpec],
+    name: str,
+    sources: Any,
+    kind: str,
+    flags: Flags,
+    include_paths: Sequence[str] | None,
+) -> OpSpec:
+    return declare(
         name,
-        shell_words(cxx),
-        shell_words(sycl if for_sycl else cuda),
-        shell_words(link),
-        backend_is_cuda=not for_sycl,
+        sources,
+        include_dirs=[os.fspath(path).strip() for path in include_paths or ()],
+        kind=kind,
+        abi=ABI_TORCH,
+        cxx_args=(*_DEFAULTS, *flags.cxx),
+        ldflags=flags.link,
     )
-
-
-def _directories(paths: Sequence[str] | None) -> list[str]:
-    return [os.fspath(path).strip() for path in paths or ()]
 
 
 def _served(
     spec: OpSpec, flags: Flags, cuda: bool, sycl: bool, verbose: bool, build_directory: str | None
 ) -> Any:
     spec = extension.with_device(spec, cuda, sycl, flags.device, flags.device)
-    # As torch does: for the CPU of this machine only if a flag asks for it.
+    # As in torch, it is built for the CPU of this machine only if a flag asks for it.
     spec = spec._replace(vectorize=flags.native)
     if spec.backend == CUDA:
         ldflags = tuple(flag for flag in spec.ldflags if flag != "-lcudart")
@@ -224,7 +215,7 @@ def _toolkit(spec: OpSpec) -> Iterator[None]:
 
 @contextmanager
 def _as_torchs_errors(kind: str) -> Iterator[None]:
-    """Raise what torch would raise for an extension of this kind, with opkiln's text."""
+    """Raise torch's exception for an extension of this kind, with opkiln's text."""
     try:
         yield
     except OpkilnError as error:

@@ -1,8 +1,8 @@
-"""Which toolkit compiles, and where its and torch's headers and libraries are.
+"""The toolkit that builds use, and the headers and libraries of that toolkit and of torch.
 
-Setup scripts ask this, and read or assign ``CUDA_HOME``. There is one answer: the toolkit that the
-plan of a build names, which need not be the first on PATH. A program that assigns ``CUDA_HOME``
-chooses the toolkit for both.
+Setup scripts call these functions, and read or assign ``CUDA_HOME``. The answer is always the
+toolkit that the plan of a build uses. It need not be the first on PATH. A program that assigns
+``CUDA_HOME`` chooses the toolkit for both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TORCHS = "torch.utils.cpp_extension"
 
 
 class ToolkitMissing(OpkilnError, OSError):
-    """There is no toolkit whose directory could be named."""
+    """No toolkit was found."""
 
     exit_code = 3
 
@@ -105,9 +105,9 @@ def _cudnn() -> list[str]:
 def cuda_home() -> str:
     """The CUDA toolkit that a build here uses.
 
-    Raises ToolkitMissing if there is none, and also, as torch does, for a torch that was built
-    without CUDA, unless the program has assigned ``CUDA_HOME``: that is how packages find out that
-    they are to be built without CUDA.
+    Raises ToolkitMissing if there is none. As in torch, it also raises it for a torch that was
+    built without CUDA, unless the program has assigned ``CUDA_HOME``. Packages use this to find out
+    that they should be built without CUDA.
     """
     torch = torch_sdk.find()
     if assigned() is None and (torch is None or torch.cuda is None):
@@ -121,7 +121,7 @@ def cuda_home() -> str:
 
 
 def cuda_home_or(otherwise: str | None) -> str | None:
-    """``cuda_home()``, or another value if there is no toolkit."""
+    """``cuda_home()``, or ``otherwise`` if there is no toolkit."""
     try:
         return cuda_home()
     except ToolkitMissing:
@@ -131,10 +131,10 @@ def cuda_home_or(otherwise: str | None) -> str | None:
 def cuda_toolkit() -> str:
     """The CUDA toolkit that a build here uses, for any torch.
 
-    If none can be used, this is the one that a variable names: the build then says what is wrong
-    with it. Raises ToolkitMissing if no variable does.
+    If none can be used, it is the one that a variable names; the build then reports what is wrong
+    with it. Raises ToolkitMissing if no variable names one.
     """
-    # These two are used or refused, and never replaced by another.
+    # These two are used or refused, but never replaced by another toolkit.
     chosen = assigned() or settings.cuda_home
     if chosen:
         return str(chosen)
@@ -149,7 +149,7 @@ def cuda_toolkit() -> str:
 
 def assigned() -> str | None:
     """The toolkit that the program has assigned to ``CUDA_HOME``, here or in torch's module."""
-    # By their dictionaries: to ask torch's module would execute it.
+    # Read from their dictionaries: reading an attribute of torch's module would execute it.
     here = vars(sys.modules["opkiln.compat.torch"]).get("CUDA_HOME")
     if here:
         return str(here)
@@ -161,7 +161,7 @@ def assigned() -> str | None:
 
 
 def _found_by_torch() -> str | None:
-    """What torch's module sets ``CUDA_HOME`` to when it is imported."""
+    """The value that torch's module gives ``CUDA_HOME`` when it is imported."""
     torch = torch_sdk.find()
     if torch is None or torch.cuda is None:
         return None
@@ -176,7 +176,7 @@ def _found_by_torch() -> str | None:
 def assigned_toolkit() -> Iterator[None]:
     """Build with the toolkit that the program assigned to ``CUDA_HOME``, if it did.
 
-    It is used or refused, and never replaced by another.
+    It is used or refused, but never replaced by another toolkit.
     """
     home = assigned()
     if home is None:
@@ -191,7 +191,7 @@ def assigned_toolkit() -> Iterator[None]:
 
 
 def name_the_assignment(error: OpkilnError) -> None:
-    """Say ``CUDA_HOME`` where an error about an assigned toolkit says ``call``."""
+    """Replace ``call`` with ``CUDA_HOME`` in an error about an assigned toolkit."""
     error.what = error.what.replace("call=", "CUDA_HOME=", 1)
     error.why = error.why.replace("call:", "CUDA_HOME:").replace("(call)", "(CUDA_HOME)")
     if error.hint.startswith("unset call"):
@@ -228,5 +228,5 @@ def _home_of(backend: str, name: str, variable: str) -> str:
             why=error.why,
             hint=error.hint or f"set {variable}",
         ) from error
-    assert toolchain.device is not None  # a toolchain for a backend has its compiler
+    assert toolchain.device is not None  # the toolchain of a device backend has a device compiler
     return toolchain.device.home

@@ -1,6 +1,6 @@
 // Elements of tensors in device code: the storage types, their conversions, and packs of elements
-// that one access moves. Needs CUDA's headers and none of torch's; hipify turns it into HIP as it
-// is, and the tests compile it for the host (tests/ops/cuda_on_cpu).
+// that one access moves. Needs CUDA's headers, but not torch's. hipify translates it to HIP, and the
+// tests compile it for the host (tests/ops/cuda_on_cpu).
 #pragma once
 
 #include <cuda_fp16.h>
@@ -13,8 +13,8 @@
 namespace opkiln {
 namespace device {
 
-// Kernels are compiled for the sizes of elements; which of the two 16-bit types it is, is asked when
-// an element is converted. With each type of its own there would be thirty copies of a loop.
+// Kernels are compiled for each size of elements. Which of the two 16-bit types it is, is checked when
+// an element is converted. Separate kernels for each type would need thirty copies of a loop.
 struct Bits16 {
   uint16_t bits;
 };
@@ -44,21 +44,21 @@ __device__ inline Bits16 narrow<Bits16>(float value, ElementType type) {
   return {static_cast<uint16_t>(nan ? 0x7fc0u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
 }
 
-// As many elements as one access moves.
+// The elements that one access moves.
 template <class T, int kWidth>
 struct alignas(sizeof(T) * kWidth) Pack {
   T at[kWidth];
 };
 
-// (Hints that memory is touched once, __ldcs and __stcs, made an optimizer's step 2 to 3% slower on an
-// H200.)
+// (Hints that memory is used only once, __ldcs and __stcs, made an optimizer's step 2 to 3% slower on
+// an H200.)
 template <int kWidth, class T>
 __device__ inline void load(Pack<T, kWidth>& pack, const T* from) {
   pack = *reinterpret_cast<const Pack<T, kWidth>*>(from);
 }
 
-// 16 bytes that nobody reads soon. Where more than twice as much is written as is read such stores are
-// half a percent faster on an H200; where less is, slower.
+// Stores 16 bytes that will not be read soon. On an H200, such stores are half a percent faster if a
+// kernel writes more than twice as much as it reads, and slower if it writes less.
 template <class Sixteen>
 __device__ inline void store_once(const Sixteen& value, void* to) {
   static_assert(sizeof(Sixteen) == 16 && alignof(Sixteen) == 16);

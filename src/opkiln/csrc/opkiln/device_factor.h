@@ -1,5 +1,5 @@
-// What device code makes of numbers worked out in double. Compiled for the device by nvcc and hipcc,
-// and for the host by any C++ compiler. (factor.h has the same for the CPU's vector registers.)
+// How device code uses a factor that was computed in double. nvcc and hipcc compile this for the
+// device, any C++ compiler for the host. (factor.h has the same for the CPU's vector registers.)
 #pragma once
 
 #include <math.h>
@@ -13,9 +13,9 @@
 namespace opkiln {
 namespace device {
 
-// A multiplier near 1 as the sum of two floats. Rounded to one it would be off by up to 3e-8, always
-// to the same side, which a hundred steps add up to more than 1e-6. The first part has few bits, so
-// that errors fall to both sides; both are positive, so that infinity times it is infinity.
+// A multiplier near 1 as the sum of two floats. Rounded to one float it would be off by up to 3e-8,
+// always to the same side. A hundred steps add that up to more than 1e-6. The first part has few bits,
+// so errors fall to both sides. Both are positive, so infinity times the factor is infinity.
 struct Factor {
   float high, low;
 
@@ -24,7 +24,7 @@ struct Factor {
     return {static_cast<float>(high), static_cast<float>(value - high)};
   }
 
-  // this * x + y, rounded once where it matters.
+  // this * x + y. Of its roundings, only the last matters.
   OPKILN_HOST_DEVICE float times_plus(float x, float y) const {
     return fmaf(x, high, fmaf(x, low, y));
   }

@@ -1,5 +1,4 @@
-// The storage types of elements as bindings and device code name them to each other. Needs no other
-// header. (Host code has opkiln::Type of vec.h, in a namespace of its instruction set's own.)
+// The storage types of elements, for bindings, host code and device code. Needs no other header.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Reductions over teams of threads: neighbours in a block, a power of two of them, so that groups of
-// any size have as many threads as they need. For CUDA and HIP; no torch header.
+// Reductions over teams of threads. A team is a power of two of neighbouring threads in a block, so a
+// group of any size has as many threads as it needs. For CUDA and HIP; needs no torch header.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,13 +8,13 @@
 
 namespace opkiln {
 
-constexpr unsigned kWarp = 32;  // AMD's of 64 serve as two
+constexpr unsigned kWarp = 32;  // AMD's warps of 64 threads count as two
 
 struct Team {
   unsigned size;   // a power of two that divides the block
-  unsigned lane;   // of this thread in its team
-  unsigned index;  // of the team in its block
-  unsigned count;  // of teams in a block
+  unsigned lane;   // index of this thread in its team
+  unsigned index;  // index of the team in its block
+  unsigned count;  // number of teams in a block
 
   __device__ explicit Team(unsigned log2_size)
       : size(1u << log2_size),
@@ -24,7 +24,7 @@ struct Team {
 };
 
 // The value of the thread whose index in the warp differs in these bits. All threads of the warp
-// must come here.
+// must call this.
 __device__ inline uint32_t exchange(uint32_t value, unsigned bits) {
 #if defined(__HIP_PLATFORM_AMD__) || defined(__HIP_PLATFORM_HCC__)
   return static_cast<uint32_t>(__shfl_xor(static_cast<int>(value), static_cast<int>(bits), 32));
@@ -37,10 +37,10 @@ __device__ inline float exchange(float value, unsigned bits) {
   return __uint_as_float(exchange(__float_as_uint(value), bits));
 }
 
-// Combines the values of a team; each of its threads gets the result. A value has the methods
-// exchanged(bits), of `exchange`, and absorb(other), which must not depend on the order. All threads
-// of the block must come here, and no more than once unless teams are within warps: `shared`, of one
-// value for each warp of a block, is not cleared.
+// Combines the values of a team. Each of its threads gets the result. A value has the methods
+// exchanged(bits), made of `exchange`, and absorb(other), which must not depend on the order. All
+// threads of the block must call this. If teams are larger than warps they may call it only once:
+// `shared`, which has one value for each warp of a block, is not cleared.
 template <class Value>
 __device__ Value reduce_team(Value value, const Team& team, Value* shared) {
   const unsigned within = team.size < kWarp ? team.size : kWarp;
@@ -53,7 +53,7 @@ __device__ Value reduce_team(Value value, const Team& team, Value* shared) {
       shared[warp] = value;
     }
     __syncthreads();
-    // Every warp of the team combines the values of all, one in each thread.
+    // Every warp of the team combines the values of all warps, one in each thread.
     value = shared[team.index * warps + threadIdx.x % warps];
     for (unsigned bits = 1; bits < warps; bits *= 2) {
       value.absorb(value.exchanged(bits));

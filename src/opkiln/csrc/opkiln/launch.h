@@ -1,9 +1,10 @@
-// A launch with its arguments checked against the kernel's. Needs CUDA's headers, none of torch's.
+// A launch whose arguments are checked against the kernel's parameters. Needs CUDA's headers, but not
+// torch's.
 #pragma once
 
 #include <cuda_runtime.h>
 
-// A parameter that is marked so is read where it lies, not copied to each thread's stack.
+// A parameter with this mark is read in place, not copied to each thread's stack.
 #if defined(__NVCC__)
 #define OPKILN_GRID_CONSTANT __grid_constant__
 #else
@@ -13,8 +14,8 @@
 namespace opkiln {
 namespace device {
 
-// What fits into the parameters of a launch: 4 kB, and since CUDA 12.1 on compute capability 7.0 and
-// later, which is all that CUDA 13 knows, 32764 bytes.
+// The largest parameters of a launch: 4 kB. Since CUDA 12.1 it is 32764 bytes on compute capability
+// 7.0 and later, which is all that CUDA 13 supports.
 #if defined(CUDART_VERSION) && CUDART_VERSION >= 13000
 constexpr std::size_t kParameterBytes = 32764;
 #else
@@ -28,7 +29,7 @@ cudaError_t launch(void (*kernel)(Parameters...), unsigned blocks, unsigned thre
 #if defined(__NVCC__) || defined(__HIPCC__)
   return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(threads),
                           arguments, 0, stream);
-#else  // the tests' stand-in calls the kernel, and so has to know its type
+#else  // the tests' stand-in calls the kernel, so it must know the kernel's type
   return cudaLaunchKernel(kernel, dim3(blocks), dim3(threads), arguments, 0, stream);
 #endif
 }

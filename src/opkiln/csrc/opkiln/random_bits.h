@@ -1,6 +1,7 @@
-// Random bits that are a function of where they are used: Philox4x32 (Salmon et al., 2011), the same
-// on the host and on devices, and in pure PyTorch (ops/quantizer/reference.py). Any thread makes those
-// of its own elements: nothing is stored, no order matters. Needs no other header.
+// Random bits that are a function of an element's position: Philox4x32 (Salmon et al., 2011). They are
+// the same on the host, on devices and in pure PyTorch (ops/quantizer/reference.py). Each thread
+// computes the bits of its own elements: nothing is stored, and the order does not matter. Needs no
+// other header.
 #pragma once
 
 #include <cstdint>
@@ -19,10 +20,10 @@ struct RandomWords {
   uint32_t at[4];
 };
 
-// Internal linkage below, so that libraries for several instruction sets in one process do not share
-// a copy.
+// The functions below have internal linkage, so that libraries for several instruction sets in one
+// process do not share a copy.
 
-constexpr int kRandomRounds = 10;  // seven are the fewest that pass every test of its authors
+constexpr int kRandomRounds = 10;  // the authors' tests need at least seven
 
 OPKILN_HOST_DEVICE static inline void random_round(uint32_t& c0, uint32_t& c1, uint32_t& c2,
                                                    uint32_t& c3, uint32_t k0, uint32_t k1) {
@@ -39,7 +40,7 @@ OPKILN_HOST_DEVICE static inline void next_random_key(uint32_t& k0, uint32_t& k1
   k1 += 0xBB67AE85u;
 }
 
-// The keys of all rounds, worked out once.
+// The keys of all rounds, computed once.
 template <int kRounds = kRandomRounds>
 struct RandomKeys {
   uint32_t at[2 * kRounds];
@@ -57,8 +58,8 @@ OPKILN_HOST_DEVICE static inline RandomKeys<kRounds> random_keys(uint64_t key) {
   return keys;
 }
 
-// For a counter of 128 bits, given as two halves. In device code the keys belong in the parameters of
-// the launch, where instructions read them without a register.
+// The words for a counter of 128 bits, given as two halves. In device code the keys should be in the
+// parameters of the launch, where instructions read them without a register.
 template <int kRounds>
 OPKILN_HOST_DEVICE static inline RandomWords random_words(uint64_t low, uint64_t high,
                                                           const RandomKeys<kRounds>& keys) {
@@ -70,18 +71,18 @@ OPKILN_HOST_DEVICE static inline RandomWords random_words(uint64_t low, uint64_t
   return {{c0, c1, c2, c3}};
 }
 
-// The same, of the key itself.
+// The same, for the key itself.
 OPKILN_HOST_DEVICE static inline RandomWords random_words(uint64_t low, uint64_t high,
                                                           uint64_t key) {
   return random_words(low, high, random_keys<>(key));
 }
 
-// How many elements have random bits of one call: four of each word.
+// The number of elements that one call has random bits for: four per word.
 constexpr int kRandomElements = 16;
 
-// 16 bits for the element of `index`, 0 to 15: those of its word from each of the four bytes on,
-// around its end. The upper eight are its own; the lower eight, which decide one time in 256, are the
-// upper ones of a neighbour. It halves the work of bits that nobody shares.
+// 16 bits for the element with this `index`, 0 to 15: its word, rotated by 0 to 3 bytes. The upper
+// eight bits belong to this element only. The lower eight, which decide one time in 256, are the upper
+// eight of a neighbour. This is half the work of separate bits for each element.
 OPKILN_HOST_DEVICE static inline uint32_t sixteen_bits(const RandomWords& words, int index) {
   const uint32_t word = words.at[index >> 2];
   const int shift = 8 * (index & 3);

@@ -1,10 +1,10 @@
 // Elementwise kernels over a list of tensors of mixed sizes and types. Needs no torch header.
 //
-// A kernel's body is one plain loop over arrays of floats. Memory that is fp32 already is handed to
-// it as it is; narrower types are widened, a block at a time, into scratch that stays in the first
-// level cache, and narrowed again after the body. So one body serves every mix of types, where
-// templates over them would need sixty copies of it, and the arithmetic is always fp32.
-// A body that is a template gets the commonest mixes straight from memory.
+// A kernel's body is one plain loop over arrays of floats. It gets fp32 memory directly. Narrower types
+// are widened, a block at a time, into scratch memory that stays in the first level cache, and narrowed
+// again after the body. So one body serves every mix of types (templates over the types would need
+// sixty copies of it), and the arithmetic is always fp32. A body that is a template gets the most
+// common mixes directly from memory.
 #pragma once
 
 #include <algorithm>
@@ -31,16 +31,16 @@ struct Stream {
   }
 };
 
-// Streams that are walked together, say a parameter, its gradient and its states.
+// Streams that are walked together, such as a parameter, its gradient and its states.
 template <std::size_t N>
 struct Item {
   std::array<Stream, N> streams;
-  Stream copy;  // where there is one, it receives streams[0] as it was stored, in its own type
+  Stream copy;  // if present, it receives streams[0] as it was stored, in its own type
   int64_t numel = 0;
-  int64_t traffic = 0;  // bytes read and written per element: what a thread's share is measured in
+  int64_t traffic = 0;  // bytes read and written per element: the unit of a thread's share
 };
 
-constexpr int64_t kBlock = 512;  // four streams of scratch: 8 KiB of at least 32
+constexpr int64_t kBlock = 512;  // four streams of scratch are 8 KiB of a cache of at least 32
 static_assert(kBlock % Vec::kLanes == 0);
 
 constexpr int64_t whole_registers(int64_t count) {
@@ -54,7 +54,7 @@ inline void widen(const T* from, float* to, int64_t count) {
     prefetch_ahead(from + i);
     Vec::load(from + i).store(to + i);
   }
-  if (whole < count) {  // the rest through a padded register: no byte beyond the tensor is touched
+  if (whole < count) {  // the rest goes through a padded register: no byte beyond the tensor is read
     T rest[Vec::kLanes] = {};
     std::memcpy(rest, from + whole, (count - whole) * sizeof(T));
     Vec::load(rest).store(to + whole);
@@ -74,12 +74,13 @@ inline void narrow(const float* from, T* to, int64_t count) {
   }
 }
 
-// From this many bytes on a copy is written around the caches, which saves reading each line in order
-// to overwrite it: a step that writes bf16 copies then took 1.01 to 1.05 times one without, and 1.07
-// to 1.13 times with plain stores. A smaller one may still be in the cache when it is used.
+// A copy of at least this many bytes is written around the caches. That saves reading each line in
+// order to overwrite it: a step that writes bf16 copies took 1.01 to 1.05 times as long as one without
+// copies, and 1.07 to 1.13 times with plain stores. A smaller copy may still be in the cache when it is
+// used.
 constexpr int64_t kAroundBytes = 1 << 20;
 
-// As narrow, around the caches where the address allows it; settle_stores() is to follow.
+// Like narrow, but around the caches if the alignment allows it. The caller must call settle_stores().
 template <class T>
 inline void narrow_around(const float* from, T* to, int64_t count) {
   int64_t whole = whole_registers(count);
@@ -92,7 +93,7 @@ inline void narrow_around(const float* from, T* to, int64_t count) {
   narrow(from + whole, to + whole, count - whole);
 }
 
-// The elements [begin, begin + count) of a stream as floats, the last register padded with zeros.
+// The elements [begin, begin + count) of a stream as floats. The last register is padded with zeros.
 [[gnu::noinline]] inline void widen(const Stream& from, int64_t begin, int64_t count, float* to) {
   switch (from.type) {
     case Type::kBFloat16:
@@ -104,7 +105,7 @@ inline void narrow_around(const float* from, T* to, int64_t count) {
   }
 }
 
-// The inverse; reads whole registers of `from`, writes only `count` elements.
+// The inverse. It reads whole registers of `from`, but writes only `count` elements.
 [[gnu::noinline]] inline void narrow(const float* from, const Stream& to, int64_t begin,
                                      int64_t count) {
   switch (to.type) {
@@ -117,7 +118,7 @@ inline void narrow_around(const float* from, T* to, int64_t count) {
   }
 }
 
-// As above, for each of a body's pointers.
+// prefetch_ahead of vec.h, for each of a body's pointers.
 template <class Streams>
 inline void prefetch_ahead(const Streams& at, int64_t i) {
   std::apply([&](const auto*... stream) { (prefetch_ahead(stream + i), ...); }, at);
@@ -150,8 +151,8 @@ bool all_are(const Item<N>& item, std::size_t first, std::size_t last, Type type
                      [&](const Stream& stream) { return stream.type == type; });
 }
 
-// The body over whole registers of [begin, end) where all streams are of type T and the body takes
-// them so. Gives where the rest begins. Blocks through scratch were up to a fifth slower.
+// Calls the body for whole registers of [begin, end), if all streams are of type T and the body accepts
+// such pointers. Returns where the rest begins. Blocks through scratch were up to a fifth slower.
 template <class T, std::size_t N, class Body>
 int64_t sweep_alike(const Item<N>& item, int64_t begin, int64_t end, const Body& body) {
   using Pointers = std::array<T*, N>;
@@ -169,7 +170,7 @@ int64_t sweep_alike(const Item<N>& item, int64_t begin, int64_t end, const Body&
   return begin;
 }
 
-// Where a parameter and its gradient of type T begin, and its fp32 states after them.
+// Pointers to a parameter and its gradient, both of type T, and to its fp32 states.
 template <class T, class States>
 struct MixedPointers;
 template <class T, std::size_t... States>
@@ -179,7 +180,7 @@ struct MixedPointers<T, std::index_sequence<States...>> {
   using type = std::tuple<T*, T*, State<States>...>;
 };
 
-// The same where the types are so: mixed precision as it is mostly used.
+// The same for these types, the usual form of mixed precision.
 template <class T, std::size_t N, class Body>
 int64_t sweep_mixed(const Item<N>& item, int64_t begin, int64_t end, const Body& body) {
   using Pointers = typename MixedPointers<T, std::make_index_sequence<N - 2>>::type;
@@ -198,12 +199,12 @@ int64_t sweep_mixed(const Item<N>& item, int64_t begin, int64_t end, const Body&
   return begin;
 }
 
-// body(pointers, count) over the elements [begin, end) of an item, with one pointer per stream and
-// a count that is a whole number of registers. An element's result does not depend on where the
-// ranges are cut.
+// Calls body(pointers, count) for the elements [begin, end) of an item, with one pointer per stream and
+// a count that is a whole number of registers. An element's result does not depend on how the elements
+// are split into ranges.
 template <std::size_t N, class Body>
 void sweep(const Item<N>& item, int64_t begin, int64_t end, const Body& body) {
-  // With a copy in blocks: what the body wrote is still in the cache when it is copied.
+  // With a copy, all goes in blocks: then the body's results are still in the cache when copied.
   if (item.copy.data == nullptr) {
     begin = sweep_alike<float>(item, begin, end, body);
     begin = sweep_mixed<BFloat16>(item, begin, end, body);
@@ -234,7 +235,7 @@ void sweep(const Item<N>& item, int64_t begin, int64_t end, const Body& body) {
     }
     if (item.copy.data != nullptr) {
       if (!is_float(item.streams[0])) {
-        widen(item.streams[0], begin, count, at[0]);  // as it was stored, rounding included
+        widen(item.streams[0], begin, count, at[0]);  // as it was stored, after rounding
       }
       if (around) {
         narrow_around(at[0], item.copy, begin, count);
@@ -249,8 +250,9 @@ void sweep(const Item<N>& item, int64_t begin, int64_t end, const Body& body) {
   }
 }
 
-// The items of a list end to end in one index space of bytes of traffic, so that threads get equal
-// shares whatever the sizes and types, and small tensors do not each cost a parallel region.
+// The items of a list, one after the other, in one index space. Its unit is a byte of traffic. So
+// threads get equal shares for all sizes and types, and small tensors do not each need their own
+// parallel region.
 template <std::size_t N>
 class Flat {
  public:
@@ -266,8 +268,8 @@ class Flat {
     return starts_.back();
   }
 
-  // body(pointers, count) over all elements that belong to [low, high) of the index space. Two
-  // ranges that meet share no element and leave none out.
+  // Calls body(pointers, count) for all elements that belong to [low, high) of the index space. Two
+  // adjacent ranges share no element and leave none out.
   template <class Body>
   void sweep(int64_t low, int64_t high, const Body& body) const {
     const auto after = std::upper_bound(starts_.begin(), starts_.end(), low);
@@ -278,7 +280,7 @@ class Flat {
   }
 
  private:
-  // Cuts fall on multiples of this many elements: whole cache lines of every type, whole blocks.
+  // Ranges end at multiples of this many elements: whole cache lines of every type, whole blocks.
   static constexpr int64_t kCut = 2 * kBlock;
 
   int64_t element(std::size_t i, int64_t position) const {

@@ -1,4 +1,4 @@
-// From lists of tensors to Streams, with every check that keeps a kernel inside its memory.
+// Turns lists of tensors into Streams, with every check that keeps a kernel inside its memory.
 // Messages name the argument: "grads[3] has 5 elements, params[3] has 6".
 #pragma once
 
@@ -19,13 +19,13 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using TensorList = std::vector<Tensor>;
 
-// One place that throws: the check macro's string stream is slow to compile.
+// All errors are thrown here, because the check macro's string stream is slow to compile.
 [[noreturn, gnu::noinline, gnu::cold]] inline void refuse(const std::string& message) {
   STD_TORCH_CHECK(false, message);
   __builtin_unreachable();
 }
 
-// An argument of the op: its name in the schema, for messages, and what was given.
+// An argument of the op: its name in the schema, for messages, and its tensors.
 struct Argument {
   const char* name;
   const TensorList& tensors;
@@ -45,11 +45,11 @@ inline void check_length(const Argument& list, const Argument& like) {
   }
 }
 
-// Whether the elements fill a stretch of memory without holes or overlap, in whatever order of the
-// dimensions: contiguous, transposed, channels-last.
+// Whether the elements fill a range of memory without gaps or overlap, in any order of the dimensions:
+// contiguous, transposed, channels-last.
 [[gnu::cold]] inline bool is_dense(const Tensor& tensor) {
   const auto sizes = tensor.sizes(), strides = tensor.strides();
-  int64_t filled = 1;  // elements in the stretch that the dimensions found so far make up
+  int64_t filled = 1;  // elements in the range that the dimensions found so far fill
   for (bool grown = true; grown;) {
     grown = false;
     for (std::size_t d = 0; d < sizes.size(); ++d) {
@@ -69,7 +69,7 @@ inline void check_length(const Argument& list, const Argument& like) {
       std::equal(strides_a.begin(), strides_a.end(), strides_b.begin(), strides_b.end());
 }
 
-// Whether a kernel can walk both in step: both are contiguous, or both dense with the same strides.
+// Whether a kernel can walk both together: both are contiguous, or both dense with the same strides.
 [[gnu::cold]] inline bool laid_out_alike(const Tensor& a, const Tensor& b) {
   return (a.is_contiguous() && b.is_contiguous()) || (is_dense(a) && same_layout(a, b));
 }
@@ -97,7 +97,7 @@ inline std::string name_of(int32_t device) {
   return device == kCPU ? "the CPU" : "cuda:" + std::to_string(device);
 }
 
-// The tensor that others are walked in step with, and what is asked of it for each of them.
+// A tensor that others are walked together with. It keeps the properties that are compared with each.
 class Model {
  public:
   Model(const Argument& list, std::size_t i, int32_t device = kCPU)
@@ -112,8 +112,8 @@ class Model {
     return numel_;
   }
 
-  // The memory of list[i]: on the device, of a known dtype, of as many elements as the model, and
-  // laid out alike (both contiguous, or both dense with the same strides).
+  // The memory of list[i]. The tensor must be on the device, have a known dtype and as many elements
+  // as the model, and have the same layout (both contiguous, or both dense with the same strides).
   Stream stream(const Argument& list, bool output) const {
     const Tensor& tensor = list.tensors[index_];
     if (!is_on(tensor, device_)) {
@@ -127,12 +127,12 @@ class Model {
     if (!(contiguous_ && tensor.is_contiguous())) {
       check_layout(list);
     }
-    // Only the mutable accessor gives copy-on-write memory a copy of its own.
+    // Only the mutable accessor makes a private copy of copy-on-write memory.
     void* data = output ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
     return {static_cast<std::byte*>(data), type, output};
   }
 
-  // As stream(), for an optimizer's state: fp32 or of the parameter's own type.
+  // Like stream(), for an optimizer's state: fp32 or the parameter's own type.
   Stream state(const Argument& list) const {
     const Stream out = stream(list, true);
     if (out.type != Type::kFloat && out.type != type_) {
@@ -175,11 +175,11 @@ int64_t traffic(const Item<N>& item) {
   return bytes;
 }
 
-// Below this much traffic one thread is as fast as waking another.
+// Below this much traffic, waking another thread gains nothing.
 constexpr int64_t kGrainBytes = 512 * 1024;
 
-// body(list, low, high) over parts of the whole list in torch's own thread pool; few bytes stay on
-// the calling thread.
+// Calls body(list, low, high) for parts of the whole list in torch's own thread pool. Small lists stay
+// on the calling thread.
 template <std::size_t N, class Body>
 void parallel_over(std::vector<Item<N>> items, const Body& body) {
   const Flat<N> list(std::move(items));

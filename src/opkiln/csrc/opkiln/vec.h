@@ -1,14 +1,16 @@
-// One vector register of floats, and the three storage types a kernel reads and writes.
+// One vector register of floats, and the three storage types that a kernel reads and writes.
 //
-// Kernels are written once, against `Vec`; the target's macros choose what it is made of. Needs no
+// Kernels are written once, with `Vec`; the target's macros choose its implementation. Needs no
 // torch header. Every conversion to a narrower type rounds to nearest, ties to even, keeps
-// subnormals and turns NaN into a quiet NaN, so that all instruction sets give the same bits.
+// subnormals and turns NaN into a quiet NaN. So all instruction sets give the same bits.
 #pragma once
 
 #include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+
+#include "element_type.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define OPKILN_AVX512
@@ -23,8 +25,8 @@
 #define OPKILN_ISA portable
 #endif
 
-// The instruction set is part of every symbol, and all are hidden: two variants of an op may be
-// loaded in one process, and must not share inline functions.
+// The instruction set is part of every symbol, and all symbols are hidden. Two variants of an op may
+// be loaded in one process, and they must not share inline functions.
 #define OPKILN_NAMESPACE_BEGIN \
   namespace opkiln {           \
   inline namespace [[gnu::visibility("hidden")]] OPKILN_ISA {
@@ -41,20 +43,20 @@ struct Float16 {
   uint16_t bits;
 };
 
-enum class Type : uint8_t { kFloat, kBFloat16, kFloat16 };
+using Type = ElementType;
 
 constexpr int64_t size_of(Type type) {
   return type == Type::kFloat ? 4 : 2;
 }
 
-// Asks for the memory that a loop will read some iterations later. The hardware's own prefetchers
-// stop at page borders: asking a kilobyte ahead made four streams of fp32 5 to 8% faster on a Xeon.
-// (Stores around the cache made them 60% slower: the lines were just read.)
+// Prefetches the memory that a loop will read some iterations later. The hardware's own prefetchers
+// stop at page boundaries. Prefetching a kilobyte ahead made four streams of fp32 5 to 8% faster on a
+// Xeon. (Stores around the cache made them 60% slower, because the lines were just read.)
 inline void prefetch_ahead(const void* at) {
   __builtin_prefetch(static_cast<const char*>(at) + 1024);
 }
 
-// After stores around the caches, which others may see late and in any order.
+// Call this after stores around the caches. Otherwise other threads may see them late, in any order.
 inline void settle_stores() {
 #if defined(__x86_64__)
   __builtin_ia32_sfence();
@@ -80,7 +82,7 @@ inline float widen(Float16 value) {
     const float scaled = static_cast<float>(magnitude) * 0x1p-24f;
     return std::bit_cast<float>(std::bit_cast<uint32_t>(scaled) | sign);
   }
-  // Exponent 31 (infinity, NaN) maps to 255, the others shift by the difference of the biases.
+  // Exponent 31 (infinity, NaN) maps to 255. The others shift by the difference of the biases.
   const uint32_t rebias = magnitude >= 0x7c00u ? (255u - 31u) << 23 : (127u - 15u) << 23;
   return std::bit_cast<float>(((magnitude << 13) + rebias) | sign);
 }
@@ -95,7 +97,7 @@ inline Float16 narrow_float16(float value) {
   if (magnitude >= 0x477ff000u) {  // 65520 and above round to infinity
     return {static_cast<uint16_t>(sign | 0x7c00u)};
   }
-  if (magnitude < 0x38800000u) {  // below 2^-14: in units of 2^-24, which 0.5 has as its last bit
+  if (magnitude < 0x38800000u) {  // below 2^-14: in units of 2^-24, the last bit of 0.5
     const float units = std::bit_cast<float>(magnitude) + 0.5f;
     return {static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(units) - 0x3f000000u))};
   }

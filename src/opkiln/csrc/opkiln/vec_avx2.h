@@ -1,4 +1,4 @@
-// Vec for AVX2 with FMA and F16C: 8 floats. Included by vec.h alone.
+// Vec for AVX2 with FMA and F16C: 8 floats. Only vec.h includes this.
 #pragma once
 
 #include <immintrin.h>
@@ -51,7 +51,7 @@ struct Vec {
     const __m256i rounded = _mm256_blendv_epi8(
         _mm256_add_epi32(bits, bias), _mm256_set1_epi32(0x7fc00000), nan);
     const __m256i high = _mm256_srli_epi32(rounded, 16);
-    // The pack works within 128-bit halves; the permutation brings the two results together.
+    // The pack works within 128-bit halves; the permutation joins the two results.
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08);
     return _mm256_castsi256_si128(packed);
   }

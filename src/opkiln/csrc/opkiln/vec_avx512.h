@@ -1,4 +1,4 @@
-// Vec for AVX-512 (F, BW, VL, DQ): 16 floats. Included by vec.h alone.
+// Vec for AVX-512 (F, BW, VL, DQ): 16 floats. Only vec.h includes this.
 #pragma once
 
 #include <immintrin.h>
@@ -33,7 +33,7 @@ struct Vec {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), float16());
   }
 
-  // Around the caches, to memory that is aligned to a register's worth of its type.
+  // Stores around the caches. The memory must be aligned to a whole register of its type.
   void store_around(float* to) const {
     _mm512_stream_ps(to, value);
   }
@@ -87,7 +87,7 @@ struct Vec {
     const __m512 bit = _mm512_and_ps(a.value, _mm512_set1_ps(-0.0f));
     return {_mm512_mask_or_ps(a.value, nonzero, bit, _mm512_set1_ps(1))};
   }
-  // a, or the bound where a is less; NaN stays NaN (MAXPS gives its second operand then).
+  // a, or the bound if a is less; NaN stays NaN (MAXPS then returns its second operand).
   friend Vec at_least(Vec bound, Vec a) {
     return {_mm512_max_ps(bound.value, a.value)};
   }

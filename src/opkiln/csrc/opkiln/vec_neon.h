@@ -1,4 +1,4 @@
-// Vec for 64-bit Arm (NEON, always there): 4 floats. Included by vec.h alone.
+// Vec for 64-bit Arm (which always has NEON): 4 floats. Only vec.h includes this.
 #pragma once
 
 #include <arm_neon.h>
@@ -31,7 +31,7 @@ struct Vec {
     const uint32x4_t bits = vreinterpretq_u32_f32(value);
     const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
     const uint32x4_t bias = vaddq_u32(odd, vdupq_n_u32(0x7fff));
-    const uint32x4_t rounded = vbslq_u32(  // where equal to itself, that is, not NaN
+    const uint32x4_t rounded = vbslq_u32(  // if it equals itself, that is, it is not NaN
         vceqq_f32(value, value), vaddq_u32(bits, bias), vdupq_n_u32(0x7fc00000));
     vst1_u16(reinterpret_cast<uint16_t*>(to), vshrn_n_u32(rounded, 16));
   }

@@ -1,5 +1,5 @@
-// Vec in plain C++: 4 floats, which compilers turn into whatever registers there are (SSE2 on
-// x86-64). Included by vec.h alone.
+// Vec in plain C++: 4 floats, which compilers put into the registers of the target (SSE2 on x86-64).
+// Only vec.h includes this.
 #pragma once
 
 OPKILN_NAMESPACE_BEGIN
@@ -66,7 +66,7 @@ struct Vec {
   friend Vec sqrt(const Vec& a) {
     return each([&](int i) { return std::sqrt(a.value[i]); });
   }
-  // Rounded twice where the CPU has no fused multiply-add: std::fma would be a slow library call.
+  // Rounded twice if the CPU has no fused multiply-add: std::fma would be a slow library call.
   friend Vec multiply_add(const Vec& a, const Vec& b, const Vec& c) {
     return each([&](int i) { return a.value[i] * b.value[i] + c.value[i]; });
   }

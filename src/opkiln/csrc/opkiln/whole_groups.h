@@ -1,18 +1,17 @@
-// Groups of 16, 32, 64 ... elements, laid over threads so that none has to ask whether there is an
-// element for it: compilers then put all loads first, and nothing is between them. For CUDA and HIP;
-// no torch header.
+// Groups of 16, 32, 64 ... elements, distributed over threads so that every thread has elements and
+// needs no bounds check. Compilers then put all loads first, with nothing between them. For CUDA and
+// HIP; needs no torch header.
 //
-// A chunk is 16 elements. A warp takes 64 chunks that follow each other: thread i the one of index i
-// and that of index 32 + i. Groups of up to 32 chunks lie within one half, and a thread then has
-// chunks of two groups; of larger groups it has two, and the warp, its block or a cluster of blocks
-// share them. With two chunks a thread has enough accesses in flight, and few enough registers for
-// other warps to work while it waits: of one or four, stochastic rounding to four bits was 4 to 9%
-// slower on an H200.
+// A chunk is 16 elements. A warp takes 64 consecutive chunks. Thread i takes chunk i and chunk 32 + i.
+// A group of up to 32 chunks is within one half, so a thread has chunks of two groups. Of a larger
+// group a thread has two chunks, and the warp, its block or a cluster of blocks share the group. With
+// two chunks a thread has enough accesses in flight, and few enough registers for other warps to work
+// while it waits. With one or four, stochastic rounding to four bits was 4 to 9% slower on an H200.
 #pragma once
 
 #include "group_reduce.h"
 
-// Since CUDA 12.1 compilers know how blocks of a cluster send each other values.
+// Since CUDA 12.1, compilers support sending values between the blocks of a cluster.
 #if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1201
 #define OPKILN_KNOWS_CLUSTERS
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -25,20 +24,20 @@ namespace opkiln {
 constexpr int kChunkElements = 16;
 constexpr int kChunksPerThread = 2;
 constexpr unsigned kChunksPerWarp = kWarp * kChunksPerThread;
-constexpr unsigned kGroupThreads = 256;  // of a block at most, and of each in a cluster
-constexpr unsigned kLargestCluster = 8;  // that every GPU with clusters has
+constexpr unsigned kGroupThreads = 256;  // at most in a block; exactly in each block of a cluster
+constexpr unsigned kLargestCluster = 8;  // every GPU with clusters supports this size
 
-// The chunks of a thread: this one and the one kWarp after it.
+// The first chunk of a thread. Its second is kWarp after it.
 __device__ inline int64_t first_chunk() {
   const unsigned warp = threadIdx.x / kWarp;
   return static_cast<int64_t>(blockIdx.x) * (blockDim.x * kChunksPerThread) +
       (warp * kChunksPerWarp + threadIdx.x % kWarp);
 }
 
-// What the threads of a block combine values with.
+// The shared memory in which the threads of a block combine values.
 template <class Value>
 struct Shared {
-  Value at[kGroupThreads / kWarp * kLargestCluster];  // of each warp
+  Value at[kGroupThreads / kWarp * kLargestCluster];  // one for each warp
   uint64_t arrived;                                   // a barrier for values of a cluster's blocks
 };
 
@@ -50,8 +49,8 @@ __device__ inline bool in_cluster(unsigned log2_chunks) {
 #endif
 }
 
-// The first thing that a kernel does that calls reduce_groups: the blocks of a cluster must know of
-// each other's barriers before they send anything, and this takes no time while elements are loaded.
+// A kernel that calls reduce_groups must call this first. The blocks of a cluster must know each
+// other's barriers before they send anything. This takes no extra time while elements are loaded.
 template <class Value>
 __device__ void begin_groups(unsigned log2_chunks, Shared<Value>& shared) {
 #if defined(OPKILN_HAS_CLUSTERS)
@@ -70,9 +69,9 @@ __device__ void begin_groups(unsigned log2_chunks, Shared<Value>& shared) {
 #endif
 }
 
-// Combines the values of all warps in a cluster: each sends its own to every block, and a block waits
-// until it has them all. (Barriers of the cluster around shared memory flush and clear caches, and so
-// cost up to a fifth of the bandwidth.)
+// Combines the values of all warps in a cluster. Each warp sends its value to every block, and a block
+// waits until it has them all. (Barriers of the cluster around shared memory flush and clear caches,
+// which costs up to a fifth of the bandwidth.)
 template <class Value>
 __device__ Value reduce_cluster(Value value, unsigned warps, Shared<Value>& shared) {
 #if defined(OPKILN_HAS_CLUSTERS)
@@ -124,8 +123,8 @@ __device__ Value reduce_cluster(Value value, unsigned warps, Shared<Value>& shar
   return value;
 }
 
-// Combines the values of as many neighbouring warps, a power of two; within a warp they are the same
-// already. All threads of the block must come here, and once.
+// Combines the values of this many neighbouring warps, a power of two. Within a warp the values are
+// already the same. All threads of the block must call this, and only once.
 template <class Value>
 __device__ Value reduce_warps(Value value, unsigned warps, Shared<Value>& shared) {
   const unsigned warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -140,7 +139,7 @@ __device__ Value reduce_warps(Value value, unsigned warps, Shared<Value>& shared
   return value;
 }
 
-// Combines, of each of a thread's chunks, the values of its group of 2^log2_chunks chunks. A value is
+// For each of a thread's chunks, combines the values of its group of 2^log2_chunks chunks. A value is
 // as in reduce_team.
 template <class Value>
 __device__ void reduce_groups(Value (&values)[kChunksPerThread], unsigned log2_chunks,
@@ -168,12 +167,12 @@ __device__ void reduce_groups(Value (&values)[kChunksPerThread], unsigned log2_c
   values[0] = values[1] = all;
 }
 
-// Between writes of a warp to shared memory and its reads of them.
+// Call this between a warp's writes to shared memory and its reads of them.
 __device__ inline void sync_warp() {
 #if defined(__NVCC__)
   __syncwarp();
 #else
-  __syncthreads();  // all threads of the block come here
+  __syncthreads();  // all threads of the block call this
 #endif
 }
 

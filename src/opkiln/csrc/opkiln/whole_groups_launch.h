@@ -1,5 +1,5 @@
-// How whole groups are launched: blocks of as many threads as a group needs, or clusters of blocks
-// where the GPU has them. Needs CUDA's headers, none of torch's.
+// Launches kernels over whole groups: in blocks with as many threads as a group needs, or in clusters
+// of blocks if the GPU has them. Needs CUDA's headers, but not torch's.
 #pragma once
 
 #include "launch.h"
@@ -10,13 +10,13 @@ namespace device {
 
 struct WholeGroups {
   unsigned log2_chunks;  // in a group
-  unsigned threads;      // of a block; 0: such groups cannot be laid out
+  unsigned threads;      // of a block; 0: groups of this size are not supported
   unsigned cluster;      // blocks that share a group, or 1
   int64_t blocks;
-  int64_t groups;        // that these blocks take: the first ones
+  int64_t groups;        // that these blocks process: the first ones
 
-  // Of `whole` groups, in blocks of at least so many threads. `clusters` says whether the kernel may
-  // be launched in them.
+  // The layout of `whole` groups, in blocks of at least `least_threads` threads. `clusters()` says
+  // whether the kernel may be launched in clusters.
   template <class Clusters>
   WholeGroups(int64_t group_size, int64_t whole, unsigned least_threads, const Clusters& clusters)
       : log2_chunks(0), threads(0), cluster(1), blocks(0), groups(0) {
@@ -41,8 +41,8 @@ struct WholeGroups {
   }
 };
 
-// Whether the device can run this kernel in clusters: it has them, and so has the code. (Code for an
-// earlier GPU knows nothing of them, also where the driver compiles it for a later one.)
+// Whether the device can run this kernel in clusters: both the device and the code must support them.
+// (Code for an earlier GPU does not, even if the driver compiles it for a later one.)
 template <class... Parameters>
 bool has_clusters(void (*kernel)(Parameters...)) {
 #if defined(OPKILN_KNOWS_CLUSTERS)

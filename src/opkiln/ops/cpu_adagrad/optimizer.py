@@ -41,7 +41,7 @@ class CPUAdagrad(HostOptimizer):
     OWNER = "CPUAdagrad"
     FUNCTION = "cpu_adagrad_"
     STATES = ("sum",)
-    ELSEWHERE = "torch.optim.Adagrad(params)"
+    ALTERNATIVE = "torch.optim.Adagrad(params)"
     IN_DEEPSPEED: ClassVar[Mapping[str, str]] = {"sum": "exp_avg_sq"}
     SPARSE = True
 

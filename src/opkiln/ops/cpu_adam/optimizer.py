@@ -28,7 +28,7 @@ class CPUAdam(HostOptimizer):
     OWNER = "CPUAdam"
     FUNCTION = "cpu_adam_"
     STATES = ("exp_avg", "exp_avg_sq")
-    ELSEWHERE = "opkiln.optim.FusedAdam(params)"
+    ALTERNATIVE = "opkiln.optim.FusedAdam(params)"
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ class CPULion(HostOptimizer):
     OWNER = "CPULion"
     FUNCTION = "cpu_lion_"
     STATES = ("exp_avg",)
-    ELSEWHERE = "opkiln.optim.FusedLion(params)"
+    ALTERNATIVE = "opkiln.optim.FusedLion(params)"
     COUNTED = False
 
     def __init__(

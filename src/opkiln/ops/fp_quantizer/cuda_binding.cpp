@@ -11,18 +11,6 @@ namespace {
 
 using namespace opkiln;
 
-ElementType element_type(const Tensor& tensor) {
-  switch (type_of(tensor.scalar_type())) {
-    case Type::kFloat:
-      return ElementType::kFloat;
-    case Type::kBFloat16:
-      return ElementType::kBFloat16;
-    case Type::kFloat16:
-      return ElementType::kFloat16;
-  }
-  __builtin_unreachable();
-}
-
 int32_t device_of(const char* name, const Tensor& tensor) {
   if (!tensor.is_cuda()) {
     refuse(std::string(name) + " is not on a GPU");
@@ -53,7 +41,7 @@ std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t group_size, int64_t bits,
           .group_size = group_size,
           .bits = static_cast<int>(bits),
           .mantissa_bits = static_cast<int>(mantissa_bits),
-          .type = element_type(made.x),
+          .type = type_of(made.x.scalar_type()),
           .stochastic = stochastic,
           .seed = static_cast<uint64_t>(seed),
           .offset = static_cast<uint64_t>(offset),
@@ -74,7 +62,7 @@ Tensor dequantize_on(const Dequantized& made, const int64_t* rows, int64_t group
           .group_size = group_size,
           .bits = static_cast<int>(bits),
           .mantissa_bits = static_cast<int>(mantissa_bits),
-          .type = element_type(made.output),
+          .type = type_of(made.output.scalar_type()),
           .rows = rows,
           .width = made.width,
           .height = made.height,

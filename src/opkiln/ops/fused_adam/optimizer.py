@@ -39,7 +39,7 @@ class FusedAdam(FusedOptimizer):
     OWNER = "FusedAdam"
     FUNCTION = "fused_adam"
     STATES = ("exp_avg", "exp_avg_sq")
-    ELSEWHERE = "torch.optim.AdamW(params)"
+    ALTERNATIVE = "torch.optim.AdamW(params)"
 
     def __init__(
         self,

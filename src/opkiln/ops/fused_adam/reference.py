@@ -8,14 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.optimizing.references import (
-    no_plan,
-    not_kept,
-    prepared,
-    stepped_and_dtype,
-    store_unless,
-    times_plus,
-)
+from opkiln.optimizing.references import no_plan, not_kept, prepared, stepped_and_dtype, times_plus
 
 fused_adam_plan = no_plan
 fused_adam_planned_ = not_kept
@@ -70,10 +63,7 @@ def fused_adam_(
             change = -step_size.to(dtype) * m / (v.sqrt() * root_factor.to(dtype) + eps)
             decays = adamw_mode and weight_decay
             p = times_plus(p, 1 - rate * weight_decay, change) if decays else p + change
-            store_unless(work.skip, p, stepped)
-            if stepped is not param:
-                store_unless(work.skip, p, param)
-            store_unless(work.skip, m, exp_avgs[i])
-            store_unless(work.skip, v, exp_avg_sqs[i])
-        for count in steps:
-            store_unless(work.skip, count + 1, count)
+            work.store_stepped(p, stepped, param)
+            work.store(m, exp_avgs[i])
+            work.store(v, exp_avg_sqs[i])
+        work.count_up(steps)

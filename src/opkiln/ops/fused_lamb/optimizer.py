@@ -41,7 +41,7 @@ class FusedLamb(FusedOptimizer):
     OWNER = "FusedLamb"
     FUNCTION = "fused_lamb"
     STATES = ("exp_avg", "exp_avg_sq")
-    ELSEWHERE = "torch.optim.AdamW(params)"
+    ALTERNATIVE = "torch.optim.AdamW(params)"
     NORMS = True
 
     _coefficients: dict[tuple[int, torch.device], tuple[list[Tensor], Tensor]] | None = None

@@ -8,14 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.optimizing.references import (
-    no_plan,
-    not_kept,
-    prepared,
-    stepped_and_dtype,
-    store_unless,
-    times_plus,
-)
+from opkiln.optimizing.references import no_plan, not_kept, prepared, stepped_and_dtype, times_plus
 
 fused_lamb_plan = no_plan
 fused_lamb_planned_ = not_kept
@@ -108,9 +101,9 @@ def fused_lamb_average_(
                 p, m, v, step, beta1, beta2, eps, weight_decay, eps_inside_sqrt, bias_correction
             )
             sums = torch.stack([each.double().square().sum() for each in (p, update)])
-            store_unless(work.skip, m, exp_avgs[i])
-            store_unless(work.skip, v, exp_avg_sqs[i])
-            store_unless(work.skip, sums, squares[i])
+            work.store(m, exp_avgs[i])
+            work.store(v, exp_avg_sqs[i])
+            work.store(sums, squares[i])
 
 
 def fused_lamb_move_(
@@ -155,12 +148,9 @@ def fused_lamb_move_(
             bounded = (size / change).clamp(min_coeff, max_coeff)
             ratio = torch.where((size == 0) | (change == 0), torch.ones_like(step), bounded)
             p = p - (rate * ratio).to(dtype) * update
-            store_unless(work.skip, p, stepped)
-            if stepped is not param:
-                store_unless(work.skip, p, param)
-            store_unless(work.skip, ratio, coefficients[i])
-        for count in steps:
-            store_unless(work.skip, count + 1, count)
+            work.store_stepped(p, stepped, param)
+            work.store(ratio, coefficients[i])
+        work.count_up(steps)
 
 
 def _update(

@@ -26,7 +26,7 @@ class FusedLion(FusedOptimizer):
     OWNER = "FusedLion"
     FUNCTION = "fused_lion"
     STATES = ("exp_avg",)
-    ELSEWHERE = "torch.optim.AdamW(params)"
+    ALTERNATIVE = "torch.optim.AdamW(params)"
     COUNTED = False
 
     def __init__(

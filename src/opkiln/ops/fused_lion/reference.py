@@ -8,14 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.optimizing.references import (
-    no_plan,
-    not_kept,
-    prepared,
-    stepped_and_dtype,
-    store_unless,
-    times_plus,
-)
+from opkiln.optimizing.references import no_plan, not_kept, prepared, stepped_and_dtype, times_plus
 
 fused_lion_plan = no_plan
 fused_lion_planned_ = not_kept
@@ -55,9 +48,6 @@ def fused_lion_(
             change = -rate.to(dtype) * sign
             p = times_plus(p, 1 - rate * weight_decay, change) if weight_decay else p + change
             m = m + (g - m) * (1 - beta2)
-            store_unless(work.skip, p, stepped)
-            if stepped is not param:
-                store_unless(work.skip, p, param)
-            store_unless(work.skip, m, exp_avgs[i])
-        for count in steps:
-            store_unless(work.skip, count + 1, count)
+            work.store_stepped(p, stepped, param)
+            work.store(m, exp_avgs[i])
+        work.count_up(steps)

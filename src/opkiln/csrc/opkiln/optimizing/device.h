@@ -1,5 +1,5 @@
-// Turns an optimizer's lists of tensors on a GPU into a plan in the GPU's memory. torch calls ROCm's
-// devices CUDA, too, so this works for both, and it needs the headers of neither.
+// Turns an optimizer's lists of tensors on a GPU into a plan in the GPU's memory. torch also calls
+// ROCm's devices CUDA, so this works for both. It needs the headers of neither.
 #pragma once
 
 #include <opkiln/cuda_stream.h>
@@ -14,19 +14,7 @@
 
 OPKILN_NAMESPACE_BEGIN
 
-inline ElementType element_type(Type type) {
-  switch (type) {
-    case Type::kFloat:
-      return ElementType::kFloat;
-    case Type::kBFloat16:
-      return ElementType::kBFloat16;
-    case Type::kFloat16:
-      return ElementType::kFloat16;
-  }
-  __builtin_unreachable();
-}
-
-inline bool takes_fours(const Stream& stream) {  // absent ones, too
+inline bool takes_fours(const Stream& stream) {  // also true for an absent one
   return reinterpret_cast<std::size_t>(stream.data) % (4 * size_of(stream.type)) == 0;
 }
 
@@ -55,7 +43,7 @@ inline multi_tensor::Numbers numbers_of(int32_t device, double lr, const Optiona
   return out;
 }
 
-// The lists as a plan holds them, still in host memory. Every check is made here.
+// The lists in the form of a plan, still in host memory. Every check is made here.
 struct Unpacked {
   std::vector<multi_tensor::Item> items;
   std::vector<uint64_t> gradients;
@@ -80,14 +68,14 @@ struct Unpacked {
       item.numel = model.numel();
       item.first = chunks;
       item.step = steps.size() == 1 ? 0 : static_cast<uint32_t>(i);
-      item.param_type = element_type(param.type);
+      item.param_type = param.type;
       item.fours = takes_fours(param) && takes_fours(master);
       for (std::size_t s = 0; s < lists.states.size(); ++s) {
         const Stream state = lists.state(model, s, i);
         item.states[s] = state.at<float>(0);
         item.fours = item.fours && takes_fours(state);
       }
-      gradients[i] = multi_tensor::gradient(grad.data, element_type(grad.type));
+      gradients[i] = multi_tensor::gradient(grad.data, grad.type);
       plain = plain && param.type == Type::kFloat && grad.type == Type::kFloat;
       chunks += static_cast<uint32_t>((item.numel + multi_tensor::kChunk - 1) / multi_tensor::kChunk);
     }
@@ -110,7 +98,7 @@ inline int32_t gpu_of(const Lists& lists) {
   return device;
 }
 
-// The plan of the lists. torch does not reuse its memory before this stream is done with it.
+// The plan of the lists. torch does not reuse its memory before this stream has finished with it.
 struct Planned {
   Tensor memory;
   multi_tensor::Plan plan;
@@ -129,8 +117,8 @@ inline Planned write_plan(const char* op, const Lists& lists, const Unpacked& un
   return out;
 }
 
-// What the host has to know of a plan that outlives the call, in int64. Each item has its number of
-// elements and the gradient that was written last.
+// The data, in int64, that the host needs about a plan that outlives the call. Each item has its number
+// of elements and the gradient that was written last.
 struct Ledger {
   enum : int64_t { kItems, kSteps, kChunks, kPlain, kHead };
 
@@ -157,11 +145,11 @@ struct Ledger {
   explicit Ledger(const Tensor& tensor) {
     if (!tensor.is_cpu() || tensor.scalar_type() != ScalarType::Long || tensor.numel() < kHead ||
         !tensor.is_contiguous()) {
-      refuse("ledger is not that of a plan");
+      refuse("ledger does not come from a plan");
     }
     at = static_cast<int64_t*>(tensor.mutable_data_ptr());
     if (tensor.numel() != kHead + 2 * at[kItems]) {
-      refuse("ledger is not that of a plan");
+      refuse("ledger does not come from a plan");
     }
   }
 
@@ -190,8 +178,8 @@ inline std::tuple<Tensor, Tensor> make_plan(const char* op, const Lists& lists) 
           Ledger::of(unpacked)};
 }
 
-// The tensors of a list as torch's C interface passes them. As Tensors they would cost half as much
-// again: each allocates a reference counter.
+// The tensors of a list, as torch's C interface passes them. As Tensors they would cost 50% more,
+// because each allocates a reference counter.
 class RawList {
  public:
   explicit RawList(StableListHandle list) {
@@ -238,8 +226,8 @@ class RawList {
   std::vector<AtenTensorHandle> handles_;
 };
 
-// The gradient as a plan holds it, or 0 unless it is contiguous, of this size, on this device and of a
-// known type.
+// The gradient in the form of a plan. It is 0 if the gradient is not contiguous, or has another size,
+// another device or an unknown type.
 inline uint64_t planned_gradient(AtenTensorHandle grad, int64_t numel, int32_t device) {
   static const int32_t cuda = aoti_torch_device_type_cuda();
   static const int32_t types[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(),
@@ -258,7 +246,7 @@ inline uint64_t planned_gradient(AtenTensorHandle grad, int64_t numel, int32_t d
       torch_get_const_data_ptr(grad, &data) == 0;
   for (int type = 0; known && type < 3; ++type) {
     if (dtype == types[type]) {
-      // One without elements has no address, but it fits.
+      // A gradient without elements has no address, but it fits.
       return data == nullptr ? multi_tensor::kAddress
                              : multi_tensor::gradient(data, static_cast<ElementType>(type));
     }
@@ -266,8 +254,8 @@ inline uint64_t planned_gradient(AtenTensorHandle grad, int64_t numel, int32_t d
   return 0;
 }
 
-// Raises what is wrong with the gradients, one of which was found not to fit. Returns if the only fault
-// is that some are not contiguous.
+// Raises an error that names the gradient that does not fit the plan. Returns if the only problem is
+// that some are not contiguous.
 [[gnu::cold]] inline void check_gradients(const Argument& grads, const Ledger& ledger,
                                           int32_t device) {
   bool contiguous = true;
@@ -288,9 +276,9 @@ inline uint64_t planned_gradient(AtenTensorHandle grad, int64_t numel, int32_t d
   }
 }
 
-// A kept plan with these gradients in it. Their addresses are written only if they changed. What was
-// checked when the plan was made is not checked again. Nothing if a gradient is not contiguous; then
-// nothing is written either.
+// A kept plan with these gradients in it. Their addresses are written only if they changed. The checks
+// that were made for the plan are not repeated. If a gradient is not contiguous, returns nothing and
+// writes nothing.
 inline std::optional<multi_tensor::Plan> replan(const char* op, const Tensor& memory,
                                                 const Tensor& ledger_tensor, RawList& grads,
                                                 void* stream) {

@@ -1,4 +1,4 @@
-// An optimizer's lists in host memory: items for a kernel over Streams, and numbers in tensors.
+// An optimizer's lists in host memory, as items for a kernel over Streams, and its numbers in tensors.
 #pragma once
 
 #include <map>
@@ -18,8 +18,8 @@ inline double read(const char* name, const OptionalTensor& tensor, double otherw
                                                     : *static_cast<const double*>(at);
 }
 
-// Streams in the order of the kernels: what is stepped, its gradient, its states. If there is a master,
-// it is stepped, and the parameter receives a copy.
+// The streams are in the order of the kernels: the stepped tensor, its gradient, its states. If there
+// is a master, it is stepped, and the parameter receives a copy.
 template <std::size_t N>
 Item<N> host_item(const Lists& lists, std::size_t i) {
   const Model model(lists.params, i);
@@ -38,7 +38,7 @@ Item<N> host_item(const Lists& lists, std::size_t i) {
   return item;
 }
 
-// The items, by the number of steps made before this one. Everything is checked before the first item is
+// The items, by the number of steps made before this one. All checks are made before the first item is
 // stepped.
 template <std::size_t N>
 std::map<int64_t, std::vector<Item<N>>> host_items(const Lists& lists,

@@ -9,7 +9,7 @@
 
 OPKILN_NAMESPACE_BEGIN
 
-// Lists that are walked in step: parameters, gradients, then the states; `copies` may be empty.
+// Lists that are walked together: parameters, gradients, then the states. `copies` may be empty.
 template <std::size_t N>
 struct StepLists {
   std::array<Argument, N> streams;
@@ -19,7 +19,7 @@ struct StepLists {
     return streams[0].tensors.size();
   }
 
-  // Raises what is wrong with the tensors at index i.
+  // Raises an error if a tensor at index i is wrong.
   Item<N> item(std::size_t i) const {
     const Model model(streams[0], i);
     Item<N> out;
@@ -36,7 +36,7 @@ struct StepLists {
     return out;
   }
 
-  // Every check is made here, before anything is written. Raises what is wrong.
+  // Every check is made here, before anything is written. Raises an error for a wrong argument.
   std::vector<Item<N>> items() const {
     std::vector<Item<N>> out(size());
     if (!fill_in_parallel(out)) {
@@ -45,7 +45,7 @@ struct StepLists {
     return out;
   }
 
-  // As items(), but nothing if a tensor is not laid out like its parameter.
+  // Like items(), but returns nothing if a tensor is not laid out like its parameter.
   std::optional<std::vector<Item<N>>> items_if_laid_out_alike() const {
     std::vector<Item<N>> out(size());
     if (!fill_in_parallel(out)) {
@@ -64,9 +64,9 @@ struct StepLists {
     }
   }
 
-  // False if a tensor was refused. The time is mostly spent waiting for memory, as each of ten
-  // thousand tensors is somewhere else, so threads share the work. For a few hundred it is not worth
-  // waking one.
+  // False if a tensor was refused. Most of the time is spent waiting for memory, because each of ten
+  // thousand tensors is in another place. So threads share the work. For a few hundred tensors it is
+  // not worth waking a thread.
   bool fill_in_parallel(std::vector<Item<N>>& out) const {
     for (std::size_t n = 1; n < N; ++n) {
       check_length(streams[n], streams[0]);
@@ -77,7 +77,7 @@ struct StepLists {
     std::atomic<bool> refused = false;
     constexpr int64_t kGrainTensors = 4096;
     torch::stable::parallel_for(0, size(), kGrainTensors, [&](int64_t low, int64_t high) {
-      // No exception may leave here: torch's C interface would keep its text.
+      // No exception may leave this function: torch's C interface would not pass on its text.
       try {
         fill(out, low, high);
       } catch (...) {
@@ -115,7 +115,7 @@ inline void check_scale(double grad_scale) {
   }
 }
 
-// As Python's format(value, "g").
+// The same text as Python's format(value, "g").
 inline std::string shown(double value) {
   char text[32];
   std::snprintf(text, sizeof(text), "%g", value);

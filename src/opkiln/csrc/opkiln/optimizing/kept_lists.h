@@ -1,5 +1,5 @@
 // Lists of tensors that an op keeps from call to call. Passing ten thousand tensors to an op takes
-// longer than stepping them, and all but the gradients are mostly the same as last time.
+// longer than stepping them, and all except the gradients are usually the same as last time.
 //
 // The op keeps the tensors, not their addresses. So every call sees each tensor's current memory, size
 // and type, and repeats every check.
@@ -17,7 +17,7 @@ class KeptLists {
  public:
   using Lists = std::vector<TensorList>;
 
-  // A ticket for the lists: a number in a tensor.
+  // Keeps the lists, and returns a ticket for them: a number in a tensor.
   static Tensor keep(Lists lists) {
     Tensor ticket = torch::stable::empty({1}, ScalarType::Long);
     Shelf& here = shelf();
@@ -51,9 +51,9 @@ class KeptLists {
   struct Shelf {
     std::mutex lock;
     std::unordered_map<int64_t, std::shared_ptr<const Lists>> lists;
-    // Starts at an address, so that no other library of the same op, which this one may have
-    // replaced, has given out the same number. The shift keeps it positive: an address may have 48
-    // bits, and the highest would be the sign.
+    // Starts at an address. So if this library has replaced another one of the same op, the numbers of
+    // the two differ. The shift keeps it positive: an address may have 48 bits, and the highest would
+    // be the sign.
     int64_t last = static_cast<int64_t>(reinterpret_cast<uintptr_t>(this) << 16 >> 1);
   };
 

@@ -77,7 +77,7 @@ inline void check_number(const std::string& name, const Tensor& tensor, int32_t 
   }
 }
 
-// The addresses of the counts of steps. No two may be the same: it would be counted up twice.
+// The addresses of the counts of steps. All must differ, or a count would be counted up twice.
 inline std::vector<float*> step_pointers(const Argument& steps, int32_t device) {
   std::vector<float*> out(steps.tensors.size());
   for (std::size_t i = 0; i < out.size(); ++i) {

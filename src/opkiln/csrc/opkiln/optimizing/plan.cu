@@ -1,5 +1,5 @@
-// Kernels write plans, from their parameters: so no memory has to stay unchanged until it is copied, and
-// a captured graph holds the values of the capture.
+// Kernels write plans from the parameters of their launches. So no host memory has to stay unchanged
+// until it is copied, and a captured graph keeps the values of the capture.
 
 #include "plan.h"
 
@@ -17,8 +17,8 @@ struct Words {
   uint64_t at[kCount];
 };
 
-// Threads of a warp read different words, which the parameters' memory serves one after the other:
-// so a launch has many blocks of one warp.
+// Threads of a warp read different words, and the memory of parameters serves these one after the
+// other. So a launch has many blocks of one warp.
 constexpr unsigned kWriters = 32;
 
 __global__ void write_kernel(uint64_t* to, uint32_t count,

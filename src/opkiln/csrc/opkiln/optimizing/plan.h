@@ -12,23 +12,24 @@ namespace opkiln {
 namespace multi_tensor {
 
 // A thread block steps one chunk: an access of four elements per thread and tensor. Blocks that loop
-// over more were slower on an H200, by 2 to 13%: one that ends makes room for loads of another.
+// over more were 2 to 13% slower on an H200, because a block that ends makes room for the loads of
+// another.
 constexpr int kThreads = 128;
 constexpr int kChunk = 4 * kThreads;
 
-// A parameter and what is walked in step with it; all of them in device memory.
+// A parameter and the tensors that are walked together with it, all in device memory.
 struct Item {
   void* param;
   float* states[2];  // the second is null if the optimizer has only one
   float* master;     // null: the parameter itself is stepped
   int64_t numel;
-  uint32_t first;    // of its chunks; 2^32 chunks are more than any memory holds
-  uint32_t step;     // which of the counts of steps is its
+  uint32_t first;    // its first chunk; no memory holds 2^32 chunks
+  uint32_t step;     // index of its count of steps
   ElementType param_type;
-  bool fours;        // four elements of each can be moved in one access; the gradient aside
+  bool fours;        // one access can move four elements of each tensor, the gradient aside
 };
 
-// A gradient's address with its type in the two highest bits, which no address has.
+// A gradient's address, with its type in the two highest bits. No address uses these.
 constexpr int kTypeShift = 62;
 constexpr uint64_t kAddress = (uint64_t{1} << kTypeShift) - 1;
 
@@ -42,7 +43,7 @@ struct Sizes {
   uint32_t chunks;
 };
 
-constexpr std::size_t kCoefficientBytes = 64;  // what an optimizer works out once per count
+constexpr std::size_t kCoefficientBytes = 64;  // an optimizer computes these once per count
 
 // Pointers into one piece of memory of plan_words() words of 8 bytes, aligned to 16.
 struct Plan {
@@ -75,16 +76,16 @@ inline Plan plan_at(void* memory, const Sizes& sizes, bool plain) {
 // Numbers that only the device may know. They are read when a kernel runs, so each replay of a captured
 // graph sees their current values.
 struct Numbers {
-  double lr;                // unless one of the next two is given
+  double lr;                // used if both of the next two are null
   const float* lr_float;
   const double* lr_double;
   const float* grad_scale;  // null: 1
   const float* found_inf;   // null; otherwise nothing is written if it is not 0
 };
 
-// Each enqueues on a stream of the current device, and returns null or the text of CUDA's error. They do
-// not wait or allocate. Their arguments are passed in the parameters of launches, so the caller may free
-// them at once, also while a graph is captured.
+// Each function enqueues on a stream of the current device, and returns null or the text of CUDA's
+// error. They do not wait or allocate. Their arguments are passed in the parameters of launches, so the
+// caller may free them at once, also while a graph is captured.
 const char* write_items(const Plan& plan, const Item* items, float* const* steps, void* stream);
 const char* write_gradients(const Plan& plan, const uint64_t* gradients, void* stream);
 

@@ -1,7 +1,7 @@
 // The kernels of an optimizer over the tensors of a plan, for device code. An optimizer is a type of
-// coefficients: `of(hyper, steps_made, lr, grad_scale)` works them out in double, `skip` says that
-// nothing is to be written, `kStates` is 1 or 2, and `step(grad, value, states)` is the arithmetic of
-// one element. No warp intrinsics: hipify turns this into HIP as it is.
+// coefficients: `of(hyper, steps_made, lr, grad_scale)` computes them in double, `skip` says that
+// nothing may be written, `kStates` is 1 or 2, and `step(grad, value, states)` is the arithmetic of
+// one element. It uses no warp intrinsics, so hipify can translate it to HIP.
 #pragma once
 
 #include <opkiln/device_element.h>
@@ -20,9 +20,9 @@ using device::Pack;
 using device::store;
 using device::widen;
 
-// How many blocks run on a multiprocessor: 12 at up to 40 registers a thread, 10 at 48, which the code
-// for all types needs. The more there are, the more loads are in flight. One register too few, and
-// what is spilled costs 5 to 20%: hence division and root without their last bit (op.py).
+// How many blocks run on a multiprocessor: 12 with up to 40 registers per thread, or 10 with 48, which
+// the code for all types needs. More blocks have more loads in flight. If one register is missing, the
+// spills cost 5 to 20%. That is why division and root lack their last bit (op.py).
 constexpr int blocks_per_processor(bool plain) {
   return plain ? 12 : 10;
 }
@@ -54,8 +54,8 @@ __device__ inline Share share_of(const Plan& plan, const Item& item, uint32_t in
   };
 }
 
-// The elements [at, at + kWidth) of an item. What is stepped is the parameter itself, or its master,
-// of which the parameter (Copy) then receives a copy.
+// Steps the elements [at, at + kWidth) of an item: those of the parameter itself, or those of its
+// master. In the latter case the parameter (Copy) receives a copy.
 template <class Value, class Copy, class Grad, int kWidth, class Coefficients>
 __device__ inline void step_pack(const Share& share, const Coefficients& c, int64_t at) {
   constexpr bool kMaster = sizeof(Value) != sizeof(Copy);
@@ -70,7 +70,7 @@ __device__ inline void step_pack(const Share& share, const Coefficients& c, int6
   for (int s = 0; s < Coefficients::kStates; ++s) {
     load(states[s], item.states[s] + at);
   }
-  if (c.skip) {  // asked after the loads, which need not wait for the answer
+  if (c.skip) {  // checked after the loads, so that they need not wait for it
     return;
   }
   Pack<Copy, kWidth> copy;
@@ -100,7 +100,7 @@ __device__ inline void step_pack(const Share& share, const Coefficients& c, int6
   }
 }
 
-// body.template at<kWidth>(index) for this thread's elements of a share.
+// Calls body.template at<kWidth>(index) for this thread's elements of a share.
 template <class Body>
 __device__ inline void each_pack(const Share& share, const Body& body) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -109,7 +109,7 @@ __device__ inline void each_pack(const Share& share, const Body& body) {
     if (i + 4 <= share.count) {
       body.template at<4>(share.begin + i);
     } else {
-      for (int k = i; k < share.count; ++k) {  // the last up to three, of one thread
+      for (int k = i; k < share.count; ++k) {  // the last one to three elements, in one thread
         body.template at<1>(share.begin + k);
       }
     }
@@ -131,8 +131,8 @@ struct Step {
   }
 };
 
-// Body<Value, Copy, Grad, Context>{share, context} over this thread's elements, by the types of the
-// tensors.
+// Runs Body<Value, Copy, Grad, Context>{share, context} over this thread's elements. The types of the
+// tensors decide which.
 template <bool kPlain, template <class, class, class, class> class Body, class Context>
 __device__ inline void by_type(const Share& share, const Context& context) {
   const bool wide = share.grad_type == ElementType::kFloat;
@@ -182,7 +182,7 @@ __device__ inline double learning_rate(const Numbers& numbers) {
   return numbers.lr_double != nullptr ? *numbers.lr_double : numbers.lr;
 }
 
-// Runs before the step: computes its coefficients for each count of steps, and adds 1 to the count.
+// Runs before the step. It computes the coefficients for each count of steps, and adds 1 to the count.
 // kCounted is false for the first half of a step, which is not counted.
 template <class Coefficients, class Hyper, bool kCounted>
 __global__ void prepare_kernel(const Plan plan, const Hyper hyper) {
@@ -210,7 +210,7 @@ cudaError_t enqueue_prepare(const Hyper& hyper, const Plan& plan, cudaStream_t s
                                            kThreads, stream, plan, hyper);
 }
 
-// A step of all items: two launches, whatever their number.
+// A step of all items. It takes two launches, for any number of items.
 template <class Coefficients, class Hyper>
 cudaError_t enqueue_step(const Hyper& hyper, const Plan& plan, cudaStream_t stream) {
   const cudaError_t error = enqueue_prepare<Coefficients>(hyper, plan, stream);
