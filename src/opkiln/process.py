@@ -147,6 +147,14 @@ def run_foreground(argv: Sequence[str], *, env: Mapping[str, str]) -> int:
         raise
 
 
+def signal_name(returncode: int) -> str:
+    """The signal that ended a process, by its negative exit status: ``SIGKILL``, ``signal 40``."""
+    try:
+        return signal.Signals(-returncode).name
+    except ValueError:  # real-time signals have no names
+        return f"signal {-returncode}"
+
+
 def register_scratch(path: str) -> None:
     """Have the watchdog remove this directory if this process dies before it is released."""
     _guard.register(os.fsencode(os.path.abspath(path)))

@@ -78,6 +78,26 @@ def test_sinks_are_closed_when_the_block_ends_badly() -> None:
     assert sink.closed
 
 
+def test_a_forked_child_does_not_close_its_parents_sink(tmp_path: Path) -> None:
+    class Writing:
+        def __call__(self, event: Event) -> None: ...
+
+        def close(self) -> None:
+            (tmp_path / str(os.getpid())).touch()
+
+    def leave_in_child() -> None:
+        with events.listening(Writing()):
+            if (child := os.fork()) == 0:
+                return
+            os.waitpid(child, 0)
+
+    parent = os.getpid()
+    leave_in_child()
+    if os.getpid() != parent:
+        os._exit(0)
+    assert os.listdir(tmp_path) == [str(parent)]
+
+
 def test_a_forked_child_has_no_sinks() -> None:
     heard: list[Event] = []
     with events.listening(heard.append):

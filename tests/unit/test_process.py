@@ -67,6 +67,12 @@ def test_a_process_ended_by_a_signal_has_its_negative_number() -> None:
     assert process.run(python(code)).returncode == -signal.SIGTERM
 
 
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (40, "signal 40")])
+def test_a_signal_has_a_name_to_show_even_a_real_time_one(number: int, name: str) -> None:
+    done = process.run(["sh", "-c", f"kill -{number} $$"])
+    assert process.signal_name(done.returncode) == name
+
+
 def test_output_larger_than_any_pipe_does_not_block_the_child() -> None:
     size = 8 << 20
     done = process.run(python(f"import sys; sys.stdout.write('x' * {size}); sys.stderr.write('y')"))

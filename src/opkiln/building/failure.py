@@ -14,6 +14,7 @@ from opkiln.engine import cgroup
 from opkiln.engine.schedule import StepFailed
 from opkiln.errors import BuildError, CompileError, StoreError
 from opkiln.model import CUDA, ONE_CALL, OpSpec, Plan
+from opkiln.process import signal_name
 from opkiln.toolchain import torch_sdk, wheel_headers
 from opkiln.trust import make_private
 
@@ -93,7 +94,7 @@ _CHILD_KILLED = re.compile(
 def _killer(status: int, output: str) -> str:
     """The signal that ended a step's process, or the compiler that it had started."""
     if status < 0:
-        return signal.Signals(-status).name
+        return signal_name(status)
     # A shell, and so a wrapper script, exits with 128 + the signal that killed its program.
     if status == 128 + signal.SIGKILL or _CHILD_KILLED.search(output):
         return signal.SIGKILL.name

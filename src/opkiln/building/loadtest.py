@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 
 from opkiln.binary import elf
@@ -24,7 +23,7 @@ from opkiln.model import (
     Target,
     TorchSDK,
 )
-from opkiln.process import run
+from opkiln.process import run, signal_name
 
 _DEFINES = "aoti_torch_library_def"  # what m.def() of torch's stable ABI calls
 _PROBE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "probe_load.py")
@@ -54,7 +53,7 @@ def check(
         _require_kernels(spec, loaded[2])
         return
     if done.returncode < 0:
-        reason = f"the process died of {signal.Signals(-done.returncode).name}"
+        reason = f"the process died of {signal_name(done.returncode)}"
     else:
         reason = done.output.strip() or f"exit {done.returncode}"
     if os.statvfs(path).f_flag & os.ST_NOEXEC:

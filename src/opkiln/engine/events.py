@@ -112,8 +112,8 @@ def listening(sink: Sink | None) -> Iterator[None]:
     try:
         yield
     finally:
-        if sink in _sinks:  # false after a fork
+        if sink in _sinks:  # not in a forked child: closing it would write the parent's file
             _sinks.remove(sink)
-        close = getattr(sink, "close", None)
-        if close is not None:
-            close()
+            close = getattr(sink, "close", None)
+            if close is not None:
+                close()

@@ -197,11 +197,12 @@ def _raise_failure(path: str, awaited: set[str]) -> None:
         with open(path) as file:
             record = json.load(file)
         token, kind = record["token"], getattr(errors, record["kind"])
+        if token not in awaited or not issubclass(kind, errors.OpkilnError):
+            return
         error = kind(record["what"], why=record["why"], hint=record["hint"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return
-    if token in awaited and isinstance(error, errors.OpkilnError):
-        raise error
+    raise error
 
 
 def _host() -> str:

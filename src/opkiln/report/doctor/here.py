@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from contextlib import contextmanager
 from functools import cached_property
@@ -18,7 +17,7 @@ import opkiln
 from opkiln.decision import policy
 from opkiln.errors import ToolchainError
 from opkiln.model import CPU, CUDA
-from opkiln.process import capture
+from opkiln.process import capture, signal_name
 from opkiln.settings import override, settings, whole_environment
 from opkiln.store.layers import Store
 from opkiln.toolchain import choice, torch_sdk
@@ -134,5 +133,5 @@ def child_answer(code: str, *arguments: str) -> tuple[Any, str]:
 def how_it_ended(returncode: int) -> str:
     """How a process ended, in words."""
     if returncode < 0:
-        return f"died of {signal.Signals(-returncode).name}"
+        return f"died of {signal_name(returncode)}"
     return f"ended with {returncode}"
