@@ -10,6 +10,7 @@ from __future__ import annotations
 import posixpath
 from typing import NamedTuple
 
+from opkiln.build_model import Anchored, Arg, Plan, Step, Target, Toolchain
 from opkiln.errors import SpecError
 from opkiln.model import (
     ABI_NONE,
@@ -22,13 +23,7 @@ from opkiln.model import (
     PYTHON,
     ROCM,
     XPU,
-    Anchored,
-    Arg,
     OpSpec,
-    Plan,
-    Step,
-    Target,
-    Toolchain,
 )
 from opkiln.steps import flags, host, link
 from opkiln.toolchain import wheel_headers

@@ -20,6 +20,7 @@ import opkiln
 from opkiln import machine
 from opkiln import plan as plans
 from opkiln.binary import elf
+from opkiln.build_model import Target, Toolchain
 from opkiln.building import loadtest
 from opkiln.decision.search import planned
 from opkiln.decision.terms import BUILD, Request
@@ -34,8 +35,6 @@ from opkiln.model import (
     PYTHON,
     Op,
     OpSpec,
-    Target,
-    Toolchain,
 )
 from opkiln.registry import get_builder
 from opkiln.settings import override

@@ -20,12 +20,13 @@ from sample.workshop import ASKED, OPS, Built, Workshop
 from opkiln.arch import cuda
 from opkiln.binary import elf
 from opkiln.binary.fatbin import images
+from opkiln.build_model import Plan
 from opkiln.builder import CUDAOpBuilder, get_default_compute_capabilities
 from opkiln.decision import search
 from opkiln.decision.terms import BUILD, Request
 from opkiln.devices import nvidia
 from opkiln.errors import LoadError, SpecError
-from opkiln.model import ABI_NONE, CPU, CUDA, PLAIN, Plan
+from opkiln.model import ABI_NONE, CPU, CUDA, PLAIN
 from opkiln.plan import anchors, argv
 from opkiln.settings import override
 

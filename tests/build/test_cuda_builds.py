@@ -14,12 +14,13 @@ from sample.package import Package, rest
 
 import opkiln
 from opkiln.binary.fatbin import images
+from opkiln.build_model import Plan
 from opkiln.builder import CUDAOpBuilder, OpBuilder
 from opkiln.building import kernels
 from opkiln.decision import search
 from opkiln.decision.terms import BUILD, Request
 from opkiln.errors import BuildError, SpecError
-from opkiln.model import ABI_NONE, CUDA, PLAIN, PYTHON, Plan
+from opkiln.model import ABI_NONE, CUDA, PLAIN, PYTHON
 from opkiln.plan import anchors, argv
 from opkiln.settings import override
 from opkiln.store import key

@@ -11,7 +11,8 @@ from sample import wanted
 
 from opkiln import get_builder, ops, plan, process
 from opkiln.binary import bundle
-from opkiln.model import ABI_NONE, PLAIN, ROCM, DeviceCompiler, OpSpec, Target, Toolchain
+from opkiln.build_model import DeviceCompiler, Target, Toolchain
+from opkiln.model import ABI_NONE, PLAIN, ROCM, OpSpec
 from opkiln.steps import hipcc as hip_steps
 from opkiln.store.deps import parse_depfile
 from opkiln.toolchain import hipcc, hipify, host, torch_sdk

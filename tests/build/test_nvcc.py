@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import opkiln
+from opkiln.build_model import DeviceCompiler, Toolchain
 from opkiln.errors import ToolchainError
-from opkiln.model import DeviceCompiler, Toolchain
 from opkiln.settings import override
 from opkiln.toolchain import cuda_version, host, nvcc, torch_sdk
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from opkiln.build_model import Target
 from opkiln.digest import encode, key
-from opkiln.model import OpSpec, Target
+from opkiln.model import OpSpec
 from opkiln.store.key import intent_key
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ import opkiln
 from opkiln.accelerator import detect
 from opkiln.accelerator.cpu import CpuAccelerator
 from opkiln.accelerator.cuda import CudaAccelerator
+from opkiln.build_model import TorchSDK
 from opkiln.builder import SYCLOpBuilder
 from opkiln.devices import choice
 from opkiln.errors import AcceleratorError
-from opkiln.model import TorchSDK
 from opkiln.report import operators
 from opkiln.settings import override
 from opkiln.toolchain import torch_sdk

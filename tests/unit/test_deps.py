@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from opkiln import plan as plans
-from opkiln.model import ABI_NONE, ABI_STABLE, PLAIN, OpSpec, Plan, Target, Toolchain, TorchSDK
+from opkiln.build_model import Plan, Target, Toolchain, TorchSDK
+from opkiln.model import ABI_NONE, ABI_STABLE, PLAIN, OpSpec
 from opkiln.store import deps, recheck
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from opkiln.build_model import TorchSDK
 from opkiln.errors import SpecError, ToolchainError
-from opkiln.model import INLINE_ROOT, ROCM, OpSpec, TorchSDK
+from opkiln.model import INLINE_ROOT, ROCM, OpSpec
 from opkiln.toolchain import hipify, torch_sdk, translate_hip
 
 _KERNEL = """\

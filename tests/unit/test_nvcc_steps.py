@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from opkiln import plan as plans
+from opkiln.build_model import DeviceCompiler, Target, Toolchain
 from opkiln.errors import SpecError
-from opkiln.model import ABI_NONE, CUDA, PLAIN, DeviceCompiler, OpSpec, Target, Toolchain
+from opkiln.model import ABI_NONE, CUDA, PLAIN, OpSpec
 from opkiln.store import key
 
 SPEC = OpSpec(

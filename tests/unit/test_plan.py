@@ -9,21 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opkiln import plan as plans
+from opkiln.build_model import Plan, Target, Toolchain, TorchSDK
 from opkiln.errors import SpecError
-from opkiln.model import (
-    ABI_NONE,
-    ABI_STABLE,
-    ABI_TORCH,
-    EXECUTABLE,
-    LIBRARY,
-    PLAIN,
-    PYTHON,
-    OpSpec,
-    Plan,
-    Target,
-    Toolchain,
-    TorchSDK,
-)
+from opkiln.model import ABI_NONE, ABI_STABLE, ABI_TORCH, EXECUTABLE, LIBRARY, PLAIN, PYTHON, OpSpec
 from opkiln.store import key
 
 TORCH = TorchSDK("/env/torch", "2.13.0", "abc", None, None, True)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from opkiln.build_model import TorchSDK
 from opkiln.decision.terms import Candidate
 from opkiln.devices import amd, nvidia
 from opkiln.engine import budget
 from opkiln.errors import StoreError
-from opkiln.model import TorchSDK
 from opkiln.report import collect, compilers, forms, layout, machine, operators, page
 from opkiln.settings import override
 from opkiln.store import inventory

@@ -11,10 +11,11 @@ import pytest
 from sample.rocm import Rocm, a_host
 
 from opkiln import plan
+from opkiln.build_model import DeviceCompiler, Target, TorchSDK
 from opkiln.digest import Signature
 from opkiln.errors import SpecError, ToolchainError
 from opkiln.machine import architecture
-from opkiln.model import ABI_TORCH, ROCM, DeviceCompiler, OpSpec, Target, TorchSDK
+from opkiln.model import ABI_TORCH, ROCM, OpSpec
 from opkiln.settings import override
 from opkiln.steps import hipcc as steps
 from opkiln.toolchain import hipcc, host, probing, torch_sdk

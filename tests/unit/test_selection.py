@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from opkiln import machine
+from opkiln.build_model import TorchSDK
 from opkiln.errors import SettingError
-from opkiln.model import CPU, CUDA, ROCM, TorchSDK
+from opkiln.model import CPU, CUDA, ROCM
 from opkiln.settings import override
 from opkiln.ship import selection
 from opkiln.ship.selection import Declared, NamedTarget

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from opkiln.build_model import DeviceCompiler, Step, Target, Toolchain, TorchSDK
 from opkiln.errors import ToolchainError
-from opkiln.model import (
-    ABI_STABLE,
-    LIBRARY,
-    XPU,
-    DeviceCompiler,
-    OpSpec,
-    Step,
-    Target,
-    Toolchain,
-    TorchSDK,
-)
+from opkiln.model import ABI_STABLE, LIBRARY, XPU, OpSpec
 from opkiln.plan import anchors_of, argv, render
 from opkiln.steps import sycl
 

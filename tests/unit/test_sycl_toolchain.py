@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from opkiln import digest, machine
+from opkiln.build_model import DeviceCompiler, Toolchain
 from opkiln.digest import Signature
 from opkiln.errors import ToolchainError
-from opkiln.model import DeviceCompiler, Toolchain
 from opkiln.settings import override
 from opkiln.toolchain import libsycl, sycl
 

@@ -14,6 +14,7 @@ import pytest
 
 import opkiln.compat.torch as cpp_extension
 from opkiln import evidence, extension, machine, process
+from opkiln.build_model import Toolchain, TorchSDK
 from opkiln.decision.search import planned
 from opkiln.decision.terms import BUILD, Request
 from opkiln.digest import Signature
@@ -22,7 +23,7 @@ from opkiln.errors import (
     MissingCUDAException,
     ToolchainError,
 )
-from opkiln.model import CUDA, Op, OpSpec, Toolchain, TorchSDK
+from opkiln.model import CUDA, Op, OpSpec
 from opkiln.settings import override, settings
 from opkiln.toolchain import (
     choice,

@@ -14,6 +14,7 @@ import warnings
 from typing import Any, NamedTuple
 
 from opkiln import plan as plans
+from opkiln.build_model import DeviceCompiler, Plan, Step, Target, Toolchain
 from opkiln.building import failure, inline, loadtest, needs
 from opkiln.building import objects as compiling
 from opkiln.decision import policy
@@ -27,15 +28,7 @@ from opkiln.errors import (
     StoreError,
     StoreWarning,
 )
-from opkiln.model import (
-    Artifact,
-    DeviceCompiler,
-    OpSpec,
-    Plan,
-    Step,
-    Target,
-    Toolchain,
-)
+from opkiln.model import Artifact, OpSpec
 from opkiln.settings import settings
 from opkiln.store import deps, key, libraries, lock, publish
 from opkiln.store.entry import Leaf

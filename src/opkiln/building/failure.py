@@ -9,11 +9,12 @@ import re
 import shlex
 import signal
 
+from opkiln.build_model import Plan
 from opkiln.building import wording
 from opkiln.engine import cgroup
 from opkiln.engine.schedule import StepFailed
 from opkiln.errors import BuildError, CompileError, StoreError
-from opkiln.model import CUDA, ONE_CALL, OpSpec, Plan
+from opkiln.model import CUDA, ONE_CALL, OpSpec
 from opkiln.process import signal_name
 from opkiln.toolchain import torch_sdk, wheel_headers
 from opkiln.trust import make_private

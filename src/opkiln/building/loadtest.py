@@ -7,6 +7,7 @@ import sys
 
 from opkiln.binary import elf
 from opkiln.binary.symbols import shown
+from opkiln.build_model import Target, TorchSDK
 from opkiln.building import wording
 from opkiln.building.probe_load import LOADED, MISSING
 from opkiln.building.wording import missing_kernels
@@ -20,8 +21,6 @@ from opkiln.model import (
     LIBRARY,
     PYTHON,
     OpSpec,
-    Target,
-    TorchSDK,
 )
 from opkiln.process import run, signal_name
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from opkiln.arch import cpu
 from opkiln.binary import elf
-from opkiln.model import CUDA, ROCM, Plan
+from opkiln.build_model import Plan
+from opkiln.model import CUDA, ROCM
 
 
 def of(path: str, plan: Plan) -> dict[str, Any]:

@@ -16,11 +16,12 @@ import time
 from typing import Any, NamedTuple
 
 from opkiln import plan as plans
+from opkiln.build_model import Plan, Step
 from opkiln.building import kernels
 from opkiln.digest import Signature
 from opkiln.engine import events, schedule
 from opkiln.errors import BuildError, SourcesChanging, StoreError
-from opkiln.model import ROCM, Plan, Step
+from opkiln.model import ROCM
 from opkiln.settings import settings
 from opkiln.steps.flags import PLAIN
 from opkiln.store import deps, entry, key, publish

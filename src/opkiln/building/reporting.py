@@ -14,7 +14,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from opkiln.model import Plan
+    from opkiln.build_model import Plan
     from opkiln.store.layers import Store
 
 _told: set[str] = set()

@@ -13,7 +13,7 @@ from opkiln.report.layout import columns
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.model import DeviceCompiler
+    from opkiln.build_model import DeviceCompiler
 
 
 class Answer(NamedTuple):

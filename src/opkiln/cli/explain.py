@@ -15,7 +15,7 @@ from opkiln.report.layout import columns
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.model import Plan
+    from opkiln.build_model import Plan
 
 
 # opkiln explain

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from opkiln.errors import ArchError, ArchWarning, LoadError, ToolchainError
-from opkiln.model import CUDA, ONE_CALL, ROCM, DeviceCompiler, Op, Target, Toolchain
+from opkiln.model import CUDA, ONE_CALL, ROCM
 from opkiln.record import Record
 from opkiln.settings import LAYOUT, origin_of, settings, store_candidates
 from opkiln.trust import fault
@@ -21,6 +21,9 @@ from opkiln.trust import fault
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from opkiln.build_model import DeviceCompiler, Target, Toolchain
+    from opkiln.model import Op
 
 _SETTINGS = {CUDA: "cuda_arch_list", ROCM: "rocm_arch_list"}
 _GRAMMARS = {CUDA: "opkiln.arch.cuda", ROCM: "opkiln.arch.hip"}

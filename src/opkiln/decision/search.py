@@ -21,9 +21,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from opkiln.build_model import Plan, Target, Toolchain
     from opkiln.decision.terms import Request, Trace
     from opkiln.evidence import Evidence
-    from opkiln.model import OpSpec, Plan, Target, Toolchain
+    from opkiln.model import OpSpec
     from opkiln.store.layers import Store
 
 

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from opkiln import machine
 from opkiln.arch import cpu
+from opkiln.build_model import Target, TorchSDK
 from opkiln.errors import ArchError, LoadError
-from opkiln.model import (
-    ABI_NONE,
-    ABI_STABLE,
-    CPU,
-    CUDA,
-    STABLE_VERSION,
-    OpSpec,
-    Target,
-    TorchSDK,
-    flag_settings,
-)
+from opkiln.model import ABI_NONE, ABI_STABLE, CPU, CUDA, STABLE_VERSION, OpSpec, flag_settings
 from opkiln.settings import origin_of, settings
 from opkiln.toolchain import libsycl, torch_sdk
 

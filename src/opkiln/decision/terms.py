@@ -13,10 +13,11 @@ from opkiln.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from opkiln.build_model import Plan, Target, TorchSDK
     from opkiln.decision.archs import Wanted
     from opkiln.errors import LoadError, OpkilnError
     from opkiln.evidence import Evidence
-    from opkiln.model import Artifact, Op, Plan, Target, TorchSDK
+    from opkiln.model import Artifact, Op
     from opkiln.store.layers import Store
 
 # What the op is wanted for.

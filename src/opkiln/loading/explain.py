@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 from opkiln import plan as plans
 from opkiln import settings as settings_module
+from opkiln.build_model import Plan
 from opkiln.building.build import inputs
 from opkiln.decision.decide import look
 from opkiln.decision.search import planned
 from opkiln.decision.terms import Build, Candidate, Request, Serve, summary
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
-from opkiln.model import Op, Plan
+from opkiln.model import Op
 from opkiln.store import entry, key
 from opkiln.store.recheck import Hasher, recheck
 

@@ -27,7 +27,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from opkiln.model import TorchSDK
+    from opkiln.build_model import TorchSDK
     from opkiln.report.compilers import Tool
     from opkiln.report.operators import OpStatus
 

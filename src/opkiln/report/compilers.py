@@ -19,7 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from opkiln.model import Toolchain, TorchSDK
+    from opkiln.build_model import Toolchain, TorchSDK
     from opkiln.toolchain.find import Candidate
 
 BACKENDS = {CPU: "C++", CUDA: "CUDA", ROCM: "ROCm", XPU: "SYCL"}

@@ -21,7 +21,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from opkiln.model import TorchSDK
+    from opkiln.build_model import TorchSDK
 
 
 _SHARED_MEMORY = "/dev/shm"

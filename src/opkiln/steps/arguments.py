@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import posixpath
 
+from opkiln.build_model import Anchored, Arg, DeviceCompiler
 from opkiln.digest import key
-from opkiln.model import ABI_NONE, PACKAGE, Anchored, Arg, DeviceCompiler, OpSpec
+from opkiln.model import ABI_NONE, PACKAGE, OpSpec
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ headers and list nothing. So a build depends on the whole translated copy and on
 from __future__ import annotations
 
 from opkiln.arch import hip
+from opkiln.build_model import Anchored, Arg, Step, Target, Toolchain
 from opkiln.digest import key
 from opkiln.errors import SpecError
-from opkiln.model import ABI_TORCH, EXECUTABLE, Anchored, Arg, OpSpec, Step, Target, Toolchain
+from opkiln.model import ABI_TORCH, EXECUTABLE, OpSpec
 from opkiln.steps import flags as taken
 from opkiln.steps.arguments import (
     anchored,

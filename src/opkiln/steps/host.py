@@ -3,20 +3,8 @@
 from __future__ import annotations
 
 from opkiln.arch import cpu
-from opkiln.model import (
-    ABI_NONE,
-    ABI_STABLE,
-    ABI_TORCH,
-    EXECUTABLE,
-    PYTHON,
-    ROCM,
-    Anchored,
-    Arg,
-    OpSpec,
-    Step,
-    Target,
-    Toolchain,
-)
+from opkiln.build_model import Anchored, Arg, Step, Target, Toolchain
+from opkiln.model import ABI_NONE, ABI_STABLE, ABI_TORCH, EXECUTABLE, PYTHON, ROCM, OpSpec
 from opkiln.steps.arguments import (
     anchored,
     author_flags,

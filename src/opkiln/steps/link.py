@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from opkiln.build_model import Anchored, Arg, Step, Target, Toolchain
 from opkiln.model import (
     ABI_NONE,
     ABI_STABLE,
@@ -13,12 +14,7 @@ from opkiln.model import (
     PYTHON,
     ROCM,
     XPU,
-    Anchored,
-    Arg,
     OpSpec,
-    Step,
-    Target,
-    Toolchain,
 )
 from opkiln.steps.arguments import author_flags, in_toolkit
 from opkiln.steps.flags import is_relocatable

@@ -10,8 +10,9 @@ which does the preprocessing for the host and for every device.
 from __future__ import annotations
 
 from opkiln.arch import cuda
+from opkiln.build_model import Anchored, Arg, Step, Target, Toolchain
 from opkiln.errors import SpecError
-from opkiln.model import ABI_TORCH, EXECUTABLE, Anchored, Arg, OpSpec, Step, Target, Toolchain
+from opkiln.model import ABI_TORCH, EXECUTABLE, OpSpec
 from opkiln.steps.arguments import (
     anchored,
     author_flags,

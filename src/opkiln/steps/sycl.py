@@ -7,8 +7,9 @@ they first run. So only C++ sources can be built; ``.sycl`` sources need icpx.
 
 from __future__ import annotations
 
+from opkiln.build_model import Anchored, Arg, DeviceCompiler, Step, Target, Toolchain
 from opkiln.errors import ToolchainError
-from opkiln.model import EXECUTABLE, Anchored, Arg, DeviceCompiler, OpSpec, Step, Target, Toolchain
+from opkiln.model import EXECUTABLE, OpSpec
 from opkiln.steps import host
 from opkiln.steps.arguments import (
     anchored,

@@ -19,8 +19,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from opkiln.build_model import Plan
 from opkiln.digest import Signature, key
-from opkiln.model import ABI_NONE, ABI_TORCH, PACKAGE, PYTHON, Plan
+from opkiln.model import ABI_NONE, ABI_TORCH, PACKAGE, PYTHON
 from opkiln.plan import anchors_of
 from opkiln.record import Record
 from opkiln.store.recheck import Hasher, deps_key, listing, present

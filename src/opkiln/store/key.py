@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from opkiln.build_model import Anchored, Plan, Step, Target
 from opkiln.digest import key
-from opkiln.model import PACKAGE, PLAN_VERSION, ROCM, Anchored, OpSpec, Plan, Step, Target
+from opkiln.model import PACKAGE, PLAN_VERSION, ROCM, OpSpec
 
 UNKEYED = ("root", "declared_by")  # fields of a spec that do not affect the build
 

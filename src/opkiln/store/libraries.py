@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from opkiln.model import Plan
+from opkiln.build_model import Plan
 from opkiln.record import Record
 
 

@@ -6,7 +6,8 @@ from importlib import import_module
 from typing import Any
 
 from opkiln import evidence
-from opkiln.model import CPU, CUDA, ROCM, XPU, Toolchain
+from opkiln.build_model import Toolchain
+from opkiln.model import CPU, CUDA, ROCM, XPU
 from opkiln.toolchain import host
 
 # A family's module has recall, choose and available, as ``host`` does, and evidence.

@@ -15,9 +15,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from opkiln.arch import hip
+from opkiln.build_model import DeviceCompiler, Toolchain
 from opkiln.digest import Signature, key, sha256_file
 from opkiln.errors import ArchError, BuildTimeout, ToolchainError
-from opkiln.model import DeviceCompiler, Toolchain
 from opkiln.settings import origin_of
 from opkiln.toolchain import host as hosts
 from opkiln.toolchain import probing, rocm, torch_sdk

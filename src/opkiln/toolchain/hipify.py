@@ -15,9 +15,10 @@ import sys
 from typing import NamedTuple
 
 from opkiln import evidence
+from opkiln.build_model import TorchSDK
 from opkiln.digest import key, sha256_file
 from opkiln.errors import SpecError, ToolchainError
-from opkiln.model import OpSpec, TorchSDK
+from opkiln.model import OpSpec
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

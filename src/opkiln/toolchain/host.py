@@ -9,9 +9,9 @@ from typing import Any
 from opkiln import evidence
 from opkiln import machine as this
 from opkiln.arch import cpu
+from opkiln.build_model import Toolchain
 from opkiln.digest import key, sha256_file
 from opkiln.errors import BuildTimeout, ToolchainError, UsageError
-from opkiln.model import Toolchain
 from opkiln.settings import origin_of, settings
 from opkiln.toolchain import find, probing, torch_sdk
 from opkiln.toolchain.find import Candidate

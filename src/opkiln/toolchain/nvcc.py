@@ -12,9 +12,9 @@ import os
 import time
 from typing import Any, NamedTuple
 
+from opkiln.build_model import DeviceCompiler, Toolchain
 from opkiln.digest import Signature, key, sha256_file
 from opkiln.errors import BuildTimeout, ToolchainError
-from opkiln.model import DeviceCompiler, Toolchain
 from opkiln.settings import origin_of, override, settings
 from opkiln.toolchain import cuda_version, probing, toolkits, wheel_headers
 from opkiln.toolchain import host as hosts

@@ -16,9 +16,9 @@ import time
 from typing import Any
 
 from opkiln import machine as this
+from opkiln.build_model import DeviceCompiler, Toolchain
 from opkiln.digest import Signature, key, sha256_file
 from opkiln.errors import ToolchainError
-from opkiln.model import DeviceCompiler, Toolchain
 from opkiln.settings import origin_of, settings
 from opkiln.toolchain import find, libsycl, probing
 from opkiln.toolchain import host as hosts

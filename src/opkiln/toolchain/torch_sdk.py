@@ -8,16 +8,9 @@ import sys
 from functools import lru_cache
 
 from opkiln import evidence
+from opkiln.build_model import TorchSDK
 from opkiln.errors import BuildError, SettingError
-from opkiln.model import (
-    ABI_STABLE,
-    ABI_TORCH,
-    CUDA,
-    ROCM,
-    STABLE_TAG,
-    OpSpec,
-    TorchSDK,
-)
+from opkiln.model import ABI_STABLE, ABI_TORCH, CUDA, ROCM, STABLE_TAG, OpSpec
 from opkiln.settings import settings
 
 STABLE_DEFINE = "-DTORCH_TARGET_VERSION=0x020a000000000000"

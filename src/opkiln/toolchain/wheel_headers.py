@@ -18,7 +18,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from opkiln.model import TorchSDK
+    from opkiln.build_model import TorchSDK
 
 # The headers that torch's headers include, and the part of `cuda-toolkit` that has each.
 LIBRARIES = {

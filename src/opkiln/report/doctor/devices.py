@@ -6,10 +6,11 @@ import os
 from typing import Any
 
 from opkiln.arch import cuda, hip
+from opkiln.build_model import DeviceCompiler
 from opkiln.decision import archs
 from opkiln.devices import amd
 from opkiln.errors import ArchError, ToolchainError
-from opkiln.model import CUDA, ROCM, XPU, DeviceCompiler
+from opkiln.model import CUDA, ROCM, XPU
 from opkiln.report.commands import as_root, install, of_this_python, pip
 from opkiln.report.doctor.finding import Outcome, copyable, failed, joined, passed, skipped, warned
 from opkiln.report.doctor.here import Here, child_answer

@@ -26,8 +26,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from opkiln.build_model import DeviceCompiler, Toolchain, TorchSDK
     from opkiln.devices.nvidia import Devices
-    from opkiln.model import DeviceCompiler, Toolchain, TorchSDK
 
 _LONGEST = 120.0  # seconds: importing torch from a network file system is slow
 

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from opkiln import process
+from opkiln.build_model import DeviceCompiler
 from opkiln.devices import amd, nvidia
 from opkiln.errors import CompileError, LoadError, LoadTestError, OpkilnError, StoreError
 from opkiln.loading import loader
@@ -26,7 +27,6 @@ from opkiln.model import (
     PLAIN,
     ROCM,
     XPU,
-    DeviceCompiler,
     Op,
     OpSpec,
     Registration,
