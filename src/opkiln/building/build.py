@@ -29,6 +29,8 @@ from opkiln.errors import (
     StoreWarning,
 )
 from opkiln.model import Artifact, OpSpec
+from opkiln.observing import inputs as observed_inputs
+from opkiln.observing import observer
 from opkiln.settings import settings
 from opkiln.store import deps, key, libraries, lock, publish
 from opkiln.store.entry import Leaf
@@ -117,6 +119,7 @@ class _Linked(NamedTuple):
     log: str
     compiled: int
     max_rss: int
+    seen: observed_inputs.Inputs | None  # None if a step was not observed
 
 
 class _Build:
@@ -127,6 +130,7 @@ class _Build:
         self._store = store
         self._intent = intent
         self._build = build_name
+        self._observer = observer.library(store.memory, plan.toolchain)
 
     def run(self) -> Artifact:
         spec = self._plan.spec
@@ -180,15 +184,19 @@ class _Build:
             mine = (path for path in linked.files if deps.own_place(self._plan, path))
             before = {path: sha256_file(path) for path in mine}
             log = self._link(stage, objects)
+            same, seen = self._seen(stage, objects)
             read = tuple(dict.fromkeys(path for each in objects for path in each.read))
-            dependencies = deps.gather(self._plan, read, Hasher(), linked)
+            if seen is not None:
+                read = tuple(dict.fromkeys((*read, *seen.files)))
+            dependencies = deps.gather(self._plan, read, Hasher(), linked, seen)
             now = deps.own_digests(self._plan, dependencies)
             # Each object matches the files that it read when it was compiled. If a header was
             # edited between two compiles, one object has the old text and another has the new one.
             # So each object is compared on its own: in a union of what they read, the later digest
             # would hide the earlier one.
             saw = (before, *(each.own for each in objects))
-            if all(now.get(path, sha) == sha for read_by in saw for path, sha in read_by.items()):
+            equal = (now.get(path, sha) == sha for each in saw for path, sha in each.items())
+            if same and all(equal):
                 fresh = [each for each in objects if not each.cached]
                 return _Linked(
                     path=os.path.join(stage, self._plan.output),
@@ -197,12 +205,28 @@ class _Build:
                     log=log,
                     compiled=len(fresh),
                     max_rss=max((each.max_rss for each in fresh), default=0),
+                    seen=seen,
                 )
         raise SourcesChanging(
             f"op {self._plan.spec.name}: its files were edited during each of {_ATTEMPTS} builds",
             why="nothing was published",
             hint="save the files and try again",
         )
+
+    def _seen(
+        self, stage: str, objects: list[compiling.Compiled]
+    ) -> tuple[bool, observed_inputs.Inputs | None]:
+        """Whether all that the links read is still what it was, and the inputs of all steps; None
+        if one of them was not observed."""
+        links = [step for step in self._plan.steps if step.kind != "compile"]
+        seen = [compiling.observation(stage, step) for step in links]
+        known = [each for each in seen if each is not None]
+        same = all(observed_inputs.identical(each, stage) for each in known)
+        parts = [each.inputs for each in objects]
+        if len(known) < len(links) or None in parts:
+            return same, None
+        parts += [observed_inputs.of(each, stage) for each in known]
+        return same, observed_inputs.union(part for part in parts if part is not None)
 
     def _link(self, stage: str, objects: list[compiling.Compiled]) -> str:
         places = plans.anchors(self._plan, stage)
@@ -215,7 +239,10 @@ class _Build:
                 label=events.LINK,
                 argv=plans.argv(step, self._shown(step, stage, places)),
                 cwd=stage,
-                env=dict(self._plan.environment),
+                env={
+                    **dict(self._plan.environment),
+                    **observer.environment(self._observer, compiling.log_path(stage, step)),
+                },
                 tmpdir=stage,
                 after=before if step.kind == "link" else (),
                 memory=step.memory,
@@ -256,10 +283,11 @@ class _Build:
             "toolchain": {each.family: each.version for each in _compilers(self._plan)},
             "seconds": round(seconds, 3),
             "max_rss": linked.max_rss,
+            "dependencies": "inferred" if linked.seen is None else "observed",
             "created": time.time(),
         }
         lists = {
-            **compiling.sidecar(self._plan, linked.read, linked.dependencies),
+            **compiling.sidecar(self._plan, linked.read, linked.dependencies, linked.seen),
             "inputs": inputs(self._plan),
         }
         compiling.write_leaf(leaf, linked.path, manifest, linked.dependencies, lists, linked.log)

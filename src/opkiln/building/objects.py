@@ -1,7 +1,9 @@
 """Compiles a plan's sources. Each object comes from the store, or is compiled and stored.
 
-If a file is edited while it is compiled, the object must not be stored under the key of the new
-text. The compiler reports which files it read only afterwards. So:
+If a file is edited or exchanged while it is compiled, the object must not be stored under the key
+of the new text. Which files the compiler read is known only afterwards. So:
+- Where the compile was observed (``observing``), the file behind each path must still be the one
+  that was open, by device, inode, size and change time.
 - If a file's change time is before the start of the compile, the compiler saw the present text.
 - If it is later (an edit, or a clock that is ahead), the present text is compared with a snapshot
   from before the compile. Without a snapshot, one is taken and the compile is repeated.
@@ -22,6 +24,8 @@ from opkiln.digest import Signature
 from opkiln.engine import events, schedule
 from opkiln.errors import BuildError, SourcesChanging, StoreError
 from opkiln.model import ROCM
+from opkiln.observing import inputs, observer
+from opkiln.observing import log as observed
 from opkiln.settings import settings
 from opkiln.steps.flags import PLAIN
 from opkiln.store import deps, entry, key, publish
@@ -48,6 +52,7 @@ class Compiled(NamedTuple):
     wall: float = 0.0
     max_rss: int = 0
     cached: bool = False
+    inputs: inputs.Inputs | None = None  # None if the compile was not observed
 
 
 def objects(plan: Plan, store: Store, stage: str) -> list[Compiled]:
@@ -106,9 +111,11 @@ def _from_store(
         read = tuple(os.path.join(places[anchor], path) for anchor, path in sidecar["read"])
         recorded = leaf.manifest["deps"]["own"]
         own = {os.path.join(places[anchor], path): sha for anchor, path, sha, *_ in recorded}
+        saw = sidecar.get("observed")
+        seen = None if saw is None else _from_sidecar(saw, places)
     except (OSError, ValueError, KeyError):
         return None  # garbage collection removed it meanwhile, so it is compiled again
-    return Compiled(step, read, own, "", cached=True)
+    return Compiled(step, read, own, "", cached=True, inputs=seen)
 
 
 def _snapshot(paths: list[str]) -> dict[str, str]:
@@ -158,6 +165,7 @@ class _Batch:
         self._copy = copy
         self._snapshots = snapshots
         self._began = time.time_ns()
+        self._observer = observer.library(store.memory, plan.toolchain)
         self._verbose = "debug_cuda" in dict(plan.target.flags)  # ptxas reports each kernel
         self.settled: dict[str, Compiled] = {}
         self.unsettled: dict[str, dict[str, str]] = {}  # output -> snapshot for the next round
@@ -182,7 +190,10 @@ class _Batch:
             label=step.source,
             argv=self._argv(step, places),
             cwd=self._stage,
-            env=dict(self._plan.environment),
+            env={
+                **dict(self._plan.environment),
+                **observer.environment(self._observer, self._log(step)),
+            },
             tmpdir=self._stage,
             after=(),
             memory=step.memory,
@@ -190,6 +201,9 @@ class _Batch:
             threads=min(step.threads, most),
             widened=widened if step.threads > 1 else None,
         )
+
+    def _log(self, step: Step) -> str:
+        return log_path(self._stage, step)
 
     def _argv(self, step: Step, places: dict[str, str]) -> tuple[str, ...]:
         argv = plans.argv(step, places)
@@ -206,18 +220,32 @@ class _Batch:
         with open(os.path.join(self._stage, step.depfile), "rb") as file:
             listed = deps.parse_depfile(os.fsdecode(file.read()))
         read = self._read(listed)
-        if not self._saw(read, self._snapshots.get(step.output, {})):
+        seen = observation(self._stage, step)
+        found = None if seen is None else self._inputs(seen)
+        if found is not None:
+            read = tuple(dict.fromkeys((*read, *found.files)))
+        same = seen is None or inputs.identical(seen, self._stage)
+        if not same or not self._saw(read, self._snapshots.get(step.output, {})):
             self.unsettled[step.output] = _snapshot(list(read))
             return
-        dependencies = deps.gather(self._plan, read, Hasher())
+        dependencies = deps.gather(self._plan, read, Hasher(), seen=found)
         own = deps.own_digests(self._plan, dependencies)
-        result = Compiled(step, read, own, completed.output, completed.wall, completed.max_rss)
+        result = Compiled(
+            step, read, own, completed.output, completed.wall, completed.max_rss, inputs=found
+        )
         self.settled[step.output] = result
         if self._verbose:
             for kernel in kernels.read(completed.output):
                 events.emit("note", text=f"{self._plan.spec.name}: {kernel}")
         if self._store.root is not None:
             _keep(self._plan, result, dependencies, self._store.root, self._stage)
+
+    def _inputs(self, seen: observed.Observation) -> inputs.Inputs:
+        """What an observed compile depends on, by the paths outside of the staging directory."""
+        linked = [path for path in seen.read if self._unlinked(path) != path]
+        found = inputs.of(seen, self._stage)
+        files = (*found.files, *map(self._unlinked, linked))
+        return found._replace(files=tuple(path for path in files if not os.path.isdir(path)))
 
     def _read(self, listed: list[str]) -> tuple[str, ...]:
         """The author's and the system's files that a compile read, from its dependency file."""
@@ -253,6 +281,30 @@ class _Batch:
             except FileNotFoundError:
                 return False
         return True
+
+
+def log_path(stage: str, step: Step) -> str:
+    """Where the observer logs what a step does."""
+    return os.path.join(stage, step.output + ".observed")
+
+
+def observation(stage: str, step: Step) -> observed.Observation | None:
+    """What a step did; None if it was not observed, or if it is not certain that all of it was.
+
+    An observed program must have written the output: one that came from a cache, or from another
+    machine, tells nothing of what it was made from.
+    """
+    path = log_path(stage, step)
+    seen = observed.read(path)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # the next attempt starts a log of its own
+    if seen is None or os.path.join(stage, step.output) not in seen.written:
+        return None
+    return None if _LAUNCHERS.intersection(map(os.path.basename, seen.programs)) else seen
+
+
+# They may hand out an object without compiling anything, or have it compiled elsewhere.
+_LAUNCHERS = frozenset(("ccache", "sccache", "distcc", "icecc"))
 
 
 # The anchors that may be linked into the staging directory, for a compiler that uses a shell.
@@ -295,7 +347,8 @@ def _keep(
     staged = os.path.join(stage, step.output + ".leaf")
     manifest = {"kind": "object", "source": step.source, "wall": compiled.wall,
                 "max_rss": compiled.max_rss}  # fmt: skip
-    write_leaf(staged, payload, manifest, dependencies, sidecar(plan, compiled.read, dependencies))
+    lists = sidecar(plan, compiled.read, dependencies, compiled.inputs)
+    write_leaf(staged, payload, manifest, dependencies, lists)
     name = key.step_key(plan, step)
     relative = os.path.join("objects", name[:2], name, deps.key_of(dependencies))
     try:
@@ -306,7 +359,12 @@ def _keep(
         publish.remove(staged)  # the name is needed again if an edit makes this build recompile
 
 
-def sidecar(plan: Plan, read: tuple[str, ...], dependencies: deps.Dependencies) -> dict[str, Any]:
+def sidecar(
+    plan: Plan,
+    read: tuple[str, ...],
+    dependencies: deps.Dependencies,
+    seen: inputs.Inputs | None,
+) -> dict[str, Any]:
     """The long lists of a leaf: every file read, by anchor, and the data that `recheck` needs."""
     places = plans.anchors_of(plan.spec, plan.toolchain)
     inline = {os.path.join(plan.spec.root, source) for source, _ in plan.spec.inline}
@@ -314,7 +372,21 @@ def sidecar(plan: Plan, read: tuple[str, ...], dependencies: deps.Dependencies) 
         "read": [list(_anchored(path, places)) for path in read if path not in inline],
         "external": [list(item) for item in dependencies.external_files],
         "names": list(dependencies.names),
+        **({} if seen is None else {"observed": _to_sidecar(seen, places)}),
     }
+
+
+def _to_sidecar(seen: inputs.Inputs, places: dict[str, str]) -> dict[str, Any]:
+    """What an object that is found again must still say of itself; ``read`` has its files."""
+    absent = [[*_anchored(directory, places), list(names)] for directory, names in seen.absent]
+    return {"absent": absent, "programs": list(seen.programs)}
+
+
+def _from_sidecar(saw: dict[str, Any], places: dict[str, str]) -> inputs.Inputs:
+    absent = tuple(
+        (os.path.join(places[anchor], path), tuple(names)) for anchor, path, names in saw["absent"]
+    )
+    return inputs.Inputs((), absent, tuple(saw["programs"]))
 
 
 def _anchored(path: str, places: dict[str, str]) -> tuple[str, str]:

@@ -11,6 +11,10 @@ A new header may *shadow* one of these on the include path. No dependency file l
 also records which of the names that were included (or tested with ``__has_include``) exist below
 each directory of the include path.
 
+Where the steps were observed, more is known and nothing need be guessed: every file that any of
+their programs read, whatever named it, each name that was looked for in vain and where, and the
+programs themselves.
+
 Paths stay as the compiler wrote them: ``a/../b`` is not ``b`` if ``a`` is a symbolic link.
 """
 
@@ -22,6 +26,7 @@ from typing import Any
 from opkiln.build_model import Plan
 from opkiln.digest import Signature, key
 from opkiln.model import ABI_NONE, ABI_TORCH, PACKAGE, PYTHON
+from opkiln.observing.inputs import Inputs
 from opkiln.plan import anchors_of
 from opkiln.record import Record
 from opkiln.store.recheck import Hasher, deps_key, listing, present
@@ -202,15 +207,22 @@ def _flagged(flags: tuple[str, ...]) -> Iterator[str]:
                 yield path
 
 
+# Where a system and its packages keep their files.
+_SYSTEM = ("/bin/", "/etc/", "/lib/", "/lib64/", "/opt/", "/sbin/", "/usr/")
+
+
 def gather(
-    plan: Plan, read: Iterable[str], hasher: Hasher, linked: Libraries | None = None
+    plan: Plan,
+    read: Iterable[str],
+    hasher: Hasher,
+    linked: Libraries | None = None,
+    seen: Inputs | None = None,
 ) -> Dependencies:
     """The dependencies of a build that read these files and linked these libraries.
 
-    Raises OSError if a file is gone.
+    ``seen`` is what was observed; its files are among those of ``read``. Raises OSError if a file
+    is gone.
     """
-    own: dict[Place, Dep] = {}
-    external: dict[str, str] = {}
     paths = list(read)
     names = set(_included_names(plan, paths))
     for path in paths:
@@ -221,14 +233,18 @@ def gather(
         paths += linked.files
         names.update(linked.names)
         directories.update(dict.fromkeys(linked.directories))
+    more = _Observed(plan, seen)
+    names |= more.names
+    directories.update(dict.fromkeys(more.directories))
+    own: dict[Place, Dep] = {}
+    external: dict[str, str] = {}
     inline = {("src", source) for source, _ in plan.spec.inline}
     for path in paths:
-        place = own_place(plan, path)
+        place = None if path in more.system_files else own_place(plan, path)
         if place is None:
-            if not _covered(plan, path):
+            if not _covered(plan, path) and path not in more.shared_libraries:
                 external[path] = hasher(path)[0]
-            continue
-        if place not in inline:  # an inline source's text is in the intent key; its file is removed
+        elif place not in inline:  # its text is in the intent key, and its file is removed
             digest, signature = hasher(path)
             own[place] = Dep(*place, digest, signature)
             directories[os.path.dirname(path)] = None
@@ -239,27 +255,62 @@ def gather(
         watches.append(Watch(*_directory_place(plan, directory), present(directory, wanted)))
         for each in _existing(directory, wanted):
             watched[each] = (*_directory_place(plan, each), Signature.of(each))
-    system = [path for path in _system(plan) if os.path.isdir(path)]
-    listings = [(path + "/", listing(path, wanted)) for path in system]
-    listed = tuple(sorted([*external.items(), *listings]))
+    system = [path for path in (*_system(plan), *more.system_directories) if os.path.isdir(path)]
+    listings = [(path + "/", listing(path, wanted)) for path in dict.fromkeys(system)]
+    programs = {path: hasher(path)[0] for path in more.programs}
+    listed = tuple(sorted([*external.items(), *programs.items(), *listings]))
     homes = sorted({*system, *(os.path.dirname(path) for path in external)})
     # Package managers replace files, which changes the directory. People overwrite files in place,
-    # which does not, so those in /usr/local are watched one by one.
+    # which does not, so programs and the files in /usr/local are watched one by one.
     home = "" if plan.toolchain.device is None else plan.toolchain.device.home
     local = sorted(
         path
         for path in external
         if path.startswith("/usr/local/") and _below(os.path.normpath(path), home) is None
     )
+    singly = dict.fromkeys((*homes, *local, *programs))
     return Dependencies(
         own=tuple(own[place] for place in sorted(own)),
         external=key("external", listed),
         external_files=listed,
         watches=tuple(watches),
         directories=tuple(watched.values()),
-        external_directories=tuple((path, Signature.of(path)) for path in (*homes, *local)),
+        external_directories=tuple((path, Signature.of(path)) for path in singly),
         names=wanted,
     )
+
+
+class _Observed:
+    """What was observed beyond the dependency files, sorted by whose it is."""
+
+    def __init__(self, plan: Plan, seen: Inputs | None) -> None:
+        seen = Inputs() if seen is None else seen
+        self._authors = (plan.spec.root, *_author_directories(plan))
+        self.system_files = {path for path in seen.files if self._is_systems(path)}
+        # The dynamic linker finds them again where the result runs.
+        self.shared_libraries = {path for path in self.system_files if _is_shared_library(path)}
+        self.programs = seen.programs
+        self.names: set[str] = set()
+        self.directories: list[str] = []  # where names were looked for: the author's
+        self.system_directories: list[str] = []
+        for directory, absent in seen.absent:
+            if _covered(plan, directory + "/"):
+                continue
+            self.names.update(absent)
+            systems = self._is_systems(directory) or own_place(plan, directory + "/") is None
+            (self.system_directories if systems else self.directories).append(directory)
+
+    def _is_systems(self, path: str) -> bool:
+        plain = os.path.normpath(path) + "/"
+        if any(_below(plain, directory) is not None for directory in self._authors):
+            return False
+        return plain.startswith(_SYSTEM) or plain == "/"
+
+
+def _is_shared_library(path: str) -> bool:
+    with open(path, "rb") as file:
+        head = file.read(18)
+    return head[:4] == b"\x7fELF" and head[16:18] in (b"\x03\0", b"\0\x03")  # ET_DYN
 
 
 def _directory_place(plan: Plan, directory: str) -> Place:

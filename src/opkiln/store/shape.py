@@ -45,6 +45,7 @@ _MANIFEST = {
     "seconds": _NUMBER,
     "created": _NUMBER,
     "max_rss": int,
+    "dependencies": str,  # observed, inferred
     "toolchain": Named(str),
     "target": {
         "backend": str,
@@ -74,6 +75,7 @@ _MANIFEST = {
     "read": [Row(str, str)],
     "external": [Row(str, str)],
     "names": _TEXTS,
+    "observed": {"absent": [Row(str, str, _TEXTS)], "programs": _TEXTS},
     "inputs": {
         "spec": {"sources": _TEXTS},
         "target": Named(object),

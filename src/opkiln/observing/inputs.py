@@ -1,0 +1,86 @@
+"""What follows from an observation: the files that a step depends on, and the names that must stay
+absent."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from opkiln.observing.log import Identity, Observation
+from opkiln.settings import settings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# Not files that somebody keeps: devices, and what the kernel says of itself.
+_NO_FILES = ("/dev/", "/proc/", "/sys/")
+
+
+class Inputs(NamedTuple):
+    """The inputs of one step, or of several."""
+
+    files: tuple[str, ...] = ()  # as the programs spelled them
+    # (an existing directory, names below it that were looked for in vain). A name with a slash is
+    # below a directory that does not exist either.
+    absent: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    programs: tuple[str, ...] = ()
+
+
+def identical(observation: Observation, stage: str) -> bool:
+    """Whether each path that a step read still leads to the file that was open."""
+    inside = stage.rstrip("/") + "/"
+    for path, identities in observation.read.items():
+        if path in observation.made or path.startswith((inside, *_NO_FILES)):
+            continue
+        try:
+            if identities != (Identity.now(path),):
+                return False
+        except OSError:
+            return False
+    return True
+
+
+def of(observation: Observation, stage: str) -> Inputs:
+    """The inputs of a step that worked in the directory ``stage``, which is its own."""
+    inside = stage.rstrip("/") + "/"
+
+    def counts(path: str) -> bool:
+        return not (path.startswith((inside, *_NO_FILES)) or path in observation.made)
+
+    files = tuple(filter(counts, observation.read))
+    # PATH's directories differ between shells, and to which programs they lead is known already.
+    path = settings.path
+    absent = (each for each in observation.absent if os.path.dirname(each) not in path)
+    return Inputs(files, _summed_up(filter(counts, absent)), observation.programs)
+
+
+def union(parts: Iterable[Inputs]) -> Inputs:
+    """The inputs of all these steps."""
+    files: dict[str, None] = {}
+    programs: dict[str, None] = {}
+    absent: dict[str, dict[str, None]] = {}
+    for part in parts:
+        files.update(dict.fromkeys(part.files))
+        programs.update(dict.fromkeys(part.programs))
+        for directory, names in part.absent:
+            absent.setdefault(directory, {}).update(dict.fromkeys(names))
+    summed = tuple((directory, tuple(sorted(names))) for directory, names in sorted(absent.items()))
+    return Inputs(tuple(files), summed, tuple(programs))
+
+
+def _summed_up(paths: Iterable[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Paths that do not exist, by the nearest directory above them that does."""
+    existing: dict[str, str] = {}
+
+    def home(directory: str) -> str:
+        if directory not in existing:
+            there = directory == "/" or os.path.isdir(directory)
+            existing[directory] = directory if there else home(os.path.dirname(directory))
+        return existing[directory]
+
+    found: dict[str, set[str]] = {}
+    for path in paths:
+        place = home(os.path.dirname(path.rstrip("/")) or "/")
+        found.setdefault(place, set()).add(path.rstrip("/")[len(place.rstrip("/")) + 1 :])
+    return tuple((place, tuple(sorted(names))) for place, names in sorted(found.items()))

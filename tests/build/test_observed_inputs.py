@@ -1,0 +1,240 @@
+"""What no dependency file lists, the observer sees: after any change, the cache serves what an
+empty cache would build."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+from sample import child
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ANSWER = 'extern "C" int answer() { return N; }\n'
+
+
+class Tree:
+    """A directory with an op in it: ``answer()`` of a plain library."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.environment: dict[str, str | None] = {}
+
+    def write(self, name: str, text: str, *, mode: int = 0o644) -> Path:
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(mode)
+        return path
+
+    def declare(self, **methods: list[str]) -> None:
+        """The op's ``op.py``: a builder whose methods return these lists."""
+        lines = [f"    def {name}(self): return {value!r}" for name, value in methods.items()]
+        self.write("pkg/__init__.py", "")
+        self.write("pkg/op.py", "\n".join([
+            "from opkiln.builder import OpBuilder", "class Builder(OpBuilder):",
+            "    NAME, KIND, ABI = 'small', 'plain', 'none'", *lines,
+        ]))  # fmt: skip
+
+    def compile(self, source: str, output: str, *flags: str) -> None:
+        subprocess.run(["g++", *flags, source, "-o", output], cwd=self.path, check=True)
+
+    def answer(self, cache: str, *, observed: bool = True) -> tuple[int, str]:
+        """What a fresh process gets, and how its dependencies are known."""
+        code = f"""
+            import os
+            from opkiln.observing import observer
+            if not {observed}:
+                observer.library = lambda *given: ""
+            from pkg.op import Builder
+            from opkiln.loading import loader
+            from opkiln.store import entry
+            builder = Builder()
+            value = builder.load().answer()
+            path = loader._loaded[builder.op().name].artifact.path
+            with open(os.path.join(os.path.dirname(path), entry.MANIFEST), "rb") as file:
+                print(value, entry.parse_manifest(file.read())["dependencies"])
+        """
+        directory = self.path.parent / cache
+        directory.mkdir(mode=0o700, exist_ok=True)
+        env = {"OPKILN_CACHE_DIR": str(directory), "OPKILN_PROGRESS": "off", **self.environment}
+        value, how = child.run(code, path=[self.path], env=env).split()
+        return int(value), how
+
+
+class Case(NamedTuple):
+    """``before`` makes a tree that answers 1; ``change`` has it answer 2."""
+
+    before: Callable[[Tree], None]
+    change: Callable[[Tree], object]
+
+
+def _source(text: str, **methods: list[str]) -> Callable[[Tree], None]:
+    def make(tree: Tree) -> None:
+        tree.write("pkg/a.cpp", text.replace("@", str(tree.path)))
+        found = {name: [each.replace("@", str(tree.path)) for each in value]
+                 for name, value in methods.items()}  # fmt: skip
+        tree.declare(**{"sources": ["a.cpp"], **found})
+
+    return make
+
+
+def _and(*makers: Callable[[Tree], object]) -> Callable[[Tree], None]:
+    def make(tree: Tree) -> None:
+        for each in makers:
+            each(tree)
+
+    return make
+
+
+def _file(name: str, text: str) -> Callable[[Tree], object]:
+    return lambda tree: tree.write(name, text.replace("@", str(tree.path)))
+
+
+INCBIN = """
+    asm(".section .rodata\\n.global data\\ndata: .incbin \\"@/data.bin\\"\\n.previous");
+    extern "C" const char data[] __attribute__((visibility("hidden")));
+    extern "C" int answer() { return data[0] - '0'; }
+"""
+INCLUDED = """
+    asm(".section .rodata\\n.global data\\n.include \\"@/data.s\\"\\n.previous");
+    extern "C" const char data[] __attribute__((visibility("hidden")));
+    extern "C" int answer() { return data[0]; }
+"""
+BY_MACRO = """
+    #define WANTED <maybe.h>
+    #if __has_include(WANTED)
+    #include WANTED
+    #else
+    #define N 1
+    #endif
+    extern "C" int answer() { return N; }
+"""
+USES_N = '#include "n.h"\nextern "C" int answer() { return N; }\n'
+USES_FAR = '#include "../b/n.h"\nextern "C" int answer() { return N; }\n'
+EXTERN = 'int inner();\nextern "C" int answer() { return inner(); }\n'
+
+
+def _inner(value: int, object_file: str) -> Callable[[Tree], object]:
+    def make(tree: Tree) -> None:
+        tree.write("inner.cpp", f"int inner() {{ return {value}; }}\n")
+        tree.compile("inner.cpp", object_file, "-c", "-fPIC")
+
+    return make
+
+
+def _archive(kind: str) -> Callable[[Tree], object]:
+    def make(tree: Tree) -> None:
+        (tree.path / "libinner.a").unlink(missing_ok=True)
+        subprocess.run(["ar", kind, "libinner.a", "inner.o"], cwd=tree.path, check=True)
+
+    return make
+
+
+def _compiler(tree: Tree) -> None:
+    """A compiler that is a script, which runs the one that another file names."""
+    tree.write("bin/g++", f'#!/bin/sh\nexec "$(cat {tree.path}/real)" "$@"\n', mode=0o755)
+    for value in (1, 2):
+        tree.write(f"bin/g++-{value}", f'#!/bin/sh\nexec g++ -DN={value} "$@"\n', mode=0o755)
+    tree.environment["CXX"] = str(tree.path / "bin/g++")
+
+
+def _real(value: int) -> Callable[[Tree], object]:
+    return lambda tree: tree.write("real", f"{tree.path}/bin/g++-{value}")
+
+
+CASES = {
+    ".incbin": Case(_and(_source(INCBIN), _file("data.bin", "1")), _file("data.bin", "2")),
+    ".include": Case(
+        _and(_source(INCLUDED), _file("data.s", "data: .byte 1\n")),
+        _file("data.s", "data: .byte 2\n"),
+    ),
+    "__has_include of a macro": Case(
+        _source(BY_MACRO, include_paths=["@/inc"]), _file("inc/maybe.h", "#define N 2\n")
+    ),
+    "a search directory that is made later": Case(
+        _and(_source(USES_N, include_paths=["@/later/deep", "@/inc"]),
+             _file("inc/n.h", "#define N 1\n")),
+        _file("later/deep/n.h", "#define N 2\n"),
+    ),
+    "a directory above the search directory": Case(
+        _and(_source(USES_FAR, include_paths=["@/one/a", "@/two/a"]), _file("one/a/x", ""),
+             _file("two/a/x", ""), _file("two/b/n.h", "#define N 1\n")),
+        _file("one/b/n.h", "#define N 2\n"),
+    ),
+    "a linker script that names an object": Case(
+        _and(_source(EXTERN, libraries_args=["inner"], extra_ldflags=["-L@"]),
+             _file("libinner.so", "INPUT(@/inner.o)\n"), _inner(1, "inner.o")),
+        _inner(2, "inner.o"),
+    ),
+    "a member of a thin archive": Case(
+        _and(_source(EXTERN, libraries_args=["inner"], extra_ldflags=["-L@"]),
+             _inner(1, "inner.o"), _archive("rcsT")),
+        _inner(2, "inner.o"),
+    ),
+    "a compiler that a script chooses": Case(
+        _and(_source(ANSWER), _compiler, _real(1)), _real(2),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cache_serves_what_an_empty_cache_would_build(name: str, tmp_path: Path) -> None:
+    tree = Tree(tmp_path / "tree")
+    CASES[name].before(tree)
+    assert tree.answer("warm") == (1, "observed")
+    CASES[name].change(tree)
+    assert tree.answer("empty")[0] == 2
+    assert tree.answer("warm")[0] == 2
+
+
+@pytest.mark.parametrize("name", [".incbin", "a compiler that a script chooses"])
+def test_without_the_observer_the_cache_is_stale(name: str, tmp_path: Path) -> None:
+    """Otherwise the test above shows nothing."""
+    tree = Tree(tmp_path / "tree")
+    CASES[name].before(tree)
+    assert tree.answer("warm", observed=False) == (1, "inferred")
+    CASES[name].change(tree)
+    assert tree.answer("warm", observed=False)[0] == 1
+
+
+EXCHANGES = {
+    "a header that is a link": ("inc/n.h", "a.h", "b.h"),
+    "an include directory that is a link": ("inc", "one", "two"),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_a_link_that_is_exchanged_during_a_compile(name: str, tmp_path: Path) -> None:
+    """The entry must not have the old code under the digest of the new header."""
+    tree = Tree(tmp_path / "tree")
+    link, old, new = EXCHANGES[name]
+    _source(USES_N, include_paths=["@/inc"])(tree)
+    if link == "inc":
+        for value, directory in enumerate((old, new), 1):
+            tree.write(f"{directory}/n.h", f"#define N {value}\n")
+    else:
+        (tree.path / "inc").mkdir()
+        for value, file in enumerate((old, new), 1):
+            tree.write(file, f"#define N {value}\n")
+    (tree.path / link).symlink_to(tree.path / old)
+    long_ago = 1_600_000_000
+    for path in tree.path.rglob("*"):
+        os.utime(path, (long_ago, long_ago), follow_symlinks=False)
+    # A compiler that is not quicker than whoever deploys: the link is exchanged before it ends.
+    tree.write("bin/g++", textwrap.dedent(f"""\
+        #!/bin/sh
+        g++ "$@"; status=$?
+        case "$*" in *a.cpp*)
+            cd {tree.path}; ln -sfn {tree.path}/{new} next && mv -T next {link};;
+        esac
+        exit $status
+        """), mode=0o755)  # fmt: skip
+    tree.environment["CXX"] = str(tree.path / "bin/g++")
+    assert tree.answer("cache")[0] == 2
+    assert tree.answer("cache")[0] == 2
