@@ -84,13 +84,16 @@ def test_a_flag_in_the_environment_and_another_python_have_receipts_of_their_own
 def test_a_file_that_is_saved_built_and_loaded_within_a_second_keeps_the_fast_path(
     plain: Package,
 ) -> None:
+    quick = 0
     for number in range(3):
         source = plain / "csrc" / "add.cpp"
         source.write_text(source.read_text() + f"// {number}\n")
         assert not recalled(plain)
         plain.load()
         assert recalled(plain), number
-        assert time.time() - source.stat().st_mtime < 2, "the build was too slow to show anything"
+        quick += time.time() - source.stat().st_mtime < 2
+    if not quick:
+        pytest.skip("this machine is too busy: each build took more than two seconds")
 
 
 def test_a_file_that_nobody_reads_does_not_end_it(built: Package) -> None:

@@ -36,7 +36,7 @@ def library(memory: tuple[str, ...], toolchain: Toolchain) -> str:
         here = (machine.architecture(), os.confstr("CS_GNU_LIBC_VERSION"), sha256_file(_SOURCE))
     except (OSError, ValueError):
         return ""
-    name = f"observer-{key('observer', here)}.so"
+    name = f"observer-{key('observer', here)}"
     # LD_PRELOAD is a list, separated by blanks and colons.
     usable = [place for place in memory if not any(mark in place for mark in " :\t\n")]
     for directory in usable:
