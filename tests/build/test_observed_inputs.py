@@ -4,6 +4,7 @@ empty cache would build."""
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import textwrap
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 from sample import child
+
+from opkiln.observing import log, observer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -238,3 +241,54 @@ def test_a_link_that_is_exchanged_during_a_compile(name: str, tmp_path: Path) ->
     tree.environment["CXX"] = str(tree.path / "bin/g++")
     assert tree.answer("cache")[0] == 2
     assert tree.answer("cache")[0] == 2
+
+
+HEADER = "#define N 1\n"
+CODE = '#include "n.h"\nint f() { return N; }\n'
+KERNEL = '#include "n.h"\n__global__ void k(int* x) { *x = N; }\n'
+HIP = "#include <hip/hip_runtime.h>\n" + KERNEL
+COMPILERS = {
+    "g++": (("g++",), "a.cpp", CODE, {"cc1plus"}),
+    "clang++": (("clang++",), "a.cpp", CODE, set()),
+    "nvcc": (("nvcc", "-arch=sm_90"), "a.cu", KERNEL, {"cicc", "ptxas", "cudafe++", "cc1plus"}),
+    "hipcc": (("hipcc", "--offload-arch=gfx90a"), "a.hip", HIP, {"clang-15", "clang"}),
+}
+
+
+@pytest.mark.parametrize("name", COMPILERS)
+def test_every_compiler_is_observed(name: str, tmp_path: Path) -> None:
+    (program, *flags), source, text, parts = COMPILERS[name]
+    found = shutil.which(program) or shutil.which(program, path="/usr/local/cuda/bin")
+    if found is None:
+        pytest.skip(f"there is no {name} here")
+    (tmp_path / source).write_text(text)
+    (tmp_path / "n.h").write_text(HEADER)
+    library = str(tmp_path / "observer")
+    subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", "-o", library, observer._SOURCE, "-ldl"],
+                   check=True)  # fmt: skip
+    trace = str(tmp_path / "log")
+    environment = {**os.environ, **observer.environment(library, trace), "TMPDIR": str(tmp_path)}
+    command = [found, *flags, "-c", source, "-o", "a.o"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    seen = log.read(trace)
+    assert seen is not None, Path(trace).read_bytes().replace(b"\0", b"\n").decode()
+    read = set(map(os.path.normpath, seen.read))  # clang spells it ./n.h
+    assert {str(tmp_path / source), str(tmp_path / "n.h")} <= read
+    assert str(tmp_path / "a.o") in seen.written
+    programs = set(map(os.path.basename, seen.programs))
+    assert not parts or parts & programs, programs
+
+
+def test_a_static_program_makes_a_step_unobserved(tmp_path: Path) -> None:
+    """It is not preloaded, so nobody knows what it read."""
+    tree = Tree(tmp_path / "tree")
+    _source('extern "C" int answer() { return 1; }\n')(tree)
+    tree.write("quiet.c", "int main(void) { return 0; }\n")
+    (tree.path / "bin").mkdir()
+    tree.compile("quiet.c", "bin/quiet", "-static", "-x", "c")
+    tree.write("bin/g++", f'#!/bin/sh\n{tree.path}/bin/quiet\nexec g++ "$@"\n', mode=0o755)
+    tree.environment["CXX"] = str(tree.path / "bin/g++")
+    assert tree.answer("cache") == (1, "inferred")
