@@ -50,18 +50,14 @@ class Tree:
     def answer(self, cache: str, *, observed: bool = True) -> tuple[int, str]:
         """What a fresh process gets, and how its dependencies are known."""
         code = f"""
-            import os
             from opkiln.observing import observer
             if not {observed}:
                 observer.library = lambda *given: ""
             from pkg.op import Builder
-            from opkiln.loading import loader
-            from opkiln.store import entry
+            from opkiln.loading.explain import explain
             builder = Builder()
             value = builder.load().answer()
-            path = loader._loaded[builder.op().name].artifact.path
-            with open(os.path.join(os.path.dirname(path), entry.MANIFEST), "rb") as file:
-                print(value, entry.parse_manifest(file.read())["dependencies"])
+            print(value, explain(builder.op()).keys["inputs"])
         """
         directory = self.path.parent / cache
         directory.mkdir(mode=0o700, exist_ok=True)

@@ -15,7 +15,7 @@ from opkiln.decision.search import planned
 from opkiln.decision.terms import Build, Candidate, Request, Serve, summary
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
-from opkiln.model import Op
+from opkiln.model import Artifact, Op
 from opkiln.store import entry, key
 from opkiln.store.recheck import Hasher, recheck
 
@@ -66,6 +66,8 @@ def explain(op: Op) -> Explanation:
         keys = {"intent": key.intent_key(op.spec, plan.target), "build": key.build_key(plan)}
         if not isinstance(outcome, Serve):
             changes = _changes(plan, request.store)
+    if isinstance(outcome, Serve) and (how := _dependencies(outcome.artifact)):
+        keys["inputs"] = how
     return Explanation(
         op=op.spec.name,
         verdict=would if known is None else _serving(known, since),
@@ -77,6 +79,15 @@ def explain(op: Op) -> Explanation:
         since=since,
         new_process="" if known is None else would,
     )
+
+
+def _dependencies(artifact: Artifact) -> str:
+    """How an entry's dependencies are known: observed or inferred; empty if it does not say."""
+    try:
+        with open(os.path.join(os.path.dirname(artifact.path), entry.MANIFEST), "rb") as file:
+            return str(entry.parse_manifest(file.read()).get("dependencies", ""))
+    except (OSError, ValueError):
+        return ""  # it is in a bundle, or was removed meanwhile
 
 
 _FOUND = {"prebuilt": "which came with its package", "layer": "which a listed layer has",
