@@ -286,6 +286,8 @@ class _Observed:
     def __init__(self, plan: Plan, seen: Inputs | None) -> None:
         seen = Inputs() if seen is None else seen
         self._authors = (plan.spec.root, *_author_directories(plan))
+        self._systems = (*_SYSTEM, *_installations(seen.programs))
+        self._compilers = _compilers(plan)
         self.system_files = {path for path in seen.files if self._is_systems(path)}
         # The dynamic linker finds them again where the result runs.
         self.shared_libraries = {path for path in self.system_files if _is_shared_library(path)}
@@ -302,9 +304,32 @@ class _Observed:
 
     def _is_systems(self, path: str) -> bool:
         plain = os.path.normpath(path) + "/"
+        if path in self._compilers:
+            return True
         if any(_below(plain, directory) is not None for directory in self._authors):
             return False
-        return plain.startswith(_SYSTEM) or plain == "/"
+        return plain.startswith(self._systems) or plain == "/"
+
+
+def _compilers(plan: Plan) -> set[str]:
+    device = plan.toolchain.device
+    return {plan.toolchain.cxx, "" if device is None else device.path}
+
+
+def _installations(programs: Iterable[str]) -> set[str]:
+    """The prefixes that programs are installed below: a compiler in a user's directory brings its
+    own headers, libraries and start files, as those of the system do."""
+    found = set()
+    for program in programs:
+        parts = program.split("/")
+        places = [index for index, part in enumerate(parts) if part in _PARTS]
+        prefix = "/".join(parts[: places[0]]) if places else ""
+        if prefix and any(os.path.isdir(f"{prefix}/{part}") for part in ("lib", "lib64")):
+            found.add(prefix + "/")
+    return found - {os.path.expanduser("~") + "/"}
+
+
+_PARTS = ("bin", "lib", "lib64", "libexec")  # of an installation
 
 
 def _is_shared_library(path: str) -> bool:
