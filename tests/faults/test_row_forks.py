@@ -170,3 +170,40 @@ thread.join()
     cases.tried(count)
     machine.run(code, count)
     assert machine.calls() == []
+
+
+IMPORTING = """
+import threading
+import opkiln
+opkiln.get_builder  # the loader, with what it does after a fork
+sys.path.insert(0, os.path.dirname(sys.argv[2]))
+begun = threading.Event()
+sys.begun = begun
+thread = threading.Thread(target=__import__, args=("half_made",))
+thread.start()
+assert begun.wait(60)
+child = os.fork()
+if child == 0:
+    import half_made
+    os._exit(half_made.VALUE)
+sys.go_on.set()
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 7, status
+thread.join()
+"""
+HALF_MADE = """
+import sys, threading
+if hasattr(sys, "go_on"):
+    VALUE = 7  # in the child: imported again, from its beginning
+else:
+    sys.go_on = threading.Event()
+    sys.begun.set()
+    sys.go_on.wait(60)
+    VALUE = 8
+"""
+
+
+def test_a_child_forked_while_another_thread_imports_can_import_the_same(machine: Machine) -> None:
+    """A build imports modules as it needs them, and the lock of a module is not the child's."""
+    write(machine.source.parent / "half_made.py", HALF_MADE)
+    machine.run(IMPORTING)

@@ -12,6 +12,7 @@ takes no lock on disk, starts no process and writes nothing.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import warnings
@@ -56,6 +57,24 @@ _told: set[_Name] = set()
 def _after_fork() -> None:
     # The thread that forked may not be the one that is inside; the child must not wait for it.
     _locks.clear()
+    _abandon_imports()
+
+
+def _abandon_imports() -> None:
+    """In a forked child: give up the imports of threads that exist only in the parent.
+
+    A build imports modules as it needs them. Python leaves their locks held in the child, which
+    would wait forever for whoever holds them; and the modules are half made.
+    """
+    bootstrap = sys.modules["_frozen_importlib"]
+    locks: dict[str, Any] = getattr(bootstrap, "_module_locks", {})
+    for name, reference in list(locks.items()):
+        lock = reference()
+        if lock is not None and getattr(lock, "owner", None) not in (None, threading.get_ident()):
+            del locks[name]
+            spec = getattr(sys.modules.get(name), "__spec__", None)
+            if getattr(spec, "_initializing", False):
+                del sys.modules[name]
 
 
 os.register_at_fork(after_in_child=_after_fork)
