@@ -44,7 +44,8 @@ os.register_at_fork(
 
 _listeners: list[Listener] = []
 
-_WATCHDOG = os.path.join(os.path.dirname(os.path.abspath(__file__)), "watchdog.py")
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+_WATCHDOG = os.path.join(_PACKAGE, "watchdog.py")
 
 
 class Completed(NamedTuple):
@@ -145,6 +146,25 @@ def run_foreground(argv: Sequence[str], *, env: Mapping[str, str]) -> int:
     except KeyboardInterrupt:
         child.wait()
         raise
+
+
+def python(*arguments: str, isolated: bool = False) -> tuple[str, ...]:
+    """The argv of a Python child of ours, which imports nothing from the working directory.
+
+    A file there may have any name: without ``-P``, ``-c`` and ``-m`` would run ``./torch.py`` for
+    ``import torch``. An ``isolated`` child has only the standard library.
+    """
+    # An embedded interpreter has no executable, but often there is a Python next to its library.
+    interpreter = sys.executable or os.path.join(sys.base_exec_prefix, "bin", "python3")
+    return (interpreter, *(("-I", "-S") if isolated else ("-P",)), *arguments)
+
+
+def python_code(code: str, *arguments: str) -> tuple[str, ...]:
+    """The argv that runs ``code``, which may import opkiln, in a Python child of ours. ``sys`` is
+    imported, and the arguments are in ``sys.argv[1:]``."""
+    # opkiln's own directory comes last: it may be the working directory.
+    start = f"import sys; sys.path.append({os.path.dirname(_PACKAGE)!r})\n{code}"
+    return python("-c", start, *arguments)
 
 
 def signal_name(returncode: int) -> str:
@@ -422,7 +442,7 @@ def _start_watchdog(link: int, token: str) -> subprocess.Popen[bytes]:
     try:
         with _starting:
             return subprocess.Popen(
-                [sys.executable or "", "-I", "-S", _WATCHDOG, token, str(os.getpid())],
+                python(_WATCHDOG, token, str(os.getpid()), isolated=True),
                 stdin=link,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
