@@ -24,6 +24,7 @@ from opkiln.model import (
     ROCM,
     XPU,
     OpSpec,
+    check_names,
 )
 from opkiln.steps import flags, host, link
 from opkiln.toolchain import wheel_headers
@@ -43,14 +44,12 @@ _DEVICE_SOURCES = {CUDA: (".cu",), ROCM: (".cu", ".hip"), XPU: (".sycl",)}
 
 def check(spec: OpSpec) -> None:
     """Refuse a declaration that cannot be built or must not be. Raises SpecError."""
-    if not (spec.name.isascii() and spec.name.isidentifier() and len(spec.name) <= 100):
-        raise SpecError(
-            f"{spec.name[:80]!r} cannot be the name of an op",
-            why="a name is a C identifier of at most 100 characters: it becomes a file, a module "
-            "and a macro",
-        )
+    check_names(spec.distribution, spec.name)
     if not spec.sources:
         raise SpecError(f"op {spec.name} declares no sources")
+    for source, _ in spec.inline:
+        if "/" in source or source.startswith("."):
+            raise SpecError(f"op {spec.name}: {source!a} cannot be the name of a source in text")
     for source in spec.sources:
         known = host.SOURCES + _DEVICE_SOURCES.get(spec.backend, ())
         if not source.endswith(known):

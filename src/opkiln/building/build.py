@@ -28,7 +28,7 @@ from opkiln.errors import (
     StoreError,
     StoreWarning,
 )
-from opkiln.model import Artifact, OpSpec
+from opkiln.model import Artifact, OpSpec, place_of
 from opkiln.settings import settings
 from opkiln.store import deps, key, libraries, lock, publish
 from opkiln.store.entry import Leaf
@@ -265,7 +265,7 @@ class _Build:
         compiling.write_leaf(leaf, linked.path, manifest, linked.dependencies, lists, linked.log)
         root = self._store.root
         relative = os.path.join(
-            "ops", spec.distribution, spec.name, self._intent, self._build,
+            "ops", place_of(spec.distribution, spec.name), self._intent, self._build,
             deps.key_of(linked.dependencies),
         )  # fmt: skip
         if root is not None:

@@ -28,6 +28,7 @@ from zlib import crc32
 
 from opkiln.digest import sha256_file
 from opkiln.errors import StoreError
+from opkiln.model import place_of
 from opkiln.record import Record
 from opkiln.settings import LAYOUT
 from opkiln.store import sealed, signatures
@@ -346,8 +347,9 @@ def _unreadable(path: str, error: OSError) -> StoreError:
 
 def leaves(path: str, distribution: str, op: str) -> list[str]:
     """An op's entries in a bundle that the user listed. Raises StoreError, Damaged, OSError."""
+    place = f"{LAYOUT}/ops/{place_of(distribution, op)}"
     with Bundle(path, listed=True) as bundle:
-        return [f"{path}!{leaf}" for leaf in bundle.leaves(f"{LAYOUT}/ops/{distribution}/{op}")]
+        return [f"{path}!{leaf}" for leaf in bundle.leaves(place)]
 
 
 def manifest(leaf: str) -> dict[str, Any]:
