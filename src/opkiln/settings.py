@@ -588,7 +588,11 @@ def any_strange() -> bool:
 
 def child_environment() -> dict[str, str]:
     """The allow-listed part of this process's environment, for a compiler or another child."""
-    return {name: os.environ[name] for name in PASSED if name in os.environ}
+    passed = {name: os.environ[name] for name in PASSED if name in os.environ}
+    if not passed.get("PATH"):
+        # A compiler looks for its assembler and linker there, as we looked for the compiler.
+        passed["PATH"] = os.pathsep.join(settings.path)
+    return passed
 
 
 def whole_environment() -> dict[str, str]:
