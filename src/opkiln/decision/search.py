@@ -255,7 +255,7 @@ def plan_for(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
                 raise BuildError(
                     f"op {spec.name} cannot be compiled: its sources are inside {archive}",
                     why="a compiler reads files on disk, and these are packed in a zip file",
-                    hint="pip install the package, which unpacks it, instead of importing the zip",
+                    hint="install the package with pip, which unpacks it; do not import the zip",
                 )
             raise SpecError(
                 f"op {spec.name}: the source {source} does not exist",
