@@ -23,7 +23,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from opkiln.errors import BuildCancelled, BuildTimeout, ToolchainError
-from opkiln.guard import Guard
+from opkiln.guard import Guard, once_per_thread
 from opkiln.settings import child_environment
 from opkiln.watchdog import MARKER
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # Popen waits for the end of a pipe that its child closes at exec. If another thread forks this
 # process at that moment, the forked process holds the pipe open for as long as it lives. If that
 # process waits for our build, this is a deadlock. So a fork waits until no child is being started.
-_starting = threading.Lock()
+_starting = threading.RLock()  # a signal handler may start a program, too
 os.register_at_fork(
     before=_starting.acquire,
     after_in_parent=_starting.release,
@@ -99,6 +99,7 @@ def run(
     """
     environment = _environment(env, tmpdir)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(once_per_thread("runs a program"))
         if supervised:
             environment[MARKER] = stack.enter_context(_guard.watching())
         ended = _carry_out(

@@ -28,6 +28,7 @@ from opkiln.errors import (
     StoreError,
     StoreWarning,
 )
+from opkiln.guard import once_per_thread
 from opkiln.model import Artifact, OpSpec, place_of
 from opkiln.settings import settings
 from opkiln.store import deps, key, libraries, lock, publish
@@ -46,6 +47,11 @@ def build(plan: Plan, store: Store) -> Artifact:
     Raises BuildError if the build fails. Then nothing is published, and processes that wait for
     this build get the same error. Raises StoreError if something cannot be read or written.
     """
+    with once_per_thread("builds one"):
+        return _build(plan, store)
+
+
+def _build(plan: Plan, store: Store) -> Artifact:
     spec = plan.spec
     try:
         if not spec.inline:
