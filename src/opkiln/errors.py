@@ -34,7 +34,8 @@ class OpkilnError(Exception):
         lines += [f"  {line}" for line in self.why.splitlines()]
         if self.hint:
             lines.append(f"hint: {self.hint}")
-        return "\n".join(lines)
+        # A lone surrogate (a byte of a file name that is not text) could not be printed.
+        return "\n".join(lines).encode("utf-8", "backslashreplace").decode()
 
     @property
     def log(self) -> str:
@@ -71,8 +72,34 @@ def told_briefly(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         except OpkilnError as error:
             raise error.with_traceback(None) from error.__cause__
+        except (FileNotFoundError, UnicodeEncodeError) as error:
+            if (clear := in_words(error)) is not None:
+                raise clear from error
+            raise
 
     return call
+
+
+def in_words(error: Exception) -> UsageError | None:
+    """The clear error for one that Python raises anywhere a path is used: the working directory was
+    removed, or a text is not text. None for any other."""
+    import os
+
+    if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
+        return UsageError(
+            f"{error.object[:100]!a} cannot be a path or a source",
+            why=f"it has the lone surrogate {error.object[error.start]!a}, which no file can hold",
+        )
+    if isinstance(error, FileNotFoundError) and error.filename is None:
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            return UsageError(
+                "the working directory does not exist any more",
+                why="a relative path has no meaning without it",
+                hint='cd "$HOME"',
+            )
+    return None
 
 
 class UsageError(OpkilnError):

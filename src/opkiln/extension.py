@@ -157,6 +157,8 @@ def declared(
     for file in files:
         if not os.path.isfile(file):
             raise SpecError(f"op {name}: the source {file} does not exist")
+    if twice := next((file for file in files if files.count(file) > 1), ""):
+        raise SpecError(f"op {name}: the source {twice} is listed twice")
     includes = [os.path.abspath(os.fspath(path)) for path in include_dirs]
     root = _root(files, includes)
     return OpSpec(

@@ -15,10 +15,35 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Protocol
 
-from opkiln.errors import BuildCancelled
+from opkiln.errors import BuildCancelled, BuildError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+
+_inside: set[tuple[str, int]] = set()  # (what, thread)
+os.register_at_fork(after_in_child=_inside.clear)
+
+
+@contextlib.contextmanager
+def once_per_thread(what: str) -> Iterator[None]:
+    """Within the block, this thread cannot enter another block for the same thing.
+
+    Only a signal handler that loads an op would try that. It would wait for ever for a lock that
+    its own thread holds, since the code that it interrupted cannot go on. Raises BuildError.
+    """
+    ours = (what, threading.get_ident())
+    if ours in _inside:
+        raise BuildError(
+            f"an op cannot be loaded while the same thread {what}",
+            why="a signal handler has interrupted that, and it cannot go on until the handler ends",
+            hint="load the op before, or set a flag in the handler and load the op after it",
+        )
+    _inside.add(ours)
+    try:
+        yield
+    finally:
+        _inside.discard(ours)
 
 
 class Child(Protocol):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from opkiln.errors import SpecError
 from opkiln.record import Record
 
 TYPE_CHECKING = False
@@ -58,6 +59,8 @@ EXTENSION = "extension"  # the arguments of a setuptools Extension
 # Bump when the same inputs should give another binary for a reason that no argv shows.
 PLAN_VERSION = 1
 
+_LONGEST_NAME = 100  # of an op or a distribution: a file name with more around it must fit
+
 INLINE_ROOT = "/opkiln/src"  # where sources that are in no file are said to lie
 # The anchor of a shipped entry's headers that lie outside of its package, by their paths where it
 # was built: on another machine there may be none.
@@ -93,6 +96,35 @@ class OpSpec(Record):
     kernels: tuple[str, ...] = ()
     inline: tuple[tuple[str, str], ...] = ()  # (source, text) of sources that are in no file
     declared_by: str = BUILDER  # for messages; in no key
+
+
+def place_of(distribution: str, op: str) -> str:
+    """An op's place below ``ops`` or ``receipts`` of a layer: ``<distribution>/<op>``.
+
+    All such paths are made from this. Raises SpecError for a name that could lead elsewhere.
+    """
+    check_names(distribution, op)
+    return f"{distribution}/{op}"
+
+
+def check_names(distribution: str, op: str) -> None:
+    """Refuse names that cannot be directories of a layer. Raises SpecError."""
+    if not (op.isascii() and op.isidentifier() and len(op) <= _LONGEST_NAME):
+        raise SpecError(
+            f"{op[:80]!a} cannot be the name of an op",
+            why=f"a name is a C identifier of at most {_LONGEST_NAME} characters: it becomes a "
+            "file, a module and a macro",
+        )
+    # The name of a package on PyPI may have a '-' or a '.', that of one to import may not.
+    words = distribution.replace("-", "_").replace(".", "_")
+    letters = f"_{words}".isidentifier() and len(words.encode()) <= _LONGEST_NAME
+    if not letters or distribution[:1] in ("", "-", "."):
+        raise SpecError(
+            f"{distribution[:80]!a} cannot be the name of a distribution (op {op})",
+            why=f"a name has at most {_LONGEST_NAME} bytes: letters, digits, '_', '-' and '.'. It "
+            "does not begin with '-' or '.'. It becomes a directory of the store.",
+            hint='DISTRIBUTION = "my_package"    # in the builder class',
+        )
 
 
 class Registration(Record):

@@ -7,6 +7,7 @@ plan wherever its package is installed and wherever a build is staged.
 
 from __future__ import annotations
 
+import os
 import posixpath
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from opkiln.model import (
     ROCM,
     XPU,
     OpSpec,
+    check_names,
 )
 from opkiln.steps import flags, host, link
 from opkiln.toolchain import wheel_headers
@@ -43,14 +45,19 @@ _DEVICE_SOURCES = {CUDA: (".cu",), ROCM: (".cu", ".hip"), XPU: (".sycl",)}
 
 def check(spec: OpSpec) -> None:
     """Refuse a declaration that cannot be built or must not be. Raises SpecError."""
-    if not (spec.name.isascii() and spec.name.isidentifier() and len(spec.name) <= 100):
-        raise SpecError(
-            f"{spec.name[:80]!r} cannot be the name of an op",
-            why="a name is a C identifier of at most 100 characters: it becomes a file, a module "
-            "and a macro",
-        )
+    check_names(spec.distribution, spec.name)
     if not spec.sources:
         raise SpecError(f"op {spec.name} declares no sources")
+    for source, _ in spec.inline:
+        if "/" in source or source.startswith("."):
+            raise SpecError(f"op {spec.name}: {source!a} cannot be the name of a source in text")
+    paths = [os.path.normpath(source) for source in spec.sources]
+    if twice := next((path for path in paths if paths.count(path) > 1), ""):
+        raise SpecError(
+            f"op {spec.name}: the source {twice} is listed twice",
+            why="each source is compiled to one object, and the linker would find all of its "
+            "functions twice",
+        )
     for source in spec.sources:
         known = host.SOURCES + _DEVICE_SOURCES.get(spec.backend, ())
         if not source.endswith(known):
@@ -64,11 +71,11 @@ def check(spec: OpSpec) -> None:
     for path in (spec.root, *spec.sources, *spec.include_dirs):
         # Depfiles have no escape for a newline, and -ffile-prefix-map=OLD=NEW none for a '='; some
         # compilers escape a colon, so that an escaped one cannot be told from one that is not.
-        if any(each in path for each in ("\0", "\n", "=", "\\:")):
+        if not flags.encodable(path) or any(each in path for each in ("\0", "\n", "=", "\\:")):
             raise SpecError(
                 f"op {spec.name}: the path {path!r} cannot be built from",
-                why="it holds a newline, a NUL, a '=' or a '\\:', which dependency files and "
-                "prefix maps cannot express",
+                why="it holds a newline, a NUL, a '=', a '\\:' or a lone surrogate, which "
+                "dependency files, prefix maps and programs' arguments cannot express",
                 hint="move the sources to a directory without these characters",
             )
 

@@ -23,7 +23,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from opkiln.errors import BuildCancelled, BuildTimeout, ToolchainError
-from opkiln.guard import Guard
+from opkiln.guard import Guard, once_per_thread
 from opkiln.settings import child_environment
 from opkiln.watchdog import MARKER
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # Popen waits for the end of a pipe that its child closes at exec. If another thread forks this
 # process at that moment, the forked process holds the pipe open for as long as it lives. If that
 # process waits for our build, this is a deadlock. So a fork waits until no child is being started.
-_starting = threading.Lock()
+_starting = threading.RLock()  # a signal handler may start a program, too
 os.register_at_fork(
     before=_starting.acquire,
     after_in_parent=_starting.release,
@@ -44,7 +44,8 @@ os.register_at_fork(
 
 _listeners: list[Listener] = []
 
-_WATCHDOG = os.path.join(os.path.dirname(os.path.abspath(__file__)), "watchdog.py")
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+_WATCHDOG = os.path.join(_PACKAGE, "watchdog.py")
 
 
 class Completed(NamedTuple):
@@ -98,6 +99,7 @@ def run(
     """
     environment = _environment(env, tmpdir)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(once_per_thread("runs a program"))
         if supervised:
             environment[MARKER] = stack.enter_context(_guard.watching())
         ended = _carry_out(
@@ -145,6 +147,25 @@ def run_foreground(argv: Sequence[str], *, env: Mapping[str, str]) -> int:
     except KeyboardInterrupt:
         child.wait()
         raise
+
+
+def python(*arguments: str, isolated: bool = False) -> tuple[str, ...]:
+    """The argv of a Python child of ours, which imports nothing from the working directory.
+
+    A file there may have any name: without ``-P``, ``-c`` and ``-m`` would run ``./torch.py`` for
+    ``import torch``. An ``isolated`` child has only the standard library.
+    """
+    # An embedded interpreter has no executable, but often there is a Python next to its library.
+    interpreter = sys.executable or os.path.join(sys.base_exec_prefix, "bin", "python3")
+    return (interpreter, *(("-I", "-S") if isolated else ("-P",)), *arguments)
+
+
+def python_code(code: str, *arguments: str) -> tuple[str, ...]:
+    """The argv that runs ``code``, which may import opkiln, in a Python child of ours. ``sys`` is
+    imported, and the arguments are in ``sys.argv[1:]``."""
+    # opkiln's own directory comes last: it may be the working directory.
+    start = f"import sys; sys.path.append({os.path.dirname(_PACKAGE)!r})\n{code}"
+    return python("-c", start, *arguments)
 
 
 def signal_name(returncode: int) -> str:
@@ -422,7 +443,7 @@ def _start_watchdog(link: int, token: str) -> subprocess.Popen[bytes]:
     try:
         with _starting:
             return subprocess.Popen(
-                [sys.executable or "", "-I", "-S", _WATCHDOG, token, str(os.getpid())],
+                python(_WATCHDOG, token, str(os.getpid()), isolated=True),
                 stdin=link,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

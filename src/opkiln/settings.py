@@ -23,9 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from typing import Any
 
-# The store's layout. Bumped when entries of one version cannot be read by the other; both then
-# live side by side.
-LAYOUT = "v1"
+# The form of manifests. Bump it when one version of opkiln cannot read the entries of the other.
+# Schema 1 did not record what a library needs from the machine that loads it.
+SCHEMA = 2
+# The directory of this schema's entries, in stores, layers, wheels and bundles. It follows from the
+# schema, so that two versions live side by side: in one directory, each would take the other's
+# entries for damaged, and build them again for ever.
+LAYOUT = f"v{SCHEMA - 1}"
 
 _OVERRIDES: ContextVar[dict[str, Any] | None] = ContextVar("opkiln_settings", default=None)
 
@@ -584,7 +588,11 @@ def any_strange() -> bool:
 
 def child_environment() -> dict[str, str]:
     """The allow-listed part of this process's environment, for a compiler or another child."""
-    return {name: os.environ[name] for name in PASSED if name in os.environ}
+    passed = {name: os.environ[name] for name in PASSED if name in os.environ}
+    if not passed.get("PATH"):
+        # A compiler looks for its assembler and linker there, as we looked for the compiler.
+        passed["PATH"] = os.pathsep.join(settings.path)
+    return passed
 
 
 def whole_environment() -> dict[str, str]:

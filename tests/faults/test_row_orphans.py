@@ -306,7 +306,7 @@ def test_an_ordinary_exit_leaves_no_watchdog_and_no_warning(tmp_path: Path) -> N
 
 def test_without_an_interpreter_to_run_the_watchdog_builds_go_on_with_a_warning() -> None:
     script = (
-        "import sys; sys.executable = ''\n"
+        "import sys; sys.executable, sys.base_exec_prefix = '', '/nowhere'\n"
         "from opkiln import process; print(process.run(['echo', 'built']).output)"
     )
     done = subprocess.run(

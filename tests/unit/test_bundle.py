@@ -218,7 +218,7 @@ def test_a_link_in_the_zip_directory_is_refused(shipped: Path, tmp_path: Path) -
         ({"payload": None}, "manifest.json: payload is None, not a string"),
         ({"deps": {**layer.DEPS, "external": "x"}}, "does not match its manifest"),
         ({"deps": []}, "manifest.json: deps is \\[\\], not an object"),
-        ({"schema": 99}, "unknown schema"),
+        ({"schema": 99}, "unknown schema 99; this opkiln reads schema"),
     ],
 )
 def test_an_entry_whose_parts_disagree_is_refused_before_any_is_taken(

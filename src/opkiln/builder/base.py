@@ -222,8 +222,15 @@ class OpBuilder:
                     hint=f'SCHEMAS = ("{self.name}(Tensor x) -> Tensor",)',
                 )
             return None
+        namespace = self.NAMESPACE or self.distribution
+        if not (namespace.isascii() and namespace.isidentifier()):
+            raise SpecError(
+                f"{namespace[:80]!a} cannot be the namespace of op {self.name}",
+                why="a namespace is a C identifier: torch.ops has it as an attribute",
+                hint='NAMESPACE = "my_package"    # in the builder class',
+            )
         return Registration(
-            namespace=self.NAMESPACE or self.distribution,
+            namespace=namespace,
             schemas=self.SCHEMAS,
             reference=self.reference if has_reference else None,
             fake=self.fake if type(self).fake is not OpBuilder.fake else None,

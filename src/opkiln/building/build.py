@@ -28,7 +28,8 @@ from opkiln.errors import (
     StoreError,
     StoreWarning,
 )
-from opkiln.model import Artifact, OpSpec
+from opkiln.guard import once_per_thread
+from opkiln.model import Artifact, OpSpec, place_of
 from opkiln.observing import inputs as observed_inputs
 from opkiln.observing import observer
 from opkiln.settings import settings
@@ -48,6 +49,11 @@ def build(plan: Plan, store: Store) -> Artifact:
     Raises BuildError if the build fails. Then nothing is published, and processes that wait for
     this build get the same error. Raises StoreError if something cannot be read or written.
     """
+    with once_per_thread("builds one"):
+        return _build(plan, store)
+
+
+def _build(plan: Plan, store: Store) -> Artifact:
     spec = plan.spec
     try:
         if not spec.inline:
@@ -293,7 +299,7 @@ class _Build:
         compiling.write_leaf(leaf, linked.path, manifest, linked.dependencies, lists, linked.log)
         root = self._store.root
         relative = os.path.join(
-            "ops", spec.distribution, spec.name, self._intent, self._build,
+            "ops", place_of(spec.distribution, spec.name), self._intent, self._build,
             deps.key_of(linked.dependencies),
         )  # fmt: skip
         if root is not None:

@@ -16,6 +16,7 @@ from opkiln.engine.schedule import StepFailed
 from opkiln.errors import BuildError, CompileError, StoreError
 from opkiln.model import CUDA, ONE_CALL, OpSpec
 from opkiln.process import signal_name
+from opkiln.store import publish
 from opkiln.toolchain import torch_sdk, wheel_headers
 from opkiln.trust import make_private
 
@@ -142,8 +143,7 @@ def no_space(spec: OpSpec, directory: str) -> StoreError:
     )
     return StoreError(
         f"op {spec.name} cannot be built in {directory}: the disk was full after {used} bytes",
-        why=f"{room.f_bavail * room.f_frsize} of {room.f_blocks * room.f_frsize} bytes are free "
-        "there",
+        why=publish.room_in_words(room),
         hint="set OPKILN_TMPDIR to a node-local directory with space",
     )
 

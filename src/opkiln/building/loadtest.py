@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 
 from opkiln.binary import elf
 from opkiln.binary.symbols import shown
@@ -22,7 +21,7 @@ from opkiln.model import (
     PYTHON,
     OpSpec,
 )
-from opkiln.process import run, signal_name
+from opkiln.process import python, run, signal_name
 
 _DEFINES = "aoti_torch_library_def"  # what m.def() of torch's stable ABI calls
 _PROBE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "probe_load.py")
@@ -41,11 +40,10 @@ def check(
         return
     if spec.kernels:
         _require_no_schema(spec, elf.read(path))
-    interpreter = sys.executable or os.path.join(sys.base_exec_prefix, "bin", "python3")
     libraries = [*_torch_libraries(spec, torch), *after, path]
     asked = spec.kernels if spec.kind == LIBRARY and (torch is None or torch.cxx11_abi) else ()
     arguments = (",".join(DISPATCH_KEYS[spec.backend]), ",".join(asked), *libraries)
-    done = run((interpreter, "-I", "-S", _PROBE, *arguments), timeout=120, tmpdir=tmpdir)
+    done = run(python(_PROBE, *arguments, isolated=True), timeout=120, tmpdir=tmpdir)
     loaded = done.output.partition(f"\n{LOADED}\n")
     if loaded[1]:
         # The child may have died later, while it asked torch. The library is not the cause then.

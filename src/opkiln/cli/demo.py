@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from typing import Any
 
 import click
@@ -16,6 +15,11 @@ from opkiln.report.layout import columns, duration, paint, size
 # The two implementations round differently, and the differences add up over the steps. A wrong
 # formula is off by 1e-3 or more: one step changes a parameter by 3e-3.
 TOLERANCE = 1e-5
+
+_TRAIN = """
+from opkiln.ops.cpu_adam.demo import main
+sys.exit(main(sys.argv[1]))
+"""
 
 
 class DemoError(OpkilnError):
@@ -103,8 +107,7 @@ def _run(work: str) -> dict[str, Any]:
         "OPKILN_MODE": "auto",
         "OPKILN_PROGRESS": "lines",
     }
-    argv = (sys.executable, "-m", "opkiln.ops.cpu_adam.demo", result)
-    done = process.run(argv, env=environment)
+    done = process.run(process.python_code(_TRAIN, result), env=environment)
     try:
         with open(result) as file:
             found: dict[str, Any] = json.load(file)

@@ -11,7 +11,7 @@ import click
 
 from opkiln import __version__, settings
 from opkiln.cli import output, run
-from opkiln.errors import OpkilnError, StoreError
+from opkiln.errors import OpkilnError, StoreError, in_words
 
 # Where each command is. Its module is imported when it runs, or when --help needs its first line.
 _COMMANDS = {
@@ -128,6 +128,11 @@ def _run(arguments: list[str]) -> int:
     except OpkilnError as error:
         output.say_failure(error)
         return error.exit_code
+    except (FileNotFoundError, UnicodeEncodeError) as error:
+        if (clear := in_words(error)) is None:
+            raise
+        output.say_failure(clear)
+        return clear.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         output.say_end(error.format_message())
         return error.exit_code

@@ -28,7 +28,7 @@ from opkiln.errors import (
     ToolchainError,
     UsageError,
 )
-from opkiln.model import CARRIED, CPU, ONE_CALL, SHARED, XPU
+from opkiln.model import CARRIED, CPU, ONE_CALL, SHARED, XPU, place_of
 from opkiln.settings import LAYOUT
 
 TYPE_CHECKING = False
@@ -99,7 +99,7 @@ def _installed_layers(spec: OpSpec) -> list[str]:
         if os.path.isabs(directory):  # not the working directory, whatever that is
             shared = os.path.join(directory, SHARED)
             found += [os.path.join(shared, name, LAYOUT) for name in _names(shared)]
-    below = os.path.join("ops", spec.distribution, spec.name)
+    below = os.path.join("ops", place_of(spec.distribution, spec.name))
     return [layer for layer in found if os.path.isdir(os.path.join(layer, below))]
 
 

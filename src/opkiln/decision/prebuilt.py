@@ -15,7 +15,7 @@ import os
 
 from opkiln.decision import fit
 from opkiln.errors import LoadError, StoreError
-from opkiln.model import OUTSIDE, PACKAGE, Artifact
+from opkiln.model import OUTSIDE, PACKAGE, Artifact, place_of
 from opkiln.record import Record
 from opkiln.store import entry
 from opkiln.store.recheck import Hasher
@@ -46,7 +46,7 @@ class Directory:
 
     def leaves(self, spec: OpSpec) -> Iterable[str]:
         """An op's entries."""
-        return _below(os.path.join(self.root, "ops", spec.distribution, spec.name), 3)
+        return _below(os.path.join(self.root, "ops", place_of(spec.distribution, spec.name)), 3)
 
     def manifest(self, leaf: str) -> dict[str, Any]:
         """What an entry says of itself. Raises OSError, ValueError, and StoreError where everybody

@@ -23,7 +23,7 @@ from typing import Any
 
 from opkiln import __version__, machine, trust
 from opkiln.digest import KEY_LENGTH, Signature, sha256_file, signed
-from opkiln.model import ABI_NONE, CPU, PACKAGE, PLAN_VERSION, Artifact
+from opkiln.model import ABI_NONE, CPU, PACKAGE, PLAN_VERSION, Artifact, place_of
 from opkiln.settings import LAYOUT, fingerprint, on_path, settings, store_candidates
 
 TYPE_CHECKING = False
@@ -129,7 +129,8 @@ def _place(request: Request, torch: str | None) -> tuple[str, str] | None:
     named = repr((ours, tuple(spec), archs, variables, here, sys.version, torch))
     name = hashlib.sha256(named.encode()).hexdigest()[:KEY_LENGTH]
     root = os.path.join(next(store_candidates())[0], LAYOUT)
-    return root, os.path.join(root, "receipts", spec.distribution, spec.name, name + ".json")
+    place = place_of(spec.distribution, spec.name)
+    return root, os.path.join(root, "receipts", place, name + ".json")
 
 
 def _compiler() -> str | None:

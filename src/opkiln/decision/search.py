@@ -219,6 +219,7 @@ def _asked(store: Store, backend: str, architecture: str) -> Toolchain:
 
     Raises ToolchainError, and StoreError for a store that has become somebody else's.
     """
+    from opkiln.guard import once_per_thread
     from opkiln.store import location, lock
 
     location.claim(store.root)
@@ -233,7 +234,9 @@ def _asked(store: Store, backend: str, architecture: str) -> Toolchain:
     def arrived() -> Toolchain | None:
         return choice.recall(store.memory, backend, architecture)
 
-    with lock.turn(store.root, f"compilers-{backend}-{architecture}", arrived, waiting) as got:
+    name = f"compilers-{backend}-{architecture}"
+    asking = once_per_thread("asks the compilers")
+    with asking, lock.turn(store.root, name, arrived, waiting) as got:
         if not isinstance(got, lock.Turn):
             return got
         if not waited:
@@ -255,7 +258,7 @@ def plan_for(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
                 raise BuildError(
                     f"op {spec.name} cannot be compiled: its sources are inside {archive}",
                     why="a compiler reads files on disk, and these are packed in a zip file",
-                    hint="pip install the package, which unpacks it, instead of importing the zip",
+                    hint="install the package with pip, which unpacks it; do not import the zip",
                 )
             raise SpecError(
                 f"op {spec.name}: the source {source} does not exist",

@@ -25,12 +25,18 @@ class Trace:
     """
 
     def __init__(self, path: str) -> None:
-        self._path = os.path.abspath(path)
+        self._path = os.path.realpath(path)  # the file is replaced; a link to it stays
         self._directory = os.path.dirname(self._path)
         if not os.access(self._directory, os.W_OK | os.X_OK):
             raise SettingError(
                 f"the trace {path!r} cannot be written: {self._directory} is not a writable "
                 "directory",
+                hint="OPKILN_TRACE=/tmp/opkiln-trace.json",
+            )
+        if os.path.exists(self._path) and not os.path.isfile(self._path):
+            raise SettingError(
+                f"the trace {path!r} cannot be written: that is not a regular file",
+                why="the trace would replace it",
                 hint="OPKILN_TRACE=/tmp/opkiln-trace.json",
             )
         self._lock = threading.Lock()

@@ -15,7 +15,7 @@ from opkiln.decision.search import planned
 from opkiln.decision.terms import Build, Candidate, Request, Serve, summary
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
-from opkiln.model import Artifact, Op
+from opkiln.model import Artifact, Op, place_of
 from opkiln.store import entry, key
 from opkiln.store.recheck import Hasher, recheck
 
@@ -130,7 +130,7 @@ def _newest(plan: Plan, store: Store) -> str | None:
     """
     found: list[tuple[bool, float, str]] = []
     for layer in store.location.layers:
-        base = os.path.join(layer.root, "ops", plan.spec.distribution, plan.spec.name)
+        base = os.path.join(layer.root, "ops", place_of(plan.spec.distribution, plan.spec.name))
         for directory, _, files in os.walk(base):
             if entry.MANIFEST in files:
                 made = _made_for(directory)

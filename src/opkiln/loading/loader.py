@@ -29,7 +29,7 @@ from opkiln.errors import (
     SettingWarning,
 )
 from opkiln.loading import register
-from opkiln.loading.native import beside, open_artifact
+from opkiln.loading.native import beside, of_its_own, open_artifact
 from opkiln.model import EXECUTABLE, LIBRARY, Artifact, Op
 from opkiln.record import Record
 from opkiln.settings import any_strange, settings, unknown
@@ -233,6 +233,7 @@ def _open(op: Op, artifact: Artifact) -> Any:
         return opened[artifact.sha256]
     if earlier:
         artifact = beside(spec, artifact, earlier)
+    artifact = of_its_own(op.name, artifact)
     value = open_artifact(spec, artifact.path)
     if spec.kernels and spec.kind == LIBRARY:
         register.require_kernels(spec)

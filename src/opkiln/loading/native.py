@@ -149,6 +149,49 @@ def beside(spec: OpSpec, artifact: Artifact, earlier: list[Artifact]) -> Artifac
     return artifact
 
 
+_files: dict[str, list[tuple[object, str]]] = {}  # (op, path) of the opened files, by sha256
+
+
+def of_its_own(op: object, artifact: Artifact) -> Artifact:
+    """The artifact to open for ``op``: itself, or a copy if another op has opened the same file.
+
+    The dynamic linker knows a file by its device and inode. A bundle's libraries with equal bytes
+    are one file in memory, and tools that save space (Nix, OSTree, ``hardlink``) make one file of
+    two on disk. Two ops would then share one library and its static variables. The copy is in
+    memory. No file is looked at unless two ops have equal bytes. Raises LoadError.
+    """
+    ours = (op, artifact.path)
+    opened = _files.setdefault(artifact.sha256, [])
+    opened.append(ours)  # before the look: of two threads, at least one sees the other
+    if len(opened) == 1:
+        return artifact
+    for theirs in list(opened):
+        if theirs is ours:
+            break
+        if theirs[0] != op and _one_file(theirs[1], artifact.path):
+            return _copied(artifact)
+    return artifact
+
+
+def _one_file(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False  # collected since: then the other one is a new file
+
+
+def _copied(artifact: Artifact) -> Artifact:
+    from opkiln.store import sealed
+
+    try:
+        return artifact._replace(path=sealed.copy(artifact.path, artifact.sha256))
+    except sealed.Changed as error:
+        why = f"it has the SHA-256 {error}, not {artifact.sha256}"
+        raise LoadError(f"{artifact.path} was changed while it was copied", why=why) from error
+    except OSError as error:
+        raise LoadError(f"{artifact.path} cannot be copied", why=str(error)) from error
+
+
 def _intact(artifact: Artifact) -> bool:
     """Whether the file is still what this process opened: it may be collected or damaged since."""
     from opkiln.digest import sha256_file

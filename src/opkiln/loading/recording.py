@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import warnings
 from typing import NamedTuple
 
@@ -85,7 +86,7 @@ def read(file: str) -> list[Use]:
     except OSError as error:
         raise StoreError(
             f"{file} cannot be read: {error.strerror or error}",
-            hint=f"opkiln cache record {file} -- COMMAND",
+            hint=f"opkiln cache record {shlex.quote(file)} -- COMMAND",
         ) from error
     found: dict[Use, None] = {}
     for line in text.splitlines():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -175,7 +176,7 @@ def require(path: str, manifest: Mapping[str, Any], torch_lib: str | None) -> li
         raise BuildError(
             f"op {op}: {os.path.basename(path)} does not match its tag {tag}",
             why="\n".join(f"{each.what}: {each.why}" if each.why else each.what for each in errors),
-            hint=f"nm -D --undefined-only {path}",
+            hint=f"nm -D --undefined-only {shlex.quote(path)}",
         )
     return findings
 

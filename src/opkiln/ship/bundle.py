@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 from typing import NamedTuple
 
 from opkiln.digest import sha256_file
@@ -88,7 +89,7 @@ def replacing(file: str, total: int) -> Iterator[BinaryIO]:
     except OSError as error:
         raise StoreError(
             f"{file} cannot be written ({total} bytes): {error.strerror or error}",
-            hint=f"ls -ld {os.path.dirname(os.path.abspath(file))}",
+            hint=f"ls -ld {shlex.quote(os.path.dirname(os.path.abspath(file)))}",
         ) from error
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -168,7 +169,9 @@ def opened(file: str, sha256: str = "", *, to_use: bool = True) -> Iterator[Bund
     except (Damaged, NotABundle) as error:
         what = error.what if isinstance(error, NotABundle) else f"{file} is refused: {error}"
         why = f"{error.why}; " if isinstance(error, NotABundle) else ""
-        compare = f"sha256sum {file}    # compare it with the original, and copy that again"
+        compare = (
+            f"sha256sum {shlex.quote(file)}    # compare it with the original, and copy that again"
+        )
         raise StoreError(
             what,
             why=f"{why}the whole file has the SHA-256 {sha256_file(file)}",

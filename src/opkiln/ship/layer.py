@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from opkiln.arch import cpu
 from opkiln.errors import StoreError
-from opkiln.model import EXECUTABLE, OUTSIDE
+from opkiln.model import EXECUTABLE, OUTSIDE, place_of
 from opkiln.settings import LAYOUT
 from opkiln.store import entry, inventory
 from opkiln.store.entry import LOG, MANIFEST, SIDECAR, Leaf, Refused, examine, read_sidecar
@@ -120,7 +120,7 @@ def _export(payload: str, out: str) -> str:
         inputs = entry.read_sidecar(source)["inputs"]
         _require_known_cpu(manifest, inputs["steps"])
         key = named(manifest)[-1]
-        final = os.path.join(out, LAYOUT, "ops", distribution, op, intent, build, key)
+        final = os.path.join(out, LAYOUT, "ops", place_of(distribution, op), intent, build, key)
         if not os.path.isdir(final):
             _write(payload, manifest, inputs, final)
     except (OSError, ValueError, KeyError) as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextvars
 import os
+import shlex
 import sys
 import threading
 import time
@@ -320,7 +321,7 @@ def _registered(use: recording.Use) -> str:
     raise UnknownOp(
         f"op {use.op} of {use.distribution} is not installed here",
         why=f"the installed op of this name belongs to {', '.join(owners.values())}",
-        hint=f"pip install {use.distribution}",
+        hint=f"pip install {shlex.quote(use.distribution)}",
     )
 
 
@@ -342,7 +343,7 @@ def run_script(script: str, arguments: Sequence[str], file: str, **changes: str)
         raise BuildError(
             f"{script} ended with {how}, and nothing was built",
             why="the ops that it would have loaded after that are not known",
-            hint=f"python {script}    # when it succeeds, build again",
+            hint=f"python {shlex.quote(script)}    # when it succeeds, build again",
         )
 
 

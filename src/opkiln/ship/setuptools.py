@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -173,7 +174,7 @@ class PrecompileOps(Command):  # type: ignore[misc]
             raise SpecError(
                 f"{package} cannot be imported from its sources",
                 why=f"package_dir puts it into {directory}",
-                hint=f"mv {directory} {os.path.join(os.path.dirname(directory), tail)}",
+                hint=shlex.join(["mv", directory, os.path.join(os.path.dirname(directory), tail)]),
             )
         return directory[: -len(tail) - 1] or os.sep
 

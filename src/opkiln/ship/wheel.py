@@ -16,6 +16,7 @@ import io
 import os
 import re
 import secrets
+import shlex
 from typing import TYPE_CHECKING, NamedTuple
 
 from packaging.utils import InvalidName, canonicalize_name
@@ -92,7 +93,7 @@ def write_wheel(
     except OSError as error:
         raise StoreError(
             f"no wheel can be written to {out_dir}: {error.strerror or error}",
-            hint=f"ls -ld {out_dir}; df -h {out_dir}",
+            hint=f"ls -ld {shlex.quote(out_dir)}; df -h {shlex.quote(out_dir)}",
         ) from error
     finally:
         for each in staged:

@@ -12,6 +12,7 @@ import base64
 import csv
 import hashlib
 import os
+import shlex
 import struct
 import zipfile
 import zlib
@@ -71,7 +72,7 @@ def verify_wheel(path: str) -> int:
             f"{path} is refused: {refused}",
             why=f"it was changed after it was written; the whole file has the SHA-256 "
             f"{sha256_file(path)}",
-            hint=f"sha256sum {path}    # compare it with the original, and get that again",
+            hint=f"sha256sum {shlex.quote(path)}    # compare it with the original; get that again",
         ) from refused
 
 

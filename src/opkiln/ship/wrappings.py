@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from typing import NamedTuple
 
 from opkiln import __version__
@@ -50,7 +51,7 @@ def check(wrapping: Wrapping, owners: Iterable[str]) -> None:
             raise UsageError(
                 f"{place} cannot be written",
                 why=f"{parent} is not writable",
-                hint=f"ls -ld {parent}",
+                hint=f"ls -ld {shlex.quote(parent)}",
             )
     if wrapping.wheel is None:
         return

@@ -59,6 +59,16 @@ _WHOLE_PROGRAM = (
 PLAIN = re.compile(r"[A-Za-z0-9_@%+=:./^-]*\Z")
 
 
+def encodable(text: str) -> bool:
+    """Whether a text can be an argument or a path: a lone surrogate that stands for no byte
+    cannot."""
+    try:
+        text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def check(op: str, flags: tuple[str, ...], variable: str = "") -> None:
     """Refuse flags that a host compiler or linker must not get. Raises SpecError.
 
@@ -66,7 +76,7 @@ def check(op: str, flags: tuple[str, ...], variable: str = "") -> None:
     """
     before = ""
     for flag in flags:
-        if not flag or "\0" in flag or any("\ud800" <= char <= "\udc7f" for char in flag):
+        if not flag or "\0" in flag or not encodable(flag):
             raise SpecError(f"op {op}: the flag {flag!r} is empty or cannot be passed to a program")
         option, _, value = flag.partition("=")
         if flag.startswith(_JOINED):

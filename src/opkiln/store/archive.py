@@ -24,10 +24,12 @@ import re
 import shlex
 import stat
 from bisect import bisect_left
+from operator import attrgetter
 from zlib import crc32
 
 from opkiln.digest import sha256_file
 from opkiln.errors import StoreError
+from opkiln.model import place_of
 from opkiln.record import Record
 from opkiln.settings import LAYOUT
 from opkiln.store import sealed, signatures
@@ -230,7 +232,7 @@ class Bundle:
             if not stat.S_ISREG(found.st_mode):
                 raise StoreError(f"{path} is not a bundle: it is not a regular file")
             if listed and (reason := fault(path, found, listed=True)):
-                raise StoreError(reason, hint=f"chmod o-w {path}")
+                raise StoreError(reason, hint=f"chmod o-w {shlex.quote(path)}")
             self.index = index(path, self._fd, found)
             self.members = self.index.members
             if listed:
@@ -256,9 +258,9 @@ class Bundle:
 
     def below(self, prefix: str) -> list[Member]:
         """The members below a directory of the bundle."""
-        names = [member.name for member in self.members]
-        first = bisect_left(names, prefix + "/")
-        last = bisect_left(names, prefix + "0")  # the character after the slash
+        by_name = attrgetter("name")
+        first = bisect_left(self.members, prefix + "/", key=by_name)
+        last = bisect_left(self.members, prefix + "0", key=by_name)  # the character after the slash
         return list(self.members[first:last])
 
     def leaves(self, prefix: str = LAYOUT) -> list[str]:
@@ -338,7 +340,8 @@ def _compare(member: Member, found: str) -> None:
 
 
 def _unreadable(path: str, error: OSError) -> StoreError:
-    return StoreError(f"{path} cannot be read: {error.strerror or error}", hint=f"ls -l {path}")
+    hint = f"ls -l {shlex.quote(path)}"
+    return StoreError(f"{path} cannot be read: {error.strerror or error}", hint=hint)
 
 
 # A bundle as a layer. An entry's path is the bundle's path and its path inside: FILE!v1/ops/…
@@ -346,8 +349,9 @@ def _unreadable(path: str, error: OSError) -> StoreError:
 
 def leaves(path: str, distribution: str, op: str) -> list[str]:
     """An op's entries in a bundle that the user listed. Raises StoreError, Damaged, OSError."""
+    place = f"{LAYOUT}/ops/{place_of(distribution, op)}"
     with Bundle(path, listed=True) as bundle:
-        return [f"{path}!{leaf}" for leaf in bundle.leaves(f"{LAYOUT}/ops/{distribution}/{op}")]
+        return [f"{path}!{leaf}" for leaf in bundle.leaves(place)]
 
 
 def manifest(leaf: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import json
 import os
 from typing import Any
 
+from opkiln import settings
 from opkiln.digest import sha256_file
 from opkiln.record import Record
 from opkiln.store import shape
@@ -25,7 +26,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-SCHEMA = 2  # schema 1 did not record what a library needs from the machine that loads it
+SCHEMA = settings.SCHEMA
 MANIFEST = "manifest.json"
 SIDECAR = "inputs.json"
 LOG = "build.log"
@@ -78,7 +79,11 @@ def parse_manifest(data: bytes, name: str = MANIFEST) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("the manifest is nested too deeply") from None
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
-        raise ValueError("the manifest has an unknown schema")
+        found = manifest.get("schema") if isinstance(manifest, dict) else None
+        told = f" {found}" if type(found) is int else ""
+        raise ValueError(
+            f"the manifest has an unknown schema{told}; this opkiln reads schema {SCHEMA}"
+        )
     if digest not in _checked:
         if problem := shape.wrong(manifest):
             raise ValueError(f"{name}: {problem}")

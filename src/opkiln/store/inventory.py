@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from typing import NamedTuple
 
@@ -217,5 +218,5 @@ def _tree_size(path: str) -> int:
 def cannot(action: str, path: str, error: OSError) -> StoreError:
     """The error for a path that cannot be "read", "removed" or "put back"."""
     return StoreError(
-        f"{path} cannot be {action}: {error.strerror or error}", hint=f"ls -ld {path}"
+        f"{path} cannot be {action}: {error.strerror or error}", hint=f"ls -ld {shlex.quote(path)}"
     )

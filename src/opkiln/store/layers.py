@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 
+from opkiln.model import place_of
 from opkiln.record import Record
 from opkiln.store.entry import MANIFEST, Leaf, Refused, examine, parse_manifest
 from opkiln.store.location import Layer, Location, choose
@@ -70,7 +71,7 @@ class Store:
         for layer in self.location.layers:
             if layer.listed:
                 continue
-            base = os.path.join(layer.root, "ops", distribution, op, intent)
+            base = os.path.join(layer.root, "ops", place_of(distribution, op), intent)
             exact = build is not None
             builds = _names(base) if build is None else [build]
             for each in builds:
@@ -90,7 +91,7 @@ class Store:
         for layer in self.location.layers:
             if layer.listed:
                 continue
-            base = os.path.join(layer.root, "ops", distribution, op)
+            base = os.path.join(layer.root, "ops", place_of(distribution, op))
             for intent in _names(base):
                 for build in _names(os.path.join(base, intent)):
                     for leaf in _names(os.path.join(base, intent, build)):

@@ -65,6 +65,24 @@ def make_scratch(prefix: str) -> str:
     return path
 
 
+def room_in_words(room: os.statvfs_result) -> str:
+    """What is left on a file system: a disk is also full when it can have no more files."""
+    if room.f_files and not room.f_favail:
+        return f"no inode is free there: it has {room.f_files} files, the most that it can have"
+    return (
+        f"{room.f_bavail * room.f_frsize} of {room.f_blocks * room.f_frsize} bytes are free there"
+    )
+
+
+def _why_full(error: OSError, directory: str) -> str:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    try:
+        return room_in_words(os.statvfs(directory))
+    except OSError:
+        return ""  # it is gone: then the error itself says why
+
+
 def publish(source: str, root: str, relative: str) -> str:
     """Copy a finished directory to ``root/relative``. Returns that path.
 
@@ -92,6 +110,7 @@ def publish(source: str, root: str, relative: str) -> str:
         size = sum(entry.stat().st_size for entry in os.scandir(source))
         raise StoreError(
             f"{final} cannot be written ({size} bytes): {error.strerror or error}",
+            why=_why_full(error, root),
             hint="free space with `opkiln cache gc`, or set OPKILN_CACHE_DIR",
         ) from error
     return final

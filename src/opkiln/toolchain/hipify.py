@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from typing import NamedTuple
 
 from opkiln import evidence
@@ -212,13 +211,13 @@ def _foreign(directory: str) -> bool:
 
 def _translate(torch: TorchSDK, directory: str, files: dict[str, list[str]]) -> None:
     """Translate files in place, in a process that loads torch's hipify and no other part of it."""
-    from opkiln.process import run
+    from opkiln.process import python, run
 
     own = modules(torch)
     listing = os.path.join(directory, "hipify.json")  # no file of the author is in `/`
     with open(listing, "w", encoding="ascii") as file:
         json.dump(files, file)
-    argv = (sys.executable, "-I", "-S", _TRANSLATOR, os.path.dirname(own[0]), listing)
+    argv = python(_TRANSLATOR, os.path.dirname(own[0]), listing, isolated=True)
     done = run(argv, cwd=directory, timeout=600)
     os.unlink(listing)
     if done.returncode != 0:

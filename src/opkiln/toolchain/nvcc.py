@@ -9,6 +9,7 @@ of wheels the probe also compiles and links.
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from typing import Any, NamedTuple
 
@@ -227,7 +228,9 @@ def _failure(
         return ToolchainError(
             f"nvcc does not support the host compiler {settings.ccbin or host.cxx}",
             why="\n".join([why, *(f"{path} is supported" for path in others)]),
-            hint=f"NVCC_CCBIN={others[0]}" if others else _installing(search.unsupported),
+            hint=f"NVCC_CCBIN={shlex.quote(others[0])}"
+            if others
+            else _installing(search.unsupported),
         )
     named, origin = origin_of("cuda_home")
     said = next((each.version for each in search.candidates if each.version), "")

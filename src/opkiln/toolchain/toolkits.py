@@ -220,11 +220,11 @@ def _last_resort(memory: tuple[str, ...], ask: bool) -> Place | None:
 
 
 def _pathfinder() -> str:
-    from opkiln.process import capture
+    from opkiln.process import capture, python
 
     if not sys.executable:
         return ""  # Python is embedded in another program
-    answer = capture((sys.executable, "-c", _PATHFINDER), timeout=60)
+    answer = capture(python("-c", _PATHFINDER), timeout=60)
     nvcc = answer.stdout.strip()
     return nvcc if answer.returncode == 0 and nvcc and executable(nvcc) else ""
 

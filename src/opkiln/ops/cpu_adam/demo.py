@@ -1,8 +1,6 @@
 """What one process of ``opkiln demo`` does: train with CPUAdam, then with torch's AdamW.
 
-    python -m opkiln.ops.cpu_adam.demo RESULT
-
-It writes what it saw to the file RESULT, as JSON: what loading the op took and decided, how the
+``main`` writes what it saw to a file, as JSON: what loading the op took and decided, how the
 training went, and how far the parameters are from torch's.
 """
 
@@ -10,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import time
 from typing import Any
 
@@ -96,7 +93,3 @@ def _bytes(tensor: Any) -> bytes:
     import torch
 
     return bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import NamedTuple
 
 from opkiln.report.layout import columns, count, paint
@@ -13,6 +14,14 @@ if TYPE_CHECKING:
 
 PASS, SKIP, WARN, FAIL = "PASS", "SKIP", "WARN", "FAIL"  # from good to bad
 _LOOKS = {PASS: "good", SKIP: "weak", WARN: "strong", FAIL: "bad"}
+
+
+# What a hint begins with if it is a command. Any other hint is prose.
+PROGRAMS = {
+    "apt-get", "c++filt", "chmod", "command", "conda", "df", "ds_report", "echo", "export", "head",
+    "ls", "mkdir", "mv", "nm", "opkiln", "pip", "python", "python3", "readelf", "sha256sum",
+    "ulimit", "unset",
+}  # fmt: skip
 
 
 class Outcome(NamedTuple):
@@ -61,15 +70,23 @@ def worst(findings: Iterable[Finding]) -> str:
 def copyable(hint: str) -> str:
     """The command in an error's hint, in a form that a shell takes.
 
-    A remark after the command is removed, and a variable gets its ``export``. The result is empty
-    for a hint in prose.
+    A remark after the command is removed, and a variable alone gets its ``export``. The result is
+    empty for any other hint: prose, or a line of Python.
     """
     command = hint.partition("    ")[0].strip()
-    first = command.partition(" ")[0]
-    name, equals, _ = first.partition("=")
-    if equals and name.isidentifier():
-        return f"export {command}"
-    return "" if first in ("set", "add", "install", "move", "restart") else command
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return ""  # an apostrophe of prose
+    program = next((word for word in words if not _is_assignment(word)), "")
+    if not program:
+        return f"export {command}" if words else ""
+    return command if program in PROGRAMS or program.startswith("/") else ""
+
+
+def _is_assignment(word: str) -> bool:
+    name, equals, _ = word.partition("=")
+    return bool(equals) and name.isidentifier()
 
 
 def joined(*parts: str) -> str:

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
-import opkiln
 from opkiln.decision import policy
 from opkiln.errors import ToolchainError
 from opkiln.model import CPU, CUDA
-from opkiln.process import capture, signal_name
+from opkiln.process import capture, python_code, signal_name
 from opkiln.settings import override, settings, whole_environment
 from opkiln.store.layers import Store
 from opkiln.toolchain import choice, torch_sdk
@@ -106,20 +104,9 @@ class Here:
 # Child processes
 
 
-def child_argv(code: str, *arguments: str) -> tuple[str, ...]:
-    """The command that runs ``code`` in this Python, with the arguments in ``sys.argv[1:]``.
-
-    Nothing is imported from the current directory, where a file may have any name. opkiln's own
-    directory is added last: it may be that directory.
-    """
-    home = os.path.dirname(os.path.dirname(os.path.abspath(opkiln.__file__)))
-    start = f"import sys; sys.path.append({home!r})\n{code}"
-    return (sys.executable or "python3", "-P", "-c", start, *arguments)
-
-
 def child_answer(code: str, *arguments: str) -> tuple[Any, str]:
     """(the JSON in the last line that ``code`` prints, why there is none). One of them is empty."""
-    done = capture(child_argv(code, *arguments), env=whole_environment(), timeout=_LONGEST)
+    done = capture(python_code(code, *arguments), env=whole_environment(), timeout=_LONGEST)
     lines = done.stdout.strip().splitlines()
     if done.returncode == 0 and lines:
         try:

@@ -202,8 +202,12 @@ def _another() -> str:
     if origin.isupper():
         return f"unset {origin}"
     path, set_by = origin_of("path")
-    # Without PATH, the compiler is found in the usual places, but does not find its assembler.
-    return f"export PATH={os.pathsep.join(path)}" if set_by == "default" else install("g++")
+    # Without PATH, compilers are looked for in the usual places alone.
+    return (
+        f"export PATH={shlex.quote(os.pathsep.join(path))}"
+        if set_by == "default"
+        else install("g++")
+    )
 
 
 def runtime(here: Here) -> Outcome:

@@ -33,7 +33,7 @@ from opkiln.model import (
 )
 from opkiln.report.commands import of_this_python
 from opkiln.report.doctor.finding import Outcome, copyable, failed, joined, passed, skipped
-from opkiln.report.doctor.here import Here, child_argv, how_it_ended
+from opkiln.report.doctor.here import Here, how_it_ended
 from opkiln.report.layout import duration
 from opkiln.settings import settings, table, whole_environment
 from opkiln.store import publish
@@ -122,7 +122,8 @@ def _in(work: str, what: str, variables: dict[str, str], *, calls: bool) -> Outc
         **variables,
     }
     how = "call" if calls else "load"
-    done = process.run(child_argv(_CHILD, what, how, result), env=environment, timeout=_LONGEST)
+    argv = process.python_code(_CHILD, what, how, result)
+    done = process.run(argv, env=environment, timeout=_LONGEST)
     found: dict[str, Any] = {}
     if os.path.exists(result):
         with open(result) as file:

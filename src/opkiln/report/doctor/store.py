@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import stat
 import tempfile
@@ -84,6 +85,7 @@ def mode(here: Here) -> Outcome:
 # A variable may name a directory that others use (/tmp, /home/bob). A command that changes the mode
 # or owner is only suggested for a directory that contains a store and nothing else.
 
+_LAYOUT = re.compile(r"v[1-9]\d*")
 _CONTENTS = {
     "failures", "locks", "logs", "objects", "ops", "receipts", "staging", "toolchains",
 }  # fmt: skip
@@ -110,7 +112,8 @@ def _only_a_store() -> bool:
         if os.path.islink(path) or os.path.ismount(path) or room(path).read_only:
             return False
         try:
-            if not set(os.listdir(path)) <= known:
+            # Other versions of opkiln have directories of their own next to ours.
+            if any(name not in known and not _LAYOUT.fullmatch(name) for name in os.listdir(path)):
                 return False
         except OSError:
             return False  # it is not a directory, or cannot be read

@@ -126,12 +126,12 @@ def _family(path: str) -> str:
 
 def _loaded(torch: str, preloaded: str) -> list[str]:
     """The files that a process maps when it loads torch's libraries."""
-    from opkiln.process import capture
+    from opkiln.process import capture, python
 
     names = ("libc10.so", "libtorch_cpu.so")
     libraries = [path for name in names if os.path.exists(path := os.path.join(torch, "lib", name))]
     environment = {**child_environment(), **({"LD_PRELOAD": preloaded} if preloaded else {})}
-    argv = (sys.executable or "python3", "-I", "-S", "-c", _MAPPED, *libraries)
+    argv = python("-c", _MAPPED, *libraries, isolated=True)
     answer = capture(argv, env=environment, timeout=60)
     # Resolved: conda makes libgomp a link to the other family's library.
     return sorted({os.path.realpath(path) for path in answer.stdout.split("\n") if path})

@@ -1,0 +1,117 @@
+"""Hints: a command to copy is one, and the paths in it are quoted."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from opkiln.errors import StoreError
+from opkiln.report.doctor.finding import PROGRAMS, copyable
+from opkiln.store import archive
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SOURCE = Path(__file__).parents[2] / "src" / "opkiln"
+
+# Words in the expressions that give paths. What users and authors name can have any character.
+PATHS = re.compile(r"\b(\w+_)?(path|file|dir|directory|parent|script|root|folder|leaf)s?(_\w+)?\b")
+QUOTED = re.compile(r"\b(shlex\.)?(quote|join)\(.*\)\Z")
+
+
+def commands(code: str) -> Iterator[ast.JoinedStr]:
+    """The commands with something filled in: texts that begin with a program's name."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
+            first, space, _ = str(node.values[0].value).partition(" ")
+            if space and first in PROGRAMS:
+                yield node
+
+
+def unquoted(code: str) -> list[str]:
+    """The paths that commands have without quotes."""
+    found = []
+    for command in commands(code):
+        text = ""
+        for part in command.values:
+            if isinstance(part, ast.Constant):
+                text += str(part.value)
+                continue
+            assert isinstance(part, ast.FormattedValue)
+            shown = ast.unparse(part.value)
+            # After four spaces there is a remark, which nobody copies.
+            if "    " not in text and not QUOTED.match(shown) and PATHS.search(shown):
+                found.append(f"{text}{{{shown}}}")
+    return found
+
+
+def sources() -> dict[str, str]:
+    files = sorted(SOURCE.rglob("*.py"))
+    assert len(files) > 100, "the sources are not where this test looks for them"
+    return {str(path.relative_to(SOURCE)): path.read_text() for path in files}
+
+
+def test_every_path_in_a_command_is_quoted() -> None:
+    found = {path: unquoted(text) for path, text in sources().items()}
+    assert {path: names for path, names in found.items() if names} == {}
+    assert sum(len(list(commands(text))) for text in sources().values()) > 20
+
+
+@pytest.mark.parametrize("code", ["f'ls -l {path}'", "f'mv {directory} {x}'",
+                                  "f'python {script}    # {x}'"])  # fmt: skip
+def test_a_path_without_quotes_would_be_found(code: str) -> None:
+    assert len(unquoted(code)) == 1
+
+
+@pytest.mark.parametrize("code", ["f'ls -l {shlex.quote(path)}'", "f'unset {origin}'",
+                                  "f'opkiln cache gc    # {path}'"])  # fmt: skip
+def test_a_quoted_path_is_not_found(code: str) -> None:
+    assert unquoted(code) == []
+
+
+def hints(code: str) -> Iterator[str]:
+    """The hints that are given as plain text."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.keyword) and node.arg == "hint":
+            for each in ast.walk(node.value):
+                if isinstance(each, ast.Constant) and isinstance(each.value, str):
+                    yield each.value
+
+
+# Words that a command never has but a sentence does.
+SENTENCE = re.compile(r"\b(which|the|its|them|that|instead)\b")
+
+
+def test_no_sentence_is_taken_for_a_command() -> None:
+    taken = {copyable(hint) for text in sources().values() for hint in hints(text)}
+    assert len(taken) > 20
+    assert [command for command in sorted(taken) if SENTENCE.search(command)] == []
+
+
+def test_a_path_with_spaces_can_be_copied(tmp_path: Path) -> None:
+    path = str(tmp_path / "a b; $(c)")
+    with pytest.raises(StoreError) as caught, archive.Bundle(path, listed=True):
+        pass
+    assert shlex.split(copyable(caught.value.hint))[-1] == path
+
+
+def test_the_members_below_a_directory_are_found_without_reading_all() -> None:
+    class Counted(str):
+        compared = 0
+
+        def __lt__(self, other: str) -> bool:
+            Counted.compared += 1
+            return str.__lt__(self, other)
+
+    leaves = sorted(f"v1/ops/a/op{number:05d}" for number in range(4000))
+    names = [f"{leaf}/{name}" for leaf in leaves for name in ("a", "b")]
+    bundle = archive.Bundle.__new__(archive.Bundle)
+    bundle.members = tuple(archive.Member(Counted(name), 0, "", 0) for name in names)
+    found = bundle.below(leaves[7])
+    assert [member.name for member in found] == names[14:16]
+    assert Counted.compared < 40
