@@ -156,7 +156,8 @@ def declared(
     files = [os.path.abspath(os.fspath(source)) for source in listed]
     for file in files:
         if not os.path.isfile(file):
-            raise SpecError(f"op {name}: the source {file} does not exist")
+            fault = "is not a regular file" if os.path.exists(file) else "does not exist"
+            raise SpecError(f"op {name}: the source {file} {fault}")
     includes = [os.path.abspath(os.fspath(path)) for path in include_dirs]
     root = _root(files, includes)
     return OpSpec(

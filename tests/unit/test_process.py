@@ -14,7 +14,7 @@ from sample import signals
 from sample.quiet import needs_quiet, within
 
 from opkiln import process
-from opkiln.errors import BuildCancelled, BuildTimeout, ToolchainError
+from opkiln.errors import BuildCancelled, BuildTimeout, InputError, ToolchainError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -274,3 +274,34 @@ def test_many_threads_run_at_once_and_get_their_own_output() -> None:
     for thread in threads:
         thread.join()
     assert results == {number: f"{number}\n" for number in range(16)}
+
+
+@pytest.mark.parametrize("opened", ["by its writer, too", "by nobody else"])
+def test_a_child_that_waits_for_a_fifo_is_ended_with_its_name(opened: str, tmp_path: Path) -> None:
+    fifo = tmp_path / "header.h"
+    os.mkfifo(fifo)
+    held = os.open(fifo, os.O_RDWR) if opened == "by its writer, too" else None
+    try:
+        with pytest.raises(InputError) as caught:
+            process.run(
+                ["sh", "-c", "cat header.h; true"], cwd=str(tmp_path), watch_files=True, timeout=60
+            )
+    finally:
+        if held is not None:
+            os.close(held)
+    assert f"cat reads {fifo}, a FIFO that nobody writes to" in caught.value.what
+    assert caught.value.hint == f"ls -lL {fifo}"
+
+
+def test_a_child_that_reads_a_device_without_an_end_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "header.h").symlink_to("/dev/zero")
+    argv = ["sh", "-c", f"cat {tmp_path}/header.h > /dev/null; true"]
+    with pytest.raises(InputError, match="cat reads /dev/zero, a device without an end") as caught:
+        process.run(argv, watch_files=True, timeout=60)
+    assert "find -L" in caught.value.hint
+
+
+def test_a_child_may_use_a_fifo_of_its_own(tmp_path: Path) -> None:
+    script = 'mkfifo "$TMPDIR/own"; (sleep 2; echo through > "$TMPDIR/own") & cat "$TMPDIR/own"'
+    done = process.run(["sh", "-c", script], tmpdir=str(tmp_path), watch_files=True, timeout=60)
+    assert done.output == "through\n"

@@ -18,11 +18,12 @@ from opkiln.build_model import DeviceCompiler, Plan, Step, Target, Toolchain
 from opkiln.building import failure, inline, loadtest, needs
 from opkiln.building import objects as compiling
 from opkiln.decision import policy
-from opkiln.digest import sha256_file
+from opkiln.digest import UnusableFile, sha256_file
 from opkiln.engine import cgroup, events, schedule
 from opkiln.engine.schedule import StepFailed
 from opkiln.errors import (
     CompileError,
+    InputError,
     LoadTestError,
     SourcesChanging,
     StoreError,
@@ -100,7 +101,7 @@ def _take_turn(plan: Plan, store: Store) -> Artifact:
             return got
         try:
             return _Build(plan, store, intent, build_name).run()
-        except (CompileError, LoadTestError, SourcesChanging) as error:
+        except (CompileError, InputError, LoadTestError, SourcesChanging) as error:
             # These errors follow from the inputs, so every process would get them. A full disk, a
             # time-out or a killed compiler concern only this process: those that wait then build
             # for themselves.
@@ -138,6 +139,12 @@ class _Build:
             with publish.scratch(spec.name) as stage:
                 try:
                     artifact = self._stage(stage, began)
+                except UnusableFile as error:
+                    raise InputError(
+                        f"op {spec.name} cannot be built: {error.filename} cannot be read",
+                        why=error.strerror or "",
+                        hint=shlex.join(["ls", "-lL", str(error.filename)]),
+                    ) from error
                 except OSError as error:
                     if error.errno in failure.FULL:
                         raise failure.no_space(spec, stage) from error

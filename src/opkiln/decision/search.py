@@ -257,8 +257,10 @@ def plan_for(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
                     why="a compiler reads files on disk, and these are packed in a zip file",
                     hint="pip install the package, which unpacks it, instead of importing the zip",
                 )
+            there = os.path.exists(os.path.join(spec.root, source))
             raise SpecError(
-                f"op {spec.name}: the source {source} does not exist",
+                f"op {spec.name}: the source {source} "
+                f"{'is not a regular file' if there else 'does not exist'}",
                 why=f"sources are looked for in {spec.root}",
                 hint="check its name; in a wheel, list it in the package's data files",
             )

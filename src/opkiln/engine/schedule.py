@@ -207,6 +207,7 @@ class _Run:
                 tmpdir=task.tmpdir,
                 timeout=self.timeout,
                 cancelled=self.cancelled,
+                watch_files=True,
             )
         events.emit(
             events.STEP_END,

@@ -26,7 +26,7 @@ import stat
 from bisect import bisect_left
 from zlib import crc32
 
-from opkiln.digest import sha256_file
+from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import StoreError
 from opkiln.record import Record
 from opkiln.settings import LAYOUT
@@ -329,7 +329,7 @@ class Bundle:
     def digest(self) -> str:
         """The SHA-256 of the whole file. Raises OSError."""
         os.lseek(self._fd, 0, os.SEEK_SET)
-        return sha256_file(self._fd)
+        return sha256_file(self._fd, LARGEST_BUNDLE)
 
 
 def _compare(member: Member, found: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 
 from opkiln.record import Record
-from opkiln.store.entry import MANIFEST, Leaf, Refused, examine, parse_manifest
+from opkiln.store.entry import Leaf, Refused, examine, read_manifest
 from opkiln.store.location import Layer, Location, choose
 from opkiln.store.recheck import Hasher
 from opkiln.trust import fault, open_to_all
@@ -95,9 +95,8 @@ class Store:
                 for build in _names(os.path.join(base, intent)):
                     for leaf in _names(os.path.join(base, intent, build)):
                         try:
-                            path = os.path.join(base, intent, build, leaf, MANIFEST)
-                            with open(path, "rb") as file:
-                                yield intent, parse_manifest(file.read())["target"]
+                            path = os.path.join(base, intent, build, leaf)
+                            yield intent, read_manifest(path)["target"]
                         except (OSError, ValueError, KeyError):
                             continue  # damaged or just collected: try the next one
                         break

@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from opkiln import errors
+from opkiln.digest import read_file
 from opkiln.trust import make_private
 
 TYPE_CHECKING = False
@@ -194,8 +195,7 @@ def _clear_holder(fd: int) -> None:
 
 def _raise_failure(path: str, awaited: set[str]) -> None:
     try:
-        with open(path) as file:
-            record = json.load(file)
+        record = json.loads(read_file(path))
         token, kind = record["token"], getattr(errors, record["kind"])
         if token not in awaited or not issubclass(kind, errors.OpkilnError):
             return
