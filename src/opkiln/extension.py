@@ -267,7 +267,7 @@ def served(spec: OpSpec, asked: str, verbose: bool) -> tuple[Any, Artifact]:
     # Several specs may go by one name here; each call finds its own, by key.
     # What the user set, or `opkiln run` for him, goes before what the program's author chose.
     silent = not verbose and origin_of("progress")[1] == "default"
-    with override(**({"progress": "off"} if silent else {})):
+    with override(**({"progress": "quiet"} if silent else {})):
         loaded = loader.load(Op(spec, asked=asked), again=True)
     assert loaded.artifact is not None  # there is no reference to fall back to
     return loaded.value, loaded.artifact

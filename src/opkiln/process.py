@@ -162,6 +162,16 @@ def signal_name(returncode: int) -> str:
         return f"signal {-returncode}"
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal or a debugger. False if it cannot be seen."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The command name may contain anything, so the fields begin after the last ")".
+            return file.read().rpartition(b")")[2].split()[:1] in ([b"T"], [b"t"])
+    except OSError:
+        return False
+
+
 def register_scratch(path: str) -> None:
     """Have the watchdog remove this directory if this process dies before it is released."""
     _guard.register(os.fsencode(os.path.abspath(path)))

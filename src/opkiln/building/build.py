@@ -22,6 +22,7 @@ from opkiln.digest import UnusableFile, sha256_file
 from opkiln.engine import cgroup, events, schedule
 from opkiln.engine.schedule import StepFailed
 from opkiln.errors import (
+    BuildTimeout,
     CompileError,
     InputError,
     LoadTestError,
@@ -93,19 +94,29 @@ def _take_turn(plan: Plan, store: Store) -> Artifact:
 
     def waiting(state: lock.Waiting) -> None:
         holder = state.holder or lock.Holder(0, "", "")
-        events.emit("waiting", op=spec.name, pid=holder.pid, host=holder.host,
-                    seconds=state.seconds, what="build")  # fmt: skip
+        what = "build, but it is stopped" if state.stopped else events.BUILD
+        events.emit(events.WAITING, op=spec.name, pid=holder.pid, host=holder.host,
+                    seconds=state.seconds, what=what)  # fmt: skip
 
-    with lock.turn(store.root, f"{intent}-{build_name}", arrived, waiting) as got:
+    limit = settings.build_timeout
+    with lock.turn(
+        store.root, f"{intent}-{build_name}", arrived, waiting, what=f"op {spec.name}", limit=limit
+    ) as got:
         if isinstance(got, Artifact):
             return got
+
+        def advance(event: events.Event) -> None:
+            if event.kind == events.STEP_END:
+                got.advance()
+
         try:
-            return _Build(plan, store, intent, build_name).run()
-        except (CompileError, InputError, LoadTestError, SourcesChanging) as error:
-            # These errors follow from the inputs, so every process would get them. A full disk, a
-            # time-out or a killed compiler concern only this process: those that wait then build
-            # for themselves.
-            got.fail(error)
+            with events.listening(advance):
+                return _Build(plan, store, intent, build_name).run()
+        except (BuildTimeout, CompileError, InputError, LoadTestError, SourcesChanging) as error:
+            # These errors follow from the inputs, so every process would get them, or the machine
+            # is too slow for all of them. A full disk or a killed compiler concern only this
+            # process: those that wait then build for themselves.
+            got.fail(error, limit)
             raise
 
 

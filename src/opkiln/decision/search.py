@@ -13,6 +13,7 @@ from opkiln.decision.target import features, require_cpu
 from opkiln.decision.terms import LOAD, Build, Serve
 from opkiln.errors import BuildError, SpecError, ToolchainError
 from opkiln.model import ABI_NONE, ABI_STABLE, CPU, CUDA, ROCM, STABLE_VERSION, Artifact
+from opkiln.settings import settings
 from opkiln.store import key
 from opkiln.store.recheck import Hasher
 from opkiln.toolchain import choice, torch_sdk
@@ -219,25 +220,37 @@ def _asked(store: Store, backend: str, architecture: str) -> Toolchain:
 
     Raises ToolchainError, and StoreError for a store that has become somebody else's.
     """
+    from opkiln.engine import events
     from opkiln.store import location, lock
 
     location.claim(store.root)
     if store.root is None:
         return choice.choose(store.memory, backend, architecture)
-    waited = False
+    waited = said = False
 
-    def waiting(_: lock.Waiting) -> None:
-        nonlocal waited
+    def waiting(state: lock.Waiting) -> None:
+        nonlocal waited, said
         waited = True
+        if not said and state.holder is not None and state.seconds >= 1:
+            said = True
+            whom = f"pid {state.holder.pid} on host {state.holder.host}"
+            events.emit(events.NOTE, text=f"waiting for {whom}, which asks the compilers")
 
     def arrived() -> Toolchain | None:
         return choice.recall(store.memory, backend, architecture)
 
-    with lock.turn(store.root, f"compilers-{backend}-{architecture}", arrived, waiting) as got:
+    with lock.turn(
+        store.root, f"compilers-{backend}-{architecture}", arrived, waiting,
+        what=f"the list of compilers for {backend}", limit=settings.build_timeout,
+    ) as got:  # fmt: skip
         if not isinstance(got, lock.Turn):
             return got
         if not waited:
-            return choice.choose(store.memory, backend, architecture)
+            try:
+                return choice.choose(store.memory, backend, architecture)
+            except ToolchainError as error:
+                got.fail(error)
+                raise
     # The other process asked a compiler that was installed so recently that its answer is not
     # believed. Asking one after the other would only take longer.
     return choice.choose(store.memory, backend, architecture)
