@@ -45,6 +45,9 @@ os.register_at_fork(
 
 _listeners: list[Listener] = []
 
+# Bytes of a child's output that are kept: from the start, where a compiler's first error is, and
+# from the end, where it says why it gave up.
+_HEAD, _TAIL = 4 << 20, 1 << 20
 _LOOK = 0.5  # seconds between two looks at the files that a child reads
 
 _WATCHDOG = os.path.join(os.path.dirname(os.path.abspath(__file__)), "watchdog.py")
@@ -55,7 +58,9 @@ class Completed(NamedTuple):
 
     argv: tuple[str, ...]
     returncode: int  # if negative, the signal that ended it
-    output: str  # stdout and stderr together, in the order they were written
+    # stdout and stderr together, in the order they were written. Of a long output, the start and
+    # the end, with a line between them that says how much was left out.
+    output: str
     wall: float  # seconds
     max_rss: int  # bytes: the peak of its largest process; 0 if it ran too briefly to measure
 
@@ -249,7 +254,7 @@ def _carry_out(
         )
     counted = usage.ru_maxrss * 1024
     max_rss = counted if counted > floor else min(counted, follower.peak)
-    streams = tuple(bytes(data).decode("utf-8", "replace") for data in follower.data)
+    streams = tuple(data.text() for data in follower.data)
     return _Ended(child.returncode, streams, wall, max_rss)
 
 
@@ -288,6 +293,43 @@ def _not_started(argv: Sequence[str], cwd: str | None, error: Exception) -> Tool
     return ToolchainError(f"{program} could not be started", why=why, hint=hint)
 
 
+class _Output:
+    """The start and the end of what a child writes to one pipe."""
+
+    def __init__(self) -> None:
+        self._head = bytearray()
+        self._tail = bytearray()
+        self._left_out = 0
+
+    def add(self, chunk: bytes) -> None:
+        room = _HEAD - len(self._head)
+        self._head += chunk[:room]
+        self._tail += chunk[room:]
+        # Twice the size, so that the bytes that stay are not moved for every chunk.
+        if len(self._tail) > 2 * _TAIL:
+            self._cut()
+
+    def _cut(self) -> None:
+        extra = len(self._tail) - _TAIL
+        if extra > 0:
+            del self._tail[:extra]
+            self._left_out += extra
+
+    def text(self) -> str:
+        if not self._left_out and len(self._tail) <= _TAIL:
+            return (self._head + self._tail).decode("utf-8", "replace")
+        self._cut()
+        # Whole lines, and so whole characters too, unless a line is longer than either part.
+        head, newline, _ = self._head.rpartition(b"\n")
+        head = head + newline if newline else self._head
+        start = self._tail.find(b"\n") + 1
+        tail = self._tail[start:]
+        left_out = self._left_out + len(self._head) - len(head) + start
+        text = f"[opkiln left out {left_out} bytes of output here]\n".encode()
+        middle = text if head.endswith(b"\n") else b"\n" + text
+        return (head + middle + tail).decode("utf-8", "replace")
+
+
 class _Follower:
     """Reads a child's output and samples its memory until it exits."""
 
@@ -295,7 +337,7 @@ class _Follower:
         self.pid = child.pid
         self.own_files = own_files  # where the child makes files; None: do not watch what it reads
         self.pipes = [pipe for pipe in (child.stdout, child.stderr) if pipe is not None]
-        self.data = [bytearray() for _ in self.pipes]
+        self.data = [_Output() for _ in self.pipes]
         self.open = {pipe.fileno(): data for pipe, data in zip(self.pipes, self.data, strict=True)}
         self.peak = 0
         try:
@@ -351,7 +393,7 @@ class _Follower:
             chunk = os.read(fd, 1 << 20)
         except BlockingIOError:
             return True
-        self.open[fd] += chunk
+        self.open[fd].add(chunk)
         return bool(chunk)
 
     def close(self) -> None:
