@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 
 from opkiln.binary import elf
@@ -46,7 +47,8 @@ def check(
     interpreter = sys.executable or os.path.join(sys.base_exec_prefix, "bin", "python3")
     libraries = [*_torch_libraries(spec, torch), *after, path]
     asked = spec.kernels if spec.kind == LIBRARY and (torch is None or torch.cxx11_abi) else ()
-    arguments = (",".join(DISPATCH_KEYS[spec.backend]), ",".join(asked), *libraries)
+    nonce = secrets.token_hex(8)
+    arguments = (nonce, ",".join(DISPATCH_KEYS[spec.backend]), ",".join(asked), *libraries)
     limit = min(_LIMIT, settings.build_timeout)
     try:
         done = run((interpreter, "-I", "-S", _PROBE, *arguments), timeout=limit, tmpdir=tmpdir)
@@ -56,13 +58,16 @@ def check(
             why="a constructor of the library does not end; nothing was published",
             hint=f"OPKILN_BUILD_TIMEOUT={max(60, int(limit) * 2)}" if limit < _LIMIT else "",
         ) from None
-    loaded = done.output.partition(f"\n{LOADED}\n")
+    loaded = done.output.partition(f"\n{LOADED} {nonce}\n")
     if loaded[1]:
         # The child may have died later, while it asked torch. The library is not the cause then.
         _require_kernels(spec, loaded[2])
         return
     if done.returncode < 0:
         reason = f"the process died of {signal_name(done.returncode)}"
+    elif done.returncode == 0:
+        reason = "a constructor of the library ended the process with exit status 0"
+        reason += f"\n{done.output.strip()}" if done.output.strip() else ""
     else:
         reason = done.output.strip() or f"exit {done.returncode}"
     if os.statvfs(path).f_flag & os.ST_NOEXEC:
