@@ -1,14 +1,14 @@
 """The program of the load test's child: loads a library and exits.
 
 Started as ``python -I -S probe_load.py NONCE KEYS FUNCTIONS LIBRARY...`` with torch's libraries
-first. It imports neither torch nor opkiln: dlopening ``libtorch_cpu`` takes a fifth of the time of importing
-torch. If the library crashes, it crashes here and not in a user's process.
+first. It imports neither torch nor opkiln: dlopening ``libtorch_cpu`` takes a fifth of the time of
+importing torch. If the library crashes, it crashes here and not in a user's process.
 
 The line ``LOADED`` with the nonce means that all libraries are loaded. A library that prints such a
-line itself, and then ends the process, does not know the nonce. Each of ``FUNCTIONS`` must have a kernel
-for one of the dispatch ``KEYS``. Both are lists joined by commas, and may be empty. If torch can be
-asked, a line ``MISSING`` follows. It lists the functions without a kernel, and registered functions
-of the same names in other namespaces.
+line itself, and then ends the process, does not know the nonce. Each of ``FUNCTIONS`` must have a
+kernel for one of the dispatch ``KEYS``. Both are lists joined by commas, and may be empty. If torch
+can be asked, a line ``MISSING`` follows. It lists the functions without a kernel, and registered
+functions of the same names in other namespaces.
 """
 
 import ctypes
