@@ -1,5 +1,8 @@
 """Digests of values and files, and the stat signature that saves re-reading a file.
 
+Files are opened here without waiting, and only regular ones are read: opening a FIFO would wait for
+a writer, and ``/dev/zero`` has no end.
+
 Everything that enters a key goes through ``encode``. It writes types and lengths, so two different
 values never give the same bytes (``-DA -DB`` is not ``-DA-DB``). It also writes a version, so a
 change here changes every key.
@@ -7,8 +10,10 @@ change here changes every key.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
 import time
 from itertools import chain
 from operator import attrgetter
@@ -24,6 +29,10 @@ ENCODING = 1
 
 # In hex digits: 160 bits of SHA-256. That is short enough for paths and long enough to be unique.
 KEY_LENGTH = 40
+
+LARGEST = 8 << 30  # bytes of a file that is hashed: a library, an archive, a compiler
+LARGEST_RECORD = 256 << 20  # bytes of a file that is read whole: a manifest, a source
+LARGEST_BUNDLE = 1 << 42
 
 _SETTLED_NS = 2_000_000_000  # FAT's clock, the coarsest in use, ticks every two seconds
 
@@ -69,17 +78,97 @@ def key(kind: str, value: Any) -> str:
     return hashlib.sha256(encode((ENCODING, kind, value))).hexdigest()[:KEY_LENGTH]
 
 
-def sha256_file(path: str | int) -> str:
-    """SHA-256 of a file's contents. Raises OSError."""
-    digest = hashlib.sha256()
-    fd = path if isinstance(path, int) else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+class UnusableFile(OSError):
+    """A file that is not read: it is not a regular file, or it is too large."""
+
+
+def open_regular(path: str, limit: int = LARGEST, flags: int = 0) -> tuple[int, os.stat_result]:
+    """(descriptor, its status) of a regular file of at most ``limit`` bytes. Never waits.
+
+    Raises UnusableFile for any other file, and OSError if it cannot be opened.
+    """
+    # Without O_NONBLOCK, opening a FIFO waits for a writer. It does not affect regular files.
     try:
-        while chunk := os.read(fd, 1 << 17):
-            digest.update(chunk)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # the answer for a socket, and for a device without a driver
+            raise UnusableFile(errno.EINVAL, "it is not a regular file", path) from None
+        raise
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise _unusable(found, path)
+        if found.st_size > limit:
+            raise _too_large(found.st_size, limit, path)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd, found
+
+
+def _unusable(found: os.stat_result, path: str) -> OSError:
+    if stat.S_ISDIR(found.st_mode):
+        return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    fifo, device = stat.S_ISFIFO(found.st_mode), stat.S_ISCHR(found.st_mode)
+    kind = "a FIFO" if fifo else "a device" if device else "a special file"
+    return UnusableFile(errno.EINVAL, f"it is {kind}, not a regular file", path)
+
+
+def _too_large(size: int, limit: int, path: str) -> UnusableFile:
+    text = f"it has {size} bytes, more than the limit of {limit}"
+    return UnusableFile(errno.EFBIG, text, path)
+
+
+def sha256_file(path: str | int, limit: int = LARGEST) -> str:
+    """SHA-256 of the contents of a regular file, or of what a descriptor is open on.
+
+    Never waits. Raises UnusableFile for another kind of file and for one that is larger than
+    ``limit`` bytes, and OSError if it cannot be read. The caller has checked a descriptor.
+    """
+    if isinstance(path, int):
+        return _sha256(path, -1, limit, path)
+    fd, found = open_regular(path, limit)
+    try:
+        return _sha256(fd, found.st_size, limit, path)
     finally:
-        if not isinstance(path, int):
-            os.close(fd)
+        os.close(fd)
+
+
+def _sha256(fd: int, size: int, limit: int, path: str | int) -> str:
+    digest = hashlib.sha256()
+    total = 0
+    while chunk := os.read(fd, 1 << 17):
+        digest.update(chunk)
+        total += len(chunk)
+        # The size saves the read that would only find the end. /proc gives 0 for every file.
+        if total == size:
+            break
+        if total > limit:
+            raise _too_large(total, limit, str(path))
     return digest.hexdigest()
+
+
+def read_file(path: str, limit: int = LARGEST_RECORD, flags: int = 0) -> bytes:
+    """The contents of a regular file. Never waits. Raises as ``sha256_file``."""
+    fd, found = open_regular(path, limit, flags)
+    try:
+        return read_opened(fd, found, limit, path)
+    finally:
+        os.close(fd)
+
+
+def read_opened(fd: int, found: os.stat_result, limit: int, path: str) -> bytes:
+    """The contents of a file that ``open_regular`` opened."""
+    data = os.read(fd, found.st_size + 1)
+    if len(data) == found.st_size:
+        return data
+    parts, total = [data], len(data)  # it is growing, or was cut, or gives its size as 0
+    while chunk := os.read(fd, 1 << 17):
+        parts.append(chunk)
+        total += len(chunk)
+        if total > limit:
+            raise _too_large(total, limit, path)
+    return b"".join(parts)
 
 
 class Signature(Record):

@@ -177,6 +177,10 @@ class BuildCancelled(BuildError):
     """The build was interrupted; its children were ended."""
 
 
+class InputError(BuildError):
+    """A file that a build reads is not a regular file, or it is too large."""
+
+
 class SourcesChanging(BuildError):
     """Sources were edited while they were compiled, several times over; nothing was published."""
 

@@ -156,7 +156,8 @@ def declared(
     files = [os.path.abspath(os.fspath(source)) for source in listed]
     for file in files:
         if not os.path.isfile(file):
-            raise SpecError(f"op {name}: the source {file} does not exist")
+            fault = "is not a regular file" if os.path.exists(file) else "does not exist"
+            raise SpecError(f"op {name}: the source {file} {fault}")
     if twice := next((file for file in files if files.count(file) > 1), ""):
         raise SpecError(f"op {name}: the source {twice} is listed twice")
     includes = [os.path.abspath(os.fspath(path)) for path in include_dirs]
@@ -268,7 +269,7 @@ def served(spec: OpSpec, asked: str, verbose: bool) -> tuple[Any, Artifact]:
     # Several specs may go by one name here; each call finds its own, by key.
     # What the user set, or `opkiln run` for him, goes before what the program's author chose.
     silent = not verbose and origin_of("progress")[1] == "default"
-    with override(**({"progress": "off"} if silent else {})):
+    with override(**({"progress": "quiet"} if silent else {})):
         loaded = loader.load(Op(spec, asked=asked), again=True)
     assert loaded.artifact is not None  # there is no reference to fall back to
     return loaded.value, loaded.artifact

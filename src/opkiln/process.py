@@ -22,7 +22,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from opkiln.errors import BuildCancelled, BuildTimeout, ToolchainError
+from opkiln import endless
+from opkiln.errors import BuildCancelled, BuildTimeout, InputError, ToolchainError
 from opkiln.guard import Guard, once_per_thread
 from opkiln.settings import child_environment
 from opkiln.watchdog import MARKER
@@ -44,6 +45,11 @@ os.register_at_fork(
 
 _listeners: list[Listener] = []
 
+# Bytes of a child's output that are kept: from the start, where a compiler's first error is, and
+# from the end, where it says why it gave up.
+_HEAD, _TAIL = 4 << 20, 1 << 20
+_LOOK = 0.5  # seconds between two looks at the files that a child reads
+
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _WATCHDOG = os.path.join(_PACKAGE, "watchdog.py")
 
@@ -53,7 +59,9 @@ class Completed(NamedTuple):
 
     argv: tuple[str, ...]
     returncode: int  # if negative, the signal that ended it
-    output: str  # stdout and stderr together, in the order they were written
+    # stdout and stderr together, in the order they were written. Of a long output, the start and
+    # the end, with a line between them that says how much was left out.
+    output: str
     wall: float  # seconds
     max_rss: int  # bytes: the peak of its largest process; 0 if it ran too briefly to measure
 
@@ -90,12 +98,15 @@ def run(
     timeout: float | None = None,
     cancelled: threading.Event | None = None,
     supervised: bool = True,
+    watch_files: bool = False,
 ) -> Completed:
     """Run a program to its end. A non-zero exit status is returned, not raised.
 
     When this returns or raises, the child is reaped and its whole process group is dead. Raises
     ToolchainError if the program cannot be started, BuildTimeout after ``timeout`` seconds, and
-    BuildCancelled if ``cancelled`` is set before the end.
+    BuildCancelled if ``cancelled`` is set before the end. With ``watch_files``, raises
+    InputError if the program or one of its children reads a FIFO that nobody writes to, or a device
+    without an end.
     """
     environment = _environment(env, tmpdir)
     with contextlib.ExitStack() as stack:
@@ -103,8 +114,9 @@ def run(
         if supervised:
             environment[MARKER] = stack.enter_context(_guard.watching())
         ended = _carry_out(
-            argv, cwd, environment, split_stderr=False, timeout=timeout, cancelled=cancelled
-        )
+            argv, cwd, environment, split_stderr=False, timeout=timeout, cancelled=cancelled,
+            watch_files=watch_files,
+        )  # fmt: skip
     output = ended.streams[0]
     return Completed(tuple(argv), ended.returncode, output, ended.wall, ended.max_rss)
 
@@ -176,6 +188,16 @@ def signal_name(returncode: int) -> str:
         return f"signal {-returncode}"
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal or a debugger. False if it cannot be seen."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The command name may contain anything, so the fields begin after the last ")".
+            return file.read().rpartition(b")")[2].split()[:1] in ([b"T"], [b"t"])
+    except OSError:
+        return False
+
+
 def register_scratch(path: str) -> None:
     """Have the watchdog remove this directory if this process dies before it is released."""
     _guard.register(os.fsencode(os.path.abspath(path)))
@@ -219,6 +241,7 @@ def _carry_out(
     split_stderr: bool,
     timeout: float | None,
     cancelled: threading.Event | None,
+    watch_files: bool = False,
 ) -> _Ended:
     if cancelled is not None and cancelled.is_set():
         raise _cancellation(argv)
@@ -228,7 +251,7 @@ def _carry_out(
     floor = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     started = time.monotonic()
     child = _start(argv, cwd, environment, split_stderr)
-    follower = _Follower(child)
+    follower = _Follower(child, environment.get("TMPDIR", "") if watch_files else None)
     finished = False
     try:
         follower.until_exit(argv, timeout, started, cancelled)
@@ -252,7 +275,7 @@ def _carry_out(
         )
     counted = usage.ru_maxrss * 1024
     max_rss = counted if counted > floor else min(counted, follower.peak)
-    streams = tuple(bytes(data).decode("utf-8", "replace") for data in follower.data)
+    streams = tuple(data.text() for data in follower.data)
     return _Ended(child.returncode, streams, wall, max_rss)
 
 
@@ -291,13 +314,51 @@ def _not_started(argv: Sequence[str], cwd: str | None, error: Exception) -> Tool
     return ToolchainError(f"{program} could not be started", why=why, hint=hint)
 
 
+class _Output:
+    """The start and the end of what a child writes to one pipe."""
+
+    def __init__(self) -> None:
+        self._head = bytearray()
+        self._tail = bytearray()
+        self._left_out = 0
+
+    def add(self, chunk: bytes) -> None:
+        room = _HEAD - len(self._head)
+        self._head += chunk[:room]
+        self._tail += chunk[room:]
+        # Twice the size, so that the bytes that stay are not moved for every chunk.
+        if len(self._tail) > 2 * _TAIL:
+            self._cut()
+
+    def _cut(self) -> None:
+        extra = len(self._tail) - _TAIL
+        if extra > 0:
+            del self._tail[:extra]
+            self._left_out += extra
+
+    def text(self) -> str:
+        if not self._left_out and len(self._tail) <= _TAIL:
+            return (self._head + self._tail).decode("utf-8", "replace")
+        self._cut()
+        # Whole lines, and so whole characters too, unless a line is longer than either part.
+        head, newline, _ = self._head.rpartition(b"\n")
+        head = head + newline if newline else self._head
+        start = self._tail.find(b"\n") + 1
+        tail = self._tail[start:]
+        left_out = self._left_out + len(self._head) - len(head) + start
+        text = f"[opkiln left out {left_out} bytes of output here]\n".encode()
+        middle = text if head.endswith(b"\n") else b"\n" + text
+        return (head + middle + tail).decode("utf-8", "replace")
+
+
 class _Follower:
     """Reads a child's output and samples its memory until it exits."""
 
-    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+    def __init__(self, child: subprocess.Popen[bytes], own_files: str | None) -> None:
         self.pid = child.pid
+        self.own_files = own_files  # where the child makes files; None: do not watch what it reads
         self.pipes = [pipe for pipe in (child.stdout, child.stderr) if pipe is not None]
-        self.data = [bytearray() for _ in self.pipes]
+        self.data = [_Output() for _ in self.pipes]
         self.open = {pipe.fileno(): data for pipe, data in zip(self.pipes, self.data, strict=True)}
         self.peak = 0
         try:
@@ -320,8 +381,15 @@ class _Follower:
         if self.pidfd is not None:
             poller.register(self.pidfd, select.POLLIN)
         tick = 0.002
+        look_at, seen = started + _LOOK, None
         while True:
             self.peak = max(self.peak, _tree_peak(self.pid))
+            if self.own_files is not None and time.monotonic() >= look_at:
+                # Twice the same, so that a child has the time to write to a FIFO of another.
+                before, seen = seen, endless.found(_tree(self.pid), self.own_files)
+                if seen is not None and seen == before:
+                    raise _endless(argv, *seen)
+                look_at = time.monotonic() + _LOOK
             for fd, _ in poller.poll(tick * 1000):
                 if fd != self.pidfd and not self._read(fd):
                     poller.unregister(fd)
@@ -346,7 +414,7 @@ class _Follower:
             chunk = os.read(fd, 1 << 20)
         except BlockingIOError:
             return True
-        self.open[fd] += chunk
+        self.open[fd].add(chunk)
         return bool(chunk)
 
     def close(self) -> None:
@@ -409,19 +477,44 @@ _PEAK = re.compile(rb"^VmHWM:\s*(\d+) kB", re.MULTILINE)
 
 def _tree_peak(pid: int) -> int:
     """The largest resident peak so far of ``pid`` and its living descendants, in bytes."""
-    peak, found = 0, [pid]
-    while found:
-        here = f"/proc/{found.pop()}"
+    peak = 0
+    for each in _tree(pid):
         try:
-            with open(f"{here}/status", "rb") as file:
+            with open(f"/proc/{each}/status", "rb") as file:
                 match = _PEAK.search(file.read())
-            for task in os.listdir(f"{here}/task"):
-                with open(f"{here}/task/{task}/children", "rb") as file:
+        except OSError:
+            continue  # it has just ended
+        peak = max(peak, int(match[1]) * 1024 if match else 0)
+    return peak
+
+
+def _tree(pid: int) -> Iterator[int]:
+    """``pid`` and its living descendants."""
+    found = [pid]
+    while found:
+        here = found.pop()
+        yield here
+        try:
+            for task in os.listdir(f"/proc/{here}/task"):
+                with open(f"/proc/{here}/task/{task}/children", "rb") as file:
                     found += map(int, file.read().split())
         except OSError:
             continue  # it has just ended, or the kernel has no `children` files
-        peak = max(peak, int(match[1]) * 1024 if match else 0)
-    return peak
+
+
+def _endless(argv: Sequence[str], name: str, path: str) -> InputError:
+    what, why, hint = "a FIFO that nobody writes to", "", ["ls", "-lL", path]
+    if path.startswith("/dev/"):
+        what = "a device without an end"
+        why = "a file that is compiled or included leads there\n"
+        if "-c" in argv[:-1]:
+            source = argv[list(argv).index("-c") + 1]
+            hint = ["find", "-L", os.path.dirname(source) or ".", "-samefile", path]
+    return InputError(
+        f"{argv[0]} was killed: {name} reads {path}, {what}",
+        why=why + _shown(argv),
+        hint=shlex.join(hint),
+    )
 
 
 def _cancellation(argv: Sequence[str]) -> BuildCancelled:

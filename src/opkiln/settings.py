@@ -464,7 +464,11 @@ class Settings:
     )  # fmt: skip
     build_timeout = Setting(
         "OPKILN_BUILD_TIMEOUT", _seconds, 1800.0,
-        "Seconds after which a build step is ended.", shown="1800",
+        "Seconds after which a build step is ended, or the load of a new library (2 minutes at "
+        "most). Also the limit of a wait for another process: one that builds the same op and "
+        "finishes no step in this time, or one that holds the CPUs. All who wait for a build that "
+        "took too long get its error at once.",
+        shown="1800",
     )  # fmt: skip
     trace = Setting(
         "OPKILN_TRACE", str, None,
@@ -472,10 +476,13 @@ class Settings:
         shown="none",
     )  # fmt: skip
     progress = Setting(
-        "OPKILN_PROGRESS", _choice("auto", "bar", "lines", "verbose", "off"), "auto",
+        "OPKILN_PROGRESS", _choice("auto", "bar", "lines", "verbose", "quiet", "off"),
+        "auto",
         "How a build reports on standard error: `bar`, `lines`, `verbose` (lines, and every "
-        "command that is run) or `off`. `auto` is a bar on a terminal and lines elsewhere; and "
-        "nothing in ranks other than the first, or where the `opkiln` logger shows the lines.",
+        "command that is run), `quiet` (only that it has waited for another process for 5 seconds) "
+        "or `off`. `load(verbose=False)` is `quiet` if this is unset. `auto` is a "
+        "bar on a terminal and lines elsewhere; and nothing in ranks other than the first, or "
+        "where the `opkiln` logger shows the lines.",
     )  # fmt: skip
     no_color = Setting(
         "NO_COLOR", bool, False, "Any value: no colour.", shown="off", group="terminal",

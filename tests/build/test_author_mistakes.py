@@ -222,3 +222,17 @@ def test_include_paths_of_a_call_as_one_string_are_refused(tmp_path: Path) -> No
     with pytest.raises(UsageError, match=r"extra_include_paths must be a list, not the string"):
         opkiln.load("wrong", str(tmp_path / "a.cpp"), abi="none", is_python_module=False,
                     extra_include_paths=str(tmp_path))  # fmt: skip
+
+
+@pytest.mark.parametrize("said", ["", 'puts("\\nopkiln: loaded");'], ids=["silent", "lying"])
+def test_a_constructor_that_ends_the_process_is_told_and_not_published(
+    said: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "op.cpp"
+    source.write_text(
+        "#include <cstdio>\n#include <cstdlib>\n"
+        f"static int ended = [] {{ {said} exit(0); return 0; }}();\n"
+        'extern "C" int value() { return ended; }\n'
+    )
+    with pytest.raises(LoadTestError, match="ended the process with exit status 0"):
+        opkiln.load("op", [str(source)], is_python_module=False, abi="none")

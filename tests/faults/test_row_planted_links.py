@@ -53,7 +53,9 @@ for number in range(count):
         root = store.root
         probing.remember(store.memory, "compiler", {"number": number}, [sys.executable])
         location.claim(root)
-        with lock.turn(root, "precious", lambda: None, lambda state: None) as got:
+        with lock.turn(
+            root, "precious", lambda: None, lambda state: None, what="op", limit=60
+        ) as got:
             publish.publish(leaf, root, f"ops/{number}/precious")
             failure.write_log(root, "precious", "log")
             got.fail(CompileError("failed"))

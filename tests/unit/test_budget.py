@@ -11,12 +11,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 from opkiln.engine import budget, cgroup, events, slots
-from opkiln.errors import BuildCancelled
+from opkiln.errors import BuildCancelled, BuildTimeout
 from opkiln.settings import override
 
 if TYPE_CHECKING:
@@ -440,3 +441,39 @@ def test_this_machines_limits_make_sense() -> None:
         limits = budget.measure()
     assert set(limits.slots) <= os.sched_getaffinity(0)
     assert 64 << 20 < limits.memory < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_a_wait_for_a_free_cpu_ends_at_its_limit_and_names_the_holder(tmp_path: Path) -> None:
+    shares = a_budget(1)
+    with holder(tmp_path, slots=1) as first, holder(tmp_path, slots=1) as second:
+        assert sorted(said(first) + said(second)) == [0, slots.EXTRA]
+        with (
+            pytest.raises(BuildTimeout, match="gave up waiting for a free CPU") as caught,
+            shares.hold(limit=1.5),
+        ):
+            pytest.fail("there was no free slot")
+        assert "ended in 1.5 s" in caught.value.why
+        assert str(first.pid) in caught.value.what or str(second.pid) in caught.value.what
+    with shares.hold(limit=1.5):
+        pass
+
+
+def test_a_wait_goes_on_while_steps_of_this_process_end() -> None:
+    shares, limit = a_budget(1), 1.5
+    got = threading.Event()
+
+    def wait() -> None:
+        with shares.hold(limit=limit):
+            got.set()
+
+    thread = threading.Thread(target=wait)
+    ended = time.monotonic() + 2 * limit
+    table = shares._table
+    with shares.hold():
+        thread.start()
+        while time.monotonic() < ended:
+            time.sleep(limit / 10)
+            with table.changed:
+                table._given += 1  # another step has ended
+    thread.join(30)
+    assert got.is_set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import socket
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from opkiln.digest import KEY_LENGTH, Signature, encode, key, sha256_file
+from opkiln.digest import (
+    KEY_LENGTH,
+    LARGEST,
+    Signature,
+    UnusableFile,
+    encode,
+    key,
+    read_file,
+    sha256_file,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 _atoms = st.none() | st.booleans() | st.integers() | st.text() | st.binary()
@@ -136,3 +147,67 @@ def test_a_missing_file_raises_instead_of_holding(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(FileNotFoundError):
         signature.holds(str(file))
+
+
+def special(kind: str, path: Path) -> Path:
+    """A file that has no end, or whose opening waits."""
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    elif kind == "a socket":
+        socket.socket(socket.AF_UNIX).bind(str(path))
+    else:
+        path.symlink_to("/dev/zero")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a device", "a socket"])
+@pytest.mark.parametrize("read", [sha256_file, read_file])
+def test_only_a_regular_file_is_read_and_no_open_waits(
+    kind: str, read: Callable[[str], object], tmp_path: Path
+) -> None:
+    path = special(kind, tmp_path / "header.h")
+    with pytest.raises(UnusableFile, match="not a regular file") as caught:
+        read(str(path))
+    assert caught.value.filename == str(path)
+    if kind != "a socket":
+        assert f"it is {kind}" in str(caught.value)
+
+
+@pytest.mark.parametrize("read", [sha256_file, read_file])
+def test_a_file_over_the_limit_is_refused_with_both_numbers(
+    read: Callable[..., object], tmp_path: Path
+) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(b"x" * 101)
+    with pytest.raises(UnusableFile, match="101 bytes, more than the limit of 100"):
+        read(str(path), 100)
+    assert read(str(path), 101)
+
+
+def test_a_sparse_file_over_the_default_limit_is_refused_without_reading_it(tmp_path: Path) -> None:
+    path = tmp_path / "huge"
+    path.touch()
+    os.truncate(path, LARGEST + 1)
+    with pytest.raises(UnusableFile, match=f"the limit of {LARGEST}"):
+        sha256_file(str(path))
+
+
+def test_a_file_without_a_stated_size_is_read_to_its_end() -> None:
+    assert os.stat("/proc/version").st_size == 0
+    text = read_file("/proc/version")
+    assert text.startswith(b"Linux")
+    assert sha256_file("/proc/version") == hashlib.sha256(text).hexdigest()
+
+
+@pytest.mark.parametrize("size", [0, 1, (1 << 17) - 1, 1 << 17, (1 << 18) + 7])
+def test_digest_and_contents_are_those_of_the_whole_file(size: int, tmp_path: Path) -> None:
+    data = random.Random(size).randbytes(size)
+    path = tmp_path / "data"
+    path.write_bytes(data)
+    assert read_file(str(path)) == data
+    assert sha256_file(str(path)) == hashlib.sha256(data).hexdigest()
+
+
+def test_a_directory_is_still_called_one(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError):
+        sha256_file(str(tmp_path))

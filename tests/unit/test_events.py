@@ -142,6 +142,34 @@ def test_lines_about_waiting_come_after_two_seconds_and_then_every_thirty() -> N
     ]
 
 
+def waits_for_build(*moments: float) -> None:
+    for seconds in moments:
+        events.emit(
+            "waiting", op="cpu_adam", pid=4312, host="n7", seconds=seconds, what=events.BUILD
+        )
+
+
+def test_a_wait_for_a_build_is_told_at_once() -> None:
+    stream = io.StringIO()
+    with events.listening(progress.Lines(stream)):
+        waits_for_build(0.0, 0.3, 1.0, 29.0)
+    assert stream.getvalue() == "cpu_adam  waiting for pid 4312 on host n7, 0.3 s (build)\n"
+
+
+def test_quiet_tells_only_of_a_wait_of_five_seconds() -> None:
+    stream = io.StringIO()
+    with override(progress="quiet"), events.listening(progress.for_people(stream)):
+        waits_for_build(0.3, 4.9)
+        a_build()
+        events.emit("note", text="by the way")
+        assert stream.getvalue() == ""
+        waits_for_build(4.9, 5.2, 6.0, 36.0)
+    assert stream.getvalue().splitlines() == [
+        "cpu_adam  waiting for pid 4312 on host n7, 5.2 s (build)",
+        "cpu_adam  waiting for pid 4312 on host n7, 36 s (build)",
+    ]
+
+
 def test_a_failed_build_is_said_to_have_failed() -> None:
     stream = io.StringIO()
     with events.listening(progress.Lines(stream)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 from sample.child import SOURCE
 
-from opkiln.errors import CompileError
+from opkiln.errors import BuildTimeout, CompileError
 from opkiln.store import lock
 from opkiln.store.lock import Turn
 
@@ -26,13 +27,24 @@ if TYPE_CHECKING:
 
 HOLDER = """
 import sys
-from opkiln.errors import CompileError
+from opkiln.errors import BuildTimeout, CompileError
 from opkiln.store import lock
-with lock.turn(sys.argv[1], "op", lambda: None, print) as turn:
+with lock.turn(sys.argv[1], "op", lambda: None, print, what="op", limit=60.0) as turn:
     print("mine", flush=True)
-    if sys.stdin.readline() == "fail\\n":
-        turn.fail(CompileError("op: a.cpp does not compile", why="a.cpp:1: error", hint="mend it"))
+    for line in sys.stdin:
+        if line == "fail\\n":
+            turn.fail(CompileError("op: a.cpp does not compile", why="a.cpp:1: error",
+                                   hint="mend it"))
+            break
+        if line == "time out\\n":
+            turn.fail(BuildTimeout("g++ ran longer than 6 s"), 6.0)
+        if line == "advance\\n":
+            turn.advance()
+        print("done", flush=True)
 """
+
+
+turn = functools.partial(lock.turn, what="op", limit=60.0)
 
 
 @contextmanager
@@ -64,12 +76,12 @@ def ignore(state: lock.Waiting) -> None:
 
 def test_a_free_turn_is_ours_at_once_and_can_be_taken_again(tmp_path: Path) -> None:
     for _ in range(2):
-        with lock.turn(str(tmp_path), "op", never, ignore) as got:
+        with turn(str(tmp_path), "op", never, ignore) as got:
             assert isinstance(got, Turn)
 
 
 def test_what_arrived_meanwhile_is_taken_instead_of_a_turn(tmp_path: Path) -> None:
-    with lock.turn(str(tmp_path), "op", lambda: "built", ignore) as got:
+    with turn(str(tmp_path), "op", lambda: "built", ignore) as got:
         assert got == "built"
 
 
@@ -82,7 +94,7 @@ def test_who_waits_is_told_for_whom(tmp_path: Path) -> None:
             if state.holder is not None and child.poll() is None:
                 child.kill()
 
-        with lock.turn(str(tmp_path), "op", never, waiting) as got:
+        with turn(str(tmp_path), "op", never, waiting) as got:
             assert isinstance(got, Turn)
     told = [state.holder for state in seen if state.holder is not None]
     assert (told[0].pid, told[0].host) == (child.pid, os.uname().nodename)
@@ -98,7 +110,7 @@ def test_what_arrives_while_another_builds_is_taken_without_waiting_for_its_end(
         return "built" if len(looks) > 3 else None
 
     with holder(tmp_path) as child:
-        with lock.turn(str(tmp_path), "op", arrived, ignore) as got:
+        with turn(str(tmp_path), "op", arrived, ignore) as got:
             assert got == "built"
         assert child.poll() is None
 
@@ -106,7 +118,7 @@ def test_what_arrives_while_another_builds_is_taken_without_waiting_for_its_end(
 def test_a_killed_holder_does_not_block_the_next_one(tmp_path: Path) -> None:
     with holder(tmp_path) as child:
         os.kill(child.pid, signal.SIGKILL)
-        with lock.turn(str(tmp_path), "op", never, ignore) as got:
+        with turn(str(tmp_path), "op", never, ignore) as got:
             assert isinstance(got, Turn)
 
 
@@ -122,17 +134,17 @@ def test_a_failure_reaches_those_who_waited_for_it_word_for_word(tmp_path: Path)
 
         with (
             pytest.raises(CompileError) as caught,
-            lock.turn(str(tmp_path), "op", never, waiting),
+            turn(str(tmp_path), "op", never, waiting),
         ):
             pytest.fail("it was not our turn")
     assert str(caught.value) == "op: a.cpp does not compile\n  a.cpp:1: error\nhint: mend it"
 
 
 def test_who_comes_after_a_failure_tries_anew(tmp_path: Path) -> None:
-    with lock.turn(str(tmp_path), "op", never, ignore) as got:
+    with turn(str(tmp_path), "op", never, ignore) as got:
         assert isinstance(got, Turn)
         got.fail(CompileError("it did not compile"))
-    with lock.turn(str(tmp_path), "op", never, ignore) as got:
+    with turn(str(tmp_path), "op", never, ignore) as got:
         assert isinstance(got, Turn)
 
 
@@ -145,7 +157,7 @@ def test_threads_of_one_process_take_turns_too(tmp_path: Path) -> None:
 
     def build() -> None:
         nonlocal inside, most
-        with lock.turn(str(tmp_path), "op", arrived, ignore) as got:
+        with turn(str(tmp_path), "op", arrived, ignore) as got:
             if isinstance(got, Turn):
                 with guard:
                     inside += 1
@@ -166,11 +178,11 @@ def test_threads_of_one_process_take_turns_too(tmp_path: Path) -> None:
 def test_a_forked_child_does_not_inherit_a_turn_nor_wait_for_a_thread_it_lacks(
     tmp_path: Path,
 ) -> None:
-    with lock.turn(str(tmp_path), "op", never, ignore):
+    with turn(str(tmp_path), "op", never, ignore):
         pid = os.fork()
         if pid == 0:
             # Another op: its thread lock is free, and this one's holder is the parent.
-            with lock.turn(str(tmp_path), "other", never, ignore) as got:
+            with turn(str(tmp_path), "other", never, ignore) as got:
                 os._exit(0 if isinstance(got, Turn) else 1)
         _, status = os.waitpid(pid, 0)
         assert os.waitstatus_to_exitcode(status) == 0
@@ -184,13 +196,13 @@ def test_a_file_system_without_locks_costs_a_compile_and_no_error(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    with lock.turn(str(tmp_path), "op", never, ignore) as got:
+    with turn(str(tmp_path), "op", never, ignore) as got:
         assert isinstance(got, Turn)
 
 
 def test_a_root_that_cannot_be_written_means_nobody_is_waited_for(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with lock.turn(str(tmp_path / "file"), "op", never, ignore) as got:
+    with turn(str(tmp_path / "file"), "op", never, ignore) as got:
         assert isinstance(got, Turn)
         got.fail(CompileError("this cannot be kept, which is fine"))
 
@@ -200,6 +212,153 @@ def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
     victim.write_text("precious")
     (tmp_path / "locks").mkdir()
     (tmp_path / "locks" / "op").symlink_to(victim)
-    with lock.turn(str(tmp_path), "op", never, ignore) as got:
+    with turn(str(tmp_path), "op", never, ignore) as got:
         assert isinstance(got, Turn)
     assert victim.read_text() == "precious"
+
+
+def tell(child: subprocess.Popen[str], what: str) -> None:
+    """Have the holder do something, and wait until it is done."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write(f"{what}\n")
+    child.stdin.flush()
+    assert child.stdout.readline() == "done\n"
+
+
+def test_a_wait_ends_at_its_own_limit_and_says_who_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "_GRACE", 0.0)
+    with (
+        holder(tmp_path) as child,
+        pytest.raises(BuildTimeout) as caught,
+        turn(str(tmp_path), "op", never, ignore, what="op adam", limit=0.3),
+    ):
+        pytest.fail("it was not our turn")
+    who = f"pid {child.pid} on host {os.uname().nodename}"
+    assert caught.value.what == f"gave up waiting for {who}, which builds op adam"
+    assert "finished no step in the last 0.3 s" in caught.value.why
+    assert str(child.pid) in caught.value.hint
+
+
+def test_a_builder_that_finishes_steps_is_waited_for_beyond_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "_GRACE", 0.0)
+    limit, began = 3.0, time.monotonic()
+    told = began
+    with holder(tmp_path) as child:
+
+        def waiting(state: lock.Waiting) -> None:
+            nonlocal told
+            if time.monotonic() - told > limit / 6:
+                tell(child, "advance")
+                told = time.monotonic()
+            if time.monotonic() - began > 1.5 * limit:
+                child.kill()
+
+        with turn(str(tmp_path), "op", never, waiting, limit=limit) as got:
+            assert isinstance(got, Turn)
+
+
+def test_a_time_out_is_told_to_those_who_are_no_more_patient(tmp_path: Path) -> None:
+    with holder(tmp_path) as child:
+
+        def waiting(state: lock.Waiting) -> None:
+            if state.holder is not None:
+                tell(child, "time out")
+
+        with (
+            pytest.raises(BuildTimeout, match=r"g\+\+ ran longer than 6 s"),
+            turn(str(tmp_path), "op", never, waiting, limit=6.0),
+        ):
+            pytest.fail("it was not our turn")
+        assert child.poll() is None, "the error is told before the builder has cleaned up"
+
+
+def test_a_time_out_of_a_less_patient_process_is_not_taken_over(tmp_path: Path) -> None:
+    with holder(tmp_path) as child:
+
+        def waiting(state: lock.Waiting) -> None:
+            if state.holder is not None:
+                tell(child, "time out")
+                child.kill()
+                child.wait()
+
+        with turn(str(tmp_path), "op", never, waiting, limit=7.0) as got:
+            assert isinstance(got, Turn)
+
+
+def test_threads_that_wait_for_a_failing_thread_get_its_error(tmp_path: Path) -> None:
+    ours, told = threading.Event(), threading.Event()
+    seen: list[BaseException | Turn | None] = []
+
+    def waiting(state: lock.Waiting) -> None:
+        told.set()
+
+    def wait() -> None:
+        ours.wait()
+        try:
+            with turn(str(tmp_path), "op", never, waiting) as got:
+                seen.append(got)
+        except CompileError as error:
+            seen.append(error)
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for each in threads:
+        each.start()
+    with turn(str(tmp_path), "op", never, ignore) as got:
+        assert isinstance(got, Turn)
+        ours.set()
+        assert told.wait(30)
+        time.sleep(1)  # the others have said that they wait, too
+        got.fail(CompileError("it does not compile"))
+    for each in threads:
+        each.join(30)
+    assert [str(each) for each in seen] == ["it does not compile"] * 3
+
+
+def test_a_stopped_builder_is_said_to_be_stopped_and_is_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "_PASSED_AFTER", 0.3)
+    seen: list[bool] = []
+    with holder(tmp_path) as child:
+        os.kill(child.pid, signal.SIGSTOP)
+        with turn(str(tmp_path), "op", never, lambda state: seen.append(state.stopped)) as got:
+            assert isinstance(got, Turn)
+            assert any(seen)
+            # Others take turns with us, at the second lock.
+            with holder_behind(tmp_path) as other:
+                assert other.poll() is None
+        os.kill(child.pid, signal.SIGCONT)
+        assert child.stdin is not None
+        child.stdin.write("fail\n")
+        child.stdin.close()
+        assert child.wait(30) == 0
+
+
+@contextmanager
+def holder_behind(root: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that waits for this one."""
+    code = HOLDER.replace("print,", "lambda state: print(state.holder.pid, flush=True),")
+    child = subprocess.Popen(
+        [sys.executable, "-S", "-c", code.replace(
+            "with lock", "lock._PASSED_AFTER = 0.1\nwith lock"), str(root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )  # fmt: skip
+    with child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line == f"{os.getpid()}\n":
+                break
+        else:
+            pytest.fail("it never waited for this process")
+        try:
+            yield child
+        finally:
+            child.kill()

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 from sample import signals
+from sample.child import SOURCE
 from sample.quiet import needs_quiet, within
 
 from opkiln import process
-from opkiln.errors import BuildCancelled, BuildTimeout, ToolchainError
+from opkiln.errors import BuildCancelled, BuildTimeout, InputError, ToolchainError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,7 +75,7 @@ def test_a_signal_has_a_name_to_show_even_a_real_time_one(number: int, name: str
 
 
 def test_output_larger_than_any_pipe_does_not_block_the_child() -> None:
-    size = 8 << 20
+    size = 4 << 20
     done = process.run(python(f"import sys; sys.stdout.write('x' * {size}); sys.stderr.write('y')"))
     assert done.output.count("x") == size
     assert done.output.count("y") == 1
@@ -274,3 +275,78 @@ def test_many_threads_run_at_once_and_get_their_own_output() -> None:
     for thread in threads:
         thread.join()
     assert results == {number: f"{number}\n" for number in range(16)}
+
+
+@pytest.mark.parametrize("opened", ["by its writer, too", "by nobody else"])
+def test_a_child_that_waits_for_a_fifo_is_ended_with_its_name(opened: str, tmp_path: Path) -> None:
+    fifo = tmp_path / "header.h"
+    os.mkfifo(fifo)
+    held = os.open(fifo, os.O_RDWR) if opened == "by its writer, too" else None
+    try:
+        with pytest.raises(InputError) as caught:
+            process.run(
+                ["sh", "-c", "cat header.h; true"], cwd=str(tmp_path), watch_files=True, timeout=60
+            )
+    finally:
+        if held is not None:
+            os.close(held)
+    assert f"cat reads {fifo}, a FIFO that nobody writes to" in caught.value.what
+    assert caught.value.hint == f"ls -lL {fifo}"
+
+
+def test_a_child_that_reads_a_device_without_an_end_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "header.h").symlink_to("/dev/zero")
+    argv = ["sh", "-c", f"cat {tmp_path}/header.h > /dev/null; true"]
+    with pytest.raises(InputError, match="cat reads /dev/zero, a device without an end") as caught:
+        process.run(argv, watch_files=True, timeout=60)
+    assert "find -L" in caught.value.hint
+
+
+def test_a_child_may_use_a_fifo_of_its_own(tmp_path: Path) -> None:
+    script = 'mkfifo "$TMPDIR/own"; (sleep 2; echo through > "$TMPDIR/own") & cat "$TMPDIR/own"'
+    done = process.run(["sh", "-c", script], tmpdir=str(tmp_path), watch_files=True, timeout=60)
+    assert done.output == "through\n"
+
+
+def test_a_long_output_is_kept_to_its_start_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_HEAD", 100_000)
+    monkeypatch.setattr(process, "_TAIL", 20_000)
+    code = "for n in range(400_000): print(f'line {n} \u00e9')"
+    lines = process.run([sys.executable, "-X", "utf8", "-c", code]).output.splitlines()
+    (gap,) = (place for place, line in enumerate(lines) if not line.startswith("line "))
+    assert lines[:gap] == [f"line {n} \u00e9" for n in range(gap)]
+    kept = len(lines) - gap - 1
+    assert lines[gap + 1 :] == [f"line {n} \u00e9" for n in range(400_000 - kept, 400_000)]
+    words = lines[gap].split()
+    left_out = sum(len(f"line {n} \u00e9\n".encode()) for n in range(gap, 400_000 - kept))
+    assert words[:3] == ["[opkiln", "left", "out"]
+    assert int(words[3]) == left_out
+    assert 90_000 < len("\n".join(lines[:gap]).encode()) <= 100_000
+
+
+@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 120, 140, 141, 1000])
+def test_output_of_one_line_loses_only_what_does_not_fit(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_HEAD", 100)
+    monkeypatch.setattr(process, "_TAIL", 20)
+    output = process.run(["head", "-c", str(size), "/dev/zero"]).output
+    if size <= 120:
+        assert output == "\0" * size
+    else:
+        middle = f"\n[opkiln left out {size - 120} bytes of output here]\n"
+        assert output == "\0" * 100 + middle + "\0" * 20
+
+
+def test_output_without_end_takes_little_memory() -> None:
+    code = textwrap.dedent("""
+        import resource
+        from opkiln import process
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        done = process.run(["head", "-c", str(1 << 29), "/dev/zero"], supervised=False)
+        assert len(done.output) < 6 << 20
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """)
+    done = process.run([sys.executable, "-c", code], env={"PYTHONPATH": str(SOURCE)})
+    assert done.returncode == 0, done.output
+    assert int(done.output) < 64 << 10  # KiB

@@ -291,7 +291,7 @@ class OpBuilder:
         silent = not verbose and origin_of("progress")[1] == "default"
         try:
             if silent:
-                with override(progress="off"):
+                with override(progress="quiet"):
                     loaded = loader.load(self.op(), again=reload, must_be_native=must_be_native)
             else:
                 loaded = loader.load(self.op(), again=reload, must_be_native=must_be_native)

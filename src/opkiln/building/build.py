@@ -18,11 +18,13 @@ from opkiln.build_model import DeviceCompiler, Plan, Step, Target, Toolchain
 from opkiln.building import failure, inline, loadtest, needs
 from opkiln.building import objects as compiling
 from opkiln.decision import policy
-from opkiln.digest import sha256_file
+from opkiln.digest import UnusableFile, sha256_file
 from opkiln.engine import cgroup, events, schedule
 from opkiln.engine.schedule import StepFailed
 from opkiln.errors import (
+    BuildTimeout,
     CompileError,
+    InputError,
     LoadTestError,
     SourcesChanging,
     StoreError,
@@ -100,19 +102,29 @@ def _take_turn(plan: Plan, store: Store) -> Artifact:
 
     def waiting(state: lock.Waiting) -> None:
         holder = state.holder or lock.Holder(0, "", "")
-        events.emit("waiting", op=spec.name, pid=holder.pid, host=holder.host,
-                    seconds=state.seconds, what="build")  # fmt: skip
+        what = "build, but it is stopped" if state.stopped else events.BUILD
+        events.emit(events.WAITING, op=spec.name, pid=holder.pid, host=holder.host,
+                    seconds=state.seconds, what=what)  # fmt: skip
 
-    with lock.turn(store.root, f"{intent}-{build_name}", arrived, waiting) as got:
+    limit = settings.build_timeout
+    with lock.turn(
+        store.root, f"{intent}-{build_name}", arrived, waiting, what=f"op {spec.name}", limit=limit
+    ) as got:
         if isinstance(got, Artifact):
             return got
+
+        def advance(event: events.Event) -> None:
+            if event.kind == events.STEP_END:
+                got.advance()
+
         try:
-            return _Build(plan, store, intent, build_name).run()
-        except (CompileError, LoadTestError, SourcesChanging) as error:
-            # These errors follow from the inputs, so every process would get them. A full disk, a
-            # time-out or a killed compiler concern only this process: those that wait then build
-            # for themselves.
-            got.fail(error)
+            with events.listening(advance):
+                return _Build(plan, store, intent, build_name).run()
+        except (BuildTimeout, CompileError, InputError, LoadTestError, SourcesChanging) as error:
+            # These errors follow from the inputs, so every process would get them, or the machine
+            # is too slow for all of them. A full disk or a killed compiler concern only this
+            # process: those that wait then build for themselves.
+            got.fail(error, limit)
             raise
 
 
@@ -148,6 +160,12 @@ class _Build:
             with publish.scratch(spec.name) as stage:
                 try:
                     artifact = self._stage(stage, began)
+                except UnusableFile as error:
+                    raise InputError(
+                        f"op {spec.name} cannot be built: {error.filename} cannot be read",
+                        why=error.strerror or "",
+                        hint=shlex.join(["ls", "-lL", str(error.filename)]),
+                    ) from error
                 except OSError as error:
                     if error.errno in failure.FULL:
                         raise failure.no_space(spec, stage) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 
 from opkiln.binary import elf
 from opkiln.binary.symbols import shown
@@ -10,7 +11,7 @@ from opkiln.build_model import Target, TorchSDK
 from opkiln.building import wording
 from opkiln.building.probe_load import LOADED, MISSING
 from opkiln.building.wording import missing_kernels
-from opkiln.errors import LoadTestError, StoreError
+from opkiln.errors import BuildTimeout, LoadTestError, StoreError
 from opkiln.model import (
     ABI_NONE,
     ABI_STABLE,
@@ -22,8 +23,10 @@ from opkiln.model import (
     OpSpec,
 )
 from opkiln.process import python, run, signal_name
+from opkiln.settings import settings
 
 _DEFINES = "aoti_torch_library_def"  # what m.def() of torch's stable ABI calls
+_LIMIT = 120.0  # seconds, at most: a library that takes longer to load is not usable
 _PROBE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "probe_load.py")
 
 
@@ -42,15 +45,27 @@ def check(
         _require_no_schema(spec, elf.read(path))
     libraries = [*_torch_libraries(spec, torch), *after, path]
     asked = spec.kernels if spec.kind == LIBRARY and (torch is None or torch.cxx11_abi) else ()
-    arguments = (",".join(DISPATCH_KEYS[spec.backend]), ",".join(asked), *libraries)
-    done = run(python(_PROBE, *arguments, isolated=True), timeout=120, tmpdir=tmpdir)
-    loaded = done.output.partition(f"\n{LOADED}\n")
+    nonce = secrets.token_hex(8)
+    arguments = (nonce, ",".join(DISPATCH_KEYS[spec.backend]), ",".join(asked), *libraries)
+    limit = min(_LIMIT, settings.build_timeout)
+    try:
+        done = run(python(_PROBE, *arguments, isolated=True), timeout=limit, tmpdir=tmpdir)
+    except BuildTimeout:
+        raise BuildTimeout(
+            f"{spec.name} was built, but loading it took longer than {limit:g} s",
+            why="a constructor of the library does not end; nothing was published",
+            hint=f"OPKILN_BUILD_TIMEOUT={max(60, int(limit) * 2)}" if limit < _LIMIT else "",
+        ) from None
+    loaded = done.output.partition(f"\n{LOADED} {nonce}\n")
     if loaded[1]:
         # The child may have died later, while it asked torch. The library is not the cause then.
         _require_kernels(spec, loaded[2])
         return
     if done.returncode < 0:
         reason = f"the process died of {signal_name(done.returncode)}"
+    elif done.returncode == 0:
+        reason = "a constructor of the library ended the process with exit status 0"
+        reason += f"\n{done.output.strip()}" if done.output.strip() else ""
     else:
         reason = done.output.strip() or f"exit {done.returncode}"
     if os.statvfs(path).f_flag & os.ST_NOEXEC:

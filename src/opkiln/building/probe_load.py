@@ -1,13 +1,14 @@
 """The program of the load test's child: loads a library and exits.
 
-Started as ``python -I -S probe_load.py KEYS FUNCTIONS LIBRARY...`` with torch's libraries first. It
-imports neither torch nor opkiln: dlopening ``libtorch_cpu`` takes a fifth of the time of importing
-torch. If the library crashes, it crashes here and not in a user's process.
+Started as ``python -I -S probe_load.py NONCE KEYS FUNCTIONS LIBRARY...`` with torch's libraries
+first. It imports neither torch nor opkiln: dlopening ``libtorch_cpu`` takes a fifth of the time of
+importing torch. If the library crashes, it crashes here and not in a user's process.
 
-The line ``LOADED`` means that all libraries are loaded. Each of ``FUNCTIONS`` must have a kernel
-for one of the dispatch ``KEYS``. Both are lists joined by commas, and may be empty. If torch can be
-asked, a line ``MISSING`` follows. It lists the functions without a kernel, and registered functions
-of the same names in other namespaces.
+The line ``LOADED`` with the nonce means that all libraries are loaded. A library that prints such a
+line itself, and then ends the process, does not know the nonce. Each of ``FUNCTIONS`` must have a
+kernel for one of the dispatch ``KEYS``. Both are lists joined by commas, and may be empty. If torch
+can be asked, a line ``MISSING`` follows. It lists the functions without a kernel, and registered
+functions of the same names in other namespaces.
 """
 
 import ctypes
@@ -74,14 +75,14 @@ def _with_kernels(keys: list[str]) -> set[str] | None:
 
 
 def main() -> int:
-    keys, functions, *libraries = sys.argv[1:]
+    nonce, keys, functions, *libraries = sys.argv[1:]
     for path in libraries:
         try:
             ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_GLOBAL)
         except OSError as error:
             print(error)
             return 1
-    print(f"\n{LOADED}", flush=True)
+    print(f"\n{LOADED} {nonce}", flush=True)
     found = _with_kernels(keys.split(",")) if functions else None
     if found is not None:
         missing = [name for name in functions.split(",") if name not in found]

@@ -9,7 +9,7 @@ import click
 
 from opkiln.cli import output
 from opkiln.cli.arguments import complete_op, json_option, parse_size_option, target_option
-from opkiln.digest import sha256_file
+from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import UsageError
 from opkiln.report.layout import columns
 from opkiln.ship import prebuild, wrappings
@@ -116,7 +116,7 @@ def command(
     if as_json:
         rows = [_as_json(each) for each in outcomes]
         told = [{"op": op, **each._asdict()} for op, each in findings]
-        digests = {path: sha256_file(path) for path in written if path == bundle}
+        digests = {path: sha256_file(path, LARGEST_BUNDLE) for path in written if path == bundle}
         output.data_json(
             {"schema": 1, "ops": rows, "findings": told, "written": written, "sha256": digests}
         )
@@ -126,7 +126,7 @@ def command(
             tell = output.say_end if each.level == "error" else output.say
             tell(f"{each.level}: {op}: {each.what}" + (f" ({each.why})" if each.why else ""))
         for path in written:
-            digest = f" (SHA-256 {sha256_file(path)})" if path == bundle else ""
+            digest = f" (SHA-256 {sha256_file(path, LARGEST_BUNDLE)})" if path == bundle else ""
             output.data(f"wrote {path}{digest}")
     for error in failures:
         output.say_failure(error)

@@ -61,7 +61,9 @@ def find(command: list[str]) -> tuple[str, list[str]]:
 def announcement(command: list[str]) -> str:
     """One line that says what opkiln builds. Empty if a build would be silent."""
     others = settings.settings.rank not in (None, 0)
-    if settings.settings.progress == "off" or (settings.settings.progress == "auto" and others):
+    if settings.settings.progress in ("quiet", "off") or (
+        settings.settings.progress == "auto" and others
+    ):
         return ""
     deepspeed = any(ways for _, ways in settings.settings.deepspeed)
     what = "PyTorch extensions and DeepSpeed ops" if deepspeed else "PyTorch extensions"

@@ -53,8 +53,7 @@ class Directory:
         may put entries there."""
         if reason := open_to_all(self.root, os.path.dirname(leaf)):
             raise StoreError(reason)
-        with open(os.path.join(leaf, entry.MANIFEST), "rb") as file:
-            return entry.parse_manifest(file.read())
+        return entry.read_manifest(leaf)
 
     def examine(
         self, leaf: str, places: Mapping[str, str], *, own: bool

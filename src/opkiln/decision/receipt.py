@@ -22,7 +22,7 @@ import sys
 from typing import Any
 
 from opkiln import __version__, machine, trust
-from opkiln.digest import KEY_LENGTH, Signature, sha256_file, signed
+from opkiln.digest import KEY_LENGTH, Signature, open_regular, read_file, sha256_file, signed
 from opkiln.model import ABI_NONE, CPU, PACKAGE, PLAN_VERSION, Artifact, place_of
 from opkiln.settings import LAYOUT, fingerprint, on_path, settings, store_candidates
 
@@ -46,8 +46,7 @@ def recall(request: Request) -> Artifact | None:
         for each in (os.path.dirname(root), root, path):
             if trust.fault(each, os.lstat(each)):
                 return None
-        with open(path, "rb") as file:
-            receipt = json.loads(file.read())
+        receipt = json.loads(read_file(path))
         if not _holds(receipt, root):
             return None
         return _verified(root, receipt)
@@ -98,9 +97,8 @@ def _verified(root: str, receipt: dict[str, Any]) -> Artifact | None:
     directory = os.path.dirname(path)
     if trust.fault(directory, os.lstat(directory)):
         return None
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd, found = open_regular(path, flags=os.O_NOFOLLOW)
     try:
-        found = os.fstat(fd)
         if trust.fault(path, found) or found.st_size != receipt["size"]:
             return None
         if sha256_file(fd) != receipt["sha256"]:

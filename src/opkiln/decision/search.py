@@ -13,6 +13,7 @@ from opkiln.decision.target import features, require_cpu
 from opkiln.decision.terms import LOAD, Build, Serve
 from opkiln.errors import BuildError, SpecError, ToolchainError
 from opkiln.model import ABI_NONE, ABI_STABLE, CPU, CUDA, ROCM, STABLE_VERSION, Artifact
+from opkiln.settings import settings
 from opkiln.store import key
 from opkiln.store.recheck import Hasher
 from opkiln.toolchain import choice, torch_sdk
@@ -219,28 +220,38 @@ def _asked(store: Store, backend: str, architecture: str) -> Toolchain:
 
     Raises ToolchainError, and StoreError for a store that has become somebody else's.
     """
+    from opkiln.engine import events
     from opkiln.guard import once_per_thread
     from opkiln.store import location, lock
 
     location.claim(store.root)
     if store.root is None:
         return choice.choose(store.memory, backend, architecture)
-    waited = False
+    waited = said = False
 
-    def waiting(_: lock.Waiting) -> None:
-        nonlocal waited
+    def waiting(state: lock.Waiting) -> None:
+        nonlocal waited, said
         waited = True
+        if not said and state.holder is not None and state.seconds >= 1:
+            said = True
+            whom = f"pid {state.holder.pid} on host {state.holder.host}"
+            events.emit(events.NOTE, text=f"waiting for {whom}, which asks the compilers")
 
     def arrived() -> Toolchain | None:
         return choice.recall(store.memory, backend, architecture)
 
     name = f"compilers-{backend}-{architecture}"
+    what, limit = f"the list of compilers for {backend}", settings.build_timeout
     asking = once_per_thread("asks the compilers")
-    with asking, lock.turn(store.root, name, arrived, waiting) as got:
+    with asking, lock.turn(store.root, name, arrived, waiting, what=what, limit=limit) as got:
         if not isinstance(got, lock.Turn):
             return got
         if not waited:
-            return choice.choose(store.memory, backend, architecture)
+            try:
+                return choice.choose(store.memory, backend, architecture)
+            except ToolchainError as error:
+                got.fail(error)
+                raise
     # The other process asked a compiler that was installed so recently that its answer is not
     # believed. Asking one after the other would only take longer.
     return choice.choose(store.memory, backend, architecture)
@@ -260,8 +271,10 @@ def plan_for(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
                     why="a compiler reads files on disk, and these are packed in a zip file",
                     hint="install the package with pip, which unpacks it; do not import the zip",
                 )
+            there = os.path.exists(os.path.join(spec.root, source))
             raise SpecError(
-                f"op {spec.name}: the source {source} does not exist",
+                f"op {spec.name}: the source {source} "
+                f"{'is not a regular file' if there else 'does not exist'}",
                 why=f"sources are looked for in {spec.root}",
                 hint="check its name; in a wheel, list it in the package's data files",
             )

@@ -27,7 +27,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from opkiln.engine import cgroup, events, slots
-from opkiln.errors import BuildCancelled
+from opkiln.errors import BuildCancelled, BuildTimeout
 from opkiln.settings import settings
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class Budget:
         threads: int = 1,
         cancelled: threading.Event | None = None,
         waiting: Callable[[int, float], None] | None = None,
+        limit: float | None = None,
     ) -> Iterator[tuple[int, ...]]:
         """Hold slots for a step that expects ``memory`` bytes, until the block ends.
 
@@ -107,12 +108,13 @@ class Budget:
 
         While other processes hold the slots, ``waiting`` is called about once a second. It gets the
         pid of one of them (0 if it is in another pid namespace) and the seconds waited so far.
-        Raises BuildCancelled if ``cancelled`` is set first.
+        Raises BuildCancelled if ``cancelled`` is set first, and BuildTimeout if no slot changed
+        hands for ``limit`` seconds.
         """
         want, most = self.slots_for(memory), settings.max_jobs
         wider = min(len(self.limits.slots), want * threads, max(want, most or want * threads))
         ask = slots.Ask(self.limits.slots, want, wider, most, memory, self.limits.memory)
-        taken, pid = self._await(ask, cancelled, waiting), os.getpid()
+        taken, pid = self._await(ask, cancelled, waiting, limit), os.getpid()
         try:
             yield taken
         finally:
@@ -126,10 +128,13 @@ class Budget:
         ask: slots.Ask,
         cancelled: threading.Event | None,
         waiting: Callable[[int, float], None] | None,
+        limit: float | None,
     ) -> tuple[int, ...]:
         table = self._table
         taken: tuple[int, ...] = ()
         started, pause, call_at = time.monotonic(), _FIRST_PAUSE, _FIRST_CALL
+        holders: tuple[object, ...] = ()
+        changed_at = 0.0
         try:
             with table.changed:
                 table.join(ask)
@@ -148,9 +153,14 @@ class Budget:
                     pause = min(pause * 1.5, longest)
                     table.changed.wait(pause * random.uniform(0.5, 1.0))  # noqa: S311
                     waited = time.monotonic() - started
-                    if waiting is not None and waited >= call_at:
+                    if waited >= call_at:
                         holder = table.holder(ask)
                         call_at = waited + _NEXT_CALL
+                        before, holders = holders, table.holders(ask)
+                        if holders != before:
+                            changed_at = waited
+                    if limit is not None and waited - changed_at > limit:
+                        raise _no_free_cpu(limit, table.holder(ask))
                 if waiting is not None and holder is not None:
                     waiting(holder, waited)
         finally:
@@ -163,6 +173,15 @@ class Budget:
         refused = self._refused + ((self._table.broken,) if self._table.broken else ())
         where = None if self._table.broken else self._table.path
         return Description(self.limits, settings.max_jobs, where, refused)
+
+
+def _no_free_cpu(limit: float, holder: int | None) -> BuildTimeout:
+    whom = f"pid {holder}" if holder else "another process"
+    return BuildTimeout(
+        f"gave up waiting for a free CPU: {whom} holds one or is next",
+        why=f"no build step of this user on this host ended in {limit:g} s (OPKILN_BUILD_TIMEOUT)",
+        hint=f"ps -o pid,stat,etime,args -p {holder}" if holder else "ps -o pid,stat,etime,args -x",
+    )
 
 
 # This process's budgets. There is only one, unless the settings change.

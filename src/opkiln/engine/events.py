@@ -40,6 +40,9 @@ FIELDS = {
     NOTE: ("text",),
 }
 
+# What is waited for.
+BUILD = "build"  # another process's
+CPU = "a free CPU"
 LINK = "link"  # the label of a step that is not a compile
 
 

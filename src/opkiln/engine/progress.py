@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 
 LOGGER = "opkiln"
 _TICK = 0.1
-_FIRST_LINE, _NEXT_LINE = 2.0, 30.0  # seconds of waiting before the first line, and between lines
+# Seconds of waiting before the first line: for a free CPU, for a build; and between lines.
+_FIRST_LINE, _FIRST_BUILD_LINE, _NEXT_LINE = 2.0, 0.2, 30.0
+_FIRST_QUIET_LINE = 5.0  # before the first line of a program that wants no progress
 _CLEAR, _GREEN, _RED, _PLAIN = "\r\x1b[2K", "\x1b[32m", "\x1b[31m", "\x1b[0m"
 
 
-def for_people(stream: TextIO | None = None) -> Bar | Lines | Notes | None:
+def for_people(stream: TextIO | None = None) -> Bar | Lines | Notes | Waits | None:
     """The sink that ``OPKILN_PROGRESS`` asks for, on ``stream`` or standard error.
 
     Returns None for silence. ``auto`` means a bar on a terminal and lines elsewhere. It means
@@ -44,6 +46,8 @@ def for_people(stream: TextIO | None = None) -> Bar | Lines | Notes | None:
     if choice == "auto":
         silent = settings.rank not in (None, 0) or _shown_by_logging(target, terminal=terminal)
         choice = "off" if silent else "bar" if terminal else "lines"
+    if choice == "quiet":
+        return Waits(target)
     if choice == "off":
         return Notes(target) if settings.debug_cuda else None
     colour = terminal and not settings.no_color
@@ -194,8 +198,9 @@ class _Output:
 class _Messages:
     """Events as lines of text: a build starts, waits, ends."""
 
-    def __init__(self, *, colour: bool = False) -> None:
+    def __init__(self, *, colour: bool = False, quiet: bool = False) -> None:
         self._tally = _Tally(colour=colour)
+        self._quiet = quiet
         self._next: dict[str, float] = {}  # op -> seconds of waiting before the next line
 
     def text(self, event: Event) -> str:
@@ -207,7 +212,7 @@ class _Messages:
             plural = "" if data["steps"] == 1 else "s"
             text = f"building {_printable(data['op'])} ({data['steps']} step{plural})"
         elif event.kind == events.WAITING:
-            if data["seconds"] >= self._next.get(data["op"], _FIRST_LINE):
+            if data["seconds"] >= self._next.get(data["op"], self._first(data["what"])):
                 self._next[data["op"]] = data["seconds"] + _NEXT_LINE
                 text = self._tally.wait(event, data["seconds"])
         elif event.kind == events.BUILD_END:
@@ -217,6 +222,11 @@ class _Messages:
         if event.kind != events.WAITING:
             self._next.pop(data.get("op", ""), None)
         return text
+
+    def _first(self, what: str) -> float:
+        if self._quiet:
+            return _FIRST_QUIET_LINE
+        return _FIRST_LINE if what == events.CPU else _FIRST_BUILD_LINE
 
 
 class Lines:
@@ -287,6 +297,23 @@ class Notes:
     def __call__(self, event: Event) -> None:
         if event.kind == events.NOTE:
             self._output.write(_printable(event.data["text"]) + "\n")
+
+
+class Waits:
+    """Writes a line if a build waits for another process for several seconds, and the notes that
+    ``DS_DEBUG_CUDA`` asks for."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._output = _Output(stream)
+        self._messages = _Messages(quiet=True)
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            text = self._messages.text(event)
+            noted = event.kind == events.NOTE and settings.debug_cuda
+            if text and (event.kind == events.WAITING or noted):
+                self._output.write(f"{text}\n")
 
 
 class Bar:

@@ -192,12 +192,13 @@ class _Run:
         def waiting(pid: int, seconds: float) -> None:
             host = os.uname().nodename
             events.emit(
-                events.WAITING, op=task.op, pid=pid, host=host, seconds=seconds, what="a free CPU"
+                events.WAITING, op=task.op, pid=pid, host=host, seconds=seconds, what=events.CPU
             )
 
         with self.budget.hold(
-            memory=task.memory, threads=task.threads, cancelled=self.cancelled, waiting=waiting
-        ) as held:
+            memory=task.memory, threads=task.threads, cancelled=self.cancelled, waiting=waiting,
+            limit=self.timeout,
+        ) as held:  # fmt: skip
             events.emit(events.STEP_START, **about)
             threads = min(task.threads, len(held) // self.budget.slots_for(task.memory))
             completed = process.run(
@@ -207,6 +208,7 @@ class _Run:
                 tmpdir=task.tmpdir,
                 timeout=self.timeout,
                 cancelled=self.cancelled,
+                watch_files=True,
             )
         events.emit(
             events.STEP_END,

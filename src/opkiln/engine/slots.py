@@ -40,6 +40,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from opkiln.engine import events
+from opkiln.process import is_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,6 +103,7 @@ class Table:
         self.changed = threading.Condition()
         self._held: dict[int, tuple[int, int]] = {}  # slot -> start and length of its lock
         self._running = 0
+        self._given = 0  # how many steps of this process have ended
         self._queue: list[Ask] = []  # the threads' requests in order, told apart by identity
         self._ticket = 0  # when the first of them began to wait; 0 if none has
         self._lines: list[tuple[int, int]] = []  # start and length of our locks as a waiter
@@ -149,6 +151,7 @@ class Table:
     def give(self, slots: tuple[int, ...]) -> None:
         """Give back slots that ``take`` returned."""
         self._unlock(slots)
+        self._given += 1
         # Our next step comes after those of processes that now hold as few slots.
         self._ticket = 0
         if EXTRA in slots:
@@ -168,6 +171,16 @@ class Table:
                     return each.pid
         before = self._before(ask, time.monotonic())
         return before.pid if before else None
+
+    def holders(self, ask: Ask) -> tuple[object, ...]:
+        """Who holds the slots. Whenever a step has ended, in this process or another, it differs,
+        unless another process started its next step in the same slot."""
+        others = (
+            each
+            for slot in (*ask.slots, EXTRA)
+            for each in self._locks(slot * _SLOT, (slot + 1) * _SLOT)
+        )
+        return (self._given, *others)
 
     # The order
 
@@ -300,7 +313,7 @@ class Table:
             return False
         self._held[slot] = (start, units)
         # Ask /proc again: a process that was stopped a moment ago may run again.
-        if not all(_is_stopped(other.pid) for other in self._locks(slot * _SLOT, end)):
+        if not all(is_stopped(other.pid) for other in self._locks(slot * _SLOT, end)):
             self._unlock((slot,))
             return False
         return True
@@ -330,7 +343,7 @@ class Table:
     def _is_stopped(self, pid: int) -> bool:
         """Whether a process is stopped. Remembered for the length of one attempt."""
         if pid not in self._states:
-            self._states[pid] = _is_stopped(pid)
+            self._states[pid] = is_stopped(pid)
         return self._states[pid]
 
     # The locks
@@ -386,13 +399,3 @@ def _runs(slots: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 def _units(memory: int) -> int:
     """The length of a lock for a step that expects this much memory."""
     return min(_MOST_UNITS, max(1, math.ceil(memory / _UNIT)))
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped; False if it is in another pid namespace."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The command name may contain anything, so the fields begin after the last ")".
-            return file.read().rpartition(b")")[2].split()[:1] == [b"T"]
-    except OSError:
-        return False

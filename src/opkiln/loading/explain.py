@@ -110,8 +110,7 @@ def _changes(plan: Plan, store: Store) -> list[str]:
     if newest is None:
         return []
     try:
-        with open(os.path.join(newest, entry.MANIFEST), "rb") as file:
-            manifest = entry.parse_manifest(file.read())
+        manifest = entry.read_manifest(newest)
         before = entry.read_sidecar(newest)["inputs"]
         places = plans.anchors_of(plan.spec, plan.toolchain)
         _, edited = recheck(
@@ -143,8 +142,7 @@ def _newest(plan: Plan, store: Store) -> str | None:
 def _made_for(directory: str) -> tuple[str, tuple[str, ...]] | None:
     """(backend, architectures) of an entry; None for one that cannot be read."""
     try:
-        with open(os.path.join(directory, entry.MANIFEST), "rb") as file:
-            target = entry.parse_manifest(file.read())["target"]
+        target = entry.read_manifest(directory)["target"]
         return target["backend"], tuple(target["archs"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -6,10 +6,12 @@ job can share a file. A line that is there already is not written again.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import shlex
+import time
 import warnings
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from opkiln.model import Op
 
+_PATIENCE = 5.0  # seconds to wait for the lock of the file
 _FIELDS = ("distribution", "op", "backend", "archs")
 
 
@@ -56,10 +59,17 @@ def note(file: str, op: Op) -> None:
 
 def _lock(fd: int) -> None:
     # For file systems of several hosts, where appending is no single step. Others do without.
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX)
-    except OSError:
-        return
+    # A stopped process may hold the lock: a line that is written twice is better than a hang.
+    deadline = time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline:
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                return
+        else:
+            return
+        time.sleep(0.01)
 
 
 def _archs(op: Op) -> str:

@@ -6,7 +6,6 @@ Imports no torch; builds, loads and opens nothing. A part that is not shown is n
 from __future__ import annotations
 
 import heapq
-import os
 import time
 from typing import Any, NamedTuple
 
@@ -176,8 +175,7 @@ def _builds(root: str) -> list[Build]:
 
 def _build(directory: str) -> Build | None:
     try:
-        with open(os.path.join(directory, entry.MANIFEST), "rb") as file:
-            manifest = entry.parse_manifest(file.read())
+        manifest = entry.read_manifest(directory)
         target = manifest["target"]
         made_for = " ".join((target["backend"], ";".join(target["archs"]))).strip()
         return Build(

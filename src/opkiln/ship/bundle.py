@@ -12,7 +12,7 @@ import secrets
 import shlex
 from typing import NamedTuple
 
-from opkiln.digest import sha256_file
+from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import StoreError
 from opkiln.settings import LAYOUT
 from opkiln.ship.layer import named
@@ -69,7 +69,7 @@ def write_bundle(layer_dir: str, file: str) -> Written:
     with replacing(file, total) as out:
         _write(out, members)
     entries = sum(name.endswith("/" + MANIFEST) for name, *_ in members)
-    return Written(file, sha256_file(file), entries, os.stat(file).st_size)
+    return Written(file, sha256_file(file, LARGEST_BUNDLE), entries, os.stat(file).st_size)
 
 
 @contextlib.contextmanager
@@ -174,7 +174,7 @@ def opened(file: str, sha256: str = "", *, to_use: bool = True) -> Iterator[Bund
         )
         raise StoreError(
             what,
-            why=f"{why}the whole file has the SHA-256 {sha256_file(file)}",
+            why=f"{why}the whole file has the SHA-256 {sha256_file(file, LARGEST_BUNDLE)}",
             hint=(isinstance(error, NotABundle) and error.hint) or compare,
         ) from error
     except OSError as error:

@@ -115,8 +115,7 @@ def _export(payload: str, out: str) -> str:
     source = leaf_of(payload)
     *_, distribution, op, intent, build, _ = source.split("/")
     try:
-        with open(os.path.join(source, entry.MANIFEST), "rb") as file:
-            manifest = _shipped(entry.parse_manifest(file.read()))
+        manifest = _shipped(entry.read_manifest(source))
         inputs = entry.read_sidecar(source)["inputs"]
         _require_known_cpu(manifest, inputs["steps"])
         key = named(manifest)[-1]

@@ -11,7 +11,7 @@ import shlex
 import stat
 from typing import NamedTuple
 
-from opkiln.digest import sha256_file
+from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import StoreError, UsageError
 from opkiln.ship.bundle import opened, replacing
 from opkiln.store import signatures
@@ -110,7 +110,7 @@ def sign(file: str, key_file: str) -> Signed:
                 written.check()
                 if written.index.sha256 != bundle.index.sha256:
                     raise Damaged("it was replaced while it was signed")
-    return Signed(file, sha256_file(file), key, tuple(sorted(found)))
+    return Signed(file, sha256_file(file, LARGEST_BUNDLE), key, tuple(sorted(found)))
 
 
 def _private(path: str) -> Ed25519PrivateKey:

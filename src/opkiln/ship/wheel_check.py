@@ -18,7 +18,7 @@ import zipfile
 import zlib
 from typing import Any, NamedTuple
 
-from opkiln.digest import sha256_file
+from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import LoadError
 from opkiln.model import EXECUTABLE
 from opkiln.settings import LAYOUT
@@ -71,7 +71,7 @@ def verify_wheel(path: str) -> int:
         raise LoadError(
             f"{path} is refused: {refused}",
             why=f"it was changed after it was written; the whole file has the SHA-256 "
-            f"{sha256_file(path)}",
+            f"{sha256_file(path, LARGEST_BUNDLE)}",
             hint=f"sha256sum {shlex.quote(path)}    # compare it with the original; get that again",
         ) from refused
 

@@ -70,7 +70,7 @@ def check(wrapping: Wrapping, owners: Iterable[str]) -> None:
 
 def audited(payloads: Sequence[str]) -> Audited:
     """Audit libraries of the store."""
-    from opkiln.store.entry import MANIFEST, parse_manifest
+    from opkiln.store.entry import read_manifest
     from opkiln.toolchain import torch_sdk
 
     sdk = torch_sdk.find()
@@ -79,8 +79,7 @@ def audited(payloads: Sequence[str]) -> Audited:
     violations = []
     for path in dict.fromkeys(payloads):
         try:
-            with open(os.path.join(layer.leaf_of(path), MANIFEST), "rb") as file:
-                manifest = parse_manifest(file.read())
+            manifest = read_manifest(layer.leaf_of(path))
         except (OSError, ValueError) as error:
             raise StoreError(f"{layer.leaf_of(path)} cannot be shipped: {error}") from error
         try:

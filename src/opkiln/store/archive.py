@@ -27,7 +27,7 @@ from bisect import bisect_left
 from operator import attrgetter
 from zlib import crc32
 
-from opkiln.digest import sha256_file
+from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import StoreError
 from opkiln.model import place_of
 from opkiln.record import Record
@@ -331,7 +331,7 @@ class Bundle:
     def digest(self) -> str:
         """The SHA-256 of the whole file. Raises OSError."""
         os.lseek(self._fd, 0, os.SEEK_SET)
-        return sha256_file(self._fd)
+        return sha256_file(self._fd, LARGEST_BUNDLE)
 
 
 def _compare(member: Member, found: str) -> None:

@@ -24,7 +24,7 @@ import os
 from typing import Any
 
 from opkiln.build_model import Plan
-from opkiln.digest import Signature, key
+from opkiln.digest import LARGEST, Signature, key, read_file
 from opkiln.model import ABI_NONE, ABI_TORCH, PACKAGE, PYTHON
 from opkiln.observing.inputs import Inputs
 from opkiln.plan import anchors_of
@@ -346,8 +346,8 @@ def _asked_for(path: str) -> set[str]:
     """The names that a file tests with ``__has_include``: a missing one may appear later."""
     import re
 
-    with open(path, "rb") as file:
-        asked = re.findall(rb"__has_include(?:_next)?\s*\(\s*[<\"]([^>\"\n]+)", file.read())
+    text = read_file(path, LARGEST)
+    asked = re.findall(rb"__has_include(?:_next)?\s*\(\s*[<\"]([^>\"\n]+)", text)
     return {os.fsdecode(name) for name in asked}
 
 

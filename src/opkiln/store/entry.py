@@ -16,7 +16,14 @@ import os
 from typing import Any
 
 from opkiln import settings
-from opkiln.digest import sha256_file
+from opkiln.digest import (
+    LARGEST_RECORD,
+    UnusableFile,
+    open_regular,
+    read_file,
+    read_opened,
+    sha256_file,
+)
 from opkiln.record import Record
 from opkiln.store import shape
 from opkiln.store.recheck import Hasher, recheck
@@ -109,8 +116,12 @@ def in_words(error: Exception) -> str:
 
 def read_sidecar(directory: str) -> dict[str, Any]:
     """The long lists of a leaf. Raises OSError, and ValueError if their digest does not match."""
-    with open(os.path.join(directory, SIDECAR), "rb") as file:
-        return parse_manifest(file.read(), SIDECAR)
+    return parse_manifest(read_file(os.path.join(directory, SIDECAR)), SIDECAR)
+
+
+def read_manifest(directory: str) -> dict[str, Any]:
+    """The manifest of a leaf, without any check of the leaf. Raises as ``read_sidecar``."""
+    return parse_manifest(read_file(os.path.join(directory, MANIFEST)))
 
 
 def examine(
@@ -131,12 +142,14 @@ def examine(
     try:
         if reason := fault(directory, os.lstat(directory), listed=listed):
             return Refused(directory, reason)
-        fd = os.open(manifest_path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            found = os.fstat(fd)
+            fd, found = open_regular(manifest_path, LARGEST_RECORD, os.O_NOFOLLOW)
+        except UnusableFile as error:
+            return Refused(directory, f"damaged: {error}", damaged=True)
+        try:
             if reason := fault(manifest_path, found, listed=listed):
                 return Refused(directory, reason)
-            data = os.read(fd, found.st_size + 1)
+            data = read_opened(fd, found, LARGEST_RECORD, manifest_path)
         finally:
             os.close(fd)
         manifest = parse_manifest(data)
@@ -161,11 +174,12 @@ def _check_payload(directory: str, manifest: dict[str, Any], listed: bool) -> Le
         return Refused(directory, "damaged: the payload's name contains a slash", damaged=True)
     path = os.path.join(directory, name)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd, found = open_regular(path, flags=os.O_NOFOLLOW)
     except FileNotFoundError:
         return Refused(directory, f"damaged: {name} is missing", damaged=True)
+    except UnusableFile as error:
+        return Refused(directory, f"damaged: {error}", damaged=True)
     try:
-        found = os.fstat(fd)
         if reason := fault(path, found, listed=listed):
             return Refused(directory, reason)
         if found.st_size != manifest["size"] or sha256_file(fd) != manifest["sha256"]:

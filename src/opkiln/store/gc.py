@@ -16,6 +16,7 @@ import stat
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from opkiln.digest import read_file
 from opkiln.settings import settings
 from opkiln.store import publish
 from opkiln.store.inventory import (
@@ -282,8 +283,7 @@ def _sweep_receipts(root: str) -> None:
     """Remove receipts of entries that are gone. Nobody uses them, and nobody else removes them."""
     for path in directories(os.path.join(root, "receipts"), 3):
         try:
-            with open(path, "rb") as file:
-                payload = json.loads(file.read())["payload"]
+            payload = json.loads(read_file(path))["payload"]
             if os.path.exists(os.path.join(root, payload)):
                 continue
         except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -120,8 +120,7 @@ def _entry(directory: str, kind: str) -> Entry | None:
 def details(found: Entry) -> Details:
     """Read an entry's manifest and sidecar. Does not raise for a damaged entry."""
     try:
-        with open(os.path.join(found.directory, entry.MANIFEST), "rb") as file:
-            manifest = entry.parse_manifest(file.read())
+        manifest = entry.read_manifest(found.directory)
         if found.kind == OBJECT:
             return Details("", "", str(manifest["source"]), (), "")
         inputs = entry.read_sidecar(found.directory)["inputs"]

@@ -13,7 +13,7 @@ import os
 
 from opkiln.model import place_of
 from opkiln.record import Record
-from opkiln.store.entry import MANIFEST, Leaf, Refused, examine, parse_manifest
+from opkiln.store.entry import Leaf, Refused, examine, read_manifest
 from opkiln.store.location import Layer, Location, choose
 from opkiln.store.recheck import Hasher
 from opkiln.trust import fault, open_to_all
@@ -96,9 +96,8 @@ class Store:
                 for build in _names(os.path.join(base, intent)):
                     for leaf in _names(os.path.join(base, intent, build)):
                         try:
-                            path = os.path.join(base, intent, build, leaf, MANIFEST)
-                            with open(path, "rb") as file:
-                                yield intent, parse_manifest(file.read())["target"]
+                            path = os.path.join(base, intent, build, leaf)
+                            yield intent, read_manifest(path)["target"]
                         except (OSError, ValueError, KeyError):
                             continue  # damaged or just collected: try the next one
                         break

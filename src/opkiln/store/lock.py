@@ -5,9 +5,14 @@ may be compiled twice, but never loaded wrongly. It is a POSIX record lock. The 
 when its holder dies, for whatever reason, and a forked child does not inherit it. Such a lock does
 not exclude threads of the same process, so those queue on a ``threading.Lock`` first.
 
-A builder writes a token into the lock file. If it fails, it leaves a record of the failure under
-that token. The processes that waited for this attempt raise the same error and do not repeat the
-build. Processes that come later try again.
+A builder writes a token into the lock file, and how many steps it has finished. If it fails, it
+leaves a record of the failure under that token. The processes that waited for this attempt raise
+the same error and do not repeat the build. Processes that come later try again.
+
+A wait ends after a limit. It counts from the start of the wait, and again from each step that the
+builder finishes: a long build is no hang. A builder that is stopped (SIGSTOP, Ctrl-Z, a debugger)
+is passed after a few seconds: those who wait for it take turns at a second lock, and one of them
+builds.
 """
 
 from __future__ import annotations
@@ -17,12 +22,16 @@ import fcntl
 import json
 import os
 import secrets
+import shlex
 import threading
 import time
 from contextlib import contextmanager, suppress
+from itertools import count
 from typing import NamedTuple
 
 from opkiln import errors
+from opkiln.digest import read_file
+from opkiln.process import is_stopped
 from opkiln.trust import make_private
 
 TYPE_CHECKING = False
@@ -33,7 +42,23 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 _HELD = (errno.EAGAIN, errno.EACCES)
-_threads: dict[str, threading.Lock] = {}
+# Seconds beyond the limit of a wait: a builder with the same limit, which started a moment later,
+# has the time to say what was too slow.
+_GRACE = 1.0
+_PASSED_AFTER = 5.0  # seconds that a builder may be stopped
+_LAST_LOCK = 9  # so many builders of one entry may be stopped at once
+
+
+class _Local:
+    """The threads of this process that want the same turn."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        # The process that builds: this one, or the one that a thread of this one waits for.
+        self.holder: Holder | None = None
+
+
+_threads: dict[str, _Local] = {}
 _guard = threading.Lock()
 
 
@@ -53,6 +78,7 @@ class Holder(NamedTuple):
     pid: int
     host: str
     token: str
+    steps: int = 0  # how many steps of the build it has finished
 
 
 class Waiting(NamedTuple):
@@ -60,23 +86,42 @@ class Waiting(NamedTuple):
 
     holder: Holder | None
     seconds: float
+    stopped: bool = False  # whether the holder is stopped
 
 
 class Turn:
     """The right to build."""
 
-    def __init__(self, failures: str, token: str) -> None:
+    def __init__(self, fd: int, local: _Local, failures: str) -> None:
+        self._fd = fd
+        self._local = local
         self._failures = failures
-        self._token = token
+        self._holder = local.holder = Holder(os.getpid(), _host(), secrets.token_hex(8))
+        _write_holder(fd, self._holder)
 
-    def fail(self, error: errors.OpkilnError) -> None:
-        """Record this error for the processes that wait for this attempt."""
+    def advance(self) -> None:
+        """Tell the processes that wait that a step is finished."""
+        holder = self._holder._replace(steps=self._holder.steps + 1)
+        self._holder = self._local.holder = holder
+        _write_holder(self._fd, holder)
+
+    def end(self) -> None:
+        """Give the turn back."""
+        # The next holder has the lock for a moment before it writes its own token. If ours were
+        # still there, a waiter could take it for the new holder's, and then raise our old failure.
+        _clear_holder(self._fd)
+        self._local.holder = None
+
+    def fail(self, error: errors.OpkilnError, limit: float | None = None) -> None:
+        """Record this error for the processes that wait for this attempt. If it is a time-out, only
+        processes with no higher ``limit`` raise it."""
         record = {
-            "token": self._token,
+            "token": self._holder.token,
             "kind": type(error).__name__,
             "what": error.what,
             "why": error.why,
             "hint": error.hint,
+            "limit": limit,
         }
         temporary = f"{self._failures}.{secrets.token_hex(6)}"
         try:
@@ -96,52 +141,123 @@ def turn(
     name: str,
     arrived: Callable[[], T | None],
     waiting: Callable[[Waiting], None],
+    *,
+    what: str,
+    limit: float,
 ) -> Iterator[Turn | T]:
     """Wait until it is our turn to build ``name``, or until ``arrived()`` finds it built.
 
-    Raises the error of a builder that failed while we waited for it.
+    Raises the error of a builder that failed while we waited for it. Raises BuildTimeout, which
+    calls the build ``what``, after ``limit`` seconds in which the builder finished no step.
     """
     path = os.path.join(root, "locks", name)
     failures = os.path.join(root, "failures", name + ".json")
-    began = time.monotonic()
+    wait = _Wait(failures, waiting, what, limit)
     with _guard:
-        thread_lock = _threads.setdefault(path, threading.Lock())
-    while not thread_lock.acquire(timeout=1.0):
-        waiting(Waiting(Holder(os.getpid(), _host(), ""), time.monotonic() - began))
+        local = _threads.setdefault(path, _Local())
+    while not local.lock.acquire(timeout=0.25):
+        wait.go_on(local.holder or Holder(os.getpid(), _host(), ""), pause=False)
     try:
-        fd = _open(path)
-        try:
-            awaited: set[str] = set()
-            pause = 0.01
-            while not _try_lock(fd):
-                holder = _read_holder(fd)
-                if holder is not None:
-                    awaited.add(holder.token)
-                if (found := arrived()) is not None:
+        for number in count(1):
+            # Two locks of one process must not be of one file: closing one would release both.
+            fd = _open(path if number == 1 else f"{path}.{number}")
+            try:
+                found, passed = _await(fd, local, arrived, wait, last=number == _LAST_LOCK)
+                if found is not None:
                     yield found
                     return
-                waiting(Waiting(holder, time.monotonic() - began))
-                time.sleep(pause)
-                pause = min(pause * 1.5, 0.25)
-            if (found := arrived()) is not None:
-                yield found
+                if passed:
+                    continue
+                wait.raise_failure()
+                ours = Turn(fd, local, failures)
+                try:
+                    yield ours
+                finally:
+                    ours.end()
                 return
-            if awaited:
-                _raise_failure(failures, awaited)
-            token = secrets.token_hex(8)
-            _write_holder(fd, Holder(os.getpid(), _host(), token))
-            try:
-                yield Turn(failures, token)
             finally:
-                # The next holder has the lock for a moment before it writes its own token. If ours
-                # were still there, a waiter could take it for the new holder's, and then raise our
-                # old failure.
-                _clear_holder(fd)
-        finally:
-            if fd >= 0:
-                os.close(fd)  # releases the lock
+                if fd >= 0:
+                    os.close(fd)  # releases the lock
     finally:
-        thread_lock.release()
+        local.holder = None
+        local.lock.release()
+
+
+class _Wait:
+    """One wait: for whom, since when, until when."""
+
+    def __init__(
+        self, failures: str, waiting: Callable[[Waiting], None], what: str, limit: float
+    ) -> None:
+        self._failures = failures
+        self._waiting = waiting
+        self._what = what
+        self._limit = limit
+        self._began = self._advanced = time.monotonic()
+        self._steps: tuple[str, int] | None = None  # the token and steps that were seen last
+        self._stopped_since: float | None = None
+        self._awaited: set[str] = set()
+        self._pause = 0.01
+
+    def go_on(self, holder: Holder | None, *, pause: bool = True) -> bool:
+        """Say for whom we wait, and wait a moment. False if the holder is to be passed.
+
+        Raises BuildTimeout at the limit, and the error of a builder that failed meanwhile.
+        """
+        now = time.monotonic()
+        stopped = False
+        if holder is not None:
+            if holder.token:
+                self._awaited.add(holder.token)
+            seen = (holder.token, holder.steps)
+            if holder.steps and seen != self._steps:
+                self._advanced = now
+            self._steps = seen
+            stopped = holder.host == _host() and is_stopped(holder.pid)
+        self.raise_failure()
+        self._waiting(Waiting(holder, now - self._began, stopped))
+        if now - self._advanced > self._limit + _GRACE:
+            raise self._too_long(holder, stopped)
+        self._stopped_since = (self._stopped_since or now) if stopped else None
+        if self._stopped_since is not None and now - self._stopped_since > _PASSED_AFTER:
+            self._stopped_since = None
+            return False
+        if pause:
+            time.sleep(self._pause)
+            self._pause = min(self._pause * 1.5, 0.25)
+        return True
+
+    def raise_failure(self) -> None:
+        """Raise the error of a builder that we waited for, if it left one."""
+        if self._awaited:
+            _raise_failure(self._failures, self._awaited, self._limit)
+
+    def _too_long(self, holder: Holder | None, stopped: bool) -> errors.BuildTimeout:
+        whom = "another process"
+        if holder is not None and holder.pid:
+            whom = f"pid {holder.pid} on host {holder.host}"
+        why = f"it finished no step in the last {self._limit:g} s (OPKILN_BUILD_TIMEOUT)"
+        hint = f"OPKILN_BUILD_TIMEOUT={max(60, int(self._limit) * 2)}"
+        if holder is not None and holder.pid and holder.host == _host():
+            hint = shlex.join(["ps", "-o", "pid,stat,etime,args", "-p", str(holder.pid)])
+            if stopped:
+                why, hint = f"it is stopped; {why}", f"kill -CONT {holder.pid}"
+        return errors.BuildTimeout(
+            f"gave up waiting for {whom}, which builds {self._what}", why=why, hint=hint
+        )
+
+
+def _await(
+    fd: int, local: _Local, arrived: Callable[[], T | None], wait: _Wait, *, last: bool
+) -> tuple[T | None, bool]:
+    """Wait for the lock: (what has arrived meanwhile, whether to go on to the next lock)."""
+    while not _try_lock(fd):
+        holder = local.holder = _read_holder(fd)
+        if (found := arrived()) is not None:
+            return found, False
+        if not wait.go_on(holder) and not last:
+            return None, True
+    return arrived(), False
 
 
 def _open(path: str) -> int:
@@ -168,7 +284,8 @@ def _try_lock(fd: int) -> bool:
 def _read_holder(fd: int) -> Holder | None:
     try:
         record = json.loads(os.pread(fd, 4096, 0))
-        return Holder(int(record["pid"]), str(record["host"]), str(record["token"]))
+        pid, steps = int(record["pid"]), int(record["steps"])
+        return Holder(pid, str(record["host"]), str(record["token"]), steps)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # it has the lock, but has not written its name yet
 
@@ -177,7 +294,8 @@ def _write_holder(fd: int, holder: Holder) -> None:
     if fd < 0:
         return
     try:
-        os.ftruncate(fd, 0)
+        if not holder.steps:
+            os.ftruncate(fd, 0)  # a killed holder's text; later, ours only becomes longer
         os.pwrite(fd, json.dumps(holder._asdict()).encode(), 0)
     except OSError:
         return  # a full disk: waiters see no name, and the build will report the problem
@@ -192,13 +310,14 @@ def _clear_holder(fd: int) -> None:
         return  # a stale handle: nobody else can read this file any more
 
 
-def _raise_failure(path: str, awaited: set[str]) -> None:
+def _raise_failure(path: str, awaited: set[str], limit: float) -> None:
     try:
-        with open(path) as file:
-            record = json.load(file)
+        record = json.loads(read_file(path))
         token, kind = record["token"], getattr(errors, record["kind"])
         if token not in awaited or not issubclass(kind, errors.OpkilnError):
             return
+        if kind is errors.BuildTimeout and limit > float(record["limit"] or 0):
+            return  # we have more patience, so we try for ourselves
         error = kind(record["what"], why=record["why"], hint=record["hint"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return

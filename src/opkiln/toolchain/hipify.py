@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from opkiln import evidence
 from opkiln.build_model import TorchSDK
-from opkiln.digest import key, sha256_file
+from opkiln.digest import key, read_file, sha256_file
 from opkiln.errors import SpecError, ToolchainError
 from opkiln.model import OpSpec
 
@@ -191,8 +191,7 @@ class _Copy:
         kept = os.path.normpath(path)
         if kept in self._contents or not os.path.isfile(path):
             return False
-        with open(path, "rb") as file:
-            content = file.read()
+        content = read_file(path)
         self._contents[kept] = content
         self.origin[kept] = path
         self.digests[path] = _sha256(content)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from opkiln import evidence
-from opkiln.digest import Signature, key
+from opkiln.digest import Signature, key, read_file
 from opkiln.settings import settings
 from opkiln.trust import claim, make_private
 
@@ -32,8 +32,7 @@ def recall(directories: tuple[str, ...], subject: str) -> dict[str, Any] | None:
 
 def _recall(directory: str, subject: str) -> dict[str, Any] | None:
     try:
-        with open(_path(directory, subject), "rb") as file:
-            record = json.loads(file.read())
+        record = json.loads(read_file(_path(directory, subject)))
         if record["schema"] != SCHEMA or record["subject"] != subject:
             return None
         for path, *fields in record["signatures"]:

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from opkiln import evidence
 from opkiln.build_model import TorchSDK
+from opkiln.digest import read_file
 from opkiln.errors import BuildError, SettingError
 from opkiln.model import ABI_STABLE, ABI_TORCH, CUDA, ROCM, STABLE_TAG, OpSpec
 from opkiln.settings import settings
@@ -64,8 +65,7 @@ def read_from(path: str) -> list[str]:
 
 @lru_cache(maxsize=4)
 def _read(path: str, stamp: tuple[int, int]) -> TorchSDK:  # noqa: ARG001 (keys the cache)
-    with open(os.path.join(path, "version.py"), "rb") as file:
-        text = file.read()
+    text = read_file(os.path.join(path, "version.py"))
     facts = _assignments(text.decode("utf-8", "replace"))
     # Wheels since 2.7 are all built with the C++11 ABI; a build from source may differ.
     cxx11 = True
