@@ -25,6 +25,7 @@ from opkiln import plan as plans
 from opkiln.build_model import DeviceCompiler, Target, Toolchain
 from opkiln.errors import SpecError
 from opkiln.model import ABI_NONE, CPU, CUDA, PLAIN, OpSpec
+from opkiln.steps import option_tables as known
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +39,7 @@ SEED = 17
 LISTS = 10_000
 BATCH = 50  # lists for one strace
 # Of a hundred lists, so many are for each compiler. nvcc takes a second for each.
-SHARES = {"g++": 64, "clang++": 33, "nvcc": 3}
+SHARES = {"g++": 62, "clang++": 20, "clang++-15": 16, "nvcc": 2}
 
 # Each started another program, loaded code, wrote elsewhere or read flags from a file, and was
 # taken before flags were divided by the compilers' own rules. {dir} is the test's directory.
@@ -68,6 +69,7 @@ KNOWN_LINK = (
     ("-Wl,--dependency-fil={dir}/canary",), ("-Wl,--depend={dir}/canary",),
     ("-Wl,--out-im={dir}/canary",),
     ("-Wl,--error-handling-script={dir}/evil",), ("-Wl,-rpath",), ("-Xlinker", "-rpath", "-lm"),
+    ("-flto=auto",), ("-flto=4",),
     ("-u@{dir}/flags",), ("-T@{dir}/flags",), ("-z@{dir}/flags",), ("-L", "-Xlinker", "-B{dir}/"),
     ("-u", "-Xlinker", "-B{dir}/"), ("-Wl,-rpath,/x", "-l", "-Wl,-x", "-B{dir}/"),
 )  # fmt: skip
@@ -138,8 +140,8 @@ def planned(compiler: str, drawn: Drawn, place: Place, stage: Path) -> list[list
         spec.backend, "linux", os.uname().machine, "", (), "none", archs=("9.0",) if cuda else ()
     )
     toolchain = Toolchain(
-        family="clang" if compiler == "clang++" else "gcc", cxx=found, version="", machine="",
-        identity="", accepts=frozenset(), include_dirs=(), device=device,
+        family="clang" if compiler.startswith("clang") else "gcc", cxx=found, version="",
+        machine="", identity="", accepts=frozenset(), include_dirs=(), device=device,
     )  # fmt: skip
     plan = plans.make(spec, target, toolchain)
     places = plans.anchors(plan, str(stage))
@@ -169,7 +171,7 @@ WATCHED = (
     "symlink,symlinkat,truncate"
 )
 PROGRAMS = re.compile(
-    r"/usr/bin/(\S*g\+\+\S*|\S*clang\S*|\S*as|\S*ld(\.\w+)?|sh|dash|make|python3\S*)\Z|"
+    r"/usr/bin/(\S*g\+\+\S*|\S*clang\S*|\S*as|\S*ld(\.\w+)?|sh|dash|python3\S*)\Z|"
     r"/bin/(sh|dash)\Z|/usr/lib/(gcc|llvm-\d+|cuda)\S*\Z|/usr/libexec/gcc/\S*\Z|"
     r"/usr/local/cuda\S*\Z|/usr/local/bin/nvcc\Z"
 )
@@ -218,12 +220,17 @@ class Generator:
         self.random = random.Random(SEED)
         self.here = [name for name in SHARES if shutil.which(name)]
         self.names = {"g++": sorted(option_tables.gcc_names())}
-        if "clang++" in self.here:
-            self.names["clang++"] = sorted(option_tables.clang_names())
+        for clang in ("clang++", "clang++-15"):  # the second is hipcc's
+            if clang in self.here:
+                self.names[clang] = sorted(option_tables.clang_names(clang))
         if "nvcc" in self.here:
             nvcc = option_tables.nvcc()
             both = [(f"--{long}", f"-{short}") for long, (short, _) in nvcc.items()]
             self.names["nvcc"] = sorted({each for pair in both for each in pair})
+        self.valued = {
+            compiler: [name for name in names if name[-1] == "=" or name in known.HOST_VALUES]
+            for compiler, names in self.names.items()
+        }
         self.linker = sorted(option_tables.linker()[0])
         self.assembler = sorted(set(re.findall(r"--?[\w-]+", option_tables.said("as", "--help"))))
         self.values = (
@@ -254,15 +261,21 @@ class Generator:
             part = self.formed(self.random.choice(self.assembler))
             return [f"-Wa,{','.join(part)}"]
         if draw < 0.16:
-            part = self.formed(self.random.choice(self.names["g++"]))
+            part = self.formed(self.option("g++"))
             return [f"-Wp,{','.join(part)}"]
         if draw < 0.24:
             passing = self.random.choice(
                 ("-Xclang", "-Xpreprocessor", "-Xassembler", "-mllvm", "-Xcompiler", "-Xptxas")
             )
-            part = self.formed(self.random.choice(self.names[compiler]))
+            part = self.formed(self.option(compiler))
             return [word for each in part for word in (passing, each)]
-        return self.formed(self.random.choice(self.names[compiler]))
+        return self.formed(self.option(compiler))
+
+    def option(self, compiler: str) -> str:
+        """An option of a compiler. Every third is one that takes a value."""
+        valued = self.valued[compiler]
+        often = valued and self.random.random() < 0.33
+        return self.random.choice(valued if often else self.names[compiler])
 
     def linked(self) -> list[str]:
         """An option for the linker, perhaps abbreviated."""

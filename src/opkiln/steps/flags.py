@@ -31,6 +31,7 @@ _PLANNED = "the plan chooses languages, outputs, dependency files and the target
 _NO_VALUE = "its value is missing, so it would take the next argument of the plan"
 _UNKNOWN = "opkiln does not know this option"
 _PATH = "opkiln does not know what this option does with a path"
+_MAKE = "gcc starts make, mv and touch for it"
 _RESPONSE = "compilers replace a value that begins with '@' by the words of a file"
 _CHOSEN_BY_PLAN = "the plan chooses architectures, host compiler, threads and outputs"
 
@@ -121,6 +122,8 @@ _REFUSED_MEMBERS = {
     "-fuse-ld": _RUNS,
 }  # fmt: skip
 _REFUSED_PREFIXES = tuple(_REFUSED_MEMBERS)
+# Link-time optimization with a number, "auto" or "jobserver": gcc starts make, mv and touch for it.
+_LTO = re.compile(r"-flto=(?!thin\Z|full\Z|1\Z|none\Z)")
 _OPT_INFO = re.compile(r"-fopt-info[^=]*=")
 _LINKERS = frozenset(f"-fuse-ld={name}" for name in ("bfd", "gold", "lld", "mold"))
 # Members whose value may be any text: it is only written into the output.
@@ -238,6 +241,8 @@ def _judge_member(name: str, flag: str) -> None:
         raise _Refused(flag, _reason(name))
     if name.startswith(_REFUSED_PREFIXES) and name not in _LINKERS:
         raise _Refused(flag, _member_reason(name))
+    if _LTO.match(name):
+        raise _Refused(flag, _MAKE)
     if _OPT_INFO.match(name):
         raise _Refused(flag, _WRITES)
     if not name.startswith(_ANY_TEXT):
@@ -576,6 +581,7 @@ _HINTS = {
     _CHOSEN_BY_PLAN: _NVCC_HINT,
     _ONE_ARCHITECTURE: "-rdc=true links device code of several files",
     _NO_VALUE: "write the option and its value together, as in -I/path",
+    _MAKE: "write -flto",
     _RESPONSE: "write the words of the file themselves",
 }
 
