@@ -14,9 +14,9 @@ names no path. Everything else is refused.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 from opkiln.errors import SpecError
+from opkiln.record import Record
 from opkiln.steps import option_tables as tables
 
 TYPE_CHECKING = False
@@ -35,13 +35,21 @@ _MAKE = "gcc starts make, mv and touch for it"
 _RESPONSE = "compilers replace a value that begins with '@' by the words of a file"
 _CHOSEN_BY_PLAN = "the plan chooses architectures, host compiler, threads and outputs"
 
+# Patterns below are texts: compiling them takes longer than a hit, and few flags need them.
+
 # Text without characters that are special to a shell or in nvcc's lists.
 PLAIN = re.compile(r"[A-Za-z0-9_@%+=:./^-]*\Z")
 # A value that names no file outside the working directory and has no option in it.
-_WORD = re.compile(r"(?![-@|.])[A-Za-z0-9_+.,:;!^~%*#()\[\]-]*\Z")
+_IN_WORD = frozenset(
+    "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_+.,:;!^~%*#()[]-"
+)
 
 
-class Option(NamedTuple):
+def _is_word(value: str) -> bool:
+    return _IN_WORD.issuperset(value) and not value.startswith(("-", "."))
+
+
+class Option(Record):
     """One option of a list of flags, with its value."""
 
     name: str  # empty for a word that is no option: the name of an input file
@@ -95,10 +103,11 @@ _HARMLESS = frozenset((
     "--start-no-unused-arguments", "--end-no-unused-arguments",
 ))  # fmt: skip
 # Families of options: one word, and at most a plain value after a "=".
-_FAMILIES = re.compile(
-    r"(?:-f|-m|-W|-O|-g|-q|-ax|-no-|-static-lib|-std|--std|-stdlib|--stdlib|-rtlib|--rtlib|"
-    r"-unwindlib|--unwindlib|--optimize|--warn-|--gpu-max-threads-per-block|-disable-llvm-|-u)"
-)
+_FAMILIES = (
+    "-f", "-m", "-W", "-O", "-g", "-q", "-ax", "-no-", "-static-lib", "-std", "--std", "-stdlib",
+    "--stdlib", "-rtlib", "--rtlib", "-unwindlib", "--unwindlib", "--optimize", "--warn-",
+    "--gpu-max-threads-per-block", "-disable-llvm-", "-u",
+)  # fmt: skip
 # Members of these families that are refused, and why. Prefixes.
 _REFUSED_MEMBERS = {
     "-fplugin": _RUNS, "-fpass-plugin": _RUNS, "-fmodule": _RUNS, "-fself-test": _RUNS,
@@ -123,8 +132,7 @@ _REFUSED_MEMBERS = {
 }  # fmt: skip
 _REFUSED_PREFIXES = tuple(_REFUSED_MEMBERS)
 # Link-time optimization with a number, "auto" or "jobserver": gcc starts make, mv and touch for it.
-_LTO = re.compile(r"-flto=(?!thin\Z|full\Z|1\Z|none\Z)")
-_OPT_INFO = re.compile(r"-fopt-info[^=]*=")
+_ONE_PROCESS = ("-flto=thin", "-flto=full", "-flto=1", "-flto=none")
 _LINKERS = frozenset(f"-fuse-ld={name}" for name in ("bfd", "gold", "lld", "mold"))
 # Members whose value may be any text: it is only written into the output.
 _ANY_TEXT = (
@@ -229,7 +237,7 @@ def _judge_host_option(option: Option, flag: str, *, behind: bool) -> None:
         if not value:
             raise _Refused(flag, _NO_VALUE)
     elif name in (_PARAMETER, "--std"):
-        if not _WORD.match(value.replace("=", ":")):
+        if not _is_word(value.replace("=", ":")):
             raise _Refused(flag, _PATH)
     elif name not in _HARMLESS:
         _judge_member(name, flag)
@@ -237,13 +245,13 @@ def _judge_host_option(option: Option, flag: str, *, behind: bool) -> None:
 
 def _judge_member(name: str, flag: str) -> None:
     """Judge an option of one word that belongs to a family, or to none."""
-    if name in tables.HOST_VALUES or not _FAMILIES.match(name):
+    if name in tables.HOST_VALUES or not name.startswith(_FAMILIES):
         raise _Refused(flag, _reason(name))
     if name.startswith(_REFUSED_PREFIXES) and name not in _LINKERS:
         raise _Refused(flag, _member_reason(name))
-    if _LTO.match(name):
+    if name.startswith("-flto=") and name not in _ONE_PROCESS:
         raise _Refused(flag, _MAKE)
-    if _OPT_INFO.match(name):
+    if name.startswith("-fopt-info") and "=" in name:
         raise _Refused(flag, _WRITES)
     if not name.startswith(_ANY_TEXT):
         _plain_value(name, flag)
@@ -251,7 +259,7 @@ def _judge_member(name: str, flag: str) -> None:
 
 def _plain_value(name: str, flag: str) -> None:
     option, _, value = name.partition("=")
-    if "/" in option or not _WORD.match(value):
+    if "/" in option or not _is_word(value):
         raise _Refused(flag, _PATH)
     if option.startswith("-fdiagnostics-format") and "file" in value:
         raise _Refused(flag, _WRITES)
@@ -286,9 +294,7 @@ _REFUSED_BY_LINKER = {
 }  # fmt: skip
 # These print; with a value they write a file.
 _PRINTS_OR_WRITES = ("stats", "cref", "print-gc-sections", "print-icf-sections", "verbose")
-_WRITING_NAME = re.compile(
-    r"plugin|output|file|dir\b|trace|dump|remark|temps|cache-|obj-path|repro"
-)
+_WRITING_NAME = r"plugin|output|file|dir\b|trace|dump|remark|temps|cache-|obj-path|repro"
 
 
 def _linker_options(words: Iterable[str]) -> Iterator[Option]:
@@ -352,16 +358,16 @@ def _judge_linker_option(option: Option, flag: str) -> None:
     if value and len(name) == 1 and name not in tables.LINKER_VALUES:
         raise _Refused(flag, _UNKNOWN)  # several options in one word
     if name not in tables.LINKER:
-        if _WRITING_NAME.search(name):
+        if re.search(_WRITING_NAME, name):
             raise _Refused(flag, _UNKNOWN)
-        if not _WORD.match(value):
+        if not _is_word(value):
             raise _Refused(flag, _PATH)
 
 
 # -- as ----------------------------------------------------------------------------------------
 
 _ASSEMBLER_VALUES = ("-I", "--defsym", "--debug-prefix-map")
-_ASSEMBLER_HARMLESS = re.compile(
+_ASSEMBLER_HARMLESS = (
     r"-[JKLRWZfgwX]\Z|-a[cdghlmns]*\Z|-no-pad-sections\Z|-nocpp\Z|-E[BL]\Z|"
     r"(?P<valued>-m|--?g|--(?!M|o|dump-|help|version|target-help|listing)[a-z0-9])"
 )
@@ -381,19 +387,19 @@ def _judge_assembler(words: Iterable[str]) -> None:
             raise _Refused(word, _RESPONSE)
         if word.startswith(("-I", "--defsym=", "--debug-prefix-map=")):
             continue
-        match = _ASSEMBLER_HARMLESS.match(word)
+        match = re.match(_ASSEMBLER_HARMLESS, word)
         if not match:
             why = _WRITES if word.startswith(("-a", "--MD", "-o")) else _UNKNOWN
             raise _Refused(word, why)
         name, _, value = word.partition("=")
-        if match["valued"] and ("/" in name or not _WORD.match(value)):
+        if match["valued"] and ("/" in name or not _is_word(value)):
             raise _Refused(word, _PATH)
 
 
 # -- the parts behind nvcc, and LLVM -----------------------------------------------------------
 
-_PART = re.compile(r"--?[A-Za-z][A-Za-z0-9_+-]*(?:=(?P<value>.*))?\Z", re.DOTALL)
-_PART_REFUSED = re.compile(
+_PART = r"(?s)--?[A-Za-z][A-Za-z0-9_+-]*(?:=(?P<value>.*))?\Z"
+_PART_REFUSED = (
     r"--?(?:o|c|g?arch|gpu-name|optf|h|help|V|version|r|L|l|create|image\d?|cmdline|ident|link|time|uidx|ias|"
     r"Xnvvm|Xptxas|x|e|E|S|load|add-plugin|plugin|print-.*|dump.*|debug-pass.*|stats.*)\Z|"
     r".*(?:file|path|[_-]dir|directory|output|plugin|script|remark|[_-]name\b|trace|temps|"
@@ -406,18 +412,18 @@ def _judge_part(word: str, flag: str) -> None:
     if not word.startswith("-"):
         if word.startswith("@"):
             raise _Refused(flag, _RESPONSE)
-        if not _WORD.match(word) or "." in word:
+        if not _is_word(word) or "." in word:
             raise _Refused(flag, _PATH)
         return
-    match = _PART.match(word)
+    match = re.match(_PART, word)
     if not match:
         raise _Refused(flag, _UNKNOWN)
     name = word.partition("=")[0]
     if name in ("-arch", "--gpu-name"):
         raise _Refused(flag, _CHOSEN_BY_PLAN)
-    if _PART_REFUSED.match(name):
+    if re.match(_PART_REFUSED, name):
         raise _Refused(flag, _WRITES)
-    if not _WORD.match(match["value"] or ""):
+    if not _is_word(match["value"] or ""):
         raise _Refused(flag, _PATH)
 
 
