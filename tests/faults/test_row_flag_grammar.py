@@ -41,7 +41,7 @@ BATCH = 50  # lists for one strace
 # Of a hundred lists, so many are for each compiler. nvcc takes a second for each.
 SHARES = {"g++": 62, "clang++": 20, "clang++-15": 16, "nvcc": 2}
 
-# Each started another program, loaded code, wrote elsewhere or read flags from a file, and was
+# Each could start another program, load code, write elsewhere or read flags from a file. Most were
 # taken before flags were divided by the compilers' own rules. {dir} is the test's directory.
 KNOWN = (
     ("-Wp,-fplugin={dir}/evil.so",), ("-Xpreprocessor", "-fplugin={dir}/evil.so"),
