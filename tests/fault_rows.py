@@ -50,6 +50,7 @@ ROWS = {
     30: "a header that shadows another is noticed",
     31: "a network file system costs time, never a load",
     32: "each container identity has its stated outcome",
+    33: "flags start only the toolchain and write only into the build",
 }
 
 

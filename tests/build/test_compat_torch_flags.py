@@ -114,6 +114,12 @@ def test_what_starts_other_programs_is_refused_as_ever(cxx: list[str], device: l
         plans.check(spec)
 
 
+@pytest.mark.parametrize("flag", ["-flto=auto", "-flto=8", "-flto=jobserver"])
+def test_link_time_optimization_runs_in_one_process(flag: str) -> None:
+    found = translated("x", cxx=[flag], link=[flag, "-flto=thin"])
+    assert (found.cxx, found.link) == (("-flto",), ("-flto", "-flto=thin"))
+
+
 def test_an_architecture_that_is_none_is_quoted() -> None:
     with pytest.raises(ArchError, match="compute"):
         translated("x", device=["-gencode=arch=compute_80,code=whatever"])

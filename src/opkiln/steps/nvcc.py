@@ -22,7 +22,7 @@ from opkiln.steps.arguments import (
     prefix_maps,
     wheel_includes,
 )
-from opkiln.steps.flags import check_nvcc, is_relocatable, without_relocatable
+from opkiln.steps.flags import check_nvcc, host_options, is_relocatable, without_relocatable
 from opkiln.steps.host import torch_defines, torch_includes
 
 TYPE_CHECKING = False
@@ -48,7 +48,6 @@ _TORCH_HALF = (
 
 # Options that both g++ and nvcc have, and how nvcc expects the value.
 _SHARED = {"-D": "-D", "-U": "-U", "-I": "-I", "-isystem": "-isystem=", "-include": "-include="}
-_JOINED = ("-D", "-U", "-I", "-isystem")  # option and value may be one word
 
 
 def compile_step(
@@ -156,21 +155,19 @@ def device_link_step(
     )
 
 
-def _preprocessing(op: str, words: tuple[str, ...]) -> Iterator[str]:
+def _preprocessing(op: str, words: tuple[str, ...]) -> list[str]:
     """``CPPFLAGS`` in the form that nvcc accepts."""
-    variables = "CPPFLAGS"
-    check_nvcc(op, words, variables)
-    rest = iter(words)
-    for word in rest:
-        option = next((each for each in _SHARED if _is(each, word)), None)
-        if option is None:
-            yield f"-Xcompiler={word}"
+    given: list[str] = []
+    for option in host_options(words):
+        if option.name in _SHARED:
+            given.append(_SHARED[option.name] + option.value)
         else:
-            yield _SHARED[option] + (word[len(option) :] or next(rest, ""))
-
-
-def _is(option: str, word: str) -> bool:
-    return word == option or (option in _JOINED and word.startswith(option))
+            given += [f"-Xcompiler={word}" for word in option.words]
+    # In a list of nvcc's, a comma would divide a flag into two.
+    if any("," in word for word in given):
+        given = list(words)
+    check_nvcc(op, tuple(given), "CPPFLAGS")
+    return given
 
 
 def _directories(op: str, option: str, variable: str, paths: tuple[str, ...]) -> Iterator[str]:

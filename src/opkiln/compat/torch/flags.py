@@ -37,6 +37,8 @@ _THREADS = frozenset(("-t", "--threads", "-split-compile", "--split-compile"))
 _THREADS_JOINED = re.compile(r"-t\d+\Z")
 # Link-time optimization of device code, which nvcc does for only one architecture at a time.
 _LINK_TIME = frozenset(("-dlto", "-lto", "--dlink-time-opt"))
+# Link-time optimization in several processes, for which gcc starts make. One process does the same.
+_PARALLEL_LTO = re.compile(r"-flto=(auto|jobserver|\d+)\Z")
 _HOST_COMPILER = frozenset(("-ccbin", "--compiler-bindir"))
 _FOR_HOST = frozenset(("-Xcompiler", "--compiler-options"))
 _FOR_OTHERS = frozenset((
@@ -107,6 +109,8 @@ def _cxx(words: Iterable[str], remarks: list[str]) -> tuple[list[str], bool]:
             native = True
         elif word == "-mtune=native":
             remarks.append(f"{word} is left out: a build does not depend on where it runs")
+        elif _PARALLEL_LTO.match(word):
+            kept.append("-flto")
         elif word in _LEFT_OUT or word.startswith("-save-temps="):
             remarks.append(_unneeded(word))
         elif word in _LEFT_OUT_WITH_VALUE:
@@ -212,7 +216,9 @@ def _archs(words: Iterable[str]) -> tuple[tuple[str, ...], str]:
 def _link(words: Iterable[str]) -> Iterator[str]:
     rest = iter(words)
     for word in rest:
-        if word.startswith("-Wl,"):
+        if _PARALLEL_LTO.match(word):
+            yield "-flto"
+        elif word.startswith("-Wl,"):
             yield ",".join(_existing(part) for part in word.split(","))
         elif word.startswith("-"):
             yield from _path(word, rest, "")

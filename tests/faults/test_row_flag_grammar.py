@@ -1,0 +1,400 @@
+"""Row 33: a list of flags is refused, or starts only the toolchain and writes only into the build.
+
+The lists are drawn from the option tables of the compilers that are here, with values that name
+files, programs, plugins, lists of words and other options. Each list that is taken is compiled and
+linked for real, by the commands of a plan, while strace notes each program and each file written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING, NamedTuple
+
+import option_tables
+import pytest
+from loaders import returning, write
+from sample.tracing import Call, calls, strace
+
+from opkiln import plan as plans
+from opkiln.build_model import DeviceCompiler, Target, Toolchain
+from opkiln.errors import SpecError
+from opkiln.model import ABI_NONE, CPU, CUDA, PLAIN, OpSpec
+from opkiln.steps import option_tables as known
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from fault_rows import Cases
+
+pytestmark = pytest.mark.row(33)
+
+SEED = 17
+LISTS = 10_000
+BATCH = 50  # lists for one strace
+# Of a hundred lists, so many are for each compiler. nvcc takes a second for each.
+SHARES = {"g++": 62, "clang++": 20, "clang++-15": 16, "nvcc": 2}
+
+# Each could start another program, load code, write elsewhere or read flags from a file. Most were
+# taken before flags were divided by the compilers' own rules. {dir} is the test's directory.
+KNOWN = (
+    ("-Wp,-fplugin={dir}/evil.so",), ("-Xpreprocessor", "-fplugin={dir}/evil.so"),
+    ("--plugin={dir}/evil.so",), ("-fmodules-ts", "-fmodule-mapper=|{dir}/evil"),
+    ("--modules-ts", "--module-mapper=|{dir}/evil"), ("-I", "-Xlinker", "-B{dir}/"),
+    ("-D", "-Xclang", "-B{dir}/"), ("-include", "-Xassembler", "-wrapper", "{dir}/evil"),
+    ("-I", "-Xlinker", "-specs={dir}/specs"), ("-L", "-Xlinker", "-fplugin={dir}/evil.so"),
+    ("-I@{dir}/flags",), ("-D@{dir}/flags",), ("-isystem@{dir}/flags",), ("-include@{dir}/flags",),
+    ("-U@{dir}/flags",), ("-Wp,-I@{dir}/flags",),
+    ("-fopt-info-all={dir}/canary",), ("-fopt-info={dir}/canary",),
+    ("--opt-info-all={dir}/canary",),
+    ("--dump-tree-all={dir}/canary",), ("-Wp,-fdump-tree-all={dir}/canary",),
+    ("-fprofile-note={dir}/canary",), ("-Wp,-dumpbase,{dir}/canary",), ("-da", "-dumpdir={dir}/"),
+    ("-Wa,-a={dir}/canary",), ("-Wa,-aln={dir}/canary",), ("-Wa,--M,{dir}/canary",),
+    ("-Xassembler", "-a={dir}/canary"), ("-Wp,-fopt-info-all={dir}/canary",),
+    ("-mllvm", "-info-output-file={dir}/canary"), ("-mllvm", "-load={dir}/evil.so"),
+    ("-Xclang", "-stats-file={dir}/canary"),
+    ("-Xclang", "-header-include-file", "-Xclang", "{dir}/canary"),
+    ("-serialize-diagnostics", "{dir}/canary"), ("-foptimization-record-file={dir}/canary",),
+    ("-fmodules", "-fmodules-cache-path={dir}/canary"), ("-gen-cdb-fragment-path", "{dir}"),
+    ("-fproc-stat-report={dir}/canary",), ("--sysroot={dir}",), ("-I",), ("-Wp,-I",),
+)  # fmt: skip
+KNOWN_LINK = (
+    ("-Wl,--outp={dir}/canary",), ("-Wl,--outpu,{dir}/canary",), ("-Wl,--plugi={dir}/evil.so",),
+    ("-Wl,--dependency-fil={dir}/canary",), ("-Wl,--depend={dir}/canary",),
+    ("-Wl,--out-im={dir}/canary",),
+    ("-Wl,--error-handling-script={dir}/evil",), ("-Wl,-rpath",), ("-Xlinker", "-rpath", "-lm"),
+    ("-flto=auto",), ("-flto=4",),
+    ("-u@{dir}/flags",), ("-T@{dir}/flags",), ("-z@{dir}/flags",), ("-L", "-Xlinker", "-B{dir}/"),
+    ("-u", "-Xlinker", "-B{dir}/"), ("-Wl,-rpath,/x", "-l", "-Wl,-x", "-B{dir}/"),
+)  # fmt: skip
+KNOWN_NVCC = (
+    ("-fdevice-time-trace={dir}/canary",), ("--fdevice-time-trace", "{dir}/canary"),
+    ("-I", "-Xptxas", "-odir={dir}"), ("-keep-dir={dir}", "-save-temps"), ("-MT", "x"),
+    ("-Xcompiler=-Wp", "-Xcompiler=-fopt-info-all={dir}/canary"), ("-run-args=x",),
+    ("-Xlinker=-o,{dir}/canary",), ("-Xlinker=--outp={dir}/canary",), ("-arbin", "{dir}/evil"),
+    ("-Xnvlink=--register-link-binaries={dir}/canary",), ("-Xnvlink=-time={dir}/canary",),
+    ("-Xcudafe=--gen_c_file_name={dir}/canary",), ("-Xfatbin=--create={dir}/canary",),
+    ("-idp={dir}/",), ("-Xarchive=x",), ("-I=@{dir}/flags",), ("-include=@{dir}/flags",),
+)  # fmt: skip
+
+
+class Drawn(NamedTuple):
+    """A list of flags for the compile, and one for the link."""
+
+    compiler: str
+    compile: tuple[str, ...]
+    link: tuple[str, ...]
+
+
+class Place(NamedTuple):
+    """The directory of a test: hostile programs and files, a source, and stages."""
+
+    hostile: Path
+    source: Path
+    stages: Path
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    hostile = tmp_path / "hostile"
+    text = f"#!/bin/sh\ntouch {hostile}/canary\nexit 1\n"
+    for directory in ("", "usr/bin", "bin"):
+        for name in ("evil", "cc1plus", "as", "ld", "collect2", "g++", "ld.gold", "lto-wrapper"):
+            script = write(hostile / directory / name, text)
+            script.chmod(0o755)
+    write(hostile / "flags", f"x -fplugin={hostile}/evil.so -B{hostile}/\n")
+    write(hostile / "specs", f"*cc1plus:\n-fplugin={hostile}/evil.so\n")
+    write(hostile / "evil.so", "")
+    stages = tmp_path / "stages"
+    stages.mkdir()
+    write(tmp_path / "src" / "op.cu", "__global__ void kernel() {}\n")
+    return Place(hostile, write(tmp_path / "src" / "op.cpp", returning(33)), stages)
+
+
+def planned(compiler: str, drawn: Drawn, place: Place, stage: Path) -> list[list[str]]:
+    """The command lines of a plan with these flags. Raises SpecError."""
+    cuda = compiler == "nvcc"
+    found = shutil.which("g++" if cuda else compiler)
+    assert found is not None
+    device = None
+    if cuda:
+        nvcc = os.path.realpath(shutil.which("nvcc") or "nvcc")
+        home = os.path.dirname(os.path.dirname(nvcc))
+        device = DeviceCompiler(
+            family="nvcc", path=nvcc, home=home, version="", identity="", archs=("9.0",),
+            accepts=frozenset(("--objdir-as-tempdir",)), include_dirs=(), library_dirs=(),
+        )  # fmt: skip
+    spec = OpSpec(
+        name="op", distribution="pkg", root=str(place.source.parent),
+        sources=("op.cu",) if cuda else ("op.cpp",), kind=PLAIN, abi=ABI_NONE,
+        cxx_args=() if cuda else drawn.compile, device_args=drawn.compile if cuda else (),
+        ldflags=drawn.link, backend=CUDA if cuda else CPU, vectorize=False,
+    )  # fmt: skip
+    target = Target(
+        spec.backend, "linux", os.uname().machine, "", (), "none", archs=("9.0",) if cuda else ()
+    )
+    toolchain = Toolchain(
+        family="clang" if compiler.startswith("clang") else "gcc", cxx=found, version="",
+        machine="", identity="", accepts=frozenset(), include_dirs=(), device=device,
+    )  # fmt: skip
+    plan = plans.make(spec, target, toolchain)
+    places = plans.anchors(plan, str(stage))
+    steps = plan.steps if not cuda else plan.steps[:-1]  # a link needs nvcc's libraries
+    return [list(plans.argv(step, places)) for step in steps]
+
+
+# Runs command lines, each list in its own stage. Reads them as JSON from its standard input.
+RUNNER = """
+import json, subprocess, sys
+for stage, commands in json.load(sys.stdin):
+    env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "HOME": stage, "TMPDIR": stage}
+    done = 0
+    for command in commands:
+        try:
+            done = subprocess.run(command, cwd=stage, env=env, stdin=subprocess.DEVNULL,
+                                  stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                                  timeout=120).returncode
+        except subprocess.TimeoutExpired:
+            done = 1
+        if done:
+            break
+    print(int(done == 0))
+"""
+WATCHED = (
+    "execve,open,openat,creat,mkdir,mkdirat,rename,renameat,renameat2,unlink,unlinkat,link,linkat,"
+    "symlink,symlinkat,truncate"
+)
+PROGRAMS = re.compile(
+    r"/usr/bin/(\S*g\+\+\S*|\S*clang\S*|\S*as|\S*ld(\.\w+)?|sh|dash|python3\S*)\Z|"
+    r"/bin/(sh|dash)\Z|/usr/lib/(gcc|llvm-\d+|cuda)\S*\Z|/usr/libexec/gcc/\S*\Z|"
+    r"/usr/local/cuda\S*\Z|/usr/local/bin/nvcc\Z"
+)
+
+
+def strays(log: Path, place: Place, first: str) -> list[Call]:
+    """The calls that started a program outside the toolchain or wrote outside the stages."""
+    found = []
+    for call in calls(log):
+        if call.failed or call.path == first:
+            continue
+        if call.name == "execve":
+            if not PROGRAMS.match(os.path.realpath(call.path)) and not PROGRAMS.match(call.path):
+                found.append(call)
+        elif call.writes and not inside(call.path, place):
+            found.append(call)
+    return found
+
+
+def inside(path: str, place: Place) -> bool:
+    if not os.path.isabs(path):  # relative to the stage that the compiler runs in
+        return not os.path.normpath(path).startswith("..")
+    return os.path.normpath(path).startswith((str(place.stages) + "/", "/dev/", "/proc/"))
+
+
+def run_all(taken: list[tuple[Path, list[list[str]]]], place: Place, log: Path) -> int:
+    """Run the commands of these lists under one strace; how many succeeded."""
+    watched = [
+        *strace(log)[:-1],
+        f"trace={WATCHED}",
+    ]
+    jobs = [(str(stage), commands) for stage, commands in taken]
+    done = subprocess.run(
+        [*watched, sys.executable, "-I", "-S", "-c", RUNNER], input=json.dumps(jobs), text=True,
+        capture_output=True, check=True, cwd=place.stages,
+        env={"PYTHONDONTWRITEBYTECODE": "1", "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert len(done.stdout.split()) == len(taken), done.stderr
+    return sum(int(line) for line in done.stdout.split())
+
+
+class Generator:
+    """Draws lists of flags from the option tables of the compilers here."""
+
+    def __init__(self, hostile: Path) -> None:
+        self.random = random.Random(SEED)
+        self.here = [name for name in SHARES if shutil.which(name)]
+        self.names = {"g++": sorted(option_tables.gcc_names())}
+        for clang in ("clang++", "clang++-15"):  # the second is hipcc's
+            if clang in self.here:
+                self.names[clang] = sorted(option_tables.clang_names(clang))
+        if "nvcc" in self.here:
+            nvcc = option_tables.nvcc()
+            both = [(f"--{long}", f"-{short}") for long, (short, _) in nvcc.items()]
+            self.names["nvcc"] = sorted({each for pair in both for each in pair})
+        self.valued = {
+            compiler: [
+                name
+                for name in names
+                if (name[-1] == "=" or name in known.HOST_VALUES or "-info" in name)
+                and not name.startswith(("--param", "-W", "-m", "--machine", "--warn"))
+            ]
+            for compiler, names in self.names.items()
+        }
+        self.linker = sorted(option_tables.linker()[0])
+        self.assembler = sorted(set(re.findall(r"--?[\w-]+", option_tables.said("as", "--help"))))
+        self.values = (
+            f"{hostile}/canary", f"{hostile}/", str(hostile), f"{hostile}/evil.so",
+            f"{hostile}/evil", f"|{hostile}/evil", f"@{hostile}/flags", f"{hostile}/specs",
+            "1", "2", "x", "all", "none", "canary", "c++17", "..", "../canary", "-", f"=${hostile}",
+            f"-o{hostile}/canary", f"-B{hostile}/", f"-fplugin={hostile}/evil.so", "-Xlinker",
+            "-Xclang", "x=y", "+sve", "native", "generic", "0", "16", "default", "fast", "true",
+        )  # fmt: skip
+
+    def list(self) -> Drawn:
+        """The next list."""
+        compiler = self.random.choices(self.here, [SHARES[name] for name in self.here])[0]
+        words: list[str] = []
+        links: list[str] = []
+        for _ in range(self.random.choice((1, 1, 1, 1, 2, 3))):
+            words += self.atom(compiler)
+        if compiler != "nvcc":
+            for _ in range(self.random.choice((0, 0, 0, 1, 1, 1))):
+                of_linker = self.random.random() < 0.7
+                links += self.linked() if of_linker else self.atom(compiler)
+        return Drawn(compiler, tuple(filter(None, words)), tuple(filter(None, links)))
+
+    def atom(self, compiler: str) -> list[str]:
+        """An option in one of its forms, or an option that is passed on."""
+        draw = self.random.random()
+        if draw < 0.08:
+            part = self.formed(self.random.choice(self.assembler))
+            return [f"-Wa,{','.join(part)}"]
+        if draw < 0.16:
+            part = self.formed(self.option("g++"))
+            return [f"-Wp,{','.join(part)}"]
+        if draw < 0.24:
+            passing = self.random.choice(
+                ("-Xclang", "-Xpreprocessor", "-Xassembler", "-mllvm", "-Xcompiler", "-Xptxas")
+            )
+            part = self.formed(self.option(compiler))
+            return [word for each in part for word in (passing, each)]
+        return self.formed(self.option(compiler))
+
+    def option(self, compiler: str) -> str:
+        """An option of a compiler. Two of three take a value, and not just a number or a word."""
+        valued = self.valued[compiler]
+        often = valued and self.random.random() < 0.67
+        return self.random.choice(valued if often else self.names[compiler])
+
+    def linked(self) -> list[str]:
+        """An option for the linker, perhaps abbreviated."""
+        name = self.random.choice(self.linker)
+        if len(name) > 3 and self.random.random() < 0.4:
+            name = name[: self.random.randrange(2, len(name))]
+        dashes = "-" if len(name) == 1 or self.random.random() < 0.3 else "--"
+        part = self.formed(dashes + name)
+        if self.random.random() < 0.5:
+            return [f"-Wl,{','.join(part)}"]
+        return [word for each in part for word in ("-Xlinker", each)]
+
+    def formed(self, name: str) -> list[str]:
+        """An option alone, or with a value in one of the ways that values are written."""
+        if self.random.random() < 0.25 and not name.endswith("="):
+            return name.split()
+        value = self.random.choice(self.values[:8] if self.random.random() < 0.5 else self.values)
+        if name.endswith("=") and self.random.random() < 0.8:
+            return [name + value]
+        forms = ([f"{name.rstrip('=')}={value}"], [name, value], [name + value])
+        return [word for each in self.random.choice(forms) for word in each.split()]
+
+
+def test_a_drawn_list_is_refused_or_harms_nothing(
+    place: Place, tmp_path: Path, cases: Cases, note: Callable[[str], None]
+) -> None:
+    generator = Generator(place.hostile)
+    before = sorted(place.hostile.rglob("*"))
+    log = tmp_path / "log"
+    strace(log)  # skips where there is none
+    refused = taken = succeeded = 0
+    batch: list[tuple[Path, list[list[str]]]] = []
+    lists: list[Drawn] = []
+
+    def flush() -> None:
+        nonlocal succeeded
+        if not batch:
+            return
+        succeeded += run_all(batch, place, log)
+        stray = strays(log, place, sys.executable)
+        assert not stray, (stray[:5], [drawn for drawn in lists if culprit(drawn, stray)] or lists)
+        assert sorted(place.hostile.rglob("*")) == before, lists
+        for stage, _ in batch:
+            shutil.rmtree(stage)
+        batch.clear()
+        lists.clear()
+
+    for number in cases(LISTS):
+        drawn = generator.list()
+        stage = place.stages / str(number)
+        try:
+            commands = planned(drawn.compiler, drawn, place, stage)
+        except SpecError:
+            refused += 1
+            continue
+        taken += 1
+        stage.mkdir()
+        batch.append((stage, commands))
+        lists.append(drawn)
+        if len(batch) == BATCH:
+            flush()
+    flush()
+    note(f"{refused + taken} lists of flags: {refused} refused, {taken} run, {succeeded} built")
+    # A check that refuses everything, or commands that all fail, would prove nothing.
+    assert taken > (refused + taken) // 20
+    assert succeeded > taken // 10
+
+
+def culprit(drawn: Drawn, stray: list[Call]) -> bool:
+    return any(
+        os.path.basename(call.path) in word
+        for call in stray
+        for word in (*drawn.compile, *drawn.link)
+    )
+
+
+@pytest.mark.parametrize("flags", KNOWN, ids=" ".join)
+def test_a_known_compiler_flag_is_refused(flags: tuple[str, ...], place: Place) -> None:
+    given = tuple(word.replace("{dir}", str(place.hostile)) for word in flags)
+    with pytest.raises(SpecError, match="is not allowed"):
+        planned("g++", Drawn("g++", given, ()), place, place.stages)
+
+
+@pytest.mark.parametrize("flags", KNOWN_LINK, ids=" ".join)
+def test_a_known_linker_flag_is_refused(flags: tuple[str, ...], place: Place) -> None:
+    given = tuple(word.replace("{dir}", str(place.hostile)) for word in flags)
+    with pytest.raises(SpecError, match="is not allowed"):
+        planned("g++", Drawn("g++", (), given), place, place.stages)
+
+
+@pytest.mark.parametrize("flags", KNOWN_NVCC, ids=" ".join)
+def test_a_known_nvcc_flag_is_refused(flags: tuple[str, ...], place: Place) -> None:
+    given = tuple(word.replace("{dir}", str(place.hostile)) for word in flags)
+    with pytest.raises(SpecError, match="is not allowed"):
+        planned("nvcc", Drawn("nvcc", given, ()), place, place.stages)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("-fopt-info-all={dir}/canary", "-O3"), ("-wrapper", "{dir}/evil"), ("-I@{dir}/flags",),
+     ("-Wa,-a={dir}/canary",), ("-B{dir}/",)],
+    ids=" ".join,
+)  # fmt: skip
+def test_the_watch_sees_what_a_hostile_flag_does(
+    flags: tuple[str, ...], place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans.flags, "check", lambda *_: None)
+    if flags == ("-I@{dir}/flags",):
+        # The plugin is opened, which is no write; its -B starts the hostile assembler.
+        write(place.hostile / "flags", f"x -fdump-tree-all={place.hostile}/canary\n")
+    given = tuple(word.replace("{dir}", str(place.hostile)) for word in flags)
+    stage = place.stages / "0"
+    stage.mkdir()
+    commands = planned("g++", Drawn("g++", given, ()), place, stage)
+    log = tmp_path / "log"
+    run_all([(stage, commands)], place, log)
+    assert strays(log, place, sys.executable)

@@ -1,0 +1,69 @@
+"""How lists of flags are divided, and which are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from opkiln.errors import SpecError
+from opkiln.steps import flags
+
+TAKEN = (
+    "-O2 -g -Wall -Wextra -Werror=return-type -ffast-math -fopenmp -pthread -march=armv8-a+sve",
+    "-DX=1 -D X=@y -UX -Idir -I dir -isystem /x -include cstdint -std=c++17 --std=c++20 -w",
+    "-I -Xlinker -O2", "-D -fplugin=x.so", "-fsanitize=address,undefined -fno-rtti -mrecip=!sqrt",
+    "-ffile-prefix-map=/a=/b -fvisibility=hidden -ftemplate-depth-100 -falign-functions=32:16",
+    "--param max-inline-insns-single=100 --param=x=1 -static-libgcc -stdlib=libc++",
+    "-flto=thin -flto",
+    "-Wl,-rpath -Wl,/x -Wl,-rpath,$ORIGIN -Wl,-z,relro,-znow -Wl,--version-script=/x -Wl,-soname,x",
+    "-Xlinker -rpath -Xlinker /x -L/x -l:x.a -Wl,-Bstatic -lx -Wl,-Bdynamic /x/liby.a",
+    "-u sym -z now",
+    "-Wl,--whole-archive,/x/a.a,--no-whole-archive -Wl,--gc-sections -Wl,--icf=all -Wl,-O1",
+    "-fuse-ld=lld -Wa,--noexecstack,-mbig-obj -Wa,-I,/x -Wp,-D_FORTIFY_SOURCE=2",
+    "-mllvm -inline-threshold=5 -Xclang -fno-pch-timestamp", "-fnew-thing=fast -mnew-thing -Wnew",
+)  # fmt: skip
+TAKEN_BY_NVCC = (
+    "-O3 -lineinfo --use_fast_math -std=c++17 --expt-relaxed-constexpr -Xptxas=-v,-dlcm=ca -G -g",
+    "-Xcompiler -fPIC -Xcompiler=-Wall,-O2 -maxrregcount=32 --maxrregcount 32 -rdc=true -w",
+    "-diag-suppress=177,20012 -Xcudafe --diag_suppress=20012 -Xfatbin -compress-all -DX -I/x",
+    "--newer-option=true -Xptxas --allow-expensive-optimizations=true --ptxas-options=-O3",
+    "-include=x.h -Xlinker -rpath,/x --default-stream per-thread -I -Xptxas",
+)  # fmt: skip
+REFUSED = {
+    "-I -Xlinker -B/x/": "-B/x/", "-I": "-I", "-O2 -Xlinker": "-Xlinker",
+    "-Wl,-rpath -lm": "-rpath",
+    "-Wl,--outp=F": "--outp=F", "-Wl,-outp": "-outp", "-Wl,--depend,F": "--depend F",
+    "-Xlinker --plug -Xlinker x": "--plug x", "-Wl,-sM": "-sM", "-Wa,-ahl=F": "-ahl=F",
+    "-Wp,-D,X,-fplugin=x": "-fplugin=x", "--plugin=x": "--plugin=x", "-I@x": "-I@x",
+    "-fnew-thing=/x": "-fnew-thing=/x", "-fmodule-mapper=|x": "-fmodule-mapper=|x",
+    "--new-thing": "--new-thing", "-fuse-ld=evil": "-fuse-ld=evil", "-flto=auto": "-flto=auto",
+    "-mllvm -load=x": "-mllvm -load=x", "-Xclang -load -Xclang x": "-load", "-": "-",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TAKEN)
+def test_ordinary_flags_are_taken(text: str) -> None:
+    flags.check("op", tuple(text.split()))
+
+
+@pytest.mark.parametrize("text", TAKEN_BY_NVCC)
+def test_ordinary_nvcc_flags_are_taken(text: str) -> None:
+    flags.check_nvcc("op", tuple(text.split()))
+
+
+@pytest.mark.parametrize(("text", "named"), REFUSED.items())
+def test_a_refused_flag_is_named_with_the_reason(text: str, named: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        flags.check("op", tuple(text.split()))
+    assert caught.value.what == f"op op: the flag {named!r} is not allowed"
+    assert caught.value.why
+
+
+def test_a_value_belongs_to_its_option() -> None:
+    found = [(o.name, o.value) for o in flags.host_options(("-I", "-Xlinker", "-DX", "-Wl,-x,y"))]
+    assert found == [("-I", "-Xlinker"), ("-D", "X"), ("-Wl", "-x,y")]
+
+
+def test_a_value_of_nvcc_asks_for_no_relocatable_code() -> None:
+    assert not flags.is_relocatable(("-I", "-dc"))
+    assert flags.is_relocatable(("-rdc", "true"))
+    assert flags.without_relocatable(("-I", "-dc", "-rdc", "true", "-dc")) == ("-I", "-dc")
