@@ -105,7 +105,7 @@ class _Reading:
             self.begun[path] = None
             self.starting.discard(process)
         elif kind == STARTS:
-            # posix_spawn is recorded by the parent, perhaps after its child has begun.
+            # A spawned child is recorded by its parent, perhaps after it has begun.
             if first == process or first not in self._running:
                 self.starting.add(first)
         elif kind == FAILED:
