@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fault_rows import CASES, Cases, whole
 from loaders import Loader
+from sample.package import rest
 
 import opkiln
 
@@ -105,6 +106,7 @@ class Compiler:
 
     def take(self, seconds: float) -> None:
         self.delay.write_text(str(seconds))
+        rest()  # the compiler reads it, so it is one of the inputs
 
     @property
     def compiles(self) -> int:

@@ -13,6 +13,7 @@ from opkiln.digest import key, sha256_file
 from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.model import PACKAGE
 from opkiln.process import run
+from opkiln.toolchain import probing
 from opkiln.trust import make_private
 
 TYPE_CHECKING = False
@@ -48,13 +49,18 @@ def library(memory: tuple[str, ...], toolchain: Toolchain) -> str:
 
 def _compiled(cxx: str, path: str) -> str:
     temporary = f"{path}.{os.getpid()}-{os.urandom(6).hex()}"
-    flags = ("-x", "c", "-O2", "-shared", "-fPIC", "-o", temporary, _SOURCE, "-ldl")
     try:
         make_private(os.path.dirname(path))
-        done = run((cxx, *flags), timeout=_COMPILE_SECONDS)
-        if done.returncode == 0:
-            os.replace(temporary, path)
-            return path
+        with probing.scratch() as place:  # the store may be on a network file system
+            output = os.path.join(place, "observer")
+            flags = ("-x", "c", "-O2", "-shared", "-fPIC", "-o", output, _SOURCE, "-ldl")
+            done = run((cxx, *flags), timeout=_COMPILE_SECONDS, tmpdir=place)
+            if done.returncode == 0:
+                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                with open(output, "rb") as made, os.fdopen(fd, "wb") as file:
+                    file.write(made.read())
+                os.replace(temporary, path)
+                return path
     except (OSError, ToolchainError, BuildTimeout):
         pass  # no space, no compiler any more, a machine that hangs: the build itself reports it
     try:

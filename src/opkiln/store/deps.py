@@ -298,6 +298,8 @@ class _Observed:
         for directory, absent in seen.absent:
             if _covered(plan, directory + "/"):
                 continue
+            if plan.spec.inline and _below(directory + "/", plan.spec.root) is not None:
+                continue  # a directory that only this build has
             self.names.update(absent)
             systems = self._is_systems(directory) or own_place(plan, directory + "/") is None
             (self.system_directories if systems else self.directories).append(directory)

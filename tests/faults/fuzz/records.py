@@ -58,6 +58,6 @@ def _lock(base: Path, data: bytes) -> None:
     finally:
         os.close(fd)
     try:
-        lock._raise_failure(str(path), {"token"})
+        lock._raise_failure(str(path), {"token"}, 60.0)
     except OpkilnError:
         pass
