@@ -88,8 +88,8 @@ class Table:
 
     Record locks belong to a process. They do not exclude its threads from one another, and closing
     *any* descriptor of the file releases all of them. So there is one table per file and process.
-    It never closes its descriptor, and it records what the threads hold. ``path`` is None if there
-    is no file: then the table applies to this process only.
+    It never closes its descriptor, and it records what the threads hold. ``path`` is None if
+    there is no such file. Then the table applies to this process only.
     """
 
     def __init__(self, path: str | None, fd: int) -> None:

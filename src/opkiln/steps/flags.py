@@ -52,7 +52,7 @@ def _is_word(value: str) -> bool:
 class Option(Record):
     """One option of a list of flags, with its value."""
 
-    name: str  # empty for a word that is no option: the name of an input file
+    name: str  # empty for an input file, which is not an option
     value: str = ""
     words: tuple[str, ...] = ()  # as they were given
     complete: bool = True  # False if the value is missing
