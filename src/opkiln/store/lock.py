@@ -10,9 +10,9 @@ leaves a record of the failure under that token. The processes that waited for t
 the same error and do not repeat the build. Processes that come later try again.
 
 A wait ends after a limit. It counts from the start of the wait, and again from each step that the
-builder finishes: a long build is not a hang. A builder that is stopped (SIGSTOP, Ctrl-Z, a debugger)
-is passed after a few seconds: those who wait for it take turns at a second lock, and one of them
-builds.
+builder finishes: a long build is not a hang. A builder that is stopped (SIGSTOP, Ctrl-Z, a
+debugger) is passed after a few seconds: those who wait for it take turns at a second lock, and one
+of them builds.
 """
 
 from __future__ import annotations
