@@ -19,9 +19,10 @@ import hashlib
 import json
 import os
 import sys
+from itertools import islice
 from typing import Any
 
-from opkiln import __version__, machine, trust
+from opkiln import __version__, images, machine, trust
 from opkiln.digest import KEY_LENGTH, Signature, open_regular, read_file, sha256_file, signed
 from opkiln.model import ABI_NONE, CPU, PACKAGE, PLAN_VERSION, Artifact, place_of
 from opkiln.settings import LAYOUT, fingerprint, on_path, settings, store_candidates
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from opkiln.decision.terms import Request
     from opkiln.evidence import Evidence
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 def recall(request: Request) -> Artifact | None:
@@ -59,6 +60,8 @@ def _holds(receipt: dict[str, Any], root: str) -> bool:
         return False
     if any(sha256_file(path) != sha256 for path, sha256 in receipt["fresh"]):
         return False
+    if receipt["images"] and not _same_images(receipt["images"]):
+        return False
     if any(map(os.path.lexists, receipt["absent"])):
         return False
     for name, paths in receipt["programs"]:
@@ -79,6 +82,12 @@ def _same_contents(receipt: dict[str, Any]) -> bool:
         now[place : place + 4] == then[place : place + 4] or digests.get(path) == sha256_file(path)
         for place, path in zip(range(0, len(now), 4), files, strict=True)
     )
+
+
+def _same_images(signatures: list[list[Any]]) -> bool:
+    """Whether the images that hold these files are those that were mounted then."""
+    images.forget()
+    return all(Signature(*facts).holds(path) for path, *facts in signatures)
 
 
 def _same_names(receipt: dict[str, Any], root: str) -> bool:
@@ -171,26 +180,35 @@ def _facts(read: Evidence) -> dict[str, Any]:
     signatures of many as one list of numbers. Raises OSError."""
     files: dict[str, list[Any]] = {each: [*Signature.of(each), ""] for each in _own_code()}
     files |= read.files | read.entry_files
-    settled = {path: facts for path, facts in files.items() if Signature(*facts[:-1]).settled}
-    directories = read.directories.values()
-    at_rest = all(Signature(*facts).settled for facts in directories)
+    signatures = {path: Signature(*facts[:-1]) for path, facts in files.items()}
+    directories = {path: Signature(*facts) for path, facts in read.directories.items()}
+    mounted = {path: each for path, each in (signatures | directories).items() if each.in_image}
+    settled = {path: files[path] for path, each in signatures.items()
+               if each.settled and not each.in_image}  # fmt: skip
+    others = {path: each for path, each in directories.items() if not each.in_image}
+    at_rest = all(each.settled for each in others.values())
     return {
         "files": list(settled),
         "signatures": _numbers(settled.values()),
         "digests": {path: facts[-1] for path, facts in settled.items() if facts[-1]},
         # Saved just before they were read: their signatures prove nothing.
-        "fresh": [[path, facts[-1]] for path, facts in files.items() if path not in settled],
-        "directories": list(read.directories),
+        "fresh": [
+            [path, facts[-1]]
+            for path, facts in files.items()
+            if path not in settled and path not in mounted
+        ],
+        "images": [[path, *each] for path, each in mounted.items()],
+        "directories": list(others),
         # Empty, and so never equal: the names are looked up.
-        "directory_signatures": _numbers(directories) if at_rest else [],
+        "directory_signatures": _numbers(others.values()) if at_rest else [],
         # A program that is named by its path is one of the files.
         "programs": [[name, found] for name, found in read.programs.items() if found != [name]],
     }
 
 
-def _numbers(facts: Iterable[list[Any]]) -> list[int]:
+def _numbers(facts: Iterable[Iterable[Any]]) -> list[int]:
     """As ``digest.signed`` gives them."""
-    return [number for each in facts for number in each[:4]]
+    return [number for each in facts for number in islice(each, 4)]
 
 
 def _torch(request: Request) -> str | None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from opkiln import images
 from opkiln.build_model import Plan
 from opkiln.digest import LARGEST, Signature, key, read_file
 from opkiln.model import ABI_NONE, ABI_TORCH, PACKAGE, PYTHON
@@ -223,6 +224,7 @@ def gather(
     ``seen`` is what was observed; its files are among those of ``read``. Raises OSError if a file
     is gone.
     """
+    images.forget()
     paths = list(read)
     names = set(_included_names(plan, paths))
     for path in paths:
