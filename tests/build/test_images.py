@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from sample.mounting import held
 from sample.op_tree import Tree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 HEADER = "#define N VALUE\n"
 ANSWER = 'extern "C" int answer() { return N; }\n'
@@ -98,18 +98,6 @@ class Images:
         """What to put before a command so that it sees the image of this value."""
         return _mounted(self._mount, self.image(value), self.place)
 
-    @contextmanager
-    def mounted(self, value: int) -> Iterator[list[str]]:
-        """As ``at``, one mount for all commands in the block."""
-        holder = subprocess.Popen([*self.at(value), "sh", "-c", "echo; read x"], text=True,
-                                  stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
-        assert holder.stdout is not None
-        holder.stdout.readline()
-        try:
-            yield ["nsenter", "--target", str(holder.pid), "--mount"]
-        finally:
-            holder.communicate("")
-
     def answer(self, value: int, cache: str) -> int:
         """What a process gets that sees the image of this value."""
         return self.tree.answer(cache, prefix=self.at(value))[0]
@@ -163,11 +151,11 @@ LOAD = """
 
 def test_a_hit_in_an_image_stays_fast_while_it_is_mounted(tmp_path: Path) -> None:
     images = Images(tmp_path, "squashfs")
-    with images.mounted(1) as prefix:
+    with held(images.at(1)) as prefix:
         assert images.run(LOAD, prefix).split() == ["False", "0", "built", "1"]
         # By receipt, and only the library is hashed.
         assert images.run(LOAD, prefix).split() == ["True", "1", "store", "0"]
-    with images.mounted(1) as prefix:
+    with held(images.at(1)) as prefix:
         # The same image, mounted again: the contents tell once, and nothing is compiled.
         assert images.run(LOAD, prefix).split() == ["False", "0", "store", "0"]
         assert images.run(LOAD, prefix).split() == ["True", "1", "store", "0"]
@@ -178,7 +166,7 @@ def test_an_image_is_known_by_its_contents_where_a_kernel_gives_mounts_no_number
 ) -> None:
     images = Images(tmp_path, "squashfs")
     old = "    from opkiln import images\n    images._mark = lambda *given: None\n"
-    with images.mounted(1) as prefix:
+    with held(images.at(1)) as prefix:
         assert images.run(old + LOAD, prefix).split() == ["False", "0", "built", "1"]
         # The header, and the library.
         assert images.run(old + LOAD, prefix).split() == ["True", "2", "store", "0"]

@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
     # (an existing directory, names below it that were looked for in vain). A name with a slash is
     # below a directory that does not exist either.
     absent: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    programs: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ()  # by the paths that they were called by
 
 
 def identical(observation: Observation, stage: str) -> bool:
@@ -52,7 +52,18 @@ def of(observation: Observation, stage: str) -> Inputs:
     # PATH's directories differ between shells, and to which programs they lead is known already.
     path = settings.path
     absent = (each for each in observation.absent if os.path.dirname(each) not in path)
-    return Inputs(files, _summed_up(filter(counts, absent)), observation.programs)
+    programs = _programs(observation.programs, filter(counts, observation.called))
+    return Inputs(files, _summed_up(filter(counts, absent)), programs)
+
+
+def _programs(begun: tuple[str, ...], called: Iterable[str]) -> tuple[str, ...]:
+    """The programs by the paths that they were called by, which may lead elsewhere later. Those
+    without one (the first, and those found on PATH) by their own."""
+    found = dict.fromkeys(begun)
+    for path in called:
+        found.pop(os.path.realpath(path), None)
+        found[path] = None
+    return tuple(found)
 
 
 def union(parts: Iterable[Inputs]) -> Inputs:

@@ -36,6 +36,7 @@ class Observation(NamedTuple):
     made: frozenset[str]  # written before anything read them: the step's own
     absent: frozenset[str]  # looked for, did not exist
     programs: tuple[str, ...]  # in the order in which they began
+    called: tuple[str, ...] = ()  # the absolute paths that programs were started by
 
 
 def read(path: str) -> Observation | None:
@@ -63,7 +64,8 @@ def parse(log: bytes) -> Observation | None:
     read = {path: tuple(identities) for path, identities in reading.read.items()}
     absent = frozenset(reading.absent - read.keys())
     made = frozenset(reading.made)
-    return Observation(read, reading.written, made, absent, tuple(reading.begun))
+    programs, called = tuple(reading.begun), tuple(reading.called)
+    return Observation(read, reading.written, made, absent, programs, called)
 
 
 class _Reading:
@@ -75,6 +77,7 @@ class _Reading:
         self.made: set[str] = set()
         self.absent: set[str] = set()
         self.begun: dict[str, None] = {}  # the programs
+        self.called: dict[str, None] = {}  # by these paths, which may be links
         self.starting: set[int] = set()  # processes whose program has not announced itself yet
         self._running: dict[int, str] = {}  # the program of each process
 
@@ -105,11 +108,15 @@ class _Reading:
             self.begun[path] = None
             self.starting.discard(process)
         elif kind == STARTS:
+            if path.startswith("/"):
+                self.called[path] = None
             # A spawned child is recorded by its parent, perhaps after it has begun.
             if first == process or first not in self._running:
                 self.starting.add(first)
         elif kind == FAILED:
             self.starting.discard(process)
+            if self.called.pop(path, "") is None:
+                self.absent.add(path)
         else:
             return False  # a record was lost
         return True

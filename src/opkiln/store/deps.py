@@ -263,12 +263,15 @@ def gather(
     listed = tuple(sorted([*external.items(), *programs.items(), *listings]))
     homes = sorted({*system, *(os.path.dirname(path) for path in external)})
     # Package managers replace files, which changes the directory. People overwrite files in place,
-    # which does not, so programs and the files in /usr/local are watched one by one.
+    # which does not. So what people put there is watched one by one: programs, files in /usr/local,
+    # the libraries that the op names, and the parts of a compiler that is not the system's.
     home = "" if plan.toolchain.device is None else plan.toolchain.device.home
+    asked = () if linked is None else linked.names
     local = sorted(
         path
         for path in external
-        if path.startswith("/usr/local/") and _below(os.path.normpath(path), home) is None
+        if os.path.basename(path) in asked
+        or (_is_users(plan, path) and _below(os.path.normpath(path), home) is None)
     )
     singly = dict.fromkeys((*homes, *local, *programs))
     return Dependencies(
@@ -313,6 +316,15 @@ class _Observed:
         if any(_below(plain, directory) is not None for directory in self._authors):
             return False
         return plain.startswith(self._systems) or plain == "/"
+
+
+def _is_users(plan: Plan, path: str) -> bool:
+    """Whether no package manager of the system looks after an external file. A compiler's headers
+    are left out: they are many, and who replaces one replaces all."""
+    if path.startswith("/usr/local/"):
+        return True
+    headers = any(_below(path, directory) is not None for directory in _system(plan))
+    return not headers and not path.startswith(_SYSTEM)
 
 
 def _compilers(plan: Plan) -> set[str]:
