@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 from sample.mounting import held
-from sample.op_tree import Tree
+from sample.op_tree import Tree, install_gcc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,28 +78,6 @@ def _searched(*flags: str) -> Case:
 # A compiler of one's own, to which parts can be added
 
 
-def _gcc(tree: Tree) -> Path:
-    """Install a g++ below the tree. Returns the directory of its parts."""
-
-    def ask(option: str) -> str:
-        found = subprocess.run(["g++", option], capture_output=True, text=True, check=True)
-        return found.stdout.strip()
-
-    compiler = shutil.which("g++")
-    parts = os.path.dirname(ask("-print-libgcc-file-name"))
-    if compiler is None or not os.path.exists(f"{parts}/collect2"):
-        pytest.skip("this g++ keeps its parts elsewhere")
-    mine = tree.path / "gcc/lib/gcc" / ask("-dumpmachine") / ask("-dumpversion")
-    mine.mkdir(parents=True)
-    (tree.path / "gcc/bin").mkdir()
-    shutil.copy(compiler, tree.path / "gcc/bin/g++")
-    (tree.path / "gcc/include").symlink_to("/usr/include")
-    for name in os.listdir(parts):
-        (mine / name).symlink_to(f"{parts}/{name}")
-    tree.environment["CXX"] = str(tree.path / "gcc/bin/g++")
-    return mine
-
-
 def _parts(tree: Tree) -> Path:
     (found,) = (tree.path / "gcc/lib/gcc").glob("*/*")
     return found
@@ -127,7 +105,7 @@ def _with_gcc(
 ) -> Callable[[Tree], None]:
     def make(tree: Tree) -> None:
         _op(tree, text, **methods)
-        _gcc(tree)
+        install_gcc(tree)
         for each in then:
             each(tree)
 
@@ -147,7 +125,7 @@ def _inner(tree: Tree, value: int, archive: str) -> None:
 def _in_own_directory(tree: Tree) -> None:
     """An archive in a directory that the compiler passes to the linker by itself."""
     _op(tree, EXTERN, libraries_args=["inner"])
-    _gcc(tree)
+    install_gcc(tree)
     _inner(tree, 1, str(_parts(tree) / "libinner.a"))
 
 

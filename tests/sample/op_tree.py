@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import time
 from typing import TYPE_CHECKING
+
+import pytest
 
 from sample import child
 
@@ -71,3 +75,25 @@ class Tree:
         directory.mkdir(mode=0o700, exist_ok=True)
         env = {"OPKILN_CACHE_DIR": str(directory), "OPKILN_PROGRESS": "off", **self.environment}
         return child.run(code, path=[self.path], env=env, prefix=prefix)
+
+
+def install_gcc(tree: Tree) -> Path:
+    """Install a g++ below the tree. Returns the directory of its parts."""
+
+    def ask(option: str) -> str:
+        found = subprocess.run(["g++", option], capture_output=True, text=True, check=True)
+        return found.stdout.strip()
+
+    compiler = shutil.which("g++")
+    parts = os.path.dirname(ask("-print-libgcc-file-name"))
+    if compiler is None or not os.path.exists(f"{parts}/collect2"):
+        pytest.skip("this g++ keeps its parts elsewhere")
+    mine = tree.path / "gcc/lib/gcc" / ask("-dumpmachine") / ask("-dumpversion")
+    mine.mkdir(parents=True)
+    (tree.path / "gcc/bin").mkdir()
+    shutil.copy(compiler, tree.path / "gcc/bin/g++")
+    (tree.path / "gcc/include").symlink_to("/usr/include")
+    for name in os.listdir(parts):
+        (mine / name).symlink_to(f"{parts}/{name}")
+    tree.environment["CXX"] = str(tree.path / "gcc/bin/g++")
+    return mine

@@ -8,9 +8,12 @@ time.
 
 A receipt never says what a full search would not: if a fact does not hold, or something is odd
 about the receipt itself, the full search decides, and leaves a fresh receipt. A hit by receipt
-writes nothing. What is not a file is in the receipt's name: opkiln's version, the spec, the
-settings, the CPU's features, the device architectures, the compiler that PATH leads to, the Python
-and the torch in use.
+writes nothing, with one exception: if a file was saved again, or something appeared in a directory,
+and neither matters, the receipt is renewed, so that the next hit need not look closer again.
+
+What is not a file is in the receipt's name: opkiln's version, the spec, the settings, the CPU's
+features, the device architectures, the compiler that PATH leads to, the Python and the torch in
+use.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ SCHEMA = 4
 
 
 def recall(request: Request) -> Artifact | None:
-    """The artifact, if a receipt says so and all it rests on holds. Writes nothing."""
+    """The artifact, if a receipt says so and all it rests on holds."""
+    images.forget()
     try:
         place = _place(request, getattr(sys.modules.get("torch"), "__file__", None))
         if place is None:
@@ -50,9 +54,22 @@ def recall(request: Request) -> Artifact | None:
         receipt = json.loads(read_file(path))
         if not _holds(receipt, root):
             return None
-        return _verified(root, receipt)
+        found = _verified(root, receipt)
+        if found is not None and receipt.pop(_RENEWED, False):
+            _renew(path, receipt)
+        return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None  # gone, damaged or of another kind: the full search decides
+
+
+_RENEWED = "renewed"  # in a receipt that differs from its file; never in a file
+
+
+def _renew(path: str, receipt: dict[str, Any]) -> None:
+    try:
+        _put(path, _text(receipt))
+    except OSError:
+        pass  # gone, full or read-only: the next process looks closer, too
 
 
 def _holds(receipt: dict[str, Any], root: str) -> bool:
@@ -76,17 +93,27 @@ def _holds(receipt: dict[str, Any], root: str) -> bool:
 def _same_contents(receipt: dict[str, Any]) -> bool:
     """Whether the files with another signature than before are those with a digest, and have it:
     somebody saved a source again, or copied the whole tree."""
-    files, then, digests = receipt["files"], receipt["signatures"], receipt["digests"]
-    now = signed(files)
-    return all(
-        now[place : place + 4] == then[place : place + 4] or digests.get(path) == sha256_file(path)
-        for place, path in zip(range(0, len(now), 4), files, strict=True)
+    then, digests = receipt["signatures"], receipt["digests"]
+    now = [Signature.of(path) for path in receipt["files"]]  # before anything is hashed
+    same = all(
+        [*each[:4]] == then[place : place + 4]
+        or (path in digests and sha256_file(path) == digests[path])
+        for place, path, each in zip(range(0, len(then), 4), receipt["files"], now, strict=True)
     )
+    if same:
+        _note(receipt, "signatures", now)
+    return same
+
+
+def _note(receipt: dict[str, Any], name: str, now: list[Signature]) -> None:
+    """Take new signatures of files or directories that were found to be the same."""
+    if all(each.settled and not each.in_image for each in now):
+        receipt[name] = _numbers(now)
+        receipt[_RENEWED] = True
 
 
 def _same_images(signatures: list[list[Any]]) -> bool:
     """Whether the images that hold these files are those that were mounted then."""
-    images.forget()
     return all(Signature(*facts).holds(path) for path, *facts in signatures)
 
 
@@ -97,7 +124,11 @@ def _same_names(receipt: dict[str, Any], root: str) -> bool:
     from opkiln.store.recheck import present
 
     names = read_sidecar(os.path.dirname(os.path.join(root, receipt["payload"])))["names"]
-    return all(list(present(path, names)) == there for path, there in receipt["watches"])
+    now = [Signature.of(path) for path in receipt["directories"]]  # before anything is looked up
+    same = all(list(present(path, names)) == there for path, there in receipt["watches"])
+    if same:
+        _note(receipt, "directory_signatures", now)
+    return same
 
 
 def _verified(root: str, receipt: dict[str, Any]) -> Artifact | None:
@@ -170,9 +201,14 @@ def write(request: Request, artifact: Artifact, read: Evidence) -> None:
         }
         if not _holds(receipt, root):
             return  # something was edited meanwhile, or cannot be told from what was
-        _put(path, json.dumps(receipt, separators=(",", ":")))
+        receipt.pop(_RENEWED, None)
+        _put(path, _text(receipt))
     except OSError:
         return  # gone, full or read-only: later loads take the full search
+
+
+def _text(receipt: dict[str, Any]) -> str:
+    return json.dumps(receipt, separators=(",", ":"))
 
 
 def _facts(read: Evidence) -> dict[str, Any]:
