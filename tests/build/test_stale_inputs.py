@@ -13,6 +13,8 @@ import pytest
 from sample.mounting import held
 from sample.op_tree import Tree, install_gcc
 
+from opkiln.toolchain import nvcc
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -314,3 +316,57 @@ def test_a_header_that_is_edited_during_a_compile_while_our_clock_is_ahead(tmp_p
     assert tree.answer("warm") == (2, "observed")
     assert done.exists()
     assert tree.answer("warm") == (2, "observed")
+
+
+# (the include directory, what exchanges it for another one)
+EXCHANGES = {
+    "an include directory": ("inc", "mv inc away && mv next inc"),
+    "the directory above": ("above/inc", "mv above away && mv other above"),
+    "a deploy link": ("current/inc", "touch away && ln -s new step && mv -T step current"),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_a_directory_that_is_exchanged_during_a_compile(name: str, tmp_path: Path) -> None:
+    """The entry must not have the old code under the digest of the new header."""
+    tree = Tree(tmp_path / "tree")
+    directory, exchange = EXCHANGES[name]
+    _op(tree, USES_N, include_paths=[str(tree.path / directory)])
+    for old, new in (("inc", "next"), ("above/inc", "other/inc"), ("old/inc", "new/inc")):
+        tree.write(f"{old}/n.h", "#define N 1\n")
+        tree.write(f"{new}/n.h", "#define N 2\n")
+    (tree.path / "current").symlink_to("old")
+    tree.write("bin/g++", "\n".join([
+        "#!/bin/sh", 'g++ "$@" || exit 1', f"cd {tree.path}",
+        f'case "$*" in *a.cpp*) test -e away || ({exchange});; esac', "",
+    ]), mode=0o755)  # fmt: skip
+    tree.environment["CXX"] = str(tree.path / "bin/g++")
+    tree.settle()
+    assert tree.answer("warm") == (2, "observed")
+    assert (tree.path / "away").exists()
+    assert tree.answer("warm") == (2, "observed")
+
+
+INCBIN = """
+    asm(".section .rodata\\n.global data\\ndata: .incbin \\"@/data.bin\\"\\n.previous");
+    extern "C" const char data[] __attribute__((visibility("hidden")));
+    extern "C" int answer() { return data[0] - '0'; }
+    __global__ void kernel(int* x) { *x = 1; }
+"""
+
+
+def test_a_file_that_a_cuda_source_embeds_is_noticed(tmp_path: Path) -> None:
+    if not nvcc.available():
+        pytest.skip("no nvcc on this machine")
+    tree = Tree(tmp_path / "tree")
+    source = tree.write("a.cu", INCBIN.replace("@", str(tree.path)))
+    tree.environment["OPKILN_CUDA_ARCH_LIST"] = "9.0"
+    code = f"""
+        import opkiln
+        found = opkiln.load("small", [{str(source)!r}], abi="none", is_python_module=False)
+        print(found.answer())
+    """
+    for value in (1, 2):
+        tree.write("data.bin", str(value))
+        tree.settle()
+        assert int(tree.run(code, "warm")) == value

@@ -80,6 +80,7 @@ class _Reading:
         self.called: dict[str, None] = {}  # by these paths, which may be links
         self.starting: set[int] = set()  # processes whose program has not announced itself yet
         self._running: dict[int, str] = {}  # the program of each process
+        self._observed: set[int] = set()  # said themselves that they will run another program
 
     def take(self, fields: list[str]) -> bool:
         """Add a record; False for a gap. Raises ValueError, IndexError for a damaged one."""
@@ -101,20 +102,27 @@ class _Reading:
 
     def _start(self, kind: str, process: int, first: int, path: str) -> bool:
         if kind == BEGAN:
-            # Its parent must be known, but for that of the first: no program may be in between.
-            if self._running and first not in self._running and process not in self._running:
+            # No program that is not observed may be in between, but for that of the first. So its
+            # parent must be known, or the process was observed before: a shell's child that is a
+            # copy of the shell announces no program.
+            known = first in self._running or process in self._running or process in self._observed
+            if self._running and not known:
                 return False
+            self._observed.discard(process)
             self._running[process] = path
             self.begun[path] = None
             self.starting.discard(process)
         elif kind == STARTS:
             if path.startswith("/"):
                 self.called[path] = None
+            if first == process:
+                self._observed.add(process)
             # A spawned child is recorded by its parent, perhaps after it has begun.
             if first == process or first not in self._running:
                 self.starting.add(first)
         elif kind == FAILED:
             self.starting.discard(process)
+            self._observed.discard(process)
             if self.called.pop(path, "") is None:
                 self.absent.add(path)
         else:
