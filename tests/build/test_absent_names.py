@@ -119,6 +119,24 @@ def test_a_receipt_is_not_renewed_while_a_directory_is_being_changed(tree: Tree)
     assert _load(tree)[:2] == (True, True)
 
 
+def test_a_program_that_is_installed_beside_the_compiler_costs_one_look(
+    tree: Tree, tmp_path: Path
+) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    tree.environment["PATH"] = f"{programs}:{os.environ['PATH']}"
+    time.sleep(2.1)
+    assert _load(tree)[3] == 1
+    (programs / "another").touch(mode=0o755)
+    time.sleep(2.1)
+    (kept,) = (tree.path.parent / "warm").glob("v1/receipts/*/*/*.json")
+    written = [kept.stat().st_mtime_ns]
+    for _ in range(2):
+        assert _load(tree) == (True, False, [], 0)
+        written.append(kept.stat().st_mtime_ns)
+    assert written[0] < written[1] == written[2]
+
+
 def test_a_touched_source_is_hashed_once(tree: Tree) -> None:
     assert _load(tree)[3] == 1
     source = tree.path / "pkg/a.cpp"
