@@ -30,7 +30,7 @@ _SECOND = 1_000_000_000
 _FIRST = -(1 << 62)
 
 _kinds: dict[int, tuple[str, bool, int]] = {}  # device -> _mount()
-_marks: dict[int, int | None] = {}  # device -> _mark()
+_marks: dict[int, int] = {}  # device -> _mark()
 
 
 def forget() -> None:
@@ -49,10 +49,11 @@ def change(path: str, found: os.stat_result) -> int | None:
     if not whole and changed != found.st_mtime_ns:
         return changed  # a kernel wrote it
     device = found.st_dev
-    if device not in _kinds:
-        _kinds[device] = _mount(path)
-    kind, read_only, own = _kinds[device]
-    if kind in _IMAGES or (read_only and (kind == "overlay" or os.major(device))):
+    known = _kinds.get(device)  # once: another thread may forget
+    if known is None:
+        known = _kinds[device] = _mount(path)
+    kind, read_only, own = known
+    if kind in _IMAGES or read_only:
         made = True
     elif kind == "overlay":
         made = whole or device != own
@@ -60,9 +61,10 @@ def change(path: str, found: os.stat_result) -> int | None:
         made = whole and (not kind or kind.startswith("fuse"))
     if not made:
         return changed
-    if device not in _marks:
-        _marks[device] = _mark(path, device)
-    return _marks[device]
+    mark = _marks.get(device)
+    if mark is None:
+        mark = _marks[device] = _mark(path, device)
+    return mark or None
 
 
 def is_mount(number: int) -> bool:
@@ -71,7 +73,10 @@ def is_mount(number: int) -> bool:
 
 
 def _mount(path: str) -> tuple[str, bool, int]:
-    """(type, whether it is read-only, device) of the file system that a path leads to."""
+    """(type, whether it is read-only, device) of the file system that a path leads to.
+
+    Read-only only counts for a disk and an overlay: a network file system is written to elsewhere.
+    """
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
@@ -84,25 +89,27 @@ def _mount(path: str) -> tuple[str, bool, int]:
             words, more = first.split(" "), last.split(" ")
             if words[0] == number:
                 major, minor = map(int, words[2].split(":"))
-                return more[0], "ro" in more[-1].split(","), os.makedev(major, minor)
+                local = more[0] == "overlay" or more[1].startswith("/dev/")
+                read_only = local and "ro" in more[-1].split(",")
+                return more[0], read_only, os.makedev(major, minor)
     except (OSError, ValueError, IndexError):
         pass  # no /proc: the times alone must tell
     return "", False, 0
 
 
-def _mark(path: str, device: int) -> int | None:
-    """A number that no other mount has: no other image, and not this one mounted again. None if
-    this kernel has none."""
+def _mark(path: str, device: int) -> int:
+    """A number that no other mount has: no other image, and not this one mounted again. 0 if this
+    kernel has none."""
     try:
         boot = _read("/proc/sys/kernel/random/boot_id")
         mount = _unique_id(path)
         if mount is None:
             if not os.major(device):
-                return None
+                return 0
             place = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/diskseq"
             mount = f"disk {_read(place)}"
     except OSError:
-        return None
+        return 0
     digest = hashlib.sha256(f"{boot} {mount}".encode()).digest()
     return _FIRST - 1 - int.from_bytes(digest[:7], "big")
 
