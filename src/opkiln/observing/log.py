@@ -34,7 +34,7 @@ class Observation(NamedTuple):
     read: dict[str, tuple[Identity, ...]]  # every file behind a path: more than one if exchanged
     written: dict[str, str]  # path -> the program that wrote it
     made: frozenset[str]  # written before anything read them: the step's own
-    absent: frozenset[str]  # looked for, did not exist
+    absent: frozenset[str]  # looked for, did not exist; somebody may have made them since
     programs: tuple[str, ...]  # in the order in which they began
     called: tuple[str, ...] = ()  # the absolute paths that programs were started by
 
@@ -62,8 +62,8 @@ def parse(log: bytes) -> Observation | None:
     if reading.starting or not reading.begun:
         return None
     read = {path: tuple(identities) for path, identities in reading.read.items()}
-    absent = frozenset(reading.absent - read.keys())
     made = frozenset(reading.made)
+    absent = frozenset(reading.absent - made)
     programs, called = tuple(reading.begun), tuple(reading.called)
     return Observation(read, reading.written, made, absent, programs, called)
 
@@ -123,8 +123,7 @@ class _Reading:
         elif kind == FAILED:
             self.starting.discard(process)
             self._observed.discard(process)
-            if self.called.pop(path, "") is None:
-                self.absent.add(path)
+            self.called.pop(path, None)
         else:
             return False  # a record was lost
         return True

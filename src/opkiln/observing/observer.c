@@ -248,10 +248,19 @@ int truncate(const char* path, off_t size) { CHANGE(REAL(truncate)(path, size), 
 
 // Starting programs. The program that starts announces itself, by begin() above; a static one cannot.
 
+// A program that could not be started is looked for in vain, unless something else is wrong with it.
+static void missed(const char* path) {
+  const int kept = errno;
+  struct stat found;
+  if (path[0] == '/') looked(status_at(AT_FDCWD, path, &found, 0), AT_FDCWD, path);
+  errno = kept;
+}
+
 #define EXECUTE(call)                          \
   record('S', getpid(), NULL, NULL, path);     \
   const int got = call;                        \
   record('F', getpid(), NULL, NULL, path);     \
+  missed(path);                                \
   return got;
 
 int execve(const char* path, char* const argv[], char* const envp[]) { EXECUTE(syscall(SYS_execve, path, argv, envp)) }
@@ -265,7 +274,7 @@ int execvpe(const char* path, char* const argv[], char* const envp[]) { EXECUTE(
     pid_t child = 0;                                                                                  \
     const int got = REAL(name)(&child, path, actions, attributes, argv, envp);                        \
     if (got == 0) record('S', child, NULL, NULL, path);                                               \
-    if (got == ENOENT && path[0] == '/') record('N', 0, NULL, NULL, path);                            \
+    if (got != 0) missed(path);                                                                       \
     if (got == 0 && pid) *pid = child;                                                                \
     return got;                                                                                       \
   }

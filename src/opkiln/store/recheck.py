@@ -65,8 +65,9 @@ def present(directory: str, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def listing(directory: str, names: Iterable[str]) -> str:
-    return key("listing", present(directory, names))
+def listing(there: tuple[str, ...]) -> str:
+    """The digest of what ``present`` gives."""
+    return key("listing", there)
 
 
 def deps_key(
@@ -151,7 +152,7 @@ def _now(
     A file is hashed if its own signature has changed; if it has none, if that of its directory has.
     """
     if path.endswith("/"):
-        return listing(path, names)
+        return listing(present(path, names))
     watched = path if path in signed else os.path.dirname(path)
     return _digest_or_gone(path, hasher) if watched in touched else then
 
