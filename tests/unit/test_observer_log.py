@@ -68,7 +68,8 @@ def test_a_program_is_known_by_the_path_that_it_was_called_by(tmp_path: Path) ->
     link.symlink_to(real)
     seen = log.parse(logged(
         BEGAN, f"S 11 11 0 0 0.0 {link}", f"B 11 10 0 0 0.0 {real}", f"S 12 12 0 0 0.0 {other}",
-        f"F 12 12 0 0 0.0 {other}", f"N 12 0 0 0 0.0 {other}", "S 13 13 0 0 0.0 as", "B 13 10 0 0 0.0 /usr/bin/as",
+        f"F 12 12 0 0 0.0 {other}", f"N 12 0 0 0 0.0 {other}",
+        "S 13 13 0 0 0.0 as", "B 13 10 0 0 0.0 /usr/bin/as",
     ))  # fmt: skip
     assert seen is not None
     found = inputs.of(seen, str(tmp_path / "stage"))
