@@ -19,7 +19,6 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
-from opkiln import images
 from opkiln.record import Record
 
 TYPE_CHECKING = False
@@ -193,6 +192,8 @@ class Signature(Record):
     @classmethod
     def of(cls, path: str) -> Signature:
         """The signature of a file that is about to be read. Raises OSError."""
+        from opkiln import images  # not for a hit, which compares what ``signed`` gives
+
         read_at = time.time_ns()
         found = os.stat(path)
         changed = images.change(path, found)
@@ -213,6 +214,8 @@ class Signature(Record):
     @property
     def in_image(self) -> bool:
         """Whether it holds for as long as an image is mounted."""
+        from opkiln import images
+
         return images.is_mount(self.ctime_ns)
 
     def holds(self, path: str) -> bool:

@@ -25,7 +25,7 @@ import sys
 from itertools import islice
 from typing import Any
 
-from opkiln import __version__, images, machine, trust
+from opkiln import __version__, machine, trust
 from opkiln.digest import KEY_LENGTH, Signature, open_regular, read_file, sha256_file, signed
 from opkiln.model import ABI_NONE, CPU, PACKAGE, PLAN_VERSION, Artifact, place_of
 from opkiln.settings import LAYOUT, fingerprint, on_path, settings, store_candidates
@@ -42,7 +42,6 @@ SCHEMA = 5
 
 def recall(request: Request) -> Artifact | None:
     """The artifact, if a receipt says so and all it rests on holds."""
-    images.forget()
     try:
         place = _place(request, getattr(sys.modules.get("torch"), "__file__", None))
         if place is None:
@@ -121,6 +120,7 @@ def _same_contents(receipt: dict[str, Any]) -> bool:
     """Whether the files with another signature than before are those with a digest, and have it:
     somebody saved a source again, or copied the whole tree."""
     then, digests = receipt["signatures"], receipt["digests"]
+    _forget_mounts()
     now = [Signature.of(path) for path in receipt["files"]]  # before anything is hashed
     same = all(
         [*each[:4]] == then[place : place + 4]
@@ -139,8 +139,16 @@ def _note(receipt: dict[str, Any], name: str, now: list[Signature]) -> None:
         receipt[_RENEWED] = True
 
 
+def _forget_mounts() -> None:
+    """Before signatures are taken: something may have been mounted since this process last did."""
+    from opkiln import images
+
+    images.forget()
+
+
 def _same_images(signatures: list[list[Any]]) -> bool:
     """Whether the images that hold these files are those that were mounted then."""
+    _forget_mounts()
     return all(Signature(*facts).holds(path) for path, *facts in signatures)
 
 
@@ -151,6 +159,7 @@ def _same_names(receipt: dict[str, Any], root: str) -> bool:
     from opkiln.store.recheck import present
 
     names = read_sidecar(os.path.dirname(os.path.join(root, receipt["payload"])))["names"]
+    _forget_mounts()
     now = [Signature.of(path) for path in receipt["directories"]]  # before anything is looked up
     same = all(list(present(path, names)) == there for path, there in receipt["watches"])
     if same:
