@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-from sample import child
+from sample.tree import Tree
 
 from opkiln.observing import log, observer
 
@@ -19,51 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ANSWER = 'extern "C" int answer() { return N; }\n'
-
-
-class Tree:
-    """A directory with an op in it: ``answer()`` of a plain library."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.environment: dict[str, str | None] = {}
-
-    def write(self, name: str, text: str, *, mode: int = 0o644) -> Path:
-        path = self.path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        path.chmod(mode)
-        return path
-
-    def declare(self, **methods: list[str]) -> None:
-        """The op's ``op.py``: a builder whose methods return these lists."""
-        lines = [f"    def {name}(self): return {value!r}" for name, value in methods.items()]
-        self.write("pkg/__init__.py", "")
-        self.write("pkg/op.py", "\n".join([
-            "from opkiln.builder import OpBuilder", "class Builder(OpBuilder):",
-            "    NAME, KIND, ABI = 'small', 'plain', 'none'", *lines,
-        ]))  # fmt: skip
-
-    def compile(self, source: str, output: str, *flags: str) -> None:
-        subprocess.run(["g++", *flags, source, "-o", output], cwd=self.path, check=True)
-
-    def answer(self, cache: str, *, observed: bool = True) -> tuple[int, str]:
-        """What a fresh process gets, and how its dependencies are known."""
-        code = f"""
-            from opkiln.observing import observer
-            if not {observed}:
-                observer.library = lambda *given: ""
-            from pkg.op import Builder
-            from opkiln.loading.explain import explain
-            builder = Builder()
-            value = builder.load().answer()
-            print(value, explain(builder.op()).keys["inputs"])
-        """
-        directory = self.path.parent / cache
-        directory.mkdir(mode=0o700, exist_ok=True)
-        env = {"OPKILN_CACHE_DIR": str(directory), "OPKILN_PROGRESS": "off", **self.environment}
-        value, how = child.run(code, path=[self.path], env=env).split()
-        return int(value), how
 
 
 class Case(NamedTuple):
@@ -270,7 +225,8 @@ def test_every_compiler_is_observed(name: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     seen = log.read(trace)
-    assert seen is not None, Path(trace).read_bytes().replace(b"\0", b"\n").decode()
+    assert seen is not None
+    assert seen.complete, Path(trace).read_bytes().replace(b"\0", b"\n").decode()
     read = set(map(os.path.normpath, seen.read))  # clang spells it ./n.h
     assert {str(tmp_path / source), str(tmp_path / "n.h")} <= read
     assert str(tmp_path / "a.o") in seen.written

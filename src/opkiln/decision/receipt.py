@@ -184,7 +184,12 @@ def _facts(read: Evidence) -> dict[str, Any]:
         # Empty, and so never equal: the names are looked up.
         "directory_signatures": _numbers(directories) if at_rest else [],
         # A program that is named by its path is one of the files.
-        "programs": [[name, found] for name, found in read.programs.items() if found != [name]],
+        "programs": [
+            [name, found]
+            for facts in (read.programs, read.entry_programs)
+            for name, found in facts.items()
+            if found != [name]
+        ],
     }
 
 

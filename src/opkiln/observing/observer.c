@@ -1,7 +1,8 @@
 // Preloaded into the compilers and linkers that opkiln starts. Logs what they read, what they look
 // for in vain, what they write and which programs they start. observing/log.py reads the log.
 //
-// A record is "KIND PID A B SIZE CTIME PATH\0". KIND is one of:
+// A record is "KIND PID A B SIZE CTIME PATH\0".
+// B is the parent of process PID, but for R and N. KIND is one of:
 //   B  a program began. PATH is its file; A is its parent's process.
 //   S  process A is about to run another program; F: it could not, and goes on as it was.
 //   R  PATH was opened for reading; A:B is its device and inode, then its size and change time, of
@@ -68,7 +69,8 @@ static void record(char kind, long a, const struct stat* found, const char* dire
   const int kept = errno;
   char text[RECORD];
   const int length = snprintf(text, sizeof text, "%c %d %ld %lu %lld %lld.%09ld %s%s%s", kind, (int)getpid(),
-                              found ? (long)found->st_dev : a, found ? (unsigned long)found->st_ino : 0,
+                              found ? (long)found->st_dev : a,
+                              found ? (unsigned long)found->st_ino : kind == 'N' ? 0UL : (unsigned long)getppid(),
                               found ? (long long)found->st_size : 0, found ? (long long)found->st_ctim.tv_sec : 0,
                               found ? found->st_ctim.tv_nsec : 0, directory ? directory : "", directory ? "/" : "", path);
   if (length < 0 || length >= (int)sizeof text)

@@ -29,7 +29,7 @@ from opkiln.model import ABI_NONE, ABI_TORCH, PACKAGE, PYTHON
 from opkiln.observing.inputs import Inputs
 from opkiln.plan import anchors_of
 from opkiln.record import Record
-from opkiln.store.recheck import Hasher, deps_key, listing, present
+from opkiln.store.recheck import PROGRAM, Hasher, choice, deps_key, listing, present
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ class Dependencies(Record):
     directories: tuple[tuple[str, str, Signature], ...]  # watched: (anchor, path, signature)
     external_directories: tuple[tuple[str, Signature], ...]
     names: tuple[str, ...]  # every name, relative to the directory it was found in
+    # (a name on PATH, its programs up to the one that ran), for those that a script chose
+    chosen: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 def parse_depfile(text: str) -> list[str]:
@@ -258,7 +260,9 @@ def gather(
     system = [path for path in (*_system(plan), *more.system_directories) if os.path.isdir(path)]
     listings = [(path + "/", listing(path, wanted)) for path in dict.fromkeys(system)]
     programs = {path: hasher(path)[0] for path in more.programs}
-    listed = tuple(sorted([*external.items(), *programs.items(), *listings]))
+    chosen = () if seen is None else seen.chosen
+    choices = [(PROGRAM + name, choice(paths)) for name, paths in chosen]
+    listed = tuple(sorted([*external.items(), *programs.items(), *listings, *choices]))
     homes = sorted({*system, *(os.path.dirname(path) for path in external)})
     # Package managers replace files, which changes the directory. People overwrite files in place,
     # which does not, so programs and the files in /usr/local are watched one by one.
@@ -277,6 +281,7 @@ def gather(
         directories=tuple(watched.values()),
         external_directories=tuple((path, Signature.of(path)) for path in singly),
         names=wanted,
+        chosen=chosen,
     )
 
 
@@ -400,10 +405,12 @@ def key_of(dependencies: Dependencies) -> str:
 
 def to_manifest(dependencies: Dependencies) -> dict[str, Any]:
     """The dependencies as a manifest records them for a hit."""
+    chosen = [[name, list(paths)] for name, paths in dependencies.chosen]
     return {
         "own": [[*dep[:3], *dep.signature] for dep in dependencies.own],
         "external": dependencies.external,
         "watches": [list(watch) for watch in dependencies.watches],
         "dirs": [[anchor, path, *sig] for anchor, path, sig in dependencies.directories],
         "external_dirs": [[path, *sig] for path, sig in dependencies.external_directories],
+        **({"chosen": chosen} if chosen else {}),
     }

@@ -9,11 +9,13 @@ contents decide there too.
 from __future__ import annotations
 
 import os
+from itertools import islice
 from typing import Any
 
 from opkiln import evidence
 from opkiln.digest import Signature, key, sha256_file
 from opkiln.model import OUTSIDE
+from opkiln.settings import on_path
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -55,6 +57,15 @@ def present(directory: str, names: Iterable[str]) -> tuple[str, ...]:
 
 def listing(directory: str, names: Iterable[str]) -> str:
     return key("listing", present(directory, names))
+
+
+# In a list of files: what PATH leads to, by a program's name.
+PROGRAM = "PATH:"
+
+
+def choice(paths: Iterable[str]) -> str:
+    """The digest of the programs that a name leads to."""
+    return key("choice", tuple(paths))
 
 
 def deps_key(
@@ -113,22 +124,44 @@ def recheck(
     for anchor, path, names in watches:
         evidence.watch(os.path.join(places[anchor], path), names)
     digest = recorded["external"]
-    held = not external or all(_holds(path, fields) for path, *fields in recorded["external_dirs"])
-    for path, *fields in recorded["external_dirs"] if external else ():
-        evidence.entry_file(path, fields if held else None)
-    if not held:
-        lists = sidecar()
-        files = tuple(
-            (path, listing(path, lists["names"]))
-            if path.endswith("/")
-            else (path, _digest_or_gone(path, hasher))
-            for path, _ in lists["external"]
-        )
-        if (now := key("external", files)) != digest:
-            before_files = dict(lists["external"])
-            changed += [f"{path} changed" for path, sha in files if before_files[path] != sha]
-            digest = now
+    if external:
+        digest, more = _recheck_external(recorded, hasher, sidecar)
+        changed += more
     return deps_key(own, digest, watches), changed
+
+
+def _recheck_external(
+    recorded: Mapping[str, Any], hasher: Hasher, sidecar: Callable[[], Mapping[str, Any]]
+) -> tuple[str, list[str]]:
+    """(digest of the system's files as they are now, list of changes)."""
+    held = all(_holds(path, fields) for path, *fields in recorded["external_dirs"])
+    for path, *fields in recorded["external_dirs"]:
+        evidence.entry_file(path, fields if held else None)
+    chosen = dict(recorded.get("chosen", ()))
+    for name, paths in chosen.items():
+        evidence.entry_program(name, paths)
+        held = held and _on_path(name, paths) == paths
+    if held:
+        return recorded["external"], []
+    lists = sidecar()
+    names, before = lists["names"], lists["external"]
+    files = tuple((path, _now(path, names, chosen, hasher)) for path, _ in before)
+    changed = [path for (path, now), (_, sha) in zip(files, before, strict=True) if now != sha]
+    return key("external", files), [f"{path} changed" for path in changed]
+
+
+def _now(path: str, names: Iterable[str], chosen: Mapping[str, list[str]], hasher: Hasher) -> str:
+    if path.endswith("/"):
+        return listing(path, names)
+    if path.startswith(PROGRAM):
+        name = path.removeprefix(PROGRAM)
+        return choice(_on_path(name, chosen[name]))
+    return _digest_or_gone(path, hasher)
+
+
+def _on_path(name: str, before: list[str]) -> list[str]:
+    """The programs that are on PATH now in the place of these."""
+    return list(islice(on_path(name), len(before)))
 
 
 def _digest_or_gone(path: str, hasher: Hasher) -> str:

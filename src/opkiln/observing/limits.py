@@ -1,0 +1,213 @@
+"""What the programs of a step may start and write.
+
+A step starts one program, the compiler that the plan names. From there on:
+- A compiler may start the other programs of its installation, and assemblers, linkers and compilers
+  that PATH leads to. It may write into the staging directory.
+- A script that stands for a compiler, or a launcher, may start what it likes: the user chose it.
+  What it starts is held to the limits above once it is a compiler itself.
+- A script or launcher that the user named as the host compiler may also write where it likes, to a
+  cache or a log of its own; a script that belongs to a device compiler may not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import NamedTuple
+
+from opkiln.observing.log import Observation, Started
+from opkiln.settings import on_path, settings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from opkiln.build_model import Toolchain
+
+# They may hand out an object without compiling anything, or have it compiled elsewhere.
+LAUNCHERS = frozenset(("ccache", "sccache", "distcc", "icecc"))
+
+_COMPILER = re.compile(
+    r"(.*-)?(g\+\+|gcc|c\+\+|cc|cpp|clang(\+\+)?|nvcc|hipcc|icpx|nvc\+\+|cc1(plus)?)"
+    r"([-.][\d.a-z_]+)?\Z"
+)
+_TOOL = re.compile(r"(.*-)?(as|ld|lld|mold|gold|collect2|ocloc)([-.][\d.a-z_]+)?\Z")
+# What g++ runs for -flto=N: make, and the commands of the makefile that it writes.
+_OF_LTO = frozenset(("make", "gmake", "sh", "dash", "bash", "mv", "touch"))
+# Prefixes that more than one package is installed below: only their lib directories count.
+_SHARED = ("", "/usr", "/usr/local")
+_PARTS = ("bin", "lib", "lib64", "libexec")  # of an installation
+
+
+class Compilers(NamedTuple):
+    """The programs that a plan names."""
+
+    host: tuple[str, ...]  # the host compiler and its launcher
+    device: tuple[str, ...]
+    tools: tuple[str, ...]  # the assembler and linker that the host compiler says it starts
+
+    @classmethod
+    def of(cls, toolchain: Toolchain) -> Compilers:
+        device = toolchain.device
+        host = (toolchain.cxx, toolchain.launcher, None if device is None else device.host)
+        own = () if device is None else (device.path,)
+        return cls(tuple(filter(None, host)), own, toolchain.tools)
+
+
+class Stray(NamedTuple):
+    """Something that a step must not do."""
+
+    path: str
+    program: str  # that started or wrote it
+    written: bool  # False: started
+
+
+class _Process(NamedTuple):
+    """How a program that was started is to be judged."""
+
+    program: str  # the script itself, not its interpreter
+    free: bool  # it may start anything
+    writes: bool  # it may write anywhere
+    lto: bool = False  # it belongs to an LTO link
+
+
+class Conduct:
+    """The programs of one step, judged. ``first`` is the program that opkiln started."""
+
+    def __init__(self, seen: Observation, first: str, compilers: Compilers, stage: str) -> None:
+        self._seen = seen
+        self._stage = stage
+        self._compilers = compilers
+        named = (*compilers.host, *compilers.device)
+        self._named = {os.path.realpath(each) for each in (*named, *compilers.tools)}
+        self._installed = list(_private_directories(filter(_is_binary, self._named)))
+        self._path = {os.path.realpath(directory) for directory in settings.path}
+        self._shell = os.path.realpath("/bin/sh")
+        self._device = {os.path.realpath(each) for each in compilers.device}
+        self._outside: list[Stray] = []
+        self._processes: list[_Process] = []
+        for started in seen.started:
+            self._processes.append(self._judge(started, first))
+
+    @property
+    def launched(self) -> bool:
+        """Whether a launcher took part."""
+        return any(_is_launcher(each.program) for each in self._processes)
+
+    def made(self, path: str) -> bool:
+        """Whether a program that is not a launcher was the last to write this file."""
+        writers = self._seen.written.get(path, ())
+        return bool(writers) and not _is_launcher(self._processes[writers[-1]].program)
+
+    def stray(self) -> Stray | None:
+        """The first thing that the step must not have done."""
+        return next(iter((*self._outside, *self._written_outside())), None)
+
+    def chosen(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Names that a script or launcher looked up on PATH, each with the programs of that name up
+        to the one that ran."""
+        for started in self._seen.started:
+            if started.parent < 0 or not self._processes[started.parent].writes:
+                continue
+            name = os.path.basename(started.asked_for)
+            found: list[str] = []
+            for path in on_path(name) if name else ():
+                found.append(path)
+                if path == started.asked_for or os.path.realpath(path) == started.program:
+                    yield name, tuple(found)
+                    break
+
+    def _judge(self, started: Started, first: str) -> _Process:
+        asked_for = _found(started.asked_for)
+        if started.parent < 0:
+            asked_for = first
+        script = bool(asked_for) and bool(started.program) and _is_script(asked_for)
+        program = asked_for if script else started.program or os.path.realpath(asked_for)
+        launcher = _is_launcher(program)
+        if started.parent < 0:
+            host = first in self._compilers.host
+            return _Process(program, script or launcher, host and (script or launcher))
+        parent = self._processes[started.parent]
+        if parent.free:
+            # A tool of the script acts for it, a compiler for itself.
+            compiler = not script and not launcher and _matches(_COMPILER, program)
+            if compiler:
+                self._installed += _private_directories([program])
+            return _Process(program, not compiler, parent.writes and not compiler)
+        lto = os.path.basename(program) == "lto-wrapper" or parent.lto
+        if not self._belongs(program, parent) and not self._belongs(asked_for, parent):
+            self._outside.append(Stray(program, parent.program, written=False))
+        return _Process(program, script or launcher, script or launcher, lto)
+
+    def _belongs(self, program: str, parent: _Process) -> bool:
+        """Whether a compiler may start this program."""
+        if os.path.realpath(program) in self._named or program == parent.program:
+            return True
+        if program.startswith(tuple(self._installed)):
+            return True
+        if program == self._shell and parent.program in self._device:
+            return True  # nvcc's way to start programs; what the shell starts is judged, too
+        directory, name = os.path.split(program)
+        if directory not in self._path and os.path.realpath(directory) not in self._path:
+            return False
+        known = _matches(_TOOL, name) or _matches(_COMPILER, name)
+        return known or (parent.lto and name in _OF_LTO)
+
+    def _written_outside(self) -> Iterator[Stray]:
+        # The compiler that a launcher starts writes where the launcher says.
+        allowed = {self._stage, os.path.realpath(self._stage)}
+        for path, writers in self._seen.written.items():
+            if any(_is_launcher(self._processes[each].program) for each in writers):
+                allowed.add(os.path.dirname(path))
+        inside = tuple(directory.rstrip("/") + "/" for directory in allowed)
+        for path, writers in self._seen.written.items():
+            plain = os.path.normpath(path)
+            if plain.startswith((*inside, "/dev/", "/proc/")) or plain in allowed:
+                continue
+            place = os.path.join(os.path.realpath(os.path.dirname(plain)), "")
+            if place.startswith(inside):
+                continue
+            for each in writers:
+                if not self._processes[each].writes:
+                    yield Stray(path, self._processes[each].program, written=True)
+
+
+def _found(asked_for: str) -> str:
+    """The file that a program was asked for by; the name may be one on PATH."""
+    return asked_for if "/" in asked_for else next(on_path(asked_for), "") if asked_for else ""
+
+
+def _is_script(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(2) == b"#!"
+    except OSError:
+        return False
+
+
+def _is_binary(path: str) -> bool:
+    return not _is_script(path)
+
+
+def _is_launcher(program: str) -> bool:
+    return os.path.basename(program) in LAUNCHERS
+
+
+def _matches(pattern: re.Pattern[str], program: str) -> bool:
+    return pattern.match(os.path.basename(program)) is not None
+
+
+def _private_directories(programs: Iterable[str]) -> Iterator[str]:
+    """Where the installations of these compilers keep the programs that they start."""
+    for program in programs:
+        parts = program.split("/")
+        places = [index for index, part in enumerate(parts) if part in _PARTS]
+        if not places:
+            continue
+        prefix = "/".join(parts[: places[0]])
+        if not any(os.path.isdir(f"{prefix}/{part}") for part in _PARTS if part != "bin"):
+            continue
+        if prefix in (*_SHARED, os.path.expanduser("~"), os.path.expanduser("~/.local")):
+            yield from (f"{prefix}/{part}/" for part in _PARTS if part != "bin")
+        else:
+            yield prefix + "/"
