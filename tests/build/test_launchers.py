@@ -173,8 +173,8 @@ def test_the_launcher_does_its_work(launcher: Launcher, tree: Tree) -> None:
     done = launcher.work()
     if launcher.name.startswith("ccache"):
         # Under the name g++, it compiles the observer, too.
-        hits = re.search(r"Hits: +(\d+)", done)
-        assert hits is not None and int(hits[1]) == (1 if launcher.name == "ccache" else 2), done
+        hits = 1 if launcher.name == "ccache" else 2
+        assert re.search(rf"Hits: +{hits} /", done), done
     elif launcher.name == "sccache":
         assert "Compile requests executed             2" in done, done
     else:

@@ -306,7 +306,7 @@ class _Batch:
         """Whether only now it shows that the compiler ran elsewhere, or not at all."""
         if self._preprocesses or look is None or not self._can_preprocess(step):
             return False
-        return look.launched or (look.seen.complete and not look.made(step.output))
+        return look.launched or (look.conduct.complete and not look.made(step.output))
 
     def _evidence(
         self, step: Step, look: observed.Look | None
@@ -381,19 +381,31 @@ def with_plain_paths(plan: Plan, step: Step, stage: str, places: dict[str, str])
             with contextlib.suppress(FileExistsError):  # made for another source of the same build
                 os.symlink(place, link)
             places[anchor] = link
+    rendered = plans.argv(step, places)
+    # nvcc follows links: it puts the source's real path between double quotes for the shell.
+    real = os.path.realpath(rendered[-3]) if step.source else ""
+    if any(mark in real for mark in _QUOTED):
+        raise _not_passed(plan, step, real)
     # The first program itself is started without a shell.
-    for declared, argument in list(zip(step.argv, plans.argv(step, places), strict=True))[1:]:
+    for declared, argument in list(zip(step.argv, rendered, strict=True))[1:]:
         # A comma separates the parts of a flag. In a path, nvcc would split the path there.
         parts = argument.split(",") if isinstance(declared, str) else [argument]
         if not all(PLAIN.match(part) for part in parts):
-            raise BuildError(
-                f"op {plan.spec.name}: {argument!r} cannot be passed to the compiler",
-                why=f"{step.argv[0]} passes its arguments to a shell, which would interpret a "
-                "character of it",
-                hint="move it to a path of plain letters, digits, '.', '_' and '-'; "
-                "OPKILN_TMPDIR sets the directory for builds",
-            )
+            raise _not_passed(plan, step, argument)
     return places
+
+
+_QUOTED = '"$`\\'  # what a shell interprets also between double quotes
+
+
+def _not_passed(plan: Plan, step: Step, argument: str) -> BuildError:
+    return BuildError(
+        f"op {plan.spec.name}: {argument!r} cannot be passed to the compiler",
+        why=f"{step.argv[0]} passes its arguments to a shell, which would interpret a "
+        "character of it",
+        hint="move it to a path of plain letters, digits, '.', '_' and '-'; "
+        "OPKILN_TMPDIR sets the directory for builds",
+    )
 
 
 def _keep(

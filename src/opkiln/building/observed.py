@@ -33,7 +33,7 @@ class Look(NamedTuple):
     def tells_all_of(self, output: str) -> bool:
         """Whether the log says all that went into this file. (A launcher may have handed out a file
         that other programs made earlier.)"""
-        return self.seen.complete and self.made(output)
+        return self.conduct.complete and self.made(output)
 
     def inputs(self) -> inputs.Inputs:
         return inputs.of(self.seen, self.stage, self.conduct.chosen())

@@ -32,8 +32,6 @@ _COMPILER = re.compile(
     r"([-.][\d.a-z_]+)?\Z"
 )
 _TOOL = re.compile(r"(.*-)?(as|ld|lld|mold|gold|collect2|ocloc)([-.][\d.a-z_]+)?\Z")
-# What g++ runs for -flto=N: make, and the commands of the makefile that it writes.
-_OF_LTO = frozenset(("make", "gmake", "sh", "dash", "bash", "mv", "touch"))
 # Prefixes that more than one package is installed below: only their lib directories count.
 _SHARED = ("", "/usr", "/usr/local")
 _PARTS = ("bin", "lib", "lib64", "libexec")  # of an installation
@@ -68,13 +66,13 @@ class _Process(NamedTuple):
     program: str  # the script itself, not its interpreter
     free: bool  # it may start anything
     writes: bool  # it may write anywhere
-    lto: bool = False  # it belongs to an LTO link
 
 
 class Conduct:
     """The programs of one step, judged. ``first`` is the program that opkiln started."""
 
     def __init__(self, seen: Observation, first: str, compilers: Compilers, stage: str) -> None:
+        self.complete = seen.complete  # False: a program may have run that said nothing
         self._seen = seen
         self._stage = stage
         self._compilers = compilers
@@ -118,11 +116,15 @@ class Conduct:
                     break
 
     def _judge(self, started: Started, first: str) -> _Process:
-        asked_for = _found(started.asked_for)
-        if started.parent < 0:
-            asked_for = first
-        script = bool(asked_for) and bool(started.program) and _is_script(asked_for)
-        program = asked_for if script else started.program or os.path.realpath(asked_for)
+        program = started.program
+        asked_for = first if started.parent < 0 else self._found(started)
+        script = bool(program) and _is_script(asked_for)
+        # A program that says nothing may have run in between, and started this one.
+        hidden = bool(asked_for) and not script and os.path.realpath(asked_for) != program
+        if hidden:
+            self.complete = False
+        if script or not program:
+            program = asked_for
         launcher = _is_launcher(program)
         if started.parent < 0:
             host = first in self._compilers.host
@@ -134,13 +136,26 @@ class Conduct:
             if compiler:
                 self._installed += _private_directories([program])
             return _Process(program, not compiler, parent.writes and not compiler)
-        lto = os.path.basename(program) == "lto-wrapper" or parent.lto
-        if not self._belongs(program, parent) and not self._belongs(asked_for, parent):
-            self._outside.append(Stray(program, parent.program, written=False))
-        return _Process(program, script or launcher, script or launcher, lto)
+        named = self._belongs(asked_for, parent)
+        if not named and (hidden or not self._belongs(program, parent)):
+            stray = asked_for if hidden else program
+            self._outside.append(Stray(stray, parent.program, written=False))
+        return _Process(program, script or launcher, script or launcher)
+
+    def _found(self, started: Started) -> str:
+        """The file that a program was asked for by; empty if it is not known."""
+        if "/" in started.asked_for:
+            return os.path.join(self._stage, started.asked_for)
+        # The program that started it may have had another PATH.
+        for path in on_path(started.asked_for) if started.asked_for else ():
+            if _is_script(path) or os.path.realpath(path) == started.program:
+                return path
+        return ""
 
     def _belongs(self, program: str, parent: _Process) -> bool:
         """Whether a compiler may start this program."""
+        if not program:
+            return False
         if os.path.realpath(program) in self._named or program == parent.program:
             return True
         if program.startswith(tuple(self._installed)):
@@ -150,8 +165,7 @@ class Conduct:
         directory, name = os.path.split(program)
         if directory not in self._path and os.path.realpath(directory) not in self._path:
             return False
-        known = _matches(_TOOL, name) or _matches(_COMPILER, name)
-        return known or (parent.lto and name in _OF_LTO)
+        return _matches(_TOOL, name) or _matches(_COMPILER, name)
 
     def _written_outside(self) -> Iterator[Stray]:
         # The compiler that a launcher starts writes where the launcher says.
@@ -170,11 +184,6 @@ class Conduct:
             for each in writers:
                 if not self._processes[each].writes:
                     yield Stray(path, self._processes[each].program, written=True)
-
-
-def _found(asked_for: str) -> str:
-    """The file that a program was asked for by; the name may be one on PATH."""
-    return asked_for if "/" in asked_for else next(on_path(asked_for), "") if asked_for else ""
 
 
 def _is_script(path: str) -> bool:
