@@ -48,7 +48,11 @@ def identical(observation: Observation, stage: str) -> bool:
 
 def agree(one: Observation, other: Observation) -> bool:
     """Whether two steps read the same files behind the paths that both read."""
-    return all(other.read.get(path, files) == files for path, files in one.read.items())
+    return all(
+        other.read.get(path, files) == files
+        for path, files in one.read.items()
+        if not path.startswith(_NO_FILES)
+    )
 
 
 def of(observation: Observation, stage: str, chosen: Iterable[Chosen] = ()) -> Inputs:

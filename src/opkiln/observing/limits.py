@@ -28,12 +28,16 @@ if TYPE_CHECKING:
 LAUNCHERS = frozenset(("ccache", "sccache", "distcc", "icecc"))
 
 _COMPILER = re.compile(
-    r"(.*-)?(g\+\+|gcc|c\+\+|cc|cpp|clang(\+\+)?|nvcc|hipcc|icpx|nvc\+\+|cc1(plus)?)"
-    r"([-.][\d.a-z_]+)?\Z"
+    r"(.*-)?(g\+\+|gcc|c\+\+|cc|cpp|clang(\+\+)?|nvcc|hipcc|icpx|nvc\+\+|cc1(plus)?)([-.][\w.-]+)?\Z"
 )
-_TOOL = re.compile(r"(.*-)?(as|ld|lld|mold|gold|collect2|ocloc)([-.][\d.a-z_]+)?\Z")
+# What compilers start, where a package has put it among the other programs on PATH.
+_TOOL = re.compile(
+    r"((.*-)?(as|ld|lld|mold|gold|collect2|objcopy|ocloc)([-.][\w.-]+)?|llvm-[\w.-]+|"
+    r"ptxas|cicc|cudafe\+\+|fatbinary|nvlink)\Z"
+)
 # Prefixes that more than one package is installed below: only their lib directories count.
 _SHARED = ("", "/usr", "/usr/local")
+_DEVICES = ("/dev/null/", "/dev/tty/", "/dev/pts/", "/dev/fd/", "/proc/")
 _PARTS = ("bin", "lib", "lib64", "libexec")  # of an installation
 
 
@@ -43,13 +47,14 @@ class Compilers(NamedTuple):
     host: tuple[str, ...]  # the host compiler and its launcher
     device: tuple[str, ...]
     tools: tuple[str, ...]  # the assembler and linker that the host compiler says it starts
+    launcher: str = ""
 
     @classmethod
     def of(cls, toolchain: Toolchain) -> Compilers:
         device = toolchain.device
         host = (toolchain.cxx, toolchain.launcher, None if device is None else device.host)
         own = () if device is None else (device.path,)
-        return cls(tuple(filter(None, host)), own, toolchain.tools)
+        return cls(tuple(filter(None, host)), own, toolchain.tools, toolchain.launcher or "")
 
 
 class Stray(NamedTuple):
@@ -80,6 +85,7 @@ class Conduct:
         self._named = {os.path.realpath(each) for each in (*named, *compilers.tools)}
         self._installed = list(_private_directories(filter(_is_binary, self._named)))
         self._path = {os.path.realpath(directory) for directory in settings.path}
+        self._launcher = os.path.realpath(compilers.launcher) if compilers.launcher else ""
         self._shell = os.path.realpath("/bin/sh")
         self._device = {os.path.realpath(each) for each in compilers.device}
         self._outside: list[Stray] = []
@@ -90,12 +96,12 @@ class Conduct:
     @property
     def launched(self) -> bool:
         """Whether a launcher took part."""
-        return any(_is_launcher(each.program) for each in self._processes)
+        return any(self._is_launcher(each.program) for each in self._processes)
 
     def made(self, path: str) -> bool:
         """Whether a program that is not a launcher was the last to write this file."""
         writers = self._seen.written.get(path, ())
-        return bool(writers) and not _is_launcher(self._processes[writers[-1]].program)
+        return bool(writers) and not self._is_launcher(self._processes[writers[-1]].program)
 
     def stray(self) -> Stray | None:
         """The first thing that the step must not have done."""
@@ -124,8 +130,8 @@ class Conduct:
         if hidden:
             self.complete = False
         if script or not program:
-            program = asked_for
-        launcher = _is_launcher(program)
+            program = os.path.realpath(asked_for) if asked_for == first else asked_for
+        launcher = self._is_launcher(program)
         if started.parent < 0:
             host = first in self._compilers.host
             return _Process(program, script or launcher, host and (script or launcher))
@@ -156,6 +162,7 @@ class Conduct:
         """Whether a compiler may start this program."""
         if not program:
             return False
+        program = os.path.normpath(program)
         if os.path.realpath(program) in self._named or program == parent.program:
             return True
         if program.startswith(tuple(self._installed)):
@@ -169,21 +176,27 @@ class Conduct:
 
     def _written_outside(self) -> Iterator[Stray]:
         # The compiler that a launcher starts writes where the launcher says.
-        allowed = {self._stage, os.path.realpath(self._stage)}
+        allowed = {self._stage}
         for path, writers in self._seen.written.items():
-            if any(_is_launcher(self._processes[each].program) for each in writers):
+            if any(self._is_launcher(self._processes[each].program) for each in writers):
                 allowed.add(os.path.dirname(path))
-        inside = tuple(directory.rstrip("/") + "/" for directory in allowed)
+        inside = tuple(os.path.realpath(directory).rstrip("/") + "/" for directory in allowed)
+        real: dict[
+            str, str
+        ] = {}  # by directory: a link in the staging directory may lead out of it
         for path, writers in self._seen.written.items():
-            plain = os.path.normpath(path)
-            if plain.startswith((*inside, "/dev/", "/proc/")) or plain in allowed:
-                continue
-            place = os.path.join(os.path.realpath(os.path.dirname(plain)), "")
-            if place.startswith(inside):
+            directory, name = os.path.split(os.path.normpath(path))
+            if directory not in real:
+                real[directory] = os.path.realpath(directory)
+            if os.path.join(real[directory], name, "").startswith((*inside, *_DEVICES)):
                 continue
             for each in writers:
                 if not self._processes[each].writes:
                     yield Stray(path, self._processes[each].program, written=True)
+
+    def _is_launcher(self, program: str) -> bool:
+        named = bool(program) and program == self._launcher
+        return named or os.path.basename(program) in LAUNCHERS
 
 
 def _is_script(path: str) -> bool:
@@ -196,10 +209,6 @@ def _is_script(path: str) -> bool:
 
 def _is_binary(path: str) -> bool:
     return not _is_script(path)
-
-
-def _is_launcher(program: str) -> bool:
-    return os.path.basename(program) in LAUNCHERS
 
 
 def _matches(pattern: re.Pattern[str], program: str) -> bool:

@@ -86,13 +86,13 @@ static void record_at(char kind, const struct stat* found, int directory, const 
   const int kept = errno;
   char place[PATH_MAX];
   if (path[0] == '/') {
-    record(kind, 0, found, NULL, path);
+    record(kind, getpid(), found, NULL, path);
   } else {
     char link[64];
     snprintf(link, sizeof link, directory == AT_FDCWD ? "/proc/self/cwd" : "/proc/self/fd/%d", directory);
     const ssize_t length = readlinkat(AT_FDCWD, link, place, sizeof place - 1);
     place[length > 0 ? length : 0] = 0;
-    record(length > 0 ? kind : 'X', 0, found, place, path);
+    record(length > 0 ? kind : 'X', getpid(), found, place, path);
   }
   errno = kept;
 }
@@ -221,8 +221,16 @@ int truncate(const char* path, off_t size) { CHANGE(REAL(truncate)(path, size), 
 
 // Starting programs. The program that starts announces itself, by begin() above; a static one cannot.
 
+// A name without a slash is looked up on PATH.
+static void starts(const char* path) {
+  if (path && path[0] != '/' && strchr(path, '/'))
+    record_at('S', NULL, AT_FDCWD, path);
+  else
+    record('S', getpid(), NULL, NULL, path);
+}
+
 #define EXECUTE(call)                          \
-  record('S', getpid(), NULL, NULL, path);     \
+  starts(path);                                \
   const int got = call;                        \
   record('F', getpid(), NULL, NULL, path);     \
   return got;
