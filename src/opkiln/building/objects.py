@@ -324,10 +324,11 @@ class _Batch:
 
     def _inputs(self, look: observed.Look) -> inputs.Inputs:
         """What an observed compile depends on, by the paths outside of the staging directory."""
-        linked = [path for path in look.seen.read if self._unlinked(path) != path]
+        read = look.seen.read
+        beyond = (self._unlinked(path) for path in read if self._unlinked(path) != path)
         found = look.inputs()
-        files = (*found.files, *map(self._unlinked, linked))
-        return found._replace(files=tuple(path for path in files if not os.path.isdir(path)))
+        linked = (path for path in beyond if not os.path.isdir(path))
+        return found._replace(files=(*found.files, *linked))
 
     def _read(self, listed: list[str]) -> tuple[str, ...]:
         """The author's and the system's files that a compile read, from its dependency file."""
