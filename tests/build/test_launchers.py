@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from sample.tree import Tree
+from sample.op_tree import Tree
 
 from opkiln.observing import launchers
 

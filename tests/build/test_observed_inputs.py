@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-from sample.tree import Tree
+from sample.op_tree import Tree
 
 from opkiln.observing import log, observer
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from sample import child
-from sample.tree import Tree
+from sample.op_tree import Tree
 
 SOURCE = 'extern "C" int answer() { return 1; }\n'
 REFUSED = """

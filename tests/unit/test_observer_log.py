@@ -70,6 +70,31 @@ def test_a_program_that_replaces_another_is_started_by_it() -> None:
     assert found.started[1] == log.Started("/usr/bin/as", "as", 0)
 
 
+def test_a_program_that_a_copy_of_a_shell_starts_leaves_no_gap() -> None:
+    """Process 11 is a subshell. It announces nothing, but its child is observed, so it is."""
+    seen = log.parse(logged(
+        BEGAN, "S 12 12 0 0 0.0 /usr/bin/mv", "B 12 11 0 0 0.0 /usr/bin/mv",
+    ))  # fmt: skip
+    assert seen is not None
+    assert seen.programs == ("/usr/bin/g++", "/usr/bin/mv")
+
+
+def test_a_program_is_known_by_the_path_that_it_was_called_by(tmp_path: Path) -> None:
+    real, link, other = (tmp_path / name for name in ("real", "link", "other"))
+    for path in (real, other):
+        path.write_text("")
+    link.symlink_to(real)
+    seen = log.parse(logged(
+        BEGAN, f"S 11 11 0 0 0.0 {link}", f"B 11 10 0 0 0.0 {real}", f"S 12 12 0 0 0.0 {other}",
+        f"F 12 12 0 0 0.0 {other}", f"N 12 0 0 0 0.0 {other}",
+        "S 13 13 0 0 0.0 as", "B 13 10 0 0 0.0 /usr/bin/as",
+    ))  # fmt: skip
+    assert seen is not None
+    found = inputs.of(seen, str(tmp_path / "stage"))
+    assert found.programs == ("/usr/bin/g++", "/usr/bin/as", str(link))
+    assert found.absent == ((str(tmp_path), ("other",)),)
+
+
 def test_a_program_that_could_not_be_started_leaves_no_gap() -> None:
     tried = ("S 10 10 0 0 0.0 /nowhere/as", "F 10 10 0 0 0.0 /nowhere/as")
     assert log.parse(logged(BEGAN, *tried)).complete
@@ -120,6 +145,20 @@ def test_a_link_that_leads_nowhere_also_counts_where_it_leads(tmp_path: Path) ->
     assert absent == {*asked, *far}
 
 
+def test_a_file_that_appears_while_it_is_looked_for_stays_absent() -> None:
+    """One part of the compile did without it, another one read it."""
+    found = log.parse(logged(
+        BEGAN,
+        "N 10 0 0 0 0.000000000 /inc/n.h",
+        "R 10 7 8 9 1700000000.000000005 /inc/n.h",
+        "N 10 0 0 0 0.000000000 /tmp/own",
+        "W 10 0 0 0 0.000000000 /tmp/own",
+        "R 10 7 9 9 1700000000.000000005 /tmp/own",
+    ))  # fmt: skip
+    assert found is not None
+    assert found.absent == {"/inc/n.h"}
+
+
 def test_links_in_a_circle_end(tmp_path: Path) -> None:
     (tmp_path / "n.h").symlink_to("n.h")
     seen = log.Observation({}, {}, frozenset(), frozenset([str(tmp_path / "n.h")]), ())
@@ -132,4 +171,4 @@ def test_a_directory_by_the_name_of_a_header_is_not_a_file(tmp_path: Path) -> No
     seen = log.Observation({path: (log.Identity.now(path),)}, {}, frozenset(), frozenset(), ())
     found = inputs.of(seen, "/stage")
     assert found.files == ()
-    assert found.absent == ((str(tmp_path), ("n.h",)),)
+    assert found.absent == ((str(tmp_path), ("n.h/",)),)

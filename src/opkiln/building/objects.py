@@ -287,10 +287,21 @@ class _Batch:
         found = None if seen is None else self._inputs(seen)
         if found is not None:
             read = tuple(dict.fromkeys((*read, *found.files)))
-        if not same or not self._saw(read, self._snapshots.get(step.output, {})):
+        elif not listed:
+            raise BuildError(
+                f"op {self._plan.spec.name}: it is not known what {step.source} was compiled from",
+                why=f"{step.argv[0]} was not observed, and it wrote a dependency file that lists "
+                "nothing, not even the source",
+                hint="set CXX to the compiler itself, not to a script; opkiln explain shows which "
+                "one is used",
+            )
+        dependencies = None
+        if same and self._saw(read, self._snapshots.get(step.output, {})):
+            with contextlib.suppress(deps.Appeared):
+                dependencies = deps.gather(self._plan, read, Hasher(), seen=found)
+        if dependencies is None:
             self.unsettled[step.output] = _snapshot(list(read))
             return
-        dependencies = deps.gather(self._plan, read, Hasher(), seen=found)
         own = deps.own_digests(self._plan, dependencies)
         result = Compiled(
             step, read, own, completed.output, completed.wall, completed.max_rss, inputs=found

@@ -42,7 +42,7 @@ class Observation(NamedTuple):
     read: dict[str, tuple[Identity, ...]]  # every file behind a path: more than one if exchanged
     written: dict[str, tuple[int, ...]]  # path -> its writers' places in ``started``, in order
     made: frozenset[str]  # written before anything read them: the step's own
-    absent: frozenset[str]  # looked for, did not exist
+    absent: frozenset[str]  # looked for, did not exist; somebody may have made them since
     started: tuple[Started, ...]  # in the order in which they began
     complete: bool = True  # False: there may be more
 
@@ -50,6 +50,12 @@ class Observation(NamedTuple):
     def programs(self) -> tuple[str, ...]:
         """Each program once, in the order in which they began."""
         return tuple(dict.fromkeys(each.program for each in self.started if each.program))
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """The absolute paths that programs were started by; they may be links."""
+        called = (each.asked_for for each in self.started)
+        return tuple(dict.fromkeys(path for path in called if path.startswith("/")))
 
 
 def read(path: str) -> Observation | None:
@@ -75,9 +81,9 @@ def parse(log: bytes) -> Observation:
         reading.started.append(Started("", *asked_for))
     read = {path: tuple(identities) for path, identities in reading.read.items()}
     written = {path: tuple(writers) for path, writers in reading.written.items()}
-    absent = frozenset(reading.absent - read.keys())
-    started = tuple(reading.started)
-    return Observation(read, written, frozenset(reading.made), absent, started, complete)
+    made = frozenset(reading.made)
+    absent = frozenset(reading.absent - made)
+    return Observation(read, written, made, absent, tuple(reading.started), complete)
 
 
 class _Reading:
@@ -92,6 +98,7 @@ class _Reading:
         # Processes whose program has not announced itself yet: what was asked for, and by whom.
         self.starting: dict[int, tuple[str, int]] = {}
         self._running: dict[int, int] = {}  # process -> its place in ``started``
+        self._observed: set[int] = set()  # said themselves that they will run another program
 
     def take(self, fields: list[str]) -> bool:
         """Add a record; False for a gap. Raises ValueError, IndexError for a damaged one."""
@@ -124,14 +131,19 @@ class _Reading:
 
     def _start(self, kind: str, process: int, first: int, parent: int, path: str) -> bool:
         if kind == BEGAN:
-            known = process in self._running or first in self._running
+            # No program that is not observed may be in between, but for that of the first. So its
+            # parent must be known, or the process was observed before: a shell's child that is a
+            # copy of the shell announces no program.
+            known = first in self._running or process in self._running or process in self._observed
             place = self._place(process, first) if self.started else -1
             asked_for = self.starting.pop(process, ("", 0))[0]
+            self._observed.discard(process)
             self._running[process] = len(self.started)
             self.started.append(Started(path, asked_for, place))
-            # Its parent must be known, but for that of the first: no program may be in between.
             return known or place == -1
         if kind == STARTS:
+            if first == process:
+                self._observed.add(process)
             begun = self._running.get(first)
             if first == process or begun is None:
                 self.starting[first] = path, self._place(process, parent)
@@ -140,6 +152,7 @@ class _Reading:
                 self.started[begun] = self.started[begun]._replace(asked_for=path)
         elif kind == FAILED:
             self.starting.pop(process, None)
+            self._observed.discard(process)
         else:
             return False  # a record was lost
         return True

@@ -67,8 +67,9 @@ def present(directory: str, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def listing(directory: str, names: Iterable[str]) -> str:
-    return key("listing", present(directory, names))
+def listing(there: tuple[str, ...]) -> str:
+    """The digest of what ``present`` gives."""
+    return key("listing", there)
 
 
 # In a list of files: what PATH leads to, by a program's name.
@@ -146,34 +147,45 @@ def _recheck_external(
     recorded: Mapping[str, Any], hasher: Hasher, sidecar: Callable[[], Mapping[str, Any]]
 ) -> tuple[str, list[str]]:
     """(digest of the system's files as they are now, list of changes)."""
-    held = all(_holds(path, fields) for path, *fields in recorded["external_dirs"])
-    for path, *fields in recorded["external_dirs"]:
-        evidence.entry_file(path, fields if held else None)
+    looked_at = recorded["external_dirs"]
+    touched = {path for path, *fields in looked_at if not _holds(path, fields)}
+    for path, *fields in looked_at:
+        evidence.entry_file(path, None if path in touched else fields)
     chosen = dict(recorded.get("chosen", ()))
+    now_chosen = {name: _on_path(name, paths) for name, paths in chosen.items()}
     for name, paths in chosen.items():
         evidence.entry_program(name, paths)
-        held = held and _on_path(name, paths) == paths
-    if held:
+    if not touched and now_chosen == chosen:
         return recorded["external"], []
     lists = sidecar()
-    names, before = lists["names"], lists["external"]
-    files = tuple((path, _now(path, names, chosen, hasher)) for path, _ in before)
-    changed = [path for (path, now), (_, sha) in zip(files, before, strict=True) if now != sha]
+    signed = {path for path, *_ in looked_at}
+    files = tuple(
+        (path, choice(now_chosen[path.removeprefix(PROGRAM)]))
+        if path.startswith(PROGRAM)
+        else (path, _now(path, sha, lists["names"], touched, signed, hasher))
+        for path, sha in lists["external"]
+    )
+    before = (sha for _, sha in lists["external"])
+    changed = [path for (path, now), sha in zip(files, before, strict=True) if now != sha]
     return key("external", files), [f"{path} changed" for path in changed]
-
-
-def _now(path: str, names: Iterable[str], chosen: Mapping[str, list[str]], hasher: Hasher) -> str:
-    if path.endswith("/"):
-        return listing(path, names)
-    if path.startswith(PROGRAM):
-        name = path.removeprefix(PROGRAM)
-        return choice(_on_path(name, chosen[name]))
-    return _digest_or_gone(path, hasher)
 
 
 def _on_path(name: str, before: list[str]) -> list[str]:
     """The programs that are on PATH now in the place of these."""
     return list(islice(on_path(name), len(before)))
+
+
+def _now(
+    path: str, then: str, names: list[str], touched: set[str], signed: set[str], hasher: Hasher
+) -> str:
+    """The digest of an external file, or of which names exist below a directory (``a/``).
+
+    A file is hashed if its own signature has changed; if it has none, if that of its directory has.
+    """
+    if path.endswith("/"):
+        return listing(present(path, names))
+    watched = path if path in signed else os.path.dirname(path)
+    return _digest_or_gone(path, hasher) if watched in touched else then
 
 
 def _digest_or_gone(path: str, hasher: Hasher) -> str:
