@@ -177,6 +177,10 @@ class BuildCancelled(BuildError):
     """The build was interrupted; its children were ended."""
 
 
+class StepRefused(BuildError):
+    """A step started a program outside the toolchain, or wrote outside its directory."""
+
+
 class InputError(BuildError):
     """A file that a build reads is not a regular file, or it is too large."""
 

@@ -33,6 +33,7 @@ class Evidence:
         self.entry_files: dict[str, list[Any]] = {}
         self.directories: dict[str, list[int]] = {}  # of the include path: signature
         self.watches: list[list[Any]] = []  # directory, the included names that exist below it
+        self.entry_programs: dict[str, list[str | None]] = {}
 
 
 _collected: ContextVar[Evidence | None] = ContextVar("opkiln_evidence", default=None)
@@ -90,6 +91,13 @@ def program(name: str, path: str | None) -> None:
     found = _collected.get()
     if found is not None:
         found.programs.setdefault(name, [path])
+
+
+def entry_program(name: str, paths: Iterable[str]) -> None:
+    """A compiler of an entry looked up a name on PATH, which leads to these programs."""
+    found = _collected.get()
+    if found is not None:
+        found.entry_programs[name] = [*paths]
 
 
 def programs(name: str, paths: list[str]) -> None:

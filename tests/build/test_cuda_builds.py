@@ -154,7 +154,7 @@ def test_two_directories_give_the_same_bytes(shop: Workshop, tmp_path: Path) -> 
 
 # Paths and flags, which nvcc hands to a shell
 
-ODD = "a b,$HOME'q\"u`touch canary`;touch canary&(#*é\\x"
+ODD = "a b,'q;touch canary&(#*é|x"
 
 
 def test_an_op_in_an_oddly_named_directory_builds_and_its_edits_are_seen(
@@ -171,6 +171,17 @@ def test_an_op_in_an_oddly_named_directory_builds_and_its_edits_are_seen(
     assert library.value() == 8
     assert images(library._name) == ("sm_90",)
     assert not list(tmp_path.rglob("canary"))
+
+
+@pytest.mark.parametrize("name", ["$HOME", "$(touch canary)", "`touch canary`", 'a"b', "a\\b"])
+def test_a_directory_whose_name_a_shell_reads_between_quotes_is_one_clear_error(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nvcc follows the link that leads to the source, and quotes what it finds."""
+    monkeypatch.chdir(tmp_path)
+    source = write(tmp_path / name / "op.cu", KERNEL)
+    with pytest.raises(BuildError, match="cannot be passed"):
+        load(source, extra_include_paths=[str(tmp_path)])
 
 
 @pytest.mark.parametrize("name", ["a b.cu", "$(touch canary).cu", "a,b.cu", "`touch canary`.cu"])

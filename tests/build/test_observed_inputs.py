@@ -251,7 +251,8 @@ def test_every_compiler_is_observed(name: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     seen = log.read(trace)
-    assert seen is not None, Path(trace).read_bytes().replace(b"\0", b"\n").decode()
+    assert seen is not None
+    assert seen.complete, Path(trace).read_bytes().replace(b"\0", b"\n").decode()
     read = set(map(os.path.normpath, seen.read))  # clang spells it ./n.h
     assert {str(tmp_path / source), str(tmp_path / "n.h")} <= read
     assert str(tmp_path / "a.o") in seen.written

@@ -28,11 +28,12 @@ def test_a_log_names_what_was_read_written_missed_and_started() -> None:
         "N 11 0 0 0 0.000000000 /src/none.h",
         "W 11 0 0 0 0.000000000 /stage/a.s",
     ))  # fmt: skip
-    assert found is not None
+    assert found.complete
     assert found.read == {"/src/a b\n.h": (log.Identity(7, 8, 9, 1_700_000_000_000_000_005),)}
     assert found.absent == {"/src/none.h"}
-    assert found.written == {"/stage/a.s": "/usr/lib/cc1plus"}
+    assert found.written == {"/stage/a.s": (1,)}
     assert found.programs == ("/usr/bin/g++", "/usr/lib/cc1plus")
+    assert found.started[1] == log.Started("/usr/lib/cc1plus", "cc1plus", 0)
 
 
 GAPS = {
@@ -49,8 +50,24 @@ GAPS = {
 
 
 @pytest.mark.parametrize("gap", GAPS)
-def test_a_log_with_a_gap_counts_as_no_log(gap: str) -> None:
-    assert log.parse(GAPS[gap]) is None
+def test_a_log_with_a_gap_is_not_complete(gap: str) -> None:
+    assert not log.parse(GAPS[gap]).complete
+
+
+@pytest.mark.parametrize("record", ["S 11 11 10 0 0.0 /evil/as", "S 10 11 1 0 0.0 /evil/as"])
+def test_a_program_that_did_not_announce_itself_is_named(record: str) -> None:
+    assert log.parse(logged(BEGAN, record)).started[1] == log.Started("", "/evil/as", 0)
+
+
+def test_what_a_forked_process_writes_is_written_by_its_parents_program() -> None:
+    first, second = "W 11 0 10 0 0.0 /stage/a", "W 12 0 11 0 0.0 /stage/b"
+    found = log.parse(logged(BEGAN, "B 9 10 10 0 0.0 /usr/bin/as", first, second))
+    assert found.written == {"/stage/a": (0,), "/stage/b": (0,)}
+
+
+def test_a_program_that_replaces_another_is_started_by_it() -> None:
+    found = log.parse(logged(BEGAN, "S 10 10 1 0 0.0 as", "B 10 1 1 0 0.0 /usr/bin/as"))
+    assert found.started[1] == log.Started("/usr/bin/as", "as", 0)
 
 
 def test_a_program_that_a_copy_of_a_shell_starts_leaves_no_gap() -> None:
@@ -79,12 +96,12 @@ def test_a_program_is_known_by_the_path_that_it_was_called_by(tmp_path: Path) ->
 
 def test_a_program_that_could_not_be_started_leaves_no_gap() -> None:
     tried = ("S 10 10 0 0 0.0 /nowhere/as", "F 10 10 0 0 0.0 /nowhere/as")
-    assert log.parse(logged(BEGAN, *tried)) is not None
+    assert log.parse(logged(BEGAN, *tried)).complete
 
 
 def test_a_child_may_begin_before_its_parent_has_recorded_it() -> None:
     records = ("B 11 10 0 0 0.0 /usr/bin/as", "S 10 11 0 0 0.0 /usr/bin/as")
-    assert log.parse(logged(BEGAN, *records)) is not None
+    assert log.parse(logged(BEGAN, *records)).complete
 
 
 def test_a_file_that_was_exchanged_between_two_reads_is_not_identical(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from opkiln import plan as plans
 from opkiln.build_model import DeviceCompiler, Plan, Step, Target, Toolchain
-from opkiln.building import failure, inline, loadtest, needs
+from opkiln.building import failure, inline, loadtest, needs, observed
 from opkiln.building import objects as compiling
 from opkiln.decision import policy
 from opkiln.digest import UnusableFile, sha256_file
@@ -27,13 +27,14 @@ from opkiln.errors import (
     InputError,
     LoadTestError,
     SourcesChanging,
+    StepRefused,
     StoreError,
     StoreWarning,
 )
 from opkiln.guard import once_per_thread
 from opkiln.model import Artifact, OpSpec, place_of
 from opkiln.observing import inputs as observed_inputs
-from opkiln.observing import observer
+from opkiln.observing import launchers, observer
 from opkiln.settings import settings
 from opkiln.store import deps, key, libraries, lock, publish
 from opkiln.store.entry import Leaf
@@ -120,7 +121,9 @@ def _take_turn(plan: Plan, store: Store) -> Artifact:
         try:
             with events.listening(advance):
                 return _Build(plan, store, intent, build_name).run()
-        except (BuildTimeout, CompileError, InputError, LoadTestError, SourcesChanging) as error:
+        except (
+            BuildTimeout, CompileError, InputError, LoadTestError, SourcesChanging, StepRefused,
+        ) as error:  # fmt: skip
             # These errors follow from the inputs, so every process would get them, or the machine
             # is too slow for all of them. A full disk or a killed compiler concern only this
             # process: those that wait then build for themselves.
@@ -246,13 +249,18 @@ class _Build:
         """Whether all that the links read is still what it was, and the inputs of all steps; None
         if one of them was not observed."""
         links = [step for step in self._plan.steps if step.kind != "compile"]
-        seen = [compiling.observation(stage, step) for step in links]
-        known = [each for each in seen if each is not None]
-        same = all(observed_inputs.identical(each, stage) for each in known)
+        places = plans.anchors(self._plan, stage)
+        known = []
+        for step in links:
+            first = plans.render(step.argv[0], places)
+            look = observed.look(self._plan, step, stage, first)
+            if look is not None and look.tells_all_of(step.output):
+                known.append(look)
+        same = all(observed_inputs.identical(each.seen, stage) for each in known)
         parts = [each.inputs for each in objects]
         if len(known) < len(links) or None in parts:
             return same, None
-        parts += [observed_inputs.of(each, stage) for each in known]
+        parts += [each.inputs() for each in known]
         return same, observed_inputs.union(part for part in parts if part is not None)
 
     def _link(self, stage: str, objects: list[compiling.Compiled]) -> str:
@@ -268,7 +276,8 @@ class _Build:
                 cwd=stage,
                 env={
                     **dict(self._plan.environment),
-                    **observer.environment(self._observer, compiling.log_path(stage, step)),
+                    **observer.environment(self._observer, observed.log_path(stage, step.output)),
+                    **launchers.DIRECT,  # they have nothing to do with a link
                 },
                 tmpdir=stage,
                 after=before if step.kind == "link" else (),

@@ -3,7 +3,8 @@
 If a file is edited or exchanged while it is compiled, the object must not be stored under the key
 of the new text. Which files the compiler read is known only afterwards. So:
 - Where the compile was observed (``observing``), the file behind each path must still be the one
-  that was open, by device, inode, size and change time.
+  that was open, by device, inode, size and change time. Under a launcher, a pass of the
+  preprocessor before the compile is observed instead (``observing.launchers``).
 - If a file's change time is before the start of the compile, the compiler saw the present text.
 - If it is later (an edit, or a clock that is ahead), the present text is compared with a snapshot
   from before the compile. Without a snapshot, one is taken and the compile is repeated.
@@ -19,13 +20,12 @@ from typing import Any, NamedTuple
 
 from opkiln import plan as plans
 from opkiln.build_model import Plan, Step
-from opkiln.building import kernels
+from opkiln.building import kernels, observed
 from opkiln.digest import Signature
 from opkiln.engine import events, schedule
 from opkiln.errors import BuildError, SourcesChanging, StoreError
 from opkiln.model import ROCM
-from opkiln.observing import inputs, observer
-from opkiln.observing import log as observed
+from opkiln.observing import inputs, launchers, observer
 from opkiln.settings import settings
 from opkiln.steps.flags import PLAIN
 from opkiln.store import deps, entry, key, publish
@@ -74,12 +74,14 @@ def objects(plan: Plan, store: Store, stage: str) -> list[Compiled]:
                 events.emit("step-end", op=plan.spec.name, label=step.source, step=step.output,
                             wall=0.0, max_rss=0, cached=True)  # fmt: skip
     snapshots = {step.output: _snapshot([plans.render(step.argv[-3], places)]) for step in missing}
+    launched = launchers.named(plan.toolchain)
     for turn in range(_ROUNDS):
         if not missing:
             break
         copy = _translated(plan, os.path.join(stage, f"hip{turn}"))
-        batch = _Batch(plan, store, stage, places, snapshots, copy)
+        batch = _Batch(plan, store, stage, places, snapshots, copy, launched)
         batch.run(missing)
+        launched = batch.launched
         done.update(batch.settled)
         missing = [step for step in missing if step.output in batch.unsettled]
         snapshots = batch.unsettled
@@ -146,6 +148,14 @@ def _translated(plan: Plan, directory: str) -> Staged | None:
     return hipify.stage(plan.spec, torch, directory)
 
 
+class _Pass(NamedTuple):
+    """A pass of the preprocessor over a source that is compiled through a launcher."""
+
+    look: observed.Look
+    direct: bool  # it does not see all that the compile reads, so that runs without the launcher
+    bond: dict[str, str]  # what the launcher gets to know, as environment variables
+
+
 class _Batch:
     """One round of compiles."""
 
@@ -157,6 +167,7 @@ class _Batch:
         places: dict[str, str],
         snapshots: dict[str, dict[str, str]],
         copy: Staged | None,
+        launched: bool,
     ) -> None:
         self._plan = plan
         self._store = store
@@ -167,17 +178,66 @@ class _Batch:
         self._began = time.time_ns()
         self._observer = observer.library(store.memory, plan.toolchain)
         self._verbose = "debug_cuda" in dict(plan.target.flags)  # ptxas reports each kernel
+        self._passes: dict[str, _Pass] = {}
+        self._preprocesses = launched and bool(self._observer)
+        self.launched = launched  # whether the host compiler runs through a launcher: known now
         self.settled: dict[str, Compiled] = {}
         self.unsettled: dict[str, dict[str, str]] = {}  # output -> snapshot for the next round
 
     def run(self, steps: list[Step]) -> None:
+        if self._preprocesses:
+            passes = [self._pass_task(step) for step in steps if self._can_preprocess(step)]
+            schedule.execute(passes, timeout=settings.build_timeout)
         tasks = [self._task(step) for step in steps]
         schedule.execute(tasks, timeout=settings.build_timeout)
+
+    def _can_preprocess(self, step: Step) -> bool:
+        return launchers.can_preprocess(self._argv(step, self._places), self._plan.toolchain)
+
+    def _pass_task(self, step: Step) -> schedule.Task:
+        """The preprocessor, on what a step compiles."""
+        text = step.output + ".ii"
+        toolchain = self._plan.toolchain
+        argv = launchers.preprocess(
+            self._argv(step, self._places), toolchain, os.path.join(self._stage, text)
+        )
+        return schedule.Task(
+            name=text,
+            op=self._plan.spec.name,
+            label=f"{step.source} (preprocessor)",
+            argv=argv,
+            cwd=self._stage,
+            env={**self._environment(text), **launchers.DIRECT},
+            tmpdir=self._stage,
+            after=(),
+            memory=step.memory,
+            finish=lambda completed: self._finish_pass(step, text, completed),
+            may_fail=True,  # what is wrong with the source, the compile reports
+        )
+
+    def _finish_pass(self, step: Step, text: str, completed: Completed) -> None:
+        argv = self._argv(step, self._places)
+        look = observed.look(self._plan, step, self._stage, completed.argv[0], text)
+        if completed.returncode or look is None or not look.tells_all_of(text):
+            return
+        path = os.path.join(self._stage, text)
+        with open(path, "rb") as file:
+            made = file.read()
+        os.unlink(path)
+        direct = launchers.reads_more(made, argv)
+        files = (*self._inputs(look).files, *look.seen.programs)
+        bond = launchers.DIRECT if direct else launchers.bound_to(made, files)
+        self._passes[step.output] = _Pass(look, direct, bond)
 
     def _task(self, step: Step) -> schedule.Task:
         places = self._places
         if step.plain_paths:
             places = with_plain_paths(self._plan, step, self._stage, places)
+
+        before = self._passes.get(step.output)
+        argv = self._argv(step, places)
+        if before is not None and before.direct:
+            argv = launchers.without(argv, self._plan.toolchain)
 
         def widened(threads: int) -> tuple[str, ...]:
             return self._argv(step, {**places, "threads": str(threads)})
@@ -188,12 +248,9 @@ class _Batch:
             name=step.output,
             op=self._plan.spec.name,
             label=step.source,
-            argv=self._argv(step, places),
+            argv=argv,
             cwd=self._stage,
-            env={
-                **dict(self._plan.environment),
-                **observer.environment(self._observer, self._log(step)),
-            },
+            env={**self._environment(step.output), **({} if before is None else before.bond)},
             tmpdir=self._stage,
             after=(),
             memory=step.memory,
@@ -202,8 +259,9 @@ class _Batch:
             widened=widened if step.threads > 1 else None,
         )
 
-    def _log(self, step: Step) -> str:
-        return log_path(self._stage, step)
+    def _environment(self, output: str) -> dict[str, str]:
+        log = observed.log_path(self._stage, output)
+        return {**dict(self._plan.environment), **observer.environment(self._observer, log)}
 
     def _argv(self, step: Step, places: dict[str, str]) -> tuple[str, ...]:
         argv = plans.argv(step, places)
@@ -220,7 +278,12 @@ class _Batch:
         with open(os.path.join(self._stage, step.depfile), "rb") as file:
             listed = deps.parse_depfile(os.fsdecode(file.read()))
         read = self._read(listed)
-        seen = observation(self._stage, step)
+        look = observed.look(self._plan, step, self._stage, completed.argv[0])
+        if self._must_preprocess(step, look):
+            self.launched = True
+            self.unsettled[step.output] = _snapshot(list(read))
+            return
+        seen, same = self._evidence(step, look)
         found = None if seen is None else self._inputs(seen)
         if found is not None:
             read = tuple(dict.fromkeys((*read, *found.files)))
@@ -232,7 +295,6 @@ class _Batch:
                 hint="set CXX to the compiler itself, not to a script; opkiln explain shows which "
                 "one is used",
             )
-        same = seen is None or inputs.identical(seen, self._stage)
         dependencies = None
         if same and self._saw(read, self._snapshots.get(step.output, {})):
             with contextlib.suppress(deps.Appeared):
@@ -251,10 +313,31 @@ class _Batch:
         if self._store.root is not None:
             _keep(self._plan, result, dependencies, self._store.root, self._stage)
 
-    def _inputs(self, seen: observed.Observation) -> inputs.Inputs:
+    def _must_preprocess(self, step: Step, look: observed.Look | None) -> bool:
+        """Whether only now it shows that the compiler ran elsewhere, or not at all."""
+        if self._preprocesses or look is None or not self._can_preprocess(step):
+            return False
+        return look.launched or (look.conduct.complete and not look.made(step.output))
+
+    def _evidence(
+        self, step: Step, look: observed.Look | None
+    ) -> tuple[observed.Look | None, bool]:
+        """What tells what a step read, None if nothing does; and whether all of it is unchanged."""
+        before = self._passes.get(step.output)
+        if before is not None and not before.direct:
+            agreed = look is None or inputs.agree(before.look.seen, look.seen)
+            return before.look, agreed and inputs.identical(before.look.seen, self._stage)
+        if look is None or not look.tells_all_of(step.output):
+            return None, True
+        if look.launched and before is None:
+            return None, True
+        return look, inputs.identical(look.seen, self._stage)
+
+    def _inputs(self, look: observed.Look) -> inputs.Inputs:
         """What an observed compile depends on, by the paths outside of the staging directory."""
-        beyond = (self._unlinked(path) for path in seen.read if self._unlinked(path) != path)
-        found = inputs.of(seen, self._stage)
+        read = look.seen.read
+        beyond = (self._unlinked(path) for path in read if self._unlinked(path) != path)
+        found = look.inputs()
         linked = (path for path in beyond if not os.path.isdir(path))
         return found._replace(files=(*found.files, *linked))
 
@@ -294,30 +377,6 @@ class _Batch:
         return True
 
 
-def log_path(stage: str, step: Step) -> str:
-    """Where the observer logs what a step does."""
-    return os.path.join(stage, step.output + ".observed")
-
-
-def observation(stage: str, step: Step) -> observed.Observation | None:
-    """What a step did; None if it was not observed, or if it is not certain that all of it was.
-
-    An observed program must have written the output: one that came from a cache, or from another
-    machine, tells nothing of what it was made from.
-    """
-    path = log_path(stage, step)
-    seen = observed.read(path)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)  # the next attempt starts a log of its own
-    if seen is None or os.path.join(stage, step.output) not in seen.written:
-        return None
-    return None if _LAUNCHERS.intersection(map(os.path.basename, seen.programs)) else seen
-
-
-# They may hand out an object without compiling anything, or have it compiled elsewhere.
-_LAUNCHERS = frozenset(("ccache", "sccache", "distcc", "icecc"))
-
-
 # The anchors that may be linked into the staging directory, for a compiler that uses a shell.
 _LINKED = ("src", "opkiln", "torch", "python", "wheels")
 
@@ -334,19 +393,31 @@ def with_plain_paths(plan: Plan, step: Step, stage: str, places: dict[str, str])
             with contextlib.suppress(FileExistsError):  # made for another source of the same build
                 os.symlink(place, link)
             places[anchor] = link
+    rendered = plans.argv(step, places)
+    # nvcc follows links: it puts the source's real path between double quotes for the shell.
+    real = os.path.realpath(rendered[-3]) if step.source else ""
+    if any(mark in real for mark in _QUOTED):
+        raise _not_passed(plan, step, real)
     # The first program itself is started without a shell.
-    for declared, argument in list(zip(step.argv, plans.argv(step, places), strict=True))[1:]:
+    for declared, argument in list(zip(step.argv, rendered, strict=True))[1:]:
         # A comma separates the parts of a flag. In a path, nvcc would split the path there.
         parts = argument.split(",") if isinstance(declared, str) else [argument]
         if not all(PLAIN.match(part) for part in parts):
-            raise BuildError(
-                f"op {plan.spec.name}: {argument!r} cannot be passed to the compiler",
-                why=f"{step.argv[0]} passes its arguments to a shell, which would interpret a "
-                "character of it",
-                hint="move it to a path of plain letters, digits, '.', '_' and '-'; "
-                "OPKILN_TMPDIR sets the directory for builds",
-            )
+            raise _not_passed(plan, step, argument)
     return places
+
+
+_QUOTED = '"$`\\'  # what a shell interprets also between double quotes
+
+
+def _not_passed(plan: Plan, step: Step, argument: str) -> BuildError:
+    return BuildError(
+        f"op {plan.spec.name}: {argument!r} cannot be passed to the compiler",
+        why=f"{step.argv[0]} passes its arguments to a shell, which would interpret a "
+        "character of it",
+        hint="move it to a path of plain letters, digits, '.', '_' and '-'; "
+        "OPKILN_TMPDIR sets the directory for builds",
+    )
 
 
 def _keep(
@@ -390,14 +461,16 @@ def sidecar(
 def _to_sidecar(seen: inputs.Inputs, places: dict[str, str]) -> dict[str, Any]:
     """What an object that is found again must still say of itself; ``read`` has its files."""
     absent = [[*_anchored(directory, places), list(names)] for directory, names in seen.absent]
-    return {"absent": absent, "programs": list(seen.programs)}
+    chosen = [[name, list(paths)] for name, paths in seen.chosen]
+    return {"absent": absent, "programs": list(seen.programs), "chosen": chosen}
 
 
 def _from_sidecar(saw: dict[str, Any], places: dict[str, str]) -> inputs.Inputs:
     absent = tuple(
         (os.path.join(places[anchor], path), tuple(names)) for anchor, path, names in saw["absent"]
     )
-    return inputs.Inputs((), absent, tuple(saw["programs"]))
+    chosen = tuple((name, tuple(paths)) for name, paths in saw["chosen"])
+    return inputs.Inputs((), absent, tuple(saw["programs"]), chosen)
 
 
 def _anchored(path: str, places: dict[str, str]) -> tuple[str, str]:

@@ -274,8 +274,18 @@ def _facts(read: Evidence) -> dict[str, Any]:
         # Empty, and so never equal: the names are looked up.
         "directory_signatures": _numbers(others.values()) if at_rest else [],
         # A program that is named by its path is one of the files.
-        **_looked_up({name: found for name, found in read.programs.items() if found != [name]}),
+        **_looked_up(_programs(read)),
     }
+
+
+def _programs(read: Evidence) -> dict[str, list[str | None]]:
+    """What PATH leads to, by name. Of two lists, the longer begins with the shorter."""
+    found: dict[str, list[str | None]] = {}
+    for facts in (read.programs, read.entry_programs):
+        for name, paths in facts.items():
+            if paths != [name]:
+                found[name] = max(paths, found.get(name, []), key=len)
+    return found
 
 
 def _looked_up(programs: dict[str, list[str | None]]) -> dict[str, Any]:

@@ -30,9 +30,11 @@ class Task(NamedTuple):
     tmpdir: str
     after: tuple[str, ...]
     memory: int  # bytes that it is expected to use
-    finish: Callable[[process.Completed], None] | None  # called after a zero exit
+    # Called after a zero exit. If the task ``may_fail``, after any.
+    finish: Callable[[process.Completed], None] | None
     threads: int = 1  # the most it can use; each one takes a CPU of the budget, and ``memory``
     widened: Callable[[int], tuple[str, ...]] | None = None  # its argv for this many threads
+    may_fail: bool = False  # a non-zero exit is a result like any other
 
 
 class StepFailed(Exception):
@@ -217,7 +219,7 @@ class _Run:
             max_rss=completed.max_rss,
             cached=False,
         )
-        if completed.returncode:
+        if completed.returncode and not task.may_fail:
             raise StepFailed(task, completed)
         if task.finish is not None:
             task.finish(completed)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 _NO_FILES = ("/dev/", "/proc/", "/sys/")
 
 
+Chosen = tuple[str, tuple[str, ...]]
+
+
 class Inputs(NamedTuple):
     """The inputs of one step, or of several."""
 
@@ -26,6 +29,8 @@ class Inputs(NamedTuple):
     # below a directory that does not exist either; one that ends with a slash is a directory.
     absent: tuple[tuple[str, tuple[str, ...]], ...] = ()
     programs: tuple[str, ...] = ()  # by the paths that they were called by
+    # (a name on PATH, its programs up to the one that a script or launcher chose)
+    chosen: tuple[Chosen, ...] = ()
 
 
 def identical(observation: Observation, stage: str) -> bool:
@@ -42,7 +47,16 @@ def identical(observation: Observation, stage: str) -> bool:
     return True
 
 
-def of(observation: Observation, stage: str) -> Inputs:
+def agree(one: Observation, other: Observation) -> bool:
+    """Whether two steps read the same files behind the paths that both read."""
+    return all(
+        other.read.get(path, files) == files
+        for path, files in one.read.items()
+        if not path.startswith(_NO_FILES)
+    )
+
+
+def of(observation: Observation, stage: str, chosen: Iterable[Chosen] = ()) -> Inputs:
     """The inputs of a step that worked in the directory ``stage``, which is its own."""
     inside = stage.rstrip("/") + "/"
 
@@ -59,7 +73,7 @@ def of(observation: Observation, stage: str) -> Inputs:
     absent = (each for each in plain if os.path.dirname(each) not in path)
     unusable = {*filter(counts, absent), *(each.rstrip("/") + "/" for each in directories)}
     programs = _programs(observation.programs, filter(counts, observation.called))
-    return Inputs(files, _summed_up(unusable), programs)
+    return Inputs(files, _summed_up(unusable), programs, _longest(chosen))
 
 
 def _programs(begun: tuple[str, ...], called: Iterable[str]) -> tuple[str, ...]:
@@ -77,13 +91,20 @@ def union(parts: Iterable[Inputs]) -> Inputs:
     files: dict[str, None] = {}
     programs: dict[str, None] = {}
     absent: dict[str, dict[str, None]] = {}
+    chosen: list[Chosen] = []
     for part in parts:
+        chosen += part.chosen
         files.update(dict.fromkeys(part.files))
         programs.update(dict.fromkeys(part.programs))
         for directory, names in part.absent:
             absent.setdefault(directory, {}).update(dict.fromkeys(names))
     summed = tuple((directory, tuple(sorted(names))) for directory, names in sorted(absent.items()))
-    return Inputs(tuple(files), summed, tuple(programs))
+    return Inputs(tuple(files), summed, tuple(programs), _longest(chosen))
+
+
+def _longest(chosen: Iterable[Chosen]) -> tuple[Chosen, ...]:
+    """Each name once: of two lists of programs on PATH, the longer begins with the shorter."""
+    return tuple(sorted(dict(sorted(chosen, key=lambda each: len(each[1]))).items()))
 
 
 def _summed_up(paths: Iterable[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:

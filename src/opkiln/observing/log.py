@@ -1,8 +1,8 @@
 """The log of the observer: what one step of a build did.
 
-The log is evidence only if it is complete. Every program that was started must have announced
-itself: a static program, or one that the dynamic linker did not preload into, leaves a gap. So does
-a record that was lost. A log with a gap counts as no log.
+The log is evidence of what was read only if it is complete. Every program that was started must
+have announced itself: a static program, or one that the dynamic linker did not preload into, leaves
+a gap. So does a record that was lost. A log with a gap still tells what was started and written.
 """
 
 from __future__ import annotations
@@ -28,19 +28,38 @@ class Identity(NamedTuple):
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns)
 
 
+class Started(NamedTuple):
+    """A program that ran."""
+
+    program: str  # its file; for a script, that of its interpreter; empty if it did not tell
+    asked_for: str  # what its parent asked for: a path or a name on PATH; empty if not known
+    parent: int  # the place of its parent in ``Observation.started``; -1 for the first
+
+
 class Observation(NamedTuple):
     """What a step did. All paths are absolute, and as the program spelled them."""
 
     read: dict[str, tuple[Identity, ...]]  # every file behind a path: more than one if exchanged
-    written: dict[str, str]  # path -> the program that wrote it
+    written: dict[str, tuple[int, ...]]  # path -> its writers' places in ``started``, in order
     made: frozenset[str]  # written before anything read them: the step's own
     absent: frozenset[str]  # looked for, did not exist; somebody may have made them since
-    programs: tuple[str, ...]  # in the order in which they began
-    called: tuple[str, ...] = ()  # the absolute paths that programs were started by
+    started: tuple[Started, ...]  # in the order in which they began
+    complete: bool = True  # False: there may be more
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """Each program once, in the order in which they began."""
+        return tuple(dict.fromkeys(each.program for each in self.started if each.program))
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """The absolute paths that programs were started by; they may be links."""
+        called = (each.asked_for for each in self.started)
+        return tuple(dict.fromkeys(path for path in called if path.startswith("/")))
 
 
 def read(path: str) -> Observation | None:
-    """The observation in a log file; None if there is none, or if it has gaps."""
+    """The observation in a log file; None if there is no log."""
     try:
         with open(path, "rb") as file:
             return parse(file.read())
@@ -48,24 +67,23 @@ def read(path: str) -> Observation | None:
         return None
 
 
-def parse(log: bytes) -> Observation | None:
-    """The observation in a log; None if it has gaps."""
-    if not log.endswith(b"\0"):
-        return None
+def parse(log: bytes) -> Observation:
+    """The observation in a log."""
     reading = _Reading()
-    try:
-        for entry in log[:-1].split(b"\0"):
-            if not reading.take(os.fsdecode(entry).split(" ", 6)):
-                return None
-    except (ValueError, IndexError):
-        return None
-    if reading.starting or not reading.begun:
-        return None
+    complete = log.endswith(b"\0")
+    for entry in log.split(b"\0")[:-1]:
+        try:
+            complete = reading.take(os.fsdecode(entry).split(" ", 6)) and complete
+        except (ValueError, IndexError):
+            complete = False
+    complete = complete and bool(reading.started) and not reading.starting
+    for asked_for in reading.starting.values():  # it may run, but it said nothing
+        reading.started.append(Started("", *asked_for))
     read = {path: tuple(identities) for path, identities in reading.read.items()}
+    written = {path: tuple(writers) for path, writers in reading.written.items()}
     made = frozenset(reading.made)
     absent = frozenset(reading.absent - made)
-    programs, called = tuple(reading.begun), tuple(reading.called)
-    return Observation(read, reading.written, made, absent, programs, called)
+    return Observation(read, written, made, absent, tuple(reading.started), complete)
 
 
 class _Reading:
@@ -73,13 +91,13 @@ class _Reading:
 
     def __init__(self) -> None:
         self.read: dict[str, dict[Identity, None]] = {}
-        self.written: dict[str, str] = {}
+        self.written: dict[str, list[int]] = {}
         self.made: set[str] = set()
         self.absent: set[str] = set()
-        self.begun: dict[str, None] = {}  # the programs
-        self.called: dict[str, None] = {}  # by these paths, which may be links
-        self.starting: set[int] = set()  # processes whose program has not announced itself yet
-        self._running: dict[int, str] = {}  # the program of each process
+        self.started: list[Started] = []
+        # Processes whose program has not announced itself yet: what was asked for, and by whom.
+        self.starting: dict[int, tuple[str, int]] = {}
+        self._running: dict[int, int] = {}  # process -> its place in ``started``
         self._observed: set[int] = set()  # said themselves that they will run another program
 
     def take(self, fields: list[str]) -> bool:
@@ -93,37 +111,48 @@ class _Reading:
         elif kind == ABSENT:
             self.absent.add(path)
         elif kind == WROTE:
-            self.written[path] = self._running.get(process, "")
+            writers = self.written.setdefault(path, [])
+            writer = self._place(process, int(fields[3]))
+            if writer in writers:
+                writers.remove(writer)
+            writers.append(writer)
             if path not in self.read:
                 self.made.add(path)
         else:
-            return self._start(kind, process, first, path)
+            return self._start(kind, process, first, int(fields[3]), path)
         return True
 
-    def _start(self, kind: str, process: int, first: int, path: str) -> bool:
+    def _place(self, process: int, parent: int) -> int:
+        """The place of the program that a process runs: its own, or that of the parent which it was
+        forked from; the first, if neither is known."""
+        if process not in self._running and parent in self._running:
+            self._running[process] = self._running[parent]
+        return self._running.get(process, 0)
+
+    def _start(self, kind: str, process: int, first: int, parent: int, path: str) -> bool:
         if kind == BEGAN:
             # No program that is not observed may be in between, but for that of the first. So its
             # parent must be known, or the process was observed before: a shell's child that is a
             # copy of the shell announces no program.
             known = first in self._running or process in self._running or process in self._observed
-            if self._running and not known:
-                return False
+            place = self._place(process, first) if self.started else -1
+            asked_for = self.starting.pop(process, ("", 0))[0]
             self._observed.discard(process)
-            self._running[process] = path
-            self.begun[path] = None
-            self.starting.discard(process)
-        elif kind == STARTS:
-            if path.startswith("/"):
-                self.called[path] = None
+            self._running[process] = len(self.started)
+            self.started.append(Started(path, asked_for, place))
+            return known or place == -1
+        if kind == STARTS:
             if first == process:
                 self._observed.add(process)
-            # A spawned child is recorded by its parent, perhaps after it has begun.
-            if first == process or first not in self._running:
-                self.starting.add(first)
+            begun = self._running.get(first)
+            if first == process or begun is None:
+                self.starting[first] = path, self._place(process, parent)
+            elif not self.started[begun].asked_for:
+                # A spawned child is recorded by its parent, perhaps after it has begun.
+                self.started[begun] = self.started[begun]._replace(asked_for=path)
         elif kind == FAILED:
-            self.starting.discard(process)
+            self.starting.pop(process, None)
             self._observed.discard(process)
-            self.called.pop(path, None)
         else:
             return False  # a record was lost
         return True

@@ -1,7 +1,8 @@
 // Preloaded into the compilers and linkers that opkiln starts. Logs what they read, what they look
 // for in vain, what they write and which programs they start. observing/log.py reads the log.
 //
-// A record is "KIND PID A B SIZE CTIME PATH\0". KIND is one of:
+// A record is "KIND PID A B SIZE CTIME PATH\0".
+// B is the parent of process PID, but for R and N. KIND is one of:
 //   B  a program began. PATH is its file; A is its parent's process.
 //   S  process A is about to run another program; F: it could not, and goes on as it was.
 //   R  PATH was opened for reading; A:B is its device and inode, then its size and change time, of
@@ -69,7 +70,8 @@ static void record(char kind, long a, const struct stat* found, const char* dire
   const int kept = errno;
   char text[RECORD];
   const int length = snprintf(text, sizeof text, "%c %d %ld %lu %lld %lld.%09ld %s%s%s", kind, (int)getpid(),
-                              found ? (long)found->st_dev : a, found ? (unsigned long)found->st_ino : 0,
+                              found ? (long)found->st_dev : a,
+                              found ? (unsigned long)found->st_ino : kind == 'N' ? 0UL : (unsigned long)getppid(),
                               found ? (long long)found->st_size : 0, found ? (long long)found->st_ctim.tv_sec : 0,
                               found ? found->st_ctim.tv_nsec : 0, directory ? directory : "", directory ? "/" : "", path);
   if (length < 0 || length >= (int)sizeof text)
@@ -85,13 +87,13 @@ static void record_at(char kind, const struct stat* found, int directory, const 
   const int kept = errno;
   char place[PATH_MAX];
   if (path[0] == '/') {
-    record(kind, 0, found, NULL, path);
+    record(kind, getpid(), found, NULL, path);
   } else {
     char link[64];
     snprintf(link, sizeof link, directory == AT_FDCWD ? "/proc/self/cwd" : "/proc/self/fd/%d", directory);
     const ssize_t length = syscall(SYS_readlinkat, AT_FDCWD, link, place, sizeof place - 1);
     place[length > 0 ? length : 0] = 0;
-    record(length > 0 ? kind : 'X', 0, found, place, path);
+    record(length > 0 ? kind : 'X', getpid(), found, place, path);
   }
   errno = kept;
 }
@@ -256,8 +258,16 @@ static void missed(const char* path) {
   errno = kept;
 }
 
+// A name without a slash is looked up on PATH.
+static void starts(const char* path) {
+  if (path && path[0] != '/' && strchr(path, '/'))
+    record_at('S', NULL, AT_FDCWD, path);
+  else
+    record('S', getpid(), NULL, NULL, path);
+}
+
 #define EXECUTE(call)                          \
-  record('S', getpid(), NULL, NULL, path);     \
+  starts(path);                                \
   const int got = call;                        \
   record('F', getpid(), NULL, NULL, path);     \
   missed(path);                                \

@@ -30,7 +30,7 @@ from opkiln.model import ABI_NONE, ABI_TORCH, PACKAGE, PYTHON
 from opkiln.observing.inputs import Inputs
 from opkiln.plan import anchors_of
 from opkiln.record import Record
-from opkiln.store.recheck import Hasher, deps_key, listing, present
+from opkiln.store.recheck import PROGRAM, Hasher, choice, deps_key, listing, present
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ class Dependencies(Record):
     directories: tuple[tuple[str, str, Signature], ...]  # watched: (anchor, path, signature)
     external_directories: tuple[tuple[str, Signature], ...]
     names: tuple[str, ...]  # every name, relative to the directory it was found in
+    # (a name on PATH, its programs up to the one that ran), for those that a script chose
+    chosen: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 def parse_depfile(text: str) -> list[str]:
@@ -270,7 +272,9 @@ def gather(
         more.require_absent(path, there)
         listings.append((path + "/", listing(there)))
     programs = {path: hasher(path)[0] for path in more.programs}
-    listed = tuple(sorted([*external.items(), *programs.items(), *listings]))
+    chosen = () if seen is None else seen.chosen
+    choices = [(PROGRAM + name, choice(paths)) for name, paths in chosen]
+    listed = tuple(sorted([*external.items(), *programs.items(), *listings, *choices]))
     homes = sorted({*system, *(os.path.dirname(path) for path in external)})
     # Package managers replace files, which changes the directory. People overwrite files in place,
     # which does not. So what people put there is watched one by one: programs, files in /usr/local,
@@ -292,6 +296,7 @@ def gather(
         directories=tuple(watched.values()),
         external_directories=tuple((path, Signature.of(path)) for path in singly),
         names=wanted,
+        chosen=chosen,
     )
 
 
@@ -436,10 +441,12 @@ def key_of(dependencies: Dependencies) -> str:
 
 def to_manifest(dependencies: Dependencies) -> dict[str, Any]:
     """The dependencies as a manifest records them for a hit."""
+    chosen = [[name, list(paths)] for name, paths in dependencies.chosen]
     return {
         "own": [[*dep[:3], *dep.signature] for dep in dependencies.own],
         "external": dependencies.external,
         "watches": [list(watch) for watch in dependencies.watches],
         "dirs": [[anchor, path, *sig] for anchor, path, sig in dependencies.directories],
         "external_dirs": [[path, *sig] for path, sig in dependencies.external_directories],
+        **({"chosen": chosen} if chosen else {}),
     }

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import os
 import stat
+from itertools import islice
 from typing import Any
 
 from opkiln import evidence
 from opkiln.digest import Signature, key, sha256_file
 from opkiln.model import OUTSIDE
+from opkiln.settings import on_path
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -68,6 +70,15 @@ def present(directory: str, names: Iterable[str]) -> tuple[str, ...]:
 def listing(there: tuple[str, ...]) -> str:
     """The digest of what ``present`` gives."""
     return key("listing", there)
+
+
+# In a list of files: what PATH leads to, by a program's name.
+PROGRAM = "PATH:"
+
+
+def choice(paths: Iterable[str]) -> str:
+    """The digest of the programs that a name leads to."""
+    return key("choice", tuple(paths))
 
 
 def deps_key(
@@ -126,22 +137,42 @@ def recheck(
     for anchor, path, names in watches:
         evidence.watch(os.path.join(places[anchor], path), names)
     digest = recorded["external"]
-    looked_at = recorded["external_dirs"] if external else ()
+    if external:
+        digest, more = _recheck_external(recorded, hasher, sidecar)
+        changed += more
+    return deps_key(own, digest, watches), changed
+
+
+def _recheck_external(
+    recorded: Mapping[str, Any], hasher: Hasher, sidecar: Callable[[], Mapping[str, Any]]
+) -> tuple[str, list[str]]:
+    """(digest of the system's files as they are now, list of changes)."""
+    looked_at = recorded["external_dirs"]
     touched = {path for path, *fields in looked_at if not _holds(path, fields)}
     for path, *fields in looked_at:
         evidence.entry_file(path, None if path in touched else fields)
-    if touched:
-        lists = sidecar()
-        signed = {path for path, *_ in looked_at}
-        files = tuple(
-            (path, _now(path, sha, lists["names"], touched, signed, hasher))
-            for path, sha in lists["external"]
-        )
-        if (now := key("external", files)) != digest:
-            before_files = dict(lists["external"])
-            changed += [f"{path} changed" for path, sha in files if before_files[path] != sha]
-            digest = now
-    return deps_key(own, digest, watches), changed
+    chosen = dict(recorded.get("chosen", ()))
+    now_chosen = {name: _on_path(name, paths) for name, paths in chosen.items()}
+    for name, paths in chosen.items():
+        evidence.entry_program(name, paths)
+    if not touched and now_chosen == chosen:
+        return recorded["external"], []
+    lists = sidecar()
+    signed = {path for path, *_ in looked_at}
+    files = tuple(
+        (path, choice(now_chosen[path.removeprefix(PROGRAM)]))
+        if path.startswith(PROGRAM)
+        else (path, _now(path, sha, lists["names"], touched, signed, hasher))
+        for path, sha in lists["external"]
+    )
+    before = (sha for _, sha in lists["external"])
+    changed = [path for (path, now), sha in zip(files, before, strict=True) if now != sha]
+    return key("external", files), [f"{path} changed" for path in changed]
+
+
+def _on_path(name: str, before: list[str]) -> list[str]:
+    """The programs that are on PATH now in the place of these."""
+    return list(islice(on_path(name), len(before)))
 
 
 def _now(

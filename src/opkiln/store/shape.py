@@ -70,12 +70,17 @@ _MANIFEST = {
         "watches": [Row(str, str, _TEXTS)],
         "dirs": [_DIRECTORY],
         "external_dirs": [Row(str, rest=int)],
+        "chosen": [Row(str, _TEXTS)],
     },
     # Parts of a sidecar, of a bundle's index and of its signatures.
     "read": [Row(str, str)],
     "external": [Row(str, str)],
     "names": _TEXTS,
-    "observed": {"absent": [Row(str, str, _TEXTS)], "programs": _TEXTS},
+    "observed": {
+        "absent": [Row(str, str, _TEXTS)],
+        "programs": _TEXTS,
+        "chosen": [Row(str, _TEXTS)],
+    },
     "inputs": {
         "spec": {"sources": _TEXTS},
         "target": Named(object),

@@ -154,6 +154,7 @@ def _toolchain(path: str, record: dict[str, Any], *, cross: bool) -> Toolchain:
         python_include=torch_sdk.python_include(),
         shared_runtime=record["shared_runtime"],
         cross=cross,
+        tools=tuple(target for _, target in record["resolved"]),
     )
 
 

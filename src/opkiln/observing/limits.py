@@ -1,0 +1,231 @@
+"""What the programs of a step may start and write.
+
+A step starts one program, the compiler that the plan names. From there on:
+- A compiler may start the other programs of its installation, and assemblers, linkers and compilers
+  that PATH leads to. It may write into the staging directory.
+- A script that stands for a compiler, or a launcher, may start what it likes: the user chose it.
+  What it starts is held to the limits above once it is a compiler itself.
+- A script or launcher that the user named as the host compiler may also write where it likes, to a
+  cache or a log of its own; a script that belongs to a device compiler may not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import NamedTuple
+
+from opkiln.observing.log import Observation, Started
+from opkiln.settings import on_path, settings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from opkiln.build_model import Toolchain
+
+# They may hand out an object without compiling anything, or have it compiled elsewhere.
+LAUNCHERS = frozenset(("ccache", "sccache", "distcc", "icecc"))
+
+_COMPILER = re.compile(
+    r"(.*-)?(g\+\+|gcc|c\+\+|cc|cpp|clang(\+\+)?|nvcc|hipcc|icpx|nvc\+\+|cc1(plus)?)([-.][\w.-]+)?\Z"
+)
+# What compilers start, where a package has put it among the other programs on PATH.
+_TOOL = re.compile(
+    r"((.*-)?(as|ld|lld|mold|gold|collect2|objcopy|ocloc)([-.][\w.-]+)?|llvm-[\w.-]+|"
+    r"ptxas|cicc|cudafe\+\+|fatbinary|nvlink)\Z"
+)
+# Prefixes that more than one package is installed below: only their lib directories count.
+_SHARED = ("", "/usr", "/usr/local")
+_DEVICES = ("/dev/null/", "/dev/tty/", "/dev/pts/", "/dev/fd/", "/proc/")
+_PARTS = ("bin", "lib", "lib64", "libexec")  # of an installation
+
+
+class Compilers(NamedTuple):
+    """The programs that a plan names."""
+
+    host: tuple[str, ...]  # the host compiler and its launcher
+    device: tuple[str, ...]
+    tools: tuple[str, ...]  # the assembler and linker that the host compiler says it starts
+    launcher: str = ""
+
+    @classmethod
+    def of(cls, toolchain: Toolchain) -> Compilers:
+        device = toolchain.device
+        host = (toolchain.cxx, toolchain.launcher, None if device is None else device.host)
+        own = () if device is None else (device.path,)
+        return cls(tuple(filter(None, host)), own, toolchain.tools, toolchain.launcher or "")
+
+
+class Stray(NamedTuple):
+    """Something that a step must not do."""
+
+    path: str
+    program: str  # that started or wrote it
+    written: bool  # False: started
+
+
+class _Process(NamedTuple):
+    """How a program that was started is to be judged."""
+
+    program: str  # the script itself, not its interpreter
+    free: bool  # it may start anything
+    writes: bool  # it may write anywhere
+
+
+class Conduct:
+    """The programs of one step, judged. ``first`` is the program that opkiln started."""
+
+    def __init__(self, seen: Observation, first: str, compilers: Compilers, stage: str) -> None:
+        self.complete = seen.complete  # False: a program may have run that said nothing
+        self._seen = seen
+        self._stage = stage
+        self._compilers = compilers
+        named = (*compilers.host, *compilers.device)
+        self._named = {os.path.realpath(each) for each in (*named, *compilers.tools)}
+        self._installed = list(_private_directories(filter(_is_binary, self._named)))
+        self._path = {os.path.realpath(directory) for directory in settings.path}
+        self._launcher = os.path.realpath(compilers.launcher) if compilers.launcher else ""
+        self._shell = os.path.realpath("/bin/sh")
+        self._device = {os.path.realpath(each) for each in compilers.device}
+        self._outside: list[Stray] = []
+        self._processes: list[_Process] = []
+        for started in seen.started:
+            self._processes.append(self._judge(started, first))
+
+    @property
+    def launched(self) -> bool:
+        """Whether a launcher took part."""
+        return any(self._is_launcher(each.program) for each in self._processes)
+
+    def made(self, path: str) -> bool:
+        """Whether a program that is not a launcher was the last to write this file."""
+        writers = self._seen.written.get(path, ())
+        return bool(writers) and not self._is_launcher(self._processes[writers[-1]].program)
+
+    def stray(self) -> Stray | None:
+        """The first thing that the step must not have done."""
+        return next(iter((*self._outside, *self._written_outside())), None)
+
+    def chosen(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Names that a script or launcher looked up on PATH, each with the programs of that name up
+        to the one that ran."""
+        for started in self._seen.started:
+            if started.parent < 0 or not self._processes[started.parent].writes:
+                continue
+            name = os.path.basename(started.asked_for)
+            found: list[str] = []
+            for path in on_path(name) if name else ():
+                found.append(path)
+                if path == started.asked_for or os.path.realpath(path) == started.program:
+                    yield name, tuple(found)
+                    break
+
+    def _judge(self, started: Started, first: str) -> _Process:
+        program = started.program
+        asked_for = first if started.parent < 0 else self._found(started)
+        script = bool(program) and _is_script(asked_for)
+        # A program that says nothing may have run in between, and started this one.
+        hidden = bool(asked_for) and not script and os.path.realpath(asked_for) != program
+        if hidden:
+            self.complete = False
+        if script or not program:
+            program = os.path.realpath(asked_for) if asked_for == first else asked_for
+        launcher = self._is_launcher(program)
+        if started.parent < 0:
+            host = first in self._compilers.host
+            return _Process(program, script or launcher, host and (script or launcher))
+        parent = self._processes[started.parent]
+        if parent.free:
+            # A tool of the script acts for it, a compiler for itself.
+            compiler = not script and not launcher and _matches(_COMPILER, program)
+            if compiler:
+                self._installed += _private_directories([program])
+            return _Process(program, not compiler, parent.writes and not compiler)
+        named = self._belongs(asked_for, parent)
+        if not named and (hidden or not self._belongs(program, parent)):
+            stray = asked_for if hidden else program
+            self._outside.append(Stray(stray, parent.program, written=False))
+        return _Process(program, script or launcher, script or launcher)
+
+    def _found(self, started: Started) -> str:
+        """The file that a program was asked for by; empty if it is not known."""
+        if "/" in started.asked_for:
+            return os.path.join(self._stage, started.asked_for)
+        # The program that started it may have had another PATH.
+        for path in on_path(started.asked_for) if started.asked_for else ():
+            if _is_script(path) or os.path.realpath(path) == started.program:
+                return path
+        return ""
+
+    def _belongs(self, program: str, parent: _Process) -> bool:
+        """Whether a compiler may start this program."""
+        if not program:
+            return False
+        program = os.path.normpath(program)
+        if os.path.realpath(program) in self._named or program == parent.program:
+            return True
+        if program.startswith(tuple(self._installed)):
+            return True
+        if program == self._shell and parent.program in self._device:
+            return True  # nvcc's way to start programs; what the shell starts is judged, too
+        directory, name = os.path.split(program)
+        if directory not in self._path and os.path.realpath(directory) not in self._path:
+            return False
+        return _matches(_TOOL, name) or _matches(_COMPILER, name)
+
+    def _written_outside(self) -> Iterator[Stray]:
+        # The compiler that a launcher starts writes where the launcher says.
+        allowed = {self._stage}
+        for path, writers in self._seen.written.items():
+            if any(self._is_launcher(self._processes[each].program) for each in writers):
+                allowed.add(os.path.dirname(path))
+        inside = tuple(os.path.realpath(directory).rstrip("/") + "/" for directory in allowed)
+        real: dict[
+            str, str
+        ] = {}  # by directory: a link in the staging directory may lead out of it
+        for path, writers in self._seen.written.items():
+            directory, name = os.path.split(os.path.normpath(path))
+            if directory not in real:
+                real[directory] = os.path.realpath(directory)
+            if os.path.join(real[directory], name, "").startswith((*inside, *_DEVICES)):
+                continue
+            for each in writers:
+                if not self._processes[each].writes:
+                    yield Stray(path, self._processes[each].program, written=True)
+
+    def _is_launcher(self, program: str) -> bool:
+        named = bool(program) and program == self._launcher
+        return named or os.path.basename(program) in LAUNCHERS
+
+
+def _is_script(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(2) == b"#!"
+    except OSError:
+        return False
+
+
+def _is_binary(path: str) -> bool:
+    return not _is_script(path)
+
+
+def _matches(pattern: re.Pattern[str], program: str) -> bool:
+    return pattern.match(os.path.basename(program)) is not None
+
+
+def _private_directories(programs: Iterable[str]) -> Iterator[str]:
+    """Where the installations of these compilers keep the programs that they start."""
+    for program in programs:
+        parts = program.split("/")
+        places = [index for index, part in enumerate(parts) if part in _PARTS]
+        if not places:
+            continue
+        prefix = "/".join(parts[: places[0]])
+        if not any(os.path.isdir(f"{prefix}/{part}") for part in _PARTS if part != "bin"):
+            continue
+        if prefix in (*_SHARED, os.path.expanduser("~"), os.path.expanduser("~/.local")):
+            yield from (f"{prefix}/{part}/" for part in _PARTS if part != "bin")
+        else:
+            yield prefix + "/"

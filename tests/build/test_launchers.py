@@ -1,0 +1,262 @@
+"""Under ccache, sccache and distcc the compiler runs elsewhere, or not at all. What an object was
+made from is observed all the same, and the cache serves what an empty cache would build."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from sample.op_tree import Tree
+
+from opkiln.observing import launchers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SIGN = 'extern "C" int answer() { return (char)-1 < 0 ? 1 : 2; }\n'
+
+
+def program(name: str) -> str:
+    """A launcher on PATH, or from a package in this environment."""
+    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    if found is None:
+        pytest.skip(f"there is no {name} here")
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Launcher:
+    """A launcher with a cache and servers of its own."""
+
+    def __init__(self, name: str, tree: Tree) -> None:
+        self.name = name
+        self.tree = tree
+        self.path = program(name.partition(" ")[0])
+        self.variables: dict[str, str] = {"HOME": str(tree.path / "home")}
+        (tree.path / "home").mkdir(parents=True)
+        self._server: subprocess.Popen[bytes] | None = None
+        getattr(self, "_" + name.partition(" ")[0])()
+        tree.environment.update(self.variables)
+        self.compile_with("g++")
+
+    def compile_with(self, compiler: str) -> None:
+        self.tree.environment["CXX"] = f"{self.path} {compiler}"
+        if self.name == "ccache as g++":
+            masked = self.tree.path / "masked/g++"
+            masked.parent.mkdir(exist_ok=True)
+            masked.unlink(missing_ok=True)
+            masked.symlink_to(self.path)
+            self.tree.environment["CXX"] = str(masked)
+
+    def _ccache(self) -> None:
+        self.variables["CCACHE_DIR"] = str(self.tree.path / "ccache")
+
+    def _sccache(self) -> None:
+        self.variables["SCCACHE_DIR"] = str(self.tree.path / "sccache")
+        self.variables["SCCACHE_SERVER_PORT"] = str(free_port())
+        self._run("--start-server")
+
+    def _distcc(self) -> None:
+        port = free_port()
+        hosts = self.tree.path / "home/.distcc/hosts"
+        hosts.parent.mkdir()
+        hosts.write_text(f"127.0.0.1:{port}\n")
+        self._server = subprocess.Popen(
+            [program("distccd"), "--no-detach", "--daemon", "--port", str(port), "--log-stderr",
+             "--allow", "127.0.0.1", "--make-me-a-botnet", "--jobs", "2", "--verbose"],
+            stderr=open(self.tree.path / "distccd.log", "wb"),  # noqa: SIM115
+        )  # fmt: skip
+        deadline = time.monotonic() + 30
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert self._server.poll() is None, self.work()
+            assert time.monotonic() < deadline, self.work()
+            time.sleep(0.05)
+
+    def _run(self, *arguments: str) -> str:
+        done = subprocess.run(
+            [self.path, *arguments], env={**os.environ, **self.variables}, check=True,
+            capture_output=True, text=True,
+        )  # fmt: skip
+        return done.stdout
+
+    def work(self) -> str:
+        """What the launcher says that it has done."""
+        if self._server is not None:
+            return (self.tree.path / "distccd.log").read_text()
+        return self._run("--show-stats")
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.terminate()
+            self._server.wait()
+        elif self.name == "sccache":
+            self._run("--stop-server")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path / "tree")
+
+
+@pytest.fixture(params=["ccache", "ccache as g++", "sccache", "distcc"])
+def launcher(request: pytest.FixtureRequest, tree: Tree) -> Iterator[Launcher]:
+    made = Launcher(request.param, tree)
+    yield made
+    made.stop()
+
+
+def small(tree: Tree, source: str, **files: str) -> None:
+    tree.write("pkg/a.cpp", source.replace("@", str(tree.path)))
+    for name, text in files.items():
+        tree.write(name, text)
+    tree.declare(sources=["a.cpp"], include_paths=[f"{tree.path}/later", f"{tree.path}/inc"])
+
+
+def _file(name: str, text: str) -> Callable[[Tree], object]:
+    return lambda tree: tree.write(name, text)
+
+
+HEADER = '#include "n.h"\nextern "C" int answer() { return N; }\n'
+ASKS = """
+#define WANTED <maybe.h>
+#if __has_include(WANTED)
+#include WANTED
+#else
+#define N 1
+#endif
+extern "C" int answer() { return N; }
+"""
+INCBIN = """
+asm(".section .rodata\\n.global data\\ndata: ." "incbin \\"@/data.bin\\"\\n.previous");
+extern "C" const char data[] __attribute__((visibility("hidden")));
+extern "C" int answer() { return data[0] - '0'; }
+"""
+CASES = {
+    "a header": (HEADER, {"inc/n.h": "#define N 1\n"}, _file("inc/n.h", "#define N 2\n")),
+    "a header in front of another": (
+        HEADER, {"inc/n.h": "#define N 1\n"}, _file("later/n.h", "#define N 2\n"),
+    ),
+    "__has_include": (ASKS, {}, _file("inc/maybe.h", "#define N 2\n")),
+    ".incbin": (INCBIN, {"data.bin": "1"}, _file("data.bin", "2")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_change_is_noticed_under_a_launcher(launcher: Launcher, tree: Tree, name: str) -> None:
+    source, files, change = CASES[name]
+    small(tree, source, **files)
+    assert tree.answer("first") == (1, "observed")
+    assert tree.answer("warm") == (1, "observed")  # the launcher may have the object already
+    change(tree)
+    assert tree.answer("warm") == (2, "observed")
+    assert tree.answer("empty")[0] == 2
+
+
+def test_the_launcher_does_its_work(launcher: Launcher, tree: Tree) -> None:
+    """Otherwise the test above shows nothing."""
+    small(tree, HEADER, **{"inc/n.h": "#define N 1\n"})
+    for cache in ("first", "second"):
+        assert tree.answer(cache) == (1, "observed")
+    done = launcher.work()
+    if launcher.name.startswith("ccache"):
+        # Under the name g++, it compiles the observer, too.
+        hits = 1 if launcher.name == "ccache" else 2
+        assert re.search(rf"Hits: +{hits} /", done), done
+    elif launcher.name == "sccache":
+        assert "Compile requests executed             2" in done, done
+    else:
+        assert done.count("COMPILE_OK") == 2, done
+
+
+def _switched(tree: Tree, value: int) -> None:
+    """The compiler that a script leads to makes other code of the same preprocessed text."""
+    tree.write("real", f"{tree.path}/bin/g++-{value}")
+
+
+@pytest.mark.parametrize("launcher", ["ccache", "sccache", "distcc"], indirect=True)
+def test_another_compiler_behind_a_script_is_noticed(launcher: Launcher, tree: Tree) -> None:
+    tree.write("bin/g++", f'#!/bin/sh\nexec "$(cat {tree.path}/real)" "$@"\n', mode=0o755)
+    for value, flag in ((1, "-fsigned-char"), (2, "-funsigned-char")):
+        tree.write(f"bin/g++-{value}", f'#!/bin/sh\nexec g++ {flag} "$@"\n', mode=0o755)
+    launcher.compile_with(str(tree.path / "bin/g++"))
+    small(tree, SIGN)
+    for value in (1, 2, 1):
+        _switched(tree, value)
+        assert tree.answer("warm") == (value, "observed")
+
+
+CHOOSERS = ["ccache as g++", "a script"]
+
+
+@pytest.mark.parametrize("chooser", CHOOSERS)
+def test_another_compiler_on_path_is_noticed(chooser: str, tree: Tree) -> None:
+    """ccache as g++, and a script that starts g++, take the first real one on PATH."""
+    for value, flag in ((1, "-fsigned-char"), (2, "-funsigned-char")):
+        script = f'#!/bin/sh\nexec {shutil.which("g++")} {flag} "$@"\n'
+        tree.write(f"{value}/g++", script, mode=0o755)
+    if chooser == "a script":
+        script = tree.write("bin/chosen", '#!/bin/sh\nexec g++ "$@"\n', mode=0o755)
+        tree.environment["CXX"] = str(script)
+    else:
+        Launcher(chooser, tree)
+    small(tree, SIGN)
+    for value in (1, 2, 1):
+        tree.environment["PATH"] = f"{tree.path}/{value}:{os.environ['PATH']}"
+        assert tree.answer("warm") == (value, "observed")
+
+
+def test_a_compiler_that_ccaches_settings_name_is_noticed(tree: Tree) -> None:
+    launcher = Launcher("ccache as g++", tree)
+    for value, flag in ((1, "-fsigned-char"), (2, "-funsigned-char")):
+        script = f'#!/bin/sh\nexec {shutil.which("g++")} {flag} "$@"\n'
+        tree.write(f"{value}/g++", script, mode=0o755)
+    small(tree, SIGN)
+    settings = Path(launcher.variables["CCACHE_DIR"]) / "ccache.conf"
+    settings.parent.mkdir()
+    for value in (1, 2):
+        settings.write_text(f"compiler = {tree.path}/{value}/g++\n")
+        assert tree.answer("warm") == (value, "observed")
+
+
+def test_a_script_that_starts_a_launcher_is_found_out(tree: Tree) -> None:
+    launcher = Launcher("ccache", tree)
+    script = tree.write("bin/g++", f'#!/bin/sh\nexec {launcher.path} g++ "$@"\n', mode=0o755)
+    tree.environment["CXX"] = str(script)
+    small(tree, HEADER, **{"inc/n.h": "#define N 1\n"})
+    for cache in ("first", "warm"):
+        assert tree.answer(cache) == (1, "observed")
+    tree.write("inc/n.h", "#define N 2\n")
+    assert tree.answer("warm") == (2, "observed")
+
+
+TEXTS = {
+    'asm(".incbin \\"f\\"");': True,
+    'asm("." "incbin \\"f\\"");': True,
+    'asm(".include \\"f\\"");': True,
+    'asm("." "include \\"f\\"");': True,
+    'asm(".macro m\\n");': True,
+    'int include(int x); asm("nop");': False,
+    'const char* text = "include <x>";': False,
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_that_has_the_assembler_read_a_file_is_recognised(text: str) -> None:
+    assert launchers.reads_more(text.encode(), ("g++", "-O3")) == TEXTS[text]
+
+
+def test_flags_that_have_the_compiler_read_a_file_are_recognised() -> None:
+    assert launchers.reads_more(b"int x;", ("g++", "-fprofile-use=f"))
