@@ -1,10 +1,11 @@
 """Runs subprocesses. No other module of opkiln does.
 
 Every child gets an argv (never a shell), the allow-listed environment of ``settings``, no standard
-input, and its own session, so that it and its children can be killed as a group. A supervised child
+input, and its own session, so that it and its children can be killed as a group. A child of ``run``
 also has ``OPKILN_BUILD_TOKEN`` in its environment, which all its descendants inherit. If this
 process dies, for whatever reason, its watchdog (``guard.py``, ``watchdog.py``) kills every process
-with that token and removes the scratch directories that were registered here.
+with that token and removes the scratch directories that were registered here. If the watchdog is
+killed with it, compilers and linkers end by themselves (``observing/observer.c``).
 """
 
 from __future__ import annotations
@@ -98,7 +99,6 @@ def run(
     timeout: float | None = None,
     since: float | None = None,
     cancelled: threading.Event | None = None,
-    supervised: bool = True,
     watch_files: bool = False,
 ) -> Completed:
     """Run a program to its end. A non-zero exit status is returned, not raised.
@@ -113,8 +113,7 @@ def run(
     environment = _environment(env, tmpdir)
     with contextlib.ExitStack() as stack:
         stack.enter_context(once_per_thread("runs a program"))
-        if supervised:
-            environment[MARKER] = stack.enter_context(_guard.watching())
+        environment[MARKER] = stack.enter_context(_guard.watching())
         ended = _carry_out(
             argv, cwd, environment, split_stderr=False, timeout=timeout, since=since,
             cancelled=cancelled, watch_files=watch_files,
