@@ -222,8 +222,9 @@ def _asked(request: Request, backend: str, architecture: str) -> Toolchain:
     Raises ToolchainError, BuildTimeout, and StoreError for a store that has become somebody else's.
     """
     from opkiln.engine import progress
+    from opkiln.trust import usable_by_owner
 
-    with progress.shown(traced=False):
+    with usable_by_owner(), progress.shown(traced=False):
         asked = _ask_in_turn(request, backend, architecture)
     request.since = time.monotonic()
     return asked

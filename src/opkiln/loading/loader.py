@@ -33,6 +33,7 @@ from opkiln.loading.native import beside, of_its_own, open_artifact
 from opkiln.model import EXECUTABLE, LIBRARY, Artifact, Op
 from opkiln.record import Record
 from opkiln.settings import any_strange, settings, unknown
+from opkiln.trust import usable_by_owner
 
 
 class Loaded(Record):
@@ -227,14 +228,15 @@ def _built(request: Request, outcome: Build) -> Artifact:
     from opkiln.building import reporting
     from opkiln.engine import progress
 
-    with progress.shown():
+    with usable_by_owner(), progress.shown():
         reporting.tell_of_compilers(outcome.plan)
         built = building.build(outcome.plan, request.store, since=request.since)
     how = f"compiled {built.compiled} file(s) in {built.seconds:.1f} s"
     if built.origin != "built":
         how = "another process built it"
     outcome.trace.add("build", "taken", how, built.path)
-    _leave_receipt(request)
+    with usable_by_owner():
+        _leave_receipt(request)
     return built
 
 
