@@ -187,7 +187,7 @@ def _no_free_cpu(limit: float, holder: int | None) -> BuildTimeout:
 
 
 # This process's budgets. There is only one, unless the settings change.
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may build, too
 _budgets: dict[tuple[object, ...], Budget] = {}
 _tables: dict[tuple[int, int], slots.Table] = {}
 _alone = slots.Table(None, -1)
@@ -210,7 +210,7 @@ def shared() -> Budget:
 
 def _after_fork() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     for table in (*_tables.values(), _alone):
         table.reset()
 

@@ -39,7 +39,7 @@ class Trace:
                 why="the trace would replace it",
                 hint="OPKILN_TRACE=/tmp/opkiln-trace.json",
             )
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may emit an event, too
         self._records: list[dict[str, Any]] = []
         self._lanes: dict[int, tuple[str, str, str]] = {}  # lane -> the step or build in it
         self._started: dict[tuple[str, str, str], Event] = {}

@@ -219,6 +219,8 @@ class _Output:
         try:
             self._stream.write(text)
             self._stream.flush()
+        except RuntimeError:
+            return  # a signal handler has interrupted a write to the same stream: one line is lost
         except (OSError, ValueError):  # broken or closed: the build goes on without it
             self._stream = None
 
@@ -269,7 +271,7 @@ class Lines:
     def __init__(self, stream: TextIO, *, colour: bool = False) -> None:
         self._output = _Output(stream)
         self._messages = _Messages(colour=colour)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may emit an event, too
 
     def __call__(self, event: Event) -> None:
         with self._lock:
@@ -296,7 +298,7 @@ class Log:
     def __init__(self, logger: Logger) -> None:
         self._logger = logger
         self._messages = _Messages()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may emit an event, too
 
     def __call__(self, event: Event) -> None:
         import logging
@@ -340,7 +342,7 @@ class Waits:
     def __init__(self, stream: TextIO) -> None:
         self._output = _Output(stream)
         self._messages = _Messages(quiet=True)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may emit an event, too
 
     def __call__(self, event: Event) -> None:
         with self._lock:
@@ -356,7 +358,7 @@ class Bar:
     def __init__(self, stream: TextIO, *, colour: bool = True) -> None:
         self._output = _Output(stream)
         self._tally = _Tally(colour=colour)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may emit an event, too
         self._closed = threading.Event()
         self._ticker: threading.Thread | None = None
         self._drawn = False

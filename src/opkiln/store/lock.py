@@ -63,17 +63,8 @@ class _Local:
 
 
 _threads: dict[str, _Local] = {}
-_guard = threading.Lock()
-
-
-def _after_fork() -> None:
-    # The child has no other threads, so their locks mean nothing to it.
-    global _guard
-    _guard = threading.Lock()
-    _threads.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+# The child has no other threads, so their locks mean nothing to it.
+os.register_at_fork(after_in_child=_threads.clear)
 
 
 class Holder(NamedTuple):
@@ -160,8 +151,7 @@ def turn(
     path = os.path.join(root, "locks", name)
     failures = os.path.join(root, "failures", name + ".json")
     wait = _Wait(failures, waiting, what, limit, since)
-    with _guard:
-        local = _threads.setdefault(path, _Local())
+    local = _threads.setdefault(path, _Local())  # atomic; a signal handler may do it, too
     while not local.lock.acquire(timeout=0.25):
         wait.go_on(local.holder or Holder(os.getpid(), _host(), ""), pause=False)
     try:
