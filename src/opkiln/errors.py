@@ -231,7 +231,8 @@ class FallbackWarning(UserWarning):
 
 
 class SettingWarning(UserWarning):
-    """A variable is called like a setting and is not one; the text says what may be meant."""
+    """A variable is called like a setting and is not one, or what it asks for could not be done.
+    The text says what may be meant, or why not."""
 
 
 class ArchWarning(UserWarning):
