@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-from sample import child
+from sample.op_tree import Tree
 
 from opkiln.observing import log, observer
 
@@ -19,51 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ANSWER = 'extern "C" int answer() { return N; }\n'
-
-
-class Tree:
-    """A directory with an op in it: ``answer()`` of a plain library."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.environment: dict[str, str | None] = {}
-
-    def write(self, name: str, text: str, *, mode: int = 0o644) -> Path:
-        path = self.path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        path.chmod(mode)
-        return path
-
-    def declare(self, **methods: list[str]) -> None:
-        """The op's ``op.py``: a builder whose methods return these lists."""
-        lines = [f"    def {name}(self): return {value!r}" for name, value in methods.items()]
-        self.write("pkg/__init__.py", "")
-        self.write("pkg/op.py", "\n".join([
-            "from opkiln.builder import OpBuilder", "class Builder(OpBuilder):",
-            "    NAME, KIND, ABI = 'small', 'plain', 'none'", *lines,
-        ]))  # fmt: skip
-
-    def compile(self, source: str, output: str, *flags: str) -> None:
-        subprocess.run(["g++", *flags, source, "-o", output], cwd=self.path, check=True)
-
-    def answer(self, cache: str, *, observed: bool = True) -> tuple[int, str]:
-        """What a fresh process gets, and how its dependencies are known."""
-        code = f"""
-            from opkiln.observing import observer
-            if not {observed}:
-                observer.library = lambda *given: ""
-            from pkg.op import Builder
-            from opkiln.loading.explain import explain
-            builder = Builder()
-            value = builder.load().answer()
-            print(value, explain(builder.op()).keys["inputs"])
-        """
-        directory = self.path.parent / cache
-        directory.mkdir(mode=0o700, exist_ok=True)
-        env = {"OPKILN_CACHE_DIR": str(directory), "OPKILN_PROGRESS": "off", **self.environment}
-        value, how = child.run(code, path=[self.path], env=env).split()
-        return int(value), how
 
 
 class Case(NamedTuple):
@@ -93,6 +48,16 @@ def _and(*makers: Callable[[Tree], object]) -> Callable[[Tree], None]:
 
 def _file(name: str, text: str) -> Callable[[Tree], object]:
     return lambda tree: tree.write(name, text.replace("@", str(tree.path)))
+
+
+def _link(name: str, target: str) -> Callable[[Tree], object]:
+    def make(tree: Tree) -> None:
+        path = tree.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        path.symlink_to(tree.path / target)
+
+    return make
 
 
 INCBIN = """
@@ -165,6 +130,22 @@ CASES = {
         _and(_source(USES_FAR, include_paths=["@/one/a", "@/two/a"]), _file("one/a/x", ""),
              _file("two/a/x", ""), _file("two/b/n.h", "#define N 1\n")),
         _file("one/b/n.h", "#define N 2\n"),
+    ),
+    "a link that led nowhere": Case(
+        _and(_source(USES_N, include_paths=["@/one", "@/two"]), _link("one/n.h", "later/n.h"),
+             _file("two/n.h", "#define N 1\n")),
+        _file("later/n.h", "#define N 2\n"),
+    ),
+    "a directory by the name of a header": Case(
+        _and(_source(BY_MACRO, include_paths=["@/inc"]), _file("inc/maybe.h/x", "")),
+        _and(lambda tree: shutil.rmtree(tree.path / "inc/maybe.h"),
+             _file("inc/maybe.h", "#define N 2\n")),
+    ),
+    # gcc opens a system header by the name that its links lead to, if that is shorter.
+    "a link to a system header": Case(
+        _and(_source(USES_N, cxx_args=["-idirafter", "@/far/away"]), _link("far/away/n.h", "1.h"),
+             _file("1.h", "#define N 1\n"), _file("2.h", "#define N 2\n")),
+        _link("far/away/n.h", "2.h"),
     ),
     "a linker script that names an object": Case(
         _and(_source(EXTERN, libraries_args=["inner"], extra_ldflags=["-L@"]),

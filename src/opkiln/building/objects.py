@@ -225,11 +225,22 @@ class _Batch:
         found = None if seen is None else self._inputs(seen)
         if found is not None:
             read = tuple(dict.fromkeys((*read, *found.files)))
+        elif not listed:
+            raise BuildError(
+                f"op {self._plan.spec.name}: it is not known what {step.source} was compiled from",
+                why=f"{step.argv[0]} was not observed, and it wrote a dependency file that lists "
+                "nothing, not even the source",
+                hint="set CXX to the compiler itself, not to a script; opkiln explain shows which "
+                "one is used",
+            )
         same = seen is None or inputs.identical(seen, self._stage)
-        if not same or not self._saw(read, self._snapshots.get(step.output, {})):
+        dependencies = None
+        if same and self._saw(read, self._snapshots.get(step.output, {})):
+            with contextlib.suppress(deps.Appeared):
+                dependencies = deps.gather(self._plan, read, Hasher(), seen=found)
+        if dependencies is None:
             self.unsettled[step.output] = _snapshot(list(read))
             return
-        dependencies = deps.gather(self._plan, read, Hasher(), seen=found)
         own = deps.own_digests(self._plan, dependencies)
         result = Compiled(
             step, read, own, completed.output, completed.wall, completed.max_rss, inputs=found
@@ -243,10 +254,10 @@ class _Batch:
 
     def _inputs(self, seen: observed.Observation) -> inputs.Inputs:
         """What an observed compile depends on, by the paths outside of the staging directory."""
-        linked = [path for path in seen.read if self._unlinked(path) != path]
+        beyond = (self._unlinked(path) for path in seen.read if self._unlinked(path) != path)
         found = inputs.of(seen, self._stage)
-        files = (*found.files, *map(self._unlinked, linked))
-        return found._replace(files=tuple(path for path in files if not os.path.isdir(path)))
+        linked = (path for path in beyond if not os.path.isdir(path))
+        return found._replace(files=(*found.files, *linked))
 
     def _read(self, listed: list[str]) -> tuple[str, ...]:
         """The author's and the system's files that a compile read, from its dependency file."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from opkiln import images
 from opkiln.build_model import Plan
 from opkiln.digest import LARGEST, Signature, key, read_file
 from opkiln.model import ABI_NONE, ABI_TORCH, PACKAGE, PYTHON
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 Place = tuple[str, str]  # (anchor, path below it)
 
 _INCLUDE_FLAGS = ("-I", "-isystem", "-iquote", "-idirafter")
+
+
+class Appeared(Exception):
+    """A file was made while a compiler was looking for it: what it read is not certain."""
 
 
 class Dep(Record):
@@ -221,8 +226,9 @@ def gather(
     """The dependencies of a build that read these files and linked these libraries.
 
     ``seen`` is what was observed; its files are among those of ``read``. Raises OSError if a file
-    is gone.
+    is gone, and Appeared if a name that was looked for in vain exists by now.
     """
+    images.forget()
     paths = list(read)
     names = set(_included_names(plan, paths))
     for path in paths:
@@ -252,21 +258,30 @@ def gather(
     watches = []
     watched: dict[str, tuple[str, str, Signature]] = {}
     for directory in directories:
-        watches.append(Watch(*_directory_place(plan, directory), present(directory, wanted)))
+        there = present(directory, wanted)
+        more.require_absent(directory, there)
+        watches.append(Watch(*_directory_place(plan, directory), there))
         for each in _existing(directory, wanted):
             watched[each] = (*_directory_place(plan, each), Signature.of(each))
     system = [path for path in (*_system(plan), *more.system_directories) if os.path.isdir(path)]
-    listings = [(path + "/", listing(path, wanted)) for path in dict.fromkeys(system)]
+    listings = []
+    for path in dict.fromkeys(system):
+        there = present(path, wanted)
+        more.require_absent(path, there)
+        listings.append((path + "/", listing(there)))
     programs = {path: hasher(path)[0] for path in more.programs}
     listed = tuple(sorted([*external.items(), *programs.items(), *listings]))
     homes = sorted({*system, *(os.path.dirname(path) for path in external)})
     # Package managers replace files, which changes the directory. People overwrite files in place,
-    # which does not, so programs and the files in /usr/local are watched one by one.
+    # which does not. So what people put there is watched one by one: programs, files in /usr/local,
+    # the libraries that the op names, and the parts of a compiler that is not the system's.
     home = "" if plan.toolchain.device is None else plan.toolchain.device.home
+    asked = () if linked is None else linked.names
     local = sorted(
         path
         for path in external
-        if path.startswith("/usr/local/") and _below(os.path.normpath(path), home) is None
+        if os.path.basename(path) in asked
+        or (_is_users(plan, path) and _below(os.path.normpath(path), home) is None)
     )
     singly = dict.fromkeys((*homes, *local, *programs))
     return Dependencies(
@@ -295,14 +310,26 @@ class _Observed:
         self.names: set[str] = set()
         self.directories: list[str] = []  # where names were looked for: the author's
         self.system_directories: list[str] = []
+        self._absent: dict[str, frozenset[str]] = {}
         for directory, absent in seen.absent:
             if _covered(plan, directory + "/"):
                 continue
             if plan.spec.inline and _below(directory + "/", plan.spec.root) is not None:
                 continue  # a directory that only this build has
-            self.names.update(absent)
+            self._absent[directory] = frozenset(absent)
+            self.names.update(name.rstrip("/") for name in absent)
             systems = self._is_systems(directory) or own_place(plan, directory + "/") is None
             (self.system_directories if systems else self.directories).append(directory)
+
+    def require_absent(self, directory: str, there: tuple[str, ...]) -> None:
+        """Compare what exists below a directory with what was looked for there in vain. It must be
+        the list that is recorded: a name that appeared since would be taken for one that was read.
+        Raises Appeared."""
+        absent = self._absent.get(directory, frozenset())
+        for name in there:
+            plain = name.rstrip("/")
+            if plain in absent or (plain + "/" in absent and name == plain):
+                raise Appeared(os.path.join(directory, name))
 
     def _is_systems(self, path: str) -> bool:
         plain = os.path.normpath(path) + "/"
@@ -311,6 +338,15 @@ class _Observed:
         if any(_below(plain, directory) is not None for directory in self._authors):
             return False
         return plain.startswith(self._systems) or plain == "/"
+
+
+def _is_users(plan: Plan, path: str) -> bool:
+    """Whether no package manager of the system looks after an external file. A compiler's headers
+    are left out: they are many, and who replaces one replaces all."""
+    if path.startswith("/usr/local/"):
+        return True
+    headers = any(_below(path, directory) is not None for directory in _system(plan))
+    return not headers and not path.startswith(_SYSTEM)
 
 
 def _compilers(plan: Plan) -> set[str]:

@@ -9,6 +9,7 @@ contents decide there too.
 from __future__ import annotations
 
 import os
+import stat
 from typing import Any
 
 from opkiln import evidence
@@ -36,25 +37,37 @@ class Hasher:
 
 
 def present(directory: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Which of these relative names exist below a directory."""
+    """Which of these relative names exist below a directory; one of a directory ends with a slash.
+
+    What a compiler can open counts: not a link that leads nowhere, and a directory is not a header.
+    """
     try:
-        here = set(os.listdir(directory))
+        with os.scandir(directory) as entries:
+            here = {entry.name: entry for entry in entries}
     except (FileNotFoundError, NotADirectoryError):
         return ()
     except PermissionError:
-        # The directory cannot be listed, but a compiler may still open files in it.
-        return tuple(name for name in names if os.path.lexists(os.path.join(directory, name)))
-    here.add("..")
-    return tuple(
-        name
-        for name in names
-        if name.partition("/")[0] in here
-        and ("/" not in name or os.path.lexists(os.path.join(directory, name)))
-    )
+        here = None  # it cannot be listed, but a compiler may still open files in it
+    found = []
+    for name in names:
+        first = name.partition("/")[0]
+        entry = None if here is None else here.get(first)
+        if entry is None and here is not None and first != "..":
+            continue
+        if entry is not None and name == first and not entry.is_symlink():
+            is_directory = entry.is_dir()
+        else:
+            try:
+                is_directory = stat.S_ISDIR(os.stat(os.path.join(directory, name)).st_mode)
+            except OSError:
+                continue
+        found.append(name + "/" if is_directory else name)
+    return tuple(found)
 
 
-def listing(directory: str, names: Iterable[str]) -> str:
-    return key("listing", present(directory, names))
+def listing(there: tuple[str, ...]) -> str:
+    """The digest of what ``present`` gives."""
+    return key("listing", there)
 
 
 def deps_key(
@@ -113,22 +126,35 @@ def recheck(
     for anchor, path, names in watches:
         evidence.watch(os.path.join(places[anchor], path), names)
     digest = recorded["external"]
-    held = not external or all(_holds(path, fields) for path, *fields in recorded["external_dirs"])
-    for path, *fields in recorded["external_dirs"] if external else ():
-        evidence.entry_file(path, fields if held else None)
-    if not held:
+    looked_at = recorded["external_dirs"] if external else ()
+    touched = {path for path, *fields in looked_at if not _holds(path, fields)}
+    for path, *fields in looked_at:
+        evidence.entry_file(path, None if path in touched else fields)
+    if touched:
         lists = sidecar()
+        signed = {path for path, *_ in looked_at}
         files = tuple(
-            (path, listing(path, lists["names"]))
-            if path.endswith("/")
-            else (path, _digest_or_gone(path, hasher))
-            for path, _ in lists["external"]
+            (path, _now(path, sha, lists["names"], touched, signed, hasher))
+            for path, sha in lists["external"]
         )
         if (now := key("external", files)) != digest:
             before_files = dict(lists["external"])
             changed += [f"{path} changed" for path, sha in files if before_files[path] != sha]
             digest = now
     return deps_key(own, digest, watches), changed
+
+
+def _now(
+    path: str, then: str, names: list[str], touched: set[str], signed: set[str], hasher: Hasher
+) -> str:
+    """The digest of an external file, or of which names exist below a directory (``a/``).
+
+    A file is hashed if its own signature has changed; if it has none, if that of its directory has.
+    """
+    if path.endswith("/"):
+        return listing(present(path, names))
+    watched = path if path in signed else os.path.dirname(path)
+    return _digest_or_gone(path, hasher) if watched in touched else then
 
 
 def _digest_or_gone(path: str, hasher: Hasher) -> str:
