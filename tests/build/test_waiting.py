@@ -148,9 +148,11 @@ def test_a_stopped_builder_is_passed_by_one_of_those_who_wait(
         waiting = start(tmp_path / "op.cpp", 3)
         assert within(60, lambda: len(compiler.compiles()) == 2), "nobody passed it"
         time.sleep(1)
+        assert len(compiler.compiles()) == 2
         (tmp_path / "go").touch()
         assert ends(waiting)[0] == ["7"] * 3
-        assert len(compiler.compiles()) == 2
+        # The compiler looked for "go" in vain before it was there, so that compile runs again.
+        assert len(compiler.compiles()) <= 3
     finally:
         os.kill(builder.pid, signal.SIGCONT)
     assert ends([builder])[0] == ["7"]
