@@ -1,11 +1,11 @@
 """Many processes that load an op whose compiler hangs: when does each of them end?
 
-    python bench/waiters.py [PROCESSES] [SECONDS]
+    python bench/waiters.py [PROCESSES] [SECONDS] [BUSY]
 
 The processes have loaded another op before and imported what a build imports: what is measured is
-the wait, not the start of 64 interpreters. Prints how long each load took until its error, and what
-the errors said. SECONDS (6) is ``OPKILN_BUILD_TIMEOUT``. On a quiet machine all of 64 end within 2
-seconds of the limit; on a busy one, all at about the same time.
+the wait, not the start of 64 interpreters. That is printed apart. Prints how long each load took
+until its error, and what the errors said. SECONDS (6) is ``OPKILN_BUILD_TIMEOUT``. BUSY (0) is how
+many other processes compute all the while.
 """
 
 from __future__ import annotations
@@ -39,12 +39,18 @@ exec {real} "$@"
 """
 
 
-def main(processes: int, limit: float) -> int:
-    with tempfile.TemporaryDirectory(prefix="opkiln-waiters-") as name:
-        return _measure(Path(name), processes, limit)
+def main(processes: int, limit: float, busy: int) -> int:
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
+    try:
+        with tempfile.TemporaryDirectory(prefix="opkiln-waiters-") as name:
+            return _measure(Path(name), processes, limit, busy)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
-def _measure(base: Path, processes: int, limit: float) -> int:
+def _measure(base: Path, processes: int, limit: float, busy: int) -> int:
     compiler = base / "g++"
     compiler.write_text(_COMPILER.format(real=shutil.which("g++")))
     compiler.chmod(0o755)
@@ -62,6 +68,7 @@ def _measure(base: Path, processes: int, limit: float) -> int:
     first = [sys.executable, "-c", _LOAD.partition("print")[0], str(sources[0])]
     subprocess.run(first, env={**environment, "OPKILN_BUILD_TIMEOUT": "600"}, check=True)
     children = []
+    began = time.monotonic()
     for _ in range(processes):
         child = subprocess.Popen(
             [sys.executable, "-c", _LOAD, *map(str, sources)],
@@ -75,6 +82,7 @@ def _measure(base: Path, processes: int, limit: float) -> int:
     for child in children:
         if child.stdout is None or child.stdout.readline() != "ready\n":
             raise RuntimeError("a process could not load the first op")
+    ready = time.monotonic() - began
     for child in children:
         if child.stdin is not None:
             child.stdin.write("go\n")
@@ -86,8 +94,9 @@ def _measure(base: Path, processes: int, limit: float) -> int:
         took.append(float(seconds))
         said[text] += 1
     print(
-        f"{processes} processes, a hanging compiler, a limit of {limit:g} s: "
-        f"the first to end took {min(took):.1f} s, the last {max(took):.1f} s"
+        f"{processes} processes on {len(os.sched_getaffinity(0))} CPUs, {busy} others computing, a "
+        f"hanging compiler, a limit of {limit:g} s: the first to end took {min(took):.1f} s, the "
+        f"last {max(took):.1f} s. Starting them and loading another op took {ready:.1f} s before."
     )
     print("  each: " + " ".join(f"{each:.1f}" for each in sorted(took)))
     for line, count in said.most_common():
@@ -97,4 +106,5 @@ def _measure(base: Path, processes: int, limit: float) -> int:
 
 if __name__ == "__main__":
     numbers = [float(each) for each in sys.argv[1:]]
-    sys.exit(main(int(numbers[0]) if numbers else 64, numbers[1] if numbers[1:] else 6.0))
+    given = dict(enumerate(numbers))
+    sys.exit(main(int(given.get(0, 64)), given.get(1, 6.0), int(given.get(2, 0))))

@@ -1,8 +1,8 @@
 """Finds a process that reads a file without an end: a FIFO that nobody writes to, or ``/dev/zero``.
 
 A compiler opens whatever an ``#include`` leads to. If that is a FIFO, it waits until its time limit
-ends it. If it is ``/dev/zero``, it takes memory until there is none left. ``/proc`` shows both:
-which file a process is opening, and which it has open.
+ends it. If it is ``/dev/zero`` or ``/dev/urandom``, it takes memory until there is none left.
+``/proc`` shows both: which file a process is opening, and which it has open.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ _OPENING = {
     "aarch64": {56: 1, 437: 1},
 }.get(os.uname().machine, {})
 _ENDLESS = (os.makedev(1, 5), os.makedev(1, 7))  # /dev/zero and /dev/full
+_RANDOM = (os.makedev(1, 8), os.makedev(1, 9))  # /dev/random and /dev/urandom
+# A program may keep such a device open, to take a few bytes from it now and then. One that has read
+# so many bytes, of whatever, does not.
+_MUCH = 64 << 20
 _LONGEST = 4096  # bytes of a path
 
 
@@ -76,13 +80,21 @@ def _opened(pid: int) -> str | None:
         link = f"/proc/{pid}/fd/{name}"
         try:
             state = os.stat(link)
-            if stat.S_ISCHR(state.st_mode) and state.st_rdev in _ENDLESS:
+            if stat.S_ISCHR(state.st_mode) and (
+                state.st_rdev in _ENDLESS or (state.st_rdev in _RANDOM and _read(pid) > _MUCH)
+            ):
                 return os.readlink(link)
             if stat.S_ISFIFO(state.st_mode) and (path := os.readlink(link)).startswith("/"):
                 return path  # the other pipes have no path
         except OSError:
             continue  # it was just closed
     return None
+
+
+def _read(pid: int) -> int:
+    """How many bytes a process has read so far."""
+    with open(f"/proc/{pid}/io", "rb") as file:
+        return int(file.read().partition(b"rchar: ")[2].split()[0])
 
 
 def _name(pid: int) -> str:

@@ -22,6 +22,9 @@ class OpkilnError(Exception):
     """Base of all of them. ``what`` is one line; ``why`` may be many; ``hint`` is a command."""
 
     exit_code = 1
+    # Whether it follows from what is built, or from a machine that is too slow: then all who wait
+    # for the same build get it. A full disk or a killed compiler may concern one process alone.
+    concerns_all = False
 
     def __init__(self, what: str, *, why: str = "", hint: str = "") -> None:
         self.what = what
@@ -145,6 +148,7 @@ class ToolchainError(OpkilnError):
     """No compiler that can build for the target; ``why`` lists each candidate and its refusal."""
 
     exit_code = 3
+    concerns_all = True
 
 
 class MissingCUDAException(ToolchainError):
@@ -164,13 +168,19 @@ class BuildError(OpkilnError):
 class CompileError(BuildError):
     """The compiler or linker said no; ``why`` holds its first error and the log's path."""
 
+    concerns_all = True
+
 
 class LoadTestError(BuildError):
     """The library was built, but a fresh process could not load it. Nothing was published."""
 
+    concerns_all = True
+
 
 class BuildTimeout(BuildError):
     """A step ran past ``OPKILN_BUILD_TIMEOUT`` and was ended with all its children."""
+
+    concerns_all = True
 
 
 class BuildCancelled(BuildError):
@@ -180,13 +190,19 @@ class BuildCancelled(BuildError):
 class StepRefused(BuildError):
     """A step started a program outside the toolchain, or wrote outside its directory."""
 
+    concerns_all = True
+
 
 class InputError(BuildError):
     """A file that a build reads is not a regular file, or it is too large."""
 
+    concerns_all = True
+
 
 class SourcesChanging(BuildError):
     """Sources were edited while they were compiled, several times over; nothing was published."""
+
+    concerns_all = True
 
 
 class StoreError(OpkilnError):
@@ -221,7 +237,8 @@ class FallbackWarning(UserWarning):
 
 
 class SettingWarning(UserWarning):
-    """A variable is called like a setting and is not one; the text says what may be meant."""
+    """A variable is called like a setting and is not one, or what it asks for could not be done.
+    The text says what may be meant, or why not."""
 
 
 class ArchWarning(UserWarning):

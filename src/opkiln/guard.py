@@ -72,27 +72,34 @@ class Guard:
         self.running = 0
 
     @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        # Not an RLock: a handler that came in between would start a second watchdog, and lose one
+        # of them. A watchdog whose socket is closed kills what the other one watches.
+        with once_per_thread("talks to its watchdog"), self.lock:
+            yield
+
+    @contextlib.contextmanager
     def watching(self) -> Iterator[str]:
         """The token for a child that is about to be started. Makes sure that the watchdog runs."""
-        with self.lock:
+        with self._alone():
             self._ensure()
             self.running += 1
             token = self.token
         try:
             yield token
         finally:
-            with self.lock:
+            with self._alone():
                 self.running -= 1
 
     def register(self, path: bytes) -> None:
-        with self.lock:
+        with self._alone():
             self._ensure()
             self.scratch.add(path)
             if not self._send(b"+" + path):
                 self._ensure()  # the watchdog has just died; start another and tell it everything
 
     def release(self, path: bytes) -> None:
-        with self.lock:
+        with self._alone():
             if path in self.scratch:
                 self.scratch.remove(path)
                 self._send(b"-" + path)

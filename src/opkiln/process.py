@@ -1,10 +1,11 @@
 """Runs subprocesses. No other module of opkiln does.
 
 Every child gets an argv (never a shell), the allow-listed environment of ``settings``, no standard
-input, and its own session, so that it and its children can be killed as a group. A supervised child
+input, and its own session, so that it and its children can be killed as a group. A child of ``run``
 also has ``OPKILN_BUILD_TOKEN`` in its environment, which all its descendants inherit. If this
 process dies, for whatever reason, its watchdog (``guard.py``, ``watchdog.py``) kills every process
-with that token and removes the scratch directories that were registered here.
+with that token and removes the scratch directories that were registered here. If the watchdog is
+killed with it, compilers and linkers end by themselves (``observing/observer.c``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from opkiln import endless
 from opkiln.errors import BuildCancelled, BuildTimeout, InputError, ToolchainError
 from opkiln.guard import Guard, once_per_thread
-from opkiln.settings import child_environment
+from opkiln.settings import child_environment, settings
 from opkiln.watchdog import MARKER
 
 if TYPE_CHECKING:
@@ -96,26 +97,26 @@ def run(
     env: Mapping[str, str] | None = None,
     tmpdir: str | None = None,
     timeout: float | None = None,
+    since: float | None = None,
     cancelled: threading.Event | None = None,
-    supervised: bool = True,
     watch_files: bool = False,
 ) -> Completed:
     """Run a program to its end. A non-zero exit status is returned, not raised.
 
     When this returns or raises, the child is reaped and its whole process group is dead. Raises
-    ToolchainError if the program cannot be started, BuildTimeout after ``timeout`` seconds, and
-    BuildCancelled if ``cancelled`` is set before the end. With ``watch_files``, raises
-    InputError if the program or one of its children reads a FIFO that nobody writes to, or a device
-    without an end.
+    ToolchainError if the program cannot be started, BuildTimeout after ``timeout`` seconds
+    (``OPKILN_BUILD_TIMEOUT`` if that is less), which count from ``since`` (``time.monotonic()``;
+    default: now), and BuildCancelled if ``cancelled`` is set before the end. With ``watch_files``,
+    raises InputError if the program or one of its children reads a FIFO that nobody writes to, or a
+    device without an end.
     """
     environment = _environment(env, tmpdir)
     with contextlib.ExitStack() as stack:
         stack.enter_context(once_per_thread("runs a program"))
-        if supervised:
-            environment[MARKER] = stack.enter_context(_guard.watching())
+        environment[MARKER] = stack.enter_context(_guard.watching())
         ended = _carry_out(
-            argv, cwd, environment, split_stderr=False, timeout=timeout, cancelled=cancelled,
-            watch_files=watch_files,
+            argv, cwd, environment, split_stderr=False, timeout=timeout, since=since,
+            cancelled=cancelled, watch_files=watch_files,
         )  # fmt: skip
     output = ended.streams[0]
     return Completed(tuple(argv), ended.returncode, output, ended.wall, ended.max_rss)
@@ -130,12 +131,11 @@ def capture(
 ) -> Captured:
     """Run a short probe, unsupervised. A non-zero exit status is returned, not raised.
 
-    Raises ToolchainError if the program cannot be started or does not end in time.
+    Raises ToolchainError if the program cannot be started or does not end in time: within
+    ``timeout`` seconds, or ``OPKILN_BUILD_TIMEOUT`` if that is less.
     """
     try:
-        ended = _carry_out(
-            argv, cwd, _environment(env, None), split_stderr=True, timeout=timeout, cancelled=None
-        )
+        ended = _carry_out(argv, cwd, _environment(env, None), split_stderr=True, timeout=timeout)
     except BuildTimeout as error:
         raise ToolchainError(error.what, why=error.why, hint=shlex.join(argv)) from None
     return Captured(ended.returncode, ended.streams[0], ended.streams[1])
@@ -240,9 +240,12 @@ def _carry_out(
     *,
     split_stderr: bool,
     timeout: float | None,
-    cancelled: threading.Event | None,
+    since: float | None = None,
+    cancelled: threading.Event | None = None,
     watch_files: bool = False,
 ) -> _Ended:
+    if timeout is not None:
+        timeout = min(timeout, settings.build_timeout)
     if cancelled is not None and cancelled.is_set():
         raise _cancellation(argv)
     # wait4 also counts the memory of the image that exec() replaced, and a child starts as a copy
@@ -250,11 +253,13 @@ def _carry_out(
     # process that uses 300 MB). If it reports no more than that, the sampled peak is used.
     floor = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     started = time.monotonic()
+    if timeout is not None and since is not None and started - since > timeout:
+        raise _too_slow(argv, timeout, "was not started within")
     child = _start(argv, cwd, environment, split_stderr)
     follower = _Follower(child, environment.get("TMPDIR", "") if watch_files else None)
     finished = False
     try:
-        follower.until_exit(argv, timeout, started, cancelled)
+        follower.until_exit(argv, timeout, started if since is None else since, cancelled)
         finished = True
     finally:
         # This also runs after KeyboardInterrupt. (If that is raised inside Popen itself, the
@@ -370,10 +375,11 @@ class _Follower:
         self,
         argv: Sequence[str],
         timeout: float | None,
-        started: float,
+        since: float,
         cancelled: threading.Event | None,
     ) -> None:
-        """Wait until the child has exited. It is not reaped yet."""
+        """Wait until the child has exited. It is not reaped yet. Raises BuildTimeout ``timeout``
+        seconds after ``since``."""
         poller = select.poll()
         for fd in self.open:
             os.set_blocking(fd, False)
@@ -381,7 +387,7 @@ class _Follower:
         if self.pidfd is not None:
             poller.register(self.pidfd, select.POLLIN)
         tick = 0.002
-        look_at, seen = started + _LOOK, None
+        look_at, seen = time.monotonic() + _LOOK, None
         while True:
             self.peak = max(self.peak, _tree_peak(self.pid))
             if self.own_files is not None and time.monotonic() >= look_at:
@@ -399,12 +405,8 @@ class _Follower:
                 return
             if cancelled is not None and cancelled.is_set():
                 raise _cancellation(argv)
-            if timeout is not None and time.monotonic() - started > timeout:
-                raise BuildTimeout(
-                    f"{argv[0]} ran longer than {timeout:g} s and was killed",
-                    why=_shown(argv),
-                    hint=f"OPKILN_BUILD_TIMEOUT={max(60, int(timeout) * 2)}",
-                )
+            if timeout is not None and time.monotonic() - since > timeout:
+                raise _too_slow(argv, timeout, "was killed, because it did not end within")
             tick = min(tick * 2, 0.05)
 
     def _read(self, fd: int) -> bool:
@@ -514,6 +516,14 @@ def _endless(argv: Sequence[str], name: str, path: str) -> InputError:
         f"{argv[0]} was killed: {name} reads {path}, {what}",
         why=why + _shown(argv),
         hint=shlex.join(hint),
+    )
+
+
+def _too_slow(argv: Sequence[str], timeout: float, how: str) -> BuildTimeout:
+    return BuildTimeout(
+        f"{argv[0]} {how} {timeout:g} s",
+        why=_shown(argv),
+        hint=f"OPKILN_BUILD_TIMEOUT={max(60, int(timeout) * 2)}",
     )
 
 

@@ -464,10 +464,13 @@ class Settings:
     )  # fmt: skip
     build_timeout = Setting(
         "OPKILN_BUILD_TIMEOUT", _seconds, 1800.0,
-        "Seconds after which a build step is ended, or the load of a new library (2 minutes at "
-        "most). Also the limit of a wait for another process: one that builds the same op and "
-        "finishes no step in this time, or one that holds the CPUs. All who wait for a build that "
-        "took too long get its error at once.",
+        "The longest time, in seconds, in which a load may get no further. It is for a step, not "
+        "for a build: a build of ten long steps may take ten times as long. It counts from the "
+        "start of the load, and again from each step that ends. A step that is still running then "
+        "is ended; so is a question to a compiler (1 or 2 minutes at most) and the load of a new "
+        "library (2 minutes at most). A wait for another process has the same limit: it counts "
+        "from the start of the load that waits, and again from each step that the other process "
+        "finishes. All who wait for a build that took too long get its error at once.",
         shown="1800",
     )  # fmt: skip
     trace = Setting(

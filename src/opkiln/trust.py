@@ -8,6 +8,12 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
+from contextlib import contextmanager
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def fault(path: str, found: os.stat_result, *, listed: bool = False) -> str:
@@ -87,6 +93,14 @@ def _make(name: str, within: int | None = None) -> None:
         os.mkdir(name, 0o700, dir_fd=within)
     except FileExistsError:
         return  # whatever it is, the caller opens and checks it
+    _give_to_owner(name, within)
+
+
+def _give_to_owner(name: str, within: int | None = None) -> None:
+    """Undo what a umask took from the owner of a directory that was just made."""
+    found = os.stat(name, dir_fd=within, follow_symlinks=False)
+    if stat.S_ISDIR(found.st_mode) and found.st_mode & 0o700 != 0o700:
+        os.chmod(name, 0o700, dir_fd=within)
 
 
 def make_private(path: str) -> None:
@@ -99,3 +113,49 @@ def make_private(path: str) -> None:
     except FileExistsError:
         if not os.path.isdir(path):
             raise
+    else:
+        _give_to_owner(path)
+
+
+# How many blocks of usable_by_owner() changed the umask, and what it was before. An RLock, because
+# a signal handler may enter such a block, too.
+_umask_lock = threading.RLock()
+_umask_changes = 0
+_umask_before = 0
+
+
+@contextmanager
+def usable_by_owner() -> Iterator[None]:
+    """Within the block, what this process and its children make can be used by its owner.
+
+    With a umask such as 0777 it could not: a compiler could not even read its own temporary files.
+    Only then is the umask changed, for the owner alone, and for the length of the block. It belongs
+    to the whole process, so other threads have it, too.
+    """
+    global _umask_changes, _umask_before
+    with _umask_lock:
+        changed = bool(_umask_changes) or bool(_umask() & 0o700)
+        if changed:
+            _umask_changes += 1
+            if _umask_changes == 1:
+                _umask_before = os.umask(0o077)
+                os.umask(_umask_before & 0o077)
+    try:
+        yield
+    finally:
+        if changed:
+            with _umask_lock:
+                _umask_changes -= 1
+                if not _umask_changes:
+                    os.umask(_umask_before)
+
+
+def _umask() -> int:
+    try:
+        # Asking the system call means setting it, and other threads may make a file meanwhile.
+        with open("/proc/self/status", "rb") as file:
+            return int(file.read().partition(b"\nUmask:")[2].split(None, 1)[0], 8)
+    except (OSError, ValueError, IndexError):
+        before = os.umask(0o077)
+        os.umask(before)
+        return before

@@ -4,8 +4,8 @@
 
 It outlives its parent for a moment and does what a killed parent cannot do. It kills every process
 whose environment has ``OPKILN_BUILD_TOKEN=TOKEN``, and removes the parent's scratch directories.
-The kernel's parent-death signal is not enough: it does not reach ``cc1plus`` below ``g++``, and it
-is already sent when the thread that started the child ends.
+The kernel's parent-death signal, which the observer asks for, is not enough: static programs do not
+get it, nor programs that were started without the observer, and it removes nothing.
 
 Standard input is a packet socket from the parent. A message is ``+PATH`` (a scratch directory),
 ``-PATH`` (no longer one) or ``quit`` (nothing to do; exit now). The watchdog acts when the socket

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,14 @@ from sample import child
 from sample.compiler import Compiler
 from sample.quiet import within
 
+import opkiln
+from opkiln.errors import BuildTimeout
+
 if TYPE_CHECKING:
     import subprocess
     from pathlib import Path
 
-LIMIT = 8.0
+LIMIT = 10.0
 LOAD = """
     import sys, time, opkiln
     from opkiln import errors
@@ -60,10 +64,63 @@ def test_a_time_out_of_the_compiler_ends_all_who_wait_for_it_at_once(
     compiler.write(before="case \"$*\" in *' -c '*op.cpp*) sleep 600;; esac")
     waiting = start(source(tmp_path), 4, OPKILN_BUILD_TIMEOUT=str(LIMIT))
     said, when = ends(waiting)
-    assert all(each.startswith("BuildTimeout: ") for each in said), said
-    assert all(f"{compiler.path} ran longer than {LIMIT:g} s" in each for each in said), said
+    error = f"BuildTimeout: {compiler.path} was killed, because it did not end within {LIMIT:g} s"
+    # On a busy machine, a waiter's own limit may end before it is told.
+    assert all(each.startswith((error, "BuildTimeout: gave up")) for each in said), said
+    assert any(each.startswith(error) for each in said), said
     assert compiler.compiles() == ["op.cpp"]
     assert max(when) - min(when) < LIMIT  # one after the other, it would be three times that
+
+
+def test_threads_that_load_one_op_do_not_wait_for_its_hanging_compiler_in_turn(
+    tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.write(before="case \"$*\" in *' -c '*op.cpp*) sleep 600;; esac")
+    monkeypatch.setenv("OPKILN_BUILD_TIMEOUT", str(LIMIT))
+    path, told = source(tmp_path), []
+
+    def load() -> None:
+        try:
+            opkiln.load("op", [str(path)], is_python_module=False, abi="none")
+        except BuildTimeout as error:
+            told.append(error)
+
+    threads = [threading.Thread(target=load) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(100)
+    assert [error.what for error in told] == [told[0].what] * 3
+    assert len(set(map(id, told))) == 3  # one traceback each
+    assert compiler.compiles() == ["op.cpp"]
+
+
+def test_a_compiler_that_answers_nothing_ends_all_who_need_it_at_once(
+    tmp_path: Path, compiler: Compiler
+) -> None:
+    compiler.write(before=f"echo asked >> '{tmp_path}/asked'; sleep 600")
+    began = time.monotonic()
+    waiting = start(source(tmp_path), 4, OPKILN_BUILD_TIMEOUT=str(LIMIT))
+    said, _ = ends(waiting)
+    error = "ToolchainError: no C++ compiler can be used here"
+    assert all(each.startswith((error, "BuildTimeout: gave up")) for each in said), said
+    assert any(f"did not end within {LIMIT:g} s" in each for each in said), said
+    assert time.monotonic() - began < 60, "a question had its own limit of 60 s"
+    assert (tmp_path / "asked").read_text().split() == ["asked"]
+
+
+def test_who_waits_for_the_list_of_compilers_says_so(tmp_path: Path, compiler: Compiler) -> None:
+    gate = f"while [ ! -e '{tmp_path}/go' ]; do sleep 0.05; done"
+    compiler.write(before=f"touch '{tmp_path}/asked'; {gate}")
+    (asking,) = start(source(tmp_path), 1)
+    assert within(30, (tmp_path / "asked").exists)
+    (waiter,) = start(tmp_path / "op.cpp", 1)
+    assert waiter.stderr is not None
+    line = waiter.stderr.readline()
+    (tmp_path / "go").touch()
+    assert line.startswith(f"op  waiting for pid {asking.pid} on host {os.uname().nodename}, ")
+    assert line.endswith("(the list of compilers)\n")
+    assert ends([asking, waiter])[0] == ["7", "7"]
 
 
 def test_a_constructor_that_hangs_ends_all_who_wait_for_it_at_once(
@@ -72,7 +129,9 @@ def test_a_constructor_that_hangs_ends_all_who_wait_for_it_at_once(
     hanging = "#include <unistd.h>\nstatic int hang = [] { for (;;) pause(); return 0; }();\n"
     waiting = start(source(tmp_path, hanging), 3, OPKILN_BUILD_TIMEOUT=str(LIMIT))
     said, when = ends(waiting)
-    assert all("op was built, but loading it took longer than 8 s" in each for each in said), said
+    error = "BuildTimeout: op was built, but loading it took longer than 10 s"
+    assert all(each.startswith((error, "BuildTimeout: gave up")) for each in said), said
+    assert any(each.startswith(error) for each in said), said
     assert compiler.compiles() == ["op.cpp"]
     assert max(when) - min(when) < LIMIT
 
@@ -89,9 +148,11 @@ def test_a_stopped_builder_is_passed_by_one_of_those_who_wait(
         waiting = start(tmp_path / "op.cpp", 3)
         assert within(60, lambda: len(compiler.compiles()) == 2), "nobody passed it"
         time.sleep(1)
+        assert len(compiler.compiles()) == 2
         (tmp_path / "go").touch()
         assert ends(waiting)[0] == ["7"] * 3
-        assert len(compiler.compiles()) == 2
+        # The compiler looked for "go" in vain before it was there, so that compile runs again.
+        assert len(compiler.compiles()) <= 3
     finally:
         os.kill(builder.pid, signal.SIGCONT)
     assert ends([builder])[0] == ["7"]

@@ -110,11 +110,23 @@ def place(tmp_path: Path) -> Place:
             script.chmod(0o755)
     write(hostile / "flags", f"x -fplugin={hostile}/evil.so -B{hostile}/\n")
     write(hostile / "specs", f"*cc1plus:\n-fplugin={hostile}/evil.so\n")
-    write(hostile / "evil.so", "")
+    build_plugin(hostile)
     stages = tmp_path / "stages"
     stages.mkdir()
     write(tmp_path / "src" / "op.cu", "__global__ void kernel() {}\n")
     return Place(hostile, write(tmp_path / "src" / "op.cpp", returning(33)), stages)
+
+
+def build_plugin(hostile: Path) -> None:
+    """A library that leaves a trace wherever it is loaded: into a compiler or a linker."""
+    text = """
+        #include <fcntl.h>
+        int plugin_is_GPL_compatible;
+        __attribute__((constructor)) void load(void) {{ open("{path}", O_CREAT | O_WRONLY, 0600); }}
+    """.format(path=hostile / "canary")
+    source = write(hostile.parent / "evil.c", text)
+    argv = ["g++", "-x", "c", "-shared", "-fPIC", "-o", str(hostile / "evil.so"), str(source)]
+    subprocess.run(argv, check=True)
 
 
 def planned(compiler: str, drawn: Drawn, place: Place, stage: Path) -> list[list[str]]:
@@ -237,7 +249,11 @@ class Generator:
             for compiler, names in self.names.items()
         }
         self.linker = sorted(option_tables.linker()[0])
-        self.assembler = sorted(set(re.findall(r"--?[\w-]+", option_tables.said("as", "--help"))))
+        usage = option_tables.said("as", "--help")
+        self.assembler = sorted(set(re.findall(r"--?[\w-]+", usage)))
+        # Those that the usage gives a file, a directory or a list of parts: "-o OBJFILE".
+        of_files = r"(?m)^ *(--?[\w-]+)(?:[ =]<?[A-Z]*(?:FILE|DIR)|\[sub-option)"
+        self.assembler_files = sorted(set(re.findall(of_files, usage)))
         self.values = (
             f"{hostile}/canary", f"{hostile}/", str(hostile), f"{hostile}/evil.so",
             f"{hostile}/evil", f"|{hostile}/evil", f"@{hostile}/flags", f"{hostile}/specs",
@@ -263,7 +279,9 @@ class Generator:
         """An option in one of its forms, or an option that is passed on."""
         draw = self.random.random()
         if draw < 0.08:
-            part = self.formed(self.random.choice(self.assembler))
+            often = self.random.random() < 0.5
+            names = self.assembler_files if often else self.assembler
+            part = self.formed(self.random.choice(names))
             return [f"-Wa,{','.join(part)}"]
         if draw < 0.16:
             part = self.formed(self.option("g++"))
@@ -398,3 +416,54 @@ def test_the_watch_sees_what_a_hostile_flag_does(
     log = tmp_path / "log"
     run_all([(stage, commands)], place, log)
     assert strays(log, place, sys.executable)
+
+
+# What a rule of the check keeps out. Each is taken out of a list before the check sees it, as if
+# its rule were missing.
+HOLES = {
+    "a plugin of the compiler": r"-fplugin=",
+    "a list of optimizations": r"--?f?opt-info",
+    "a file of words": r"@|-[IDU]@",
+    "the assembler's listing": r"-Wa,-a",
+    "where programs are looked for": r"-B|--prefix=",
+    "the linker's outputs": r"-Wl,--?(dep|out|Map|plugin)",
+    "dumps of the compiler": r"--?f?dump-",
+}
+
+
+@pytest.mark.parametrize("hole", HOLES)
+def test_a_hole_in_the_check_is_found_by_the_drawn_lists(
+    hole: str,
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    note: Callable[[str], None],
+) -> None:
+    generator, check = Generator(place.hostile), plans.flags.check
+    log = tmp_path / "log"
+    strace(log)
+
+    def blind(op: str, flags: tuple[str, ...], variable: str = "") -> None:
+        check(op, tuple(word for word in flags if not re.match(HOLES[hole], word)), variable)
+
+    passed = 0
+    for number in range(LISTS):
+        drawn = generator.list()
+        if drawn.compiler != "g++" or not any(
+            re.match(HOLES[hole], word) for word in (*drawn.compile, *drawn.link)
+        ):
+            continue  # the hole makes no difference to it
+        stage = place.stages / str(number)
+        with monkeypatch.context() as patch:
+            patch.setattr(plans.flags, "check", blind)
+            try:
+                commands = planned("g++", drawn, place, stage)
+            except SpecError:
+                continue
+        passed += 1
+        stage.mkdir()
+        run_all([(stage, commands)], place, log)
+        if strays(log, place, sys.executable):
+            note(f"{hole}: found by list {number + 1}, the {passed}. that got through")
+            return
+    pytest.fail(f"{passed} lists got through the hole, and none did harm")

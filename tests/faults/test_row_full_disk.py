@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import mounts
 import pytest
 from loaders import Answer, Loader, leaves, returning, write
+from sample.quiet import within
 
 from opkiln.store.inventory import verify
 
@@ -126,6 +127,23 @@ def test_a_text_that_does_not_even_fit_as_a_file_is_the_same_error(places: dict[
         answer = process.load("op", text=returning(7, "//" + "x" * 9000))
         assert answer.error == "StoreError"
         assert_named(answer.text, places["scratch"])
+
+
+def test_a_trace_that_does_not_fit_is_a_warning_and_the_op_is_loaded(
+    tmp_path: Path, places: dict[str, Path]
+) -> None:
+    source, traces = write(tmp_path / "op.cpp", returning(7)), tmp_path / "traces"
+    traces.mkdir()
+    env = {"OPKILN_TRACE": str(traces / "trace.json")}
+    with Loader(env, prefix=mounts.small(traces, 4)) as process:
+        full = mounts.inside(process.process.pid, traces)
+        assert within(30, full.is_mount)
+        (full / "filler").write_bytes(bytes(4096))
+        answer = process.load("op", source)
+        assert answer.value == 7, answer
+        said = f"the trace '{traces}/trace.json' was not written: No space left on device"
+        assert answer.warnings == [said]
+        assert [path.name for path in full.iterdir()] == ["filler"]
 
 
 def load(process: Loader, source: Path, *, text: bool) -> Answer:

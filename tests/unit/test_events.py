@@ -18,7 +18,7 @@ import pytest
 from sample.quiet import within
 
 from opkiln.engine import chrome, events, progress
-from opkiln.errors import SettingError
+from opkiln.errors import SettingError, SettingWarning
 from opkiln.settings import override
 
 if TYPE_CHECKING:
@@ -340,6 +340,14 @@ def test_the_trace_has_one_lane_per_step_that_ran_at_once(tmp_path: Path) -> Non
     assert all(step["dur"] >= 0 for step in steps.values())
     assert [r["name"] for r in records if r["ph"] == "i"] == ["waiting for a free CPU"]
     assert os.listdir(tmp_path) == ["trace.json"]
+
+
+def test_a_trace_whose_directory_is_gone_at_the_end_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    trace = chrome.Trace(str(tmp_path / "gone" / "trace.json"))
+    (tmp_path / "gone").rmdir()
+    with pytest.warns(SettingWarning, match=r"trace\.json' was not written: No such file"):
+        trace.close()
 
 
 def test_a_trace_that_cannot_be_written_is_refused_before_the_build(tmp_path: Path) -> None:

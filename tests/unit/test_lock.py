@@ -37,7 +37,7 @@ with lock.turn(sys.argv[1], "op", lambda: None, print, what="op", limit=60.0) as
                                    hint="mend it"))
             break
         if line == "time out\\n":
-            turn.fail(BuildTimeout("g++ ran longer than 6 s"), 6.0)
+            turn.fail(BuildTimeout("g++ did not end within 6 s"), 6.0)
         if line == "advance\\n":
             turn.advance()
         print("done", flush=True)
@@ -262,6 +262,52 @@ def test_a_builder_that_finishes_steps_is_waited_for_beyond_the_limit(
             assert isinstance(got, Turn)
 
 
+def test_a_wait_counts_from_the_start_of_the_load_that_waits(tmp_path: Path) -> None:
+    before = time.monotonic() - 100
+    with (
+        holder(tmp_path),
+        pytest.raises(BuildTimeout),
+        turn(str(tmp_path), "op", never, ignore, limit=60.0, since=before),
+    ):
+        pytest.fail("it was not our turn")
+    assert time.monotonic() - before < 160
+
+
+def test_a_new_builder_does_not_restart_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "_GRACE", 0.0)
+    limit, began = 4.0, time.monotonic()
+    with holder(tmp_path) as first, holder_behind(tmp_path, first.pid) as second:
+
+        def waiting(state: lock.Waiting) -> None:
+            if time.monotonic() - began > limit / 2:
+                first.kill()
+
+        with (
+            pytest.raises(BuildTimeout, match=f"gave up waiting for pid {second.pid} "),
+            turn(str(tmp_path), "op", never, waiting, limit=limit, since=began),
+        ):
+            pytest.fail("it was not our turn")
+
+
+def test_the_time_of_a_turn_counts_from_the_load_unless_another_process_was_waited_for(
+    tmp_path: Path,
+) -> None:
+    before = time.monotonic() - 5
+    with turn(str(tmp_path), "op", never, ignore, since=before) as got:
+        assert isinstance(got, Turn)
+        assert got.since == before
+    with holder(tmp_path) as child:
+
+        def waiting(state: lock.Waiting) -> None:
+            child.kill()
+
+        with turn(str(tmp_path), "op", never, waiting, since=before) as got:
+            assert isinstance(got, Turn)
+            assert got.since > before + 5
+
+
 def test_a_time_out_is_told_to_those_who_are_no_more_patient(tmp_path: Path) -> None:
     with holder(tmp_path) as child:
 
@@ -270,7 +316,7 @@ def test_a_time_out_is_told_to_those_who_are_no_more_patient(tmp_path: Path) -> 
                 tell(child, "time out")
 
         with (
-            pytest.raises(BuildTimeout, match=r"g\+\+ ran longer than 6 s"),
+            pytest.raises(BuildTimeout, match=r"g\+\+ did not end within 6 s"),
             turn(str(tmp_path), "op", never, waiting, limit=6.0),
         ):
             pytest.fail("it was not our turn")
@@ -340,8 +386,8 @@ def test_a_stopped_builder_is_said_to_be_stopped_and_is_passed(
 
 
 @contextmanager
-def holder_behind(root: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that waits for this one."""
+def holder_behind(root: Path, holder: int = 0) -> Iterator[subprocess.Popen[str]]:
+    """Another process that waits for this one, or for the holder with this pid."""
     code = HOLDER.replace("print,", "lambda state: print(state.holder.pid, flush=True),")
     child = subprocess.Popen(
         [sys.executable, "-S", "-c", code.replace(
@@ -354,10 +400,10 @@ def holder_behind(root: Path) -> Iterator[subprocess.Popen[str]]:
     with child:
         assert child.stdout is not None
         for line in child.stdout:
-            if line == f"{os.getpid()}\n":
+            if line == f"{holder or os.getpid()}\n":
                 break
         else:
-            pytest.fail("it never waited for this process")
+            pytest.fail("it never waited for that process")
         try:
             yield child
         finally:

@@ -16,6 +16,7 @@ from sample.quiet import needs_quiet, within
 
 from opkiln import process
 from opkiln.errors import BuildCancelled, BuildTimeout, InputError, ToolchainError
+from opkiln.settings import override
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,9 +97,8 @@ def test_a_child_sees_only_the_allowed_environment(
     assert not {"CPATH", "GCC_EXEC_PREFIX", "LC_MESSAGES", "LANGUAGE", "ANYTHING"} & seen.keys()
 
 
-def test_an_unsupervised_child_carries_no_token() -> None:
+def test_a_probe_carries_no_token() -> None:
     code = "import os; print('OPKILN_BUILD_TOKEN' in os.environ)"
-    assert process.run(python(code), supervised=False).output == "False\n"
     assert process.capture(python(code)).stdout == "False\n"
 
 
@@ -145,7 +145,7 @@ def test_an_argument_with_a_nul_is_an_error_of_ours() -> None:
 def test_a_timeout_ends_the_child_and_what_it_started(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     for seconds in (2, 8, 32):  # a busy machine may not have started the family yet
-        with pytest.raises(BuildTimeout, match=f"ran longer than {seconds} s"):
+        with pytest.raises(BuildTimeout, match=f"did not end within {seconds} s"):
             process.run([*python(FAMILY), str(pids)], timeout=seconds)
         if pids.exists():
             break
@@ -239,7 +239,7 @@ def test_a_lost_exit_status_is_an_error_and_not_a_success() -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         with pytest.raises(ToolchainError, match=r"exit status of .* is lost"):
-            process.run(python("raise SystemExit(1)"), supervised=False)
+            process.run(python("raise SystemExit(1)"))
     finally:
         signal.signal(signal.SIGCHLD, before)
 
@@ -249,8 +249,18 @@ def test_a_probe_keeps_its_streams_apart_and_a_hanging_one_is_a_toolchain_error(
         python("import os; os.write(1, b'out'); os.write(2, b'err'); os._exit(4)")
     )
     assert said == (4, "out", "err")
-    with pytest.raises(ToolchainError, match=r"ran longer than 0\.2 s"):
+    with pytest.raises(ToolchainError, match=r"did not end within 0\.2 s"):
         process.capture(python("import time; time.sleep(60)"), timeout=0.2)
+
+
+def test_no_program_with_a_limit_runs_longer_than_the_build_timeout() -> None:
+    hangs = python("import time; time.sleep(60)")
+    with override(build_timeout=0.2):
+        with pytest.raises(ToolchainError, match=r"did not end within 0\.2 s"):
+            process.capture(hangs)
+        with pytest.raises(BuildTimeout, match=r"did not end within 0\.2 s"):
+            process.run(hangs, timeout=60)
+        assert process.run(python("import time; time.sleep(0.5)")).returncode == 0  # no limit
 
 
 def test_descriptors_do_not_pile_up() -> None:
@@ -343,7 +353,7 @@ def test_output_without_end_takes_little_memory() -> None:
         import resource
         from opkiln import process
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        done = process.run(["head", "-c", str(1 << 29), "/dev/zero"], supervised=False)
+        done = process.run(["head", "-c", str(1 << 29), "/dev/zero"])
         assert len(done.output) < 6 << 20
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     """)

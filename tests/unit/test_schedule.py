@@ -211,6 +211,20 @@ def test_timeouts_and_missing_programs_are_raised_as_themselves() -> None:
         execute([task("a", "no-such-program")], timeout=60, budget=a_budget(1))
 
 
+def test_what_came_before_the_first_step_is_a_part_of_its_time_and_of_no_later_one() -> None:
+    before = time.monotonic() - 100
+    with pytest.raises(BuildTimeout, match="true was not started within 60 s"):
+        execute([task("a")], timeout=60, since=before, budget=a_budget(1))
+    tasks = [task("a"), task("b", after=("a",)), task("c")]
+    # The first one has 20 of its 120 seconds left; the others would have none.
+    done = execute(tasks, timeout=120, since=before, budget=a_budget(1))
+    assert sorted(done) == ["a", "b", "c"]
+    began = time.monotonic()
+    with override(build_timeout=600.0), pytest.raises(BuildTimeout, match="sleep was killed"):
+        execute([task("a", "sleep", "60")], timeout=103, since=before, budget=a_budget(1))
+    assert time.monotonic() - began < 60
+
+
 def test_an_interrupt_ends_every_process_before_it_reaches_the_caller(tmp_path: Path) -> None:
     marker = str(tmp_path)
     started = threading.Semaphore(0)

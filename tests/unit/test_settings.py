@@ -205,3 +205,13 @@ def test_subprocesses_are_started_in_one_module() -> None:
 def test_opkiln_has_few_names_of_its_own() -> None:
     """Each is one more thing that a user has to know of; a new one replaces another."""
     assert len([each for each in table() if each.variable.startswith("OPKILN_")]) <= 32
+
+
+def test_a_directory_that_begins_with_an_at_sign_is_no_file_of_words_to_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH"):
+        monkeypatch.setenv(name, "@flags:@more")
+        found = getattr(settings, name.lower())
+        assert found == (f"{tmp_path}/@flags", f"{tmp_path}/@more")

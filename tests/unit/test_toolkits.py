@@ -430,7 +430,7 @@ def test_an_nvcc_that_does_not_answer_does_not_hide_the_others(
     monkeypatch.setattr(process, "run", impatient)
     for _ in range(2):
         assert nvcc.choose(here.memory, _torch_cuda(), chain).home == str(made.home)
-    assert "ran longer than 0.2 s" in here.candidates("13.0")["bin/nvcc"][2]
+    assert "did not end within 0.2 s" in here.candidates("13.0")["bin/nvcc"][2]
     assert (here.root / "log").read_text() == "asked\n"  # it is left alone for a while
     taken = nvcc.recall(here.memory, _torch_cuda(), chain)
     assert taken is not None

@@ -22,12 +22,9 @@ from opkiln.digest import UnusableFile, sha256_file
 from opkiln.engine import cgroup, events, schedule
 from opkiln.engine.schedule import StepFailed
 from opkiln.errors import (
-    BuildTimeout,
-    CompileError,
+    BuildError,
     InputError,
-    LoadTestError,
     SourcesChanging,
-    StepRefused,
     StoreError,
     StoreWarning,
 )
@@ -46,25 +43,27 @@ from opkiln.toolchain import libsycl, sycl
 _ATTEMPTS = 4
 
 
-def build(plan: Plan, store: Store) -> Artifact:
+def build(plan: Plan, store: Store, *, since: float) -> Artifact:
     """The artifact: built here, or found if another process was faster.
 
+    The limit of a wait for another process, and that of the first step, count from ``since``
+    (``time.monotonic()``).
     Raises BuildError if the build fails. Then nothing is published, and processes that wait for
     this build get the same error. Raises StoreError if something cannot be read or written.
     """
     with once_per_thread("builds one"):
-        return _build(plan, store)
+        return _build(plan, store, since)
 
 
-def _build(plan: Plan, store: Store) -> Artifact:
+def _build(plan: Plan, store: Store, since: float) -> Artifact:
     spec = plan.spec
     try:
         if not spec.inline:
-            return _take_turn(plan, store)
+            return _take_turn(plan, store, since)
         with publish.scratch(f"{spec.name}-src") as root:
             _write_inline(spec, root)
             there = plans.make(spec._replace(root=root), plan.target, plan.toolchain)
-            return _take_turn(there, store)
+            return _take_turn(there, store, since)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise StoreError(
@@ -82,7 +81,7 @@ def _write_inline(spec: OpSpec, root: str) -> None:
         raise
 
 
-def _take_turn(plan: Plan, store: Store) -> Artifact:
+def _take_turn(plan: Plan, store: Store, since: float) -> Artifact:
     spec = plan.spec
     intent, build_name = key.intent_key(spec, plan.target), key.build_key(plan)
     places = plans.anchors_of(spec, plan.toolchain)
@@ -99,7 +98,7 @@ def _take_turn(plan: Plan, store: Store) -> Artifact:
     if store.root is None:
         # Nothing can be written, so no probe of a compiler was remembered either. The build key is
         # known only now, so this is the first time that the store can be searched for it.
-        return arrived() or _Build(plan, store, intent, build_name).run()
+        return arrived() or _Build(plan, store, intent, build_name, since).run()
 
     def waiting(state: lock.Waiting) -> None:
         holder = state.holder or lock.Holder(0, "", "")
@@ -109,8 +108,9 @@ def _take_turn(plan: Plan, store: Store) -> Artifact:
 
     limit = settings.build_timeout
     with lock.turn(
-        store.root, f"{intent}-{build_name}", arrived, waiting, what=f"op {spec.name}", limit=limit
-    ) as got:
+        store.root, f"{intent}-{build_name}", arrived, waiting, what=f"op {spec.name}",
+        limit=limit, since=since,
+    ) as got:  # fmt: skip
         if isinstance(got, Artifact):
             return got
 
@@ -120,14 +120,10 @@ def _take_turn(plan: Plan, store: Store) -> Artifact:
 
         try:
             with events.listening(advance):
-                return _Build(plan, store, intent, build_name).run()
-        except (
-            BuildTimeout, CompileError, InputError, LoadTestError, SourcesChanging, StepRefused,
-        ) as error:  # fmt: skip
-            # These errors follow from the inputs, so every process would get them, or the machine
-            # is too slow for all of them. A full disk or a killed compiler concern only this
-            # process: those that wait then build for themselves.
-            got.fail(error, limit)
+                return _Build(plan, store, intent, build_name, got.since).run()
+        except BuildError as error:
+            if error.concerns_all:
+                got.fail(error, limit)
             raise
 
 
@@ -146,8 +142,11 @@ class _Linked(NamedTuple):
 class _Build:
     """One build of one plan."""
 
-    def __init__(self, plan: Plan, store: Store, intent: str, build_name: str) -> None:
+    def __init__(
+        self, plan: Plan, store: Store, intent: str, build_name: str, since: float
+    ) -> None:
         self._plan = plan
+        self._since: float | None = since  # when the time of the first step began to count
         self._store = store
         self._intent = intent
         self._build = build_name
@@ -206,7 +205,8 @@ class _Build:
     def _settle(self, stage: str) -> _Linked:
         """Compile and link until everything was built from the same state of the sources."""
         for _ in range(_ATTEMPTS):
-            objects = compiling.objects(self._plan, self._store, stage)
+            objects = compiling.objects(self._plan, self._store, stage, self._since)
+            self._since = None
             linked = libraries.of(self._plan)
             mine = (path for path in linked.files if deps.own_place(self._plan, path))
             before = {path: sha256_file(path) for path in mine}

@@ -46,7 +46,8 @@ def check(
     libraries = [*_torch_libraries(spec, torch), *after, path]
     asked = spec.kernels if spec.kind == LIBRARY and (torch is None or torch.cxx11_abi) else ()
     nonce = secrets.token_hex(8)
-    arguments = (nonce, ",".join(DISPATCH_KEYS[spec.backend]), ",".join(asked), *libraries)
+    keys = ",".join(DISPATCH_KEYS[spec.backend])
+    arguments = (str(os.getpid()), nonce, keys, ",".join(asked), *libraries)
     limit = min(_LIMIT, settings.build_timeout)
     try:
         done = run(python(_PROBE, *arguments, isolated=True), timeout=limit, tmpdir=tmpdir)

@@ -55,8 +55,8 @@ class Compiled(NamedTuple):
     inputs: inputs.Inputs | None = None  # None if the compile was not observed
 
 
-def objects(plan: Plan, store: Store, stage: str) -> list[Compiled]:
-    """Put every object of a plan into ``stage``.
+def objects(plan: Plan, store: Store, stage: str, since: float | None) -> list[Compiled]:
+    """Put every object of a plan into ``stage``. The time of the first steps counts from ``since``.
 
     Raises schedule.StepFailed, SourcesChanging, and the engine's errors.
     """
@@ -80,8 +80,8 @@ def objects(plan: Plan, store: Store, stage: str) -> list[Compiled]:
             break
         copy = _translated(plan, os.path.join(stage, f"hip{turn}"))
         batch = _Batch(plan, store, stage, places, snapshots, copy, launched)
-        batch.run(missing)
-        launched = batch.launched
+        batch.run(missing, since)
+        since, launched = None, batch.launched
         done.update(batch.settled)
         missing = [step for step in missing if step.output in batch.unsettled]
         snapshots = batch.unsettled
@@ -184,12 +184,13 @@ class _Batch:
         self.settled: dict[str, Compiled] = {}
         self.unsettled: dict[str, dict[str, str]] = {}  # output -> snapshot for the next round
 
-    def run(self, steps: list[Step]) -> None:
+    def run(self, steps: list[Step], since: float | None) -> None:
         if self._preprocesses:
             passes = [self._pass_task(step) for step in steps if self._can_preprocess(step)]
-            schedule.execute(passes, timeout=settings.build_timeout)
+            schedule.execute(passes, timeout=settings.build_timeout, since=since)
+            since = None if passes else since
         tasks = [self._task(step) for step in steps]
-        schedule.execute(tasks, timeout=settings.build_timeout)
+        schedule.execute(tasks, timeout=settings.build_timeout, since=since)
 
     def _can_preprocess(self, step: Step) -> bool:
         return launchers.can_preprocess(self._argv(step, self._places), self._plan.toolchain)

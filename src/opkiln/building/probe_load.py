@@ -1,8 +1,9 @@
 """The program of the load test's child: loads a library and exits.
 
-Started as ``python -I -S probe_load.py NONCE KEYS FUNCTIONS LIBRARY...`` with torch's libraries
-first. It imports neither torch nor opkiln: dlopening ``libtorch_cpu`` takes a fifth of the time of
-importing torch. If the library crashes, it crashes here and not in a user's process.
+Started as ``python -I -S probe_load.py PARENT NONCE KEYS FUNCTIONS LIBRARY...`` with torch's
+libraries first. ``PARENT`` is the process that starts it. It imports neither torch nor opkiln:
+dlopening ``libtorch_cpu`` takes a fifth of the time of importing torch. If the library crashes, it
+crashes here and not in a user's process.
 
 The line ``LOADED`` with the nonce means that all libraries are loaded. A library that prints such a
 line itself, and then ends the process, does not know the nonce. Each of ``FUNCTIONS`` must have a
@@ -74,8 +75,19 @@ def _with_kernels(keys: list[str]) -> set[str] | None:
     return found
 
 
+def _end_with_parent(parent: int) -> None:
+    """Have the kernel end this process when the thread that started it ends: a constructor that
+    hangs must not outlive a builder that is killed together with its watchdog."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+        if os.getppid() != parent:  # it ended before that
+            os._exit(1)
+
+
 def main() -> int:
-    nonce, keys, functions, *libraries = sys.argv[1:]
+    parent, nonce, keys, functions, *libraries = sys.argv[1:]
+    _end_with_parent(int(parent))
     for path in libraries:
         try:
             ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_GLOBAL)

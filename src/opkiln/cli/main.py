@@ -12,6 +12,7 @@ import click
 from opkiln import __version__, settings
 from opkiln.cli import output, run
 from opkiln.errors import OpkilnError, StoreError, in_words
+from opkiln.trust import usable_by_owner
 
 # Where each command is. Its module is imported when it runs, or when --help needs its first line.
 _COMMANDS = {
@@ -117,7 +118,10 @@ def completion_command(shell: str) -> None:
 def main() -> None:
     """Run the command line and exit with its code."""
     warnings.showwarning = _show_warning  # type: ignore[assignment]
-    sys.exit(_run(sys.argv[1:]))
+    if sys.argv[1:2] == ["run"]:  # the user's program has the umask that the user chose
+        sys.exit(_run(sys.argv[1:]))
+    with usable_by_owner():
+        sys.exit(_run(sys.argv[1:]))
 
 
 def _run(arguments: list[str]) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from threading import Lock, RLock
+from threading import RLock
 from types import ModuleType
 from typing import Any
 
@@ -35,7 +35,7 @@ PARTS = {
 }
 
 _ABSENT = object()
-_lock = Lock()
+_lock = RLock()  # a signal handler may import the modules, too
 _finder: _Finder | None = None
 _watched: set[str] = set()
 # What each module had before, in the order of the replacements: (owner, name, value).

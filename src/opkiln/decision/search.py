@@ -4,6 +4,7 @@ plan for a build of its own."""
 from __future__ import annotations
 
 import os
+import time
 
 from opkiln import evidence, images
 from opkiln import plan as plans
@@ -105,7 +106,7 @@ class _Compilers:
         if self.unusable is not None:
             raise self.unusable
         if self.tools is None:
-            self.tools = _asked(request.store, target.backend, target.machine)
+            self.tools = _asked(request, target.backend, target.machine)
             self.fitted = archs.fitted(request.op, request.wanted, target, self.tools)
             found = built(request, self.fitted, self.tools, trace)
             if found is not None:
@@ -216,35 +217,50 @@ def planned(request: Request) -> Plan:
     return plan_for(spec, archs.fitted(request.op, request.wanted, target, tools), tools)
 
 
-def _asked(store: Store, backend: str, architecture: str) -> Toolchain:
+def _asked(request: Request, backend: str, architecture: str) -> Toolchain:
     """The compilers for a build. Of many processes that know none, one asks and the others wait.
 
-    Raises ToolchainError, and StoreError for a store that has become somebody else's.
+    Raises ToolchainError, BuildTimeout, and StoreError for a store that has become somebody else's.
     """
+    from opkiln.engine import progress
+    from opkiln.trust import usable_by_owner
+
+    with usable_by_owner(), progress.shown(traced=False):
+        asked = _ask_in_turn(request, backend, architecture)
+    request.since = time.monotonic()
+    return asked
+
+
+def _ask_in_turn(request: Request, backend: str, architecture: str) -> Toolchain:
     from opkiln.engine import events
     from opkiln.guard import once_per_thread
     from opkiln.store import location, lock
 
+    store = request.store
     location.claim(store.root)
     if store.root is None:
         return choice.choose(store.memory, backend, architecture)
-    waited = said = False
+    waited = False
 
     def waiting(state: lock.Waiting) -> None:
-        nonlocal waited, said
+        nonlocal waited
         waited = True
-        if not said and state.holder is not None and state.seconds >= 1:
-            said = True
-            whom = f"pid {state.holder.pid} on host {state.holder.host}"
-            events.emit(events.NOTE, text=f"waiting for {whom}, which asks the compilers")
+        holder = state.holder or lock.Holder(0, "", "")
+        what = f"{events.COMPILERS}, but it is stopped" if state.stopped else events.COMPILERS
+        events.emit(events.WAITING, op=request.op.spec.name, pid=holder.pid, host=holder.host,
+                    seconds=state.seconds, what=what)  # fmt: skip
 
     def arrived() -> Toolchain | None:
         return choice.recall(store.memory, backend, architecture)
 
     name = f"compilers-{backend}-{architecture}"
     what, limit = f"the list of compilers for {backend}", settings.build_timeout
-    asking = once_per_thread("asks the compilers")
-    with asking, lock.turn(store.root, name, arrived, waiting, what=what, limit=limit) as got:
+    with (
+        once_per_thread("asks the compilers"),
+        lock.turn(
+            store.root, name, arrived, waiting, what=what, limit=limit, since=request.since
+        ) as got,
+    ):
         if not isinstance(got, lock.Turn):
             return got
         if not waited:

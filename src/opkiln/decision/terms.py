@@ -6,6 +6,7 @@ out once.
 
 from __future__ import annotations
 
+import time
 from functools import cached_property
 
 from opkiln import machine
@@ -35,6 +36,8 @@ class Request:
         self.must_be_native = must_be_native or use != LOAD
         self.cannot_open: dict[str, LoadError] = {}  # what this process failed to open, by path
         self.build_error: OpkilnError | None = None  # why the build that was decided on failed
+        # When it began, or last got on: OPKILN_BUILD_TIMEOUT counts from here.
+        self.since = time.monotonic()
 
     @cached_property
     def wanted(self) -> Wanted:

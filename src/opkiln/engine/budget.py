@@ -100,6 +100,7 @@ class Budget:
         cancelled: threading.Event | None = None,
         waiting: Callable[[int, float], None] | None = None,
         limit: float | None = None,
+        since: float | None = None,
     ) -> Iterator[tuple[int, ...]]:
         """Hold slots for a step that expects ``memory`` bytes, until the block ends.
 
@@ -109,12 +110,12 @@ class Budget:
         While other processes hold the slots, ``waiting`` is called about once a second. It gets the
         pid of one of them (0 if it is in another pid namespace) and the seconds waited so far.
         Raises BuildCancelled if ``cancelled`` is set first, and BuildTimeout if no slot changed
-        hands for ``limit`` seconds.
+        hands for ``limit`` seconds. They count from ``since`` (``time.monotonic()``; default: now).
         """
         want, most = self.slots_for(memory), settings.max_jobs
         wider = min(len(self.limits.slots), want * threads, max(want, most or want * threads))
         ask = slots.Ask(self.limits.slots, want, wider, most, memory, self.limits.memory)
-        taken, pid = self._await(ask, cancelled, waiting, limit), os.getpid()
+        taken, pid = self._await(ask, cancelled, waiting, limit, since), os.getpid()
         try:
             yield taken
         finally:
@@ -129,12 +130,13 @@ class Budget:
         cancelled: threading.Event | None,
         waiting: Callable[[int, float], None] | None,
         limit: float | None,
+        since: float | None,
     ) -> tuple[int, ...]:
         table = self._table
         taken: tuple[int, ...] = ()
         started, pause, call_at = time.monotonic(), _FIRST_PAUSE, _FIRST_CALL
-        holders: tuple[object, ...] = ()
-        changed_at = 0.0
+        holders: tuple[object, ...] | None = None
+        changed_at = 0.0 if since is None else since - started  # seconds after the start
         try:
             with table.changed:
                 table.join(ask)
@@ -157,7 +159,7 @@ class Budget:
                         holder = table.holder(ask)
                         call_at = waited + _NEXT_CALL
                         before, holders = holders, table.holders(ask)
-                        if holders != before:
+                        if before is not None and holders != before:
                             changed_at = waited
                     if limit is not None and waited - changed_at > limit:
                         raise _no_free_cpu(limit, table.holder(ask))
@@ -185,7 +187,7 @@ def _no_free_cpu(limit: float, holder: int | None) -> BuildTimeout:
 
 
 # This process's budgets. There is only one, unless the settings change.
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may build, too
 _budgets: dict[tuple[object, ...], Budget] = {}
 _tables: dict[tuple[int, int], slots.Table] = {}
 _alone = slots.Table(None, -1)
@@ -208,7 +210,7 @@ def shared() -> Budget:
 
 def _after_fork() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     for table in (*_tables.values(), _alone):
         table.reset()
 

@@ -6,10 +6,11 @@ import json
 import os
 import tempfile
 import threading
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from opkiln.engine import events
-from opkiln.errors import SettingError
+from opkiln.errors import SettingError, SettingWarning
 
 if TYPE_CHECKING:
     from opkiln.engine.events import Event
@@ -18,7 +19,7 @@ _BUILD_LANES = 1000  # the first lane for builds; steps are drawn in the lanes b
 
 
 class Trace:
-    """Collects events. ``close`` writes the whole file, or nothing.
+    """Collects events. ``close`` writes the whole file, or nothing and a warning.
 
     Each step is drawn in the lowest free lane, so there are as many lanes as steps ran at once.
     Raises SettingError if the file's directory is not writable.
@@ -39,7 +40,7 @@ class Trace:
                 why="the trace would replace it",
                 hint="OPKILN_TRACE=/tmp/opkiln-trace.json",
             )
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may emit an event, too
         self._records: list[dict[str, Any]] = []
         self._lanes: dict[int, tuple[str, str, str]] = {}  # lane -> the step or build in it
         self._started: dict[tuple[str, str, str], Event] = {}
@@ -69,11 +70,24 @@ class Trace:
                 self._add(name, data.get("op", ""), "i", event.at, lane=0, args=data, s="p")
 
     def close(self) -> None:
-        """Write the file. Steps that have not ended are drawn up to the last event."""
+        """Write the file. Steps that have not ended are drawn up to the last event.
+
+        A file that cannot be written (the disk is full) is a SettingWarning: the build is done.
+        """
         with self._lock:
             for key in list(self._started):
                 self._end(key, self._last, {"unfinished": True})
             document = {"traceEvents": self._records, "displayTimeUnit": "ms"}
+        try:
+            self._write(document)
+        except OSError as error:
+            warnings.warn(
+                f"the trace {self._path!r} was not written: {error.strerror or error}",
+                SettingWarning,
+                stacklevel=2,
+            )
+
+    def _write(self, document: dict[str, Any]) -> None:
         # Write to a temporary file, then rename it. So a reader never sees half a trace, and a
         # killed writer never leaves one.
         fd, name = tempfile.mkstemp(prefix=".opkiln-trace-", dir=self._directory)

@@ -43,6 +43,7 @@ FIELDS = {
 # What is waited for.
 BUILD = "build"  # another process's
 CPU = "a free CPU"
+COMPILERS = "the list of compilers"
 LINK = "link"  # the label of a step that is not a compile
 
 

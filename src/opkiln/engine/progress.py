@@ -11,13 +11,16 @@ import shlex
 import sys
 import threading
 import time
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from opkiln import process
 from opkiln.engine import events
 from opkiln.settings import settings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from logging import Handler, Logger
     from typing import TextIO
 
@@ -28,7 +31,38 @@ _TICK = 0.1
 # Seconds of waiting before the first line: for a free CPU, for a build; and between lines.
 _FIRST_LINE, _FIRST_BUILD_LINE, _NEXT_LINE = 2.0, 0.2, 30.0
 _FIRST_QUIET_LINE = 5.0  # before the first line of a program that wants no progress
+_listening: ContextVar[bool] = ContextVar("opkiln_progress", default=False)
 _CLEAR, _GREEN, _RED, _PLAIN = "\r\x1b[2K", "\x1b[32m", "\x1b[31m", "\x1b[0m"
+
+
+@contextmanager
+def shown(trace: str | None = None, *, traced: bool = True) -> Iterator[None]:
+    """Within the block, builds report as ``OPKILN_PROGRESS``, ``OPKILN_TRACE`` and the logger ask.
+
+    Blocks inside another have no effect, so a command that builds ten ops shows one bar. With
+    ``traced=False`` there is no trace file.
+    """
+    if _listening.get():
+        yield
+        return
+    token = _listening.set(True)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(events.listening(for_people()))
+            if settings.progress == "verbose" and sys.stderr is not None and not process.told():
+                stack.enter_context(process.telling(Commands(sys.stderr)))
+            log = for_logging()
+            if log is not None:
+                stack.enter_context(events.listening(log))
+                stack.enter_context(process.telling(log.command))
+            file = trace or settings.trace
+            if file and traced:
+                from opkiln.engine import chrome
+
+                stack.enter_context(events.listening(chrome.Trace(file)))
+            yield
+    finally:
+        _listening.reset(token)
 
 
 def for_people(stream: TextIO | None = None) -> Bar | Lines | Notes | Waits | None:
@@ -185,6 +219,8 @@ class _Output:
         try:
             self._stream.write(text)
             self._stream.flush()
+        except RuntimeError:
+            return  # a signal handler has interrupted a write to the same stream: one line is lost
         except (OSError, ValueError):  # broken or closed: the build goes on without it
             self._stream = None
 
@@ -235,7 +271,7 @@ class Lines:
     def __init__(self, stream: TextIO, *, colour: bool = False) -> None:
         self._output = _Output(stream)
         self._messages = _Messages(colour=colour)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may emit an event, too
 
     def __call__(self, event: Event) -> None:
         with self._lock:
@@ -262,7 +298,7 @@ class Log:
     def __init__(self, logger: Logger) -> None:
         self._logger = logger
         self._messages = _Messages()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may emit an event, too
 
     def __call__(self, event: Event) -> None:
         import logging
@@ -306,7 +342,7 @@ class Waits:
     def __init__(self, stream: TextIO) -> None:
         self._output = _Output(stream)
         self._messages = _Messages(quiet=True)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may emit an event, too
 
     def __call__(self, event: Event) -> None:
         with self._lock:
@@ -322,7 +358,7 @@ class Bar:
     def __init__(self, stream: TextIO, *, colour: bool = True) -> None:
         self._output = _Output(stream)
         self._tally = _Tally(colour=colour)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may emit an event, too
         self._closed = threading.Event()
         self._ticker: threading.Thread | None = None
         self._drawn = False

@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from opkiln import process
@@ -56,12 +57,20 @@ class StepFailed(Exception):
 
 
 def execute(
-    tasks: Iterable[Task], *, timeout: float | None, budget: budgets.Budget | None = None
+    tasks: Iterable[Task],
+    *,
+    timeout: float | None,
+    since: float | None = None,
+    budget: budgets.Budget | None = None,
 ) -> dict[str, process.Completed]:
     """Run every task. Returns the results by task name.
 
-    ``timeout`` applies to each step. A task's ``finish`` is called in the thread that ran the task.
-    By then the slot has been released, and no task that depends on this one has started.
+    ``timeout`` applies to each step, from its start. For the steps that are started before any has
+    ended, it counts from ``since`` (``time.monotonic()``), if that is given: what was done before
+    them is a part of their time. A wait for a free CPU is not: it has the same limit for itself.
+
+    A task's ``finish`` is called in the thread that ran the task. By then the slot has been
+    released, and no task that depends on this one has started.
 
     The first failure kills the running tasks, cancels the rest and is raised: StepFailed for a
     non-zero exit, otherwise the exception itself (BuildTimeout, ToolchainError, what ``finish``
@@ -70,7 +79,7 @@ def execute(
     Several threads may call this at once; they share the budget. Raises ValueError for a dependency
     cycle and for a dependency on an unknown task.
     """
-    return _Run(check(tasks), timeout, budget or budgets.shared()).complete()
+    return _Run(check(tasks), timeout, since, budget or budgets.shared()).complete()
 
 
 def check(tasks: Iterable[Task]) -> dict[str, Task]:
@@ -99,10 +108,15 @@ class _Run:
     """One call of ``execute``. Hold ``changed`` to read or change its fields."""
 
     def __init__(
-        self, tasks: dict[str, Task], timeout: float | None, budget: budgets.Budget
+        self,
+        tasks: dict[str, Task],
+        timeout: float | None,
+        since: float | None,
+        budget: budgets.Budget,
     ) -> None:
         self.tasks = tasks
         self.timeout = timeout
+        self.since = since  # None as soon as a step has ended
         self.budget = budget
         self.changed = threading.Condition()
         self.cancelled = threading.Event()
@@ -169,13 +183,15 @@ class _Run:
                     task = self._ready()
                 del self.left[task.name]
                 self.idle -= 1
+                since = self.since
             try:
-                completed = self._perform(task)
+                completed = self._perform(task, since)
             except BaseException as error:
                 self._fail(error)
                 return
             with self.changed:
                 self.results[task.name] = completed
+                self.since = None
                 self.idle += 1
                 self._add_threads()
                 self.changed.notify_all()
@@ -188,7 +204,9 @@ class _Run:
                 self.cancelled.set()
         self._stop()
 
-    def _perform(self, task: Task) -> process.Completed:
+    def _perform(self, task: Task, since: float | None) -> process.Completed:
+        asked_at = time.monotonic()
+        since = asked_at if since is None else since
         about = {"op": task.op, "label": task.label, "step": task.name}
 
         def waiting(pid: int, seconds: float) -> None:
@@ -199,8 +217,9 @@ class _Run:
 
         with self.budget.hold(
             memory=task.memory, threads=task.threads, cancelled=self.cancelled, waiting=waiting,
-            limit=self.timeout,
+            limit=self.timeout, since=since,
         ) as held:  # fmt: skip
+            since += time.monotonic() - asked_at
             events.emit(events.STEP_START, **about)
             threads = min(task.threads, len(held) // self.budget.slots_for(task.memory))
             completed = process.run(
@@ -209,6 +228,7 @@ class _Run:
                 env=task.env,
                 tmpdir=task.tmpdir,
                 timeout=self.timeout,
+                since=since,
                 cancelled=self.cancelled,
                 watch_files=True,
             )

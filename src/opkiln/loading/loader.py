@@ -33,6 +33,7 @@ from opkiln.loading.native import beside, of_its_own, open_artifact
 from opkiln.model import EXECUTABLE, LIBRARY, Artifact, Op
 from opkiln.record import Record
 from opkiln.settings import any_strange, settings, unknown
+from opkiln.trust import usable_by_owner
 
 
 class Loaded(Record):
@@ -44,19 +45,36 @@ class Loaded(Record):
     op: Op
 
 
+class _Turn:
+    """The threads of this process that load one op."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.failures = 0
+        self.failed: tuple[Op, OpkilnError] | None = None  # the last one
+
+    def raise_failure(self, op: Op, failures: int) -> None:
+        """Raise the error of a thread that failed since ``failures`` were counted, if it is about
+        the same op. Otherwise each thread would wait for the same compiler, one after the other."""
+        if self.failures > failures and self.failed is not None:
+            other, error = self.failed
+            if (other.spec, other.asked) == (op.spec, op.asked):
+                raise type(error)(error.what, why=error.why, hint=error.hint)
+
+
 _Name = tuple[str, str, str]
 
 _loaded: dict[_Name, Loaded] = {}
 _since: dict[_Name, float] = {}  # when each was loaded
 _opened: dict[_Name, dict[str, Any]] = {}  # what opening each library of an op gave, by sha256
 _history: dict[_Name, list[Artifact]] = {}  # an op's libraries here, oldest first
-_locks: dict[_Name, threading.RLock] = {}  # one per op: two ops may build at once
+_turns: dict[_Name, _Turn] = {}  # one per op: two ops may build at once
 _told: set[_Name] = set()
 
 
 def _after_fork() -> None:
     # The thread that forked may not be the one that is inside; the child must not wait for it.
-    _locks.clear()
+    _turns.clear()
     _abandon_imports()
 
 
@@ -89,16 +107,24 @@ def load(op: Op, *, again: bool = False, must_be_native: bool = False) -> Loaded
     known = None if again else _known(op, must_be_native)
     if known is not None:
         return known
-    with _locks.setdefault(op.name, threading.RLock()):
+    turn = _turns.setdefault(op.name, _Turn())
+    failures = turn.failures
+    with turn.lock:
         known = None if again else _known(op, must_be_native)
         if known is None:
+            turn.raise_failure(op, failures)
             if not _loaded:
                 _tell_strange_settings()
             if settings.record:
                 from opkiln.loading import recording
 
                 recording.note(settings.record, op)
-            known = _loaded[op.name] = _serve(op, must_be_native, again)
+            try:
+                known = _loaded[op.name] = _serve(op, must_be_native, again)
+            except OpkilnError as error:
+                if error.concerns_all:
+                    turn.failures, turn.failed = turn.failures + 1, (op, error)
+                raise
             _since[op.name] = time.time()
         return known
 
@@ -200,15 +226,17 @@ def _built(request: Request, outcome: Build) -> Artifact:
     """Run the plan of a decision. Raises OpkilnError."""
     from opkiln.building import build as building
     from opkiln.building import reporting
+    from opkiln.engine import progress
 
-    with reporting.shown():
+    with usable_by_owner(), progress.shown():
         reporting.tell_of_compilers(outcome.plan)
-        built = building.build(outcome.plan, request.store)
+        built = building.build(outcome.plan, request.store, since=request.since)
     how = f"compiled {built.compiled} file(s) in {built.seconds:.1f} s"
     if built.origin != "built":
         how = "another process built it"
     outcome.trace.add("build", "taken", how, built.path)
-    _leave_receipt(request)
+    with usable_by_owner():
+        _leave_receipt(request)
     return built
 
 

@@ -21,11 +21,14 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <poll.h>
+#include <signal.h>
 #include <spawn.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -113,9 +116,24 @@ static void looked(int result, int directory, const char* path) {
   if (result < 0 && (errno == ENOENT || errno == ENOTDIR)) record_at('N', NULL, directory, path);
 }
 
+// Ends with the program that started it, so that no compiler outlives a killed build. opkiln kills
+// them itself; this is for when opkiln and its watchdog are killed together. The signal is sent when
+// the thread that started this process ends; threads that start compilers wait for them.
+static void end_with_parent(void) {
+  const char* builder = getenv("OPKILN_OBSERVER_PARENT");
+  const pid_t parent = getppid();
+  // It has left the build's session: a server that is meant to stay.
+  if (!builder || (getsid(0) == getpid() && parent != atoi(builder))) return;
+  if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) return;
+  // Was it too late? Then it has another parent now, or nobody reads what it would say.
+  struct pollfd out = {.fd = 2};
+  if (getppid() != parent || (poll(&out, 1, 0) == 1 && out.revents & POLLERR)) raise(SIGKILL);
+}
+
 __attribute__((constructor)) static void begin(void) {
   const char* named = getenv("OPKILN_OBSERVER_LOG");
   if (!named || strlen(named) >= sizeof log_path) return;
+  end_with_parent();
   strcpy(log_path, named);
   char program[PATH_MAX];
   const ssize_t length = syscall(SYS_readlinkat, AT_FDCWD, "/proc/self/exe", program, sizeof program - 1);

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _SOURCE = os.path.join(PACKAGE, "observing", "observer.c")
 _LOG = "OPKILN_OBSERVER_LOG"
+_PARENT = "OPKILN_OBSERVER_PARENT"
 _COMPILE_SECONDS = 60
 
 
@@ -71,5 +72,6 @@ def _compiled(cxx: str, path: str) -> str:
 
 
 def environment(observer: str, log: str) -> dict[str, str]:
-    """What makes a step write this log."""
-    return {"LD_PRELOAD": observer, _LOG: log} if observer else {}
+    """What makes a step write this log, and end with this process."""
+    parent = str(os.getpid())
+    return {"LD_PRELOAD": observer, _LOG: log, _PARENT: parent} if observer else {}

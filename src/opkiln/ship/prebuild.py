@@ -138,9 +138,9 @@ def prebuild(
                 outcomes[number] = found
         missing = {n: request for n, request in enumerate(asked) if n not in outcomes}
         if missing or trace is not None:
-            from opkiln.building import reporting
+            from opkiln.engine import progress
 
-            with reporting.shown(trace):
+            with progress.shown(trace):
                 outcomes |= _in_parallel(missing)
     return [outcomes[number] for number in range(len(asked))]
 

@@ -9,8 +9,9 @@ A builder writes a token into the lock file, and how many steps it has finished.
 leaves a record of the failure under that token. The processes that waited for this attempt raise
 the same error and do not repeat the build. Processes that come later try again.
 
-A wait ends after a limit. It counts from the start of the wait, and again from each step that the
-builder finishes: a long build is not a hang. A builder that is stopped (SIGSTOP, Ctrl-Z, a
+A wait ends after a limit. It counts from the start of the waiting load, and again from each step
+that the builder finishes: a long build is not a hang. It does not count again from a new builder,
+so the limits of those who wait do not add up. A builder that is stopped (SIGSTOP, Ctrl-Z, a
 debugger) is passed after a few seconds: those who wait for it take turns at a second lock, and one
 of them builds.
 """
@@ -45,6 +46,9 @@ _HELD = (errno.EAGAIN, errno.EACCES)
 # Seconds beyond the limit of a wait: a builder with the same limit, which started a moment later,
 # has the time to say what was too slow.
 _GRACE = 1.0
+# Seconds between two looks: the first, and the longest. In between it is a part of the time that
+# was waited, so that nobody learns of the end much later than it came.
+_FIRST_PAUSE, _LAST_PAUSE, _PART = 0.01, 0.25, 0.02
 _PASSED_AFTER = 5.0  # seconds that a builder may be stopped
 _LAST_LOCK = 9  # so many builders of one entry may be stopped at once
 
@@ -59,17 +63,8 @@ class _Local:
 
 
 _threads: dict[str, _Local] = {}
-_guard = threading.Lock()
-
-
-def _after_fork() -> None:
-    # The child has no other threads, so their locks mean nothing to it.
-    global _guard
-    _guard = threading.Lock()
-    _threads.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+# The child has no other threads, so their locks mean nothing to it.
+os.register_at_fork(after_in_child=_threads.clear)
 
 
 class Holder(NamedTuple):
@@ -92,7 +87,8 @@ class Waiting(NamedTuple):
 class Turn:
     """The right to build."""
 
-    def __init__(self, fd: int, local: _Local, failures: str) -> None:
+    def __init__(self, fd: int, local: _Local, failures: str, since: float) -> None:
+        self.since = since  # when the time of the first step began to count
         self._fd = fd
         self._local = local
         self._failures = failures
@@ -144,17 +140,18 @@ def turn(
     *,
     what: str,
     limit: float,
+    since: float | None = None,
 ) -> Iterator[Turn | T]:
     """Wait until it is our turn to build ``name``, or until ``arrived()`` finds it built.
 
     Raises the error of a builder that failed while we waited for it. Raises BuildTimeout, which
-    calls the build ``what``, after ``limit`` seconds in which the builder finished no step.
+    calls the build ``what``, after ``limit`` seconds in which the builder finished no step. They
+    count from ``since`` (``time.monotonic()``; default: now).
     """
     path = os.path.join(root, "locks", name)
     failures = os.path.join(root, "failures", name + ".json")
-    wait = _Wait(failures, waiting, what, limit)
-    with _guard:
-        local = _threads.setdefault(path, _Local())
+    wait = _Wait(failures, waiting, what, limit, since)
+    local = _threads.setdefault(path, _Local())  # atomic; a signal handler may do it, too
     while not local.lock.acquire(timeout=0.25):
         wait.go_on(local.holder or Holder(os.getpid(), _host(), ""), pause=False)
     try:
@@ -169,7 +166,7 @@ def turn(
                 if passed:
                     continue
                 wait.raise_failure()
-                ours = Turn(fd, local, failures)
+                ours = Turn(fd, local, failures, wait.turn_began())
                 try:
                     yield ours
                 finally:
@@ -187,17 +184,23 @@ class _Wait:
     """One wait: for whom, since when, until when."""
 
     def __init__(
-        self, failures: str, waiting: Callable[[Waiting], None], what: str, limit: float
+        self,
+        failures: str,
+        waiting: Callable[[Waiting], None],
+        what: str,
+        limit: float,
+        since: float | None,
     ) -> None:
         self._failures = failures
         self._waiting = waiting
         self._what = what
         self._limit = limit
-        self._began = self._advanced = time.monotonic()
+        self._began = time.monotonic()
+        self._advanced = self._began if since is None else since
         self._steps: tuple[str, int] | None = None  # the token and steps that were seen last
         self._stopped_since: float | None = None
         self._awaited: set[str] = set()
-        self._pause = 0.01
+        self._waited = False
 
     def go_on(self, holder: Holder | None, *, pause: bool = True) -> bool:
         """Say for whom we wait, and wait a moment. False if the holder is to be passed.
@@ -206,6 +209,7 @@ class _Wait:
         """
         now = time.monotonic()
         stopped = False
+        self._waited = True
         if holder is not None:
             if holder.token:
                 self._awaited.add(holder.token)
@@ -223,9 +227,12 @@ class _Wait:
             self._stopped_since = None
             return False
         if pause:
-            time.sleep(self._pause)
-            self._pause = min(self._pause * 1.5, 0.25)
+            time.sleep(min(max(_FIRST_PAUSE, _PART * (now - self._began)), _LAST_PAUSE))
         return True
+
+    def turn_began(self) -> float:
+        """When our turn began: now, or with the load itself if we waited for nobody."""
+        return time.monotonic() if self._waited else self._advanced
 
     def raise_failure(self) -> None:
         """Raise the error of a builder that we waited for, if it left one."""

@@ -330,7 +330,7 @@ def _asking(program: str, scratch: str) -> Ask:
     def ask(*arguments: str) -> tuple[int, str]:
         done = run(
             (program, *arguments), cwd=scratch, env=dict(ENVIRONMENT), tmpdir=scratch,
-            timeout=120, supervised=False,
+            timeout=120,
         )  # fmt: skip
         return done.returncode, done.output
 

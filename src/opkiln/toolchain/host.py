@@ -163,7 +163,7 @@ def _probe(path: str, wanted: str) -> tuple[dict[str, Any], list[str]]:
     from opkiln.process import run
 
     def ask(*arguments: str) -> tuple[int, str]:
-        done = run((path, *arguments), timeout=60, supervised=False)
+        done = run((path, *arguments), timeout=60)
         return done.returncode, done.output
 
     files = [os.path.realpath(path)]
@@ -222,7 +222,7 @@ def _shared_runtime(path: str) -> str:
         # -t makes the linker print each file that it opens. For an archive, it prints only the
         # members that it uses.
         linking = (path, "-shared", "-x", "c++", os.devnull, "-o", output, "-Wl,-t")
-        done = run(linking, timeout=60, tmpdir=scratch, supervised=False)
+        done = run(linking, timeout=60, tmpdir=scratch)
     if done.returncode != 0 or "libstdc++.so" in done.output or "libc++" in done.output:
         return ""
     import ctypes
@@ -290,4 +290,4 @@ def can_link(
         named = [f"-l{name}" for name in libraries]
         output = os.path.join(scratch, "probe")
         argv = (toolchain.cxx, source, "-o", output, *search, *settings.ldflags, *named)
-        return run(argv, tmpdir=scratch, timeout=60, supervised=False).returncode == 0
+        return run(argv, tmpdir=scratch, timeout=60).returncode == 0

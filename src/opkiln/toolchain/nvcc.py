@@ -351,7 +351,7 @@ def _probe(toolkit: dict[str, Any], cxx: str, *, in_parts: bool) -> dict[str, An
     with probing.scratch() as scratch, ThreadPoolExecutor(_AT_ONCE) as pool:
 
         def ask(*argv: str) -> tuple[int, str]:
-            done = run(argv, cwd=scratch, tmpdir=scratch, timeout=120, supervised=False)
+            done = run(argv, cwd=scratch, tmpdir=scratch, timeout=120)
             return done.returncode, done.output
 
         def accepts(flags: tuple[str, ...]) -> bool:

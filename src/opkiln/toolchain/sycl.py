@@ -227,7 +227,7 @@ def _probe_program(path: str) -> tuple[dict[str, Any], list[str]]:
     from opkiln.process import run
 
     def ask(*arguments: str) -> tuple[int, str]:
-        done = run((path, *arguments), timeout=60, supervised=False)
+        done = run((path, *arguments), timeout=60)
         return done.returncode, done.output
 
     files = [os.path.realpath(path)]
@@ -288,7 +288,7 @@ def _probe_runtime(library: str, host: Toolchain) -> tuple[dict[str, Any], list[
         with open(source, "w", encoding="utf-8") as file:
             file.write(_PROBE)
         argv = (host.cxx, hosts.REQUIRED, "-fsyntax-only", f"-isystem{include}", source)
-        done = run(argv, tmpdir=scratch, timeout=60, supervised=False)
+        done = run(argv, tmpdir=scratch, timeout=60)
     if done.returncode != 0:
         error = next((line for line in done.output.splitlines() if "error:" in line), "")
         said = error.partition("error:")[2].strip() or f"exit {done.returncode}"

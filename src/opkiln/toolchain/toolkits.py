@@ -280,7 +280,7 @@ def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list
     from opkiln.process import run
 
     def ask(*arguments: str) -> tuple[int, str]:
-        done = run((path, *arguments), timeout=60, supervised=False)
+        done = run((path, *arguments), timeout=60)
         return done.returncode, done.output
 
     status, banner = ask("--version")

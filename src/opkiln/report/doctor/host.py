@@ -187,7 +187,7 @@ def compiler(here: Here) -> Outcome:
         with open(source, "w") as file:
             file.write(_SOURCE)
         argv = (here.host.cxx, hosts.REQUIRED, "-shared", "-fPIC", source, "-o", output)
-        done = run(argv, cwd=scratch, tmpdir=scratch, timeout=60, supervised=False)
+        done = run(argv, cwd=scratch, tmpdir=scratch, timeout=60)
     if done.returncode != 0:
         said = next((line for line in done.output.splitlines() if "error" in line), done.output)
         return failed(f"{here.host.cxx} does not compile C++20: {said.strip()[:300]}", _another())
