@@ -34,10 +34,10 @@ MODULES = {
     "store/deps": ("test_deps.py",),
     "decision/policy": ("test_decide.py",),
     "decision/terms": ("test_trace.py", "test_decide.py"),
-    "decision/target": ("test_decide.py",),
+    "decision/target": ("test_target.py", "test_decide.py"),
     "decision/prebuilt": ("test_decide.py", "test_hostile_places.py", "test_damaged_manifests.py"),
     "decision/search": ("test_decide.py", "test_toolkits.py"),
-    "decision/archs": ("test_archs.py", "test_toolkits.py"),
+    "decision/archs": ("test_archs.py", "test_decide.py", "test_fit.py"),
 }
 
 CONFIG = """
