@@ -36,7 +36,7 @@ MODULES = {
     "decision/terms": ("test_trace.py", "test_decide.py"),
     "decision/target": ("test_target.py", "test_decide.py"),
     "decision/prebuilt": ("test_decide.py", "test_hostile_places.py", "test_damaged_manifests.py"),
-    "decision/search": ("test_decide.py", "test_toolkits.py"),
+    "decision/search": ("test_search.py", "test_decide.py"),
     "decision/archs": ("test_archs.py", "test_decide.py", "test_fit.py"),
 }
 

@@ -6,8 +6,9 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from opkiln import evidence, machine
+from opkiln import plan as plans
 from opkiln.decision import receipt
-from opkiln.decision.terms import LOAD, Request
+from opkiln.decision.terms import BUILD, LOAD, Request
 from opkiln.devices import nvidia
 from opkiln.model import ABI_NONE, PLAIN, Artifact, Op, OpSpec, Registration
 from opkiln.settings import LAYOUT
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import pytest
+
+    from opkiln.build_model import Toolchain
 
 
 class World:
@@ -61,9 +64,9 @@ class World:
         }
 
     def add(self, place: Path, payload: bytes = b"code", *, intent: str = "a" * 40,
-            **changes: Any) -> Path:  # fmt: skip
+            build: str = "b" * 40, **changes: Any) -> Path:  # fmt: skip
         """Add an entry to a layer. Returns the library's path."""
-        leaf = layer.add(place, "op", payload, distribution="dist", intent=intent,
+        leaf = layer.add(place, "op", payload, distribution="dist", intent=intent, build=build,
                          changes=self.manifest(**changes))  # fmt: skip
         return leaf / "op.so"
 
@@ -71,10 +74,25 @@ class World:
         """Have the package carry the library."""
         return self.add(self.package / "prebuilt", payload, **changes)
 
-    def store(self, payload: bytes = b"code", **changes: Any) -> Path:
-        """Have the user's store contain the library, as it was built here."""
-        intent = key.intent_key(self.spec, self.request().target)
-        return self.add(self.cache, payload, intent=intent, **{"created": 1.0, **changes})
+    def store(
+        self,
+        payload: bytes = b"code",
+        *,
+        tools: Toolchain | None = None,
+        archs: tuple[str, ...] | None = None,
+        **changes: Any,
+    ) -> Path:
+        """Have the user's store contain the library, as it was built here: by some compiler, or
+        by ``tools``."""
+        target = self.request(BUILD).target
+        if archs is not None:
+            target = target._replace(archs=archs)
+            changes["target"] = {**changes.get("target", {}), "archs": list(archs)}
+        build = "b" * 40
+        if tools is not None:
+            build = key.build_key(plans.make(self.spec, target, tools))
+        return self.add(self.cache, payload, intent=key.intent_key(self.spec, target), build=build,
+                        **{"created": 1.0, **changes})  # fmt: skip
 
     def leave_receipt(self, library: Path) -> None:
         """Have a receipt say that this library serves."""
