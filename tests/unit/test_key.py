@@ -48,7 +48,7 @@ def test_a_declaration_does_not_say_where_its_package_or_opkiln_lies_nor_who_dec
     assert "-I{src}/more" in key.declared(here)[4]
     assert "-I{opkiln}/include" in key.declared(here)[4]
     there = here._replace(
-        root="/else/", cxx_args=("-I/else/more", *args[1:]), declared_by=model.CALL
+        root="/elseX/", cxx_args=("-I/elseX/more", *args[1:]), declared_by=model.CALL
     )
     assert key.spec_key(here) == key.spec_key(there)
     assert key.intent_key(here, TARGET) == key.intent_key(there, TARGET)
