@@ -31,7 +31,7 @@ MODULES = {
     "engine/budget": ("test_budget.py",),
     "observing/log": ("test_observer_log.py",),
     "observing/inputs": ("test_observer_log.py",),
-    "store/deps": ("test_deps.py",),
+    "store/deps": ("test_gathered.py", "test_deps.py"),
     "decision/policy": ("test_decide.py",),
     "decision/terms": ("test_trace.py", "test_decide.py"),
     "decision/target": ("test_target.py", "test_decide.py"),
