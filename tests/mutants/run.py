@@ -5,8 +5,9 @@ runs the tests that reach it. A change that no test notices survives, and is sho
 missing, or the code is not needed, or the change makes no difference. Changes that mypy refuses are
 counted apart. mutmut does not change decorated functions, nor what runs when a module is imported.
 
-Without a module, all of them, in the order of the table. Nothing is written outside
-``build/mutants``. ``docs/reliability.md`` has the scores.
+Without a module, all of them, in the order of the table. ``--again`` before it tries only what
+survived the last run, and what has changed since. Nothing is written outside ``build/mutants``.
+``docs/reliability.md`` has the scores.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MODULES = {
     "decision/policy": ("test_decide.py",),
     "decision/terms": ("test_trace.py", "test_decide.py"),
     "decision/target": ("test_target.py", "test_decide.py"),
-    "decision/prebuilt": ("test_decide.py", "test_hostile_places.py", "test_damaged_manifests.py"),
+    "decision/prebuilt": ("test_layers_by_fit.py",),
     "decision/search": ("test_search.py", "test_decide.py"),
     "decision/archs": ("test_archs.py", "test_decide.py", "test_fit.py"),
 }
@@ -62,7 +63,8 @@ TIMED_OUT = (36, 24, -24, 152, 255)  # the exit codes that mutmut takes for a ti
 
 def main() -> int:
     """0 if every module could be examined, whatever survived."""
-    chosen = sys.argv[1:] or list(MODULES)
+    again = sys.argv[1:2] == ["--again"]
+    chosen = sys.argv[2 if again else 1 :] or list(MODULES)
     for module in chosen:
         if module not in MODULES:
             print(f"mutants: no module {module!r}; there are: {' '.join(MODULES)}")
@@ -71,13 +73,15 @@ def main() -> int:
     for module in chosen:
         print(f"mutants: {module}", flush=True)
         started = time.monotonic()
-        place = prepare(module)
-        if subprocess.run([*mutmut(), "run", "--max-children", "1"], cwd=place, check=False,
-                          stdout=(place / "log").open("w")).returncode:  # fmt: skip
-            print((place / "log").read_text().rpartition("\r")[2])
+        place = directory_of(module)
+        if not again:
+            prepare(module, place)
+        if (not again or changed(place, module)) and not mutate(place):
+            return 1
+        if again and (left := survivors(place, module)) and not mutate(place, *left):
             return 1
         verdicts = results(place, module)
-        show(place, [name for name, each in verdicts.items() if each in (SURVIVED, UNTESTED)])
+        show(place, survivors(place, module))
         rows.append(row(module, verdicts, time.monotonic() - started))
         print(rows[-1], flush=True)
     print("\n| module | mutants | killed | timed out | refused by mypy | survived | not reached | "
@@ -85,9 +89,12 @@ def main() -> int:
     return 0
 
 
-def prepare(module: str) -> Path:
-    """A fresh directory for mutmut: links to the sources and the tests, and its configuration."""
-    place = ROOT / "build" / "mutants" / module.replace("/", "-")
+def directory_of(module: str) -> Path:
+    return ROOT / "build" / "mutants" / module.replace("/", "-")
+
+
+def prepare(module: str, place: Path) -> None:
+    """Make a fresh directory for mutmut: links to the sources and tests, and its configuration."""
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     for name in ("src", "tests", "docs", "examples", "CHANGELOG.md", "README.md", "LICENSE"):
@@ -104,7 +111,22 @@ def prepare(module: str) -> Path:
         types=json.dumps(types),
     )
     (place / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + config)
-    return place
+
+
+def changed(place: Path, module: str) -> bool:
+    """Whether a module was edited since its last run."""
+    name = f"src/opkiln/{module}.py"
+    return (ROOT / name).stat().st_mtime > (place / "mutants" / name).stat().st_mtime
+
+
+def mutate(place: Path, *names: str) -> bool:
+    """Run mutmut on these mutants, or on those that have no result yet. False if it fails."""
+    command = [*mutmut(), "run", "--max-children", "1", *names]
+    with (place / "log").open("w") as log:
+        if subprocess.run(command, cwd=place, check=False, stdout=log).returncode == 0:
+            return True
+    print((place / "log").read_text().rpartition("\r")[2])
+    return False
 
 
 def mutmut() -> list[str]:
@@ -119,6 +141,12 @@ def results(place: Path, module: str) -> dict[str, str]:
         name: "timed out" if code in TIMED_OUT else VERDICTS.get(code, f"exit code {code}")
         for name, code in meta["exit_code_by_key"].items()
     }
+
+
+def survivors(place: Path, module: str) -> list[str]:
+    """The mutants that no test noticed."""
+    found = results(place, module)
+    return [name for name, verdict in found.items() if verdict in (SURVIVED, UNTESTED)]
 
 
 SHOW = """
