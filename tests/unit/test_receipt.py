@@ -337,7 +337,7 @@ def test_two_architectures_of_a_gpu_have_receipts_of_their_own_and_a_cpu_op_none
     assert named(CPU, "9.0") == named(CPU, "10.0")
 
 
-@pytest.mark.parametrize("variable", ["", "launcher mycxx"])
+@pytest.mark.parametrize("variable", ["", "mycxx", "launcher mycxx", "env launcher mycxx"])
 def test_two_compilers_of_a_name_have_receipts_of_their_own(
     shop: Shop, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,6 +395,7 @@ def test_an_op_without_torch_has_the_same_receipt_whichever_torch_is_imported(
 def test_receipt_rests_on_the_code_that_decides(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(sys.modules, "opkiln.store.bare", types.ModuleType("bare"))
     for name, file in (
         ("opkiln.store.absent", None),
         ("opkiln.store.planted", "/elsewhere/planted.py"),
@@ -407,6 +408,9 @@ def test_receipt_rests_on_the_code_that_decides(
     (kept,) = shop.receipts
     files = json.loads(kept.read_text())["files"]
     ours = {os.path.relpath(file, PACKAGE) for file in files if file.startswith(f"{PACKAGE}/")}
-    assert {"decision/receipt.py", "store/recheck.py", "toolchain/torch_sdk.py"} <= ours
+    assert {
+        "decision/receipt.py", "store/__init__.py", "store/recheck.py", "toolchain/torch_sdk.py",
+        "arch/cpu.py",
+    } <= ours  # fmt: skip
     assert not {"errors.py", "evidence.py", "more.py"} & ours
     assert "/elsewhere/planted.py" not in files
