@@ -57,8 +57,11 @@ TYPES = ("mypy", "--output=json", "--no-warn-unused-ignores", "--no-error-summar
          "--disable-error-code=no-redef")  # fmt: skip
 
 KILLED, TYPED, SURVIVED, UNTESTED = "killed", "refused by mypy", "survived", "not reached"
+ENDED = "timed out or crashed"
+COLUMNS = (KILLED, ENDED, TYPED, SURVIVED, UNTESTED)
 VERDICTS = {1: KILLED, 3: KILLED, 0: SURVIVED, 33: UNTESTED, 5: UNTESTED, 37: TYPED}
 TIMED_OUT = (36, 24, -24, 152, 255)  # the exit codes that mutmut takes for a time-out
+CRASHED = (-11, -9)  # and for a crash
 
 
 def main() -> int:
@@ -84,8 +87,8 @@ def main() -> int:
         show(place, survivors(place, module))
         rows.append(row(module, verdicts, time.monotonic() - started))
         print(rows[-1], flush=True)
-    print("\n| module | mutants | killed | timed out | refused by mypy | survived | not reached | "
-          "score | seconds |\n|---|---|---|---|---|---|---|---|---|", *rows, sep="\n")  # fmt: skip
+    print("\n| module | mutants |", " | ".join(COLUMNS), "| score | seconds |")
+    print("|---" * (len(COLUMNS) + 4) + "|", *rows, sep="\n")
     return 0
 
 
@@ -138,7 +141,7 @@ def results(place: Path, module: str) -> dict[str, str]:
     """Every mutant's name and what became of it."""
     meta = json.loads((place / "mutants/src/opkiln" / f"{module}.py.meta").read_text())
     return {
-        name: "timed out" if code in TIMED_OUT else VERDICTS.get(code, f"exit code {code}")
+        name: ENDED if code in (*TIMED_OUT, *CRASHED) else VERDICTS.get(code, f"exit code {code}")
         for name, code in meta["exit_code_by_key"].items()
     }
 
@@ -168,11 +171,11 @@ def show(place: Path, names: list[str]) -> None:
 def row(module: str, verdicts: dict[str, str], seconds: float) -> str:
     """A module's line of the table."""
     counts = Counter(verdicts.values())
-    noticed = counts[KILLED] + counts["timed out"] + counts[TYPED]
+    noticed = counts[KILLED] + counts[ENDED] + counts[TYPED]
     odd = [verdict for verdict in counts if verdict.startswith("exit code")]
     assert not odd, f"{module}: {odd}"
-    numbers = (len(verdicts), counts[KILLED], counts["timed out"], counts[TYPED], counts[SURVIVED],
-               counts[UNTESTED], f"{noticed / len(verdicts):.1%}", round(seconds))  # fmt: skip
+    numbers = (len(verdicts), *(counts[each] for each in COLUMNS), f"{noticed / len(verdicts):.1%}",
+               round(seconds))  # fmt: skip
     return f"| `{module}` | " + " | ".join(map(str, numbers)) + " |"
 
 

@@ -32,7 +32,8 @@ from opkiln.toolchain import libsycl, torch_sdk
 if TYPE_CHECKING:
     from pathlib import Path
 
-MEMCPY = "GLIBC_2.14" if IS_X86 else "GLIBC_2.17"
+MEMCPY, COS, TLS = ("GLIBC_2.14", "GLIBC_2.2.5", "GLIBC_2.3") if IS_X86 else ("GLIBC_2.17",) * 3
+LINKER = "ld-linux-x86-64.so.2" if IS_X86 else "ld-linux-aarch64.so.1"
 
 
 @pytest.fixture
@@ -120,6 +121,13 @@ def test_measure_has_the_declaration_the_flags_and_the_cpu(
 
 
 # The ABI
+
+
+def test_library_without_torch_is_judged_without_a_look_at_torch(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_sdk, "find", lambda: pytest.fail("torch was looked for"))
+    assert judged(world).misfit == ""
 
 
 def test_stable_library_fits_every_torch_and_needs_none_to_be_judged(
@@ -213,6 +221,16 @@ def test_gpu_library_fits_by_its_images_the_nearest_first(hopper: World) -> None
     assert gpu(hopper, "8.0", images=("sm_80",)).misfit == told
 
 
+def test_gpu_library_that_uses_more_of_the_cpu_goes_first_among_equals(hopper: World) -> None:
+    flags = machine.cpu_flags().split()
+    plain, more = (
+        judged(hopper, target={"archs": ["9.0"]}, needs={"images": ["sm_90"], "cpu": names})
+        for names in ([], flags[:2])
+    )
+    assert plain.misfit == more.misfit == ""
+    assert more.rank < plain.rank
+
+
 def test_gpu_library_that_cannot_be_understood_or_is_filtered_out_does_not_fit(
     hopper: World,
 ) -> None:
@@ -269,10 +287,11 @@ def lacks(*sonames: str, symbols: tuple[tuple[str, str, str], ...] = (),
 
 def test_library_needs_what_the_system_has() -> None:
     assert lacks() == ""
-    loader = "ld-linux-x86-64.so.2" if IS_X86 else "ld-linux-aarch64.so.1"
-    assert lacks("libc.so.6", loader, "libm.so.6", symbols=(
+    assert lacks(LINKER, "libc.so.6", "libm.so.6", symbols=(
         ("libc.so.6", "memcpy", MEMCPY), ("", "malloc", ""), ("", "PyObject_Str", ""),
+        (LINKER, "__tls_get_addr", TLS),
     )) == ""  # fmt: skip
+    assert lacks(LINKER, "libnowhere.so.1") == "it needs libnowhere.so.1, which is not here"
 
 
 def test_library_that_names_a_path_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
@@ -285,6 +304,8 @@ def test_library_that_lacks_a_soname_a_version_or_a_symbol_is_told_which() -> No
     assert lacks("libc.so.6", "libnowhere.so.1") == "it needs libnowhere.so.1, which is not here"
     told = "it needs memcpy of GLIBC_9.99, which this libc.so.6 lacks"
     assert lacks("libc.so.6", symbols=(("libc.so.6", "memcpy", "GLIBC_9.99"),)) == told
+    told = f"it needs cos of {COS}, which this libc.so.6 lacks"
+    assert lacks("libc.so.6", "libm.so.6", symbols=(("libc.so.6", "cos", COS),)) == told
     told = "it needs no_such_symbol, which every library here lacks"
     assert lacks("libc.so.6", symbols=(("", "malloc", ""), ("", "no_such_symbol", ""))) == told
     # Another library's version is for the dynamic linker to judge.
@@ -298,9 +319,12 @@ class Torch:
         self.sdk = TorchSDK(str(base / "torch"), "2.99.0", "abc", "13.0", None, True)
         for name, defined in (
             ("torch/lib/libtorch_of_tests.so", "of_torch"),
+            ("torch/lib/libc10_of_tests.so", "of_c10"),
+            ("torch/lib/libc.so.6", "none"),
+            ("torch/lib/libanl.so.1", "of_torch"),
             ("nvidia/cublas/lib/libcublas_of_tests.so", "of_cublas"),
         ):
-            (base / name).parent.mkdir(parents=True)
+            (base / name).parent.mkdir(parents=True, exist_ok=True)
             (base / name).write_bytes(linked(defined=(defined,)))
         patch.setattr(torch_sdk, "find", lambda: self.sdk)
         patch.delitem(sys.modules, "torch", raising=False)
@@ -316,6 +340,7 @@ def test_symbols_of_a_torch_that_is_not_imported_are_looked_up_in_its_files(
     assert lacks(package, own, symbols=(of_cublas, of_torch), abi=ABI_STABLE) == ""
     told = "it needs of_cublas, which torch 2.99.0 lacks"
     assert lacks(own, symbols=(of_torch, of_cublas), abi=ABI_STABLE) == told
+    assert lacks("libc10_of_tests.so", symbols=(of_cublas,), abi=ABI_STABLE) == told
     told = "it needs of_torch, which every library here lacks"
     assert lacks(package, symbols=(of_torch, of_cublas), abi=ABI_STABLE) == told
     # A library of one torch alone is told from others by its tag.
@@ -324,6 +349,26 @@ def test_symbols_of_a_torch_that_is_not_imported_are_looked_up_in_its_files(
     assert lacks("libnowhere.so.1", own, abi=ABI_STABLE) == (
         "it needs libnowhere.so.1, which is not here"
     )
+
+
+def test_library_that_is_loaded_already_is_the_one_that_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Torch(tmp_path, monkeypatch)
+    told = "it needs memcpy of GLIBC_9.99, which this libc.so.6 lacks"
+    wanted = (("libc.so.6", "memcpy", "GLIBC_9.99"),)
+    assert lacks("libc.so.6", symbols=wanted, abi=ABI_STABLE) == told
+
+
+def test_library_that_torch_brings_is_not_opened_from_the_system_before_torch_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's of that name would be the one that torch gets."""
+    Torch(tmp_path, monkeypatch)
+    of_torch = ("", "of_torch", "")
+    assert lacks("libanl.so.1", symbols=(of_torch,), abi=ABI_STABLE) == ""
+    with open("/proc/self/maps") as maps:
+        assert "libanl" not in maps.read()
 
 
 def test_torchs_files_are_left_alone_where_torch_is_imported_or_not_needed(
@@ -346,9 +391,7 @@ def test_sycls_runtime_is_found_where_pip_has_put_it(
     runtime.write_bytes(linked(defined=("of_sycl",)))
     monkeypatch.setattr(libsycl, "locate", lambda soname: None)
     assert lacks("libsycl.so.99") == "it needs libsycl.so.99, which is not here"
-    monkeypatch.setattr(
-        libsycl, "locate", lambda soname: str(runtime) if soname == runtime.name else None
-    )
+    monkeypatch.setattr(libsycl, "locate", lambda soname: str(runtime))
     of_sycl = ("", "of_sycl", "")
     assert lacks("libsycl.so.99", symbols=(of_sycl,), abi=ABI_STABLE) == ""
     told = "it needs other, which every library here lacks"
