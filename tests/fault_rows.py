@@ -51,6 +51,7 @@ ROWS = {
     31: "a network file system costs time, never a load",
     32: "each container identity has its stated outcome",
     33: "flags start only the toolchain and write only into the build",
+    34: "after any change, the cache serves what an empty cache builds",
 }
 
 

@@ -95,6 +95,16 @@ def _file(name: str, text: str) -> Callable[[Tree], object]:
     return lambda tree: tree.write(name, text.replace("@", str(tree.path)))
 
 
+def _link(name: str, target: str) -> Callable[[Tree], object]:
+    def make(tree: Tree) -> None:
+        path = tree.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        path.symlink_to(tree.path / target)
+
+    return make
+
+
 INCBIN = """
     asm(".section .rodata\\n.global data\\ndata: .incbin \\"@/data.bin\\"\\n.previous");
     extern "C" const char data[] __attribute__((visibility("hidden")));
@@ -165,6 +175,22 @@ CASES = {
         _and(_source(USES_FAR, include_paths=["@/one/a", "@/two/a"]), _file("one/a/x", ""),
              _file("two/a/x", ""), _file("two/b/n.h", "#define N 1\n")),
         _file("one/b/n.h", "#define N 2\n"),
+    ),
+    "a link that led nowhere": Case(
+        _and(_source(USES_N, include_paths=["@/one", "@/two"]), _link("one/n.h", "later/n.h"),
+             _file("two/n.h", "#define N 1\n")),
+        _file("later/n.h", "#define N 2\n"),
+    ),
+    "a directory by the name of a header": Case(
+        _and(_source(BY_MACRO, include_paths=["@/inc"]), _file("inc/maybe.h/x", "")),
+        _and(lambda tree: shutil.rmtree(tree.path / "inc/maybe.h"),
+             _file("inc/maybe.h", "#define N 2\n")),
+    ),
+    # gcc opens a system header by the name that its links lead to, if that is shorter.
+    "a link to a system header": Case(
+        _and(_source(USES_N, cxx_args=["-idirafter", "@/far/away"]), _link("far/away/n.h", "1.h"),
+             _file("1.h", "#define N 1\n"), _file("2.h", "#define N 2\n")),
+        _link("far/away/n.h", "2.h"),
     ),
     "a linker script that names an object": Case(
         _and(_source(EXTERN, libraries_args=["inner"], extra_ldflags=["-L@"]),

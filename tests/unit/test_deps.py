@@ -183,3 +183,26 @@ def test_the_text_of_an_inline_source_is_no_file(shop: Workshop) -> None:
     plan = shop.plan(inline=(("a.cpp", "int x;"),))
     found = shop.gather(plan)
     assert "a.cpp" not in [dep.path for dep in found.own]
+
+
+def test_present_names_what_a_compiler_could_open(tmp_path: Path) -> None:
+    (tmp_path / "file.h").touch()
+    (tmp_path / "directory.h").mkdir()
+    (tmp_path / "link.h").symlink_to("file.h")
+    (tmp_path / "nowhere.h").symlink_to("missing.h")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "below.h").symlink_to("../missing.h")
+    names = ["file.h", "directory.h", "link.h", "nowhere.h", "missing.h", "sub/below.h", "../x.h"]
+    assert recheck.present(str(tmp_path), names) == ("file.h", "directory.h/", "link.h")
+    (tmp_path / "missing.h").touch()
+    (tmp_path.parent / "x.h").touch()
+    assert recheck.present(str(tmp_path), names) == (
+        "file.h", "directory.h/", "link.h", "nowhere.h", "missing.h", "sub/below.h", "../x.h",
+    )  # fmt: skip
+    (tmp_path.parent / "x.h").unlink()
+
+
+def test_present_finds_nothing_below_what_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert recheck.present(str(tmp_path / "file"), ["a"]) == ()
+    assert recheck.present(str(tmp_path / "missing"), ["a"]) == ()

@@ -211,3 +211,34 @@ def test_absent_names_are_summed_up_by_the_nearest_directory_that_exists(tmp_pat
     absent = frozenset(str(tmp_path / name) for name in names)
     found = inputs.of(log.Observation({}, {}, frozenset(), absent, ()), str(tmp_path / "stage"))
     assert found.absent == ((str(tmp_path / "a"), ("X", "b/c/y.h", "b/z.h", "x.h")),)
+
+
+def test_a_link_that_leads_nowhere_also_counts_where_it_leads(tmp_path: Path) -> None:
+    """The file that is missing there may be made, which changes nothing where the link is."""
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "n.h").symlink_to("../far/n.h")
+    (tmp_path / "two").symlink_to("missing/two")
+    asked = [str(tmp_path / "one" / "n.h"), str(tmp_path / "two" / "m.h")]
+    seen = log.Observation({}, {}, frozenset(), frozenset(asked), ())
+    absent = {
+        os.path.normpath(os.path.join(directory, name))
+        for directory, names in inputs.of(seen, "/stage").absent
+        for name in names
+    }
+    far = {str(tmp_path / "far" / "n.h"), str(tmp_path / "missing" / "two" / "m.h")}
+    assert absent == {*asked, *far}
+
+
+def test_links_in_a_circle_end(tmp_path: Path) -> None:
+    (tmp_path / "n.h").symlink_to("n.h")
+    seen = log.Observation({}, {}, frozenset(), frozenset([str(tmp_path / "n.h")]), ())
+    assert inputs.of(seen, "/stage").absent == ((str(tmp_path), ("n.h",)),)
+
+
+def test_a_directory_by_the_name_of_a_header_is_not_a_file(tmp_path: Path) -> None:
+    (tmp_path / "n.h").mkdir()
+    path = str(tmp_path / "n.h")
+    seen = log.Observation({path: (log.Identity.now(path),)}, {}, frozenset(), frozenset(), ())
+    found = inputs.of(seen, "/stage")
+    assert found.files == ()
+    assert found.absent == ((str(tmp_path), ("n.h",)),)

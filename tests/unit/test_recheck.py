@@ -130,10 +130,22 @@ LISTING = "6d9247720631deff5131817942693406ba84dbde"
 
 def test_present_names_are_those_that_exist_to_their_last_part(tree: Tree) -> None:
     tree.write("src/far.h")
-    (tree.include / "b.h").symlink_to("/nowhere")  # a compiler would stumble over it
-    assert recheck.present(str(tree.include), NAMES) == ("a.h", "b.h", "sub/c.h", "../far.h")
+    (tree.include / "b.h").symlink_to("/nowhere")  # which no compiler can open
+    assert recheck.present(str(tree.include), NAMES) == ("a.h", "sub/c.h", "../far.h")
     (tree.base / "src" / "far.h").unlink()
-    assert recheck.present(str(tree.include), NAMES) == ("a.h", "b.h", "sub/c.h")
+    assert recheck.present(str(tree.include), NAMES) == ("a.h", "sub/c.h")
+
+
+def test_directory_by_the_name_of_a_header_is_told_from_a_file(tree: Tree) -> None:
+    (tree.include / "b.h").mkdir()
+    (tree.include / "sub" / "d.h").mkdir()
+    assert recheck.present(str(tree.include), NAMES) == ("a.h", "b.h/", "sub/c.h", "sub/d.h/")
+    (tree.include / "b.h").rmdir()
+    (tree.include / "b.h").symlink_to("sub")
+    assert recheck.present(str(tree.include), NAMES) == ("a.h", "b.h/", "sub/c.h", "sub/d.h/")
+    (tree.include / "b.h").unlink()
+    (tree.include / "b.h").symlink_to("a.h")
+    assert recheck.present(str(tree.include), NAMES)[:2] == ("a.h", "b.h")
 
 
 def test_nothing_is_present_below_what_is_not_a_directory(tree: Tree) -> None:
@@ -144,11 +156,12 @@ def test_nothing_is_present_below_what_is_not_a_directory(tree: Tree) -> None:
 def test_names_in_a_directory_that_cannot_be_listed_are_looked_up_one_by_one(
     tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: str) -> list[str]:
+    def refuse(path: str) -> None:
         raise PermissionError(path)
 
-    monkeypatch.setattr(os, "listdir", refuse)
-    assert recheck.present(str(tree.include), NAMES) == ("a.h", "sub/c.h")
+    (tree.include / "b.h").mkdir()
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert recheck.present(str(tree.include), NAMES) == ("a.h", "b.h/", "sub/c.h")
 
 
 # What has changed

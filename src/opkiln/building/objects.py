@@ -242,10 +242,10 @@ class _Batch:
 
     def _inputs(self, seen: observed.Observation) -> inputs.Inputs:
         """What an observed compile depends on, by the paths outside of the staging directory."""
-        linked = [path for path in seen.read if self._unlinked(path) != path]
+        beyond = (self._unlinked(path) for path in seen.read if self._unlinked(path) != path)
         found = inputs.of(seen, self._stage)
-        files = (*found.files, *map(self._unlinked, linked))
-        return found._replace(files=tuple(path for path in files if not os.path.isdir(path)))
+        linked = (path for path in beyond if not os.path.isdir(path))
+        return found._replace(files=(*found.files, *linked))
 
     def _read(self, listed: list[str]) -> tuple[str, ...]:
         """The author's and the system's files that a compile read, from its dependency file."""

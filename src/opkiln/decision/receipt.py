@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from opkiln.decision.terms import Request
     from opkiln.evidence import Evidence
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 def recall(request: Request) -> Artifact | None:
@@ -61,13 +61,31 @@ def _holds(receipt: dict[str, Any], root: str) -> bool:
         return False
     if any(map(os.path.lexists, receipt["absent"])):
         return False
+    if not _same_path(receipt) and not _same_programs(receipt):
+        return False
+    if signed(receipt["directories"]) == receipt["directory_signatures"]:
+        return True
+    return _same_names(receipt, root)
+
+
+def _same_path(receipt: dict[str, Any]) -> bool:
+    """Whether PATH has the same directories in front, and nothing was made or removed in them."""
+    path = receipt["path"]
+    if list(settings.path[: len(path)]) != path:
+        return False
+    try:
+        return bool(signed(receipt["path_homes"]) == receipt["path_signatures"])
+    except OSError:
+        return False
+
+
+def _same_programs(receipt: dict[str, Any]) -> bool:
+    """Whether PATH leads to the same programs."""
     for name, paths in receipt["programs"]:
         found = on_path(name)
         if [next(found, None) for _ in paths] != paths:
             return False
-    if signed(receipt["directories"]) == receipt["directory_signatures"]:
-        return True
-    return _same_names(receipt, root)
+    return True
 
 
 def _same_contents(receipt: dict[str, Any]) -> bool:
@@ -184,8 +202,51 @@ def _facts(read: Evidence) -> dict[str, Any]:
         # Empty, and so never equal: the names are looked up.
         "directory_signatures": _numbers(directories) if at_rest else [],
         # A program that is named by its path is one of the files.
-        "programs": [[name, found] for name, found in read.programs.items() if found != [name]],
+        **_looked_up({name: found for name, found in read.programs.items() if found != [name]}),
     }
+
+
+def _looked_up(programs: dict[str, list[str | None]]) -> dict[str, Any]:
+    """Where PATH leads to. Raises OSError.
+
+    Looking at its directories is less work than looking for each program in each of them. They are
+    enough if each holds, of these names, only the programs that were found: another file may become
+    a program, which does not change its directory.
+    """
+    path = list(settings.path)
+    searched = [path[: _place_on(path, found[-1])] for found in programs.values()]
+    longest = max(searched, key=len, default=[])
+    homes = list(dict.fromkeys(map(_nearest, longest)))
+    signatures = [Signature.of(home) for home in homes]
+    enough = (
+        all(map(os.path.isabs, longest))
+        and all(each.settled for each in signatures)
+        and not any(
+            os.path.lexists(other := os.path.join(directory, name)) and other not in found
+            for (name, found), directories in zip(programs.items(), searched, strict=True)
+            for directory in directories
+        )
+    )
+    return {
+        "programs": list(programs.items()),
+        "path": longest,
+        "path_homes": homes,
+        # Empty, and so never equal: the programs are looked up.
+        "path_signatures": _numbers(map(list, signatures)) if enough else [],
+    }
+
+
+def _place_on(path: list[str], program: str | None) -> int:
+    """How many directories of PATH were searched until this program was found."""
+    directory = None if program is None else os.path.dirname(program)
+    return path.index(directory) + 1 if directory in path else len(path)
+
+
+def _nearest(directory: str) -> str:
+    """A directory, or the nearest one above it that exists."""
+    while not os.path.isdir(directory) and directory not in ("", "/"):
+        directory = os.path.dirname(directory)
+    return directory or "."
 
 
 def _numbers(facts: Iterable[list[Any]]) -> list[int]:

@@ -3,6 +3,7 @@ absent."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 # Not files that somebody keeps: devices, and what the kernel says of itself.
 _NO_FILES = ("/dev/", "/proc/", "/sys/")
@@ -22,7 +23,7 @@ class Inputs(NamedTuple):
 
     files: tuple[str, ...] = ()  # as the programs spelled them
     # (an existing directory, names below it that were looked for in vain). A name with a slash is
-    # below a directory that does not exist either.
+    # below a directory that does not exist either; one that exists is a directory, not a file.
     absent: tuple[tuple[str, tuple[str, ...]], ...] = ()
     programs: tuple[str, ...] = ()
 
@@ -49,10 +50,14 @@ def of(observation: Observation, stage: str) -> Inputs:
         return not (path.startswith((inside, *_NO_FILES)) or path in observation.made)
 
     files = tuple(filter(counts, observation.read))
+    # A compiler that opens a directory by the name of a header passes it by.
+    directories = set(filter(os.path.isdir, files))
+    files = tuple(each for each in files if each not in directories)
     # PATH's directories differ between shells, and to which programs they lead is known already.
     path = settings.path
     absent = (each for each in observation.absent if os.path.dirname(each) not in path)
-    return Inputs(files, _summed_up(filter(counts, absent)), observation.programs)
+    unusable = {*filter(counts, absent), *directories}
+    return Inputs(files, _summed_up(unusable), observation.programs)
 
 
 def union(parts: Iterable[Inputs]) -> Inputs:
@@ -80,7 +85,24 @@ def _summed_up(paths: Iterable[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
         return existing[directory]
 
     found: dict[str, set[str]] = {}
-    for path in paths:
+    for path in itertools.chain.from_iterable(map(_ways, paths)):
         place = home(os.path.dirname(path.rstrip("/")) or "/")
         found.setdefault(place, set()).add(path.rstrip("/")[len(place.rstrip("/")) + 1 :])
     return tuple((place, tuple(sorted(names))) for place, names in sorted(found.items()))
+
+
+def _ways(path: str) -> Iterator[str]:
+    """A path that does not exist. If a link on it leads nowhere, also where it would lead: the file
+    that is missing there may be made."""
+    for _ in range(_MOST_LINKS):
+        yield path
+        link = path.rstrip("/")
+        while link and not os.path.lexists(link):
+            link = os.path.dirname(link)
+        if not os.path.islink(link) or os.path.exists(link):
+            return
+        rest = path[len(link) :].lstrip("/")
+        path = os.path.join(os.path.dirname(link), os.readlink(link), rest)
+
+
+_MOST_LINKS = 40  # as the kernel has it

@@ -5,7 +5,8 @@
 //   B  a program began. PATH is its file; A is its parent's process.
 //   S  process A is about to run another program; F: it could not, and goes on as it was.
 //   R  PATH was opened for reading; A:B is its device and inode, then its size and change time, of
-//      the descriptor itself: the name may lead elsewhere by the time the log is read.
+//      the descriptor itself: the name may lead elsewhere by the time the log is read. Or a program
+//      asked where PATH leads, which is a file.
 //   W  PATH was opened for writing, made, renamed to or removed.
 //   N  PATH was looked for and does not exist.
 //   X  a record was lost: the log is not complete.
@@ -88,7 +89,7 @@ static void record_at(char kind, const struct stat* found, int directory, const 
   } else {
     char link[64];
     snprintf(link, sizeof link, directory == AT_FDCWD ? "/proc/self/cwd" : "/proc/self/fd/%d", directory);
-    const ssize_t length = readlinkat(AT_FDCWD, link, place, sizeof place - 1);
+    const ssize_t length = syscall(SYS_readlinkat, AT_FDCWD, link, place, sizeof place - 1);
     place[length > 0 ? length : 0] = 0;
     record(length > 0 ? kind : 'X', 0, found, place, path);
   }
@@ -115,7 +116,7 @@ __attribute__((constructor)) static void begin(void) {
   if (!named || strlen(named) >= sizeof log_path) return;
   strcpy(log_path, named);
   char program[PATH_MAX];
-  const ssize_t length = readlinkat(AT_FDCWD, "/proc/self/exe", program, sizeof program - 1);
+  const ssize_t length = syscall(SYS_readlinkat, AT_FDCWD, "/proc/self/exe", program, sizeof program - 1);
   program[length > 0 ? length : 0] = 0;
   record('B', getppid(), NULL, NULL, program);
 }
@@ -163,6 +164,14 @@ FILE* freopen64(const char* path, const char* mode, FILE* file) { return stream(
 
 // Looking
 
+static int status_at(int at, const char* path, struct stat* found, int flags) {
+#ifdef SYS_newfstatat
+  return syscall(SYS_newfstatat, at, path, found, flags);
+#else
+  return syscall(SYS_fstatat64, at, path, found, flags);
+#endif
+}
+
 #define LOOK(result, at, path) \
   const int got = result;      \
   looked(got, at, path);       \
@@ -172,7 +181,31 @@ int access(const char* path, int mode) { LOOK(syscall(SYS_faccessat, AT_FDCWD, p
 int faccessat(int at, const char* path, int mode, int flags) { LOOK(REAL(faccessat)(at, path, mode, flags), at, path) }
 int euidaccess(const char* path, int mode) { LOOK(REAL(euidaccess)(path, mode), AT_FDCWD, path) }
 int eaccess(const char* path, int mode) { LOOK(REAL(eaccess)(path, mode), AT_FDCWD, path) }
-ssize_t readlink(const char* path, char* text, size_t size) { LOOK(syscall(SYS_readlinkat, AT_FDCWD, path, text, size), AT_FDCWD, path) }
+
+// A program that asks where a path leads may then open the file by another name: this one counts.
+static void followed(int result, int at, const char* path) {
+  const int kept = errno;
+  struct stat found;
+  if (result >= 0 && status_at(at, path, &found, 0) == 0 && S_ISREG(found.st_mode)) record_at('R', &found, at, path);
+  errno = kept;
+  looked(result, at, path);
+}
+
+ssize_t readlinkat(int at, const char* path, char* text, size_t size) {
+  const ssize_t got = syscall(SYS_readlinkat, at, path, text, size);
+  followed(got, at, path);
+  return got;
+}
+ssize_t readlink(const char* path, char* text, size_t size) { return readlinkat(AT_FDCWD, path, text, size); }
+ssize_t __readlink_chk(const char* path, char* text, size_t size, size_t room) { (void)room; return readlink(path, text, size); }
+char* realpath(const char* path, char* text) {
+  char* found = REAL(realpath)(path, text);
+  followed(found ? 0 : -1, AT_FDCWD, path);
+  return found;
+}
+char* __realpath_chk(const char* path, char* text, size_t room) { (void)room; return realpath(path, text); }
+char* canonicalize_file_name(const char* path) { return realpath(path, NULL); }
+
 DIR* opendir(const char* path) {
   DIR* found = REAL(opendir)(path);
   looked(found ? 0 : -1, AT_FDCWD, path);
@@ -181,11 +214,7 @@ DIR* opendir(const char* path) {
 
 // Programs built with a glibc before 2.33 call __xstat and its relatives; newer ones call stat.
 static int status_of(int at, const char* path, struct stat* found, int flags) {
-#ifdef SYS_newfstatat
-  LOOK(syscall(SYS_newfstatat, at, path, found, flags), at, path)
-#else
-  LOOK(syscall(SYS_fstatat64, at, path, found, flags), at, path)
-#endif
+  LOOK(status_at(at, path, found, flags), at, path)
 }
 
 int stat(const char* path, struct stat* found) { return status_of(AT_FDCWD, path, found, 0); }

@@ -9,6 +9,7 @@ contents decide there too.
 from __future__ import annotations
 
 import os
+import stat
 from typing import Any
 
 from opkiln import evidence
@@ -36,21 +37,32 @@ class Hasher:
 
 
 def present(directory: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Which of these relative names exist below a directory."""
+    """Which of these relative names exist below a directory; one of a directory ends with a slash.
+
+    What a compiler can open counts: not a link that leads nowhere, and a directory is not a header.
+    """
     try:
-        here = set(os.listdir(directory))
+        with os.scandir(directory) as entries:
+            here = {entry.name: entry for entry in entries}
     except (FileNotFoundError, NotADirectoryError):
         return ()
     except PermissionError:
-        # The directory cannot be listed, but a compiler may still open files in it.
-        return tuple(name for name in names if os.path.lexists(os.path.join(directory, name)))
-    here.add("..")
-    return tuple(
-        name
-        for name in names
-        if name.partition("/")[0] in here
-        and ("/" not in name or os.path.lexists(os.path.join(directory, name)))
-    )
+        here = None  # it cannot be listed, but a compiler may still open files in it
+    found = []
+    for name in names:
+        first = name.partition("/")[0]
+        entry = None if here is None else here.get(first)
+        if entry is None and here is not None and first != "..":
+            continue
+        if entry is not None and name == first and not entry.is_symlink():
+            is_directory = entry.is_dir()
+        else:
+            try:
+                is_directory = stat.S_ISDIR(os.stat(os.path.join(directory, name)).st_mode)
+            except OSError:
+                continue
+        found.append(name + "/" if is_directory else name)
+    return tuple(found)
 
 
 def listing(directory: str, names: Iterable[str]) -> str:
