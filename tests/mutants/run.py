@@ -29,7 +29,7 @@ MODULES = {
     "decision/receipt": ("test_receipt.py",),
     "decision/decide": ("test_decide.py",),
     "decision/fit": ("test_fit.py", "test_abi_tags.py"),
-    "engine/budget": ("test_budget_limits.py", "test_budget.py"),
+    "engine/budget": ("test_budget_limits.py",),
     "observing/log": ("test_observer_log.py",),
     "observing/inputs": ("test_observer_log.py",),
     "store/deps": ("test_gathered.py", "test_deps.py"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
 from opkiln.engine import budget, cgroup, events, slots
+from opkiln.errors import BuildCancelled, BuildTimeout
 from opkiln.settings import override
 
 if TYPE_CHECKING:
@@ -133,6 +135,119 @@ def test_wait_that_is_given_up_names_the_holder_if_it_is_known() -> None:
         assert error.hint == "ps -o pid,stat,etime,args -x"
 
 
+# The wait
+
+
+class Scripted(slots.Table):
+    """A table whose slots are all taken until a time, with a clock that only waits move."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, free_at: float, next_in_line: bool) -> None:
+        super().__init__(None, -1)
+        self.now, self.free_at, self.next_in_line = 100.0, 100.0 + free_at, next_in_line
+        self.waits: list[float] = []
+        self.joined = 0
+        self.changes: list[float] = []  # when a slot changes hands
+        patch.setattr(budget.time, "monotonic", lambda: self.now)
+        patch.setattr(budget.random, "uniform", lambda low, high: (low + high) / 2)
+        patch.setattr(self.changed, "wait", self._wait)
+
+    def _wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        self.now += seconds
+
+    def join(self, ask: slots.Ask) -> None:
+        self.joined += 1
+
+    def leave(self, ask: slots.Ask) -> None:
+        self.joined -= 1
+
+    def take(self, ask: slots.Ask) -> tuple[int, ...]:
+        return (0,) if self.now >= self.free_at else ()
+
+    def is_next(self, ask: slots.Ask) -> bool:
+        return self.next_in_line
+
+    def holder(self, ask: slots.Ask) -> int | None:
+        return 77
+
+    def holders(self, ask: slots.Ask) -> tuple[object, ...]:
+        return ("held", sum(self.now - 100 >= each for each in self.changes))
+
+    def give(self, taken: tuple[int, ...]) -> None:
+        assert taken == (0,)
+
+
+def test_wait_looks_again_soon_at_first_and_then_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = Scripted(monkeypatch, free_at=1.0, next_in_line=True)
+    with a_budget(1, table).hold() as taken:
+        assert taken == (0,)
+    expected, pause = [], 0.007
+    while sum(expected) < 1.0:
+        pause = min(pause * 1.5, 0.05)
+        expected.append(0.75 * pause)
+    assert table.waits == pytest.approx(expected)
+    behind = Scripted(monkeypatch, free_at=2.0, next_in_line=False)
+    with a_budget(1, behind).hold():
+        pass
+    assert max(behind.waits) == pytest.approx(0.75 * 0.2)
+
+
+def test_waiter_is_told_whom_it_waits_for_about_once_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = Scripted(monkeypatch, free_at=3.5, next_in_line=True)
+    told: list[tuple[int, float]] = []
+    with a_budget(1, table).hold(waiting=lambda pid, seconds: told.append((pid, seconds))):
+        pass
+    assert [pid for pid, _ in told] == [77] * 4
+    assert [seconds for _, seconds in told] == pytest.approx([0.2, 1.2, 2.2, 3.2], abs=0.2)
+    quick = Scripted(monkeypatch, free_at=0.1, next_in_line=True)
+    with a_budget(1, quick).hold(waiting=lambda pid, seconds: told.append((pid, seconds))):
+        pass
+    assert len(told) == 4
+
+
+def test_wait_ends_when_no_slot_has_changed_hands_for_as_long_as_its_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def given_up(*changes: float, limit: float) -> float:
+        table = Scripted(monkeypatch, free_at=99.0, next_in_line=True)
+        table.changes = list(changes)
+        with (
+            pytest.raises(BuildTimeout, match="pid 77 holds one"),
+            a_budget(1, table).hold(limit=limit),
+        ):
+            pytest.fail("there was no free slot")
+        assert table.joined == 0
+        return table.now - 100
+
+    # The holders are looked at with each call: first after 0.2 s, then every second.
+    assert given_up(limit=0.1) == pytest.approx(0.1, abs=0.1)
+    assert given_up(limit=5.0) == pytest.approx(5.2, abs=0.2)
+    assert given_up(3.0, limit=5.0) == pytest.approx(8.3, abs=0.3)
+
+
+def test_wait_that_is_cancelled_says_so_and_leaves_the_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = Scripted(monkeypatch, free_at=99.0, next_in_line=True)
+    cancelled = threading.Event()
+
+    def cancel(pid: int, seconds: float) -> None:
+        cancelled.set()
+
+    told = "^the build was cancelled while it waited for a free CPU$"
+    with (
+        pytest.raises(BuildCancelled, match=told),
+        a_budget(1, table).hold(cancelled=cancelled, waiting=cancel),
+    ):
+        pytest.fail("there was no free slot")
+    assert table.joined == 0
+    assert table.now < 101
+
+
 # The place of the lock file
 
 
@@ -214,6 +329,29 @@ def test_lock_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
         budget._open_table(str(tmp_path / "run"), os.geteuid())
     assert os.listdir("/proc/self/fd") == open_files
     assert not (tmp_path / "elsewhere").exists()
+    budget._open_table(str(tmp_path / "other"), os.geteuid())  # nor to a file that is open already
+    (tmp_path / "run" / "slots").unlink()
+    (tmp_path / "run" / "slots").symlink_to(tmp_path / "other" / "slots")
+    with pytest.raises(OSError, match="symbolic link"):
+        budget._open_table(str(tmp_path / "run"), os.geteuid())
+
+
+def test_fifo_in_the_directorys_place_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run")
+    with pytest.raises(NotADirectoryError):
+        budget._open_table(str(tmp_path / "run"), os.geteuid())
+
+
+def test_forked_child_has_a_budget_although_a_thread_of_its_parent_was_asking_for_it(
+    tmp_path: Path,
+) -> None:
+    with override(runtime_dir=str(tmp_path / "run")):
+        budget.shared()
+        with budget._lock:  # as another thread would hold it
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if budget.shared().describe().where else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o755, 0o750])
