@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sample import layer
 
-from opkiln import evidence, machine, model
+from opkiln import digest, evidence, machine, model
 from opkiln.decision import receipt
 from opkiln.decision.archs import Wanted
 from opkiln.decision.terms import Request
@@ -235,6 +235,112 @@ def test_one_edited_source_of_several_ends_it_also_when_others_were_saved_again(
     assert receipt.recall(shop.request()) == shop.artifact
     other.write_text("int c;")
     assert receipt.recall(shop.request()) is None
+
+
+# PATH
+
+
+@pytest.fixture
+def calm(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> Shop:
+    """A shop in which everything has come to rest, with ``first`` and ``bin`` on PATH."""
+    monkeypatch.setattr(digest, "_SETTLED_NS", -60_000_000_000)
+    monkeypatch.setenv("PATH", f"{shop.base}/first:{shop.base}/bin:{shop.base}/last")
+    return shop
+
+
+def kept_path(shop: Shop) -> dict[str, Any]:
+    shop.keep()
+    (file,) = shop.receipts
+    kept = json.loads(file.read_text())
+    return {name: kept[name] for name in ("programs", "path", "path_homes", "path_signatures")}
+
+
+def test_path_is_known_by_its_directories_up_to_the_last_program(calm: Shop) -> None:
+    calm.read.programs["translator"] = [str(calm.program)]
+    first, second = str(calm.base / "first"), str(calm.base / "bin")
+    assert kept_path(calm) == {
+        "programs": [["translator", [str(calm.program)]]],
+        "path": [first, second], "path_homes": [first, second],
+        "path_signatures": signed((first, second)),
+    }  # fmt: skip
+    assert receipt.recall(calm.request()) == calm.artifact
+
+
+def test_path_is_known_to_its_end_where_a_name_was_looked_for_in_all_of_it(calm: Shop) -> None:
+    first, second, last = (str(calm.base / name) for name in ("first", "bin", "last"))
+    kept = kept_path(calm)
+    assert kept["programs"] == [["translator", [str(calm.program), None]]]
+    assert kept["path"] == [first, second, last]
+    assert kept["path_homes"] == [first, second, str(calm.base)], "the nearest that exists"
+    assert kept["path_signatures"] == signed((first, second, str(calm.base)))
+    assert receipt.recall(calm.request()) == calm.artifact
+
+
+def test_search_that_looked_up_no_program_rests_on_no_directory_of_path(
+    calm: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm.read.programs.clear()
+    assert kept_path(calm) == {
+        "programs": [], "path": [], "path_homes": [], "path_signatures": [],
+    }  # fmt: skip
+    monkeypatch.setenv("PATH", str(calm.base / "first"))
+    assert receipt.recall(calm.request()) == calm.artifact
+
+
+def a_program(path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+
+
+def test_program_that_is_new_on_path_ends_it_also_in_a_directory_that_was_not_there(
+    calm: Shop,
+) -> None:
+    shutil.rmtree(calm.base / "first")
+    calm.keep()
+    assert receipt.recall(calm.request()) == calm.artifact
+    a_program(calm.base / "first" / "translator")
+    assert receipt.recall(calm.request()) is None
+    shutil.rmtree(calm.base / "first")
+    assert receipt.recall(calm.request()) == calm.artifact
+    a_program(calm.base / "last" / "translator")
+    assert receipt.recall(calm.request()) is None
+
+
+def test_change_of_path_that_leads_to_the_same_programs_does_not_end_it(
+    calm: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm.keep()
+    (calm.base / "first" / "notes.txt").write_text("")
+    assert receipt.recall(calm.request()) == calm.artifact
+    shutil.rmtree(calm.base / "first")
+    assert receipt.recall(calm.request()) == calm.artifact
+    monkeypatch.setenv("PATH", str(calm.base / "bin"))
+    assert receipt.recall(calm.request()) == calm.artifact
+    monkeypatch.setenv("PATH", str(calm.base / "last"))
+    assert receipt.recall(calm.request()) is None
+
+
+def test_file_that_may_become_a_program_has_the_programs_looked_up(calm: Shop) -> None:
+    sleeping = calm.base / "first" / "translator"
+    sleeping.write_text("#!/bin/sh\n")
+    assert kept_path(calm)["path_signatures"] == []
+    assert receipt.recall(calm.request()) == calm.artifact
+    sleeping.chmod(0o755)
+    assert receipt.recall(calm.request()) is None
+
+
+@pytest.mark.parametrize("odd", ["relative", "just changed"])
+def test_path_that_cannot_be_known_by_its_directories_has_the_programs_looked_up(
+    calm: Shop, odd: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if odd == "relative":
+        monkeypatch.chdir(calm.base)
+        monkeypatch.setenv("PATH", f"first:{calm.base}/bin")
+    else:
+        monkeypatch.setattr(digest, "_SETTLED_NS", 60_000_000_000)
+    assert kept_path(calm)["path_signatures"] == []
+    assert receipt.recall(calm.request()) == calm.artifact
 
 
 def test_what_cannot_be_told_from_an_edit_leaves_no_receipt(shop: Shop) -> None:
