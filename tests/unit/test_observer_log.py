@@ -229,6 +229,17 @@ def test_a_link_that_leads_nowhere_also_counts_where_it_leads(tmp_path: Path) ->
     assert absent == {*asked, *far}
 
 
+def test_a_link_is_followed_by_its_whole_name_and_only_if_it_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "good").symlink_to("there")
+    (tmp_path / "badX").symlink_to("missing")
+    asked = (f"{tmp_path}/good/Xm.h", f"{tmp_path}/badX/Xm.h", f"{tmp_path}/badX")
+    assert inputs.of(observed(absent=asked), "/stage").absent == (
+        (str(tmp_path), ("badX", "badX/Xm.h", "missing", "missing/Xm.h")),
+        (f"{tmp_path}/good", ("Xm.h",)),
+    )
+
+
 def test_links_in_a_circle_end(tmp_path: Path) -> None:
     (tmp_path / "n.h").symlink_to("n.h")
     seen = log.Observation({}, {}, frozenset(), frozenset([str(tmp_path / "n.h")]), ())
