@@ -46,6 +46,7 @@ GAPS = {
     "a damaged record": logged(BEGAN, "R 10 7"),
     "a damaged number": logged(BEGAN, "R 10 7 x 9 1.0 /a"),
     "a number too few": logged(BEGAN, "R 10 7  9 1.0 /a"),
+    "an empty number": logged(BEGAN, "R 10  7 8 9 1.0 /a"),
 }
 
 
