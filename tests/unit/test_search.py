@@ -183,6 +183,16 @@ def test_without_any_compiler_every_build_of_these_sources_serves(
     assert compilers.asked == []
 
 
+def test_without_any_compiler_an_entry_is_refused_once(world: World, compilers: Compilers) -> None:
+    world.store().write_bytes(b"CODE")
+    trace = Trace()
+    with pytest.raises(ToolchainError):
+        search.search(world.request(), trace)
+    assert [each[:2] for each in trace.candidates] == [
+        ("store", "refused"), ("store", "none"), ("build", "refused"),
+    ]  # fmt: skip
+
+
 def test_compiler_that_is_there_and_not_known_is_asked_first(
     world: World, compilers: Compilers
 ) -> None:
