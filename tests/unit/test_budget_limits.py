@@ -339,7 +339,7 @@ def test_lock_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
 def test_link_in_the_directorys_place_is_refused_and_the_report_says_so(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(0o700)
     (tmp_path / "run").symlink_to(tmp_path / "real")
-    with pytest.raises(OSError, match="Not a directory|symbolic link"):
+    with pytest.raises(OSError, match=r"Not a directory|symbolic link"):
         budget._open_table(str(tmp_path / "run"), os.geteuid())
     with override(runtime_dir=str(tmp_path / "run")):
         assert budget.shared().describe().refused[0].startswith(f"{tmp_path}/run: ")
