@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import pytest
 from opkiln import plan as plans
 from opkiln.build_model import Plan, Target, Toolchain, TorchSDK
 from opkiln.model import ABI_NONE, ABI_STABLE, PLAIN, OpSpec
+from opkiln.observing.inputs import Inputs
 from opkiln.store import deps, recheck
 
 if TYPE_CHECKING:
@@ -183,6 +185,21 @@ def test_the_text_of_an_inline_source_is_no_file(shop: Workshop) -> None:
     plan = shop.plan(inline=(("a.cpp", "int x;"),))
     found = shop.gather(plan)
     assert "a.cpp" not in [dep.path for dep in found.own]
+
+
+def test_a_name_that_appeared_during_a_compile_is_not_taken_for_one_that_was_read(
+    shop: Workshop,
+) -> None:
+    plan = shop.plan()
+    directory = str(shop.src)
+    for absent, made in (("new.h", "new.h"), ("new", "new/"), ("new.h/", "new.h")):
+        seen = Inputs((), ((directory, (absent,)),), ())
+        deps.gather(plan, shop.read(), recheck.Hasher(), seen=seen)
+        path = shop.src / made
+        path.mkdir() if made.endswith("/") else path.touch()
+        with pytest.raises(deps.Appeared, match=re.escape(made)):
+            deps.gather(plan, shop.read(), recheck.Hasher(), seen=seen)
+        path.rmdir() if made.endswith("/") else path.unlink()
 
 
 def test_present_names_what_a_compiler_could_open(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from opkiln.model import ABI_NONE, ABI_STABLE, ABI_TORCH, PACKAGE, PLAIN, PYTHON
 from opkiln.observing.inputs import Inputs
 from opkiln.store import deps
 from opkiln.store.libraries import Libraries
-from opkiln.store.recheck import Hasher, listing
+from opkiln.store.recheck import Hasher, listing, present
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -305,7 +305,7 @@ def test_names_that_were_looked_for_in_vain_are_watched_where_they_were(shop: Sh
     watched = {(anchor, path) for anchor, path, _ in found.watches}
     assert {("src", "gen"), ("abs", f"{shop.base}/lib")} <= watched
     assert ("abs", "/usr") not in watched
-    assert ("/usr/", listing("/usr", found.names)) in found.external_files
+    assert ("/usr/", listing(present("/usr", found.names))) in found.external_files
     assert "/usr" in [path for path, _ in found.external_directories]
 
 
@@ -376,3 +376,28 @@ def test_files_in_usr_local_are_watched_one_by_one_unless_the_toolkit_is_there(
     tools = plan.toolchain._replace(device=device._replace(home="/usr/local"))
     found = deps.gather(plan._replace(toolchain=tools), [local], Elsewhere())
     assert local not in [path for path, _ in found.external_directories]
+
+
+def test_name_that_was_looked_for_in_vain_and_exists_by_now_is_an_error(shop: Shop) -> None:
+    """What a compiler read is not certain if a file appeared while it looked for it."""
+    (shop.src / "gen").mkdir()
+    plan, gen = shop.plan(), f"{shop.src}/gen"
+
+    def gathered(name: str) -> deps.Dependencies:
+        return shop.gather(plan, [], Inputs((), ((gen, (name,)),)))
+
+    assert "made.h" in gathered("made.h").names
+    made = shop.write("src/gen/made.h")
+    with pytest.raises(deps.Appeared, match=made):
+        gathered("made.h")
+    with pytest.raises(deps.Appeared):
+        gathered("made.h/")  # a directory, where there is a file now
+    Path(made).unlink()
+    Path(made).mkdir()
+    assert "made.h" in gathered("made.h/").names
+    with pytest.raises(deps.Appeared):
+        gathered("made.h")
+    system = f"{shop.base}/usr/include"
+    shop.write("usr/include/made.h")
+    with pytest.raises(deps.Appeared):
+        shop.gather(plan, [], Inputs((), ((system, ("made.h",)),)))

@@ -63,7 +63,7 @@ class Tree:
 
         return [
             (str(self.header), digest(self.header)),
-            (f"{self.usr}/", recheck.listing(f"{self.usr}/", NAMES)),
+            (f"{self.usr}/", recheck.listing(recheck.present(str(self.usr), NAMES))),
         ]
 
     def watches(self) -> list[tuple[str, str, tuple[str, ...]]]:
@@ -118,7 +118,7 @@ def test_names_are_those_of_the_stores_that_exist() -> None:
     """Another name for the same files would lose every entry."""
     own = [("src", "a.cpp", "0" * 64)]
     assert recheck.deps_key(own, "e", [("src", "include", ("a.h",))]) == DEPS_KEY
-    assert recheck.listing("/nowhere", NAMES) == LISTING
+    assert recheck.listing(recheck.present("/nowhere", NAMES)) == LISTING
 
 
 DEPS_KEY = "a707d5231104cefaae1f3aea6a9a4c20de7a075d"

@@ -212,7 +212,10 @@ class _Build:
             read = tuple(dict.fromkeys(path for each in objects for path in each.read))
             if seen is not None:
                 read = tuple(dict.fromkeys((*read, *seen.files)))
-            dependencies = deps.gather(self._plan, read, Hasher(), linked, seen)
+            try:
+                dependencies = deps.gather(self._plan, read, Hasher(), linked, seen)
+            except deps.Appeared:
+                continue
             now = deps.own_digests(self._plan, dependencies)
             # Each object matches the files that it read when it was compiled. If a header was
             # edited between two compiles, one object has the old text and another has the new one.

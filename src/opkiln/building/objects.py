@@ -225,10 +225,13 @@ class _Batch:
         if found is not None:
             read = tuple(dict.fromkeys((*read, *found.files)))
         same = seen is None or inputs.identical(seen, self._stage)
-        if not same or not self._saw(read, self._snapshots.get(step.output, {})):
+        dependencies = None
+        if same and self._saw(read, self._snapshots.get(step.output, {})):
+            with contextlib.suppress(deps.Appeared):
+                dependencies = deps.gather(self._plan, read, Hasher(), seen=found)
+        if dependencies is None:
             self.unsettled[step.output] = _snapshot(list(read))
             return
-        dependencies = deps.gather(self._plan, read, Hasher(), seen=found)
         own = deps.own_digests(self._plan, dependencies)
         result = Compiled(
             step, read, own, completed.output, completed.wall, completed.max_rss, inputs=found

@@ -23,7 +23,7 @@ class Inputs(NamedTuple):
 
     files: tuple[str, ...] = ()  # as the programs spelled them
     # (an existing directory, names below it that were looked for in vain). A name with a slash is
-    # below a directory that does not exist either; one that exists is a directory, not a file.
+    # below a directory that does not exist either; one that ends with a slash is a directory.
     absent: tuple[tuple[str, tuple[str, ...]], ...] = ()
     programs: tuple[str, ...] = ()
 
@@ -55,8 +55,9 @@ def of(observation: Observation, stage: str) -> Inputs:
     files = tuple(each for each in files if each not in directories)
     # PATH's directories differ between shells, and to which programs they lead is known already.
     path = settings.path
-    absent = (each for each in observation.absent if os.path.dirname(each) not in path)
-    unusable = {*filter(counts, absent), *directories}
+    plain = (each.rstrip("/") for each in observation.absent)
+    absent = (each for each in plain if os.path.dirname(each) not in path)
+    unusable = {*filter(counts, absent), *(each.rstrip("/") + "/" for each in directories)}
     return Inputs(files, _summed_up(unusable), observation.programs)
 
 
@@ -87,7 +88,7 @@ def _summed_up(paths: Iterable[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     found: dict[str, set[str]] = {}
     for path in itertools.chain.from_iterable(map(_ways, paths)):
         place = home(os.path.dirname(path.rstrip("/")) or "/")
-        found.setdefault(place, set()).add(path.rstrip("/")[len(place.rstrip("/")) + 1 :])
+        found.setdefault(place, set()).add(path[len(place.rstrip("/")) + 1 :])
     return tuple((place, tuple(sorted(names))) for place, names in sorted(found.items()))
 
 
@@ -101,8 +102,10 @@ def _ways(path: str) -> Iterator[str]:
             link = os.path.dirname(link)
         if not os.path.islink(link) or os.path.exists(link):
             return
-        rest = path[len(link) :].lstrip("/")
-        path = os.path.join(os.path.dirname(link), os.readlink(link), rest)
+        try:
+            path = os.path.join(os.path.dirname(link), os.readlink(link)) + path[len(link) :]
+        except OSError:
+            return  # it was removed just now
 
 
 _MOST_LINKS = 40  # as the kernel has it

@@ -34,7 +34,7 @@ class Observation(NamedTuple):
     read: dict[str, tuple[Identity, ...]]  # every file behind a path: more than one if exchanged
     written: dict[str, str]  # path -> the program that wrote it
     made: frozenset[str]  # written before anything read them: the step's own
-    absent: frozenset[str]  # looked for, did not exist
+    absent: frozenset[str]  # looked for, did not exist; somebody may have made them since
     programs: tuple[str, ...]  # in the order in which they began
 
 
@@ -61,8 +61,8 @@ def parse(log: bytes) -> Observation | None:
     if reading.starting or not reading.begun:
         return None
     read = {path: tuple(identities) for path, identities in reading.read.items()}
-    absent = frozenset(reading.absent - read.keys())
     made = frozenset(reading.made)
+    absent = frozenset(reading.absent - made)
     return Observation(read, reading.written, made, absent, tuple(reading.begun))
 
 

@@ -42,6 +42,10 @@ Place = tuple[str, str]  # (anchor, path below it)
 _INCLUDE_FLAGS = ("-I", "-isystem", "-iquote", "-idirafter")
 
 
+class Appeared(Exception):
+    """A file was made while a compiler was looking for it: what it read is not certain."""
+
+
 class Dep(Record):
     """An own file: its place, and the digest and signature that it had."""
 
@@ -221,7 +225,7 @@ def gather(
     """The dependencies of a build that read these files and linked these libraries.
 
     ``seen`` is what was observed; its files are among those of ``read``. Raises OSError if a file
-    is gone.
+    is gone, and Appeared if a name that was looked for in vain exists by now.
     """
     paths = list(read)
     names = set(_included_names(plan, paths))
@@ -252,11 +256,17 @@ def gather(
     watches = []
     watched: dict[str, tuple[str, str, Signature]] = {}
     for directory in directories:
-        watches.append(Watch(*_directory_place(plan, directory), present(directory, wanted)))
+        there = present(directory, wanted)
+        more.require_absent(directory, there)
+        watches.append(Watch(*_directory_place(plan, directory), there))
         for each in _existing(directory, wanted):
             watched[each] = (*_directory_place(plan, each), Signature.of(each))
     system = [path for path in (*_system(plan), *more.system_directories) if os.path.isdir(path)]
-    listings = [(path + "/", listing(path, wanted)) for path in dict.fromkeys(system)]
+    listings = []
+    for path in dict.fromkeys(system):
+        there = present(path, wanted)
+        more.require_absent(path, there)
+        listings.append((path + "/", listing(there)))
     programs = {path: hasher(path)[0] for path in more.programs}
     listed = tuple(sorted([*external.items(), *programs.items(), *listings]))
     homes = sorted({*system, *(os.path.dirname(path) for path in external)})
@@ -295,14 +305,26 @@ class _Observed:
         self.names: set[str] = set()
         self.directories: list[str] = []  # where names were looked for: the author's
         self.system_directories: list[str] = []
+        self._absent: dict[str, frozenset[str]] = {}
         for directory, absent in seen.absent:
             if _covered(plan, directory + "/"):
                 continue
             if plan.spec.inline and _below(directory + "/", plan.spec.root) is not None:
                 continue  # a directory that only this build has
-            self.names.update(absent)
+            self._absent[directory] = frozenset(absent)
+            self.names.update(name.rstrip("/") for name in absent)
             systems = self._is_systems(directory) or own_place(plan, directory + "/") is None
             (self.system_directories if systems else self.directories).append(directory)
+
+    def require_absent(self, directory: str, there: tuple[str, ...]) -> None:
+        """Compare what exists below a directory with what was looked for there in vain. It must be
+        the list that is recorded: a name that appeared since would be taken for one that was read.
+        Raises Appeared."""
+        absent = self._absent.get(directory, frozenset())
+        for name in there:
+            plain = name.rstrip("/")
+            if plain in absent or (plain + "/" in absent and name == plain):
+                raise Appeared(os.path.join(directory, name))
 
     def _is_systems(self, path: str) -> bool:
         plain = os.path.normpath(path) + "/"

@@ -65,8 +65,9 @@ def present(directory: str, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def listing(directory: str, names: Iterable[str]) -> str:
-    return key("listing", present(directory, names))
+def listing(there: tuple[str, ...]) -> str:
+    """The digest of what ``present`` gives."""
+    return key("listing", there)
 
 
 def deps_key(
@@ -132,7 +133,7 @@ def recheck(
     if not held:
         lists = sidecar()
         files = tuple(
-            (path, listing(path, lists["names"]))
+            (path, listing(present(path, lists["names"])))
             if path.endswith("/")
             else (path, _digest_or_gone(path, hasher))
             for path, _ in lists["external"]
