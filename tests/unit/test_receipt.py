@@ -27,7 +27,7 @@ from opkiln.store import entry
 from opkiln.toolchain import torch_sdk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from opkiln.evidence import Evidence
 
@@ -321,6 +321,36 @@ def test_change_of_path_that_leads_to_the_same_programs_does_not_end_it(
     assert receipt.recall(calm.request()) is None
 
 
+def test_program_in_a_directory_that_is_new_in_front_of_path_ends_it(
+    calm: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_program(calm.base / "front" / "translator")
+    calm.keep()
+    assert receipt.recall(calm.request()) == calm.artifact
+    monkeypatch.setenv("PATH", f"{calm.base}/front:{os.environ['PATH']}")
+    assert receipt.recall(calm.request()) is None
+
+
+def test_directory_of_a_program_that_is_gone_ends_it(calm: Shop) -> None:
+    calm.keep()
+    shutil.rmtree(calm.program.parent)
+    assert receipt.recall(calm.request()) is None
+
+
+def test_programs_are_not_looked_up_where_the_directories_of_path_are_as_they_were(
+    calm: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm.keep()
+    looked_up = receipt.on_path
+
+    def on_path(name: str) -> Iterator[str]:
+        assert name != "translator"
+        return looked_up(name)
+
+    monkeypatch.setattr(receipt, "on_path", on_path)
+    assert receipt.recall(calm.request()) == calm.artifact
+
+
 def test_file_that_may_become_a_program_has_the_programs_looked_up(calm: Shop) -> None:
     sleeping = calm.base / "first" / "translator"
     sleeping.write_text("#!/bin/sh\n")
@@ -336,7 +366,7 @@ def test_path_that_cannot_be_known_by_its_directories_has_the_programs_looked_up
 ) -> None:
     if odd == "relative":
         monkeypatch.chdir(calm.base)
-        monkeypatch.setenv("PATH", f"first:{calm.base}/bin")
+        monkeypatch.setenv("PATH", f"nowhere/bin:first:{calm.base}/bin")
     else:
         ahead = time.time() + 10_000  # by a clock that is ahead, which is no better
         os.utime(calm.base / "first", (ahead, ahead))
