@@ -178,6 +178,9 @@ class Signature(Record):
     write in the same clock tick leaves the times the same. So a signature is not trusted if its
     times are within two seconds of ``read_at``, or after it (a skewed clock). Then the file is
     hashed. A program cannot set back the change time, so an edit under an old mtime is noticed.
+
+    The times of an image's files say nothing (``images``). There the mount takes the place of the
+    change time, and the signature is not trusted if the mount cannot be told from another.
     """
 
     size: int
@@ -189,24 +192,43 @@ class Signature(Record):
     @classmethod
     def of(cls, path: str) -> Signature:
         """The signature of a file that is about to be read. Raises OSError."""
+        from opkiln import images  # not for a hit, which compares what ``signed`` gives
+
         read_at = time.time_ns()
-        size, mtime_ns, ctime_ns, inode = signed((path,))
-        return cls(size, mtime_ns, ctime_ns, inode, read_at)
+        found = os.stat(path)
+        changed = images.change(path, found)
+        if changed is None:
+            changed, read_at = found.st_ctime_ns, _NEVER
+        return cls(found.st_size, found.st_mtime_ns, changed, found.st_ino, read_at)
 
     @property
     def settled(self) -> bool:
         """Whether the file had come to rest when it was read."""
         return max(self.mtime_ns, self.ctime_ns) <= self.read_at - _SETTLED_NS
 
+    @property
+    def known_by_contents(self) -> bool:
+        """Whether nothing but its contents tells this file from another."""
+        return self.read_at == _NEVER
+
+    @property
+    def in_image(self) -> bool:
+        """Whether it holds for as long as an image is mounted."""
+        from opkiln import images
+
+        return images.is_mount(self.ctime_ns)
+
     def holds(self, path: str) -> bool:
         """Whether the file is certainly unchanged. Raises OSError if it is gone."""
-        return self.settled and signed((path,)) == list(self[:-1])
+        return self.settled and Signature.of(path)[:-1] == self[:-1]
 
+
+_NEVER = -(1 << 63)  # a file that was read then would never have come to rest
 
 _SIGNED = attrgetter("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")
 
 
 def signed(paths: Iterable[str]) -> list[int]:
-    """The signatures of files as they are now, without ``read_at``, one after the other. Raises
-    OSError if one is gone."""
+    """The signatures of files as they are now, without ``read_at``, one after the other. Not for
+    files of images. Raises OSError if one is gone."""
     return list(chain.from_iterable(map(_SIGNED, map(os.stat, paths))))

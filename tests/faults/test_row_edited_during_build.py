@@ -106,19 +106,21 @@ def test_sources_that_never_come_to_rest_are_an_error_and_publish_nothing_wrong(
     tmp_path: Path, cache: Path, slow: None
 ) -> None:
     sources = Sources(tmp_path / "src")
-    stop = threading.Event()
+    begun, stop = threading.Event(), threading.Event()
 
     def edit() -> None:
         number = 0
         while not stop.wait(0.05):
             number += 1
             sources.edit(0, number)
+            begun.set()
 
     editor = threading.Thread(target=edit)
     with Loader() as process:
         assert process.load("op", sources.paths[1:]).value == 0
         editor.start()
         try:
+            assert begun.wait(60)  # before that, what was built is right
             process.ask("op", sources.paths[1:])
             answer = process.answer(120)
         finally:

@@ -55,6 +55,31 @@ def test_a_log_with_a_gap_counts_as_no_log(gap: str) -> None:
     assert log.parse(GAPS[gap]) is None
 
 
+def test_a_program_that_a_copy_of_a_shell_starts_leaves_no_gap() -> None:
+    """Process 11 is a subshell. It announces nothing, but its child is observed, so it is."""
+    seen = log.parse(logged(
+        BEGAN, "S 12 12 0 0 0.0 /usr/bin/mv", "B 12 11 0 0 0.0 /usr/bin/mv",
+    ))  # fmt: skip
+    assert seen is not None
+    assert seen.programs == ("/usr/bin/g++", "/usr/bin/mv")
+
+
+def test_a_program_is_known_by_the_path_that_it_was_called_by(tmp_path: Path) -> None:
+    real, link, other = (tmp_path / name for name in ("real", "link", "other"))
+    for path in (real, other):
+        path.write_text("")
+    link.symlink_to(real)
+    seen = log.parse(logged(
+        BEGAN, f"S 11 11 0 0 0.0 {link}", f"B 11 10 0 0 0.0 {real}", f"S 12 12 0 0 0.0 {other}",
+        f"F 12 12 0 0 0.0 {other}", f"N 12 0 0 0 0.0 {other}",
+        "S 13 13 0 0 0.0 as", "B 13 10 0 0 0.0 /usr/bin/as",
+    ))  # fmt: skip
+    assert seen is not None
+    found = inputs.of(seen, str(tmp_path / "stage"))
+    assert found.programs == ("/usr/bin/g++", "/usr/bin/as", str(link))
+    assert found.absent == ((str(tmp_path), ("other",)),)
+
+
 def test_a_program_that_could_not_be_started_leaves_no_gap() -> None:
     tried = ("S 10 10 0 0 0.0 /nowhere/as", "F 10 10 0 0 0.0 /nowhere/as")
     assert log.parse(logged(BEGAN, *tried)) is not None

@@ -35,3 +35,16 @@ def test_its_executions_are_those_of_the_kept_fuzzing_and_nothing_is_open() -> N
     parsers = kept("fuzz.json")
     assert f"{sum(each['executions'] for each in parsers):,} executions" in PAGE
     assert (len(parsers), sum(each["findings"] for each in parsers)) == (13, 0)
+
+
+def test_every_test_that_the_page_of_stale_cases_names_exists() -> None:
+    page = (ROOT / "docs" / "stale-cases.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "Case |" not in line]
+    assert len(rows) > 30
+    for row in rows:
+        tests = row.rpartition(" | ")[2]
+        files = re.findall(r"`((?:build|faults|unit)/test_\w+\.py)`", tests)
+        assert files, row
+        texts = "".join((ROOT / "tests" / each).read_text() for each in files)
+        for name in re.findall(r"`…?(_?\w+?)_?…?`", tests.replace(".py`", "")):
+            assert name in texts, f"{name} is not in {files}"

@@ -224,6 +224,14 @@ class _Batch:
         found = None if seen is None else self._inputs(seen)
         if found is not None:
             read = tuple(dict.fromkeys((*read, *found.files)))
+        elif not listed:
+            raise BuildError(
+                f"op {self._plan.spec.name}: it is not known what {step.source} was compiled from",
+                why=f"{step.argv[0]} was not observed, and it wrote a dependency file that lists "
+                "nothing, not even the source",
+                hint="set CXX to the compiler itself, not to a script; opkiln explain shows which "
+                "one is used",
+            )
         same = seen is None or inputs.identical(seen, self._stage)
         dependencies = None
         if same and self._saw(read, self._snapshots.get(step.output, {})):

@@ -8,9 +8,12 @@ time.
 
 A receipt never says what a full search would not: if a fact does not hold, or something is odd
 about the receipt itself, the full search decides, and leaves a fresh receipt. A hit by receipt
-writes nothing. What is not a file is in the receipt's name: opkiln's version, the spec, the
-settings, the CPU's features, the device architectures, the compiler that PATH leads to, the Python
-and the torch in use.
+writes nothing, with one exception: if a file was saved again, or something appeared in a directory,
+and neither matters, the receipt is renewed, so that the next hit need not look closer again.
+
+What is not a file is in the receipt's name: opkiln's version, the spec, the settings, the CPU's
+features, the device architectures, the compiler that PATH leads to, the Python and the torch in
+use.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import hashlib
 import json
 import os
 import sys
+from itertools import islice
 from typing import Any
 
 from opkiln import __version__, machine, trust
@@ -33,11 +37,11 @@ if TYPE_CHECKING:
     from opkiln.decision.terms import Request
     from opkiln.evidence import Evidence
 
-SCHEMA = 4
+SCHEMA = 5
 
 
 def recall(request: Request) -> Artifact | None:
-    """The artifact, if a receipt says so and all it rests on holds. Writes nothing."""
+    """The artifact, if a receipt says so and all it rests on holds."""
     try:
         place = _place(request, getattr(sys.modules.get("torch"), "__file__", None))
         if place is None:
@@ -49,15 +53,30 @@ def recall(request: Request) -> Artifact | None:
         receipt = json.loads(read_file(path))
         if not _holds(receipt, root):
             return None
-        return _verified(root, receipt)
+        found = _verified(root, receipt)
+        if found is not None and receipt.pop(_RENEWED, False):
+            _renew(path, receipt)
+        return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None  # gone, damaged or of another kind: the full search decides
+
+
+_RENEWED = "renewed"  # in a receipt that differs from its file; never in a file
+
+
+def _renew(path: str, receipt: dict[str, Any]) -> None:
+    try:
+        _put(path, _text(receipt))
+    except OSError:
+        pass  # gone, full or read-only: the next process looks closer, too
 
 
 def _holds(receipt: dict[str, Any], root: str) -> bool:
     if signed(receipt["files"]) != receipt["signatures"] and not _same_contents(receipt):
         return False
     if any(sha256_file(path) != sha256 for path, sha256 in receipt["fresh"]):
+        return False
+    if receipt["images"] and not _same_images(receipt["images"]):
         return False
     if any(map(os.path.lexists, receipt["absent"])):
         return False
@@ -80,23 +99,51 @@ def _same_path(receipt: dict[str, Any]) -> bool:
 
 
 def _same_programs(receipt: dict[str, Any]) -> bool:
-    """Whether PATH leads to the same programs."""
+    """Whether PATH leads to the same programs: most likely another one was installed."""
+    now = {}
+    if (
+        receipt["path_signatures"]
+        and list(settings.path[: len(receipt["path"])]) == receipt["path"]
+    ):
+        now = _looked_up(dict(receipt["programs"]))  # before anything is looked up
     for name, paths in receipt["programs"]:
         found = on_path(name)
         if [next(found, None) for _ in paths] != paths:
             return False
+    if now.get("path_signatures"):
+        receipt.update(now)
+        receipt[_RENEWED] = True
     return True
 
 
 def _same_contents(receipt: dict[str, Any]) -> bool:
     """Whether the files with another signature than before are those with a digest, and have it:
     somebody saved a source again, or copied the whole tree."""
-    files, then, digests = receipt["files"], receipt["signatures"], receipt["digests"]
-    now = signed(files)
-    return all(
-        now[place : place + 4] == then[place : place + 4] or digests.get(path) == sha256_file(path)
-        for place, path in zip(range(0, len(now), 4), files, strict=True)
+    then, digests = receipt["signatures"], receipt["digests"]
+    now = [Signature.of(path) for path in receipt["files"]]  # before anything is hashed
+    same = all(
+        [*each[:4]] == then[place : place + 4]
+        or (path in digests and sha256_file(path) == digests[path])
+        for place, path, each in zip(range(0, len(then), 4), receipt["files"], now, strict=True)
     )
+    if same:
+        _note(receipt, "signatures", now)
+    return same
+
+
+def _note(receipt: dict[str, Any], name: str, now: list[Signature]) -> None:
+    """Take new signatures of files or directories that were found to be the same."""
+    if all(each.settled and not each.in_image for each in now):
+        receipt[name] = _numbers(now)
+        receipt[_RENEWED] = True
+
+
+def _same_images(signatures: list[list[Any]]) -> bool:
+    """Whether the images that hold these files are those that were mounted then."""
+    from opkiln import images
+
+    images.forget()
+    return all(Signature(*facts).holds(path) for path, *facts in signatures)
 
 
 def _same_names(receipt: dict[str, Any], root: str) -> bool:
@@ -106,7 +153,11 @@ def _same_names(receipt: dict[str, Any], root: str) -> bool:
     from opkiln.store.recheck import present
 
     names = read_sidecar(os.path.dirname(os.path.join(root, receipt["payload"])))["names"]
-    return all(list(present(path, names)) == there for path, there in receipt["watches"])
+    now = [Signature.of(path) for path in receipt["directories"]]  # before anything is looked up
+    same = all(list(present(path, names)) == there for path, there in receipt["watches"])
+    if same:
+        _note(receipt, "directory_signatures", now)
+    return same
 
 
 def _verified(root: str, receipt: dict[str, Any]) -> Artifact | None:
@@ -179,9 +230,14 @@ def write(request: Request, artifact: Artifact, read: Evidence) -> None:
         }
         if not _holds(receipt, root):
             return  # something was edited meanwhile, or cannot be told from what was
-        _put(path, json.dumps(receipt, separators=(",", ":")))
+        receipt.pop(_RENEWED, None)
+        _put(path, _text(receipt))
     except OSError:
         return  # gone, full or read-only: later loads take the full search
+
+
+def _text(receipt: dict[str, Any]) -> str:
+    return json.dumps(receipt, separators=(",", ":"))
 
 
 def _facts(read: Evidence) -> dict[str, Any]:
@@ -189,18 +245,27 @@ def _facts(read: Evidence) -> dict[str, Any]:
     signatures of many as one list of numbers. Raises OSError."""
     files: dict[str, list[Any]] = {each: [*Signature.of(each), ""] for each in _own_code()}
     files |= read.files | read.entry_files
-    settled = {path: facts for path, facts in files.items() if Signature(*facts[:-1]).settled}
-    directories = read.directories.values()
-    at_rest = all(Signature(*facts).settled for facts in directories)
+    signatures = {path: Signature(*facts[:-1]) for path, facts in files.items()}
+    directories = {path: Signature(*facts) for path, facts in read.directories.items()}
+    mounted = {path: each for path, each in (signatures | directories).items() if each.in_image}
+    settled = {path: files[path] for path, each in signatures.items()
+               if each.settled and not each.in_image}  # fmt: skip
+    others = {path: each for path, each in directories.items() if not each.in_image}
+    at_rest = all(each.settled for each in others.values())
     return {
         "files": list(settled),
         "signatures": _numbers(settled.values()),
         "digests": {path: facts[-1] for path, facts in settled.items() if facts[-1]},
         # Saved just before they were read: their signatures prove nothing.
-        "fresh": [[path, facts[-1]] for path, facts in files.items() if path not in settled],
-        "directories": list(read.directories),
+        "fresh": [
+            [path, facts[-1]]
+            for path, facts in files.items()
+            if path not in settled and path not in mounted
+        ],
+        "images": [[path, *each] for path, each in mounted.items()],
+        "directories": list(others),
         # Empty, and so never equal: the names are looked up.
-        "directory_signatures": _numbers(directories) if at_rest else [],
+        "directory_signatures": _numbers(others.values()) if at_rest else [],
         # A program that is named by its path is one of the files.
         **_looked_up({name: found for name, found in read.programs.items() if found != [name]}),
     }
@@ -220,7 +285,7 @@ def _looked_up(programs: dict[str, list[str | None]]) -> dict[str, Any]:
     signatures = [Signature.of(home) for home in homes]
     enough = (
         all(map(os.path.isabs, longest))
-        and all(each.settled for each in signatures)
+        and all(each.settled and not each.in_image for each in signatures)
         and not any(
             os.path.lexists(other := os.path.join(directory, name)) and other not in found
             for (name, found), directories in zip(programs.items(), searched, strict=True)
@@ -232,7 +297,7 @@ def _looked_up(programs: dict[str, list[str | None]]) -> dict[str, Any]:
         "path": longest,
         "path_homes": homes,
         # Empty, and so never equal: the programs are looked up.
-        "path_signatures": _numbers(map(list, signatures)) if enough else [],
+        "path_signatures": _numbers(signatures) if enough else [],
     }
 
 
@@ -249,9 +314,9 @@ def _nearest(directory: str) -> str:
     return directory or "."
 
 
-def _numbers(facts: Iterable[list[Any]]) -> list[int]:
+def _numbers(facts: Iterable[Iterable[Any]]) -> list[int]:
     """As ``digest.signed`` gives them."""
-    return [number for each in facts for number in each[:4]]
+    return [number for each in facts for number in islice(each, 4)]
 
 
 def _torch(request: Request) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-from opkiln import evidence
+from opkiln import evidence, images
 from opkiln import plan as plans
 from opkiln.arch import cpu
 from opkiln.decision import archs, policy, prebuilt
@@ -35,6 +35,7 @@ def search(request: Request, trace: Trace) -> Serve | Build:
     plans.check(spec)  # before its name becomes part of a path
     if request.use == LOAD:
         require_cpu(spec, request.target)
+    images.forget()
     with evidence.collecting() as read:
         compilers = _Compilers(request, trace)
         found = compilers.look(read)

@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
     # (an existing directory, names below it that were looked for in vain). A name with a slash is
     # below a directory that does not exist either; one that ends with a slash is a directory.
     absent: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    programs: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ()  # by the paths that they were called by
 
 
 def identical(observation: Observation, stage: str) -> bool:
@@ -57,8 +57,19 @@ def of(observation: Observation, stage: str) -> Inputs:
     path = settings.path
     plain = (each.rstrip("/") for each in observation.absent)
     absent = (each for each in plain if os.path.dirname(each) not in path)
+    programs = _programs(observation.programs, filter(counts, observation.called))
     unusable = {*filter(counts, absent), *(each.rstrip("/") + "/" for each in directories)}
-    return Inputs(files, _summed_up(unusable), observation.programs)
+    return Inputs(files, _summed_up(unusable), programs)
+
+
+def _programs(begun: tuple[str, ...], called: Iterable[str]) -> tuple[str, ...]:
+    """The programs by the paths that they were called by, which may lead elsewhere later. Those
+    without one (the first, and those found on PATH) by their own."""
+    found = dict.fromkeys(begun)
+    for path in called:
+        found.pop(os.path.realpath(path), None)
+        found[path] = None
+    return tuple(found)
 
 
 def union(parts: Iterable[Inputs]) -> Inputs:

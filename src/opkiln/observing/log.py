@@ -36,6 +36,7 @@ class Observation(NamedTuple):
     made: frozenset[str]  # written before anything read them: the step's own
     absent: frozenset[str]  # looked for, did not exist; somebody may have made them since
     programs: tuple[str, ...]  # in the order in which they began
+    called: tuple[str, ...] = ()  # the absolute paths that programs were started by
 
 
 def read(path: str) -> Observation | None:
@@ -63,7 +64,8 @@ def parse(log: bytes) -> Observation | None:
     read = {path: tuple(identities) for path, identities in reading.read.items()}
     made = frozenset(reading.made)
     absent = frozenset(reading.absent - made)
-    return Observation(read, reading.written, made, absent, tuple(reading.begun))
+    programs, called = tuple(reading.begun), tuple(reading.called)
+    return Observation(read, reading.written, made, absent, programs, called)
 
 
 class _Reading:
@@ -75,8 +77,10 @@ class _Reading:
         self.made: set[str] = set()
         self.absent: set[str] = set()
         self.begun: dict[str, None] = {}  # the programs
+        self.called: dict[str, None] = {}  # by these paths, which may be links
         self.starting: set[int] = set()  # processes whose program has not announced itself yet
         self._running: dict[int, str] = {}  # the program of each process
+        self._observed: set[int] = set()  # said themselves that they will run another program
 
     def take(self, fields: list[str]) -> bool:
         """Add a record; False for a gap. Raises ValueError, IndexError for a damaged one."""
@@ -98,18 +102,28 @@ class _Reading:
 
     def _start(self, kind: str, process: int, first: int, path: str) -> bool:
         if kind == BEGAN:
-            # Its parent must be known, but for that of the first: no program may be in between.
-            if self._running and first not in self._running and process not in self._running:
+            # No program that is not observed may be in between, but for that of the first. So its
+            # parent must be known, or the process was observed before: a shell's child that is a
+            # copy of the shell announces no program.
+            known = first in self._running or process in self._running or process in self._observed
+            if self._running and not known:
                 return False
+            self._observed.discard(process)
             self._running[process] = path
             self.begun[path] = None
             self.starting.discard(process)
         elif kind == STARTS:
+            if path.startswith("/"):
+                self.called[path] = None
+            if first == process:
+                self._observed.add(process)
             # A spawned child is recorded by its parent, perhaps after it has begun.
             if first == process or first not in self._running:
                 self.starting.add(first)
         elif kind == FAILED:
             self.starting.discard(process)
+            self._observed.discard(process)
+            self.called.pop(path, None)
         else:
             return False  # a record was lost
         return True

@@ -252,6 +252,7 @@ int truncate(const char* path, off_t size) { CHANGE(REAL(truncate)(path, size), 
   record('S', getpid(), NULL, NULL, path);     \
   const int got = call;                        \
   record('F', getpid(), NULL, NULL, path);     \
+  if (strchr(path, '/')) looked(got, AT_FDCWD, path); \
   return got;
 
 int execve(const char* path, char* const argv[], char* const envp[]) { EXECUTE(syscall(SYS_execve, path, argv, envp)) }
@@ -265,6 +266,7 @@ int execvpe(const char* path, char* const argv[], char* const envp[]) { EXECUTE(
     pid_t child = 0;                                                                                  \
     const int got = REAL(name)(&child, path, actions, attributes, argv, envp);                        \
     if (got == 0) record('S', child, NULL, NULL, path);                                               \
+    if (got == ENOENT && path[0] == '/') record('N', 0, NULL, NULL, path);                            \
     if (got == 0 && pid) *pid = child;                                                                \
     return got;                                                                                       \
   }

@@ -26,6 +26,11 @@ _PREFIX_MAPS = (
     Anchored("-ffile-prefix-map=", "src", "", "=/opkiln/src"),
 )
 
+# __TIMESTAMP__ is a source's modification time: a touch, or another checkout, would change the
+# output. With these it is the date that __DATE__ gives, which SOURCE_DATE_EPOCH fixes.
+TIMESTAMP = "-D__TIMESTAMP__=__DATE__"
+REDEFINED = "-Wno-builtin-macro-redefined"
+
 
 def prefix_maps(spec: OpSpec, device: DeviceCompiler | None = None) -> tuple[Anchored, ...]:
     """The flags that keep the paths of this machine out of the output."""

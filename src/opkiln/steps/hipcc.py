@@ -17,6 +17,8 @@ from opkiln.errors import SpecError
 from opkiln.model import ABI_TORCH, EXECUTABLE, OpSpec
 from opkiln.steps import flags as taken
 from opkiln.steps.arguments import (
+    REDEFINED,
+    TIMESTAMP,
     anchored,
     author_flags,
     depfile_name,
@@ -104,6 +106,7 @@ def compile_step(
         arguments.append("-fPIC")
     arguments += hip.flags(hip.parse(";".join(target.archs)))
     arguments += prefix_maps(spec)
+    arguments += [REDEFINED, TIMESTAMP]
     # hipcc makes names of internal device symbols from this; by default, from the source's path.
     arguments.append(f"-cuid={key('cuid', (spec.name, output))[:16]}")
     arguments += HIP_DEFINES

@@ -6,6 +6,8 @@ from opkiln.arch import cpu
 from opkiln.build_model import Anchored, Arg, Step, Target, Toolchain
 from opkiln.model import ABI_NONE, ABI_STABLE, ABI_TORCH, EXECUTABLE, PYTHON, ROCM, OpSpec
 from opkiln.steps.arguments import (
+    REDEFINED,
+    TIMESTAMP,
     anchored,
     author_flags,
     depfile_name,
@@ -47,6 +49,7 @@ def compile_step(
         chosen = cpu.CPU(target.cpu, target.cpu_features)
         arguments += cpu.flags(chosen, target.machine, toolchain.accepts)
     arguments += prefix_maps(spec, toolchain.device)
+    arguments += [REDEFINED, TIMESTAMP]
     if toolchain.family == "gcc":
         arguments.append(f"-frandom-seed={output}")
     if target.backend == ROCM:

@@ -14,6 +14,8 @@ from opkiln.build_model import Anchored, Arg, Step, Target, Toolchain
 from opkiln.errors import SpecError
 from opkiln.model import ABI_TORCH, EXECUTABLE, OpSpec
 from opkiln.steps.arguments import (
+    REDEFINED,
+    TIMESTAMP,
     anchored,
     author_flags,
     depfile_name,
@@ -85,6 +87,7 @@ def compile_step(
         arguments.append(Anchored("--threads=", "threads", ""))
     maps = prefix_maps(spec, device)
     arguments += [each._replace(prefix=f"-Xcompiler={each.prefix}") for each in maps]
+    arguments += [f"-Xcompiler={REDEFINED}", TIMESTAMP]
     # nvcc makes the names of internal symbols from the source's path. Give it a fixed path.
     arguments.append(f"-Xcudafe=--orig_src_path_name=/opkiln/src/{output}")
     if spec.abi == ABI_TORCH:

@@ -12,6 +12,8 @@ from opkiln.errors import ToolchainError
 from opkiln.model import EXECUTABLE, OpSpec
 from opkiln.steps import host
 from opkiln.steps.arguments import (
+    REDEFINED,
+    TIMESTAMP,
     anchored,
     author_flags,
     depfile_name,
@@ -62,6 +64,7 @@ def compile_step(
     if spec.kind != EXECUTABLE:
         arguments.append("-fPIC")
     arguments += prefix_maps(spec)
+    arguments += [REDEFINED, TIMESTAMP]
     arguments += host.torch_defines(spec, toolchain)
     arguments += flags.get("cppflags", ())
     arguments += author_flags(spec, spec.cxx_args)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from opkiln import images
 from opkiln.build_model import Plan
 from opkiln.digest import LARGEST, Signature, key, read_file
 from opkiln.model import ABI_NONE, ABI_TORCH, PACKAGE, PYTHON
@@ -227,6 +228,7 @@ def gather(
     ``seen`` is what was observed; its files are among those of ``read``. Raises OSError if a file
     is gone, and Appeared if a name that was looked for in vain exists by now.
     """
+    images.forget()
     paths = list(read)
     names = set(_included_names(plan, paths))
     for path in paths:
@@ -271,12 +273,15 @@ def gather(
     listed = tuple(sorted([*external.items(), *programs.items(), *listings]))
     homes = sorted({*system, *(os.path.dirname(path) for path in external)})
     # Package managers replace files, which changes the directory. People overwrite files in place,
-    # which does not, so programs and the files in /usr/local are watched one by one.
+    # which does not. So what people put there is watched one by one: programs, files in /usr/local,
+    # the libraries that the op names, and the parts of a compiler that is not the system's.
     home = "" if plan.toolchain.device is None else plan.toolchain.device.home
+    asked = () if linked is None else linked.names
     local = sorted(
         path
         for path in external
-        if path.startswith("/usr/local/") and _below(os.path.normpath(path), home) is None
+        if os.path.basename(path) in asked
+        or (_is_users(plan, path) and _below(os.path.normpath(path), home) is None)
     )
     singly = dict.fromkeys((*homes, *local, *programs))
     return Dependencies(
@@ -333,6 +338,15 @@ class _Observed:
         if any(_below(plain, directory) is not None for directory in self._authors):
             return False
         return plain.startswith(self._systems) or plain == "/"
+
+
+def _is_users(plan: Plan, path: str) -> bool:
+    """Whether no package manager of the system looks after an external file. A compiler's headers
+    are left out: they are many, and who replaces one replaces all."""
+    if path.startswith("/usr/local/"):
+        return True
+    headers = any(_below(path, directory) is not None for directory in _system(plan))
+    return not headers and not path.startswith(_SYSTEM)
 
 
 def _compilers(plan: Plan) -> set[str]:

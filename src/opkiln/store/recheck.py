@@ -127,22 +127,35 @@ def recheck(
     for anchor, path, names in watches:
         evidence.watch(os.path.join(places[anchor], path), names)
     digest = recorded["external"]
-    held = not external or all(_holds(path, fields) for path, *fields in recorded["external_dirs"])
-    for path, *fields in recorded["external_dirs"] if external else ():
-        evidence.entry_file(path, fields if held else None)
-    if not held:
+    looked_at = recorded["external_dirs"] if external else ()
+    touched = {path for path, *fields in looked_at if not _holds(path, fields)}
+    for path, *fields in looked_at:
+        evidence.entry_file(path, None if path in touched else fields)
+    if touched:
         lists = sidecar()
+        signed = {path for path, *_ in looked_at}
         files = tuple(
-            (path, listing(present(path, lists["names"])))
-            if path.endswith("/")
-            else (path, _digest_or_gone(path, hasher))
-            for path, _ in lists["external"]
+            (path, _now(path, sha, lists["names"], touched, signed, hasher))
+            for path, sha in lists["external"]
         )
         if (now := key("external", files)) != digest:
             before_files = dict(lists["external"])
             changed += [f"{path} changed" for path, sha in files if before_files[path] != sha]
             digest = now
     return deps_key(own, digest, watches), changed
+
+
+def _now(
+    path: str, then: str, names: list[str], touched: set[str], signed: set[str], hasher: Hasher
+) -> str:
+    """The digest of an external file, or of which names exist below a directory (``a/``).
+
+    A file is hashed if its own signature has changed; if it has none, if that of its directory has.
+    """
+    if path.endswith("/"):
+        return listing(present(path, names))
+    watched = path if path in signed else os.path.dirname(path)
+    return _digest_or_gone(path, hasher) if watched in touched else then
 
 
 def _digest_or_gone(path: str, hasher: Hasher) -> str:

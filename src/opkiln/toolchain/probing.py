@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from opkiln import evidence
-from opkiln.digest import Signature, key, read_file
+from opkiln.digest import Signature, key, read_file, sha256_file
 from opkiln.settings import settings
 from opkiln.trust import claim, make_private
 
@@ -21,7 +21,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 def recall(directories: tuple[str, ...], subject: str) -> dict[str, Any] | None:
@@ -35,13 +35,24 @@ def _recall(directory: str, subject: str) -> dict[str, Any] | None:
         record = json.loads(read_file(_path(directory, subject)))
         if record["schema"] != SCHEMA or record["subject"] != subject:
             return None
-        for path, *fields in record["signatures"]:
-            if not Signature(*fields).holds(path):
-                return None
-            evidence.file(path, fields)
+        signatures = [_still(record, *signed) for signed in record["signatures"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return dict(record)
+    if None in signatures:
+        return None
+    return {**record, "signatures": signatures}
+
+
+def _still(record: dict[str, Any], path: str, *fields: int) -> list[Any] | None:
+    """A path and its signature if the file is unchanged. Of an image that was mounted again, the
+    contents tell, and the signature is a new one. Raises OSError."""
+    known: Signature = Signature(*fields)
+    if not known.holds(path):
+        known = Signature.of(path)
+        if path not in record["digests"] or sha256_file(path) != record["digests"][path]:
+            return None
+    evidence.file(path, known)
+    return [path, *known]
 
 
 def remember(
@@ -63,10 +74,17 @@ def remember(
         return
     try:
         signed = [(path, Signature.of(path)) for path in files]
+        of_images = [path for path, sig in signed if sig.in_image or sig.known_by_contents]
+        digests = {path: sha256_file(path) for path in of_images if not os.path.isdir(path)}
     except OSError:
         return
-    signatures = [[path, *sig._replace(read_at=asked_at or sig.read_at)] for path, sig in signed]
-    record = {**facts, "schema": SCHEMA, "subject": subject, "signatures": signatures}
+    signatures = [
+        [path, *sig._replace(read_at=min(asked_at or sig.read_at, sig.read_at))]
+        for path, sig in signed
+    ]
+    record = {
+        **facts, "schema": SCHEMA, "subject": subject, "signatures": signatures, "digests": digests,
+    }  # fmt: skip
     temporary = f"{_path(directories[0], subject)}.{os.getpid()}-{os.urandom(6).hex()}"
     try:
         if claim(os.path.dirname(directories[0])):

@@ -1,0 +1,141 @@
+"""Files whose times say nothing: those of images, whose maker chose every time.
+
+Elsewhere a kernel writes a file's change time whenever the file changes, so equal times mean an
+unchanged file. In squashfs, erofs and other images two different files may agree in inode, size and
+all times. And one image may be mounted in place of another, under the same device number and the
+same mount id. Such a file is known by its contents. That it is still the same file is remembered
+for as long as the image stays mounted: the kernel gives every mount a number that it never uses
+twice (since 6.8), and every attached disk (since 5.15).
+
+- An *image* is a file system that cannot be written (``_IMAGES``), or a disk's that is mounted
+  read-only. Of these, files with times as makers of images leave them count: no change time of its
+  own, or one in whole seconds. Others were written by a kernel.
+- Of an overlay, the files of lower layers on other file systems, and those with whole seconds.
+- Of FUSE (squashfuse, for one), those with whole seconds.
+
+Not noticed: a disk that is mounted writable, made by a tool that sets all times, and exchanged for
+another; an image that a server exports; an image file that is overwritten while it is mounted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+
+_IMAGES = frozenset(("cramfs", "erofs", "iso9660", "romfs", "squashfs", "udf"))
+
+_SECOND = 1_000_000_000
+# Before the earliest time of any file system, so that no change time is taken for a mount.
+_FIRST = -(1 << 62)
+
+_kinds: dict[int, tuple[str, bool, int]] = {}  # device -> _mount()
+_marks: dict[int, int] = {}  # device -> _mark()
+
+
+def forget() -> None:
+    """A decision or a build begins. Since the last one, something may have been mounted."""
+    _kinds.clear()
+    _marks.clear()
+
+
+def change(path: str, found: os.stat_result) -> int | None:
+    """What changes whenever a file does: its change time, or the mount of the image it is in.
+
+    ``found`` is what ``stat`` says of it. None if nothing does: then its contents decide.
+    """
+    changed = found.st_ctime_ns
+    whole = changed % _SECOND == 0
+    if not whole and changed != found.st_mtime_ns:
+        return changed  # a kernel wrote it
+    device = found.st_dev
+    known = _kinds.get(device)  # once: another thread may forget
+    if known is None:
+        known = _kinds[device] = _mount(path)
+    kind, read_only, own = known
+    if kind in _IMAGES or read_only:
+        made = True
+    elif kind == "overlay":
+        made = whole or device != own
+    else:
+        made = whole and (not kind or kind.startswith("fuse"))
+    if not made:
+        return changed
+    mark = _marks.get(device)
+    if mark is None:
+        mark = _marks[device] = _mark(path, device)
+    return mark or None
+
+
+def is_mount(number: int) -> bool:
+    """Whether a number of ``change`` stands for a mount."""
+    return number < _FIRST
+
+
+def _mount(path: str) -> tuple[str, bool, int]:
+    """(type, whether it is read-only, device) of the file system that a path leads to.
+
+    Read-only only counts for a disk and an overlay: a network file system is written to elsewhere.
+    """
+    try:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        try:
+            told = _read(f"/proc/self/fdinfo/{fd}")
+        finally:
+            os.close(fd)
+        number = told.partition("mnt_id:")[2].split(None, 1)[0]
+        for line in _read("/proc/self/mountinfo").splitlines():
+            first, _, last = line.partition(" - ")
+            words, more = first.split(" "), last.split(" ")
+            if words[0] == number:
+                major, minor = map(int, words[2].split(":"))
+                local = more[0] == "overlay" or more[1].startswith("/dev/")
+                read_only = local and "ro" in more[-1].split(",")
+                return more[0], read_only, os.makedev(major, minor)
+    except (OSError, ValueError, IndexError):
+        pass  # no /proc: the times alone must tell
+    return "", False, 0
+
+
+def _mark(path: str, device: int) -> int:
+    """A number that no other mount has: no other image, and not this one mounted again. 0 if this
+    kernel has none."""
+    try:
+        boot = _read("/proc/sys/kernel/random/boot_id")
+        mount = _unique_id(path)
+        if mount is None:
+            if not os.major(device):
+                return 0
+            place = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/diskseq"
+            mount = f"disk {_read(place)}"
+    except OSError:
+        return 0
+    digest = hashlib.sha256(f"{boot} {mount}".encode()).digest()
+    return _FIRST - 1 - int.from_bytes(digest[:7], "big")
+
+
+_UNIQUE_ID = 0x4000  # STATX_MNT_ID_UNIQUE
+_AT_FDCWD = -100
+
+
+def _unique_id(path: str) -> str | None:
+    import ctypes
+
+    statx = getattr(ctypes.CDLL(None), "statx", None)
+    found = ctypes.create_string_buffer(256)
+    if statx is None or statx(_AT_FDCWD, os.fsencode(path), 0, _UNIQUE_ID, found) != 0:
+        return None
+    if not int.from_bytes(found.raw[:4], sys.byteorder) & _UNIQUE_ID:
+        return None
+    return found.raw[0x90:0x98].hex()  # stx_mnt_id
+
+
+def _read(path: str) -> str:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        parts = []
+        while part := os.read(fd, 1 << 16):
+            parts.append(part)
+    finally:
+        os.close(fd)
+    return os.fsdecode(b"".join(parts))

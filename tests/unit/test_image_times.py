@@ -1,0 +1,117 @@
+"""Whose times say nothing, and what takes their place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from opkiln import images
+from opkiln.digest import Signature
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DISK, ANONYMOUS = os.makedev(7, 0), os.makedev(0, 45)
+WHOLE = 1_600_000_000_000_000_000  # a second
+KERNELS = WHOLE + 123_456_789
+MOUNT = images._FIRST - 5
+
+
+def _change(
+    monkeypatch: pytest.MonkeyPatch,
+    mount: tuple[str, bool, int],
+    *,
+    device: int,
+    changed: int,
+    modified: int,
+) -> int | None:
+    found = SimpleNamespace(st_ctime_ns=changed, st_mtime_ns=modified, st_dev=device)
+    images.forget()
+    monkeypatch.setattr(images, "_mount", lambda path: mount)
+    monkeypatch.setattr(images, "_mark", lambda path, device: MOUNT)
+    try:
+        return images.change("file", cast("os.stat_result", found))
+    finally:
+        images.forget()
+
+
+BY_CONTENTS = {
+    "squashfs": (("squashfs", True, DISK), DISK, WHOLE, WHOLE),
+    "erofs with the time of its file": (("erofs", True, DISK), DISK, KERNELS, KERNELS),
+    "erofs without a disk": (("erofs", True, ANONYMOUS), ANONYMOUS, KERNELS, KERNELS),
+    "a disk image that is mounted read-only": (("ext4", True, DISK), DISK, WHOLE, WHOLE + 1),
+    "btrfs, mounted read-only": (("btrfs", True, ANONYMOUS), ANONYMOUS, WHOLE, WHOLE),
+    "a lower layer": (("overlay", False, ANONYMOUS), ANONYMOUS + 1, KERNELS, KERNELS),
+    "a lower layer on the same disk": (("overlay", False, ANONYMOUS), ANONYMOUS, WHOLE, WHOLE),
+    "an overlay that is read-only": (("overlay", True, ANONYMOUS), ANONYMOUS, KERNELS, KERNELS),
+    "squashfuse": (("fuse.squashfuse", True, ANONYMOUS), ANONYMOUS, WHOLE, WHOLE),
+    "where /proc is not mounted": (("", False, 0), ANONYMOUS, WHOLE, WHOLE),
+}
+
+
+@pytest.mark.parametrize("name", BY_CONTENTS)
+def test_the_mount_stands_for_a_time_that_somebody_chose(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount, device, changed, modified = BY_CONTENTS[name]
+    found = _change(monkeypatch, mount, device=device, changed=changed, modified=modified)
+    assert found == MOUNT
+    assert images.is_mount(MOUNT)
+
+
+BY_TIME = {
+    "a checkout": (("ext4", False, DISK), DISK, KERNELS, KERNELS),
+    "a disk that was made by a tool, mounted writable": (("ext4", False, DISK), DISK, WHOLE, WHOLE),
+    "a network file system with whole seconds": (
+        ("lustre", False, ANONYMOUS), ANONYMOUS, WHOLE, WHOLE,
+    ),
+    "a file that was written in a container": (
+        ("overlay", False, ANONYMOUS), ANONYMOUS, KERNELS, KERNELS,
+    ),
+    "a container's file, unpacked on a disk": (
+        ("overlay", False, ANONYMOUS), ANONYMOUS + 1, KERNELS, WHOLE,
+    ),
+    "a disk that was written by a kernel, mounted read-only": (
+        ("ext4", True, DISK), DISK, KERNELS, WHOLE,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_TIME)
+def test_a_time_that_a_kernel_wrote_is_believed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount, device, changed, modified = BY_TIME[name]
+    found = _change(monkeypatch, mount, device=device, changed=changed, modified=modified)
+    assert found == changed
+
+
+def test_a_file_of_a_mount_without_a_number_is_never_taken_for_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("1")
+    monkeypatch.setattr(images, "change", lambda path, found: None)
+    signature = Signature.of(str(path))
+    assert signature.known_by_contents
+    assert not signature.settled
+    assert not signature.holds(str(path))
+
+
+def test_what_is_mounted_is_asked_of_the_system() -> None:
+    kind, read_only, device = images._mount("/proc/self/status")
+    assert (kind, read_only, device) == ("proc", False, os.stat("/proc").st_dev)
+
+
+def test_a_mount_has_one_number_in_all_processes() -> None:
+    code = "import os, sys; from opkiln import images; "
+    code += "print(images._mark('/proc', os.stat('/proc').st_dev))"
+    command = [sys.executable, "-c", code]
+    numbers = {subprocess.run(command, check=True, capture_output=True).stdout for _ in range(2)}
+    assert len(numbers) == 1
+    if numbers == {b"0\n"}:
+        pytest.skip("this kernel gives mounts no numbers (Linux before 6.8)")
+    assert images.is_mount(int(numbers.pop()))
