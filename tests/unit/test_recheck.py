@@ -274,17 +274,41 @@ def test_what_did_not_hold_is_noted_with_its_signature_of_now(tree: Tree) -> Non
     assert read.directories[str(tree.include)][:4] == signed((str(tree.include),))
 
 
-def test_one_directory_that_was_touched_has_all_of_them_looked_up_again(tree: Tree) -> None:
+def test_one_directory_that_was_touched_has_all_of_the_authors_looked_up_again(
+    tree: Tree,
+) -> None:
     tree.recorded["dirs"].append(["src", "", *at_rest(tree.base / "src")])
-    tree.recorded["external_dirs"].append([str(tree.base / "usr"), *at_rest(tree.base / "usr")])
     os.utime(tree.base / "src", (1, 1))
-    os.utime(tree.base / "usr", (1, 1))
     read = tree.noted()
     then = tree.recorded["dirs"][0][2:]
     assert read.directories[str(tree.include)][:4] == then[:4]
     assert read.directories[str(tree.include)][4] != then[4], "it was read again"
-    then = tree.recorded["external_dirs"][0][1:]
-    assert read.entry_files[str(tree.usr)][4] != then[4]
+
+
+def test_directory_of_the_system_that_was_touched_is_the_only_one_that_is_looked_at_again(
+    tree: Tree,
+) -> None:
+    more = tree.write("usr/share/more")
+    tree.recorded["external_dirs"].append([str(more.parent), *at_rest(more.parent)])
+    tree.lists["external"].append([str(more), sha256(more)])
+    files = tuple((path, sha) for path, sha in tree.lists["external"])
+    tree.recorded["external"] = key("external", files)
+    name = tree.check()[0]
+    os.utime(more.parent, (1, 1))
+    tree.header.write_text("// in place")  # which its directory does not show
+    assert tree.check() == (name, [])
+    read = tree.noted()
+    assert read.entry_files[str(tree.usr)][:5] == tree.recorded["external_dirs"][0][1:6]
+    assert read.entry_files[str(more.parent)][:4] == signed((str(more.parent),))[:4]
+    more.write_text("// replaced")
+    assert tree.check()[1] == [f"{more} changed"]
+
+
+def test_file_of_the_system_with_a_signature_of_its_own_is_looked_at_by_that(tree: Tree) -> None:
+    tree.recorded["external_dirs"].append([str(tree.header), *at_rest(tree.header)])
+    assert tree.check() == (tree.name, [])
+    tree.header.write_text("// in place")
+    assert tree.check()[1] == [f"{tree.header} changed"]
 
 
 def test_system_is_not_noted_where_there_is_no_compiler(tree: Tree) -> None:
