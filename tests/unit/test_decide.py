@@ -403,6 +403,7 @@ def test_request_that_is_no_load_wants_a_native_version(world: World) -> None:
     assert world.request(BUILD).must_be_native
     assert world.request(SHIP).must_be_native
     assert Request(world.op()).use == LOAD
+    assert not Request(world.op()).must_be_native
 
 
 def test_request_runs_here_for_a_load_and_is_for_elsewhere_when_shipped_or_crossed(
