@@ -10,6 +10,7 @@
 #   make test-sycl   the SYCL example on Intel's runtime compiler (installs 1.6 GB beside .venv)
 #   make test-torches   one wheel of ops on several torches (installs them, gigabytes)
 #   make test-aarch64   kernels and ops for aarch64 (apt-get install g++-aarch64-linux-gnu qemu-user)
+#   make mutants   which changes to the code that decides no test notices; MODULE=store/recheck for one
 #   make bench   side by side with the peers (installs them into an environment of their own)
 
 PYTHON ?= python3
@@ -19,12 +20,13 @@ PYTEST ?=
 JOBS   ?= auto
 SEED   ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 TORCHES ?= 2.10.0 2.14.1
+MODULE  ?=
 
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
 
 .PHONY: all setup demo test lint unit test-full test-random test-faults test-sanitize test-deepspeed \
-	test-packages test-sycl test-torches test-aarch64 bench docs clean
+	test-packages test-sycl test-torches test-aarch64 mutants bench docs clean
 
 all: test
 
@@ -83,6 +85,10 @@ test-torches: $(STAMP)
 
 test-aarch64: $(STAMP)
 	$(RUN) -m pytest -rs tests/build/test_aarch64.py tests/ops/test_vec.py $(PYTEST)
+
+mutants: $(STAMP)
+	$(RUN) -m pip install -q --group mutants
+	$(RUN) tests/mutants/run.py $(MODULE)
 
 bench:
 	$(PYTHON) bench/setup.py

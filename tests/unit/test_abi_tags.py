@@ -36,6 +36,7 @@ def test_pythons_patch_release_and_torchs_runtime_may_differ(built: str, here: s
         ("cpython-313-3.13.0", "cpython-313t-3.13.0"),
         ("cpython-311-3.11.7", "cpython-311d-3.11.7"),
         ("cpython-311-3.11.7", "none"),
+        ("cpython-311", "cpython-312"),
         ("torch-stable-2.10-cpython-311-3.11.7", "torch-stable-2.10"),
         ("torch-stable-2.10", "torch-stable-2.11"),
     ],

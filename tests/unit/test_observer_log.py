@@ -46,6 +46,8 @@ GAPS = {
     "a lost record": logged(BEGAN, "X 0 0 0 0 0.0 too long"),
     "a damaged record": logged(BEGAN, "R 10 7"),
     "a damaged number": logged(BEGAN, "R 10 7 x 9 1.0 /a"),
+    "a number too few": logged(BEGAN, "R 10 7  9 1.0 /a"),
+    "an empty number": logged(BEGAN, "R 10  7 8 9 1.0 /a"),
 }
 
 
@@ -104,6 +106,124 @@ def test_a_child_may_begin_before_its_parent_has_recorded_it() -> None:
     assert log.parse(logged(BEGAN, *records)).complete
 
 
+def test_a_log_file_is_read_as_it_is_and_a_missing_one_counts_as_no_log(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    assert log.read(str(path)) is None
+    path.write_bytes(logged(BEGAN) + b"N 10 0 0 0 0.0 /src/\xff\r\n.h\0")
+    found = log.read(str(path))
+    assert found is not None
+    assert found.absent == {os.fsdecode(b"/src/\xff\r\n.h")}
+
+
+def test_a_file_is_the_steps_own_if_it_was_written_before_anything_read_it() -> None:
+    found = log.parse(logged(
+        BEGAN,
+        "W 10 0 0 0 0.0 /tmp/first.s", "R 10 7 8 9 1.0 /tmp/first.s",
+        "R 10 7 8 9 1.0 /src/cache.gch", "W 10 0 0 0 0.0 /src/cache.gch",
+    ))  # fmt: skip
+    assert found is not None
+    assert found.made == {"/tmp/first.s"}
+    assert set(found.written) == {"/tmp/first.s", "/src/cache.gch"}
+
+
+def test_a_write_of_a_process_that_did_not_announce_itself_has_no_program() -> None:
+    found = log.parse(logged(BEGAN, "W 99 0 0 0 0.0 /tmp/x"))
+    assert found is not None
+    assert found.written == {"/tmp/x": ""}
+
+
+def test_every_file_that_was_behind_a_path_is_kept_once() -> None:
+    one, other = "R 10 7 8 9 1.5 /a", "R 10 7 9 9 1.5 /a"
+    found = log.parse(logged(BEGAN, one, other, one))
+    assert found is not None
+    assert [each.inode for each in found.read["/a"]] == [8, 9]
+
+
+def test_a_process_may_become_another_program_and_a_program_may_run_twice() -> None:
+    found = log.parse(logged(
+        "B 10 1 0 0 0.0 /bin/sh", "S 10 10 0 0 0.0 /usr/bin/g++", "B 10 1 0 0 0.0 /usr/bin/g++",
+        "W 10 0 0 0 0.0 /stage/a.o",
+        "S 11 11 0 0 0.0 as", "B 11 10 0 0 0.0 /usr/bin/as",
+        "S 12 12 0 0 0.0 as", "B 12 10 0 0 0.0 /usr/bin/as",
+    ))  # fmt: skip
+    assert found is not None
+    assert found.programs == ("/bin/sh", "/usr/bin/g++", "/usr/bin/as")
+    assert found.written == {"/stage/a.o": "/usr/bin/g++"}
+
+
+def test_a_running_program_that_starts_another_and_is_not_replaced_leaves_a_gap() -> None:
+    exec_without_a_word = logged(BEGAN, "S 10 10 0 0 0.0 /static")
+    assert log.parse(exec_without_a_word) is None
+
+
+def observed(
+    *read: str, made: tuple[str, ...] = (), absent: tuple[str, ...] = ()
+) -> log.Observation:
+    """A step that read these files as they are now; those that are not there, as they once were."""
+    gone = log.Identity(0, 0, 0, 0)
+    files = {path: (log.Identity.now(path) if os.path.exists(path) else gone,) for path in read}
+    return log.Observation(files, {}, frozenset(made), frozenset(absent), ("/usr/bin/g++",))
+
+
+def test_what_a_step_made_itself_may_change_afterwards(tmp_path: Path) -> None:
+    stage, made, source = tmp_path / "stageX", tmp_path / "made.s", tmp_path / "a.h"
+    source.write_text("1")
+    seen = observed(f"{stage}/t.s", str(made), "/proc/self/none", str(source), made=(str(made),))
+    assert inputs.identical(seen, str(stage))
+    assert inputs.identical(seen, f"{stage}/")
+    source.write_text("22")
+    assert not inputs.identical(seen, str(stage))
+
+
+def test_a_directory_beside_the_stage_is_not_the_steps_own(tmp_path: Path) -> None:
+    beside = tmp_path / "stage2" / "a.h"
+    assert not inputs.identical(observed(str(beside)), str(tmp_path / "stage"))
+    beside.parent.mkdir()
+    beside.write_text("1")
+    stage = str(tmp_path / "stageX")
+    seen = observed(str(beside), f"{stage}/b.h")
+    assert inputs.of(seen, stage).files == (str(beside),)
+    assert inputs.of(seen, f"{stage}/").files == (str(beside),)
+
+
+def test_inputs_are_what_was_read_and_neither_devices_nor_what_the_step_made(
+    tmp_path: Path,
+) -> None:
+    first, second, made = (str(tmp_path / name) for name in ("b.h", "a.h", "made.s"))
+    seen = observed(first, "/dev/null", "/proc/cpuinfo", "/sys/x", made, second, made=(made,),
+                    absent=(made, "/dev/none", str(tmp_path / "c.h")))  # fmt: skip
+    found = inputs.of(seen, "/stage")
+    assert found.files == (first, second)
+    assert found.programs == ("/usr/bin/g++",)
+    assert found.absent == ((str(tmp_path), ("c.h",)),)
+
+
+def test_names_that_the_search_along_path_missed_are_not_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{tmp_path}/more")
+    (tmp_path / "bin").mkdir()
+    seen = observed(absent=(f"{tmp_path}/bin/as", f"{tmp_path}/bin/sub/x", f"{tmp_path}/as"))
+    assert inputs.of(seen, "/stage").absent == (
+        (str(tmp_path), ("as",)), (f"{tmp_path}/bin", ("sub/x",)),
+    )  # fmt: skip
+
+
+def test_an_absent_directory_and_an_absent_name_below_the_root_are_summed_up() -> None:
+    nowhere = "no-such-directory-of-opkiln"
+    seen = observed(absent=(f"/{nowhere}/a.h", f"/{nowhere}/MAX/"))
+    assert inputs.of(seen, "/stage").absent == (("/", (f"{nowhere}/MAX", f"{nowhere}/a.h")),)
+
+
+def test_the_inputs_of_several_steps_are_joined_in_order_and_without_repeats() -> None:
+    one = inputs.Inputs(("/b", "/a"), (("/y", ("2", "1")), ("/x", ("1",))), ("g++", "as"))
+    other = inputs.Inputs(("/a", "/c"), (("/y", ("3", "1")),), ("as", "ld"))
+    assert inputs.union([one, other]) == inputs.Inputs(
+        ("/b", "/a", "/c"), (("/x", ("1",)), ("/y", ("1", "2", "3"))), ("g++", "as", "ld")
+    )
+    assert inputs.union([]) == inputs.Inputs()
+
+
 def test_a_file_that_was_exchanged_between_two_reads_is_not_identical(tmp_path: Path) -> None:
     path = tmp_path / "n.h"
     path.write_text("1")
@@ -122,10 +242,10 @@ def test_a_file_that_was_exchanged_between_two_reads_is_not_identical(tmp_path: 
 
 def test_absent_names_are_summed_up_by_the_nearest_directory_that_exists(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    names = ("a/x.h", "a/b/c/y.h", "a/b/z.h", "stage/t.s")
+    names = ("a/x.h", "a/X", "a/b/c/y.h", "a/b/z.h", "stage/t.s")
     absent = frozenset(str(tmp_path / name) for name in names)
     found = inputs.of(log.Observation({}, {}, frozenset(), absent, ()), str(tmp_path / "stage"))
-    assert found.absent == ((str(tmp_path / "a"), ("b/c/y.h", "b/z.h", "x.h")),)
+    assert found.absent == ((str(tmp_path / "a"), ("X", "b/c/y.h", "b/z.h", "x.h")),)
 
 
 def test_a_link_that_leads_nowhere_also_counts_where_it_leads(tmp_path: Path) -> None:
@@ -142,6 +262,17 @@ def test_a_link_that_leads_nowhere_also_counts_where_it_leads(tmp_path: Path) ->
     }
     far = {str(tmp_path / "far" / "n.h"), str(tmp_path / "missing" / "two" / "m.h")}
     assert absent == {*asked, *far}
+
+
+def test_a_link_is_followed_by_its_whole_name_and_only_if_it_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "good").symlink_to("there")
+    (tmp_path / "badX").symlink_to("missing")
+    asked = (f"{tmp_path}/good/Xm.h", f"{tmp_path}/badX/Xm.h", f"{tmp_path}/badX")
+    assert inputs.of(observed(absent=asked), "/stage").absent == (
+        (str(tmp_path), ("badX", "badX/Xm.h", "missing", "missing/Xm.h")),
+        (f"{tmp_path}/good", ("Xm.h",)),
+    )
 
 
 def test_a_file_that_appears_while_it_is_looked_for_stays_absent() -> None:

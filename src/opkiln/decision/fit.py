@@ -111,7 +111,7 @@ def _other_abi(request: Request, built: str) -> Fit | None:
 def _comparable(tag: str) -> str:
     """A tag without torch's runtime and without Python's patch release, whose ABI is its minor's;
     the store's keys have both."""
-    tag, python, release = tag.partition("-cpython-" if "-cpython-" in tag else "cpython-")
+    tag, python, release = tag.partition("cpython-")
     kept = (part for part in tag.split("-") if part.rstrip("0123456789") not in _RUNTIMES)
     return "-".join(kept) + python + release.partition("-")[0]
 

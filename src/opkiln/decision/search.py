@@ -48,7 +48,8 @@ def search(request: Request, trace: Trace) -> Serve | Build:
         decided = compilers.build()
     except ToolchainError as error:
         # No compiler here can be used, so any build of the sources as they are will do.
-        found = None if compilers.unusable else built(request, request.target, None, trace)
+        seen = compilers.unusable or compilers.looked_at_any
+        found = None if seen else built(request, request.target, None, trace)
         if found is None:
             if compilers.unusable is None and request.build_error is None:
                 why = "; ".join(error.why.splitlines())
@@ -65,6 +66,7 @@ class _Compilers:
         self.request, self.trace = request, trace
         self.forbidden = policy.why_not_compile(request)
         self.unusable: ToolchainError | None = None  # why they cannot make what is wanted
+        self.looked_at_any = False  # whether any build of the sources would have served
         target, memory = request.target, request.store.memory
         self.tools = choice.recall(memory, target.backend, target.machine)
         self.fitted = target
@@ -85,6 +87,7 @@ class _Compilers:
             trace.add("store", "none", "the compiler is not known yet", request.store.root or "")
         else:
             found = built(request, self.fitted, self.tools, trace)
+            self.looked_at_any = self.tools is None
             if self.tools is not None:
                 choice.add_evidence(request.store.memory, target.backend, self.tools)
             elif self.forbidden or self.unusable:

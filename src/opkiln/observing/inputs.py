@@ -113,7 +113,7 @@ def _summed_up(paths: Iterable[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
     def home(directory: str) -> str:
         if directory not in existing:
-            there = directory == "/" or os.path.isdir(directory)
+            there = os.path.isdir(directory)  # at the latest, the root
             existing[directory] = directory if there else home(os.path.dirname(directory))
         return existing[directory]
 

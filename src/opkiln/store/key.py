@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from opkiln.build_model import Anchored, Plan, Step, Target
+from opkiln.build_model import Plan, Step, Target
 from opkiln.digest import key
 from opkiln.model import PACKAGE, PLAN_VERSION, ROCM, OpSpec
 
@@ -59,11 +59,7 @@ def step_inputs(plan: Plan, step: Step) -> tuple[Any, ...]:
     tools = {plan.toolchain.cxx, plan.toolchain.launcher}
     if device is not None:
         tools |= {device.path, device.host}
-    arguments = tuple(
-        tuple(argument) if isinstance(argument, Anchored) else argument
-        for argument in step.argv
-        if argument not in tools
-    )
+    arguments = tuple(argument for argument in step.argv if argument not in tools)
     return (step.kind, step.output, arguments)
 
 

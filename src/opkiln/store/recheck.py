@@ -131,7 +131,8 @@ def recheck(
         )
         for (_, path, before), (_, _, after) in zip(watches, now_watches, strict=True):
             changed += [
-                f"{path}/{name} is new on the include path" for name in set(after) - set(before)
+                f"{path}/{name} is new on the include path"
+                for name in sorted(set(after) - set(before))
             ]
         watches = now_watches
     for anchor, path, names in watches:

@@ -1,0 +1,387 @@
+"""What the budget counts, where its lock file is, and what a report and an error say of it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from opkiln.engine import budget, cgroup, events, slots
+from opkiln.errors import BuildCancelled, BuildTimeout
+from opkiln.settings import override
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from opkiln.engine.events import Event
+
+GIB = 1 << 30
+
+
+def measured(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    quota: float | None = None,
+    cpus: frozenset[int] | None = None,
+    limit: int | None = None,
+    total: int = 100 * GIB,
+    memory: int | None = None,
+) -> budget.Limits:
+    """The limits of a process on CPUs 4 to 7, under these limits of its cgroup."""
+    for name, value in (
+        ("cpu_quota", quota), ("cpus", cpus), ("memory_limit", limit), ("total_memory", total),
+    ):  # fmt: skip
+        monkeypatch.setattr(cgroup, name, lambda root, value=value: value)
+    with override(memory=memory):
+        return budget.measure("/", {7, 6, 5, 4})
+
+
+def test_slots_are_the_cpus_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measured(monkeypatch)
+    assert found == budget.Limits(
+        (4, 5, 6, 7), 80 * GIB, 20 * GIB, "CPU affinity", "80% of the machine's memory"
+    )
+
+
+def test_quota_below_the_affinity_bounds_the_slots_and_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = measured(monkeypatch, quota=1.5)
+    assert (found.slots, found.cpus_from) == ((4, 5), "cgroup quota of 1.5 CPUs")
+    assert found.share == 40 * GIB
+    for quota in (4.0, 6.0):
+        found = measured(monkeypatch, quota=quota)
+        assert (found.slots, found.cpus_from) == ((4, 5, 6, 7), "CPU affinity")
+        assert found.share == 20 * GIB
+
+
+def test_memory_is_shared_by_all_cpus_of_the_group_or_of_its_quota(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = frozenset(range(16))
+    assert measured(monkeypatch, cpus=group).share == 5 * GIB
+    assert measured(monkeypatch, cpus=group, quota=8.0).share == 10 * GIB
+    assert measured(monkeypatch, cpus=group, quota=99.0).share == 5 * GIB
+    assert measured(monkeypatch, cpus=frozenset({0})).share == 16 * GIB
+
+
+def test_memory_is_that_of_the_setting_the_group_or_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = measured(monkeypatch, limit=10 * GIB)
+    assert (found.memory, found.memory_from) == (8 * GIB, "80% of the cgroup's limit")
+    found = measured(monkeypatch, limit=100 * GIB)
+    assert (found.memory, found.memory_from) == (80 * GIB, "80% of the machine's memory")
+    found = measured(monkeypatch, limit=10 * GIB, memory=5)
+    assert (found.memory, found.memory_from, found.share) == (5, "OPKILN_MEMORY", 1)
+    assert measured(monkeypatch, memory=3).share == 1, "a share is never nothing"
+
+
+def test_own_cpus_are_those_that_the_kernel_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def affinity(pid: int) -> set[int]:
+        asked.append(pid)
+        return {3, 1}
+
+    monkeypatch.setattr(os, "sched_getaffinity", affinity)
+    monkeypatch.setattr(cgroup, "cpu_quota", lambda root: None)
+    assert budget.measure().slots == (1, 3)
+    assert asked == [0]
+
+
+def a_budget(limits: int, table: slots.Table, *refused: str) -> budget.Budget:
+    return budget.Budget(
+        budget.Limits(tuple(range(limits)), 4 * GIB, GIB, "a", "b"), table, refused
+    )
+
+
+def test_step_takes_a_slot_for_each_share_of_memory_that_it_begins() -> None:
+    one = a_budget(4, slots.Table(None, -1))
+    assert [one.slots_for(memory) for memory in (0, 1, GIB, GIB + 1, 4 * GIB, 99 * GIB)] == [
+        1, 1, 1, 2, 4, 4,
+    ]  # fmt: skip
+
+
+def test_report_has_the_numbers_the_place_and_every_refusal() -> None:
+    table = slots.Table("/run/slots", -1)
+    one = a_budget(2, table, "/first: refused")
+    with override(max_jobs=3):
+        assert one.describe() == budget.Description(
+            one.limits, 3, "/run/slots", ("/first: refused",)
+        )
+    table.broken = "no locks"
+    with override(max_jobs=None):
+        assert one.describe() == budget.Description(
+            one.limits, None, None, ("/first: refused", "no locks")
+        )
+
+
+def test_wait_that_is_given_up_names_the_holder_if_it_is_known() -> None:
+    error = budget._no_free_cpu(1.50, 77)
+    assert error.what == "gave up waiting for a free CPU: pid 77 holds one or is next"
+    assert error.why == (
+        "no build step of this user on this host ended in 1.5 s (OPKILN_BUILD_TIMEOUT)"
+    )
+    assert error.hint == "ps -o pid,stat,etime,args -p 77"
+    for unknown in (0, None):
+        error = budget._no_free_cpu(2.0, unknown)
+        assert error.what == (
+            "gave up waiting for a free CPU: another process holds one or is next"
+        )
+        assert error.hint == "ps -o pid,stat,etime,args -x"
+
+
+# The wait
+
+
+class Scripted(slots.Table):
+    """A table whose slots are all taken until a time, with a clock that only waits move."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, free_at: float, next_in_line: bool) -> None:
+        super().__init__(None, -1)
+        self.now, self.free_at, self.next_in_line = 100.0, 100.0 + free_at, next_in_line
+        self.waits: list[float] = []
+        self.joined = 0
+        self.changes: list[float] = []  # when a slot changes hands
+        patch.setattr(budget.time, "monotonic", lambda: self.now)
+        patch.setattr(budget.random, "uniform", lambda low, high: (low + high) / 2)
+        patch.setattr(self.changed, "wait", self._wait)
+
+    def _wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        self.now += seconds
+
+    def join(self, ask: slots.Ask) -> None:
+        self.joined += 1
+
+    def leave(self, ask: slots.Ask) -> None:
+        self.joined -= 1
+
+    def take(self, ask: slots.Ask) -> tuple[int, ...]:
+        return (0,) if self.now >= self.free_at else ()
+
+    def is_next(self, ask: slots.Ask) -> bool:
+        return self.next_in_line
+
+    def holder(self, ask: slots.Ask) -> int | None:
+        return 77
+
+    def holders(self, ask: slots.Ask) -> tuple[object, ...]:
+        return ("held", sum(self.now - 100 >= each for each in self.changes))
+
+    def give(self, taken: tuple[int, ...]) -> None:
+        assert taken == (0,)
+
+
+def test_wait_looks_again_soon_at_first_and_then_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = Scripted(monkeypatch, free_at=1.0, next_in_line=True)
+    with a_budget(1, table).hold() as taken:
+        assert taken == (0,)
+    expected, pause = [], 0.007
+    while sum(expected) < 1.0:
+        pause = min(pause * 1.5, 0.05)
+        expected.append(0.75 * pause)
+    assert table.waits == pytest.approx(expected)
+    behind = Scripted(monkeypatch, free_at=2.0, next_in_line=False)
+    with a_budget(1, behind).hold():
+        pass
+    assert max(behind.waits) == pytest.approx(0.75 * 0.2)
+
+
+def test_waiter_is_told_whom_it_waits_for_about_once_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = Scripted(monkeypatch, free_at=3.5, next_in_line=True)
+    told: list[tuple[int, float]] = []
+    with a_budget(1, table).hold(waiting=lambda pid, seconds: told.append((pid, seconds))):
+        pass
+    assert [pid for pid, _ in told] == [77] * 4
+    assert [seconds for _, seconds in told] == pytest.approx([0.2, 1.2, 2.2, 3.2], abs=0.2)
+    quick = Scripted(monkeypatch, free_at=0.1, next_in_line=True)
+    with a_budget(1, quick).hold(waiting=lambda pid, seconds: told.append((pid, seconds))):
+        pass
+    assert len(told) == 4
+
+
+def test_wait_ends_when_no_slot_has_changed_hands_for_as_long_as_its_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def given_up(*changes: float, limit: float) -> float:
+        table = Scripted(monkeypatch, free_at=99.0, next_in_line=True)
+        table.changes = list(changes)
+        with (
+            pytest.raises(BuildTimeout, match="pid 77 holds one"),
+            a_budget(1, table).hold(limit=limit),
+        ):
+            pytest.fail("there was no free slot")
+        assert table.joined == 0
+        return table.now - 100
+
+    # The holders are looked at with each call: first after 0.2 s, then every second.
+    assert given_up(limit=0.1) == pytest.approx(0.1, abs=0.1)
+    assert given_up(limit=5.0) == pytest.approx(5.2, abs=0.2)
+    assert given_up(3.0, limit=5.0) == pytest.approx(8.3, abs=0.3)
+
+
+def test_wait_that_is_cancelled_says_so_and_leaves_the_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = Scripted(monkeypatch, free_at=99.0, next_in_line=True)
+    cancelled = threading.Event()
+
+    def cancel(pid: int, seconds: float) -> None:
+        cancelled.set()
+
+    told = "^the build was cancelled while it waited for a free CPU$"
+    with (
+        pytest.raises(BuildCancelled, match=told),
+        a_budget(1, table).hold(cancelled=cancelled, waiting=cancel),
+    ):
+        pytest.fail("there was no free slot")
+    assert table.joined == 0
+    assert table.now < 101
+
+
+# The place of the lock file
+
+
+def test_budget_is_one_object_for_each_combination_of_settings(tmp_path: Path) -> None:
+    with override(runtime_dir=str(tmp_path / "a"), memory=GIB):
+        one = budget.shared()
+        assert budget.shared() is one
+        assert one.limits.memory == GIB
+        assert one.describe().where == str(tmp_path / "a" / "slots")
+    with override(runtime_dir=str(tmp_path / "b"), memory=GIB):
+        assert budget.shared() is not one
+    with override(runtime_dir=str(tmp_path / "a"), memory=2 * GIB):
+        other = budget.shared()
+        assert other is not one
+        assert other._table is one._table
+    with override(runtime_dir=str(tmp_path / "a"), memory=GIB, tmpdir=str(tmp_path)):
+        assert budget.shared() is not one
+
+
+def places(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], tuple[str, ...], list[str]]:
+    """(where the lock file is looked for, why each was refused, what was told), if none will do."""
+    tried: list[str] = []
+
+    def refuse(place: str, uid: int) -> slots.Table:
+        assert uid == os.geteuid()
+        tried.append(place)
+        raise OSError(30, f"no {len(tried)}")
+
+    monkeypatch.setattr(budget, "_open_table", refuse)
+    notes: list[Event] = []
+    with events.listening(notes.append):
+        table, refused = budget._find_table()
+    assert table is budget._alone
+    assert {note.kind for note in notes} == {events.NOTE}
+    return tried, refused, [note.data["text"] for note in notes]
+
+
+def test_lock_file_is_in_the_chosen_directory_in_memory_or_among_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uid = os.geteuid()
+    usual = [f"/dev/shm/opkiln-{uid}", f"{tmp_path}/opkiln-{uid}"]
+    with override(runtime_dir="/chosen", tmpdir=str(tmp_path)):
+        tried, refused, told = places(monkeypatch)
+    assert tried == ["/chosen", *usual]
+    assert refused == ("/chosen: no 1", f"{usual[0]}: no 2", f"{usual[1]}: no 3")
+    assert told == [
+        "OPKILN_RUNTIME_DIR is not used: /chosen: no 1",
+        "the build budget applies to this process only: " + "; ".join(refused),
+    ]
+    with override(runtime_dir=None, tmpdir=None):
+        tried, refused, told = places(monkeypatch)
+    assert tried == [usual[0], f"/tmp/opkiln-{uid}"]
+    assert len(told) == 1
+
+
+def test_lock_file_and_its_directory_are_private_and_opened_once(tmp_path: Path) -> None:
+    place, uid = str(tmp_path / "run"), os.geteuid()
+    old = os.umask(0)
+    try:
+        table = budget._open_table(place, uid)
+    finally:
+        os.umask(old)
+    assert table.path == f"{place}/slots"
+    assert stat.S_IMODE(os.stat(place).st_mode) == 0o700
+    assert stat.S_IMODE(os.stat(f"{place}/slots").st_mode) == 0o600
+    open_files = os.listdir("/proc/self/fd")
+    assert budget._open_table(place, uid) is table
+    assert os.listdir("/proc/self/fd") == open_files
+    os.unlink(f"{place}/slots")
+    assert budget._open_table(place, uid) is not table
+
+
+def test_lock_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(0o700)
+    (tmp_path / "run" / "slots").symlink_to(tmp_path / "elsewhere")
+    open_files = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="symbolic link"):
+        budget._open_table(str(tmp_path / "run"), os.geteuid())
+    assert os.listdir("/proc/self/fd") == open_files
+    assert not (tmp_path / "elsewhere").exists()
+    budget._open_table(str(tmp_path / "other"), os.geteuid())  # nor to a file that is open already
+    (tmp_path / "run" / "slots").unlink()
+    (tmp_path / "run" / "slots").symlink_to(tmp_path / "other" / "slots")
+    with pytest.raises(OSError, match="symbolic link"):
+        budget._open_table(str(tmp_path / "run"), os.geteuid())
+
+
+def test_link_in_the_directorys_place_is_refused_and_the_report_says_so(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(0o700)
+    (tmp_path / "run").symlink_to(tmp_path / "real")
+    with pytest.raises(OSError, match=r"Not a directory|symbolic link"):
+        budget._open_table(str(tmp_path / "run"), os.geteuid())
+    with override(runtime_dir=str(tmp_path / "run")):
+        assert budget.shared().describe().refused[0].startswith(f"{tmp_path}/run: ")
+    assert os.listdir(tmp_path / "real") == []
+
+
+def test_fifo_in_the_directorys_place_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run")
+    with pytest.raises(NotADirectoryError):
+        budget._open_table(str(tmp_path / "run"), os.geteuid())
+
+
+def test_forked_child_has_a_budget_although_a_thread_of_its_parent_was_asking_for_it(
+    tmp_path: Path,
+) -> None:
+    with override(runtime_dir=str(tmp_path / "run")):
+        budget.shared()
+        with budget._lock:  # as another thread would hold it
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if budget.shared().describe().where else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o750])
+def test_directory_that_others_may_read_will_do(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    budget._require_private(os.stat(tmp_path), os.geteuid())
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o1777])
+def test_directory_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(PermissionError) as raised:
+        budget._require_private(os.stat(tmp_path), os.geteuid())
+    assert raised.value.strerror == f"others may write to it (mode {mode:o})"
+    assert raised.value.errno == 1
+
+
+def test_directory_of_another_user_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    uid = os.geteuid()
+    with pytest.raises(PermissionError) as raised:
+        budget._require_private(os.stat(tmp_path), uid + 1)
+    assert raised.value.strerror == f"it belongs to uid {uid}, not to {uid + 1}"
+    assert raised.value.errno == 1

@@ -1,0 +1,453 @@
+"""The one decision, without a compiler: in which order candidates serve, and what stands in."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import TYPE_CHECKING
+
+import pytest
+from sample.decisions import World
+
+from opkiln.decision import decide, policy, receipt
+from opkiln.decision.terms import (
+    BUILD,
+    CACHED,
+    LOAD,
+    SHIP,
+    WOULD_COMPILE,
+    WOULD_FAIL,
+    WOULD_FALL_BACK,
+    Build,
+    Reference,
+    Refuse,
+    Request,
+    Serve,
+    Summary,
+    Trace,
+    summary,
+)
+from opkiln.errors import (
+    ArchError,
+    BuildError,
+    CompilingOff,
+    FallbackWarning,
+    LoadError,
+    ReloadError,
+    SealedError,
+    SpecError,
+    ToolchainError,
+    UsageError,
+)
+from opkiln.model import BUILDER, CALL, CUDA, ONE_CALL, XPU, Artifact
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from opkiln.decision.terms import Outcome
+
+
+@pytest.fixture
+def world(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, unsealed: None) -> World:
+    return World(tmp_path, cache, monkeypatch)
+
+
+def served(outcome: Outcome) -> tuple[str, str]:
+    """(the library, where it comes from)."""
+    assert isinstance(outcome, Serve), outcome
+    return outcome.artifact.path, outcome.artifact.origin
+
+
+def steps(outcome: Outcome) -> list[tuple[str, str]]:
+    return [(each.resort, each.verdict) for each in outcome.trace.candidates]
+
+
+# The order
+
+
+def test_what_the_package_carries_goes_before_a_receipt_and_a_receipt_before_the_search(
+    world: World,
+) -> None:
+    built = world.store(b"built")
+    outcome = decide.decide(world.request())
+    assert served(outcome) == (str(built), "store")
+    assert isinstance(outcome, Serve)
+    assert outcome.read is not None, "a full search says what it read"
+    world.leave_receipt(built)
+    outcome = decide.decide(world.request())
+    assert served(outcome) == (str(built), "store")
+    assert isinstance(outcome, Serve)
+    assert outcome.read is None
+    (candidate,) = outcome.trace.candidates
+    assert candidate == ("store", "taken", "nothing it rests on has changed", str(built))
+    carried = world.carry(b"carried")
+    assert served(decide.decide(world.request())) == (str(carried), "prebuilt")
+
+
+def test_a_build_for_other_machines_looks_at_the_users_own_store_alone(world: World) -> None:
+    world.carry()
+    built = world.store(b"built")
+    world.leave_receipt(built)
+    outcome = decide.decide(world.request(SHIP))
+    assert served(outcome) == (str(built), "store")
+    assert isinstance(outcome, Serve)
+    assert outcome.read is not None
+    assert [each.resort for each in outcome.trace.candidates] == ["store"]
+
+
+def test_a_build_for_here_takes_what_the_package_carries(world: World) -> None:
+    carried = world.carry()
+    assert served(decide.decide(world.request(BUILD))) == (str(carried), "prebuilt")
+
+
+def test_mode_source_ignores_what_packages_carry(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.carry()
+    monkeypatch.setenv("OPKILN_MODE", "source")
+    assert isinstance(decide.decide(world.request()), Refuse)
+
+
+def test_shared_wheels_are_looked_for_on_the_absolute_directories_of_sys_path(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, working = world.base / "site", world.base / "working"
+    for place in (site, working):
+        world.add(place / "opkiln_prebuilt" / "wheel", str(place).encode())
+    working.joinpath("opkiln_prebuilt", "file").write_text("not a layer")
+    monkeypatch.chdir(working)
+    monkeypatch.setattr(sys, "path", ["", ".", "nowhere", str(site / "none"), *sys.path])
+    assert not isinstance(decide.decide(world.request()), Serve)
+    monkeypatch.setattr(sys, "path", ["", str(site / "none"), str(site), *sys.path])
+    path, origin = served(decide.decide(world.request()))
+    assert path.startswith(f"{site}/opkiln_prebuilt/wheel/v1/ops/dist/op/")
+    assert origin == "prebuilt"
+
+
+def test_what_one_call_compiles_belongs_to_no_package_that_could_carry_it(world: World) -> None:
+    world.spec = world.spec._replace(distribution=ONE_CALL)
+    found = world.package / "prebuilt/v1/ops" / ONE_CALL / "op"
+    found.mkdir(parents=True)
+    assert decide._installed_layers(world.spec) == []
+    own = world.spec._replace(distribution="dist")
+    assert decide._installed_layers(own) == []
+    (found.parent.parent / "dist" / "op").mkdir(parents=True)
+    assert decide._installed_layers(own) == [str(world.package / "prebuilt/v1")]
+
+
+def test_an_artifact_that_could_not_be_opened_is_not_remembered_again(world: World) -> None:
+    built = world.store()
+    world.leave_receipt(built)
+    request = world.request()
+    request.cannot_open[str(built)] = LoadError("cannot open it", why="undefined symbol: x")
+    outcome = decide.decide(request)
+    assert isinstance(outcome, Refuse)
+    assert outcome.trace.candidates[0] == ("store", "refused", "undefined symbol: x", str(built))
+    assert "taken" not in {each.verdict for each in outcome.trace.candidates}
+
+
+# Without anything native
+
+
+def test_without_compiler_and_entry_the_op_is_refused_with_every_reason(world: World) -> None:
+    outcome = decide.decide(world.request())
+    assert isinstance(outcome, Refuse)
+    assert isinstance(outcome.error, ToolchainError)
+    assert steps(outcome) == [("store", "none"), ("build", "refused"), ("fallback", "refused")]
+    assert outcome.trace.candidates[-1].reason == "the op has no reference"
+
+
+def test_the_reference_serves_instead_and_is_told(world: World) -> None:
+    outcome = decide.decide(world.request(reference=True))
+    assert isinstance(outcome, Reference)
+    assert isinstance(outcome.error, ToolchainError)
+    assert outcome.trace.candidates[-1][:3] == (
+        "fallback", "taken", "the pure-PyTorch reference serves",
+    )  # fmt: skip
+
+
+def test_the_reference_does_not_stand_in_for_a_mistake(world: World) -> None:
+    world.spec = world.spec._replace(sources=())
+    outcome = decide.decide(world.request(reference=True))
+    assert isinstance(outcome, Refuse)
+    assert isinstance(outcome.error, SpecError)
+    assert outcome.trace.candidates[-1].resort == "target"
+    assert outcome.trace.candidates[-1].verdict == "refused"
+    assert outcome.trace.candidates[-1].reason.startswith(outcome.error.what)
+
+
+@pytest.mark.parametrize("kind", [ReloadError, SealedError])
+def test_the_reference_does_not_stand_in_for_what_must_be_noticed(
+    world: World, kind: type[LoadError]
+) -> None:
+    request = world.request(reference=True)
+    request.build_error = kind("no")
+    assert isinstance(decide.decide(request), Refuse)
+
+
+@pytest.mark.parametrize("kind", [BuildError, LoadError, ToolchainError])
+def test_the_reference_stands_in_for_a_build_that_failed(
+    world: World, kind: type[BuildError]
+) -> None:
+    request = world.request(reference=True)
+    request.build_error = kind("it failed", why="because")
+    outcome = decide.decide(request)
+    assert isinstance(outcome, Reference)
+    assert outcome.error is request.build_error
+    assert ("build", "refused") in steps(outcome)
+
+
+def test_an_error_without_a_candidate_is_told_as_the_target(world: World) -> None:
+    def told(why: str) -> list[tuple[str, ...]]:
+        trace = Trace()
+        decide._otherwise(world.request(), LoadError("what", why=why), trace)
+        return [each[:3] for each in trace.candidates]
+
+    assert told("why")[0] == ("target", "refused", "what: why")
+    assert told("")[0] == ("target", "refused", "what")
+
+
+def test_what_cannot_be_opened_is_the_error_also_where_it_cannot_be_built_again(
+    world: World,
+) -> None:
+    first = LoadError("op cannot be opened", why="undefined symbol", hint="do this")
+    request = world.request(reference=True)
+    request.cannot_open["/x.so"] = first
+    request.build_error = BuildError("g++ said no", hint="do that")
+    outcome = decide.decide(request)
+    assert isinstance(outcome, Reference)
+    error = outcome.error
+    assert isinstance(error, LoadError)
+    assert error.what == "op cannot be opened"
+    assert error.why == "undefined symbol\nand it cannot be built again: g++ said no"
+    assert error.hint == "do this"
+    assert error.__cause__ is request.build_error
+    first.hint = ""
+    outcome = decide.decide(request)
+    assert isinstance(outcome, Reference)
+    assert outcome.error.hint == "do that"
+
+
+def test_an_error_that_is_not_the_builds_stays_what_it_is(world: World) -> None:
+    request = world.request()
+    request.cannot_open["/x.so"] = LoadError("op cannot be opened")
+    outcome = decide.decide(request)
+    assert isinstance(outcome, Refuse)
+    assert isinstance(outcome.error, ToolchainError)
+
+
+def test_mode_reference_runs_the_reference_although_a_library_is_there(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carried = world.carry()
+    monkeypatch.setenv("OPKILN_MODE", "reference")
+    outcome = decide.decide(world.request(reference=True))
+    assert isinstance(outcome, Reference)
+    assert outcome.error.what == "op op runs as its reference"
+    assert outcome.error.why == "OPKILN_MODE=reference"
+    assert isinstance(outcome.error, LoadError)
+    assert served(decide.decide(world.request())) == (str(carried), "prebuilt")
+    assert served(decide.decide(world.request(BUILD, reference=True)))[0] == str(carried)
+
+
+def test_code_that_no_gpu_here_can_run_is_refused_for_a_load_and_not_for_a_build(
+    world: World,
+) -> None:
+    world.spec = world.spec._replace(backend=CUDA)
+    world.gpus("7.5")
+    carried = world.carry(target={"archs": ["9.0"]}, needs={"images": ["sm_90"]})
+    outcome = decide.decide(world.request(asked="9.0"))
+    assert isinstance(outcome, Refuse)
+    assert "cannot run on this machine's 7.5" in outcome.error.what
+    assert served(decide.decide(world.request(BUILD, asked="9.0"))) == (str(carried), "prebuilt")
+
+
+def test_a_sycl_op_is_refused_where_there_is_no_device_for_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from opkiln.decision import target
+
+    world.spec = world.spec._replace(backend=XPU)
+    monkeypatch.setattr(
+        target.libsycl, "no_device", lambda icd: ("no driver", "install it") if not icd else None
+    )
+    outcome = decide.decide(world.request())
+    assert isinstance(outcome, Refuse)
+    assert outcome.error.what == "op op has no SYCL device to run on"
+    assert (outcome.error.why, outcome.error.hint) == ("no driver", "install it")
+    monkeypatch.setenv("OCL_ICD_FILENAMES", "/driver.so")
+    outcome = decide.decide(world.request())
+    assert isinstance(outcome, Refuse)
+    assert isinstance(outcome.error, ToolchainError)
+
+
+def test_to_look_is_to_decide_but_for_mistakes_which_are_raised(world: World) -> None:
+    carried = world.carry()
+    assert served(decide.look(world.request()))[0] == str(carried)
+    world.spec = world.spec._replace(name="op2")
+    assert isinstance(decide.look(world.request()), Refuse)
+    world.spec = world.spec._replace(sources=())
+    with pytest.raises(UsageError, match="op2"):
+        decide.look(world.request())
+
+
+# The policy
+
+MODES = ("auto", "native", "cached", "sealed", "needed", "source", "reference")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_policy_follows_the_mode(world: World, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPKILN_MODE", mode)
+    plain, known = world.request(), world.request(reference=True)
+    nothing = f"OPKILN_MODE={mode}: nothing is compiled here"
+    assert policy.sealed() == (mode == "sealed")
+    assert policy.uses_installed() == (mode != "source")
+    assert policy.never_compiles() == (nothing if mode in ("cached", "sealed") else "")
+    assert policy.why_not_compile(plain) == policy.never_compiles()
+    needed = "OPKILN_MODE=needed: an op that has a reference is not compiled here"
+    assert policy.why_not_compile(known) == (
+        needed if mode == "needed" else policy.never_compiles()
+    )
+    told = {"native": "OPKILN_MODE=native: a native version is required",
+            "sealed": "opkiln is sealed"}  # fmt: skip
+    assert policy.why_no_reference(known) == told.get(mode, "")
+    assert policy.why_no_reference(plain) == "the op has no reference"
+    assert (
+        policy.why_no_reference(world.request(reference=True, native=True))
+        == "a native version was asked for"
+    )
+    assert policy.prefers_reference(known) == (mode == "reference")
+    assert not policy.prefers_reference(plain)
+
+
+@pytest.mark.parametrize("seal", ["error", "warn", "off"])
+def test_policy_follows_the_seal(world: World, seal: str) -> None:
+    policy.seal(seal)
+    known = world.request(reference=True)
+    is_error = seal == "error"
+    told = "opkiln is sealed: nothing may be compiled any more"
+    assert policy.sealed() is is_error
+    assert policy.never_compiles() == (told if is_error else "")
+    assert policy.why_no_reference(known) == ("opkiln is sealed" if is_error else "")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if is_error:
+            with pytest.raises(SealedError) as raised:
+                policy.about_to_compile(world.spec)
+            assert raised.value.what == "op op would have to be compiled"
+            assert raised.value.why == told
+            assert raised.value.hint == "opkiln build op"
+        else:
+            policy.about_to_compile(world.spec)
+    assert [(each.category, str(each.message)) for each in caught] == (
+        [(FallbackWarning, "op op is compiled after opkiln was sealed\nhint: opkiln build op")]
+        if seal == "warn"
+        else []
+    )
+
+
+def test_seal_is_an_error_unless_said_otherwise_and_takes_no_other_word() -> None:
+    try:
+        policy.seal()
+        assert policy.sealed()
+        with pytest.raises(UsageError, match=r"seal\('on'\): expected 'warn', 'error' or 'off'"):
+            policy.seal("on")
+        assert policy.sealed()
+    finally:
+        policy.seal("off")
+
+
+@pytest.mark.parametrize(
+    ("mode", "declared_by", "hint"),
+    [
+        ("auto", BUILDER, "opkiln build op"),
+        ("native", BUILDER, "opkiln build op"),
+        ("source", BUILDER, "opkiln build op"),
+        ("cached", BUILDER, "OPKILN_MODE=auto opkiln build op"),
+        ("sealed", BUILDER, "OPKILN_MODE=auto opkiln build op"),
+        ("auto", CALL, "run it once before; later runs find it in the cache"),
+        ("cached", CALL,
+         "run it once with OPKILN_MODE=auto before; later runs find it in the cache"),
+    ],
+)  # fmt: skip
+def test_refusal_to_compile_says_how_to_have_it_compiled(
+    world: World, mode: str, declared_by: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPKILN_MODE", mode)
+    error = policy.refusal(world.spec._replace(declared_by=declared_by), "because")
+    assert type(error) is (SealedError if mode == "sealed" else CompilingOff)
+    assert (error.what, error.why) == ("op op would have to be compiled", "because")
+    assert error.hint == hint
+
+
+def test_nothing_is_compiled_where_the_mode_forbids_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPKILN_MODE", "cached")
+    outcome = decide.decide(world.request())
+    assert isinstance(outcome, Refuse)
+    assert isinstance(outcome.error, CompilingOff)
+    assert ("build", "refused", "OPKILN_MODE=cached: nothing is compiled here", "") in [
+        tuple(each) for each in outcome.trace.candidates
+    ]
+
+
+# The request and the outcome in a word
+
+
+def test_request_that_is_no_load_wants_a_native_version(world: World) -> None:
+    assert not world.request().must_be_native
+    assert world.request(native=True).must_be_native
+    assert world.request(BUILD).must_be_native
+    assert world.request(SHIP).must_be_native
+    assert Request(world.op()).use == LOAD
+    assert not Request(world.op()).must_be_native
+
+
+def test_request_runs_here_for_a_load_and_is_for_elsewhere_when_shipped_or_crossed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [world.request(use).runs_here for use in (LOAD, BUILD, SHIP)] == [True, False, False]
+    assert [world.request(use).for_elsewhere for use in (LOAD, BUILD, SHIP)] == [
+        False, False, True,
+    ]  # fmt: skip
+    other = "aarch64" if os.uname().machine == "x86_64" else "x86_64"
+    monkeypatch.setenv("OPKILN_CPU", {"aarch64": "armv8-a", "x86_64": "x86-64"}[other])
+    assert world.request(BUILD).for_elsewhere
+
+
+def test_outcome_in_a_word(world: World) -> None:
+    trace = Trace()
+    trace.add("layer", "refused", "one", "/a")
+    trace.add("build", "refused", "two", "/b")
+    trace.add("fallback", "refused", "three", "/c")
+    artifact = Artifact("/x.so", "0", "store")
+    error = LoadError("what")
+    plan: object = None
+    assert summary(Serve(artifact, trace)) == Summary(CACHED, "", "/x.so")
+    assert summary(Build(plan, trace)) == Summary(WOULD_COMPILE, "one; two", "")  # type: ignore[arg-type]
+    assert summary(Reference(error, trace)) == Summary(WOULD_FALL_BACK, "one; two", "")
+    assert summary(Refuse(error, trace)) == Summary(WOULD_FAIL, "one; two", "")
+    assert summary(Refuse(error, Trace())) == Summary(WOULD_FAIL, "what", "")
+    assert summary(Build(plan, Trace())) == Summary(WOULD_COMPILE, "", "")  # type: ignore[arg-type]
+    taken = Trace()
+    taken.add("store", "none", "nothing yet", "/n")
+    assert summary(Build(plan, taken)).reason == "nothing yet"  # type: ignore[arg-type]
+    taken.add("store", "taken", "it is there", "/entry")
+    assert summary(Serve(artifact, taken)) == Summary(CACHED, "", "/entry")
+    assert [CACHED, WOULD_COMPILE, WOULD_FALL_BACK, WOULD_FAIL] == [
+        "cached", "would compile", "would fall back", "would fail",
+    ]  # fmt: skip
+
+
+def test_a_request_that_cannot_be_understood_is_refused_as_a_mistake(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPKILN_CPU", "abacus")
+    world.spec = world.spec._replace(vectorize=True)
+    outcome = decide.decide(world.request(reference=True))
+    assert isinstance(outcome, Refuse)
+    assert isinstance(outcome.error, ArchError)
+    assert receipt.recall(world.request()) is None

@@ -1,0 +1,294 @@
+"""Which entry of a layer serves: the best that fits, can be opened, and has today's sources."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sample.decisions import World
+
+from opkiln import machine
+from opkiln.decision import prebuilt
+from opkiln.decision.terms import Trace
+from opkiln.digest import signed
+from opkiln.errors import LoadError
+from opkiln.model import CUDA, Artifact
+from opkiln.ship import bundle
+from opkiln.store import entry, recheck
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RUNS = "its sources are today's, and its code for {} runs here"
+
+
+@pytest.fixture
+def world(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(machine, "cpu_flags", lambda: "one two three")
+    return World(tmp_path, cache, monkeypatch)
+
+
+class Shelf:
+    """Layers, and the search through them."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.request = world.request()
+        self.layers: list[str] = []
+        self.own: list[str] = []
+
+    def add(self, layer: str, payload: bytes = b"code", *, number: int = 0, own: bool = False,
+            **changes: Any) -> Path:  # fmt: skip
+        place = self.world.base / layer
+        listed = self.own if own else self.layers
+        if str(place / "v1") not in listed:
+            listed.append(str(place / "v1"))
+        return self.world.add(place, payload, build=f"{number:040}", **changes)
+
+    def find(self, resort: str = prebuilt.LAYER) -> tuple[Artifact | None, list[tuple[str, ...]]]:
+        trace = Trace()
+        found = prebuilt.find(self.request, self.layers, trace, resort, self.own)
+        return found, [tuple(each) for each in trace.candidates]
+
+
+@pytest.fixture
+def shelf(world: World) -> Shelf:
+    return Shelf(world)
+
+
+def artifact(library: Path, origin: str) -> Artifact:
+    return Artifact(str(library), hashlib.sha256(library.read_bytes()).hexdigest(), origin)
+
+
+def test_entry_that_fits_best_serves_whichever_layer_it_is_in(shelf: Shelf) -> None:
+    shelf.add("first", needs={"cpu": ["one"]})
+    best = shelf.add("second", b"best", needs={"cpu": ["one", "two"]},
+                     target={"cpu": "fast", "cpu_features": ["one", "two"]})  # fmt: skip
+    shelf.add("third")
+    found, told = shelf.find()
+    assert found == artifact(best, "layer")
+    assert told == [("layer", "taken", RUNS.format("fast+one+two"), str(best))]
+
+
+def test_of_equals_the_users_own_goes_first_and_then_the_first_layers(shelf: Shelf) -> None:
+    first = shelf.add("first")
+    shelf.add("second")
+    assert shelf.find()[0] == artifact(first, "layer")
+    imported = shelf.add("own", own=True)
+    found, told = shelf.find()
+    assert found == artifact(imported, "store")
+    assert [each[0] for each in told] == ["store"]
+
+
+def test_of_equals_in_a_layer_the_newest_serves(shelf: Shelf) -> None:
+    libraries = [shelf.add("layer", number=number) for number in (2, 1, 3)]
+    newest = libraries[1]
+    for library in libraries:
+        os.utime(library.parents[1], (1, 1))
+    os.utime(newest.parents[1], (2, 2))
+    assert shelf.find()[0] == artifact(newest, "layer")
+
+
+def test_what_was_built_in_the_users_own_store_is_not_looked_at(shelf: Shelf) -> None:
+    shelf.add("own", own=True, created=1.0)
+    assert shelf.find() == (None, [])
+    built = shelf.add("listed", created=1.0)  # what another user built there is
+    assert shelf.find()[0] == artifact(built, "layer")
+
+
+def test_resort_is_what_the_caller_calls_it(shelf: Shelf) -> None:
+    library = shelf.add("carried")
+    found, told = shelf.find(prebuilt.PREBUILT)
+    assert found == artifact(library, "prebuilt")
+    assert [each[0] for each in told] == ["prebuilt"]
+
+
+def test_flags_of_the_environment_count_for_listed_layers_and_not_for_packages(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXXFLAGS", "-O1")
+    shelf.add("layer")
+    assert shelf.find()[0] is None
+    assert shelf.find(prebuilt.PREBUILT)[0] is not None
+
+
+def test_entry_of_another_backend_is_passed_in_silence(shelf: Shelf) -> None:
+    shelf.add("layer", target={"backend": CUDA})
+    assert shelf.find() == (None, [])
+
+
+def test_entry_that_does_not_fit_is_told_and_the_next_serves(shelf: Shelf) -> None:
+    misfit = shelf.add("layer", number=1, target={"machine": "riscv64"})
+    lacking = shelf.add("layer", number=2, needs={"cpu": ["one"], "sonames": ["libno.so.1"]})
+    good = shelf.add("layer", number=3, target={"archs": ["9.0", "10.0"]})
+    found, told = shelf.find()
+    assert found == artifact(good, "layer")
+    assert told == [
+        ("layer", "refused", f"it is for {machine.system()} on riscv64", str(misfit.parent)),
+        ("layer", "refused", "it needs libno.so.1, which is not here", str(lacking.parent)),
+        ("layer", "taken", RUNS.format("9.0;10.0"), str(good)),
+    ]
+
+
+def test_entry_that_could_not_be_opened_is_told_and_the_next_serves(shelf: Shelf) -> None:
+    broken = shelf.add("layer", number=1, needs={"cpu": ["one"]})
+    good = shelf.add("layer", number=2)
+    shelf.request.cannot_open[str(broken)] = LoadError("no", why="undefined symbol")
+    found, told = shelf.find()
+    assert found == artifact(good, "layer")
+    assert told[0] == ("layer", "refused", "undefined symbol", str(broken))
+
+
+def test_damaged_entry_is_told_in_a_layer_and_passed_in_the_users_own_store(
+    shelf: Shelf,
+) -> None:
+    for layer, own in (("own", True), ("layer", False)):
+        (shelf.add(layer, number=1, own=own).parent / entry.MANIFEST).write_bytes(b"{}")
+    good = shelf.add("layer", number=2)
+    os.utime(good.parents[1], (1, 1))  # older than the damaged one
+    found, told = shelf.find()
+    assert found == artifact(good, "layer")
+    assert [each[:3] for each in told[:-1]] == [
+        ("layer", "refused", "damaged: the manifest's digest does not match")
+    ]
+
+
+def test_library_that_is_damaged_is_told_and_the_next_serves(shelf: Shelf) -> None:
+    bad = shelf.add("layer", number=1, needs={"cpu": ["one"]})
+    bad.write_bytes(b"CODE")
+    good = shelf.add("layer", number=2)
+    found, told = shelf.find()
+    assert found == artifact(good, "layer")
+    assert told[0] == (
+        "layer", "refused", "damaged: op.so has the wrong digest", str(bad.parent),
+    )  # fmt: skip
+
+
+def test_needs_that_cannot_be_understood_are_damage(shelf: Shelf) -> None:
+    bad = shelf.add("layer", number=1, needs={"cpu": ["one"], "symbols": [["a"]]})
+    good = shelf.add("layer", number=2)
+    found, told = shelf.find()
+    assert found == artifact(good, "layer")
+    assert told[0][:2] == ("layer", "refused")
+    assert told[0][2].startswith("damaged: ")
+    assert told[0][3] == str(bad.parent)
+
+
+def test_entry_that_is_removed_meanwhile_and_what_is_hidden_are_passed(shelf: Shelf) -> None:
+    gone = shelf.add("layer", number=1)
+    good = shelf.add("layer", number=2)
+    os.utime(good.parents[1], (1, 1))
+    (gone.parent / entry.MANIFEST).unlink()
+    (good.parents[1] / ".being-made").mkdir()
+    found, told = shelf.find()
+    assert found == artifact(good, "layer")
+    assert len(told) == 1
+
+
+def test_layer_that_everybody_may_write_to_is_refused(shelf: Shelf) -> None:
+    library = shelf.add("layer")
+    library.parents[2].chmod(0o777)
+    found, told = shelf.find()
+    assert found is None
+    assert told == [
+        ("layer", "refused", f"{library.parents[2]} is writable by everybody", str(library.parent))
+    ]
+
+
+def test_layer_that_is_not_there_has_nothing(shelf: Shelf) -> None:
+    shelf.layers.append(str(shelf.world.base / "nowhere/v1"))
+    assert shelf.find() == (None, [])
+
+
+# Sources
+
+
+def with_source(shelf: Shelf, text: str = "int a;") -> Path:
+    """An entry that was built from ``a.cpp`` with this text, by a path of its package."""
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    library = shelf.add("layer", deps={
+        "own": [["src", "a.cpp", digest, 0, 0, 0, 0, 0]], "external": "", "watches": [],
+        "dirs": [], "external_dirs": [],
+    })  # fmt: skip
+    leaf = library.parent.with_name(recheck.deps_key([("src", "a.cpp", digest)], "", ()))
+    library.parent.rename(leaf)
+    return leaf / "op.so"
+
+
+def test_entry_of_todays_sources_serves_and_of_others_does_not(shelf: Shelf) -> None:
+    library = with_source(shelf)
+    assert shelf.find()[0] == artifact(library, "layer")
+    (shelf.world.package / "a.cpp").write_text("int b;")
+    found, told = shelf.find()
+    assert found is None
+    assert told == [("layer", "refused", "a.cpp changed", str(library.parent))]
+
+
+def test_package_that_ships_no_sources_is_served_without_a_look_at_them(shelf: Shelf) -> None:
+    library = with_source(shelf)
+    (shelf.world.package / "a.cpp").unlink()
+    assert shelf.find()[0] == artifact(library, "layer")
+    library.write_bytes(b"CODE")
+    assert shelf.find()[0] is None
+
+
+def test_package_that_ships_some_of_its_sources_is_held_to_them(world: World) -> None:
+    world.spec = world.spec._replace(sources=("a.cpp", "b.cpp"))
+    shelf = Shelf(world)
+    with_source(shelf)
+    (world.package / "a.cpp").unlink()
+    (world.package / "b.cpp").write_text("")
+    assert shelf.find()[0] is None
+
+
+def test_inline_source_is_in_no_file_that_could_be_missing(world: World) -> None:
+    world.spec = world.spec._replace(inline=(("a.cpp", "int a;"),))
+    shelf = Shelf(world)
+    with_source(shelf)
+    (world.package / "a.cpp").unlink()
+    assert shelf.find()[0] is None
+
+
+def test_headers_of_the_system_are_not_checked_in_what_was_built_elsewhere(shelf: Shelf) -> None:
+    somewhere = shelf.world.base
+    settled = [*signed((str(somewhere),)), time.time_ns() + 60_000_000_000]
+    library = shelf.add("layer", deps={
+        "own": [], "external": "0" * 40, "watches": [], "dirs": [],
+        "external_dirs": [["/nowhere", *settled]],
+    })  # fmt: skip
+    leaf = library.parent.with_name(recheck.deps_key([], "0" * 40, ()))
+    library.parent.rename(leaf)
+    assert shelf.find()[0] == artifact(leaf / "op.so", "layer")
+
+
+# Bundles
+
+
+def test_bundle_serves_like_a_layer_and_is_told_by_its_place_in_the_file(shelf: Shelf) -> None:
+    shelf.add("made", created=1.0)
+    file = shelf.world.base / "ops.bundle"
+    bundle.write_bundle(str(shelf.world.base / "made"), str(file))
+    shelf.layers[:] = [str(file)]
+    found, told = shelf.find()
+    assert found is not None
+    assert found.origin == "layer"
+    assert found.sha256 == hashlib.sha256(b"code").hexdigest()
+    ((resort, verdict, _, subject),) = told
+    assert (resort, verdict) == ("layer", "taken")
+    assert subject.startswith(f"{file}!v1/ops/dist/op/")
+    shelf.world.spec = shelf.world.spec._replace(name="other")
+    shelf.request = shelf.world.request()
+    assert shelf.find() == (None, [])
+
+
+def test_file_that_is_not_a_bundle_is_refused(shelf: Shelf) -> None:
+    file = shelf.world.base / "ops.bundle"
+    file.write_text("not a bundle")
+    shelf.layers[:] = [str(file)]
+    found, ((resort, verdict, reason, subject),) = shelf.find()
+    assert found is None
+    assert (resort, verdict, subject) == ("layer", "refused", str(file))
+    assert str(file) in reason or "bundle" in reason

@@ -1,0 +1,553 @@
+"""A receipt without a compiler: an entry and the facts it rests on, made by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+import sys
+import time
+import types
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sample import layer
+
+from opkiln import digest, evidence, machine, model
+from opkiln.decision import receipt
+from opkiln.decision.archs import Wanted
+from opkiln.decision.terms import Request
+from opkiln.digest import signed
+from opkiln.model import ABI_NONE, ABI_STABLE, CPU, CUDA, PACKAGE, PLAIN, Artifact, Op, OpSpec
+from opkiln.settings import LAYOUT, override
+from opkiln.store import entry
+from opkiln.toolchain import torch_sdk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from opkiln.evidence import Evidence
+
+LIBRARY = b"a library"
+NAMES = ["a.h", "b.h"]  # that the sources include
+
+
+def at_rest(path: Path) -> list[int]:
+    """The signature of a file that was last changed long before it was read."""
+    return [*signed((str(path),)), time.time_ns() + 60_000_000_000]
+
+
+def just_saved(path: Path) -> list[int]:
+    return [*signed((str(path),)), time.time_ns()]
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+class Shop:
+    """A store with an entry, and what its search read."""
+
+    def __init__(self, base: Path, cache: Path) -> None:
+        self.base, self.cache, self.root = base, cache, cache / LAYOUT
+        self.leaf = layer.add(cache, "op", LIBRARY, distribution="dist")
+        sidecar = entry.write_manifest({"schema": entry.SCHEMA, "names": NAMES})
+        (self.leaf / entry.SIDECAR).write_bytes(sidecar)
+        for path in (self.cache, self.root):
+            path.chmod(0o700)
+        self.library = self.leaf / "op.so"
+        self.source = self.write("src/a.cpp", "int a;")
+        self.saved = self.write("src/saved.cpp", "int saved;")  # just before it was read
+        self.tool = self.write("tools/cc1plus", "a program")
+        self.include = base / "include"
+        self.write("include/a.h", "// a")
+        self.absent = base / "include" / "gone"
+        self.program = self.write("bin/translator", "#!/bin/sh\n")
+        self.program.chmod(0o755)
+        (base / "first").mkdir()
+        self.read = self.collect()
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.base / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    def collect(self, directory: Callable[[Path], list[int]] = at_rest) -> Evidence:
+        with evidence.collecting() as read:
+            evidence.file(str(self.tool), at_rest(self.tool))
+            evidence.entry_file(str(self.source), at_rest(self.source), sha256(self.source))
+            evidence.entry_file(str(self.saved), just_saved(self.saved), sha256(self.saved))
+            evidence.directory(str(self.include), directory(self.include))
+            evidence.watch(str(self.include), ["a.h"])
+            evidence.programs("translator", [str(self.program)])
+            evidence.program(str(self.tool), str(self.tool))
+            evidence.add([], [str(self.absent)])
+        return read
+
+    @property
+    def artifact(self) -> Artifact:
+        return Artifact(str(self.library), hashlib.sha256(LIBRARY).hexdigest(), "store")
+
+    def request(self, **changes: Any) -> Request:
+        spec = OpSpec("op", "dist", str(self.base / "src"), ("a.cpp",), kind=PLAIN, abi=ABI_NONE)
+        return Request(Op(spec._replace(**changes)))
+
+    def keep(self, read: Evidence | None = None, **changes: Any) -> None:
+        receipt.write(self.request(**changes), self.artifact, self.read if read is None else read)
+
+    @property
+    def receipts(self) -> list[Path]:
+        return [path for path in (self.root / "receipts").rglob("*") if path.is_file()]
+
+
+@pytest.fixture
+def shop(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Shop:
+    monkeypatch.setenv("PATH", f"{tmp_path}/first:{tmp_path}/bin:{os.environ['PATH']}")
+    cache.mkdir(parents=True)
+    return Shop(tmp_path, cache)
+
+
+def test_receipt_serves_the_entry_that_the_search_found(shop: Shop) -> None:
+    assert receipt.recall(shop.request()) is None
+    shop.keep()
+    assert receipt.recall(shop.request()) == shop.artifact
+
+
+def test_receipt_is_one_private_file_in_a_place_of_the_ops_own(shop: Shop) -> None:
+    shop.keep()
+    shop.keep()
+    (file,) = shop.receipts
+    assert file.parent == shop.root / "receipts" / "dist" / "op"
+    assert file.suffix == ".json"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+
+
+def _touch(path: Path) -> None:
+    os.utime(path, (1, 1))
+
+
+def _replace(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def _link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+CHANGES: dict[str, Callable[[Shop], object]] = {
+    "a source was edited": lambda shop: _replace(shop.source, "int b;"),
+    "a source that was just saved was edited": lambda shop: _replace(shop.saved, "int edited"),
+    "a source is gone": lambda shop: shop.source.unlink(),
+    "a program was replaced": lambda shop: _replace(shop.tool, "A program"),
+    "a program was touched": lambda shop: _touch(shop.tool),
+    "an included name is there twice": lambda shop: shop.write("include/b.h", ""),
+    "an included name is gone": lambda shop: (shop.include / "a.h").unlink(),
+    "a name that was missing is there": lambda shop: shop.write("include/gone", ""),
+    "a link to nothing has a name that was missing": lambda shop: shop.absent.symlink_to("/none"),
+    "the directory is gone": lambda shop: shutil.rmtree(shop.include),
+    "another program is first on PATH": lambda shop: shutil.copy2(
+        shop.program, shop.base / "first/translator"
+    ),
+    "a program is no longer on PATH": lambda shop: shop.program.unlink(),
+    "a second program is on PATH": lambda shop: (
+        (shop.base / "first/translator").write_text(""),
+        shop.program.rename(shop.base / "first/translator"),
+    ),
+    "the library has other bytes": lambda shop: shop.library.write_bytes(b"A LIBRARY"),
+    "the library was cut": lambda shop: shop.library.write_bytes(LIBRARY[:-1]),
+    "the library is a link": lambda shop: _link(shop.library),
+    "the library is gone": lambda shop: shop.library.unlink(),
+    "others may write to the library": lambda shop: shop.library.chmod(0o666),
+    "others may write to the entry": lambda shop: shop.leaf.chmod(0o777),
+    "others may write to the store": lambda shop: shop.root.chmod(0o777),
+    "others may write to the store's place": lambda shop: shop.cache.chmod(0o777),
+    "others may write to the receipt": lambda shop: shop.receipts[0].chmod(0o666),
+    "the receipt is a link": lambda shop: _link(shop.receipts[0]),
+    "the receipt is cut": lambda shop: _replace(shop.receipts[0], "{"),
+    "the receipt is something else": lambda shop: _replace(shop.receipts[0], "[]"),
+    "the receipt lacks a part": lambda shop: _replace(shop.receipts[0], "{}"),
+    "the receipt is nested deeply": lambda shop: _replace(shop.receipts[0], "[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_receipt_does_not_serve_when_something_it_rests_on_has_changed(
+    shop: Shop, change: str
+) -> None:
+    shop.keep()
+    CHANGES[change](shop)
+    assert receipt.recall(shop.request()) is None
+
+
+KEPT: dict[str, Callable[[Shop], object]] = {
+    "a source was saved again": lambda shop: _touch(shop.source),
+    "a source that was just saved was saved again": lambda shop: _touch(shop.saved),
+    "a file that nobody includes is new": lambda shop: shop.write("include/notes.txt", ""),
+    "the include path was touched": lambda shop: _touch(shop.include),
+    "a directory is new on PATH": lambda shop: os.environ.__setitem__(
+        "PATH", f"{shop.base}/nowhere:{os.environ['PATH']}"
+    ),
+}
+
+
+@pytest.mark.parametrize("change", KEPT)
+def test_receipt_serves_when_the_change_does_not_matter(
+    shop: Shop, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # restored afterwards
+    shop.keep()
+    KEPT[change](shop)
+    assert receipt.recall(shop.request()) == shop.artifact
+
+
+def test_a_directory_that_was_just_changed_is_compared_by_its_names(shop: Shop) -> None:
+    shop.keep(shop.collect(directory=just_saved))
+    (kept,) = shop.receipts
+    assert json.loads(kept.read_text())["directory_signatures"] == []
+    assert receipt.recall(shop.request()) == shop.artifact
+    shop.write("include/b.h", "")
+    assert receipt.recall(shop.request()) is None
+
+
+def test_directories_that_are_at_rest_are_compared_without_reading_the_list_of_names(
+    shop: Shop,
+) -> None:
+    shop.keep()
+    (shop.leaf / entry.SIDECAR).unlink()
+    assert receipt.recall(shop.request()) == shop.artifact
+    shop.write("include/notes.txt", "")
+    assert receipt.recall(shop.request()) is None
+
+
+def test_one_edited_source_of_several_ends_it_also_when_others_were_saved_again(
+    shop: Shop,
+) -> None:
+    other = shop.write("src/b.cpp", "int b;")
+    shop.read.entry_files[str(other)] = [*at_rest(other), sha256(other)]
+    shop.keep()
+    _touch(shop.source)
+    assert receipt.recall(shop.request()) == shop.artifact
+    other.write_text("int c;")
+    assert receipt.recall(shop.request()) is None
+
+
+# PATH
+
+
+@pytest.fixture
+def calm(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> Shop:
+    """A shop in which everything has come to rest, with ``first`` and ``bin`` on PATH."""
+    monkeypatch.setattr(digest, "_SETTLED_NS", -60_000_000_000)
+    monkeypatch.setenv("PATH", f"{shop.base}/first:{shop.base}/bin:{shop.base}/last")
+    return shop
+
+
+def kept_path(shop: Shop) -> dict[str, Any]:
+    shop.keep()
+    (file,) = shop.receipts
+    kept = json.loads(file.read_text())
+    return {name: kept[name] for name in ("programs", "path", "path_homes", "path_signatures")}
+
+
+def test_path_is_known_by_its_directories_up_to_the_last_program(calm: Shop) -> None:
+    calm.read.programs["translator"] = [str(calm.program)]
+    first, second = str(calm.base / "first"), str(calm.base / "bin")
+    assert kept_path(calm) == {
+        "programs": [["translator", [str(calm.program)]]],
+        "path": [first, second], "path_homes": [first, second],
+        "path_signatures": signed((first, second)),
+    }  # fmt: skip
+    assert receipt.recall(calm.request()) == calm.artifact
+
+
+def test_path_is_known_to_its_end_where_a_name_was_looked_for_in_all_of_it(calm: Shop) -> None:
+    first, second, last = (str(calm.base / name) for name in ("first", "bin", "last"))
+    kept = kept_path(calm)
+    assert kept["programs"] == [["translator", [str(calm.program), None]]]
+    assert kept["path"] == [first, second, last]
+    assert kept["path_homes"] == [first, second, str(calm.base)], "the nearest that exists"
+    assert kept["path_signatures"] == signed((first, second, str(calm.base)))
+    assert receipt.recall(calm.request()) == calm.artifact
+
+
+def test_search_that_looked_up_no_program_rests_on_no_directory_of_path(
+    calm: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm.read.programs.clear()
+    assert kept_path(calm) == {
+        "programs": [], "path": [], "path_homes": [], "path_signatures": [],
+    }  # fmt: skip
+    monkeypatch.setenv("PATH", str(calm.base / "first"))
+    assert receipt.recall(calm.request()) == calm.artifact
+
+
+def a_program(path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+
+
+def test_program_that_is_new_on_path_ends_it_also_in_a_directory_that_was_not_there(
+    calm: Shop,
+) -> None:
+    shutil.rmtree(calm.base / "first")
+    calm.keep()
+    assert receipt.recall(calm.request()) == calm.artifact
+    a_program(calm.base / "first" / "translator")
+    assert receipt.recall(calm.request()) is None
+    shutil.rmtree(calm.base / "first")
+    assert receipt.recall(calm.request()) == calm.artifact
+    a_program(calm.base / "last" / "translator")
+    assert receipt.recall(calm.request()) is None
+
+
+def test_change_of_path_that_leads_to_the_same_programs_does_not_end_it(
+    calm: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm.keep()
+    (calm.base / "first" / "notes.txt").write_text("")
+    assert receipt.recall(calm.request()) == calm.artifact
+    shutil.rmtree(calm.base / "first")
+    assert receipt.recall(calm.request()) == calm.artifact
+    monkeypatch.setenv("PATH", str(calm.base / "bin"))
+    assert receipt.recall(calm.request()) == calm.artifact
+    monkeypatch.setenv("PATH", str(calm.base / "last"))
+    assert receipt.recall(calm.request()) is None
+
+
+def test_program_in_a_directory_that_is_new_in_front_of_path_ends_it(
+    calm: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_program(calm.base / "front" / "translator")
+    calm.keep()
+    assert receipt.recall(calm.request()) == calm.artifact
+    monkeypatch.setenv("PATH", f"{calm.base}/front:{os.environ['PATH']}")
+    assert receipt.recall(calm.request()) is None
+
+
+def test_directory_of_a_program_that_is_gone_ends_it(calm: Shop) -> None:
+    calm.keep()
+    shutil.rmtree(calm.program.parent)
+    assert receipt.recall(calm.request()) is None
+
+
+def test_programs_are_not_looked_up_where_the_directories_of_path_are_as_they_were(
+    calm: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm.keep()
+    looked_up = receipt.on_path
+
+    def on_path(name: str) -> Iterator[str]:
+        assert name != "translator"
+        return looked_up(name)
+
+    monkeypatch.setattr(receipt, "on_path", on_path)
+    assert receipt.recall(calm.request()) == calm.artifact
+
+
+def test_file_that_may_become_a_program_has_the_programs_looked_up(calm: Shop) -> None:
+    sleeping = calm.base / "first" / "translator"
+    sleeping.write_text("#!/bin/sh\n")
+    assert kept_path(calm)["path_signatures"] == []
+    assert receipt.recall(calm.request()) == calm.artifact
+    sleeping.chmod(0o755)
+    assert receipt.recall(calm.request()) is None
+
+
+@pytest.mark.parametrize("odd", ["relative", "just changed"])
+def test_path_that_cannot_be_known_by_its_directories_has_the_programs_looked_up(
+    calm: Shop, odd: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if odd == "relative":
+        monkeypatch.chdir(calm.base)
+        monkeypatch.setenv("PATH", f"nowhere/bin:first:{calm.base}/bin")
+    else:
+        ahead = time.time() + 10_000  # by a clock that is ahead, which is no better
+        os.utime(calm.base / "first", (ahead, ahead))
+    assert kept_path(calm)["path_signatures"] == []
+    assert receipt.recall(calm.request()) == calm.artifact
+
+
+def test_what_cannot_be_told_from_an_edit_leaves_no_receipt(shop: Shop) -> None:
+    shop.read.files[str(shop.tool)] = [*just_saved(shop.tool), ""]  # no digest, and just changed
+    shop.keep()
+    assert shop.receipts == []
+
+
+def test_an_edit_between_the_search_and_the_receipt_leaves_none(shop: Shop) -> None:
+    shop.source.write_text("int b;")
+    shop.keep()
+    assert shop.receipts == []
+
+
+def test_a_search_that_rests_on_more_than_files_leaves_no_receipt(shop: Shop) -> None:
+    shop.read.complete = False
+    shop.keep()
+    assert shop.receipts == []
+
+
+def test_an_entry_of_another_layer_leaves_no_receipt(shop: Shop, tmp_path: Path) -> None:
+    beside = shop.root.with_name(f"{LAYOUT}-more") / "op.so"
+    beside.parent.mkdir()
+    beside.write_bytes(LIBRARY)
+    receipt.write(shop.request(), shop.artifact._replace(path=str(beside)), shop.read)
+    assert shop.receipts == []
+
+
+def test_a_store_that_is_not_written_to_gets_no_receipt(shop: Shop) -> None:
+    shop.cache.chmod(0o777)  # anybody's: another place is the store
+    request = shop.request()
+    assert request.store.root != str(shop.root)
+    receipt.write(request, shop.artifact, shop.read)
+    assert shop.receipts == []
+
+
+def test_a_store_that_cannot_take_a_receipt_is_left_as_it_was(shop: Shop) -> None:
+    shop.keep()
+    (file,) = shop.receipts
+    file.unlink()
+    file.mkdir()
+    shop.keep()
+    assert os.listdir(file.parent) == [file.name]
+    assert os.listdir(file) == []
+    shutil.rmtree(shop.root / "receipts")
+    (shop.root / "receipts").write_text("in the way")
+    shop.keep()
+    assert (shop.root / "receipts").read_text() == "in the way"
+
+
+def test_a_library_that_is_gone_leaves_no_receipt(shop: Shop) -> None:
+    shop.library.unlink()
+    shop.keep()
+    assert shop.receipts == []
+
+
+def _name(request: Request, torch: str | None = "") -> str:
+    place = receipt._place(request, torch)
+    assert place is not None
+    return place[1]
+
+
+OTHERS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
+    "a flag": lambda patch: patch.setenv("CXXFLAGS", "-DX"),
+    "another CPU": lambda patch: patch.setattr(machine, "cpu_flags", lambda: "mmx"),
+    "another architecture": lambda patch: patch.setattr(machine, "architecture", lambda: "riscv"),
+    "another system": lambda patch: patch.setattr(machine, "system", lambda: "plan9"),
+    "another Python": lambda patch: patch.setattr(sys, "version", "4.0"),
+    "another opkiln": lambda patch: patch.setattr(receipt, "__version__", "other"),
+    "another form of receipts": lambda patch: patch.setattr(receipt, "SCHEMA", 0),
+    "another plan": lambda patch: patch.setattr(receipt, "PLAN_VERSION", model.PLAN_VERSION + 1),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_is_not_a_file_is_in_the_receipts_name(
+    shop: Shop, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = _name(shop.request())
+    OTHERS[other](monkeypatch)
+    assert _name(shop.request()) != before
+
+
+def test_two_declarations_of_an_op_have_receipts_of_their_own(shop: Shop) -> None:
+    shop.keep()
+    assert receipt.recall(shop.request(cxx_args=("-DX",))) is None
+    assert receipt.recall(shop.request(name="other")) is None
+    assert receipt.recall(shop.request()) == shop.artifact
+
+
+def test_two_architectures_of_a_gpu_have_receipts_of_their_own_and_a_cpu_op_none_of_them(
+    shop: Shop,
+) -> None:
+    def named(backend: str, *archs: str) -> str:
+        request = shop.request(backend=backend)
+        request.__dict__["wanted"] = Wanted(archs=archs)
+        return _name(request)
+
+    assert named(CUDA, "9.0") != named(CUDA, "10.0")
+    assert named(CPU, "9.0") == named(CPU, "10.0")
+
+
+@pytest.mark.parametrize("variable", ["", "mycxx", "launcher mycxx", "env launcher mycxx"])
+def test_two_compilers_of_a_name_have_receipts_of_their_own(
+    shop: Shop, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variable:
+        monkeypatch.setenv("OPKILN_CXX", variable)
+    before = _name(shop.request())
+    compiler = shop.write("first/mycxx" if variable else "first/g++", "#!/bin/sh\n")
+    compiler.chmod(0o755)
+    assert _name(shop.request()) != before
+    launcher = shop.write("first/launcher", "#!/bin/sh\n")
+    with_compiler = _name(shop.request())
+    launcher.chmod(0o755)
+    assert _name(shop.request()) == with_compiler
+
+
+def test_no_receipt_is_looked_for_where_a_setting_is_overridden(shop: Shop) -> None:
+    shop.keep()
+    with override(debug=True):
+        assert receipt.recall(shop.request()) is None
+        shop.read = shop.collect()
+        shop.keep()
+    assert len(shop.receipts) == 1
+    assert receipt.recall(shop.request()) == shop.artifact
+
+
+def test_an_op_on_torch_has_a_receipt_for_each_torch_and_none_before_torch_is_imported(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sdk = torch_sdk.find()
+    assert sdk is not None
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    shop.keep(abi=ABI_STABLE)  # a build before torch is imported: the one that would be
+    assert receipt.recall(shop.request(abi=ABI_STABLE)) is None
+    torch = types.ModuleType("torch")
+    torch.__file__ = os.path.join(sdk.path, "__init__.py")
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert receipt.recall(shop.request(abi=ABI_STABLE)) == shop.artifact
+    torch.__file__ = "/elsewhere/torch/__init__.py"
+    assert receipt.recall(shop.request(abi=ABI_STABLE)) is None
+    shop.keep(abi=ABI_STABLE)
+    assert receipt.recall(shop.request(abi=ABI_STABLE)) == shop.artifact
+    assert receipt.recall(shop.request()) is None
+
+
+def test_an_op_without_torch_has_the_same_receipt_whichever_torch_is_imported(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop.keep()
+    torch = types.ModuleType("torch")
+    torch.__file__ = "/elsewhere/torch/__init__.py"
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert receipt.recall(shop.request()) == shop.artifact
+
+
+def test_receipt_rests_on_the_code_that_decides(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "opkiln.store.bare", types.ModuleType("bare"))
+    for name, file in (
+        ("opkiln.store.absent", None),
+        ("opkiln.store.planted", "/elsewhere/planted.py"),
+        ("opkiln_more.store", f"{PACKAGE}/more.py"),
+    ):
+        module = types.ModuleType(name)
+        module.__file__ = file
+        monkeypatch.setitem(sys.modules, name, module)
+    shop.keep()
+    (kept,) = shop.receipts
+    files = json.loads(kept.read_text())["files"]
+    ours = {os.path.relpath(file, PACKAGE) for file in files if file.startswith(f"{PACKAGE}/")}
+    assert {
+        "decision/receipt.py", "store/__init__.py", "store/recheck.py", "toolchain/torch_sdk.py",
+        "arch/cpu.py",
+    } <= ours  # fmt: skip
+    assert not {"errors.py", "evidence.py", "more.py"} & ours
+    assert "/elsewhere/planted.py" not in files
