@@ -126,10 +126,10 @@ def test_a_file_is_the_steps_own_if_it_was_written_before_anything_read_it() -> 
     assert set(found.written) == {"/tmp/first.s", "/src/cache.gch"}
 
 
-def test_a_write_of_a_process_that_did_not_announce_itself_has_no_program() -> None:
+def test_a_write_of_a_process_that_did_not_announce_itself_is_the_first_programs() -> None:
     found = log.parse(logged(BEGAN, "W 99 0 0 0 0.0 /tmp/x"))
     assert found is not None
-    assert found.written == {"/tmp/x": ""}
+    assert found.written == {"/tmp/x": (0,)}
 
 
 def test_every_file_that_was_behind_a_path_is_kept_once() -> None:
@@ -148,12 +148,12 @@ def test_a_process_may_become_another_program_and_a_program_may_run_twice() -> N
     ))  # fmt: skip
     assert found is not None
     assert found.programs == ("/bin/sh", "/usr/bin/g++", "/usr/bin/as")
-    assert found.written == {"/stage/a.o": "/usr/bin/g++"}
+    assert found.written == {"/stage/a.o": (1,)}
 
 
 def test_a_running_program_that_starts_another_and_is_not_replaced_leaves_a_gap() -> None:
     exec_without_a_word = logged(BEGAN, "S 10 10 0 0 0.0 /static")
-    assert log.parse(exec_without_a_word) is None
+    assert not log.parse(exec_without_a_word).complete
 
 
 def observed(
@@ -162,7 +162,8 @@ def observed(
     """A step that read these files as they are now; those that are not there, as they once were."""
     gone = log.Identity(0, 0, 0, 0)
     files = {path: (log.Identity.now(path) if os.path.exists(path) else gone,) for path in read}
-    return log.Observation(files, {}, frozenset(made), frozenset(absent), ("/usr/bin/g++",))
+    return log.Observation(files, {}, frozenset(made), frozenset(absent),
+                           (log.Started("/usr/bin/g++", "", -1),))  # fmt: skip
 
 
 def test_what_a_step_made_itself_may_change_afterwards(tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def test_store_that_cannot_be_written_has_its_compilers_asked_without_a_lock(
     request = world.request()
     store = request.store
     store.location = store.location._replace(writable=None)
-    assert search._asked(store, "cpu", "x86_64") == GCC
+    assert search._asked(request, "cpu", "x86_64") == GCC
     assert compilers.asked == [(store.memory, "cpu", "x86_64")]
 
 
@@ -278,7 +278,7 @@ def test_compilers_that_another_process_has_asked_meanwhile_are_not_asked_again(
     world: World, compilers: Compilers
 ) -> None:
     compilers.remembered = GCC
-    assert search._asked(world.request().store, "cpu", "x86_64") == GCC
+    assert search._asked(world.request(), "cpu", "x86_64") == GCC
     assert compilers.asked == []
 
 
