@@ -188,8 +188,9 @@ class Tree:
             shutil.rmtree(path)
         old = path.stat() if path.exists() else None
         self._texts.setdefault(path, []).append(text)
-        if self.dice.random() < 0.5:
-            path.write_text(text)  # in place; through a link
+        in_place = self.dice.random() < 0.5  # through a link, if it leads to a file
+        if in_place and (old is not None or not path.is_symlink()):
+            path.write_text(text)
         else:
             fresh = path.with_name(f".fresh{next(self._names)}")
             fresh.write_text(text)
