@@ -21,6 +21,7 @@ import itertools
 import json
 import os
 import random
+import select
 import shutil
 import subprocess
 import sys
@@ -248,6 +249,10 @@ class Tree:
         what: Callable[[], str] = self.dice.choices(*zip(*self._changes(), strict=True))[0]
         self.journal.append(what())
 
+    def exchange(self) -> None:
+        """Let paths lead to files that have been there for long: no time tells of it."""
+        self.journal.append(self.dice.choice([self._exchange, self._deploy])())
+
     def _changes(self) -> list[tuple[Callable[[], str], int]]:
         found = [
             (self._edit, 8), (self._add, 6), (self._remove, 4), (self._link_header, 4),
@@ -456,6 +461,8 @@ class Fuzzer:
         self._dice = random.Random(seed)
         self._known = where / "known"  # a cache that knows the compilers and nothing else
         self._members = self._compile_members(where)
+        self._stages = where / "stages"
+        self._stages.mkdir(0o700)
         self.errors = 0
         self._first_answer()
 
@@ -504,9 +511,14 @@ class Fuzzer:
     def _change_during_a_build(self, tree: Tree, cache: Path) -> None:
         tree.change()
         loading = self._start(tree, cache)
-        time.sleep(tree.dice.uniform(0, 0.4))
+        while not any(self._stages.iterdir()):  # no build has begun
+            if select.select([loading[1]], [], [], 0.002)[0]:
+                break  # nor will it: this was a hit
+        time.sleep(tree.dice.uniform(0, 0.3))
         tree.journal.append("during the build that follows the last change:")
-        for _ in range(tree.dice.randint(1, 3)):
+        if tree.dice.random() < 0.3:
+            tree.exchange()
+        for _ in range(tree.dice.randint(1, 2)):
             tree.change()
         self._finish(loading)  # it saw the one, or the other, or a mixture
 
@@ -524,6 +536,7 @@ class Fuzzer:
         status = 1
         try:
             os.environ["OPKILN_CACHE_DIR"] = str(cache)
+            os.environ["OPKILN_TMPDIR"] = str(self._stages)
             _set_clock(self._ahead)
             with os.fdopen(sending, "w") as file:
                 try:
@@ -594,10 +607,6 @@ def _drop_observed_files() -> None:
     inputs.of = lambda *given: of(*given)._replace(files=())
 
 
-def _believe_exchanged_files() -> None:
-    inputs.identical = lambda *_: True
-
-
 def _observe_nothing() -> None:
     observer.library = lambda *_: ""
 
@@ -605,7 +614,6 @@ def _observe_nothing() -> None:
 PLANTS = {
     "failed look-ups are dropped": _drop_failed_lookups,
     "observed files are dropped": _drop_observed_files,
-    "exchanged files are believed": _believe_exchanged_files,
     "nothing is observed": _observe_nothing,
 }
 
