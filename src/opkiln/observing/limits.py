@@ -3,10 +3,9 @@
 A step starts one program, the compiler that the plan names. From there on:
 - A compiler may start the other programs of its installation, and assemblers, linkers and compilers
   that PATH leads to. It may write into the staging directory.
-- A script that stands for a compiler, or a launcher, may start what it likes: the user chose it.
-  What it starts is held to the limits above once it is a compiler itself.
-- A script or launcher that the user named as the host compiler may also write where it likes, to a
-  cache or a log of its own; a script that belongs to a device compiler may not.
+- A script that stands for a compiler, or a launcher, may start what it likes, and write where it
+  likes, to a cache or a log of its own: the user chose it. What it starts is held to the limits
+  above once it is a compiler itself.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ _TOOL = re.compile(
     r"((.*-)?(as|ld|lld|mold|gold|collect2|objcopy|ocloc)([-.][\w.-]+)?|llvm-[\w.-]+|"
     r"ptxas|cicc|cudafe\+\+|fatbinary|nvlink)\Z"
 )
+_BY_SHELL = re.compile(r"(nvcc|hipcc)([-.][\w.-]+)?\Z")
 # Prefixes that more than one package is installed below: only their lib directories count.
 _SHARED = ("", "/usr", "/usr/local")
 _DEVICES = ("/dev/null/", "/dev/tty/", "/dev/pts/", "/dev/fd/", "/proc/")
@@ -133,8 +133,7 @@ class Conduct:
             program = os.path.realpath(asked_for) if asked_for == first else asked_for
         launcher = self._is_launcher(program)
         if started.parent < 0:
-            host = first in self._compilers.host
-            return _Process(program, script or launcher, host and (script or launcher))
+            return _Process(program, script or launcher, script or launcher)
         parent = self._processes[started.parent]
         if parent.free:
             # A tool of the script acts for it, a compiler for itself.
@@ -167,12 +166,17 @@ class Conduct:
             return True
         if program.startswith(tuple(self._installed)):
             return True
-        if program == self._shell and parent.program in self._device:
-            return True  # nvcc's way to start programs; what the shell starts is judged, too
+        if program == self._shell and self._uses_shell(parent.program):
+            return True  # what the shell starts is judged, too
         directory, name = os.path.split(program)
         if directory not in self._path and os.path.realpath(directory) not in self._path:
             return False
         return _matches(_TOOL, name) or _matches(_COMPILER, name)
+
+    def _uses_shell(self, program: str) -> bool:
+        """Whether a compiler starts its programs by a shell. Its name tells where a script stands
+        for it, as in Debian's package."""
+        return program in self._device or _matches(_BY_SHELL, program)
 
     def _written_outside(self) -> Iterator[Stray]:
         # The compiler that a launcher starts writes where the launcher says.
