@@ -92,20 +92,24 @@ def test_eight_writers_with_a_small_cap_lose_nothing_that_they_have_loaded(
         assert collector.stdout is not None
         assert collector.stdout.readline() == "ready\n"
         rounds = cases.count(100, least=20)
-        writers = [
-            child.start(WRITER, str(sources), str(number), str(rounds)) for number in range(WRITERS)
-        ]
         answers = []
-        for writer in writers:
-            done = child.finish(writer, timeout=900)
-            assert done.returncode == 0, done.stderr
-            answers.append(json.loads(done.stdout))
+        for _ in range(5):  # on a busy machine the collector may come too late for the first ones
+            writers = [
+                child.start(WRITER, str(sources), str(number), str(rounds))
+                for number in range(WRITERS)
+            ]
+            for writer in writers:
+                done = child.finish(writer, timeout=900)
+                assert done.returncode == 0, done.stderr
+                answers.append(json.loads(done.stdout))
+            if note.exists() and int(note.read_text().split()[0]) > WRITERS:
+                break
         assert collector.poll() is None
     finally:
         collector.kill()
         collector.communicate()
     cases.tried(sum(answer["loads"] for answer in answers))
-    assert [answer["lost"] for answer in answers] == [[]] * WRITERS
+    assert [answer["lost"] for answer in answers] == [[]] * len(answers)
     assert sum(answer["wrong"] for answer in answers) == 0
     removed, runs, _ = map(int, note.read_text().split())
     assert removed > WRITERS, f"{removed} removed in {runs} runs: the cap was never felt"

@@ -232,13 +232,14 @@ class _Run:
                 cancelled=self.cancelled,
                 watch_files=True,
             )
-        events.emit(
-            events.STEP_END,
-            **about,
-            wall=completed.wall,
-            max_rss=completed.max_rss,
-            cached=False,
-        )
+            # Before the slot is another step's: their times in a trace must not overlap.
+            events.emit(
+                events.STEP_END,
+                **about,
+                wall=completed.wall,
+                max_rss=completed.max_rss,
+                cached=False,
+            )
         if completed.returncode and not task.may_fail:
             raise StepFailed(task, completed)
         if task.finish is not None:
