@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+from sample import child
 from sample.op_tree import Tree
 
 from opkiln.observing import log, observer
@@ -270,3 +271,32 @@ def test_a_static_program_makes_a_step_unobserved(tmp_path: Path) -> None:
     tree.write("bin/g++", f'#!/bin/sh\n{tree.path}/bin/quiet\nexec g++ "$@"\n', mode=0o755)
     tree.environment["CXX"] = str(tree.path / "bin/g++")
     assert tree.answer("cache") == (1, "inferred")
+
+
+def test_a_link_that_is_exchanged_just_before_its_file_is_hashed(tmp_path: Path) -> None:
+    tree = Tree(tmp_path / "tree")
+    _source(USES_N, include_paths=["@/inc"])(tree)
+    for value, name in enumerate(("a.h", "b.h"), 1):
+        os.utime(tree.write(name, f"#define N {value}\n"), (1_600_000_000, 1_600_000_000))
+    _link("inc/n.h", "a.h")(tree)
+    (tmp_path / "cache").mkdir(mode=0o700)
+    answer = child.run(
+        """
+        import os, sys
+        from opkiln.store import deps
+        gather = deps.gather
+        def exchange_and_gather(*given, **named):
+            if os.readlink(sys.argv[1] + "/inc/n.h").endswith("a.h"):
+                os.unlink(sys.argv[1] + "/inc/n.h")
+                os.symlink(sys.argv[1] + "/b.h", sys.argv[1] + "/inc/n.h")
+            return gather(*given, **named)
+        deps.gather = exchange_and_gather
+        from pkg.op import Builder
+        print(Builder().load().answer())
+        """,
+        str(tree.path),
+        path=[tree.path],
+        env={"OPKILN_CACHE_DIR": str(tmp_path / "cache"), "OPKILN_PROGRESS": "off"},
+    )
+    assert answer.split() == ["2"]
+    assert tree.answer("cache")[0] == 2

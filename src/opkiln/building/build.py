@@ -211,13 +211,13 @@ class _Build:
             mine = (path for path in linked.files if deps.own_place(self._plan, path))
             before = {path: sha256_file(path) for path in mine}
             log = self._link(stage, objects)
-            same, seen = self._seen(stage, objects)
+            links, seen = self._seen(stage, objects)
             read = tuple(dict.fromkeys(path for each in objects for path in each.read))
             if seen is not None:
                 read = tuple(dict.fromkeys((*read, *seen.files)))
             try:
                 dependencies = deps.gather(self._plan, read, Hasher(), linked, seen)
-            except deps.Appeared:
+            except (deps.Appeared, FileNotFoundError):
                 continue
             now = deps.own_digests(self._plan, dependencies)
             # Each object matches the files that it read when it was compiled. If a header was
@@ -226,7 +226,8 @@ class _Build:
             # would hide the earlier one.
             saw = (before, *(each.own for each in objects))
             equal = (now.get(path, sha) == sha for each in saw for path, sha in each.items())
-            if same and all(equal):
+            # After the files were hashed: they must be those that were linked.
+            if all(equal) and all(each.unchanged() for each in links):
                 fresh = [each for each in objects if not each.cached]
                 return _Linked(
                     path=os.path.join(stage, self._plan.output),
@@ -245,9 +246,8 @@ class _Build:
 
     def _seen(
         self, stage: str, objects: list[compiling.Compiled]
-    ) -> tuple[bool, observed_inputs.Inputs | None]:
-        """Whether all that the links read is still what it was, and the inputs of all steps; None
-        if one of them was not observed."""
+    ) -> tuple[list[observed.Look], observed_inputs.Inputs | None]:
+        """What the links did, and the inputs of all steps; None if one was not observed."""
         links = [step for step in self._plan.steps if step.kind != "compile"]
         places = plans.anchors(self._plan, stage)
         known = []
@@ -256,12 +256,11 @@ class _Build:
             look = observed.look(self._plan, step, stage, first)
             if look is not None and look.tells_all_of(step.output):
                 known.append(look)
-        same = all(observed_inputs.identical(each.seen, stage) for each in known)
         parts = [each.inputs for each in objects]
         if len(known) < len(links) or None in parts:
-            return same, None
+            return known, None
         parts += [each.inputs() for each in known]
-        return same, observed_inputs.union(part for part in parts if part is not None)
+        return known, observed_inputs.union(part for part in parts if part is not None)
 
     def _link(self, stage: str, objects: list[compiling.Compiled]) -> str:
         places = plans.anchors(self._plan, stage)

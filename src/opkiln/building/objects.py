@@ -298,9 +298,10 @@ class _Batch:
             )
         dependencies = None
         if same and self._saw(read, self._snapshots.get(step.output, {})):
-            with contextlib.suppress(deps.Appeared):
+            with contextlib.suppress(deps.Appeared, FileNotFoundError):
                 dependencies = deps.gather(self._plan, read, Hasher(), seen=found)
-        if dependencies is None:
+        # Once more, after the files were hashed: they must be those that were compiled.
+        if dependencies is None or not (seen is None or seen.unchanged()):
             self.unsettled[step.output] = _snapshot(list(read))
             return
         own = deps.own_digests(self._plan, dependencies)
@@ -327,12 +328,12 @@ class _Batch:
         before = self._passes.get(step.output)
         if before is not None and not before.direct:
             agreed = look is None or inputs.agree(before.look.seen, look.seen)
-            return before.look, agreed and inputs.identical(before.look.seen, self._stage)
+            return before.look, agreed and before.look.unchanged()
         if look is None or not look.tells_all_of(step.output):
             return None, True
         if look.launched and before is None:
             return None, True
-        return look, inputs.identical(look.seen, self._stage)
+        return look, look.unchanged()
 
     def _inputs(self, look: observed.Look) -> inputs.Inputs:
         """What an observed compile depends on, by the paths outside of the staging directory."""

@@ -35,6 +35,10 @@ class Look(NamedTuple):
         that other programs made earlier.)"""
         return self.conduct.complete and self.made(output)
 
+    def unchanged(self) -> bool:
+        """Whether each path that the step read still leads to the file that was open."""
+        return inputs.identical(self.seen, self.stage)
+
     def inputs(self) -> inputs.Inputs:
         return inputs.of(self.seen, self.stage, self.conduct.chosen())
 
