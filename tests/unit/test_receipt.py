@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sample import layer
+from sample.signed_files import at_rest, just_saved, sha256
 
 from opkiln import digest, evidence, machine, model
 from opkiln.decision import receipt
@@ -33,19 +34,6 @@ if TYPE_CHECKING:
 
 LIBRARY = b"a library"
 NAMES = ["a.h", "b.h"]  # that the sources include
-
-
-def at_rest(path: Path) -> list[int]:
-    """The signature of a file that was last changed long before it was read."""
-    return [*signed((str(path),)), time.time_ns() + 60_000_000_000]
-
-
-def just_saved(path: Path) -> list[int]:
-    return [*signed((str(path),)), time.time_ns()]
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class Shop:

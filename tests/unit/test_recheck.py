@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sample.signed_files import at_rest, just_saved, sha256
 
 from opkiln import evidence
 from opkiln.digest import key, signed
@@ -19,19 +18,6 @@ if TYPE_CHECKING:
     from opkiln.evidence import Evidence
 
 NAMES = ("a.h", "b.h", "sub/c.h", "sub/d.h", "../far.h")
-
-
-def at_rest(path: Path) -> list[int]:
-    """The signature of a file that was last changed long before it was read."""
-    return [*signed((str(path),)), time.time_ns() + 60_000_000_000]
-
-
-def just_saved(path: Path) -> list[int]:
-    return [*signed((str(path),)), time.time_ns()]
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class Tree:

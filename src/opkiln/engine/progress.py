@@ -40,7 +40,7 @@ def shown(trace: str | None = None, *, traced: bool = True) -> Iterator[None]:
     """Within the block, builds report as ``OPKILN_PROGRESS``, ``OPKILN_TRACE`` and the logger ask.
 
     Blocks inside another have no effect, so a command that builds ten ops shows one bar. With
-    ``traced=False`` there is no trace file.
+    ``traced=False``, no trace file is written.
     """
     if _listening.get():
         yield
