@@ -179,7 +179,7 @@ void unmet(const Tensor&, int64_t k) {
 }
 
 void standard_error(const Tensor&) {
-  throw std::out_of_range("a standard error");
+  throw std::logic_error("a standard error");
 }
 
 }  // namespace
