@@ -58,11 +58,30 @@ def test_a_string_may_hold_any_text(light: Any) -> None:
         assert light.twice(T, text) == text * 2
 
 
-DTYPES = (
-    "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool "
-    "bfloat16 float8_e5m2 float8_e4m3fn float8_e5m2fnuz float8_e4m3fnuz uint16 uint32 uint64 "
-    "float8_e8m0fnu float4_e2m1fn_x2"
-).split()
+DTYPES = [
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "complex32",
+    "complex64",
+    "complex128",
+    "bool",
+    "bfloat16",
+    "float8_e5m2",
+    "float8_e4m3fn",
+    "float8_e5m2fnuz",
+    "float8_e4m3fnuz",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+]
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -85,8 +104,8 @@ def test_a_tensors_properties_are_torchs(light: Any) -> None:
     for x in (torch.ones(3, 4).t()[1:], torch.tensor(1), torch.ones(0, 2, dtype=torch.int8)):
         found = light.describe(x)
         assert found == (
-            list(x.shape), list(x.stride()), x.storage_offset(), light.same_dtype(T, x.dtype), x.device,
-            x.is_contiguous(),
+            list(x.shape), list(x.stride()), x.storage_offset(), light.same_dtype(T, x.dtype),
+            x.device, x.is_contiguous(),
         )  # fmt: skip
 
 
@@ -423,7 +442,7 @@ def test_a_library_of_another_op_h_is_refused(package: Callable[..., Package]) -
     before = opening.ABI
     opening.ABI = before + 1
     try:
-        with pytest.raises(LoadError, match="op.h of another opkiln"):
+        with pytest.raises(LoadError, match=r"op\.h of another opkiln"):
             open_artifact(made.builder().spec(), path)
     finally:
         opening.ABI = before
