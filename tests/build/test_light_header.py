@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sample.package import Package
 
 HEADERS = str(Path(PACKAGE, "csrc"))
-SOURCE = "csrc/light.cpp"
+SOURCE, ADD = "csrc/light.cpp", "csrc/scaled_add.cpp"
 T = torch.ones(1)  # of functions that need no tensor
 
 _built: list[Package] = []
@@ -307,7 +307,10 @@ def small(made: Package, *names: str) -> None:
     schemas = lines[lines.index("    SCHEMAS = (") + 1 : lines.index("    )")]
     kept = [line for line in schemas if line.strip().startswith(tuple(f'"{n}(' for n in names))]
     text = "\n".join(lines).replace("\n".join(schemas), "\n".join(kept))
-    module.write_text(text.replace(', "csrc/more.cpp"', ""))
+    sources = [ADD if names == ("scaled_add",) else SOURCE]
+    everything = f'["{SOURCE}", "csrc/more.cpp", "{ADD}"]'
+    assert everything in text
+    module.write_text(text.replace(everything, repr(sources)))
     source = made / SOURCE
     kept = []
     for line in source.read_text().splitlines():
@@ -326,7 +329,7 @@ def test_a_wrong_signature_is_an_error_of_the_build(
     made = package("light")
     name = next(n for n in ("scaled_add", "scale_", "maybe_fill_", "who") if f" {n}(" in after)
     small(made, name)
-    made.edit(SOURCE, before, after)
+    made.edit(ADD if name == "scaled_add" else SOURCE, before, after)
     if name == "scale_":
         made.edit(SOURCE, "for (Tensor& x : xs) scale_(x, by);", "")
     with pytest.raises(LoadTestError) as caught:
