@@ -118,7 +118,7 @@ def _summed_up(paths: Iterable[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 class _Absent:
-    """Thousands of paths that do not exist, in few directories: each directory is looked at once."""
+    """Paths that do not exist, thousands in few directories. Each directory is looked at once."""
 
     def __init__(self) -> None:
         self._homes: dict[str, str] = {}
