@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from opkiln.building.objects import write_leaf
+from opkiln.building import leaves
 from opkiln.errors import StoreError
 from opkiln.settings import override
 from opkiln.store import deps, entry, gc, inventory, publish
@@ -61,7 +61,7 @@ class Shelf:
         made.mkdir()
         (made / payload).write_bytes(os.urandom(size))
         leaf = str(made / "leaf")
-        write_leaf(leaf, str(made / payload), manifest, read, lists)
+        leaves.write(leaf, str(made / payload), manifest, read, lists)
         final = publish.publish(leaf, self.root, f"{where}/{deps.key_of(read)}")
         self.age(Path(final), days)
         return Path(final)
