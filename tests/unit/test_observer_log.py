@@ -296,10 +296,49 @@ def test_links_in_a_circle_end(tmp_path: Path) -> None:
     assert inputs.of(seen, "/stage").absent == ((str(tmp_path), ("n.h",)),)
 
 
-def test_a_directory_by_the_name_of_a_header_is_not_a_file(tmp_path: Path) -> None:
-    (tmp_path / "n.h").mkdir()
-    path = str(tmp_path / "n.h")
-    seen = log.Observation({path: (log.Identity.now(path),)}, {}, frozenset(), frozenset(), ())
-    found = inputs.of(seen, "/stage")
+@pytest.mark.parametrize("name", ["n.h", "n.h/", "MAX"])
+def test_a_directory_by_the_name_of_a_header_is_not_a_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    found = inputs.of(observed(f"{tmp_path}/{name}"), "/stage")
     assert found.files == ()
-    assert found.absent == ((str(tmp_path), ("n.h/",)),)
+    assert found.absent == ((str(tmp_path), (name.rstrip("/") + "/",)),)
+
+
+def test_the_root_that_is_opened_is_not_a_file() -> None:
+    assert inputs.of(observed("/"), "/stage").files == ()
+
+
+def test_a_script_is_known_by_its_own_path_and_by_its_interpreters() -> None:
+    seen = log.parse(logged(BEGAN, "S 11 11 0 0 0.0 /opt/cc", "B 11 10 0 0 0.0 /bin/sh"))
+    assert inputs.of(seen, "/stage").programs == ("/usr/bin/g++", "/bin/sh", "/opt/cc")
+
+
+def test_a_program_that_was_called_by_a_link_of_the_stage_is_known_by_its_own_path(
+    tmp_path: Path,
+) -> None:
+    real, link = tmp_path / "as", tmp_path / "stage" / "as"
+    real.touch()
+    link.parent.mkdir()
+    link.symlink_to(real)
+    seen = log.parse(logged(BEGAN, f"S 11 11 0 0 0.0 {link}", f"B 11 10 0 0 0.0 {real}"))
+    assert inputs.of(seen, str(link.parent)).programs == ("/usr/bin/g++", str(real))
+
+
+def test_of_a_name_on_path_the_longest_list_of_programs_is_kept() -> None:
+    shorter, longer = ("cc", ("/a/cc",)), ("cc", ("/a/cc", "/b/cc"))
+    other = ("as", ("/a/as",))
+    assert inputs.of(observed(), "/stage", (longer, shorter, other)).chosen == (other, longer)
+    steps = [inputs.Inputs(chosen=(longer,)), inputs.Inputs(chosen=(other, shorter))]
+    assert inputs.union(steps).chosen == (other, longer)
+
+
+def test_two_steps_agree_if_the_files_that_both_read_are_the_same() -> None:
+    def reading(**inodes: int) -> log.Observation:
+        read = {f"/{path.replace('_', '/')}": (log.Identity(1, inode, 1, 1),)
+                for path, inode in inodes.items()}  # fmt: skip
+        return log.Observation(read, {}, frozenset(), frozenset(), ())
+
+    first = reading(a=1, b=2, dev_null=3)
+    assert inputs.agree(first, reading(a=1, c=9))
+    assert inputs.agree(first, reading(b=2, dev_null=4))
+    assert not inputs.agree(first, reading(a=1, b=3))
