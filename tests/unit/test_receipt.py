@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -534,8 +535,19 @@ def test_receipt_rests_on_the_code_that_decides(
     files = json.loads(kept.read_text())["files"]
     ours = {os.path.relpath(file, PACKAGE) for file in files if file.startswith(f"{PACKAGE}/")}
     assert {
-        "decision/receipt.py", "store/__init__.py", "store/recheck.py", "toolchain/torch_sdk.py",
-        "arch/cpu.py",
+        "decision/receipt.py", "store/recheck.py", "toolchain/torch_sdk.py", "arch/cpu.py",
+        "digest.py", "model.py", "settings.py",
     } <= ours  # fmt: skip
-    assert not {"errors.py", "evidence.py", "more.py"} & ours
+    assert not {"errors.py", "evidence.py", "more.py", "__init__.py"} & ours
     assert "/elsewhere/planted.py" not in files
+
+
+def test_module_of_a_room_has_no_code_and_is_not_looked_at(shop: Shop) -> None:
+    shop.keep()
+    (kept,) = shop.receipts
+    looked_at = json.loads(kept.read_text())["files"]
+    rooms = [Path(PACKAGE) / name / "__init__.py" for name in receipt._ROOMS]
+    for path in filter(Path.exists, rooms):
+        (docstring,) = ast.parse(path.read_text()).body
+        assert isinstance(docstring, ast.Expr), path
+        assert str(path) not in looked_at

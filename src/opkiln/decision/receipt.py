@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from opkiln.decision.terms import Request
     from opkiln.evidence import Evidence
 
-SCHEMA = 5
+SCHEMA = 6
 
 
 def recall(request: Request) -> Artifact | None:
@@ -345,15 +345,18 @@ def _torch(request: Request) -> str | None:
     return os.path.join(request.sdk.path, "__init__.py")
 
 
-# The rooms whose code decides which entry is right.
-_ROOMS = ("arch", "binary", "decision", "plan", "steps", "store", "toolchain")
+# The rooms and modules whose code decides which entry is right.
+_ROOMS = ("arch", "binary", "build_model", "decision", "devices", "digest", "model", "plan",
+          "settings", "steps", "store", "toolchain")  # fmt: skip
 
 
 def _own_code() -> Iterator[str]:
-    """The files of opkiln's own code that took part: an edit there ends receipts."""
+    """The files of opkiln's own code that took part: an edit there ends receipts. A room's own
+    module has none (a test holds that), and a hit looks at each of these files."""
     for name, module in list(sys.modules.items()):
         first, _, rest = name.partition(".")
-        if first == "opkiln" and rest.partition(".")[0] in _ROOMS:
+        room, _, inside = rest.partition(".")
+        if first == "opkiln" and room in _ROOMS and (inside or not hasattr(module, "__path__")):
             file: str | None = getattr(module, "__file__", None)
             if file and file.startswith(PACKAGE + "/"):
                 yield file
