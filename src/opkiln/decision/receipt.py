@@ -66,7 +66,7 @@ _RENEWED = "renewed"  # in a receipt that differs from its file; never in a file
 
 def _renew(path: str, receipt: dict[str, Any]) -> None:
     try:
-        _put(path, _text(receipt))
+        _put(path, receipt)
     except OSError:
         pass  # gone, full or read-only: the next process looks closer, too
 
@@ -239,13 +239,16 @@ def write(request: Request, artifact: Artifact, read: Evidence) -> None:
         if not _holds(receipt, root):
             return  # something was edited meanwhile, or cannot be told from what was
         receipt.pop(_RENEWED, None)
-        _put(path, _text(receipt))
+        _put(path, receipt)
     except OSError:
         return  # gone, full or read-only: later loads take the full search
 
 
-def _text(receipt: dict[str, Any]) -> str:
-    return json.dumps(receipt, separators=(",", ":"))
+def _put(path: str, receipt: dict[str, Any]) -> None:
+    """Write a receipt. Raises OSError."""
+    from opkiln.writing import write_private  # not for a hit, which writes nothing
+
+    write_private(path, json.dumps(receipt, separators=(",", ":")).encode())
 
 
 def _facts(read: Evidence) -> dict[str, Any]:
@@ -360,20 +363,3 @@ def _own_code() -> Iterator[str]:
             file: str | None = getattr(module, "__file__", None)
             if file and file.startswith(PACKAGE + "/"):
                 yield file
-
-
-def _put(path: str, text: str) -> None:
-    """Write a file in one step. Raises OSError."""
-    temporary = f"{path}.{os.getpid()}-{os.urandom(6).hex()}"
-    trust.make_private(os.path.dirname(path))
-    try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except OSError:
-        try:
-            os.unlink(temporary)
-        except OSError:
-            pass
-        raise
