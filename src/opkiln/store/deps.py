@@ -156,8 +156,9 @@ class Owners:
         self._toolkit = (*self._system, *_prefixes(parts))
 
     def own_place(self, path: str) -> Place | None:
-        """The place of an own file; None for a file that is external or covered."""
-        plain = os.path.normpath(path)
+        """The place of an own file, or of a directory if it ends with a slash; None for one that is
+        external or covered."""
+        plain = os.path.normpath(path) + ("/" if path.endswith("/") else "")
         if plain.startswith(self._covered) or self._is_systems(path, plain):
             return None
         return self.place(path)
@@ -379,7 +380,7 @@ class _Observed:
                 raise Appeared(os.path.join(directory, name))
 
     def _is_systems(self, path: str) -> bool:
-        plain = os.path.normpath(path) + "/"
+        plain = os.path.normpath(path).rstrip("/") + "/"
         if path in self._compilers:
             return True
         if plain.startswith(self._authors):
