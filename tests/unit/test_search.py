@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from opkiln.decision.terms import Request
+    from opkiln.evidence import Evidence
 
 GCC = Toolchain("gcc", "/usr/bin/g++", "12", "x86_64", "gcc's", frozenset(), ("/usr/include",))
 NVCC = DeviceCompiler(
@@ -85,6 +86,13 @@ def served(outcome: Serve | Build) -> str:
     return str(outcome.artifact.path)
 
 
+def evidence(outcome: Serve | Build) -> Evidence:
+    """What a receipt of this outcome would rest on."""
+    assert isinstance(outcome, Serve), outcome
+    assert outcome.read is not None
+    return outcome.read
+
+
 # Compilers that are known
 
 
@@ -96,9 +104,7 @@ def test_entry_of_the_known_compiler_serves_and_rests_on_that_compiler(
     outcome, told = look(world.request())
     assert served(outcome) == str(library)
     assert told == [("store", "taken", TAKEN)]
-    assert isinstance(outcome, Serve)
-    assert outcome.read is not None
-    assert outcome.read.complete
+    assert evidence(outcome).complete
     assert compilers.evidence == [GCC]
     assert compilers.asked == []
 
@@ -176,10 +182,8 @@ def test_without_any_compiler_every_build_of_these_sources_serves(
     outcome, told = look(world.request())
     assert served(outcome) == str(library)
     assert told == [("store", "taken", TAKEN)]
-    assert isinstance(outcome, Serve)
-    assert outcome.read is not None
-    assert outcome.read.complete
-    assert str(library.parents[2]) in outcome.read.files, "another build may come"
+    assert evidence(outcome).complete
+    assert str(library.parents[2]) in evidence(outcome).files, "another build may come"
     assert compilers.asked == []
 
 
@@ -211,9 +215,7 @@ def test_compiler_that_is_there_and_not_known_is_asked_first(
     outcome, told = look(world.request())
     assert served(outcome) == str(library)
     assert told[-1] == ("store", "taken", TAKEN)
-    assert isinstance(outcome, Serve)
-    assert outcome.read is not None
-    assert not outcome.read.complete
+    assert not evidence(outcome).complete
 
 
 def test_compiler_that_cannot_be_used_lets_any_build_serve(
@@ -247,9 +249,7 @@ def test_where_compiling_is_forbidden_any_build_serves_and_no_compiler_is_asked(
     library = world.store()
     outcome, _ = look(world.request())
     assert served(outcome) == str(library)
-    assert isinstance(outcome, Serve)
-    assert outcome.read is not None
-    assert not outcome.read.complete, "a compiler that may be used would decide"
+    assert not evidence(outcome).complete, "a compiler that may be used would decide"
     assert compilers.asked == []
 
 
@@ -297,8 +297,7 @@ def test_listed_layer_serves_where_the_users_own_store_has_nothing(
     outcome = search.search(world.request(), trace)
     assert isinstance(outcome, Serve)
     assert (outcome.artifact.path, outcome.artifact.origin) == (str(listed), "layer")
-    assert outcome.read is not None
-    assert not outcome.read.complete
+    assert not evidence(outcome).complete
     names = "OPKILN_STORE_LAYERS names it, and "
     assert [tuple(each) for each in trace.candidates[:2]] == [
         ("layer", "none", f"{names}it does not exist", str(nowhere)),
@@ -350,16 +349,12 @@ def test_entry_for_other_architectures_serves_the_gpus_here_if_its_code_runs(
     outcome, told = look(gpu.request())
     assert served(outcome) == str(wider)
     assert told[-1] == ("store", "taken", f"{TAKEN}; its code for 8.0;9.0 runs here")
-    assert isinstance(outcome, Serve)
-    assert outcome.read is not None
-    assert not outcome.read.complete, "a build for the very GPU would be better"
+    assert not evidence(outcome).complete, "a build for the very GPU would be better"
     exact = entry_for(gpu, compilers, "8.6")
     outcome, told = look(gpu.request())
     assert served(outcome) == str(exact)
     assert told[-1] == ("store", "taken", TAKEN)
-    assert isinstance(outcome, Serve)
-    assert outcome.read is not None
-    assert outcome.read.complete
+    assert evidence(outcome).complete
 
 
 def test_list_that_was_named_is_the_one_that_is_wanted(gpu: World, compilers: Compilers) -> None:
@@ -406,9 +401,7 @@ def test_without_device_compiler_an_answer_is_not_remembered(
     entry_for(gpu, compilers, "8.6")
     compilers.remembered = None
     outcome, _ = look(gpu.request())
-    assert isinstance(outcome, Serve)
-    assert outcome.read is not None
-    assert not outcome.read.complete
+    assert not evidence(outcome).complete
 
 
 # The plan
