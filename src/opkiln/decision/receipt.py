@@ -106,13 +106,19 @@ def _same_programs(receipt: dict[str, Any]) -> bool:
         and list(settings.path[: len(receipt["path"])]) == receipt["path"]
     ):
         now = _looked_up(dict(receipt["programs"]))  # before anything is looked up
-    for name, paths in receipt["programs"]:
-        found = on_path(name)
-        if [next(found, None) for _ in paths] != paths:
-            return False
+    if not _lead_to_the_same(receipt["programs"]):
+        return False
     if now.get("path_signatures"):
         receipt.update(now)
         receipt[_RENEWED] = True
+    return True
+
+
+def _lead_to_the_same(programs: Iterable[Iterable[Any]]) -> bool:
+    for name, paths in programs:
+        found = on_path(name)
+        if [next(found, None) for _ in paths] != paths:
+            return False
     return True
 
 
@@ -236,7 +242,8 @@ def write(request: Request, artifact: Artifact, read: Evidence) -> None:
             "watches": read.watches,
             "absent": list(read.absent),
         }
-        if not _holds(receipt, root):
+        # PATH's directories were signed just now, and not when the search looked into them.
+        if not (_lead_to_the_same(receipt["programs"]) and _holds(receipt, root)):
             return  # something was edited meanwhile, or cannot be told from what was
         receipt.pop(_RENEWED, None)
         _put(path, receipt)
