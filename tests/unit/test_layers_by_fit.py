@@ -12,7 +12,7 @@ import pytest
 from sample.decisions import World
 
 from opkiln import machine
-from opkiln.decision import prebuilt
+from opkiln.decision import fit, prebuilt
 from opkiln.decision.terms import Trace
 from opkiln.digest import sha256_file, signed
 from opkiln.errors import LoadError
@@ -185,6 +185,24 @@ def test_needs_that_cannot_be_understood_are_damage(shelf: Shelf) -> None:
     assert told[0][:2] == ("layer", "refused")
     assert told[0][2].startswith("damaged: ")
     assert told[0][3] == str(bad.parent)
+
+
+def test_entry_whose_needs_cannot_be_asked_for_is_told_and_the_next_serves(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = shelf.add("layer", number=1, needs={"cpu": ["one"]})
+    good = shelf.add("layer", number=2)
+    lacking = fit.lacking
+
+    def asked(needs: Any, abi: str) -> str:
+        if needs["cpu"]:
+            raise LoadError("libtorch.so is cut off")
+        return lacking(needs, abi)
+
+    monkeypatch.setattr(fit, "lacking", asked)
+    found, told = shelf.find()
+    assert found == artifact(good, "layer")
+    assert told[0] == ("layer", "refused", "damaged: libtorch.so is cut off", str(bad.parent))
 
 
 def test_target_that_cannot_be_told_is_damage(shelf: Shelf) -> None:
