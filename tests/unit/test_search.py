@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -473,6 +474,7 @@ def test_entry_for_other_architectures_serves_where_the_exact_one_cannot(
     exact = entry_for(gpu, compilers, "8.6", **lacking)
     gpu.add(gpu.cache, intent="0" * 40)  # of other flags
     wider = entry_for(gpu, compilers, "8.0", "9.0")
+    os.utime(wider.parents[2], (1, 1))  # the oldest, so it is looked at last
     request = gpu.request()
     if fault == "damaged":
         exact.write_bytes(b"CODE")
