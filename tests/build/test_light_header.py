@@ -412,7 +412,7 @@ def test_a_library_of_another_op_h_is_refused(package: Callable[..., Package]) -
     before = opening.ABI
     opening.ABI = before + 1
     try:
-        with pytest.raises(LoadError, match="op.h of another opkiln"):
+        with pytest.raises(LoadError, match=r"op\.h of another opkiln"):
             open_artifact(made.builder().spec(), path)
     finally:
         opening.ABI = before
