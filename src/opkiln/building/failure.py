@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -18,7 +17,7 @@ from opkiln.model import CUDA, ONE_CALL, OpSpec
 from opkiln.process import signal_name
 from opkiln.store import publish
 from opkiln.toolchain import torch_sdk, wheel_headers
-from opkiln.trust import make_private
+from opkiln.writing import write_private
 
 # g++ and clang write file:line:column:, nvcc writes file(line):.
 _DIAGNOSTIC = re.compile(
@@ -212,14 +211,8 @@ def write_log(root: str | None, name: str, text: str) -> str:
     if root is None:
         return ""
     path = os.path.join(root, "logs", name + ".log")
-    temporary = f"{path}.{os.getpid()}-{os.urandom(6).hex()}"
     try:
-        make_private(os.path.dirname(path))
-        with open(temporary, "x", encoding="utf-8", errors="surrogateescape") as file:
-            file.write(text)
-        os.replace(temporary, path)
+        write_private(path, text.encode("utf-8", "surrogateescape"))
     except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
         return ""  # the build error matters more than the missing log
     return path

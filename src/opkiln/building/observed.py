@@ -9,7 +9,7 @@ from typing import NamedTuple
 from opkiln.build_model import Plan, Step
 from opkiln.errors import StepRefused
 from opkiln.model import OpSpec
-from opkiln.observing import inputs, limits, log
+from opkiln.observing import inputs, limits, log, observer
 
 _WHOLE = "an op's flags may only make the toolchain work in the build's own directory"
 
@@ -43,8 +43,13 @@ class Look(NamedTuple):
         return inputs.of(self.seen, self.stage, self.conduct.chosen())
 
 
-def log_path(stage: str, output: str) -> str:
-    """Where the observer logs what the step with this output does."""
+def environment(plan: Plan, library: str, stage: str, output: str) -> dict[str, str]:
+    """A step's environment variables. With them, the observer (``library``, empty if there is none)
+    logs what the step with this output does."""
+    return {**dict(plan.environment), **observer.environment(library, _log(stage, output))}
+
+
+def _log(stage: str, output: str) -> str:
     return os.path.join(stage, output + ".observed")
 
 
@@ -54,7 +59,7 @@ def look(plan: Plan, step: Step, stage: str, first: str, output: str = "") -> Lo
     ``output`` is that of the command, if it is not the step's own. Raises StepRefused if the step
     started a program outside the toolchain, or wrote outside its directory.
     """
-    path = log_path(stage, output or step.output)
+    path = _log(stage, output or step.output)
     seen = log.read(path)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)  # the next attempt starts a log of its own

@@ -103,8 +103,9 @@ def union(parts: Iterable[Inputs]) -> Inputs:
 
 
 def _longest(chosen: Iterable[Chosen]) -> tuple[Chosen, ...]:
-    """Each name once: of two lists of programs on PATH, the longer begins with the shorter."""
-    return tuple(sorted(dict(sorted(chosen, key=lambda each: len(each[1]))).items()))
+    """Each name once: of two lists of programs on PATH, the longer begins with the shorter, so it
+    comes after it."""
+    return tuple(dict(sorted(chosen)).items())
 
 
 def _summed_up(paths: Iterable[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -136,7 +137,7 @@ class _Absent:
         file that is missing there may be made."""
         for _ in range(_MOST_LINKS):
             yield path
-            link = self._broken_link(path.rstrip("/"))
+            link = self._broken_link(path)
             if not link:
                 return
             try:
@@ -149,7 +150,7 @@ class _Absent:
         if os.path.lexists(path):
             return path if os.path.islink(path) and not os.path.exists(path) else ""
         above = os.path.dirname(path)
-        if above in ("", path):
+        if above == path:
             return ""
         if above not in self._broken:
             self._broken[above] = self._broken_link(above)
