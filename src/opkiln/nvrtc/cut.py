@@ -25,6 +25,7 @@ _PLAIN_WORDS = frozenset(
 _WORDS_WITH_ARGUMENTS = frozenset(
     ("__launch_bounds__", "__cluster_dims__", "__block_size__", "__maxnreg__")
 )
+_WORDS_OF_SYSTEM = re.compile(rf"\b(?:{'|'.join(sorted(_PLAIN_WORDS))})\b")
 _INLINE = frozenset(("inline", "__forceinline__"))
 _VARIABLES = frozenset(("__constant__", "__device__", "__managed__"))
 _LINKAGE = frozenset(("static", "extern", "inline"))
@@ -443,6 +444,8 @@ class _HostText:
         text = token.text
         if token.kind == "mark":
             return self._mark(token)
+        if token.kind == "system":
+            return _WORDS_OF_SYSTEM.sub("", text).replace("__forceinline__", "inline")
         before = ""
         if token.start in self._variables:
             before = "static __attribute__((__unused__)) "

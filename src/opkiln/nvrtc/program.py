@@ -76,7 +76,7 @@ def compile_source(words: list[str]) -> None:
     assembly = given.beside(".s")
     _write(given.beside(".host.ii"), host.text)
     compiling = _start(
-        given.cxx, *given.host, "-x", "c++-cpp-output", "-S", given.beside(".host.ii"),
+        given.cxx, *_without_preprocessing(given.host), "-x", "c++-cpp-output", "-S", given.beside(".host.ii"),
         "-o", assembly,
     )  # fmt: skip
     nvrtc = Nvrtc(given.library, given.builtins)
@@ -93,6 +93,21 @@ def compile_source(words: list[str]) -> None:
     # The assembler finds the images by a name without a directory, so that none is in the object.
     os.chdir(os.path.dirname(os.path.abspath(binary)))
     _await(_start(given.cxx, "-c", assembly, "-o", given.object))
+
+
+_OF_PREPROCESSOR = ("-I", "-D", "-U", "-isystem", "-iquote", "-idirafter", "-include")
+
+
+def _without_preprocessing(options: list[str]) -> list[str]:
+    """The options for a text that is preprocessed: clang warns of those that have no effect."""
+    kept: list[str] = []
+    words = iter(options)
+    for word in words:
+        if word in _OF_PREPROCESSOR:
+            next(words, "")
+        elif not word.startswith(_OF_PREPROCESSOR):
+            kept.append(word)
+    return kept
 
 
 def _preprocessed(given: _Arguments) -> cut.HostPart:

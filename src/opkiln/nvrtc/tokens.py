@@ -14,7 +14,7 @@ _TOKEN = re.compile(
       (?P<space>[ \t\r\f\v]+|\\\r?\n)
     | (?P<newline>\n)
     | (?P<comment>//(?:\\\r?\n|[^\n])*|/\*.*?\*/)
-    | (?P<raw>(?:u8|[uUL])?R"(?P<mark>[^\s()\\"]{0,16})\(.*?\)(?P=mark)")
+    | (?P<raw>(?:u8|[uUL])?R"(?P<delimiter>[^\s()\\"]{0,16})\(.*?\)(?P=delimiter)")
     | (?P<string>(?:u8|[uUL])?"(?:\\.|[^"\\\n])*")
     | (?P<char>(?:u8|[uUL])?'(?:\\.|[^'\\\n])*')
     | (?P<name>[^\W\d]\w*)
@@ -26,7 +26,11 @@ _TOKEN = re.compile(
 _DIRECTIVE = re.compile(
     r"""\#(?:\\\r?\n|/\*.*?\*/|//(?:\\\r?\n|[^\n])*|"(?:\\.|[^"\\\n])*"|[^\n])*""", re.DOTALL
 )
-_BLANK = frozenset(("space", "newline", "comment", "directive"))
+_BLANK = frozenset(("space", "newline", "comment", "directive", "system"))
+# Line markers of a preprocessor: from one with the flag 3 on, the text is of a system's header.
+_ENTERS = re.compile(r'\#[ ]\d+[ ]"(?:\\.|[^"\\\n])*"(?:[ ][124])*[ ]3(?:[ ]4)?\n')
+_LEAVES = re.compile(r'^\#[ ]\d+[ ]"(?:\\.|[^"\\\n])*"(?:[ ][124])*$', re.MULTILINE)
+_OF_DEVICE_ALONE = re.compile(r"__global__|(?<!__host__ )__device__(?! __host__)|<<<")
 
 
 class Token:
@@ -35,7 +39,8 @@ class Token:
     __slots__ = ("end", "kind", "start", "text")
 
     def __init__(self, kind: str, text: str, start: int, end: int) -> None:
-        self.kind = kind  # space, newline, comment, directive, raw, string, char, name, number, mark
+        # space, newline, comment, directive, system, raw, string, char, name, number, mark
+        self.kind = kind
         self.text = text
         self.start = start
         self.end = end
@@ -45,23 +50,38 @@ class Token:
 
     @property
     def blank(self) -> bool:
-        """Whether the parser passes it by: spaces, comments and lines of the preprocessor."""
+        """Whether the parser passes it by: spaces, comments, lines of the preprocessor, headers of
+        the system."""
         return self.kind in _BLANK
 
 
 def divide(text: str) -> Iterator[Token]:
-    """All tokens of a text. Joined, they are the text again."""
+    """All tokens of a text. Joined, they are the text again.
+
+    In preprocessed text, headers of the system that define nothing for the device alone are one
+    token each: most of the text are theirs.
+    """
     at, fresh = 0, True  # fresh: nothing but blanks so far on this line
     while at < len(text):
         if fresh and text[at] == "#":
+            end = _after_system_header(text, at)
+            kind = "system" if end else "directive"
             found = _DIRECTIVE.match(text, at)
-            kind = "directive"
+            end = end or (found.end() if found else at + 1)
         else:
             found = _TOKEN.match(text, at)
             assert found is not None  # the last part of the pattern matches any character
-            kind = "mark" if found.lastgroup == "mark_" else str(found.lastgroup)
-            kind = "raw" if kind == "mark" and found.group("raw") else kind
-        assert found is not None
-        yield Token(kind, found.group(), at, found.end())
-        at = found.end()
-        fresh = kind == "newline" or (fresh and kind in ("space", "comment"))
+            kind, end = str(found.lastgroup).rstrip("_"), found.end()
+        yield Token(kind, text[at:end], at, end)
+        at = end
+        fresh = kind in ("newline", "system") or (fresh and kind in ("space", "comment"))
+
+
+def _after_system_header(text: str, at: int) -> int:
+    """Where the system's header ends that a line marker opens; 0 if its text must be read."""
+    if not (opened := _ENTERS.match(text, at)):
+        return 0
+    left = _LEAVES.search(text, opened.end())
+    end = left.start() if left else len(text)
+    whole = text.count("{", at, end) == text.count("}", at, end)
+    return end if whole and not _OF_DEVICE_ALONE.search(text, at, end) else 0
