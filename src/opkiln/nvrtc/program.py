@@ -135,10 +135,11 @@ def _images(
     given: _Arguments, nvrtc: Nvrtc, text: str, expressions: list[str]
 ) -> tuple[list[tuple[str, bytes]], list[str]]:
     """Each image by name, and the kernels' lowered names."""
-    # NVRTC makes names of internal symbols from the program's name, so that is the same everywhere.
-    # Messages name the author's file.
+    # NVRTC makes the names of internal symbols from the program's name and its first function; where
+    # all are internal, from its process id. With these two, names are the same everywhere. Messages
+    # name the author's file.
     quoted = given.source.replace("\\", "\\\\").replace('"', '\\"')
-    program = f'#line 1 "{quoted}"\n{text}'
+    program = f'extern "C" __device__ void opkiln_first() {{}}\n#line 1 "{quoted}"\n{text}'
     made: list[tuple[str, bytes]] = []
     lowered: list[str] = []
     said: dict[str, None] = {}

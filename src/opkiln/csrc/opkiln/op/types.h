@@ -19,7 +19,11 @@
 #endif
 
 // Hidden: two libraries in one process share nothing, whatever they were built from.
+#if defined(__CUDACC_RTC__)  // it makes no library
+#define OPK_NAMESPACE_BEGIN namespace opk {
+#else
 #define OPK_NAMESPACE_BEGIN namespace opk __attribute__((visibility("hidden"))) {
+#endif
 #define OPK_NAMESPACE_END }
 
 // CUDA's and HIP's own types, for authors who include their headers.
