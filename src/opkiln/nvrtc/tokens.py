@@ -27,8 +27,9 @@ _DIRECTIVE = re.compile(
     r"""\#(?:\\\r?\n|/\*.*?\*/|//(?:\\\r?\n|[^\n])*|"(?:\\.|[^"\\\n])*"|[^\n])*""", re.DOTALL
 )
 _BLANK = frozenset(("space", "newline", "comment", "directive", "system"))
-# Line markers of a preprocessor: from one with the flag 3 on, the text is of a system's header.
-_ENTERS = re.compile(r'\#[ ]\d+[ ]"(?:\\.|[^"\\\n])*"(?:[ ][124])*[ ]3(?:[ ]4)?\n')
+# Line markers of a preprocessor: one with the flags 1 and 3 opens a header of the system. A marker
+# with 3 alone is a macro of such a header.
+_ENTERS = re.compile(r'\#[ ]\d+[ ]"(?:\\.|[^"\\\n])*"[ ]1[ ]3(?:[ ]4)?\n')
 _LEAVES = re.compile(r'^\#[ ]\d+[ ]"(?:\\.|[^"\\\n])*"(?:[ ][124])*$', re.MULTILINE)
 _OF_DEVICE_ALONE = re.compile(r"__global__|(?<!__host__ )__device__(?! __host__)|<<<")
 

@@ -197,7 +197,8 @@ def _for_host(
     yield "-fno-lto"  # the kernels' symbols are read from assembly text
     yield from (anchored(spec, path, "-I") for path in spec.include_dirs)
     yield from (f"-I{path}" for path in flags.get("cpath", ()))
-    yield Anchored("-I", "opkiln", _HEADERS)
+    # As a header of the system, it is passed over when the text is divided.
+    yield Anchored("-isystem", "opkiln", _HEADERS)
     yield from ("-include", _PRELUDE)
     yield Anchored("-isystem", "opkiln", _FOR_HOST)
     yield from (in_toolkit(device, path, "-isystem") for path in device.include_dirs)
