@@ -52,7 +52,7 @@ class DeviceCompiler(Record):
     host: str = ""  # the host compiler it is to use, where that is not the toolchain's own
     # Below the anchor "wheels": where headers are that the toolkit lacks.
     wheel_include_dirs: tuple[str, ...] = ()
-    # NVRTC: libnvrtc and its builtins. ``path`` is the Python that runs opkiln's own driver of them.
+    # NVRTC: libnvrtc and its builtins. ``path`` is the Python that runs opkiln's driver of them.
     libraries: tuple[str, ...] = ()
 
 

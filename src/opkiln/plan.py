@@ -152,8 +152,8 @@ def _compile(
     if target.backend == CUDA and of_device:
         from opkiln.steps import nvcc, nvrtc
 
-        family = nvrtc if _by_nvrtc(toolchain) else nvcc
-        return family.compile_step(spec, target, toolchain, users, source)
+        step = nvrtc.compile_step if _by_nvrtc(toolchain) else nvcc.compile_step
+        return step(spec, target, toolchain, users, source)
     if target.backend == ROCM and of_device:
         from opkiln.steps import hipcc
 

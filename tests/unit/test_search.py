@@ -14,7 +14,7 @@ from opkiln.build_model import DeviceCompiler, Toolchain, TorchSDK
 from opkiln.decision import search
 from opkiln.decision.terms import BUILD, LOAD, SHIP, Build, Serve, Trace
 from opkiln.errors import BuildError, CompilingOff, LoadError, SpecError, ToolchainError
-from opkiln.model import ABI_STABLE, ABI_TORCH, CUDA
+from opkiln.model import ABI_STABLE, ABI_TORCH, CUDA, OpSpec
 from opkiln.settings import LAYOUT
 from opkiln.toolchain import choice
 
@@ -41,17 +41,19 @@ class Compilers:
         self.asked: list[tuple[object, ...]] = []
         self.evidence: list[Toolchain] = []
         patch.setattr(choice, "recall", self._recall)
-        patch.setattr(choice, "available", lambda backend, machine: self.found)
+        patch.setattr(choice, "available", lambda backend, machine, spec: self.found)
         patch.setattr(choice, "choose", self._choose)
         patch.setattr(
             choice, "add_evidence", lambda memory, backend, tools: self.evidence.append(tools)
         )
 
-    def _recall(self, memory: object, backend: str, machine: str = "") -> Toolchain | None:
+    def _recall(
+        self, memory: object, backend: str, machine: str, spec: OpSpec
+    ) -> Toolchain | None:
         return self.remembered
 
-    def _choose(self, *given: object) -> Toolchain:
-        self.asked.append(given)
+    def _choose(self, memory: object, backend: str, machine: str, spec: OpSpec) -> Toolchain:
+        self.asked.append((memory, backend, machine))
         if isinstance(self.answer, ToolchainError):
             raise self.answer
         return self.answer

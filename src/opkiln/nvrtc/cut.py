@@ -32,7 +32,8 @@ _LINKAGE = frozenset(("static", "extern", "inline"))
 # A name and arguments that may begin a declaration. Others are macros.
 _NOT_MACROS = frozenset(
     ("decltype", "__attribute__", "__attribute", "alignas", "explicit", "noexcept", "typeof",
-     "__typeof__", "__typeof", "requires", "__align__", "__builtin_align__", "asm", "__asm__", "static_assert",
+     "__typeof__", "__typeof", "requires", "__align__", "__builtin_align__", "asm",
+     "__asm__", "static_assert",
      *_WORDS_WITH_ARGUMENTS)
 )  # fmt: skip
 _QUALIFIERS = frozenset(
@@ -49,10 +50,18 @@ class CannotCut(Exception):
 class Function:
     """A function's definition: where it is, and whose it is."""
 
-    __slots__ = ("end", "head", "in_class", "name", "side", "start")
+    __slots__ = ("end", "head", "in_class", "internal", "name", "side", "start")
 
     def __init__(
-        self, *, start: int, head: int, end: int, name: str, side: str, in_class: bool
+        self,
+        *,
+        start: int,
+        head: int,
+        end: int,
+        name: str,
+        side: str,
+        in_class: bool,
+        internal: bool,
     ) -> None:
         self.start = start  # the first token of its declaration, by the place in the text
         self.head = head  # the end of its declaration, before a constructor's initializers
@@ -60,6 +69,7 @@ class Function:
         self.name = name
         self.side = side  # kernel, device, host, both
         self.in_class = in_class
+        self.internal = internal  # static, at namespace scope
 
 
 class Source:
@@ -214,7 +224,7 @@ class _Declaration:
                 self._skip_requirement()
 
     def _skip_requirement(self) -> None:
-        """``requires (a && b)``, ``requires Small<T> && Plain<T>``: operands and what joins them."""
+        """``requires (a && b)``, ``requires Small<T> && Plain<T>``: operands and their joins."""
         source, joins = self._source, ("&", "|", "::", "!", "requires")
         while self._at < self._end:
             text = source.word(self._at)
@@ -360,6 +370,7 @@ class _Declaration:
                 name=self._name,
                 side=self._side(),
                 in_class=self._in_class,
+                internal="static" in self._words and not self._in_class,
             )
         )
         return closing + 1
@@ -390,6 +401,7 @@ class HostPart:
         warns about an internal function that is declared and not defined. Raises CannotCut."""
         source = Source(preprocessed)
         self.kernels = frozenset(each.name for each in source.functions if each.side == KERNEL)
+        self.internal = frozenset(each.name for each in source.functions if each.internal)
         self.on_device = frozenset(each.name for each in source.functions if each.side != HOST)
         self.text = _HostText(source, unnamed).written()
 

@@ -50,13 +50,27 @@ def expression(
         return symbol if symbol in kernels else ""
     written = demangle(symbol).replace(_ANONYMOUS, "").replace(f"{unnamed}::", "")
     name = _without_parameters(written).removeprefix("void ")
-    if _without_arguments(name).rpartition("::")[2] not in kernels:
+    if not is_one_of(name, kernels):
         return ""
     if "{lambda" in name or "{unnamed" in name or "'lambda" in name:
         raise UnnamedKernel(
-            f"{name}: a template argument of this kernel is a lambda or another type without a name"
+            f"{name}: a template argument of this kernel is a lambda or a type without a name"
         )
     return name
+
+
+def is_one_of(expression: str, kernels: frozenset[str]) -> bool:
+    """Whether a name expression is of one of these kernels: ``a::k<float>`` is of ``k``."""
+    return _without_arguments(expression).rpartition("::")[2] in kernels
+
+
+def renamed(assembly: str, symbols: list[str], suffix: str) -> str:
+    """The text with a suffix at each of these symbols: what is static in one source must not meet
+    its namesake of another."""
+    if not symbols:
+        return assembly
+    words = "|".join(re.escape(symbol) for symbol in symbols)
+    return re.sub(rf"(?<![\w$.])(?:{words})(?![\w$.])", rf"\g<0>{suffix}", assembly)
 
 
 def _without_parameters(text: str) -> str:

@@ -14,7 +14,7 @@ parts: it starts g++, and compiles device code itself.
 4. The assembly text gets a record for each kernel, under the kernel's own symbol, and the images as
    a fat binary. g++ assembles it.
 
-Every file that it writes lies beside the object. It imports neither torch nor a third-party package.
+Every file that it writes lies beside the object. It imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def probe(library: str, builtins: str) -> None:
     accepts = [name for name in variants if nvrtc.accepts(f"-arch=compute_{name}")]
     accepts += [flag for flag in _STANDARDS if nvrtc.accepts(flag)]
     version = "{}.{}".format(*nvrtc.version())
-    print(json.dumps({"version": version, "archs": archs, "accepts": accepts}))
+    sys.stdout.write(json.dumps({"version": version, "archs": archs, "accepts": accepts}))
 
 
 class _Arguments:
@@ -74,11 +74,12 @@ def compile_source(words: list[str]) -> None:
     given = _Arguments(words)
     host = _preprocessed(given)
     assembly = given.beside(".s")
-    _write(given.beside(".host.ii"), host.text)
+    preprocessed = given.beside(".host.ii")
+    _write(preprocessed, host.text)
+    options = _without_preprocessing(given.host)
     compiling = _start(
-        given.cxx, *_without_preprocessing(given.host), "-x", "c++-cpp-output", "-S", given.beside(".host.ii"),
-        "-o", assembly,
-    )  # fmt: skip
+        given.cxx, *options, "-x", "c++-cpp-output", "-S", preprocessed, "-o", assembly
+    )
     nvrtc = Nvrtc(given.library, given.builtins)
     device = cut.device_text(_read(given.source), host.on_device)
     _await(compiling)
@@ -89,7 +90,9 @@ def compile_source(words: list[str]) -> None:
     with open(binary, "wb") as file:
         file.write(container.pack(made))
     records = dict(zip(kernels, lowered, strict=True))
-    _write(assembly, text + _records(records, os.path.basename(binary)))
+    text += _records(records, os.path.basename(binary))
+    internal = [each for each, name in kernels.items() if names.is_one_of(name, host.internal)]
+    _write(assembly, names.renamed(text, internal, f".{given.unnamed}"))
     # The assembler finds the images by a name without a directory, so that none is in the object.
     os.chdir(os.path.dirname(os.path.abspath(binary)))
     _await(_start(given.cxx, "-c", assembly, "-o", given.object))
@@ -112,12 +115,8 @@ def _without_preprocessing(options: list[str]) -> list[str]:
 
 def _preprocessed(given: _Arguments) -> cut.HostPart:
     text = given.beside(".ii")
-    _await(
-        _start(
-            given.cxx, *given.host, "-MD", "-MF", given.depfile, "-MT", given.object,
-            "-x", "c++", "-E", given.source, "-o", text,
-        )  # fmt: skip
-    )
+    listing = ("-MD", "-MF", given.depfile, "-MT", given.object)
+    _await(_start(given.cxx, *given.host, *listing, "-x", "c++", "-E", given.source, "-o", text))
     return cut.HostPart(_read(text), given.unnamed)
 
 
@@ -135,9 +134,9 @@ def _images(
     given: _Arguments, nvrtc: Nvrtc, text: str, expressions: list[str]
 ) -> tuple[list[tuple[str, bytes]], list[str]]:
     """Each image by name, and the kernels' lowered names."""
-    # NVRTC makes the names of internal symbols from the program's name and its first function; where
-    # all are internal, from its process id. With these two, names are the same everywhere. Messages
-    # name the author's file.
+    # NVRTC makes the names of internal symbols from the program's name and its first function; if
+    # all are internal, from its process id. So names are the same everywhere. Messages name the
+    # author's file.
     quoted = given.source.replace("\\", "\\\\").replace('"', '\\"')
     program = f'extern "C" __device__ void opkiln_first() {{}}\n#line 1 "{quoted}"\n{text}'
     made: list[tuple[str, bytes]] = []
@@ -152,23 +151,25 @@ def _images(
         made.append((image, code))
         said.update(dict.fromkeys(filter(None, [log])))
     for log in said:
-        print(log, file=sys.stderr)
+        sys.stderr.write(f"{log}\n")
     return made, lowered
 
 
 def _records(kernels: dict[str, str], binary: str) -> str:
     """The assembly text that defines the kernels' symbols, and holds the fat binary.
 
-    The symbols are local to the object. Two sources may have kernels of one name.
+    The symbols are weak: a template's kernel may be in several objects, each with its own images.
+    They are not local ones: of those, gas 2.40 for aarch64 makes the same entry of the GOT.
     """
     lines = [
         '\t.section .nv_fatbin,"a",@progbits', "\t.balign 8", ".Lopkiln_binary:",
         f'\t.incbin "{binary}"',
         "\t.data", "\t.balign 16", ".Lopkiln_module:", "\t.quad .Lopkiln_binary", "\t.quad 0",
     ]  # fmt: skip
-    for number, (symbol, lowered) in enumerate(kernels.items()):
+    for number, symbol in enumerate(kernels):
         lines += [
-            "\t.balign 16", f"\t.type {symbol}, @object", f"{symbol}:",
+            "\t.balign 16", f"\t.weak {symbol}", f"\t.hidden {symbol}",
+            f"\t.type {symbol}, @object", f"{symbol}:",
             f"\t.quad {_RECORD:#x}", f"\t.quad .Lopkiln_name{number}", "\t.quad .Lopkiln_module",
             "\t.quad 0", f"\t.size {symbol}, 32",
         ]  # fmt: skip
@@ -196,7 +197,7 @@ def _start(*argv: str) -> tuple[int, tuple[str, ...]]:
     child = os.fork()
     if child == 0:
         try:
-            os.execv(argv[0], argv)
+            os.execv(argv[0], argv)  # noqa: S606 (a compiler, as nvcc starts it)
         except OSError as error:
             os.write(2, f"{argv[0]} cannot be started: {error.strerror}\n".encode())
         os._exit(127)
@@ -221,10 +222,11 @@ def main(words: list[str]) -> int:
             compile_source(words[1:])
     except (Failed, CompileFailed, cut.CannotCut, names.UnnamedKernel) as error:
         if str(error):
-            print(error, file=sys.stderr)
+            sys.stderr.write(f"{error}\n")
         return 1
     except OSError as error:
-        print(f"{error.filename or ''}: {error.strerror or error}".lstrip(": "), file=sys.stderr)
+        place = f"{error.filename}: " if error.filename else ""
+        sys.stderr.write(f"{place}{error.strerror or error}\n")
         return 1
     return 0
 

@@ -162,7 +162,8 @@ def _for_device(
     yield from _preprocessing(flags.get("cppflags", ()))
     yield from author_flags(spec, (*given.both, *given.device))
     # NVRTC gets the text, not the file: the file's directory is where quoted includes begin.
-    yield anchored(spec, posixpath.dirname(source) or ".", "-I")
+    directory = posixpath.dirname(source)
+    yield anchored(spec, directory, "-I") if directory else Anchored("-I", "src", "")
     yield from (anchored(spec, path, "-I") for path in spec.include_dirs)
     yield from (f"-I{path}" for path in flags.get("cpath", ()))
     yield Anchored("-I", "opkiln", _HEADERS)

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import time
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from opkiln.build_model import DeviceCompiler, Toolchain
@@ -53,14 +54,14 @@ class _Search(NamedTuple):
 
 
 def recall(
-    memory: tuple[str, ...], torch_cuda: str | None, host: Toolchain
+    memory: tuple[str, ...], torch_cuda: str | None, _host: Toolchain
 ) -> DeviceCompiler | None:
     """The NVRTC that ``choose`` would take, if every probe is remembered."""
     search = _search(memory, torch_cuda, ask=False)
     return None if search is None else search.taken
 
 
-def choose(memory: tuple[str, ...], torch_cuda: str | None, host: Toolchain) -> DeviceCompiler:
+def choose(memory: tuple[str, ...], torch_cuda: str | None, _host: Toolchain) -> DeviceCompiler:
     """The NVRTC that fits torch's CUDA best. Raises ToolchainError with every candidate."""
     search = _search(memory, torch_cuda, ask=True)
     assert search is not None
@@ -73,7 +74,7 @@ def choose(memory: tuple[str, ...], torch_cuda: str | None, host: Toolchain) -> 
     raise ToolchainError("no NVRTC can be used here", why=why, hint=_PIP)
 
 
-def candidates(memory: tuple[str, ...], torch_cuda: str | None, host: Toolchain) -> list[Candidate]:
+def candidates(memory: tuple[str, ...], torch_cuda: str | None) -> list[Candidate]:
     """Every NVRTC that was considered, for reports. The one that is taken is not refused."""
     search = _search(memory, torch_cuda, ask=True)
     assert search is not None
@@ -110,17 +111,17 @@ def covered(device: DeviceCompiler) -> tuple[str, ...]:
     """Beginnings of the paths that its driver reads for itself: the driver, the libraries, and
     Python. The compiler's identity represents the first two, and the last changes nothing."""
     standard = os.path.dirname(os.path.abspath(os.__file__))
-    directories = {standard, os.path.realpath(standard), os.path.join(PACKAGE, "nvrtc"),
-                   os.path.join(PACKAGE, "__pycache__"), *map(os.path.dirname, device.libraries)}  # fmt: skip
-    for program in (device.path, os.path.realpath(device.path)):
-        directories.add(os.path.dirname(program))
+    programs = (device.path, os.path.realpath(device.path))
+    directories = {
+        *map(os.path.dirname, (*programs, *device.libraries)),
+        *(standard, os.path.realpath(standard)),
+        *(os.path.join(PACKAGE, part) for part in ("nvrtc", "__pycache__")),
+    }
     files = {os.path.join(PACKAGE, "__init__."), os.path.join(sys.prefix, "pyvenv.cfg")}
     # Python looks for its library as a zip file, in every directory above its program.
     archive = f"lib/python{sys.version_info[0]}{sys.version_info[1]}.zip"
-    for directory in list(directories):
-        while directory != os.path.dirname(directory):
-            directory = os.path.dirname(directory)
-            files.add(os.path.join(directory, archive))
+    above = (parent for path in (*programs, standard) for parent in PurePath(path).parents)
+    files.update(str(parent / archive) for parent in above)
     return tuple(sorted({*files, *(each.rstrip("/") + "/" for each in directories)}))
 
 
