@@ -94,6 +94,7 @@ class OpSpec(Record):
     # Functions whose schemas are defined in Python, as `namespace::name`. The library must register
     # a kernel for each, and must not define them again.
     kernels: tuple[str, ...] = ()
+    schemas: tuple[str, ...] = ()  # of all functions, to compare with the library's; in no key
     inline: tuple[tuple[str, str], ...] = ()  # (source, text) of sources that are in no file
     declared_by: str = BUILDER  # for messages; in no key
 
@@ -135,6 +136,9 @@ class Registration(Record):
     reference: Callable[[], Any] | None
     fake: Callable[[], Any] | None = None
     autograd: Callable[[], Any] | None = None
+    # The overloads that a library's function is registered as; "" is the default one.
+    overloads: tuple[str, ...] = ("",)
+    defined: bool = False  # torch has been told of it by whoever declared it
 
     @property
     def names(self) -> tuple[str, ...]:

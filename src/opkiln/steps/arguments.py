@@ -18,7 +18,7 @@ _PATH_FLAGS = ("-I", "-isystem", "-iquote", "-idirafter", "-L", "-include")
 # These make the output the same wherever torch, the sources and the build are: __FILE__, debug
 # information. The compiler uses the last map that matches. The sources may appear below the staging
 # directory, so the map for "src" comes last.
-OPKILN_MAP = Anchored("-ffile-prefix-map=", "opkiln", "", "=/opkiln/opkiln")
+_OPKILN_MAP = Anchored("-ffile-prefix-map=", "opkiln", "", "=/opkiln/opkiln")
 _TORCH_MAP = Anchored("-ffile-prefix-map=", "torch", "", "=/opkiln/torch")
 _WHEELS_MAP = Anchored("-ffile-prefix-map=", "wheels", "", "=/opkiln/wheels")
 _PREFIX_MAPS = (
@@ -38,7 +38,13 @@ def prefix_maps(spec: OpSpec, device: DeviceCompiler | None = None) -> tuple[Anc
     if device is not None and wheel_includes(spec, device, ""):
         maps = (_WHEELS_MAP, *maps)
     ours = any(anchored(spec, path).anchor == "opkiln" for path in spec.include_dirs)
-    return (OPKILN_MAP, *maps) if ours else maps
+    return (_OPKILN_MAP, *maps) if ours or op_header(spec) else maps
+
+
+def op_header(spec: OpSpec, option: str = "-idirafter") -> list[Anchored]:
+    """Where ``<opkiln/op.h>`` is found. It is the last place to look, so that compiles which do not
+    include it do not look for anything there."""
+    return [] if spec.abi == ABI_NONE else [Anchored(option, "opkiln", "csrc")]
 
 
 def anchored(spec: OpSpec, path: str, prefix: str = "") -> Anchored:

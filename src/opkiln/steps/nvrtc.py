@@ -12,9 +12,8 @@ import posixpath
 from opkiln.arch import cuda
 from opkiln.build_model import Anchored, Arg, Step, Target, Toolchain
 from opkiln.errors import SpecError
-from opkiln.model import ABI_TORCH, EXECUTABLE, OpSpec
+from opkiln.model import ABI_NONE, ABI_TORCH, EXECUTABLE, OpSpec
 from opkiln.steps.arguments import (
-    OPKILN_MAP,
     REDEFINED,
     TIMESTAMP,
     anchored,
@@ -22,6 +21,7 @@ from opkiln.steps.arguments import (
     depfile_name,
     in_toolkit,
     object_name,
+    op_header,
     prefix_maps,
 )
 from opkiln.steps.flags import host_options, is_relocatable, nvcc_options
@@ -38,7 +38,7 @@ _PROGRAM = "nvrtc/program.py"
 _HEADERS = "csrc"
 _FOR_HOST = "csrc/opkiln/nvrtc/host"
 _FOR_DEVICE = "csrc/opkiln/nvrtc/device"
-_PRELUDE = "opkiln/nvrtc/host/prelude.h"
+_PRELUDE = "csrc/opkiln/nvrtc/host/prelude.h"
 
 # Unannotated functions are the device's: the host's are cut out, what is left are members and what
 # constexpr makes of a function. A variable that only the host used is then used by nobody (177).
@@ -107,6 +107,8 @@ def check(spec: OpSpec, flags: Mapping[str, tuple[str, ...]]) -> None:
     """Refuse what needs nvcc whatever the sources say. Raises SpecError."""
     if spec.abi == ABI_TORCH:
         why = "it uses torch's own headers, which NVRTC cannot compile"
+    elif spec.abi == ABI_NONE:
+        why = "it is no op of torch's, so it has no opkiln/op.h"
     elif is_relocatable((*spec.device_args, *flags.get("cudaflags", ()))):
         why = "its device code is linked by a step of its own (-rdc=true)"
     else:
@@ -186,8 +188,7 @@ def _for_host(
     yield from ("-O0", "-g3") if target.debug else ("-O3", "-DNDEBUG")
     if spec.kind != EXECUTABLE:
         yield "-fPIC"
-    yield OPKILN_MAP
-    yield from (each for each in prefix_maps(spec) if each != OPKILN_MAP)
+    yield from prefix_maps(spec)
     yield from (REDEFINED, TIMESTAMP)
     if toolchain.family == "gcc":
         yield f"-frandom-seed={output}"
@@ -198,12 +199,12 @@ def _for_host(
     yield "-fno-lto"  # the kernels' symbols are read from assembly text
     yield from (anchored(spec, path, "-I") for path in spec.include_dirs)
     yield from (f"-I{path}" for path in flags.get("cpath", ()))
-    # As a header of the system, it is passed over when the text is divided.
-    yield Anchored("-isystem", "opkiln", _HEADERS)
-    yield from ("-include", _PRELUDE)
+    yield from ("-include", Anchored("", "opkiln", _PRELUDE))
     yield Anchored("-isystem", "opkiln", _FOR_HOST)
     yield from (in_toolkit(device, path, "-isystem") for path in device.include_dirs)
     yield from (f"-isystem{path}" for path in flags.get("cplus_include_path", ()))
+    # As a header of the system, op.h is passed over when the text is divided.
+    yield from op_header(spec)
 
 
 def _preprocessing(words: tuple[str, ...]) -> Iterator[str]:
