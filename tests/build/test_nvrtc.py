@@ -52,7 +52,8 @@ __global__ void __launch_bounds__(256) bend(const T* __restrict__ x, T* y, Shape
   __shared__ float kept[N];
   kept[threadIdx.x % N] = 0;
   __syncthreads();
-  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < shape.count; i += 256) y[i] = bent(x[i]);
+  const int64_t first = blockIdx.x * int64_t{256} + threadIdx.x;
+  for (int64_t i = first; i < shape.count; i += 256) y[i] = bent(x[i]);
 }
 static __global__ void spread(const float4* x, float4* y) { y[threadIdx.x] = x[threadIdx.x]; }
 }  // namespace
@@ -132,9 +133,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def machine(
-    wheels: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Machine:
+def machine(wheels: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     path = [each for each in os.environ["PATH"].split(":") if not Path(each, "nvcc").exists()]
     if shutil.which("g++", path=":".join(path)) is None:
         pytest.skip("g++ is only where nvcc is, too")
@@ -210,9 +209,7 @@ def test_source_without_op_header_needs_a_toolkit(
     monkeypatch.setenv("OPKILN_CUDA", "nvrtc")
     with pytest.raises(ToolchainError) as caught:
         machine.build("plain.cu")
-    assert caught.value.what == (
-        "op bend cannot be compiled by NVRTC, which OPKILN_CUDA asks for"
-    )
+    assert caught.value.what == ("op bend cannot be compiled by NVRTC, which OPKILN_CUDA asks for")
     assert caught.value.why.startswith("plain.cu does not include opkiln/op.h")
     monkeypatch.setenv("OPKILN_CUDA", "nvcc")
     with pytest.raises(MissingCUDAException):
@@ -231,10 +228,10 @@ def test_flags_of_nvcc_reach_who_has_them_or_are_refused(machine: Machine) -> No
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("bent(x[i]);", "straight(x[i]);", 'bend.cu(17): error: identifier "straight"'),
-        ("return y;", "return z;", "bend.cu:28:"),
+        ("bent(x[i]);", "straight(x[i]);", 'bend.cu(18): error: identifier "straight"'),
+        ("return y;", "return z;", "bend.cu:29:"),
         ("opk::launch(spread, 1, 32, 0, nullptr, nullptr)", "spread<<<1, 32>>>(nullptr, nullptr)",
-         "bend.cu:43: kernel<<<...>>>(...) is nvcc's own syntax"),
+         "bend.cu:44: kernel<<<...>>>(...) is nvcc's own syntax"),
         ("#include <opkiln/op.h>", "#include <opkiln/op.h>\n#include <map>",
          'open source file "map"'),
     ],
@@ -262,14 +259,18 @@ int aoti_torch_get_current_cuda_stream(int device, void** out) {
   *out = reinterpret_cast<void*>(0x1000L + device);
   return 0;
 }
-int cuGetErrorString(int error, const char** out) { *out = error == 9 ? "as CUDA says it" : 0; return 0; }
+int cuGetErrorString(int error, const char** out) {
+  *out = error == 9 ? "as CUDA says it" : 0;
+  return 0;
+}
 int cuCtxGetCurrent(void** out) { *out = nullptr; return 0; }
 int cuCtxSetCurrent(void* context) { printf("context %p\n", context); return 0; }
 int cuDevicePrimaryCtxRetain(void** out, int device) {
   *out = reinterpret_cast<void*>(0x20L + device);
   return 0;
 }
-int cuLibraryLoadData(void** out, const void* image, int*, void**, unsigned, int*, void**, unsigned) {
+int cuLibraryLoadData(void** out, const void* image, int*, void**, unsigned, int*, void**,
+                      unsigned) {
   printf("load %#x\n", *static_cast<const unsigned*>(image));
   *out = const_cast<void*>(image);
   return 0;
@@ -341,6 +342,9 @@ def driver(tmp_path: Path) -> Path:
     return made
 
 
+_REFUSED = "the kernel could not be launched: as CUDA says it"
+
+
 def test_launch_tells_the_driver_what_the_author_says(machine: Machine, driver: Path) -> None:
     said = _called(machine.build("bend.cu"), driver, "5,100,1", "5,65536,2", "13,0,1", "0,0,1")
     assert said == [
@@ -350,8 +354,7 @@ def test_launch_tells_the_driver_what_the_author_says(machine: Machine, driver: 
         "bend 5 2 3 64 1 1 65536 on 0x1003, 4: 2 1 1, 2: 1 0 0; (nil) 0x10 7",
         "context 0x23", "spread 1 1 1 32 1 1 0 on 0x1003", "",
         "context 0x23", "bend 13 2 3 64 1 1 0 on 0x1003; (nil) 0x10 7",
-        "the kernel could not be launched: as CUDA says it (grid [13, 2, 3], block [64, 1, 1], "
-        "0 bytes of shared memory)",
+        f"{_REFUSED} (grid [13, 2, 3], block [64, 1, 1], 0 bytes of shared memory)",
         "context 0x23", "spread 1 1 1 32 1 1 0 on 0x1003", "",
     ]  # fmt: skip
 

@@ -48,9 +48,7 @@ _TRAPS = ['"}"', "'}'", 'R"(})"', 'R"d(})x")d"', "/* } */", "// }\n", "\n#pragma
 
 
 @given(st.lists(st.sampled_from(_TRAPS), max_size=6), st.sampled_from(["__global__", "__device__"]))
-def test_a_body_ends_where_its_brace_closes_whatever_it_holds(
-    body: list[str], word: str
-) -> None:
+def test_a_body_ends_where_its_brace_closes_whatever_it_holds(body: list[str], word: str) -> None:
     text = f"{word} void f(int a) {{ {' '.join(body)} }} int after;"
     assert host(text).endswith("void f(int a); int after;")
     (function,) = Source(text).functions
@@ -76,9 +74,11 @@ def test_a_body_ends_where_its_brace_closes_whatever_it_holds(
         ("namespace a::b { __device__ float f(float x) { return x; } }",
          "namespace a::b { float f(float x); }"),
         ("__host__ __device__ int f(int x) { return x; }", "int f(int x) { return x; }"),
-        ("struct S { __device__ S(int a) : x{a}, y(a) {} static __device__ int f() { return 1; } "
-         "__device__ int operator()(int i) const { return i; } int x, y; };",
-         "struct S { S(int a); static int f(); int operator()(int i) const; int x, y; };"),
+        ("struct S { __device__ S(int a) : x{a}, y(a) {} int x, y; };",
+         "struct S { S(int a); int x, y; };"),
+        ("struct S { static __device__ int f() { return 1; } };", "struct S { static int f(); };"),
+        ("struct S { __device__ int operator()(int i) const { return i; } };",
+         "struct S { int operator()(int i) const; };"),
         ("template <class T> struct S : B<T> { __device__ operator float() const { return 1; } };",
          "template <class T> struct S : B<T> { operator float() const; };"),
         ("__device__ auto f(int x) -> decltype(x + 1) { return x; }",
@@ -126,7 +126,7 @@ def test_lines_keep_their_numbers() -> None:
 def test_headers_of_the_system_are_one_token() -> None:
     header = '# 1 "/usr/include/a.h" 1 3 4\ninline __host__ __device__ int g() { return 1; }\n'
     text = header + '# 2 "op.cu" 2\n__global__ void k() {}\n'
-    kinds = [token.kind for token in divide(text) if not token.kind == "space"]
+    kinds = [token.kind for token in divide(text) if token.kind != "space"]
     assert kinds[:2] == ["system", "directive"]
     assert "inline   int g() { return 1; }" in HostPart(text, _UNNAMED).text
     own = text.replace("__host__ __device__", "__device__")
@@ -136,13 +136,13 @@ def test_headers_of_the_system_are_one_token() -> None:
 def test_the_host_does_not_take_nvccs_own_syntax() -> None:
     with pytest.raises(CannotCut, match=r"op\.cu:2: kernel<<<\.\.\.>>>\(\.\.\.\) is nvcc's own"):
         HostPart('# 1 "op.cu"\nvoid f() {\n  k<<<1, 2>>>();\n}\n', _UNNAMED)
-    with pytest.raises(CannotCut, match="a __device__ lambda needs nvcc"):
+    with pytest.raises(CannotCut, match="lambda needs nvcc"):
         HostPart("void f() { auto g = [] __device__ (int i) { return i; }; }", _UNNAMED)
 
 
 @pytest.mark.parametrize("text", ["void f() { (", "int a; }", "void f() { ( } )"])
 def test_brackets_that_do_not_match_are_refused(text: str) -> None:
-    with pytest.raises(CannotCut, match="closes nothing|is not closed"):
+    with pytest.raises(CannotCut, match=r"closes nothing|is not closed"):
         Source(text)
 
 
@@ -161,7 +161,8 @@ def test_nvrtc_gets_no_function_of_the_hosts() -> None:
     OPKILN_OP(op, cuda);
     """
     found = device(source, frozenset(["twice"]))
-    assert "run<float>" not in found and "Tensor op" not in found and "Tensor run" not in found
+    for removed in ("run<float>", "Tensor op", "Tensor run"):
+        assert removed not in found
     for kept in ("square(int x) { return", "twice(float x) {", "last() const {", "k(T* x) {",
                  "MAKE(run)", "OPKILN_OP(op, cuda);", "#include <opkiln/op.h>"):  # fmt: skip
         assert kept in found
@@ -202,7 +203,7 @@ def test_a_kernels_name_expression_follows_from_its_symbol(symbol: str, expected
 
 def test_a_kernel_over_a_lambda_is_refused_by_name() -> None:
     symbol = "_Z6kernelIZ3runvEUliE_EvT_"
-    with pytest.raises(names.UnnamedKernel, match="kernel<.*lambda"):
+    with pytest.raises(names.UnnamedKernel, match=r"kernel<.*lambda"):
         names.expression(symbol, frozenset(["kernel"]), _UNNAMED, names.demangler())
 
 

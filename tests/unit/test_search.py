@@ -47,9 +47,7 @@ class Compilers:
             choice, "add_evidence", lambda memory, backend, tools: self.evidence.append(tools)
         )
 
-    def _recall(
-        self, memory: object, backend: str, machine: str, spec: OpSpec
-    ) -> Toolchain | None:
+    def _recall(self, memory: object, backend: str, machine: str, spec: OpSpec) -> Toolchain | None:
         return self.remembered
 
     def _choose(self, memory: object, backend: str, machine: str, spec: OpSpec) -> Toolchain:
