@@ -18,12 +18,13 @@ from sample import child
 
 from opkiln.binary import elf, fatbin
 from opkiln.building.build import build
-from opkiln.decision.search import planned
-from opkiln.decision.terms import SHIP, Request
+from opkiln.decision.search import planned, search
+from opkiln.decision.terms import SHIP, Request, Serve, Trace
 from opkiln.errors import BuildError, MissingCUDAException, SpecError, ToolchainError
 from opkiln.model import CUDA, LIBRARY, Op, OpSpec
 from opkiln.settings import override
 from opkiln.store import entry
+from opkiln.store.layers import Store
 from opkiln.toolchain import choice, toolkits
 
 if TYPE_CHECKING:
@@ -115,6 +116,12 @@ class Machine(NamedTuple):
         with override(cuda_arch_list=archs):
             request = Request(Op(spec=self.spec(*sources, **changes)), SHIP)
             return build(planned(request), request.store, since=time.monotonic())
+
+    def search(self, *sources: str, archs: str = "9.0a") -> str:
+        """The library that serves; empty if one would be built."""
+        with override(cuda_arch_list=archs):
+            outcome = search(Request(Op(spec=self.spec(*sources)), SHIP), Trace())
+        return outcome.artifact.path if isinstance(outcome, Serve) else ""
 
 
 @pytest.fixture(scope="module")
@@ -244,6 +251,25 @@ def test_mistake_is_told_with_the_authors_file_and_line(
     with pytest.raises(BuildError) as caught:
         machine.build("bend.cu")
     assert expected in f"{caught.value.what}\n{caught.value.why}"
+
+
+def test_what_nvcc_has_built_serves_where_the_toolkit_is_gone(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.MonkeyPatch.context() as before:
+        before.setattr(toolkits, "DIRECTORIES", ("/usr/local/cuda", "/usr/local/cuda-*"))
+        if not toolkits.present():
+            pytest.skip("no nvcc on this machine")
+        assert choice.cuda_compiler(machine.spec("bend.cu"))[0] == "nvcc"
+        by_nvcc = machine.build("bend.cu")
+    assert choice.cuda_compiler(machine.spec("bend.cu"))[0] == "nvrtc"
+    assert machine.search("bend.cu") == by_nvcc.path
+    choice.choose(Store().memory, CUDA, spec=machine.spec("bend.cu"))
+    assert machine.search("bend.cu") == by_nvcc.path  # also when NVRTC is known
+    monkeypatch.setenv("OPKILN_CUDA", "nvrtc")
+    assert machine.search("bend.cu") == ""
+    by_nvrtc = machine.build("bend.cu")
+    assert machine.search("bend.cu") == by_nvrtc.path
 
 
 # The launch. There is no GPU here, so a stand-in for CUDA's driver says what it was told.

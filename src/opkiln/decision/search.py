@@ -81,13 +81,17 @@ class _Compilers:
         """An entry of the store's layers."""
         request, trace, target = self.request, self.trace, self.request.target
         found = None
+        spec = request.op.spec
         may_ask = self.tools is None and not self.forbidden and self.unusable is None
-        if may_ask and choice.available(target.backend, target.machine, request.op.spec):
+        any_will_do = choice.stands_in(target.backend, spec)
+        if may_ask and not any_will_do and choice.available(target.backend, target.machine, spec):
             # Which entries are its own is only known after it was asked.
             trace.add("store", "none", "the compiler is not known yet", request.store.root or "")
         else:
             found = built(request, self.fitted, self.tools, trace)
-            self.looked_at_any = self.tools is None
+            if found is None and any_will_do and self.tools is not None:
+                found = built(request, target, None, trace)
+            self.looked_at_any = self.tools is None or any_will_do
             if self.tools is not None:
                 choice.add_evidence(request.store.memory, target.backend, self.tools)
             elif self.forbidden or self.unusable:

@@ -54,6 +54,11 @@ def cuda_compiler(spec: OpSpec | None = None) -> tuple[str, str]:
     return _NVRTC, "there is no CUDA toolkit"
 
 
+def stands_in(backend: str, spec: OpSpec) -> bool:
+    """Whether NVRTC compiles an op only because there is no toolkit. What nvcc made is as good."""
+    return backend == CUDA and settings.cuda == "auto" and cuda_compiler(spec)[0] == _NVRTC
+
+
 def needs_nvcc(spec: OpSpec) -> str:
     """Why NVRTC cannot compile an op's CUDA sources; empty if it can, as far as names tell."""
     if spec.abi == ABI_TORCH:
