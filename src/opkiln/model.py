@@ -135,6 +135,9 @@ class Registration(Record):
     reference: Callable[[], Any] | None
     fake: Callable[[], Any] | None = None
     autograd: Callable[[], Any] | None = None
+    # The overloads that a library's function is registered as; "" is the default one.
+    overloads: tuple[str, ...] = ("",)
+    defined: bool = False  # torch has been told of it by whoever declared it
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -260,6 +260,12 @@ class Settings:
         "`OP=ops`, `OP=engine` and `OP=off` say it of one op: `cpu_adam=engine,quantizer=off`.",
         shown="`ops,engine`",
     )  # fmt: skip
+    check = Setting(
+        "OPKILN_CHECK", _switch, False,
+        "Run the native version and the reference of every op declared with `@opkiln.op`, and "
+        "compare what they give; the first difference is an error. For tests and for the search "
+        "for a wrong kernel: a call takes several times as long.",
+    )  # fmt: skip
     record = Setting(
         "OPKILN_RECORD", str, None,
         "A file to which each process appends the ops that it loads, for "

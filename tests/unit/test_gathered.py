@@ -13,7 +13,7 @@ from opkiln.model import ABI_NONE, ABI_STABLE, ABI_TORCH, PACKAGE, PLAIN, PYTHON
 from opkiln.observing.inputs import Inputs
 from opkiln.store import deps
 from opkiln.store.libraries import Libraries
-from opkiln.store.recheck import Hasher, listing, present
+from opkiln.store.recheck import Hasher, Names, listing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,11 +95,11 @@ def test_depfile_words_end_at_blanks_that_are_not_quoted(text: str, expected: li
 
 def test_own_file_is_known_by_its_place_below_the_package_opkiln_or_the_root(shop: Shop) -> None:
     plan = shop.plan()
-    assert deps.own_place(plan, f"{shop.src}/sub/a.h") == ("src", "sub/a.h")
-    assert deps.own_place(plan, f"{shop.src}2/a.h") == ("abs", f"{shop.src}2/a.h")
-    assert deps.own_place(plan, f"{PACKAGE}/include/op.h") == ("opkiln", "include/op.h")
-    assert deps.own_place(plan, f"{shop.base}/usr/include/vector") is None
-    assert deps.own_place(plan, f"{shop.base}/usr/include/../mine.h") == (
+    assert deps.Owners(plan).own_place(f"{shop.src}/sub/a.h") == ("src", "sub/a.h")
+    assert deps.Owners(plan).own_place(f"{shop.src}2/a.h") == ("abs", f"{shop.src}2/a.h")
+    assert deps.Owners(plan).own_place(f"{PACKAGE}/include/op.h") == ("opkiln", "include/op.h")
+    assert deps.Owners(plan).own_place(f"{shop.base}/usr/include/vector") is None
+    assert deps.Owners(plan).own_place(f"{shop.base}/usr/include/../mine.h") == (
         "abs", f"{shop.base}/usr/include/../mine.h",
     )  # fmt: skip
 
@@ -117,8 +117,8 @@ def test_headers_that_the_tag_stands_for_are_covered(
     shop: Shop, changes: dict[str, Any], torch: bool, python: bool
 ) -> None:
     plan = shop.plan(**changes)
-    assert (deps.own_place(plan, f"{shop.base}/torch/include/x.h") is None) == torch
-    assert (deps.own_place(plan, f"{shop.base}/py/Python.h") is None) == python
+    assert (deps.Owners(plan).own_place(f"{shop.base}/torch/include/x.h") is None) == torch
+    assert (deps.Owners(plan).own_place(f"{shop.base}/py/Python.h") is None) == python
     read = [shop.write("torch/include/x.h"), shop.write("py/Python.h")]
     found = shop.gather(plan, read)
     assert len(found.own) == 2 - torch - python
@@ -130,27 +130,27 @@ def test_headers_of_the_toolkit_and_its_wheels_are_the_systems(shop: Shop) -> No
     home = shop.base / "cuda"
     for name in ("include/x.h", "nvvm/libdevice.bc", "targets/sbsa/include/y.h"):
         path = shop.write(f"cuda/{name}")
-        assert deps.own_place(plan, path) is None, name
-        assert deps.own_place(without, path) == ("abs", path)
+        assert deps.Owners(plan).own_place(path) is None, name
+        assert deps.Owners(without).own_place(path) == ("abs", path)
     link = home / "link.h"
     link.symlink_to(home / "nvvm/libdevice.bc")
-    assert deps.own_place(plan, str(link)) is None
+    assert deps.Owners(plan).own_place(str(link)) is None
     own = shop.write("cuda/samples/own.h")
-    assert deps.own_place(plan, own) == ("abs", own)
+    assert deps.Owners(plan).own_place(own) == ("abs", own)
     from opkiln.toolchain import wheel_headers
 
     assert plan.toolchain.torch is not None
     wheel = f"{wheel_headers.root(plan.toolchain.torch)}/cublas/cublas.h"
-    assert deps.own_place(plan, wheel) is None
-    assert deps.own_place(shop.plan(device=True), wheel) == ("abs", wheel)
+    assert deps.Owners(plan).own_place(wheel) is None
+    assert deps.Owners(shop.plan(device=True)).own_place(wheel) == ("abs", wheel)
 
 
 def test_package_inside_the_toolkits_directory_stays_the_authors(shop: Shop) -> None:
     root = shop.base / "cuda" / "targets" / "mine"
     header = shop.write("cuda/targets/mine/a.h")
-    assert deps.own_place(shop.plan(device=True, root=str(root)), header) == ("src", "a.h")
+    assert deps.Owners(shop.plan(device=True, root=str(root))).own_place(header) == ("src", "a.h")
     named = shop.plan(device=True, include_dirs=(str(root),))
-    assert deps.own_place(named, header) == ("abs", header)
+    assert deps.Owners(named).own_place(header) == ("abs", header)
 
 
 # Where names are watched for
@@ -210,7 +210,7 @@ def test_included_name_is_that_below_each_search_directory_or_else_its_last_part
         shop.write("torch/include/torch/csrc/api/include/torch/y.h"),
         shop.write("elsewhere/lonely.h"),
     ]  # fmt: skip
-    names = set(deps._included_names(plan, read))
+    names = set(deps._included_names(plan, deps.Owners(plan), read))
     assert names == {
         "sub/own.h", "include/sub/own.h", "bits/c.h", "ATen/x.h", "torch/y.h",
         "torch/csrc/api/include/torch/y.h", "lonely.h",
@@ -306,7 +306,7 @@ def test_names_that_were_looked_for_in_vain_are_watched_where_they_were(shop: Sh
     watched = {(anchor, path) for anchor, path, _ in found.watches}
     assert {("src", "gen"), ("abs", f"{shop.base}/lib")} <= watched
     assert ("abs", "/usr") not in watched
-    assert ("/usr/", listing(present("/usr", found.names))) in found.external_files
+    assert ("/usr/", listing(Names(found.names).present("/usr"))) in found.external_files
     assert "/usr" in [path for path, _ in found.external_directories]
 
 

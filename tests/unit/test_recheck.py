@@ -49,11 +49,11 @@ class Tree:
 
         return [
             (str(self.header), digest(self.header)),
-            (f"{self.usr}/", recheck.listing(recheck.present(str(self.usr), NAMES))),
+            (f"{self.usr}/", recheck.listing(recheck.Names(NAMES).present(str(self.usr)))),
         ]
 
     def watches(self) -> list[tuple[str, str, tuple[str, ...]]]:
-        return [("src", "include", recheck.present(str(self.include), NAMES))]
+        return [("src", "include", recheck.Names(NAMES).present(str(self.include)))]
 
     def record(self) -> dict[str, Any]:
         self.lists = {"names": list(NAMES), "external": [list(each) for each in self.external()]}
@@ -104,7 +104,7 @@ def test_names_are_those_of_the_stores_that_exist() -> None:
     """Another name for the same files would lose every entry."""
     own = [("src", "a.cpp", "0" * 64)]
     assert recheck.deps_key(own, "e", [("src", "include", ("a.h",))]) == DEPS_KEY
-    assert recheck.listing(recheck.present("/nowhere", NAMES)) == LISTING
+    assert recheck.listing(recheck.Names(NAMES).present("/nowhere")) == LISTING
 
 
 DEPS_KEY = "a707d5231104cefaae1f3aea6a9a4c20de7a075d"
@@ -117,26 +117,26 @@ LISTING = "6d9247720631deff5131817942693406ba84dbde"
 def test_present_names_are_those_that_exist_to_their_last_part(tree: Tree) -> None:
     tree.write("src/far.h")
     (tree.include / "b.h").symlink_to("/nowhere")  # which no compiler can open
-    assert recheck.present(str(tree.include), NAMES) == ("a.h", "sub/c.h", "../far.h")
+    assert recheck.Names(NAMES).present(str(tree.include)) == ("a.h", "sub/c.h", "../far.h")
     (tree.base / "src" / "far.h").unlink()
-    assert recheck.present(str(tree.include), NAMES) == ("a.h", "sub/c.h")
+    assert recheck.Names(NAMES).present(str(tree.include)) == ("a.h", "sub/c.h")
 
 
 def test_directory_by_the_name_of_a_header_is_told_from_a_file(tree: Tree) -> None:
     (tree.include / "b.h").mkdir()
     (tree.include / "sub" / "d.h").mkdir()
-    assert recheck.present(str(tree.include), NAMES) == ("a.h", "b.h/", "sub/c.h", "sub/d.h/")
+    assert recheck.Names(NAMES).present(str(tree.include)) == ("a.h", "b.h/", "sub/c.h", "sub/d.h/")
     (tree.include / "b.h").rmdir()
     (tree.include / "b.h").symlink_to("sub")
-    assert recheck.present(str(tree.include), NAMES) == ("a.h", "b.h/", "sub/c.h", "sub/d.h/")
+    assert recheck.Names(NAMES).present(str(tree.include)) == ("a.h", "b.h/", "sub/c.h", "sub/d.h/")
     (tree.include / "b.h").unlink()
     (tree.include / "b.h").symlink_to("a.h")
-    assert recheck.present(str(tree.include), NAMES)[:2] == ("a.h", "b.h")
+    assert recheck.Names(NAMES).present(str(tree.include))[:2] == ("a.h", "b.h")
 
 
 def test_nothing_is_present_below_what_is_not_a_directory(tree: Tree) -> None:
-    assert recheck.present(str(tree.base / "nowhere"), NAMES) == ()
-    assert recheck.present(str(tree.source), NAMES) == ()
+    assert recheck.Names(NAMES).present(str(tree.base / "nowhere")) == ()
+    assert recheck.Names(NAMES).present(str(tree.source)) == ()
 
 
 def test_names_in_a_directory_that_cannot_be_listed_are_looked_up_one_by_one(
@@ -147,7 +147,7 @@ def test_names_in_a_directory_that_cannot_be_listed_are_looked_up_one_by_one(
 
     (tree.include / "b.h").mkdir()
     monkeypatch.setattr(os, "scandir", refuse)
-    assert recheck.present(str(tree.include), NAMES) == ("a.h", "b.h/", "sub/c.h")
+    assert recheck.Names(NAMES).present(str(tree.include)) == ("a.h", "b.h/", "sub/c.h")
 
 
 # What has changed

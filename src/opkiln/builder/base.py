@@ -455,7 +455,7 @@ def _builder_for(kind: type[OpBuilder], device: str | None) -> OpBuilder:
         )
     builder = kind()
     if device is not None:
-        builder.ask_for(_backend_of(kind, device), None)
+        builder.ask_for(backend_of(kind, device), None)
     return builder
 
 
@@ -471,7 +471,7 @@ def torch_built_for() -> tuple[bool, bool]:
     return sdk is not None and sdk.cuda is not None, sdk is not None and sdk.hip is not None
 
 
-def _backend_of(kind: type[OpBuilder], device: str) -> str | None:
+def backend_of(kind: type[OpBuilder], device: str) -> str | None:
     """The backend of the library for tensors on such a device; None: whichever load() chooses."""
     if device == "cuda":  # which is what torch calls ROCm's devices, too
         backend = ROCM if torch_built_for()[1] else CUDA

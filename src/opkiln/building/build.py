@@ -208,7 +208,8 @@ class _Build:
             objects = compiling.objects(self._plan, self._store, stage, self._since)
             self._since = None
             linked = libraries.of(self._plan)
-            mine = (path for path in linked.files if deps.own_place(self._plan, path))
+            owners = deps.Owners(self._plan)
+            mine = filter(owners.own_place, linked.files)
             before = {path: sha256_file(path) for path in mine}
             log = self._link(stage, objects)
             links, seen = self._seen(stage, objects)
@@ -216,7 +217,9 @@ class _Build:
             if seen is not None:
                 read = tuple(dict.fromkeys((*read, *seen.files)))
             try:
-                dependencies = deps.gather(self._plan, read, Hasher(), linked, seen)
+                dependencies = deps.gather(
+                    self._plan, read, Hasher(), linked, seen, self._store.memory
+                )
             except (deps.Appeared, FileNotFoundError):
                 continue
             now = deps.own_digests(self._plan, dependencies)

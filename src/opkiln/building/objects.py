@@ -299,7 +299,9 @@ class _Batch:
         dependencies = None
         if same and self._saw(read, self._snapshots.get(step.output, {})):
             with contextlib.suppress(deps.Appeared, FileNotFoundError):
-                dependencies = deps.gather(self._plan, read, Hasher(), seen=found)
+                dependencies = deps.gather(
+                    self._plan, read, Hasher(), seen=found, memory=self._store.memory
+                )
         # Once more, after the files were hashed: they must be those that were compiled.
         if dependencies is None or not (seen is None or seen.unchanged()):
             self.unsettled[step.output] = _snapshot(list(read))

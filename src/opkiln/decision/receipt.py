@@ -156,12 +156,13 @@ def _same_names(receipt: dict[str, Any], root: str) -> bool:
     """Whether the include path has the same of the names that the sources include: something was
     made or removed in one of its directories, most likely a file that nobody reads."""
     from opkiln.store.entry import read_sidecar
-    from opkiln.store.recheck import present
+    from opkiln.store.recheck import Names
 
-    names = read_sidecar(os.path.dirname(os.path.join(root, receipt["payload"])))["names"]
+    entry = os.path.dirname(os.path.join(root, receipt["payload"]))
+    names = Names(read_sidecar(entry)["names"])
     _forget_mounts()
     now = [Signature.of(path) for path in receipt["directories"]]  # before anything is looked up
-    same = all(list(present(path, names)) == there for path, there in receipt["watches"])
+    same = all(list(names.present(path)) == there for path, there in receipt["watches"])
     if same:
         _note(receipt, "directory_signatures", now)
     return same

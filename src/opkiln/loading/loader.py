@@ -194,6 +194,13 @@ def _serve(op: Op, must_be_native: bool, again: bool) -> Loaded:
 _ATTEMPTS = 8  # each but the last removes a candidate, or follows a collector's removal of one
 
 
+def forget(distribution: str, op: str) -> None:
+    """Forget what is loaded of an op, for all its backends: it is declared anew."""
+    for name in [each for each in _loaded if each[:2] == (distribution, op)]:
+        _loaded.pop(name, None)
+        _opened.pop(name, None)
+
+
 def decided(request: Request) -> Outcome:
     """``decide``, with a warning if a store that cannot be used is why nothing is found."""
     outcome = decide(request)

@@ -1,0 +1,49 @@
+// opk::launch through CUDA's runtime, which nvcc's libraries have inside.
+#pragma once
+
+OPK_NAMESPACE_BEGIN
+
+[[gnu::noinline]] inline void launch_address(const void* kernel, const Launch& how, void** arguments) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess && how.shared > (48 << 10)) {  // more than every kernel may have
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(how.shared));
+  }
+  if (error == cudaSuccess && how.cluster.count() > 8) {  // more than every device has
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  if (error == cudaSuccess) {
+    cudaLaunchAttribute attributes[2];
+    cudaLaunchConfig_t config = {};
+    config.gridDim = how.grid;
+    config.blockDim = how.block;
+    config.dynamicSmemBytes = how.shared;
+    config.stream = static_cast<cudaStream_t>(current_stream(device));
+    config.attrs = attributes;
+    if (how.cluster.count() > 1) {
+      cudaLaunchAttribute& each = attributes[config.numAttrs++];
+      each.id = cudaLaunchAttributeClusterDimension;
+      each.val.clusterDim.x = how.cluster.x;
+      each.val.clusterDim.y = how.cluster.y;
+      each.val.clusterDim.z = how.cluster.z;
+    }
+    if (how.cooperative) {
+      cudaLaunchAttribute& each = attributes[config.numAttrs++];
+      each.id = cudaLaunchAttributeCooperative;
+      each.val.cooperative = 1;
+    }
+    error = cudaLaunchKernelExC(&config, kernel, arguments);
+  }
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // so that the next call does not report it again
+    raise_launch(how, cudaGetErrorString(error));
+  }
+}
+
+template <class... P>
+void launch_kernel(void (*kernel)(P...), const Launch& how, void** arguments) {
+  launch_address(reinterpret_cast<const void*>(kernel), how, arguments);
+}
+
+OPK_NAMESPACE_END

@@ -1,0 +1,30 @@
+// opk::launch through HIP's runtime. It is written for HIP, so it needs no translation.
+#pragma once
+
+OPK_NAMESPACE_BEGIN
+
+[[gnu::noinline]] inline void launch_address(const void* kernel, const Launch& how, void** arguments) {
+  OPK_CHECK(how.cluster.count() == 1, "launch: clusters need an NVIDIA GPU");
+  int device = 0;
+  hipError_t error = hipGetDevice(&device);
+  if (error == hipSuccess) {
+    const auto stream = static_cast<hipStream_t>(current_stream(device));
+    if (how.cooperative) {
+      error = hipLaunchCooperativeKernel(kernel, how.grid, how.block, arguments,
+                                         static_cast<unsigned>(how.shared), stream);
+    } else {
+      error = hipLaunchKernel(kernel, how.grid, how.block, arguments, how.shared, stream);
+    }
+  }
+  if (error != hipSuccess) {
+    (void)hipGetLastError();  // so that the next call does not report it again
+    raise_launch(how, hipGetErrorString(error));
+  }
+}
+
+template <class... P>
+void launch_kernel(void (*kernel)(P...), const Launch& how, void** arguments) {
+  launch_address(reinterpret_cast<const void*>(kernel), how, arguments);
+}
+
+OPK_NAMESPACE_END

@@ -1,0 +1,91 @@
+// opk::launch: a kernel on torch's current stream.
+//
+// One source text runs three ways: nvcc and hipcc compile host and device code and launch through their
+// runtimes; OPKILN_NVRTC_HOST is the host side beside device code that NVRTC compiled; OPKILN_EMULATED
+// runs the grid on the CPU.
+#pragma once
+
+#include "running.h"
+
+OPK_NAMESPACE_BEGIN
+
+// How many blocks, or threads of a block, in each direction.
+struct Extent {
+  uint32_t x, y, z;
+  Extent(int64_t x_ = 1, int64_t y_ = 1, int64_t z_ = 1) : x(of(x_)), y(of(y_)), z(of(z_)) {}
+#if defined(__CUDACC__) || defined(__HIPCC__)
+  Extent(const dim3& other) : x(other.x), y(other.y), z(other.z) {}
+  operator dim3() const { return dim3(x, y, z); }
+#endif
+  uint64_t count() const { return uint64_t{x} * y * z; }
+
+ private:
+  static uint32_t of(int64_t value) {
+    OPK_CHECK(value >= 0 && value <= 0x7fffffff, "launch: a grid or block cannot have the size ", value);
+    return static_cast<uint32_t>(value);
+  }
+};
+
+// opk::launch(kernel, opk::Launch{.grid = n, .block = 256, .cluster = 2}, arguments…);
+struct Launch {
+  Extent grid = 1;
+  Extent block = 1;
+  size_t shared = 0;  // bytes of dynamic shared memory for each block
+  Extent cluster = 1;  // blocks of a cluster: compute capability 9.0 and later
+  bool cooperative = false;  // all blocks run at once, so that they can wait for each other
+};
+
+template <class T>
+struct Same {
+  using type = T;
+};
+
+[[noreturn, gnu::cold, gnu::noinline]] inline void raise_launch(const Launch& how, const char* why) {
+  const Extent grid = how.grid, block = how.block;
+  raise("the kernel could not be launched: ", why, " (grid ", Ints{grid.x, grid.y, grid.z}, ", block ",
+        Ints{block.x, block.y, block.z}, ", ", how.shared, " bytes of shared memory)");
+}
+
+OPK_NAMESPACE_END
+
+// Each way defines: template <class... P> void launch_kernel(void (*kernel)(P...), const Launch&, void**
+// arguments), where arguments[i] is the address of the i-th argument, a P.
+#if defined(OPKILN_EMULATED)
+#include "emulated_launch.h"
+#define OPK_HAS_LAUNCH 1
+#elif defined(OPKILN_NVRTC_HOST)
+#include "nvrtc_launch.h"
+#define OPK_HAS_LAUNCH 1
+#elif defined(__HIPCC__)
+#include "hip_launch.h"
+#define OPK_HAS_LAUNCH 1
+#elif defined(__CUDACC__)
+#include "cuda_launch.h"
+#define OPK_HAS_LAUNCH 1
+#endif
+
+#if defined(OPK_HAS_LAUNCH)
+OPK_NAMESPACE_BEGIN
+
+// Launches on torch's current stream of the current device, which is the one of the op's first tensor.
+// The arguments are converted to the kernel's parameters. An empty grid launches nothing. Raises what the
+// driver says if the launch fails; what happens in the kernel later is seen by the next call that waits.
+template <class... P>
+void launch(void (*kernel)(P...), const Launch& how, typename Same<P>::type... arguments) {
+  if (how.grid.count() == 0) return;
+  void* addresses[sizeof...(P) + 1] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
+  launch_kernel(kernel, how, addresses);
+}
+
+template <class... P>
+void launch(void (*kernel)(P...), Extent grid, Extent block, size_t shared,
+            typename Same<P>::type... arguments) {
+  Launch how;
+  how.grid = grid;
+  how.block = block;
+  how.shared = shared;
+  launch(kernel, how, static_cast<typename Same<P>::type&&>(arguments)...);
+}
+
+OPK_NAMESPACE_END
+#endif

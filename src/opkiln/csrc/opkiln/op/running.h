@@ -1,0 +1,177 @@
+// What an op runs on: torch's threads, the current device and its stream; code for each dtype.
+#pragma once
+
+#include <dlfcn.h>
+
+#include "tensor.h"
+
+OPK_NAMESPACE_BEGIN
+
+// ---- threads ---------------------------------------------------------------------------------------
+
+struct ParallelCall {
+  void (*body)(const void* function, int64_t begin, int64_t end);
+  const void* function;
+  Error* error;  // of the part that failed first
+  int failed;
+};
+
+[[gnu::noinline]] inline void run_parallel(int64_t begin, int64_t end, int64_t grain, ParallelCall& call) {
+  // torch turns an exception of a part into a code without its message. So none reaches torch.
+  constexpr ParallelFunc kPart = [](int64_t low, int64_t high, void* context) {
+    auto* const shared = static_cast<ParallelCall*>(context);
+    const char* what = nullptr;
+    try {
+      return shared->body(shared->function, low, high);
+    } catch (const Error& error) {
+      if (__atomic_exchange_n(&shared->failed, 1, __ATOMIC_ACQ_REL) == 0) shared->error = new Error(error);
+      return;
+    } catch (const std::exception& error) {
+      what = error.what();
+      if (__atomic_exchange_n(&shared->failed, 1, __ATOMIC_ACQ_REL) == 0) {
+        (shared->error = new Error)->add(what);
+      }
+    } catch (...) {
+      if (__atomic_exchange_n(&shared->failed, 1, __ATOMIC_ACQ_REL) == 0) {
+        (shared->error = new Error)->add("parallel_for: an exception that is not a std::exception");
+      }
+    }
+  };
+  OPK_TORCH(torch_parallel_for, begin, end, grain, kPart, &call);
+  if (__builtin_expect(call.failed, 0)) {
+    const Error error = *call.error;
+    delete call.error;
+    throw error;
+  }
+}
+
+// Calls f(begin, end) for parts of the range, at least `grain` long, in torch's own threads. Returns when
+// all are done. If one raises, parallel_for raises an opk::Error with its message.
+template <class F>
+void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& f) {
+  if (begin >= end) return;
+  ParallelCall call{[](const void* function, int64_t low, int64_t high) {
+                      (*static_cast<const F*>(function))(low, high);
+                    },
+                    &f, nullptr, 0};
+  run_parallel(begin, end, grain, call);
+}
+
+// How many threads parallel_for uses at most.
+inline int64_t num_threads() {
+  uint32_t out = 0;
+  OPK_TORCH(torch_get_num_threads, &out);
+  return out;
+}
+
+// Which of them runs this; 0 outside of parallel_for.
+inline int64_t thread_index() {
+  uint32_t out = 0;
+  OPK_TORCH(torch_get_thread_idx, &out);
+  return out;
+}
+
+// ---- dtypes ----------------------------------------------------------------------------------------
+
+template <class T>
+struct Type {
+  using type = T;
+};
+
+struct Subject {  // what has the dtype: a tensor, or only its dtype
+  DType dtype;
+  Origin origin;
+  bool named;
+  Subject(DType found) : dtype(found), named(false) {}
+  Subject(const Tensor& tensor) : dtype(tensor.dtype()), origin(tensor.origin()), named(true) {}
+};
+
+[[noreturn, gnu::cold, gnu::noinline]] inline void raise_undispatched(
+    const Subject& subject, std::initializer_list<DType> expected) {
+  Error error;
+  if (subject.named) {
+    error.add(subject.origin);
+    error.add(" has");
+  } else {
+    error.add("a tensor has");
+  }
+  error.add(" dtype ");
+  error.add(subject.dtype);
+  error.add(", expected ");
+  const char* before = "";
+  for (const DType& each : expected) {
+    error.add(before);
+    error.add(each);
+    before = &each + 2 == expected.end() ? " or " : ", ";
+  }
+  throw error;
+}
+
+// Calls f with Type<T>{} for the T among Ts that has the dtype; raises if there is none.
+template <class... Ts, class F>
+void dispatch(const Subject& subject, const F& f) {
+  if (!((dtype_of<Ts> == subject.dtype && (f(Type<Ts>{}), true)) || ...)) {
+    raise_undispatched(subject, {dtype_of<Ts>...});
+  }
+}
+
+// OPK_DISPATCH(x, T, (float, double, opk::bfloat16), { fill(out.data<T>()); });
+// The first argument is a tensor or a dtype; with a tensor the message names it. The block is a lambda:
+// `return` leaves the block, not the op.
+#define OPK_DISPATCH(subject, T, types, ...)                           \
+  ::opk::dispatch<OPK_UNPACK_ types>(subject, [&](auto opk_type_) {    \
+    using T = typename decltype(opk_type_)::type;                      \
+    __VA_ARGS__;                                                       \
+  })
+#define OPK_UNPACK_(...) __VA_ARGS__
+
+// ---- devices ---------------------------------------------------------------------------------------
+
+// Makes a tensor's device current while it lives. It does nothing for the CPU.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(Device device) { enter(device); }
+  explicit DeviceGuard(const Tensor& tensor) { enter(tensor.device()); }
+  explicit DeviceGuard(const Tensor* tensor) {
+    if (tensor) enter(tensor->device());
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+  ~DeviceGuard() {
+    if (guard_) aoti_torch_delete_device_guard(guard_);
+  }
+
+ private:
+  void enter(Device device) {
+    if (device.type == DeviceType::cpu || device.type == DeviceType::meta || device.index < 0) return;
+    int32_t current = -1;
+    OPK_TORCH(aoti_torch_get_current_device_index, &current);
+    if (current != device.index) OPK_TORCH(aoti_torch_create_device_guard, device.index, &guard_);
+  }
+  DeviceGuardHandle guard_ = nullptr;
+};
+
+// torch's current stream of a GPU: a cudaStream_t, a hipStream_t, or a sycl::queue* on an XPU. The
+// library that has it is looked up and not linked: a CPU torch does not have it, and ops are built there.
+[[gnu::noinline]] inline void* current_stream(int32_t device) {
+  using Getter = AOTITorchError(int32_t, void**);
+  static Getter* const getter = [] {
+    struct {
+      const char *library, *function;
+    } const places[] = {{"libtorch_cuda.so", "aoti_torch_get_current_cuda_stream"},
+                        {"libtorch_hip.so", "aoti_torch_get_current_cuda_stream"},
+                        {"libtorch_xpu.so", "aoti_torch_get_current_xpu_stream"}};
+    for (const auto& place : places) {
+      if (void* const library = dlopen(place.library, RTLD_NOLOAD | RTLD_LAZY)) {
+        if (void* const found = dlsym(library, place.function)) return reinterpret_cast<Getter*>(found);
+      }
+    }
+    return static_cast<Getter*>(nullptr);
+  }();
+  OPK_CHECK(getter, "there is no current stream: this torch was built for the CPU alone");
+  void* stream = nullptr;
+  if (getter(device, &stream) != 0) raise_of_torch("asking for the current stream");
+  return stream;
+}
+
+OPK_NAMESPACE_END

@@ -1,0 +1,172 @@
+// Tensors. A `const Tensor&` is only read; a `Tensor&` may be written.
+#pragma once
+
+#include "error.h"
+
+OPK_NAMESPACE_BEGIN
+
+template <class T>
+inline constexpr bool is_const = false;
+template <class T>
+inline constexpr bool is_const<const T> = true;
+
+// A reference to a torch tensor. A copy refers to the same memory.
+class Tensor {
+ public:
+  Tensor() = default;
+  explicit Tensor(AtenTensorHandle owned, Origin origin = {}) : handle_(owned), origin_(origin) {}
+  Tensor(Tensor&& other) noexcept : handle_(other.release()), origin_(other.origin_) {}
+  Tensor(const Tensor& other) : origin_(other.origin_) {
+    if (other.handle_) OPK_TORCH(aoti_torch_new_tensor_handle, other.handle_, &handle_);
+  }
+  Tensor& operator=(Tensor other) noexcept {
+    const AtenTensorHandle mine = handle_;
+    handle_ = other.handle_;
+    other.handle_ = mine;
+    origin_ = other.origin_;
+    return *this;
+  }
+  ~Tensor() {
+    if (handle_) aoti_torch_delete_tensor_object(handle_);
+  }
+
+  bool defined() const {
+    bool out = false;
+    if (handle_) OPK_TORCH(aoti_torch_is_defined, handle_, &out);
+    return out;
+  }
+  int64_t dim() const { return get<int64_t>(aoti_torch_get_dim); }
+  int64_t numel() const { return get<int64_t>(aoti_torch_get_numel); }
+  int64_t storage_offset() const { return get<int64_t>(aoti_torch_get_storage_offset); }
+  bool is_contiguous() const { return get<bool>(aoti_torch_is_contiguous); }
+  Ints sizes() const { return {get<int64_t*>(aoti_torch_get_sizes), dim()}; }
+  Ints strides() const { return {get<int64_t*>(aoti_torch_get_strides), dim()}; }
+  int64_t size(int64_t d) const { return sizes()[dimension(d)]; }  // size(-1): the last dimension's
+  int64_t stride(int64_t d) const { return strides()[dimension(d)]; }
+  DType dtype() const { return static_cast<DType>(get<int32_t>(aoti_torch_get_dtype)); }
+  int64_t element_size() const {
+    return static_cast<int64_t>(aoti_torch_dtype_element_size(get<int32_t>(aoti_torch_get_dtype)));
+  }
+  Device device() const {
+    return {static_cast<DeviceType>(get<int32_t>(aoti_torch_get_device_type)),
+            get<int32_t>(aoti_torch_get_device_index)};
+  }
+  bool is_cpu() const { return device().type == DeviceType::cpu; }
+  bool is_cuda() const { return device().type == DeviceType::cuda; }
+
+  // The elements, of this dtype or it raises: x.data<const float>(), out.data<float>(). A const Tensor
+  // gives const elements only. Only the other kind makes a private copy of copy-on-write memory.
+  template <class T>
+  T* data() const {
+    static_assert(is_const<T>, "this tensor is only read: take data<const T>(), or a Tensor& argument "
+                               "for a tensor that the op writes");
+    return elements<T>();
+  }
+  template <class T>
+  T* data() {
+    return elements<T>();
+  }
+  const void* data() const { return get<const void*>(torch_get_const_data_ptr); }
+  void* data() { return get<void*>(torch_get_mutable_data_ptr); }
+
+  AtenTensorHandle get() const { return handle_; }
+  AtenTensorHandle release() {
+    const AtenTensorHandle mine = handle_;
+    handle_ = nullptr;
+    return mine;
+  }
+  Origin origin() const { return origin_; }
+
+ private:
+  template <class T>
+  T get(AOTITorchError (*getter)(AtenTensorHandle, T*)) const {
+    T out;
+    if (__builtin_expect(!handle_ || getter(handle_, &out) != 0, 0)) raise_unreadable();
+    return out;
+  }
+  template <class T>
+  T* elements() const {
+    if (const DType found = dtype(); __builtin_expect(found != dtype_of<T>, 0)) {
+      raise_dtype(found, dtype_of<T>);
+    }
+    if constexpr (is_const<T>) {
+      return static_cast<T*>(get<const void*>(torch_get_const_data_ptr));
+    } else {
+      return static_cast<T*>(get<void*>(torch_get_mutable_data_ptr));
+    }
+  }
+  int64_t dimension(int64_t d) const {
+    const int64_t count = dim(), i = d < 0 ? d + count : d;
+    if (__builtin_expect(i < 0 || i >= count, 0)) raise_dimension(d, count);
+    return i;
+  }
+  [[noreturn, gnu::cold, gnu::noinline]] void raise_dimension(int64_t d, int64_t count) const {
+    raise(*this, " has ", count, " dimensions, so there is no dimension ", d);
+  }
+  [[noreturn, gnu::cold, gnu::noinline]] void raise_dtype(DType found, DType expected) const {
+    raise(*this, " has dtype ", found, ", expected ", expected);
+  }
+  [[noreturn, gnu::cold, gnu::noinline]] void raise_unreadable() const {
+    if (!handle_) raise(*this, " is not defined");
+    raise_of_torch("reading a tensor's properties");
+  }
+
+  AtenTensorHandle handle_ = nullptr;  // an allocation of torch's that holds one reference
+  Origin origin_;
+};
+
+inline Part::Part(const Tensor& value) : kind(kOrigin), origin(value.origin()) {}
+
+// Uninitialized memory.
+inline Tensor empty_strided(Ints sizes, Ints strides, DType dtype, Device device) {
+  OPK_CHECK(sizes.size() == strides.size(), "empty_strided: sizes ", sizes, " and strides ", strides,
+            " differ in length");
+  AtenTensorHandle out = nullptr;
+  OPK_TORCH(aoti_torch_empty_strided, sizes.size(), sizes.data(), strides.data(),
+            static_cast<int32_t>(dtype), static_cast<int32_t>(device.type), device.index, &out);
+  return Tensor(out);
+}
+
+inline Tensor empty(Ints sizes, DType dtype, Device device) {
+  constexpr int64_t kMost = 64;  // torch's own limit
+  int64_t strides[kMost], step = 1;
+  OPK_CHECK(sizes.size() <= kMost, "empty: ", sizes.size(), " dimensions are too many");
+  for (int64_t i = sizes.size(); i-- > 0;) {
+    OPK_CHECK(sizes[i] >= 0, "empty: the shape ", sizes, " has a negative size");
+    strides[i] = step;
+    step *= sizes[i] > 0 ? sizes[i] : 1;
+  }
+  return empty_strided(sizes, {strides, sizes.size()}, dtype, device);
+}
+
+// With the dtype and on the device of another tensor.
+inline Tensor empty(Ints sizes, const Tensor& like) { return empty(sizes, like.dtype(), like.device()); }
+
+// With the shape, strides, dtype and device of another tensor. If that has gaps or overlaps, torch
+// chooses the strides as torch.empty_like does.
+inline Tensor empty_like(const Tensor& like) {
+  if (like.is_contiguous()) {
+    return empty_strided(like.sizes(), like.strides(), like.dtype(), like.device());
+  }
+  // dtype, layout, device, pin_memory and memory_format are None
+  StableIValue stack[6] = {reinterpret_cast<StableIValue>(Tensor(like).release())};
+  OPK_TORCH(torch_call_dispatcher, "aten::empty_like", "", stack, kTorch);
+  return Tensor(reinterpret_cast<AtenTensorHandle>(stack[0]));
+}
+
+inline Tensor zeros(Ints sizes, DType dtype, Device device) {
+  Tensor out = empty(sizes, dtype, device);
+  OPK_TORCH(aoti_torch_zero_, out.get());
+  return out;
+}
+inline Tensor zeros(Ints sizes, const Tensor& like) { return zeros(sizes, like.dtype(), like.device()); }
+
+// The tensor itself, or a contiguous copy of it.
+inline Tensor contiguous(const Tensor& tensor) {
+  if (tensor.is_contiguous()) return tensor;
+  StableIValue stack[2] = {reinterpret_cast<StableIValue>(Tensor(tensor).release()), 0};
+  OPK_TORCH(torch_call_dispatcher, "aten::contiguous", "", stack, kTorch);
+  return Tensor(reinterpret_cast<AtenTensorHandle>(stack[0]), tensor.origin());
+}
+
+OPK_NAMESPACE_END
