@@ -42,22 +42,12 @@ struct Tensor {
   std::size_t element;
 };
 
+// Of the op that this thread runs.
+thread_local std::vector<Tensor> tensors_here;
+thread_local unsigned op_depth = 0;
+
 class Memory {
  public:
-  void add_tensor(uintptr_t begin, std::size_t bytes, std::size_t element) {
-    if (bytes > 0) {
-      tensors_.push_back({begin, begin + bytes, element});
-    }
-  }
-
-  void forget_tensors() {
-    tensors_.clear();
-  }
-
-  bool knows_tensors() const {
-    return !tensors_.empty();
-  }
-
   // Collects the pieces for one launch. They are found by address, so that two tensors that overlap
   // are one piece.
   void prepare(const Image& image, const void* tls_mark, std::size_t dynamic_bytes) {
@@ -73,14 +63,16 @@ class Memory {
     }
     const auto arena = reinterpret_cast<uintptr_t>(dynamic_arena);
     add(Place::kShared, arena, arena + dynamic_bytes, "the dynamic shared memory", 1);
-    std::sort(tensors_.begin(), tensors_.end(),
+    std::vector<Tensor> tensors = tensors_here;
+    knows_tensors_ = !tensors.empty();
+    std::sort(tensors.begin(), tensors.end(),
               [](const Tensor& a, const Tensor& b) { return a.begin < b.begin; });
     std::size_t cells = 0;
-    for (std::size_t i = 0; i < tensors_.size();) {
-      Tensor all = tensors_[i];
-      for (++i; i < tensors_.size() && tensors_[i].begin < all.end; ++i) {
-        all.end = std::max(all.end, tensors_[i].end);
-        all.element = std::min(all.element, tensors_[i].element);
+    for (std::size_t i = 0; i < tensors.size();) {
+      Tensor all = tensors[i];
+      for (++i; i < tensors.size() && tensors[i].begin < all.end; ++i) {
+        all.end = std::max(all.end, tensors[i].end);
+        all.element = std::min(all.element, tensors[i].element);
       }
       cells += (all.end - all.begin) / all.element + 1;
       add(Place::kTensor, all.begin, all.end,
@@ -89,6 +81,10 @@ class Memory {
     }
     std::sort(pieces_.begin(), pieces_.end(),
               [](const Piece& a, const Piece& b) { return a.begin < b.begin; });
+  }
+
+  bool knows_tensors() const {
+    return knows_tensors_;
   }
 
   // The shared variables of this function exist from now on.
@@ -180,9 +176,9 @@ class Memory {
     }
   }
 
-  std::vector<Tensor> tensors_;
   std::vector<Piece> pieces_;
   Piece* last_ = nullptr;
+  bool knows_tensors_ = false;
 };
 
 }  // namespace emulator

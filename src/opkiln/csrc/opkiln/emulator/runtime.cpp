@@ -867,13 +867,20 @@ void run(const Grid& grid, void (*body)(const void*), const void* call, std::siz
 }
 
 void add_tensor(const void* begin, std::size_t bytes, std::size_t element) {
-  const std::lock_guard<std::mutex> one_at_a_time(launching);
-  memory.add_tensor(reinterpret_cast<uintptr_t>(begin), bytes, element);
+  if (bytes > 0) {
+    const auto at = reinterpret_cast<uintptr_t>(begin);
+    tensors_here.push_back({at, at + bytes, element});
+  }
 }
 
-void forget_tensors() {
-  const std::lock_guard<std::mutex> one_at_a_time(launching);
-  memory.forget_tensors();
+OpCall::OpCall() {
+  if (op_depth++ == 0) {
+    tensors_here.clear();
+  }
+}
+
+OpCall::~OpCall() {
+  --op_depth;
 }
 
 void* dynamic_shared() {

@@ -32,12 +32,16 @@ struct Grid {
 // `call` and the bytes after it are the arguments, which threads may read.
 void run(const Grid& grid, void (*body)(const void*), const void* call, std::size_t call_bytes);
 
-// Tells of memory that kernels may touch: a tensor's. Accesses to other memory are reported as soon
-// as one tensor is known. `element` is the size of what threads share without a race.
+// Tells of memory that the kernels of this thread may touch: a tensor's. Accesses to other memory are
+// reported as soon as one tensor is known. `element` is the size of what threads share without a race.
 void add_tensor(const void* begin, std::size_t bytes, std::size_t element);
 
-// Forgets the tensors: a call of an op begins.
-void forget_tensors();
+// A call of an op: the tensors of the calls before it are forgotten. An op that the call makes, in the
+// same library, adds to the tensors of its caller.
+struct OpCall {
+  OpCall();
+  ~OpCall();
+};
 
 // The dynamic shared memory of the block.
 void* dynamic_shared();

@@ -66,8 +66,8 @@ class Tensor {
   T* data() {
     return elements<T>();
   }
-  const void* data() const { return get<const void*>(torch_get_const_data_ptr); }
-  void* data() { return get<void*>(torch_get_mutable_data_ptr); }
+  const void* data() const { return known(get<const void*>(torch_get_const_data_ptr), 1); }
+  void* data() { return known(get<void*>(torch_get_mutable_data_ptr), 1); }
 
   AtenTensorHandle get() const { return handle_; }
   AtenTensorHandle release() {
@@ -90,10 +90,23 @@ class Tensor {
       raise_dtype(found, dtype_of<T>);
     }
     if constexpr (is_const<T>) {
-      return static_cast<T*>(get<const void*>(torch_get_const_data_ptr));
+      return static_cast<T*>(known(get<const void*>(torch_get_const_data_ptr), sizeof(T)));
     } else {
-      return static_cast<T*>(get<void*>(torch_get_mutable_data_ptr));
+      return static_cast<T*>(known(get<void*>(torch_get_mutable_data_ptr), sizeof(T)));
     }
+  }
+  // The emulator gets to know the memory that kernels may touch.
+  template <class P>
+  P* known(P* pointer, [[maybe_unused]] size_t element) const {
+#if defined(OPKILN_EMULATED)
+    if (numel() > 0) {
+      const Ints sizes_ = sizes(), strides_ = strides();
+      int64_t last = 0;
+      for (int64_t i = 0; i < sizes_.size(); ++i) last += (sizes_[i] - 1) * strides_[i];
+      emulator::add_tensor(pointer, static_cast<size_t>((last + 1) * element_size()), element);
+    }
+#endif
+    return pointer;
   }
   int64_t dimension(int64_t d) const {
     const int64_t count = dim(), i = d < 0 ? d + count : d;
