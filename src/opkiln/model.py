@@ -68,7 +68,7 @@ INLINE_ROOT = "/opkiln/src"  # where sources that are in no file are said to lie
 # was built: on another machine there may be none.
 OUTSIDE = "outside"
 PACKAGE = os.path.dirname(os.path.abspath(__file__))  # opkiln itself: the anchor of its headers
-# The part of the emulator that is compiled once, not with each kernel: a source of every emulated op.
+# The part of the emulator that is compiled once, not with each kernel. Every emulated op has it.
 EMULATOR_RUNTIME = os.path.join(PACKAGE, "csrc", "opkiln", "emulator", "runtime.cpp")
 
 

@@ -33,8 +33,8 @@ def stage(spec: OpSpec, directory: str) -> Staged | None:
     ``directory`` exists and is empty. Raises SpecError for a source that is missing or that the
     emulator cannot run, OSError.
     """
-    authors = spec._replace(sources=tuple(each for each in spec.sources if each != EMULATOR_RUNTIME))
-    copy = Copy(authors, directory)
+    authors = tuple(source for source in spec.sources if source != EMULATOR_RUNTIME)
+    copy = Copy(spec._replace(sources=authors), directory)
     copy.collect()
     changed = False
     for path, text in copy.contents():

@@ -22,7 +22,7 @@ __attribute__((no_sanitize("thread"), noinline)) T change_memory(T* address, con
 
 // Inlined, so that the runtime sees the line of the kernel.
 template <class T, class Change>
-__attribute__((always_inline)) inline T atomically(T* address, const Change& change) {
+OPKILN_INLINE T atomically(T* address, const Change& change) {
   before_atomic(address, sizeof(T));
   return change_memory(address, change);
 }
@@ -32,19 +32,19 @@ __attribute__((always_inline)) inline T atomically(T* address, const Change& cha
 
 #define OPKILN_ATOMIC(name, expression)                                                         \
   template <class T>                                                                            \
-  __attribute__((always_inline)) inline T name(T* address,                                      \
+  OPKILN_INLINE T name(T* address,                                      \
                                                typename ::opk::emulator::Plain<T>::type value) { \
     return ::opk::emulator::atomically(address, [&](T old) __attribute__((no_sanitize("thread"))) -> T { \
       return expression;                                                                        \
     });                                                                                         \
   }                                                                                             \
   template <class T>                                                                            \
-  __attribute__((always_inline)) inline T name##_block(                                         \
+  OPKILN_INLINE T name##_block(                                         \
       T* address, typename ::opk::emulator::Plain<T>::type value) {                             \
     return name(address, value);                                                                \
   }                                                                                             \
   template <class T>                                                                            \
-  __attribute__((always_inline)) inline T name##_system(                                        \
+  OPKILN_INLINE T name##_system(                                        \
       T* address, typename ::opk::emulator::Plain<T>::type value) {                             \
     return name(address, value);                                                                \
   }
@@ -61,7 +61,7 @@ OPKILN_ATOMIC(atomicXor, static_cast<T>(old ^ value))
 #undef OPKILN_ATOMIC
 
 template <class T>
-__attribute__((always_inline)) inline T atomicCAS(T* address,
+OPKILN_INLINE T atomicCAS(T* address,
                                                   typename ::opk::emulator::Plain<T>::type compare,
                                                   typename ::opk::emulator::Plain<T>::type value) {
   return ::opk::emulator::atomically(

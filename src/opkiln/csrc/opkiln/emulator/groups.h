@@ -7,7 +7,7 @@ namespace cooperative_groups {
 
 namespace details {
 
-inline unsigned rank_in_block() {
+OPKILN_INLINE unsigned rank_in_block() {
   return (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
 }
 
@@ -15,7 +15,7 @@ inline unsigned rank_in_block() {
 
 class thread_block {
  public:
-  static void sync() {
+  static OPKILN_INLINE void sync() {
     __syncthreads();
   }
   static unsigned thread_rank() {
@@ -46,7 +46,7 @@ class grid_group {
   static bool is_valid() {
     return true;
   }
-  static void sync() {
+  static OPKILN_INLINE void sync() {
     ::opk::emulator::sync_grid();
   }
   static unsigned long long block_rank() {
@@ -84,39 +84,39 @@ class coalesced_group {
   unsigned size() const {
     return num_threads();
   }
-  void sync() const {
+  OPKILN_INLINE void sync() const {
     __syncwarp(mask_);
   }
   template <class T>
-  T shfl(T value, unsigned rank) const {
+  OPKILN_INLINE T shfl(T value, unsigned rank) const {
     return __shfl_sync(mask_, value, lane_of(rank));
   }
   template <class T>
-  T shfl_up(T value, unsigned delta) const {
+  OPKILN_INLINE T shfl_up(T value, unsigned delta) const {
     const unsigned rank = thread_rank();
     return __shfl_sync(mask_, value, lane_of(rank < delta ? rank : rank - delta));
   }
   template <class T>
-  T shfl_down(T value, unsigned delta) const {
+  OPKILN_INLINE T shfl_down(T value, unsigned delta) const {
     const unsigned rank = thread_rank();
     return __shfl_sync(mask_, value, lane_of(rank + delta < num_threads() ? rank + delta : rank));
   }
   template <class T>
-  T shfl_xor(T value, unsigned bits) const {
+  OPKILN_INLINE T shfl_xor(T value, unsigned bits) const {
     const unsigned rank = thread_rank() ^ bits;
     return __shfl_sync(mask_, value, lane_of(rank < num_threads() ? rank : thread_rank()));
   }
-  bool any(int predicate) const {
+  OPKILN_INLINE bool any(int predicate) const {
     return __any_sync(mask_, predicate) != 0;
   }
-  bool all(int predicate) const {
+  OPKILN_INLINE bool all(int predicate) const {
     return __all_sync(mask_, predicate) != 0;
   }
-  unsigned ballot(int predicate) const {
+  OPKILN_INLINE unsigned ballot(int predicate) const {
     return packed(__ballot_sync(mask_, predicate));
   }
   template <class T>
-  unsigned match_any(T value) const {
+  OPKILN_INLINE unsigned match_any(T value) const {
     return packed(__match_any_sync(mask_, value));
   }
 
@@ -166,19 +166,19 @@ class thread_block_tile : public coalesced_group {
     return (thread_block::num_threads() + kSize - 1) / kSize;
   }
   template <class T>
-  T shfl(T value, unsigned rank) const {
+  OPKILN_INLINE T shfl(T value, unsigned rank) const {
     return __shfl_sync(mask_, value, static_cast<int>(rank), kSize);
   }
   template <class T>
-  T shfl_up(T value, unsigned delta) const {
+  OPKILN_INLINE T shfl_up(T value, unsigned delta) const {
     return __shfl_up_sync(mask_, value, delta, kSize);
   }
   template <class T>
-  T shfl_down(T value, unsigned delta) const {
+  OPKILN_INLINE T shfl_down(T value, unsigned delta) const {
     return __shfl_down_sync(mask_, value, delta, kSize);
   }
   template <class T>
-  T shfl_xor(T value, unsigned bits) const {
+  OPKILN_INLINE T shfl_xor(T value, unsigned bits) const {
     return __shfl_xor_sync(mask_, value, static_cast<int>(bits), kSize);
   }
 
@@ -189,13 +189,13 @@ class thread_block_tile : public coalesced_group {
   }
 };
 
-inline thread_block this_thread_block() {
+OPKILN_INLINE thread_block this_thread_block() {
   return {};
 }
-inline grid_group this_grid() {
+OPKILN_INLINE grid_group this_grid() {
   return {};
 }
-inline coalesced_group coalesced_threads() {
+OPKILN_INLINE coalesced_group coalesced_threads() {
   return coalesced_group(__activemask());
 }
 template <unsigned kSize, class Parent>
@@ -203,7 +203,7 @@ thread_block_tile<kSize, Parent> tiled_partition(const Parent&) {
   return {};
 }
 template <class Group>
-void sync(const Group& group) {
+OPKILN_INLINE void sync(const Group& group) {
   group.sync();
 }
 
@@ -228,7 +228,7 @@ struct greater {
 
 // Every thread gets the result. The values are combined in the order of a butterfly, as on a GPU.
 template <unsigned kSize, class Parent, class T, class Op>
-T reduce(const thread_block_tile<kSize, Parent>& tile, T value, Op op) {
+OPKILN_INLINE T reduce(const thread_block_tile<kSize, Parent>& tile, T value, Op op) {
   for (unsigned bits = kSize / 2; bits > 0; bits /= 2) {
     value = op(value, tile.shfl_xor(value, bits));
   }

@@ -95,13 +95,16 @@ class Image {
   // "file.cu:12" of an instruction; the name of its function if the file has no line table.
   std::string line(uintptr_t offset) const {
     Row best{};
-    walk_lines([&](const Row& row, const Row& next) {
+    walk_lines([&](const Row& row, const Row& author, const Row& next) {
       if (row.address <= offset && offset < next.address) {
-        best = row;
+        // Code that was inlined from the emulator's own headers is told by the author's line before it.
+        const bool inlined = row.own && author.file != nullptr &&
+            symbol(at_offset(author.address)) == symbol(at_offset(offset));
+        best = inlined ? author : row;
       }
     });
     if (best.file == nullptr) {
-      return function(reinterpret_cast<const void*>(offset + base_));
+      return function(at_offset(offset));
     }
     const char* file = best.file;
     for (const char* prefix : {"/opkiln/src/", "/opkiln/opkiln/", "/opkiln/build/"}) {
@@ -113,6 +116,10 @@ class Image {
   }
 
  private:
+  const void* at_offset(uintptr_t offset) const {
+    return reinterpret_cast<const void*>(offset + base_);
+  }
+
   struct Symbol {
     uintptr_t value;
     std::size_t size;
@@ -290,14 +297,12 @@ class Image {
     uintptr_t address = 0;
     uint64_t file = 1;
     int64_t line = 1;
-    // Code that was inlined from the emulator's own headers is told by the line before it.
-    Row last{}, author{};
+    Row last{}, author{};  // the last row, and the last one that is not of the emulator
     const auto emit = [&](bool ends) {
       const File in = file < files.size() ? files[file] : File{};
       const Row row{address, in.name, static_cast<unsigned>(line), in.own};
       if (last.file != nullptr) {
-        const bool told = last.own && author.file != nullptr;
-        visit(told ? Row{last.address, author.file, author.line, false} : last, row);
+        visit(last, author, row);
       }
       last = ends ? Row{} : row;
       if (ends || !row.own) {

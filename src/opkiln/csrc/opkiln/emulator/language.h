@@ -36,42 +36,42 @@
 
 static constexpr int warpSize = 32;
 
-inline void __syncthreads() {
+OPKILN_INLINE void __syncthreads() {
   ::opk::emulator::sync_block(false, ::opk::emulator::Vote::kNone);
 }
-inline int __syncthreads_count(int predicate) {
+OPKILN_INLINE int __syncthreads_count(int predicate) {
   return ::opk::emulator::sync_block(predicate != 0, ::opk::emulator::Vote::kCount);
 }
-inline int __syncthreads_and(int predicate) {
+OPKILN_INLINE int __syncthreads_and(int predicate) {
   return ::opk::emulator::sync_block(predicate != 0, ::opk::emulator::Vote::kAnd);
 }
-inline int __syncthreads_or(int predicate) {
+OPKILN_INLINE int __syncthreads_or(int predicate) {
   return ::opk::emulator::sync_block(predicate != 0, ::opk::emulator::Vote::kOr);
 }
 
-inline void __threadfence() {
+OPKILN_INLINE void __threadfence() {
   ::opk::emulator::fence();
 }
-inline void __threadfence_block() {
+OPKILN_INLINE void __threadfence_block() {
   ::opk::emulator::fence();
 }
-inline void __threadfence_system() {
+OPKILN_INLINE void __threadfence_system() {
   ::opk::emulator::fence();
 }
 
-inline void __nanosleep(unsigned) {}
-[[noreturn]] inline void __trap() {
+OPKILN_INLINE void __nanosleep(unsigned) {}
+[[noreturn]] OPKILN_INLINE void __trap() {
   ::opk::emulator::stop("the kernel calls __trap()");
 }
-inline void __brkpt() {}
-inline void __prof_trigger(int) {}
+OPKILN_INLINE void __brkpt() {}
+OPKILN_INLINE void __prof_trigger(int) {}
 
 // A clock that only says which came first.
-inline long long clock64() {
+OPKILN_INLINE long long clock64() {
   static long long ticks = 0;
   return ++ticks;
 }
-inline int clock() {
+OPKILN_INLINE int clock() {
   return static_cast<int>(clock64());
 }
 

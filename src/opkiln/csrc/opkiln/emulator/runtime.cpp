@@ -708,7 +708,7 @@ class __attribute__((visibility("hidden"))) Launch {
     const uint3 other_index{other_block % grid.x, other_block / grid.x % grid.y,
                             other_block / grid.x / grid.y};
     const auto deed = [](bool wrote, bool atomic) {
-      return std::string(atomic ? "changes it by an atomic" : wrote ? "writes" : "reads");
+      return std::string(atomic ? "uses it atomically" : wrote ? "writes" : "reads");
     };
     std::string more = "\n  memory: " + place_of(piece, address);
     more += "\n  first: thread " + triple(index_of(other.thread)) +

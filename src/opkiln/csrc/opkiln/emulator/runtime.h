@@ -7,6 +7,9 @@
 
 #include "vectors.h"
 
+// What a kernel calls is inlined into it, so that a report names the kernel's line.
+#define OPKILN_INLINE __attribute__((always_inline)) inline
+
 #pragma GCC visibility push(hidden)
 
 // What a kernel reads of itself. The scheduler sets them whenever it changes threads.

@@ -151,7 +151,7 @@ const Access* note(Cell& cell, const Access& now, bool writes, const Ordered& or
     return nullptr;
   }
   for (const Access& read : cell.read) {
-    if (read.phase != 0 && !ordered(read)) {
+    if (read.phase != 0 && !(read.atomic && now.atomic) && !ordered(read)) {
       return &read;
     }
   }
