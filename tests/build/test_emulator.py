@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 import shutil
 import struct
 import subprocess
@@ -290,14 +291,17 @@ def test_after_a_report_the_next_launch_is_sound(run: Callable[..., Outcome]) ->
 
 
 def test_the_docs_show_the_reports_as_they_are(run: Callable[..., Outcome]) -> None:
-    page = DOCS.read_text()
+    def without_lines(text: str) -> str:
+        return re.sub(r"kernels\.cu:\d+", "kernels.cu", text)
+
+    page = without_lines(DOCS.read_text())
     for case, x, out in (
         ("race", range(64), 256), ("tail", range(100), 400), ("dynamic", (), 128),
         ("divergence", (), 384), ("block race", (), 4), ("index mistake", (), 64),
     ):  # fmt: skip
         report = run(case, x, out=out).report
         assert report is not None
-        assert report in page, report
+        assert without_lines(report) in page, report
 
 
 # What is refused
@@ -327,7 +331,9 @@ def test_what_cannot_be_emulated_is_refused_by_name(tmp_path: Path, text: str, t
 def test_chevrons_are_refused_with_what_to_write_instead() -> None:
     with pytest.raises(SpecError, match="launches a kernel by <<< >>>"):
         emulate.translated(b"void f() { kernel<<<1, 2>>>(3); }", "op", "a.cu")
-    assert emulate.translated(b"// kernel<<<1, 2>>>(3)\n", "op", "a.cu") == b"// kernel<<<1, 2>>>(3)\n"
+    assert (
+        emulate.translated(b"// kernel<<<1, 2>>>(3)\n", "op", "a.cu") == b"// kernel<<<1, 2>>>(3)\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "numbers.h"
+#include "vectors.h"
 
 namespace opk {
 namespace emulator {
