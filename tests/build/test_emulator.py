@@ -224,7 +224,8 @@ def _told(report: str | None, *parts: str) -> None:
 def test_a_missing_barrier_is_a_race(run: Callable[..., Outcome]) -> None:
     report = run("race", range(64), out=256).report
     _told(
-        report, "a race in shared memory", "race_kernel(float const*, float*)::tile, byte 128 of 256",
+        report, "a race in shared memory", "race_kernel(float const*, float*)::tile",
+        "byte 128 of 256",
         f"thread (31, 0, 0) reads, {_line('out[i] = tile[63 - i]')}",
         f"thread (32, 0, 0) writes 4 bytes, {_line('tile[i] = x[i];')}",
         "hint: __syncthreads()",
