@@ -38,16 +38,13 @@ class Comparison:
 
     def __call__(self, native: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the native version gives. Raises DifferenceError."""
-        before = {name: _copied(value) for name, value in self._named(native, args, kwargs).items()}
-        expected_args = {name: _copied(value) for name, value in before.items()}
+        before = {name: copied(value) for name, value in self._named(native, args, kwargs).items()}
+        expected_args = {name: copied(value) for name, value in before.items()}
         with without_autocast(tuple(tensors(args, kwargs))):
             expected = self._reference(**expected_args)
         got = native(*args, **kwargs)
         now = self._named(native, args, kwargs)
-        about = _About(self._op, before)
-        for place, (one, other) in enumerate(_pairs(about, got, expected)):
-            result = "the result" if isinstance(got, Tensor) else f"result {place}"
-            about.compare(result, one, other, strides=True)
+        about = self.results(got, expected, before)
         for name, value in now.items():
             theirs = expected_args if name in self._written else before
             what = f"argument {name} after the call"
@@ -55,6 +52,14 @@ class Comparison:
                 about.compare(what, one, other, strides=False)
         self._require_own_memory(about, got, expected, now, expected_args)
         return got
+
+    def results(self, got: Any, expected: Any, arguments: dict[str, Any]) -> _About:
+        """Compare results; the arguments are for the message. Raises DifferenceError."""
+        about = _About(self._op, arguments)
+        for place, (one, other) in enumerate(_pairs(about, got, expected)):
+            result = "the result" if isinstance(got, Tensor) else f"result {place}"
+            about.compare(result, one, other, strides=True)
+        return about
 
     def _named(self, native: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         names = [argument.name for argument in native._schema.arguments]
@@ -149,12 +154,12 @@ def _share(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """A value whose tensors are copies with the same strides."""
     if isinstance(value, Tensor):
         return value.detach().clone(memory_format=torch.preserve_format)
     if isinstance(value, (list, tuple)):
-        return [_copied(each) for each in value]
+        return [copied(each) for each in value]
     return value
 
 

@@ -30,22 +30,14 @@
 
 #if !defined(__CUDACC_RTC__)  // NVRTC compiles device code alone
 
-#include "op/shim.h"
-
 #include "op/error.h"
-
 #include "op/tensor.h"
-
+#include "op/message.h"
 #include "op/check.h"
-
 #include "op/values.h"
-
 #include "op/boxing.h"
-
-#include "op/record.h"
-
 #include "op/running.h"
-
+#include "op/registering.h"
 #include "op/launch.h"
 
 #endif

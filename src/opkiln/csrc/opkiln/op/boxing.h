@@ -35,7 +35,7 @@ struct Box<Tensor> {
     return Tensor(reinterpret_cast<AtenTensorHandle>(value), origin);
   }
   static StableIValue give(Tensor&& value) {
-    OPK_CHECK(value.get(), "a result is a tensor that is not defined");
+    if (__builtin_expect(!value.get(), 0)) raise_form("a tensor that is given to torch is not defined");
     return reinterpret_cast<StableIValue>(value.release());
   }
   static const Tensor* first(const Tensor& value) { return &value; }

@@ -4,36 +4,40 @@
 
 #include "tensor.h"
 
+OPK_PLAIN_BEGIN
 OPK_NAMESPACE_BEGIN
 
 using Tensors = std::initializer_list<const Tensor*>;
 
-inline void check_shapes(const Tensor& first, Tensors others) {
+[[gnu::noinline]] inline void check_shapes(const Tensor& first, Tensors others) {
   for (const Tensor* each : others) {
     if (__builtin_expect(each->sizes() != first.sizes(), 0)) {
-      raise(*each, " has shape ", each->sizes(), ", ", first, " has ", first.sizes());
+      raise_form("%s has shape %s, %s has %s", NameOf(*each).text, ListOf(each->sizes()).text,
+                 NameOf(first).text, ListOf(first.sizes()).text);
     }
   }
 }
-inline void check_dtypes(const Tensor& first, Tensors others) {
+[[gnu::noinline]] inline void check_dtypes(const Tensor& first, Tensors others) {
   for (const Tensor* each : others) {
     if (__builtin_expect(each->dtype() != first.dtype(), 0)) {
-      raise(*each, " has dtype ", each->dtype(), ", ", first, " has ", first.dtype());
+      raise_form("%s has dtype %s, %s has %s", NameOf(*each).text, name_of(each->dtype()),
+                 NameOf(first).text, name_of(first.dtype()));
     }
   }
 }
-inline void check_devices(const Tensor& first, Tensors others) {
+[[gnu::noinline]] inline void check_devices(const Tensor& first, Tensors others) {
   for (const Tensor* each : others) {
     if (__builtin_expect(each->device() != first.device(), 0)) {
-      raise(*each, " is on ", each->device(), ", ", first, " is on ", first.device());
+      raise_form("%s is on %s, %s is on %s", NameOf(*each).text, DeviceOf(each->device()).text,
+                 NameOf(first).text, DeviceOf(first.device()).text);
     }
   }
 }
-inline void check_layouts(Tensors tensors) {
+[[gnu::noinline]] inline void check_layouts(Tensors tensors) {
   for (const Tensor* each : tensors) {
     if (__builtin_expect(!each->is_contiguous(), 0)) {
-      raise(*each, " is not contiguous: its shape is ", each->sizes(), ", its strides are ",
-            each->strides());
+      raise_form("%s is not contiguous: its shape is %s, its strides are %s", NameOf(*each).text,
+                 ListOf(each->sizes()).text, ListOf(each->strides()).text);
     }
   }
 }
@@ -55,21 +59,24 @@ template <class... More>
 void check_contiguous(const Tensor& first, const More&... others) {
   check_layouts({&first, &others...});
 }
-inline void check_dim(const Tensor& tensor, int64_t dim) {
+[[gnu::noinline]] inline void check_dim(const Tensor& tensor, int64_t dim) {
   if (__builtin_expect(tensor.dim() != dim, 0)) {
-    raise(tensor, " has shape ", tensor.sizes(), ", expected ", dim,
-          dim == 1 ? " dimension" : " dimensions");
+    raise_form("%s has shape %s, expected %lld dimension%s", NameOf(tensor).text,
+               ListOf(tensor.sizes()).text, static_cast<long long>(dim), dim == 1 ? "" : "s");
   }
 }
-inline void check_shape(const Tensor& tensor, Ints shape) {
+[[gnu::noinline]] inline void check_shape(const Tensor& tensor, Ints shape) {
   if (__builtin_expect(tensor.sizes() != shape, 0)) {
-    raise(tensor, " has shape ", tensor.sizes(), ", expected ", shape);
+    raise_form("%s has shape %s, expected %s", NameOf(tensor).text, ListOf(tensor.sizes()).text,
+               ListOf(shape).text);
   }
 }
-inline void check_dtype(const Tensor& tensor, DType dtype) {
+[[gnu::noinline]] inline void check_dtype(const Tensor& tensor, DType dtype) {
   if (__builtin_expect(tensor.dtype() != dtype, 0)) {
-    raise(tensor, " has dtype ", tensor.dtype(), ", expected ", dtype);
+    raise_form("%s has dtype %s, expected %s", NameOf(tensor).text, name_of(tensor.dtype()),
+               name_of(dtype));
   }
 }
 
 OPK_NAMESPACE_END
+OPK_PLAIN_END

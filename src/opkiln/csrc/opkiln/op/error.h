@@ -9,6 +9,9 @@
 
 struct opkiln_op;
 
+#define OPK_COLD [[gnu::cold, gnu::noinline]]
+
+OPK_PLAIN_BEGIN
 OPK_NAMESPACE_BEGIN
 
 class Tensor;
@@ -24,44 +27,25 @@ struct Device {
   bool operator!=(Device other) const { return !(*this == other); }
 };
 
-inline const char* name_of(DType dtype) {
-  switch (dtype) {
-    case DType::uint8: return "uint8";
-    case DType::int8: return "int8";
-    case DType::int16: return "int16";
-    case DType::int32: return "int32";
-    case DType::int64: return "int64";
-    case DType::float16: return "float16";
-    case DType::float32: return "float32";
-    case DType::float64: return "float64";
-    case DType::complex32: return "complex32";
-    case DType::complex64: return "complex64";
-    case DType::complex128: return "complex128";
-    case DType::bool_: return "bool";
-    case DType::bfloat16: return "bfloat16";
-    case DType::float8_e5m2: return "float8_e5m2";
-    case DType::float8_e4m3fn: return "float8_e4m3fn";
-    case DType::float8_e5m2fnuz: return "float8_e5m2fnuz";
-    case DType::float8_e4m3fnuz: return "float8_e4m3fnuz";
-    case DType::uint16: return "uint16";
-    case DType::uint32: return "uint32";
-    case DType::uint64: return "uint64";
-    case DType::float8_e8m0fnu: return "float8_e8m0fnu";
-    case DType::float4_e2m1fn_x2: return "float4_e2m1fn_x2";
-  }
-  return "another dtype";
+OPK_COLD inline const char* name_of(DType dtype) {
+  static constexpr const char* kNames[] = {
+      "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex32", "complex64",
+      "complex128", "bool", nullptr, nullptr, nullptr, "bfloat16", nullptr, nullptr, nullptr, nullptr,
+      nullptr, nullptr, nullptr, "float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz",
+      "uint16", "uint32", "uint64"};
+  const auto number = static_cast<uint32_t>(dtype);
+  if (number < sizeof kNames / sizeof *kNames && kNames[number]) return kNames[number];
+  if (dtype == DType::float8_e8m0fnu) return "float8_e8m0fnu";
+  return dtype == DType::float4_e2m1fn_x2 ? "float4_e2m1fn_x2" : "another dtype";
 }
 
-inline const char* name_of(DeviceType type) {
-  switch (type) {
-    case DeviceType::cpu: return "cpu";
-    case DeviceType::cuda: return "cuda";
-    case DeviceType::xpu: return "xpu";
-    case DeviceType::mps: return "mps";
-    case DeviceType::meta: return "meta";
-    case DeviceType::privateuse1: return "privateuse1";
-  }
-  return "another device";
+constexpr const char* name_of(DeviceType type) {
+  return type == DeviceType::cpu ? "cpu"
+      : type == DeviceType::cuda ? "cuda"
+      : type == DeviceType::xpu  ? "xpu"
+      : type == DeviceType::mps  ? "mps"
+      : type == DeviceType::meta ? "meta"
+                                 : "another device";
 }
 
 // Integers that somebody else keeps: the sizes of a tensor, a list argument, `{2, 3}` in a call.
@@ -102,11 +86,39 @@ struct Origin {
   int32_t item = -1;
 };
 
+struct Error : std::exception {
+  char text[2000];
+  bool begun = false;
+  Error() { text[0] = 0; }
+  const char* what() const noexcept override { return text; }
+  void add(const char* form, ...);  // as printf
+  void begin_with(const char* op);  // once: where the error leaves the op
+};
+
+// Raises an error; the message is written as by printf. op.h writes its own messages so: what an op would
+// say if its checks failed is most of what has to be compiled, and this takes the least code.
+[[noreturn]] void raise_form(const char* form, ...);
+
+// Texts for messages, where they are used.
+struct NameOf {
+  char text[120];
+  explicit NameOf(const Origin& origin);  // `x` or `xs[3]`
+  explicit NameOf(const Tensor& tensor);
+};
+struct ListOf {
+  char text[280];
+  explicit ListOf(Ints values);  // [2, 3]
+};
+struct DeviceOf {
+  char text[40];
+  explicit DeviceOf(Device device);  // cuda:1
+};
+
 struct End {};  // the last argument of a macro, so that the others may be absent
 
-// A part of a message.
+// A part of an author's message.
 struct Part {
-  enum Kind { kText, kWhole, kReal, kInts, kDevice, kOrigin } kind;
+  enum { kText, kWhole, kReal, kInts, kDevice, kOrigin } kind;
   union {
     const char* text;
     long long whole;
@@ -128,83 +140,22 @@ struct Part {
   Part(DeviceType value) : kind(kText), text(name_of(value)) {}
   Part(Device value) : kind(kDevice), device(value) {}
   Part(Ints value) : kind(kInts), ints(value) {}
-  Part(Origin value) : kind(kOrigin), origin(value) {}
-  Part(End) : kind(kText), text(nullptr) {}
-  Part(const Tensor& value);  // its name: `x`, or `xs[3]`
+  Part(const Tensor& value);  // its name
+  Part(End) : kind(kText), text("") {}
 };
 
-class Error : public std::exception {
- public:
-  const char* what() const noexcept override { return text_; }
-  void add(const Part& part);
-  void begin_with(const char* op);  // once: where the error leaves the op
-
- private:
-  void write(const char* text, size_t size);
-
-  char text_[2000] = {};
-  size_t size_ = 0;
-  bool begun_ = false;
-};
-
-[[gnu::cold]] inline void Error::write(const char* text, size_t size) {
-  const size_t room = sizeof text_ - 4 - size_;  // for "..." and the end
-  const bool fits = size <= room;
-  __builtin_memcpy(text_ + size_, text, fits ? size : room);
-  size_ += fits ? size : room;
-  if (!fits) __builtin_memcpy(text_ + size_, "...", 4);
-}
-
-[[gnu::cold]] inline void write_name(Error& error, const Origin& origin);
-
-[[gnu::cold, gnu::noinline]] inline void Error::add(const Part& part) {
-  char number[48];
-  switch (part.kind) {
-    case Part::kText: {
-      const char* text = part.text ? part.text : "";
-      write(text, __builtin_strlen(text));
-      break;
-    }
-    case Part::kWhole:
-      write(number, static_cast<size_t>(__builtin_snprintf(number, sizeof number, "%lld", part.whole)));
-      break;
-    case Part::kReal:
-      write(number, static_cast<size_t>(__builtin_snprintf(number, sizeof number, "%g", part.real)));
-      break;
-    case Part::kInts:
-      add("[");
-      for (int64_t i = 0; i < part.ints.size(); ++i) {
-        if (i) add(", ");
-        add(static_cast<long long>(part.ints[i]));
-      }
-      add("]");
-      break;
-    case Part::kDevice:
-      add(part.device.type);
-      if (part.device.index >= 0) {
-        add(":");
-        add(part.device.index);
-      }
-      break;
-    case Part::kOrigin:
-      write_name(*this, part.origin);
-      break;
-  }
-}
-
-[[gnu::cold, gnu::noinline]] inline void Error::begin_with(const char* op) {
-  if (begun_) return;
-  Error whole;
-  whole.add(op);
-  whole.add(": ");
-  whole.add(text_);
-  whole.begun_ = true;
-  *this = whole;
-}
-
-[[noreturn, gnu::cold, gnu::noinline]] inline void raise_parts(std::initializer_list<Part> parts) {
+[[noreturn]] OPK_COLD inline void raise_parts(std::initializer_list<Part> parts) {
   Error error;
-  for (const Part& part : parts) error.add(part);
+  for (const Part& part : parts) {
+    switch (part.kind) {
+      case Part::kText: error.add("%s", part.text); break;
+      case Part::kWhole: error.add("%lld", part.whole); break;
+      case Part::kReal: error.add("%g", part.real); break;
+      case Part::kInts: error.add("%s", ListOf(part.ints).text); break;
+      case Part::kDevice: error.add("%s", DeviceOf(part.device).text); break;
+      case Part::kOrigin: error.add("%s", NameOf(part.origin).text); break;
+    }
+  }
   throw error;
 }
 
@@ -220,7 +171,7 @@ template <class... Parts>
   raise_parts({first, Part(parts)...});
 }
 [[noreturn, gnu::cold]] inline void raise_unmet(const char* condition, End) {
-  raise_parts({Part("expected "), Part(condition)});
+  raise_form("expected %s", condition);
 }
 
 // OPK_CHECK(k > 0, "k is ", k, ", expected a positive number");
@@ -230,10 +181,12 @@ template <class... Parts>
     if (__builtin_expect(!(condition), 0)) ::opk::raise_unmet(#condition, __VA_ARGS__);         \
   } while (0)
 
-[[noreturn, gnu::cold, gnu::noinline]] inline void raise_of_torch(const char* function) {
+// After a call into torch has failed; NULL if there was no tensor to call it for.
+[[noreturn]] OPK_COLD inline void raise_of_torch(const char* function) {
+  if (!function) raise_form("a tensor is not defined");
   const char* why = nullptr;
   if (torch_exception_get_what_without_backtrace) why = torch_exception_get_what_without_backtrace();
-  raise(function, " failed: ", why && *why ? why : "torch has printed the reason to stderr");
+  raise_form("%s failed: %s", function, why && *why ? why : "torch has printed the reason to stderr");
 }
 
 // Every call into torch goes through this: torch's functions return an error code.
@@ -243,3 +196,4 @@ template <class... Parts>
   } while (0)
 
 OPK_NAMESPACE_END
+OPK_PLAIN_END

@@ -21,7 +21,9 @@ struct Extent {
 
  private:
   static uint32_t of(int64_t value) {
-    OPK_CHECK(value >= 0 && value <= 0x7fffffff, "launch: a grid or block cannot have the size ", value);
+    if (__builtin_expect(value < 0 || value > 0x7fffffff, 0)) {
+      raise_form("launch: a grid or block cannot have the size %lld", static_cast<long long>(value));
+    }
     return static_cast<uint32_t>(value);
   }
 };
@@ -40,10 +42,11 @@ struct Same {
   using type = T;
 };
 
-[[noreturn, gnu::cold, gnu::noinline]] inline void raise_launch(const Launch& how, const char* why) {
-  const Extent grid = how.grid, block = how.block;
-  raise("the kernel could not be launched: ", why, " (grid ", Ints{grid.x, grid.y, grid.z}, ", block ",
-        Ints{block.x, block.y, block.z}, ", ", how.shared, " bytes of shared memory)");
+[[noreturn]] OPK_COLD inline void raise_launch(const Launch& how, const char* why) {
+  raise_form("the kernel could not be launched: %s (grid [%u, %u, %u], block [%u, %u, %u], %llu bytes of "
+             "shared memory)",
+             why, how.grid.x, how.grid.y, how.grid.z, how.block.x, how.block.y, how.block.z,
+             static_cast<unsigned long long>(how.shared));
 }
 
 OPK_NAMESPACE_END

@@ -1,15 +1,7 @@
-// OPKILN_OP: an op as a library shows it to the loader.
-//
-// Opening a library registers nothing. The loader reads the list of its ops, compares each signature
-// with the schema that is declared in Python, and only then registers the op under the namespace of
-// the package. So an int in place of a Tensor is an error before the first call, and a new version of
-// an op can take the place of an old one.
+// What a library says of each op, to the loader.
 #pragma once
 
-#include "boxing.h"
-#include "running.h"
-
-#pragma GCC visibility push(default)
+#include "shim.h"
 
 struct opkiln_op {
   uint32_t abi;  // of this struct and of the three functions below
@@ -24,7 +16,12 @@ struct opkiln_op {
   uint32_t line;
   const char* argument_names;  // joined by commas, for messages; given by the loader
   TorchLibraryHandle library;  // while it is registered
+  // Named so that a library has these functions if it has an op.
+  const opkiln_op* (*list)();
+  const char* (*enter)(const opkiln_op*, const char*, const char*, const char*);
+  void (*leave)(const opkiln_op*);
 };
+<<<<<<< HEAD
 
 extern "C" {
 const opkiln_op* opkiln_ops();  // the first of the library's ops
@@ -252,3 +249,5 @@ extern "C" __attribute__((used)) inline void opkiln_unregister(const opkiln_op* 
   if (mine->library) aoti_torch_delete_library_object(mine->library);
   mine->library = nullptr;
 }
+=======
+>>>>>>> main

@@ -13,32 +13,30 @@ struct ParallelCall {
   void (*body)(const void* function, int64_t begin, int64_t end);
   const void* function;
   Error* error;  // of the part that failed first
-  int failed;
+  OPK_COLD void fail(const char* what) {
+    Error* const mine = new Error;
+    mine->add("%s", what);
+    Error* none = nullptr;
+    if (!__atomic_compare_exchange_n(&error, &none, mine, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+      delete mine;
+    }
+  }
 };
 
 [[gnu::noinline]] inline void run_parallel(int64_t begin, int64_t end, int64_t grain, ParallelCall& call) {
   // torch turns an exception of a part into a code without its message. So none reaches torch.
   constexpr ParallelFunc kPart = [](int64_t low, int64_t high, void* context) {
     auto* const shared = static_cast<ParallelCall*>(context);
-    const char* what = nullptr;
     try {
-      return shared->body(shared->function, low, high);
-    } catch (const Error& error) {
-      if (__atomic_exchange_n(&shared->failed, 1, __ATOMIC_ACQ_REL) == 0) shared->error = new Error(error);
-      return;
+      shared->body(shared->function, low, high);
     } catch (const std::exception& error) {
-      what = error.what();
-      if (__atomic_exchange_n(&shared->failed, 1, __ATOMIC_ACQ_REL) == 0) {
-        (shared->error = new Error)->add(what);
-      }
+      shared->fail(error.what());
     } catch (...) {
-      if (__atomic_exchange_n(&shared->failed, 1, __ATOMIC_ACQ_REL) == 0) {
-        (shared->error = new Error)->add("parallel_for: an exception that is not a std::exception");
-      }
+      shared->fail("parallel_for: a part raised something that is not a std::exception");
     }
   };
   OPK_TORCH(torch_parallel_for, begin, end, grain, kPart, &call);
-  if (__builtin_expect(call.failed, 0)) {
+  if (__builtin_expect(call.error != nullptr, 0)) {
     const Error error = *call.error;
     delete call.error;
     throw error;
@@ -53,7 +51,7 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& f) {
   ParallelCall call{[](const void* function, int64_t low, int64_t high) {
                       (*static_cast<const F*>(function))(low, high);
                     },
-                    &f, nullptr, 0};
+                    &f, nullptr};
   run_parallel(begin, end, grain, call);
 }
 
@@ -86,22 +84,18 @@ struct Subject {  // what has the dtype: a tensor, or only its dtype
   Subject(const Tensor& tensor) : dtype(tensor.dtype()), origin(tensor.origin()), named(true) {}
 };
 
-[[noreturn, gnu::cold, gnu::noinline]] inline void raise_undispatched(
+[[noreturn]] OPK_COLD inline void raise_undispatched(
     const Subject& subject, std::initializer_list<DType> expected) {
   Error error;
   if (subject.named) {
-    error.add(subject.origin);
-    error.add(" has");
+    error.add("%s", NameOf(subject.origin).text);
   } else {
-    error.add("a tensor has");
+    error.add("a tensor");
   }
-  error.add(" dtype ");
-  error.add(subject.dtype);
-  error.add(", expected ");
+  error.add(" has dtype %s, expected ", name_of(subject.dtype));
   const char* before = "";
   for (const DType& each : expected) {
-    error.add(before);
-    error.add(each);
+    error.add("%s%s", before, name_of(each));
     before = &each + 2 == expected.end() ? " or " : ", ";
   }
   throw error;
@@ -168,7 +162,7 @@ class DeviceGuard {
     }
     return static_cast<Getter*>(nullptr);
   }();
-  OPK_CHECK(getter, "there is no current stream: this torch was built for the CPU alone");
+  if (!getter) raise_form("there is no current stream: this torch was built for the CPU alone");
   void* stream = nullptr;
   if (getter(device, &stream) != 0) raise_of_torch("asking for the current stream");
   return stream;

@@ -3,6 +3,7 @@
 
 #include "error.h"
 
+OPK_PLAIN_BEGIN
 OPK_NAMESPACE_BEGIN
 
 template <class T>
@@ -11,6 +12,9 @@ template <class T>
 inline constexpr bool is_const<const T> = true;
 
 // A reference to a torch tensor. A copy refers to the same memory.
+//
+// Much is not inlined, here and elsewhere: a call costs a nanosecond, but what is inlined in every place
+// is optimized in every place, and that is most of the time that an op takes to compile.
 class Tensor {
  public:
   Tensor() = default;
@@ -30,7 +34,7 @@ class Tensor {
     if (handle_) aoti_torch_delete_tensor_object(handle_);
   }
 
-  bool defined() const {
+  [[gnu::noinline]] bool defined() const {
     bool out = false;
     if (handle_) OPK_TORCH(aoti_torch_is_defined, handle_, &out);
     return out;
@@ -39,15 +43,15 @@ class Tensor {
   int64_t numel() const { return get<int64_t>(aoti_torch_get_numel); }
   int64_t storage_offset() const { return get<int64_t>(aoti_torch_get_storage_offset); }
   bool is_contiguous() const { return get<bool>(aoti_torch_is_contiguous); }
-  Ints sizes() const { return {get<int64_t*>(aoti_torch_get_sizes), dim()}; }
-  Ints strides() const { return {get<int64_t*>(aoti_torch_get_strides), dim()}; }
-  int64_t size(int64_t d) const { return sizes()[dimension(d)]; }  // size(-1): the last dimension's
-  int64_t stride(int64_t d) const { return strides()[dimension(d)]; }
+  [[gnu::noinline]] Ints sizes() const { return {get<int64_t*>(aoti_torch_get_sizes), dim()}; }
+  [[gnu::noinline]] Ints strides() const { return {get<int64_t*>(aoti_torch_get_strides), dim()}; }
+  int64_t size(int64_t d) const { return at(sizes(), d); }  // size(-1): the last dimension's
+  int64_t stride(int64_t d) const { return at(strides(), d); }
   DType dtype() const { return static_cast<DType>(get<int32_t>(aoti_torch_get_dtype)); }
   int64_t element_size() const {
     return static_cast<int64_t>(aoti_torch_dtype_element_size(get<int32_t>(aoti_torch_get_dtype)));
   }
-  Device device() const {
+  [[gnu::noinline]] Device device() const {
     return {static_cast<DeviceType>(get<int32_t>(aoti_torch_get_device_type)),
             get<int32_t>(aoti_torch_get_device_index)};
   }
@@ -81,18 +85,17 @@ class Tensor {
   template <class T>
   T get(AOTITorchError (*getter)(AtenTensorHandle, T*)) const {
     T out;
-    if (__builtin_expect(!handle_ || getter(handle_, &out) != 0, 0)) raise_unreadable();
+    if (__builtin_expect(!handle_ || getter(handle_, &out) != 0, 0)) {
+      raise_of_torch(handle_ ? "reading a tensor's properties" : nullptr);
+    }
     return out;
   }
   template <class T>
   T* elements() const {
-    if (const DType found = dtype(); __builtin_expect(found != dtype_of<T>, 0)) {
-      raise_dtype(found, dtype_of<T>);
-    }
     if constexpr (is_const<T>) {
-      return static_cast<T*>(known(get<const void*>(torch_get_const_data_ptr), sizeof(T)));
+      return static_cast<T*>(known(read(dtype_of<T>), sizeof(T)));
     } else {
-      return static_cast<T*>(known(get<void*>(torch_get_mutable_data_ptr), sizeof(T)));
+      return static_cast<T*>(known(written(dtype_of<T>), sizeof(T)));
     }
   }
   // The emulator gets to know the memory that kernels may touch.
@@ -100,28 +103,34 @@ class Tensor {
   P* known(P* pointer, [[maybe_unused]] size_t element) const {
 #if defined(OPKILN_EMULATED)
     if (numel() > 0) {
-      const Ints sizes_ = sizes(), strides_ = strides();
+      const Ints shape = sizes(), steps = strides();
       int64_t last = 0;
-      for (int64_t i = 0; i < sizes_.size(); ++i) last += (sizes_[i] - 1) * strides_[i];
+      for (int64_t i = 0; i < shape.size(); ++i) last += (shape[i] - 1) * steps[i];
       emulator::add_tensor(pointer, static_cast<size_t>((last + 1) * element_size()), element);
     }
 #endif
     return pointer;
   }
-  int64_t dimension(int64_t d) const {
-    const int64_t count = dim(), i = d < 0 ? d + count : d;
-    if (__builtin_expect(i < 0 || i >= count, 0)) raise_dimension(d, count);
-    return i;
+  [[gnu::noinline]] const void* read(DType expected) const {
+    check(expected);
+    return get<const void*>(torch_get_const_data_ptr);
   }
-  [[noreturn, gnu::cold, gnu::noinline]] void raise_dimension(int64_t d, int64_t count) const {
-    raise(*this, " has ", count, " dimensions, so there is no dimension ", d);
+  [[gnu::noinline]] void* written(DType expected) const {
+    check(expected);
+    return get<void*>(torch_get_mutable_data_ptr);
   }
-  [[noreturn, gnu::cold, gnu::noinline]] void raise_dtype(DType found, DType expected) const {
-    raise(*this, " has dtype ", found, ", expected ", expected);
+  void check(DType expected) const {
+    if (__builtin_expect(dtype() != expected, 0)) {
+      raise_form("%s has dtype %s, expected %s", NameOf(*this).text, name_of(dtype()), name_of(expected));
+    }
   }
-  [[noreturn, gnu::cold, gnu::noinline]] void raise_unreadable() const {
-    if (!handle_) raise(*this, " is not defined");
-    raise_of_torch("reading a tensor's properties");
+  [[gnu::noinline]] int64_t at(Ints values, int64_t d) const {
+    const int64_t i = d < 0 ? d + values.size() : d;
+    if (__builtin_expect(i < 0 || i >= values.size(), 0)) {
+      raise_form("%s has shape %s, so it has no dimension %lld", NameOf(*this).text, ListOf(sizes()).text,
+                 static_cast<long long>(d));
+    }
+    return values[i];
   }
 
   AtenTensorHandle handle_ = nullptr;  // an allocation of torch's that holds one reference
@@ -131,21 +140,27 @@ class Tensor {
 inline Part::Part(const Tensor& value) : kind(kOrigin), origin(value.origin()) {}
 
 // Uninitialized memory.
-inline Tensor empty_strided(Ints sizes, Ints strides, DType dtype, Device device) {
-  OPK_CHECK(sizes.size() == strides.size(), "empty_strided: sizes ", sizes, " and strides ", strides,
-            " differ in length");
+[[gnu::noinline]] inline Tensor empty_strided(Ints sizes, Ints strides, DType dtype, Device device) {
+  if (__builtin_expect(sizes.size() != strides.size(), 0)) {
+    raise_form("empty_strided: the sizes %s and the strides %s differ in length", ListOf(sizes).text,
+               ListOf(strides).text);
+  }
   AtenTensorHandle out = nullptr;
   OPK_TORCH(aoti_torch_empty_strided, sizes.size(), sizes.data(), strides.data(),
             static_cast<int32_t>(dtype), static_cast<int32_t>(device.type), device.index, &out);
   return Tensor(out);
 }
 
-inline Tensor empty(Ints sizes, DType dtype, Device device) {
+[[gnu::noinline]] inline Tensor empty(Ints sizes, DType dtype, Device device) {
   constexpr int64_t kMost = 64;  // torch's own limit
   int64_t strides[kMost], step = 1;
-  OPK_CHECK(sizes.size() <= kMost, "empty: ", sizes.size(), " dimensions are too many");
+  if (__builtin_expect(sizes.size() > kMost, 0)) {
+    raise_form("empty: the shape %s has too many dimensions", ListOf(sizes).text);
+  }
   for (int64_t i = sizes.size(); i-- > 0;) {
-    OPK_CHECK(sizes[i] >= 0, "empty: the shape ", sizes, " has a negative size");
+    if (__builtin_expect(sizes[i] < 0, 0)) {
+      raise_form("empty: the shape %s has a negative size", ListOf(sizes).text);
+    }
     strides[i] = step;
     step *= sizes[i] > 0 ? sizes[i] : 1;
   }
@@ -157,7 +172,7 @@ inline Tensor empty(Ints sizes, const Tensor& like) { return empty(sizes, like.d
 
 // With the shape, strides, dtype and device of another tensor. If that has gaps or overlaps, torch
 // chooses the strides as torch.empty_like does.
-inline Tensor empty_like(const Tensor& like) {
+[[gnu::noinline]] inline Tensor empty_like(const Tensor& like) {
   if (like.is_contiguous()) {
     return empty_strided(like.sizes(), like.strides(), like.dtype(), like.device());
   }
@@ -167,7 +182,7 @@ inline Tensor empty_like(const Tensor& like) {
   return Tensor(reinterpret_cast<AtenTensorHandle>(stack[0]));
 }
 
-inline Tensor zeros(Ints sizes, DType dtype, Device device) {
+[[gnu::noinline]] inline Tensor zeros(Ints sizes, DType dtype, Device device) {
   Tensor out = empty(sizes, dtype, device);
   OPK_TORCH(aoti_torch_zero_, out.get());
   return out;
@@ -175,7 +190,7 @@ inline Tensor zeros(Ints sizes, DType dtype, Device device) {
 inline Tensor zeros(Ints sizes, const Tensor& like) { return zeros(sizes, like.dtype(), like.device()); }
 
 // The tensor itself, or a contiguous copy of it.
-inline Tensor contiguous(const Tensor& tensor) {
+[[gnu::noinline]] inline Tensor contiguous(const Tensor& tensor) {
   if (tensor.is_contiguous()) return tensor;
   StableIValue stack[2] = {reinterpret_cast<StableIValue>(Tensor(tensor).release()), 0};
   OPK_TORCH(torch_call_dispatcher, "aten::contiguous", "", stack, kTorch);
@@ -183,3 +198,4 @@ inline Tensor contiguous(const Tensor& tensor) {
 }
 
 OPK_NAMESPACE_END
+OPK_PLAIN_END

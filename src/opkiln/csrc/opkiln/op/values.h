@@ -28,7 +28,7 @@ class optional {
 
  private:
   static const optional& checked(const optional& self) {
-    OPK_CHECK(self.has_, "the value of an optional argument was asked for, but it is None");
+    if (__builtin_expect(!self.has_, 0)) raise_form("an optional is None, but its value was asked for");
     return self;
   }
   T value_{};
@@ -72,7 +72,10 @@ class List {
 
  private:
   int64_t checked(int64_t i) const {
-    OPK_CHECK(i >= 0 && i < size_, "item ", i, " of a list of ", size_, " was asked for");
+    if (__builtin_expect(i < 0 || i >= size_, 0)) {
+      raise_form("a list has %lld items, so it has no item %lld", static_cast<long long>(size_),
+                 static_cast<long long>(i));
+    }
     return i;
   }
   T* items_ = nullptr;
