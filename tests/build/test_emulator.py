@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from sample.emulator.op import KernelsBuilder
 
 import opkiln
@@ -43,10 +44,16 @@ class Outcome:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One store for this file: the emulator's own part is compiled once."""
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture(scope="module")
+def run(shared_cache: Path) -> Callable[..., Outcome]:
     """Runs a case of sample/emulator/kernels.cu on an input and an output of so many bytes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OPKILN_CACHE_DIR", str(tmp_path_factory.mktemp("emulated")))
+        patch.setenv("OPKILN_CACHE_DIR", str(shared_cache))
         for name in ("OPKILN_CXXFLAGS", "OPKILN_LDFLAGS"):  # kernels have a sanitizer of their own
             patch.delenv(name, raising=False)
         library = KernelsBuilder().load(verbose=False)
@@ -388,3 +395,54 @@ def test_an_emulated_op_is_for_the_cpu_and_apart_from_the_cpu_version() -> None:
     emulated, plain = _Light(backend=EMULATED).op(), _Light(backend=CPU).op()
     assert emulated.spec.backend == plain.spec.backend == CPU
     assert emulated.name != plain.name
+
+
+# With op.h
+
+DIFFERENCE = """
+#include <opkiln/op.h>
+using opk::Tensor;
+
+template <class T>
+__global__ void difference_kernel(const T* x, T* out, int64_t n, int64_t last) {
+  extern __shared__ float neighbours[];
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  neighbours[threadIdx.x] = i < n ? float(x[i]) : 0;
+  if (threadIdx.x == 0) neighbours[blockDim.x] = i + blockDim.x < n ? float(x[i + blockDim.x]) : 0;
+  __syncthreads();
+  if (i < last) out[i] = T(neighbours[threadIdx.x + 1] - neighbours[threadIdx.x]);
+}
+
+Tensor difference(const Tensor& x, bool mistaken) {
+  Tensor out = opk::empty({x.numel() - 1}, x);
+  const int64_t n = x.numel();
+  OPK_DISPATCH(x.dtype(), T, (float, opk::half), {
+    opk::launch(difference_kernel<T>, (n + 31) / 32, 32, 33 * sizeof(float), x.data<const T>(),
+                out.template data<T>(), n, mistaken ? n : n - 1);
+  });
+  return out;
+}
+OPKILN_OP(difference, cuda);
+"""
+
+
+def test_an_op_of_op_h_runs_its_cuda_kernel_on_cpu_tensors(
+    shared_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(shared_cache))
+    monkeypatch.setenv("OPKILN_DEVICE", "emulated")
+    for name in ("OPKILN_CXXFLAGS", "OPKILN_LDFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+
+    @opkiln.op(source={"cuda": DIFFERENCE})
+    def difference(x: torch.Tensor, mistaken: bool) -> torch.Tensor:
+        return x.diff()
+
+    assert difference.load("cpu")
+    for dtype in (torch.float32, torch.float16):
+        x = torch.randint(0, 100, (100,)).to(dtype)
+        assert torch.equal(difference(x, False), x.diff())
+    with pytest.raises(RuntimeError) as raised:
+        difference(torch.arange(100.0), True)
+    _told(str(raised.value), "writes 4 bytes outside of every tensor", "a tensor of 396 bytes")
+    _told(str(raised.value), "source.cu:", "difference_kernel<float>")

@@ -19,7 +19,8 @@
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
-#define __cluster_dims__(...) OPKILN_the_emulator_has_no_thread_block_clusters
+#define __cluster_dims__(...) \
+  __attribute__((aligned(OPKILN_the_emulator_has_no_thread_block_clusters)))
 #define __grid_constant__
 #define __align__(bytes) alignas(bytes)
 // A variable of a function that is thread_local is static, too: one for all fibers of a thread. It has

@@ -38,7 +38,7 @@ constexpr std::size_t kStack = 256 * 1024;
 constexpr std::size_t kPage = 64 * 1024;  // the largest page size of a supported machine
 constexpr unsigned kMostCooperating = 16384;  // threads that exist at once
 constexpr unsigned kSpinsBeforeOthersRun = 1000;
-constexpr unsigned kSpinsInVain = 20000;
+constexpr unsigned kSpinsInVain = 2000;
 
 enum class State : uint8_t { kNew, kReady, kRunning, kAtBarrier, kAtGrid, kInWarp, kAsksWhoIsActive, kEnded };
 
