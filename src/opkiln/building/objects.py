@@ -378,8 +378,6 @@ class _Batch:
                     if copied[path] != hasher(path)[0]:
                         return False
                     continue
-                if self._copy is not None and path.startswith(f"{self._copy.root}/"):
-                    continue  # of a source in text, written here
                 if Signature.of(path).ctime_ns < self._began - _TICK_NS:
                     continue
                 if snapshot.get(path) != hasher(path)[0]:

@@ -111,9 +111,12 @@ class Copy:
     def add_source(self, source: str) -> None:
         path = self._absolute(source)
         if source in self._inline:
-            self._contents[os.path.normpath(path)] = self._inline[source].encode(
-                "utf-8", "surrogateescape"
-            )
+            kept, text = os.path.normpath(path), self._inline[source]
+            content = text.encode("utf-8", "surrogateescape")
+            self._contents[kept] = content
+            # A build writes the text to a file, and depends on it as on any other source.
+            self.origin[kept] = path
+            self.digests[path] = _sha256(content)
         elif not self._add(path):
             raise SpecError(
                 f"op {self._spec.name}: the source {source} does not exist",
