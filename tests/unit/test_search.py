@@ -25,7 +25,7 @@ from opkiln.errors import (
     StoreError,
     ToolchainError,
 )
-from opkiln.model import ABI_STABLE, ABI_TORCH, CUDA
+from opkiln.model import ABI_STABLE, ABI_TORCH, CUDA, OpSpec
 from opkiln.settings import LAYOUT, settings
 from opkiln.store import lock
 from opkiln.toolchain import choice
@@ -56,18 +56,18 @@ class Compilers:
         self.asked: list[tuple[object, ...]] = []
         self.evidence: list[Toolchain] = []
         patch.setattr(choice, "recall", self._recall)
-        patch.setattr(choice, "available", lambda backend, machine: self.found)
+        patch.setattr(choice, "available", lambda backend, machine, spec: self.found)
         patch.setattr(choice, "choose", self._choose)
         patch.setattr(
             choice, "add_evidence", lambda memory, backend, tools: self.evidence.append(tools)
         )
 
-    def _recall(self, *given: object) -> Toolchain | None:
-        self.recalled.append(given)
+    def _recall(self, memory: object, backend: str, machine: str, spec: OpSpec) -> Toolchain | None:
+        self.recalled.append((memory, backend, machine))
         return self.remembered
 
-    def _choose(self, *given: object) -> Toolchain:
-        self.asked.append(given)
+    def _choose(self, memory: object, backend: str, machine: str, spec: OpSpec) -> Toolchain:
+        self.asked.append((memory, backend, machine))
         if isinstance(self.answer, ToolchainError):
             raise self.answer
         return self.answer

@@ -10,6 +10,7 @@ from opkiln.build_model import Plan, Step
 from opkiln.errors import StepRefused
 from opkiln.model import OpSpec
 from opkiln.observing import inputs, limits, log, observer
+from opkiln.toolchain import nvrtc
 
 _WHOLE = "an op's flags may only make the toolchain work in the build's own directory"
 
@@ -20,6 +21,9 @@ class Look(NamedTuple):
     seen: log.Observation
     conduct: limits.Conduct
     stage: str
+    # Beginnings of paths that the toolchain's identity represents: of a driver that is written in
+    # Python.
+    covered: tuple[str, ...] = ()
 
     @property
     def launched(self) -> bool:
@@ -40,7 +44,8 @@ class Look(NamedTuple):
         return inputs.identical(self.seen, self.stage)
 
     def inputs(self) -> inputs.Inputs:
-        return inputs.of(self.seen, self.stage, self.conduct.chosen())
+        found = inputs.of(self.seen, self.stage, self.conduct.chosen())
+        return inputs.without(found, self.covered) if self.covered else found
 
 
 def environment(plan: Plan, library: str, stage: str, output: str) -> dict[str, str]:
@@ -69,7 +74,10 @@ def look(plan: Plan, step: Step, stage: str, first: str, output: str = "") -> Lo
     stray = conduct.stray()
     if stray is not None:
         raise _refusal(plan.spec, step, stray)
-    return Look(seen, conduct, stage)
+    device = plan.toolchain.device
+    if device is None or device.family != nvrtc.FAMILY or first != device.path:
+        return Look(seen, conduct, stage)
+    return Look(seen, conduct, stage, nvrtc.covered(device))
 
 
 def _refusal(spec: OpSpec, step: Step, stray: limits.Stray) -> StepRefused:

@@ -76,6 +76,24 @@ def of(observation: Observation, stage: str, chosen: Iterable[Chosen] = ()) -> I
     return Inputs(files, _summed_up(unusable), programs, _longest(chosen))
 
 
+def without(found: Inputs, covered: tuple[str, ...]) -> Inputs:
+    """The inputs less the paths that begin with one of these."""
+
+    def counts(path: str) -> bool:
+        return not path.startswith(covered)
+
+    kept = tuple(
+        (directory, left)
+        for directory, names in found.absent
+        if (left := tuple(name for name in names if counts(os.path.join(directory, name))))
+    )
+    return found._replace(
+        files=tuple(filter(counts, found.files)),
+        absent=kept,
+        programs=tuple(filter(counts, found.programs)),
+    )
+
+
 def _programs(begun: tuple[str, ...], called: Iterable[str]) -> tuple[str, ...]:
     """The programs by the paths that they were called by, which may lead elsewhere later. Those
     without one (the first, and those found on PATH) by their own."""

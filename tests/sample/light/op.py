@@ -45,4 +45,4 @@ class LightBuilder(OpBuilder):
     )
 
     def sources(self) -> list[str]:
-        return ["csrc/light.cpp", "csrc/more.cpp"]
+        return ["csrc/light.cpp", "csrc/more.cpp", "csrc/scaled_add.cpp"]

@@ -67,6 +67,9 @@ template <auto F, class R, class... A, opkiln_op* Record, DeviceType On>
 struct Boxed<F, R (*)(A...), Record, On> {
   // What torch calls. It owns the arguments on the stack, and leaves the results there.
   static void run(StableIValue* stack, uint64_t arguments, uint64_t results) {
+#if defined(OPKILN_EMULATED)
+    const emulator::OpCall its_tensors;
+#endif
     try {
       if (arguments != sizeof...(A) || results != Results<R>::count) {
         raise_form("the schema has %d arguments and %d results, the C++ function has %d and %d",
@@ -169,7 +172,9 @@ constexpr DeviceType emulated(DeviceType type) { return type; }
   static const ::opk::Listed opkiln_listed_##number(opkiln_op_##number)
 
 OPK_NAMESPACE_END
+OPK_PLAIN_END
 
+OPK_RARE_BEGIN
 extern "C" inline const opkiln_op* opkiln_ops() { return opk::first_op; }
 
 extern "C" inline const char* opkiln_register(const opkiln_op* op, const char* ns,
@@ -213,4 +218,4 @@ extern "C" inline void opkiln_unregister(const opkiln_op* op) {
   mine->library = nullptr;
 }
 
-OPK_PLAIN_END
+OPK_RARE_END
