@@ -160,7 +160,9 @@ class OpBuilder:
             return False
         if cls.EMULATE or settings.device is None:
             return cls.EMULATE
-        return all(source.endswith(".cu") for source in cls(backend=CUDA).sources())
+        builder = cls()
+        builder.ask_for(CUDA, None)
+        return all(source.endswith(".cu") for source in builder.sources())
 
     @cached_property
     def backend(self) -> str:

@@ -13,7 +13,9 @@ from opkiln.build_model import Plan, Step, Target
 from opkiln.digest import key
 from opkiln.model import PACKAGE, PLAN_VERSION, ROCM, OpSpec
 
-UNKEYED = ("root", "declared_by", "schemas")  # fields of a spec that do not affect the build
+# Fields of a spec that do not affect the build, or that another field says, too: an emulated op has
+# the emulator's runtime among its sources.
+UNKEYED = ("root", "declared_by", "schemas", "emulated")
 
 
 def intent_key(spec: OpSpec, target: Target) -> str:
