@@ -1,11 +1,9 @@
 import torch
-from cuda_op import BiasGeluBuilder, bias_gelu
+from cuda_op import bias_gelu
 
-builder = BiasGeluBuilder()
-builder.load()
-served = "the reference" if builder.error_log else f"native code for {builder.backend}"
+device = "cuda" if torch.cuda.is_available() else "cpu"  # torch's word for ROCm's devices, too
+served = f"native code for {device}" if bias_gelu.load(device) else "the reference"
 
-device = "cpu" if builder.backend == "cpu" else "cuda"  # torch's word for ROCm's devices, too
 x = torch.randn(64, 1000, device=device, requires_grad=True)
 bias = torch.randn(1000, device=device, requires_grad=True)
 out = bias_gelu(x, bias)

@@ -19,6 +19,7 @@ import sys
 __version__ = "0.1.0"
 
 _LAZY = {
+    "op": "opkiln.authoring.op",
     "load": "opkiln.extension",
     "load_inline": "opkiln.extension",
     "OpBuilder": "opkiln.builder",

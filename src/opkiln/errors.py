@@ -217,6 +217,10 @@ class LoadError(OpkilnError):
     exit_code = 6
 
 
+class DifferenceError(OpkilnError, AssertionError):
+    """The native version of an op and its reference do not agree."""
+
+
 class ReloadError(LoadError):
     """The new build of an op cannot replace the one this process already has loaded."""
 

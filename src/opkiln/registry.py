@@ -4,7 +4,8 @@ Bundled ops are the folders below ``opkiln/ops``: ``ops/<name>/op.py`` holds one
 Another package adds ops with an entry point in the group ``opkiln.ops``:
 
     [project.entry-points."opkiln.ops"]
-    my_op = "my_package.ops.my_op:MyOpBuilder"
+    my_package = "my_package.ops"             # a module: all ops that @opkiln.op declares in it
+    my_op = "my_package.other:MyOpBuilder"    # one builder, or one decorated function
 
 Of several ops with one name, the bundled one or else the first found goes by that name, and the
 others by ``DISTRIBUTION:OP``. Every op can be asked for as ``DISTRIBUTION:OP``, where DISTRIBUTION
@@ -66,9 +67,14 @@ class _AllOps(Mapping[str, type[OpBuilder]]):
                     why=f"{type(error).__name__}: {error}",
                     hint=f"python -c 'import {entry.module}'",
                 ) from error
-            if not (isinstance(found, type) and issubclass(found, OpBuilder)):
-                raise SpecError(f"entry point {name} = {entry.value} is not an OpBuilder")
-            return found
+            builder = found if isinstance(found, type) else getattr(found, "builder", None)
+            if not (isinstance(builder, type) and issubclass(builder, OpBuilder)):
+                raise SpecError(
+                    f"entry point {name} = {entry.value} is not an OpBuilder",
+                    why="it is not a function that @opkiln.op decorates either, nor a module with "
+                    "such functions",
+                )
+            return builder
         known = list(self)
         raise UnknownOp(
             f"there is no op {name!r}", why="known: " + ", ".join(known), hint=_meant(op, known)
@@ -155,7 +161,7 @@ def declared() -> dict[str, EntryPoint]:
     """The ops of other packages, by the names under which ``ALL_OPS`` lists them."""
     taken = set(bundled())
     found: dict[str, EntryPoint] = {}
-    for entry in _entry_points():
+    for entry in _entry_points(expanded=True):
         name = f"{distribution(entry)}:{entry.name}" if entry.name in taken else entry.name
         taken.add(entry.name)
         found.setdefault(name, entry)
@@ -175,7 +181,8 @@ def normalized(distribution: str) -> str:
 
 def _find(owner: str, op: str) -> EntryPoint | None:
     """The entry point of ``op``: the first, or that of the owner."""
-    named = [entry for entry in _entry_points() if entry.name == op]
+    named = [entry for entry in _entry_points() if entry.name == op and entry.attr]
+    named = named or [entry for entry in _entry_points(expanded=True) if entry.name == op]
     if not owner:
         return named[0] if named else None
     wanted = normalized(owner)
@@ -193,7 +200,28 @@ def distribution(entry: EntryPoint) -> str:
     return "" if entry.dist is None else entry.dist.name
 
 
-def _entry_points() -> list[EntryPoint]:
+def _entry_points(*, expanded: bool = False) -> list[EntryPoint]:
+    """The entry points of the group; if ``expanded``, with one for each op of a module."""
     from importlib.metadata import entry_points
 
-    return list(entry_points(group=GROUP))
+    found = list(entry_points(group=GROUP))
+    return [each for entry in found for each in _of_module(entry)] if expanded else found
+
+
+def _of_module(entry: EntryPoint) -> list[EntryPoint]:
+    """An entry point for each decorated function of a module; the entry point itself for another,
+    and for a module that cannot be imported: whoever asks for it is told."""
+    from importlib.metadata import EntryPoint
+
+    if entry.attr:
+        return [entry]
+    try:
+        module = entry.load()
+    except (Exception, SystemExit):
+        return [entry]
+    names = [name for name, value in vars(module).items() if hasattr(value, "builder") and
+             getattr(value.builder, "NAME", None) == name]  # fmt: skip
+    made = [EntryPoint(name, f"{entry.module}:{name}", entry.group) for name in names]
+    for each in made:
+        vars(each)["dist"] = entry.dist  # as importlib.metadata does
+    return made or [entry]

@@ -260,6 +260,12 @@ class Settings:
         "`OP=ops`, `OP=engine` and `OP=off` say it of one op: `cpu_adam=engine,quantizer=off`.",
         shown="`ops,engine`",
     )  # fmt: skip
+    check = Setting(
+        "OPKILN_CHECK", _switch, False,
+        "Run the native version and the reference of every op declared with `@opkiln.op`, and "
+        "compare what they give; the first difference is an error. For tests and for the search "
+        "for a wrong kernel: a call takes several times as long.",
+    )  # fmt: skip
     record = Setting(
         "OPKILN_RECORD", str, None,
         "A file to which each process appends the ops that it loads, for "
@@ -293,6 +299,14 @@ class Settings:
         "`supa`, `mps`, `cpu`, or that of another package. One that has no device here is an "
         "error.",
         aliases=("DS_ACCELERATOR",), shown="the first one with a device",
+    )  # fmt: skip
+
+    device = Setting(
+        "OPKILN_DEVICE", _choice("emulated"), None,
+        "`emulated`: CUDA kernels of ops written with `op.h` run on the CPU, on CPU tensors, and "
+        "their races, bounds and barriers are checked. For tests on machines without a GPU; see "
+        "[emulator.md](emulator.md).",
+        shown="none: kernels run on the GPU",
     )  # fmt: skip
 
     # How it is built
@@ -353,6 +367,12 @@ class Settings:
     )  # fmt: skip
 
     # CUDA
+    cuda = Setting(
+        "OPKILN_CUDA", _choice("auto", "nvcc", "nvrtc"), "auto",
+        "What compiles CUDA sources. `nvcc`: a CUDA toolkit. `nvrtc`: the library of this name, "
+        "which torch's CUDA wheels bring along, and the C++ compiler; for sources on "
+        "`opkiln/op.h`. `auto`: `nvcc` where there is a toolkit, else `nvrtc`.",
+    )  # fmt: skip
     cuda_home = Setting(
         "OPKILN_CUDA_HOME", str, None,
         "The CUDA toolkit to use. It is used or refused, never replaced by another.",
@@ -516,7 +536,7 @@ _INDIFFERENT = frozenset((
     "runtime_dir", "cache_max_size", "record", "mode", "build_ops",
     "build_targets", "build_string", "nvcc_threads", "patch_torch", "deepspeed",
     "cuda_visible_devices", "cuda_device_order", "rocr_visible_devices", "hip_visible_devices",
-    "accelerator",  # which of an op's backends serves is in its spec
+    "accelerator", "device",  # which of an op's backends serves is in its spec
     "path",  # which programs it leads to is in the receipt
 ))  # fmt: skip
 _NAMES = frozenset(

@@ -210,10 +210,10 @@ def test_present_names_what_a_compiler_could_open(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "below.h").symlink_to("../missing.h")
     names = ["file.h", "directory.h", "link.h", "nowhere.h", "missing.h", "sub/below.h", "../x.h"]
-    assert recheck.present(str(tmp_path), names) == ("file.h", "directory.h/", "link.h")
+    assert recheck.Names(names).present(str(tmp_path)) == ("file.h", "directory.h/", "link.h")
     (tmp_path / "missing.h").touch()
     (tmp_path.parent / "x.h").touch()
-    assert recheck.present(str(tmp_path), names) == (
+    assert recheck.Names(names).present(str(tmp_path)) == (
         "file.h", "directory.h/", "link.h", "nowhere.h", "missing.h", "sub/below.h", "../x.h",
     )  # fmt: skip
     (tmp_path.parent / "x.h").unlink()
@@ -221,5 +221,5 @@ def test_present_names_what_a_compiler_could_open(tmp_path: Path) -> None:
 
 def test_present_finds_nothing_below_what_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert recheck.present(str(tmp_path / "file"), ["a"]) == ()
-    assert recheck.present(str(tmp_path / "missing"), ["a"]) == ()
+    assert recheck.Names(["a"]).present(str(tmp_path / "file")) == ()
+    assert recheck.Names(["a"]).present(str(tmp_path / "missing")) == ()

@@ -1,19 +1,7 @@
-// The kernel and its launch, without torch: nvcc is done in two seconds.
+#include <opkiln/op.h>
+using opk::Tensor;
 
-#include <cuda_runtime.h>
-
-#include <algorithm>
-
-#include "bias_gelu.h"
-
-namespace cuda_op {
-namespace {
-
-constexpr int kThreads = 256;
-constexpr int64_t kMaxBlocks = 1 << 16;  // what is beyond, the loop takes
-
-__global__ void kernel(const float* x, const float* bias, float* out, int64_t count,
-                       int64_t columns) {
+__global__ void kernel(const float* x, const float* bias, float* out, int64_t count, int64_t columns) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
     const float v = x[i] + bias[i % columns];
@@ -21,15 +9,14 @@ __global__ void kernel(const float* x, const float* bias, float* out, int64_t co
   }
 }
 
-}  // namespace
-
-const char* bias_gelu(const float* x, const float* bias, float* out, int64_t count,
-                      int64_t columns, void* stream) {
-  const int64_t blocks = std::min((count + kThreads - 1) / kThreads, kMaxBlocks);
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      x, bias, out, count, columns);
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+Tensor bias_gelu(const Tensor& x, const Tensor& bias) {
+  opk::check_contiguous(x, bias);
+  OPK_CHECK(x.dim() > 0 && x.size(-1) == bias.numel(), "bias must have as many elements as x has columns");
+  Tensor out = opk::empty_like(x);
+  const int64_t count = x.numel(), blocks = (count + 255) / 256;
+  if (count == 0) return out;
+  opk::launch(kernel, blocks < 65536 ? blocks : 65536, 256, 0, x.data<const float>(), bias.data<const float>(),
+              out.data<float>(), count, bias.numel());
+  return out;
 }
-
-}  // namespace cuda_op
+OPKILN_OP(bias_gelu, cuda);

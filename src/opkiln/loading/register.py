@@ -129,6 +129,8 @@ def register(op: str, registration: Registration, *, anew: bool = False) -> Func
     """
     namespace = registration.namespace
     name = f"{namespace}.{op}"
+    if registration.defined:
+        return Functions(op, namespace, registration.names)
     with _lock:
         before = _current.get(name)
         if anew or before is None or not same(before, registration):
@@ -140,7 +142,7 @@ def register(op: str, registration: Registration, *, anew: bool = False) -> Func
             changed = [_functions[f"{namespace}.{function_name(each)}"].forget() for each in
                        registration.schemas]  # fmt: skip
             if _differentiate(registration, formulas) or any(changed):
-                _drop_compiled_graphs()
+                drop_compiled_graphs()
     return Functions(op, namespace, tuple(function_name(each) for each in registration.schemas))
 
 
@@ -166,7 +168,18 @@ def _refuse_changed_schemas(op: str, registration: Registration) -> None:
             )
 
 
-def _drop_compiled_graphs() -> None:
+def refuse_defined(namespace: str, name: str) -> None:
+    """Raise SpecError if a builder has declared this function."""
+    known = _functions.get(f"{namespace}.{name}")
+    if known is not None:
+        raise SpecError(
+            f"op {name}: {namespace}::{name} is a function of op {known.op}",
+            why="a function belongs to one op",
+            hint='@opkiln.op(..., namespace="another")',
+        )
+
+
+def drop_compiled_graphs() -> None:
     """Have torch.compile trace anew: its graphs hold the gradients and shapes they were traced
     with. Its cache of differentiated graphs knows an op by its name alone and would bring them
     back, so this process does without it from now on."""
@@ -178,12 +191,14 @@ def _drop_compiled_graphs() -> None:
         config.enable_autograd_cache = False
 
 
-def require_kernels(spec: OpSpec) -> None:
-    """Raise LoadError where torch has no kernel for a function that the library must implement."""
+def require_kernels(spec: OpSpec, overloads: tuple[str, ...] = ("",)) -> None:
+    """Raise LoadError where torch has no kernel for a function that the library must implement, as
+    the first of ``overloads``."""
     import torch
 
     has, keys = torch._C._dispatch_has_kernel_for_dispatch_key, DISPATCH_KEYS[spec.backend]
-    missing = [name for name in spec.kernels if not any(has(name, key) for key in keys)]
+    ending = f".{overloads[0]}" if overloads[0] else ""
+    missing = [name for name in spec.kernels if not any(has(name + ending, key) for key in keys)]
     if missing:
         from opkiln.building.wording import missing_kernels
 
@@ -234,7 +249,7 @@ def _define(op: str, schema: str, registration: Registration) -> None:
         known = _functions[f"{namespace}.{name}"] = _Function(op, schema)
         if known.mutates:
             library.impl(  # type: ignore[no-untyped-call]
-                name, _WithBump(namespace, name), "ADInplaceOrView", with_keyset=True
+                name, WithBump(namespace, name), "ADInplaceOrView", with_keyset=True
             )
         if returns_nothing:
             # The same as a fake kernel here, and registered in less time.
@@ -247,10 +262,10 @@ def _define(op: str, schema: str, registration: Registration) -> None:
     if registration.fake is not None and known.fake is None and not returns_nothing:
         # One that the author's fakes lack has its shapes from the reference.
         known.fake = _Declared(f"{namespace}.{op}", name, "fake", "reference")
-        _register_fake(library, f"{namespace}::{name}", known.fake)
+        register_fake(library, f"{namespace}::{name}", known.fake)
 
 
-def _register_fake(library: Any, qualified: str, fake: Callable[..., Any]) -> None:
+def register_fake(library: Any, qualified: str, fake: Callable[..., Any]) -> None:
     """``torch.library.register_fake``, without its look at who calls it: for a line in a message
     that names the author of a fake, that reads source files, and takes longer than all the rest."""
     import torch
@@ -319,11 +334,11 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """The fake kernel of an op that only writes in place: shapes do not change."""
 
 
-class _WithBump:
+class WithBump:
     """Goes on to the op below, after counting up the versions of what it is about to change."""
 
-    def __init__(self, namespace: str, name: str) -> None:
-        self._namespace, self._name = namespace, name
+    def __init__(self, namespace: str, name: str, overload: str = "default") -> None:
+        self._names = namespace, name, overload
         self._overload: Any = None
         self._mutated: list[tuple[int, str]] = []
 
@@ -332,7 +347,9 @@ class _WithBump:
         from torch.autograd.graph import increment_version
 
         if self._overload is None:
-            overload = getattr(getattr(torch.ops, self._namespace), self._name).default
+            overload: Any = torch.ops
+            for part in self._names:
+                overload = getattr(overload, part)
             self._mutated = [
                 (index, argument.name)
                 for index, argument in enumerate(overload._schema.arguments)

@@ -76,6 +76,24 @@ def of(observation: Observation, stage: str, chosen: Iterable[Chosen] = ()) -> I
     return Inputs(files, _summed_up(unusable), programs, _longest(chosen))
 
 
+def without(found: Inputs, covered: tuple[str, ...]) -> Inputs:
+    """The inputs less the paths that begin with one of these."""
+
+    def counts(path: str) -> bool:
+        return not path.startswith(covered)
+
+    kept = tuple(
+        (directory, left)
+        for directory, names in found.absent
+        if (left := tuple(name for name in names if counts(os.path.join(directory, name))))
+    )
+    return found._replace(
+        files=tuple(filter(counts, found.files)),
+        absent=kept,
+        programs=tuple(filter(counts, found.programs)),
+    )
+
+
 def _programs(begun: tuple[str, ...], called: Iterable[str]) -> tuple[str, ...]:
     """The programs by the paths that they were called by, which may lead elsewhere later. Those
     without one (the first, and those found on PATH) by their own."""
@@ -103,41 +121,58 @@ def union(parts: Iterable[Inputs]) -> Inputs:
 
 
 def _longest(chosen: Iterable[Chosen]) -> tuple[Chosen, ...]:
-    """Each name once: of two lists of programs on PATH, the longer begins with the shorter."""
-    return tuple(sorted(dict(sorted(chosen, key=lambda each: len(each[1]))).items()))
+    """Each name once: of two lists of programs on PATH, the longer begins with the shorter, so it
+    comes after it."""
+    return tuple(dict(sorted(chosen)).items())
 
 
 def _summed_up(paths: Iterable[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Paths that do not exist, by the nearest directory above them that does."""
-    existing: dict[str, str] = {}
-
-    def home(directory: str) -> str:
-        if directory not in existing:
-            there = os.path.isdir(directory)  # at the latest, the root
-            existing[directory] = directory if there else home(os.path.dirname(directory))
-        return existing[directory]
-
+    absent = _Absent()
     found: dict[str, set[str]] = {}
-    for path in itertools.chain.from_iterable(map(_ways, paths)):
-        place = home(os.path.dirname(path.rstrip("/")) or "/")
+    for path in itertools.chain.from_iterable(map(absent.ways, paths)):
+        place = absent.home(os.path.dirname(path.rstrip("/")) or "/")
         found.setdefault(place, set()).add(path[len(place.rstrip("/")) + 1 :])
     return tuple((place, tuple(sorted(names))) for place, names in sorted(found.items()))
 
 
-def _ways(path: str) -> Iterator[str]:
-    """A path that does not exist. If a link on it leads nowhere, also where it would lead: the file
-    that is missing there may be made."""
-    for _ in range(_MOST_LINKS):
-        yield path
-        link = path.rstrip("/")
-        while link and not os.path.lexists(link):
-            link = os.path.dirname(link)
-        if not os.path.islink(link) or os.path.exists(link):
-            return
-        try:
-            path = os.path.join(os.path.dirname(link), os.readlink(link)) + path[len(link) :]
-        except OSError:
-            return  # it was removed just now
+class _Absent:
+    """Paths that do not exist, thousands in few directories. Each directory is looked at once."""
+
+    def __init__(self) -> None:
+        self._homes: dict[str, str] = {}
+        self._broken: dict[str, str] = {}
+
+    def home(self, directory: str) -> str:
+        """The directory, or the nearest one above it that exists: at the latest, the root."""
+        if directory not in self._homes:
+            there = os.path.isdir(directory)
+            self._homes[directory] = directory if there else self.home(os.path.dirname(directory))
+        return self._homes[directory]
+
+    def ways(self, path: str) -> Iterator[str]:
+        """A path that does not exist. If a link on it leads nowhere, also where it would lead: the
+        file that is missing there may be made."""
+        for _ in range(_MOST_LINKS):
+            yield path
+            link = self._broken_link(path)
+            if not link:
+                return
+            try:
+                path = os.path.join(os.path.dirname(link), os.readlink(link)) + path[len(link) :]
+            except OSError:
+                return  # it was removed just now
+
+    def _broken_link(self, path: str) -> str:
+        """The link on the path that leads nowhere; empty if there is none."""
+        if os.path.lexists(path):
+            return path if os.path.islink(path) and not os.path.exists(path) else ""
+        above = os.path.dirname(path)
+        if above == path:
+            return ""
+        if above not in self._broken:
+            self._broken[above] = self._broken_link(above)
+        return self._broken[above]
 
 
 _MOST_LINKS = 40  # as the kernel has it

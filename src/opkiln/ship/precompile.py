@@ -221,6 +221,7 @@ def _builder(op: Declared) -> OpBuilder:
             why=f"{type(error).__name__}: {error}",
             hint=_NO_ISOLATION if lacks_torch else "",
         ) from error
+    kind = kind if isinstance(kind, type) else getattr(kind, "builder", kind)  # of @opkiln.op
     if not (isinstance(kind, type) and issubclass(kind, OpBuilder)):
         raise SpecError(f"op {op.name}: {op.value} is not an OpBuilder")
     builder = kind()

@@ -155,27 +155,44 @@ def bundled() -> list[Declared]:
 def declared(entry_points: Mapping[str, str], where: str) -> list[Declared]:
     """The ops of a package's entry points. Their modules are in the directory ``where``.
 
-    A builder's ``BUILD_VAR`` is read from its module's text.
+    A builder's ``BUILD_VAR``, and which functions of a module are decorated, are read from the
+    module's text.
     """
-    return [
-        Declared(name, value, _build_vars(value, where)) for name, value in entry_points.items()
-    ]
+    found = []
+    for name, value in entry_points.items():
+        module, _, builder = (part.strip() for part in value.partition(":"))
+        body = _body(module, where)
+        if builder or not (functions := _decorated(body)):
+            classes = {each.name: each for each in body if isinstance(each, ast.ClassDef)}
+            found.append(Declared(name, value, _build_var(builder, classes)))
+        else:
+            found += [Declared(function, f"{module}:{function}") for function in functions]
+    return found
 
 
-def _build_vars(value: str, where: str) -> tuple[str, ...]:
-    module, _, builder = value.partition(":")
-    stem = os.path.join(where, *module.strip().split("."))
+def _body(module: str, where: str) -> list[ast.stmt]:
+    stem = os.path.join(where, *module.split("."))
     for path in (f"{stem}.py", os.path.join(stem, "__init__.py")):
         try:
             with open(path, "rb") as file:
-                tree = ast.parse(file.read())
+                return ast.parse(file.read()).body
         except FileNotFoundError:
             continue
         except (SyntaxError, ValueError):
-            return ()  # importing the module reports the error
-        classes = {each.name: each for each in tree.body if isinstance(each, ast.ClassDef)}
-        return _build_var(builder.strip(), classes)
-    return ()
+            break  # importing the module reports the error
+    return []
+
+
+def _decorated(body: list[ast.stmt]) -> list[str]:
+    """The functions that ``@opkiln.op(...)`` or ``@op(...)`` decorates."""
+
+    def is_op(decorator: ast.expr) -> bool:
+        called = decorator.func if isinstance(decorator, ast.Call) else None
+        name = getattr(called, "attr", None) or getattr(called, "id", None)
+        return name == "op"
+
+    functions = (each for each in body if isinstance(each, ast.FunctionDef))
+    return [each.name for each in functions if any(map(is_op, each.decorator_list))]
 
 
 def _build_var(name: str, classes: dict[str, ast.ClassDef]) -> tuple[str, ...]:

@@ -25,12 +25,13 @@ from typing import Any
 
 from opkiln import images
 from opkiln.build_model import Plan
-from opkiln.digest import LARGEST, Signature, key, read_file
+from opkiln.digest import LARGEST, Signature, key, read_file, sha256_file
 from opkiln.model import ABI_NONE, ABI_TORCH, PACKAGE, PYTHON
 from opkiln.observing.inputs import Inputs
 from opkiln.plan import anchors_of
 from opkiln.record import Record
-from opkiln.store.recheck import PROGRAM, Hasher, choice, deps_key, listing, present
+from opkiln.store.recheck import PROGRAM, Hasher, Names, choice, deps_key, listing
+from opkiln.toolchain import probing
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -120,66 +121,84 @@ def parse_depfile(text: str) -> list[str]:
     return list(dict.fromkeys(paths))
 
 
-def own_place(plan: Plan, path: str) -> Place | None:
-    """The place of an own file; None for a file that is external or covered."""
-    if _covered(plan, path):
-        return None
-    if _of_system(plan, path):
-        return None
-    return _place(plan, path)
-
-
-def _place(plan: Plan, path: str) -> Place:
-    for anchor, directory in (("src", plan.spec.root), ("opkiln", PACKAGE)):
-        relative = _below(path, directory)
-        if relative is not None:
-            return anchor, relative.rstrip("/")
-    return "abs", path.rstrip("/") or path
-
-
-def _system(plan: Plan) -> tuple[str, ...]:
-    """The compilers' own search path: headers of the system, of the device toolkit, and of the
-    wheels that complete the toolkit."""
-    device = plan.toolchain.device
-    own = plan.toolchain.include_dirs
-    if device is None:
-        return own
-    wheels: tuple[str, ...] = ()
-    if device.wheel_include_dirs and plan.spec.abi != ABI_NONE:
-        base = anchors_of(plan.spec, plan.toolchain)["wheels"]
-        wheels = tuple(os.path.join(base, path) for path in device.wheel_include_dirs)
-    return (*own, *device.include_dirs, *wheels)
-
-
 # Where compilers keep their own headers, below a toolkit's root.
 _TOOLKIT_PARTS = ("nvvm", "targets", "lib/clang", "lib/llvm", "llvm", "amdgcn")
 
 
-def _of_system(plan: Plan, path: str) -> bool:
-    resolved = os.path.normpath(path)
-    if any(_below(resolved, directory) is not None for directory in _system(plan)):
-        return True
-    # nvcc reaches its headers through symbolic links. hipcc reaches those of its compiler. All of
-    # them are inside the toolkit. But the toolkit's root may be /usr, which may also contain the
-    # author's directories.
-    device = plan.toolchain.device
-    if device is None or _below(resolved, device.home) is None:
-        return False
-    places = (plan.spec.root, *_author_directories(plan))
-    if any(_below(path, place) is not None for place in places):
-        return False
-    real = os.path.realpath(path)
-    within = (*_system(plan), *(os.path.join(device.home, part) for part in _TOOLKIT_PARTS))
-    return any(_below(way, each) is not None for way in (resolved, real) for each in within)
+class Owners:
+    """Whose a file is that a build of this plan read. A build asks that of thousands of files."""
+
+    def __init__(self, plan: Plan) -> None:
+        spec, device = plan.spec, plan.toolchain.device
+        places = anchors_of(spec, plan.toolchain)
+        self.authors = _author_directories(plan)
+        # The compilers' own search path: headers of the system, of the device toolkit, and of the
+        # wheels that complete the toolkit.
+        system = plan.toolchain.include_dirs
+        if device is not None:
+            system += device.include_dirs
+            if device.wheel_include_dirs and spec.abi != ABI_NONE:
+                wheels = places["wheels"]
+                system += tuple(os.path.join(wheels, path) for path in device.wheel_include_dirs)
+        self.system = system
+        tagged = spec.kind == PYTHON or spec.abi == ABI_TORCH  # the tag has Python's version
+        represented = [places.get("torch", "")] if spec.abi != ABI_NONE else []
+        represented += [places.get("python", "")] if tagged else []
+        self._covered = _prefixes(represented)
+        self._roots = [
+            (anchor, _prefixes([path]))
+            for anchor, path in (("src", spec.root), ("opkiln", PACKAGE))
+        ]
+        self._system = _prefixes(system)
+        self._home = _prefixes([] if device is None else [device.home])
+        self._authors = _prefixes([spec.root, *self.authors])
+        parts = () if device is None else (f"{device.home}/{part}" for part in _TOOLKIT_PARTS)
+        self._toolkit = (*self._system, *_prefixes(parts))
+
+    def own_place(self, path: str) -> Place | None:
+        """The place of an own file or directory; None for one that is external or covered."""
+        plain = os.path.normpath(path) + "/"  # so that a directory is below itself
+        if plain.startswith(self._covered) or self._is_systems(path, plain):
+            return None
+        return self.place(path)
+
+    def place(self, path: str) -> Place:
+        """The place of any file."""
+        for anchor, prefix in self._roots:
+            if prefix and path.startswith(prefix):
+                return anchor, path[len(prefix[0]) :].rstrip("/")
+        return "abs", path.rstrip("/") or path
+
+    def covers(self, path: str) -> bool:
+        """Whether the ABI tag represents a file: it is torch's or Python's."""
+        return os.path.normpath(path).startswith(self._covered)
+
+    def in_toolkit(self, path: str) -> bool:
+        """Whether a file is below the root of the device compiler."""
+        return os.path.normpath(path).startswith(self._home)
+
+    def is_users(self, path: str) -> bool:
+        """Whether no package manager of the system looks after an external file. A compiler's
+        headers are left out: they are many, and who replaces one replaces all."""
+        if path.startswith("/usr/local/"):
+            return True
+        return not path.startswith((*self._system, *_SYSTEM))
+
+    def _is_systems(self, path: str, plain: str) -> bool:
+        if plain.startswith(self._system):
+            return True
+        # nvcc reaches its headers through symbolic links. hipcc reaches those of its compiler. All
+        # of them are inside the toolkit. But the toolkit's root may be /usr, which may also contain
+        # the author's directories.
+        if not plain.startswith(self._home) or path.startswith(self._authors):
+            return False
+        return plain.startswith(self._toolkit) or os.path.realpath(path).startswith(self._toolkit)
 
 
-def _covered(plan: Plan, path: str) -> bool:
-    spec, places = plan.spec, anchors_of(plan.spec, plan.toolchain)
-    resolved = os.path.normpath(path)
-    if spec.abi != ABI_NONE and _below(resolved, places.get("torch", "")) is not None:
-        return True
-    tagged = spec.kind == PYTHON or spec.abi == ABI_TORCH  # the tag has Python's version
-    return tagged and _below(resolved, places.get("python", "")) is not None
+def _prefixes(directories: Iterable[str]) -> tuple[str, ...]:
+    """What the paths of files below these directories start with. The root is not one of them."""
+    plain = (directory.rstrip("/") for directory in directories)
+    return tuple(directory + "/" for directory in plain if directory)
 
 
 def _below(path: str, directory: str) -> str | None:
@@ -224,54 +243,60 @@ def gather(
     hasher: Hasher,
     linked: Libraries | None = None,
     seen: Inputs | None = None,
+    memory: tuple[str, ...] = (),
 ) -> Dependencies:
     """The dependencies of a build that read these files and linked these libraries.
 
-    ``seen`` is what was observed; its files are among those of ``read``. Raises OSError if a file
+    ``seen`` is what was observed; its files are among those of ``read``. ``memory`` is where the
+    store keeps what it knows of compilers. Raises OSError if a file
     is gone, and Appeared if a name that was looked for in vain exists by now.
     """
     images.forget()
     paths = list(read)
-    names = set(_included_names(plan, paths))
-    for path in paths:
-        if own_place(plan, path) is not None:
+    owners = Owners(plan)
+    places = {path: owners.own_place(path) for path in paths}
+    names = set(_included_names(plan, owners, paths))
+    for path, place in places.items():
+        if place is not None:
             names |= _asked_for(path)
-    directories = dict.fromkeys(_author_directories(plan))
+    directories = dict.fromkeys(owners.authors)
     if linked is not None:
         paths += linked.files
+        places.update((path, owners.own_place(path)) for path in linked.files)
         names.update(linked.names)
         directories.update(dict.fromkeys(linked.directories))
-    more = _Observed(plan, seen)
+    more = _Observed(plan, owners, seen)
     names |= more.names
     directories.update(dict.fromkeys(more.directories))
     own: dict[Place, Dep] = {}
     external: dict[str, str] = {}
     inline = {("src", source) for source, _ in plan.spec.inline}
     for path in paths:
-        place = None if path in more.system_files else own_place(plan, path)
+        place = None if path in more.system_files else places[path]
         if place is None:
-            if not _covered(plan, path) and path not in more.shared_libraries:
+            if not owners.covers(path) and path not in more.shared_libraries:
                 external[path] = hasher(path)[0]
         elif place not in inline:  # its text is in the intent key, and its file is removed
             digest, signature = hasher(path)
             own[place] = Dep(*place, digest, signature)
             directories[os.path.dirname(path)] = None
     wanted = tuple(sorted(names))
+    looked_for = Names(wanted)
     watches = []
     watched: dict[str, tuple[str, str, Signature]] = {}
     for directory in directories:
-        there = present(directory, wanted)
+        there = looked_for.present(directory)
         more.require_absent(directory, there)
-        watches.append(Watch(*_directory_place(plan, directory), there))
-        for each in _existing(directory, wanted):
-            watched[each] = (*_directory_place(plan, each), Signature.of(each))
-    system = [path for path in (*_system(plan), *more.system_directories) if os.path.isdir(path)]
+        watches.append(Watch(*owners.place(directory + "/"), there))
+        for each in _existing(directory, looked_for.homes):
+            watched[each] = (*owners.place(each + "/"), Signature.of(each))
+    system = [path for path in (*owners.system, *more.system_directories) if os.path.isdir(path)]
     listings = []
     for path in dict.fromkeys(system):
-        there = present(path, wanted)
+        there = looked_for.present(path)
         more.require_absent(path, there)
         listings.append((path + "/", listing(there)))
-    programs = {path: hasher(path)[0] for path in more.programs}
+    programs = {path: _program_digest(path, memory) for path in more.programs}
     chosen = () if seen is None else seen.chosen
     choices = [(PROGRAM + name, choice(paths)) for name, paths in chosen]
     listed = tuple(sorted([*external.items(), *programs.items(), *listings, *choices]))
@@ -279,13 +304,12 @@ def gather(
     # Package managers replace files, which changes the directory. People overwrite files in place,
     # which does not. So what people put there is watched one by one: programs, files in /usr/local,
     # the libraries that the op names, and the parts of a compiler that is not the system's.
-    home = "" if plan.toolchain.device is None else plan.toolchain.device.home
     asked = () if linked is None else linked.names
     local = sorted(
         path
         for path in external
         if os.path.basename(path) in asked
-        or (_is_users(plan, path) and _below(os.path.normpath(path), home) is None)
+        or (owners.is_users(path) and not owners.in_toolkit(path))
     )
     singly = dict.fromkeys((*homes, *local, *programs))
     return Dependencies(
@@ -300,12 +324,30 @@ def gather(
     )
 
 
+_programs: dict[str, tuple[str, Signature]] = {}  # digests of compilers' programs, by path
+
+
+def _program_digest(path: str, memory: tuple[str, ...]) -> str:
+    """The digest of a program that a step started. Every step of a build starts the same ones, of
+    a hundred megabytes together: each is hashed once, and remembered as long as its signature
+    holds. Raises OSError."""
+    known = _programs.get(path)
+    if known is None or not known[1].holds(path):
+        subject, signature = f"program {path}", Signature.of(path)
+        record = probing.recall(memory, subject)
+        if record is None:
+            record = {"sha256": sha256_file(path)}
+            probing.remember(memory, subject, record, [path], asked_at=signature.read_at)
+        known = _programs[path] = (record["sha256"], signature)
+    return known[0]
+
+
 class _Observed:
     """What was observed beyond the dependency files, sorted by whose it is."""
 
-    def __init__(self, plan: Plan, seen: Inputs | None) -> None:
+    def __init__(self, plan: Plan, owners: Owners, seen: Inputs | None) -> None:
         seen = Inputs() if seen is None else seen
-        self._authors = (plan.spec.root, *_author_directories(plan))
+        self._authors = _prefixes([plan.spec.root, *owners.authors])
         self._systems = (*_SYSTEM, *_installations(seen.programs))
         self._compilers = _compilers(plan)
         self.system_files = {path for path in seen.files if self._is_systems(path)}
@@ -317,13 +359,13 @@ class _Observed:
         self.system_directories: list[str] = []
         self._absent: dict[str, frozenset[str]] = {}
         for directory, absent in seen.absent:
-            if _covered(plan, directory + "/"):
+            if owners.covers(directory):
                 continue
             if plan.spec.inline and _below(directory + "/", plan.spec.root) is not None:
                 continue  # a directory that only this build has
             self._absent[directory] = frozenset(absent)
             self.names.update(name.rstrip("/") for name in absent)
-            systems = self._is_systems(directory) or own_place(plan, directory + "/") is None
+            systems = self._is_systems(directory) or owners.own_place(directory + "/") is None
             (self.system_directories if systems else self.directories).append(directory)
 
     def require_absent(self, directory: str, there: tuple[str, ...]) -> None:
@@ -337,21 +379,10 @@ class _Observed:
                 raise Appeared(os.path.join(directory, name))
 
     def _is_systems(self, path: str) -> bool:
-        plain = os.path.normpath(path) + "/"
-        if path in self._compilers:
+        if path == "/" or path in self._compilers:
             return True
-        if any(_below(plain, directory) is not None for directory in self._authors):
-            return False
-        return plain.startswith(self._systems) or plain == "/"
-
-
-def _is_users(plan: Plan, path: str) -> bool:
-    """Whether no package manager of the system looks after an external file. A compiler's headers
-    are left out: they are many, and who replaces one replaces all."""
-    if path.startswith("/usr/local/"):
-        return True
-    headers = any(_below(path, directory) is not None for directory in _system(plan))
-    return not headers and not path.startswith(_SYSTEM)
+        plain = os.path.normpath(path) + "/"
+        return plain.startswith(self._systems) and not plain.startswith(self._authors)
 
 
 def _compilers(plan: Plan) -> set[str]:
@@ -381,10 +412,6 @@ def _is_shared_library(path: str) -> bool:
     return head[:4] == b"\x7fELF" and head[16:18] in (b"\x03\0", b"\0\x03")  # ET_DYN
 
 
-def _directory_place(plan: Plan, directory: str) -> Place:
-    return _place(plan, directory + "/")
-
-
 def _asked_for(path: str) -> set[str]:
     """The names that a file tests with ``__has_include``: a missing one may appear later."""
     import re
@@ -394,10 +421,10 @@ def _asked_for(path: str) -> set[str]:
     return {os.fsdecode(name) for name in asked}
 
 
-def _included_names(plan: Plan, paths: list[str]) -> Iterator[str]:
+def _included_names(plan: Plan, owners: Owners, paths: list[str]) -> Iterator[str]:
     """Each file under the names that an ``#include`` may use: relative to a search directory."""
     places = anchors_of(plan.spec, plan.toolchain)
-    search = [*_author_directories(plan), *_system(plan)]
+    search = [*owners.authors, *owners.system]
     for anchor, more in (("torch", "include"), ("torch", "include/torch/csrc/api/include")):
         if anchor in places:
             search.append(os.path.join(places[anchor], more))
@@ -406,8 +433,9 @@ def _included_names(plan: Plan, paths: list[str]) -> Iterator[str]:
         yield from found or [os.path.basename(path)]
 
 
-def _existing(directory: str, names: Iterable[str]) -> list[str]:
-    """The directory, and those below it where a new file could shadow an included name.
+def _existing(directory: str, homes: Iterable[str]) -> list[str]:
+    """The directory, and those below it where a new file could shadow an included name. ``homes``
+    are the directories of the names.
 
     If the directory does not exist, its nearest ancestor: that changes when the directory is made.
     """
@@ -415,7 +443,6 @@ def _existing(directory: str, names: Iterable[str]) -> list[str]:
         while not os.path.isdir(directory):
             directory = os.path.dirname(directory)
         return [directory]
-    homes = {os.path.dirname(name) for name in names}
     found = {directory}
     for home in homes:
         step = directory

@@ -38,37 +38,50 @@ class Hasher:
         return known
 
 
-def present(directory: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Which of these relative names exist below a directory; one of a directory ends with a slash.
+class Names:
+    """Relative names to look for below many directories."""
 
-    What a compiler can open counts: not a link that leads nowhere, and a directory is not a header.
-    """
-    try:
-        with os.scandir(directory) as entries:
-            here = {entry.name: entry for entry in entries}
-    except (FileNotFoundError, NotADirectoryError):
-        return ()
-    except PermissionError:
-        here = None  # it cannot be listed, but a compiler may still open files in it
-    found = []
-    for name in names:
-        first = name.partition("/")[0]
-        entry = None if here is None else here.get(first)
-        if entry is None and here is not None and first != "..":
-            continue
-        if entry is not None and name == first and not entry.is_symlink():
-            is_directory = entry.is_dir()
-        else:
-            try:
-                is_directory = stat.S_ISDIR(os.stat(os.path.join(directory, name)).st_mode)
-            except OSError:
-                continue
-        found.append(name + "/" if is_directory else name)
-    return tuple(found)
+    def __init__(self, names: Iterable[str]) -> None:
+        self._all = tuple(names)
+        # By their first part: a directory's listing tells which of them can exist there.
+        self._by_first: dict[str, list[int]] = {}
+        for index, name in enumerate(self._all):
+            self._by_first.setdefault(name.partition("/")[0], []).append(index)
+        self.homes = frozenset(map(os.path.dirname, self._all))
+
+    def present(self, directory: str) -> tuple[str, ...]:
+        """Which of the names exist below a directory; one of a directory ends with a slash.
+
+        What a compiler can open counts: not a link that leads nowhere, and a directory is not a
+        header.
+        """
+        try:
+            with os.scandir(directory) as entries:
+                here = {entry.name: entry for entry in entries if entry.name in self._by_first}
+            possible = sorted(index for first in (*here, "..") for index in
+                              self._by_first.get(first, ()))  # fmt: skip
+        except (FileNotFoundError, NotADirectoryError):
+            return ()
+        except PermissionError:
+            # It cannot be listed, but a compiler may still open files in it.
+            here, possible = {}, list(range(len(self._all)))
+        found = []
+        for index in possible:
+            name = self._all[index]
+            entry = here.get(name)
+            if entry is not None and not entry.is_symlink():
+                is_directory = entry.is_dir()
+            else:
+                try:
+                    is_directory = stat.S_ISDIR(os.stat(os.path.join(directory, name)).st_mode)
+                except OSError:
+                    continue
+            found.append(name + "/" if is_directory else name)
+        return tuple(found)
 
 
 def listing(there: tuple[str, ...]) -> str:
-    """The digest of what ``present`` gives."""
+    """The digest of what ``Names.present`` gives."""
     return key("listing", there)
 
 
@@ -124,9 +137,9 @@ def recheck(
     for path, fields in directories:
         evidence.directory(path, fields if held else None)
     if not held:
-        names = sidecar()["names"]
+        looked_for = Names(sidecar()["names"])
         now_watches = tuple(
-            (anchor, path, present(os.path.join(places[anchor], path), names))
+            (anchor, path, looked_for.present(os.path.join(places[anchor], path)))
             for anchor, path, _ in watches
         )
         for (_, path, before), (_, _, after) in zip(watches, now_watches, strict=True):
@@ -160,10 +173,11 @@ def _recheck_external(
         return recorded["external"], []
     lists = sidecar()
     signed = {path for path, *_ in looked_at}
+    looked_for = Names(lists["names"])
     files = tuple(
         (path, choice(now_chosen[path.removeprefix(PROGRAM)]))
         if path.startswith(PROGRAM)
-        else (path, _now(path, sha, lists["names"], touched, signed, hasher))
+        else (path, _now(path, sha, looked_for, touched, signed, hasher))
         for path, sha in lists["external"]
     )
     before = (sha for _, sha in lists["external"])
@@ -177,14 +191,14 @@ def _on_path(name: str, before: list[str]) -> list[str]:
 
 
 def _now(
-    path: str, then: str, names: list[str], touched: set[str], signed: set[str], hasher: Hasher
+    path: str, then: str, names: Names, touched: set[str], signed: set[str], hasher: Hasher
 ) -> str:
     """The digest of an external file, or of which names exist below a directory (``a/``).
 
     A file is hashed if its own signature has changed; if it has none, if that of its directory has.
     """
     if path.endswith("/"):
-        return listing(present(path, names))
+        return listing(names.present(path))
     watched = path if path in signed else os.path.dirname(path)
     return _digest_or_gone(path, hasher) if watched in touched else then
 

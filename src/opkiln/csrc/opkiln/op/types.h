@@ -1,19 +1,8 @@
 // The dtypes: their numbers and names, and the C++ type of each. For host and device code.
 #pragma once
 
-#if defined(__CUDACC_RTC__)  // NVRTC has no <stdint.h>
-using int8_t = signed char;
-using int16_t = short;
-using int32_t = int;
-using int64_t = long long;
-using uint8_t = unsigned char;
-using uint16_t = unsigned short;
-using uint32_t = unsigned int;
-using uint64_t = unsigned long long;
-#else
 #include <stddef.h>
-#include <stdint.h>
-#endif
+#include <stdint.h>  // NVRTC has neither: opkiln/nvrtc/device stands in
 
 #if defined(__CUDACC__) || defined(__HIPCC__) || defined(__CUDACC_RTC__)
 #define OPK_HOST_DEVICE __host__ __device__
@@ -30,7 +19,11 @@ using uint64_t = unsigned long long;
 #endif
 
 // Hidden: two libraries in one process share nothing, whatever they were built from.
+#if defined(__CUDACC_RTC__)  // it makes no library
+#define OPK_NAMESPACE_BEGIN namespace opk {
+#else
 #define OPK_NAMESPACE_BEGIN namespace opk __attribute__((visibility("hidden"))) {
+#endif
 #define OPK_NAMESPACE_END }
 
 // What is in between is compiled without optimization, or with little, where the compiler can be told so:

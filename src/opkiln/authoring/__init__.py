@@ -1,0 +1,1 @@
+"""``@opkiln.op``: an op declared by one Python function."""

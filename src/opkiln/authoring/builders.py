@@ -1,0 +1,190 @@
+"""The OpBuilder underneath a decorated function."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from opkiln.builder.cuda import CUDAOpBuilder
+from opkiln.errors import SpecError
+from opkiln.model import CPU, CUDA, INLINE_ROOT, ROCM, OpSpec, Registration
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+_NEEDS = ("archs", "libraries", "include_dirs", "cxx_args", "nvcc_args", "ldflags")
+
+
+class Sources(NamedTuple):
+    """What an op is compiled from: files, or text, for each kind of device."""
+
+    cpu: tuple[str, ...] = ()
+    cuda: tuple[str, ...] = ()
+    inline: tuple[tuple[str, str], ...] = ()  # (file name, text)
+
+    @classmethod
+    def of(
+        cls,
+        files: Sequence[str],
+        cuda: str | Iterable[str],
+        text: str | Mapping[str, str] | None,
+    ) -> Sources:
+        """Raises SpecError."""
+        device = (cuda,) if isinstance(cuda, str) else tuple(cuda)
+        if text is None:
+            if not files and not device:
+                raise SpecError(
+                    "@opkiln.op names no source",
+                    hint='@opkiln.op("my_op.cpp")    # or source="...", or cuda="my_op.cu"',
+                )
+            return cls(tuple(files), device)
+        if files or device:
+            raise SpecError("@opkiln.op has both files and source=", why="it is one or the other")
+        texts = {CPU: text} if isinstance(text, str) else dict(text)
+        if unknown := sorted(set(texts) - {CPU, CUDA}):
+            raise SpecError(f"@opkiln.op: source= names {', '.join(unknown)}, not cpu and cuda")
+        names = {CPU: "source.cpp", CUDA: "source.cu"}
+        return cls(
+            tuple(names[each] for each in texts if each == CPU),
+            tuple(names[each] for each in texts if each == CUDA),
+            tuple((names[each], body) for each, body in texts.items()),
+        )
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        return (*((CUDA, ROCM) if self.cuda else ()), *((CPU,) if self.cpu else ()))
+
+
+class DecoratedBuilder(CUDAOpBuilder):
+    """What is the same for all decorated functions."""
+
+    FUNCTION: Callable[..., Any]
+    REGISTRATION: Registration
+    DIRECTORY = ""  # of the Python file, from the root
+    SOURCES = Sources()
+    NEEDS: Mapping[str, Any]
+
+    @property
+    def root(self) -> str:
+        return package_root(self.FUNCTION)
+
+    def sources(self) -> list[str]:
+        named = self.SOURCES.cpu if self.build_for_cpu else self.SOURCES.cuda
+        return list(named) if self.SOURCES.inline else [self._place(each) for each in named]
+
+    def include_paths(self) -> list[str]:
+        return [self._place(each) for each in self.NEEDS.get("include_dirs", ())]
+
+    def libraries_args(self) -> Sequence[str]:
+        return tuple(self.NEEDS.get("libraries", ()))
+
+    def cxx_args(self) -> Sequence[str]:
+        return tuple(self.NEEDS.get("cxx_args", ()))
+
+    def nvcc_args(self) -> Sequence[str]:
+        return tuple(self.NEEDS.get("nvcc_args", ()))
+
+    def extra_ldflags(self) -> Sequence[str]:
+        return tuple(self.NEEDS.get("ldflags", ()))
+
+    def filter_ccs(self, ccs: list[str]) -> list[str]:
+        least = self.NEEDS.get("archs")
+        if least is None:
+            return ccs
+        return [each for each in ccs if _number(each) >= _number(str(least))]
+
+    def spec(self) -> OpSpec:
+        spec = super().spec()
+        if not self.SOURCES.inline:
+            return spec
+        used = tuple(each for each in self.SOURCES.inline if each[0] in spec.sources)
+        return spec._replace(root=INLINE_ROOT, inline=used)
+
+    def registration(self) -> Registration:
+        return self.REGISTRATION
+
+    def _place(self, path: str) -> str:
+        return path if os.path.isabs(path) else os.path.join(self.DIRECTORY, path)
+
+
+def builder_for(
+    function: Callable[..., Any],
+    schema: str,
+    sources: Sources,
+    needs: Mapping[str, Any],
+    namespace: str,
+    overloads: tuple[str, ...],
+) -> type[DecoratedBuilder]:
+    """A builder class for a function. ``overloads`` are what a library's function is registered as.
+
+    Raises SpecError.
+    """
+    if unknown := sorted(set(needs) - set(_NEEDS)):
+        raise SpecError(
+            f"op {function.__name__}: needs= has {', '.join(unknown)}",
+            why=f"it may have {', '.join(_NEEDS)}",
+        )
+    root, place = package_root(function), directory_of(function)
+    words = {
+        "__doc__": function.__doc__,
+        "__module__": function.__module__,
+        "NAME": function.__name__,
+        "NAMESPACE": namespace,
+        "SCHEMAS": (schema,),
+        "BACKENDS": sources.backends,
+        "FUNCTION": staticmethod(function),
+        "DIRECTORY": "" if place == root else os.path.relpath(place, root),
+        "SOURCES": sources,
+        "NEEDS": dict(needs),
+    }
+    title = "".join(part.capitalize() for part in function.__name__.split("_"))
+    made: type[DecoratedBuilder] = type(f"{title}Builder", (DecoratedBuilder,), words)
+    holder = SimpleNamespace(**{function.__name__: function})
+    made.REGISTRATION = Registration(
+        namespace=_namespace(made),
+        schemas=made.SCHEMAS,
+        reference=lambda: holder,
+        overloads=overloads,
+        defined=True,
+    )
+    return made
+
+
+def _namespace(builder: type[DecoratedBuilder]) -> str:
+    """Where the function is in ``torch.ops``. Raises SpecError."""
+    namespace = builder.NAMESPACE or builder().distribution
+    if not (namespace.isascii() and namespace.isidentifier()):
+        raise SpecError(
+            f"{namespace[:80]!a} cannot be the namespace of op {builder.NAME}",
+            why="a namespace is a C identifier: torch.ops has it as an attribute",
+            hint='@opkiln.op(..., namespace="my_package")',
+        )
+    return namespace
+
+
+def directory_of(function: Callable[..., Any]) -> str:
+    """Where a function's file lies; the working directory for one that is in no file."""
+    file = function.__code__.co_filename
+    return os.path.dirname(os.path.abspath(file)) if os.path.exists(file) else os.getcwd()
+
+
+def package_root(function: Callable[..., Any]) -> str:
+    """The directory of the outermost package that has the function: what paths in keys start from.
+    For a function of no package, the directory of its file."""
+    place, module = directory_of(function), function.__module__ or ""
+    name = ""
+    for part in module.split(".")[:-1] or [module]:
+        name = f"{name}.{part}" if name else part
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file and os.path.basename(file).startswith("__init__."):
+            root = os.path.dirname(os.path.abspath(file))
+            return root if f"{place}/".startswith(f"{root}/") else place
+    return place
+
+
+def _number(capability: str) -> tuple[int, int]:
+    major, _, minor = capability.partition(".")
+    return int(major), int("".join(filter(str.isdigit, minor)) or 0)

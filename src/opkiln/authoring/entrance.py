@@ -1,0 +1,114 @@
+"""Where a call arrives that no native kernel takes.
+
+It is an op's implementation for all devices that have no other (CompositeExplicitAutograd). The
+first call with a tensor of a device loads the library for that device, whoever makes the call: the
+decorated function, ``torch.ops``, a compiled graph, an exported program. The library registers
+kernels for its device, so later calls do not come here. Where there is no library, the reference
+runs.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+from opkiln.authoring.checking import Comparison
+from opkiln.authoring.gradient import tensors, without_autocast
+from opkiln.builder.base import backend_of
+from opkiln.errors import FallbackWarning, LoadError
+from opkiln.settings import settings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from opkiln.builder.base import OpBuilder
+    from opkiln.loading.loader import Loaded
+
+
+class Entrance:
+    """Loads an op's libraries, and runs its reference."""
+
+    def __init__(
+        self, builder: type[OpBuilder], reference: Callable[..., Any], written: tuple[str, ...]
+    ) -> None:
+        self._builder, self._reference = builder, reference
+        self._comparison = Comparison(builder.NAME, reference, written)
+        self._served: dict[str, Loaded | None] = {}  # by device; None: there is no library for it
+        self._lock = threading.RLock()
+        self.overload: Any = None  # what a call is passed on to once its library is loaded
+        self.native: Any = None  # the overload that only libraries implement, to compare with
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        device = device_of(args, kwargs)
+        if device not in self._served and device != "meta":
+            loaded = self.load(device)
+            if loaded is not None and loaded.artifact is not None and self.native is None:
+                return self.overload(*args, **kwargs)
+        if self.native is not None and self.is_native(device):
+            return self._comparison(self.native, args, kwargs)
+        return self.reference(*args, **kwargs)
+
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        """The reference, in the dtypes that it is given."""
+        with without_autocast(tuple(tensors(args, kwargs))):
+            return self._reference(*args, **kwargs)
+
+    def is_native(self, device: str) -> bool:
+        """Whether a library serves this device."""
+        loaded = self._served.get(device)
+        return loaded is not None and loaded.artifact is not None
+
+    def load(self, device: str) -> Loaded | None:
+        """What serves the tensors of a device; None if the op has no sources for it. Raises
+        OpkilnError."""
+        with self._lock:
+            if device in self._served:
+                return self._served[device]
+            backend = backend_of(self._builder, device)
+            loaded = None
+            if backend is None:
+                self._tell_no_sources(device)
+            else:
+                loaded = self._builder(backend=backend).loaded()
+            self._served[device] = loaded
+            return loaded
+
+    def load_native(self, device: str) -> None:
+        """Load the library for a device. Raises LoadError if there is none."""
+        loaded = self.load(device)
+        if loaded is None:
+            raise LoadError(
+                f"op {self._builder.NAME} has no native version for {device}",
+                why=f"it has sources for {', '.join(self._builder.BACKENDS)} alone",
+            )
+        if loaded.artifact is None:
+            why = "\n".join(loaded.trace.refusals())
+            raise LoadError(f"op {self._builder.NAME}: its reference serves {device}", why=why)
+
+    def reload(self) -> None:
+        """Look at the sources of what is loaded again. Raises OpkilnError."""
+        with self._lock:
+            for device in [each for each, loaded in self._served.items() if loaded is not None]:
+                self._served[device] = self.builder_of(device).loaded(reload=True)
+
+    def builder_of(self, device: str) -> OpBuilder:
+        """The builder of the library for a device."""
+        return self._builder(backend=backend_of(self._builder, device))
+
+    def _tell_no_sources(self, device: str) -> None:
+        if settings.mode == "reference":
+            return
+        warnings.warn(
+            f"op {self._builder.NAME} runs as its pure-PyTorch reference on {device}: it has "
+            f"sources for {', '.join(self._builder.BACKENDS)} alone",
+            FallbackWarning,
+            stacklevel=4,
+        )
+
+
+def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The device that torch runs an op on: one of its tensors', the CPU only if all are there."""
+    kinds = (each.device.type for each in tensors(args, kwargs))
+    return next((kind for kind in kinds if kind != "cpu"), "cpu")

@@ -1,0 +1,245 @@
+"""The gradient of an op: by default, that of its reference.
+
+The backward pass runs the reference once more on the saved inputs, with autograd, and asks torch
+for its gradients. So it is right wherever the reference is, also for the second derivative. An
+author who has a faster one gives it with ``@f.backward``.
+
+In forward mode and in the transforms of ``torch.func`` the reference itself runs: a kernel knows
+nothing of tangents, and without this they would be zero without an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import (
+    _after_autograd_keyset,
+    _are_functorch_transforms_active,
+    _AutoDispatchBelowAutograd,
+)
+from torch.autograd import forward_ad
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+
+class Gradient:
+    """The kernel of an op at torch's dispatch key Autograd."""
+
+    def __init__(self, overload: Any, reference: Callable[..., Any]) -> None:
+        self._overload, self._reference = overload, reference
+        self._backward: Callable[..., Any] | None = None
+        self._wants_output = False
+
+    def use(self, backward: Callable[..., Any], wants_output: bool) -> None:
+        """Take an author's formula: ``backward(*grads, *inputs)`` gives the inputs' gradients."""
+        self._backward, self._wants_output = backward, wants_output
+
+    def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if _are_functorch_transforms_active() or (
+            forward_ad._current_level >= 0 and any(map(_is_dual, tensors(args, kwargs)))
+        ):
+            return self._reference(*args, **kwargs)
+        given = tuple(tensors(args, kwargs))
+        if torch.is_grad_enabled() and any(each.requires_grad for each in given):
+            call = _Call(self, keyset, *with_defaults(self._overload._schema, args, kwargs))
+            return call.rebuilt(_Function.apply(call, *given))  # type: ignore[no-untyped-call]
+        return _Call(self, keyset, args, kwargs).below_autograd(args, kwargs)
+
+    def gradients(
+        self, inputs: tuple[list[Any], dict[str, Any]], output: Any, grads: tuple[Any, ...]
+    ) -> list[Any]:
+        """What the author's formula gives: one for each argument. Raises TypeError."""
+        assert self._backward is not None
+        args, kwargs = inputs
+        given = {**kwargs, "output": output} if self._wants_output else kwargs
+        found = self._backward(*grads, *args, **given)
+        found = list(found) if isinstance(found, (tuple, list)) else [found]
+        if len(found) != len(args) + len(kwargs):
+            raise TypeError(
+                f"the backward of {self._overload} gives {len(found)} gradients, for "
+                f"{len(args) + len(kwargs)} arguments"
+            )
+        return found
+
+
+class _Call:
+    """One call of an op, with its tensors taken out: autograd follows tensors alone."""
+
+    def __init__(
+        self, gradient: Gradient, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.gradient, self._keyset, self._args, self._kwargs = gradient, keyset, args, kwargs
+        self._form: Any = None
+
+    def below_autograd(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        with _AutoDispatchBelowAutograd():
+            return self.gradient._overload.redispatch(
+                self._keyset & _after_autograd_keyset, *args, **kwargs
+            )
+
+    def with_tensors(self, given: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments, with these tensors in the places of those that were taken out."""
+        left = iter(given)
+        args = [_filled(each, left) for each in self._args]
+        return args, {name: _filled(each, left) for name, each in self._kwargs.items()}
+
+    def flattened(self, result: Any) -> tuple[Any, ...]:
+        """A result as autograd takes it. Remembers its form."""
+        if isinstance(result, Tensor):
+            self._form = None
+            return (result,)
+        self._form = [len(each) if isinstance(each, list) else None for each in _parts(result)]
+        if isinstance(result, list):
+            self._form = len(result)
+            return tuple(result)
+        return tuple(
+            leaf for each in result for leaf in (each if isinstance(each, list) else [each])
+        )
+
+    def rebuilt(self, flat: Any) -> Any:
+        """The result in its form."""
+        if self._form is None:
+            return flat[0]
+        if isinstance(self._form, int):
+            return list(flat)
+        left = iter(flat)
+        parts = [next(left) if size is None else [next(left) for _ in range(size)]
+                 for size in self._form]  # fmt: skip
+        return tuple(parts)
+
+    def by_argument(self, found: Sequence[Any]) -> list[Any]:
+        """Gradients by argument as gradients by tensor."""
+        return [
+            leaf
+            for value, grad in zip((*self._args, *self._kwargs.values()), found, strict=True)
+            for leaf in _matched(value, grad)
+        ]
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *given: Tensor) -> tuple[Any, ...]:
+        args, kwargs = call.with_tensors(given)
+        flat = call.flattened(call.below_autograd(args, kwargs))
+        ctx.call, ctx.inputs = call, len(given)
+        ctx.save_for_backward(*given, *(flat if call.gradient._wants_output else ()))
+        ctx.mark_non_differentiable(
+            *(each for each in flat if isinstance(each, Tensor) and not _has_gradient(each))
+        )
+        return flat
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        call, saved = ctx.call, ctx.saved_tensors
+        given, output = saved[: ctx.inputs], saved[ctx.inputs :]
+        gradient = call.gradient
+        with without_autocast(given):
+            if gradient._backward is not None:
+                found = gradient.gradients(
+                    call.with_tensors(given), call.rebuilt(output) if output else None, grads
+                )
+                return (None, *call.by_argument(found))
+            return (None, *_of_reference(call, given, ctx.needs_input_grad[1:], grads))
+
+
+def _of_reference(
+    call: _Call, given: Sequence[Tensor], needed: Sequence[bool], grads: Sequence[Any]
+) -> list[Any]:
+    """The gradients of the reference, which is computed once more."""
+    again = torch.is_grad_enabled()  # whether these gradients are to be differentiated, too
+    with torch.enable_grad():
+        # A view stays connected to the saved tensor, for the second derivative.
+        inputs = [
+            (each.view_as(each) if again else each.detach().requires_grad_()) if need else each
+            for each, need in zip(given, needed, strict=True)
+        ]
+        args, kwargs = call.with_tensors(inputs)
+        results = tensors([call.gradient._reference(*args, **kwargs)], {})
+        pairs = [
+            (result, grad)
+            for result, grad in zip(results, grads, strict=True)
+            if grad is not None and result.requires_grad
+        ]
+        wanted = [each for each, need in zip(inputs, needed, strict=True) if need]
+        if not pairs or not wanted:
+            return [None] * len(given)
+        found = iter(
+            torch.autograd.grad(
+                [result for result, _ in pairs], wanted, [grad for _, grad in pairs],
+                create_graph=again, allow_unused=True,
+            )
+        )  # fmt: skip
+    return [next(found) if need else None for need in needed]
+
+
+def with_defaults(
+    schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with those that torch leaves out because they have their default values."""
+    plain = [each for each in schema.arguments if not each.kwarg_only]
+    rest = tuple(each.default_value for each in plain[len(args) :])
+    named = {each.name: kwargs.get(each.name, each.default_value)
+             for each in schema.arguments if each.kwarg_only}  # fmt: skip
+    return (*args, *rest), named
+
+
+def tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments, in order, also those in lists."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (each for part in value for each in _leaves(part))
+
+
+def _leaves(part: Any) -> Sequence[Any]:
+    if isinstance(part, Tensor):
+        return (part,)
+    return [each for each in part if isinstance(each, Tensor)] if isinstance(part, list) else ()
+
+
+def _parts(result: Any) -> Sequence[Any]:
+    return result if isinstance(result, (tuple, list)) else ()
+
+
+def _filled(value: Any, left: Iterator[Any]) -> Any:
+    if isinstance(value, Tensor):
+        return next(left)
+    if isinstance(value, (list, tuple)):
+        return [next(left) if isinstance(each, Tensor) else each for each in value]
+    return value
+
+
+def _matched(value: Any, grad: Any) -> Sequence[Any]:
+    """The gradients of the tensors of one argument."""
+    if isinstance(value, Tensor):
+        return (grad,)
+    if not isinstance(value, (list, tuple)):
+        return ()
+    given = grad if grad is not None else [None] * len(value)
+    return [each for item, each in zip(value, given, strict=True) if isinstance(item, Tensor)]
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def _is_dual(tensor: Tensor) -> bool:
+    dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+    return dual.tangent is not None
+
+
+@contextlib.contextmanager
+def without_autocast(given: Sequence[Tensor]) -> Iterator[None]:
+    """Autocast off, as it is in a kernel: a kernel computes in the dtypes that it is given."""
+    device = next((each.device.type for each in given if each.device.type != "cpu"), "cpu")
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        yield
+        return
+    with torch.autocast(device, enabled=False):
+        yield
