@@ -97,6 +97,8 @@ def cpp(schema: str) -> str:
 def canonical(kind: str) -> str:
     """A type as C++ sees it: ``Tensor(a!)`` is ``Tensor(!)``, ``Tensor(a)``
     is ``Tensor``, ``SymInt`` is ``int``, ``int[2]`` is ``int[]``."""
+    if "(" not in kind and "[" not in kind:
+        return kind.replace("SymInt", "int")
     text = ""
     while kind:
         start = min((at for at in (kind.find("("), kind.find("[")) if at >= 0), default=len(kind))
@@ -129,6 +131,10 @@ def _arguments(schema: str) -> Iterator[tuple[str, str]]:
 
 def _arrow(schema: str) -> int:
     """Where the results begin: at the arrow that nothing encloses."""
+    last = schema.rfind("->")
+    after = schema[last:]
+    if after.count("(") == after.count(")") and not _quoted(schema):
+        return last
     return next((at for at, _ in _outside(schema) if schema.startswith("->", at)), len(schema))
 
 
@@ -149,6 +155,21 @@ def _listed(results: str) -> list[str]:
 
 def _split(text: str) -> Iterator[str]:
     """The parts between commas that nothing encloses."""
+    if "," not in text:
+        if text.strip():
+            yield text.strip()
+        return
+    if not _quoted(text):
+        # The usual case, without a look at each character: parts whose parentheses are not closed
+        # go together.
+        whole = ""
+        for part in text.split(","):
+            whole = f"{whole},{part}" if whole else part
+            if whole.count("(") == whole.count(")") and whole.count("[") == whole.count("]"):
+                if whole.strip():
+                    yield whole.strip()
+                whole = ""
+        return
     begin = 0
     for at, char in _outside(text):
         if char == ",":
@@ -156,6 +177,10 @@ def _split(text: str) -> Iterator[str]:
             begin = at + 1
     if text[begin:].strip():
         yield text[begin:].strip()
+
+
+def _quoted(text: str) -> bool:
+    return "'" in text or '"' in text
 
 
 def _outside(text: str) -> Iterator[tuple[int, str]]:

@@ -1,13 +1,15 @@
-"""``make test-torches``: one wheel of prebuilt ops, loaded and called on several torches.
+"""``make test-torches``: one wheel of prebuilt ops, and one library of op.h, loaded and called on
+several torches.
 
-The wheel is built once, with the torch of the interpreter that runs this. Each other torch gets an
-environment of its own, in which nothing may compile. A torch that cannot be installed is named with
-the reason; CUDA's builds of torch take gigabytes, and need no GPU for this.
+The wheel and the library are built once, with the torch of the interpreter that runs this. Each
+other torch gets an environment of its own, in which nothing may compile. A torch that cannot be
+installed is named with the reason; CUDA's builds of torch take gigabytes, and need no GPU for this.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from environments import REPOSITORY, ready  # noqa: E402 (found by the line above)
 
+LIGHT = HERE / "light.py"
 CHECKS = HERE.parent / "gpu" / "prebuilt.py"
 TARGETS = ("cpu:x86-64-v2,x86-64-v3,x86-64-v4", "cuda:9.0")
 
@@ -29,14 +32,15 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         unpacked = _wheel(Path(directory))
-        worst = _check(sys.executable, unpacked)
+        library = _light(Path(directory))
+        worst = _check(sys.executable, unpacked, library)
         for version in arguments.torches:
             venv = REPOSITORY / f".torch-{version}-venv"
             packages = ((f"torch=={version}", "numpy"), ("--editable", str(REPOSITORY)))
             if reason := ready(venv, *packages):
                 print(f"test-torches: skipped: {reason}", file=sys.stderr)
             else:
-                worst = max(worst, _check(str(venv / "bin" / "python"), unpacked))
+                worst = max(worst, _check(str(venv / "bin" / "python"), unpacked, library))
     return worst
 
 
@@ -53,10 +57,18 @@ def _wheel(directory: Path) -> Path:
     return unpacked
 
 
-def _check(python: str, unpacked: Path) -> int:
+def _light(directory: Path) -> str:
+    """Build the library of the sample package ``light``; its path."""
+    environment = {**os.environ, "OPKILN_CACHE_DIR": str(directory / "cache")}
+    command = [sys.executable, str(LIGHT), "build"]
     return subprocess.run(
-        [python, str(CHECKS), "served", str(unpacked)], cwd=REPOSITORY, check=False
-    ).returncode
+        command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout.strip()
+
+
+def _check(python: str, unpacked: Path, library: str) -> int:
+    checks = [[python, str(CHECKS), "served", str(unpacked)], [python, str(LIGHT), "run", library]]
+    return max(subprocess.run(each, cwd=REPOSITORY, check=False).returncode for each in checks)
 
 
 if __name__ == "__main__":
