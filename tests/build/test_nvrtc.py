@@ -87,6 +87,7 @@ extern "C" const char* launch_all(long grid, long shared, long cluster) {
   }
 }
 """
+_SCHEMAS = ("bend_it(Tensor x) -> Tensor",)
 _HEADER = """\
 #pragma once
 #ifdef __CUDACC_RTC__
@@ -104,7 +105,9 @@ class Machine(NamedTuple):
     root: Path
 
     def spec(self, *sources: str, **changes: object) -> OpSpec:
-        given = {"std": "c++17", "vectorize": False, "kind": LIBRARY} | changes
+        given = {"std": "c++17", "vectorize": False, "kind": LIBRARY, "schemas": _SCHEMAS} | changes
+        names = (str(each).partition("(")[0] for each in given["schemas"])
+        given["kernels"] = tuple(f"demo::{name}" for name in names)
         return OpSpec("bend", "demo", str(self.root), sources, backend=CUDA, **given)
 
     def write(self, **texts: str) -> None:
@@ -204,7 +207,9 @@ def test_two_builds_in_two_places_have_the_same_bytes(
 def test_sources_may_have_kernels_of_one_name(machine: Machine) -> None:
     more = _SOURCE.replace("bend_it", "bend_more").replace("launch_all", "launch_more")
     machine.write(more_cu=more)
-    assert fatbin.images(machine.build("bend.cu", "more.cu").path) == ("sm_90a",)
+    schemas = (*_SCHEMAS, "bend_more(Tensor x) -> Tensor")
+    made = machine.build("bend.cu", "more.cu", schemas=schemas)
+    assert fatbin.images(made.path) == ("sm_90a",)
 
 
 def test_source_without_op_header_needs_a_toolkit(
