@@ -46,20 +46,9 @@ class Gradient:
             return self._reference(*args, **kwargs)
         given = tuple(tensors(args, kwargs))
         if torch.is_grad_enabled() and any(each.requires_grad for each in given):
-            call = _Call(self, keyset, *self._completed(args, kwargs))
+            call = _Call(self, keyset, *with_defaults(self._overload._schema, args, kwargs))
             return call.rebuilt(_Function.apply(call, *given))  # type: ignore[no-untyped-call]
         return _Call(self, keyset, args, kwargs).below_autograd(args, kwargs)
-
-    def _completed(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with those that torch leaves out because they have their default values."""
-        declared = self._overload._schema.arguments
-        plain = [each for each in declared if not each.kwarg_only]
-        rest = tuple(each.default_value for each in plain[len(args) :])
-        named = {each.name: kwargs.get(each.name, each.default_value)
-                 for each in declared if each.kwarg_only}  # fmt: skip
-        return (*args, *rest), named
 
     def gradients(
         self, inputs: tuple[list[Any], dict[str, Any]], output: Any, grads: tuple[Any, ...]
@@ -186,6 +175,17 @@ def _of_reference(
             )
         )  # fmt: skip
     return [next(found) if need else None for need in needed]
+
+
+def with_defaults(
+    schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with those that torch leaves out because they have their default values."""
+    plain = [each for each in schema.arguments if not each.kwarg_only]
+    rest = tuple(each.default_value for each in plain[len(args) :])
+    named = {each.name: kwargs.get(each.name, each.default_value)
+             for each in schema.arguments if each.kwarg_only}  # fmt: skip
+    return (*args, *rest), named
 
 
 def tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:

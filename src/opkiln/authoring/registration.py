@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from opkiln.authoring.gradient import Gradient
+from opkiln.authoring.gradient import Gradient, with_defaults
 from opkiln.errors import SpecError
 from opkiln.loading import register
 
@@ -86,10 +86,16 @@ class Defined:
         if self._batching is not None:
             self._batching._destroy()
             self._batching = None
+        schema = self.overload()._schema
+
+        def batched(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
+            all_args, named = with_defaults(schema, args, kwargs)
+            dims = (*in_dims, *(None for _ in all_args[len(args) :]))
+            return rule(info, dims, *all_args, **named)
+
         for each in self._overloads:
-            torch.library.register_vmap(
-                f"{self.namespace}::{self._named(each)}", rule, lib=self._library
-            )
+            name = f"{self.namespace}::{self._named(each)}"
+            torch.library.register_vmap(name, batched, lib=self._library)
 
     def _define(
         self, entrance: Entrance, reference: Callable[..., Any], overloads: tuple[str, ...]
