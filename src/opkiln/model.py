@@ -94,6 +94,7 @@ class OpSpec(Record):
     # Functions whose schemas are defined in Python, as `namespace::name`. The library must register
     # a kernel for each, and must not define them again.
     kernels: tuple[str, ...] = ()
+    schemas: tuple[str, ...] = ()  # of all functions, to compare with the library's; in no key
     inline: tuple[tuple[str, str], ...] = ()  # (source, text) of sources that are in no file
     declared_by: str = BUILDER  # for messages; in no key
 

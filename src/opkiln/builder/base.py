@@ -190,6 +190,7 @@ class OpBuilder:
             kind=self.KIND,
             abi=self.ABI,
             kernels=self._kernels(),
+            schemas=tuple(self.SCHEMAS),
         )
 
     def _kernels(self) -> tuple[str, ...]:

@@ -9,8 +9,8 @@ from opkiln.binary import elf
 from opkiln.binary.symbols import shown
 from opkiln.build_model import Target, TorchSDK
 from opkiln.building import wording
-from opkiln.building.probe_load import LOADED, MISSING
-from opkiln.building.wording import missing_kernels
+from opkiln.building.probe_load import LISTED, LOADED, MISSING
+from opkiln.building.wording import misfit, missing_kernels
 from opkiln.errors import BuildTimeout, LoadTestError, StoreError
 from opkiln.model import (
     ABI_NONE,
@@ -24,6 +24,7 @@ from opkiln.model import (
 )
 from opkiln.process import python, run, signal_name
 from opkiln.settings import settings
+from opkiln.signature import Function, fits
 
 _DEFINES = "aoti_torch_library_def"  # what m.def() of torch's stable ABI calls
 _LIMIT = 120.0  # seconds, at most: a library that takes longer to load is not usable
@@ -86,6 +87,11 @@ def check(
 
 
 def _require_kernels(spec: OpSpec, output: str) -> None:
+    lines = [line for line in output.splitlines() if line.startswith(LISTED)]
+    functions = [Function(*line.removeprefix(LISTED).split("\t")) for line in lines]
+    if functions and not fits(spec, functions):
+        what, why, hint = misfit(spec, functions)
+        raise LoadTestError(what, why=why, hint=hint)
     answer = output.partition(MISSING)[2].partition("\n")[0]
     missing, others = (part.split() for part in (answer or ";").split(";"))
     if missing:

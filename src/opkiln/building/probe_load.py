@@ -10,6 +10,9 @@ line itself, and then ends the process, does not know the nonce. Each of ``FUNCT
 kernel for one of the dispatch ``KEYS``. Both are lists joined by commas, and may be empty. If torch
 can be asked, a line ``MISSING`` follows. It lists the functions without a kernel, and registered
 functions of the same names in other namespaces.
+
+The last library may be written with ``opkiln/op.h``. It registers nothing by itself and lists its
+functions. Then there is a line ``LISTED`` for each, and none ``MISSING``.
 """
 
 import ctypes
@@ -18,6 +21,7 @@ import sys
 
 LOADED = "opkiln: loaded"
 MISSING = "opkiln: missing "
+LISTED = "opkiln: listed "
 
 
 # c10::Dispatcher::realSingleton(), c10::parseDispatchKey(const std::string&) and
@@ -37,6 +41,33 @@ class _OperatorName(ctypes.Structure):
     """``c10::OperatorName``."""
 
     _fields_ = (("name", _String), ("overload", _String))
+
+
+class _Op(ctypes.Structure):
+    """``struct opkiln_op`` of ``opkiln/op/record.h``."""
+
+
+_Op._fields_ = [
+    ("abi", ctypes.c_uint32),
+    ("name", ctypes.c_char_p),
+    ("device", ctypes.c_char_p),
+    ("signature", ctypes.c_char_p),
+    ("next", ctypes.POINTER(_Op)),
+]
+
+
+def _listed(library: ctypes.CDLL) -> list[tuple[str, str, str]] | None:
+    """The name, device and signature of each function; None if the library has no such list."""
+    first = getattr(library, "opkiln_ops", None)
+    if first is None:
+        return None
+    first.restype = ctypes.POINTER(_Op)
+    pointer, found = first(), []
+    while pointer:
+        each = pointer.contents
+        found.append((each.name.decode(), each.device.decode(), each.signature.decode()))
+        pointer = each.next
+    return found
 
 
 class _Vector(ctypes.Structure):
@@ -90,12 +121,15 @@ def main() -> int:
     _end_with_parent(int(parent))
     for path in libraries:
         try:
-            ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_GLOBAL)
+            library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_GLOBAL)
         except OSError as error:
             print(error)
             return 1
     print(f"\n{LOADED} {nonce}", flush=True)
-    found = _with_kernels(keys.split(",")) if functions else None
+    listed = _listed(library)
+    for each in listed or ():
+        print(LISTED + "\t".join(each))
+    found = _with_kernels(keys.split(",")) if functions and listed is None else None
     if found is not None:
         missing = [name for name in functions.split(",") if name not in found]
         bare = {name.partition("::")[2] for name in missing}

@@ -5,14 +5,16 @@ A hint that names ``include_paths()`` does not help a caller of ``load(extra_inc
 
 from __future__ import annotations
 
-from opkiln.model import ABI_STABLE, CALL, DISPATCH_KEYS, EXTENSION
+from opkiln.model import ABI_STABLE, CALL, DISPATCH_KEYS, EXTENSION, function_name
 from opkiln.record import Record
+from opkiln.signature import cpp, devices, differences, of_schema
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from opkiln.model import OpSpec
+    from opkiln.signature import Function
 
 
 class Names(Record):
@@ -90,3 +92,28 @@ def missing_kernels(
     if len(missing) < len(spec.kernels):
         hint += "; or leave it out of kernels()"
     return what, why, hint
+
+
+def misfit(spec: OpSpec, functions: Sequence[Function]) -> tuple[str, str, str]:
+    """The message, the reason and the hint for a library of op.h that does not fit its schemas."""
+    schemas = {function_name(each): each for each in spec.schemas}
+    device = devices(spec)[0]
+    has = f"it has {', '.join(f'{each.name} for {each.device}' for each in functions)}"
+    if not schemas:
+        what = f"op {spec.name} declares no schemas for the functions of its library"
+        example = f'SCHEMAS = ("{functions[0].name}(Tensor x) -> Tensor",)    # in the builder'
+        return what, f"{has}\nthey are registered with the schemas of their declaration", example
+    for each in functions:
+        schema = schemas.get(each.name, "")
+        if schema and (found := differences(schema, each.signature)):
+            what = f"op {spec.name}: the C++ function {each.name} does not fit its schema"
+            why = "\n".join([*found, f"schema: {of_schema(schema)}", f"C++:    {each.signature}"])
+            return what, why, cpp(schema) or "op.h has no C++ type for a part of the schema"
+    there = {each.name for each in functions if each.device in devices(spec)}
+    wanted = (each.partition("::")[2] for each in spec.kernels)
+    if missing := [name for name in wanted if name not in there]:
+        what = f"op {spec.name}: its library has no {device} function {', '.join(missing)}"
+        return what, has, f"OPKILN_OP({missing[0]}, {device});    // after the function"
+    extra = ", ".join(each.name for each in functions if each.name not in schemas)
+    what = f"op {spec.name}: its library has {extra}, which no schema declares"
+    return what, f"the schemas declare {', '.join(schemas)}", "add a schema, or remove OPKILN_OP"

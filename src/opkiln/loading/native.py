@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from opkiln.errors import LoadError, LoadTestError, ReloadError
+from opkiln.loading import light
 from opkiln.model import ABI_NONE, EXECUTABLE, LIBRARY, PLAIN, PYTHON, XPU, Artifact, OpSpec
 
 
@@ -22,13 +23,11 @@ def open_artifact(spec: OpSpec, path: str) -> Any:
         if spec.backend == XPU:
             _load_libsycl(path)
         if spec.kind == LIBRARY:
-            if path.startswith("/proc/"):
-                # In memory (store.archive). torch would open what the link leads to, which is no
-                # file.
-                _open_library(path)
-                torch.ops.loaded_libraries.add(path)
-            else:
-                torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+            # As torch.ops.load_library does. That does not give the library, and would open what
+            # the link to one in memory leads to (store.archive), which is not a file.
+            library = _open_library(path)
+            torch.ops.loaded_libraries.add(path)
+            light.adopt(spec, library)
             return None
         if spec.kind == PLAIN:
             return _open_library(path)
@@ -131,8 +130,8 @@ def beside(spec: OpSpec, artifact: Artifact, earlier: list[Artifact]) -> Artifac
     from opkiln.store import publish
     from opkiln.toolchain import torch_sdk
 
-    if spec.kind == PLAIN:
-        return artifact  # it registers nothing
+    if spec.kind == PLAIN or light.is_light(artifact.path):
+        return artifact  # opening it registers nothing
     if any(each.sha256 == artifact.sha256 for each in earlier):
         artifact = artifact._replace(path=publish.private_copy(artifact.path))
     sdk = None if spec.abi == ABI_NONE else torch_sdk.find()

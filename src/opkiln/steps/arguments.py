@@ -38,7 +38,13 @@ def prefix_maps(spec: OpSpec, device: DeviceCompiler | None = None) -> tuple[Anc
     if device is not None and wheel_includes(spec, device, ""):
         maps = (_WHEELS_MAP, *maps)
     ours = any(anchored(spec, path).anchor == "opkiln" for path in spec.include_dirs)
-    return (_OPKILN_MAP, *maps) if ours else maps
+    return (_OPKILN_MAP, *maps) if ours or op_header(spec) else maps
+
+
+def op_header(spec: OpSpec, option: str = "-idirafter") -> list[Anchored]:
+    """Where ``<opkiln/op.h>`` is found. It is the last place to look, so that compiles which do not
+    include it do not look for anything there."""
+    return [] if spec.abi == ABI_NONE else [Anchored(option, "opkiln", "csrc")]
 
 
 def anchored(spec: OpSpec, path: str, prefix: str = "") -> Anchored:

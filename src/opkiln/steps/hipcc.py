@@ -24,6 +24,7 @@ from opkiln.steps.arguments import (
     depfile_name,
     in_toolkit,
     object_name,
+    op_header,
     prefix_maps,
 )
 from opkiln.steps.host import HIP_DEFINES, torch_defines, torch_includes
@@ -122,6 +123,7 @@ def compile_step(
     arguments += [f"-I{path}" for path in flags.get("cpath", ())]
     arguments += torch_includes(spec)
     arguments += [f"-isystem{path}" for path in flags.get("cplus_include_path", ())]
+    arguments += op_header(spec)
     arguments += ["-MD", "-MF", Anchored("", "stage", depfile)]
     arguments += ["-c", anchored(spec, source), "-o", Anchored("", "stage", output)]
     return Step(

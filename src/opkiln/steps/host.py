@@ -13,6 +13,7 @@ from opkiln.steps.arguments import (
     depfile_name,
     in_toolkit,
     object_name,
+    op_header,
     prefix_maps,
     wheel_includes,
 )
@@ -66,6 +67,7 @@ def compile_step(
         arguments += wheel_includes(spec, device, "-isystem")
     arguments += torch_includes(spec)
     arguments += [f"-isystem{path}" for path in flags.get("cplus_include_path", ())]
+    arguments += op_header(spec)
     arguments += ["-MD", "-MF", Anchored("", "stage", depfile)]
     arguments += ["-c", anchored(spec, source), "-o", Anchored("", "stage", output)]
     return Step(

@@ -21,6 +21,7 @@ from opkiln.steps.arguments import (
     depfile_name,
     in_toolkit,
     object_name,
+    op_header,
     prefix_maps,
     wheel_includes,
 )
@@ -105,6 +106,7 @@ def compile_step(
     arguments += _directories(
         spec.name, "-isystem=", "CPLUS_INCLUDE_PATH", flags.get("cplus_include_path", ())
     )
+    arguments += op_header(spec, "-isystem=")
     arguments += ["-MD", "-MF", Anchored("", "stage", depfile)]
     arguments += ["-c", anchored(spec, source), "-o", Anchored("", "stage", output)]
     memory = _MEMORY_WITH_TORCH if spec.abi == ABI_TORCH else _MEMORY_PER_ARCH

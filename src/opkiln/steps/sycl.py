@@ -19,6 +19,7 @@ from opkiln.steps.arguments import (
     depfile_name,
     in_toolkit,
     object_name,
+    op_header,
     prefix_maps,
 )
 from opkiln.toolchain import sycl
@@ -74,6 +75,7 @@ def compile_step(
     arguments += [f"-I{path}" for path in flags.get("cpath", ())]
     arguments += host.torch_includes(spec)
     arguments += [f"-isystem{path}" for path in flags.get("cplus_include_path", ())]
+    arguments += op_header(spec)
     arguments += ["-MD", "-MF", Anchored("", "stage", depfile)]
     # A .sycl file is C++ by torch's convention. Without -x, icpx would take it for an object.
     arguments += ["-x", "c++", "-c", anchored(spec, source), "-o", Anchored("", "stage", output)]

@@ -13,7 +13,7 @@ from opkiln.build_model import Plan, Step, Target
 from opkiln.digest import key
 from opkiln.model import PACKAGE, PLAN_VERSION, ROCM, OpSpec
 
-UNKEYED = ("root", "declared_by")  # fields of a spec that do not affect the build
+UNKEYED = ("root", "declared_by", "schemas")  # fields of a spec that do not affect the build
 
 
 def intent_key(spec: OpSpec, target: Target) -> str:

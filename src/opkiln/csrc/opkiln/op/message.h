@@ -51,8 +51,10 @@ inline NameOf::NameOf(const Tensor& tensor) : NameOf(tensor.origin()) {}
 OPK_COLD inline ListOf::ListOf(Ints values) {
   char* to = text;
   *to++ = '[';
-  for (int64_t i = 0; i < values.size() && to < text + sizeof text - 30; ++i) {
-    to += __builtin_sprintf(to, i ? ", %lld" : "%lld", static_cast<long long>(values[i]));
+  for (int64_t i = 0; i < values.size(); ++i) {
+    const bool room = to < text + sizeof text - 30;
+    to += __builtin_sprintf(to, !room ? ", ..." : i ? ", %lld" : "%lld", static_cast<long long>(values[i]));
+    if (!room) break;
   }
   *to++ = ']';
   *to = 0;

@@ -16,4 +16,8 @@ struct opkiln_op {
   uint32_t line;
   const char* argument_names;  // joined by commas, for messages; given by the loader
   TorchLibraryHandle library;  // while it is registered
+  // Named so that a library has these functions if it has an op.
+  const opkiln_op* (*list)();
+  const char* (*enter)(const opkiln_op*, const char*, const char*, const char*);
+  void (*leave)(const opkiln_op*);
 };

@@ -162,14 +162,17 @@ constexpr DeviceType emulated(DeviceType type) { return type; }
       __FILE__,                                                                                        \
       __LINE__,                                                                                        \
       nullptr,                                                                                         \
-      nullptr};                                                                                        \
+      nullptr,                                                                                         \
+      &opkiln_ops,                                                                                     \
+      &opkiln_register,                                                                                \
+      &opkiln_unregister};                                                                                        \
   static const ::opk::Listed opkiln_listed_##number(opkiln_op_##number)
 
 OPK_NAMESPACE_END
 
-extern "C" __attribute__((used, cold)) inline const opkiln_op* opkiln_ops() { return opk::first_op; }
+extern "C" inline const opkiln_op* opkiln_ops() { return opk::first_op; }
 
-extern "C" __attribute__((used, cold)) inline const char* opkiln_register(const opkiln_op* op, const char* ns,
+extern "C" inline const char* opkiln_register(const opkiln_op* op, const char* ns,
                                                                     const char* name,
                                                                     const char* argument_names) {
   using opk::DeviceType;
@@ -202,7 +205,7 @@ extern "C" __attribute__((used, cold)) inline const char* opkiln_register(const 
   return why && *why ? why : "torch did not accept the registration, and has printed why to stderr";
 }
 
-extern "C" __attribute__((used, cold)) inline void opkiln_unregister(const opkiln_op* op) {
+extern "C" inline void opkiln_unregister(const opkiln_op* op) {
   opkiln_op* const mine = const_cast<opkiln_op*>(op);
   if (mine->library) aoti_torch_delete_library_object(mine->library);
   mine->library = nullptr;

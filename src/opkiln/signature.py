@@ -1,0 +1,199 @@
+"""What a schema says of an op's arguments and results, beside what its C++ function says.
+
+A library that is written with ``opkiln/op.h`` describes each function in the words of schemas:
+``(Tensor, Tensor(!), int[], float) -> Tensor``. Here is the same text for a schema, and what
+differs. Pure functions over texts; a hit calls them, so they import nothing.
+"""
+
+from __future__ import annotations
+
+from opkiln.model import DISPATCH_KEYS, function_name
+from opkiln.record import Record
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from opkiln.model import OpSpec
+
+# The C++ types of op.h. A tensor's depends on whether it is written; lists and optionals are
+# templates of these.
+_CPP = {
+    "Tensor": "Tensor", "int": "int64_t", "float": "double", "bool": "bool", "str": "String",
+    "ScalarType": "DType", "Device": "Device",
+}  # fmt: skip
+
+
+_BY_VALUE = ("int64_t", "double", "bool", "opk::DType", "opk::Device")
+
+
+class Function(Record):
+    """A function of a library, as the library describes it."""
+
+    name: str
+    device: str  # cpu, cuda, xpu
+    signature: str
+
+
+def fits(spec: OpSpec, functions: Sequence[Function]) -> bool:
+    """Whether a library has every function that it must have, and only such as are declared."""
+    schemas = {function_name(each): each for each in spec.schemas}
+    there = {each.name for each in functions if each.device in devices(spec)}
+    wanted = {each.partition("::")[2] for each in spec.kernels}
+    return bool(wanted) and wanted <= there and all(
+        each.name in schemas and of_schema(schemas[each.name]) == each.signature
+        for each in functions
+    )  # fmt: skip
+
+
+def devices(spec: OpSpec) -> tuple[str, ...]:
+    """The devices that a library of this op may have its functions for, in the words of op.h."""
+    return tuple([key.lower() for key in DISPATCH_KEYS[spec.backend]])
+
+
+def of_schema(schema: str) -> str:
+    """The canonical signature of a ``torch.library`` schema."""
+    given = ", ".join(canonical(each) for each, _ in _arguments(schema))
+    return f"({given}) -> {_results(schema)}"
+
+
+def argument_names(schema: str) -> tuple[str, ...]:
+    """The names of a schema's arguments, in its order."""
+    return tuple([name for _, name in _arguments(schema)])
+
+
+def differences(schema: str, signature: str) -> list[str]:
+    """How the signature of a C++ function differs from a schema, a line for each difference."""
+    declared = [(canonical(kind), name) for kind, name in _arguments(schema)]
+    inside, _, results = signature.rpartition(" -> ")
+    given = list(_split(inside[1:-1]))
+    found = []
+    if len(given) != len(declared):
+        found.append(
+            f"the schema has {_counted(len(declared))}, the C++ function has {_counted(len(given))}"
+        )
+    else:
+        for (kind, name), other in zip(declared, given, strict=True):
+            if kind != other:
+                found.append(f"{name} is {kind} in the schema, {other} in C++")
+    if (expected := _results(schema)) != results:
+        found.append(f"the result is {expected} in the schema, {results} in C++")
+    return found
+
+
+def cpp(schema: str) -> str:
+    """The C++ declaration that fits a schema; empty if op.h has no type for a part of it."""
+    arguments = [(_cpp_argument(canonical(kind)), name) for kind, name in _arguments(schema)]
+    results = [_cpp(each) for each in _listed(_results(schema))]
+    if not all(results) or not all(kind for kind, _ in arguments):
+        return ""
+    result = "void" if not results else results[0]
+    if len(results) > 1:
+        result = f"opk::tuple<{', '.join(results)}>"
+    given = ", ".join(f"{kind} {name}" for kind, name in arguments)
+    return f"{result} {function_name(schema)}({given})"
+
+
+def canonical(kind: str) -> str:
+    """A type as C++ sees it: ``Tensor(a!)`` is ``Tensor(!)``, ``Tensor(a)``
+    is ``Tensor``, ``SymInt`` is ``int``, ``int[2]`` is ``int[]``."""
+    text = ""
+    while kind:
+        start = min((at for at in (kind.find("("), kind.find("[")) if at >= 0), default=len(kind))
+        text += kind[:start].strip()
+        if start == len(kind):
+            break
+        end = kind.find(")" if kind[start] == "(" else "]", start)
+        if kind[start] == "[":
+            text += "[]"
+        elif "!" in kind[start:end]:
+            text += "(!)"
+        kind = kind[end + 1 :] if end >= 0 else ""
+    return text.replace("SymInt", "int")
+
+
+def _counted(count: int) -> str:
+    return "1 argument" if count == 1 else f"{count} arguments"
+
+
+def _arguments(schema: str) -> Iterator[tuple[str, str]]:
+    """The type and the name of each argument."""
+    inside = schema[schema.find("(") + 1 : schema.rfind(")", 0, _arrow(schema))]
+    for part in _split(inside):
+        if part != "*":  # only says that the others are given by name
+            declared = _before_default(part).strip()
+            # `Tensor(a! -> *) x`: the name is what follows the last space outside of parentheses
+            space = declared.rfind(" ", declared.rfind(")") + 1)
+            yield declared[:space].strip(), declared[space + 1 :].strip()
+
+
+def _arrow(schema: str) -> int:
+    """Where the results begin: at the arrow that nothing encloses."""
+    return next((at for at, _ in _outside(schema) if schema.startswith("->", at)), len(schema))
+
+
+def _results(schema: str) -> str:
+    text = schema[_arrow(schema) + 2 :].strip()
+    inside = text[1:-1] if text.startswith("(") and text.endswith(")") else text
+    kinds = []
+    for part in _split(inside):
+        kind = part.strip()
+        space = kind.find(" ", kind.find(")") + 1)  # `Tensor(a!) out`: results may have names
+        kinds.append(canonical(kind if space < 0 else kind[:space]).replace("(!)", ""))
+    return kinds[0] if len(kinds) == 1 else f"({', '.join(kinds)})"
+
+
+def _listed(results: str) -> list[str]:
+    return list(_split(results[1:-1])) if results.startswith("(") else [results]
+
+
+def _split(text: str) -> Iterator[str]:
+    """The parts between commas that nothing encloses."""
+    begin = 0
+    for at, char in _outside(text):
+        if char == ",":
+            yield text[begin:at].strip()
+            begin = at + 1
+    if text[begin:].strip():
+        yield text[begin:].strip()
+
+
+def _outside(text: str) -> Iterator[tuple[int, str]]:
+    """The characters, and where they are, that no parentheses, brackets or quotes enclose."""
+    depth, quote, escaped = 0, "", False
+    for at, char in enumerate(text):
+        if quote:
+            if char == quote and not escaped:
+                quote = ""
+            escaped = char == "\\" and not escaped
+        elif char in "'\"":
+            quote = char
+        else:
+            depth += (char in "([") - (char in ")]")
+            if depth == 0:
+                yield at, char
+
+
+def _before_default(argument: str) -> str:
+    return argument.partition("=")[0]
+
+
+def _cpp_argument(kind: str) -> str:
+    plain = _cpp(kind.replace("(!)", ""))
+    if not plain:
+        return ""
+    if "(!)" in kind:
+        return f"{plain}&"
+    return plain if plain in _BY_VALUE else f"const {plain}&"
+
+
+def _cpp(kind: str) -> str:
+    """``List<int64_t>`` for ``int[]``; empty for a type that op.h does not have."""
+    if kind.endswith("?"):
+        inner = _cpp(kind[:-1])
+        return inner and f"opk::optional<{inner}>"
+    if kind.endswith("[]"):
+        inner = _cpp(kind[:-2])
+        return inner and f"opk::List<{inner}>"
+    found = _CPP.get(kind, "")
+    return found if found in ("", "Tensor", "int64_t", "double", "bool") else f"opk::{found}"

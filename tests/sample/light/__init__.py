@@ -1,0 +1,1 @@
+"""A package with an op that is written with op.h."""
