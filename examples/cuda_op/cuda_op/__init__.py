@@ -1,8 +1,9 @@
 """A package with one op for CUDA, ROCm and the CPU."""
 
-import opkiln
 import torch
 from torch import Tensor
+
+import opkiln
 
 
 @opkiln.op("bias_gelu.cpp", cuda="bias_gelu.cu")

@@ -1,7 +1,8 @@
 """A package with one native op."""
 
-import opkiln
 from torch import Tensor
+
+import opkiln
 
 
 @opkiln.op("scaled_add.cpp")
