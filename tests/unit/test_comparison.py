@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from opkiln.authoring.checking import copied  # noqa: E402 (it imports torch)
+from opkiln.authoring.checking import copied
 
 BASE = torch.arange(40.0)
 TENSORS = {
