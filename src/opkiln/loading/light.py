@@ -65,8 +65,10 @@ def is_light(path: str) -> bool:
     return "opkiln_ops" in elf.defined(path)
 
 
-def adopt(spec: OpSpec, library: Any) -> None:
+def adopt(spec: OpSpec, library: Any, overloads: tuple[str, ...]) -> None:
     """Register the functions of a library that was just opened, in place of an older version's.
+
+    Each is registered as all of ``overloads``; "" is the default one.
 
     A library that registers itself when it is opened is left alone. Raises LoadError if a function
     is missing or does not fit its schema; the older version then stays.
@@ -86,10 +88,12 @@ def adopt(spec: OpSpec, library: Any) -> None:
     with _lock:
         _retire(spec)
         for pointer, function in zip(pointers, functions, strict=True):
-            names = ",".join(signature.argument_names(schemas[function.name]))
-            wrong = library.opkiln_register(
-                pointer, namespace, function.name.encode(), names.encode()
+            names = ",".join(signature.argument_names(schemas[function.name])).encode()
+            called = [f"{function.name}.{each}" if each else function.name for each in overloads]
+            answers = (
+                library.opkiln_register(pointer, namespace, each.encode(), names) for each in called
             )
+            wrong = next(filter(None, answers), None)
             if wrong:
                 for each in pointers:
                     library.opkiln_unregister(each)
@@ -128,9 +132,20 @@ def _require_fit(spec: OpSpec, functions: list[Function]) -> None:
         raise LoadError(what, why=why, hint=hint)
 
 
+def retire(distribution: str, op: str) -> None:
+    """Unregister all libraries of an op: it is declared anew."""
+    with _lock:
+        for name in [each for each in _registered if each[:2] == (distribution, op)]:
+            _unregister(name)
+
+
 def _retire(spec: OpSpec) -> None:
     """Unregister what an older version of the op has registered."""
-    old = _registered.pop(_name(spec), None)
+    _unregister(_name(spec))
+
+
+def _unregister(name: _Name) -> None:
+    old = _registered.pop(name, None)
     if old is not None:
         for pointer in old.pointers:
             old.library.opkiln_unregister(pointer)

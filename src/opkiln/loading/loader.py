@@ -28,7 +28,7 @@ from opkiln.errors import (
     ReloadError,
     SettingWarning,
 )
-from opkiln.loading import register
+from opkiln.loading import light, register
 from opkiln.loading.native import beside, of_its_own, open_artifact
 from opkiln.model import EXECUTABLE, LIBRARY, Artifact, Op
 from opkiln.record import Record
@@ -196,6 +196,7 @@ _ATTEMPTS = 8  # each but the last removes a candidate, or follows a collector's
 
 def forget(distribution: str, op: str) -> None:
     """Forget what is loaded of an op, for all its backends: it is declared anew."""
+    light.retire(distribution, op)
     for name in [each for each in _loaded if each[:2] == (distribution, op)]:
         _loaded.pop(name, None)
         _opened.pop(name, None)
@@ -269,9 +270,10 @@ def _open(op: Op, artifact: Artifact) -> Any:
     if earlier:
         artifact = beside(spec, artifact, earlier)
     artifact = of_its_own(op.name, artifact)
-    value = open_artifact(spec, artifact.path)
+    overloads = ("",) if op.registration is None else op.registration.overloads
+    value = open_artifact(spec, artifact.path, overloads)
     if spec.kernels and spec.kind == LIBRARY:
-        register.require_kernels(spec)
+        register.require_kernels(spec, overloads)
     opened[artifact.sha256] = value
     earlier.append(artifact)
     return value

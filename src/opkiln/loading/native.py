@@ -10,8 +10,10 @@ from opkiln.loading import light
 from opkiln.model import ABI_NONE, EXECUTABLE, LIBRARY, PLAIN, PYTHON, XPU, Artifact, OpSpec
 
 
-def open_artifact(spec: OpSpec, path: str) -> Any:
+def open_artifact(spec: OpSpec, path: str, overloads: tuple[str, ...] = ("",)) -> Any:
     """The loaded thing: an extension module, a CDLL, a path; None for a torch library.
+
+    ``overloads`` are what the functions of a torch library are registered as.
 
     Raises LoadError with what the dynamic linker said.
     """
@@ -27,7 +29,7 @@ def open_artifact(spec: OpSpec, path: str) -> Any:
             # the link to one in memory leads to (store.archive), which is not a file.
             library = _open_library(path)
             torch.ops.loaded_libraries.add(path)
-            light.adopt(spec, library)
+            light.adopt(spec, library, overloads)
             return None
         if spec.kind == PLAIN:
             return _open_library(path)

@@ -191,12 +191,14 @@ def drop_compiled_graphs() -> None:
         config.enable_autograd_cache = False
 
 
-def require_kernels(spec: OpSpec) -> None:
-    """Raise LoadError where torch has no kernel for a function that the library must implement."""
+def require_kernels(spec: OpSpec, overloads: tuple[str, ...] = ("",)) -> None:
+    """Raise LoadError where torch has no kernel for a function that the library must implement, as
+    the first of ``overloads``."""
     import torch
 
     has, keys = torch._C._dispatch_has_kernel_for_dispatch_key, DISPATCH_KEYS[spec.backend]
-    missing = [name for name in spec.kernels if not any(has(name, key) for key in keys)]
+    ending = f".{overloads[0]}" if overloads[0] else ""
+    missing = [name for name in spec.kernels if not any(has(name + ending, key) for key in keys)]
     if missing:
         from opkiln.building.wording import missing_kernels
 

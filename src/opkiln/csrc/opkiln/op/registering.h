@@ -187,18 +187,20 @@ extern "C" inline const char* opkiln_register(const opkiln_op* op, const char* n
     return "this torch numbers dtypes or devices differently than op.h";
   }
   opkiln_op* const mine = const_cast<opkiln_op*>(op);  // one of this library's records
-  if (mine->library) return "it is registered already";
-  // Never freed: a call in another thread may be about to name an argument.
-  if (char* const copy = static_cast<char*>(__builtin_malloc(__builtin_strlen(argument_names) + 1))) {
-    mine->argument_names = __builtin_strcpy(copy, argument_names);
+  if (!mine->argument_names) {
+    // Never freed: a call in another thread may be about to name an argument.
+    if (char* const copy = static_cast<char*>(__builtin_malloc(__builtin_strlen(argument_names) + 1))) {
+      mine->argument_names = __builtin_strcpy(copy, argument_names);
+    }
   }
-  TorchLibraryHandle library = nullptr;
-  if (aoti_torch_library_init_impl(ns, op->key, op->file, op->line, &library) == 0) {
+  // An op may have several names: overloads of one function.
+  TorchLibraryHandle library = mine->library;
+  if (library || aoti_torch_library_init_impl(ns, op->key, op->file, op->line, &library) == 0) {
     if (torch_library_impl(library, name, op->run, opk::kTorch) == 0) {
       mine->library = library;
       return nullptr;
     }
-    aoti_torch_delete_library_object(library);
+    if (!mine->library) aoti_torch_delete_library_object(library);
   }
   const char* why = nullptr;
   if (torch_exception_get_what_without_backtrace) why = torch_exception_get_what_without_backtrace();
