@@ -386,6 +386,38 @@ def test_its_tests_and_an_added_ops_pass_compiled_at_first_use_and_precompiled(
     assert_tests_pass(environment, project, OPKILN_CACHE_DIR=fresh, **NATIVE_ONLY)
 
 
+MISTAKES = {
+    "a wrong sign": ("a[i] + s * b[i]", "a[i] - s * b[i]", r"reference differ: the result is "),
+    "no C++": ("b[i];", "b[i]", r"demo_add\.cpp:\d+:\d+: error: expected ';'"),
+    "a type of no op": ("double scale", "float scale", r"used at .*/demo_add\.cpp:\d+"),
+    "another type": (
+        "double scale",
+        "int64_t scale",
+        r"scale is float in the schema, int in",
+    ),
+    "no binding": ("OPKILN_OP(demo_add, cpu);", "", r"hint: OPKILN_OP\(demo_add, cpu\);"),
+}
+
+
+@needs_compiler
+@needs_torch
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_its_tests_say_what_is_wrong_with_an_edited_kernel(
+    environment: Environment, project: Path, store: str, mistake: str
+) -> None:
+    right, wrong, message = MISTAKES[mistake]
+    kernel = project / "src/demo_ops/ops/demo_add/demo_add.cpp"
+    assert right in kernel.read_text()
+    kernel.write_text(kernel.read_text().replace(right, wrong))
+    argv = [str(environment.python), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "tests"]
+    done = install.run(argv, project, PYTHONPATH="src", OPKILN_CACHE_DIR=store)
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("E ")]
+    assert re.search(message, "\n".join(said)), done.stdout
+    assert len(said) < 12, done.stdout
+
+
 @needs_compiler
 @needs_torch
 @pytest.mark.slow
