@@ -40,7 +40,7 @@ class TorchSDK(Record):
 class DeviceCompiler(Record):
     """A compiler of device code, and what is known of it."""
 
-    family: str  # nvcc, hipcc, icpx, sycl-rt
+    family: str  # nvcc, nvrtc, hipcc, icpx, sycl-rt
     path: str  # absolute, of the program itself and not of a script that runs it
     home: str  # the toolkit's root: the anchor "toolkit"
     version: str  # 13.0, 5.2.3
@@ -52,6 +52,8 @@ class DeviceCompiler(Record):
     host: str = ""  # the host compiler it is to use, where that is not the toolchain's own
     # Below the anchor "wheels": where headers are that the toolkit lacks.
     wheel_include_dirs: tuple[str, ...] = ()
+    # NVRTC: libnvrtc and its builtins. ``path`` is the Python that runs opkiln's driver of them.
+    libraries: tuple[str, ...] = ()
 
 
 class Toolchain(Record):

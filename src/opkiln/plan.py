@@ -116,6 +116,10 @@ def make(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
     linked = tuple(step.output for step in before if step.kind == "device-link")
     last = link.link_step(spec, target, toolchain, users, (*objects, *linked))
     environment = _ENVIRONMENTS.get(target.backend, _ENVIRONMENT)
+    if _by_nvrtc(toolchain):
+        from opkiln.steps import nvrtc
+
+        environment = (*environment, *nvrtc.ENVIRONMENT)
     steps = (*compiles, *before, last)
     return Plan(spec, target, toolchain, steps, environment, last.output)
 
@@ -146,9 +150,10 @@ def _compile(
 ) -> Step:
     of_device = source.endswith(_DEVICE_SOURCES.get(target.backend, ()))
     if target.backend == CUDA and of_device:
-        from opkiln.steps import nvcc
+        from opkiln.steps import nvcc, nvrtc
 
-        return nvcc.compile_step(spec, target, toolchain, users, source)
+        step = nvrtc.compile_step if _by_nvrtc(toolchain) else nvcc.compile_step
+        return step(spec, target, toolchain, users, source)
     if target.backend == ROCM and of_device:
         from opkiln.steps import hipcc
 
@@ -160,6 +165,10 @@ def _compile(
     return host.compile_step(spec, target, toolchain, users, source)
 
 
+def _by_nvrtc(toolchain: Toolchain) -> bool:
+    return toolchain.device is not None and toolchain.device.family == "nvrtc"
+
+
 def _device_link(
     spec: OpSpec,
     target: Target,
@@ -167,7 +176,7 @@ def _device_link(
     users: Mapping[str, tuple[str, ...]],
     compiles: tuple[Step, ...],
 ) -> tuple[Step, ...]:
-    if target.backend != CUDA:
+    if target.backend != CUDA or _by_nvrtc(toolchain):
         return ()
     from opkiln.steps import nvcc
 
@@ -230,6 +239,12 @@ def author_flags(plan: Plan, module: str) -> Flags:
             f"op {plan.spec.name} cannot be described by flags alone",
             why="its relocatable device code is linked by a step of its own",
             hint="opkiln.compat.torch.BuildExtension runs the whole plan",
+        )
+    if _by_nvrtc(plan.toolchain):
+        raise SpecError(
+            f"op {plan.spec.name} cannot be described by flags alone",
+            why="opkiln itself divides its sources for the host compiler and NVRTC",
+            hint="OPKILN_CUDA=nvcc",
         )
     places = anchors(plan, "")
     compiles, last = [step for step in plan.steps if step.kind == "compile"], plan.steps[-1]

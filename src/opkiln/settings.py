@@ -359,6 +359,12 @@ class Settings:
     )  # fmt: skip
 
     # CUDA
+    cuda = Setting(
+        "OPKILN_CUDA", _choice("auto", "nvcc", "nvrtc"), "auto",
+        "What compiles CUDA sources. `nvcc`: a CUDA toolkit. `nvrtc`: the library of this name, "
+        "which torch's CUDA wheels bring along, and the C++ compiler; for sources on "
+        "`opkiln/op.h`. `auto`: `nvcc` where there is a toolkit, else `nvrtc`.",
+    )  # fmt: skip
     cuda_home = Setting(
         "OPKILN_CUDA_HOME", str, None,
         "The CUDA toolkit to use. It is used or refused, never replaced by another.",

@@ -194,7 +194,7 @@ def test_a_filter_that_leaves_nothing_says_what_was_asked_and_what_it_removed(
 def no_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without CUDA: nothing on PATH, in /usr/local or from PyPI."""
     monkeypatch.setattr(toolkits, "DIRECTORIES", ())
-    monkeypatch.setattr(toolkits, "_site_directories", list)
+    monkeypatch.setattr(toolkits, "site_directories", list)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
 
 

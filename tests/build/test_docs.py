@@ -128,8 +128,8 @@ def test_an_examples_op_works_in_a_whole_graph_once_it_was_called(
 def test_the_example_without_a_gpu_is_served_by_its_cpu_version(cache: str) -> None:
     # A driver that is there is not asked for what CUDA_VISIBLE_DEVICES leaves: the call is.
     code = (
-        "from cuda_op import BiasGeluBuilder\n"
-        "builder = BiasGeluBuilder(backend='cpu')\n"
+        "from cuda_op import bias_gelu\n"
+        "builder = bias_gelu.builder(backend='cpu')\n"
         "builder.jit_load()\n"
         "print(builder.backend, builder.build_for_cpu, builder.error_log)\n"
     )
@@ -139,9 +139,9 @@ def test_the_example_without_a_gpu_is_served_by_its_cpu_version(cache: str) -> N
 
 def test_the_example_compiles_for_the_gpus_it_is_asked_for(toolkit: str, cache: str) -> None:
     code = (
-        "from cuda_op import BiasGeluBuilder\n"
+        "from cuda_op import bias_gelu\n"
         "from opkiln.loading import loader\n"
-        "builder = BiasGeluBuilder(backend='cuda', archs='8.0;9.0')\n"
+        "builder = bias_gelu.builder(backend='cuda', archs='8.0;9.0')\n"
         "builder.jit_load()\n"
         "((loaded, _),) = loader.loaded_here().values()\n"
         "print(loaded.trace.candidates[-1].subject)\n"
@@ -161,16 +161,27 @@ def _library(entry: Path) -> Path:
     return entry if entry.is_file() else entry / "bias_gelu.so"
 
 
-def test_the_examples_setup_script_builds_the_same_images(
+SETUP = """
+from cuda_op import bias_gelu
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension
+
+extension = bias_gelu.builder(backend="cuda").builder()
+setup(name="cuda_op", version="0.1", packages=["cuda_op"], ext_modules=[extension],
+      cmdclass={"build_ext": BuildExtension})
+"""
+
+
+def test_a_setup_script_with_torchs_class_builds_the_same_images(
     toolkit: str, cache: str, tmp_path: Path
 ) -> None:
     # A torch without CUDA refuses .cu files only because it has looked for no toolkit.
     code = (
-        "import runpy, sys\n"
+        "import sys\n"
         "from torch.utils import cpp_extension\n"
         f"cpp_extension.CUDA_HOME = {toolkit!r}\n"
         f"sys.argv = ['setup.py', '-q', 'build', '--build-base', {str(tmp_path)!r}]\n"
-        "runpy.run_path('setup.py', run_name='__main__')\n"
+        f"exec({SETUP!r})\n"
     )
     done = _run([sys.executable, "-c", code], cache, CUDA_OP, TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX")
     assert done.returncode == 0, done.stdout + done.stderr

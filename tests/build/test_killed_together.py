@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from sample import child
+from sample.processes import ENDLESS, UNLIMITED, field, pids, watchdogs
 from sample.quiet import within
 
 from opkiln.toolchain import host
@@ -20,17 +21,8 @@ pytestmark = pytest.mark.skipif(not host.available(), reason="no C++ compiler is
 
 LOAD = """
     import sys, opkiln
-    flags = ["-fconstexpr-ops-limit=9223372036854775807", "-fconstexpr-loop-limit=2147483647"]
-    opkiln.load("op", [sys.argv[1]], extra_cflags=flags, is_python_module=False, abi="none")
-"""
-# Keeps the compiler busy for longer than any test, with little memory.
-ENDLESS = """
-constexpr long long endless() {
-    long long sum = 0;
-    for (long long i = 0; i < 4000000000LL; ++i) sum += i;
-    return sum;
-}
-constexpr long long value = endless();
+    source, *flags = sys.argv[1:]
+    opkiln.load("op", [source], extra_cflags=flags, is_python_module=False, abi="none")
 """
 HANGING = "#include <unistd.h>\nstatic int hang = [] { for (;;) pause(); return 0; }();\n"
 
@@ -38,27 +30,11 @@ HANGING = "#include <unistd.h>\nstatic int hang = [] { for (;;) pause(); return 
 def living(name: str) -> dict[int, list[bytes]]:
     """The words of living processes that have this text in one of them, or in a variable."""
     found = {}
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+    for pid in pids():
         words, variables = field(pid, "cmdline"), field(pid, "environ")
         if pid != os.getpid() and any(name.encode() in each for each in (*words, *variables)):
             found[pid] = words
     return found
-
-
-def field(pid: int, name: str) -> list[bytes]:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
-        return file.read().split(b"\0")
-    return []
-
-
-def watchdogs(parent: int) -> list[int]:
-    pids = map(int, filter(str.isdigit, os.listdir("/proc")))
-    words = ((pid, field(pid, "cmdline")) for pid in pids)
-    return [
-        pid
-        for pid, each in words
-        if each[-2:-1] == [b"%d" % parent] and any(w.endswith(b"watchdog.py") for w in each)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +52,7 @@ def test_a_builder_killed_together_with_its_watchdog_leaves_no_process(
     monkeypatch.setenv("OPKILN_TMPDIR", str(place))
     source = place / "op.cpp"
     source.write_text(text)
-    builder = child.start(LOAD, str(source))
+    builder = child.start(LOAD, str(source), *UNLIMITED)
 
     def busy() -> bool:
         words = [each for pid, each in living(str(place)).items() if pid != builder.pid]

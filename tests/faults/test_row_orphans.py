@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 from sample import signals
+from sample.processes import ENDLESS, UNLIMITED, field, pids, watchdogs
 from sample.quiet import within
 
 if TYPE_CHECKING:
@@ -23,17 +24,6 @@ if TYPE_CHECKING:
     from fault_rows import Cases
 
 pytestmark = pytest.mark.row(3)
-
-# Keeps cc1plus busy for longer than any test, with little memory.
-SOURCE = """
-constexpr long long endless() {
-    long long sum = 0;
-    for (long long i = 0; i < 4000000000LL; ++i) sum += i;
-    return sum;
-}
-constexpr long long value = endless();
-"""
-LIMITS = ("-fconstexpr-ops-limit=9223372036854775807", "-fconstexpr-loop-limit=2147483647")
 
 # A program that builds: it registers a scratch directory and runs the compiler given to it. What
 # it does besides is up to the test, which puts it in place of BEFORE and AROUND.
@@ -66,7 +56,7 @@ def builder(
     if compiler is None:
         pytest.skip("needs g++")
     source = tmp_path / "endless.cpp"
-    source.write_text(SOURCE)
+    source.write_text(ENDLESS)
     # A path that a protocol of lines or of text would trip over.
     name = os.fsdecode(f"scratch {number}\n'\"$".encode() + b"\xff")
     scratch = os.path.join(tmp_path, name)
@@ -77,7 +67,7 @@ def builder(
     child = subprocess.Popen(
         [
             *(*signals.FOREGROUND, sys.executable, "-c", script, scratch, mark),
-            *(compiler, *LIMITS, "-c", str(source), "-o", output),
+            *(compiler, *UNLIMITED, "-c", str(source), "-o", output),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -99,24 +89,6 @@ def builder(
 def marked(mark: str) -> list[int]:
     """Living processes that inherited the test's mark."""
     return [pid for pid in pids() if f"ORPHAN_TEST={mark}".encode() in field(pid, "environ")]
-
-
-def watchdogs(parent: int) -> list[int]:
-    """Watchdogs that were started by a process of that number; their command line ends with it."""
-    found = [(pid, field(pid, "cmdline")) for pid in pids()]
-    return [pid for pid, words in found if b"-S" in words and words[-2:-1] == [b"%d" % parent]]
-
-
-def pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def field(pid: int, name: str) -> list[bytes]:
-    try:
-        with open(f"/proc/{pid}/{name}", "rb") as file:
-            return file.read().split(b"\0")
-    except OSError:
-        return []
 
 
 def names(pids_: list[int]) -> set[str]:

@@ -77,7 +77,11 @@ def main() -> int:
         print(f"mutants: {module}", flush=True)
         started = time.monotonic()
         place = directory_of(module)
-        if not again:
+        if again:
+            # Which tests reach which function. mutmut adds new tests to it, and does not look
+            # again at tests that were edited.
+            (place / "mutants" / "mutmut-stats.json").unlink(missing_ok=True)
+        else:
             prepare(module, place)
         if (not again or changed(place, module)) and not mutate(place):
             return 1

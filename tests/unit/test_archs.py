@@ -11,8 +11,8 @@ from sample.decisions import World
 from opkiln.build_model import DeviceCompiler, Target, Toolchain
 from opkiln.decision import archs
 from opkiln.decision.archs import Wanted
-from opkiln.devices import amd
-from opkiln.errors import ArchError, ArchWarning, LoadError, ToolchainError
+from opkiln.devices import amd, nvidia
+from opkiln.errors import ArchError, ArchWarning, LoadError, OpkilnError, ToolchainError
 from opkiln.model import CPU, CUDA, ONE_CALL, ROCM, Op
 from opkiln.settings import LAYOUT, override
 from opkiln.toolchain import choice
@@ -182,6 +182,9 @@ def test_why_there_is_no_device(world: World, monkeypatch: pytest.MonkeyPatch) -
     amd_gpus(monkeypatch, "gfx90a")
     assert archs.why_no_device(CUDA) == ""
     assert archs.why_no_device(ROCM) == ""
+    some = nvidia._known["/"]._replace(why="a second GPU does not answer")
+    monkeypatch.setitem(nvidia._known, "/", some)
+    assert archs.why_no_device(CUDA) == ""
 
 
 def test_nothing_is_asked_where_neither_a_setting_nor_a_device_speaks(world: World) -> None:
@@ -245,6 +248,13 @@ def test_architecture_that_was_named_and_cannot_be_compiled_is_an_error(world: W
     assert raised.value.hint == "export OPKILN_CUDA_ARCH_LIST='10.0'"
 
 
+def test_variant_that_the_toolkit_was_tried_with_and_refused_is_an_error(world: World) -> None:
+    tried = GCC._replace(device=NVCC._replace(accepts=frozenset(["90a"])))
+    assert fitted(world, "9.0a", tools=tried) == ("9.0a",)
+    with pytest.raises(ToolchainError, match=r"cannot be compiled for 10\.0a"):
+        fitted(world, "10.0a", tools=tried)
+
+
 def test_rocm_compiler_without_a_list_is_believed_and_with_one_is_held_to_it(
     world: World,
 ) -> None:
@@ -262,8 +272,9 @@ def test_gpu_that_is_newer_than_the_toolkit_gets_what_it_can_run_and_one_warning
     world: World,
 ) -> None:
     world.gpus("9.0", "12.0")
+    tools = GCC._replace(device=NVCC._replace(version="13.0.48"))
     with pytest.warns(ArchWarning) as told:
-        assert fitted(world, "9.0", "12.0", native=True) == ("9.0", "10.0+PTX")
+        assert fitted(world, "9.0", "12.0", native=True, tools=tools) == ("9.0", "10.0+PTX")
     (warning,) = told
     assert str(warning.message).startswith("op op: ")
     assert str(warning.message).endswith(
@@ -285,6 +296,17 @@ def test_ptx_is_for_drivers_that_are_as_new_as_the_toolkit(world: World) -> None
     assert archs.for_devices(archs.grammar(CUDA).parse("9.0"), NVCC)[1] == ()
 
 
+def told(error: OpkilnError) -> tuple[str, str, str]:
+    return error.what, error.why, error.hint
+
+
+def why_not_for(arch: str) -> tuple[str, str, str]:
+    """What is told of a card that the toolkit does not serve."""
+    with pytest.raises(ArchError) as cause:
+        archs.for_devices(archs.grammar(CUDA).parse(arch), NVCC)
+    return told(cause.value)
+
+
 def test_old_card_that_nobody_may_use_is_left_out_and_one_that_is_used_is_an_error(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,11 +318,7 @@ def test_old_card_that_nobody_may_use_is_left_out_and_one_that_is_used_is_an_err
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(ToolchainError) as raised:
         fitted(world, "6.1", "9.0", native=True)
-    with pytest.raises(ArchError) as cause:
-        archs.for_devices(archs.grammar(CUDA).parse("6.1"), NVCC)
-    assert (raised.value.what, raised.value.why, raised.value.hint) == (
-        cause.value.what, cause.value.why, cause.value.hint,
-    )  # fmt: skip
+    assert told(raised.value) == why_not_for("6.1")
     monkeypatch.delenv("CUDA_DEVICE_ORDER")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # which of the two that is, nobody knows
     with pytest.raises(ToolchainError):
@@ -315,11 +333,7 @@ def test_machine_of_old_cards_alone_is_told_the_last_ones_reason(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     with pytest.raises(ToolchainError) as raised:
         fitted(world, "6.1", "7.0", native=True)
-    with pytest.raises(ArchError) as cause:
-        archs.for_devices(archs.grammar(CUDA).parse("7.0"), NVCC)
-    assert (raised.value.what, raised.value.why, raised.value.hint) == (
-        cause.value.what, cause.value.why, cause.value.hint,
-    )  # fmt: skip
+    assert told(raised.value) == why_not_for("7.0")
 
 
 # What runs here
@@ -337,6 +351,8 @@ def test_coverage_is_that_of_the_worst_gpu_that_may_be_used(
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert archs.coverage(CUDA, ("9.0",)) == "exact"
+    monkeypatch.delenv("CUDA_DEVICE_ORDER")  # which of the two that is, nobody knows
+    assert archs.coverage(CUDA, ("8.6", "9.0")) == ""
     amd_gpus(monkeypatch, "gfx90a")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert archs.coverage(ROCM, ("gfx90a",)) == "exact"
@@ -353,6 +369,8 @@ def test_way_of_a_library_on_the_gpus_here_is_that_of_the_worst(world: World) ->
     assert way("8.6+PTX") == ("ptx", "9.0")
     assert way("9.0") == ("", "8.6")
     assert way("9.0", images=("sm_86", "sm_90")) == ("exact", "8.6")
+    world.gpus("9.0")  # the only one that this process may use
+    assert way("9.0") == ("exact", "9.0")
     world.gpus()  # a build for here, where the driver hides what is wanted
     assert way("8.6") == ("", "9.0")
 

@@ -459,7 +459,7 @@ def test_a_missing_toolkit_is_no_failure_where_nothing_is_compiled(tmp_path: Pat
 _ALONE = """
 from opkiln.toolchain import toolkits
 toolkits.DIRECTORIES = ()
-toolkits._site_directories = list
+toolkits.site_directories = list
 """
 _GPU = """
 from opkiln.devices import nvidia

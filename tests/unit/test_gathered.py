@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from opkiln import digest
 from opkiln.build_model import DeviceCompiler, Plan, Target, Toolchain, TorchSDK
 from opkiln.model import ABI_NONE, ABI_STABLE, ABI_TORCH, PACKAGE, PLAIN, PYTHON, OpSpec
 from opkiln.observing.inputs import Inputs
 from opkiln.store import deps
 from opkiln.store.libraries import Libraries
-from opkiln.store.recheck import Hasher, Names, listing
+from opkiln.store.recheck import Hasher, Names, choice, listing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,7 +75,7 @@ def shop(tmp_path: Path) -> Shop:
     ("text", "expected"),
     [
         ("a.o:\ta.h\n", []),  # make's own separator is a colon and a blank
-        ("a.o: a.h\tb.h\n", ["a.h", "b.h"]),
+        ("a.o: a.h\tb.h MAX.h\n", ["a.h", "b.h", "MAX.h"]),
         ("a.o: a\\\tb.h c.h\n", ["a\tb.h", "c.h"]),
         ("a.o: a\\\\ b.h\n", ["a\\", "b.h"]),
         ("a.o: a\\\\\\\\\\ b.h\n", ["a\\\\ b.h"]),
@@ -98,6 +101,8 @@ def test_own_file_is_known_by_its_place_below_the_package_opkiln_or_the_root(sho
     assert deps.Owners(plan).own_place(f"{shop.src}/sub/a.h") == ("src", "sub/a.h")
     assert deps.Owners(plan).own_place(f"{shop.src}2/a.h") == ("abs", f"{shop.src}2/a.h")
     assert deps.Owners(plan).own_place(f"{PACKAGE}/include/op.h") == ("opkiln", "include/op.h")
+    assert deps.Owners(plan).own_place(f"{shop.src}/MAX") == ("src", "MAX")
+    assert deps.Owners(plan).own_place("/data/MAX") == ("abs", "/data/MAX")
     assert deps.Owners(plan).own_place(f"{shop.base}/usr/include/vector") is None
     assert deps.Owners(plan).own_place(f"{shop.base}/usr/include/../mine.h") == (
         "abs", f"{shop.base}/usr/include/../mine.h",
@@ -143,6 +148,17 @@ def test_headers_of_the_toolkit_and_its_wheels_are_the_systems(shop: Shop) -> No
     wheel = f"{wheel_headers.root(plan.toolchain.torch)}/cublas/cublas.h"
     assert deps.Owners(plan).own_place(wheel) is None
     assert deps.Owners(shop.plan(device=True)).own_place(wheel) == ("abs", wheel)
+    other = f"{wheel_headers.root(plan.toolchain.torch)}/other/own.h"
+    assert deps.Owners(plan).own_place(other) == ("abs", other)
+
+
+def test_directory_counts_by_its_whole_name_with_and_without_a_slash(shop: Shop) -> None:
+    plan = shop.plan(include_dirs=(f"{shop.base}/MAX", "/"))
+    system = (f"{shop.base}/usr/include/", f"{shop.base}/SYSX")
+    owners = deps.Owners(plan._replace(toolchain=plan.toolchain._replace(include_dirs=system)))
+    read = [f"{shop.base}/{name}" for name in ("usr/include/a/b.h", "SYSX/c/d.h", "MAX/e/f.h")]
+    assert [owners.own_place(path) for path in read] == [None, None, ("abs", read[2])]
+    assert set(deps._included_names(plan, owners, read)) == {"a/b.h", "c/d.h", "e/f.h"}
 
 
 def test_package_inside_the_toolkits_directory_stays_the_authors(shop: Shop) -> None:
@@ -296,18 +312,20 @@ def test_shared_library_of_the_system_is_found_again_where_the_result_runs(shop:
 
 def test_names_that_were_looked_for_in_vain_are_watched_where_they_were(shop: Shop) -> None:
     seen = Inputs((), (
-        (f"{shop.src}/gen", ("made.h",)), (f"{shop.base}/lib", ("spec",)), ("/usr", ("x/none.h",)),
         (f"{shop.base}/torch/include", ("covered.h",)),
+        (f"{shop.src}/gen", ("made.h", "MAX")), (f"{shop.base}/lib", ("spec",)),
+        ("/usr", ("x/none.h",)), ("/", ("no-such-directory-of-opkiln/a.h",)),
+        (f"{shop.base}/usr/include", ("made.h",)),
     ))  # fmt: skip
     for name in ("src/gen", "lib"):
         (shop.base / name).mkdir()
     found = shop.gather(shop.plan(abi=ABI_STABLE), [], seen)
-    assert set(found.names) == {"made.h", "spec", "x/none.h"}
+    missing = "no-such-directory-of-opkiln/a.h"
+    assert set(found.names) == {"made.h", "MAX", "spec", "x/none.h", missing}
     watched = {(anchor, path) for anchor, path, _ in found.watches}
-    assert {("src", "gen"), ("abs", f"{shop.base}/lib")} <= watched
-    assert ("abs", "/usr") not in watched
+    assert watched == {("src", ""), ("src", "gen"), ("abs", f"{shop.base}/lib")}
     assert ("/usr/", listing(Names(found.names).present("/usr"))) in found.external_files
-    assert "/usr" in [path for path, _ in found.external_directories]
+    assert {"/usr", "/"} <= {path for path, _ in found.external_directories}
 
 
 def test_directory_that_only_this_build_has_is_not_watched(shop: Shop) -> None:
@@ -330,6 +348,84 @@ def test_linked_files_and_directories_are_gathered_with_the_rest(shop: Shop) -> 
     assert ("abs", f"{shop.base}/lib") in [watch[:2] for watch in found.watches]
 
 
+def test_library_of_the_system_that_an_op_names_is_watched_by_itself(shop: Shop) -> None:
+    named, other = shop.write("usr/include/libx.a"), shop.write("usr/include/liby.a")
+    linked = Libraries(files=(named, other), names=("libx.a",), directories=())
+    found = shop.gather(shop.plan(), [], linked=linked)
+    watched = [path for path, _ in found.external_directories]
+    assert watched == [f"{shop.base}/usr/include", named]
+
+
+# Programs
+
+
+class Clock:
+    """The time that signatures are taken at. It is ten seconds ahead, so all files are at rest."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead = 10.0
+        now = time.time_ns
+        monkeypatch.setattr(digest.time, "time_ns", lambda: now() + int(self.ahead * 1e9))
+
+
+def digest_of(shop: Shop, program: str, memory: Path) -> str:
+    """A program's digest, as a process finds it that has not looked at it before."""
+    deps._programs.clear()
+    seen = Inputs(programs=(program,))
+    found = deps.gather(shop.plan(), [], Hasher(), None, seen, (str(memory),))
+    return dict(found.external_files)[program]
+
+
+def test_program_is_hashed_once_and_again_when_it_has_changed(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Clock(monkeypatch)
+    program, memory = shop.write("bin/cc", "one"), shop.base / "store" / "toolchains"
+    hashed = []
+
+    def counted(path: str) -> str:
+        hashed.append(path)
+        return digest.sha256_file(path)
+
+    monkeypatch.setattr(deps, "sha256_file", counted)
+    for text, times in (("one", 1), ("another", 2)):
+        shop.write("bin/cc", text)
+        wanted = hashlib.sha256(text.encode()).hexdigest()
+        seen = Inputs(programs=(program,))
+        found = deps.gather(shop.plan(), [], Hasher(), None, seen, (str(memory),))
+        assert dict(found.external_files)[program] == wanted
+        assert digest_of(shop, program, memory) == wanted
+        assert hashed == [program] * times
+
+
+def test_program_that_is_replaced_while_it_is_hashed_is_not_remembered(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    program, memory = shop.write("bin/cc", "old"), shop.base / "store" / "toolchains"
+
+    def overtaken(path: str) -> str:
+        found = digest.sha256_file(path)
+        shop.write("bin/cc", "new")
+        os.utime(path, (time.time() + 20,) * 2)
+        clock.ahead = 40
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(deps, "sha256_file", overtaken)
+        digest_of(shop, program, memory)
+    assert digest_of(shop, program, memory) == hashlib.sha256(b"new").hexdigest()
+
+
+def test_programs_that_a_script_chose_from_path_are_recorded(shop: Shop) -> None:
+    chosen = (("cc", ("/a/cc", "/b/cc")),)
+    found = shop.gather(shop.plan(), [], Inputs(chosen=chosen))
+    assert found.chosen == chosen
+    assert ("PATH:cc", choice(["/a/cc", "/b/cc"])) in found.external_files
+    assert deps.to_manifest(found)["chosen"] == [["cc", ["/a/cc", "/b/cc"]]]
+    assert "chosen" not in deps.to_manifest(shop.gather(shop.plan(), []))
+
+
 # The record
 
 
@@ -337,11 +433,11 @@ def test_record_of_dependencies_gives_their_key_again(shop: Shop) -> None:
     header = shop.write("src/a.h")
     plan = shop.plan()
     found = shop.gather(plan, [f"{shop.src}/a.cpp", header, f"{shop.src}/a.cpp"])
-    digest = hashlib.sha256(b"// a file").hexdigest()
-    assert deps.own_digests(plan, found)[header] == digest
+    sha256 = hashlib.sha256(b"// a file").hexdigest()
+    assert deps.own_digests(plan, found)[header] == sha256
     assert len(deps.own_digests(plan, found)) == 2
     record = deps.to_manifest(found)
-    assert record["own"][1][:3] == ["src", "a.h", digest]
+    assert record["own"][1][:3] == ["src", "a.h", sha256]
     assert record["own"][1][3:] == list(found.own[1].signature)
     assert record["external"] == found.external
     assert record["watches"] == [["src", "", ("a.cpp", "a.h")]]
@@ -391,6 +487,9 @@ def test_name_that_was_looked_for_in_vain_and_exists_by_now_is_an_error(shop: Sh
     made = shop.write("src/gen/made.h")
     with pytest.raises(deps.Appeared, match=made):
         gathered("made.h")
+    shop.write("src/gen/MAX")
+    with pytest.raises(deps.Appeared, match="MAX"):
+        gathered("MAX")
     with pytest.raises(deps.Appeared):
         gathered("made.h/")  # a directory, where there is a file now
     Path(made).unlink()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from opkiln.building.objects import write_leaf
+from opkiln.building import leaves
 from opkiln.errors import StoreError
 from opkiln.settings import override
 from opkiln.store import deps, entry, gc, inventory, publish
@@ -61,7 +61,7 @@ class Shelf:
         made.mkdir()
         (made / payload).write_bytes(os.urandom(size))
         leaf = str(made / "leaf")
-        write_leaf(leaf, str(made / payload), manifest, read, lists)
+        leaves.write(leaf, str(made / payload), manifest, read, lists)
         final = publish.publish(leaf, self.root, f"{where}/{deps.key_of(read)}")
         self.age(Path(final), days)
         return Path(final)
@@ -346,19 +346,22 @@ def test_records_that_were_never_finished_are_swept_and_the_others_are_not(shelf
     payload = os.path.relpath(shelf.op("adam") / "adam.so", shelf.root)
     text = json.dumps({"payload": payload})
     left = set()
-    for top, end in (("toolchains", "json"), ("failures", "json"), ("logs", "log"),
-                     ("receipts/acme/adam", "json")):  # fmt: skip
-        Path(shelf.root, top).mkdir(parents=True)
-        for name, hours in ((f"a.{end}", 2), (f"a.{end}.123-dead", 2), (f"b.{end}.123-live", 0.5)):
+    for top, final in (("toolchains", "a.json"), ("toolchains", "observer-0123"),
+                       ("failures", "a.json"), ("logs", "a.log"),
+                       ("receipts/acme/adam", "a.json")):  # fmt: skip
+        Path(shelf.root, top).mkdir(parents=True, exist_ok=True)
+        dead, live = f"{final}.123-00000000dead", f"{final}.123-000000000000"
+        for name, hours in ((final, 2), (dead, 2), (live, 0.5)):
             path = Path(shelf.root, top, name)
             path.write_text(text)
             os.utime(path, (time.time() - hours * 3600,) * 2)
             left |= set() if "dead" in name else {str(path)}
     done = gc.collect(shelf.root, 1 << 30)
-    assert len(done.swept) == 4
+    assert len(done.swept) == 5
     assert all(path.endswith("dead") for path in done.swept)
     tops = ("toolchains", "failures", "logs", "receipts")
-    found = {str(path) for top in tops for path in Path(shelf.root, top).rglob("*.*")}
+    found = {str(path) for top in tops for path in Path(shelf.root, top).rglob("*")
+             if path.is_file()}  # fmt: skip
     assert found == left
 
 

@@ -33,7 +33,9 @@ def test_a_log_names_what_was_read_written_missed_and_started() -> None:
     assert found.absent == {"/src/none.h"}
     assert found.written == {"/stage/a.s": (1,)}
     assert found.programs == ("/usr/bin/g++", "/usr/lib/cc1plus")
-    assert found.started[1] == log.Started("/usr/lib/cc1plus", "cc1plus", 0)
+    assert found.started == (
+        log.Started("/usr/bin/g++", "", -1), log.Started("/usr/lib/cc1plus", "cc1plus", 0),
+    )  # fmt: skip
 
 
 GAPS = {
@@ -67,6 +69,16 @@ def test_what_a_forked_process_writes_is_written_by_its_parents_program() -> Non
     assert found.written == {"/stage/a": (0,), "/stage/b": (0,)}
 
 
+def test_what_a_copy_of_a_later_program_does_is_done_by_that_program() -> None:
+    """Processes 12 and 13 are copies of cc1plus, which is process 11."""
+    seen = log.parse(logged(
+        BEGAN, "B 11 10 10 0 0.0 /usr/lib/cc1plus", "W 11 0 10 0 0.0 /stage/a",
+        "W 12 0 11 0 0.0 /stage/b", "S 13 14 11 0 0.0 /evil/as",
+    ))  # fmt: skip
+    assert seen.written == {"/stage/a": (1,), "/stage/b": (1,)}
+    assert seen.started[2] == log.Started("", "/evil/as", 1)
+
+
 def test_a_program_that_replaces_another_is_started_by_it() -> None:
     found = log.parse(logged(BEGAN, "S 10 10 1 0 0.0 as", "B 10 1 1 0 0.0 /usr/bin/as"))
     assert found.started[1] == log.Started("/usr/bin/as", "as", 0)
@@ -77,7 +89,7 @@ def test_a_program_that_a_copy_of_a_shell_starts_leaves_no_gap() -> None:
     seen = log.parse(logged(
         BEGAN, "S 12 12 0 0 0.0 /usr/bin/mv", "B 12 11 0 0 0.0 /usr/bin/mv",
     ))  # fmt: skip
-    assert seen is not None
+    assert seen.complete
     assert seen.programs == ("/usr/bin/g++", "/usr/bin/mv")
 
 
@@ -99,11 +111,18 @@ def test_a_program_is_known_by_the_path_that_it_was_called_by(tmp_path: Path) ->
 def test_a_program_that_could_not_be_started_leaves_no_gap() -> None:
     tried = ("S 10 10 0 0 0.0 /nowhere/as", "F 10 10 0 0 0.0 /nowhere/as")
     assert log.parse(logged(BEGAN, *tried)).complete
+    assert log.parse(logged(BEGAN, *tried[1:])).complete
 
 
 def test_a_child_may_begin_before_its_parent_has_recorded_it() -> None:
-    records = ("B 11 10 0 0 0.0 /usr/bin/as", "S 10 11 0 0 0.0 /usr/bin/as")
-    assert log.parse(logged(BEGAN, *records)).complete
+    records = ("B 11 10 0 0 0.0 /usr/bin/as", "S 10 11 0 0 0.0 /opt/as", "S 10 11 0 0 0.0 other")
+    found = log.parse(logged(BEGAN, *records))
+    assert found.complete
+    assert found.started[1] == log.Started("/usr/bin/as", "/opt/as", 0)
+
+
+def test_a_process_that_is_observed_may_become_another_program_without_saying_so_first() -> None:
+    assert log.parse(logged(BEGAN, "B 10 1 0 0 0.0 /usr/bin/as")).complete
 
 
 def test_a_log_file_is_read_as_it_is_and_a_missing_one_counts_as_no_log(tmp_path: Path) -> None:
@@ -296,10 +315,49 @@ def test_links_in_a_circle_end(tmp_path: Path) -> None:
     assert inputs.of(seen, "/stage").absent == ((str(tmp_path), ("n.h",)),)
 
 
-def test_a_directory_by_the_name_of_a_header_is_not_a_file(tmp_path: Path) -> None:
-    (tmp_path / "n.h").mkdir()
-    path = str(tmp_path / "n.h")
-    seen = log.Observation({path: (log.Identity.now(path),)}, {}, frozenset(), frozenset(), ())
-    found = inputs.of(seen, "/stage")
+@pytest.mark.parametrize("name", ["n.h", "n.h/", "MAX"])
+def test_a_directory_by_the_name_of_a_header_is_not_a_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    found = inputs.of(observed(f"{tmp_path}/{name}"), "/stage")
     assert found.files == ()
-    assert found.absent == ((str(tmp_path), ("n.h/",)),)
+    assert found.absent == ((str(tmp_path), (name.rstrip("/") + "/",)),)
+
+
+def test_the_root_that_is_opened_is_not_a_file() -> None:
+    assert inputs.of(observed("/"), "/stage").files == ()
+
+
+def test_a_script_is_known_by_its_own_path_and_by_its_interpreters() -> None:
+    seen = log.parse(logged(BEGAN, "S 11 11 0 0 0.0 /opt/cc", "B 11 10 0 0 0.0 /bin/sh"))
+    assert inputs.of(seen, "/stage").programs == ("/usr/bin/g++", "/bin/sh", "/opt/cc")
+
+
+def test_a_program_that_was_called_by_a_link_of_the_stage_is_known_by_its_own_path(
+    tmp_path: Path,
+) -> None:
+    real, link = tmp_path / "as", tmp_path / "stage" / "as"
+    real.touch()
+    link.parent.mkdir()
+    link.symlink_to(real)
+    seen = log.parse(logged(BEGAN, f"S 11 11 0 0 0.0 {link}", f"B 11 10 0 0 0.0 {real}"))
+    assert inputs.of(seen, str(link.parent)).programs == ("/usr/bin/g++", str(real))
+
+
+def test_of_a_name_on_path_the_longest_list_of_programs_is_kept() -> None:
+    shorter, longer = ("cc", ("/a/cc",)), ("cc", ("/a/cc", "/b/cc"))
+    other = ("as", ("/a/as",))
+    assert inputs.of(observed(), "/stage", (longer, shorter, other)).chosen == (other, longer)
+    steps = [inputs.Inputs(chosen=(longer,)), inputs.Inputs(chosen=(other, shorter))]
+    assert inputs.union(steps).chosen == (other, longer)
+
+
+def test_two_steps_agree_if_the_files_that_both_read_are_the_same() -> None:
+    def reading(**inodes: int) -> log.Observation:
+        read = {f"/{path.replace('_', '/')}": (log.Identity(1, inode, 1, 1),)
+                for path, inode in inodes.items()}  # fmt: skip
+        return log.Observation(read, {}, frozenset(), frozenset(), ())
+
+    first = reading(a=1, b=2, dev_null=3)
+    assert inputs.agree(first, reading(a=1, c=9))
+    assert inputs.agree(first, reading(b=2, dev_null=4))
+    assert not inputs.agree(first, reading(a=1, b=3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -17,11 +18,11 @@ import pytest
 from sample import layer
 from sample.signed_files import at_rest, just_saved, sha256
 
-from opkiln import digest, evidence, machine, model
+from opkiln import digest, evidence, images, machine, model
 from opkiln.decision import receipt
 from opkiln.decision.archs import Wanted
 from opkiln.decision.terms import Request
-from opkiln.digest import signed
+from opkiln.digest import Signature, signed
 from opkiln.model import ABI_NONE, ABI_STABLE, CPU, CUDA, PACKAGE, PLAIN, Artifact, Op, OpSpec
 from opkiln.settings import LAYOUT, override
 from opkiln.store import entry
@@ -362,6 +363,124 @@ def test_path_that_cannot_be_known_by_its_directories_has_the_programs_looked_up
     assert receipt.recall(calm.request()) == calm.artifact
 
 
+def test_program_that_is_new_or_gone_on_path_since_the_search_leaves_no_receipt(calm: Shop) -> None:
+    a_program(calm.base / "first" / "translator")
+    calm.keep()
+    assert calm.receipts == []
+    (calm.base / "first" / "translator").unlink()
+    calm.program.unlink()
+    calm.keep()
+    assert calm.receipts == []
+
+
+def test_programs_that_two_parts_of_a_search_saw_differently_leave_no_receipt(calm: Shop) -> None:
+    calm.read.entry_programs["translator"] = [str(calm.program), "/nowhere/translator"]
+    calm.keep()
+    assert calm.receipts == []
+
+
+# Renewal
+
+
+def contents(shop: Shop) -> dict[str, Any]:
+    (file,) = shop.receipts
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+RENEWED = {
+    "a source was saved again": ("files", "signatures"),
+    "a file that nobody includes is new": ("directories", "directory_signatures"),
+    "a program that nobody looks for is new": ("path_homes", "path_signatures"),
+}
+
+
+@pytest.mark.parametrize("change", RENEWED)
+def test_receipt_is_renewed_once_after_a_change_that_does_not_matter(
+    calm: Shop, change: str
+) -> None:
+    calm.keep()
+    (file,) = calm.receipts
+    before, written = contents(calm), file.stat().st_ino
+    assert receipt.recall(calm.request()) == calm.artifact
+    assert file.stat().st_ino == written, "nothing has changed"
+    if change in KEPT:
+        KEPT[change](calm)
+    else:
+        a_program(calm.base / "first" / "notes")
+    assert receipt.recall(calm.request()) == calm.artifact
+    paths, signatures = RENEWED[change]
+    after = contents(calm)
+    assert after == {**before, signatures: signed(before[paths])}
+    assert after != before
+    written = file.stat().st_ino
+    assert receipt.recall(calm.request()) == calm.artifact
+    assert file.stat().st_ino == written
+
+
+def test_receipt_is_not_renewed_while_a_change_may_go_on(shop: Shop) -> None:
+    shop.keep()
+    before = contents(shop)
+    _touch(shop.source)
+    shop.write("include/notes.txt", "")
+    assert receipt.recall(shop.request()) == shop.artifact
+    assert contents(shop) == before
+
+
+def test_receipt_is_not_renewed_for_another_path_or_without_its_library(
+    calm: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two shells would take turns in renewing it."""
+    calm.keep()
+    before = contents(calm)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(calm.base / "bin"))
+        assert receipt.recall(calm.request()) == calm.artifact
+    assert contents(calm) == before
+    _touch(calm.source)
+    calm.library.write_bytes(b"A LIBRARY")
+    assert receipt.recall(calm.request()) is None
+    assert contents(calm) == before
+
+
+# Images
+
+
+def test_file_in_an_image_is_known_by_its_mount(
+    calm: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount, change = images._FIRST - 5, images.change
+    source = str(calm.source)
+    monkeypatch.setattr(
+        images, "change", lambda path, found: mount if path == source else change(path, found)
+    )
+    signature = Signature.of(source)
+    assert signature.in_image
+    calm.read.entry_files[source] = [*signature, sha256(calm.source)]
+    calm.keep()
+    kept = contents(calm)
+    assert kept["images"] == [[source, *signature]]
+    assert source not in kept["files"]
+    assert receipt.recall(calm.request()) == calm.artifact
+    mount -= 1  # another image is mounted there, or the same one again
+    assert receipt.recall(calm.request()) is None
+
+
+def test_receipt_is_not_renewed_by_signatures_of_an_image(
+    calm: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hold as long as the image is mounted, which is not compared there."""
+    calm.keep()
+    before, change = contents(calm), images.change
+    monkeypatch.setattr(
+        images, "change",
+        lambda path, found: images._FIRST - 5 if path == str(calm.source) else change(path, found),
+    )  # fmt: skip
+    _touch(calm.source)
+    assert receipt.recall(calm.request()) == calm.artifact
+    assert contents(calm) == before
+
+
 def test_what_cannot_be_told_from_an_edit_leaves_no_receipt(shop: Shop) -> None:
     shop.read.files[str(shop.tool)] = [*just_saved(shop.tool), ""]  # no digest, and just changed
     shop.keep()
@@ -534,8 +653,19 @@ def test_receipt_rests_on_the_code_that_decides(
     files = json.loads(kept.read_text())["files"]
     ours = {os.path.relpath(file, PACKAGE) for file in files if file.startswith(f"{PACKAGE}/")}
     assert {
-        "decision/receipt.py", "store/__init__.py", "store/recheck.py", "toolchain/torch_sdk.py",
-        "arch/cpu.py",
+        "decision/receipt.py", "store/recheck.py", "toolchain/torch_sdk.py", "arch/cpu.py",
+        "digest.py", "model.py", "settings.py",
     } <= ours  # fmt: skip
-    assert not {"errors.py", "evidence.py", "more.py"} & ours
+    assert not {"errors.py", "evidence.py", "more.py", "__init__.py"} & ours
     assert "/elsewhere/planted.py" not in files
+
+
+def test_module_of_a_room_has_no_code_and_is_not_looked_at(shop: Shop) -> None:
+    shop.keep()
+    (kept,) = shop.receipts
+    looked_at = json.loads(kept.read_text())["files"]
+    rooms = [Path(PACKAGE) / name / "__init__.py" for name in receipt._ROOMS]
+    for path in filter(Path.exists, rooms):
+        (docstring,) = ast.parse(path.read_text()).body
+        assert isinstance(docstring, ast.Expr), path
+        assert str(path) not in looked_at

@@ -105,10 +105,12 @@ def test_names_are_those_of_the_stores_that_exist() -> None:
     own = [("src", "a.cpp", "0" * 64)]
     assert recheck.deps_key(own, "e", [("src", "include", ("a.h",))]) == DEPS_KEY
     assert recheck.listing(recheck.Names(NAMES).present("/nowhere")) == LISTING
+    assert recheck.choice(["/usr/bin/g++"]) == CHOICE
 
 
 DEPS_KEY = "a707d5231104cefaae1f3aea6a9a4c20de7a075d"
 LISTING = "6d9247720631deff5131817942693406ba84dbde"
+CHOICE = "67d50925cbe34382592f8b0cb9ebae32a2ad8c8b"
 
 
 # Which names exist
@@ -233,6 +235,62 @@ def test_file_is_read_once_for_all_entries_of_a_look_up(tree: Tree) -> None:
     tree.source.write_text("// edited meanwhile")
     assert hasher(str(tree.source)) == first
     assert recheck.Hasher()(str(tree.source)) != first
+
+
+# Programs that a script chose from PATH
+
+
+class Choice:
+    """Three directories on PATH. A build's script looked for ``cc`` and took that of the second."""
+
+    def __init__(self, tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tree = tree
+        self.directories = [tree.base / name for name in ("first", "second", "third")]
+        for directory in self.directories:
+            directory.mkdir()
+        monkeypatch.setenv("PATH", ":".join(map(str, self.directories)))
+        self.chosen = self.install(1)
+        tree.recorded["chosen"] = [["cc", [self.chosen]]]
+        tree.lists["external"].append(["PATH:cc", recheck.choice([self.chosen])])
+        tree.recorded["external"] = key("external", tuple(map(tuple, tree.lists["external"])))
+        self.name = self.name_with(self.chosen)
+
+    def install(self, place: int) -> str:
+        path = self.directories[place] / "cc"
+        path.touch(0o755)
+        return str(path)
+
+    def name_with(self, program: str) -> str:
+        """The name of an entry that is built by this program."""
+        external = (*self.tree.external(), ("PATH:cc", recheck.choice([program])))
+        own = [tuple(each[:3]) for each in self.tree.recorded["own"]]
+        return recheck.deps_key(own, key("external", external), self.tree.watches())
+
+
+@pytest.fixture
+def choice(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> Choice:
+    return Choice(tree, monkeypatch)
+
+
+def test_program_that_path_still_leads_to_needs_no_long_lists(choice: Choice) -> None:
+    choice.install(2)  # behind it
+    assert choice.tree.check() == (choice.name, [])
+    assert choice.tree.sidecar_reads == 0
+    assert choice.tree.noted().entry_programs == {"cc": [choice.chosen]}
+
+
+def test_program_in_front_of_the_chosen_one_is_told(choice: Choice) -> None:
+    front = choice.install(0)
+    name, changed = choice.tree.check()
+    assert changed == ["PATH:cc changed"]
+    assert name == choice.name_with(front)
+    assert name != choice.name
+
+
+def test_program_is_compared_by_its_place_where_the_system_was_touched(choice: Choice) -> None:
+    os.utime(choice.tree.usr, (1, 1))
+    assert choice.tree.check() == (choice.name, [])
+    assert choice.tree.sidecar_reads == 1
 
 
 # What is noted for a receipt

@@ -373,7 +373,8 @@ _DEVICE = DeviceCompiler(
     family="hipcc", path="/opt/rocm/bin/hipcc", home="/opt/rocm", version="6.2.0", identity="id",
     archs=(), accepts=frozenset(), include_dirs=(), library_dirs=("/opt/rocm/lib",),
 )  # fmt: skip
-_PLACES = {"src": "/pkg/op", "stage": "/stage", "torch": "/torch", "toolkit": "/opt/rocm"}
+_PLACES = {"src": "/pkg/op", "stage": "/stage", "torch": "/torch", "toolkit": "/opt/rocm",
+           "opkiln": "/opkiln-package"}  # fmt: skip
 
 
 def command(**changes: object) -> list[str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import zipfile
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,15 +16,26 @@ from opkiln import plan as plans
 from opkiln.build_model import DeviceCompiler, Toolchain, TorchSDK
 from opkiln.decision import search
 from opkiln.decision.terms import BUILD, LOAD, SHIP, Build, Serve, Trace
-from opkiln.errors import BuildError, CompilingOff, LoadError, SpecError, ToolchainError
-from opkiln.model import ABI_STABLE, ABI_TORCH, CUDA
-from opkiln.settings import LAYOUT
+from opkiln.engine import events
+from opkiln.errors import (
+    BuildError,
+    CompilingOff,
+    LoadError,
+    SpecError,
+    StoreError,
+    ToolchainError,
+)
+from opkiln.model import ABI_STABLE, ABI_TORCH, CUDA, OpSpec
+from opkiln.settings import LAYOUT, settings
+from opkiln.store import lock
 from opkiln.toolchain import choice
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from opkiln.decision.terms import Request
+    from opkiln.evidence import Evidence
 
 GCC = Toolchain("gcc", "/usr/bin/g++", "12", "x86_64", "gcc's", frozenset(), ("/usr/include",))
 NVCC = DeviceCompiler(
@@ -38,20 +52,22 @@ class Compilers:
         self.remembered: Toolchain | None = None
         self.found = False
         self.answer: Toolchain | ToolchainError = ToolchainError("none", why="one\ntwo")
+        self.recalled: list[tuple[object, ...]] = []
         self.asked: list[tuple[object, ...]] = []
         self.evidence: list[Toolchain] = []
         patch.setattr(choice, "recall", self._recall)
-        patch.setattr(choice, "available", lambda backend, machine: self.found)
+        patch.setattr(choice, "available", lambda backend, machine, spec: self.found)
         patch.setattr(choice, "choose", self._choose)
         patch.setattr(
             choice, "add_evidence", lambda memory, backend, tools: self.evidence.append(tools)
         )
 
-    def _recall(self, memory: object, backend: str, machine: str = "") -> Toolchain | None:
+    def _recall(self, memory: object, backend: str, machine: str, spec: OpSpec) -> Toolchain | None:
+        self.recalled.append((memory, backend, machine))
         return self.remembered
 
-    def _choose(self, *given: object) -> Toolchain:
-        self.asked.append(given)
+    def _choose(self, memory: object, backend: str, machine: str, spec: OpSpec) -> Toolchain:
+        self.asked.append((memory, backend, machine))
         if isinstance(self.answer, ToolchainError):
             raise self.answer
         return self.answer
@@ -85,6 +101,13 @@ def served(outcome: Serve | Build) -> str:
     return str(outcome.artifact.path)
 
 
+def evidence(outcome: Serve | Build) -> Evidence:
+    """What a receipt of this outcome would rest on."""
+    assert isinstance(outcome, Serve), outcome
+    assert outcome.read is not None
+    return outcome.read
+
+
 # Compilers that are known
 
 
@@ -96,9 +119,8 @@ def test_entry_of_the_known_compiler_serves_and_rests_on_that_compiler(
     outcome, told = look(world.request())
     assert served(outcome) == str(library)
     assert told == [("store", "taken", TAKEN)]
-    assert isinstance(outcome, Serve)
-    assert outcome.read is not None
-    assert outcome.read.complete
+    assert outcome.trace.candidates[0].subject == str(library.parent)
+    assert evidence(outcome).complete
     assert compilers.evidence == [GCC]
     assert compilers.asked == []
 
@@ -176,10 +198,8 @@ def test_without_any_compiler_every_build_of_these_sources_serves(
     outcome, told = look(world.request())
     assert served(outcome) == str(library)
     assert told == [("store", "taken", TAKEN)]
-    assert isinstance(outcome, Serve)
-    assert outcome.read is not None
-    assert outcome.read.complete
-    assert str(library.parents[2]) in outcome.read.files, "another build may come"
+    assert evidence(outcome).complete
+    assert str(library.parents[2]) in evidence(outcome).files, "another build may come"
     assert compilers.asked == []
 
 
@@ -204,16 +224,16 @@ def test_compiler_that_is_there_and_not_known_is_asked_first(
         ("store", "none", "the compiler is not known yet"), ("store", "none", NO_ENTRY),
     ]  # fmt: skip
     assert outcome.plan.toolchain == GCC
-    memory, backend, machine = compilers.asked[0]
-    target = world.request().target
-    assert (memory, backend, machine) == (world.request().store.memory, "cpu", target.machine)
+    here = str(world.cache / LAYOUT)
+    assert [each.subject for each in outcome.trace.candidates] == [here, here]
+    request = world.request()
+    for given in (compilers.asked[0], *compilers.recalled):
+        assert given == (request.store.memory, "cpu", request.target.machine)
     library = built_by(world, GCC, b"its own")
     outcome, told = look(world.request())
     assert served(outcome) == str(library)
     assert told[-1] == ("store", "taken", TAKEN)
-    assert isinstance(outcome, Serve)
-    assert outcome.read is not None
-    assert not outcome.read.complete
+    assert not evidence(outcome).complete
 
 
 def test_compiler_that_cannot_be_used_lets_any_build_serve(
@@ -247,9 +267,7 @@ def test_where_compiling_is_forbidden_any_build_serves_and_no_compiler_is_asked(
     library = world.store()
     outcome, _ = look(world.request())
     assert served(outcome) == str(library)
-    assert isinstance(outcome, Serve)
-    assert outcome.read is not None
-    assert not outcome.read.complete, "a compiler that may be used would decide"
+    assert not evidence(outcome).complete, "a compiler that may be used would decide"
     assert compilers.asked == []
 
 
@@ -272,14 +290,105 @@ def test_store_that_cannot_be_written_has_its_compilers_asked_without_a_lock(
     store.location = store.location._replace(writable=None)
     assert search._asked(request, "cpu", "x86_64") == GCC
     assert compilers.asked == [(store.memory, "cpu", "x86_64")]
+    outcome, _ = look(request)
+    assert [each.subject for each in outcome.trace.candidates] == ["", ""]
 
 
 def test_compilers_that_another_process_has_asked_meanwhile_are_not_asked_again(
     world: World, compilers: Compilers
 ) -> None:
     compilers.remembered = GCC
-    assert search._asked(world.request(), "cpu", "x86_64") == GCC
+    request = world.request()
+    assert search._asked(request, "cpu", "x86_64") == GCC
     assert compilers.asked == []
+    assert compilers.recalled == [(request.store.memory, "cpu", "x86_64")]
+
+
+class Queue:
+    """Another process that asks the compilers, in the place of ``lock.turn``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.states: list[lock.Waiting] = []
+        self.given: dict[str, Any] = {}
+        self._turn = lock.turn
+        monkeypatch.setattr(lock, "turn", self.turn)
+
+    @contextmanager
+    def turn(self, root: str, name: str, arrived: Any, waiting: Any, **given: Any) -> Iterator[Any]:
+        self.given = given
+        for state in self.states:
+            waiting(state)
+        with self._turn(root, name, arrived, waiting, **given) as got:
+            yield got
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    return Queue(monkeypatch)
+
+
+def test_who_waits_for_the_list_of_compilers_says_for_whom(
+    world: World, compilers: Compilers, queue: Queue
+) -> None:
+    compilers.answer = GCC
+    queue.states = [
+        lock.Waiting(None, 1.0), lock.Waiting(lock.Holder(7, "node", "t"), 2.0, stopped=True),
+    ]  # fmt: skip
+    heard: list[dict[str, Any]] = []
+    request = world.request()
+    since = request.since = request.since - 3
+    with events.listening(lambda event: heard.append(dict(event.data))):
+        assert search._asked(request, "cpu", "x86_64") == GCC
+    listed = "the list of compilers"
+    assert heard == [
+        {"op": "op", "pid": 0, "host": "", "seconds": 1.0, "what": listed},
+        {"op": "op", "pid": 7, "host": "node", "seconds": 2.0,
+         "what": f"{listed}, but it is stopped"},
+    ]  # fmt: skip
+    assert compilers.asked == [(request.store.memory, "cpu", "x86_64")]
+    assert queue.given == {
+        "what": f"{listed} for cpu", "limit": settings.build_timeout, "since": since,
+    }  # fmt: skip
+    assert request.since > since + 3, "the time of a build counts from here"
+
+
+def test_failure_to_find_compilers_is_told_to_those_who_wait_by_who_asked_first(
+    world: World, compilers: Compilers, queue: Queue
+) -> None:
+    told = world.cache / LAYOUT / "failures" / "compilers-cpu-x86_64.json"
+    queue.states = [lock.Waiting(None, 1.0)]
+    with pytest.raises(ToolchainError):
+        search._asked(world.request(), "cpu", "x86_64")
+    assert not told.exists(), "who has waited asks for itself"
+    queue.states = []
+    with pytest.raises(ToolchainError):
+        search._asked(world.request(), "cpu", "x86_64")
+    assert json.loads(told.read_text())["what"] == "none"
+
+
+def test_compilers_are_not_asked_by_a_signal_handler_that_interrupted_the_asking(
+    world: World, compilers: Compilers
+) -> None:
+    def interrupted(*_: object) -> Toolchain:
+        search._asked(world.request(), "cpu", "x86_64")
+        return GCC
+
+    world.patch.setattr(choice, "choose", interrupted)
+    with pytest.raises(BuildError, match="while the same thread asks the compilers"):
+        search._asked(world.request(), "cpu", "x86_64")
+
+
+def test_compilers_are_asked_without_a_trace_and_not_in_a_store_of_others(
+    world: World, compilers: Compilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compilers.answer = GCC
+    monkeypatch.setenv("OPKILN_TRACE", str(world.base / "trace.json"))
+    request = world.request()
+    assert search._asked(request, "cpu", "x86_64") == GCC
+    assert not (world.base / "trace.json").exists()
+    (world.cache / LAYOUT).chmod(0o777)
+    with pytest.raises(StoreError, match="is writable by others"):
+        search._asked(request, "cpu", "x86_64")
 
 
 # Layers
@@ -297,8 +406,7 @@ def test_listed_layer_serves_where_the_users_own_store_has_nothing(
     outcome = search.search(world.request(), trace)
     assert isinstance(outcome, Serve)
     assert (outcome.artifact.path, outcome.artifact.origin) == (str(listed), "layer")
-    assert outcome.read is not None
-    assert not outcome.read.complete
+    assert not evidence(outcome).complete
     names = "OPKILN_STORE_LAYERS names it, and "
     assert [tuple(each) for each in trace.candidates[:2]] == [
         ("layer", "none", f"{names}it does not exist", str(nowhere)),
@@ -336,9 +444,9 @@ def gpu(world: World, compilers: Compilers) -> World:
     return world
 
 
-def entry_for(world: World, compilers: Compilers, *archs: str) -> Path:
+def entry_for(world: World, compilers: Compilers, *archs: str, **changes: Any) -> Path:
     assert compilers.remembered is not None
-    return world.store(tools=compilers.remembered, archs=archs)
+    return world.store(tools=compilers.remembered, archs=archs, **changes)
 
 
 def test_entry_for_other_architectures_serves_the_gpus_here_if_its_code_runs(
@@ -350,16 +458,31 @@ def test_entry_for_other_architectures_serves_the_gpus_here_if_its_code_runs(
     outcome, told = look(gpu.request())
     assert served(outcome) == str(wider)
     assert told[-1] == ("store", "taken", f"{TAKEN}; its code for 8.0;9.0 runs here")
-    assert isinstance(outcome, Serve)
-    assert outcome.read is not None
-    assert not outcome.read.complete, "a build for the very GPU would be better"
+    assert not evidence(outcome).complete, "a build for the very GPU would be better"
     exact = entry_for(gpu, compilers, "8.6")
     outcome, told = look(gpu.request())
     assert served(outcome) == str(exact)
     assert told[-1] == ("store", "taken", TAKEN)
-    assert isinstance(outcome, Serve)
-    assert outcome.read is not None
-    assert outcome.read.complete
+    assert evidence(outcome).complete
+
+
+@pytest.mark.parametrize("fault", ["damaged", "cannot be opened", "needs another CPU"])
+def test_entry_for_other_architectures_serves_where_the_exact_one_cannot(
+    gpu: World, compilers: Compilers, fault: str
+) -> None:
+    lacking = {"target": {"cpu_features": ["none-such"]}} if "CPU" in fault else {}
+    exact = entry_for(gpu, compilers, "8.6", **lacking)
+    gpu.add(gpu.cache, intent="0" * 40)  # of other flags
+    wider = entry_for(gpu, compilers, "8.0", "9.0")
+    os.utime(wider.parents[2], (1, 1))  # the oldest, so it is looked at last
+    request = gpu.request()
+    if fault == "damaged":
+        exact.write_bytes(b"CODE")
+    if fault == "cannot be opened":
+        request.cannot_open[str(exact)] = LoadError("no", why="undefined symbol")
+    outcome, told = look(request)
+    assert served(outcome) == str(wider)
+    assert [each[:2] for each in told] == [("store", "refused"), ("store", "taken")]
 
 
 def test_list_that_was_named_is_the_one_that_is_wanted(gpu: World, compilers: Compilers) -> None:
@@ -406,9 +529,7 @@ def test_without_device_compiler_an_answer_is_not_remembered(
     entry_for(gpu, compilers, "8.6")
     compilers.remembered = None
     outcome, _ = look(gpu.request())
-    assert isinstance(outcome, Serve)
-    assert outcome.read is not None
-    assert not outcome.read.complete
+    assert not evidence(outcome).complete
 
 
 # The plan
@@ -419,6 +540,7 @@ def test_plan_is_given_whether_or_not_a_build_is_needed(world: World, compilers:
     compilers.answer = GCC
     request = world.request(BUILD)
     assert search.planned(request) == plans.make(world.spec, request.target, GCC)
+    assert compilers.asked == [(request.store.memory, "cpu", request.target.machine)]
 
 
 def test_missing_source_is_a_mistake_in_the_declaration(world: World, compilers: Compilers) -> None:

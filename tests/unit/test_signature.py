@@ -102,8 +102,10 @@ def test_differences_name_the_argument_and_both_types() -> None:
         ("f(Tensor(a!) x, int n) -> ()", "void f(Tensor& x, int64_t n)"),
         (
             "f(Tensor[] xs, int[]? n, str s, ScalarType t) -> (Tensor, str)",
-            "opk::tuple<Tensor, opk::String> f(const opk::List<Tensor>& xs, "
-            "const opk::optional<opk::List<int64_t>>& n, const opk::String& s, opk::DType t)",
+            (
+                "opk::tuple<Tensor, opk::String> f(const opk::List<Tensor>& xs, "
+                "const opk::optional<opk::List<int64_t>>& n, const opk::String& s, opk::DType t)"
+            ),
         ),
         ("f(Tensor(a!)[] xs) -> int[]", "opk::List<int64_t> f(opk::List<Tensor>& xs)"),
         ("f(Scalar s) -> Tensor", ""),

@@ -163,7 +163,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(
         toolkits, "DIRECTORIES", (str(tmp_path / "usr/cuda"), str(tmp_path / "usr/cuda-*"))
     )
-    monkeypatch.setattr(toolkits, "_site_directories", lambda: [str(tmp_path / "site")])
+    monkeypatch.setattr(toolkits, "site_directories", lambda: [str(tmp_path / "site")])
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
     made = Machine(tmp_path)
     with override(path=(str(made.bin), "/usr/bin", "/bin"), cxx=(str(made.cxx),)):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from opkiln import plan as plans
 from opkiln.build_model import DeviceCompiler, Plan, Step, Target, Toolchain
-from opkiln.building import failure, inline, loadtest, needs, observed
+from opkiln.building import failure, inline, leaves, loadtest, needs, observed
 from opkiln.building import objects as compiling
 from opkiln.decision import policy
 from opkiln.digest import UnusableFile, sha256_file
@@ -277,8 +277,7 @@ class _Build:
                 argv=plans.argv(step, self._shown(step, stage, places)),
                 cwd=stage,
                 env={
-                    **dict(self._plan.environment),
-                    **observer.environment(self._observer, observed.log_path(stage, step.output)),
+                    **observed.environment(self._plan, self._observer, stage, step.output),
                     **launchers.DIRECT,  # they have nothing to do with a link
                 },
                 tmpdir=stage,
@@ -325,10 +324,10 @@ class _Build:
             "created": time.time(),
         }
         lists = {
-            **compiling.sidecar(self._plan, linked.read, linked.dependencies, linked.seen),
+            **leaves.sidecar(self._plan, linked.read, linked.dependencies, linked.seen),
             "inputs": inputs(self._plan),
         }
-        compiling.write_leaf(leaf, linked.path, manifest, linked.dependencies, lists, linked.log)
+        leaves.write(leaf, linked.path, manifest, linked.dependencies, lists, linked.log)
         root = self._store.root
         relative = os.path.join(
             "ops", place_of(spec.distribution, spec.name), self._intent, self._build,

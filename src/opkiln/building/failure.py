@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -17,12 +16,13 @@ from opkiln.errors import BuildError, CompileError, StoreError
 from opkiln.model import CUDA, ONE_CALL, OpSpec
 from opkiln.process import signal_name
 from opkiln.store import publish
-from opkiln.toolchain import torch_sdk, wheel_headers
-from opkiln.trust import make_private
+from opkiln.toolchain import nvrtc, torch_sdk, wheel_headers
+from opkiln.writing import write_private
 
-# g++ and clang write file:line:column:, nvcc writes file(line):.
+# g++ and clang write file:line:column:, nvcc and NVRTC write file(line):.
 _DIAGNOSTIC = re.compile(
-    r"^(?P<where>[^\n]+?(?::\d+(?::\d+)?|\(\d+\))): (?:fatal )?error:? .*$", re.MULTILINE
+    r"^(?P<where>[^\n]+?(?::\d+(?::\d+)?|\(\d+\))): (?:(?:fatal|catastrophic) )?error:? .*$",
+    re.MULTILINE,
 )
 _LINKER = re.compile(
     r"^.*(?:undefined reference|cannot find -l|multiple definition).*$", re.MULTILINE
@@ -195,6 +195,9 @@ def _hint(output: str, plan: Plan) -> str:
             bring = f"apt-get install lib{name}-dev"
         there = names.library_dir.format(f"<directory of lib{name}.so>")
         return f"{bring}    (or {there})"
+    device = plan.toolchain.device
+    if device is not None and device.family == nvrtc.FAMILY and (said := _for_nvrtc(output)):
+        return said
     if "undefined reference" in output:
         return wording.undefined_symbol(spec)
     if _NOT_STABLE in output:
@@ -210,6 +213,23 @@ def _hint(output: str, plan: Plan) -> str:
         return ""  # no command can build it by name
     where = f" --target {target.backend}:{','.join(target.archs)}" if target.archs else ""
     return f"opkiln build {spec.name}{where}    # after fixing it"
+
+
+# What opkiln.nvrtc says of a source that only nvcc can compile.
+_NEEDS_NVCC = ("is nvcc's own syntax", "lambda needs nvcc", "a type without a name")
+
+
+def _for_nvrtc(output: str) -> str:
+    """What to do about a source that NVRTC, or g++ beside it, does not take."""
+    header = re.search(r'(?:cannot|could not) open source file "([^"]+)"', output)
+    if header:
+        return (
+            f"put #ifndef __CUDACC_RTC__ around #include <{header[1]}> if only host code uses it; "
+            "or OPKILN_CUDA=nvcc"
+        )
+    if any(each in output for each in _NEEDS_NVCC):
+        return "OPKILN_CUDA=nvcc    # needs a CUDA toolkit: pip install 'opkiln[cuda]'"
+    return ""
 
 
 def _library_header(header: str, plan: Plan) -> str:
@@ -236,14 +256,8 @@ def write_log(root: str | None, name: str, text: str) -> str:
     if root is None:
         return ""
     path = os.path.join(root, "logs", name + ".log")
-    temporary = f"{path}.{os.getpid()}-{os.urandom(6).hex()}"
     try:
-        make_private(os.path.dirname(path))
-        with open(temporary, "x", encoding="utf-8", errors="surrogateescape") as file:
-            file.write(text)
-        os.replace(temporary, path)
+        write_private(path, text.encode("utf-8", "surrogateescape"))
     except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
         return ""  # the build error matters more than the missing log
     return path

@@ -16,11 +16,12 @@ import contextlib
 import os
 import shutil
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from opkiln import plan as plans
 from opkiln.build_model import Plan, Step
-from opkiln.building import kernels, observed
+from opkiln.building import kernels, leaves, observed
+from opkiln.building.passes import Passes
 from opkiln.digest import Signature
 from opkiln.engine import events, schedule
 from opkiln.errors import BuildError, SourcesChanging, StoreError
@@ -113,8 +114,7 @@ def _from_store(
         read = tuple(os.path.join(places[anchor], path) for anchor, path in sidecar["read"])
         recorded = leaf.manifest["deps"]["own"]
         own = {os.path.join(places[anchor], path): sha for anchor, path, sha, *_ in recorded}
-        saw = sidecar.get("observed")
-        seen = None if saw is None else _from_sidecar(saw, places)
+        seen = leaves.seen_inputs(sidecar, places)
     except (OSError, ValueError, KeyError):
         return None  # garbage collection removed it meanwhile, so it is compiled again
     return Compiled(step, read, own, "", cached=True, inputs=seen)
@@ -148,14 +148,6 @@ def _translated(plan: Plan, directory: str) -> Staged | None:
     return hipify.stage(plan.spec, torch, directory)
 
 
-class _Pass(NamedTuple):
-    """A pass of the preprocessor over a source that is compiled through a launcher."""
-
-    look: observed.Look
-    direct: bool  # it does not see all that the compile reads, so that runs without the launcher
-    bond: dict[str, str]  # what the launcher gets to know, as environment variables
-
-
 class _Batch:
     """One round of compiles."""
 
@@ -178,80 +170,38 @@ class _Batch:
         self._began = time.time_ns()
         self._observer = observer.library(store.memory, plan.toolchain)
         self._verbose = "debug_cuda" in dict(plan.target.flags)  # ptxas reports each kernel
-        self._passes: dict[str, _Pass] = {}
-        self._preprocesses = launched and bool(self._observer)
+        self._passes = Passes(plan, stage, self._observer, launched=launched)
         self.launched = launched  # whether the host compiler runs through a launcher: known now
         self.settled: dict[str, Compiled] = {}
         self.unsettled: dict[str, dict[str, str]] = {}  # output -> snapshot for the next round
 
     def run(self, steps: list[Step], since: float | None) -> None:
-        if self._preprocesses:
-            passes = [self._pass_task(step) for step in steps if self._can_preprocess(step)]
+        found = (self._passes.task(step, self._argv(step, self._places)) for step in steps)
+        passes = [task for task in found if task is not None]
+        if passes:
             schedule.execute(passes, timeout=settings.build_timeout, since=since)
-            since = None if passes else since
+            since = None
         tasks = [self._task(step) for step in steps]
         schedule.execute(tasks, timeout=settings.build_timeout, since=since)
-
-    def _can_preprocess(self, step: Step) -> bool:
-        return launchers.can_preprocess(self._argv(step, self._places), self._plan.toolchain)
-
-    def _pass_task(self, step: Step) -> schedule.Task:
-        """The preprocessor, on what a step compiles."""
-        text = step.output + ".ii"
-        toolchain = self._plan.toolchain
-        argv = launchers.preprocess(
-            self._argv(step, self._places), toolchain, os.path.join(self._stage, text)
-        )
-        return schedule.Task(
-            name=text,
-            op=self._plan.spec.name,
-            label=f"{step.source} (preprocessor)",
-            argv=argv,
-            cwd=self._stage,
-            env={**self._environment(text), **launchers.DIRECT},
-            tmpdir=self._stage,
-            after=(),
-            memory=step.memory,
-            finish=lambda completed: self._finish_pass(step, text, completed),
-            may_fail=True,  # what is wrong with the source, the compile reports
-        )
-
-    def _finish_pass(self, step: Step, text: str, completed: Completed) -> None:
-        argv = self._argv(step, self._places)
-        look = observed.look(self._plan, step, self._stage, completed.argv[0], text)
-        if completed.returncode or look is None or not look.tells_all_of(text):
-            return
-        path = os.path.join(self._stage, text)
-        with open(path, "rb") as file:
-            made = file.read()
-        os.unlink(path)
-        direct = launchers.reads_more(made, argv)
-        files = (*self._inputs(look).files, *look.seen.programs)
-        bond = launchers.DIRECT if direct else launchers.bound_to(made, files)
-        self._passes[step.output] = _Pass(look, direct, bond)
 
     def _task(self, step: Step) -> schedule.Task:
         places = self._places
         if step.plain_paths:
             places = with_plain_paths(self._plan, step, self._stage, places)
 
-        before = self._passes.get(step.output)
-        argv = self._argv(step, places)
-        if before is not None and before.direct:
-            argv = launchers.without(argv, self._plan.toolchain)
-
         def widened(threads: int) -> tuple[str, ...]:
             return self._argv(step, {**places, "threads": str(threads)})
 
         # ptxas prints several lines for each kernel, and two at once would mix them up.
         most = 1 if self._verbose else settings.nvcc_threads or step.threads
+        environment = observed.environment(self._plan, self._observer, self._stage, step.output)
         return schedule.Task(
             name=step.output,
             op=self._plan.spec.name,
             label=step.source,
-            argv=argv,
+            argv=self._passes.argv(step, self._argv(step, places)),
             cwd=self._stage,
-            env={**self._environment(step.output), **({} if before is None else before.bond)},
+            env={**environment, **self._passes.environment(step)},
             tmpdir=self._stage,
             after=(),
             memory=step.memory,
@@ -259,10 +209,6 @@ class _Batch:
             threads=min(step.threads, most),
             widened=widened if step.threads > 1 else None,
         )
-
-    def _environment(self, output: str) -> dict[str, str]:
-        log = observed.log_path(self._stage, output)
-        return {**dict(self._plan.environment), **observer.environment(self._observer, log)}
 
     def _argv(self, step: Step, places: dict[str, str]) -> tuple[str, ...]:
         argv = plans.argv(step, places)
@@ -280,11 +226,11 @@ class _Batch:
             listed = deps.parse_depfile(os.fsdecode(file.read()))
         read = self._read(listed)
         look = observed.look(self._plan, step, self._stage, completed.argv[0])
-        if self._must_preprocess(step, look):
+        if self._passes.is_missing(step, self._argv(step, self._places), look):
             self.launched = True
             self.unsettled[step.output] = _snapshot(list(read))
             return
-        seen, same = self._evidence(step, look)
+        seen, same = self._passes.evidence(step, look)
         found = None if seen is None else self._inputs(seen)
         if found is not None:
             read = tuple(dict.fromkeys((*read, *found.files)))
@@ -316,26 +262,6 @@ class _Batch:
                 events.emit("note", text=f"{self._plan.spec.name}: {kernel}")
         if self._store.root is not None:
             _keep(self._plan, result, dependencies, self._store.root, self._stage)
-
-    def _must_preprocess(self, step: Step, look: observed.Look | None) -> bool:
-        """Whether only now it shows that the compiler ran elsewhere, or not at all."""
-        if self._preprocesses or look is None or not self._can_preprocess(step):
-            return False
-        return look.launched or (look.conduct.complete and not look.made(step.output))
-
-    def _evidence(
-        self, step: Step, look: observed.Look | None
-    ) -> tuple[observed.Look | None, bool]:
-        """What tells what a step read, None if nothing does; and whether all of it is unchanged."""
-        before = self._passes.get(step.output)
-        if before is not None and not before.direct:
-            agreed = look is None or inputs.agree(before.look.seen, look.seen)
-            return before.look, agreed and before.look.unchanged()
-        if look is None or not look.tells_all_of(step.output):
-            return None, True
-        if look.launched and before is None:
-            return None, True
-        return look, look.unchanged()
 
     def _inputs(self, look: observed.Look) -> inputs.Inputs:
         """What an observed compile depends on, by the paths outside of the staging directory."""
@@ -433,8 +359,8 @@ def _keep(
     staged = os.path.join(stage, step.output + ".leaf")
     manifest = {"kind": "object", "source": step.source, "wall": compiled.wall,
                 "max_rss": compiled.max_rss}  # fmt: skip
-    lists = sidecar(plan, compiled.read, dependencies, compiled.inputs)
-    write_leaf(staged, payload, manifest, dependencies, lists)
+    lists = leaves.sidecar(plan, compiled.read, dependencies, compiled.inputs)
+    leaves.write(staged, payload, manifest, dependencies, lists)
     name = key.step_key(plan, step)
     relative = os.path.join("objects", name[:2], name, deps.key_of(dependencies))
     try:
@@ -443,78 +369,3 @@ def _keep(
         events.emit("note", text=str(error))
     finally:
         publish.remove(staged)  # the name is needed again if an edit makes this build recompile
-
-
-def sidecar(
-    plan: Plan,
-    read: tuple[str, ...],
-    dependencies: deps.Dependencies,
-    seen: inputs.Inputs | None,
-) -> dict[str, Any]:
-    """The long lists of a leaf: every file read, by anchor, and the data that `recheck` needs."""
-    places = plans.anchors_of(plan.spec, plan.toolchain)
-    inline = {os.path.join(plan.spec.root, source) for source, _ in plan.spec.inline}
-    return {
-        "read": [list(_anchored(path, places)) for path in read if path not in inline],
-        "external": [list(item) for item in dependencies.external_files],
-        "names": list(dependencies.names),
-        **({} if seen is None else {"observed": _to_sidecar(seen, places)}),
-    }
-
-
-def _to_sidecar(seen: inputs.Inputs, places: dict[str, str]) -> dict[str, Any]:
-    """What an object that is found again must still say of itself; ``read`` has its files."""
-    absent = [[*_anchored(directory, places), list(names)] for directory, names in seen.absent]
-    chosen = [[name, list(paths)] for name, paths in seen.chosen]
-    return {"absent": absent, "programs": list(seen.programs), "chosen": chosen}
-
-
-def _from_sidecar(saw: dict[str, Any], places: dict[str, str]) -> inputs.Inputs:
-    absent = tuple(
-        (os.path.join(places[anchor], path), tuple(names)) for anchor, path, names in saw["absent"]
-    )
-    chosen = tuple((name, tuple(paths)) for name, paths in saw["chosen"])
-    return inputs.Inputs((), absent, tuple(saw["programs"]), chosen)
-
-
-def _anchored(path: str, places: dict[str, str]) -> tuple[str, str]:
-    for anchor in ("torch", "python", "wheels", "src", "opkiln"):
-        place = places.get(anchor)
-        if place and path.startswith(place.rstrip("/") + "/"):
-            return anchor, path[len(place.rstrip("/")) + 1 :]
-    return "abs", path
-
-
-def write_leaf(
-    directory: str,
-    payload: str,
-    manifest: dict[str, Any],
-    dependencies: deps.Dependencies,
-    lists: dict[str, Any],
-    log: str = "",
-) -> None:
-    """Write the files of a leaf, ready to be published."""
-    from opkiln.digest import sha256_file
-
-    os.mkdir(directory, 0o700)
-    name = os.path.basename(payload)
-    try:
-        os.link(payload, os.path.join(directory, name))
-    except OSError:  # a file system without hard links
-        shutil.copy(payload, directory)
-    full = {
-        **manifest,
-        "schema": entry.SCHEMA,
-        "payload": name,
-        "size": os.stat(payload).st_size,
-        "sha256": sha256_file(payload),
-        "deps": deps.to_manifest(dependencies),
-    }
-    files = {
-        entry.MANIFEST: entry.write_manifest(full),
-        entry.SIDECAR: entry.write_manifest({**lists, "schema": entry.SCHEMA}),
-        entry.LOG: log.encode("utf-8", "surrogateescape"),
-    }
-    for file, data in files.items():
-        with open(os.path.join(directory, file), "wb") as out:
-            out.write(data)

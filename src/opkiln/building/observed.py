@@ -9,7 +9,8 @@ from typing import NamedTuple
 from opkiln.build_model import Plan, Step
 from opkiln.errors import StepRefused
 from opkiln.model import OpSpec
-from opkiln.observing import inputs, limits, log
+from opkiln.observing import inputs, limits, log, observer
+from opkiln.toolchain import nvrtc
 
 _WHOLE = "an op's flags may only make the toolchain work in the build's own directory"
 
@@ -20,6 +21,9 @@ class Look(NamedTuple):
     seen: log.Observation
     conduct: limits.Conduct
     stage: str
+    # Beginnings of paths that the toolchain's identity represents: of a driver that is written in
+    # Python.
+    covered: tuple[str, ...] = ()
 
     @property
     def launched(self) -> bool:
@@ -40,11 +44,17 @@ class Look(NamedTuple):
         return inputs.identical(self.seen, self.stage)
 
     def inputs(self) -> inputs.Inputs:
-        return inputs.of(self.seen, self.stage, self.conduct.chosen())
+        found = inputs.of(self.seen, self.stage, self.conduct.chosen())
+        return inputs.without(found, self.covered) if self.covered else found
 
 
-def log_path(stage: str, output: str) -> str:
-    """Where the observer logs what the step with this output does."""
+def environment(plan: Plan, library: str, stage: str, output: str) -> dict[str, str]:
+    """A step's environment variables. With them, the observer (``library``, empty if there is none)
+    logs what the step with this output does."""
+    return {**dict(plan.environment), **observer.environment(library, _log(stage, output))}
+
+
+def _log(stage: str, output: str) -> str:
     return os.path.join(stage, output + ".observed")
 
 
@@ -54,7 +64,7 @@ def look(plan: Plan, step: Step, stage: str, first: str, output: str = "") -> Lo
     ``output`` is that of the command, if it is not the step's own. Raises StepRefused if the step
     started a program outside the toolchain, or wrote outside its directory.
     """
-    path = log_path(stage, output or step.output)
+    path = _log(stage, output or step.output)
     seen = log.read(path)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)  # the next attempt starts a log of its own
@@ -64,7 +74,10 @@ def look(plan: Plan, step: Step, stage: str, first: str, output: str = "") -> Lo
     stray = conduct.stray()
     if stray is not None:
         raise _refusal(plan.spec, step, stray)
-    return Look(seen, conduct, stage)
+    device = plan.toolchain.device
+    if device is None or device.family != nvrtc.FAMILY or first != device.path:
+        return Look(seen, conduct, stage)
+    return Look(seen, conduct, stage, nvrtc.covered(device))
 
 
 def _refusal(spec: OpSpec, step: Step, stray: limits.Stray) -> StepRefused:

@@ -128,7 +128,7 @@ def main() -> int:
     print(f"\n{LOADED} {nonce}", flush=True)
     listed = _listed(library)
     for each in listed or ():
-        print(LISTED + "\t".join(each))
+        print(LISTED + "\t".join(each), flush=True)
     found = _with_kernels(keys.split(",")) if functions and listed is None else None
     if found is not None:
         missing = [name for name in functions.split(",") if name not in found]

@@ -78,6 +78,7 @@ def plan_command(
 
 def _script(plan: Plan, stage: str) -> str:
     from opkiln.plan import anchors, argv
+    from opkiln.toolchain import choice
 
     target, tools = plan.target, plan.toolchain
     cpu = "+".join((target.cpu, *target.cpu_features))
@@ -86,7 +87,8 @@ def _script(plan: Plan, stage: str) -> str:
     device = f", {target.backend} {';'.join(target.archs)}" if target.archs else ""
     by = f"# by {tools.version}"
     if tools.device is not None:
-        by += f" and {tools.device.family} {tools.device.version}"
+        told = choice.reason(tools, plan.spec)
+        by += f" and {told or f'{tools.device.family} {tools.device.version}'}"
     lines = [
         f"# {plan.spec.name} for {target.system} {target.machine}, {cpu}{device}, {target.abi_tag}",
         by,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
-from contextlib import suppress
 
 import click
 
 from opkiln.cli import output
 from opkiln.cli.arguments import json_option
 from opkiln.errors import UsageError
+from opkiln.writing import replace
 
 WARNED = 8  # the doctor's exit code if nothing failed, but there are warnings
 
@@ -75,25 +74,10 @@ def _write(path: str, text: str) -> None:
             with open(path, "wb") as file:  # a pipe or a device is not replaced
                 file.write(content)
         else:
-            _replace(os.path.realpath(path), content)
+            replace(path, content)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error
     output.say(f"wrote {path}")
-
-
-def _replace(path: str, content: bytes) -> None:
-    """Write a temporary file and rename it: a full disk or a kill never leaves half a page."""
-    temporary = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(temporary, "xb") as file:
-            file.write(content)
-        if os.path.exists(path):
-            shutil.copymode(path, temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
 
 
 @click.command("doctor", short_help="Check this machine; show what is wrong and how to fix it.")

@@ -151,8 +151,7 @@ def why_no_device(backend: str) -> str:
     if backend == ROCM:
         from opkiln.devices import amd
 
-        found = amd.devices()
-        return "" if found.gpus else found.why
+        return amd.devices().why
     return ""
 
 

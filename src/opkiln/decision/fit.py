@@ -277,12 +277,13 @@ def _on_device(request: Request, manifest: Mapping[str, Any]) -> Fit:
 
 
 def _old_driver(toolchain: Mapping[str, str], way: str) -> str:
-    """The driver must know the runtime in the library. To recompile PTX it must be as new as it."""
+    """The driver must know the runtime in the library, and its images. To recompile PTX it must be
+    as new as the compiler."""
     from opkiln.decision import archs
     from opkiln.devices import nvidia
     from opkiln.toolchain import torch_sdk
 
-    made = toolchain.get("nvcc", "")
+    made = toolchain.get("nvcc") or toolchain.get("nvrtc", "")
     driver = nvidia.devices(archs.memory()).cuda
     if not driver or not made:
         return ""

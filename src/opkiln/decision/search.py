@@ -68,7 +68,7 @@ class _Compilers:
         self.unusable: ToolchainError | None = None  # why they cannot make what is wanted
         self.looked_at_any = False  # whether any build of the sources would have served
         target, memory = request.target, request.store.memory
-        self.tools = choice.recall(memory, target.backend, target.machine)
+        self.tools = choice.recall(memory, target.backend, target.machine, request.op.spec)
         self.fitted = target
         if self.tools is not None:
             try:
@@ -81,13 +81,17 @@ class _Compilers:
         """An entry of the store's layers."""
         request, trace, target = self.request, self.trace, self.request.target
         found = None
+        spec = request.op.spec
         may_ask = self.tools is None and not self.forbidden and self.unusable is None
-        if may_ask and choice.available(target.backend, target.machine):
+        any_will_do = choice.stands_in(target.backend, spec)
+        if may_ask and not any_will_do and choice.available(target.backend, target.machine, spec):
             # Which entries are its own is only known after it was asked.
             trace.add("store", "none", "the compiler is not known yet", request.store.root or "")
         else:
             found = built(request, self.fitted, self.tools, trace)
-            self.looked_at_any = self.tools is None
+            if found is None and any_will_do and self.tools is not None:
+                found = built(request, target, None, trace)
+            self.looked_at_any = self.tools is None or any_will_do
             if self.tools is not None:
                 choice.add_evidence(request.store.memory, target.backend, self.tools)
             elif self.forbidden or self.unusable:
@@ -216,7 +220,7 @@ def _of_other_archs(
 def planned(request: Request) -> Plan:
     """The plan that a build here would run, whether or not one is needed. Raises OpkilnError."""
     spec, target = request.op.spec, request.target
-    tools = choice.choose(request.store.memory, spec.backend, target.machine)
+    tools = choice.choose(request.store.memory, spec.backend, target.machine, spec)
     return plan_for(spec, archs.fitted(request.op, request.wanted, target, tools), tools)
 
 
@@ -239,10 +243,10 @@ def _ask_in_turn(request: Request, backend: str, architecture: str) -> Toolchain
     from opkiln.guard import once_per_thread
     from opkiln.store import location, lock
 
-    store = request.store
+    store, spec = request.store, request.op.spec
     location.claim(store.root)
     if store.root is None:
-        return choice.choose(store.memory, backend, architecture)
+        return choice.choose(store.memory, backend, architecture, spec)
     waited = False
 
     def waiting(state: lock.Waiting) -> None:
@@ -254,7 +258,7 @@ def _ask_in_turn(request: Request, backend: str, architecture: str) -> Toolchain
                     seconds=state.seconds, what=what)  # fmt: skip
 
     def arrived() -> Toolchain | None:
-        return choice.recall(store.memory, backend, architecture)
+        return choice.recall(store.memory, backend, architecture, spec)
 
     name = f"compilers-{backend}-{architecture}"
     what, limit = f"the list of compilers for {backend}", settings.build_timeout
@@ -268,13 +272,13 @@ def _ask_in_turn(request: Request, backend: str, architecture: str) -> Toolchain
             return got
         if not waited:
             try:
-                return choice.choose(store.memory, backend, architecture)
+                return choice.choose(store.memory, backend, architecture, spec)
             except ToolchainError as error:
                 got.fail(error)
                 raise
     # The other process asked a compiler that was installed so recently that its answer is not
     # believed. Asking one after the other would only take longer.
-    return choice.choose(store.memory, backend, architecture)
+    return choice.choose(store.memory, backend, architecture, spec)
 
 
 def plan_for(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from opkiln.engine import events
 from opkiln.errors import SettingError, SettingWarning
+from opkiln.writing import replace
 
 if TYPE_CHECKING:
     from opkiln.engine.events import Event
@@ -79,25 +79,13 @@ class Trace:
                 self._end(key, self._last, {"unfinished": True})
             document = {"traceEvents": self._records, "displayTimeUnit": "ms"}
         try:
-            self._write(document)
+            replace(self._path, json.dumps(document).encode())
         except OSError as error:
             warnings.warn(
                 f"the trace {self._path!r} was not written: {error.strerror or error}",
                 SettingWarning,
                 stacklevel=2,
             )
-
-    def _write(self, document: dict[str, Any]) -> None:
-        # Write to a temporary file, then rename it. So a reader never sees half a trace, and a
-        # killed writer never leaves one.
-        fd, name = tempfile.mkstemp(prefix=".opkiln-trace-", dir=self._directory)
-        try:
-            with open(fd, "w", encoding="utf-8") as file:
-                json.dump(document, file)
-            os.replace(name, self._path)
-        except BaseException:
-            os.unlink(name)
-            raise
 
     def _begin(self, key: tuple[str, str, str], event: Event, first: int) -> None:
         lane = first

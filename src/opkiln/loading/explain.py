@@ -18,6 +18,7 @@ from opkiln.loading import loader
 from opkiln.model import Artifact, Op, place_of
 from opkiln.store import entry, key
 from opkiln.store.recheck import Hasher, recheck
+from opkiln.toolchain import choice
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ def explain(op: Op) -> Explanation:
         outcome.trace.add("build", "refused", f"{error.what}: {error.why}")
     else:
         keys = {"intent": key.intent_key(op.spec, plan.target), "build": key.build_key(plan)}
+        if how := choice.reason(plan.toolchain, op.spec):
+            keys["device"] = how
         if not isinstance(outcome, Serve):
             changes = _changes(plan, request.store)
     if isinstance(outcome, Serve) and (how := _dependencies(outcome.artifact)):

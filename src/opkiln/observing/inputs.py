@@ -76,6 +76,24 @@ def of(observation: Observation, stage: str, chosen: Iterable[Chosen] = ()) -> I
     return Inputs(files, _summed_up(unusable), programs, _longest(chosen))
 
 
+def without(found: Inputs, covered: tuple[str, ...]) -> Inputs:
+    """The inputs less the paths that begin with one of these."""
+
+    def counts(path: str) -> bool:
+        return not path.startswith(covered)
+
+    kept = tuple(
+        (directory, left)
+        for directory, names in found.absent
+        if (left := tuple(name for name in names if counts(os.path.join(directory, name))))
+    )
+    return found._replace(
+        files=tuple(filter(counts, found.files)),
+        absent=kept,
+        programs=tuple(filter(counts, found.programs)),
+    )
+
+
 def _programs(begun: tuple[str, ...], called: Iterable[str]) -> tuple[str, ...]:
     """The programs by the paths that they were called by, which may lead elsewhere later. Those
     without one (the first, and those found on PATH) by their own."""
@@ -103,8 +121,9 @@ def union(parts: Iterable[Inputs]) -> Inputs:
 
 
 def _longest(chosen: Iterable[Chosen]) -> tuple[Chosen, ...]:
-    """Each name once: of two lists of programs on PATH, the longer begins with the shorter."""
-    return tuple(sorted(dict(sorted(chosen, key=lambda each: len(each[1]))).items()))
+    """Each name once: of two lists of programs on PATH, the longer begins with the shorter, so it
+    comes after it."""
+    return tuple(dict(sorted(chosen)).items())
 
 
 def _summed_up(paths: Iterable[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -136,7 +155,7 @@ class _Absent:
         file that is missing there may be made."""
         for _ in range(_MOST_LINKS):
             yield path
-            link = self._broken_link(path.rstrip("/"))
+            link = self._broken_link(path)
             if not link:
                 return
             try:
@@ -149,7 +168,7 @@ class _Absent:
         if os.path.lexists(path):
             return path if os.path.islink(path) and not os.path.exists(path) else ""
         above = os.path.dirname(path)
-        if above in ("", path):
+        if above == path:
             return ""
         if above not in self._broken:
             self._broken[above] = self._broken_link(above)

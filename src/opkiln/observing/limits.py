@@ -53,7 +53,7 @@ class Compilers(NamedTuple):
     def of(cls, toolchain: Toolchain) -> Compilers:
         device = toolchain.device
         host = (toolchain.cxx, toolchain.launcher, None if device is None else device.host)
-        own = () if device is None else (device.path,)
+        own = () if device is None or device.family == "nvrtc" else (device.path,)
         return cls(tuple(filter(None, host)), own, toolchain.tools, toolchain.launcher or "")
 
 

@@ -137,7 +137,6 @@ class _Reading:
             known = first in self._running or process in self._running or process in self._observed
             place = self._place(process, first) if self.started else -1
             asked_for = self.starting.pop(process, ("", 0))[0]
-            self._observed.discard(process)
             self._running[process] = len(self.started)
             self.started.append(Started(path, asked_for, place))
             return known or place == -1
@@ -152,7 +151,6 @@ class _Reading:
                 self.started[begun] = self.started[begun]._replace(asked_for=path)
         elif kind == FAILED:
             self.starting.pop(process, None)
-            self._observed.discard(process)
         else:
             return False  # a record was lost
         return True

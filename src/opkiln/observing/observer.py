@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 
 from opkiln import machine
-from opkiln.digest import key, sha256_file
+from opkiln.digest import key, read_file, sha256_file
 from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.model import PACKAGE
 from opkiln.process import run
 from opkiln.toolchain import probing
 from opkiln.trust import make_private
+from opkiln.writing import write_private
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ def library(memory: tuple[str, ...], toolchain: Toolchain) -> str:
 
 
 def _compiled(cxx: str, path: str) -> str:
-    temporary = f"{path}.{os.getpid()}-{os.urandom(6).hex()}"
     try:
         make_private(os.path.dirname(path))
         with probing.scratch() as place:  # the store may be on a network file system
@@ -57,17 +57,10 @@ def _compiled(cxx: str, path: str) -> str:
             flags = ("-x", "c", "-O2", "-shared", "-fPIC", "-o", output, _SOURCE, "-ldl")
             done = run((cxx, *flags), timeout=_COMPILE_SECONDS, tmpdir=place)
             if done.returncode == 0:
-                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                with open(output, "rb") as made, os.fdopen(fd, "wb") as file:
-                    file.write(made.read())
-                os.replace(temporary, path)
+                write_private(path, read_file(output))
                 return path
     except (OSError, ToolchainError, BuildTimeout):
         pass  # no space, no compiler any more, a machine that hangs: the build itself reports it
-    try:
-        os.unlink(temporary)
-    except OSError:
-        pass
     return ""
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from opkiln.errors import StoreError, UsageError
 from opkiln.registry import GROUP
 from opkiln.ship import scaffold
+from opkiln.writing import replace
 
 _HEADER = re.compile(rf"""\s*\[\s*project\s*\.\s*entry-points\s*\.\s*["']{GROUP}["']\s*\]""")
 _TABLE = re.compile(r"\s*\[")
@@ -211,10 +212,10 @@ def _write(where: str, new: dict[str, str], changed: dict[str, str]) -> None:
             scaffold.write_all(where, {path: text})
         for path, text in changed.items():
             exchanged.append(path)
-            _replace(os.path.join(where, path), text)
+            replace(os.path.join(where, path), text.encode())
     except BaseException as error:
         for path in exchanged:
-            _replace(os.path.join(where, path), before[path])
+            replace(os.path.join(where, path), before[path].encode())
         for place in filter(None, made):
             if os.path.isdir(place):
                 shutil.rmtree(place)
@@ -233,19 +234,6 @@ def _first_missing(where: str, path: str) -> str:
         if not os.path.lexists(place):
             return place
     return ""
-
-
-def _replace(path: str, text: str) -> None:
-    temporary = f"{path}.{os.getpid()}-{os.urandom(6).hex()}"
-    try:
-        with open(temporary, "x", encoding="utf-8", newline="") as file:
-            file.write(text)
-        shutil.copymode(path, temporary)
-        os.replace(temporary, os.path.realpath(path))
-    except BaseException:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise
 
 
 def _read(path: str) -> str:

@@ -476,7 +476,7 @@ _NVCC_HINT = (
 )
 
 
-def _nvcc_options(words: Iterable[str]) -> Iterator[Option]:
+def nvcc_options(words: Iterable[str]) -> Iterator[Option]:
     """How nvcc divides a list of flags."""
     rest = iter(words)
     for word in rest:
@@ -502,7 +502,7 @@ def _judge_nvcc(words: tuple[str, ...]) -> None:
     to_host: list[str] = []
     to_linker: list[str] = []
     forwarded = any("forward-unknown" in word for word in words)
-    for option in _nvcc_options(words):
+    for option in nvcc_options(words):
         flag = " ".join(option.words)
         values = option.value.split(",") if option.name in _NVCC_LISTS else [option.value]
         if option.name in _REFUSED_BY_NVCC or option.name.partition("=")[0] in _REFUSED_BY_NVCC:
@@ -612,7 +612,7 @@ _COMPILE_RELOCATABLE = ("-dc", "--device-c")  # they also mean -c, which the pla
 def is_relocatable(flags: tuple[str, ...]) -> bool:
     """Whether nvcc flags ask for relocatable device code. If there are several, the last counts."""
     asked = False
-    for option in _nvcc_options(flags):
+    for option in nvcc_options(flags):
         if option.name in _COMPILE_RELOCATABLE:
             asked = True
         elif option.name in _RELOCATABLE:
@@ -624,7 +624,7 @@ def without_relocatable(flags: tuple[str, ...]) -> tuple[str, ...]:
     """The flags without those for relocatable device code. The plan adds its own, once."""
     return tuple(
         word
-        for option in _nvcc_options(flags)
+        for option in nvcc_options(flags)
         if option.name not in (*_RELOCATABLE, *_COMPILE_RELOCATABLE)
         for word in option.words
     )

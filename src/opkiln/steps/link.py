@@ -115,6 +115,8 @@ def _cuda_runtime(spec: OpSpec, toolchain: Toolchain, relocatable: bool) -> list
     """
     device, torch = toolchain.device, toolchain.torch
     assert device is not None  # a plan for this backend is made with its compiler
+    if device.family == "nvrtc":
+        return ["-ldl"]  # kernels are launched through the driver, which is opened at the first
     search: list[Arg] = [in_toolkit(device, path, "-L") for path in device.library_dirs]
     if relocatable:
         search += [f"-l{name}" for name in (*spec.device_libraries, "cudadevrt")]

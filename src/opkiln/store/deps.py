@@ -156,8 +156,8 @@ class Owners:
         self._toolkit = (*self._system, *_prefixes(parts))
 
     def own_place(self, path: str) -> Place | None:
-        """The place of an own file; None for a file that is external or covered."""
-        plain = os.path.normpath(path)
+        """The place of an own file or directory; None for one that is external or covered."""
+        plain = os.path.normpath(path) + "/"  # so that a directory is below itself
         if plain.startswith(self._covered) or self._is_systems(path, plain):
             return None
         return self.place(path)
@@ -379,12 +379,10 @@ class _Observed:
                 raise Appeared(os.path.join(directory, name))
 
     def _is_systems(self, path: str) -> bool:
-        plain = os.path.normpath(path) + "/"
-        if path in self._compilers:
+        if path == "/" or path in self._compilers:
             return True
-        if plain.startswith(self._authors):
-            return False
-        return plain.startswith(self._systems) or plain == "/"
+        plain = os.path.normpath(path) + "/"
+        return plain.startswith(self._systems) and not plain.startswith(self._authors)
 
 
 def _compilers(plan: Plan) -> set[str]:

@@ -30,6 +30,7 @@ from opkiln.store.inventory import (
     entries,
     names_in,
 )
+from opkiln.writing import is_temporary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -268,12 +269,10 @@ def _sweep_store(root: str, clock: float) -> list[str]:
             if _modified(path, clock) < clock - age:
                 _remove(path)
                 swept.append(path)
-    # These files are written under a temporary name and then renamed. If an old file still has its
-    # temporary name, its writer is dead.
+    # If an old file still has its temporary name, its writer is dead.
     for top, depth in (("toolchains", 1), ("failures", 1), ("logs", 1), ("receipts", 3)):
         for path in directories(os.path.join(root, top), depth):
-            final = path.endswith((".json", ".log"))
-            if not final and _modified(path, clock) < clock - _LEFTOVER:
+            if is_temporary(path) and _modified(path, clock) < clock - _LEFTOVER:
                 _remove(path)
                 swept.append(path)
     return swept

@@ -34,6 +34,7 @@ from opkiln import errors
 from opkiln.digest import read_file
 from opkiln.process import is_stopped
 from opkiln.trust import make_private
+from opkiln.writing import write_private
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -119,16 +120,8 @@ class Turn:
             "hint": error.hint,
             "limit": limit,
         }
-        temporary = f"{self._failures}.{secrets.token_hex(6)}"
-        try:
-            make_private(os.path.dirname(self._failures))
-            with open(temporary, "x") as file:
-                json.dump(record, file)
-            os.replace(temporary, self._failures)
-        except OSError:
-            # Without the record, they will compile it themselves and see the same error.
-            with suppress(OSError):
-                os.unlink(temporary)
+        with suppress(OSError):  # without it, they compile it themselves and see the same error
+            write_private(self._failures, json.dumps(record).encode())
 
 
 @contextmanager

@@ -1,21 +1,97 @@
-"""The toolchain of a backend: the host compiler and, if it has one, the device compiler."""
+"""The toolchain of a backend: the host compiler and, if it has one, the device compiler.
+
+CUDA has two of these: nvcc, and NVRTC for sources on ``opkiln/op.h``.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from importlib import import_module
 from typing import Any
 
 from opkiln import evidence
 from opkiln.build_model import Toolchain
-from opkiln.model import CPU, CUDA, ROCM, XPU
+from opkiln.errors import ToolchainError
+from opkiln.model import ABI_TORCH, CPU, CUDA, ROCM, XPU
+from opkiln.settings import origin_of, settings
 from opkiln.toolchain import host
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.model import OpSpec
 
 # A family's module has recall, choose and available, as ``host`` does, and evidence.
 _FAMILIES = {CUDA: "nvcc", ROCM: "hipcc", XPU: "sycl"}
+_NVRTC = "nvrtc"
+_OP_HEADER = re.compile(rb"^[ \t]*#[ \t]*include[ \t]*[<\"]opkiln/op\.h[>\"]", re.MULTILINE)
 
 
-def _family(backend: str) -> Any:
-    return import_module(f"opkiln.toolchain.{_FAMILIES[backend]}")
+def _family(backend: str, spec: OpSpec | None = None) -> Any:
+    name = cuda_compiler(spec)[0] if backend == CUDA else _FAMILIES[backend]
+    return import_module(f"opkiln.toolchain.{name}")
+
+
+def cuda_compiler(spec: OpSpec | None = None) -> tuple[str, str]:
+    """(nvcc or nvrtc, why that one) for an op's CUDA sources; without a spec, for any.
+
+    ``choose`` raises where what was asked for cannot be had. Starts no process.
+    """
+    asked, origin = origin_of("cuda")
+    if asked != "auto":
+        return asked, f"{'the call' if origin == 'call' else origin} asks for it"
+    from opkiln.toolchain import nvcc, nvrtc
+
+    if nvcc.available():
+        return "nvcc", "there is a CUDA toolkit"
+    if settings.cuda_home:
+        return "nvcc", f"{origin_of('cuda_home')[1]} names a CUDA toolkit"
+    if not nvrtc.available():
+        return "nvcc", "there is neither a CUDA toolkit nor NVRTC"
+    unfit = "" if spec is None else needs_nvcc(spec)
+    if unfit:
+        return "nvcc", unfit
+    return _NVRTC, "there is no CUDA toolkit"
+
+
+def stands_in(backend: str, spec: OpSpec) -> bool:
+    """Whether NVRTC compiles an op only because there is no toolkit. What nvcc made is as good."""
+    return backend == CUDA and settings.cuda == "auto" and cuda_compiler(spec)[0] == _NVRTC
+
+
+def needs_nvcc(spec: OpSpec) -> str:
+    """Why NVRTC cannot compile an op's CUDA sources; empty if it can, as far as names tell."""
+    if spec.abi == ABI_TORCH:
+        return "the sources use torch's own headers"
+    inline = dict(spec.inline)
+    for source in spec.sources:
+        if not source.endswith(".cu"):
+            continue
+        if source in inline:
+            text = inline[source].encode("utf-8", "surrogateescape")
+        else:
+            path = os.path.join(spec.root, source)
+            try:
+                with open(path, "rb") as file:
+                    text = file.read()
+            except OSError:
+                continue  # whoever plans the build reports it
+            evidence.file(path)
+        if not _OP_HEADER.search(text):
+            return f"{source} does not include opkiln/op.h"
+    return ""
+
+
+def _require_op_header(spec: OpSpec | None) -> None:
+    """Refuse NVRTC for an op that it cannot compile. Raises ToolchainError."""
+    if spec is None or not (why := needs_nvcc(spec)):
+        return
+    origin = origin_of("cuda")[1]
+    raise ToolchainError(
+        f"op {spec.name} cannot be compiled by NVRTC, which {origin} asks for",
+        why=f"{why}; NVRTC compiles CUDA sources that do",
+        hint="OPKILN_CUDA=nvcc",
+    )
 
 
 def _wanted(backend: str, toolchain: Toolchain) -> str | None:
@@ -24,19 +100,27 @@ def _wanted(backend: str, toolchain: Toolchain) -> str | None:
     return None if torch is None else {CUDA: torch.cuda, ROCM: torch.hip}.get(backend)
 
 
-def recall(memory: tuple[str, ...], backend: str, machine: str = "") -> Toolchain | None:
+def recall(
+    memory: tuple[str, ...], backend: str, machine: str = "", spec: OpSpec | None = None
+) -> Toolchain | None:
     """The compilers that ``choose`` would take, if their probes are remembered.
 
-    Starts no process, writes nothing. ``machine`` is the machine to compile for, if not this one.
+    Starts no process, writes nothing. ``machine`` is the machine to compile for, if not this one;
+    ``spec`` is the op that is compiled.
     """
     toolchain = host.recall(memory, machine)
     if toolchain is None or backend == CPU:
         return toolchain
-    device = _family(backend).recall(memory, _wanted(backend, toolchain), toolchain)
+    family = _family(backend, spec)
+    if _is_nvrtc(family) and spec is not None and needs_nvcc(spec):
+        return None
+    device = family.recall(memory, _wanted(backend, toolchain), toolchain)
     return None if device is None else toolchain._replace(device=device)
 
 
-def choose(memory: tuple[str, ...], backend: str, machine: str = "") -> Toolchain:
+def choose(
+    memory: tuple[str, ...], backend: str, machine: str = "", spec: OpSpec | None = None
+) -> Toolchain:
     """The compilers for a backend. Those that are not remembered are probed.
 
     Raises ToolchainError with each candidate and why it was refused.
@@ -44,29 +128,51 @@ def choose(memory: tuple[str, ...], backend: str, machine: str = "") -> Toolchai
     toolchain = host.choose(memory, machine)
     if backend == CPU:
         return toolchain
-    device = _family(backend).choose(memory, _wanted(backend, toolchain), toolchain)
+    family = _family(backend, spec)
+    if _is_nvrtc(family):
+        _require_op_header(spec)
+    device = family.choose(memory, _wanted(backend, toolchain), toolchain)
     return toolchain._replace(device=device)
+
+
+def _is_nvrtc(family: Any) -> bool:
+    return bool(family.__name__.endswith(f".{_NVRTC}"))
 
 
 def note(backend: str, toolchain: Toolchain) -> str:
     """A note for a choice that works but does not fit exactly; empty for one that fits."""
-    if backend != CUDA or toolchain.device is None:
+    device = toolchain.device
+    if backend != CUDA or device is None:
         return ""
-    nvcc, device = _family(CUDA), toolchain.device
-    said = (nvcc.unfound_note(device), nvcc.mismatch_note(device, _wanted(CUDA, toolchain)))
-    return "; ".join(filter(None, said))
+    from opkiln.toolchain import nvcc
+
+    unfound = nvcc.unfound_note(device)
+    return "; ".join(filter(None, (unfound, nvcc.mismatch_note(device, _wanted(CUDA, toolchain)))))
 
 
-def available(backend: str, machine: str = "") -> bool:
+def reason(toolchain: Toolchain, spec: OpSpec) -> str:
+    """Which compiler a plan's CUDA sources have and why, in a line; empty for another backend."""
+    device = toolchain.device
+    if spec.backend != CUDA or device is None:
+        return ""
+    name, why = cuda_compiler(spec)
+    return f"{device.family} {device.version}: {why}" if name == device.family else ""
+
+
+def available(backend: str, machine: str = "", spec: OpSpec | None = None) -> bool:
     """Whether compilers for a backend are found. Starts no process."""
-    return host.available(machine) and (backend == CPU or bool(_family(backend).available()))
+    if not host.available(machine):
+        return False
+    return backend == CPU or bool(_family(backend, spec).available())
 
 
 def add_evidence(memory: tuple[str, ...], backend: str, toolchain: Toolchain) -> None:
     """Record the evidence for the chosen device compiler. ``recall`` does it for the host's."""
-    if toolchain.device is None:
+    device = toolchain.device
+    if device is None:
         return
-    facts = _family(backend).evidence(memory, toolchain.device)
+    name = device.family if backend == CUDA else _FAMILIES[backend]
+    facts = import_module(f"opkiln.toolchain.{name}").evidence(memory, device)
     if facts is None:
         evidence.incomplete()
     else:

@@ -15,7 +15,7 @@ from typing import Any
 from opkiln import evidence
 from opkiln.digest import Signature, key, read_file, sha256_file
 from opkiln.settings import settings
-from opkiln.trust import claim, make_private
+from opkiln.trust import claim
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -85,21 +85,14 @@ def remember(
     record = {
         **facts, "schema": SCHEMA, "subject": subject, "signatures": signatures, "digests": digests,
     }  # fmt: skip
-    temporary = f"{_path(directories[0], subject)}.{os.getpid()}-{os.urandom(6).hex()}"
+    from opkiln.writing import write_private  # not for a hit, which only recalls
+
     try:
         if claim(os.path.dirname(directories[0])):
             return  # it belongs to somebody else; a build reports that
-        make_private(directories[0])
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            json.dump(record, file)
-        os.replace(temporary, _path(directories[0], subject))
+        write_private(_path(directories[0], subject), json.dumps(record).encode())
     except OSError:
-        # The store is full or read-only. The next process probes again, which is only slower.
-        try:
-            os.unlink(temporary)
-        except OSError:
-            pass
+        pass  # full or read-only: the next process probes again, which is only slower
 
 
 def _path(directory: str, subject: str) -> str:

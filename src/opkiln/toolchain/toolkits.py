@@ -76,13 +76,13 @@ def places() -> Iterator[Place]:
         if os.path.isabs(directory):
             yield Place(os.path.join(directory, "nvcc"), "PATH")
     for pattern in DIRECTORIES:
-        for home in _matching(pattern):
+        for home in matching(pattern):
             yield Place(_nvcc_below(home), pattern)
     if os.path.isdir(os.path.join(sys.prefix, "conda-meta")):
         yield Place(_nvcc_below(sys.prefix), "conda")
-    for site in _site_directories():
+    for site in site_directories():
         wheels = os.path.join(site, "nvidia")
-        for home in (*_matching(os.path.join(wheels, "cu*")), os.path.join(wheels, "cuda_nvcc")):
+        for home in (*matching(os.path.join(wheels, "cu*")), os.path.join(wheels, "cuda_nvcc")):
             if home[-1].isdigit() or home.endswith("_nvcc"):  # cu13, cuda_nvcc; not curand
                 yield Place(_nvcc_below(home), "PyPI")
 
@@ -144,21 +144,21 @@ def looked_in() -> str:
         return "\n".join(f"{place.origin}: no {place.nvcc}" for place in unfound())
     lines = [f"{place.origin}: no {place.nvcc}" for place in unfound()]
     lines += ["PATH: no nvcc", *(f"{pattern}: no bin/nvcc" for pattern in DIRECTORIES)]
-    wheels = (os.path.join(site, "nvidia") for site in _site_directories())
+    wheels = (os.path.join(site, "nvidia") for site in site_directories())
     return "\n".join([*lines, *(f"PyPI: no nvcc in {path}" for path in wheels)])
 
 
 def _listed() -> list[str]:
     """The directories whose entries may be toolkits."""
     parents = [os.path.dirname(pattern) for pattern in DIRECTORIES if pattern.endswith("*")]
-    return parents + [os.path.join(site, "nvidia") for site in _site_directories()]
+    return parents + [os.path.join(site, "nvidia") for site in site_directories()]
 
 
 def _nvcc_below(home: str) -> str:
     return os.path.join(home, "bin", "nvcc")
 
 
-def _matching(pattern: str) -> list[str]:
+def matching(pattern: str) -> list[str]:
     """The directories that match a pattern, the highest version first."""
     if not pattern.endswith("*"):
         return [pattern]
@@ -171,7 +171,7 @@ def _matching(pattern: str) -> list[str]:
     return [os.path.join(parent, name) for name in names]
 
 
-def _site_directories() -> list[str]:
+def site_directories() -> list[str]:
     """The directories of this interpreter's packages: torch's, and those that pip uses."""
     import site
 
@@ -208,7 +208,7 @@ def _last_resort(memory: tuple[str, ...], ask: bool) -> Place | None:
     subject = f"cuda-pathfinder {sys.prefix}"
     record = probing.recall(memory, subject)
     if record is None and ask:
-        sites = [site for site in _site_directories() if os.path.isdir(site)]
+        sites = [site for site in site_directories() if os.path.isdir(site)]
         if not any(os.path.isdir(os.path.join(site, "cuda", "pathfinder")) for site in sites):
             return None
         asked_at = time.time_ns()

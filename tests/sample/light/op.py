@@ -19,8 +19,10 @@ class LightBuilder(OpBuilder):
         "sum_all(Tensor[] xs, Tensor? bias=None) -> Tensor",
         "numbers(Tensor t, int i, float f, bool b) -> (int, float, bool)",
         "lists(Tensor t, int[] i, float[] f, bool[] b, str[] s) -> (int[], float[], bool[], str[])",
-        "optionals(Tensor t, int? i, float? f, bool? b, str? s, int[]? l) -> "
-        "(int?, float?, bool?, str?, int[]?)",
+        (
+            "optionals(Tensor t, int? i, float? f, bool? b, str? s, int[]? l) -> "
+            "(int?, float?, bool?, str?, int[]?)"
+        ),
         "twice(Tensor t, str text) -> str",
         "same_dtype(Tensor t, ScalarType dtype) -> ScalarType",
         "same_device(Tensor t, Device device) -> Device",
@@ -43,4 +45,4 @@ class LightBuilder(OpBuilder):
     )
 
     def sources(self) -> list[str]:
-        return ["csrc/light.cpp", "csrc/more.cpp"]
+        return ["csrc/light.cpp", "csrc/more.cpp", "csrc/scaled_add.cpp"]

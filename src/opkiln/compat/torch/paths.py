@@ -221,7 +221,8 @@ def _home_of(backend: str, name: str, variable: str) -> str:
 
     memory = Store().memory
     try:
-        toolchain = choice.recall(memory, backend) or choice.choose(memory, backend)
+        with override(cuda="nvcc"):  # a toolkit has one
+            toolchain = choice.recall(memory, backend) or choice.choose(memory, backend)
     except OpkilnError as error:
         raise ToolkitMissing(
             f"no {name} toolkit can be used: {error.what}",

@@ -24,7 +24,11 @@
 
 #include "op/types.h"
 
-#if !defined(__CUDACC_RTC__)  // NVRTC compiles device code alone
+#if defined(__CUDACC_RTC__)  // NVRTC compiles device code alone
+
+#include "op/nvrtc_device.h"
+
+#else
 
 #include "op/error.h"
 #include "op/tensor.h"

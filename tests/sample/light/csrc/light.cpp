@@ -17,19 +17,6 @@ int64_t who(const Tensor&) {
   return kWho;
 }
 
-Tensor scaled_add(const Tensor& x, const Tensor& y, double scale) {
-  opk::check_same_shape(x, y);
-  opk::check_contiguous(x, y);
-  Tensor out = opk::empty_like(x);
-  const float* a = x.data<const float>();
-  const float* b = y.data<const float>();
-  float* o = out.data<float>();
-  opk::parallel_for(0, x.numel(), 1 << 10, [=](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) o[i] = a[i] + static_cast<float>(scale) * b[i];
-  });
-  return out;
-}
-
 void scale_(Tensor& x, double by) {
   opk::check_contiguous(x);
   OPK_DISPATCH(x, T, (float, double, opk::half, opk::bfloat16), {
@@ -179,13 +166,12 @@ void unmet(const Tensor&, int64_t k) {
 }
 
 void standard_error(const Tensor&) {
-  throw std::out_of_range("a standard error");
+  throw std::logic_error("a standard error");
 }
 
 }  // namespace
 
 OPKILN_OP(who, cpu);
-OPKILN_OP(scaled_add, cpu);
 OPKILN_OP(scale_, cpu);
 OPKILN_OP(scale_each_, cpu);
 OPKILN_OP(maybe_fill_, cpu);

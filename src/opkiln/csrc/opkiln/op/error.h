@@ -11,7 +11,6 @@ struct opkiln_op;
 
 #define OPK_COLD [[gnu::cold, gnu::noinline]]
 
-OPK_PLAIN_BEGIN
 OPK_NAMESPACE_BEGIN
 
 class Tensor;
@@ -85,6 +84,8 @@ struct Origin {
   int32_t argument = -1;
   int32_t item = -1;
 };
+
+OPK_RARE_BEGIN
 
 struct Error : std::exception {
   char text[2000];
@@ -195,5 +196,5 @@ template <class... Parts>
     if (__builtin_expect(function(__VA_ARGS__) != 0, 0)) ::opk::raise_of_torch(#function);     \
   } while (0)
 
+OPK_RARE_END
 OPK_NAMESPACE_END
-OPK_PLAIN_END

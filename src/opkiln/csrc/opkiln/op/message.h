@@ -6,7 +6,7 @@
 #include "record.h"
 #include "tensor.h"
 
-OPK_PLAIN_BEGIN
+OPK_RARE_BEGIN
 OPK_NAMESPACE_BEGIN
 
 OPK_COLD inline void Error::add(const char* form, ...) {
@@ -65,4 +65,4 @@ OPK_COLD inline DeviceOf::DeviceOf(Device device) {
 }
 
 OPK_NAMESPACE_END
-OPK_PLAIN_END
+OPK_RARE_END

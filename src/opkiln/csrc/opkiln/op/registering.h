@@ -169,7 +169,9 @@ constexpr DeviceType emulated(DeviceType type) { return type; }
   static const ::opk::Listed opkiln_listed_##number(opkiln_op_##number)
 
 OPK_NAMESPACE_END
+OPK_PLAIN_END
 
+OPK_RARE_BEGIN
 extern "C" inline const opkiln_op* opkiln_ops() { return opk::first_op; }
 
 extern "C" inline const char* opkiln_register(const opkiln_op* op, const char* ns,
@@ -213,4 +215,4 @@ extern "C" inline void opkiln_unregister(const opkiln_op* op) {
   mine->library = nullptr;
 }
 
-OPK_PLAIN_END
+OPK_RARE_END

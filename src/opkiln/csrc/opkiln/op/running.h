@@ -16,8 +16,8 @@ struct ParallelCall {
   OPK_COLD void fail(const char* what) {
     Error* const mine = new Error;
     mine->add("%s", what);
-    Error* none = nullptr;
-    if (!__atomic_compare_exchange_n(&error, &none, mine, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+    Error* expected = nullptr;
+    if (!__atomic_compare_exchange_n(&error, &expected, mine, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
       delete mine;
     }
   }

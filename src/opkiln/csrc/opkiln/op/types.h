@@ -1,19 +1,8 @@
 // The dtypes: their numbers and names, and the C++ type of each. For host and device code.
 #pragma once
 
-#if defined(__CUDACC_RTC__)  // NVRTC has no <stdint.h>
-using int8_t = signed char;
-using int16_t = short;
-using int32_t = int;
-using int64_t = long long;
-using uint8_t = unsigned char;
-using uint16_t = unsigned short;
-using uint32_t = unsigned int;
-using uint64_t = unsigned long long;
-#else
 #include <stddef.h>
-#include <stdint.h>
-#endif
+#include <stdint.h>  // NVRTC has neither: opkiln/nvrtc/device stands in
 
 #if defined(__CUDACC__) || defined(__HIPCC__) || defined(__CUDACC_RTC__)
 #define OPK_HOST_DEVICE __host__ __device__
@@ -30,16 +19,24 @@ using uint64_t = unsigned long long;
 #endif
 
 // Hidden: two libraries in one process share nothing, whatever they were built from.
+#if defined(__CUDACC_RTC__)  // it makes no library
+#define OPK_NAMESPACE_BEGIN namespace opk {
+#else
 #define OPK_NAMESPACE_BEGIN namespace opk __attribute__((visibility("hidden"))) {
+#endif
 #define OPK_NAMESPACE_END }
 
-// What is in between is compiled without optimization, where the compiler can be told so. It is the code
-// around an op's arithmetic: checks, messages, calls into torch. Optimizing it gains some nanoseconds for
-// each call of an op, and takes longer than all the rest of a small op's compile.
+// What is in between is compiled without optimization, or with little, where the compiler can be told so:
+// messages, and what happens once in a process; then what happens a few times in each call. It is the code
+// around an op's arithmetic. Optimizing all of it takes longer than the rest of a small op's compile.
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
-#define OPK_PLAIN_BEGIN _Pragma("GCC push_options") _Pragma("GCC optimize(\"O0\")")
+#define OPK_RARE_BEGIN _Pragma("GCC push_options") _Pragma("GCC optimize(\"O0\")")
+#define OPK_RARE_END _Pragma("GCC pop_options")
+#define OPK_PLAIN_BEGIN _Pragma("GCC push_options") _Pragma("GCC optimize(\"O1\")")
 #define OPK_PLAIN_END _Pragma("GCC pop_options")
 #else
+#define OPK_RARE_BEGIN
+#define OPK_RARE_END
 #define OPK_PLAIN_BEGIN
 #define OPK_PLAIN_END
 #endif

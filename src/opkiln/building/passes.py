@@ -1,0 +1,107 @@
+"""Observes what is compiled through a launcher, by a pass of the preprocessor before the compile.
+
+``observing.launchers`` says why, and what such a pass can tell. Here the passes are run, and their
+results decide how the compiles are called and what counts as read.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from opkiln.build_model import Plan, Step
+from opkiln.building import observed
+from opkiln.engine import schedule
+from opkiln.observing import inputs, launchers
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.process import Completed
+
+
+class _Pass(NamedTuple):
+    look: observed.Look
+    direct: bool  # it does not see all that the compile reads, so that runs without the launcher
+    bond: dict[str, str]  # what the launcher gets to know, as environment variables
+
+
+class Passes:
+    """The passes of one round of compiles."""
+
+    def __init__(self, plan: Plan, stage: str, library: str, *, launched: bool) -> None:
+        """``library`` is the observer; ``launched``: whether a launcher is known to take part."""
+        self._plan = plan
+        self._stage = stage
+        self._library = library
+        self._wanted = launched and bool(library)
+        self._done: dict[str, _Pass] = {}  # by the step's output
+
+    def task(self, step: Step, argv: tuple[str, ...]) -> schedule.Task | None:
+        """The preprocessor on what this command compiles; None if no pass is needed, or none would
+        tell what the compile reads."""
+        toolchain = self._plan.toolchain
+        if not self._wanted or not launchers.can_preprocess(argv, toolchain):
+            return None
+        text = step.output + ".ii"
+        environment = observed.environment(self._plan, self._library, self._stage, text)
+        return schedule.Task(
+            name=text,
+            op=self._plan.spec.name,
+            label=f"{step.source} (preprocessor)",
+            argv=launchers.preprocess(argv, toolchain, os.path.join(self._stage, text)),
+            cwd=self._stage,
+            env={**environment, **launchers.DIRECT},
+            tmpdir=self._stage,
+            after=(),
+            memory=step.memory,
+            finish=lambda completed: self._finish(step, argv, text, completed),
+            may_fail=True,  # what is wrong with the source, the compile reports
+        )
+
+    def _finish(self, step: Step, argv: tuple[str, ...], text: str, completed: Completed) -> None:
+        look = observed.look(self._plan, step, self._stage, completed.argv[0], text)
+        if completed.returncode or look is None or not look.tells_all_of(text):
+            return
+        path = os.path.join(self._stage, text)
+        with open(path, "rb") as file:
+            made = file.read()
+        os.unlink(path)
+        direct = launchers.reads_more(made, argv)
+        files = (*look.inputs().files, *look.seen.programs)
+        bond = launchers.DIRECT if direct else launchers.bound_to(made, files)
+        self._done[step.output] = _Pass(look, direct, bond)
+
+    def argv(self, step: Step, argv: tuple[str, ...]) -> tuple[str, ...]:
+        """A compile's command: without the launcher if the pass did not see enough."""
+        before = self._done.get(step.output)
+        if before is None or not before.direct:
+            return argv
+        return launchers.without(argv, self._plan.toolchain)
+
+    def environment(self, step: Step) -> dict[str, str]:
+        """What binds a launcher to the text and the programs that the pass saw."""
+        before = self._done.get(step.output)
+        return {} if before is None else before.bond
+
+    def is_missing(self, step: Step, argv: tuple[str, ...], look: observed.Look | None) -> bool:
+        """Whether only the compile has shown that the compiler ran elsewhere, or not at all."""
+        if self._wanted or look is None:
+            return False
+        if not launchers.can_preprocess(argv, self._plan.toolchain):
+            return False
+        return look.launched or (look.conduct.complete and not look.made(step.output))
+
+    def evidence(self, step: Step, look: observed.Look | None) -> tuple[observed.Look | None, bool]:
+        """What tells what a step read, None if nothing does; and whether all of it is unchanged.
+
+        ``look`` is what the compile itself did.
+        """
+        before = self._done.get(step.output)
+        if before is not None and not before.direct:
+            agreed = look is None or inputs.agree(before.look.seen, look.seen)
+            return before.look, agreed and before.look.unchanged()
+        if look is None or not look.tells_all_of(step.output):
+            return None, True
+        if look.launched and before is None:
+            return None, True
+        return look, look.unchanged()

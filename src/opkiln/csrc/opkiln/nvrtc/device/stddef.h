@@ -1,0 +1,10 @@
+// NVRTC has no C library; it knows size_t itself.
+#pragma once
+
+using ptrdiff_t = long;
+#ifndef NULL
+#define NULL 0
+#endif
+#ifndef offsetof
+#define offsetof(type, member) __builtin_offsetof(type, member)
+#endif

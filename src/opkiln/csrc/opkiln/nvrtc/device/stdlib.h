@@ -1,0 +1,2 @@
+// For host code alone: NVRTC compiles none.
+#pragma once

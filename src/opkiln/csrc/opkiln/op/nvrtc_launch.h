@@ -1,0 +1,171 @@
+// opk::launch through CUDA's driver, for device code that NVRTC compiled. A library of this kind holds a
+// fat binary and no CUDA runtime. The address of a kernel is that of a record, which opkiln/nvrtc/program.py
+// writes.
+#pragma once
+
+OPK_NAMESPACE_BEGIN
+
+namespace driver {
+
+struct Binary {
+  const void* image;
+  void* library;  // a CUlibrary, once it is loaded
+};
+
+struct Kernel {
+  uint64_t mark;
+  const char* name;
+  Binary* binary;
+  void* handle;  // a CUkernel, once it is looked up: one for all devices
+};
+constexpr uint64_t kMark = 0x316c6e6b696b706f;
+
+// CUlaunchAttribute and CUlaunchConfig of cuda.h.
+struct Attribute {
+  enum : int32_t { kCooperative = 2, kClusterDimension = 4 };
+  int32_t id;
+  int32_t unused;
+  union {
+    uint32_t words[16];
+    uint64_t aligned;
+  };
+};
+struct Config {
+  uint32_t grid[3], block[3], shared;
+  void* stream;
+  Attribute* attributes;
+  uint32_t count;
+};
+static_assert(sizeof(Attribute) == 72 && sizeof(Config) == 56, "as in cuda.h");
+
+enum : int { kMaxDynamicShared = 8, kNonPortableClusters = 14 };  // CUfunction_attribute
+
+struct Functions {
+  int (*cuGetErrorString)(int, const char**);
+  int (*cuCtxGetCurrent)(void**);
+  int (*cuCtxSetCurrent)(void*);
+  int (*cuDevicePrimaryCtxRetain)(void**, int);
+  int (*cuLibraryLoadData)(void**, const void*, int*, void**, unsigned, int*, void**, unsigned);
+  int (*cuLibraryUnload)(void*);
+  int (*cuLibraryGetKernel)(void**, void*, const char*);
+  int (*cuKernelSetAttribute)(int, int, void*, int);
+  int (*cuLaunchKernelEx)(const Config*, void*, void**, void**);
+};
+
+template <class F>
+void look_up(void* library, const char* name, F*& function) {
+  void* const found = dlsym(library, name);
+  OPK_CHECK(found, "launch: CUDA's driver has no ", name, ": it is older than CUDA 12");
+  function = reinterpret_cast<F*>(found);
+}
+
+[[gnu::noinline]] inline const Functions& functions() {
+  static const Functions found = [] {
+    void* const library = dlopen("libcuda.so.1", RTLD_NOW);
+    OPK_CHECK(library, "launch: CUDA's driver cannot be opened: ", dlerror());
+    Functions table;
+#define OPK_LOOK_UP(name) look_up(library, #name, table.name)
+    OPK_LOOK_UP(cuGetErrorString);
+    OPK_LOOK_UP(cuCtxGetCurrent);
+    OPK_LOOK_UP(cuCtxSetCurrent);
+    OPK_LOOK_UP(cuDevicePrimaryCtxRetain);
+    OPK_LOOK_UP(cuLibraryLoadData);
+    OPK_LOOK_UP(cuLibraryUnload);
+    OPK_LOOK_UP(cuLibraryGetKernel);
+    OPK_LOOK_UP(cuKernelSetAttribute);
+    OPK_LOOK_UP(cuLaunchKernelEx);
+#undef OPK_LOOK_UP
+    return table;
+  }();
+  return found;
+}
+
+inline const char* words_of(int error) {
+  const char* words = nullptr;
+  functions().cuGetErrorString(error, &words);
+  return words ? words : "unknown error";
+}
+
+// The driver launches in the context of the thread. CUDA's runtime makes the device's own context current
+// in each thread that calls it; a thread of torch's may not have called it yet.
+inline int enter_context(int32_t device) {
+  const Functions& cuda = functions();
+  void* context = nullptr;
+  int error = cuda.cuCtxGetCurrent(&context);
+  if (error != 0 || context) return error;
+  error = cuda.cuDevicePrimaryCtxRetain(&context, device);  // torch holds it until the process ends, too
+  return error != 0 ? error : cuda.cuCtxSetCurrent(context);
+}
+
+// The kernel's handle. Threads may look it up at the same time: they find the same.
+[[gnu::noinline]] inline int find_kernel(Kernel& kernel, void** handle) {
+  const Functions& cuda = functions();
+  void* library = __atomic_load_n(&kernel.binary->library, __ATOMIC_ACQUIRE);
+  if (!library) {
+    const int error =
+        cuda.cuLibraryLoadData(&library, kernel.binary->image, nullptr, nullptr, 0, nullptr, nullptr, 0);
+    if (error != 0) return error;
+    void* first = nullptr;
+    if (!__atomic_compare_exchange_n(&kernel.binary->library, &first, library, false, __ATOMIC_ACQ_REL,
+                                     __ATOMIC_ACQUIRE)) {
+      cuda.cuLibraryUnload(library);
+      library = first;
+    }
+  }
+  const int error = cuda.cuLibraryGetKernel(handle, library, kernel.name);
+  if (error == 0) __atomic_store_n(&kernel.handle, *handle, __ATOMIC_RELEASE);
+  return error;
+}
+
+inline void add_extent(Attribute& attribute, const Extent& extent) {
+  attribute.words[0] = extent.x;
+  attribute.words[1] = extent.y;
+  attribute.words[2] = extent.z;
+}
+
+}  // namespace driver
+
+[[gnu::noinline]] inline void launch_record(driver::Kernel& kernel, const Launch& how, void** arguments) {
+  using namespace driver;
+  OPK_CHECK(kernel.mark == kMark, "launch: this is not the address of a kernel of the op's sources");
+  const Functions& cuda = functions();
+  int32_t device = 0;
+  OPK_TORCH(aoti_torch_get_current_device_index, &device);
+  int error = enter_context(device);
+  void* handle = __atomic_load_n(&kernel.handle, __ATOMIC_ACQUIRE);
+  if (error == 0 && !handle) error = find_kernel(kernel, &handle);
+  if (error == 0 && how.shared > (48 << 10)) {  // more than every kernel may have
+    error = cuda.cuKernelSetAttribute(kMaxDynamicShared, static_cast<int>(how.shared), handle, device);
+  }
+  if (error == 0 && how.cluster.count() > 8) {  // more than every device has
+    error = cuda.cuKernelSetAttribute(kNonPortableClusters, 1, handle, device);
+  }
+  if (error == 0) {
+    Attribute attributes[2] = {};
+    Config config = {{how.grid.x, how.grid.y, how.grid.z},
+                     {how.block.x, how.block.y, how.block.z},
+                     static_cast<uint32_t>(how.shared),
+                     current_stream(device),
+                     attributes,
+                     0};
+    if (how.cluster.count() > 1) {
+      Attribute& each = attributes[config.count++];
+      each.id = Attribute::kClusterDimension;
+      add_extent(each, how.cluster);
+    }
+    if (how.cooperative) {
+      Attribute& each = attributes[config.count++];
+      each.id = Attribute::kCooperative;
+      each.words[0] = 1;
+    }
+    error = cuda.cuLaunchKernelEx(&config, handle, arguments, nullptr);
+  }
+  if (error != 0) raise_launch(how, words_of(error));
+}
+
+template <class... P>
+void launch_kernel(void (*kernel)(P...), const Launch& how, void** arguments) {
+  launch_record(*reinterpret_cast<driver::Kernel*>(kernel), how, arguments);
+}
+
+OPK_NAMESPACE_END

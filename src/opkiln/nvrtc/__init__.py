@@ -1,0 +1,1 @@
+"""CUDA sources without nvcc: g++ compiles their host code, NVRTC their device code."""

@@ -1,0 +1,117 @@
+"""The kernels that a host's assembly text refers to, and what they are called in C++."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_NAME = re.compile(r"[A-Za-z_$][\w$.]*")
+_LABEL = re.compile(r"^([A-Za-z_$][\w$.]*):", re.MULTILINE)
+# Lines that name symbols without referring to them.
+_SAYS = re.compile(
+    r"\s*\.(string|ascii|asciz|file|ident|section|type|size|globl|global|weak|hidden|loc|cfi_\w+)\b"
+)
+_ANONYMOUS = "(anonymous namespace)::"
+
+
+class UnnamedKernel(Exception):
+    """A kernel instance that cannot be named in C++; the message says which."""
+
+
+def referred_to(assembly: str, kernels: frozenset[str]) -> list[str]:
+    """The symbols of these kernels that the text uses and does not define, in order."""
+    if not kernels:
+        return []
+    wanted = re.compile("|".join(rf"(?<=\d){re.escape(name)}" for name in sorted(kernels)))
+    defined = set(_LABEL.findall(assembly))
+    found: dict[str, None] = {}
+    for line in assembly.splitlines():
+        if _SAYS.match(line) is None:
+            found.update(dict.fromkeys(_NAME.findall(line)))
+    return [
+        symbol
+        for symbol in found
+        if symbol not in defined
+        and (symbol in kernels or (symbol.startswith("_Z") and wanted.search(symbol)))
+    ]
+
+
+def expression(
+    symbol: str, kernels: frozenset[str], unnamed: str, demangle: Callable[[str], str]
+) -> str:
+    """The name expression of a kernel for NVRTC: ``gelu<float, 4>``. Empty if the symbol is not one
+    of these kernels, whatever its name contains. ``unnamed`` is what the host's code calls unnamed
+    namespaces. Raises UnnamedKernel."""
+    if not symbol.startswith("_Z"):
+        return symbol if symbol in kernels else ""
+    written = demangle(symbol).replace(_ANONYMOUS, "").replace(f"{unnamed}::", "")
+    name = _without_parameters(written).removeprefix("void ")
+    if not is_one_of(name, kernels):
+        return ""
+    if "{lambda" in name or "{unnamed" in name or "'lambda" in name:
+        raise UnnamedKernel(
+            f"{name}: a template argument of this kernel is a lambda or a type without a name"
+        )
+    return name
+
+
+def is_one_of(expression: str, kernels: frozenset[str]) -> bool:
+    """Whether a name expression is of one of these kernels: ``a::k<float>`` is of ``k``."""
+    return _without_arguments(expression).rpartition("::")[2] in kernels
+
+
+def renamed(assembly: str, symbols: list[str], suffix: str) -> str:
+    """The text with a suffix at each of these symbols: what is static in one source must not meet
+    its namesake of another."""
+    if not symbols:
+        return assembly
+    words = "|".join(re.escape(symbol) for symbol in symbols)
+    return re.sub(rf"(?<![\w$.])(?:{words})(?![\w$.])", rf"\g<0>{suffix}", assembly)
+
+
+def _without_parameters(text: str) -> str:
+    """``void a::k<int (*)(int)>(float*)`` -> ``void a::k<int (*)(int)>``."""
+    if not text.endswith(")"):
+        return text
+    depth = 0
+    for index in range(len(text) - 1, -1, -1):
+        depth += {")": 1, "(": -1}.get(text[index], 0)
+        if depth == 0:
+            return text[:index]
+    return text
+
+
+def _without_arguments(text: str) -> str:
+    """``a<int>::k<float>`` -> ``a::k``."""
+    kept, depth = [], 0
+    for char in text:
+        depth -= char == ">"
+        if depth == 0 and char not in "<>":
+            kept.append(char)
+        depth += char == "<"
+    return "".join(kept)
+
+
+def demangler() -> Callable[[str], str]:
+    """A function that writes a symbol as C++ does. Raises OSError where libstdc++ is not found."""
+    library = ctypes.CDLL("libstdc++.so.6")
+    function = library["__cxa_demangle"]
+    function.restype = ctypes.c_void_p
+    function.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    free = ctypes.CDLL(None)["free"]
+    free.argtypes = [ctypes.c_void_p]
+
+    def demangle(symbol: str) -> str:
+        text = function(symbol.encode(), None, None, None)
+        if not text:
+            return symbol
+        try:
+            return ctypes.string_at(text).decode()
+        finally:
+            free(text)
+
+    return demangle

@@ -1,0 +1,219 @@
+"""Steps for NVRTC: CUDA sources on ``opkiln/op.h``, without nvcc.
+
+One step makes one object. opkiln's own driver (``opkiln.nvrtc.program``) starts the host compiler
+and calls NVRTC. An author writes flags for nvcc: the few that NVRTC has it gets, the host compiler
+gets its own, and another flag is an error.
+"""
+
+from __future__ import annotations
+
+import posixpath
+
+from opkiln.arch import cuda
+from opkiln.build_model import Anchored, Arg, Step, Target, Toolchain
+from opkiln.errors import SpecError
+from opkiln.model import ABI_NONE, ABI_TORCH, EXECUTABLE, OpSpec
+from opkiln.steps.arguments import (
+    REDEFINED,
+    TIMESTAMP,
+    anchored,
+    author_flags,
+    depfile_name,
+    in_toolkit,
+    object_name,
+    op_header,
+    prefix_maps,
+)
+from opkiln.steps.flags import host_options, is_relocatable, nvcc_options
+from opkiln.steps.host import torch_defines
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+# NVRTC's cache on disk would be one more place that a step writes to.
+ENVIRONMENT = (("CUDA_CACHE_DISABLE", "1"),)
+
+_PROGRAM = "nvrtc/program.py"
+_HEADERS = "csrc"
+_FOR_HOST = "csrc/opkiln/nvrtc/host"
+_FOR_DEVICE = "csrc/opkiln/nvrtc/device"
+_PRELUDE = "csrc/opkiln/nvrtc/host/prelude.h"
+
+# Unannotated functions are the device's: the host's are cut out, what is left are members and what
+# constexpr makes of a function. A variable that only the host used is then used by nobody (177).
+_DEVICE_OPTIONS = ("-default-device", "-diag-suppress=177")
+
+# Options of nvcc that NVRTC has too, with and without a value.
+_SAME = frozenset((
+    "-use_fast_math", "--use_fast_math", "-lineinfo", "--generate-line-info", "-G",
+    "--device-debug", "-extra-device-vectorization", "--extra-device-vectorization", "-restrict",
+    "--restrict", "-w", "--disable-warnings",
+))  # fmt: skip
+_SAME_WITH_VALUE = frozenset((
+    "-maxrregcount", "--maxrregcount", "-ftz", "--ftz", "-prec-div", "--prec-div", "-prec-sqrt",
+    "--prec-sqrt", "-fmad", "--fmad", "-diag-suppress", "--diag-suppress", "-diag-warn",
+    "--diag-warn", "-diag-error", "--diag-error", "-Xptxas", "--ptxas-options", "-std", "--std",
+))  # fmt: skip
+# Options of nvcc that change nothing here: NVRTC's constexpr functions are the device's anyway, and
+# -O is for host code.
+_NEEDLESS = frozenset((
+    "--expt-relaxed-constexpr", "-expt-relaxed-constexpr", "-O", "--optimize", "--threads",
+    "-Xfatbin", "--fatbin-options", "-lcudart", "-rdc", "--relocatable-device-code",
+))  # fmt: skip
+_TO_HOST = ("-Xcompiler", "--compiler-options")
+
+_MEMORY = 600 << 20
+
+
+def compile_step(
+    spec: OpSpec,
+    target: Target,
+    toolchain: Toolchain,
+    flags: Mapping[str, tuple[str, ...]],
+    source: str,
+) -> Step:
+    """The step that compiles one CUDA source for every architecture of the target.
+
+    Raises SpecError for a source, or a flag, that only nvcc can compile.
+    """
+    device = toolchain.device
+    assert device is not None  # a plan for this backend is made with its compiler
+    check(spec, flags)
+    output = object_name(source)
+    depfile = depfile_name(output)
+    given = _Flags(spec, (*spec.device_args, *flags.get("cudaflags", ())))
+    arguments: list[Arg] = [device.path, "-I", "-S", "-B", Anchored("", "opkiln", _PROGRAM)]
+    arguments += ["compile", *(in_toolkit(device, path) for path in device.libraries)]
+    for image in cuda.images(cuda.parse(";".join(target.archs))):
+        arguments += ["--image", image]
+    arguments.append("--device")
+    arguments += _for_device(spec, target, toolchain, flags, given, source)
+    arguments += ["--host", toolchain.cxx]
+    arguments += _for_host(spec, target, toolchain, flags, given, output)
+    arguments += ["-MD", "-MF", Anchored("", "stage", depfile)]
+    arguments += ["-c", anchored(spec, source), "-o", Anchored("", "stage", output)]
+    return Step(
+        kind="compile",
+        output=output,
+        argv=tuple(arguments),
+        source=source,
+        depfile=depfile,
+        memory=_MEMORY,
+    )
+
+
+def check(spec: OpSpec, flags: Mapping[str, tuple[str, ...]]) -> None:
+    """Refuse what needs nvcc whatever the sources say. Raises SpecError."""
+    if spec.abi == ABI_TORCH:
+        why = "it uses torch's own headers, which NVRTC cannot compile"
+    elif spec.abi == ABI_NONE:
+        why = "it is no op of torch's, so it has no opkiln/op.h"
+    elif is_relocatable((*spec.device_args, *flags.get("cudaflags", ()))):
+        why = "its device code is linked by a step of its own (-rdc=true)"
+    else:
+        return
+    raise SpecError(f"op {spec.name} needs nvcc", why=why, hint="OPKILN_CUDA=nvcc")
+
+
+class _Flags:
+    """An author's flags for nvcc, divided."""
+
+    def __init__(self, spec: OpSpec, words: tuple[str, ...]) -> None:
+        self.both: list[str] = []  # macros and include directories
+        self.device: list[str] = []
+        self.host: list[str] = []
+        self.std = ""
+        for option in nvcc_options(words):
+            if option.name in ("-D", "-U", "-I"):
+                self.both.append(option.name + option.value)
+            elif option.name in ("-std", "--std"):
+                self.std = option.value
+            elif option.name in _TO_HOST:
+                self.host += option.value.split(",")
+            elif option.name in _SAME_WITH_VALUE:
+                self.device.append(f"{_long(option.name)}={option.value}")
+            elif option.name in _SAME:
+                self.device += option.words
+            elif option.name not in _NEEDLESS:
+                raise SpecError(
+                    f"op {spec.name}: NVRTC has no flag {' '.join(option.words)!r}",
+                    why="it is one of nvcc's",
+                    hint="OPKILN_CUDA=nvcc",
+                )
+
+
+def _long(name: str) -> str:
+    return "--ptxas-options" if name == "-Xptxas" else name
+
+
+def _for_device(
+    spec: OpSpec,
+    target: Target,
+    toolchain: Toolchain,
+    flags: Mapping[str, tuple[str, ...]],
+    given: _Flags,
+    source: str,
+) -> Iterator[Arg]:
+    device = toolchain.device
+    assert device is not None
+    yield f"-std={given.std or spec.std}"
+    yield from ("-G",) if target.debug else ("-DNDEBUG",)
+    yield from _DEVICE_OPTIONS
+    yield from flags.get("debug_cuda", ())
+    yield from _preprocessing(flags.get("cppflags", ()))
+    yield from author_flags(spec, (*given.both, *given.device))
+    # NVRTC gets the text, not the file: the file's directory is where quoted includes begin.
+    directory = posixpath.dirname(source)
+    yield anchored(spec, directory, "-I") if directory else Anchored("-I", "src", "")
+    yield from (anchored(spec, path, "-I") for path in spec.include_dirs)
+    yield from (f"-I{path}" for path in flags.get("cpath", ()))
+    yield Anchored("-I", "opkiln", _HEADERS)
+    yield Anchored("-I", "opkiln", _FOR_DEVICE)
+    yield from (in_toolkit(device, path, "-I") for path in device.include_dirs)
+    yield from (f"-I{path}" for path in flags.get("cplus_include_path", ()))
+
+
+def _for_host(
+    spec: OpSpec,
+    target: Target,
+    toolchain: Toolchain,
+    flags: Mapping[str, tuple[str, ...]],
+    given: _Flags,
+    output: str,
+) -> Iterator[Arg]:
+    device = toolchain.device
+    assert device is not None
+    yield f"-std={given.std or spec.std}"
+    yield from ("-O0", "-g3") if target.debug else ("-O3", "-DNDEBUG")
+    if spec.kind != EXECUTABLE:
+        yield "-fPIC"
+    yield from prefix_maps(spec)
+    yield from (REDEFINED, TIMESTAMP)
+    if toolchain.family == "gcc":
+        yield f"-frandom-seed={output}"
+    yield "-DOPKILN_NVRTC_HOST"
+    yield from torch_defines(spec, toolchain)
+    yield from flags.get("cppflags", ())
+    yield from author_flags(spec, (*given.both, *given.host))
+    yield "-fno-lto"  # the kernels' symbols are read from assembly text
+    yield from (anchored(spec, path, "-I") for path in spec.include_dirs)
+    yield from (f"-I{path}" for path in flags.get("cpath", ()))
+    yield from ("-include", Anchored("", "opkiln", _PRELUDE))
+    yield Anchored("-isystem", "opkiln", _FOR_HOST)
+    yield from (in_toolkit(device, path, "-isystem") for path in device.include_dirs)
+    yield from (f"-isystem{path}" for path in flags.get("cplus_include_path", ()))
+    # As a header of the system, op.h is passed over when the text is divided.
+    yield from op_header(spec)
+
+
+def _preprocessing(words: tuple[str, ...]) -> Iterator[str]:
+    """``CPPFLAGS`` in the form that NVRTC accepts. The host compiler's other options are not for
+    it."""
+    for option in host_options(words):
+        if option.name in ("-D", "-U", "-I"):
+            yield option.name + option.value
+        elif option.name == "-isystem":
+            yield f"-I{option.value}"
+        elif option.name == "-include":
+            yield f"-include={option.value}"

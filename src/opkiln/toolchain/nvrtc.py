@@ -1,0 +1,285 @@
+"""NVRTC: the library that compiles device code, from torch's own wheels or from a toolkit.
+
+It serves sources that are written with ``opkiln/op.h``: ``opkiln.nvrtc`` divides them, the host
+compiler takes the one half and NVRTC the other. Nothing else of a CUDA toolkit is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+from opkiln.build_model import DeviceCompiler, Toolchain
+from opkiln.digest import Signature, key, sha256_file
+from opkiln.errors import BuildTimeout, ToolchainError
+from opkiln.model import PACKAGE
+from opkiln.record import Record
+from opkiln.settings import settings
+from opkiln.toolchain import cuda_version, probing, toolkits
+from opkiln.toolchain.find import Candidate
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FAMILY = "nvrtc"
+PROGRAM = "nvrtc/program.py"  # below opkiln's package
+_LIBRARY = re.compile(r"libnvrtc\.so\.(\d+)\Z")
+_BUILTINS = re.compile(r"libnvrtc-builtins\.so\.(\d+)\.(\d+)\Z")
+_HEADER = "vector_types.h"
+_PIP = "pip install nvidia-cuda-nvrtc nvidia-cuda-runtime"
+
+
+class Place(Record):
+    """A directory that has libnvrtc."""
+
+    library: str
+    builtins: str  # empty if it is missing
+    home: str  # of the libraries and the headers: the anchor "toolkit"
+    include_dirs: tuple[str, ...]
+    origin: str  # PyPI, conda, or how the toolkit was found
+
+
+class _Search(NamedTuple):
+    """The result of looking at every NVRTC."""
+
+    taken: DeviceCompiler | None
+    candidates: list[Candidate]
+    signatures: list[list[Any]]
+
+
+def recall(
+    memory: tuple[str, ...], torch_cuda: str | None, _host: Toolchain
+) -> DeviceCompiler | None:
+    """The NVRTC that ``choose`` would take, if every probe is remembered."""
+    search = _search(memory, torch_cuda, ask=False)
+    return None if search is None else search.taken
+
+
+def choose(memory: tuple[str, ...], torch_cuda: str | None, _host: Toolchain) -> DeviceCompiler:
+    """The NVRTC that fits torch's CUDA best. Raises ToolchainError with every candidate."""
+    search = _search(memory, torch_cuda, ask=True)
+    assert search is not None
+    if search.taken is not None:
+        return search.taken
+    if not search.candidates:
+        where = ", ".join(toolkits.site_directories())
+        raise ToolchainError("no NVRTC is installed", why=f"no libnvrtc in {where}", hint=_PIP)
+    why = "\n".join(f"{each.path} ({each.origin}): {each.refused}" for each in search.candidates)
+    raise ToolchainError("no NVRTC can be used here", why=why, hint=_PIP)
+
+
+def candidates(memory: tuple[str, ...], torch_cuda: str | None) -> list[Candidate]:
+    """Every NVRTC that was considered, for reports. The one that is taken is not refused."""
+    search = _search(memory, torch_cuda, ask=True)
+    assert search is not None
+    return search.candidates
+
+
+def available() -> bool:
+    """Whether any NVRTC is found. Starts no process."""
+    return bool(present())
+
+
+def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, list[Any]] | None:
+    """The facts behind the choice of this NVRTC, in a form that ``stat`` can check. That there is
+    no nvcc, or that it was not wanted, is among them. None if another would be chosen now."""
+    from opkiln.toolchain import host as hosts
+
+    host = hosts.recall(memory)
+    signed, absent = toolkits.watched()
+    for directory in _directories():
+        (signed if os.path.isdir(directory) else absent).append(directory)
+    try:
+        unchanged = [[path, *Signature.of(path)] for path in dict.fromkeys(signed)]
+    except OSError:
+        return None
+    if host is None:
+        return None
+    search = _search(memory, None if host.torch is None else host.torch.cuda, ask=False)
+    if search is None or search.taken != compiler or any(map(os.path.lexists, absent)):
+        return None
+    return {"unchanged": unchanged + search.signatures, "absent": absent}
+
+
+def covered(device: DeviceCompiler) -> tuple[str, ...]:
+    """Beginnings of the paths that its driver reads for itself: the driver, the libraries, and
+    Python. The compiler's identity represents the first two, and the last changes nothing."""
+    standard = os.path.dirname(os.path.abspath(os.__file__))
+    programs = (device.path, os.path.realpath(device.path))
+    directories = {
+        *map(os.path.dirname, (*programs, *device.libraries)),
+        *(standard, os.path.realpath(standard)),
+        *(os.path.join(PACKAGE, part) for part in ("nvrtc", "__pycache__")),
+    }
+    files = {os.path.join(PACKAGE, "__init__."), os.path.join(sys.prefix, "pyvenv.cfg")}
+    # Python looks for its library as a zip file, in every directory above its program.
+    archive = f"lib/python{sys.version_info[0]}{sys.version_info[1]}.zip"
+    above = (parent for path in (*programs, standard) for parent in PurePath(path).parents)
+    files.update(str(parent / archive) for parent in above)
+    return tuple(sorted({*files, *(each.rstrip("/") + "/" for each in directories)}))
+
+
+# Where it may be
+
+
+def present() -> list[Place]:
+    """Every libnvrtc, in order of preference: torch's first, each once."""
+    found: dict[str, Place] = {}
+    for directory, home, include, origin in _layouts():
+        place = _place(directory, home, include, origin)
+        if place is not None:
+            found.setdefault(os.path.realpath(place.library), place)
+    return list(found.values())
+
+
+def _layouts() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
+    """(directory of the libraries, home, directories of headers, origin)."""
+    if not settings.cuda_home:
+        for site in toolkits.site_directories():
+            wheels = os.path.join(site, "nvidia")
+            for home in toolkits.matching(os.path.join(wheels, "cu*")):
+                if home[-1].isdigit():  # cu13; not curand
+                    yield os.path.join(home, "lib"), home, (os.path.join(home, "include"),), "PyPI"
+            split = os.path.join(wheels, "cuda_nvrtc", "lib")  # the wheels of CUDA 12
+            yield split, wheels, (os.path.join(wheels, "cuda_runtime", "include"),), "PyPI"
+    for place in toolkits.places():
+        home = os.path.dirname(os.path.dirname(place.nvcc))
+        for part in ("lib64", "lib"):
+            include = (os.path.join(home, "include"),)
+            yield os.path.join(home, part), home, include, place.origin
+
+
+def _directories() -> list[str]:
+    return list(dict.fromkeys(directory for directory, *_ in _layouts()))
+
+
+def _place(directory: str, home: str, include: tuple[str, ...], origin: str) -> Place | None:
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return None  # there is no such directory
+    libraries = [(int(found[1]), name) for name in names if (found := _LIBRARY.match(name))]
+    if not libraries:
+        return None
+    major, library = max(libraries)
+    builtins = [
+        (int(found[2]), name)
+        for name in names
+        if (found := _BUILTINS.match(name)) and int(found[1]) == major
+    ]
+    there = os.path.join(directory, max(builtins)[1]) if builtins else ""
+    headers = [path for path in include if os.path.isfile(os.path.join(path, _HEADER))]
+    headers += [path for each in headers if os.path.isdir(path := os.path.join(each, "cccl"))]
+    return Place(os.path.join(directory, library), there, home, tuple(headers), origin)
+
+
+# The choice
+
+
+def _search(memory: tuple[str, ...], torch_cuda: str | None, *, ask: bool) -> _Search | None:
+    """Look at every NVRTC. None if ``ask`` is false and a probe is not remembered."""
+    known: list[tuple[Place, dict[str, Any]]] = []
+    for place in present():
+        record = _record(memory, place, ask=ask)
+        if record is None:
+            return None
+        known.append((place, record))
+    refusals = [
+        record["refused"] or cuda_version.misfit(record["version"], torch_cuda)
+        for _, record in known
+    ]
+    ranked = sorted(
+        (index for index, refused in enumerate(refusals) if not refused),
+        key=lambda index: cuda_version.distance(known[index][1]["version"], torch_cuda),
+    )
+    for index in ranked[1:]:
+        refusals[index] = f"{known[ranked[0]][0].library} comes first"
+    taken = None if not ranked else _compiler(*known[ranked[0]])
+    listed = [
+        Candidate(place.library, place.origin, refused, record["version"])
+        for (place, record), refused in zip(known, refusals, strict=True)
+    ]
+    signatures = [row for _, record in known for row in record["signatures"]]
+    return _Search(taken, listed, signatures)
+
+
+def _compiler(place: Place, record: dict[str, Any]) -> DeviceCompiler:
+    from opkiln.process import python
+
+    return DeviceCompiler(
+        family=FAMILY,
+        path=python(isolated=True)[0],
+        home=place.home,
+        version=record["version"],
+        identity=record["identity"],
+        archs=tuple(record["archs"]),
+        accepts=frozenset(record["accepts"]),
+        include_dirs=place.include_dirs,
+        library_dirs=(),
+        libraries=(place.library, place.builtins),
+    )
+
+
+def _record(memory: tuple[str, ...], place: Place, *, ask: bool) -> dict[str, Any] | None:
+    """What one NVRTC says of itself, or why it is refused."""
+    if not place.builtins:
+        return _refusal("libnvrtc-builtins is not beside it")
+    if not place.include_dirs:
+        return _refusal(f"its headers are missing: there is no {_HEADER}")
+    subject = f"nvrtc {place.library} {place.builtins}"
+    record = probing.recall(memory, subject)
+    if record is None and ask:
+        asked_at = time.time_ns()
+        files = [os.path.realpath(place.library), os.path.realpath(place.builtins), *_driver()]
+        record = _asked(place, files)
+        probing.remember(memory, subject, record, files, asked_at)
+        record = {**record, "signatures": []}
+    return record
+
+
+def _asked(place: Place, files: list[str]) -> dict[str, Any]:
+    from opkiln.process import run
+
+    try:
+        done = run(driver("probe", place.library, place.builtins), timeout=120)
+        said = json.loads(done.output) if done.returncode == 0 else None
+        digests = [sha256_file(path) for path in files]
+    except (ToolchainError, BuildTimeout) as error:
+        return _refusal(f"{error.what}: {error.why}")
+    except (OSError, ValueError) as error:
+        return _refusal(f"cannot be asked: {error}")
+    if said is None:
+        return _refusal(f"cannot be used: {done.output.strip().rpartition(chr(10))[2]}")
+    return {
+        "refused": "",
+        "version": said["version"],
+        "archs": [f"{number // 10}.{number % 10}" for number in said["archs"]],
+        "accepts": said["accepts"],
+        "identity": key("toolchain", (FAMILY, said["version"], digests)),
+    }
+
+
+def _refusal(reason: str) -> dict[str, Any]:
+    return {"refused": reason, "version": "", "signatures": []}
+
+
+def driver(*arguments: str) -> tuple[str, ...]:
+    """The argv of opkiln's driver of NVRTC. It writes no bytecode beside itself."""
+    from opkiln.process import python
+
+    program = os.path.join(PACKAGE, PROGRAM)
+    interpreter, *options = python(isolated=True)
+    return (interpreter, *options, "-B", program, *arguments)
+
+
+def _driver() -> list[str]:
+    """The driver's files: what they do decides the result, as the library does."""
+    directory = os.path.join(PACKAGE, os.path.dirname(PROGRAM))
+    names = sorted(name for name in os.listdir(directory) if name.endswith(".py"))
+    return [os.path.join(directory, name) for name in names]

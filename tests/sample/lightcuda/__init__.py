@@ -1,0 +1,1 @@
+"""A package with a CUDA op in one file."""

@@ -1,0 +1,20 @@
+"""The declaration of ``lightcuda``."""
+
+from __future__ import annotations
+
+from opkiln.builder import CUDAOpBuilder
+from opkiln.model import CUDA
+
+
+class LightcudaBuilder(CUDAOpBuilder):
+    """Kernel, launch and binding are in one ``.cu``."""
+
+    NAME = "lightcuda"
+    BACKENDS = (CUDA,)
+    SCHEMAS = (
+        "bias_gelu(Tensor x, Tensor bias) -> Tensor",
+        "clustered(Tensor(a!) x) -> ()",
+    )
+
+    def sources(self) -> list[str]:
+        return ["csrc/bias_gelu.cu"]
