@@ -36,6 +36,8 @@ CPU = "cpu"
 CUDA = "cuda"
 ROCM = "rocm"
 XPU = "xpu"
+# Asked of a builder like a backend: its CUDA sources, compiled for the CPU (``OpSpec.emulated``).
+EMULATED = "emulated"
 
 # The dispatch keys under which a backend's library may register: torch calls ROCm's devices CUDA,
 # and SYCL runs on CPUs, too.
@@ -66,6 +68,8 @@ INLINE_ROOT = "/opkiln/src"  # where sources that are in no file are said to lie
 # was built: on another machine there may be none.
 OUTSIDE = "outside"
 PACKAGE = os.path.dirname(os.path.abspath(__file__))  # opkiln itself: the anchor of its headers
+# The part of the emulator that is compiled once, not with each kernel. Every emulated op has it.
+EMULATOR_RUNTIME = os.path.join(PACKAGE, "csrc", "opkiln", "emulator", "runtime.cpp")
 
 
 def flag_settings(backend: str) -> tuple[str, ...]:
@@ -89,6 +93,7 @@ class OpSpec(Record):
     std: str = "c++20"
     vectorize: bool = True  # compile for the target CPU's features, not only its baseline
     backend: str = CPU  # one library per op and backend
+    emulated: bool = False  # CUDA sources that the emulator runs on the CPU; the backend is the CPU
     device_args: tuple[str, ...] = ()  # flags for nvcc, hipcc or the SYCL compiler
     device_libraries: tuple[str, ...] = ()  # linked with relocatable device code, by name
     # Functions whose schemas are defined in Python, as `namespace::name`. The library must register
@@ -162,7 +167,8 @@ class Op(Record):
     @property
     def name(self) -> tuple[str, str, str]:
         """Its identity in a process: one library per distribution, op and backend."""
-        return self.spec.distribution, self.spec.name, self.spec.backend
+        spec = self.spec
+        return spec.distribution, spec.name, EMULATED if spec.emulated else spec.backend
 
     @property
     def has_reference(self) -> bool:

@@ -59,7 +59,7 @@ def check(spec: OpSpec) -> None:
             "functions twice",
         )
     for source in spec.sources:
-        known = host.SOURCES + _DEVICE_SOURCES.get(spec.backend, ())
+        known = host.SOURCES + _DEVICE_SOURCES.get(CUDA if spec.emulated else spec.backend, ())
         if not source.endswith(known):
             raise SpecError(
                 f"op {spec.name}: no compiler is known for the source {source!r}",
@@ -148,6 +148,10 @@ def _compile(
     users: Mapping[str, tuple[str, ...]],
     source: str,
 ) -> Step:
+    if spec.emulated:
+        from opkiln.steps import emulated
+
+        return emulated.compile_step(spec, toolchain, users, source)
     of_device = source.endswith(_DEVICE_SOURCES.get(target.backend, ()))
     if target.backend == CUDA and of_device:
         from opkiln.steps import nvcc, nvrtc

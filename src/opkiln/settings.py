@@ -301,6 +301,14 @@ class Settings:
         aliases=("DS_ACCELERATOR",), shown="the first one with a device",
     )  # fmt: skip
 
+    device = Setting(
+        "OPKILN_DEVICE", _choice("emulated"), None,
+        "`emulated`: CUDA kernels of ops written with `op.h` run on the CPU, on CPU tensors, and "
+        "their races, bounds and barriers are checked. For tests on machines without a GPU; see "
+        "[emulator.md](emulator.md).",
+        shown="none: kernels run on the GPU",
+    )  # fmt: skip
+
     # How it is built
     cxx = Setting(
         "OPKILN_CXX", _command, None,
@@ -528,7 +536,7 @@ _INDIFFERENT = frozenset((
     "runtime_dir", "cache_max_size", "record", "mode", "build_ops",
     "build_targets", "build_string", "nvcc_threads", "patch_torch", "deepspeed",
     "cuda_visible_devices", "cuda_device_order", "rocr_visible_devices", "hip_visible_devices",
-    "accelerator",  # which of an op's backends serves is in its spec
+    "accelerator", "device",  # which of an op's backends serves is in its spec
     "path",  # which programs it leads to is in the receipt
 ))  # fmt: skip
 _NAMES = frozenset(

@@ -1,7 +1,7 @@
 """DeepSpeed's own quantizer kernels, run on the CPU, beside the oracle that opkiln is tested with.
 
 They are compiled from DeepSpeed's CUDA sources by a C++ compiler, against a stand-in for CUDA's
-runtime (tests/ops/cuda_in_fibers, tests/with_deepspeed/on_cpu): copies whose launches are function
+runtime (tests/with_deepspeed/on_cpu): copies whose launches are function
 calls, with a header of our own for conversions. Division is exact here, and approximate on GPUs.
 Skipped where there is no DeepSpeed; ``make test-deepspeed`` makes an environment with it.
 """
@@ -67,7 +67,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
             compiler, "-std=c++20", "-O2", "-w", "-fPIC", "-shared", "-fno-gnu-unique",
             # As nvcc: a product and a sum are one operation.
             "-ffp-contract=fast", *(["-mfma"] if platform.machine() == "x86_64" else []),
-            "-fno-strict-aliasing", f"-I{stand_in}", f"-I{TESTS / 'ops' / 'cuda_in_fibers'}",
+            "-fno-strict-aliasing", f"-I{stand_in}",
             f"-I{Path(opkiln.__file__).parent / 'csrc'}", f"-I{tree / 'includes'}", f"-I{tree}",
             stand_in / "quantizer.cpp", "-o", library,
         ],

@@ -1,34 +1,6 @@
 // fp_quantizer's CUDA kernels, run on the CPU: the files themselves, on what stands in for CUDA's
 // runtime. Called from Python with ctypes (fp_quantizer_kernel.py).
 
-#include <cuda_runtime.h>
-
-#include <algorithm>
-
-#define __noinline__
-
-using std::max;
-
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
-inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
-  return cudaSuccess;
-}
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = 1;
-  return cudaSuccess;
-}
-
-inline void atomicMax(uint32_t* at, uint32_t value) {
-  *at = max(*at, value);
-}
-inline float __saturatef(float value) {
-  return value > 0 ? std::min(value, 1.0f) : 0.0f;
-}
-inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t shift) {
-  return high << shift | low >> (32 - shift);
-}
-
 #if defined(DEQUANTIZE)
 #include <ops/fp_quantizer/dequantize.cu>
 #else

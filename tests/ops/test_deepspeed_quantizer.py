@@ -9,14 +9,13 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import subprocess
 from ctypes import Structure, byref, c_int64, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from stand_in import compile_command
+from stand_in import compile_emulated
 from torch import Tensor
 
 import opkiln
@@ -99,16 +98,7 @@ class Kernel:
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     library = tmp_path_factory.mktemp("kernel") / "kernel.so"
-    subprocess.run(
-        [
-            *compile_command(), "-ffp-contract=off",
-            # An access of 16 bytes at an address that does not allow it is a fault on a GPU.
-            "-fsanitize=alignment,bounds",
-            f"-I{HERE / 'cuda_in_fibers'}", f"-I{HERE / 'cuda_on_cpu'}", f"-I{PACKAGE}",
-            f"-I{PACKAGE / 'csrc'}", HERE / "deepspeed_quantizer_on_cpu.cpp", "-o", library,
-        ],
-        check=True,
-    )  # fmt: skip
+    compile_emulated(HERE / "deepspeed_quantizer_on_cpu.cpp", library, "-ffp-contract=off")
     return Kernel(library)
 
 

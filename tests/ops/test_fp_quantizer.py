@@ -7,7 +7,6 @@ compiled by a C++ compiler against a stand-in for CUDA's runtime.
 from __future__ import annotations
 
 import math
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from fp_quantizer_oracle import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stand_in import compile_command
+from stand_in import compile_emulated
 from torch import Tensor
 
 import opkiln
@@ -51,18 +50,8 @@ WORK = (
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     folder = tmp_path_factory.mktemp("kernel")
-    # An access of 16 bytes at an address that does not allow it is a fault on a GPU.
-    checked = "-fsanitize=alignment,bounds"
-    stand_ins = (f"-I{HERE / 'cuda_in_fibers'}", f"-I{HERE / 'cuda_on_cpu'}")
-    paths = (f"-I{PACKAGE}", f"-I{PACKAGE / 'csrc'}")
     for name, macro in (("quantize", "QUANTIZE"), ("dequantize", "DEQUANTIZE")):
-        subprocess.run(
-            [
-                *compile_command(), checked, f"-D{macro}", *stand_ins, *paths,
-                HERE / "fp_quantizer_on_cpu.cpp", "-o", folder / f"{name}.so",
-            ],
-            check=True,
-        )  # fmt: skip
+        compile_emulated(HERE / "fp_quantizer_on_cpu.cpp", folder / f"{name}.so", f"-D{macro}")
     return Kernel(folder / "quantize.so", folder / "dequantize.so")
 
 

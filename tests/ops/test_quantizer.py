@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quantizer_kernel import Kernel
-from stand_in import compile_command
+from stand_in import compile_emulated
 from torch import Tensor
 
 import opkiln
@@ -38,16 +37,7 @@ LAID = (1, 1, 1)
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     library = tmp_path_factory.mktemp("kernel") / "kernel.so"
-    subprocess.run(
-        [
-            *compile_command(), "-ffp-contract=off",
-            # An access of 16 bytes at an address that does not allow it is a fault on a GPU.
-            "-fsanitize=alignment,bounds",
-            f"-I{HERE / 'cuda_in_fibers'}", f"-I{HERE / 'cuda_on_cpu'}", f"-I{PACKAGE}",
-            f"-I{PACKAGE / 'csrc'}", HERE / "quantizer_on_cpu.cpp", "-o", library,
-        ],
-        check=True,
-    )  # fmt: skip
+    compile_emulated(HERE / "quantizer_on_cpu.cpp", library, "-ffp-contract=off")
     return Kernel(library)
 
 

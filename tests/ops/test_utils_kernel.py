@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from stand_in import compile_command
+from stand_in import compile_emulated
 
 import opkiln
 
@@ -24,14 +23,7 @@ class _Part(ctypes.Structure):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     library = tmp_path_factory.mktemp("kernel") / "copy_parts.so"
-    subprocess.run(
-        [
-            *compile_command(), "-fsanitize=alignment,bounds",
-            f"-I{HERE / 'cuda_in_fibers'}", f"-I{HERE / 'cuda_on_cpu'}", f"-I{PACKAGE}",
-            f"-I{PACKAGE / 'csrc'}", HERE / "copy_parts_on_cpu.cpp", "-o", library,
-        ],
-        check=True,
-    )  # fmt: skip
+    compile_emulated(HERE / "copy_parts_on_cpu.cpp", library)
     return ctypes.CDLL(str(library)).run
 
 

@@ -225,7 +225,7 @@ def test_sources_outside_the_root_and_in_no_file_are_copied_too(
     staged = stage(spec, torch, tmp_path / "stage")
     assert (Path(staged.root) / staged.sources["main.cu"]).read_text() == "hipError_t é;\n"
     assert (Path(staged.root) / staged.sources[outside]).read_text() == "hipError_t b;\n"
-    assert list(staged.origin.values()) == [outside]
+    assert list(staged.origin.values()) == [f"{INLINE_ROOT}/main.cu", outside]
 
 
 def test_the_same_sources_give_the_same_copy_in_two_places(tmp_path: Path, torch: TorchSDK) -> None:

@@ -115,7 +115,17 @@ def test_a_compiler_behind_a_script_is_held_to_the_limits(here: Machine) -> None
 
 
 def test_a_compiler_writes_into_its_directory_and_to_devices(here: Machine) -> None:
-    inside = [write(path) for path in (f"{STAGE}/a.o", "/dev/null", "/proc/self/comm")]
+    inside = [
+        write(path)
+        for path in (
+            f"{STAGE}/a.o",
+            "/dev/null",
+            "/proc/self/comm",
+            "/dev/nvidiactl",
+            "/dev/nvidia0",
+            "/dev/dri/renderD128",
+        )
+    ]
     assert here.judge(here.host, *inside).stray() is None
     for path in ("/stage2/a.o", f"{STAGE}/../a.o", "/home/a.o", "/dev/shm/a.o"):
         found = here.judge(here.host, write(path)).stray()

@@ -13,10 +13,9 @@ Tensor bias_gelu(const Tensor& x, const Tensor& bias) {
   opk::check_contiguous(x, bias);
   OPK_CHECK(x.dim() > 0 && x.size(-1) == bias.numel(), "bias must have as many elements as x has columns");
   Tensor out = opk::empty_like(x);
+  const float *a = x.data<const float>(), *b = bias.data<const float>();
   const int64_t count = x.numel(), blocks = (count + 255) / 256;
-  if (count == 0) return out;
-  opk::launch(kernel, blocks < 65536 ? blocks : 65536, 256, 0, x.data<const float>(), bias.data<const float>(),
-              out.data<float>(), count, bias.numel());
+  opk::launch(kernel, blocks < 65536 ? blocks : 65536, 256, 0, a, b, out.data<float>(), count, bias.numel());
   return out;
 }
 OPKILN_OP(bias_gelu, cuda);

@@ -22,7 +22,7 @@ _WITH_GRADIENT = """\
 def {name}({parameters}):
     try:
         differentiate = (
-            is_grad_enabled_() and ({requires_grad})
+            ({requires_grad}) and is_grad_enabled_()
         ) or forward_ad_._current_level >= 0
     except AttributeError:  # not tensors: torch says so
         differentiate = True

@@ -24,6 +24,7 @@ from opkiln.model import (
     ABI_STABLE,
     CPU,
     CUDA,
+    EMULATED,
     LIBRARY,
     ROCM,
     XPU,
@@ -56,6 +57,8 @@ class OpBuilder:
     NAMESPACE = ""  # of the op's functions; the distribution's name when empty
     DISTRIBUTION = ""  # the owning package; the top-level package of the class when empty
     BACKENDS: tuple[str, ...] = (CPU,)  # what the op has sources for, the preferred one first
+    # Run the CUDA sources on the CPU, by the emulator: for tests on machines without a GPU.
+    EMULATE = False
     _translated: OpSpec | None = None  # what hipify_extension() made, for builder()
 
     def __init__(
@@ -79,7 +82,8 @@ class OpBuilder:
                 f"op {self.name}: BACKENDS names {', '.join(sorted(unknown))}",
                 why="backends are cpu, cuda, rocm and xpu",
             )
-        if backend is not None and backend not in self.BACKENDS:
+        emulated = backend == EMULATED and CUDA in self.BACKENDS
+        if backend is not None and backend not in self.BACKENDS and not emulated:
             raise UnknownBackend(
                 f"op {self.name} has no version for {backend!r}",
                 why="it has: " + ", ".join(self.BACKENDS),
@@ -147,6 +151,16 @@ class OpBuilder:
         return f"{self.distribution}.ops.{self.name}.{self.name}_op"
 
     # What follows from it
+
+    @classmethod
+    def emulates(cls) -> bool:
+        """Whether calls with CPU tensors run the op's CUDA kernels in the emulator: ``EMULATE`` is
+        set, or ``OPKILN_DEVICE=emulated`` and all CUDA sources are ``.cu`` files, as with op.h."""
+        if CUDA not in cls.BACKENDS:
+            return False
+        if cls.EMULATE or settings.device is None:
+            return cls.EMULATE
+        return all(source.endswith(".cu") for source in cls(backend=CUDA).sources())
 
     @cached_property
     def backend(self) -> str:
@@ -474,6 +488,8 @@ def torch_built_for() -> tuple[bool, bool]:
 
 def backend_of(kind: type[OpBuilder], device: str) -> str | None:
     """The backend of the library for tensors on such a device; None: whichever load() chooses."""
+    if device == "cpu" and kind.emulates():
+        return EMULATED
     if device == "cuda":  # which is what torch calls ROCm's devices, too
         backend = ROCM if torch_built_for()[1] else CUDA
     else:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from opkiln.builder.base import OpBuilder, torch_built_for
 from opkiln.errors import LoadError, ToolchainError
-from opkiln.model import CPU, CUDA, ROCM, OpSpec
+from opkiln.model import CPU, CUDA, EMULATED, EMULATOR_RUNTIME, ROCM, OpSpec
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
@@ -52,11 +52,14 @@ class CUDAOpBuilder(OpBuilder):
 
     @cached_property
     def backend(self) -> str:
-        """The backend that is asked for; else that of the accelerator that is; else the first of
+        """The backend that is asked for; else ``emulated``, if ``emulates()``; else that of the
+        accelerator that is; else the first of
         ``BACKENDS`` with a device here that torch can use; else the CPU, where the op has a CPU
         version. Raises AcceleratorError where the accelerator that is asked for does not exist."""
         if self._asked_backend:
             return self._asked_backend
+        if self.emulates():
+            return EMULATED
         cuda, hip = torch_built_for()
         usable = tuple(each for each in self.BACKENDS if each != (CUDA if hip else ROCM))
         if asked := _asked_backend(usable):
@@ -76,7 +79,7 @@ class CUDAOpBuilder(OpBuilder):
     def enable_bf16(self) -> bool:
         """Whether every architecture that the filter left has bfloat16 arithmetic."""
         if self.backend != CUDA:
-            return self.backend == ROCM
+            return self.backend in (ROCM, EMULATED)
         from opkiln.arch import cuda
         from opkiln.decision import archs
 
@@ -94,7 +97,7 @@ class CUDAOpBuilder(OpBuilder):
         """
         from opkiln.decision import archs
 
-        if self.backend == CPU:
+        if self.backend in (CPU, EMULATED):
             return []
         op = self._bare()._replace(asked=cross_compile_archs or self._asked_archs)
         if not op.asked and archs.nothing_asked(self.backend):
@@ -112,6 +115,8 @@ class CUDAOpBuilder(OpBuilder):
         spec = super().spec()
         if self.backend == CPU:
             return spec
+        if self.backend == EMULATED:
+            return self._emulated(spec)
         # The host's part of a device library only launches kernels: it fits every CPU. The CUDA
         # runtime is linked statically; a second, shared one would have to be there when it loads.
         runtimes = ("cudart", "cudart_static") if self.backend == CUDA else ()
@@ -120,6 +125,17 @@ class CUDAOpBuilder(OpBuilder):
             device_args=self._device_args(),
             vectorize=False,
             libraries=tuple(name for name in spec.libraries if name not in runtimes),
+        )
+
+    def _emulated(self, spec: OpSpec) -> OpSpec:
+        """The CUDA sources as a library for the CPU, with the emulator's runtime."""
+        shared = ("-D", "-U", "-I", "-std")  # flags that mean the same to nvcc and to g++
+        flags = [flag for flag in self._device_args() if flag.startswith(shared)]
+        return spec._replace(
+            emulated=True,
+            vectorize=False,
+            sources=(*spec.sources, EMULATOR_RUNTIME),
+            cxx_args=(*spec.cxx_args, *flags),
         )
 
     def hipify_extension(self, directory: str = os.path.join("build", "hip")) -> list[str]:
@@ -166,9 +182,9 @@ class CUDAOpBuilder(OpBuilder):
 
     def op(self) -> Op:
         op = super().op()
-        return (
-            op if self.backend == CPU else op._replace(rule=self._rule(), asked=self._asked_archs)
-        )
+        if self.backend in (CPU, EMULATED):
+            return op
+        return op._replace(rule=self._rule(), asked=self._asked_archs)
 
     def _rule(self) -> Any:
         filters = type(self).filter_ccs is not CUDAOpBuilder.filter_ccs

@@ -36,7 +36,7 @@ from opkiln.store.recheck import Hasher
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from opkiln.process import Completed
-    from opkiln.toolchain.hipify import Staged
+    from opkiln.toolchain.staged_copy import Staged
 
 _ROUNDS = 5
 # Change times come from the kernel's coarse clock, which lags by up to one tick.
@@ -132,7 +132,13 @@ def _snapshot(paths: list[str]) -> dict[str, str]:
 
 
 def _translated(plan: Plan, directory: str) -> Staged | None:
-    """The translated copy of the sources that is compiled for ROCm; None for other backends."""
+    """The translated copy of the sources that is compiled for ROCm, or by the emulator; None if the
+    sources themselves are compiled."""
+    if plan.spec.emulated:
+        from opkiln.toolchain import emulate
+
+        os.mkdir(directory, 0o700)
+        return emulate.stage(plan.spec, directory)
     if plan.target.backend != ROCM:
         return None
     from opkiln.toolchain import hipify

@@ -89,10 +89,13 @@ def compile_source(words: list[str]) -> None:
     binary = given.beside(".fatbin")
     with open(binary, "wb") as file:
         file.write(container.pack(made))
-    records = dict(zip(kernels, lowered, strict=True))
-    text += _records(records, os.path.basename(binary))
+    # Only the host's symbols are renamed: in the images the kernels keep their names.
     internal = [each for each, name in kernels.items() if names.is_one_of(name, host.internal)]
-    _write(assembly, names.renamed(text, internal, f".{given.unnamed}"))
+    suffix = f".{given.unnamed}"
+    symbols = [each + suffix if each in internal else each for each in kernels]
+    records = dict(zip(symbols, lowered, strict=True))
+    text = names.renamed(text, internal, suffix) + _records(records, os.path.basename(binary))
+    _write(assembly, text)
     # The assembler finds the images by a name without a directory, so that none is in the object.
     os.chdir(os.path.dirname(os.path.abspath(binary)))
     _await(_start(given.cxx, "-c", assembly, "-o", given.object))

@@ -37,7 +37,10 @@ _TOOL = re.compile(
 _BY_SHELL = re.compile(r"(nvcc|hipcc)([-.][\w.-]+)?\Z")
 # Prefixes that more than one package is installed below: only their lib directories count.
 _SHARED = ("", "/usr", "/usr/local")
-_DEVICES = ("/dev/null/", "/dev/tty/", "/dev/pts/", "/dev/fd/", "/proc/")
+_DEVICES = (
+    "/dev/null/", "/dev/tty/", "/dev/pts/", "/dev/fd/", "/proc/",
+    "/dev/nvidia", "/dev/kfd/", "/dev/dri/",  # a GPU's driver, which NVRTC asks for its version
+)  # fmt: skip
 _PARTS = ("bin", "lib", "lib64", "libexec")  # of an installation
 
 

@@ -75,6 +75,9 @@ def link_step(
         arguments = sycl.linker(target, toolchain)
     if spec.kind != EXECUTABLE:
         arguments.append("-shared")
+    if spec.emulated:
+        # Its shared variables and its functions are its own, whatever else is loaded.
+        arguments.append("-Wl,-Bsymbolic")
     arguments += [Anchored("", "stage", name) for name in objects]
     arguments += author_flags(spec, spec.ldflags)
     arguments += [f"-l{name}" for name in spec.libraries]

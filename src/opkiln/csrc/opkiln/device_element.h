@@ -1,6 +1,6 @@
 // Elements of tensors in device code: the storage types, their conversions, and packs of elements
 // that one access moves. Needs CUDA's headers, but not torch's. hipify translates it to HIP, and the
-// tests compile it for the host (tests/ops/cuda_on_cpu).
+// tests compile it for the host.
 #pragma once
 
 #include <cuda_fp16.h>

@@ -22,6 +22,10 @@
 // compiles in a tenth of the time that torch's own headers take. docs/op-header.md describes each part.
 #pragma once
 
+#if defined(OPKILN_EMULATED)  // what nvcc knows without an #include
+#include "emulator/language.h"
+#endif
+
 #include "op/types.h"
 
 #if defined(__CUDACC_RTC__)  // NVRTC compiles device code alone

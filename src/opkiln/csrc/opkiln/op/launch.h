@@ -13,7 +13,7 @@ OPK_NAMESPACE_BEGIN
 struct Extent {
   uint32_t x, y, z;
   Extent(int64_t x_ = 1, int64_t y_ = 1, int64_t z_ = 1) : x(of(x_)), y(of(y_)), z(of(z_)) {}
-#if defined(__CUDACC__) || defined(__HIPCC__) || defined(OPKILN_NVRTC_HOST)
+#if defined(__CUDACC__) || defined(__HIPCC__) || defined(OPKILN_NVRTC_HOST) || defined(OPKILN_EMULATED)
   Extent(const dim3& other) : x(other.x), y(other.y), z(other.z) {}
   operator dim3() const { return dim3(x, y, z); }
 #endif

@@ -67,6 +67,9 @@ template <auto F, class R, class... A, opkiln_op* Record, DeviceType On>
 struct Boxed<F, R (*)(A...), Record, On> {
   // What torch calls. It owns the arguments on the stack, and leaves the results there.
   static void run(StableIValue* stack, uint64_t arguments, uint64_t results) {
+#if defined(OPKILN_EMULATED)
+    const emulator::OpCall its_tensors;
+#endif
     try {
       if (arguments != sizeof...(A) || results != Results<R>::count) {
         raise_form("the schema has %d arguments and %d results, the C++ function has %d and %d",

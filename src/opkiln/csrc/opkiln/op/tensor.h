@@ -70,8 +70,8 @@ class Tensor {
   T* data() {
     return elements<T>();
   }
-  const void* data() const { return get<const void*>(torch_get_const_data_ptr); }
-  void* data() { return get<void*>(torch_get_mutable_data_ptr); }
+  const void* data() const { return known(get<const void*>(torch_get_const_data_ptr), 1); }
+  void* data() { return known(get<void*>(torch_get_mutable_data_ptr), 1); }
 
   AtenTensorHandle get() const { return handle_; }
   AtenTensorHandle release() {
@@ -93,10 +93,23 @@ class Tensor {
   template <class T>
   T* elements() const {
     if constexpr (is_const<T>) {
-      return static_cast<T*>(read(dtype_of<T>));
+      return static_cast<T*>(known(read(dtype_of<T>), sizeof(T)));
     } else {
-      return static_cast<T*>(written(dtype_of<T>));
+      return static_cast<T*>(known(written(dtype_of<T>), sizeof(T)));
     }
+  }
+  // The emulator gets to know the memory that kernels may touch.
+  template <class P>
+  P* known(P* pointer, [[maybe_unused]] size_t element) const {
+#if defined(OPKILN_EMULATED)
+    if (numel() > 0) {
+      const Ints shape = sizes(), steps = strides();
+      int64_t last = 0;
+      for (int64_t i = 0; i < shape.size(); ++i) last += (shape[i] - 1) * steps[i];
+      emulator::add_tensor(pointer, static_cast<size_t>((last + 1) * element_size()), element);
+    }
+#endif
+    return pointer;
   }
   [[gnu::noinline]] const void* read(DType expected) const {
     check(expected);

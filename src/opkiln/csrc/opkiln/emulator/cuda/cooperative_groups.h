@@ -1,0 +1,4 @@
+// In place of CUDA's header of this name.
+#pragma once
+
+#include "../groups.h"

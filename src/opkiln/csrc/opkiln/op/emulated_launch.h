@@ -1,0 +1,15 @@
+// opk::launch on the CPU, by the emulator: docs/emulator.md.
+#pragma once
+
+#include "../emulator/launch.h"
+
+OPK_NAMESPACE_BEGIN
+
+// Returns when the grid is done. Raises what the emulator found.
+template <class... P>
+void launch_kernel(void (*kernel)(P...), const Launch& how, void** arguments) {
+  emulator::run_kernel(
+      kernel, {how.grid, how.block, how.shared, how.cooperative, how.cluster, nullptr}, arguments);
+}
+
+OPK_NAMESPACE_END

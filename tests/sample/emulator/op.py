@@ -1,0 +1,19 @@
+"""The declaration of ``kernels``."""
+
+from __future__ import annotations
+
+from opkiln.builder import CUDAOpBuilder
+from opkiln.model import ABI_NONE, CUDA, PLAIN
+
+
+class KernelsBuilder(CUDAOpBuilder):
+    """``load()`` gives a ctypes library with the function ``emulate``."""
+
+    NAME = "kernels"
+    KIND = PLAIN
+    ABI = ABI_NONE
+    BACKENDS = (CUDA,)
+    EMULATE = True
+
+    def sources(self) -> list[str]:
+        return ["emulator/kernels.cu"]
