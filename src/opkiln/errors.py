@@ -7,6 +7,9 @@ terminal. Exit codes are part of the interface; ``docs/cli.md`` lists them.
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
 from functools import wraps
 
 TYPE_CHECKING = False
@@ -66,11 +69,24 @@ def _rebuild(kind: type[OpkilnError], what: str, why: str, hint: str) -> OpkilnE
     return kind(what, why=why, hint=hint)
 
 
+def warn_caller(text: str, kind: type[Warning]) -> None:
+    """Warn at the line that called opkiln, also if the call came through torch."""
+    # Its files, and the functions that it writes.
+    own = [os.path.join(os.path.dirname(os.path.abspath(__file__)), ""), "<opkiln: "]
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    own += [os.path.join(os.path.dirname(torch), "")] if torch else []
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(tuple(own)):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, kind, stacklevel=level)
+
+
 def told_briefly(function: Callable[P, T]) -> Callable[P, T]:
     """Leave opkiln's own frames out of an error's traceback: there is nothing to mend in them."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        __tracebackhide__ = True  # pytest shows the caller's line
         try:
             return function(*args, **kwargs)
         except OpkilnError as error:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from opkiln.authoring.checking import Comparison, copied
 from opkiln.authoring.gradient import tensors
+from opkiln.builder.base import backend_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ def op_tests(
 
         @on_device
         def test_a_native_version_is_built_and_loaded(self, device: str) -> None:
+            # Raises what the compiler or the loader says. The suite's other tests use it then.
+            op.builder(backend=backend_of(op.builder, device)).jit_load()
             assert op.load(device), str(op.explain(device))
 
         @on_device

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -14,8 +16,11 @@ from sample.compiler import Compiler
 from sample.package import rest
 
 import opkiln
+from opkiln.building.failure import first_error
+from opkiln.building.wording import missing_kernels
 from opkiln.digest import sha256_file
 from opkiln.errors import BuildTimeout, CompileError, LoadTestError, OpkilnError, SpecError
+from opkiln.model import OpSpec
 from opkiln.toolchain import nvcc
 
 if TYPE_CHECKING:
@@ -55,6 +60,44 @@ def test_compile_error_shows_the_first_error_and_its_log_has_the_command_and_the
     assert f"-c {plain.path}/csrc/scale.cpp" in text  # the command
     assert "opkiln build plain" in error.hint
     assert error.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("compiler", "file"), [("g++", "a.cpp"), ("clang++", "a.cpp"), ("nvcc", "a.cu")]
+)
+def test_error_in_a_template_of_a_header_names_the_line_that_uses_it(
+    compiler: str, file: str, tmp_path: Path
+) -> None:
+    program = shutil.which(compiler, path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
+    if program is None:
+        pytest.skip(f"there is no {compiler}")
+    (tmp_path / "a.h").write_text(
+        'template <class T> struct Inner { static_assert(sizeof(T) == 0, "not this type"); };\n'
+        "template <class T> struct Outer { Inner<T> inner; };\n"
+    )
+    (tmp_path / file).write_text('#include "a.h"\n\nOuter<int> made;\n')
+    argv = [program, "-c", file, "-o", os.devnull]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+    first, *_, last = first_error(done.stdout + done.stderr).splitlines()
+    assert "a.h" in first
+    assert "not this type" in first
+    assert re.fullmatch(rf"used at {file}:3(:\d+)?", last)
+
+
+def test_error_without_a_template_names_no_use() -> None:
+    warned = "a.cpp:1:1:   required from here\na.h:2:2: warning: odd\n"
+    assert first_error(f"{warned}b.h:3:3: error: bad\n   3 | x\n").endswith("error: bad\n   3 | x")
+
+
+def test_library_of_op_h_that_lists_nothing_is_told_of_the_macro() -> None:
+    spec = OpSpec(
+        name="f", distribution="d", root="/", sources=("source.cpp",), kernels=("d::f",),
+        schemas=("f(Tensor x) -> Tensor",), inline=(("source.cpp", "#include <opkiln/op.h>"),),
+    )  # fmt: skip
+    what, why, hint = missing_kernels(spec, ["d::f"])
+    assert what == "op f: its library has no cpu function f"
+    assert why == "OPKILN_OP is missing"
+    assert hint == "OPKILN_OP(f, cpu);    // after the function"
 
 
 def test_a_compile_error_publishes_nothing_but_the_good_objects(

@@ -9,6 +9,7 @@ from sample import install
 from sample.install import CALL, NATIVE_ONLY, Environment
 from sample.levels import HIGH, LOW
 
+from opkiln.ship import scaffold
 from opkiln.toolchain import host
 
 pytestmark = pytest.mark.skipif(not host.available(), reason="no C++ compiler is installed")
@@ -104,3 +105,16 @@ def test_a_package_that_lies_elsewhere_is_found_by_the_hooks_own_word(
     pyproject.write_text(text.replace("hooks.opkiln]\n", 'hooks.opkiln]\nwhere = "lib"\n'))
     environment.install(project, OPKILN_BUILD_FIRST="1")
     assert environment.prebuilt("quick") == {"first": BOTH}
+
+
+def test_a_new_package_installs_editable_with_nothing_but_hatchling(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    alone = install.with_opkiln(tmp_path_factory, "hatch-alone", without=("editables",))
+    if alone.pip("install", "-q", "hatchling").returncode != 0:
+        pytest.skip("pip has no index to take hatchling from")
+    scaffold.write("demo_ops", str(tmp_path), scaffold.HATCHLING)
+    alone.install(tmp_path / "demo_ops", "-e")
+    code = "import importlib.util as u; print(u.find_spec('demo_ops').origin)"
+    found = alone.run("-c", code, cwd=tmp_path)
+    assert found.strip() == str(tmp_path / "demo_ops/src/demo_ops/__init__.py")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import pty
+import re
 import subprocess
 import sys
 import tomllib
@@ -46,18 +47,18 @@ def test_a_package_is_written_whole_by_the_name_it_is_imported_by(
     assert found == written
     assert [each.name for each in tmp_path.iterdir()] == [name], "nothing else is left"
     for path in found:
-        assert "@" not in (tmp_path / name / path).read_text().replace("@v", "").replace(
-            "@pytest", ""
-        ), path
+        text = (tmp_path / name / path).read_text()
+        assert not re.search(r"@[A-Z]+@", text), path
     project = tomllib.loads((tmp_path / name / "pyproject.toml").read_text())
     assert project["project"]["name"] == name
     assert project["build-system"]["build-backend"].startswith(backend)
     (value,) = project["project"]["entry-points"]["opkiln.ops"].values()
-    module = value.partition(":")[0]
-    assert module.startswith(f"{package}.")
-    assert (tmp_path / name / "src" / Path(*module.split("."))).with_suffix(".py").exists()
+    op = scaffold.default_op(package)
+    assert value == f"{package}.ops.{op}:{op}"
+    folder = tmp_path / name / "src" / package / "ops" / op
+    assert {each.name for each in folder.iterdir()} == {"__init__.py", f"{op}.cpp", f"{op}.cu"}
     keys = {each.get("env") for each in project["tool"]["uv"]["cache-keys"]}
-    variable = f"OPKILN_BUILD_{scaffold.default_op(package).upper()}"
+    variable = f"OPKILN_BUILD_{op.upper()}"
     assert {"OPKILN_BUILD_OPS", "DS_BUILD_OPS", variable} <= keys
 
 
@@ -97,7 +98,7 @@ def test_what_is_there_is_not_touched(tmp_path: Path) -> None:
 def test_a_write_that_fails_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(scaffold._OP_FILES, "checks.h", "x" * 300)
+    monkeypatch.setitem(scaffold._OP_FILES, "op.cu", "x" * 300)
     with pytest.raises(StoreError, match="demo_ops cannot be written: File name too long"):
         scaffold.write("demo_ops", str(tmp_path))
     assert list(tmp_path.iterdir()) == []
@@ -117,7 +118,7 @@ def test_the_command_says_what_it_wrote_and_what_is_next(tmp_path: Path, backend
     ]
     assert why == "Without isolation, the build uses the installed opkiln."
     assert "\n".join(steps) in (tmp_path / "demo_ops" / "README.md").read_text()
-    assert "demo_ops/src/demo_ops/ops/demo_add/cuda.cu" in done.stdout.splitlines()
+    assert "demo_ops/src/demo_ops/ops/demo_add/demo_add.cu" in done.stdout.splitlines()
     again = opkiln(tmp_path, "new", "demo_ops", "--backend", backend)
     assert again.returncode == 2
     assert "demo_ops exists already" in again.stderr
@@ -139,8 +140,8 @@ def test_an_op_that_is_not_named_is_named_after_its_package(package: str, op: st
     ("name", "why"),
     [("", "a name has"), ("9x", "a name has"), ("_x", "a name has"), ("a__b", "a name has"),
      ("a b", "a name has"), ("x/y", "a name has"), ("ünorm", "a name has"), ("n" * 61, "60"),
-     ("lambda", "a keyword of Python"), ("cpu_adam", "opkiln has"),
-     ("reference", "something else"),
+     ("lambda", "a keyword of Python"), ("double", "a keyword of C++"), ("cpu_adam", "opkiln has"),
+     ("kernel", "something else"), ("test_norm", "pytest"),
      ("OPS", "something else"), ("targets", "OPKILN_BUILD_TARGETS")],
 )  # fmt: skip
 def test_a_name_that_no_op_can_have_is_refused(tmp_path: Path, name: str, why: str) -> None:
@@ -167,18 +168,17 @@ def test_no_op_can_be_named_as_something_in_its_own_files() -> None:
             elif isinstance(node, ast.FunctionDef):
                 bound.add(node.name)
     own = {name for name in bound if name.startswith(("zzz", "test_", "_")) or not name.islower()}
-    methods = {"sources", "include_paths", "autograd"}  # of a class: in nobody's way
-    # An argument of the op's own functions, which only call other things by their modules.
-    assert bound - own - methods - {"scale"} <= scaffold._OCCUPIED
+    # An argument of the op: nothing in its body is called by that name.
+    assert bound - own - {"scale"} <= scaffold._OCCUPIED
 
 
 def test_the_command_takes_the_ops_name(tmp_path: Path) -> None:
     done = opkiln(tmp_path, "new", "demo_ops", "--op", "RMS-norm")
     assert done.returncode == 0, done.stderr
-    assert "demo_ops/src/demo_ops/ops/rms_norm/op.py" in done.stdout.splitlines()
+    assert "demo_ops/src/demo_ops/ops/rms_norm/rms_norm.cpp" in done.stdout.splitlines()
     project = tomllib.loads((tmp_path / "demo_ops" / "pyproject.toml").read_text())
     assert project["project"]["entry-points"]["opkiln.ops"] == {
-        "rms_norm": "demo_ops.ops.rms_norm.op:RmsNormBuilder"
+        "rms_norm": "demo_ops.ops.rms_norm:rms_norm"
     }
     texts = [each.read_text() for each in (tmp_path / "demo_ops").rglob("*") if each.is_file()]
     assert not any("scaled_add" in text.lower() for text in texts)
@@ -202,7 +202,7 @@ def test_the_command_asks_for_the_ops_name_on_a_terminal(
     os.close(main)
     assert child.returncode == 0, said
     assert "Name of its op [demo_add]: " in said
-    assert f"demo_ops/src/demo_ops/ops/{op}/op.py" in written.splitlines()
+    assert f"demo_ops/src/demo_ops/ops/{op}/__init__.py" in written.splitlines()
     assert ("'9' cannot be the name of an op" in said) == typed.startswith("9")
 
 
@@ -229,8 +229,8 @@ def test_an_op_is_added_and_only_lines_are_inserted(tmp_path: Path, backend: str
         assert all(line in lines for line in before[path].splitlines()), "in order, all there"
     project = tomllib.loads(after["pyproject.toml"])
     assert project["project"]["entry-points"]["opkiln.ops"] == {
-        "demo_add": "demo_ops.ops.demo_add.op:DemoAddBuilder",
-        "layer_norm": "demo_ops.ops.layer_norm.op:LayerNormBuilder",
+        "demo_add": "demo_ops.ops.demo_add:demo_add",
+        "layer_norm": "demo_ops.ops.layer_norm:layer_norm",
     }
     keys = [each.get("env") for each in project["tool"]["uv"]["cache-keys"]]
     assert keys[-2:] == ["OPKILN_BUILD_LAYER_NORM", "DS_BUILD_LAYER_NORM"]
@@ -251,9 +251,7 @@ def test_an_op_is_added_to_a_package_that_had_none(tmp_path: Path) -> None:
         tmp_path / "mine" / "__init__.py"
     ).read_text() == "from mine.ops.norm import norm as norm\n"
     project = tomllib.loads((tmp_path / "pyproject.toml").read_text())
-    assert project["project"]["entry-points"]["opkiln.ops"] == {
-        "norm": "mine.ops.norm.op:NormBuilder"
-    }
+    assert project["project"]["entry-points"]["opkiln.ops"] == {"norm": "mine.ops.norm:norm"}
 
 
 @pytest.mark.parametrize(
@@ -288,7 +286,7 @@ def _append(path: Path, text: str) -> None:
 def _inline(path: Path) -> None:
     text = path.read_text()
     table = text[text.index("[project.entry-points") : text.index("[dependency-groups]")]
-    inline = 'entry-points = { "opkiln.ops" = { demo_add = "demo_ops.ops.demo_add.op:B" } }\n\n'
+    inline = 'entry-points = { "opkiln.ops" = { demo_add = "demo_ops.ops.demo_add:a" } }\n\n'
     path.write_text(text.replace(table, inline))
 
 
@@ -297,7 +295,7 @@ def test_an_op_that_cannot_be_written_leaves_nothing_behind(
 ) -> None:
     scaffold.write("demo_ops", str(tmp_path))
     before = _tree(tmp_path)
-    monkeypatch.setitem(scaffold._OP_FILES, "checks.h", "x" * 300)
+    monkeypatch.setitem(scaffold._OP_FILES, "op.cu", "x" * 300)
     with pytest.raises(StoreError, match="cannot be written: File name too long"):
         add_op.add(str(tmp_path / "demo_ops"), "norm")
     assert _tree(tmp_path) == before
@@ -322,7 +320,7 @@ def test_the_command_adds_an_op_from_inside_a_package_or_by_its_path(
     changed, following = done.stderr.splitlines()
     assert changed == f"changed {place}pyproject.toml and {place}src/demo_ops/__init__.py"
     assert following.startswith(f"next: {f'cd {place[:-1]} && ' if place else ''}pip install ")
-    assert (tmp_path / "demo_ops/src/demo_ops/ops/norm/op.py").exists()
+    assert (tmp_path / "demo_ops/src/demo_ops/ops/norm/norm.cu").exists()
     again = opkiln(tmp_path / start, "new", *arguments, "--op", "norm")
     assert again.returncode == 2
     assert "ops/norm exists already" in again.stderr
@@ -386,6 +384,38 @@ def test_its_tests_and_an_added_ops_pass_compiled_at_first_use_and_precompiled(
     assert sorted(environment.prebuilt("demo_ops")) == ["demo_add", "demo_norm"]
     fresh = str(tmp_path / "fresh")
     assert_tests_pass(environment, project, OPKILN_CACHE_DIR=fresh, **NATIVE_ONLY)
+
+
+MISTAKES = {
+    "a wrong sign": ("a[i] + s * b[i]", "a[i] - s * b[i]", r"reference differ: the result is "),
+    "no C++": ("b[i];", "b[i]", r"demo_add\.cpp:\d+:\d+: error: expected ';'"),
+    "a type of no op": ("double scale", "float scale", r"used at .*/demo_add\.cpp:\d+"),
+    "another type": (
+        "double scale",
+        "int64_t scale",
+        r"scale is float in the schema, int in",
+    ),
+    "no binding": ("OPKILN_OP(demo_add, cpu);", "", r"hint: OPKILN_OP\(demo_add, cpu\);"),
+}
+
+
+@needs_compiler
+@needs_torch
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_its_tests_say_what_is_wrong_with_an_edited_kernel(
+    environment: Environment, project: Path, store: str, mistake: str
+) -> None:
+    right, wrong, message = MISTAKES[mistake]
+    kernel = project / "src/demo_ops/ops/demo_add/demo_add.cpp"
+    assert right in kernel.read_text()
+    kernel.write_text(kernel.read_text().replace(right, wrong))
+    argv = [str(environment.python), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "tests"]
+    done = install.run(argv, project, PYTHONPATH="src", OPKILN_CACHE_DIR=store)
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("E ")]
+    assert re.search(message, "\n".join(said)), done.stdout
+    assert len(said) < 12, done.stdout
 
 
 @needs_compiler

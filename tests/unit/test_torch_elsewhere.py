@@ -62,3 +62,22 @@ def test_an_isolated_build_finds_the_torch_among_the_packages_of_its_environment
     with precompile._torch_of_the_environment():
         assert torch_sdk.locate() == str(elsewhere)
     assert torch_sdk.locate() is None
+
+
+IMPORT = """
+import sys
+from opkiln.ship import precompile
+before = list(sys.path)
+with precompile._torch_of_the_environment():
+    assert sys.path[:-1] == before  # behind what the build requires
+    import torch
+    print(torch.__file__)
+assert sys.path == before
+"""
+
+
+def test_a_build_without_torch_imports_a_package_that_needs_torch(elsewhere: Path) -> None:
+    """A decorated function is declared to torch when its module is imported."""
+    (elsewhere / "__init__.py").write_text("")
+    said = child.run(IMPORT, env={"OPKILN_TORCH_DIR": str(elsewhere)})
+    assert said.strip() == str(elsewhere / "__init__.py")

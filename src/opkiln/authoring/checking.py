@@ -157,10 +157,21 @@ def _share(one: Tensor, other: Tensor) -> bool:
 def copied(value: Any) -> Any:
     """A value whose tensors are copies with the same strides."""
     if isinstance(value, Tensor):
-        return value.detach().clone(memory_format=torch.preserve_format)
+        return _copy(value.detach())
     if isinstance(value, (list, tuple)):
         return [copied(each) for each in value]
     return value
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    if tensor.layout != torch.strided or tensor.is_contiguous():
+        return tensor.clone()
+    # A clone has other strides if elements are skipped or repeated. So all the memory from the
+    # first element to the last is copied.
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    span = 1 + sum((size - 1) * step for size, step in steps)
+    memory = tensor.as_strided((span,), (1,)).clone()
+    return memory.as_strided(tensor.shape, tensor.stride(), 0)
 
 
 def _both(got: Tensor, expected: Tensor) -> str:

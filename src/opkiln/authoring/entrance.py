@@ -10,13 +10,12 @@ runs.
 from __future__ import annotations
 
 import threading
-import warnings
 from typing import Any
 
 from opkiln.authoring.checking import Comparison
 from opkiln.authoring.gradient import tensors, without_autocast
 from opkiln.builder.base import backend_of
-from opkiln.errors import FallbackWarning, LoadError
+from opkiln.errors import FallbackWarning, LoadError, warn_caller
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
@@ -100,11 +99,10 @@ class Entrance:
     def _tell_no_sources(self, device: str) -> None:
         if settings.mode == "reference":
             return
-        warnings.warn(
+        warn_caller(
             f"op {self._builder.NAME} runs as its pure-PyTorch reference on {device}: it has "
             f"sources for {', '.join(self._builder.BACKENDS)} alone",
             FallbackWarning,
-            stacklevel=4,
         )
 
 

@@ -27,6 +27,16 @@ _DIAGNOSTIC = re.compile(
 _LINKER = re.compile(
     r"^.*(?:undefined reference|cannot find -l|multiple definition).*$", re.MULTILINE
 )
+# Where the template that has the error is used. g++ writes that before the error, clang and nvcc
+# after it, from the innermost use to the one in the author's file.
+_USED_BEFORE = re.compile(  # with the line itself, in newer versions
+    r"^([^\n]+?:\d+(?::\d+)?):\s+required from here\n(?:[ \t][^\n]*\n)*\Z", re.MULTILINE
+)
+_USED_AFTER = re.compile(
+    r"^(?P<clang>[^\n]+?:\d+:\d+): note: in instantiation of .* requested here$"
+    r"|^\s+instantiation of .* at line (?P<line>\d+) of (?P<file>\S+)$",
+    re.MULTILINE,
+)
 _CONTEXT_LINES = 4
 _WIDTH = 500
 
@@ -41,10 +51,24 @@ def first_error(output: str) -> str:
         return "\n".join(map(_shortened, lines))
     lines = [found.group()]
     for line in output[found.end() :].splitlines()[1 : _CONTEXT_LINES + 1]:
-        if not line.startswith((" ", "\t")):
-            break  # the next diagnostic
+        if not line.startswith((" ", "\t")) or line.strip() == "detected during:":
+            break  # the next diagnostic, or nvcc's list of uses
         lines.append(line)
-    return "\n".join(map(_shortened, lines))
+    used = _used_at(output, found)
+    return "\n".join(map(_shortened, [*lines, *([f"used at {used}"] if used else [])]))
+
+
+def _used_at(output: str, error: re.Match[str]) -> str:
+    """The line of a source whose use of a template is an error; empty if the error is none such."""
+    before = _USED_BEFORE.search(output, 0, error.start())
+    if before:
+        return before[1]
+    following = _DIAGNOSTIC.search(output, error.end())
+    end = following.start() if following else len(output)
+    after = list(_USED_AFTER.finditer(output, error.end(), end))
+    if not after:
+        return ""
+    return after[-1]["clang"] or f"{after[-1]['file']}:{after[-1]['line']}"
 
 
 def _shortened(line: str) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-
-from opkiln.errors import StoreWarning
+from opkiln.errors import StoreWarning, warn_caller
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,7 +18,7 @@ def warn_of_store(store: Store) -> None:
     text = "\n".join(store.location.notes)
     if text and text not in _told:
         _told.add(text)
-        warnings.warn(text, StoreWarning, stacklevel=7)
+        warn_caller(text, StoreWarning)
 
 
 def tell_of_compilers(plan: Plan) -> None:

@@ -5,6 +5,10 @@ A hint that names ``include_paths()`` does not help a caller of ``load(extra_inc
 
 from __future__ import annotations
 
+import contextlib
+import os
+
+from opkiln.digest import read_file
 from opkiln.model import ABI_STABLE, CALL, DISPATCH_KEYS, EXTENSION, function_name
 from opkiln.record import Record
 from opkiln.signature import cpp, devices, differences, of_schema
@@ -77,6 +81,8 @@ def missing_kernels(
 
     ``others`` are functions of the same names in other namespaces that have a kernel.
     """
+    if _uses_op_header(spec):
+        return misfit(spec, ())
     key = DISPATCH_KEYS[spec.backend][0]
     what = f"op {spec.name}: its library registers no {key} kernel for {', '.join(missing)}"
     why = "m.impl() is missing, or its namespace, name or dispatch key differs"
@@ -94,11 +100,20 @@ def missing_kernels(
     return what, why, hint
 
 
+def _uses_op_header(spec: OpSpec) -> bool:
+    texts = [text for _, text in spec.inline]
+    for source in () if texts else spec.sources:
+        with contextlib.suppress(OSError):  # it was there a moment ago, when it was compiled
+            texts.append(read_file(os.path.join(spec.root, source)).decode(errors="replace"))
+    return any("<opkiln/op.h>" in text for text in texts)
+
+
 def misfit(spec: OpSpec, functions: Sequence[Function]) -> tuple[str, str, str]:
     """The message, the reason and the hint for a library of op.h that does not fit its schemas."""
     schemas = {function_name(each): each for each in spec.schemas}
     device = devices(spec)[0]
-    has = f"it has {', '.join(f'{each.name} for {each.device}' for each in functions)}"
+    listed = ", ".join(f"{each.name} for {each.device}" for each in functions)
+    has = f"it has {listed}" if listed else "OPKILN_OP is missing"
     if not schemas:
         what = f"op {spec.name} declares no schemas for the functions of its library"
         example = f'SCHEMAS = ("{functions[0].name}(Tensor x) -> Tensor",)    # in the builder'

@@ -26,16 +26,17 @@ from opkiln.ship import add_op, scaffold
 def command(name: str | None, op: str | None, backend: str) -> None:
     """Write a package called NAME into a new directory of that name, with an op called OP.
 
-    The op is for the CPU and for GPUs, and has a reference and a gradient. The package has tests
-    that pass, a pyproject.toml and a CI file. Its ops compile at their first use, or when it is
-    installed with OPKILN_BUILD_OPS=1.
+    The op is a function in PyTorch, a kernel for the CPU and one for GPUs. The function gives the
+    gradient, and the tests compare the kernels with it. The package has tests that pass, a
+    pyproject.toml and a CI file. Its ops compile at their first use, or when it is installed with
+    OPKILN_BUILD_OPS=1.
 
     \b
         opkiln new my_ops --op rms_norm     a new package
         opkiln new --op layer_norm          one more op in the package of this directory
         opkiln new my_ops --op softmax      one more op in the package in ./my_ops
 
-    An op is added as a folder of sources, a test, a line in __init__.py and lines in
+    An op is added as a folder of three files, a test, a line in __init__.py and lines in
     pyproject.toml. Nothing is overwritten.
     """
     if name is None and op is None:

@@ -8,11 +8,10 @@ ranks with one visible GPU each share a build.
 from __future__ import annotations
 
 import os
-import warnings
 from importlib import import_module
 from typing import Any
 
-from opkiln.errors import ArchError, ArchWarning, LoadError, ToolchainError
+from opkiln.errors import ArchError, ArchWarning, LoadError, ToolchainError, warn_caller
 from opkiln.model import CUDA, ONE_CALL, ROCM
 from opkiln.record import Record
 from opkiln.settings import LAYOUT, origin_of, settings, store_candidates
@@ -211,7 +210,7 @@ def fitted(op: Op, needs: Wanted, target: Target, toolchain: Toolchain) -> Targe
         if note not in _told:
             _told.add(note)
             newer = _newer_toolkit(device)
-            warnings.warn(f"op {op.spec.name}: {note}\nhint: {newer}", ArchWarning, stacklevel=6)
+            warn_caller(f"op {op.spec.name}: {note}\nhint: {newer}", ArchWarning)
     return target._replace(archs=tuple(map(str, chosen)))
 
 

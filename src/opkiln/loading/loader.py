@@ -15,7 +15,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 from typing import Any
 
 from opkiln.decision import policy, receipt
@@ -27,6 +26,7 @@ from opkiln.errors import (
     OpkilnError,
     ReloadError,
     SettingWarning,
+    warn_caller,
 )
 from opkiln.loading import light, register
 from opkiln.loading.native import beside, of_its_own, open_artifact
@@ -133,7 +133,7 @@ def _tell_strange_settings() -> None:
     """A variable that nobody reads is most likely misspelt. Told with the first load."""
     if any_strange():
         for text in unknown():
-            warnings.warn(text, SettingWarning, stacklevel=6)
+            warn_caller(text, SettingWarning)
 
 
 def _known(op: Op, must_be_native: bool) -> Loaded | None:
@@ -289,7 +289,7 @@ def _tell_fallback(op: Op, outcome: Reference) -> None:
     lines += [f"  {line}" for line in (*error.why.splitlines(), *_passed_over(op, outcome.trace))]
     if error.hint:
         lines.append(f"hint: {error.hint}")
-    warnings.warn("\n".join(lines), FallbackWarning, stacklevel=7)
+    warn_caller("\n".join(lines), FallbackWarning)
 
 
 def _passed_over(op: Op, trace: Trace) -> list[str]:

@@ -108,7 +108,7 @@ def _project(where: str) -> _Project:
 
 def _announced(project: _Project, op: str) -> str:
     """pyproject.toml with the op's entry point and, if there are cache keys, its variables."""
-    value = f"{project.package}.ops.{op}.op:{scaffold.builder_of(op)}"
+    value = scaffold.entry_point(project.package, op)
     entries = project.settings["project"].get("entry-points", {}).get(GROUP, {})
     if op in entries:
         raise _taken(op, f"pyproject.toml has an entry point {op} = {entries[op]!r}")

@@ -131,16 +131,32 @@ def not_shipped(directory: str, package: str) -> list[str]:
 def _torch_of_the_environment() -> Iterator[None]:
     """Lets an isolated build use the torch of the environment that its interpreter belongs to.
 
-    Such a build can import only what it requires, but it can read torch's headers and libraries.
+    Such a build can import only what it requires. But it can read torch's headers and libraries,
+    and a package whose ops are decorated functions imports torch. So the directory that has torch
+    comes last on the path: what the build requires goes before what is installed there.
     """
-    if torch_sdk.locate() is None:
-        for scheme in ("purelib", "platlib"):
-            path = os.path.join(sysconfig.get_path(scheme), "torch")
-            if os.path.isfile(os.path.join(path, "version.py")):
-                with override(torch_dir=path):
-                    yield
-                return
-    yield
+    from importlib.util import find_spec
+
+    path = None if find_spec("torch") else torch_sdk.locate() or _torch_in_sight()
+    if path is None:
+        yield
+        return
+    where = os.path.dirname(path)
+    sys.path.append(where)
+    try:
+        with override(torch_dir=path):
+            yield
+    finally:
+        sys.path.remove(where)
+
+
+def _torch_in_sight() -> str | None:
+    """The torch among the packages of this interpreter's environment."""
+    for scheme in ("purelib", "platlib"):
+        path = os.path.join(sysconfig.get_path(scheme), "torch")
+        if os.path.isfile(os.path.join(path, "version.py")):
+            return path
+    return None
 
 
 @contextmanager

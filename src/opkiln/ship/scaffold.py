@@ -31,15 +31,8 @@ _PACKAGE_FILES = {
 # The files of an op's folder.
 _OP_FILES = {
     "op_init.py": "__init__.py",
-    "op.py": "op.py",
-    "reference.py": "reference.py",
-    "fake.py": "fake.py",
-    "gradients.py": "gradients.py",
-    "cpu.cpp": "cpu.cpp",
-    "cuda.cu": "cuda.cu",
-    "cuda_binding.cpp": "cuda_binding.cpp",
-    "kernel.h": "kernel.h",
-    "checks.h": "checks.h",
+    "op.cpp": "{op}.cpp",
+    "op.cu": "{op}.cu",
 }
 _TEST = "test_op.py"
 _NAME = re.compile(r"[A-Za-z]([A-Za-z0-9._-]*[A-Za-z0-9])?")  # what PyPI allows, and a letter first
@@ -51,11 +44,23 @@ _TAKEN = frozenset((
     "higher_order", "debugprims", "torchvision", "torchaudio", "numpy", "test", "tests",
     "setuptools", "hatchling", "pytest", "click", "src", "ops",
 ))  # fmt: skip
-# Names that the templates use for something else.
+# Names that the templates use for something else, and one that torch.ops does.
 _OCCUPIED = frozenset((
-    "builder", "compiled", "ctx", "device", "doubled", "expected", "fake", "found", "generator",
-    "grad", "gradients", "here", "inputs", "message", "op", "opkiln", "ops", "output", "pytest",
-    "reference", "request", "self", "shape", "torch", "weights", "x", "y",
+    "device", "kernel", "make", "message", "name", "op_tests", "opk", "opkiln", "ops", "pytest",
+    "request", "samples", "size", "torch", "x", "y",
+))  # fmt: skip
+# An op is a function of C++, too. Keywords that Python shares are not listed.
+_CPP_KEYWORDS = frozenset((
+    "alignas", "alignof", "and_eq", "asm", "auto", "bitand", "bitor", "bool", "catch", "char",
+    "char8_t", "char16_t", "char32_t", "co_await", "co_return", "co_yield", "compl", "concept",
+    "const", "const_cast", "consteval", "constexpr", "constinit", "decltype", "default", "delete",
+    "do", "double", "dynamic_cast", "enum", "explicit", "export", "extern", "float", "friend",
+    "goto", "inline", "int", "long", "mutable", "namespace", "new", "noexcept", "not_eq", "nullptr",
+    "operator", "or_eq", "private", "protected", "public", "register", "reinterpret_cast",
+    "requires", "short", "signed", "sizeof", "static", "static_assert", "static_cast", "struct",
+    "switch", "template", "this", "thread_local", "throw", "true", "false", "typedef", "typeid",
+    "typename", "typeof", "union", "unsigned", "using", "virtual", "void", "volatile", "wchar_t",
+    "xor", "xor_eq",
 ))  # fmt: skip
 _SUFFIXES = ("_ops", "_op", "_kernels", "_kernel")
 
@@ -143,10 +148,14 @@ def op_of(name: str) -> str:
         why = "it has more than 60 characters"
     elif keyword.iskeyword(op) or keyword.issoftkeyword(op):
         why = f"{op} is a keyword of Python"
+    elif op in _CPP_KEYWORDS:
+        why = f"{op} is a keyword of C++"
     elif op in bundled():
         why = "opkiln has an op of this name"
     elif op in _OCCUPIED:
         why = "the files of an op use this name for something else"
+    elif op.startswith("test"):
+        why = "pytest takes functions of such a name for tests"
     elif variables & {f"OPKILN_BUILD_{op.upper()}", f"DS_BUILD_{op.upper()}"}:
         why = f"the variable OPKILN_BUILD_{op.upper()} has another meaning"
     if why:
@@ -156,16 +165,22 @@ def op_of(name: str) -> str:
     return op
 
 
-def builder_of(op: str) -> str:
-    """The name of an op's builder class."""
-    return "".join(part.capitalize() for part in op.split("_")) + "Builder"
-
-
 def op_texts(package: str, op: str) -> tuple[dict[str, str], str]:
     """(the text of each file in an op's folder, the text of its test)."""
     values = _op_values(package, op)
-    texts = {place: _filled(_template(name), values) for name, place in _OP_FILES.items()}
+    texts = {
+        place.format(op=op): _filled(_template(name), values) for name, place in _OP_FILES.items()
+    }
     return texts, _filled(_template(_TEST), values)
+
+
+def entry_point(package: str, op: str) -> str:
+    """What ``pyproject.toml`` says of an op: where its decorated function is.
+
+    Each op has a line. A line for a whole module would find the functions that are decorated in
+    that module, and not those that it imports from the folders of the ops.
+    """
+    return f"{package}.ops.{op}:{op}"
 
 
 def ops_init() -> str:
@@ -202,7 +217,8 @@ def _op_values(package: str, op: str) -> dict[str, str]:
     return {
         "PACKAGE": package,
         "OP": op,
-        "BUILDER": builder_of(op),
+        "ENTRY": entry_point(package, op),
+        "SUITE": "Test" + "".join(part.capitalize() for part in op.split("_")),
         "VARIABLE": op.upper(),
     }
 
