@@ -416,3 +416,29 @@ print(twice_package.twice.load("cpu"))
 """
     run(package, "-c", save)
     assert run(package, "-c", load).split("\n")[:2] == ["[3.0, 3.0, 3.0]", "True"]
+
+
+def test_emulated_op_runs_its_cuda_kernel_on_the_cpu(served: Callable[[Any], list[str]]) -> None:
+    text = """
+    #include <opkiln/op.h>
+    __global__ void negate(const float* x, float* out, int64_t count) {
+      const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+      if (i < count) out[i] = -x[i];
+    }
+    opk::Tensor emulated(const opk::Tensor& x) {
+      opk::Tensor out = opk::empty_like(x);
+      const float* a = x.data<const float>();
+      opk::launch(negate, (x.numel() + 31) / 32, 32, 0, a, out.data<float>(), x.numel());
+      return out;
+    }
+    OPKILN_OP(emulated, cuda);
+    """
+
+    @opkiln.op(source={"cuda": text}, emulate=True, namespace="decorated")
+    def emulated(x: Tensor) -> Tensor:
+        return -x
+
+    calls = served(emulated)
+    assert torch.equal(emulated(torch.arange(100.0)), -torch.arange(100.0))
+    assert emulated.load("cpu")
+    assert calls == []

@@ -79,6 +79,7 @@ def op(
     mutates: str | Iterable[str] = (),
     needs: Mapping[str, Any] | None = None,
     namespace: str = "",
+    emulate: bool = False,
 ) -> Callable[[Callable[_P, _R]], DecoratedOp[_P, _R]]:
     """Make an op of a function; its body is the reference.
 
@@ -86,7 +87,8 @@ def op(
     file. ``source`` is text instead: C++ for the CPU, or ``{"cpu": ..., "cuda": ...}``.
     ``mutates`` names the arguments that the op writes to. ``needs`` may have ``archs`` (the least
     compute capability, "8.0"), ``libraries``, ``include_dirs``, ``cxx_args``, ``nvcc_args`` and
-    ``ldflags``. ``namespace`` is that of ``torch.ops``; by default, the package's name.
+    ``ldflags``. ``namespace`` is that of ``torch.ops``; by default, the package's name. ``emulate``
+    runs the CUDA kernels on the CPU, for CPU tensors, and checks what they do (docs/emulator.md).
 
     Raises SpecError for a function that cannot be an op.
     """
@@ -95,7 +97,7 @@ def op(
     def decorate(function: Callable[_P, _R]) -> DecoratedOp[_P, _R]:
         if not inspect.isfunction(function):
             raise SpecError(f"@opkiln.op decorates functions, not {type(function).__name__}")
-        made = _Declaration(function, given, mutates, dict(needs or {}), namespace)
+        made = _Declaration(function, given, mutates, dict(needs or {}), namespace, emulate)
         return cast("DecoratedOp[_P, _R]", made.function)
 
     return decorate
@@ -111,6 +113,7 @@ class _Declaration:
         mutates: str | Iterable[str],
         needs: dict[str, Any],
         namespace: str,
+        emulate: bool,
     ) -> None:
         name = function.__name__
         written = (mutates,) if isinstance(mutates, str) else tuple(mutates)
@@ -120,6 +123,7 @@ class _Declaration:
         native = (NATIVE,) if compared else ("", *more)  # what a library's function is taken for
         self._reference = function
         self.builder = builder_for(function, schema, sources, needs, namespace, native)
+        self.builder.EMULATE = emulate
         owner = (function.__module__, function.__qualname__)
         self._defined = Defined(owner, self.builder.REGISTRATION.namespace, schema, written)
         self._entrance = Entrance(self.builder, function, written)
