@@ -236,6 +236,8 @@ class LoadError(OpkilnError):
 class DifferenceError(OpkilnError, AssertionError):
     """The native version of an op and its reference do not agree."""
 
+    exit_code = 8
+
 
 class ReloadError(LoadError):
     """The new build of an op cannot replace the one this process already has loaded."""

@@ -37,8 +37,8 @@ def make(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Callable
     monkeypatch.syspath_prepend(str(tmp_path / name / "src"))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    module = importlib.import_module(f"{name}.ops.scaled_add.op")
-    return lambda backend: module.ScaledAddBuilder(backend=backend)
+    module = importlib.import_module(f"{name}.ops.scaled_add")
+    return lambda backend: module.scaled_add.builder(backend=backend)
 
 
 def test_sources_are_translated_below_the_build_directory_alone(

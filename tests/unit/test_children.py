@@ -30,6 +30,7 @@ STARTING = {
     ("process.py", "_start_watchdog"),
     ("cli/run.py", "at_once"),
     ("cli/main.py", "run_command"),
+    ("nvrtc/program.py", "_start"),  # a compiler driver, which is a program of its own
 }
 STARTS = {"Popen", "check_call", "check_output", "getoutput"}
 STARTS_OF_OS = ("exec", "spawn", "posix_spawn", "fork", "system", "popen")

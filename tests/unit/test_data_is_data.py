@@ -58,7 +58,8 @@ def in_all_sources(look: Callable[[str], list[str]]) -> dict[str, list[str]]:
 
 
 def test_no_file_is_read_as_code() -> None:
-    assert in_all_sources(found) == {}
+    # The function that calls an op is written from the names of its parameters.
+    assert in_all_sources(found) == {"authoring/calls.py": ["compile", "exec"]}
 
 
 @pytest.mark.parametrize(
