@@ -236,7 +236,7 @@ class LoadError(OpkilnError):
 class DifferenceError(OpkilnError, AssertionError):
     """The native version of an op and its reference do not agree."""
 
-    exit_code = 8
+    exit_code = 9
 
 
 class ReloadError(LoadError):

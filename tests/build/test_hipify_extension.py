@@ -29,6 +29,8 @@ def name(tmp_path: Path) -> str:
     """A package of its own: an imported one stays where it was."""
     made = f"hipified_{next(_numbers)}"
     scaffold.write(made, str(tmp_path), op="scaled_add")
+    kernel = tmp_path / made / "src" / made / "ops/scaled_add/scaled_add.cu"
+    kernel.write_text(f"#include <cuda_runtime.h>\ncudaStream_t stream;\n{kernel.read_text()}")
     return made
 
 
@@ -48,7 +50,7 @@ def test_sources_are_translated_below_the_build_directory_alone(
     package = tmp_path / name
     before = {path: path.read_bytes() for path in package.rglob("*") if path.is_file()}
     made = builder.hipify_extension()
-    assert [os.path.basename(path) for path in made] == ["cuda.cu", "cuda_binding.cpp"]
+    assert [os.path.basename(path) for path in made] == ["scaled_add.cu"]
     assert all(path.startswith(str(tmp_path / "work" / "build" / "hip")) for path in made)
     kernel = Path(made[0]).read_text()
     assert "#include <hip/hip_runtime.h>" in kernel
@@ -63,7 +65,7 @@ def test_a_second_call_translates_what_the_sources_are_then(
 ) -> None:
     builder = make("rocm")
     first = builder.hipify_extension("elsewhere")
-    source = tmp_path / name / "src" / name / "ops/scaled_add/cuda.cu"
+    source = tmp_path / name / "src" / name / "ops/scaled_add/scaled_add.cu"
     source.write_text(source.read_text().replace("kThreads = 256", "kThreads = 128"))
     assert builder.hipify_extension("elsewhere") == first
     assert "kThreads = 128" in Path(first[0]).read_text()
