@@ -304,7 +304,7 @@ from opkiln.decision.terms import BUILD, Request
 from opkiln.loading import loader
 from opkiln.ship import layer
 if sys.argv[2:]:
-    loadtest.LoadTest.check = lambda self: None  # as where there is what it needs
+    loadtest.check = lambda *_, **__: None  # as where there is what it needs
 made, _ = loader.obtain(Request(Linked().op(), BUILD))
 layer.export([made.path], sys.argv[1])
 """

@@ -17,7 +17,6 @@ from opkiln import plan as plans
 from opkiln.build_model import DeviceCompiler, Plan, Step, Target, Toolchain
 from opkiln.building import failure, inline, leaves, loadtest, needs, observed
 from opkiln.building import objects as compiling
-from opkiln.building.loadtest import LoadTest
 from opkiln.decision import policy
 from opkiln.digest import UnusableFile, sha256_file
 from opkiln.engine import cgroup, events, schedule
@@ -42,7 +41,6 @@ from opkiln.store.recheck import Hasher
 from opkiln.toolchain import libsycl, sycl
 
 _ATTEMPTS = 4
-_FEW = 2  # compiles of a build that ends soon
 
 
 def build(plan: Plan, store: Store, *, since: float) -> Artifact:
@@ -183,37 +181,8 @@ class _Build:
         spec = self._plan.spec
         inline.write_parts(spec, stage)
         killed = cgroup.out_of_memory_kills()
-        with self._load_test(stage) as test:
-            linked = self._linked(stage, killed)
-            if test is not None:
-                test.check()
-            elif self._plan.toolchain.cross:
-                torch = self._plan.toolchain.torch
-                loadtest.inspect(spec, self._plan.target, torch, linked.path)
-        seconds = time.monotonic() - began
-        return self._publish(linked, stage, seconds)
-
-    def _load_test(self, stage: str) -> contextlib.AbstractContextManager[LoadTest | None]:
-        """The load test of what is to be built; None for a machine that is not this one."""
-        toolchain = self._plan.toolchain
-        if toolchain.cross:
-            return contextlib.nullcontext()
-        return LoadTest(
-            self._plan.spec, toolchain.torch, os.path.join(stage, self._plan.output),
-            after=_runtimes(toolchain), tmpdir=stage, early=self._is_short(),
-        )  # fmt: skip
-
-    def _is_short(self) -> bool:
-        """Whether the child of the load test may start with the steps: they are few, so it does not
-        wait for long, and there is a CPU that they do not use."""
-        compiles = sum(step.kind == "compile" for step in self._plan.steps)
-        cpus = settings.max_jobs or len(os.sched_getaffinity(0))
-        return compiles <= _FEW and compiles < cpus
-
-    def _linked(self, stage: str, killed: cgroup.Kills) -> _Linked:
-        spec = self._plan.spec
         try:
-            return self._settle(stage)
+            linked = self._settle(stage)
         except StepFailed as failed:
             if failure.ran_out_of_space(failed.completed.output):
                 raise failure.no_space(spec, stage) from None  # the sources are not the cause
@@ -224,6 +193,14 @@ class _Build:
             if spec.inline:
                 replaced[spec.root + "/"] = ""
             raise failure.compile_error(failed, self._plan, log, replaced, killed) from None
+        torch = self._plan.toolchain.torch
+        if self._plan.toolchain.cross:
+            loadtest.inspect(spec, self._plan.target, torch, linked.path)
+        else:
+            after = _runtimes(self._plan.toolchain)
+            loadtest.check(spec, torch, linked.path, after=after, tmpdir=stage)
+        seconds = time.monotonic() - began
+        return self._publish(linked, stage, seconds)
 
     def _settle(self, stage: str) -> _Linked:
         """Compile and link until everything was built from the same state of the sources."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
-import threading
-from functools import partial
 
 from opkiln.binary import elf
 from opkiln.binary.symbols import shown
@@ -25,7 +22,7 @@ from opkiln.model import (
     PYTHON,
     OpSpec,
 )
-from opkiln.process import Completed, python, run, signal_name
+from opkiln.process import python, run, signal_name
 from opkiln.settings import settings
 from opkiln.signature import Function, fits
 
@@ -43,120 +40,29 @@ def check(
     functions for which the library registers no kernel. Raises StoreError if no library can be
     loaded from the directory.
     """
-    with LoadTest(spec, torch, path, after=after, tmpdir=tmpdir) as test:
-        test.check()
-
-
-class LoadTest:
-    """A load test whose child starts before the library is there: it loads torch meanwhile, which
-    takes as long as the compile of a small op."""
-
-    def __init__(
-        self,
-        spec: OpSpec,
-        torch: TorchSDK | None,
-        path: str,
-        *,
-        after: tuple[str, ...] = (),
-        tmpdir: str,
-        early: bool = True,
-    ) -> None:
-        """``path`` is where the library will be. ``tmpdir`` is a directory of this build alone.
-        The child starts now, or with ``check`` if not ``early``. The rest is as for ``check``."""
-        self._spec, self._path = spec, path
-        self._nonce = secrets.token_hex(8)
-        self._child: _Child | None = None
-        if spec.kind == EXECUTABLE:
-            return
-        libraries = [*_torch_libraries(spec, torch), *after, path]
-        asked = spec.kernels if spec.kind == LIBRARY and (torch is None or torch.cxx11_abi) else ()
-        keys = ",".join(DISPATCH_KEYS[spec.backend])
-        gate = os.path.join(tmpdir, f"load-test-{self._nonce}")
-        arguments = (str(os.getpid()), self._nonce, gate, keys, ",".join(asked), *libraries)
-        self._start = partial(_Child, python(_PROBE, *arguments, isolated=True), gate, tmpdir)
-        if early:
-            self._child = self._start()
-
-    def __enter__(self) -> LoadTest:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._child is not None:
-            self._child.end()
-
-    def check(self) -> None:
-        """Load the library, which is there now. Raises as the function ``check``."""
-        spec, path = self._spec, self._path
-        if spec.kind == EXECUTABLE:
-            return
-        if spec.kernels:
-            _require_no_schema(spec, elf.read(path))
-        limit = min(_LIMIT, settings.build_timeout)
-        if self._child is None:
-            self._child = self._start()
-        done = self._child.finish(limit)
-        if done is None:
-            raise BuildTimeout(
-                f"{spec.name} was built, but loading it took longer than {limit:g} s",
-                why="a constructor of the library does not end; nothing was published",
-                hint=f"OPKILN_BUILD_TIMEOUT={max(60, int(limit) * 2)}" if limit < _LIMIT else "",
-            )
-        loaded = done.output.partition(f"\n{LOADED} {self._nonce}\n")
-        if loaded[1]:
-            # The child may have died later, while it asked torch. The library is not the cause.
-            _require_kernels(spec, loaded[2])
-            return
-        raise _refused(spec, path, done)
-
-
-class _Child:
-    """A process that goes on when its gate is opened: a lock that this process holds until then.
-
-    A record lock belongs to this process alone, not to its forks, and ends with it.
-    """
-
-    def __init__(self, argv: tuple[str, ...], gate: str, tmpdir: str) -> None:
-        self._argv, self._tmpdir = argv, tmpdir
-        self._gate = os.open(gate, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.lockf(self._gate, fcntl.LOCK_EX)
-        self._cancelled = threading.Event()
-        self._outcome: Completed | BaseException | None = None
-        self._thread = threading.Thread(target=self._follow, name="opkiln-load-test", daemon=True)
-        self._thread.start()
-
-    def _follow(self) -> None:
-        try:
-            self._outcome = run(self._argv, tmpdir=self._tmpdir, cancelled=self._cancelled)
-        except BaseException as error:
-            self._outcome = error
-
-    def finish(self, limit: float) -> Completed | None:
-        """Open the gate and wait for the end; None if that takes more than ``limit`` seconds.
-
-        Raises what starting the process raised.
-        """
-        self._open_gate()
-        self._thread.join(limit)
-        if self._thread.is_alive():
-            self.end()
-            return None
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        return self._outcome
-
-    def end(self) -> None:
-        """End the process, if it has not ended."""
-        self._cancelled.set()
-        self._thread.join()
-        self._open_gate()
-
-    def _open_gate(self) -> None:
-        if self._gate >= 0:
-            os.close(self._gate)
-            self._gate = -1
-
-
-def _refused(spec: OpSpec, path: str, done: Completed) -> LoadTestError | StoreError:
+    if spec.kind == EXECUTABLE:
+        return
+    if spec.kernels:
+        _require_no_schema(spec, elf.read(path))
+    libraries = [*_torch_libraries(spec, torch), *after, path]
+    asked = spec.kernels if spec.kind == LIBRARY and (torch is None or torch.cxx11_abi) else ()
+    nonce = secrets.token_hex(8)
+    keys = ",".join(DISPATCH_KEYS[spec.backend])
+    arguments = (str(os.getpid()), nonce, keys, ",".join(asked), *libraries)
+    limit = min(_LIMIT, settings.build_timeout)
+    try:
+        done = run(python(_PROBE, *arguments, isolated=True), timeout=limit, tmpdir=tmpdir)
+    except BuildTimeout:
+        raise BuildTimeout(
+            f"{spec.name} was built, but loading it took longer than {limit:g} s",
+            why="a constructor of the library does not end; nothing was published",
+            hint=f"OPKILN_BUILD_TIMEOUT={max(60, int(limit) * 2)}" if limit < _LIMIT else "",
+        ) from None
+    loaded = done.output.partition(f"\n{LOADED} {nonce}\n")
+    if loaded[1]:
+        # The child may have died later, while it asked torch. The library is not the cause then.
+        _require_kernels(spec, loaded[2])
+        return
     if done.returncode < 0:
         reason = f"the process died of {signal_name(done.returncode)}"
     elif done.returncode == 0:
@@ -167,13 +73,13 @@ def _refused(spec: OpSpec, path: str, done: Completed) -> LoadTestError | StoreE
     if os.statvfs(path).f_flag & os.ST_NOEXEC:
         # The cause is this process's scratch directory, not the op. Processes that wait for this
         # build then build for themselves.
-        return StoreError(
+        raise StoreError(
             f"{spec.name} was built in {os.path.dirname(path)}, but cannot be loaded from there",
             why=f"the file system is mounted noexec\n{reason}",
             hint="set OPKILN_TMPDIR to a node-local directory that is not mounted noexec",
         )
     missing = reason.partition("undefined symbol: ")[2].split(",")[0].strip()
-    return LoadTestError(
+    raise LoadTestError(
         f"{spec.name} was built but cannot be loaded",
         why=reason.replace(missing, shown(missing)) if missing else reason,
         hint=wording.undefined_symbol(spec) if missing else "",

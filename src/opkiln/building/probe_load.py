@@ -1,10 +1,9 @@
 """The program of the load test's child: loads a library and exits.
 
-Started as ``python -I -S probe_load.py PARENT NONCE GATE KEYS FUNCTIONS LIBRARY...`` with torch's
-libraries first. ``PARENT`` is the process that starts it. The last library may not be there yet: it
-is loaded when the parent has released its lock on the file ``GATE``. This program imports neither
-torch nor opkiln: dlopening ``libtorch_cpu`` takes a fifth of the time of importing torch. If the
-library crashes, it crashes here and not in a user's process.
+Started as ``python -I -S probe_load.py PARENT NONCE KEYS FUNCTIONS LIBRARY...`` with torch's
+libraries first. ``PARENT`` is the process that starts it. It imports neither torch nor opkiln:
+dlopening ``libtorch_cpu`` takes a fifth of the time of importing torch. If the library crashes, it
+crashes here and not in a user's process.
 
 The line ``LOADED`` with the nonce means that all libraries are loaded. A library that prints such a
 line itself, and then ends the process, does not know the nonce. Each of ``FUNCTIONS`` must have a
@@ -17,7 +16,6 @@ functions. Then there is a line ``LISTED`` for each, and none ``MISSING``.
 """
 
 import ctypes
-import fcntl
 import os
 import sys
 
@@ -118,18 +116,10 @@ def _end_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-def _await(gate: str) -> None:
-    """Wait until the builder, which holds a lock on this file, says that the library is there."""
-    with open(gate, "r+b") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
-
-
 def main() -> int:
-    parent, nonce, gate, keys, functions, *libraries = sys.argv[1:]
+    parent, nonce, keys, functions, *libraries = sys.argv[1:]
     _end_with_parent(int(parent))
     for path in libraries:
-        if path == libraries[-1]:
-            _await(gate)
         try:
             library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_GLOBAL)
         except OSError as error:
