@@ -199,7 +199,7 @@ class _Declaration:
         return self._end
 
     def _skip_macros(self) -> None:
-        """A macro's call on lines of its own, without a semicolon, is no part of what follows."""
+        """A macro call on its own lines, without a semicolon, does not belong to what follows."""
         source = self._source
         while self._at + 2 < self._end:
             name = source.significant[self._at]

@@ -108,7 +108,7 @@ def check(spec: OpSpec, flags: Mapping[str, tuple[str, ...]]) -> None:
     if spec.abi == ABI_TORCH:
         why = "it uses torch's own headers, which NVRTC cannot compile"
     elif spec.abi == ABI_NONE:
-        why = "it is no op of torch's, so it has no opkiln/op.h"
+        why = "the op does not use torch, and opkiln/op.h does"
     elif is_relocatable((*spec.device_args, *flags.get("cudaflags", ()))):
         why = "its device code is linked by a step of its own (-rdc=true)"
     else:
