@@ -55,7 +55,7 @@ def cuda_compiler(spec: OpSpec | None = None) -> tuple[str, str]:
 
 
 def stands_in(backend: str, spec: OpSpec) -> bool:
-    """Whether NVRTC compiles an op only because there is no toolkit. What nvcc built also serves."""
+    """Whether NVRTC compiles an op only because there is no toolkit. nvcc's build also serves."""
     return backend == CUDA and settings.cuda == "auto" and cuda_compiler(spec)[0] == _NVRTC
 
 
