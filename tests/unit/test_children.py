@@ -26,7 +26,7 @@ NAMING = {
 # The functions that start a program, of whatever kind.
 STARTING = {
     ("process.py", "run_foreground"),
-    ("process.py", "_start"),
+    ("child.py", "_start"),
     ("process.py", "_start_watchdog"),
     ("cli/run.py", "at_once"),
     ("cli/main.py", "run_command"),

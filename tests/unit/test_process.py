@@ -14,7 +14,7 @@ from sample import signals
 from sample.child import SOURCE
 from sample.quiet import needs_quiet, within
 
-from opkiln import process
+from opkiln import child, process
 from opkiln.errors import BuildCancelled, BuildTimeout, InputError, ToolchainError
 from opkiln.settings import override
 
@@ -319,8 +319,8 @@ def test_a_child_may_use_a_fifo_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_long_output_is_kept_to_its_start_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_HEAD", 100_000)
-    monkeypatch.setattr(process, "_TAIL", 20_000)
+    monkeypatch.setattr(child, "_HEAD", 100_000)
+    monkeypatch.setattr(child, "_TAIL", 20_000)
     code = "for n in range(400_000): print(f'line {n} \u00e9')"
     lines = process.run([sys.executable, "-X", "utf8", "-c", code]).output.splitlines()
     (gap,) = (place for place, line in enumerate(lines) if not line.startswith("line "))
@@ -338,8 +338,8 @@ def test_a_long_output_is_kept_to_its_start_and_its_end(monkeypatch: pytest.Monk
 def test_output_of_one_line_loses_only_what_does_not_fit(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "_HEAD", 100)
-    monkeypatch.setattr(process, "_TAIL", 20)
+    monkeypatch.setattr(child, "_HEAD", 100)
+    monkeypatch.setattr(child, "_TAIL", 20)
     output = process.run(["head", "-c", str(size), "/dev/zero"]).output
     if size <= 120:
         assert output == "\0" * size

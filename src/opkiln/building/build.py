@@ -11,6 +11,7 @@ import os
 import shlex
 import time
 import warnings
+from functools import partial
 from typing import Any, NamedTuple
 
 from opkiln import plan as plans
@@ -41,6 +42,7 @@ from opkiln.store.recheck import Hasher
 from opkiln.toolchain import libsycl, sycl
 
 _ATTEMPTS = 4
+_FEW = 2  # compiles of a build that ends soon
 
 
 def build(plan: Plan, store: Store, *, since: float) -> Artifact:
@@ -178,11 +180,34 @@ class _Build:
             events.emit("build-end", op=spec.name, ok=ok, wall=time.monotonic() - began)
 
     def _stage(self, stage: str, began: float) -> Artifact:
-        spec = self._plan.spec
+        spec, toolchain = self._plan.spec, self._plan.toolchain
         inline.write_parts(spec, stage)
+        if toolchain.cross:
+            linked = self._linked(stage)
+            loadtest.inspect(spec, self._plan.target, toolchain.torch, linked.path)
+            return self._publish(linked, stage, time.monotonic() - began)
+        with contextlib.ExitStack() as stack:
+            start = partial(
+                loadtest.started, spec, toolchain.torch, os.path.join(stage, self._plan.output),
+                after=_runtimes(toolchain), tmpdir=stage,
+            )  # fmt: skip
+            early = stack.enter_context(start()) if self._is_short() else None
+            linked = self._linked(stage)
+            (early or stack.enter_context(start())).check()
+        return self._publish(linked, stage, time.monotonic() - began)
+
+    def _is_short(self) -> bool:
+        """Whether the child of the load test may start with the steps: they are few, so it does not
+        wait for long, and there is a CPU that they do not use."""
+        compiles = sum(step.kind == "compile" for step in self._plan.steps)
+        cpus = settings.max_jobs or len(os.sched_getaffinity(0))
+        return compiles <= _FEW and compiles < cpus
+
+    def _linked(self, stage: str) -> _Linked:
+        spec = self._plan.spec
         killed = cgroup.out_of_memory_kills()
         try:
-            linked = self._settle(stage)
+            return self._settle(stage)
         except StepFailed as failed:
             if failure.ran_out_of_space(failed.completed.output):
                 raise failure.no_space(spec, stage) from None  # the sources are not the cause
@@ -193,14 +218,6 @@ class _Build:
             if spec.inline:
                 replaced[spec.root + "/"] = ""
             raise failure.compile_error(failed, self._plan, log, replaced, killed) from None
-        torch = self._plan.toolchain.torch
-        if self._plan.toolchain.cross:
-            loadtest.inspect(spec, self._plan.target, torch, linked.path)
-        else:
-            after = _runtimes(self._plan.toolchain)
-            loadtest.check(spec, torch, linked.path, after=after, tmpdir=stage)
-        seconds = time.monotonic() - began
-        return self._publish(linked, stage, seconds)
 
     def _settle(self, stage: str) -> _Linked:
         """Compile and link until everything was built from the same state of the sources."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+from typing import TYPE_CHECKING
 
+from opkiln import process
 from opkiln.binary import elf
 from opkiln.binary.symbols import shown
 from opkiln.build_model import Target, TorchSDK
@@ -22,9 +25,11 @@ from opkiln.model import (
     PYTHON,
     OpSpec,
 )
-from opkiln.process import python, run, signal_name
 from opkiln.settings import settings
 from opkiln.signature import Function, fits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _DEFINES = "aoti_torch_library_def"  # what m.def() of torch's stable ABI calls
 _LIMIT = 120.0  # seconds, at most: a library that takes longer to load is not usable
@@ -34,37 +39,69 @@ _PROBE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "probe_load.py
 def check(
     spec: OpSpec, torch: TorchSDK | None, path: str, *, after: tuple[str, ...] = (), tmpdir: str
 ) -> None:
-    """Load ``path`` in a child process, after torch's libraries and those in ``after``.
+    """Load ``path`` in a child process, after torch's libraries and those in ``after``. Raises as
+    ``LoadTest.check``."""
+    with started(spec, torch, path, after=after, tmpdir=tmpdir) as test:
+        test.check()
 
-    Raises LoadTestError with the dynamic linker's message, the signal that ended the child, or the
-    functions for which the library registers no kernel. Raises StoreError if no library can be
-    loaded from the directory.
-    """
+
+@contextlib.contextmanager
+def started(
+    spec: OpSpec, torch: TorchSDK | None, path: str, *, after: tuple[str, ...] = (), tmpdir: str
+) -> Iterator[LoadTest]:
+    """A load test whose library need not be there yet. Its child loads torch meanwhile, which takes
+    as long as the compile of a small op."""
     if spec.kind == EXECUTABLE:
+        yield LoadTest(spec, path, None, "")
         return
-    if spec.kernels:
-        _require_no_schema(spec, elf.read(path))
     libraries = [*_torch_libraries(spec, torch), *after, path]
     asked = spec.kernels if spec.kind == LIBRARY and (torch is None or torch.cxx11_abi) else ()
     nonce = secrets.token_hex(8)
     keys = ",".join(DISPATCH_KEYS[spec.backend])
     arguments = (str(os.getpid()), nonce, keys, ",".join(asked), *libraries)
-    limit = min(_LIMIT, settings.build_timeout)
-    try:
-        done = run(python(_PROBE, *arguments, isolated=True), timeout=limit, tmpdir=tmpdir)
-    except BuildTimeout:
-        raise BuildTimeout(
-            f"{spec.name} was built, but loading it took longer than {limit:g} s",
-            why="a constructor of the library does not end; nothing was published",
-            hint=f"OPKILN_BUILD_TIMEOUT={max(60, int(limit) * 2)}" if limit < _LIMIT else "",
-        ) from None
-    loaded = done.output.partition(f"\n{LOADED} {nonce}\n")
-    if loaded[1]:
-        # The child may have died later, while it asked torch. The library is not the cause then.
-        _require_kernels(spec, loaded[2])
-        return
+    argv = process.python(_PROBE, *arguments, isolated=True)
+    with process.started(argv, tmpdir=tmpdir) as child:
+        yield LoadTest(spec, path, child, nonce)
+
+
+class LoadTest:
+    """A load test whose child waits for the library."""
+
+    def __init__(self, spec: OpSpec, path: str, child: process.Started | None, nonce: str) -> None:
+        self._spec, self._path, self._child, self._nonce = spec, path, child, nonce
+
+    def check(self) -> None:
+        """Load the library, which is there now.
+
+        Raises LoadTestError with the dynamic linker's message, the signal that ended the child, or
+        the functions for which the library registers no kernel. Raises StoreError if no library can
+        be loaded from the directory.
+        """
+        spec = self._spec
+        if self._child is None:
+            return
+        if spec.kernels:
+            _require_no_schema(spec, elf.read(self._path))
+        limit = min(_LIMIT, settings.build_timeout)
+        try:
+            done = self._child.finish(limit)
+        except BuildTimeout:
+            raise BuildTimeout(
+                f"{spec.name} was built, but loading it took longer than {limit:g} s",
+                why="a constructor of the library does not end; nothing was published",
+                hint=f"OPKILN_BUILD_TIMEOUT={max(60, int(limit) * 2)}" if limit < _LIMIT else "",
+            ) from None
+        loaded = done.output.partition(f"\n{LOADED} {self._nonce}\n")
+        if loaded[1]:
+            # The child may have died later, while it asked torch. The library is not the cause.
+            _require_kernels(spec, loaded[2])
+        else:
+            raise _refused(spec, self._path, done)
+
+
+def _refused(spec: OpSpec, path: str, done: process.Completed) -> LoadTestError | StoreError:
     if done.returncode < 0:
-        reason = f"the process died of {signal_name(done.returncode)}"
+        reason = f"the process died of {process.signal_name(done.returncode)}"
     elif done.returncode == 0:
         reason = "a constructor of the library ended the process with exit status 0"
         reason += f"\n{done.output.strip()}" if done.output.strip() else ""
@@ -73,13 +110,13 @@ def check(
     if os.statvfs(path).f_flag & os.ST_NOEXEC:
         # The cause is this process's scratch directory, not the op. Processes that wait for this
         # build then build for themselves.
-        raise StoreError(
+        return StoreError(
             f"{spec.name} was built in {os.path.dirname(path)}, but cannot be loaded from there",
             why=f"the file system is mounted noexec\n{reason}",
             hint="set OPKILN_TMPDIR to a node-local directory that is not mounted noexec",
         )
     missing = reason.partition("undefined symbol: ")[2].split(",")[0].strip()
-    raise LoadTestError(
+    return LoadTestError(
         f"{spec.name} was built but cannot be loaded",
         why=reason.replace(missing, shown(missing)) if missing else reason,
         hint=wording.undefined_symbol(spec) if missing else "",

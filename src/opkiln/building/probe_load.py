@@ -1,7 +1,8 @@
 """The program of the load test's child: loads a library and exits.
 
 Started as ``python -I -S probe_load.py PARENT NONCE KEYS FUNCTIONS LIBRARY...`` with torch's
-libraries first. ``PARENT`` is the process that starts it. It imports neither torch nor opkiln:
+libraries first. ``PARENT`` is the process that starts it. The last library may not be there yet: it
+is loaded when there is a byte on standard input. This program imports neither torch nor opkiln:
 dlopening ``libtorch_cpu`` takes a fifth of the time of importing torch. If the library crashes, it
 crashes here and not in a user's process.
 
@@ -120,6 +121,8 @@ def main() -> int:
     parent, nonce, keys, functions, *libraries = sys.argv[1:]
     _end_with_parent(int(parent))
     for path in libraries:
+        if path == libraries[-1] and not os.read(0, 1):
+            return 1  # there will be no library
         try:
             library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_GLOBAL)
         except OSError as error:

@@ -1,0 +1,119 @@
+"""The load test's child starts before the compile, and goes on when the library is there."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import opkiln
+from opkiln import process
+from opkiln.building import loadtest
+from opkiln.errors import BuildTimeout, CompileError, LoadTestError
+from opkiln.settings import override
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from sample.package import Package
+
+
+@pytest.fixture
+def started() -> Iterator[list[str]]:
+    """The programs that are started, in order, by a word for each."""
+    words: list[str] = []
+
+    def note(argv: Sequence[str]) -> None:
+        if any("probe_load.py" in word for word in argv):
+            words.append("load test")
+        elif "-c" in argv and any(word.endswith(".cpp") for word in argv):
+            words.append("compile")
+        elif "-shared" in argv:
+            words.append("link")
+
+    with process.telling(note):
+        yield words
+
+
+def build(name: str, text: str) -> None:
+    opkiln.load_inline(name, text, is_python_module=False, abi="none")
+
+
+def test_child_starts_before_the_compile_of_a_small_op(started: list[str]) -> None:
+    build("known", "int known() { return 1; }")  # the compilers are asked
+    started.clear()
+    with override(max_jobs=4):
+        build("early", "int early() { return 1; }")
+    assert started == ["load test", "compile", "link"]
+
+
+def test_child_starts_after_the_link_where_there_is_one_cpu(started: list[str]) -> None:
+    build("known", "int known() { return 1; }")
+    started.clear()
+    with override(max_jobs=1):
+        build("late", "int late() { return 1; }")
+    assert started == ["compile", "link", "load test"]
+
+
+def test_child_ends_with_a_build_that_fails(started: list[str], cache: Path) -> None:
+    with override(max_jobs=4), pytest.raises(CompileError):
+        build("broken", "this is not C++")
+    assert "load test" in started
+    assert not any(b"broken.so" in line for line in _commands())
+
+
+def test_library_that_appears_late_is_loaded_when_it_is_told(
+    tmp_path: Path, plain: Package
+) -> None:
+    spec = plain.builder().spec()._replace(kernels=(), abi="none")
+    library = tmp_path / "late.so"
+    with loadtest.started(spec, None, str(library), tmpdir=str(tmp_path)) as test:
+        time.sleep(0.3)  # the child has time to look too early
+        _compile("int late() { return 1; }", library)
+        test.check()
+    with loadtest.started(spec, None, str(tmp_path / "none.so"), tmpdir=str(tmp_path)) as test:
+        (tmp_path / "none.so").write_bytes(b"not a library")
+        with pytest.raises(LoadTestError, match="was built but cannot be loaded"):
+            test.check()
+
+
+def test_time_limit_counts_from_the_library(tmp_path: Path, plain: Package) -> None:
+    spec = plain.builder().spec()._replace(kernels=(), abi="none")
+    library = tmp_path / "slow.so"
+    with (
+        override(build_timeout=1.5),
+        loadtest.started(spec, None, str(library), tmpdir=str(tmp_path)) as test,
+    ):
+        _compile("int slow() { return 1; }", library)
+        time.sleep(2)
+        test.check()
+    hanging = (
+        "#include <unistd.h>\n__attribute__((constructor)) static void hang() { for (;;) pause(); }"
+    )
+    with (
+        override(build_timeout=1.5),
+        loadtest.started(spec, None, str(library), tmpdir=str(tmp_path)) as test,
+    ):
+        library.unlink()
+        _compile(hanging, library)
+        with pytest.raises(BuildTimeout, match=r"loading it took longer than 1.5 s"):
+            test.check()
+    assert not any(str(library).encode() in line for line in _commands())
+
+
+def _compile(text: str, library: Path) -> None:
+    source = library.with_suffix(".c")
+    source.write_text(text)
+    done = process.run(("gcc", "-shared", "-fPIC", str(source), "-o", str(library)), timeout=60)
+    assert done.returncode == 0, done.output
+
+
+def _commands() -> list[bytes]:
+    found = []
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has just ended
+            found.append(each.read_bytes())
+    return found
