@@ -94,7 +94,7 @@ Arg = str | Anchored
 class Step(Record):
     """One process to run: its argv, its inputs and its one output below ``stage``."""
 
-    # compile, stub (a library to link in the place of one that is not here), device-link, link
+    # compile, stub (a library to link in the place of torch's), device-link, link
     kind: str
     output: str  # relative to the staging directory
     argv: tuple[Arg, ...]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+from contextlib import contextmanager
 from importlib import import_module
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from typing import Any
 
 
@@ -29,3 +31,16 @@ def names(
         return sorted({*vars(sys.modules[module]), *homes})
 
     return getattribute, listing
+
+
+@contextmanager
+def imports() -> Iterator[None]:
+    """Within the block, which imports many modules, no garbage is collected: in a process with
+    torch a full collection takes longer than the imports."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -110,7 +110,7 @@ def make(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
     compiles = tuple(_compile(spec, target, toolchain, users, source) for source in spec.sources)
     objects = tuple(step.output for step in compiles)
     before = (
-        *link.stub_steps(spec, toolchain),
+        *link.stub_steps(spec, toolchain, users),
         *_device_link(spec, target, toolchain, users, compiles),
     )
     linked = tuple(step.output for step in before if step.kind == "device-link")
@@ -251,7 +251,11 @@ def author_flags(plan: Plan, module: str) -> Flags:
             hint="OPKILN_CUDA=nvcc",
         )
     places = anchors(plan, "")
-    compiles, last = [step for step in plan.steps if step.kind == "compile"], plan.steps[-1]
+    compiles = [step for step in plan.steps if step.kind == "compile"]
+    last = link.link_step(
+        plan.spec, plan.target, plan.toolchain, dict(plan.target.flags), plan.steps[-1].inputs,
+        stubbed=False,
+    )  # fmt: skip
     if any(step.plain_paths for step in compiles):
         for path in (plan.spec.root, *plan.spec.include_dirs):
             if any(char in path for char in '$`"\\'):
@@ -275,6 +279,7 @@ def author_flags(plan: Plan, module: str) -> Flags:
 
 
 _OF_ONE_SOURCE = ("-frandom-seed=", "-Xcudafe=--orig_src_path_name=")
+_OF_OUR_DIRECTORY = "--objdir-as-tempdir"  # that of one build alone; sccache cannot do it
 _MODULE = "-DTORCH_EXTENSION_NAME="
 _HOST_MAP = "-Xcompiler=-ffile-prefix-map="
 
@@ -287,6 +292,7 @@ def _common(steps: list[Step], program: str, places: Mapping[str, str], module: 
         part
         for part in parts[parts.index(program) + 1 : parts.index("-MD")]
         if "=/opkiln/build" not in part and not part.startswith(_OF_ONE_SOURCE)
+        if part != _OF_OUR_DIRECTORY
         # Quoted for no shell; nvcc itself takes care of the other paths.
         if not part.startswith(_HOST_MAP) or flags.PLAIN.match(part)
     ]

@@ -106,12 +106,20 @@ class Started:
 
     def __init__(self, argv: Sequence[str], running: child.Child) -> None:
         self._argv, self._child = argv, running
+        self._since: float | None = None
+
+    def go_on(self) -> None:
+        """Send it that byte."""
+        self._since = time.monotonic()
+        self._child.send(b"\n")
 
     def finish(self, timeout: float) -> Completed:
-        """Let it go on, and wait for its end. Raises BuildTimeout after ``timeout`` seconds."""
+        """Let it go on, and wait for its end. Raises BuildTimeout ``timeout`` seconds after it went
+        on."""
+        if self._since is None:
+            self.go_on()
         with once_per_thread("runs a program"), self._child:
-            self._child.send(b"\n")
-            self._child.follow(min(timeout, settings.build_timeout), since=time.monotonic())
+            self._child.follow(min(timeout, settings.build_timeout), since=self._since)
         return _completed(self._argv, self._child.ended())
 
 

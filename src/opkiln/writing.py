@@ -6,12 +6,15 @@ stay beside it. (In the store, gc removes those.)
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 from contextlib import suppress
 
 from opkiln.trust import make_private
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # what an OSError says of a full disk
 
 
 def write_private(path: str, data: bytes) -> None:

@@ -104,9 +104,21 @@ def test_a_link_for_another_machine_takes_torchs_soname_from_a_stub() -> None:
     assert not any(argument.startswith(("-L/torch", "-ltorch")) for argument in linking)
 
 
-def test_a_link_for_this_machine_has_no_stub() -> None:
-    plan = plans.make(spec(), target(), toolchain(cross=False))
+def test_a_link_for_this_machine_takes_the_stub_for_the_stable_abi_alone() -> None:
+    def kinds(**changes: Any) -> list[str]:
+        plan = plans.make(spec(**changes), target(), toolchain(cross=False))
+        return [step.kind for step in plan.steps]
+
+    assert kinds() == ["compile", "stub", "link"]
+    assert kinds(abi=ABI_TORCH) == ["compile", "link"]
+    assert kinds(kind=EXECUTABLE) == ["compile", "link"]
+
+
+@pytest.mark.parametrize("flag", ["-Wl,-z,defs", "-Wl,--no-undefined", "-Wl,-O1,-no-undefined"])
+def test_a_link_that_must_find_every_symbol_takes_torchs_own_library(flag: str) -> None:
+    plan = plans.make(spec(ldflags=(flag,)), target(), toolchain(cross=False))
     assert [step.kind for step in plan.steps] == ["compile", "link"]
+    assert "-ltorch_cpu" in plan.steps[-1].argv
 
 
 def test_an_op_without_torch_needs_no_stub() -> None:
@@ -237,15 +249,17 @@ def test_a_link_against_the_stub_needs_what_one_against_torch_needs(
     """Seen on this machine, which has both."""
     op = package("stable").builder().op()
     made = planned(Request(op, BUILD))
-    stubbed = plans.make(made.spec, made.target, made.toolchain._replace(cross=True))
+    whole = plans.make(
+        made.spec._replace(ldflags=("-Wl,--no-undefined",)), made.target, made.toolchain
+    )
     places = plans.anchors(made, str(tmp_path))
     linked = []
-    for plan in (made, stubbed):
+    for plan in (made, whole):
         for step in plan.steps:
             subprocess.run(plans.argv(step, places), check=True)
         linked.append(elf.read(str(tmp_path / plan.output)))
     assert linked[0] == linked[1]
-    assert "libtorch_cpu.so" in linked[1].needed
+    assert "libtorch_cpu.so" in linked[0].needed
 
 
 @cross

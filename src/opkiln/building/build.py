@@ -12,12 +12,13 @@ import shlex
 import time
 import warnings
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opkiln import plan as plans
 from opkiln.build_model import DeviceCompiler, Plan, Step, Target, Toolchain
-from opkiln.building import failure, inline, leaves, loadtest, needs, observed
+from opkiln.building import inline, leaves, loadtest, needs, observed
 from opkiln.building import objects as compiling
+from opkiln.building.loadtest import LoadTest
 from opkiln.decision import policy
 from opkiln.digest import UnusableFile, sha256_file
 from opkiln.engine import cgroup, events, schedule
@@ -40,6 +41,10 @@ from opkiln.store.layers import Store
 from opkiln.store.location import claim
 from opkiln.store.recheck import Hasher
 from opkiln.toolchain import libsycl, sycl
+from opkiln.writing import FULL
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 _ATTEMPTS = 4
 _FEW = 2  # compiles of a build that ends soon
@@ -78,8 +83,8 @@ def _write_inline(spec: OpSpec, root: str) -> None:
     try:
         inline.write_sources(spec, root)
     except OSError as error:
-        if error.errno in failure.FULL:
-            raise failure.no_space(spec, root) from error
+        if error.errno in FULL:
+            raise _failure().no_space(spec, root) from error
         raise
 
 
@@ -139,6 +144,7 @@ class _Linked(NamedTuple):
     compiled: int
     max_rss: int
     seen: observed_inputs.Inputs | None  # None if a step was not observed
+    attempt: int  # from 0
 
 
 class _Build:
@@ -171,8 +177,8 @@ class _Build:
                         hint=shlex.join(["ls", "-lL", str(error.filename)]),
                     ) from error
                 except OSError as error:
-                    if error.errno in failure.FULL:
-                        raise failure.no_space(spec, stage) from error
+                    if error.errno in FULL:
+                        raise _failure().no_space(spec, stage) from error
                     raise
             ok = True
             return artifact
@@ -191,9 +197,11 @@ class _Build:
                 loadtest.started, spec, toolchain.torch, os.path.join(stage, self._plan.output),
                 after=_runtimes(toolchain), tmpdir=stage,
             )  # fmt: skip
-            early = stack.enter_context(start()) if self._is_short() else None
-            linked = self._linked(stage)
-            (early or stack.enter_context(start())).check()
+            test = stack.enter_context(start()) if self._is_short() else None
+            linked = self._linked(stage, test)
+            if test is None or linked.attempt > 0:  # it has loaded what the first attempt gave
+                test = stack.enter_context(start())
+            test.check()
         return self._publish(linked, stage, time.monotonic() - began)
 
     def _is_short(self) -> bool:
@@ -203,12 +211,13 @@ class _Build:
         cpus = settings.max_jobs or len(os.sched_getaffinity(0))
         return compiles <= _FEW and compiles < cpus
 
-    def _linked(self, stage: str) -> _Linked:
+    def _linked(self, stage: str, test: LoadTest | None = None) -> _Linked:
         spec = self._plan.spec
         killed = cgroup.out_of_memory_kills()
         try:
-            return self._settle(stage)
+            return self._settle(stage, test)
         except StepFailed as failed:
+            failure = _failure()
             if failure.ran_out_of_space(failed.completed.output):
                 raise failure.no_space(spec, stage) from None  # the sources are not the cause
             log = failure.write_log(
@@ -219,16 +228,20 @@ class _Build:
                 replaced[spec.root + "/"] = ""
             raise failure.compile_error(failed, self._plan, log, replaced, killed) from None
 
-    def _settle(self, stage: str) -> _Linked:
-        """Compile and link until everything was built from the same state of the sources."""
-        for _ in range(_ATTEMPTS):
-            objects = compiling.objects(self._plan, self._store, stage, self._since)
+    def _settle(self, stage: str, test: LoadTest | None) -> _Linked:
+        """Compile and link until everything was built from the same state of the sources. ``test``
+        begins with what the first attempt gives."""
+        for attempt in range(_ATTEMPTS):
+            beside = [self._link_task(each, stage, ()) for each in self._steps(stage, "stub")]
+            objects = compiling.objects(self._plan, self._store, stage, self._since, beside)
             self._since = None
             linked = libraries.of(self._plan)
             owners = deps.Owners(self._plan)
             mine = filter(owners.own_place, linked.files)
             before = {path: sha256_file(path) for path in mine}
             log = self._link(stage, objects)
+            if test is not None and attempt == 0:
+                test.begin()
             links, seen = self._seen(stage, objects)
             read = tuple(dict.fromkeys(path for each in objects for path in each.read))
             if seen is not None:
@@ -257,6 +270,7 @@ class _Build:
                     compiled=len(fresh),
                     max_rss=max((each.max_rss for each in fresh), default=0),
                     seen=seen,
+                    attempt=attempt,
                 )
         raise SourcesChanging(
             f"op {self._plan.spec.name}: its files were edited during each of {_ATTEMPTS} builds",
@@ -283,34 +297,45 @@ class _Build:
         return known, observed_inputs.union(part for part in parts if part is not None)
 
     def _link(self, stage: str, objects: list[compiling.Compiled]) -> str:
-        places = plans.anchors(self._plan, stage)
-        steps = [step for step in self._plan.steps if step.kind != "compile"]
-        before = tuple(step.output for step in steps if step.kind != "link")
-        tasks = [
-            schedule.Task(
-                name=step.output,
-                op=self._plan.spec.name,
-                label=events.LINK,
-                argv=plans.argv(step, self._shown(step, stage, places)),
-                cwd=stage,
-                env={
-                    **observed.environment(self._plan, self._observer, stage, step.output),
-                    **launchers.DIRECT,  # they have nothing to do with a link
-                },
-                tmpdir=stage,
-                after=before if step.kind == "link" else (),
-                memory=step.memory,
-                finish=None,
-            )
-            for step in steps
-        ]
+        steps = self._steps(stage, "stub", "device-link")
+        before = tuple(step.output for step in steps)
+        tasks = [self._link_task(step, stage, ()) for step in steps]
+        tasks += [self._link_task(step, stage, before) for step in self._steps(stage, "link")]
         done = schedule.execute(tasks, timeout=settings.build_timeout)
+        places = plans.anchors(self._plan, stage)
         parts = []
         for each in objects:
             command = shlex.join(plans.argv(each.step, places))
             parts.append(f"$ {command}\n{each.log if not each.cached else '(from the store)'}")
         parts += [f"$ {shlex.join(task.argv)}\n{done[task.name].output}" for task in tasks]
         return "\n".join(parts)
+
+    def _steps(self, stage: str, *kinds: str) -> list[Step]:
+        """The steps of these kinds. A stub is made once for all attempts."""
+        there = (step for step in self._plan.steps if step.kind in kinds)
+        return [
+            step
+            for step in there
+            if step.kind != "stub" or not os.path.exists(os.path.join(stage, step.output))
+        ]
+
+    def _link_task(self, step: Step, stage: str, after: tuple[str, ...]) -> schedule.Task:
+        places = plans.anchors(self._plan, stage)
+        return schedule.Task(
+            name=step.output,
+            op=self._plan.spec.name,
+            label=events.LINK,
+            argv=plans.argv(step, self._shown(step, stage, places)),
+            cwd=stage,
+            env={
+                **observed.environment(self._plan, self._observer, stage, step.output),
+                **launchers.DIRECT,  # they have nothing to do with a link
+            },
+            tmpdir=stage,
+            after=after,
+            memory=step.memory,
+            finish=None,
+        )
 
     def _shown(self, step: Step, stage: str, places: dict[str, str]) -> dict[str, str]:
         if not step.plain_paths:
@@ -441,3 +466,10 @@ def inputs(plan: Plan) -> dict[str, Any]:
             for step in plan.steps
         ],
     }
+
+
+def _failure() -> ModuleType:
+    """What puts a failure into words. Most builds do without."""
+    from opkiln.building import failure
+
+    return failure

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shlex
@@ -17,7 +16,7 @@ from opkiln.model import CUDA, ONE_CALL, OpSpec
 from opkiln.process import signal_name
 from opkiln.store import publish
 from opkiln.toolchain import nvrtc, torch_sdk, wheel_headers
-from opkiln.writing import write_private
+from opkiln.writing import FULL, write_private
 
 # g++ and clang write file:line:column:, nvcc and NVRTC write file(line):.
 _DIAGNOSTIC = re.compile(
@@ -39,8 +38,6 @@ _USED_AFTER = re.compile(
 )
 _CONTEXT_LINES = 4
 _WIDTH = 500
-
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def first_error(output: str) -> str:

@@ -56,8 +56,11 @@ class Compiled(NamedTuple):
     inputs: inputs.Inputs | None = None  # None if the compile was not observed
 
 
-def objects(plan: Plan, store: Store, stage: str, since: float | None) -> list[Compiled]:
+def objects(
+    plan: Plan, store: Store, stage: str, since: float | None, beside: list[schedule.Task]
+) -> list[Compiled]:
     """Put every object of a plan into ``stage``. The time of the first steps counts from ``since``.
+    If there is anything to compile, the tasks ``beside`` run at the same time.
 
     Raises schedule.StepFailed, SourcesChanging, and the engine's errors.
     """
@@ -81,8 +84,8 @@ def objects(plan: Plan, store: Store, stage: str, since: float | None) -> list[C
             break
         copy = _translated(plan, os.path.join(stage, f"hip{turn}"))
         batch = _Batch(plan, store, stage, places, snapshots, copy, launched)
-        batch.run(missing, since)
-        since, launched = None, batch.launched
+        batch.run(missing, since, beside)
+        since, launched, beside = None, batch.launched, []
         done.update(batch.settled)
         missing = [step for step in missing if step.output in batch.unsettled]
         snapshots = batch.unsettled
@@ -181,13 +184,13 @@ class _Batch:
         self.settled: dict[str, Compiled] = {}
         self.unsettled: dict[str, dict[str, str]] = {}  # output -> snapshot for the next round
 
-    def run(self, steps: list[Step], since: float | None) -> None:
+    def run(self, steps: list[Step], since: float | None, beside: list[schedule.Task]) -> None:
         found = (self._passes.task(step, self._argv(step, self._places)) for step in steps)
         passes = [task for task in found if task is not None]
         if passes:
             schedule.execute(passes, timeout=settings.build_timeout, since=since)
             since = None
-        tasks = [self._task(step) for step in steps]
+        tasks = [*(self._task(step) for step in steps), *beside]
         schedule.execute(tasks, timeout=settings.build_timeout, since=since)
 
     def _task(self, step: Step) -> schedule.Task:

@@ -77,8 +77,10 @@ def _native(request: Request, trace: Trace) -> Serve | Build:
             return Serve(found, trace)
         if (found := _remembered(request, trace)) is not None:
             return Serve(found, trace)
-    from opkiln.decision import search
+    from opkiln.lazy import imports
 
+    with imports():
+        from opkiln.decision import search
     return search.search(request, trace)
 
 

@@ -232,10 +232,12 @@ def obtain(request: Request) -> tuple[Artifact, Trace]:
 
 def _built(request: Request, outcome: Build) -> Artifact:
     """Run the plan of a decision. Raises OpkilnError."""
-    from opkiln.building import build as building
-    from opkiln.building import reporting
-    from opkiln.engine import progress
+    from opkiln.lazy import imports
 
+    with imports():
+        from opkiln.building import build as building
+        from opkiln.building import reporting
+        from opkiln.engine import progress
     with usable_by_owner(), progress.shown():
         reporting.tell_of_compilers(outcome.plan)
         built = building.build(outcome.plan, request.store, since=request.since)

@@ -54,7 +54,7 @@ def _compiled(cxx: str, path: str) -> str:
         make_private(os.path.dirname(path))
         with probing.scratch() as place:  # the store may be on a network file system
             output = os.path.join(place, "observer")
-            flags = ("-x", "c", "-O2", "-shared", "-fPIC", "-o", output, _SOURCE, "-ldl")
+            flags = ("-x", "c", "-O1", "-shared", "-fPIC", "-o", output, _SOURCE, "-ldl")
             done = run((cxx, *flags), timeout=_COMPILE_SECONDS, tmpdir=place)
             if done.returncode == 0:
                 write_private(path, read_file(output))

@@ -36,22 +36,37 @@ _TORCH_LIBRARIES = {
 
 # No op has an output of this name, because an op's name is a C identifier.
 _STUB = "stub-libtorch_cpu.so"
+# What has a linker refuse symbols that no library defines.
+_COMPLETE = {"defs", "--no-undefined", "-no-undefined", "-zdefs"}
 
 
-def stub_steps(spec: OpSpec, toolchain: Toolchain) -> tuple[Step, ...]:
-    """The step that makes a stub of torch's library, for a link for another machine.
+def stub_steps(
+    spec: OpSpec, toolchain: Toolchain, flags: Mapping[str, tuple[str, ...]]
+) -> tuple[Step, ...]:
+    """The step that makes a stub of torch's library, which is linked in its place.
 
     The stub only has the soname. A link needs no more: symbols of a shared library may stay
-    undefined, and the output needs the same libraries. Whether torch has the symbols is checked by
-    inspecting it (``building.loadtest``).
+    undefined, and the output needs the same libraries. A linker takes half a second to read torch's
+    own. Whether torch has the symbols, the load test finds out.
     """
-    if not toolchain.cross or spec.abi == ABI_NONE:
+    if not _stubbed(spec, toolchain, flags):
         return ()
     argv: tuple[Arg, ...] = (
         toolchain.cxx, "-shared", "-nostdlib", "-x", "c++", "/dev/null",
         "-Wl,-soname,libtorch_cpu.so", "-o", Anchored("", "stage", _STUB),
     )  # fmt: skip
     return (Step(kind="stub", output=_STUB, argv=argv, memory=100 << 20),)
+
+
+def _stubbed(spec: OpSpec, toolchain: Toolchain, flags: Mapping[str, tuple[str, ...]]) -> bool:
+    if toolchain.cross:
+        return spec.abi != ABI_NONE
+    if spec.abi != ABI_STABLE or spec.kind == EXECUTABLE:
+        return False
+    words = {
+        word for flag in (*spec.ldflags, *flags.get("ldflags", ())) for word in flag.split(",")
+    }
+    return not words & _COMPLETE
 
 
 def output_name(spec: OpSpec) -> str:
@@ -65,8 +80,11 @@ def link_step(
     toolchain: Toolchain,
     flags: Mapping[str, tuple[str, ...]],
     objects: tuple[str, ...],
+    *,
+    stubbed: bool = True,
 ) -> Step:
-    """The step that links a plan's objects."""
+    """The step that links a plan's objects: with the stub of torch's library where there is a step
+    that makes one, and with the library itself if not ``stubbed``."""
     output = output_name(spec)
     arguments: list[Arg] = [toolchain.cxx]
     if target.backend == XPU:
@@ -81,7 +99,7 @@ def link_step(
     arguments += [Anchored("", "stage", name) for name in objects]
     arguments += author_flags(spec, spec.ldflags)
     arguments += [f"-l{name}" for name in spec.libraries]
-    if spec.abi != ABI_NONE and toolchain.cross:
+    if stubbed and _stubbed(spec, toolchain, flags):
         # The library is needed although the link uses nothing from it. Some linkers would drop it.
         kept = ("-Wl,--push-state,--no-as-needed", Anchored("", "stage", _STUB), "-Wl,--pop-state")
         arguments += kept

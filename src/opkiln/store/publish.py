@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from opkiln.errors import StoreError
 from opkiln.settings import settings
 from opkiln.trust import make_private
+from opkiln.writing import FULL
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def room_in_words(room: os.statvfs_result) -> str:
 
 
 def _why_full(error: OSError, directory: str) -> str:
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno not in FULL:
         return ""
     try:
         return room_in_words(os.statvfs(directory))
