@@ -51,8 +51,12 @@ struct Same {
 
 OPK_NAMESPACE_END
 
-// Each way defines: template <class... P> void launch_kernel(void (*kernel)(P...), const Launch&, void**
-// arguments), where arguments[i] is the address of the i-th argument, a P.
+// Each way defines:
+//   template <class... P> void launch_kernel(void (*kernel)(P...), const Launch&, void** arguments)
+// where arguments[i] is the address of the i-th argument, a P; and
+//   template <class... P> bool has_clusters(void (*kernel)(P...))
+// Whether the current device can run a kernel in clusters. Device and code must both be for compute
+// capability 9.0: the driver may compile code for an earlier one, but that does not have clusters then.
 #if defined(OPKILN_EMULATED)
 #include "emulated_launch.h"
 #define OPK_HAS_LAUNCH 1
