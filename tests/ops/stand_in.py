@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sample import sanitizers
 
 import opkiln
+from opkiln.errors import ToolchainError
 
 PACKAGE = Path(opkiln.__file__).parent
 EMULATOR = PACKAGE / "csrc" / "opkiln" / "emulator"
@@ -66,3 +68,14 @@ def _runtime() -> Path:
 
 
 _kept: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def emulated(builder: type[opkiln.OpBuilder]) -> Any:
+    """The functions of an op whose CUDA kernels the emulator runs on CPU tensors. They are in a
+    namespace of their own, because the op's version for the CPU may be loaded, too."""
+    words = {"NAMESPACE": "emulated", "__module__": builder.__module__}
+    made = type(f"Emulated{builder.__name__}", (builder,), words)
+    try:
+        return made(backend="emulated").jit_load(verbose=False)
+    except ToolchainError as error:
+        pytest.skip(f"kernels cannot be emulated here: {error.what}")
