@@ -78,7 +78,7 @@ OPK_NAMESPACE_BEGIN
 // The arguments are converted to the kernel's parameters. An empty grid launches nothing. Raises what the
 // driver says if the launch fails; what happens in the kernel later is seen by the next call that waits.
 template <class... P>
-void launch(void (*kernel)(P...), const Launch& how, typename Same<P>::type... arguments) {
+void launch(void (*kernel)(P...), const Launch& how, const typename Same<P>::type&... arguments) {
   if (how.grid.count() == 0) return;
   void* addresses[sizeof...(P) + 1] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
   launch_kernel(kernel, how, addresses);
@@ -86,12 +86,12 @@ void launch(void (*kernel)(P...), const Launch& how, typename Same<P>::type... a
 
 template <class... P>
 void launch(void (*kernel)(P...), Extent grid, Extent block, size_t shared,
-            typename Same<P>::type... arguments) {
+            const typename Same<P>::type&... arguments) {
   Launch how;
   how.grid = grid;
   how.block = block;
   how.shared = shared;
-  launch(kernel, how, static_cast<typename Same<P>::type&&>(arguments)...);
+  launch(kernel, how, arguments...);
 }
 
 OPK_NAMESPACE_END
