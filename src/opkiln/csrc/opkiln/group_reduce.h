@@ -1,10 +1,8 @@
 // Reductions over teams of threads. A team is a power of two of neighbouring threads in a block, so a
-// group of any size has as many threads as it needs. For CUDA and HIP; needs no torch header.
+// group of any size has as many threads as it needs. For CUDA and HIP.
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include <cstdint>
+#include "op/types.h"
 
 namespace opkiln {
 

@@ -17,7 +17,7 @@ uint8_t gathered(const uint8_t* signs) {
 }
 
 template <class Bits>
-void pack(const Signs& signs, int64_t first, int64_t last) {
+void pack_bytes(const Signs& signs, int64_t first, int64_t last) {
   constexpr int kShift = sizeof(Bits) * 8 - 1;
   const Bits* const elements = static_cast<const Bits*>(signs.elements);
   for (int64_t at = first; at < last; at += kBytes) {
@@ -38,7 +38,7 @@ void pack(const Signs& signs, int64_t first, int64_t last) {
 }
 
 template <class Bits>
-void unpack(const Signs& signs, int64_t first, int64_t last) {
+void unpack_bytes(const Signs& signs, int64_t first, int64_t last) {
   constexpr int kShift = sizeof(Bits) * 8 - 1;
   const Bits one = static_cast<Bits>(signs.one);
   Bits* const elements = static_cast<Bits*>(signs.elements);
@@ -59,23 +59,15 @@ void over_bytes(const Signs& signs, void (*body)(const Signs&, int64_t, int64_t)
                     [&](int64_t first, int64_t last) { body(signs, first, last); });
 }
 
-void pack_all(const Signs& signs) {
-  over_bytes(signs, signs.wide ? pack<uint32_t> : pack<uint16_t>);
+void pack(const Signs& signs) {
+  over_bytes(signs, signs.wide ? pack_bytes<uint32_t> : pack_bytes<uint16_t>);
 }
 
-void unpack_all(const Signs& signs) {
-  over_bytes(signs, signs.wide ? unpack<uint32_t> : unpack<uint16_t>);
+void unpack(const Signs& signs) {
+  over_bytes(signs, signs.wide ? unpack_bytes<uint32_t> : unpack_bytes<uint16_t>);
 }
 
 }  // namespace
-
-Tensor packbits(const Tensor& x) {
-  return pack_with(pack_all, x);
-}
-
-Tensor unpackbits(const Tensor& packed, int64_t numel, opk::DType dtype) {
-  return unpack_with(unpack_all, packed, numel, dtype);
-}
 
 OPKILN_OP(packbits, cpu);
 OPKILN_OP(unpackbits, cpu);

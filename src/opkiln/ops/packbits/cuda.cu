@@ -131,23 +131,15 @@ void launch(void (*kernel)(Work), int elements, const Signs& signs) {
   opk::launch(kernel, (signs.numel + a_block - 1) / a_block, kThreads, 0, work);
 }
 
-void pack_all(const Signs& signs) {
+void pack(const Signs& signs) {
   launch(signs.wide ? pack_kernel<true> : pack_kernel<false>, 8, signs);
 }
 
-void unpack_all(const Signs& signs) {
+void unpack(const Signs& signs) {
   launch(signs.wide ? unpack_kernel<true> : unpack_kernel<false>, signs.wide ? 4 : 8, signs);
 }
 
 }  // namespace
-
-Tensor packbits(const Tensor& x) {
-  return pack_with(pack_all, x);
-}
-
-Tensor unpackbits(const Tensor& packed, int64_t numel, opk::DType dtype) {
-  return unpack_with(unpack_all, packed, numel, dtype);
-}
 
 OPKILN_OP(packbits, cuda);
 OPKILN_OP(unpackbits, cuda);

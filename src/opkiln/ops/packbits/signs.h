@@ -1,4 +1,4 @@
-// What both versions of the op work on, with the checks that make it of tensors.
+// What both versions of the op work on, and the op's functions, which make it of tensors: with the checks.
 #pragma once
 
 #include <opkiln/arguments.h>
@@ -18,13 +18,17 @@ struct Signs {
 
 using opk::Tensor;
 
+// A device's file defines these two. There is at least one element.
+void pack(const Signs& signs);
+void unpack(const Signs& signs);
+
 Signs signs_of(opkiln::ElementType type) {
   const bool wide = type == opkiln::ElementType::kFloat;
   return {nullptr, nullptr, 0, wide,
           wide ? 0x3f800000u : type == opkiln::ElementType::kBFloat16 ? 0x3f80u : 0x3c00u};
 }
 
-Tensor pack_with(void (*run)(const Signs&), const Tensor& x) {
+Tensor packbits(const Tensor& x) {
   const opk::Device device = opk::device_of(x);
   Signs signs = signs_of(opk::element_of(x));
   opk::check_contiguous(x);
@@ -32,11 +36,11 @@ Tensor pack_with(void (*run)(const Signs&), const Tensor& x) {
   Tensor out = opk::empty({(signs.numel + 7) / 8}, opk::DType::uint8, device);
   signs.elements = const_cast<void*>(x.data());
   signs.bytes = out.data<uint8_t>();
-  if (signs.numel > 0) run(signs);
+  if (signs.numel > 0) pack(signs);
   return out;
 }
 
-Tensor unpack_with(void (*run)(const Signs&), const Tensor& packed, int64_t numel, opk::DType dtype) {
+Tensor unpackbits(const Tensor& packed, int64_t numel, opk::DType dtype) {
   const opk::Device device = opk::device_of(packed);
   Signs signs = signs_of(opk::element_of(dtype));
   OPK_CHECK(numel >= 0, "numel is ", numel, ", expected at least 0");
@@ -47,7 +51,7 @@ Tensor unpack_with(void (*run)(const Signs&), const Tensor& packed, int64_t nume
   Tensor out = opk::empty({numel}, dtype, device);
   signs.elements = out.data();
   signs.bytes = const_cast<uint8_t*>(packed.data<const uint8_t>());
-  if (numel > 0) run(signs);
+  if (numel > 0) unpack(signs);
   return out;
 }
 

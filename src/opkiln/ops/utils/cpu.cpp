@@ -15,7 +15,7 @@ int64_t part_at(const opk::List<int64_t>& starts, int64_t byte) {
 }
 
 // The parts end to end in one index space of bytes, so that threads get equal shares.
-void copy_all(const Parts& parts) {
+void copy(const Parts& parts) {
   opk::List<int64_t> starts(parts.size() + 1);
   for (int64_t i = 0; i < parts.size(); ++i) {
     starts[i + 1] = starts[i] + parts[i].bytes;
@@ -33,14 +33,6 @@ void copy_all(const Parts& parts) {
 }
 
 }  // namespace
-
-Tensor flatten_list(const TensorList& tensors) {
-  return flatten_with(copy_all, tensors);
-}
-
-void unflatten_list_(TensorList& tensors, const Tensor& flat) {
-  unflatten_with(copy_all, tensors, flat);
-}
 
 OPKILN_OP(flatten_list, cpu);
 OPKILN_OP(unflatten_list_, cpu);

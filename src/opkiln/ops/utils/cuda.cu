@@ -44,7 +44,7 @@ __device__ bool aligned(const void* a, const void* b, size_t bytes) {
 
 // Whole elements of T; gives how many bytes that were.
 template <class T>
-__device__ int64_t copy(const char* from, char* to, int64_t bytes) {
+__device__ int64_t copy_elements(const char* from, char* to, int64_t bytes) {
   const auto count = static_cast<int>(bytes / static_cast<int64_t>(sizeof(T)));
   const T* const source = reinterpret_cast<const T*>(from);
   T* const target = reinterpret_cast<T*>(to);
@@ -75,16 +75,16 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const OPK_GRID_CONSTANT 
   char* const to = part.to + begin;
   int64_t done = 0;
   if (aligned(from, to, 16)) {
-    done = copy<Vector>(from, to, bytes);
+    done = copy_elements<Vector>(from, to, bytes);
   } else if (aligned(from, to, 4)) {
-    done = copy<uint32_t>(from, to, bytes);
+    done = copy_elements<uint32_t>(from, to, bytes);
   } else if (aligned(from, to, 2)) {
-    done = copy<uint16_t>(from, to, bytes);
+    done = copy_elements<uint16_t>(from, to, bytes);
   }
-  copy<uint8_t>(from + done, to + done, bytes - done);
+  copy_elements<uint8_t>(from + done, to + done, bytes - done);
 }
 
-void copy_all(const Parts& parts) {
+void copy(const Parts& parts) {
   for (int64_t i = 0; i < parts.size();) {
     Work work;
     work.count = 0;
@@ -102,14 +102,6 @@ void copy_all(const Parts& parts) {
 }
 
 }  // namespace
-
-Tensor flatten_list(const TensorList& tensors) {
-  return flatten_with(copy_all, tensors);
-}
-
-void unflatten_list_(TensorList& tensors, const Tensor& flat) {
-  unflatten_with(copy_all, tensors, flat);
-}
 
 OPKILN_OP(flatten_list, cuda);
 OPKILN_OP(unflatten_list_, cuda);

@@ -1,10 +1,11 @@
-// The op's arguments as stretches of bytes that are copied, with the checks that both versions make.
+// What both versions of the op copy, and the op's functions, which make it of tensors: with the checks.
 #pragma once
 
 #include <opkiln/arguments.h>
 
 namespace {
 
+// Bytes that are copied.
 struct Part {
   const char* from;
   char* to;
@@ -16,6 +17,9 @@ struct Part {
 using opk::Tensor;
 using opk::TensorList;
 using Parts = opk::List<Part>;
+
+// A device's file defines this.
+void copy(const Parts& parts);
 
 void check_alike(const Tensor& tensor, const Tensor& first, opk::Device device, opk::DType dtype) {
   opk::check_on(tensor, device);
@@ -39,7 +43,7 @@ int64_t count_checked(const TensorList& tensors) {
 }
 
 // From the list to a new flat tensor.
-Tensor flatten_with(void (*copy)(const Parts&), const TensorList& tensors) {
+Tensor flatten_list(const TensorList& tensors) {
   Tensor flat = opk::empty({count_checked(tensors)}, tensors[0]);
   const int64_t size = flat.element_size();
   TensorList without_gaps(tensors.size());
@@ -59,7 +63,7 @@ Tensor flatten_with(void (*copy)(const Parts&), const TensorList& tensors) {
 }
 
 // From a flat tensor to the list.
-void unflatten_with(void (*copy)(const Parts&), TensorList& tensors, const Tensor& flat) {
+void unflatten_list_(TensorList& tensors, const Tensor& flat) {
   const int64_t count = count_checked(tensors);
   check_alike(flat, tensors[0], tensors[0].device(), tensors[0].dtype());
   OPK_CHECK(flat.numel() == count, "flat has ", flat.numel(), " elements, tensors have ", count);
