@@ -246,7 +246,7 @@ quantize_groups_kernel(const OPK_GRID_CONSTANT typename Source::Parameters param
   constexpr int kUnit = Type::kUnit, kParts = kChunkElements / kUnit;
   const Launch& l = Source::launch(parameters);
   const Mode mode(l.work);
-  const bool full = kScheme == Scheme::kFull && (Mode::kFixed || l.work.format.full);
+  const bool full = kScheme == Scheme::kFull && (!Source::kFeedback || l.work.format.full);
   const unsigned lane = threadIdx.x % kWarp, log2_chunks = l.log2_chunks;
   begin_groups(log2_chunks, shared);
   const int64_t first = first_chunk();
