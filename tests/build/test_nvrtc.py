@@ -79,6 +79,7 @@ extern "C" const char* launch_all(long grid, long shared, long cluster) {
     how.shared = static_cast<size_t>(shared);
     how.cluster = cluster;
     how.cooperative = cluster > 1;
+    if (cluster > 1 && !opk::has_clusters(bend<float, 4>)) return "no clusters";
     opk::launch(bend<float, 4>, how, nullptr, reinterpret_cast<float*>(16), Shape{7});
     opk::launch(spread, 1, 32, 0, nullptr, nullptr);
     return "";
@@ -243,7 +244,7 @@ def test_flags_of_nvcc_reach_who_has_them_or_are_refused(machine: Machine) -> No
         ("bent(x[i]);", "straight(x[i]);", 'bend.cu(18): error: identifier "straight"'),
         ("return y;", "return z;", "bend.cu:29:"),
         ("opk::launch(spread, 1, 32, 0, nullptr, nullptr)", "spread<<<1, 32>>>(nullptr, nullptr)",
-         "bend.cu:44: kernel<<<...>>>(...) is nvcc's own syntax"),
+         "bend.cu:45: kernel<<<...>>>(...) is nvcc's own syntax"),
         ("#include <opkiln/op.h>", "#include <opkiln/op.h>\n#include <map>",
          'open source file "map"'),
     ],
@@ -312,6 +313,11 @@ int cuLibraryGetKernel(void** out, void* library, const char* name) {
   const size_t size = 16 + *reinterpret_cast<const size_t*>(static_cast<char*>(library) + 8);
   if (!memmem(library, size, name, strlen(name) + 1)) return 500;
   *out = const_cast<char*>(name);
+  return 0;
+}
+int cuKernelGetAttribute(int* out, int attribute, void*, int device) {
+  printf("attribute %d of %d?\n", attribute, device);
+  *out = 90;
   return 0;
 }
 int cuKernelSetAttribute(int attribute, int value, void*, int device) {
@@ -384,6 +390,7 @@ def test_launch_tells_the_driver_what_the_author_says(machine: Machine, driver: 
     assert said == [
         "context 0x23", "load 0xba55ed50", "bend 5 2 3 64 1 1 100 on 0x1003; (nil) 0x10 7",
         "context 0x23", "spread 1 1 1 32 1 1 0 on 0x1003", "",
+        "context 0x23", "attribute 5 of 3?", "attribute 6 of 3?",
         "context 0x23", "attribute 8 = 65536 of 3",
         "bend 5 2 3 64 1 1 65536 on 0x1003, 4: 2 1 1, 2: 1 0 0; (nil) 0x10 7",
         "context 0x23", "spread 1 1 1 32 1 1 0 on 0x1003", "",

@@ -6,12 +6,19 @@ import functools
 import shutil
 import subprocess
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from sample import sanitizers
 
 import opkiln
+from opkiln.errors import ToolchainError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 PACKAGE = Path(opkiln.__file__).parent
 EMULATOR = PACKAGE / "csrc" / "opkiln" / "emulator"
@@ -66,3 +73,24 @@ def _runtime() -> Path:
 
 
 _kept: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def emulated(builder: type[opkiln.OpBuilder]) -> Any:
+    """The functions of an op whose CUDA kernels the emulator runs on CPU tensors. They are in a
+    namespace of their own, because the op's version for the CPU may be loaded, too."""
+    words = {"NAMESPACE": "emulated", "__module__": builder.__module__}
+    made = type(f"Emulated{builder.__name__}", (builder,), words)
+    try:
+        return made(backend="emulated").jit_load(verbose=False)
+    except ToolchainError as error:
+        pytest.skip(f"kernels cannot be emulated here: {error.what}")
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """New tensors are full of NaN, or of the greatest numbers: what a kernel leaves out is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

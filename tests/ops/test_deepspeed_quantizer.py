@@ -1,105 +1,37 @@
-"""The op deepspeed_quantizer: the native CPU version, and the CUDA kernels themselves, compiled by
-a C++ compiler against a stand-in for CUDA's runtime, give the bits of the reference.
+"""The op deepspeed_quantizer: the native CPU version, and the CUDA kernels themselves, which the
+emulator runs, give the bits of the reference.
 
 That the reference's are DeepSpeed's is tested in tests/build/test_compat_deepspeed_quantizer.py.
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
-from ctypes import Structure, byref, c_int64, c_void_p
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from stand_in import compile_emulated
+from stand_in import emulated, poisoned
 from torch import Tensor
 
 import opkiln
 from opkiln.errors import ToolchainError
-from opkiln.ops.deepspeed_quantizer import fake, reference
+from opkiln.ops.deepspeed_quantizer import reference
+from opkiln.ops.deepspeed_quantizer.op import DeepSpeedQuantizerBuilder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-HERE = Path(__file__).parent
-PACKAGE = Path(opkiln.__file__).parent
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 FORMATS = list(itertools.product((8, 4), (True, False)))
-TYPES = {F32: 0, BF16: 1, F16: 2}
+TYPES = (F32, BF16, F16)
 LAID = (1, 1, 1)
 
 
-class _Call(Structure):
-    _fields_ = (
-        ("levels", c_void_p), ("params", c_void_p), ("groups", c_int64), ("size", c_int64),
-        ("bits", c_int64), ("symmetric", c_int64), ("from_", c_void_p), ("out", c_void_p),
-        ("type", c_int64), ("with_zero", c_int64), ("nodes", c_int64), ("devices", c_int64),
-        ("pipeline", c_int64), ("piece", c_int64), ("part_levels", c_void_p),
-        ("part_params", c_void_p), ("part_groups", c_int64), ("part_size", c_int64),
-        ("parts", c_int64),
-    )  # fmt: skip
-
-
-class Kernel:
-    """The kernels, with the interface of the reference."""
-
-    def __init__(self, library: Path) -> None:
-        self._run = ctypes.CDLL(str(library)).run
-
-    def _call(self, back: bool, **fields: Any) -> None:
-        made = {n: v.data_ptr() if isinstance(v, Tensor) else v for n, v in fields.items()}
-        assert self._run(byref(_Call(**made)), int(back)) == 0
-
-    def deepspeed_quantize(
-        self, x: Tensor, groups: int, bits: int, symmetric: bool, with_zero: bool, nodes: int,
-        devices: int, pipeline: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        levels, params = fake.deepspeed_quantize(x, groups, bits, symmetric)
-        pieces = nodes * devices * pipeline
-        self._call(
-            False, levels=levels, params=params, groups=groups, size=x.numel() // groups,
-            bits=bits, symmetric=symmetric, from_=x, type=TYPES[x.dtype], with_zero=with_zero,
-            nodes=nodes, devices=devices, pipeline=pipeline,
-            piece=0 if pieces == 1 else groups // pieces,
-        )  # fmt: skip
-        return levels, params
-
-    def deepspeed_dequantize(
-        self, levels: Tensor, params: Tensor, groups: int, bits: int, symmetric: bool,
-        dtype: torch.dtype,
-    ) -> Tensor:  # fmt: skip
-        out = torch.full((levels.numel() * 8 // bits,), 7.0, dtype=dtype)
-        self._call(
-            True, levels=levels, params=params, groups=groups, size=out.numel() // groups,
-            bits=bits, symmetric=symmetric, out=out, type=TYPES[dtype],
-        )  # fmt: skip
-        return out
-
-    def deepspeed_reduce(
-        self, levels: Tensor, params: Tensor, parts: int, in_groups: int, out_groups: int,
-        bits: int, symmetric: bool, with_zero: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        rest = (parts, in_groups, out_groups, bits, symmetric, with_zero)
-        found = fake.deepspeed_reduce(levels, params, *rest)
-        elements = levels.numel() * 8 // bits
-        self._call(
-            False, levels=found[0], params=found[1], groups=out_groups,
-            size=elements // parts // out_groups, bits=bits, symmetric=symmetric,
-            with_zero=with_zero, part_levels=levels, part_params=params, part_groups=in_groups,
-            part_size=elements // in_groups, parts=parts,
-        )  # fmt: skip
-        return found
-
-
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
-    library = tmp_path_factory.mktemp("kernel") / "kernel.so"
-    compile_emulated(HERE / "deepspeed_quantizer_on_cpu.cpp", library, "-ffp-contract=off")
-    return Kernel(library)
+def kernel() -> Any:
+    return emulated(DeepSpeedQuantizerBuilder)
 
 
 @pytest.fixture
@@ -112,7 +44,9 @@ def native() -> Any:
 
 @pytest.fixture(params=["kernel", "native"])
 def op(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> Any:
-    yield request.getfixturevalue(request.param)
+    found = request.getfixturevalue(request.param)
+    with poisoned():
+        yield found
     assert "runtime error" not in capfd.readouterr().err  # what the sanitizers saw
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from stand_in import emulated
 
 from opkiln import get_builder, quant
 from opkiln.errors import ToolchainError, UsageError
 from opkiln.ops.packbits import reference, signs
+from opkiln.ops.packbits.op import PackbitsBuilder
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ODD = [0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf, 1e-8, -1e-8]
@@ -51,6 +54,16 @@ def test_every_size_and_address_has_the_references_bits(
         packed = native.packbits(x)
         assert torch.equal(packed, reference.packbits(x))
         back = native.unpackbits(packed, count, dtype)
+        assert torch.equal(back, reference.unpackbits(packed, count, dtype))
+
+
+def test_the_cuda_kernels_have_the_references_bits() -> None:
+    kernel = emulated(PackbitsBuilder)
+    for dtype, count, start in itertools.product(DTYPES, (0, 1, 9, 4095), (0, 1, 8)):
+        x = torch.cat([torch.tensor(ODD), torch.randn(count)]).to(dtype)[start : start + count]
+        packed = kernel.packbits(x)
+        assert torch.equal(packed, reference.packbits(x))
+        back = kernel.unpackbits(packed, count, dtype)
         assert torch.equal(back, reference.unpackbits(packed, count, dtype))
 
 

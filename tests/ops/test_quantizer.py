@@ -1,33 +1,30 @@
 """The op quantizer: its levels in every format, type and layout of work.
 
-The native CPU version, and the CUDA kernels themselves, compiled by a C++ compiler against a
-stand-in for CUDA's runtime, give the bits of the reference.
+The native CPU version, and the CUDA kernels themselves, which the emulator runs, give the bits of
+the reference.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from quantizer_kernel import Kernel
-from stand_in import compile_emulated
+from stand_in import emulated, poisoned
 from torch import Tensor
 
 import opkiln
 from opkiln.errors import ToolchainError
 from opkiln.ops.quantizer import reference
+from opkiln.ops.quantizer.op import QuantizerBuilder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-HERE = Path(__file__).parent
-PACKAGE = Path(opkiln.__file__).parent
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (F32, BF16, F16)
 FORMATS = list(itertools.product((8, 4), (True, False)))
@@ -35,10 +32,8 @@ LAID = (1, 1, 1)
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
-    library = tmp_path_factory.mktemp("kernel") / "kernel.so"
-    compile_emulated(HERE / "quantizer_on_cpu.cpp", library, "-ffp-contract=off")
-    return Kernel(library)
+def kernel() -> Any:
+    return emulated(QuantizerBuilder)
 
 
 @pytest.fixture
@@ -51,7 +46,9 @@ def native() -> Any:
 
 @pytest.fixture(params=["kernel", "native"])
 def op(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> Any:
-    yield request.getfixturevalue(request.param)
+    found = request.getfixturevalue(request.param)
+    with poisoned():
+        yield found
     assert "runtime error" not in capfd.readouterr().err  # what the sanitizers saw
 
 

@@ -1,14 +1,9 @@
 // Elements of tensors in device code: the storage types, their conversions, and packs of elements
-// that one access moves. Needs CUDA's headers, but not torch's. hipify translates it to HIP, and the
-// tests compile it for the host.
+// that one access moves. hipify translates it to HIP, and the emulator compiles it for the host.
 #pragma once
 
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
-#include <cstdint>
-
 #include "element_type.h"
+#include "op/types.h"
 
 namespace opkiln {
 namespace device {
@@ -24,7 +19,7 @@ __device__ inline float widen(float value, ElementType) {
 }
 __device__ inline float widen(Bits16 value, ElementType type) {
   return type == ElementType::kBFloat16 ? __uint_as_float(static_cast<uint32_t>(value.bits) << 16)
-                                        : __half2float(__ushort_as_half(value.bits));
+                                        : opk::bits::half_to_float(value.bits);
 }
 
 // Rounds to nearest, ties to even; NaN stays NaN.
@@ -37,7 +32,7 @@ __device__ inline float narrow<float>(float value, ElementType) {
 template <>
 __device__ inline Bits16 narrow<Bits16>(float value, ElementType type) {
   if (type == ElementType::kFloat16) {
-    return {__half_as_ushort(__float2half_rn(value))};
+    return {opk::bits::float_to_half(value)};
   }
   const uint32_t bits = __float_as_uint(value);
   const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;

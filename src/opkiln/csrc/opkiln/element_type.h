@@ -7,4 +7,8 @@ namespace opkiln {
 
 enum class ElementType : uint8_t { kFloat, kBFloat16, kFloat16 };
 
+constexpr int64_t size_of(ElementType type) {
+  return type == ElementType::kFloat ? 4 : 2;
+}
+
 }  // namespace opkiln

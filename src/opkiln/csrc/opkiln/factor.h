@@ -16,7 +16,7 @@ inline Vec all(double value) {
 class Factor {
  public:
   explicit Factor(double value)
-      : Factor(value, std::fmax(std::ceil(value * 256) - 2, 0) / 256) {}
+      : Factor(value, __builtin_fmax(__builtin_ceil(value * 256) - 2, 0) / 256) {}
 
   // this * x + y. Of its roundings, only the last matters.
   Vec times_plus(Vec x, Vec y) const {

@@ -1,10 +1,8 @@
 // Reductions over teams of threads. A team is a power of two of neighbouring threads in a block, so a
-// group of any size has as many threads as it needs. For CUDA and HIP; needs no torch header.
+// group of any size has as many threads as it needs. For CUDA and HIP.
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include <cstdint>
+#include "op/types.h"
 
 namespace opkiln {
 
@@ -26,6 +24,10 @@ struct Team {
 // The value of the thread whose index in the warp differs in these bits. All threads of the warp
 // must call this.
 __device__ inline uint32_t exchange(uint32_t value, unsigned bits) {
+#if defined(OPKILN_EMULATED)
+  // Memory that a value came from was read before it is sent. To the emulator a shuffle orders nothing.
+  __syncwarp();
+#endif
 #if defined(__HIP_PLATFORM_AMD__) || defined(__HIP_PLATFORM_HCC__)
   return static_cast<uint32_t>(__shfl_xor(static_cast<int>(value), static_cast<int>(bits), 32));
 #else

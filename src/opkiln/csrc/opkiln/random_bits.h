@@ -1,18 +1,9 @@
 // Random bits that are a function of an element's position: Philox4x32 (Salmon et al., 2011). They are
 // the same on the host, on devices and in pure PyTorch (ops/quantizer/reference.py). Each thread
-// computes the bits of its own elements: nothing is stored, and the order does not matter. Needs no
-// other header.
+// computes the bits of its own elements: nothing is stored, and the order does not matter.
 #pragma once
 
-#include <cstdint>
-
-#if !defined(OPKILN_HOST_DEVICE)
-#if defined(__CUDACC__) || defined(__HIPCC__)
-#define OPKILN_HOST_DEVICE __host__ __device__
-#else
-#define OPKILN_HOST_DEVICE
-#endif
-#endif
+#include "op/types.h"
 
 namespace opkiln {
 
@@ -25,7 +16,7 @@ struct RandomWords {
 
 constexpr int kRandomRounds = 10;  // the authors' tests need at least seven
 
-OPKILN_HOST_DEVICE static inline void random_round(uint32_t& c0, uint32_t& c1, uint32_t& c2,
+OPK_HOST_DEVICE static inline void random_round(uint32_t& c0, uint32_t& c1, uint32_t& c2,
                                                    uint32_t& c3, uint32_t k0, uint32_t k1) {
   const uint64_t p0 = static_cast<uint64_t>(c0) * 0xD2511F53u;
   const uint64_t p1 = static_cast<uint64_t>(c2) * 0xCD9E8D57u;
@@ -35,7 +26,7 @@ OPKILN_HOST_DEVICE static inline void random_round(uint32_t& c0, uint32_t& c1, u
   c3 = static_cast<uint32_t>(p0);
 }
 
-OPKILN_HOST_DEVICE static inline void next_random_key(uint32_t& k0, uint32_t& k1) {
+OPK_HOST_DEVICE static inline void next_random_key(uint32_t& k0, uint32_t& k1) {
   k0 += 0x9E3779B9u;
   k1 += 0xBB67AE85u;
 }
@@ -47,7 +38,7 @@ struct RandomKeys {
 };
 
 template <int kRounds = kRandomRounds>
-OPKILN_HOST_DEVICE static inline RandomKeys<kRounds> random_keys(uint64_t key) {
+OPK_HOST_DEVICE static inline RandomKeys<kRounds> random_keys(uint64_t key) {
   uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
   RandomKeys<kRounds> keys;
   for (int round = 0; round < kRounds; ++round) {
@@ -61,7 +52,7 @@ OPKILN_HOST_DEVICE static inline RandomKeys<kRounds> random_keys(uint64_t key) {
 // The words for a counter of 128 bits, given as two halves. In device code the keys should be in the
 // parameters of the launch, where instructions read them without a register.
 template <int kRounds>
-OPKILN_HOST_DEVICE static inline RandomWords random_words(uint64_t low, uint64_t high,
+OPK_HOST_DEVICE static inline RandomWords random_words(uint64_t low, uint64_t high,
                                                           const RandomKeys<kRounds>& keys) {
   uint32_t c0 = static_cast<uint32_t>(low), c1 = static_cast<uint32_t>(low >> 32);
   uint32_t c2 = static_cast<uint32_t>(high), c3 = static_cast<uint32_t>(high >> 32);
@@ -72,7 +63,7 @@ OPKILN_HOST_DEVICE static inline RandomWords random_words(uint64_t low, uint64_t
 }
 
 // The same, for the key itself.
-OPKILN_HOST_DEVICE static inline RandomWords random_words(uint64_t low, uint64_t high,
+OPK_HOST_DEVICE static inline RandomWords random_words(uint64_t low, uint64_t high,
                                                           uint64_t key) {
   return random_words(low, high, random_keys<>(key));
 }
@@ -83,7 +74,7 @@ constexpr int kRandomElements = 16;
 // 16 bits for the element with this `index`, 0 to 15: its word, rotated by 0 to 3 bytes. The upper
 // eight bits belong to this element only. The lower eight, which decide one time in 256, are the upper
 // eight of a neighbour. This is half the work of separate bits for each element.
-OPKILN_HOST_DEVICE static inline uint32_t sixteen_bits(const RandomWords& words, int index) {
+OPK_HOST_DEVICE static inline uint32_t sixteen_bits(const RandomWords& words, int index) {
   const uint32_t word = words.at[index >> 2];
   const int shift = 8 * (index & 3);
   return (word >> shift | word << (-shift & 31)) & 0xffffu;

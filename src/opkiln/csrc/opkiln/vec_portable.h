@@ -64,7 +64,7 @@ struct Vec {
     return each([&](int i) { return a.value[i] / b.value[i]; });
   }
   friend Vec sqrt(const Vec& a) {
-    return each([&](int i) { return std::sqrt(a.value[i]); });
+    return each([&](int i) { return __builtin_sqrtf(a.value[i]); });
   }
   // Rounded twice if the CPU has no fused multiply-add: std::fma would be a slow library call.
   friend Vec multiply_add(const Vec& a, const Vec& b, const Vec& c) {

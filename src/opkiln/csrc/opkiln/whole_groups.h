@@ -1,6 +1,6 @@
 // Groups of 16, 32, 64 ... elements, distributed over threads so that every thread has elements and
 // needs no bounds check. Compilers then put all loads first, with nothing between them. For CUDA and
-// HIP; needs no torch header.
+// HIP.
 //
 // A chunk is 16 elements. A warp takes 64 consecutive chunks. Thread i takes chunk i and chunk 32 + i.
 // A group of up to 32 chunks is within one half, so a thread has chunks of two groups. Of a larger
@@ -12,7 +12,8 @@
 #include "group_reduce.h"
 
 // Since CUDA 12.1, compilers support sending values between the blocks of a cluster.
-#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1201
+#if defined(OPKILN_NVRTC_HOST) || \
+    (defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1201)
 #define OPKILN_KNOWS_CLUSTERS
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define OPKILN_HAS_CLUSTERS
@@ -169,10 +170,10 @@ __device__ void reduce_groups(Value (&values)[kChunksPerThread], unsigned log2_c
 
 // Call this between a warp's writes to shared memory and its reads of them.
 __device__ inline void sync_warp() {
-#if defined(__NVCC__)
-  __syncwarp();
-#else
+#if defined(__HIPCC__)
   __syncthreads();  // all threads of the block call this
+#else
+  __syncwarp();
 #endif
 }
 

@@ -1,8 +1,8 @@
 // Launches kernels over whole groups: in blocks with as many threads as a group needs, or in clusters
-// of blocks if the GPU has them. Needs CUDA's headers, but not torch's.
+// of blocks if the GPU has them.
 #pragma once
 
-#include "launch.h"
+#include "op.h"
 #include "whole_groups.h"
 
 namespace opkiln {
@@ -41,40 +41,29 @@ struct WholeGroups {
   }
 };
 
-// Whether the device can run this kernel in clusters: both the device and the code must support them.
-// (Code for an earlier GPU does not, even if the driver compiles it for a later one.)
+#if !defined(__CUDACC_RTC__)
+
+// Whether the device can run this kernel in clusters.
 template <class... Parameters>
 bool has_clusters(void (*kernel)(Parameters...)) {
 #if defined(OPKILN_KNOWS_CLUSTERS)
-  cudaFuncAttributes found;
-  return cudaFuncGetAttributes(&found, reinterpret_cast<const void*>(kernel)) == cudaSuccess &&
-      found.ptxVersion >= 90 && found.binaryVersion >= 90;
+  return opk::has_clusters(kernel);
 #else
   return false;
 #endif
 }
 
 template <class... Parameters>
-cudaError_t launch(void (*kernel)(Parameters...), const WholeGroups& layout, cudaStream_t stream,
-                   const Parameters&... parameters) {
-#if defined(OPKILN_KNOWS_CLUSTERS)
-  if (layout.cluster > 1) {
-    void* arguments[] = {const_cast<void*>(static_cast<const void*>(&parameters))...};
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {layout.cluster, 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(layout.blocks));
-    config.blockDim = dim3(layout.threads);
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
-  }
-#endif
-  return launch(kernel, static_cast<unsigned>(layout.blocks), layout.threads, stream,
-                parameters...);
+void launch(void (*kernel)(Parameters...), const WholeGroups& layout,
+            const typename opk::Same<Parameters>::type&... parameters) {
+  opk::Launch how;
+  how.grid = layout.blocks;
+  how.block = layout.threads;
+  how.cluster = layout.cluster;
+  opk::launch(kernel, how, parameters...);
 }
+
+#endif
 
 }  // namespace device
 }  // namespace opkiln

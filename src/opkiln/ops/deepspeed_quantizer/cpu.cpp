@@ -1,19 +1,21 @@
 // Quantizing and dequantizing on host memory, a group at a time: it is widened into scratch, looked
 // through for its range, and rounded. Loops are plain, for the compiler to vectorize.
 
-#include "cpu.h"
+#include <opkiln/blocks.h>
 
 #include "element.h"
 
 namespace {
 
-using namespace opkiln;
-using namespace opkiln::deepspeed_quantizer;
+using opkiln::kBlock;
+using opkiln::narrow;
+using opkiln::widen;
 
-Stream stream_of(const void* data, ElementType element) {
-  const Type type = element == ElementType::kFloat ? Type::kFloat
-      : element == ElementType::kBFloat16          ? Type::kBFloat16
-                                                   : Type::kFloat16;
+constexpr int64_t least(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+
+opkiln::Stream stream_of(const void* data, ElementType type) {
   return {static_cast<std::byte*>(const_cast<void*>(data)), type, true};
 }
 
@@ -54,7 +56,7 @@ void scale_levels(float* values, int64_t count, const Back& back) {
 
 // Through fp16, and back.
 void round_to_half(float* values, int64_t count) {
-  Float16 halves[kBlock];
+  opkiln::Float16 halves[kBlock];
   narrow(values, halves, count);
   widen(halves, values, count);
 }
@@ -66,8 +68,10 @@ void load_parts(const Work& work, int64_t begin, int64_t count, float* to) {
   alignas(64) float part[kBlock], sum[kBlock];
   for (int64_t done = 0; done < count;) {
     const int64_t at = begin + done, end = (at / parts.size + 1) * parts.size;
-    const int64_t here = std::min({count - done, end - at, kBlock});
-    std::fill(sum, sum + kBlock, 0.0f);
+    const int64_t here = least(least(count - done, end - at), kBlock);
+    for (float& each : sum) {
+      each = 0.0f;
+    }
     for (int i = 0; i < work.number_of_parts; ++i) {
       const int64_t from = i * elements + at;
       load_levels(parts, from, here, part);
@@ -78,23 +82,25 @@ void load_parts(const Work& work, int64_t begin, int64_t count, float* to) {
       }
       round_to_half(sum, here);
     }
-    std::copy(sum, sum + here, to + done);
+    for (int64_t k = 0; k < here; ++k) {
+      to[done + k] = sum[k];
+    }
     done += here;
   }
 }
 
 // NaN is passed over: no comparison with it is true.
 Scale symmetric_scale(const float* values, int64_t count, const Work& work) {
-  float most = work.with_zero ? 0.0f : -kInfinity;
+  float most = work.with_zero ? 0.0f : -infinity();
   for (int64_t i = 0; i < count; ++i) {
-    const float magnitude = fabsf(values[i]);
+    const float magnitude = __builtin_fabsf(values[i]);
     most = magnitude > most ? magnitude : most;
   }
   return Scale::symmetric(most, work.to.bits);
 }
 
 Scale asymmetric_scale(const float* values, int64_t count, const Work& work) {
-  float most = work.with_zero ? 0.0f : -kInfinity, least = work.with_zero ? 0.0f : kInfinity;
+  float most = work.with_zero ? 0.0f : -infinity(), least = work.with_zero ? 0.0f : infinity();
   for (int64_t i = 0; i < count; ++i) {
     most = values[i] > most ? values[i] : most;
     least = values[i] < least ? values[i] : least;
@@ -108,7 +114,7 @@ void round_group(const Work& work, const float* values, int64_t group, const Sca
   const int64_t size = work.to.size, place = place_of(group, work.order);
   alignas(64) uint32_t levels[kBlock];
   for (int64_t at = 0; at < size; at += kBlock) {
-    const int64_t here = std::min(size - at, kBlock);
+    const int64_t here = least(size - at, kBlock);
     for (int64_t i = 0; i < here; ++i) {
       levels[i] = scale.level<kSymmetric>(values[at + i]);
     }
@@ -117,23 +123,19 @@ void round_group(const Work& work, const float* values, int64_t group, const Sca
   scale.store<kSymmetric>(work.to.params, place);
 }
 
-}  // namespace
-
-OPKILN_NAMESPACE_BEGIN
-
 void quantize_groups(const Work& work, int64_t first, int64_t last) {
   const int64_t size = work.to.size;
-  std::vector<float> scratch(whole_registers(size + Vec::kLanes));  // which is written whole
+  opk::List<float> scratch(opkiln::whole_registers(size + opkiln::Vec::kLanes));  // which is written whole
   for (int64_t group = first; group < last; ++group) {
     if (work.from != nullptr) {
-      widen(stream_of(work.from, work.type), group * size, size, scratch.data());
+      widen(stream_of(work.from, work.type), group * size, size, scratch.begin());
     } else {
-      load_parts(work, group * size, size, scratch.data());
+      load_parts(work, group * size, size, scratch.begin());
     }
     if (work.to.symmetric) {
-      round_group<true>(work, scratch.data(), group, symmetric_scale(scratch.data(), size, work));
+      round_group<true>(work, scratch.begin(), group, symmetric_scale(scratch.begin(), size, work));
     } else {
-      round_group<false>(work, scratch.data(), group, asymmetric_scale(scratch.data(), size, work));
+      round_group<false>(work, scratch.begin(), group, asymmetric_scale(scratch.begin(), size, work));
     }
   }
 }
@@ -144,7 +146,7 @@ void dequantize_groups(const Work& work, int64_t first, int64_t last) {
   for (int64_t group = first; group < last; ++group) {
     const Back back = Back::of(work.to, group);
     for (int64_t at = 0; at < size; at += kBlock) {
-      const int64_t here = std::min(size - at, kBlock);
+      const int64_t here = least(size - at, kBlock);
       load_levels(work.to, group * size + at, here, values);
       scale_levels(values, here, back);
       narrow(values, stream_of(work.out, work.type), group * size + at, here);
@@ -152,4 +154,23 @@ void dequantize_groups(const Work& work, int64_t first, int64_t last) {
   }
 }
 
-OPKILN_NAMESPACE_END
+// In torch's own threads; few bytes stay on the calling one.
+void over_groups(const Work& work, void (*body)(const Work&, int64_t, int64_t)) {
+  const int64_t grain = opk::kGrainBytes / (int64_t{4} * work.to.size);
+  opk::parallel_for(0, work.to.count, grain < 1 ? 1 : grain,
+                    [&](int64_t first, int64_t last) { body(work, first, last); });
+}
+
+void quantize(const Work& work) {
+  over_groups(work, quantize_groups);
+}
+
+void dequantize(const Work& work) {
+  over_groups(work, dequantize_groups);
+}
+
+}  // namespace
+
+OPKILN_OP(deepspeed_quantize, cpu);
+OPKILN_OP(deepspeed_dequantize, cpu);
+OPKILN_OP(deepspeed_reduce, cpu);

@@ -1,21 +1,21 @@
 // A team of threads takes a group, eight elements at a time. One that fits into its registers is read
-// once; a larger one is read again for its levels. No torch header; hipify turns this file into HIP as
-// it is.
+// once; a larger one is read again for its levels. hipify turns this file into HIP as it is.
 
-#include <cuda_runtime.h>
+#include <opkiln/op.h>
 
 #include <opkiln/device_element.h>
 #include <opkiln/group_reduce.h>
-#include <opkiln/launch.h>
 
 #include "element.h"
 
-namespace opkiln {
-namespace deepspeed_quantizer {
 namespace {
 
+namespace device = opkiln::device;
 using device::Bits16;
 using device::Pack;
+using opkiln::exchange;
+using opkiln::kWarp;
+using opkiln::Team;
 
 constexpr unsigned kMostThreads = 1024;
 constexpr unsigned kBackThreads = 256;
@@ -168,7 +168,7 @@ struct PartsSource {
 
 template <class Source, bool kSymmetric>
 __global__ void __launch_bounds__(kMostThreads)
-quantize_kernel(const OPKILN_GRID_CONSTANT Launch l) {
+quantize_kernel(const OPK_GRID_CONSTANT Launch l) {
   __shared__ Range shared[kMostThreads / kWarp];
   const Work& work = l.work;
   const int64_t size = work.to.size;
@@ -182,7 +182,7 @@ quantize_kernel(const OPKILN_GRID_CONSTANT Launch l) {
   const auto count = [&](int64_t at) {
     return static_cast<int>(size - at < kUnit ? size - at : kUnit);
   };
-  Range range{work.with_zero ? 0.0f : -kInfinity, work.with_zero ? 0.0f : kInfinity};
+  Range range{work.with_zero ? 0.0f : -infinity(), work.with_zero ? 0.0f : infinity()};
   float held[kHeld][kUnit];
   if (is_held) {
 #pragma unroll
@@ -204,7 +204,7 @@ quantize_kernel(const OPKILN_GRID_CONSTANT Launch l) {
       range.add<kSymmetric>(held[0]);
     }
   }
-  range = reduce_team(range, team, shared);
+  range = opkiln::reduce_team(range, team, shared);
   if (index >= work.to.count) {
     return;
   }
@@ -234,7 +234,7 @@ quantize_kernel(const OPKILN_GRID_CONSTANT Launch l) {
 
 template <class T>
 __global__ void __launch_bounds__(kBackThreads)
-dequantize_kernel(const OPKILN_GRID_CONSTANT Launch l) {
+dequantize_kernel(const OPK_GRID_CONSTANT Launch l) {
   const Groups& from = l.work.to;
   const int64_t unit = static_cast<int64_t>(blockIdx.x) * kBackThreads + threadIdx.x;
   const int64_t element = unit * kUnit, left = from.count * from.size - element;
@@ -270,7 +270,7 @@ dequantize_kernel(const OPKILN_GRID_CONSTANT Launch l) {
 }
 
 bool is_aligned(const void* pointer, int bytes) {
-  return reinterpret_cast<std::size_t>(pointer) % static_cast<std::size_t>(bytes) == 0;
+  return reinterpret_cast<size_t>(pointer) % static_cast<size_t>(bytes) == 0;
 }
 
 Launch launch_of(const Work& work) {
@@ -281,51 +281,37 @@ Launch launch_of(const Work& work) {
 }
 
 template <class Source>
-cudaError_t launch_quantize(const Launch& l, unsigned blocks, unsigned threads,
-                            cudaStream_t stream) {
-  return l.work.to.symmetric
-      ? device::launch(quantize_kernel<Source, true>, blocks, threads, stream, l)
-      : device::launch(quantize_kernel<Source, false>, blocks, threads, stream, l);
+void launch_quantize(const Launch& l, int64_t blocks, unsigned threads) {
+  opk::launch(l.work.to.symmetric ? quantize_kernel<Source, true> : quantize_kernel<Source, false>, blocks,
+              threads, 0, l);
 }
 
-cudaError_t quantize(const Work& work, cudaStream_t stream) {
+void quantize(const Work& work) {
   Launch l = launch_of(work);
   while (l.log2_team < 10 && (int64_t{kUnit} * kHeld << l.log2_team) < work.to.size) {
     ++l.log2_team;
   }
   const unsigned threads = l.log2_team > 7 ? 1u << l.log2_team : 128;
   const int64_t teams = threads >> l.log2_team;
-  const auto blocks = static_cast<unsigned>((work.to.count + teams - 1) / teams);
+  const int64_t blocks = (work.to.count + teams - 1) / teams;
   if (work.from == nullptr) {
-    return launch_quantize<PartsSource>(l, blocks, threads, stream);
+    launch_quantize<PartsSource>(l, blocks, threads);
+  } else if (work.type == ElementType::kFloat) {
+    launch_quantize<TensorSource<float>>(l, blocks, threads);
+  } else {
+    launch_quantize<TensorSource<Bits16>>(l, blocks, threads);
   }
-  return work.type == ElementType::kFloat
-      ? launch_quantize<TensorSource<float>>(l, blocks, threads, stream)
-      : launch_quantize<TensorSource<Bits16>>(l, blocks, threads, stream);
 }
 
-cudaError_t dequantize(const Work& work, cudaStream_t stream) {
-  const Launch l = launch_of(work);
+void dequantize(const Work& work) {
   const int64_t a_block = int64_t{kBackThreads} * kUnit;
-  const auto blocks = static_cast<unsigned>((work.to.count * work.to.size + a_block - 1) / a_block);
-  return work.type == ElementType::kFloat
-      ? device::launch(dequantize_kernel<float>, blocks, kBackThreads, stream, l)
-      : device::launch(dequantize_kernel<Bits16>, blocks, kBackThreads, stream, l);
-}
-
-const char* text_of(cudaError_t error) {
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  const int64_t blocks = (work.to.count * work.to.size + a_block - 1) / a_block;
+  opk::launch(work.type == ElementType::kFloat ? dequantize_kernel<float> : dequantize_kernel<Bits16>, blocks,
+              kBackThreads, 0, launch_of(work));
 }
 
 }  // namespace
 
-const char* enqueue_quantize(const Work& work, void* stream) {
-  return text_of(quantize(work, static_cast<cudaStream_t>(stream)));
-}
-
-const char* enqueue_dequantize(const Work& work, void* stream) {
-  return text_of(dequantize(work, static_cast<cudaStream_t>(stream)));
-}
-
-}  // namespace deepspeed_quantizer
-}  // namespace opkiln
+OPKILN_OP(deepspeed_quantize, cuda);
+OPKILN_OP(deepspeed_dequantize, cuda);
+OPKILN_OP(deepspeed_reduce, cuda);

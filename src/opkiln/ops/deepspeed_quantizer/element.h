@@ -3,24 +3,13 @@
 // compiler.
 #pragma once
 
-#include <math.h>
-#include <string.h>
+#include "work.h"
 
-#include "kernel.h"
+namespace {
 
-#if !defined(OPKILN_HOST_DEVICE)
-#if defined(__CUDACC__) || defined(__HIPCC__)
-#define OPKILN_HOST_DEVICE __host__ __device__
-#else
-#define OPKILN_HOST_DEVICE
-#endif
-#endif
-
-namespace opkiln {
-namespace deepspeed_quantizer {
-namespace {  // libraries for several instruction sets in one process must not share a copy
-
-constexpr float kInfinity = __builtin_huge_valf();
+OPK_HOST_DEVICE inline float infinity() {
+  return opk::bits::to_float(0x7f800000u);
+}
 
 // Near this number floats are the whole numbers: adding it rounds, to nearest and ties to even, and
 // leaves the result in the low bits.
@@ -28,7 +17,7 @@ constexpr float kRounder = 0x1.8p23f;
 
 // DeepSpeed is compiled with --use_fast_math, in which nvcc makes these of divisions. (hipcc is given
 // no such flag.)
-OPKILN_HOST_DEVICE inline float quotient(float a, float b) {
+OPK_HOST_DEVICE inline float quotient(float a, float b) {
 #if defined(__CUDA_ARCH__)
   float out;
   asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
@@ -38,7 +27,7 @@ OPKILN_HOST_DEVICE inline float quotient(float a, float b) {
 #endif
 }
 
-OPKILN_HOST_DEVICE inline float inverse(float a) {
+OPK_HOST_DEVICE inline float inverse(float a) {
 #if defined(__CUDA_ARCH__)
   float out;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(a));
@@ -48,19 +37,28 @@ OPKILN_HOST_DEVICE inline float inverse(float a) {
 #endif
 }
 
+// a * b + c, rounded once.
+OPK_HOST_DEVICE inline float fused(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return fmaf(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
+#endif
+}
+
 // What a group's elements have in common.
 struct Scale {
   float factor, offset;
   float lowest, highest;  // levels
 
-  OPKILN_HOST_DEVICE static Scale symmetric(float greatest_magnitude, int bits) {
+  OPK_HOST_DEVICE static Scale symmetric(float greatest_magnitude, int bits) {
     const float count = static_cast<float>(1 << bits);
     const float factor =
         greatest_magnitude == 0 ? 1.0f : quotient(count, 2 * greatest_magnitude);
     return {factor, 0.0f, -count / 2, count / 2 - 1};
   }
 
-  OPKILN_HOST_DEVICE static Scale asymmetric(float least, float greatest, int bits) {
+  OPK_HOST_DEVICE static Scale asymmetric(float least, float greatest, int bits) {
     const float count = static_cast<float>(1 << bits);
     const float factor = greatest == least ? 1.0f : quotient(count, greatest - least);
     return {factor, (greatest + least) * 0.5f, -count / 2, count / 2 - 1};
@@ -68,19 +66,16 @@ struct Scale {
 
   // The level of an element, in the low bits.
   template <bool kSymmetric>
-  OPKILN_HOST_DEVICE uint32_t level(float x) const {
+  OPK_HOST_DEVICE uint32_t level(float x) const {
     float y = (kSymmetric ? x : x - offset) * factor;
     y = y == y ? y : 0.0f;
     y = y < lowest ? lowest : y;
     y = y > highest ? highest : y;
-    const float rounded = y + kRounder;
-    uint32_t bits;
-    memcpy(&bits, &rounded, sizeof(bits));
-    return bits;
+    return opk::bits::of_float(y + kRounder);
   }
 
   template <bool kSymmetric>
-  OPKILN_HOST_DEVICE void store(float* params, int64_t group) const {
+  OPK_HOST_DEVICE void store(float* params, int64_t group) const {
     if (kSymmetric) {
       params[group] = inverse(factor);
     } else {
@@ -95,19 +90,19 @@ struct Back {
   float scale, offset;
   bool symmetric;
 
-  OPKILN_HOST_DEVICE static Back of(const Groups& groups, int64_t group) {
+  OPK_HOST_DEVICE static Back of(const Groups& groups, int64_t group) {
     if (groups.symmetric) {
       return {groups.params[group], 0.0f, true};
     }
     return {groups.params[2 * group], groups.params[2 * group + 1], false};
   }
-  OPKILN_HOST_DEVICE float operator()(float level) const {
-    return symmetric ? level * scale : fmaf(level, scale, offset);
+  OPK_HOST_DEVICE float operator()(float level) const {
+    return symmetric ? level * scale : fused(level, scale, offset);
   }
 };
 
 // Where a group lies.
-OPKILN_HOST_DEVICE inline int64_t place_of(int64_t group, const Order& order) {
+OPK_HOST_DEVICE inline int64_t place_of(int64_t group, const Order& order) {
   if (order.piece == 0) {
     return group;
   }
@@ -121,5 +116,3 @@ OPKILN_HOST_DEVICE inline int64_t place_of(int64_t group, const Order& order) {
 }
 
 }  // namespace
-}  // namespace deepspeed_quantizer
-}  // namespace opkiln

@@ -6,7 +6,7 @@ Imports no torch: it is on the cache-hit path.
 from __future__ import annotations
 
 from opkiln.builder import CUDAOpBuilder
-from opkiln.model import CPU, ROCM
+from opkiln.model import CPU, EMULATED, ROCM
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,18 +31,14 @@ class DeepSpeedQuantizerBuilder(CUDAOpBuilder):
     )
 
     def sources(self) -> list[str]:
-        folder = "ops/deepspeed_quantizer"
-        if self.build_for_cpu:
-            return [f"{folder}/cpu.cpp", f"{folder}/cpu_binding.cpp"]
-        return [f"{folder}/cuda.cu", f"{folder}/cuda_binding.cpp"]
-
-    def include_paths(self) -> list[str]:
-        return ["csrc"]
+        file = "cpu.cpp" if self.build_for_cpu else "cuda.cu"
+        return [f"ops/deepspeed_quantizer/{file}"]
 
     # A product is rounded before it is rounded to a level. The one sum that DeepSpeed's compiler
     # fuses with its product is written as such.
     def cxx_args(self) -> list[str]:
-        return ["-ffp-contract=off", "-fno-trapping-math"] if self.backend == CPU else []
+        plain = self.backend in (CPU, EMULATED)
+        return ["-ffp-contract=off", "-fno-trapping-math"] if plain else []
 
     def nvcc_args(self) -> list[str]:
         return ["-ffp-contract=off"] if self.backend == ROCM else ["-fmad=false"]
@@ -51,8 +47,3 @@ class DeepSpeedQuantizerBuilder(CUDAOpBuilder):
         from opkiln.ops.deepspeed_quantizer import reference
 
         return reference
-
-    def fake(self) -> ModuleType:
-        from opkiln.ops.deepspeed_quantizer import fake
-
-        return fake

@@ -10,12 +10,12 @@
 namespace opkiln {
 namespace fp_quantizer {
 
-OPKILN_HOST_DEVICE static inline uint32_t bits_of(float value) {
+OPK_HOST_DEVICE static inline uint32_t bits_of(float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof(bits));
   return bits;
 }
-OPKILN_HOST_DEVICE static inline float float_of(uint32_t bits) {
+OPK_HOST_DEVICE static inline float float_of(uint32_t bits) {
   float value;
   memcpy(&value, &bits, sizeof(value));
   return value;
@@ -27,7 +27,7 @@ using Keys = RandomKeys<kRounds>;
 constexpr uint32_t kInfinity = 0x7f800000u, kNan = 0x7fc00000u;  // and kInfinity is fp32's exponent
 constexpr float kLeastScale = 0x1p-126f;  // fp32's least normal number: its inverse is finite
 
-OPKILN_HOST_DEVICE constexpr float power_of_two(int exponent) {
+OPK_HOST_DEVICE constexpr float power_of_two(int exponent) {
   float value = 1;
   for (; exponent > 0; --exponent) {
     value *= 2;
@@ -90,7 +90,7 @@ static inline bool with_format(int64_t bits, int64_t mantissa_bits, const Body& 
 
 // What a group's scale is, from the bits of its largest magnitude.
 template <class F>
-OPKILN_HOST_DEVICE static inline float scale_of(uint32_t absmax) {
+OPK_HOST_DEVICE static inline float scale_of(uint32_t absmax) {
   if (absmax >= kInfinity) {
     return float_of(kNan);
   }
@@ -100,7 +100,7 @@ OPKILN_HOST_DEVICE static inline float scale_of(uint32_t absmax) {
 
 // The sign of a value where the format has it.
 template <class F>
-OPKILN_HOST_DEVICE static inline uint32_t sign_of(float value) {
+OPK_HOST_DEVICE static inline uint32_t sign_of(float value) {
   return bits_of(value) >> 31 << (F::kBits - 1);
 }
 
@@ -108,7 +108,7 @@ OPKILN_HOST_DEVICE static inline uint32_t sign_of(float value) {
 // one by more than fp32's rounding. Adding a power of two cuts a number off at the format's last
 // bit, and rounds as fp32 does.
 template <class F>
-OPKILN_HOST_DEVICE static inline uint32_t nearest(float value) {
+OPK_HOST_DEVICE static inline uint32_t nearest(float value) {
   const uint32_t magnitude = bits_of(value) & 0x7fffffffu;
   uint32_t exponent = magnitude & kInfinity;
   exponent = exponent < F::kLeast ? F::kLeast : exponent;
@@ -120,7 +120,7 @@ OPKILN_HOST_DEVICE static inline uint32_t nearest(float value) {
 // A magnitude as a code with kCut bits after the point: numbers between two of the format's lie as
 // far between their codes. What is beyond fp32's own bits is dropped.
 template <class F>
-OPKILN_HOST_DEVICE static inline uint32_t exact_code(uint32_t magnitude) {
+OPK_HOST_DEVICE static inline uint32_t exact_code(uint32_t magnitude) {
   if (magnitude >= F::kLeast) {
     return magnitude - F::kLeast + (1u << 23);
   }
@@ -131,7 +131,7 @@ OPKILN_HOST_DEVICE static inline uint32_t exact_code(uint32_t magnitude) {
 
 // The code of one of the two numbers that the value lies between, chosen by 16 random bits.
 template <class F>
-OPKILN_HOST_DEVICE static inline uint32_t stochastic(float value, uint32_t random) {
+OPK_HOST_DEVICE static inline uint32_t stochastic(float value, uint32_t random) {
   const uint32_t exact = exact_code<F>(bits_of(value) & 0x7fffffffu);
   const uint32_t chosen = (exact + (random << (7 - F::kMantissa))) >> F::kCut;
   return (chosen > F::kLargestCode ? F::kLargestCode : chosen) | sign_of<F>(value);
@@ -139,7 +139,7 @@ OPKILN_HOST_DEVICE static inline uint32_t stochastic(float value, uint32_t rando
 
 // The number of a code; of the bits above it there may be any.
 template <class F>
-OPKILN_HOST_DEVICE static inline float number_of(uint32_t code) {
+OPK_HOST_DEVICE static inline float number_of(uint32_t code) {
   const uint32_t magnitude = code & F::kMagnitude;
   const uint32_t sign = (code << (32 - F::kBits)) & 0x80000000u;
 #if defined(__CUDA_ARCH__) || defined(__HIP_DEVICE_COMPILE__)

@@ -1,13 +1,8 @@
 // Signs to bits and back on host memory. Loops are plain, for the compiler to vectorize.
 
-#include "cpu.h"
-
-#include <algorithm>
+#include "signs.h"
 
 namespace {
-
-using namespace opkiln;
-using packbits::Signs;
 
 constexpr int64_t kBytes = 64;  // at a time: 512 elements, whose signs stay in the cache
 
@@ -22,17 +17,20 @@ uint8_t gathered(const uint8_t* signs) {
 }
 
 template <class Bits>
-void pack(const Signs& signs, int64_t first, int64_t last) {
+void pack_bytes(const Signs& signs, int64_t first, int64_t last) {
   constexpr int kShift = sizeof(Bits) * 8 - 1;
   const Bits* const elements = static_cast<const Bits*>(signs.elements);
   for (int64_t at = first; at < last; at += kBytes) {
-    const int64_t bytes = std::min(last - at, kBytes);
-    const int64_t count = std::min(bytes * 8, signs.numel - at * 8);
+    const int64_t left = signs.numel - at * 8;
+    const int64_t bytes = last - at < kBytes ? last - at : kBytes;
+    const int64_t count = left < bytes * 8 ? left : bytes * 8;
     uint8_t positive[kBytes * 8];
     for (int64_t i = 0; i < count; ++i) {
       positive[i] = static_cast<uint8_t>(static_cast<Bits>(~elements[at * 8 + i]) >> kShift);
     }
-    std::fill(positive + count, positive + bytes * 8, uint8_t{0});
+    for (int64_t i = count; i < bytes * 8; ++i) {
+      positive[i] = 0;
+    }
     for (int64_t i = 0; i < bytes; ++i) {
       signs.bytes[at + i] = gathered(positive + 8 * i);
     }
@@ -40,31 +38,36 @@ void pack(const Signs& signs, int64_t first, int64_t last) {
 }
 
 template <class Bits>
-void unpack(const Signs& signs, int64_t first, int64_t last) {
+void unpack_bytes(const Signs& signs, int64_t first, int64_t last) {
   constexpr int kShift = sizeof(Bits) * 8 - 1;
   const Bits one = static_cast<Bits>(signs.one);
   Bits* const elements = static_cast<Bits*>(signs.elements);
   for (int64_t at = first; at < last; ++at) {
     const Bits negative = static_cast<Bits>(~signs.bytes[at]);
-    const int64_t count = std::min<int64_t>(8, signs.numel - at * 8);
+    const int64_t left = signs.numel - at * 8;
     Bits eight[8];
     for (int k = 0; k < 8; ++k) {
       eight[k] = static_cast<Bits>(one | static_cast<Bits>(negative >> (7 - k) & 1) << kShift);
     }
-    std::memcpy(elements + at * 8, eight, static_cast<std::size_t>(count) * sizeof(Bits));
+    __builtin_memcpy(elements + at * 8, eight, (left < 8 ? left : 8) * sizeof(Bits));
   }
+}
+
+// In torch's own threads; few bytes stay on the calling one.
+void over_bytes(const Signs& signs, void (*body)(const Signs&, int64_t, int64_t)) {
+  opk::parallel_for(0, (signs.numel + 7) / 8, opk::kGrainBytes / 32,
+                    [&](int64_t first, int64_t last) { body(signs, first, last); });
+}
+
+void pack(const Signs& signs) {
+  over_bytes(signs, signs.wide ? pack_bytes<uint32_t> : pack_bytes<uint16_t>);
+}
+
+void unpack(const Signs& signs) {
+  over_bytes(signs, signs.wide ? unpack_bytes<uint32_t> : unpack_bytes<uint16_t>);
 }
 
 }  // namespace
 
-OPKILN_NAMESPACE_BEGIN
-
-void pack_bytes(const Signs& signs, int64_t first, int64_t last) {
-  return signs.wide ? pack<uint32_t>(signs, first, last) : pack<uint16_t>(signs, first, last);
-}
-
-void unpack_bytes(const Signs& signs, int64_t first, int64_t last) {
-  return signs.wide ? unpack<uint32_t>(signs, first, last) : unpack<uint16_t>(signs, first, last);
-}
-
-OPKILN_NAMESPACE_END
+OPKILN_OP(packbits, cpu);
+OPKILN_OP(unpackbits, cpu);

@@ -1,15 +1,11 @@
 // Signs to bits and back: a thread makes whole bytes, of which each is one or two accesses of 16 bytes
-// to the elements; it takes apart as many bits as one access writes. No torch header, no warp
-// intrinsics: hipify turns this file into HIP as it is.
+// to the elements; it takes apart as many bits as one access writes. No warp intrinsics: hipify turns
+// this file into HIP as it is.
 
-#include <cuda_runtime.h>
+#include <opkiln/op.h>
 
-#include <opkiln/launch.h>
+#include "signs.h"
 
-#include "kernel.h"
-
-namespace opkiln {
-namespace packbits {
 namespace {
 
 constexpr int kThreads = 256;
@@ -19,14 +15,14 @@ struct alignas(16) Sixteen {
   uint32_t at[4];
 };
 
-struct Launch {
+struct Work {
   Signs signs;
   bool aligned;  // accesses of 16 bytes to the elements are allowed
 };
 
 // The words of eight elements; of two-byte elements the first is in the low half.
 template <bool kWide>
-__device__ void load_eight(const Launch& l, int64_t byte, int count, uint32_t* words) {
+__device__ void load_eight(const Work& l, int64_t byte, int count, uint32_t* words) {
   constexpr int kBytes = kWide ? 32 : 16;
   const char* const start = static_cast<const char*>(l.signs.elements) + byte * kBytes;
   if (l.aligned && count == 8) {
@@ -51,13 +47,13 @@ __device__ void load_eight(const Launch& l, int64_t byte, int count, uint32_t* w
   }
 }
 
-__device__ inline int count_of(const Launch& l, int64_t byte) {
+__device__ inline int count_of(const Work& l, int64_t byte) {
   const int64_t left = l.signs.numel - byte * 8;
   return left < 8 ? static_cast<int>(left) : 8;
 }
 
 template <bool kWide>
-__global__ void __launch_bounds__(kThreads) pack_kernel(const OPKILN_GRID_CONSTANT Launch l) {
+__global__ void __launch_bounds__(kThreads) pack_kernel(const OPK_GRID_CONSTANT Work l) {
   const int64_t first = static_cast<int64_t>(blockIdx.x) * (kThreads * kTurns) + threadIdx.x;
   uint32_t words[kTurns][kWide ? 8 : 4];
 #pragma unroll
@@ -85,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const OPKILN_GRID_CONSTA
 
 // Units of 16 bytes: the elements of a byte, or those of half of one.
 template <bool kWide>
-__global__ void __launch_bounds__(kThreads) unpack_kernel(const OPKILN_GRID_CONSTANT Launch l) {
+__global__ void __launch_bounds__(kThreads) unpack_kernel(const OPK_GRID_CONSTANT Work l) {
   constexpr int kUnit = kWide ? 4 : 8;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * (kThreads * kTurns) + threadIdx.x;
   uint32_t negative[kTurns];
@@ -129,28 +125,21 @@ __global__ void __launch_bounds__(kThreads) unpack_kernel(const OPKILN_GRID_CONS
   }
 }
 
-const char* enqueue(void (*wide)(Launch), void (*narrow)(Launch), int elements,
-                    const Signs& signs, void* stream) {
-  if (signs.numel == 0) {
-    return nullptr;
-  }
-  const Launch l{signs, reinterpret_cast<std::size_t>(signs.elements) % 16 == 0};
-  const int64_t a_block = static_cast<int64_t>(elements) * kThreads * kTurns;
-  const auto blocks = static_cast<unsigned>((signs.numel + a_block - 1) / a_block);
-  const cudaError_t error = device::launch(signs.wide ? wide : narrow, blocks, kThreads,
-                                           static_cast<cudaStream_t>(stream), l);
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+void launch(void (*kernel)(Work), int elements, const Signs& signs) {
+  const Work work{signs, reinterpret_cast<size_t>(signs.elements) % 16 == 0};
+  const int64_t a_block = int64_t{elements} * kThreads * kTurns;
+  opk::launch(kernel, (signs.numel + a_block - 1) / a_block, kThreads, 0, work);
+}
+
+void pack(const Signs& signs) {
+  launch(signs.wide ? pack_kernel<true> : pack_kernel<false>, 8, signs);
+}
+
+void unpack(const Signs& signs) {
+  launch(signs.wide ? unpack_kernel<true> : unpack_kernel<false>, signs.wide ? 4 : 8, signs);
 }
 
 }  // namespace
 
-const char* enqueue_pack(const Signs& signs, void* stream) {
-  return enqueue(pack_kernel<true>, pack_kernel<false>, 8, signs, stream);
-}
-
-const char* enqueue_unpack(const Signs& signs, void* stream) {
-  return enqueue(unpack_kernel<true>, unpack_kernel<false>, signs.wide ? 4 : 8, signs, stream);
-}
-
-}  // namespace packbits
-}  // namespace opkiln
+OPKILN_OP(packbits, cuda);
+OPKILN_OP(unpackbits, cuda);

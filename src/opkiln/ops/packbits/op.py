@@ -21,19 +21,9 @@ class PackbitsBuilder(CUDAOpBuilder):
     )
 
     def sources(self) -> list[str]:
-        if self.build_for_cpu:
-            return ["ops/packbits/cpu.cpp", "ops/packbits/cpu_binding.cpp"]
-        return ["ops/packbits/cuda.cu", "ops/packbits/cuda_binding.cpp"]
-
-    def include_paths(self) -> list[str]:
-        return ["csrc"]
+        return ["ops/packbits/cpu.cpp" if self.build_for_cpu else "ops/packbits/cuda.cu"]
 
     def reference(self) -> ModuleType:
         from opkiln.ops.packbits import reference
 
         return reference
-
-    def fake(self) -> ModuleType:
-        from opkiln.ops.packbits import fake
-
-        return fake

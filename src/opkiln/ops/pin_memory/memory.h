@@ -1,28 +1,24 @@
-// The op's argument, with the checks that both bindings make.
+// What both versions of the op have in common.
 #pragma once
 
-#include <opkiln/tensors.h>
+#include <opkiln/arguments.h>
 
-OPKILN_NAMESPACE_BEGIN
+namespace {
 
-inline void check_memory(const Tensor& memory) {
-  if (!memory.is_cpu()) {
-    refuse("memory is not on the CPU");
-  }
-  if (memory.scalar_type() != ScalarType::Byte) {
-    refuse(std::string("memory has dtype ") + torch::headeronly::toString(memory.scalar_type()) +
-           ", expected Byte");
-  }
-  if (!memory.is_contiguous()) {
-    refuse("memory is not contiguous");
-  }
-}
+using opk::Tensor;
 
-inline void check_done(const char* what, const Tensor& memory, const char* error) {
-  if (error != nullptr) {
-    refuse(std::string("the system did not ") + what + " " + std::to_string(memory.numel()) +
-           " bytes of memory: " + error);
+// Calls function(address, bytes), which gives null or why it failed, on the tensor's memory.
+void call_on(Tensor& memory, const char* what, const char* (*function)(void*, size_t)) {
+  OPK_CHECK(memory.is_cpu(), memory, " is not on the CPU");
+  opk::check_type(memory, opk::DType::uint8);
+  opk::check_contiguous(memory);
+  const int64_t bytes = memory.numel();
+  if (bytes == 0) {
+    return;
+  }
+  if (const char* const why = function(memory.data(), static_cast<size_t>(bytes))) {
+    opk::raise("the system did not ", what, " ", bytes, " bytes of memory: ", why);
   }
 }
 
-OPKILN_NAMESPACE_END
+}  // namespace

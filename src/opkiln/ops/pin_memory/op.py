@@ -21,13 +21,13 @@ class PinMemoryBuilder(CUDAOpBuilder):
     BACKENDS = ("cuda", "rocm", "cpu")
     SCHEMAS = (f"lock_pages_{_ARGUMENTS}", f"unlock_pages_{_ARGUMENTS}")
 
-    def sources(self) -> list[str]:
-        if self.build_for_cpu:
-            return ["ops/pin_memory/cpu_binding.cpp"]
-        return ["ops/pin_memory/register_pages.cu", "ops/pin_memory/cuda_binding.cpp"]
+    @classmethod
+    def emulates(cls) -> bool:
+        """There is no kernel that the emulator could run."""
+        return False
 
-    def include_paths(self) -> list[str]:
-        return ["csrc"]
+    def sources(self) -> list[str]:
+        return ["ops/pin_memory/cpu.cpp" if self.build_for_cpu else "ops/pin_memory/cuda.cu"]
 
     def reference(self) -> ModuleType:
         from opkiln.ops.pin_memory import reference

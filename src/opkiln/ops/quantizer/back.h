@@ -1,7 +1,5 @@
-// The kernels that dequantize. No torch header; hipify turns this into HIP as it is.
+// The kernels that dequantize. hipify turns this into HIP as it is.
 #pragma once
-
-#include <opkiln/launch.h>
 
 #include "sources.h"
 
@@ -52,7 +50,7 @@ __device__ void finish_unit(const Work& work, const Format& format, const Levels
 // and shares out, it was slower on an H200.
 template <class Type, int kBits, bool kSymmetric>
 __global__ void __launch_bounds__(kBackThreads)
-dequantize_kernel(const OPKILN_GRID_CONSTANT Launch l) {
+dequantize_kernel(const OPK_GRID_CONSTANT Launch l) {
   constexpr int kUnit = Type::kUnit;
   const Work& work = l.work;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * (kBackThreads * kBackUnits);
@@ -77,7 +75,7 @@ dequantize_kernel(const OPKILN_GRID_CONSTANT Launch l) {
 // The units from l.first on, at any address.
 template <class Type>
 __global__ void __launch_bounds__(kBackThreads)
-dequantize_any_kernel(const OPKILN_GRID_CONSTANT Launch l) {
+dequantize_any_kernel(const OPK_GRID_CONSTANT Launch l) {
   constexpr int kUnit = Type::kUnit;
   const Work& work = l.work;
   const int64_t unit = l.first + static_cast<int64_t>(blockIdx.x) * kBackThreads + threadIdx.x;

@@ -2,19 +2,20 @@
 // stays in the cache, looked through for its extent, and rounded. Loops are plain, for the compiler
 // to vectorize: comparisons are between integers, whose order needs no care of NaN.
 
-#include "cpu.h"
+#include <opkiln/blocks.h>
 
 #include "element.h"
+#include "functions.h"
 
+namespace opkiln {
+namespace quantizer {
 namespace {
 
-using namespace opkiln;
-using namespace opkiln::quantizer;
+constexpr int64_t least(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
 
-Stream stream_of(const void* data, ElementType element) {
-  const Type type = element == ElementType::kFloat ? Type::kFloat
-      : element == ElementType::kBFloat16          ? Type::kBFloat16
-                                               : Type::kFloat16;
+Stream stream_of(const void* data, ElementType type) {
   return {static_cast<std::byte*>(const_cast<void*>(data)), type, true};
 }
 
@@ -78,7 +79,7 @@ void load_parts(const Parts& parts, int64_t begin, int64_t count, float* to) {
     const int64_t at = begin + done;
     const int64_t group = at / parts.format.group_size;
     const int64_t end = (group + 1) * parts.format.group_size;
-    const int64_t here = std::min({count - done, end - at, kBlock});
+    const int64_t here = least(least(count - done, end - at), kBlock);
     for (int i = 0; i < parts.count; ++i) {
       const Quantized& from = parts.at[i];
       load_levels(from, parts.format, at, here, part);
@@ -98,7 +99,8 @@ void load_parts(const Parts& parts, int64_t begin, int64_t count, float* to) {
 float greatest_magnitude(const float* values, int64_t count) {
   uint32_t most = 0;
   for (int64_t i = 0; i < count; ++i) {
-    most = std::max(most, as_bits(values[i]) & 0x7fffffffu);
+    const uint32_t bits = as_bits(values[i]) & 0x7fffffffu;
+    most = bits > most ? bits : most;
   }
   return as_float(most);
 }
@@ -110,16 +112,16 @@ int32_t ordered(uint32_t bits) {
 }
 
 Level asymmetric_level(const float* values, int64_t count, int bits, bool stochastic) {
-  int32_t least = INT32_MAX, greatest = INT32_MIN;
+  int32_t lowest = INT32_MAX, highest = INT32_MIN;
   for (int64_t i = 0; i < count; ++i) {
     const int32_t value = ordered(as_bits(values[i]));
-    least = std::min(least, value);
-    greatest = std::max(greatest, value);
+    lowest = value < lowest ? value : lowest;
+    highest = value > highest ? value : highest;
   }
   const auto back = [](int32_t value) {
     return as_float(static_cast<uint32_t>(ordered(static_cast<uint32_t>(value))));
   };
-  return Level::asymmetric(back(least), back(greatest), bits, stochastic);
+  return Level::asymmetric(back(lowest), back(highest), bits, stochastic);
 }
 
 // Those of the elements [begin, begin + count), at most kBlock of them; where they are in `to`, which
@@ -162,7 +164,7 @@ void round_group(const Work& work, int64_t begin, int64_t count, int64_t place, 
   const Level level = given;  // a local: no store below can change it
   alignas(64) float rounded[kBlock];
   for (int64_t at = 0; at < count; at += kBlock) {
-    const int64_t here = std::min(count - at, kBlock);
+    const int64_t here = least(count - at, kBlock);
     const float* const from = values + at;
     if (work.random.stochastic) {
       float numbers[kBlock + kRandomElements];
@@ -201,31 +203,27 @@ void round_group(const Work& work, int64_t begin, int64_t count, int64_t place, 
   }
 }
 
-}  // namespace
-
-OPKILN_NAMESPACE_BEGIN
-
-void quantize_groups(const Work& work, const Parts& parts, int64_t first, int64_t last) {
+void quantize_groups(const Work& work, const Parts* parts, int64_t first, int64_t last) {
   const int64_t size = work.format.group_size;
   const int bits = work.format.bits;
   const bool in_place = work.from != nullptr && work.type == ElementType::kFloat &&
       work.error == nullptr;
   // Whole registers are written to it.
-  std::vector<float> scratch(in_place ? 0 : whole_registers(size + Vec::kLanes));
+  opk::List<float> scratch(in_place ? 0 : whole_registers(size + Vec::kLanes));
   const uint64_t offset = work.random.stochastic ? offset_of(work.random) : 0;
   for (int64_t group = first; group < last; ++group) {
-    const int64_t begin = group * size, count = std::min(size, work.numel - begin);
-    const float* values = scratch.data();
+    const int64_t begin = group * size, count = least(size, work.numel - begin);
+    const float* values = scratch.begin();
     if (in_place) {
       values = static_cast<const float*>(work.from) + begin;
     } else if (work.from != nullptr) {
-      widen(stream_of(work.from, work.type), begin, count, scratch.data());
+      widen(stream_of(work.from, work.type), begin, count, scratch.begin());
     } else {
-      load_parts(parts, begin, count, scratch.data());
+      load_parts(*parts, begin, count, scratch.begin());
     }
     if (work.error != nullptr) {
       for (int64_t i = 0; i < count; ++i) {
-        scratch[i] += work.error[begin + i];
+        scratch.begin()[i] += work.error[begin + i];
       }
     }
     const int64_t place = place_of(group, work.order);
@@ -249,11 +247,11 @@ void dequantize_groups(const Work& work, int64_t first, int64_t last) {
   alignas(64) float values[kBlock];
   const int64_t size = work.format.group_size;
   for (int64_t group = first; group < last; ++group) {
-    const int64_t begin = group * size, count = std::min(size, work.numel - begin);
+    const int64_t begin = group * size, count = least(size, work.numel - begin);
     const int64_t place = place_of(group, work.order);
     const float offset = work.format.symmetric ? 0 : work.to.offsets[place];
     for (int64_t at = 0; at < count; at += kBlock) {
-      const int64_t here = std::min(count - at, kBlock);
+      const int64_t here = least(count - at, kBlock);
       load_levels(work.to, work.format, place * size + at, here, values);
       scale_levels(values, here, work.to.scales[place], offset, work.format.symmetric);
       narrow(values, stream_of(work.out, work.type), begin + at, here);
@@ -261,4 +259,29 @@ void dequantize_groups(const Work& work, int64_t first, int64_t last) {
   }
 }
 
-OPKILN_NAMESPACE_END
+// In torch's own threads; few bytes stay on the calling one.
+template <class Body>
+void over_groups(const Work& work, const Body& body) {
+  const int64_t grain = opk::kGrainBytes / (int64_t{4} * work.format.group_size);
+  opk::parallel_for(0, groups_of(work.numel, work.format), grain < 1 ? 1 : grain, body);
+}
+
+void run_quantize(const Work& work, const Parts* parts) {
+  over_groups(work, [&](int64_t first, int64_t last) { quantize_groups(work, parts, first, last); });
+}
+
+void run_dequantize(const Work& work) {
+  over_groups(work, [&](int64_t first, int64_t last) { dequantize_groups(work, first, last); });
+}
+
+OPKILN_OP(quantize, cpu);
+OPKILN_OP(quantize_with_feedback, cpu);
+OPKILN_OP(dequantize, cpu);
+OPKILN_OP(fake_quantize, cpu);
+OPKILN_OP(fake_quantize_, cpu);
+OPKILN_OP(quantized_reduce, cpu);
+OPKILN_OP(quantized_reduce_with_feedback, cpu);
+
+}  // namespace
+}  // namespace quantizer
+}  // namespace opkiln

@@ -1,10 +1,9 @@
 // The kernels that quantize. A group at an address that allows accesses of 16 bytes is read once:
 // threads hold it in registers between finding its extent and rounding. Others, and those that no
-// block or cluster of blocks can hold, are read a second time, from the cache. No torch header; hipify
-// turns this into HIP as it is.
+// block or cluster of blocks can hold, are read a second time, from the cache. hipify turns this
+// into HIP as it is.
 #pragma once
 
-#include <opkiln/launch.h>
 #include <opkiln/whole_groups.h>
 
 #include "sources.h"
@@ -41,8 +40,8 @@ struct LevelsMode {
   __device__ explicit LevelsMode(const Work&) {}
 };
 
-// A group: where it starts, and how many elements it has. A team that has none takes the last again,
-// and writes nothing.
+// A group: where it starts, and how many elements it has. A team without a group has one of no elements:
+// what it would read, another team may be writing in place.
 struct Span {
   bool is_there;
   int64_t group, start;
@@ -52,7 +51,7 @@ struct Span {
     is_there = l.first + index < l.last;
     group = is_there ? l.first + index : l.last - 1;
     start = group * l.work.format.group_size;
-    const int64_t left = l.work.numel - start;
+    const int64_t left = is_there ? l.work.numel - start : 0;
     limit = static_cast<uint32_t>(left < l.work.format.group_size ? left
                                                                   : l.work.format.group_size);
   }
@@ -240,13 +239,14 @@ constexpr int kBlocksPerProcessor = Mode::kFixed && Source::Type::kBytes == 2 ? 
 // Groups as in whole_groups.h.
 template <class Source, Scheme kScheme, class Mode>
 __global__ void __launch_bounds__(kGroupThreads, (kBlocksPerProcessor<Source, Mode>))
-quantize_groups_kernel(const OPKILN_GRID_CONSTANT typename Source::Parameters parameters) {
-  constexpr bool kSymmetric = is_symmetric<kScheme>, kFull = kScheme == Scheme::kFull;
+quantize_groups_kernel(const OPK_GRID_CONSTANT typename Source::Parameters parameters) {
+  constexpr bool kSymmetric = is_symmetric<kScheme>;
   __shared__ Shared<Extent<typename Source::Type, kSymmetric>> shared;
   using Type = typename Source::Type;
   constexpr int kUnit = Type::kUnit, kParts = kChunkElements / kUnit;
   const Launch& l = Source::launch(parameters);
   const Mode mode(l.work);
+  const bool full = kScheme == Scheme::kFull && (!Source::kFeedback || l.work.format.full);
   const unsigned lane = threadIdx.x % kWarp, log2_chunks = l.log2_chunks;
   begin_groups(log2_chunks, shared);
   const int64_t first = first_chunk();
@@ -273,11 +273,11 @@ quantize_groups_kernel(const OPKILN_GRID_CONSTANT typename Source::Parameters pa
   }
   reduce_groups(extents, log2_chunks, shared);
 
-  Level level = extents[0].level(mode.bits, mode.stochastic, kFull);
+  Level level = extents[0].level(mode.bits, mode.stochastic, full);
 #pragma unroll
   for (int k = 0; k < kChunksPerThread; ++k) {
     if (k > 0 && log2_chunks <= 5) {
-      level = extents[k].level(mode.bits, mode.stochastic, kFull);
+      level = extents[k].level(mode.bits, mode.stochastic, full);
     }
     const int64_t chunk = first + k * kWarp, group = chunk >> log2_chunks;
     const int64_t place = place_of(group, l.work.order);
@@ -307,7 +307,7 @@ __device__ void load_any(const typename Source::Parameters& parameters, Place at
 // read once: with loads that no thread does without, since one that has no unit takes the last again.
 template <class Source, Scheme kScheme>
 __global__ void __launch_bounds__(kMostThreads)
-quantize_any_kernel(const OPKILN_GRID_CONSTANT typename Source::Parameters parameters) {
+quantize_any_kernel(const OPK_GRID_CONSTANT typename Source::Parameters parameters) {
   constexpr bool kSymmetric = is_symmetric<kScheme>;
   __shared__ Extent<typename Source::Type, kSymmetric> shared[kMostThreads / kWarp];
   using Type = typename Source::Type;
@@ -318,7 +318,7 @@ quantize_any_kernel(const OPKILN_GRID_CONSTANT typename Source::Parameters param
   const Span span(l, static_cast<int64_t>(blockIdx.x) * team.count + team.index);
   const uint32_t stride = team.size * kUnit, mine = team.lane * kUnit;
   const bool is_held =
-      l.aligned && span.limit % kUnit == 0 && span.limit <= kAnyUnits * stride;
+      l.aligned && span.is_there && span.limit % kUnit == 0 && span.limit <= kAnyUnits * stride;
   auto extent = Extent<Type, kSymmetric>::none();
   typename Source::Held held[kAnyUnits];
   if (is_held) {
@@ -341,7 +341,7 @@ quantize_any_kernel(const OPKILN_GRID_CONSTANT typename Source::Parameters param
   if (!span.is_there) {
     return;
   }
-  const Level level = extent.level(mode.bits, mode.stochastic, kScheme == Scheme::kFull);
+  const Level level = extent.level(mode.bits, mode.stochastic, l.work.format.full);
   const int64_t place = place_of(span.group, l.work.order);
   const uint64_t offset = mode.stochastic ? offset_of(l.work.random) : 0;
   const Target target(l.work, span.start, place * l.work.format.group_size, offset);

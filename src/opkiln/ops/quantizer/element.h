@@ -3,30 +3,26 @@
 // the host by any C++ compiler.
 #pragma once
 
-#include <math.h>
-#include <string.h>
-
 #include <opkiln/random_bits.h>
 
-#include "kernel.h"
+#include "work.h"
 
 namespace opkiln {
 namespace quantizer {
 namespace {  // libraries for several instruction sets in one process must not share a copy
 
-OPKILN_HOST_DEVICE inline float as_float(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof(value));
-  return value;
+OPK_HOST_DEVICE inline float as_float(uint32_t bits) {
+  return opk::bits::to_float(bits);
 }
 
-OPKILN_HOST_DEVICE inline uint32_t as_bits(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof(bits));
-  return bits;
+OPK_HOST_DEVICE inline uint32_t as_bits(float value) {
+  return opk::bits::of_float(value);
 }
 
-constexpr float kInfinity = __builtin_huge_valf();
+OPK_HOST_DEVICE inline float infinity() {
+  return as_float(0x7f800000u);
+}
+
 constexpr float kLeastScale = 0x1p-126f;
 constexpr float kGreatest = 0x1.fffffep127f;
 
@@ -34,17 +30,18 @@ constexpr float kGreatest = 0x1.fffffep127f;
 // leaves the result in the low bits.
 constexpr float kRounder = 0x1.8p23f;
 
-// How a group is scaled: see reference.py. Full is symmetric, too.
+// How a group is scaled: see reference.py. Full is symmetric, too; code for it serves the symmetric scheme,
+// whose ceiling is then infinity.
 enum class Scheme { kAsymmetric, kSymmetric, kFull };
 
 // What a group's elements have in common.
 struct Level {
   float scale, inverse, offset;
-  float ceiling;  // the greatest level plus kRounder: of the full scheme, which cuts off
+  float ceiling;  // of the full scheme, which cuts off: the greatest level plus kRounder
   float shift;    // of levels while they are rounded stochastically
   uint32_t keep;  // a mask for levels: 0 where the group is not finite, and has none
 
-  OPKILN_HOST_DEVICE static Level of(float spread, float offset, float top, bool stochastic) {
+  OPK_HOST_DEVICE static Level of(float spread, float offset, float top, bool stochastic) {
     const bool finite = spread <= kGreatest;  // false of NaN
     const float scale = spread * (1.0f / top);
     const float nan = as_float(0x7fc00000u);
@@ -55,34 +52,37 @@ struct Level {
       out.inverse *= 1.0f - 0x1p-21f;  // or the greatest element could be rounded beyond the top
     }
     out.offset = finite ? offset : nan;
-    out.ceiling = kRounder + (top - 1.0f);
     out.shift = top > 128.0f ? 128.0f : 0.0f;
     out.keep = finite ? ~0u : 0u;
     return out;
   }
 
-  OPKILN_HOST_DEVICE static Level symmetric(float greatest_magnitude, int bits, bool stochastic,
+  OPK_HOST_DEVICE static Level symmetric(float greatest_magnitude, int bits, bool stochastic,
                                             bool full) {
     const float top = bits == 8 ? 127.0f : 7.0f;
-    return of(greatest_magnitude, 0.0f, full ? top + 1.0f : top, stochastic);
+    Level out = of(greatest_magnitude, 0.0f, full ? top + 1.0f : top, stochastic);
+    out.ceiling = full ? kRounder + top : infinity();
+    return out;
   }
 
-  OPKILN_HOST_DEVICE static Level asymmetric(float least, float greatest, int bits,
+  OPK_HOST_DEVICE static Level asymmetric(float least, float greatest, int bits,
                                              bool stochastic) {
     const float low = least + 0.0f;  // no negative zero
-    return of(greatest - low, low, bits == 8 ? 255.0f : 15.0f, stochastic);
+    Level out = of(greatest - low, low, bits == 8 ? 255.0f : 15.0f, stochastic);
+    out.ceiling = infinity();
+    return out;
   }
 
   // The element in units of the scale.
   template <bool kSymmetric>
-  OPKILN_HOST_DEVICE float scaled(float x) const {
+  OPK_HOST_DEVICE float scaled(float x) const {
     return (kSymmetric ? x : x - offset) * inverse;
   }
 
   // The level of a scaled element, plus kRounder. But in the full scheme no level is out of range: the
   // greatest quotient is off by a few units in its last place.
   template <Scheme kScheme>
-  OPKILN_HOST_DEVICE float nearest(float y) const {
+  OPK_HOST_DEVICE float nearest(float y) const {
     return in_range<kScheme>(y + kRounder);
   }
 
@@ -90,31 +90,31 @@ struct Level {
   // to 129 - 2^-16: up to 256 floats are multiples of 2^-16, and random bits are their low bits. Levels
   // that would be beyond it are shifted.
   template <Scheme kScheme>
-  OPKILN_HOST_DEVICE float stochastic(float y, float u) const {
+  OPK_HOST_DEVICE float stochastic(float y, float u) const {
     const float t = y - shift + u;
     const float back = kRounder - 128.0f + shift;
 #if defined(__CUDA_ARCH__)
     return in_range<kScheme>(__fadd_rd(t, back));
 #else
-    return in_range<kScheme>(floorf(t) + back);
+    return in_range<kScheme>(__builtin_floorf(t) + back);
 #endif
   }
 
   template <Scheme kScheme>
-  OPKILN_HOST_DEVICE float in_range(float rounded) const {
+  OPK_HOST_DEVICE float in_range(float rounded) const {
     return kScheme == Scheme::kFull && !(rounded < ceiling) ? ceiling : rounded;
   }
 
   // What a level stands for.
   template <bool kSymmetric>
-  OPKILN_HOST_DEVICE float back(float level) const {
+  OPK_HOST_DEVICE float back(float level) const {
     const float product = level * scale;
     return kSymmetric ? product : product + offset;
   }
 };
 
 // Where a group lies.
-OPKILN_HOST_DEVICE inline int64_t place_of(int64_t group, const Order& order) {
+OPK_HOST_DEVICE inline int64_t place_of(int64_t group, const Order& order) {
   if (order.piece == 0) {
     return group;
   }
@@ -127,7 +127,7 @@ OPKILN_HOST_DEVICE inline int64_t place_of(int64_t group, const Order& order) {
   return static_cast<int64_t>(first) + (at - cut * order.piece);
 }
 
-OPKILN_HOST_DEVICE inline uint64_t offset_of(const Random& random) {
+OPK_HOST_DEVICE inline uint64_t offset_of(const Random& random) {
   return random.offset_at == nullptr ? random.offset : static_cast<uint64_t>(*random.offset_at);
 }
 

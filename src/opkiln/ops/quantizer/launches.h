@@ -3,16 +3,16 @@
 
 #include <opkiln/whole_groups_launch.h>
 
-#include <type_traits>
-
 #include "device.h"
+
+#if !defined(__CUDACC_RTC__)
 
 namespace opkiln {
 namespace quantizer {
 namespace {
 
-inline bool is_aligned(const void* pointer, std::size_t bytes) {
-  return reinterpret_cast<std::size_t>(pointer) % bytes == 0;  // null is
+inline bool is_aligned(const void* pointer, size_t bytes) {
+  return reinterpret_cast<size_t>(pointer) % bytes == 0;  // null is
 }
 
 inline unsigned log2_at_least(int64_t count) {
@@ -32,19 +32,28 @@ inline Scheme scheme_of(const Format& format) {
                            : Scheme::kSymmetric;
 }
 
+// Rounding at random in the full scheme is rare: it has no kernel of its own.
+template <class Mode>
+struct OrAny {
+  using type = Mode;
+};
+template <int kBits>
+struct OrAny<LevelsMode<kBits, true>> {
+  using type = AnyMode;
+};
+
 template <class Source, class Mode>
 Kernel<Source> kernel_of(Scheme scheme) {
-  switch (scheme) {
-    case Scheme::kAsymmetric:
-      return quantize_groups_kernel<Source, Scheme::kAsymmetric, Mode>;
-    case Scheme::kSymmetric:
-      return quantize_groups_kernel<Source, Scheme::kSymmetric, Mode>;
-    case Scheme::kFull:
-      // Rounding at random in the full scheme is rare: it has no kernel of its own.
-      using Shared = std::conditional_t<Mode::kAtRandom, AnyMode, Mode>;
-      return quantize_groups_kernel<Source, Scheme::kFull, Shared>;
+  if (scheme == Scheme::kAsymmetric) {
+    return quantize_groups_kernel<Source, Scheme::kAsymmetric, Mode>;
   }
-  return nullptr;
+  // What is worked out waits for memory: the symmetric scheme needs no kernel of its own.
+  if constexpr (!Source::kFeedback) {
+    if (scheme == Scheme::kSymmetric) {
+      return quantize_groups_kernel<Source, Scheme::kSymmetric, Mode>;
+    }
+  }
+  return quantize_groups_kernel<Source, Scheme::kFull, typename OrAny<Mode>::type>;
 }
 
 template <class Source>
@@ -66,55 +75,44 @@ Kernel<Source> kernel_for(const Work& work) {
 
 // The groups from l.first to l.last.
 template <class Source>
-cudaError_t launch_any(Launch& l, const typename Source::Parameters& p, cudaStream_t stream) {
+void launch_any(Launch& l, const typename Source::Parameters& p) {
   const int64_t most = l.work.format.group_size;
   const int64_t held = int64_t{Source::Type::kUnit} * kAnyUnits;
   l.log2_team = log2_at_least(((l.work.numel < most ? l.work.numel : most) + held - 1) / held);
   l.log2_team = l.log2_team > 10 ? 10 : l.log2_team;  // the kernel goes over the group in turns
   const unsigned threads = l.log2_team > 7 ? 1u << l.log2_team : 128;
   const int64_t a_block = threads >> l.log2_team;
-  const auto blocks = static_cast<unsigned>((l.last - l.first + a_block - 1) / a_block);
-  switch (scheme_of(l.work.format)) {
-    case Scheme::kAsymmetric:
-      return device::launch(quantize_any_kernel<Source, Scheme::kAsymmetric>, blocks, threads,
-                            stream, p);
-    case Scheme::kSymmetric:
-      return device::launch(quantize_any_kernel<Source, Scheme::kSymmetric>, blocks, threads,
-                            stream, p);
-    case Scheme::kFull:
-      return device::launch(quantize_any_kernel<Source, Scheme::kFull>, blocks, threads, stream, p);
-  }
-  return cudaErrorInvalidValue;
+  opk::launch(l.work.format.symmetric ? quantize_any_kernel<Source, Scheme::kFull>
+                                      : quantize_any_kernel<Source, Scheme::kAsymmetric>,
+              (l.last - l.first + a_block - 1) / a_block, threads, 0, p);
 }
 
 // All groups of a call, of which `l` is a part of `p`: those that are laid out as in whole_groups.h,
 // and then the rest.
 template <class Source>
-cudaError_t launch_quantize(Launch& l, const typename Source::Parameters& p, cudaStream_t stream) {
+void launch_quantize(Launch& l, const typename Source::Parameters& p) {
   const Format& format = l.work.format;
   const int64_t groups = groups_of(l.work.numel, format);
   const bool aligned = l.aligned && is_aligned(l.work.to.values, 2 * format.bits);
   const device::WholeGroups layout(
       format.group_size, aligned ? l.work.numel / format.group_size : 0, 128,
-      [] { return device::has_clusters(kernel_of<Source, AnyMode>(Scheme::kSymmetric)); });
+      [] { return device::has_clusters(kernel_of<Source, AnyMode>(Scheme::kFull)); });
   l.log2_chunks = layout.log2_chunks;
-  cudaError_t error = cudaSuccess;
-  if (layout.blocks > 0) {
-    error = device::launch(kernel_for<Source>(l.work), layout, stream, p);
-  }
-  if (error == cudaSuccess && layout.groups < groups) {
+  device::launch(kernel_for<Source>(l.work), layout, p);
+  if (layout.groups < groups) {
     l.first = layout.groups;
     l.last = groups;
-    error = launch_any<Source>(l, p, stream);
+    launch_any<Source>(l, p);
   }
-  return error;
 }
 
 }  // namespace
 
 // Defined in the one file and called from the other.
-cudaError_t enqueue_float(Launch& l, cudaStream_t stream);
-cudaError_t enqueue_worked_out(Reduction& r, cudaStream_t stream);
+void launch_float(Launch& l);
+void launch_worked_out(Reduction& r);
 
 }  // namespace quantizer
 }  // namespace opkiln
+
+#endif

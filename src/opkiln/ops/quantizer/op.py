@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opkiln.builder import CUDAOpBuilder
-from opkiln.model import CPU, ROCM
+from opkiln.model import CPU, EMULATED, ROCM
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -42,20 +42,15 @@ class QuantizerBuilder(CUDAOpBuilder):
 
     def sources(self) -> list[str]:
         if self.build_for_cpu:
-            return ["ops/quantizer/cpu.cpp", "ops/quantizer/cpu_binding.cpp"]
-        return [
-            "ops/quantizer/cuda.cu",
-            "ops/quantizer/cuda_float.cu",
-            "ops/quantizer/cuda_binding.cpp",
-        ]
-
-    def include_paths(self) -> list[str]:
-        return ["csrc"]
+            return ["ops/quantizer/cpu.cpp"]
+        # Two, because a first use waits for both: they are compiled side by side.
+        return ["ops/quantizer/cuda.cu", "ops/quantizer/cuda_float.cu"]
 
     # A product that is rounded before it is added to gives the bits of the reference; compilers
     # would rather round once.
     def cxx_args(self) -> list[str]:
-        return ["-ffp-contract=off", "-fno-trapping-math"] if self.backend == CPU else []
+        plain = self.backend in (CPU, EMULATED)
+        return ["-ffp-contract=off", "-fno-trapping-math"] if plain else []
 
     def nvcc_args(self) -> list[str]:
         return ["-ffp-contract=off"] if self.backend == ROCM else ["-fmad=false"]

@@ -1,4 +1,4 @@
-// What is quantized: a tensor, or what has to be worked out. In device code; no torch header.
+// What is quantized: a tensor, or what has to be worked out. In device code.
 #pragma once
 
 #include "units.h"

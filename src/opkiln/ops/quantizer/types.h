@@ -1,10 +1,6 @@
 // The types of elements, in device code: how many fill an access of 16 bytes, a unit, and how the four
-// words of a unit become floats and come from them. No torch header; hipify turns this into HIP as it
-// is.
+// words of a unit become floats and come from them. hipify turns this into HIP as it is.
 #pragma once
-
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
 
 #include <opkiln/group_reduce.h>
 
@@ -52,7 +48,7 @@ struct Float {
     float least, greatest;
 
     __device__ static Range none() {
-      return {kInfinity, -kInfinity};
+      return {infinity(), -infinity()};
     }
     __device__ void add(const uint32_t* words) {
       float odd = 0;
@@ -63,7 +59,7 @@ struct Float {
         greatest = fmaxf(greatest, value);
         odd = fmaf(value, 0.0f, odd);  // NaN as soon as an element is not finite
       }
-      greatest = odd == 0 ? greatest : kInfinity;  // fminf and fmaxf pass over NaN
+      greatest = odd == 0 ? greatest : infinity();  // fminf and fmaxf pass over NaN
     }
     __device__ Range exchanged(unsigned bits) const {
       return {exchange(least, bits), exchange(greatest, bits)};
@@ -198,10 +194,10 @@ struct Half : Sixteenths<Half> {
   }
 #endif
   __device__ static float low(uint32_t word) {
-    return __half2float(__ushort_as_half(static_cast<uint16_t>(word)));
+    return opk::bits::half_to_float(static_cast<uint16_t>(word));
   }
   __device__ static float high(uint32_t word) {
-    return __half2float(__ushort_as_half(static_cast<uint16_t>(word >> 16)));
+    return opk::bits::half_to_float(static_cast<uint16_t>(word >> 16));
   }
   __device__ static uint32_t pair(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -209,8 +205,8 @@ struct Half : Sixteenths<Half> {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
 #else
-    return static_cast<uint32_t>(__half_as_ushort(__float2half_rn(low))) |
-        static_cast<uint32_t>(__half_as_ushort(__float2half_rn(high))) << 16;
+    return uint32_t{opk::bits::float_to_half(low)} |
+        uint32_t{opk::bits::float_to_half(high)} << 16;
 #endif
   }
 };

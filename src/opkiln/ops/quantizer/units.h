@@ -1,5 +1,5 @@
-// Units: as many elements as an access of 16 bytes moves, and their levels, in device code. No torch
-// header; hipify turns this into HIP as it is.
+// Units: as many elements as an access of 16 bytes moves, and their levels, in device code.
+// hipify turns this into HIP as it is.
 #pragma once
 
 #include <opkiln/device_element.h>

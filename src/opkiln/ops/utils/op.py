@@ -21,19 +21,9 @@ class UtilsBuilder(CUDAOpBuilder):
     )
 
     def sources(self) -> list[str]:
-        if self.build_for_cpu:
-            return ["ops/utils/cpu_binding.cpp"]
-        return ["ops/utils/copy_parts.cu", "ops/utils/cuda_binding.cpp"]
-
-    def include_paths(self) -> list[str]:
-        return ["csrc"]
+        return ["ops/utils/cpu.cpp" if self.build_for_cpu else "ops/utils/cuda.cu"]
 
     def reference(self) -> ModuleType:
         from opkiln.ops.utils import reference
 
         return reference
-
-    def fake(self) -> ModuleType:
-        from opkiln.ops.utils import fake
-
-        return fake

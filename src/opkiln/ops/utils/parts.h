@@ -1,86 +1,86 @@
-// The op's arguments as stretches of bytes, with the checks that both bindings make.
+// What both versions of the op copy, and the op's functions, which make it of tensors: with the checks.
 #pragma once
 
-#include <opkiln/tensors.h>
+#include <opkiln/arguments.h>
 
-#include <algorithm>
+namespace {
 
-#include "copy_parts.h"
+// Bytes that are copied.
+struct Part {
+  const char* from;
+  char* to;
+  int64_t bytes;
+};
 
-OPKILN_NAMESPACE_BEGIN
+#if !defined(__CUDACC_RTC__)
 
-inline void check_alike(const std::string& name, const Tensor& tensor, const Tensor& first,
-                        int32_t device) {
-  if (!is_on(tensor, device)) {
-    refuse(name + " is not on " + name_of(device));
-  }
-  if (tensor.scalar_type() != first.scalar_type()) {
-    refuse(name + " has dtype " + torch::headeronly::toString(tensor.scalar_type()) +
-           ", expected that of tensors[0], " + torch::headeronly::toString(first.scalar_type()));
+using opk::Tensor;
+using opk::TensorList;
+using Parts = opk::List<Part>;
+
+// A device's file defines this.
+void copy(const Parts& parts);
+
+void check_alike(const Tensor& tensor, const Tensor& first, opk::Device device, opk::DType dtype) {
+  opk::check_on(tensor, device);
+  if (tensor.dtype() != dtype) {
+    opk::raise(tensor, " has dtype ", opk::torch_name(tensor.dtype()), ", expected that of ", first, ", ",
+               opk::torch_name(dtype));
   }
 }
 
-inline int32_t device_of(const TensorList& tensors) {
-  if (tensors.empty()) {
-    refuse("tensors is empty, expected at least one");
-  }
-  return tensors[0].is_cuda() ? tensors[0].get_device_index() : kCPU;
-}
-
-inline int64_t count_checked(const Argument& list, int32_t device) {
+// How many elements the list has, if all are of one dtype and on the op's device.
+int64_t count_checked(const TensorList& tensors) {
+  OPK_CHECK(!tensors.empty(), "tensors is empty, expected at least one");
+  const opk::Device device = opk::device_of(tensors[0]);
+  const opk::DType dtype = tensors[0].dtype();
   int64_t count = 0;
-  for (std::size_t i = 0; i < list.tensors.size(); ++i) {
-    check_alike(list.at(i), list.tensors[i], list.tensors[0], device);
-    count += list.tensors[i].numel();
+  for (const Tensor& tensor : tensors) {
+    check_alike(tensor, tensors[0], device, dtype);
+    count += tensor.numel();
   }
   return count;
 }
 
-// A flat tensor's memory and what lies side by side in it; both keep the tensors alive.
-struct Flattened {
-  Tensor flat;
-  TensorList kept;
-  std::vector<Part> parts;
-
-  // New memory for the elements of the list.
-  static Flattened of(const TensorList& tensors, int32_t device) {
-    const int64_t size[] = {count_checked({"tensors", tensors}, device)};
-    Flattened out{torch::stable::new_empty(tensors[0], size), tensors, {}};
-    for (Tensor& tensor : out.kept) {
-      tensor = tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+// From the list to a new flat tensor.
+Tensor flatten_list(const TensorList& tensors) {
+  Tensor flat = opk::empty({count_checked(tensors)}, tensors[0]);
+  const int64_t size = flat.element_size();
+  TensorList without_gaps(tensors.size());
+  Parts parts(tensors.size());
+  char* to = static_cast<char*>(flat.data());
+  for (int64_t i = 0; i < tensors.size(); ++i) {
+    const Tensor* from = &tensors[i];
+    if (!from->is_contiguous()) {
+      without_gaps[i] = opk::contiguous(*from);
+      from = &without_gaps[i];
     }
-    auto* to = static_cast<std::byte*>(out.flat.mutable_data_ptr());
-    for (const Tensor& tensor : out.kept) {
-      const auto bytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());
-      out.parts.push_back({static_cast<const std::byte*>(tensor.const_data_ptr()), to, bytes});
-      to += bytes;
-    }
-    return out;
+    parts[i] = {static_cast<const char*>(from->data()), to, from->numel() * size};
+    to += parts[i].bytes;
   }
+  copy(parts);
+  return flat;
+}
 
-  // From a flat tensor to the list.
-  static Flattened back(const TensorList& tensors, const Tensor& flat, int32_t device) {
-    const Argument list{"tensors", tensors};
-    const int64_t count = count_checked(list, device);
-    check_alike("flat", flat, tensors[0], device);
-    if (flat.numel() != count) {
-      refuse("flat has " + std::to_string(flat.numel()) + " elements, tensors have " +
-             std::to_string(count));
-    }
-    for (std::size_t i = 0; i < tensors.size(); ++i) {
-      if (!tensors[i].is_contiguous()) {
-        refuse(list.at(i) + " is not contiguous");
-      }
-    }
-    Flattened out{flat.is_contiguous() ? flat : torch::stable::contiguous(flat), tensors, {}};
-    const auto* from = static_cast<const std::byte*>(out.flat.const_data_ptr());
-    for (const Tensor& tensor : tensors) {
-      const auto bytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());
-      out.parts.push_back({from, static_cast<std::byte*>(tensor.mutable_data_ptr()), bytes});
-      from += bytes;
-    }
-    return out;
+// From a flat tensor to the list.
+void unflatten_list_(TensorList& tensors, const Tensor& flat) {
+  const int64_t count = count_checked(tensors);
+  check_alike(flat, tensors[0], tensors[0].device(), tensors[0].dtype());
+  OPK_CHECK(flat.numel() == count, "flat has ", flat.numel(), " elements, tensors have ", count);
+  for (const Tensor& tensor : tensors) {
+    opk::check_contiguous(tensor);
   }
-};
+  const Tensor source = opk::contiguous(flat);
+  const int64_t size = source.element_size();
+  Parts parts(tensors.size());
+  const char* from = static_cast<const char*>(source.data());
+  for (int64_t i = 0; i < tensors.size(); ++i) {
+    parts[i] = {from, static_cast<char*>(tensors[i].data()), tensors[i].numel() * size};
+    from += parts[i].bytes;
+  }
+  copy(parts);
+}
 
-OPKILN_NAMESPACE_END
+#endif
+
+}  // namespace

@@ -46,4 +46,11 @@ void launch_kernel(void (*kernel)(P...), const Launch& how, void** arguments) {
   launch_address(reinterpret_cast<const void*>(kernel), how, arguments);
 }
 
+template <class... P>
+bool has_clusters(void (*kernel)(P...)) {
+  cudaFuncAttributes found;
+  return cudaFuncGetAttributes(&found, reinterpret_cast<const void*>(kernel)) == cudaSuccess &&
+      found.ptxVersion >= 90 && found.binaryVersion >= 90;
+}
+
 OPK_NAMESPACE_END

@@ -12,4 +12,9 @@ void launch_kernel(void (*kernel)(P...), const Launch& how, void** arguments) {
       kernel, {how.grid, how.block, how.shared, how.cooperative, how.cluster, nullptr}, arguments);
 }
 
+template <class... P>
+bool has_clusters(void (*)(P...)) {
+  return false;
+}
+
 OPK_NAMESPACE_END

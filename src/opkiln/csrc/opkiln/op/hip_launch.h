@@ -27,4 +27,9 @@ void launch_kernel(void (*kernel)(P...), const Launch& how, void** arguments) {
   launch_address(reinterpret_cast<const void*>(kernel), how, arguments);
 }
 
+template <class... P>
+bool has_clusters(void (*)(P...)) {
+  return false;
+}
+
 OPK_NAMESPACE_END

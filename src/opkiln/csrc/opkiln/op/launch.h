@@ -51,8 +51,12 @@ struct Same {
 
 OPK_NAMESPACE_END
 
-// Each way defines: template <class... P> void launch_kernel(void (*kernel)(P...), const Launch&, void**
-// arguments), where arguments[i] is the address of the i-th argument, a P.
+// Each way defines:
+//   template <class... P> void launch_kernel(void (*kernel)(P...), const Launch&, void** arguments)
+// where arguments[i] is the address of the i-th argument, a P; and
+//   template <class... P> bool has_clusters(void (*kernel)(P...))
+// Whether the current device can run a kernel in clusters. Device and code must both be for compute
+// capability 9.0: the driver may compile code for an earlier one, but that does not have clusters then.
 #if defined(OPKILN_EMULATED)
 #include "emulated_launch.h"
 #define OPK_HAS_LAUNCH 1
@@ -74,7 +78,7 @@ OPK_NAMESPACE_BEGIN
 // The arguments are converted to the kernel's parameters. An empty grid launches nothing. Raises what the
 // driver says if the launch fails; what happens in the kernel later is seen by the next call that waits.
 template <class... P>
-void launch(void (*kernel)(P...), const Launch& how, typename Same<P>::type... arguments) {
+void launch(void (*kernel)(P...), const Launch& how, const typename Same<P>::type&... arguments) {
   if (how.grid.count() == 0) return;
   void* addresses[sizeof...(P) + 1] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
   launch_kernel(kernel, how, addresses);
@@ -82,12 +86,12 @@ void launch(void (*kernel)(P...), const Launch& how, typename Same<P>::type... a
 
 template <class... P>
 void launch(void (*kernel)(P...), Extent grid, Extent block, size_t shared,
-            typename Same<P>::type... arguments) {
+            const typename Same<P>::type&... arguments) {
   Launch how;
   how.grid = grid;
   how.block = block;
   how.shared = shared;
-  launch(kernel, how, static_cast<typename Same<P>::type&&>(arguments)...);
+  launch(kernel, how, arguments...);
 }
 
 OPK_NAMESPACE_END

@@ -38,7 +38,8 @@ struct Config {
 };
 static_assert(sizeof(Attribute) == 72 && sizeof(Config) == 56, "as in cuda.h");
 
-enum : int { kMaxDynamicShared = 8, kNonPortableClusters = 14 };  // CUfunction_attribute
+// Of CUfunction_attribute.
+enum : int { kPtxVersion = 5, kBinaryVersion = 6, kMaxDynamicShared = 8, kNonPortableClusters = 14 };
 
 struct Functions {
   int (*cuGetErrorString)(int, const char**);
@@ -48,6 +49,7 @@ struct Functions {
   int (*cuLibraryLoadData)(void**, const void*, int*, void**, unsigned, int*, void**, unsigned);
   int (*cuLibraryUnload)(void*);
   int (*cuLibraryGetKernel)(void**, void*, const char*);
+  int (*cuKernelGetAttribute)(int*, int, void*, int);
   int (*cuKernelSetAttribute)(int, int, void*, int);
   int (*cuLaunchKernelEx)(const Config*, void*, void**, void**);
 };
@@ -72,6 +74,7 @@ void look_up(void* library, const char* name, F*& function) {
     OPK_LOOK_UP(cuLibraryLoadData);
     OPK_LOOK_UP(cuLibraryUnload);
     OPK_LOOK_UP(cuLibraryGetKernel);
+    OPK_LOOK_UP(cuKernelGetAttribute);
     OPK_LOOK_UP(cuKernelSetAttribute);
     OPK_LOOK_UP(cuLaunchKernelEx);
 #undef OPK_LOOK_UP
@@ -97,8 +100,13 @@ inline int enter_context(int32_t device) {
   return error != 0 ? error : cuda.cuCtxSetCurrent(context);
 }
 
-// The kernel's handle. Threads may look it up at the same time: they find the same.
-[[gnu::noinline]] inline int find_kernel(Kernel& kernel, void** handle) {
+// The kernel's handle, on the current device. Threads may look it up at the same time: they find the same.
+[[gnu::noinline]] inline int find_kernel(Kernel& kernel, int32_t* device, void** handle) {
+  OPK_CHECK(kernel.mark == kMark, "launch: this is not the address of a kernel of the op's sources");
+  OPK_TORCH(aoti_torch_get_current_device_index, device);
+  if (const int error = enter_context(*device)) return error;
+  *handle = __atomic_load_n(&kernel.handle, __ATOMIC_ACQUIRE);
+  if (*handle) return 0;
   const Functions& cuda = functions();
   void* library = __atomic_load_n(&kernel.binary->library, __ATOMIC_ACQUIRE);
   if (!library) {
@@ -127,13 +135,10 @@ inline void add_extent(Attribute& attribute, const Extent& extent) {
 
 [[gnu::noinline]] inline void launch_record(driver::Kernel& kernel, const Launch& how, void** arguments) {
   using namespace driver;
-  OPK_CHECK(kernel.mark == kMark, "launch: this is not the address of a kernel of the op's sources");
   const Functions& cuda = functions();
   int32_t device = 0;
-  OPK_TORCH(aoti_torch_get_current_device_index, &device);
-  int error = enter_context(device);
-  void* handle = __atomic_load_n(&kernel.handle, __ATOMIC_ACQUIRE);
-  if (error == 0 && !handle) error = find_kernel(kernel, &handle);
+  void* handle = nullptr;
+  int error = find_kernel(kernel, &device, &handle);
   if (error == 0 && how.shared > (48 << 10)) {  // more than every kernel may have
     error = cuda.cuKernelSetAttribute(kMaxDynamicShared, static_cast<int>(how.shared), handle, device);
   }
@@ -161,6 +166,22 @@ inline void add_extent(Attribute& attribute, const Extent& extent) {
     error = cuda.cuLaunchKernelEx(&config, handle, arguments, nullptr);
   }
   if (error != 0) raise_launch(how, words_of(error));
+}
+
+[[gnu::noinline]] inline bool record_has_clusters(driver::Kernel& kernel) {
+  using namespace driver;
+  const Functions& cuda = functions();
+  int32_t device = 0;
+  void* handle = nullptr;
+  int ptx = 0, binary = 0;
+  return find_kernel(kernel, &device, &handle) == 0 &&
+      cuda.cuKernelGetAttribute(&ptx, kPtxVersion, handle, device) == 0 &&
+      cuda.cuKernelGetAttribute(&binary, kBinaryVersion, handle, device) == 0 && ptx >= 90 && binary >= 90;
+}
+
+template <class... P>
+bool has_clusters(void (*kernel)(P...)) {
+  return record_has_clusters(*reinterpret_cast<driver::Kernel*>(kernel));
 }
 
 template <class... P>

@@ -10,6 +10,14 @@
 #define OPK_HOST_DEVICE
 #endif
 
+// A kernel's parameter with this mark is read in place, and not copied to each thread's stack:
+// `__global__ void k(const OPK_GRID_CONSTANT Work work)`.
+#if defined(__NVCC__) || defined(__CUDACC_RTC__) || defined(OPKILN_NVRTC_HOST)
+#define OPK_GRID_CONSTANT __grid_constant__
+#else
+#define OPK_GRID_CONSTANT
+#endif
+
 // Whether this compiler has _Float16 in C++. g++ has it since version 13, for x86 since 12; cudafe++ does
 // not.
 #if defined(__HIP_DEVICE_COMPILE__) ||                      \
@@ -80,6 +88,14 @@ enum class DType : int32_t {
 };
 
 enum class DeviceType : int32_t { cpu = 0, cuda = 1, xpu = 12, mps = 13, meta = 14, privateuse1 = 20 };
+
+// The bytes that the parameters of a kernel may have together. It is 32764 since CUDA 12.1, on compute
+// capability 7.0 and later, which is all that CUDA 13 supports. (Beside NVRTC, g++ cannot know the version.)
+#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ >= 13 && !defined(__CUDACC_RTC__)
+constexpr size_t kParameterBytes = 32764;
+#else
+constexpr size_t kParameterBytes = 4096;
+#endif
 
 // 16-bit floats, without CUDA's or HIP's headers. Arithmetic is done in float: both convert to float
 // and back, rounding to the nearest, ties to even.

@@ -1,11 +1,7 @@
-// What the bindings hand to the kernels, on a device and on the CPU alike. Needs neither torch's
-// headers nor CUDA's. (Not named cuda.h: hipify would take it for CUDA's own.)
+// What the op works on, on a device and on the CPU alike.
 #pragma once
 
 #include <opkiln/element_type.h>
-
-#include <cstddef>
-#include <cstdint>
 
 namespace opkiln {
 namespace quantizer {
@@ -64,11 +60,6 @@ struct Parts {
 inline int64_t groups_of(int64_t numel, const Format& format) {
   return (numel + format.group_size - 1) / format.group_size;
 }
-
-// Enqueue on a stream of the current device. Null, or the text of CUDA's error. They do not wait and
-// allocate nothing. `parts` are looked at where work.from is null.
-const char* enqueue_quantize(const Work& work, const Parts& parts, void* stream);
-const char* enqueue_dequantize(const Work& work, void* stream);
 
 }  // namespace quantizer
 }  // namespace opkiln

@@ -1,13 +1,10 @@
 // Many copies within a device's memory in one launch, or few: what is to be copied travels in the
-// kernel's parameters. No torch header; hipify turns this file into HIP as it is.
+// kernel's parameters. hipify turns this file into HIP as it is.
 
-#include <cuda_runtime.h>
+#include <opkiln/op.h>
 
-#include <opkiln/launch.h>
+#include "parts.h"
 
-#include "copy_parts.h"
-
-namespace opkiln {
 namespace {
 
 constexpr int kThreads = 256;
@@ -19,14 +16,13 @@ struct alignas(16) Vector {
 };
 
 struct Work {
-  static constexpr std::size_t kParts =
-      (device::kParameterBytes - 16) / (sizeof(Part) + sizeof(uint32_t));
+  static constexpr size_t kParts = (opk::kParameterBytes - 16) / (sizeof(Part) + sizeof(uint32_t));
 
   uint32_t count;
   uint32_t first[kParts + 1];  // chunk of each part
   Part parts[kParts];
 };
-static_assert(sizeof(Work) <= device::kParameterBytes);
+static_assert(sizeof(Work) <= opk::kParameterBytes);
 
 // The part that a chunk belongs to.
 __device__ uint32_t part_of(const Work& work, uint32_t chunk) {
@@ -42,13 +38,13 @@ __device__ uint32_t part_of(const Work& work, uint32_t chunk) {
   return low;
 }
 
-__device__ bool aligned(const void* a, const void* b, std::size_t bytes) {
-  return (reinterpret_cast<std::size_t>(a) | reinterpret_cast<std::size_t>(b)) % bytes == 0;
+__device__ bool aligned(const void* a, const void* b, size_t bytes) {
+  return (reinterpret_cast<size_t>(a) | reinterpret_cast<size_t>(b)) % bytes == 0;
 }
 
 // Whole elements of T; gives how many bytes that were.
 template <class T>
-__device__ int64_t copy(const std::byte* from, std::byte* to, int64_t bytes) {
+__device__ int64_t copy_elements(const char* from, char* to, int64_t bytes) {
   const auto count = static_cast<int>(bytes / static_cast<int64_t>(sizeof(T)));
   const T* const source = reinterpret_cast<const T*>(from);
   T* const target = reinterpret_cast<T*>(to);
@@ -70,33 +66,30 @@ __device__ int64_t copy(const std::byte* from, std::byte* to, int64_t bytes) {
   return static_cast<int64_t>(count) * static_cast<int64_t>(sizeof(T));
 }
 
-__global__ void __launch_bounds__(kThreads) copy_kernel(const OPKILN_GRID_CONSTANT Work work) {
+__global__ void __launch_bounds__(kThreads) copy_kernel(const OPK_GRID_CONSTANT Work work) {
   const uint32_t index = part_of(work, blockIdx.x);
   const Part& part = work.parts[index];
   const int64_t begin = static_cast<int64_t>(blockIdx.x - work.first[index]) * kChunk;
   const int64_t left = part.bytes - begin, bytes = left < kChunk ? left : kChunk;
-  const std::byte* const from = part.from + begin;
-  std::byte* const to = part.to + begin;
+  const char* const from = part.from + begin;
+  char* const to = part.to + begin;
   int64_t done = 0;
   if (aligned(from, to, 16)) {
-    done = copy<Vector>(from, to, bytes);
+    done = copy_elements<Vector>(from, to, bytes);
   } else if (aligned(from, to, 4)) {
-    done = copy<uint32_t>(from, to, bytes);
+    done = copy_elements<uint32_t>(from, to, bytes);
   } else if (aligned(from, to, 2)) {
-    done = copy<uint16_t>(from, to, bytes);
+    done = copy_elements<uint16_t>(from, to, bytes);
   }
-  copy<uint8_t>(from + done, to + done, bytes - done);
+  copy_elements<uint8_t>(from + done, to + done, bytes - done);
 }
 
-}  // namespace
-
-const char* enqueue_copies(const Part* parts, std::size_t count, void* stream) {
-  cudaError_t error = cudaSuccess;
-  for (std::size_t i = 0; error == cudaSuccess && i < count;) {
+void copy(const Parts& parts) {
+  for (int64_t i = 0; i < parts.size();) {
     Work work;
     work.count = 0;
     work.first[0] = 0;
-    for (; i < count && work.count < Work::kParts; ++i) {
+    for (; i < parts.size() && work.count < Work::kParts; ++i) {
       if (parts[i].bytes > 0) {
         work.parts[work.count] = parts[i];
         work.first[work.count + 1] =
@@ -104,12 +97,11 @@ const char* enqueue_copies(const Part* parts, std::size_t count, void* stream) {
         ++work.count;
       }
     }
-    if (work.count > 0) {
-      error = device::launch<Work>(copy_kernel, work.first[work.count], kThreads,
-                                   static_cast<cudaStream_t>(stream), work);
-    }
+    opk::launch(copy_kernel, work.first[work.count], kThreads, 0, work);
   }
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-}  // namespace opkiln
+}  // namespace
+
+OPKILN_OP(flatten_list, cuda);
+OPKILN_OP(unflatten_list_, cuda);

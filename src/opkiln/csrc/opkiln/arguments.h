@@ -1,0 +1,92 @@
+// Checks of arguments that several ops make, in the words of their references. (op.h has checks of its own;
+// its messages have Python's names of dtypes.)
+#pragma once
+
+#include "element_type.h"
+#include "op.h"
+
+#if !defined(__CUDACC_RTC__)
+
+OPK_PLAIN_BEGIN
+OPK_NAMESPACE_BEGIN
+
+// torch's own name of a dtype.
+OPK_COLD inline const char* torch_name(DType dtype) {
+  switch (dtype) {
+    case DType::uint8: return "Byte";
+    case DType::int8: return "Char";
+    case DType::int16: return "Short";
+    case DType::int32: return "Int";
+    case DType::int64: return "Long";
+    case DType::float16: return "Half";
+    case DType::float32: return "Float";
+    case DType::float64: return "Double";
+    case DType::complex64: return "ComplexFloat";
+    case DType::complex128: return "ComplexDouble";
+    case DType::bool_: return "Bool";
+    case DType::bfloat16: return "BFloat16";
+    default: return name_of(dtype);
+  }
+}
+
+// A device as messages name it.
+struct PlaceOf {
+  char text[40];
+  OPK_COLD explicit PlaceOf(Device device) {
+    __builtin_snprintf(text, sizeof text, "%s",
+                       device.type == DeviceType::cpu ? "the CPU" : DeviceOf(device).text);
+  }
+};
+
+// The device on which the op runs, which is that of this argument. An op for a GPU also gets a tensor on
+// the CPU, if another argument is on the GPU.
+[[gnu::noinline]] inline Device device_of(const Tensor& tensor) {
+  const Device device = tensor.device();
+#if defined(__CUDACC__) || defined(__HIPCC__) || defined(OPKILN_NVRTC_HOST)
+  if (device.type != DeviceType::cuda) raise_form("%s is not on a GPU", NameOf(tensor).text);
+#else
+  if (device.type != DeviceType::cpu) raise_form("%s is not on the CPU", NameOf(tensor).text);
+#endif
+  return device;
+}
+
+[[gnu::noinline]] inline void check_on(const Tensor& tensor, Device device) {
+  if (__builtin_expect(tensor.device() != device, 0)) {
+    raise_form("%s is not on %s", NameOf(tensor).text, PlaceOf(device).text);
+  }
+}
+
+[[gnu::noinline]] inline void check_type(const Tensor& tensor, DType dtype) {
+  if (__builtin_expect(tensor.dtype() != dtype, 0)) {
+    raise_form("%s has dtype %s, expected %s", NameOf(tensor).text, torch_name(tensor.dtype()),
+               torch_name(dtype));
+  }
+}
+
+[[gnu::noinline]] inline void check_numel(const Tensor& tensor, int64_t numel) {
+  if (__builtin_expect(tensor.numel() != numel, 0)) {
+    raise_form("%s has %lld elements, expected %lld", NameOf(tensor).text,
+               static_cast<long long>(tensor.numel()), static_cast<long long>(numel));
+  }
+}
+
+// The type of elements that have this dtype, which is that of a tensor or, without one, an argument.
+[[gnu::noinline]] inline opkiln::ElementType element_of(DType dtype, const Tensor* of = nullptr) {
+  switch (dtype) {
+    case DType::float32: return opkiln::ElementType::kFloat;
+    case DType::bfloat16: return opkiln::ElementType::kBFloat16;
+    case DType::float16: return opkiln::ElementType::kFloat16;
+    default:
+      raise_form("%s%s%s, expected Float, BFloat16 or Half", of ? NameOf(*of).text : "dtype",
+                 of ? " has dtype " : " is ", torch_name(dtype));
+  }
+}
+inline opkiln::ElementType element_of(const Tensor& tensor) { return element_of(tensor.dtype(), &tensor); }
+
+// Below this much traffic, waking another thread gains nothing.
+constexpr int64_t kGrainBytes = 512 * 1024;
+
+OPK_NAMESPACE_END
+OPK_PLAIN_END
+
+#endif

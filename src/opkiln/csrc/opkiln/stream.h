@@ -1,0 +1,21 @@
+// A tensor's memory and the type of its elements, for host code.
+#pragma once
+
+#include <cstddef>
+
+#include "element_type.h"
+
+namespace opkiln {
+
+struct Stream {
+  std::byte* data = nullptr;  // null: absent
+  ElementType type = ElementType::kFloat;
+  bool output = false;  // written as well as read
+
+  template <class T>
+  T* at(int64_t i) const {
+    return reinterpret_cast<T*>(data) + i;
+  }
+};
+
+}  // namespace opkiln
