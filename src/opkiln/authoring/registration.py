@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from opkiln.authoring.gradient import Gradient, with_defaults
-from opkiln.errors import SpecError
+from opkiln.errors import LoadError, SpecError
 from opkiln.loading import register
 
 TYPE_CHECKING = False
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from opkiln.authoring.entrance import Entrance
+    from opkiln.authoring.variants import Variants
 
 NO_GRAD = "no_grad"  # the overload without a gradient
 NATIVE = "native"  # the overload that libraries implement if every call is to be compared
@@ -29,7 +30,7 @@ NATIVE = "native"  # the overload that libraries implement if every call is to b
 _KEPT_KEY = "FPGA"  # a device that no tensor is on
 _kept: dict[str, Any] = {}
 _defined: dict[str, Defined] = {}
-_lock = threading.RLock()
+lock = threading.RLock()  # of what torch is told of decorated ops
 
 
 class Defined:
@@ -42,10 +43,13 @@ class Defined:
         self.name = schema.partition("(")[0]
         self.written = written
         self._library: Any = None
+        self._reference: Callable[..., Any] = _nowhere
         self.gradient: Gradient | None = None
         self.fake: Callable[..., Any] | None = None  # the author's own
-        self._overloads: tuple[str, ...] = ()
+        self._overloads: list[str] = []
         self._batching: Any = None
+        self._rule: Callable[..., Any] | None = None  # the author's, for vmap
+        self.variants: Variants | None = None
 
     @property
     def qualified(self) -> str:
@@ -55,10 +59,13 @@ class Defined:
         return getattr(getattr(getattr(torch.ops, self.namespace), self.name), name)
 
     def define(
-        self, entrance: Entrance, reference: Callable[..., Any], overloads: tuple[str, ...]
+        self,
+        entrance: Entrance | Variants,
+        reference: Callable[..., Any],
+        overloads: tuple[str, ...],
     ) -> None:
         """Tell torch. ``overloads`` are names besides the default one. Raises SpecError."""
-        with _lock:
+        with lock:
             before = _defined.get(self.qualified)
             if before is not None and before.owner != self.owner:
                 raise SpecError(
@@ -80,12 +87,21 @@ class Defined:
             if each is not None:
                 each._destroy()
         self._library = self._batching = None
+        if self.variants is not None:
+            self.variants.retire()
+
+    def add(self, overload: str, kernel: Callable[..., Any] | None) -> Any:
+        """Tell torch of one more overload, that of a variant; torch's object for it. ``kernel`` is
+        for the devices that no library has kernels for."""
+        with lock:
+            if self._library is None:
+                raise LoadError(f"op {self.name} was declared anew: this function is the old one")
+            self._define_overload(overload, kernel)
+            self._batch(overload)
+        return self.overload(overload)
 
     def batch_with(self, rule: Callable[..., Any]) -> None:
         """Take an author's batching rule."""
-        if self._batching is not None:
-            self._batching._destroy()
-            self._batching = None
         schema = self.overload()._schema
 
         def batched(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,38 +109,57 @@ class Defined:
             dims = (*in_dims, *(None for _ in all_args[len(args) :]))
             return rule(info, dims, *all_args, **named)
 
-        for each in self._overloads:
-            name = f"{self.namespace}::{self._named(each)}"
-            torch.library.register_vmap(name, batched, lib=self._library)
+        with lock:
+            if self._batching is not None:
+                self._batching._destroy()
+                self._batching = None
+            self._rule = batched
+            for each in self._overloads:
+                self._batch(each)
+
+    def _batch(self, overload: str) -> None:
+        """Register what runs under vmap: the author's rule, or the reference on batched tensors."""
+        if self._rule is not None:
+            name = f"{self.namespace}::{self._named(overload)}"
+            torch.library.register_vmap(name, self._rule, lib=self._library)
+        elif not self.written:
+            self._batching = self._batching or _library(self.namespace)
+            self._batching.impl(self._named(overload), self._reference, "FuncTorchBatched")
 
     def _define(
-        self, entrance: Entrance, reference: Callable[..., Any], overloads: tuple[str, ...]
+        self,
+        entrance: Entrance | Variants,
+        reference: Callable[..., Any],
+        overloads: tuple[str, ...],
     ) -> None:
         library = self._library = _library(self.namespace)
-        self._overloads = ("", *overloads)
-        parameters = self.schema[len(self.name) :]
+        self._reference = reference
         for overload in ("", *overloads):
-            name = self._named(overload)
-            try:
-                library.define(name + parameters, tags=(torch.Tag.pt2_compliant_tag,))
-            except RuntimeError as error:
-                raise SpecError(
-                    f"op {self.name}: torch refuses the schema {self.schema!r}", why=str(error)
-                ) from error
-            _keep(self.namespace, name)
-            register.register_fake(library, f"{self.namespace}::{name}", self._shapes(reference))
-            if overload != NATIVE:
-                library.impl(name, entrance, "CompositeExplicitAutograd")
-            if self.written:
-                bump = register.WithBump(self.namespace, self.name, overload or "default")
-                library.impl(name, bump, "ADInplaceOrView", with_keyset=True)
+            self._define_overload(overload, None if overload == NATIVE else entrance)
+            self._batch(overload)
         if not self.written:
             self.gradient = Gradient(self.overload(), reference)
             library.impl(self.name, self.gradient, "Autograd", with_keyset=True)
-            # Under vmap the reference runs, on batched tensors.
-            self._batching = _library(self.namespace)
-            for overload in ("", *overloads):
-                self._batching.impl(self._named(overload), reference, "FuncTorchBatched")
+
+    def _define_overload(self, overload: str, kernel: Callable[..., Any] | None) -> None:
+        library, name = self._library, self._named(overload)
+        try:
+            library.define(
+                name + self.schema[len(self.name) :], tags=(torch.Tag.pt2_compliant_tag,)
+            )
+        except RuntimeError as error:
+            raise SpecError(
+                f"op {self.name}: torch refuses the schema {self.schema!r}", why=str(error)
+            ) from error
+        self._overloads.append(overload)
+        _keep(self.namespace, name)
+        fake = self._shapes(self._reference)
+        register.register_fake(library, f"{self.namespace}::{name}", fake)
+        if kernel is not None:
+            library.impl(name, kernel, "CompositeExplicitAutograd")
+        if self.written:
+            bump = register.WithBump(self.namespace, self.name, overload or "default")
+            library.impl(name, bump, "ADInplaceOrView", with_keyset=True)
 
     def _shapes(self, reference: Callable[..., Any]) -> Callable[..., Any]:
         def fake(*args: Any, **kwargs: Any) -> Any:
