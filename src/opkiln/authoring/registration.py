@@ -4,6 +4,11 @@ Decorating a function again (a notebook's cell is run once more, a module is rel
 everything: schema, reference, shapes, gradient and kernels. torch frees an operator with its last
 registration, and whoever still holds it would then call freed memory. So each operator keeps one
 registration for good, and old references to it reach the new definition.
+
+torch also has a list of each op's overloads, by which ``torch.ops.ns.f(x)`` finds the first that
+fits. When several overloads with one signature lose their schemas, the first one leaves the list,
+and the others stay in it (torch 2.13). So an overload that was defined once is always defined
+again, or looking up the op would fail; and the default one loses its schema last, to stay first.
 """
 
 from __future__ import annotations
@@ -42,11 +47,15 @@ class Defined:
         self.owner, self.namespace, self.schema = owner, namespace, schema
         self.name = schema.partition("(")[0]
         self.written = written
-        self._library: Any = None
+        self._first: Any = None  # the torch.library.Library of the default overload
+        self._library: Any = None  # that of the others
         self._reference: Callable[..., Any] = _nowhere
         self.gradient: Gradient | None = None
         self.fake: Callable[..., Any] | None = None  # the author's own
         self._overloads: list[str] = []
+        # What an earlier declaration had and this one does not; and the kernels of those.
+        self._left: list[str] = []
+        self._leftovers: dict[str, Any] = {}
         self._batching: Any = None
         self._rule: Callable[..., Any] | None = None  # the author's, for vmap
         self.variants: Variants | None = None
@@ -77,16 +86,26 @@ class Defined:
             if before is not None:
                 before.retire()
             _defined[self.qualified] = self
-            self._define(entrance, reference, overloads)
+            self._reference = reference
+            self._library, self._first = _library(self.namespace), _library(self.namespace)
+            for overload in ("", *overloads):
+                self._define_overload(overload, None if overload == NATIVE else entrance)
+                self._batch(overload)
+            if before is not None:
+                self._define_leftovers(before, entrance)
+            if not self.written:
+                self.gradient = Gradient(self.overload(), reference)
+                self._first.impl(self.name, self.gradient, "Autograd", with_keyset=True)
             if before is not None:
                 register.drop_compiled_graphs()
 
     def retire(self) -> None:
         """Have torch forget it, but for the operator itself."""
-        for each in (self._library, self._batching):
-            if each is not None:
-                each._destroy()
-        self._library = self._batching = None
+        libraries = [self._batching, *self._leftovers.values(), self._library, self._first]
+        for each in filter(None, libraries):
+            each._destroy()
+        self._library = self._first = self._batching = None
+        self._leftovers.clear()
         if self.variants is not None:
             self.variants.retire()
 
@@ -126,31 +145,30 @@ class Defined:
             self._batching = self._batching or _library(self.namespace)
             self._batching.impl(self._named(overload), self._reference, "FuncTorchBatched")
 
-    def _define(
-        self,
-        entrance: Entrance | Variants,
-        reference: Callable[..., Any],
-        overloads: tuple[str, ...],
-    ) -> None:
-        library = self._library = _library(self.namespace)
-        self._reference = reference
-        for overload in ("", *overloads):
-            self._define_overload(overload, None if overload == NATIVE else entrance)
-            self._batch(overload)
-        if not self.written:
-            self.gradient = Gradient(self.overload(), reference)
-            library.impl(self.name, self.gradient, "Autograd", with_keyset=True)
+    def _define_leftovers(self, before: Defined, entrance: Entrance | Variants) -> None:
+        """Define the overloads that the op had and does not have any more."""
+        for overload in (*before._overloads, *before._left):
+            if overload not in self._overloads and overload not in self._left:
+                self._left.append(overload)
+                self._library.define(self._named(overload) + self.schema[len(self.name) :])
+                self._leftovers[overload] = _library(self.namespace)
+                self._leftovers[overload].impl(
+                    self._named(overload), entrance, "CompositeExplicitAutograd"
+                )
 
     def _define_overload(self, overload: str, kernel: Callable[..., Any] | None) -> None:
-        library, name = self._library, self._named(overload)
-        try:
-            library.define(
-                name + self.schema[len(self.name) :], tags=(torch.Tag.pt2_compliant_tag,)
-            )
-        except RuntimeError as error:
-            raise SpecError(
-                f"op {self.name}: torch refuses the schema {self.schema!r}", why=str(error)
-            ) from error
+        library, name = self._library if overload else self._first, self._named(overload)
+        if overload in self._leftovers:
+            self._leftovers.pop(overload)._destroy()
+        else:
+            try:
+                library.define(
+                    name + self.schema[len(self.name) :], tags=(torch.Tag.pt2_compliant_tag,)
+                )
+            except RuntimeError as error:
+                raise SpecError(
+                    f"op {self.name}: torch refuses the schema {self.schema!r}", why=str(error)
+                ) from error
         self._overloads.append(overload)
         _keep(self.namespace, name)
         fake = self._shapes(self._reference)
