@@ -83,6 +83,9 @@ def function_for(
     choice = ""
     if variants is not None:
         values = "".join(f"[values[{name!r}]]" for name in variants.chosen_names)
+        if variants.tuning is not None:
+            names["tuned_for_"] = variants.tuning.exact
+            values += f"[tuned_for_({arguments})]"
         choice = _CHOICE.format(plain=plain, arguments=arguments, values=values)
     text = (_IN_PLACE if no_grad is None else _WITH_GRADIENT).format(
         choice=choice,

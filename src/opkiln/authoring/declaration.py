@@ -74,8 +74,8 @@ class Declaration:
         written, variants = self._defined.written, self._defined.variants
         made: Any = function_for(self._reference, overload, no_grad, written, variants)
         made.builder, made.reference, made.overload = self.builder, self._reference, overload
-        for each in (self.backward, self.fake, self.vmap, self.variant, self.check, self.load,
-                     self.reload, self.explain):  # fmt: skip
+        for each in (self.backward, self.fake, self.vmap, self.variant, self.tune_key,
+                     self.check, self.load, self.reload, self.explain):  # fmt: skip
             setattr(made, each.__name__, each)
         return made
 
@@ -108,6 +108,16 @@ class Declaration:
             )
         variants.choose_by(function)
         choose_by(self.function, function)
+        return function
+
+    def tune_key(self, function: _F) -> _F:
+        variants = self._defined.variants
+        if variants is None or variants.tuning is None:
+            raise SpecError(
+                f"op {self.builder.NAME} has nothing to tune",
+                hint='@opkiln.op(..., tune={"BLOCK": (128, 256)})',
+            )
+        variants.tuning.key_by(function)
         return function
 
     @told_briefly

@@ -57,6 +57,10 @@ class DecoratedOp(Protocol, Generic[_P, _R_co]):
         """Give the function that chooses a variant: it takes the op's arguments and returns a value
         for each name of ``variants=``, as a dict; None if the reference is to run."""
 
+    def tune_key(self, function: _F) -> _F:
+        """Give the classes of shapes that ``tune=`` chooses for: the function takes the op's
+        arguments and returns numbers or text, alone or in a tuple."""
+
     def check(self, *args: _P.args, **kwargs: _P.kwargs) -> _R_co:
         """Call native and reference and compare. Raises DifferenceError, and LoadError if there is
         no native version for these arguments."""
@@ -82,6 +86,7 @@ def op(
     namespace: str = "",
     emulate: bool = False,
     variants: Mapping[str, Sequence[Value]] | None = None,
+    tune: Mapping[str, Sequence[Value]] | None = None,
 ) -> Callable[[Callable[_P, _R]], DecoratedOp[_P, _R]]:
     """Make an op of a function; its body is the reference.
 
@@ -92,7 +97,8 @@ def op(
     ``ldflags``. ``namespace`` is that of ``torch.ops``; by default, the package's name. ``emulate``
     runs the CUDA kernels on the CPU, for CPU tensors, and checks what they do (docs/emulator.md).
     ``variants`` lists compile-time parameters and their values, ``{"HEAD": (64, 128)}``: the
-    sources see them as macros, and ``@f.variant`` chooses among them.
+    sources see them as macros, and ``@f.variant`` chooses among them. ``tune`` lists such
+    parameters that are chosen by measuring, once for each device model and class of shapes.
 
     Raises SpecError for a function that cannot be an op.
     """
@@ -103,7 +109,7 @@ def op(
             raise SpecError(f"@opkiln.op decorates functions, not {type(function).__name__}")
         from opkiln.authoring.declaration import Declaration
 
-        parameters = Parameters.of(function.__name__, variants or {}, {})
+        parameters = Parameters.of(function.__name__, variants or {}, tune or {})
         made = Declaration(
             function, given, mutates, dict(needs or {}), namespace, emulate, parameters
         )

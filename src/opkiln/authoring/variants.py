@@ -14,6 +14,7 @@ from typing import Any
 from opkiln.authoring.entrance import Entrance, device_of
 from opkiln.authoring.gradient import tensors, with_defaults, without_autocast
 from opkiln.authoring.registration import NATIVE, lock
+from opkiln.authoring.tuning import Tuning
 from opkiln.decision import policy
 from opkiln.errors import FallbackWarning, LoadError, SpecError, warn_caller
 from opkiln.loading import loader
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from opkiln.authoring.parameters import Value
     from opkiln.authoring.registration import Defined
 
+_MOST_CALLS = 4096  # that are remembered for one variant
 _MOST_REASONS = 16  # that are told and kept: a program may call with a thousand sizes
 
 
@@ -41,8 +43,9 @@ class Variants:
         self._choose: Callable[..., Any] | None = None
         self._entrances: dict[tuple[Value, ...], Entrance] = {}
         # torch's objects for the overloads: a dict for each parameter, one in the other, which is
-        # faster than one with tuples.
-        self.calls: dict[Value, Any] = {}
+        # faster than one with tuples. With tuning, the innermost one is by what is tuned for.
+        self.calls: dict[Any, Any] = {}
+        self.tuning = Tuning(builder, self.entrance) if self._parameters.tuned else None
         self._refused: dict[str, None] = {}  # why the reference ran, in order
         self.chosen_names = tuple(name for name, _ in self._parameters.chosen)
 
@@ -66,7 +69,8 @@ class Variants:
     def chosen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entrance | None:
         """The variant for a call; None if none serves it: the user is told. Raises SpecError, and
         LoadError where the reference must not serve."""
-        found = self._found(*with_defaults(self._defined.overload()._schema, args, kwargs))
+        args, kwargs = with_defaults(self._defined.overload()._schema, args, kwargs)
+        found = self._found(args, kwargs)
         if found is None:
             why = f"the function of @{self._builder.NAME}.variant chose none for these arguments"
         else:
@@ -74,7 +78,25 @@ class Variants:
         if why:
             self._tell(why)
             return None
-        return self.entrance(values)
+        if self.tuning is None:
+            entrance = self.entrance(values)
+            self._remember(values, entrance)
+            return entrance
+        tuned, lasting = self.tuning.best(values, args, kwargs)
+        entrance = self.entrance((*values, *tuned))
+        if lasting:
+            self._remember((*values, self.tuning.exact(*args, **kwargs)), entrance)
+        return entrance
+
+    def _remember(self, keys: tuple[Any, ...], entrance: Entrance) -> None:
+        """Have the decorated function call this variant at once."""
+        with lock:
+            calls = self.calls
+            for each in keys[:-1]:
+                calls = calls.setdefault(each, {})
+            if len(calls) >= _MOST_CALLS:
+                calls.clear()  # of a program whose shapes never repeat
+            calls[keys[-1]] = entrance.overload
 
     def entrance(self, values: tuple[Value, ...]) -> Entrance:
         """The variant with these values, known to torch."""
@@ -88,10 +110,6 @@ class Variants:
                 if settings.check:
                     entrance.native = self._defined.add(f"{ending}_{NATIVE}", None)
                 self._entrances[values] = entrance
-                calls = self.calls
-                for value in values[:-1]:
-                    calls = calls.setdefault(value, {})
-                calls[values[-1]] = entrance.overload
             return entrance
 
     def matching(self, wanted: Mapping[str, Value]) -> list[Entrance]:
@@ -123,9 +141,12 @@ class Variants:
     @property
     def notes(self) -> tuple[str, ...]:
         """What calls in this process came to, for explanations."""
-        return tuple(f"the reference ran: {each}" for each in self._refused)
+        tuned = () if self.tuning is None else self.tuning.notes
+        return (*(f"the reference ran: {each}" for each in self._refused), *tuned)
 
     def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._parameters.chosen:
+            return {}
         if self._choose is None:
             name = self._builder.NAME
             raise SpecError(
