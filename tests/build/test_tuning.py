@@ -132,8 +132,16 @@ def test_fast_candidate_is_chosen_once_and_the_choice_can_be_moved(
         source.write_text(SOURCE)
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"schema": 2, "tuned": []}', '{"schema": 1, "tuned": 3}',
-                                  '{"schema": 1, "tuned": [{"op": "../x"}]}'])  # fmt: skip
+OTHER_FILES = (
+    "",
+    "{}",
+    '{"schema": 2, "tuned": []}',
+    '{"schema": 1, "tuned": 3}',
+    '{"schema": 1, "tuned": [{"op": "../x"}]}',
+)
+
+
+@pytest.mark.parametrize("text", OTHER_FILES)
 def test_import_refuses_another_file(text: str, tmp_path: Path) -> None:
     file = tmp_path / "choices.json"
     file.write_text(text)
