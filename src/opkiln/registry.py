@@ -11,6 +11,9 @@ Of several ops with one name, the bundled one or else the first found goes by th
 others by ``DISTRIBUTION:OP``. Every op can be asked for as ``DISTRIBUTION:OP``, where DISTRIBUTION
 is what was installed, in any spelling that an installer takes, or the package that is imported.
 
+An op with variants is listed once. Each variant can be asked for by the name of its library,
+``attn__HEAD_64``, and ``libraries`` gives all of them.
+
 Looking up a bundled op imports its module and nothing else; entry points are only read when a name
 is not bundled, or when all are asked for (reading them takes longer than loading an op).
 """
@@ -36,7 +39,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-    from opkiln.loading.explain import Explanation
+    from opkiln.loading.explain import Explanation, Explanations
 
 GROUP = "opkiln.ops"
 _OPS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "ops")
@@ -59,26 +62,24 @@ class _AllOps(Mapping[str, type[OpBuilder]]):
             return _only_builder(op)
         entry = _find(owner, op)
         if entry is not None:
-            try:
-                found = entry.load()
-            except (Exception, SystemExit) as error:
-                raise SpecError(
-                    f"op {name}: {entry.value} cannot be imported",
-                    why=f"{type(error).__name__}: {error}",
-                    hint=f"python -c 'import {entry.module}'",
-                ) from error
-            builder = found if isinstance(found, type) else getattr(found, "builder", None)
-            if not (isinstance(builder, type) and issubclass(builder, OpBuilder)):
-                raise SpecError(
-                    f"entry point {name} = {entry.value} is not an OpBuilder",
-                    why="it is not a function that @opkiln.op decorates either, nor a module with "
-                    "such functions",
-                )
-            return builder
+            return builder_of(name, entry)
+        if (variant := self._variant(owner, op)) is not None:
+            return variant
         known = list(self)
         raise UnknownOp(
             f"there is no op {name!r}", why="known: " + ", ".join(known), hint=_meant(op, known)
         )
+
+    def _variant(self, owner: str, name: str) -> type[OpBuilder] | None:
+        """The builder of a variant by its name, ``attn__HEAD_64``: an op's name may have ``__``."""
+        parts = name.split("__")
+        for end in range(1, len(parts)):
+            op = "__".join(parts[:end])
+            entry = _find(owner, op)
+            for each in () if entry is None else builder_of(op, entry).variants():
+                if name == each.NAME:
+                    return each
+        return None
 
     def __iter__(self) -> Iterator[str]:
         return iter([*bundled(), *declared()])
@@ -126,11 +127,48 @@ def _load_at_trace_time(
     return for_trace(get_builder(name, backend=backend, archs=archs).loaded(**how).value)
 
 
-def explain(name: str) -> Explanation:
-    """Why an op is served as it is, and what changed since it was last built. Raises UnknownOp."""
+def explain(name: str) -> Explanation | Explanations:
+    """Why an op, or each of its variants, is served as it is, and what changed since it was last
+    built. Raises UnknownOp."""
     from opkiln.loading import explain as explaining
 
-    return explaining.explain(get_builder(name).op())
+    builder = ALL_OPS[name]
+    if not builder.variants():
+        return explaining.explain(get_builder(name).op())
+    found = (explaining.explain(each().op()) for each in builder.variants())
+    return explaining.Explanations(builder.NAME, tuple(found))
+
+
+def libraries(name: str, builder: type[OpBuilder]) -> list[tuple[str, type[OpBuilder]]]:
+    """(name, builder) of every library of an op: one, or one for each of its variants. ``name`` is
+    what the op is asked for as."""
+    owner, colon, _ = name.rpartition(":")
+    return [(f"{owner}{colon}{each.NAME}", each) for each in builder.variants()] or [
+        (name, builder)
+    ]
+
+
+def builder_of(name: str, entry: EntryPoint) -> type[OpBuilder]:
+    """The builder that an entry point names, itself or by a decorated function.
+
+    Raises SpecError.
+    """
+    try:
+        found = entry.load()
+    except (Exception, SystemExit) as error:
+        raise SpecError(
+            f"op {name}: {entry.value} cannot be imported",
+            why=f"{type(error).__name__}: {error}",
+            hint=f"python -c 'import {entry.module}'",
+        ) from error
+    builder = found if isinstance(found, type) else getattr(found, "builder", None)
+    if not (isinstance(builder, type) and issubclass(builder, OpBuilder)):
+        raise SpecError(
+            f"entry point {name} = {entry.value} is not an OpBuilder",
+            why="it is not a function that @opkiln.op decorates either, nor a module with "
+            "such functions",
+        )
+    return builder
 
 
 def _meant(name: str, known: list[str]) -> str:

@@ -249,6 +249,7 @@ def test_decorating_again_replaces_source_schema_and_gradient() -> None:
     new = opkiln.op(source=text, namespace="decorated")(function)
     v = torch.randn(4, requires_grad=True)
     assert torch.equal(new(v), -v)
+    assert torch.ops.decorated.again(v).requires_grad, "the overload with a gradient comes first"
     assert new.load("cpu")
     new(v).sum().backward()
     assert torch.equal(v.grad, torch.full((4,), -1.0))

@@ -94,7 +94,7 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "example", ["first_op/use.py", "cuda_op/use.py", "one_call.py", "train.py"]
+    "example", ["first_op/use.py", "cuda_op/use.py", "one_call.py", "train.py", "variants.py"]
 )
 def test_an_example_runs_cold_and_warm(example: str, cache: str) -> None:
     argv = [sys.executable, str(ROOT / "examples" / example)]

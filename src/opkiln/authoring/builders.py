@@ -7,13 +7,16 @@ import sys
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from opkiln.authoring.parameters import Parameters
 from opkiln.builder.cuda import CUDAOpBuilder
-from opkiln.errors import SpecError
-from opkiln.model import CPU, CUDA, INLINE_ROOT, ROCM, OpSpec, Registration
+from opkiln.errors import SpecError, UsageError
+from opkiln.model import CPU, CUDA, INLINE_ROOT, ROCM, Op, OpSpec, Registration
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from opkiln.authoring.parameters import Value
 
 _NEEDS = ("archs", "libraries", "include_dirs", "cxx_args", "nvcc_args", "ldflags")
 
@@ -66,6 +69,9 @@ class DecoratedBuilder(CUDAOpBuilder):
     DIRECTORY = ""  # of the Python file, from the root
     SOURCES = Sources()
     NEEDS: Mapping[str, Any]
+    PARAMETERS = Parameters("")
+    VALUES: tuple[Value, ...] = ()  # of the parameters, in the builder of one variant
+    _made: dict[tuple[Value, ...], type[DecoratedBuilder]]  # the builders of the variants
 
     @property
     def root(self) -> str:
@@ -82,10 +88,10 @@ class DecoratedBuilder(CUDAOpBuilder):
         return tuple(self.NEEDS.get("libraries", ()))
 
     def cxx_args(self) -> Sequence[str]:
-        return tuple(self.NEEDS.get("cxx_args", ()))
+        return (*self._macros(), *self.NEEDS.get("cxx_args", ()))
 
     def nvcc_args(self) -> Sequence[str]:
-        return tuple(self.NEEDS.get("nvcc_args", ()))
+        return (*self._macros(), *self.NEEDS.get("nvcc_args", ()))
 
     def extra_ldflags(self) -> Sequence[str]:
         return tuple(self.NEEDS.get("ldflags", ()))
@@ -106,6 +112,43 @@ class DecoratedBuilder(CUDAOpBuilder):
     def registration(self) -> Registration:
         return self.REGISTRATION
 
+    def op(self) -> Op:
+        if self.PARAMETERS and not self.VALUES:
+            names = [each.NAME for each in self.variants()]
+            raise UsageError(
+                f"op {self.name} has a library for each of its variants, and none of its own",
+                why=f"they are {', '.join(names)}",
+                hint=f"name one of them: {names[0]}",
+            )
+        return super().op()
+
+    @classmethod
+    def variants(cls) -> tuple[type[DecoratedBuilder], ...]:
+        if cls.VALUES or not cls.PARAMETERS:
+            return ()
+        return tuple(map(cls.variant, cls.PARAMETERS.combinations()))
+
+    @classmethod
+    def variant(cls, values: tuple[Value, ...]) -> type[DecoratedBuilder]:
+        """The builder of the variant with these values."""
+        found = cls._made.get(values)
+        if found is None:
+            ending = cls.PARAMETERS.suffix(values)
+            overloads = tuple(
+                f"{ending}_{each}" if each else ending for each in cls.REGISTRATION.overloads
+            )
+            words = {
+                "__module__": cls.__module__,
+                "NAME": cls.PARAMETERS.library(values),
+                "VALUES": values,
+                "REGISTRATION": cls.REGISTRATION._replace(overloads=overloads),
+            }
+            found = cls._made[values] = type(f"{cls.__name__}_{ending}", (cls,), words)
+        return found
+
+    def _macros(self) -> tuple[str, ...]:
+        return self.PARAMETERS.flags(self.VALUES) if self.VALUES else ()
+
     def _place(self, path: str) -> str:
         return path if os.path.isabs(path) else os.path.join(self.DIRECTORY, path)
 
@@ -117,6 +160,7 @@ def builder_for(
     needs: Mapping[str, Any],
     namespace: str,
     overloads: tuple[str, ...],
+    parameters: Parameters,
 ) -> type[DecoratedBuilder]:
     """A builder class for a function. ``overloads`` are what a library's function is registered as.
 
@@ -139,6 +183,8 @@ def builder_for(
         "DIRECTORY": "" if place == root else os.path.relpath(place, root),
         "SOURCES": sources,
         "NEEDS": dict(needs),
+        "PARAMETERS": parameters,
+        "_made": {},
     }
     title = "".join(part.capitalize() for part in function.__name__.split("_"))
     made: type[DecoratedBuilder] = type(f"{title}Builder", (DecoratedBuilder,), words)

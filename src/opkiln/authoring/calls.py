@@ -18,6 +18,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from opkiln.authoring.variants import Variants
+
 _WITH_GRADIENT = """\
 def {name}({parameters}):
     try:
@@ -28,18 +30,34 @@ def {name}({parameters}):
         differentiate = True
     if differentiate:
         return overload_({arguments})
-    return no_grad_({arguments})
+{choice}    return no_grad_({arguments})
 """
 _IN_PLACE = """\
 def {name}({parameters}):
     if is_grad_enabled_() and requires_grad_({tensors}):
         refuse_()
-    return overload_({arguments})
+{choice}    return overload_({arguments})
+"""
+# What is traced, or has shapes that are not those of its memory, chooses a variant when it is
+# computed: a graph runs with other shapes, and a sharded tensor with its parts.
+_CHOICE = """\
+    if {plain} not (is_traced_() or count_modes_()):
+        try:
+            values = choose_({arguments})
+            variant = variants_{values}
+        except (KeyError, TypeError):  # not loaded yet, none, or a mistake: what follows tells
+            pass
+        else:
+            return variant({arguments})
 """
 
 
 def function_for(
-    function: Callable[..., Any], overload: Any, no_grad: Any, written: tuple[str, ...]
+    function: Callable[..., Any],
+    overload: Any,
+    no_grad: Any,
+    written: tuple[str, ...],
+    variants: Variants | None = None,
 ) -> Callable[..., Any]:
     """The function to call in the place of ``function``. ``no_grad`` is None for an op that writes
     to its arguments."""
@@ -51,11 +69,26 @@ def function_for(
         "any_": _any_requires_grad,
         "requires_grad_": _any_requires_grad,
         "refuse_": functools.partial(_refuse, function.__name__, written),
+        "choose_": _chooses_nothing,
+        "variants_": {} if variants is None else variants.calls,
+        "is_traced_": torch.compiler.is_dynamo_compiling,
+        "count_modes_": torch._C._len_torch_dispatch_stack,
+        "plain_": frozenset((torch.Tensor, torch.nn.Parameter)),
+        "are_plain_": _are_plain,
     }
     parameters, arguments = _signature(function, names)
     kinds = {each.name: str(each.type) for each in overload._schema.arguments}
     tensors = [name for name, kind in kinds.items() if "Tensor" in kind]
+    plain = "".join(f"{_plain(name, kinds[name])} and " for name in tensors)
+    choice = ""
+    if variants is not None:
+        values = "".join(f"[values[{name!r}]]" for name in variants.chosen_names)
+        if variants.tuning is not None:
+            names["tuned_for_"] = variants.tuning.exact
+            values += f"[tuned_for_({arguments})]"
+        choice = _CHOICE.format(plain=plain, arguments=arguments, values=values)
     text = (_IN_PLACE if no_grad is None else _WITH_GRADIENT).format(
+        choice=choice,
         name=function.__name__,
         parameters=parameters,
         arguments=arguments,
@@ -67,6 +100,15 @@ def function_for(
     made: Callable[..., Any] = names[function.__name__]
     functools.update_wrapper(made, function)
     return made
+
+
+def choose_by(made: Callable[..., Any], function: Callable[..., Any]) -> None:
+    """Have a function of ``function_for`` choose variants by the author's function."""
+    made.__globals__["choose_"] = function
+
+
+def _chooses_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for the author's function as long as there is none."""
 
 
 def _signature(function: Callable[..., Any], names: dict[str, Any]) -> tuple[str, str]:
@@ -91,6 +133,19 @@ def _test(name: str, kind: str) -> str:
     if kind == "Tensor":
         return f"{name}.requires_grad"
     return f"any_({name})"
+
+
+def _plain(name: str, kind: str) -> str:
+    """An expression: whether this argument is no subclass of Tensor."""
+    if kind == "Tensor":
+        return f"type({name}) in plain_"
+    return f"are_plain_({name})"
+
+
+def _are_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_are_plain, value))
+    return value is None or type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _any_requires_grad(*values: Any) -> bool:

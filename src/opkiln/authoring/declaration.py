@@ -8,10 +8,12 @@ from typing import Any
 
 from opkiln.authoring import schema as schemas
 from opkiln.authoring.builders import Sources, builder_for
-from opkiln.authoring.calls import function_for
+from opkiln.authoring.calls import choose_by, function_for
 from opkiln.authoring.checking import Comparison
-from opkiln.authoring.entrance import Entrance, device_of
+from opkiln.authoring.entrance import Entrance
+from opkiln.authoring.parameters import Parameters
 from opkiln.authoring.registration import NATIVE, NO_GRAD, Defined
+from opkiln.authoring.variants import Variants
 from opkiln.errors import SpecError, told_briefly
 from opkiln.loading import loader
 from opkiln.settings import settings
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import TypeVar
 
-    from opkiln.loading.explain import Explanation
+    from opkiln.authoring.parameters import Value
+    from opkiln.loading.explain import Explanation, Explanations
 
     _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -37,33 +40,42 @@ class Declaration:
         needs: dict[str, Any],
         namespace: str,
         emulate: bool,
+        parameters: Parameters,
     ) -> None:
         name = function.__name__
         written = (mutates,) if isinstance(mutates, str) else tuple(mutates)
         schema = schemas.of_function(name, function, written)
         compared = bool(settings.check)
-        more = (NATIVE,) if compared else () if written else (NO_GRAD,)
-        native = (NATIVE,) if compared else ("", *more)  # what a library's function is taken for
+        varied = bool(parameters)  # the variants have libraries, and the op itself has none
+        more = (NATIVE,) if compared and not varied else () if written else (NO_GRAD,)
+        # What a library's function is taken for.
+        native = (NATIVE,) if compared else ("",) if varied else ("", *more)
         self._reference = function
-        self.builder = builder_for(function, schema, sources, needs, namespace, native)
+        self.builder = builder_for(function, schema, sources, needs, namespace, native, parameters)
         self.builder.EMULATE = emulate
         owner = (function.__module__, function.__qualname__)
         self._defined = Defined(owner, self.builder.REGISTRATION.namespace, schema, written)
-        self._entrance = Entrance(self.builder, function, written)
+        self._entrance: Entrance | Variants
+        if varied:
+            self._entrance = Variants(self.builder, function, self._defined)
+            self._defined.variants = self._entrance
+        else:
+            self._entrance = Entrance(self.builder, function, written)
         loader.forget(self.builder().distribution, name)
         self._defined.define(self._entrance, function, more)
-        self._entrance.overload = self._defined.overload()
-        self._entrance.native = self._defined.overload(NATIVE) if compared else None
-        self.function = self._made(compared)
-
-    def _made(self, compared: bool) -> Any:
         overload = self._defined.overload()
-        written = self._defined.written
-        no_grad = None if written else overload if compared else self._defined.overload(NO_GRAD)
-        made: Any = function_for(self._reference, overload, no_grad, written)
+        no_grad = self._defined.overload(NO_GRAD) if NO_GRAD in more else overload
+        if isinstance(self._entrance, Entrance):
+            self._entrance.overload = overload
+            self._entrance.native = self._defined.overload(NATIVE) if compared else None
+        self.function = self._made(overload, None if written else no_grad)
+
+    def _made(self, overload: Any, no_grad: Any) -> Any:
+        written, variants = self._defined.written, self._defined.variants
+        made: Any = function_for(self._reference, overload, no_grad, written, variants)
         made.builder, made.reference, made.overload = self.builder, self._reference, overload
-        for each in (self.backward, self.fake, self.vmap, self.check, self.load, self.reload,
-                     self.explain):  # fmt: skip
+        for each in (self.backward, self.fake, self.vmap, self.variant, self.tune_key,
+                     self.check, self.load, self.reload, self.explain):  # fmt: skip
             setattr(made, each.__name__, each)
         return made
 
@@ -87,23 +99,48 @@ class Declaration:
         self._defined.batch_with(function)
         return function
 
-    @told_briefly
-    def check(self, *args: Any, **kwargs: Any) -> Any:
-        device = device_of(args, kwargs)
-        self._entrance.load_native(device)
-        compare = Comparison(self.builder.NAME, self._reference, self._defined.written)
-        return compare(self._entrance.native or self._defined.overload(), args, kwargs)
+    def variant(self, function: _F) -> _F:
+        variants = self._defined.variants
+        if variants is None or not self.builder.PARAMETERS.chosen:
+            raise SpecError(
+                f"op {self.builder.NAME} has no variants to choose from",
+                hint='@opkiln.op(..., variants={"HEAD": (64, 128)})',
+            )
+        variants.choose_by(function)
+        choose_by(self.function, function)
+        return function
+
+    def tune_key(self, function: _F) -> _F:
+        variants = self._defined.variants
+        if variants is None or variants.tuning is None:
+            raise SpecError(
+                f"op {self.builder.NAME} has nothing to tune",
+                hint='@opkiln.op(..., tune={"BLOCK": (128, 256)})',
+            )
+        variants.tuning.key_by(function)
+        return function
 
     @told_briefly
-    def load(self, device: str = "cpu") -> bool:
-        loaded = self._entrance.load(device)
-        return loaded is not None and loaded.artifact is not None
+    def check(self, *args: Any, **kwargs: Any) -> Any:
+        entrance = self._entrance.load_native(args, kwargs)
+        compare = Comparison(self.builder.NAME, self._reference, self._defined.written)
+        return compare(entrance.native or entrance.overload, args, kwargs)
+
+    @told_briefly
+    def load(self, device: str = "cpu", **values: Value) -> bool:
+        loaded = [each.load(device) for each in self._entrance.matching(values)]
+        return all(each is not None and each.artifact is not None for each in loaded)
 
     @told_briefly
     def reload(self) -> None:
         self._entrance.reload()
 
-    def explain(self, device: str = "cpu") -> Explanation:
+    def explain(self, device: str = "cpu", **values: Value) -> Explanation | Explanations:
         from opkiln.loading import explain as explaining
 
-        return explaining.explain(self._entrance.builder_of(device).op())
+        found = [explaining.explain(each.builder_of(device).op())
+                 for each in self._entrance.matching(values)]  # fmt: skip
+        variants = self._defined.variants
+        if variants is None:
+            return found[0]
+        return explaining.Explanations(self.builder.NAME, tuple(found), variants.notes)

@@ -20,8 +20,10 @@ from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
+    from opkiln.authoring.builders import DecoratedBuilder
+    from opkiln.authoring.parameters import Value
     from opkiln.builder.base import OpBuilder
     from opkiln.loading.loader import Loaded
 
@@ -30,7 +32,10 @@ class Entrance:
     """Loads an op's libraries, and runs its reference."""
 
     def __init__(
-        self, builder: type[OpBuilder], reference: Callable[..., Any], written: tuple[str, ...]
+        self,
+        builder: type[DecoratedBuilder],
+        reference: Callable[..., Any],
+        written: tuple[str, ...],
     ) -> None:
         self._builder, self._reference = builder, reference
         self._comparison = Comparison(builder.NAME, reference, written)
@@ -74,8 +79,9 @@ class Entrance:
             self._served[device] = loaded
             return loaded
 
-    def load_native(self, device: str) -> None:
-        """Load the library for a device. Raises LoadError if there is none."""
+    def load_native(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entrance:
+        """Load the library for the device of these arguments. Raises LoadError if there is none."""
+        device = device_of(args, kwargs)
         loaded = self.load(device)
         if loaded is None:
             raise LoadError(
@@ -85,6 +91,12 @@ class Entrance:
         if loaded.artifact is None:
             why = "\n".join(loaded.trace.refusals())
             raise LoadError(f"op {self._builder.NAME}: its reference serves {device}", why=why)
+        return self
+
+    def matching(self, wanted: Mapping[str, Value]) -> list[Entrance]:
+        """This one. An op with variants has several. Raises SpecError if a value is wanted."""
+        self._builder.PARAMETERS.matching(wanted)
+        return [self]
 
     def reload(self) -> None:
         """Look at the sources of what is loaded again. Raises OpkilnError."""

@@ -15,14 +15,16 @@ import inspect
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from opkiln.authoring.builders import Sources
+from opkiln.authoring.parameters import Parameters
 from opkiln.errors import SpecError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from opkiln.authoring.parameters import Value
     from opkiln.builder.base import OpBuilder
-    from opkiln.loading.explain import Explanation
+    from opkiln.loading.explain import Explanation, Explanations
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -51,18 +53,28 @@ class DecoratedOp(Protocol, Generic[_P, _R_co]):
     def vmap(self, function: _F) -> _F:
         """Give a batching rule, ``function(info, in_dims, *args)`` -> (result, out_dims)."""
 
+    def variant(self, function: _F) -> _F:
+        """Give the function that chooses a variant: it takes the op's arguments and returns a value
+        for each name of ``variants=``, as a dict; None if the reference is to run."""
+
+    def tune_key(self, function: _F) -> _F:
+        """Give the classes of shapes that ``tune=`` chooses for: the function takes the op's
+        arguments and returns numbers or text, alone or in a tuple."""
+
     def check(self, *args: _P.args, **kwargs: _P.kwargs) -> _R_co:
         """Call native and reference and compare. Raises DifferenceError, and LoadError if there is
         no native version for these arguments."""
 
-    def load(self, device: str = "cpu") -> bool:
-        """Load the library for a device now; whether there is one. Raises OpkilnError."""
+    def load(self, device: str = "cpu", **values: Value) -> bool:
+        """Load the library for a device now; whether there is one. Of an op with variants, all that
+        have these values; whether each has one. Raises OpkilnError."""
 
     def reload(self) -> None:
         """Look at the sources again, and take in what changed. Raises OpkilnError."""
 
-    def explain(self, device: str = "cpu") -> Explanation:
-        """Why the op is served as it is on this device."""
+    def explain(self, device: str = "cpu", **values: Value) -> Explanation | Explanations:
+        """Why the op is served as it is on this device; of an op with variants, each that has these
+        values."""
 
 
 def op(
@@ -73,6 +85,8 @@ def op(
     needs: Mapping[str, Any] | None = None,
     namespace: str = "",
     emulate: bool = False,
+    variants: Mapping[str, Sequence[Value]] | None = None,
+    tune: Mapping[str, Sequence[Value]] | None = None,
 ) -> Callable[[Callable[_P, _R]], DecoratedOp[_P, _R]]:
     """Make an op of a function; its body is the reference.
 
@@ -82,6 +96,9 @@ def op(
     compute capability, "8.0"), ``libraries``, ``include_dirs``, ``cxx_args``, ``nvcc_args`` and
     ``ldflags``. ``namespace`` is that of ``torch.ops``; by default, the package's name. ``emulate``
     runs the CUDA kernels on the CPU, for CPU tensors, and checks what they do (docs/emulator.md).
+    ``variants`` lists compile-time parameters and their values, ``{"HEAD": (64, 128)}``: the
+    sources see them as macros, and ``@f.variant`` chooses among them. ``tune`` lists such
+    parameters that are chosen by measuring, once for each device model and class of shapes.
 
     Raises SpecError for a function that cannot be an op.
     """
@@ -92,7 +109,10 @@ def op(
             raise SpecError(f"@opkiln.op decorates functions, not {type(function).__name__}")
         from opkiln.authoring.declaration import Declaration
 
-        made = Declaration(function, given, mutates, dict(needs or {}), namespace, emulate)
+        parameters = Parameters.of(function.__name__, variants or {}, tune or {})
+        made = Declaration(
+            function, given, mutates, dict(needs or {}), namespace, emulate, parameters
+        )
         return cast("DecoratedOp[_P, _R]", made.function)
 
     return decorate

@@ -4,6 +4,11 @@ Decorating a function again (a notebook's cell is run once more, a module is rel
 everything: schema, reference, shapes, gradient and kernels. torch frees an operator with its last
 registration, and whoever still holds it would then call freed memory. So each operator keeps one
 registration for good, and old references to it reach the new definition.
+
+torch also has a list of each op's overloads, by which ``torch.ops.ns.f(x)`` finds the first that
+fits. When several overloads with one signature lose their schemas, the first one leaves the list,
+and the others stay in it (torch 2.13). So an overload that was defined once is always defined
+again, or looking up the op would fail; and the default one loses its schema last, to stay first.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from typing import Any
 import torch
 
 from opkiln.authoring.gradient import Gradient, with_defaults
-from opkiln.errors import SpecError
+from opkiln.errors import LoadError, SpecError
 from opkiln.loading import register
 
 TYPE_CHECKING = False
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from opkiln.authoring.entrance import Entrance
+    from opkiln.authoring.variants import Variants
 
 NO_GRAD = "no_grad"  # the overload without a gradient
 NATIVE = "native"  # the overload that libraries implement if every call is to be compared
@@ -29,7 +35,7 @@ NATIVE = "native"  # the overload that libraries implement if every call is to b
 _KEPT_KEY = "FPGA"  # a device that no tensor is on
 _kept: dict[str, Any] = {}
 _defined: dict[str, Defined] = {}
-_lock = threading.RLock()
+lock = threading.RLock()  # of what torch is told of decorated ops
 
 
 class Defined:
@@ -41,11 +47,18 @@ class Defined:
         self.owner, self.namespace, self.schema = owner, namespace, schema
         self.name = schema.partition("(")[0]
         self.written = written
-        self._library: Any = None
+        self._first: Any = None  # the torch.library.Library of the default overload
+        self._library: Any = None  # that of the others
+        self._reference: Callable[..., Any] = _nowhere
         self.gradient: Gradient | None = None
         self.fake: Callable[..., Any] | None = None  # the author's own
-        self._overloads: tuple[str, ...] = ()
+        self._overloads: list[str] = []
+        # What an earlier declaration had and this one does not; and the kernels of those.
+        self._left: list[str] = []
+        self._leftovers: dict[str, Any] = {}
         self._batching: Any = None
+        self._rule: Callable[..., Any] | None = None  # the author's, for vmap
+        self.variants: Variants | None = None
 
     @property
     def qualified(self) -> str:
@@ -55,10 +68,13 @@ class Defined:
         return getattr(getattr(getattr(torch.ops, self.namespace), self.name), name)
 
     def define(
-        self, entrance: Entrance, reference: Callable[..., Any], overloads: tuple[str, ...]
+        self,
+        entrance: Entrance | Variants,
+        reference: Callable[..., Any],
+        overloads: tuple[str, ...],
     ) -> None:
         """Tell torch. ``overloads`` are names besides the default one. Raises SpecError."""
-        with _lock:
+        with lock:
             before = _defined.get(self.qualified)
             if before is not None and before.owner != self.owner:
                 raise SpecError(
@@ -70,22 +86,41 @@ class Defined:
             if before is not None:
                 before.retire()
             _defined[self.qualified] = self
-            self._define(entrance, reference, overloads)
+            self._reference = reference
+            self._library, self._first = _library(self.namespace), _library(self.namespace)
+            for overload in ("", *overloads):
+                self._define_overload(overload, None if overload == NATIVE else entrance)
+                self._batch(overload)
+            if before is not None:
+                self._define_leftovers(before, entrance)
+            if not self.written:
+                self.gradient = Gradient(self.overload(), reference)
+                self._first.impl(self.name, self.gradient, "Autograd", with_keyset=True)
             if before is not None:
                 register.drop_compiled_graphs()
 
     def retire(self) -> None:
         """Have torch forget it, but for the operator itself."""
-        for each in (self._library, self._batching):
-            if each is not None:
-                each._destroy()
-        self._library = self._batching = None
+        libraries = [self._batching, *self._leftovers.values(), self._library, self._first]
+        for each in filter(None, libraries):
+            each._destroy()
+        self._library = self._first = self._batching = None
+        self._leftovers.clear()
+        if self.variants is not None:
+            self.variants.retire()
+
+    def add(self, overload: str, kernel: Callable[..., Any] | None) -> Any:
+        """Tell torch of one more overload, that of a variant; torch's object for it. ``kernel`` is
+        for the devices that no library has kernels for."""
+        with lock:
+            if self._library is None:
+                raise LoadError(f"op {self.name} was declared anew: this function is the old one")
+            self._define_overload(overload, kernel)
+            self._batch(overload)
+        return self.overload(overload)
 
     def batch_with(self, rule: Callable[..., Any]) -> None:
         """Take an author's batching rule."""
-        if self._batching is not None:
-            self._batching._destroy()
-            self._batching = None
         schema = self.overload()._schema
 
         def batched(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,38 +128,56 @@ class Defined:
             dims = (*in_dims, *(None for _ in all_args[len(args) :]))
             return rule(info, dims, *all_args, **named)
 
-        for each in self._overloads:
-            name = f"{self.namespace}::{self._named(each)}"
-            torch.library.register_vmap(name, batched, lib=self._library)
+        with lock:
+            if self._batching is not None:
+                self._batching._destroy()
+                self._batching = None
+            self._rule = batched
+            for each in self._overloads:
+                self._batch(each)
 
-    def _define(
-        self, entrance: Entrance, reference: Callable[..., Any], overloads: tuple[str, ...]
-    ) -> None:
-        library = self._library = _library(self.namespace)
-        self._overloads = ("", *overloads)
-        parameters = self.schema[len(self.name) :]
-        for overload in ("", *overloads):
-            name = self._named(overload)
+    def _batch(self, overload: str) -> None:
+        """Register what runs under vmap: the author's rule, or the reference on batched tensors."""
+        if self._rule is not None:
+            name = f"{self.namespace}::{self._named(overload)}"
+            torch.library.register_vmap(name, self._rule, lib=self._library)
+        elif not self.written:
+            self._batching = self._batching or _library(self.namespace)
+            self._batching.impl(self._named(overload), self._reference, "FuncTorchBatched")
+
+    def _define_leftovers(self, before: Defined, entrance: Entrance | Variants) -> None:
+        """Define the overloads that the op had and does not have any more."""
+        for overload in (*before._overloads, *before._left):
+            if overload not in self._overloads and overload not in self._left:
+                self._left.append(overload)
+                self._library.define(self._named(overload) + self.schema[len(self.name) :])
+                self._leftovers[overload] = _library(self.namespace)
+                self._leftovers[overload].impl(
+                    self._named(overload), entrance, "CompositeExplicitAutograd"
+                )
+
+    def _define_overload(self, overload: str, kernel: Callable[..., Any] | None) -> None:
+        library, name = self._library if overload else self._first, self._named(overload)
+        if overload in self._leftovers:
+            self._leftovers.pop(overload)._destroy()
+        else:
             try:
-                library.define(name + parameters, tags=(torch.Tag.pt2_compliant_tag,))
+                library.define(
+                    name + self.schema[len(self.name) :], tags=(torch.Tag.pt2_compliant_tag,)
+                )
             except RuntimeError as error:
                 raise SpecError(
                     f"op {self.name}: torch refuses the schema {self.schema!r}", why=str(error)
                 ) from error
-            _keep(self.namespace, name)
-            register.register_fake(library, f"{self.namespace}::{name}", self._shapes(reference))
-            if overload != NATIVE:
-                library.impl(name, entrance, "CompositeExplicitAutograd")
-            if self.written:
-                bump = register.WithBump(self.namespace, self.name, overload or "default")
-                library.impl(name, bump, "ADInplaceOrView", with_keyset=True)
-        if not self.written:
-            self.gradient = Gradient(self.overload(), reference)
-            library.impl(self.name, self.gradient, "Autograd", with_keyset=True)
-            # Under vmap the reference runs, on batched tensors.
-            self._batching = _library(self.namespace)
-            for overload in ("", *overloads):
-                self._batching.impl(self._named(overload), reference, "FuncTorchBatched")
+        self._overloads.append(overload)
+        _keep(self.namespace, name)
+        fake = self._shapes(self._reference)
+        register.register_fake(library, f"{self.namespace}::{name}", fake)
+        if kernel is not None:
+            library.impl(name, kernel, "CompositeExplicitAutograd")
+        if self.written:
+            bump = register.WithBump(self.namespace, self.name, overload or "default")
+            library.impl(name, bump, "ADInplaceOrView", with_keyset=True)
 
     def _shapes(self, reference: Callable[..., Any]) -> Callable[..., Any]:
         def fake(*args: Any, **kwargs: Any) -> Any:

@@ -153,6 +153,12 @@ class OpBuilder:
     # What follows from it
 
     @classmethod
+    def variants(cls) -> tuple[type[OpBuilder], ...]:
+        """The builders of the op's variants, each with a library of its own; empty for an op that
+        is one library."""
+        return ()
+
+    @classmethod
     def emulates(cls) -> bool:
         """Whether calls with CPU tensors run the op's CUDA kernels in the emulator: ``EMULATE`` is
         set, or ``OPKILN_DEVICE=emulated`` and all CUDA sources are ``.cu`` files, as with op.h."""

@@ -28,17 +28,25 @@ if TYPE_CHECKING:
 def explain_command(op: str, target: str | None, as_json: bool) -> None:
     """Show how OP would be loaded: each candidate, and why it is taken or refused.
 
-    If the newest entry can no longer be used, also show what changed since it was built.
+    If the newest entry can no longer be used, also show what changed since it was built. An op with
+    variants is explained variant by variant.
     """
     from opkiln.loading.explain import explain
+    from opkiln.registry import ALL_OPS, libraries
 
-    with builder_for(op, target) as builder:
-        found = explain(builder.op())
+    found = []
+    for name, _ in libraries(op, ALL_OPS[op]):
+        with builder_for(name, target) as builder:
+            found.append(explain(builder.op()))
     if not as_json:
-        output.data(str(found))
+        output.data("\n".join(map(str, found)))
         return
-    candidates = [each._asdict() for each in found.candidates]
-    output.data_json({"schema": 1, **found._asdict(), "candidates": candidates})
+    documents: list[dict[str, Any]] = [
+        {**each._asdict(), "candidates": [one._asdict() for one in each.candidates]}
+        for each in found
+    ]
+    whole = documents[0] if found[0].op == op else {"op": op, "variants": documents}
+    output.data_json({"schema": 1, **whole})
 
 
 # opkiln plan
@@ -168,9 +176,9 @@ class Checked(NamedTuple):
 def check_command(ops: tuple[str, ...], as_json: bool) -> int:
     """Show whether each of OPS is cached here; exit with 1 unless all are.
 
-    An op that is not cached would compile, fall back to its reference, or fail. An argument that is
-    not an op is a file with one op per line; # starts a comment. Nothing is built. Use it as the
-    last step of an image build, or before a job.
+    Of an op with variants, each is shown. An op that is not cached would compile, fall back to its
+    reference, or fail. An argument that is not an op is a file with one op per line; # starts a
+    comment. Nothing is built. Use it as the last step of an image build, or before a job.
     """
     from opkiln.decision.terms import CACHED, WOULD_COMPILE
 
@@ -189,12 +197,12 @@ def check_command(ops: tuple[str, ...], as_json: bool) -> int:
 
 def _named(arguments: tuple[str, ...]) -> list[str]:
     """The ops that the arguments name, each once. Raises UsageError."""
-    from opkiln.registry import ALL_OPS
+    from opkiln.registry import ALL_OPS, libraries
 
     names: list[str] = []
     for argument in arguments:
         try:
-            ALL_OPS[argument]
+            builder = ALL_OPS[argument]
         except UnknownOp as error:
             if not os.path.exists(argument):
                 raise UsageError(
@@ -202,7 +210,7 @@ def _named(arguments: tuple[str, ...]) -> list[str]:
                 ) from None
             names += _listed(argument)
         else:
-            names.append(argument)
+            names += [name for name, _ in libraries(argument, builder)]
     return list(dict.fromkeys(names))
 
 

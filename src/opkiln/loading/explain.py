@@ -51,6 +51,17 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
 
+class Explanations(NamedTuple):
+    """Those of an op's variants, and what is told of the op as a whole."""
+
+    op: str
+    variants: tuple[Explanation, ...]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join([*(f"{self.op}: {each}" for each in self.notes), *map(str, self.variants)])
+
+
 def explain(op: Op) -> Explanation:
     """Look at an op without building or loading it. Raises UsageError."""
     known, since = loader.loaded_here().get(op.name, (None, 0.0))

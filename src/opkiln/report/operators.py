@@ -7,8 +7,8 @@ from typing import NamedTuple
 from opkiln.builder.base import OpBuilder
 from opkiln.decision.decide import decide
 from opkiln.decision.terms import CACHED, WOULD_COMPILE, WOULD_FAIL, Request, summary
-from opkiln.errors import OpkilnError, SpecError
-from opkiln.registry import ALL_OPS, bundled, declared
+from opkiln.errors import OpkilnError
+from opkiln.registry import ALL_OPS, builder_of, bundled, declared, libraries
 from opkiln.report import redact
 
 TYPE_CHECKING = False
@@ -54,10 +54,12 @@ def statuses(*, changes: bool = False) -> tuple[OpStatus, ...]:
 
     ``changes`` also finds out what changed since each was last built, which takes longer.
     """
-    return tuple(_status(name, find, changes=changes) for name, find in _builders())
+    return tuple(
+        status for name, find in _builders() for status in _statuses(name, find, changes=changes)
+    )
 
 
-def _builders() -> Iterator[tuple[str, Callable[[], object]]]:
+def _builders() -> Iterator[tuple[str, Callable[[], type[OpBuilder]]]]:
     """(name, a function that returns its builder) of every op.
 
     The same ops as ``ALL_OPS``. That reads all entry points again for each op, which would take
@@ -66,15 +68,27 @@ def _builders() -> Iterator[tuple[str, Callable[[], object]]]:
     for name in bundled():
         yield name, lambda name=name: ALL_OPS[name]  # type: ignore[misc]
     for name, entry in declared().items():
-        yield name, entry.load
+        yield name, lambda name=name, entry=entry: builder_of(name, entry)  # type: ignore[misc]
 
 
-def _status(name: str, find: Callable[[], object], *, changes: bool) -> OpStatus:
+def _statuses(
+    name: str, find: Callable[[], type[OpBuilder]], *, changes: bool
+) -> Iterator[OpStatus]:
+    """The op, or each of its variants."""
+    try:
+        found = libraries(name, find())
+    except OpkilnError as error:
+        yield OpStatus(name, "", "", (), error.what)
+    except (Exception, SystemExit) as error:  # an author's module may raise anything
+        yield OpStatus(name, "", "", (), f"{type(error).__name__}: {error}")
+    else:
+        for each, kind in found:
+            yield _status(each, kind, changes=changes)
+
+
+def _status(name: str, kind: type[OpBuilder], *, changes: bool) -> OpStatus:
     distribution = ""
     try:
-        kind = find()
-        if not (isinstance(kind, type) and issubclass(kind, OpBuilder)):
-            raise SpecError(f"the entry point {name} is not an OpBuilder")
         builder = kind()
         distribution, serves = builder.distribution, builder.backend
         ordered = dict.fromkeys((serves, *kind.BACKENDS))
@@ -82,7 +96,7 @@ def _status(name: str, find: Callable[[], object], *, changes: bool) -> OpStatus
         changed = _changes(builder) if changes and backends[0].status == WOULD_COMPILE else ()
     except OpkilnError as error:
         return OpStatus(name, distribution, "", (), error.what)
-    except (Exception, SystemExit) as error:  # an author's module may raise anything
+    except (Exception, SystemExit) as error:
         return OpStatus(name, distribution, "", (), f"{type(error).__name__}: {error}")
     return OpStatus(name, distribution, serves, backends, changes=changed)
 

@@ -31,7 +31,7 @@ from opkiln.errors import (
 )
 from opkiln.loading import loader, recording
 from opkiln.model import CPU, ONE_CALL
-from opkiln.registry import ALL_OPS, listed_as
+from opkiln.registry import ALL_OPS, libraries, listed_as
 from opkiln.settings import override, whole_environment
 from opkiln.ship import selection
 from opkiln.ship.selection import NamedTarget
@@ -39,7 +39,7 @@ from opkiln.toolchain.choice import available
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from opkiln.builder import OpBuilder
     from opkiln.model import Artifact
@@ -93,16 +93,17 @@ def requests(
 ) -> Asked:
     """Every op for every target that it has a version for; without targets, for this machine.
 
-    A named op must have a version for at least one target. Raises UnknownOp, UnknownBackend.
+    An op with variants is all of them. A named op must have a version for at least one target.
+    Raises UnknownOp, UnknownBackend.
     """
     made: list[Request] = []
     refused: list[Outcome] = []
-    for name in names:
+    for name, kind in _libraries(builders, names, refused, named=named):
         missing: list[Outcome] = []
         last: UnknownBackend | None = None
         for each in wanted or (None,):
             try:
-                made.append(Request(selection.ask(builders[name](), each), each, named, name))
+                made.append(Request(selection.ask(kind(), each), each, named, name))
             except UnknownBackend as none:
                 last = none
                 reason = f"{none.what}: {none.why}"
@@ -110,12 +111,29 @@ def requests(
             except SpecError as wrong:
                 if named:
                     raise
-                missing.append(Outcome(name, FAILED, error=wrong))  # the other ops are still built
+                missing.append(Outcome(name, FAILED, error=wrong))
                 break
         if named and last is not None and len(missing) == len(wanted):
             raise last
         refused += missing
     return Asked(tuple(made), tuple(refused))
+
+
+def _libraries(
+    builders: Mapping[str, type[OpBuilder]],
+    names: Iterable[str],
+    refused: list[Outcome],
+    *,
+    named: bool,
+) -> Iterator[tuple[str, type[OpBuilder]]]:
+    """(name, builder) of all libraries. One that cannot be imported is added to ``refused``."""
+    for name in names:
+        try:
+            yield from libraries(name, builders[name])
+        except SpecError as wrong:
+            if named:
+                raise
+            refused.append(Outcome(name, FAILED, error=wrong))  # the other ops are still built
 
 
 def prebuild(

@@ -69,9 +69,9 @@ def precompile(
         return Shipment((), PURE, _report(package, (), "", notes))
     tag = PURE
     with _torch_of_the_environment(), _importable(where, package):
-        asked = _asked(chosen, extensions, here=out is None)
         named = {each.op.name: each.origin for each in chosen if each.named}
         named |= {each.name: "" for each in extensions}
+        asked = _asked(chosen, extensions, named, here=out is None)
         outcomes = [
             each if each.error is None or each.op in named else _skipped(each)
             for each in (*asked.refused, *prebuild.prebuild(asked.requests))
@@ -175,19 +175,26 @@ def _importable(where: str, package: str) -> Iterator[None]:
 
 
 def _asked(
-    chosen: Sequence[Choice], extensions: Sequence[OpBuilder], *, here: bool
+    chosen: Sequence[Choice],
+    extensions: Sequence[OpBuilder],
+    named: dict[str, str],
+    *,
+    here: bool,
 ) -> prebuild.Asked:
-    """What to build, for this machine or for others, and the ops that cannot be requested."""
+    """What to build, for this machine or for others, and the ops that cannot be requested. Variants
+    are added to ``named``: an op's variable names them all."""
     requests: list[Request] = []
     refused: list[Outcome] = []
     for each in chosen:
         try:
-            builder = _builder(each.op)
-            wanted: Sequence[NamedTarget | None] = (None,) if here else _targets(builder)
-            requests += [
-                Request(selection.ask(_builder(each.op), target), target, each.named)
-                for target in wanted
-            ]
+            for builder in _libraries(each.op):
+                wanted: Sequence[NamedTarget | None] = (None,) if here else _targets(builder)
+                requests += [
+                    Request(selection.ask(_fresh(builder), target), target, each.named)
+                    for target in wanted
+                ]
+                if each.named:
+                    named[builder.name] = each.origin
         except SettingError:
             raise  # it affects all ops: a misspelt setting must not produce a wheel
         except OpkilnError as error:
@@ -200,6 +207,15 @@ def _asked(
             wanted = selection.targets((builder.backend,))
         requests += [Request(selection.ask(_fresh(builder), target), target) for target in wanted]
     return prebuild.Asked(tuple(requests), tuple(refused))
+
+
+def _libraries(op: Declared) -> list[OpBuilder]:
+    """A builder for each library of an op: one, or one for each of its variants.
+
+    Raises SpecError.
+    """
+    builder = _builder(op)
+    return [each() for each in type(builder).variants()] or [builder]
 
 
 def _targets(builder: OpBuilder) -> tuple[NamedTarget, ...]:

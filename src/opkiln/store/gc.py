@@ -270,7 +270,13 @@ def _sweep_store(root: str, clock: float) -> list[str]:
                 _remove(path)
                 swept.append(path)
     # If an old file still has its temporary name, its writer is dead.
-    for top, depth in (("toolchains", 1), ("failures", 1), ("logs", 1), ("receipts", 3)):
+    for top, depth in (
+        ("toolchains", 1),
+        ("failures", 1),
+        ("logs", 1),
+        ("receipts", 3),
+        ("tuned", 3),
+    ):
         for path in directories(os.path.join(root, top), depth):
             if is_temporary(path) and _modified(path, clock) < clock - _LEFTOVER:
                 _remove(path)

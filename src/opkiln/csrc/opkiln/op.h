@@ -45,3 +45,5 @@
 #include "op/launch.h"
 
 #endif
+
+#include "op/parameters.h"  // last: it defines macros

@@ -130,11 +130,14 @@ def _found() -> Iterator[tuple[str, str]]:
     layers = [(name, os.path.join(each, name)) for each in shared for name in names_in(each)]
     for name, owner, package in _declared():
         op = name.rpartition(":")[2]
+        told: set[str] = set()
         for brought_by, layer in [(owner, os.path.join(package, CARRIED)), *layers]:
             ops = os.path.join(layer, LAYOUT, "ops")
-            if any(op in names_in(os.path.join(ops, each)) for each in names_in(ops)):
-                yield name, brought_by
-                break
+            libraries = {found for each in names_in(ops) for found in names_in(f"{ops}/{each}")}
+            for found in sorted(libraries - told):
+                if found == op or found.startswith(f"{op}__"):  # one of its variants
+                    told.add(found)
+                    yield f"{name.removesuffix(op)}{found}", brought_by
 
 
 def _declared() -> Iterator[tuple[str, str, str]]:

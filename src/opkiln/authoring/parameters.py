@@ -1,0 +1,189 @@
+"""The compile-time parameters of an op: names, the values that are listed, and macros.
+
+    variants={"HEAD": (64, 128), "T": ("half", "float")}
+
+Each combination of values is one variant of the op, with a library of its own. Its sources see
+``HEAD`` and ``T`` as macros. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+from opkiln.errors import SpecError
+from opkiln.model import check_names
+from opkiln.record import Record
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    Value = int | bool | str
+
+_MOST = 1000  # variants of one op; a larger product is a mistake
+# Words of C++ that a preprocessor would replace in every header.
+_KEYWORDS = (
+    "alignas alignof asm auto bool break case catch char class concept const constexpr continue "
+    "decltype default defined delete do double else enum explicit export extern false float for "
+    "friend goto if inline int long mutable namespace new noexcept nullptr operator private "
+    "protected public register requires return short signed sizeof static struct switch template "
+    "this throw true try typedef typeid typename union unsigned using virtual void volatile "
+    "while"
+)
+_OVERLOADS = ("default", "no_grad", "native")  # what an op has besides those of its variants
+# op.h itself defines the macros whose names are one letter, after all of its headers: such letters
+# are the names of template parameters there.
+_LETTER = "OPKILN_PARAMETER_"
+
+
+class Parameters(Record):
+    """What an op may be compiled with. ``chosen`` are chosen by the op's author, from the arguments
+    of a call; ``tuned`` by measuring."""
+
+    op: str
+    chosen: tuple[tuple[str, tuple[Value, ...]], ...] = ()
+    tuned: tuple[tuple[str, tuple[Value, ...]], ...] = ()
+
+    @classmethod
+    def of(
+        cls, op: str, variants: Mapping[str, Sequence[Value]], tune: Mapping[str, Sequence[Value]]
+    ) -> Parameters:
+        """Raises SpecError."""
+        if both := sorted(set(variants) & set(tune)):
+            raise SpecError(f"op {op}: variants= and tune= both have {', '.join(both)}")
+        made = cls(op, _listed(op, "variants", variants), _listed(op, "tune", tune))
+        count = math.prod(len(values) for _, values in made.all)
+        if count > _MOST:
+            raise SpecError(f"op {op}: its parameters have {count} combinations, more than {_MOST}")
+        names: dict[str, object] = dict.fromkeys(_OVERLOADS, "another overload")
+        for values in made.combinations():
+            check_names("any", made.library(values))
+            other = names.setdefault(made.suffix(values), values)
+            if other != values:
+                raise SpecError(
+                    f"op {op}: {made.suffix(values)} is the name of {values} and {other}"
+                )
+        return made
+
+    def __bool__(self) -> bool:
+        return bool(self.all)
+
+    @property
+    def all(self) -> tuple[tuple[str, tuple[Value, ...]], ...]:
+        return (*self.chosen, *self.tuned)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.all)
+
+    def combinations(self) -> Iterator[tuple[Value, ...]]:
+        """The values of every variant, in the order in which they are listed."""
+        return itertools.product(*(values for _, values in self.all))
+
+    def candidates(self) -> Iterator[tuple[Value, ...]]:
+        """The combinations of what is chosen by measuring."""
+        return itertools.product(*(values for _, values in self.tuned))
+
+    def matching(self, wanted: Mapping[str, Value]) -> list[tuple[Value, ...]]:
+        """The combinations that have these values. Raises SpecError if there is none."""
+        found = [
+            values
+            for values in self.combinations()
+            if wanted.items() <= dict(zip(self.names, values, strict=True)).items()
+        ]
+        if not found:
+            raise SpecError(
+                f"op {self.op} has no variant with {_shown(wanted)}", why=self.in_words()
+            )
+        return found
+
+    def listed(self, found: Any) -> tuple[tuple[Value, ...], str]:
+        """The chosen values in the order of the names, and why no variant has them; empty where one
+        does. ``found`` is what the author's function gave. Raises SpecError for other than a dict
+        with exactly these names."""
+        names = [name for name, _ in self.chosen]
+        if not isinstance(found, dict) or set(found) != set(names):
+            raise SpecError(
+                f"op {self.op}: the function of @{self.op}.variant returns {found!r}",
+                why=f"it returns a dict with {', '.join(names)}, or None to run the reference",
+            )
+        for name, values in self.chosen:
+            if found[name] not in values:
+                listed = ", ".join(map(str, values))
+                return (), f"no variant has {name}={found[name]}; variants= lists {listed}"
+        return tuple(found[name] for name in names), ""
+
+    def suffix(self, values: Sequence[Value]) -> str:
+        """What the names of a variant end with: ``HEAD_64_T_half``."""
+        return "_".join(
+            f"{name}_{_text(value).replace('-', 'minus')}"
+            for name, value in zip(self.names, values, strict=True)
+        )
+
+    def library(self, values: Sequence[Value]) -> str:
+        """The name of a variant's builder and library: ``attn__HEAD_64_T_half``."""
+        return f"{self.op}__{self.suffix(values)}"
+
+    def flags(self, values: Sequence[Value]) -> tuple[str, ...]:
+        """The macros of a variant, as every compiler takes them."""
+        return tuple(
+            f"-D{_LETTER if len(name) == 1 else ''}{name}={_text(value)}"
+            for name, value in zip(self.names, values, strict=True)
+        )
+
+    def shown(self, values: Sequence[Value]) -> str:
+        """A variant in words: ``HEAD=64, T=half``."""
+        return _shown(dict(zip(self.names, values, strict=True)))
+
+    def in_words(self) -> str:
+        return "; ".join(f"{name} is {', '.join(map(_text, values))}" for name, values in self.all)
+
+
+def _listed(
+    op: str, argument: str, given: Mapping[str, Sequence[Value]]
+) -> tuple[tuple[str, tuple[Value, ...]], ...]:
+    if not hasattr(given, "items"):
+        raise SpecError(f"op {op}: {argument}= is not a dict of names and values: {given!r}")
+    for name, values in given.items():
+        _check_name(op, argument, name)
+        if isinstance(values, str) or not isinstance(values, (list, tuple)) or not values:
+            raise SpecError(
+                f"op {op}: {argument}= has {values!r} for {name}, not a list of values",
+                hint=f'{argument}={{"{name}": (64, 128)}}',
+            )
+        for place, value in enumerate(values):
+            _check_value(op, argument, name, value)
+            if value in values[:place]:
+                same = values[list(values).index(value)]
+                raise SpecError(f"op {op}: {argument}= lists {name}={value!r} twice, as {same!r}")
+    return tuple((name, tuple(values)) for name, values in given.items())
+
+
+def _check_name(op: str, argument: str, name: object) -> None:
+    good = isinstance(name, str) and name.isascii() and name.isidentifier()
+    small = good and len(str(name)) == 1 and str(name).islower()  # variables of every header
+    if not good or small or str(name).startswith(("_", "OPKILN_")) or name in _KEYWORDS.split():
+        raise SpecError(
+            f"op {op}: {argument}= has the name {name!r}",
+            why="a name becomes a macro in the sources: a C identifier that is neither a word of "
+            "C++ nor one small letter, and does not begin with _ or OPKILN_",
+        )
+
+
+def _check_value(op: str, argument: str, name: str, value: object) -> None:
+    text = isinstance(value, str) and value.isascii() and value.isidentifier()
+    if not text and not isinstance(value, int):  # a bool is an int
+        raise SpecError(
+            f"op {op}: {argument}= has the value {value!r} for {name}",
+            why="a value is a whole number, True, False, or a C identifier such as 'float'",
+        )
+
+
+def _text(value: Value) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _shown(values: Mapping[str, Value]) -> str:
+    return ", ".join(f"{name}={_text(value)}" for name, value in values.items())

@@ -1,0 +1,321 @@
+"""Parameters that are chosen by measuring: ``tune={"BLOCK": (128, 256)}``.
+
+The candidates are measured once for each device model and class of shapes, on the arguments of the
+first such call, and the choice is kept in the store. Later processes read it. Where nothing can be
+measured, the first candidate serves; ``explain`` says so.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import statistics
+import threading
+import time
+import warnings
+from typing import Any
+
+import torch
+
+from opkiln.authoring.checking import copied
+from opkiln.authoring.gradient import tensors
+from opkiln.builder.base import backend_of
+from opkiln.decision import policy
+from opkiln.digest import key, read_file
+from opkiln.errors import OpkilnError, SealedError, StoreWarning
+from opkiln.machine import cpu_name
+from opkiln.model import EMULATOR_RUNTIME
+from opkiln.settings import settings
+from opkiln.store import tuned
+from opkiln.store.layers import Store
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from opkiln.authoring.builders import DecoratedBuilder
+    from opkiln.authoring.entrance import Entrance
+    from opkiln.authoring.parameters import Value
+
+_WARM_UP = 3  # calls
+_SAMPLES = 7  # their median counts
+_SAMPLE = 200e-6  # seconds that one sample takes at least, in several calls
+_MOST_CALLS = 200  # of one sample
+_MOST_NOTES = 100
+
+
+class Tuning:
+    """Chooses the tuned values of one op."""
+
+    def __init__(
+        self, builder: type[DecoratedBuilder], entrance: Callable[[tuple[Value, ...]], Entrance]
+    ) -> None:
+        self._builder, self._entrance = builder, entrance
+        self._parameters = builder.PARAMETERS
+        self._candidates = list(self._parameters.candidates())
+        self._author_key: Callable[..., Any] | None = None
+        self._choices: dict[tuple[object, ...], tuple[Value, ...]] = {}
+        self._sources: dict[str, str] = {}  # digests, by device
+        self._notes: dict[str, None] = {}
+        self._lock = threading.RLock()
+
+    def key_by(self, function: Callable[..., Any]) -> None:
+        """Take the author's classes of shapes."""
+        self._author_key = function
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was chosen in this process, and why."""
+        return tuple(self._notes)
+
+    def exact(self, *args: Any, **kwargs: Any) -> tuple[object, ...]:
+        """What a call is remembered by: as ``shape_class``, and cheaper to find."""
+        if self._author_key is not None:
+            device = next((each.device for each in tensors(args, kwargs)), None)
+            return device, self._author_key(*args, **kwargs)
+        return tuple([(each.shape, each.dtype, each.device) for each in tensors(args, kwargs)])
+
+    def shape_class(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """The class of a call's shapes, in words. Calls of one class share a choice."""
+        if self._author_key is not None:
+            return repr(self._author_key(*args, **kwargs))
+        return " ".join(
+            f"{str(each.dtype).removeprefix('torch.')}{[_rounded(size) for size in each.shape]}"
+            for each in tensors(args, kwargs)
+        )
+
+    def best(
+        self, chosen: tuple[Value, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Value, ...], bool]:
+        """The tuned values for a call whose other values are these, and whether they hold for later
+        calls. Measures if nobody has. Raises OpkilnError if no candidate can be had."""
+        if len(self._candidates) == 1:
+            return self._candidates[0], True
+        device = next((each.device for each in tensors(args, kwargs)), torch.device("cpu"))
+        shape = self.shape_class(args, kwargs)
+        asked = (chosen, _model(device), shape)
+        with self._lock:
+            found = self._choices.get(asked)
+            if found is not None:
+                return found, True
+            question = self._question(*asked, device.type)
+            store = Store()
+            known = tuned.find(store, question)
+            if known is not None:
+                self._note(known, "kept in the store")
+                found = self._choices[asked] = self._values(known.candidate)
+                return found, True
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                self._note_first(shape, "nothing is measured while a CUDA graph is captured")
+                return self._candidates[0], False
+            measured: dict[str, float] = {}
+            why = _why_not_measure()
+            if not why:
+                measured, failures = self._measured(chosen, device, args, kwargs)
+                why = "; ".join(failures)
+            if not measured:
+                self._note_first(shape, why)
+                self._choices[asked] = self._candidates[0]
+                return self._candidates[0], True
+            choice = tuned.Choice(question, min(measured, key=measured.__getitem__), measured)
+            self._note(choice, "measured in this process")
+            _keep(store, choice)
+            found = self._choices[asked] = self._values(choice.candidate)
+            return found, True
+
+    def _question(
+        self, chosen: tuple[Value, ...], model: str, shape: str, device: str
+    ) -> tuned.Question:
+        if device not in self._sources:
+            self._sources[device] = self._digest(device)
+        names = [name for name, _ in self._parameters.chosen]
+        return tuned.Question(
+            distribution=self._builder().distribution,
+            op=self._builder.NAME,
+            device=model,
+            shape=shape,
+            values=", ".join(f"{name}={value}" for name, value in zip(names, chosen, strict=True)),
+            candidates=tuple(map(self._in_words, self._candidates)),
+            sources=self._sources[device],
+        )
+
+    def _digest(self, device: str) -> str:
+        """Of the sources for a device: a kernel that was rewritten is measured anew."""
+        spec = self._builder(backend=backend_of(self._builder, device)).spec()
+        inline = dict(spec.inline)
+        texts = []
+        for name in spec.sources:
+            if name in inline:
+                texts.append(inline[name].encode())
+            elif name != EMULATOR_RUNTIME:
+                try:
+                    texts.append(read_file(os.path.join(spec.root, name)))
+                except OSError:  # installed without sources
+                    texts.append(b"")
+        return key("tuned sources", texts)
+
+    def _measured(
+        self,
+        chosen: tuple[Value, ...],
+        device: torch.device,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[dict[str, float], list[str]]:
+        """Microseconds by candidate, and why some have none. Raises OpkilnError."""
+        entrances = {
+            self._in_words(each): self._entrance((*chosen, *each)) for each in self._candidates
+        }
+        failures = _loaded(entrances, device.type)
+        schema = self._entrance((*chosen, *self._candidates[0])).overload._schema
+        args, kwargs = _with_copies(schema, args, kwargs)
+        times = {}
+        for name, entrance in entrances.items():
+            if name in failures:
+                continue
+            try:
+                with torch.no_grad():
+                    seconds = _time(lambda: entrance.overload(*args, **kwargs), device)  # noqa: B023
+            except RuntimeError as error:  # it may need more memory or threads than there are
+                failures[name] = str(error).partition("\n")[0]
+            else:
+                times[name] = round(seconds * 1e6, 3)
+        return times, [f"{name}: {why}" for name, why in failures.items()]
+
+    def _values(self, candidate: str) -> tuple[Value, ...]:
+        return next(each for each in self._candidates if self._in_words(each) == candidate)
+
+    def _in_words(self, candidate: tuple[Value, ...]) -> str:
+        names = (name for name, _ in self._parameters.tuned)
+        return ", ".join(f"{name}={each}" for name, each in zip(names, candidate, strict=True))
+
+    def _note(self, choice: tuned.Choice, how: str) -> None:
+        asked = choice.question
+        for_ = f"{asked.values}, {asked.shape}" if asked.values else asked.shape
+        times = "; ".join(f"{name}: {value:g} us" for name, value in choice.microseconds.items())
+        self._add(f"{choice.candidate} for {for_} on {asked.device}, {how} ({times})")
+
+    def _note_first(self, shape: str, why: str) -> None:
+        first = self._in_words(self._candidates[0])
+        self._add(f"{first} for {shape}, the first candidate: {why}")
+
+    def _add(self, note: str) -> None:
+        if len(self._notes) < _MOST_NOTES:
+            self._notes[note] = None
+
+
+def _rounded(size: int) -> int:
+    """Up to a power of two."""
+    return 1 << (size - 1).bit_length() if size > 0 else 0
+
+
+def _model(device: torch.device) -> str:
+    """What all devices of one kind have in common."""
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        return (
+            f"{found.name}, {getattr(found, 'gcnArchName', '') or f'{found.major}.{found.minor}'}"
+        )
+    return cpu_name() if device.type == "cpu" else device.type
+
+
+def _why_not_measure() -> str:
+    """Why candidates must not be compiled here; empty where they may be."""
+    if settings.mode == policy.NEEDED:
+        return "OPKILN_MODE=needed: an op that has a reference is not compiled here"
+    return policy.never_compiles()
+
+
+def _loaded(entrances: dict[str, Entrance], device: str) -> dict[str, str]:
+    """Find or build all candidates, in parallel; why some cannot be had. Raises OpkilnError if none
+    can, and SealedError."""
+    from opkiln.engine import progress
+
+    errors: dict[str, OpkilnError] = {}
+    failures: dict[str, str] = {}
+
+    def work(name: str, entrance: Entrance) -> None:
+        try:
+            loaded = entrance.load(device)
+            if loaded is None or loaded.artifact is None:
+                failures[name] = "its reference serves"
+        except OpkilnError as error:
+            errors[name] = error
+            failures[name] = error.what
+
+    with progress.shown():
+        threads = [
+            threading.Thread(target=contextvars.copy_context().run, args=(work, *each), daemon=True)
+            for each in entrances.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.2)  # an interrupt is seen when this thread wakes
+    for error in errors.values():
+        if isinstance(error, SealedError) or len(errors) == len(entrances):
+            raise error
+    return failures
+
+
+def _with_copies(
+    schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, with copies of those that the op writes to."""
+    written = {
+        each.name
+        for each in schema.arguments
+        if each.alias_info is not None and each.alias_info.is_write
+    }
+    names = [each.name for each in schema.arguments]
+    plain = tuple(
+        copied(value) if name in written else value
+        for name, value in zip(names, args, strict=False)
+    )
+    return plain, {n: copied(value) if n in written else value for n, value in kwargs.items()}
+
+
+def _time(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one call: the median of several samples."""
+    elapsed = _on_gpu if device.type == "cuda" else _on_cpu
+    for _ in range(_WARM_UP):
+        call()
+    once = max(elapsed(call, 1, device), 1e-9)
+    count = min(max(1, round(_SAMPLE / once)), _MOST_CALLS)
+    return statistics.median(elapsed(call, count, device) / count for _ in range(_SAMPLES))
+
+
+def _on_cpu(call: Callable[[], Any], count: int, device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+    began = time.perf_counter()
+    for _ in range(count):
+        call()
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+    return time.perf_counter() - began
+
+
+def _on_gpu(call: Callable[[], Any], count: int, device: torch.device) -> float:
+    with torch.cuda.device(device):
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3
+
+
+def _keep(store: Store, choice: tuned.Choice) -> None:
+    if store.root is None:
+        return
+    try:
+        tuned.keep(store.root, choice)
+    except OSError as error:
+        warnings.warn(
+            f"what was measured for op {choice.question.op} is not kept: {error}",
+            StoreWarning,
+            stacklevel=2,
+        )

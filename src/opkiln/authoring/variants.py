@@ -1,0 +1,167 @@
+"""An op with compile-time parameters: which variant a call goes to.
+
+Each variant is an overload of the op with a library of its own: ``attn.HEAD_64_T_half``. It is told
+to torch, found or built when a call first needs it. The op itself has no library: its
+implementation for all devices (CompositeExplicitAutograd) chooses by the arguments of each call.
+So a compiled graph, which holds the op and not a variant, chooses anew whenever it runs, also with
+other shapes. The decorated function, outside of graphs, chooses before torch is called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opkiln.authoring.entrance import Entrance, device_of
+from opkiln.authoring.gradient import tensors, with_defaults, without_autocast
+from opkiln.authoring.registration import NATIVE, lock
+from opkiln.authoring.tuning import Tuning
+from opkiln.decision import policy
+from opkiln.errors import FallbackWarning, LoadError, SpecError, warn_caller
+from opkiln.loading import loader
+from opkiln.settings import settings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from opkiln.authoring.builders import DecoratedBuilder
+    from opkiln.authoring.parameters import Value
+    from opkiln.authoring.registration import Defined
+
+_MOST_CALLS = 4096  # that are remembered for one variant
+_MOST_REASONS = 16  # that are told and kept: a program may call with a thousand sizes
+
+
+class Variants:
+    """The variants of one op: chooses, loads and calls them."""
+
+    def __init__(
+        self, builder: type[DecoratedBuilder], reference: Callable[..., Any], defined: Defined
+    ) -> None:
+        self._builder, self._reference, self._defined = builder, reference, defined
+        self._parameters = builder.PARAMETERS
+        self._choose: Callable[..., Any] | None = None
+        self._entrances: dict[tuple[Value, ...], Entrance] = {}
+        # torch's objects for the overloads: a dict for each parameter, one in the other, which is
+        # faster than one with tuples. With tuning, the innermost one is by what is tuned for.
+        self.calls: dict[Any, Any] = {}
+        self.tuning = Tuning(builder, self.entrance) if self._parameters.tuned else None
+        self._refused: dict[str, None] = {}  # why the reference ran, in order
+        self.chosen_names = tuple(name for name, _ in self._parameters.chosen)
+
+    def choose_by(self, function: Callable[..., Any]) -> None:
+        """Take the author's function from arguments to values."""
+        self._choose = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if device_of(args, kwargs) == "meta" or settings.mode == policy.REFERENCE:
+            return self.reference(*args, **kwargs)
+        entrance = self.chosen(args, kwargs)
+        if entrance is None:
+            return self.reference(*args, **kwargs)
+        return entrance.overload(*args, **kwargs)
+
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        """The reference, in the dtypes that it is given."""
+        with without_autocast(tuple(tensors(args, kwargs))):
+            return self._reference(*args, **kwargs)
+
+    def chosen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entrance | None:
+        """The variant for a call; None if none serves it: the user is told. Raises SpecError, and
+        LoadError where the reference must not serve."""
+        args, kwargs = with_defaults(self._defined.overload()._schema, args, kwargs)
+        found = self._found(args, kwargs)
+        if found is None:
+            why = f"the function of @{self._builder.NAME}.variant chose none for these arguments"
+        else:
+            values, why = self._parameters.listed(found)
+        if why:
+            self._tell(why)
+            return None
+        if self.tuning is None:
+            entrance = self.entrance(values)
+            self._remember(values, entrance)
+            return entrance
+        tuned, lasting = self.tuning.best(values, args, kwargs)
+        entrance = self.entrance((*values, *tuned))
+        if lasting:
+            self._remember((*values, self.tuning.exact(*args, **kwargs)), entrance)
+        return entrance
+
+    def _remember(self, keys: tuple[Any, ...], entrance: Entrance) -> None:
+        """Have the decorated function call this variant at once."""
+        with lock:
+            calls = self.calls
+            for each in keys[:-1]:
+                calls = calls.setdefault(each, {})
+            if len(calls) >= _MOST_CALLS:
+                calls.clear()  # of a program whose shapes never repeat
+            calls[keys[-1]] = entrance.overload
+
+    def entrance(self, values: tuple[Value, ...]) -> Entrance:
+        """The variant with these values, known to torch."""
+        with lock:
+            entrance = self._entrances.get(values)
+            if entrance is None:
+                builder = self._builder.variant(values)
+                entrance = Entrance(builder, self._reference, self._defined.written)
+                ending = self._parameters.suffix(values)
+                entrance.overload = self._defined.add(ending, entrance)
+                if settings.check:
+                    entrance.native = self._defined.add(f"{ending}_{NATIVE}", None)
+                self._entrances[values] = entrance
+            return entrance
+
+    def matching(self, wanted: Mapping[str, Value]) -> list[Entrance]:
+        """The variants that have these values. Raises SpecError if there is none."""
+        return [self.entrance(values) for values in self._parameters.matching(wanted)]
+
+    def load_native(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entrance:
+        """The variant for a call, with its library loaded. Raises LoadError if there is none."""
+        entrance = self.chosen(args, kwargs)
+        if entrance is None:
+            why = "; ".join(self._refused)
+            raise LoadError(f"op {self._builder.NAME} has no variant for these arguments", why=why)
+        return entrance.load_native(args, kwargs)
+
+    def reload(self) -> None:
+        """Look at the sources of what is loaded again. Raises OpkilnError."""
+        for each in list(self._entrances.values()):
+            each.reload()
+
+    def retire(self) -> None:
+        """Have this process forget the libraries: the op is declared anew."""
+        with lock:
+            self.calls.clear()
+            for values in self._entrances:
+                builder = self._builder.variant(values)
+                loader.forget(builder().distribution, builder.NAME)
+            self._entrances.clear()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What calls in this process came to, for explanations."""
+        tuned = () if self.tuning is None else self.tuning.notes
+        return (*(f"the reference ran: {each}" for each in self._refused), *tuned)
+
+    def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._parameters.chosen:
+            return {}
+        if self._choose is None:
+            name = self._builder.NAME
+            raise SpecError(
+                f"op {name} has variants, and nothing chooses one",
+                why=f"variants= lists {self._parameters.in_words()}",
+                hint=f"@{name}.variant on a function that takes the arguments of {name} and "
+                "returns a value for each name",
+            )
+        return self._choose(*args, **kwargs)
+
+    def _tell(self, why: str) -> None:
+        """Say, once for each reason, that the reference runs. Raises LoadError where it must not"""
+        name = self._builder.NAME
+        if settings.mode == policy.NATIVE:
+            raise LoadError(f"op {name}: {why}", why="OPKILN_MODE=native: it must be native")
+        if why not in self._refused and len(self._refused) < _MOST_REASONS:
+            self._refused[why] = None
+            warn_caller(f"op {name} runs as its pure-PyTorch reference: {why}", FallbackWarning)
