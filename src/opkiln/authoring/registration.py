@@ -119,7 +119,8 @@ class Defined:
                 bump = register.WithBump(self.namespace, self.name, overload or "default")
                 library.impl(name, bump, "ADInplaceOrView", with_keyset=True)
         if not self.written:
-            self.gradient = Gradient(self.overload(), reference)
+            below = self.overload(NO_GRAD) if NO_GRAD in overloads else self.overload()
+            self.gradient = Gradient(self.overload(), below, reference)
             library.impl(self.name, self.gradient, "Autograd", with_keyset=True)
             # Under vmap the reference runs, on batched tensors.
             self._batching = _library(self.namespace)
