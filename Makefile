@@ -8,7 +8,7 @@
 #   make test-deepspeed   DeepSpeed from PyPI on opkiln (installs it beside .venv)
 #   make test-packages   extension packages from PyPI, as they are, built by opkiln (gigabytes)
 #   make test-sycl   the SYCL example on Intel's runtime compiler (installs 1.6 GB beside .venv)
-#   make test-torches   one wheel of ops on several torches (installs them, gigabytes)
+#   make test-torches   one wheel of ops, libraries of op.h on several torches (installs them, 30 GB)
 #   make test-aarch64   kernels and ops for aarch64 (apt-get install g++-aarch64-linux-gnu qemu-user)
 #   make mutants   which changes to the code that decides no test notices; MODULE=store/recheck for one
 #   make bench   side by side with the peers (installs them into an environment of their own)
@@ -19,7 +19,7 @@ VENV   ?= .venv
 PYTEST ?=
 JOBS   ?= auto
 SEED   ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
-TORCHES ?= 2.10.0 2.14.1
+TORCHES ?= 2.10.0 2.11.0 2.12.1 2.14.1 2.15.0
 MODULE  ?=
 
 RUN := $(VENV)/bin/python

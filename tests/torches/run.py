@@ -1,7 +1,7 @@
-"""``make test-torches``: one wheel of prebuilt ops, and one library of op.h, loaded and called on
-several torches.
+"""``make test-torches``: a decorated op from the cache, libraries of op.h (light.py) and a wheel of
+prebuilt ops, loaded and called on several torches.
 
-The wheel and the library are built once, with the torch of the interpreter that runs this. Each
+All are built once, with the torch of the interpreter that runs this. Each
 other torch gets an environment of its own, in which nothing may compile. A torch that cannot be
 installed is named with the reason; CUDA's builds of torch take gigabytes, and need no GPU for this.
 """
@@ -9,39 +9,89 @@ installed is named with the reason; CUDA's builds of torch take gigabytes, and n
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "bench")]
 
-from environments import REPOSITORY, ready  # noqa: E402 (found by the line above)
+import machine  # noqa: E402 (found by the line above)
+from environments import REPOSITORY, ready  # noqa: E402
 
 LIGHT = HERE / "light.py"
+EXAMPLE = REPOSITORY / "examples" / "first_op" / "use.py"
 CHECKS = HERE.parent / "gpu" / "prebuilt.py"
 TARGETS = ("cpu:x86-64-v2,x86-64-v3,x86-64-v4", "cuda:9.0")
+NVRTC_WHEELS = ("nvidia-cuda-nvrtc==13.0.*", "nvidia-cuda-runtime==13.0.*")
+TORCHES = ("2.10.0", "2.11.0", "2.12.1", "2.14.1", "2.15.0")
+
+
+class Check(NamedTuple):
+    """What each torch's Python is started with."""
+
+    argv: list[str]
+    variables: dict[str, str]
 
 
 def main() -> int:
-    """0 when the wheel served on every torch that could be installed."""
+    """0 when everything served on every torch that could be installed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("torches", nargs="*", default=["2.10.0", "2.14.1"], help="versions")
-    arguments = parser.parse_args()
+    parser.add_argument("torches", nargs="*", default=list(TORCHES), help="versions")
+    parser.add_argument("--light", action="store_true", help="the libraries of op.h alone")
+    parser.add_argument("--environments", type=Path, default=REPOSITORY, help="where they are made")
+    parser.add_argument("--remove", action="store_true", help="each environment after its checks")
+    parser.add_argument("--out", type=Path, help="write the results to this file, as JSON")
+    asked = parser.parse_args()
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
-        unpacked = _wheel(Path(directory))
-        library = _light(Path(directory))
-        worst = _check(sys.executable, unpacked, library)
-        for version in arguments.torches:
-            venv = REPOSITORY / f".torch-{version}-venv"
+        checks = _checks(Path(directory), asked.light)
+        rows.append(_checked(sys.executable, checks))
+        for version in asked.torches:
+            venv = asked.environments / f".torch-{version}-venv"
             packages = ((f"torch=={version}", "numpy"), ("--editable", str(REPOSITORY)))
             if reason := ready(venv, *packages):
                 print(f"test-torches: skipped: {reason}", file=sys.stderr)
+                rows.append({"torch": version, "skipped": reason})
             else:
-                worst = max(worst, _check(str(venv / "bin" / "python"), unpacked, library))
-    return worst
+                rows.append(_checked(str(venv / "bin" / "python"), checks))
+            if asked.remove:
+                shutil.rmtree(venv)
+    if asked.out is not None:
+        result = {**machine.described(), "rows": rows}
+        asked.out.write_text(json.dumps(result, indent=1) + "\n")
+    return int(any("failed" in row.values() for row in rows))
+
+
+def _checks(directory: Path, light: bool) -> dict[str, Check]:
+    """Build everything; the checks by name."""
+    cache = {"OPKILN_CACHE_DIR": str(directory / "decorated")}
+    subprocess.run([sys.executable, str(EXAMPLE)], env=os.environ | cache, check=True)
+    checks = {"decorated": Check([str(EXAMPLE)], {**cache, "OPKILN_MODE": "sealed"})}
+    for name, path in _libraries(directory).items():
+        checks[name] = Check([str(LIGHT), "run", name, path], {})
+    if not light:
+        checks["wheel"] = Check([str(CHECKS), "served", str(_wheel(directory))], {})
+    return checks
+
+
+def _libraries(directory: Path) -> dict[str, str]:
+    """Build the libraries of op.h; their paths by name."""
+    wheels = directory / "nvrtc"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "--target", str(wheels), *NVRTC_WHEELS], check=True)
+    environment = {**os.environ, "OPKILN_CACHE_DIR": str(directory / "cache")}
+    done = subprocess.run(
+        [sys.executable, str(LIGHT), "build", str(wheels)],
+        env=environment, check=True, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
 
 
 def _wheel(directory: Path) -> Path:
@@ -57,18 +107,20 @@ def _wheel(directory: Path) -> Path:
     return unpacked
 
 
-def _light(directory: Path) -> str:
-    """Build the library of the sample package ``light``; its path."""
-    environment = {**os.environ, "OPKILN_CACHE_DIR": str(directory / "cache")}
-    command = [sys.executable, str(LIGHT), "build"]
-    return subprocess.run(
-        command, env=environment, check=True, stdout=subprocess.PIPE, text=True
-    ).stdout.strip()
-
-
-def _check(python: str, unpacked: Path, library: str) -> int:
-    checks = [[python, str(CHECKS), "served", str(unpacked)], [python, str(LIGHT), "run", library]]
-    return max(subprocess.run(each, cwd=REPOSITORY, check=False).returncode for each in checks)
+def _checked(python: str, checks: dict[str, Check]) -> dict[str, Any]:
+    """How each check ended with the torch of this Python."""
+    asked = (
+        "import sys, torch; print(torch.__version__, torch.version.cuda, sys.version.split()[0])"
+    )
+    said = subprocess.run([python, "-c", asked], check=True, stdout=subprocess.PIPE, text=True)
+    torch, cuda, version = said.stdout.split()
+    row: dict[str, Any] = {"torch": torch, "cuda": cuda, "python": version}
+    for name, check in checks.items():
+        done = subprocess.run(
+            [python, *check.argv], cwd=REPOSITORY, env=os.environ | check.variables, check=False
+        )
+        row[name] = "failed" if done.returncode else "passed"
+    return row
 
 
 if __name__ == "__main__":

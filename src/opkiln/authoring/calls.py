@@ -25,7 +25,7 @@ def {name}({parameters}):
     try:
         differentiate = (
             ({requires_grad}) and is_grad_enabled_()
-        ) or forward_ad_._current_level >= 0
+        ) or forward_ad_._current_level >= 0 or is_exporting_()
     except AttributeError:  # not tensors: torch says so
         differentiate = True
     if differentiate:
@@ -66,6 +66,8 @@ def function_for(
         "no_grad_": no_grad,
         "is_grad_enabled_": torch.is_grad_enabled,
         "forward_ad_": forward_ad,
+        # An exported program may be trained, with arguments other than those it was traced with.
+        "is_exporting_": torch.compiler.is_exporting,
         "any_": _any_requires_grad,
         "requires_grad_": _any_requires_grad,
         "refuse_": functools.partial(_refuse, function.__name__, written),

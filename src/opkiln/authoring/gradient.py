@@ -28,10 +28,12 @@ if TYPE_CHECKING:
 
 
 class Gradient:
-    """The kernel of an op at torch's dispatch key Autograd."""
+    """The kernel of an op at torch's dispatch key Autograd. ``below`` is the overload that it goes
+    on to. A graph that is traced below autograd keeps that one: if it has no gradient, the compiled
+    graph does not come here in each call."""
 
-    def __init__(self, overload: Any, reference: Callable[..., Any]) -> None:
-        self._overload, self._reference = overload, reference
+    def __init__(self, overload: Any, below: Any, reference: Callable[..., Any]) -> None:
+        self._overload, self._below, self._reference = overload, below, reference
         self._backward: Callable[..., Any] | None = None
         self._wants_output = False
 
@@ -78,7 +80,7 @@ class _Call:
 
     def below_autograd(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         with _AutoDispatchBelowAutograd():
-            return self.gradient._overload.redispatch(
+            return self.gradient._below.redispatch(
                 self._keyset & _after_autograd_keyset, *args, **kwargs
             )
 

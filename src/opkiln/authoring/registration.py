@@ -94,7 +94,8 @@ class Defined:
             if before is not None:
                 self._define_leftovers(before, entrance)
             if not self.written:
-                self.gradient = Gradient(self.overload(), reference)
+                below = self.overload(NO_GRAD) if NO_GRAD in overloads else self.overload()
+                self.gradient = Gradient(self.overload(), below, reference)
                 self._first.impl(self.name, self.gradient, "Autograd", with_keyset=True)
             if before is not None:
                 register.drop_compiled_graphs()
