@@ -192,6 +192,9 @@ def _probe(path: str, wanted: str) -> tuple[dict[str, Any], list[str]]:
             resolved.append([name, files[-1]])
     files = list(dict.fromkeys(files))
 
+    # The next three take a tenth of a second each. Two of them are programs, the third is hashing.
+    runtime = probing.meanwhile(lambda: "" if _is_cross(wanted) else _shared_runtime(path))
+    accepts = probing.meanwhile(lambda: _accepted(ask, wanted))
     # Without the directories: the same binaries in another place are the same compiler.
     identity = key("toolchain", (family, version, machine, [sha256_file(file) for file in files]))
     record = {
@@ -201,9 +204,9 @@ def _probe(path: str, wanted: str) -> tuple[dict[str, Any], list[str]]:
         "version": version,
         "machine": machine,
         "identity": identity,
-        "accepts": _accepted(ask, wanted),
+        "accepts": accepts(),
         "include_dirs": _search_path(verbose),
-        "shared_runtime": "" if _is_cross(wanted) else _shared_runtime(path),
+        "shared_runtime": runtime(),
     }
     return record, files
 

@@ -19,7 +19,10 @@ from opkiln.trust import claim
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from typing import TypeVar
+
+    T = TypeVar("T")
 
 SCHEMA = 4
 
@@ -130,3 +133,30 @@ def scratch() -> Iterator[str]:
     finally:
         shutil.rmtree(path, ignore_errors=True)
         process.release_scratch(path)
+
+
+def meanwhile(work: Callable[[], T]) -> Callable[[], T]:
+    """Begin some work in a thread. The result waits for it, and returns or raises what it did."""
+    import contextvars
+    import threading
+
+    done: list[T] = []
+    failed: list[BaseException] = []
+
+    def do() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    # With the settings that the caller overrode. If the interpreter exits, it does not wait.
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(do,), daemon=True)
+    thread.start()
+
+    def result() -> T:
+        thread.join()
+        if failed:
+            raise failed[0]
+        return done[0]
+
+    return result
