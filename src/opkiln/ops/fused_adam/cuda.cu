@@ -2,6 +2,7 @@
 // fp32.
 
 #include <opkiln/device_factor.h>
+#include <opkiln/op.h>
 #include <opkiln/optimizing/plan_lists.h>
 #include <opkiln/optimizing/sweep.h>
 

@@ -4,6 +4,7 @@
 
 
 #include <opkiln/device_factor.h>
+#include <opkiln/op.h>
 #include <opkiln/optimizing/plan_lists.h>
 #include <opkiln/optimizing/sweep.h>
 

@@ -1,6 +1,7 @@
 // Lion over the tensors of a plan: sweep.h has the loop. The arithmetic is that of reference.py, in fp32.
 
 #include <opkiln/device_factor.h>
+#include <opkiln/op.h>
 #include <opkiln/optimizing/plan_lists.h>
 #include <opkiln/optimizing/sweep.h>
 

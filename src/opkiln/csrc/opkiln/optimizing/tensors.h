@@ -2,10 +2,10 @@
 // argument: "grads[3] has 5 elements, params[3] has 6".
 #pragma once
 
+#if !defined(__CUDACC_RTC__)
+
 #include <opkiln/arguments.h>
 #include <opkiln/stream.h>
-
-#if !defined(__CUDACC_RTC__)
 
 OPK_PLAIN_BEGIN
 namespace opkiln __attribute__((visibility("hidden"))) {
