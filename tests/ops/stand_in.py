@@ -1,4 +1,4 @@
-"""How kernels are compiled for the CPU: by the emulator, or against host threads (cuda_on_cpu)."""
+"""How kernels are compiled for the CPU: by the emulator."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def emulated(builder: type[opkiln.OpBuilder]) -> Any:
-    """The functions of an op whose CUDA kernels the emulator runs on CPU tensors. They are in a
-    namespace of their own, because the op's version for the CPU may be loaded, too."""
-    words = {"NAMESPACE": "emulated", "__module__": builder.__module__}
+    """The functions of an op whose CUDA kernels the emulator runs on CPU tensors. They are an op of
+    their own, because the version for the CPU may be loaded, too."""
+    words = {"DISTRIBUTION": "emulated", "__module__": builder.__module__}
     made = type(f"Emulated{builder.__name__}", (builder,), words)
     try:
         return made(backend="emulated").jit_load(verbose=False)

@@ -1,7 +1,7 @@
 """The op fused_adam: its arithmetic in every mode, type and layout of work.
 
-It runs three times: the reference, the native CPU version, and the CUDA kernels themselves,
-compiled by a C++ compiler against a stand-in for CUDA's runtime.
+It runs three times: the reference, the native CPU version, and the CUDA kernels themselves, in the
+emulator.
 """
 
 from __future__ import annotations
@@ -12,36 +12,19 @@ from typing import Any
 import pytest
 import torch
 from adam_oracle import BF16, DTYPES, F16, F32, clone, oracle
-from fused_kernel import Kernel
+from fused_fixtures import fixtures, launches
 from fused_oracle import HYPER, assert_step, tensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import opkiln
-from opkiln.errors import ToolchainError
 from opkiln.ops.fused_adam import reference
+from opkiln.optimizing.op_calls import Status
 
 SIZES = (0, 1, 3, 4, 7, 1023, 1024, 4095, 4096, 4097, 30_003)
 
 
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
-    return Kernel("fused_adam", tmp_path_factory.mktemp("kernel"))
-
-
-@pytest.fixture(params=["kernel", "native", "reference"])
-def op(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> Any:
-    if request.param == "reference":
-        yield reference
-    elif request.param == "native":
-        try:
-            yield opkiln.get_builder("fused_adam").jit_load(verbose=False)
-        except ToolchainError as error:
-            pytest.skip(f"no native fused_adam here: {error.what}")
-    else:
-        yield request.getfixturevalue("kernel")
-        assert "runtime error" not in capfd.readouterr().err  # what the sanitizers saw
+kernel_fixture, op_fixture = fixtures("fused_adam")
 
 
 @pytest.mark.parametrize("grad", DTYPES, ids=str)
@@ -113,12 +96,14 @@ def test_a_list_of_any_length_is_stepped(op: Any) -> None:
     assert_step(op, tensors(sizes, steps=tuple(float(i % 5) for i in range(1100))))
 
 
-def test_a_list_of_any_length_takes_two_launches(kernel: Kernel) -> None:
-    for count in (1, 50, 1100):
-        kernel.fused_adam_(*tensors((40,) * count), **HYPER)
-        assert kernel.launches == 2  # the coefficients and the counts, and the step
-    kernel.fused_adam_(*tensors((0, 0)), **HYPER)
-    assert kernel.launches == 1
+def test_a_list_of_any_length_takes_two_launches(kernel: Any) -> None:
+    # The coefficients and the counts, and the step.
+    for sizes, expected in (((40,), 2), ((40,) * 50, 2), ((40,) * 1100, 2), ((0, 0), 1)):
+        lists = tensors(sizes)
+        plan, ledger = kernel.fused_adam_plan(*lists)
+        before = launches("fused_adam")
+        assert kernel.fused_adam_planned_(plan, ledger, lists[1], **HYPER) == Status.MADE
+        assert launches("fused_adam") - before == expected
 
 
 # Addresses
@@ -232,7 +217,7 @@ def test_a_parameter_is_what_its_master_converts_to(op: Any, dtype: torch.dtype)
     adamw_mode=st.booleans(),
 )
 def test_kernel_and_reference_agree(
-    kernel: Kernel, size: int, lr: float, beta1: float, beta2: float, weight_decay: float,
+    kernel: Any, size: int, lr: float, beta1: float, beta2: float, weight_decay: float,
     step: int, adamw_mode: bool,
 ) -> None:  # fmt: skip
     hyper = {

@@ -1,7 +1,7 @@
 """The op fused_lion: its arithmetic in every mode, type and layout of work, and what it refuses.
 
-It runs three times: the reference, the native CPU version, and the CUDA kernels themselves,
-compiled by a C++ compiler against a stand-in for CUDA's runtime.
+It runs three times: the reference, the native CPU version, and the CUDA kernels themselves, in the
+emulator.
 """
 
 from __future__ import annotations

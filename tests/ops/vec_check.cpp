@@ -1,11 +1,15 @@
 // Compares Vec of the target's instruction set with scalar arithmetic, and the flat index space
 // with a plain loop. Exits with 0, or prints what differs. Needs no torch.
 
-#include <opkiln/streams.h>
+#include <opkiln/optimizing/host_sweep.h>
 
+#include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstdio>
 #include <limits>
 #include <random>
+#include <vector>
 
 using namespace opkiln;
 
@@ -137,13 +141,13 @@ void check_arithmetic() {
   expect(out[0] == 0, "sign", 0, out[0], 0);
 }
 
-// Doubles the first stream and adds the second, over tensors of all sizes and types, with guard
-// elements after each; in one range and cut into many; with a body that takes bf16 and fp16 straight
-// from memory, and one that does not.
+// Doubles the first stream and adds the second, to it and to the third, over tensors of all sizes and
+// types, with guard elements after each; in one range and cut into many; with a body that takes bf16 and
+// fp16 straight from memory, and one that does not.
 void check_flat(int64_t ranges, bool straight) {
   constexpr Type types[] = {Type::kFloat, Type::kBFloat16, Type::kFloat16};
   constexpr int64_t sizes[] = {0, 1, 7, 15, 16, 17, 63, 511, 512, 513, 1023, 4095, 10001};
-  std::vector<Item<2>> items;
+  std::vector<Item<3>> items;
   std::vector<std::vector<std::byte>> memory;
   const auto make = [&](Type type, int64_t count, float value, bool output) {
     memory.emplace_back((count + 1) * size_of(type) + 2);
@@ -156,28 +160,35 @@ void check_flat(int64_t ranges, bool straight) {
   for (const int64_t size : sizes) {
     for (const Type a : types) {
       for (const Type b : types) {
-        Item<2> item;
-        item.streams = {make(a, size, 1.5f, true), make(b, size, 0.25f, false)};
+        const Type c = size % 2 == 0 ? a : Type::kFloat;
+        Item<3> item;
+        item.streams[0] = make(a, size, 1.5f, true);
+        item.streams[1] = make(b, size, 0.25f, false);
+        item.streams[2] = make(c, size, 0.5f, true);
         item.copy = b == Type::kFloat || a == b ? Stream{} : make(b, size, 0, true);
         item.numel = size;
-        item.traffic = 2 * size_of(a) + size_of(b);
+        item.traffic = traffic(item);
         items.push_back(item);
       }
     }
   }
   const auto body = [](const auto& at, int64_t count) {
-    const auto [to, from] = at;
+    const auto [to, from, sums] = at;
     for (int64_t i = 0; i < count; i += Vec::kLanes) {
       multiply_add(Vec::all(2), Vec::load(to + i), Vec::load(from + i)).store(to + i);
+      (Vec::load(sums + i) + Vec::load(from + i)).store(sums + i);
     }
   };
-  const Flat<2> flat(items);
+  opk::List<Item<3>> list(static_cast<int64_t>(items.size()));
+  std::copy(items.begin(), items.end(), list.begin());
+  const Flat<3> flat(list);
   for (int64_t r = 0; r < ranges; ++r) {
     const int64_t low = flat.size() * r / ranges, high = flat.size() * (r + 1) / ranges;
     if (straight) {
-      flat.sweep(low, high, body);
+      flat.sweep(low, high, [&](int64_t) { return body; });
     } else {
-      flat.sweep(low, high, [&](const std::array<float*, 2>& at, int64_t count) { body(at, count); });
+      const auto floats = [&](float* const (&at)[3], int64_t count) { body(at, count); };
+      flat.sweep(low, high, [&](int64_t) { return floats; });
     }
   }
   const auto check = [&](const Stream& stream, int64_t count, float wanted, const char* what) {
@@ -191,9 +202,10 @@ void check_flat(int64_t ranges, bool straight) {
       expect(guard == std::byte{0}, "guard", static_cast<double>(count), double(guard), 0);
     }
   };
-  for (const Item<2>& item : items) {
+  for (const Item<3>& item : items) {
     check(item.streams[0], item.numel, 3.25f, "stream");
     check(item.streams[1], item.numel, 0.25f, "input");
+    check(item.streams[2], item.numel, 0.75f, "state");
     if (item.copy.data != nullptr) {
       check(item.copy, item.numel, 3.25f, "copy");
     }

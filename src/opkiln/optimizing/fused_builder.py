@@ -8,6 +8,7 @@ from opkiln.model import CUDA
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import SimpleNamespace
 
 # Whatever may change between two replays of a captured graph is a tensor on the parameters' device.
 # - `masters` is empty, or has an fp32 tensor per parameter, without elements if that parameter has
@@ -46,27 +47,27 @@ def fused_schemas(op: str, states: Sequence[str], hyper: str) -> tuple[str, str,
 
 
 class FusedBuilder(CUDAOpBuilder):
-    """An op over lists of tensors, from ``ops/<name>``. ``CPU_KERNEL`` is its source for CPUs."""
+    """An op over lists of tensors, from ``ops/<name>``."""
 
     BACKENDS = ("cuda", "rocm", "cpu")
-    CPU_KERNEL = ""
 
     def sources(self) -> list[str]:
-        folder = f"ops/{self.NAME}"
-        if self.build_for_cpu:
-            return [self.CPU_KERNEL, f"{folder}/cpu_binding.cpp"]
-        plan = "csrc/opkiln/optimizing/plan.cu"
-        return [f"{folder}/cuda.cu", plan, f"{folder}/cuda_binding.cpp"]
+        return [f"ops/{self.NAME}/{'cpu.cpp' if self.build_for_cpu else 'cuda.cu'}"]
 
     def kernels(self) -> Sequence[str]:
         # A plan saves launches, and a CPU has no launches.
         return [f"{self.NAME}_"] if self.build_for_cpu else super().kernels()
 
-    def include_paths(self) -> list[str]:
-        return ["csrc"]
+    def fake(self) -> SimpleNamespace:
+        from opkiln.optimizing.references import fakes
+
+        return fakes(self.NAME)
 
     def nvcc_args(self) -> list[str]:
         # Division and root may be off by two units in the last place. They then have no branch for
         # special numbers, which takes registers. Their error affects only the change of a
-        # parameter.
-        return ["-prec-div=false", "-prec-sqrt=false"] if self.backend == CUDA else []
+        # parameter. -O is of the host's code, which makes checks and launches: optimizing it all
+        # would take longer than compiling the kernels.
+        if self.backend != CUDA:
+            return []
+        return ["-prec-div=false", "-prec-sqrt=false", "-O1"]

@@ -38,7 +38,4 @@ class HostBuilder(OpBuilder):
     """An op over lists of tensors in host memory, from ``ops/<name>``."""
 
     def sources(self) -> list[str]:
-        return [f"ops/{self.NAME}/cpu.cpp", f"ops/{self.NAME}/cpu_binding.cpp"]
-
-    def include_paths(self) -> list[str]:
-        return ["csrc"]
+        return [f"ops/{self.NAME}/cpu.cpp"]

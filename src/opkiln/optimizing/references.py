@@ -11,6 +11,7 @@ References keep no lists and make no plans. Their functions for that return a re
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -290,3 +291,9 @@ def fake_plan(params: list[Tensor], *others: list[Tensor]) -> tuple[Tensor, Tens
 def fake_planned_step(*_: Any, **__: Any) -> int:
     """The fake of an op's ``planned_``: the step is made."""
     return int(Status.MADE)
+
+
+def fakes(op: str) -> SimpleNamespace:
+    """The fakes of the functions of a fused op that return something. (Its reference makes no plan,
+    so it cannot stand in.)"""
+    return SimpleNamespace(**{f"{op}_plan": fake_plan, f"{op}_planned_": fake_planned_step})

@@ -1,14 +1,8 @@
-// How device code uses a factor that was computed in double. nvcc and hipcc compile this for the
-// device, any C++ compiler for the host. (factor.h has the same for the CPU's vector registers.)
+// How device code uses a factor that was computed in double. (factor.h has the same for the CPU's vector
+// registers.)
 #pragma once
 
-#include <math.h>
-
-#if defined(__CUDACC__) || defined(__HIPCC__)
-#define OPKILN_HOST_DEVICE __host__ __device__
-#else
-#define OPKILN_HOST_DEVICE
-#endif
+#include "op.h"
 
 namespace opkiln {
 namespace device {
@@ -19,13 +13,13 @@ namespace device {
 struct Factor {
   float high, low;
 
-  OPKILN_HOST_DEVICE static Factor of(double value) {
+  __device__ static Factor of(double value) {
     const double high = fmax(ceil(value * 256) - 2, 0.0) / 256;
     return {static_cast<float>(high), static_cast<float>(value - high)};
   }
 
   // this * x + y. Of its roundings, only the last matters.
-  OPKILN_HOST_DEVICE float times_plus(float x, float y) const {
+  __device__ float times_plus(float x, float y) const {
     return fmaf(x, high, fmaf(x, low, y));
   }
 };

@@ -166,29 +166,7 @@ class Model {
   bool contiguous_;
 };
 
-template <std::size_t N>
-int64_t traffic(const Item<N>& item) {
-  int64_t bytes = item.copy.data == nullptr ? 0 : size_of(item.copy.type);
-  for (const Stream& stream : item.streams) {
-    bytes += (stream.output ? 2 : 1) * size_of(stream.type);
-  }
-  return bytes;
-}
-
 // Below this much traffic, waking another thread gains nothing.
 constexpr int64_t kGrainBytes = 512 * 1024;
-
-// Calls body(list, low, high) for parts of the whole list in torch's own thread pool. Small lists stay
-// on the calling thread.
-template <std::size_t N, class Body>
-void parallel_over(std::vector<Item<N>> items, const Body& body) {
-  const Flat<N> list(std::move(items));
-  if (list.size() == 0) {
-    return;
-  }
-  torch::stable::parallel_for(0, list.size(), kGrainBytes, [&](int64_t low, int64_t high) {
-    body(list, low, high);
-  });
-}
 
 OPKILN_NAMESPACE_END

@@ -1,13 +1,23 @@
 // Adagrad in place on host memory, and the inverse of a step. The arithmetic is that of
 // reference.py, in fp32 whatever the tensors' types; narrow types are rounded once, when stored.
 
-#include "cpu.h"
-
 #include <opkiln/factor.h>
+#include <opkiln/optimizing/host_step.h>
+#include <opkiln/optimizing/kept_lists.h>
+#include <opkiln/optimizing/status.h>
 
 namespace {
 
 using namespace opkiln;
+
+enum : size_t { kParam, kGrad, kSum, kStreams };
+
+struct Hyper {
+  int64_t step;
+  double lr, lr_decay, eps, weight_decay;
+  bool maximize;
+  double grad_scale;
+};
 
 // What both directions need of the hyperparameters, worked out in double once per call.
 struct Coefficients {
@@ -33,7 +43,7 @@ template <class Streams>
   const Coefficients c = coefficients;  // a local: no store below can change it
   const auto [params, grads, sums] = at;
   for (int64_t i = 0; i < count; i += Vec::kLanes) {
-    prefetch_ahead(at, i);
+    prefetch_all(params + i, grads + i, sums + i);
     Vec p = Vec::load(params + i);
     const Vec g = c.gradient(Vec::load(grads + i) * c.grad_factor, p);
     const Vec s = multiply_add(g, g, Vec::load(sums + i));
@@ -43,8 +53,8 @@ template <class Streams>
   }
 }
 
-[[gnu::noinline]] void rollback(const Coefficients& coefficients,
-                                const std::array<float*, kStreams>& at, int64_t count) {
+[[gnu::noinline]] void undo(const Coefficients& coefficients, float* const (&at)[kStreams],
+                            int64_t count) {
   const Coefficients c = coefficients;
   const Vec zero = all(0), one = all(1);
   const auto [params, grads, sums] = at;
@@ -64,7 +74,7 @@ template <class Streams>
 }
 
 struct Step {
-  Coefficients coefficients;
+  const Coefficients& coefficients;
 
   template <class Streams>
   void operator()(const Streams& at, int64_t count) const {
@@ -72,12 +82,77 @@ struct Step {
   }
 };
 
-struct Rollback {
-  Coefficients coefficients;
+struct Undo {
+  const Coefficients& coefficients;
 
-  void operator()(const std::array<float*, kStreams>& at, int64_t count) const {
-    rollback(coefficients, at, count);
+  void operator()(float* const (&at)[kStreams], int64_t count) const {
+    undo(coefficients, at, count);
   }
+};
+
+template <class Body>
+void sweep(const Hyper& hyper, const opk::List<Item<kStreams>>& items) {
+  const Coefficients coefficients(hyper);
+  parallel_sweep(items, [&](int64_t) { return Body{coefficients}; });
+}
+
+StepLists<kStreams> lists_of(const TensorList& params, const TensorList& grads, const TensorList& sums,
+                             const TensorList& copies) {
+  return {{{"params", params}, {"grads", grads}, {"sums", sums}}, copies};
+}
+
+Hyper hyper_of(int64_t step, double lr, double lr_decay, double eps, double weight_decay,
+               bool maximize, double grad_scale) {
+  check_step(step);
+  check_scale(grad_scale);
+  return {step, lr, lr_decay, eps, weight_decay, maximize, grad_scale};
+}
+
+void cpu_adagrad_(TensorList& params, const TensorList& grads, TensorList& sums, TensorList& copies,
+                  int64_t step, double lr, double lr_decay, double eps, double weight_decay,
+                  bool maximize, double grad_scale) {
+  const Hyper hyper = hyper_of(step, lr, lr_decay, eps, weight_decay, maximize, grad_scale);
+  sweep<Step>(hyper, lists_of(params, grads, sums, copies).items());
+}
+
+void cpu_adagrad_rollback_(TensorList& params, const TensorList& grads, TensorList& sums,
+                           TensorList& copies, int64_t step, double lr, double lr_decay, double eps,
+                           double weight_decay, bool maximize, double grad_scale) {
+  const Hyper hyper = hyper_of(step, lr, lr_decay, eps, weight_decay, maximize, grad_scale);
+  sweep<Undo>(hyper, lists_of(params, grads, sums, copies).items());
+}
+
+Tensor cpu_adagrad_keep(const TensorList& params, const TensorList& sums, const TensorList& copies) {
+  return KeptLists::keep({params, sums, copies});
+}
+
+int64_t cpu_adagrad_kept_(const Tensor& ticket, const TensorList& grads, int64_t step, double lr,
+                          double lr_decay, double eps, double weight_decay, bool maximize,
+                          double grad_scale) {
+  const KeptLists::Kept kept(ticket);
+  if (!kept) {
+    return status::kNotKept;
+  }
+  const Hyper hyper = hyper_of(step, lr, lr_decay, eps, weight_decay, maximize, grad_scale);
+  const auto items = lists_of(kept[0], grads, kept[1], kept[2]).items_if_laid_out_alike();
+  if (!items) {
+    return status::kLayout;
+  }
+  sweep<Step>(hyper, *items);
+  return status::kMade;
+}
+
+void cpu_adagrad_forget(const Tensor& ticket) {
+  KeptLists::forget(ticket);
+}
+
+// Gradients of some rows
+
+// A tensor of which the gradient has some rows only: `indices[r]` says which one its row r is.
+struct Rows {
+  Item<kStreams> item;  // numel is that of the gradient's values
+  const int64_t* indices;
+  int64_t count, width;
 };
 
 template <class Body>
@@ -95,28 +170,96 @@ void sweep_rows(const Rows& rows, int64_t low, int64_t high, const Body& body) {
     row.streams[kGrad] = moved(row.streams[kGrad], r * rows.width);
     row.streams[kSum] = moved(row.streams[kSum], there);
     row.copy = moved(row.copy, there);
-    sweep(row, 0, rows.width, body);
+    opkiln::sweep(row, 0, rows.width, body);
   }
 }
 
+void check_rows(const Tensor& tensor) {
+  OPK_CHECK(tensor.is_contiguous(), tensor, " is not contiguous");
+}
+
+// Indices of `rows` rows, none of them named twice or beyond the last.
+const int64_t* checked_indices(const Tensor& indices, int64_t rows) {
+  opk::check_on(indices, kHost);
+  opk::check_type(indices, DType::int64);
+  check_rows(indices);
+  const int64_t* const at = indices.data<const int64_t>();
+  for (int64_t r = 0, count = indices.numel(); rows != 0 && r < count; ++r) {
+    OPK_CHECK(at[r] >= 0 && at[r] < rows, indices, " names row ", at[r], " of ", rows);
+    OPK_CHECK(r == 0 || at[r] > at[r - 1], indices, " is not in ascending order without duplicates");
+  }
+  return at;
+}
+
+Rows rows_of(const Tensor& param, const Tensor& indices, const Tensor& values, const Tensor& sum,
+             const Tensor* copy) {
+  const Model model(param, kHost), value(values, kHost);
+  Rows out;
+  out.item.streams[kParam] = model.stream(param, true);
+  check_rows(param);
+  out.item.streams[kGrad] = value.stream(values, false);
+  check_rows(values);
+  out.item.streams[kSum] = model.state(sum);
+  check_rows(sum);
+  if (copy) {
+    out.item.copy = model.stream(*copy, true);
+    check_rows(*copy);
+  }
+  out.item.numel = value.numel();
+  out.item.traffic = traffic(out.item);
+  out.count = indices.numel();
+  out.width = out.count == 0 ? 0 : value.numel() / out.count;
+  OPK_CHECK(out.width * out.count == value.numel() && (out.width == 0 || model.numel() % out.width == 0),
+            values, " has ", value.numel(), " elements, which are not ", out.count, " rows of ", param);
+  out.indices = checked_indices(indices, out.width == 0 ? 0 : model.numel() / out.width);
+  return out;
+}
+
+template <class Body>
+void over_rows(const TensorList& params, const TensorList& indices, const TensorList& values,
+               const TensorList& sums, const TensorList& copies, const Hyper& hyper) {
+  check_length("indices", indices, params);
+  check_length("values", values, params);
+  check_length("sums", sums, params);
+  if (!copies.empty()) {
+    check_length("copies", copies, params);
+  }
+  opk::List<Rows> all(params.size());
+  for (int64_t i = 0; i < params.size(); ++i) {
+    all[i] = rows_of(params[i], indices[i], values[i], sums[i], copies.empty() ? nullptr : &copies[i]);
+  }
+  const Coefficients coefficients(hyper);
+  for (const Rows& rows : all) {
+    if (rows.width == 0) {
+      continue;
+    }
+    const int64_t grain = opk::kGrainBytes / (rows.width * rows.item.traffic) + 1;
+    opk::parallel_for(0, rows.count, grain, [&](int64_t low, int64_t high) {
+      sweep_rows(rows, low, high, Body{coefficients});
+    });
+  }
+}
+
+void cpu_adagrad_rows_(TensorList& params, const TensorList& indices, const TensorList& values,
+                       TensorList& sums, TensorList& copies, int64_t step, double lr, double lr_decay,
+                       double eps, bool maximize, double grad_scale) {
+  over_rows<Step>(params, indices, values, sums, copies,
+                  hyper_of(step, lr, lr_decay, eps, 0, maximize, grad_scale));
+}
+
+void cpu_adagrad_rows_rollback_(TensorList& params, const TensorList& indices, const TensorList& values,
+                                TensorList& sums, TensorList& copies, int64_t step, double lr,
+                                double lr_decay, double eps, bool maximize, double grad_scale) {
+  over_rows<Undo>(params, indices, values, sums, copies,
+                  hyper_of(step, lr, lr_decay, eps, 0, maximize, grad_scale));
+}
+
+OPKILN_OP(cpu_adagrad_, cpu);
+OPKILN_OP(cpu_adagrad_rollback_, cpu);
+OPKILN_OP(cpu_adagrad_keep, cpu);
+OPKILN_OP(cpu_adagrad_kept_, cpu);
+OPKILN_OP(cpu_adagrad_forget, cpu);
+OPKILN_OP(cpu_adagrad_rows_, cpu);
+OPKILN_OP(cpu_adagrad_rows_rollback_, cpu);
+
 }  // namespace
-
-OPKILN_NAMESPACE_BEGIN
-
-void adagrad_step(const Hyper& hyper, const Flat<kStreams>& list, int64_t low, int64_t high) {
-  list.sweep(low, high, Step{Coefficients(hyper)});
-}
-
-void adagrad_rollback(const Hyper& hyper, const Flat<kStreams>& list, int64_t low, int64_t high) {
-  list.sweep(low, high, Rollback{Coefficients(hyper)});
-}
-
-void adagrad_step_rows(const Hyper& hyper, const Rows& rows, int64_t low, int64_t high) {
-  sweep_rows(rows, low, high, Step{Coefficients(hyper)});
-}
-
-void adagrad_rollback_rows(const Hyper& hyper, const Rows& rows, int64_t low, int64_t high) {
-  sweep_rows(rows, low, high, Rollback{Coefficients(hyper)});
-}
-
-OPKILN_NAMESPACE_END

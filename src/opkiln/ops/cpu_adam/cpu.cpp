@@ -1,76 +1,15 @@
-// Adam and AdamW in place on host memory, and the inverse of a step. The arithmetic is that of
-// reference.py, in fp32 whatever the tensors' types; narrow types are rounded once, when stored.
+// Adam and AdamW in place on host memory, and the inverse of a step.
 
-#include "cpu.h"
+#include <opkiln/optimizing/host_step.h>
+#include <opkiln/optimizing/kept_lists.h>
+#include <opkiln/optimizing/status.h>
 
-#include <opkiln/factor.h>
+#include "step.h"
 
 namespace {
 
-using namespace opkiln;
-
-double bias_correction(const Hyper& h, double beta) {
-  return h.bias_correction ? 1 - std::pow(beta, static_cast<double>(h.step)) : 1;
-}
-
-// What both directions need of the hyperparameters, worked out in double once per call.
-struct Coefficients {
-  explicit Coefficients(const Hyper& h)
-      : grad_factor(all((h.maximize ? -1 : 1) / h.grad_scale)),
-        l2(!h.adamw_mode && h.weight_decay != 0),
-        decoupled(h.adamw_mode && h.weight_decay != 0),
-        weight_decay(all(h.weight_decay)),
-        kept(decoupled ? 1 - h.lr * h.weight_decay : 1),
-        beta1(h.beta1),
-        beta2(h.beta2),
-        one_minus_beta1(all(1 - h.beta1)),
-        one_minus_beta2(all(1 - h.beta2)),
-        minus_step_size(all(-h.lr / bias_correction(h, h.beta1))),
-        root_factor(all(1 / std::sqrt(bias_correction(h, h.beta2)))),
-        eps(all(h.eps)) {}
-
-  // The gradient that the averages see. With L2 it depends on the parameter before the step.
-  Vec gradient(Vec grad, Vec param) const {
-    grad = grad * grad_factor;
-    return l2 ? multiply_add(weight_decay, param, grad) : grad;
-  }
-
-  // What a step adds to the parameter, from the averages after the step.
-  Vec change(Vec exp_avg, Vec exp_avg_sq) const {
-    return minus_step_size * exp_avg / multiply_add(sqrt(exp_avg_sq), root_factor, eps);
-  }
-
-  Vec grad_factor;
-  bool l2, decoupled;
-  Vec weight_decay;
-  double kept, beta1, beta2;
-  Vec one_minus_beta1, one_minus_beta2;
-  Vec minus_step_size, root_factor, eps;
-};
-
-template <class Streams>
-[[gnu::noinline]] void step(const Coefficients& coefficients, const Streams& at, int64_t count) {
-  const Coefficients c = coefficients;  // a local: no store below can change it
-  const Factor kept(c.kept), beta2(c.beta2);
-  const auto [params, grads, exp_avgs, exp_avg_sqs] = at;
-  for (int64_t i = 0; i < count; i += Vec::kLanes) {
-    prefetch_ahead(at, i);
-    Vec p = Vec::load(params + i);
-    const Vec g = c.gradient(Vec::load(grads + i), p);
-    Vec m = Vec::load(exp_avgs + i);
-    Vec v = Vec::load(exp_avg_sqs + i);
-    m = multiply_add(c.one_minus_beta1, g - m, m);
-    v = beta2.times_plus(v, c.one_minus_beta2 * g * g);
-    const Vec change = c.change(m, v);
-    p = c.decoupled ? kept.times_plus(p, change) : p + change;
-    p.store(params + i);
-    m.store(exp_avgs + i);
-    v.store(exp_avg_sqs + i);
-  }
-}
-
-[[gnu::noinline]] void rollback(const Coefficients& coefficients,
-                                const std::array<float*, kStreams>& at, int64_t count) {
+[[gnu::noinline]] void undo(const Coefficients& coefficients, float* const (&at)[kStreams],
+                            int64_t count) {
   const Coefficients c = coefficients;
   const Vec kept = all(c.kept), beta1 = all(c.beta1), beta2 = all(c.beta2), zero = all(0);
   const auto [params, grads, exp_avgs, exp_avg_sqs] = at;
@@ -88,21 +27,85 @@ template <class Streams>
   }
 }
 
+struct Undo {
+  const Coefficients& coefficients;
+
+  void operator()(float* const (&at)[kStreams], int64_t count) const {
+    undo(coefficients, at, count);
+  }
+};
+
+template <class Body>
+void sweep(const Hyper& hyper, const opk::List<Item<kStreams>>& items) {
+  const Coefficients coefficients(hyper);
+  parallel_sweep(items, [&](int64_t) { return Body{coefficients}; });
+}
+
+StepLists<kStreams> lists_of(const TensorList& params, const TensorList& grads,
+                             const TensorList& exp_avgs, const TensorList& exp_avg_sqs,
+                             const TensorList& copies) {
+  return {{{"params", params}, {"grads", grads}, {"exp_avgs", exp_avgs}, {"exp_avg_sqs", exp_avg_sqs}},
+          copies};
+}
+
+Hyper hyper_of(int64_t step, double lr, double beta1, double beta2, double eps, double weight_decay,
+               bool adamw_mode, bool bias_correction, bool maximize, double grad_scale) {
+  check_step(step);
+  check_scale(grad_scale);
+  return {step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, maximize, grad_scale};
+}
+
+void cpu_adam_(TensorList& params, const TensorList& grads, TensorList& exp_avgs,
+               TensorList& exp_avg_sqs, TensorList& copies, int64_t step, double lr, double beta1,
+               double beta2, double eps, double weight_decay, bool adamw_mode, bool bias_correction,
+               bool maximize, double grad_scale) {
+  const Hyper hyper = hyper_of(step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction,
+                               maximize, grad_scale);
+  sweep<Step>(hyper, lists_of(params, grads, exp_avgs, exp_avg_sqs, copies).items());
+}
+
+void cpu_adam_rollback_(TensorList& params, const TensorList& grads, TensorList& exp_avgs,
+                        TensorList& exp_avg_sqs, TensorList& copies, int64_t step, double lr,
+                        double beta1, double beta2, double eps, double weight_decay, bool adamw_mode,
+                        bool bias_correction, bool maximize, double grad_scale) {
+  OPK_CHECK(beta1 != 0 && beta2 != 0 && !(adamw_mode && lr * weight_decay == 1), "a step with beta1 ",
+            beta1, ", beta2 ", beta2, " and lr * weight_decay ", lr * weight_decay,
+            " cannot be rolled back");
+  const Hyper hyper = hyper_of(step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction,
+                               maximize, grad_scale);
+  sweep<Undo>(hyper, lists_of(params, grads, exp_avgs, exp_avg_sqs, copies).items());
+}
+
+Tensor cpu_adam_keep(const TensorList& params, const TensorList& exp_avgs,
+                     const TensorList& exp_avg_sqs, const TensorList& copies) {
+  return KeptLists::keep({params, exp_avgs, exp_avg_sqs, copies});
+}
+
+int64_t cpu_adam_kept_(const Tensor& ticket, const TensorList& grads, int64_t step, double lr,
+                       double beta1, double beta2, double eps, double weight_decay, bool adamw_mode,
+                       bool bias_correction, bool maximize, double grad_scale) {
+  const KeptLists::Kept kept(ticket);
+  if (!kept) {
+    return status::kNotKept;
+  }
+  const Hyper hyper = hyper_of(step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction,
+                               maximize, grad_scale);
+  const auto items = lists_of(kept[0], grads, kept[1], kept[2], kept[3]).items_if_laid_out_alike();
+  if (!items) {
+    return status::kLayout;
+  }
+  sweep<Step>(hyper, *items);
+  return status::kMade;
+}
+
+void cpu_adam_forget(const Tensor& ticket) {
+  KeptLists::forget(ticket);
+}
+
+OPKILN_OP(cpu_adam_, cpu);
+OPKILN_OP(cpu_adam_rollback_, cpu);
+OPKILN_OP(cpu_adam_keep, cpu);
+OPKILN_OP(cpu_adam_kept_, cpu);
+OPKILN_OP(cpu_adam_forget, cpu);
+
 }  // namespace
-
-OPKILN_NAMESPACE_BEGIN
-
-void adam_step(const Hyper& hyper, const Flat<kStreams>& list, int64_t low, int64_t high) {
-  const Coefficients coefficients(hyper);
-  list.sweep(low, high,
-             [&](const auto& at, int64_t count) { step(coefficients, at, count); });
-}
-
-void adam_rollback(const Hyper& hyper, const Flat<kStreams>& list, int64_t low, int64_t high) {
-  const Coefficients coefficients(hyper);
-  list.sweep(low, high, [&](const std::array<float*, kStreams>& at, int64_t count) {
-    rollback(coefficients, at, count);
-  });
-}
-
-OPKILN_NAMESPACE_END

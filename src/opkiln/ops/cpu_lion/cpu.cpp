@@ -1,56 +1,15 @@
-// Lion in place on host memory, and the inverse of a step. The arithmetic is that of reference.py,
-// in fp32 whatever the tensors' types; narrow types are rounded once, when stored.
+// Lion in place on host memory, and the inverse of a step.
 
-#include "cpu.h"
+#include <opkiln/optimizing/host_step.h>
+#include <opkiln/optimizing/kept_lists.h>
+#include <opkiln/optimizing/status.h>
 
-#include <opkiln/factor.h>
+#include "step.h"
 
 namespace {
 
-using namespace opkiln;
-
-// What both directions need of the hyperparameters, worked out in double once per call.
-struct Coefficients {
-  explicit Coefficients(const Hyper& h)
-      : grad_factor(all((h.maximize ? -1 : 1) / h.grad_scale)),
-        decoupled(h.weight_decay != 0),
-        kept(1 - h.lr * h.weight_decay),
-        beta2(h.beta2),
-        one_minus_beta1(all(1 - h.beta1)),
-        one_minus_beta2(all(1 - h.beta2)),
-        minus_lr(all(-h.lr)) {}
-
-  // What a step adds to the parameter, from the average before the step.
-  Vec change(Vec exp_avg, Vec grad) const {
-    return minus_lr * sign(multiply_add(one_minus_beta1, grad - exp_avg, exp_avg));
-  }
-
-  Vec grad_factor;
-  bool decoupled;
-  double kept, beta2;
-  Vec one_minus_beta1, one_minus_beta2, minus_lr;
-};
-
-template <class Streams>
-[[gnu::noinline]] void step(const Coefficients& coefficients, const Streams& at, int64_t count) {
-  const Coefficients c = coefficients;  // a local: no store below can change it
-  const Factor kept(c.kept);
-  const auto [params, grads, exp_avgs] = at;
-  for (int64_t i = 0; i < count; i += Vec::kLanes) {
-    prefetch_ahead(at, i);
-    Vec p = Vec::load(params + i);
-    const Vec g = Vec::load(grads + i) * c.grad_factor;
-    Vec m = Vec::load(exp_avgs + i);
-    const Vec change = c.change(m, g);
-    p = c.decoupled ? kept.times_plus(p, change) : p + change;
-    m = multiply_add(c.one_minus_beta2, g - m, m);
-    p.store(params + i);
-    m.store(exp_avgs + i);
-  }
-}
-
-[[gnu::noinline]] void rollback(const Coefficients& coefficients,
-                                const std::array<float*, kStreams>& at, int64_t count) {
+[[gnu::noinline]] void undo(const Coefficients& coefficients, float* const (&at)[kStreams],
+                            int64_t count) {
   const Coefficients c = coefficients;
   const Vec kept = all(c.kept), beta2 = all(c.beta2);
   const auto [params, grads, exp_avgs] = at;
@@ -63,21 +22,70 @@ template <class Streams>
   }
 }
 
+struct Undo {
+  const Coefficients& coefficients;
+
+  void operator()(float* const (&at)[kStreams], int64_t count) const {
+    undo(coefficients, at, count);
+  }
+};
+
+template <class Body>
+void sweep(const Hyper& hyper, const opk::List<Item<kStreams>>& items) {
+  const Coefficients coefficients(hyper);
+  parallel_sweep(items, [&](int64_t) { return Body{coefficients}; });
+}
+
+StepLists<kStreams> lists_of(const TensorList& params, const TensorList& grads,
+                             const TensorList& exp_avgs, const TensorList& copies) {
+  return {{{"params", params}, {"grads", grads}, {"exp_avgs", exp_avgs}}, copies};
+}
+
+void cpu_lion_(TensorList& params, const TensorList& grads, TensorList& exp_avgs, TensorList& copies,
+               double lr, double beta1, double beta2, double weight_decay, bool maximize,
+               double grad_scale) {
+  check_scale(grad_scale);
+  sweep<Step>({lr, beta1, beta2, weight_decay, maximize, grad_scale},
+              lists_of(params, grads, exp_avgs, copies).items());
+}
+
+void cpu_lion_rollback_(TensorList& params, const TensorList& grads, TensorList& exp_avgs,
+                        TensorList& copies, double lr, double beta1, double beta2, double weight_decay,
+                        bool maximize, double grad_scale) {
+  OPK_CHECK(beta2 != 0 && lr * weight_decay != 1, "a step with beta2 ", beta2,
+            " and lr * weight_decay ", lr * weight_decay, " cannot be rolled back");
+  check_scale(grad_scale);
+  sweep<Undo>({lr, beta1, beta2, weight_decay, maximize, grad_scale},
+              lists_of(params, grads, exp_avgs, copies).items());
+}
+
+Tensor cpu_lion_keep(const TensorList& params, const TensorList& exp_avgs, const TensorList& copies) {
+  return KeptLists::keep({params, exp_avgs, copies});
+}
+
+int64_t cpu_lion_kept_(const Tensor& ticket, const TensorList& grads, double lr, double beta1,
+                       double beta2, double weight_decay, bool maximize, double grad_scale) {
+  const KeptLists::Kept kept(ticket);
+  if (!kept) {
+    return status::kNotKept;
+  }
+  check_scale(grad_scale);
+  const auto items = lists_of(kept[0], grads, kept[1], kept[2]).items_if_laid_out_alike();
+  if (!items) {
+    return status::kLayout;
+  }
+  sweep<Step>({lr, beta1, beta2, weight_decay, maximize, grad_scale}, *items);
+  return status::kMade;
+}
+
+void cpu_lion_forget(const Tensor& ticket) {
+  KeptLists::forget(ticket);
+}
+
+OPKILN_OP(cpu_lion_, cpu);
+OPKILN_OP(cpu_lion_rollback_, cpu);
+OPKILN_OP(cpu_lion_keep, cpu);
+OPKILN_OP(cpu_lion_kept_, cpu);
+OPKILN_OP(cpu_lion_forget, cpu);
+
 }  // namespace
-
-OPKILN_NAMESPACE_BEGIN
-
-void lion_step(const Hyper& hyper, const Flat<kStreams>& list, int64_t low, int64_t high) {
-  const Coefficients coefficients(hyper);
-  list.sweep(low, high,
-             [&](const auto& at, int64_t count) { step(coefficients, at, count); });
-}
-
-void lion_rollback(const Hyper& hyper, const Flat<kStreams>& list, int64_t low, int64_t high) {
-  const Coefficients coefficients(hyper);
-  list.sweep(low, high, [&](const std::array<float*, kStreams>& at, int64_t count) {
-    rollback(coefficients, at, count);
-  });
-}
-
-OPKILN_NAMESPACE_END

@@ -14,7 +14,6 @@ class FusedAdamBuilder(FusedBuilder):
 
     NAME = "fused_adam"
     BUILD_VAR = "DS_BUILD_FUSED_ADAM"
-    CPU_KERNEL = "ops/cpu_adam/cpu.cpp"
     SCHEMAS = fused_schemas(
         "fused_adam",
         ("exp_avgs", "exp_avg_sqs"),
@@ -26,8 +25,3 @@ class FusedAdamBuilder(FusedBuilder):
         from opkiln.ops.fused_adam import reference
 
         return reference
-
-    def fake(self) -> ModuleType:
-        from opkiln.ops.fused_adam import fake
-
-        return fake

@@ -2,14 +2,90 @@
 // when the sums are known, reads parameters and averages again and moves the parameters: 40 bytes of
 // traffic per element of fp32, where Adam has 28. Sums do not depend on the order of blocks.
 
-#include <opkiln/optimizing/sweep.h>
-#include "element.h"
 
-namespace opkiln {
-namespace fused_lamb {
+#include <opkiln/device_factor.h>
+#include <opkiln/op.h>
+#include <opkiln/optimizing/plan_lists.h>
+#include <opkiln/optimizing/sweep.h>
+
 namespace {
 
-using namespace multi_tensor;
+using namespace opkiln;
+using namespace opkiln::multi_tensor;
+using device::Factor;
+
+struct Hyper {
+  double beta1, log_beta1, beta2, log_beta2, eps, weight_decay, min_coeff, max_coeff;
+  bool eps_inside_sqrt, bias_correction, maximize;
+  Numbers numbers;
+};
+
+// What an element needs of the hyperparameters, worked out in double once per count of steps.
+struct Coefficients {
+  bool skip;
+  bool eps_inside_sqrt;
+  float grad_factor;
+  Factor beta2;
+  float one_minus_beta1, one_minus_beta2;
+  float average_factor;  // of the average, for its start at 0
+  float root_factor;     // of the average of squares, or of its root
+  float eps, weight_decay;
+  float minus_lr;
+
+  // For the step that follows `steps_made` steps.
+  __device__ static Coefficients of(const Hyper& h, double steps_made, double lr, double grad_scale) {
+    const double step = steps_made + 1;
+    // 1 - beta^step, without the cancellation; log_beta of 0 is minus infinity, which gives 1.
+    const double correction1 = h.bias_correction ? -expm1(step * h.log_beta1) : 1;
+    const double correction2 = h.bias_correction ? -expm1(step * h.log_beta2) : 1;
+    Coefficients c;
+    c.skip = false;
+    c.eps_inside_sqrt = h.eps_inside_sqrt;
+    c.grad_factor = static_cast<float>((h.maximize ? -1 : 1) / grad_scale);
+    c.beta2 = Factor::of(h.beta2);
+    c.one_minus_beta1 = static_cast<float>(1 - h.beta1);
+    c.one_minus_beta2 = static_cast<float>(1 - h.beta2);
+    c.average_factor = static_cast<float>(1 / correction1);
+    c.root_factor = static_cast<float>(h.eps_inside_sqrt ? 1 / correction2 : 1 / sqrt(correction2));
+    c.eps = static_cast<float>(h.eps);
+    c.weight_decay = static_cast<float>(h.weight_decay);
+    c.minus_lr = static_cast<float>(-lr);
+    return c;
+  }
+
+  __device__ void average(float grad, float& exp_avg, float& exp_avg_sq) const {
+    const float g = grad * grad_factor;
+    exp_avg = fmaf(one_minus_beta1, g - exp_avg, exp_avg);
+    exp_avg_sq = beta2.times_plus(exp_avg_sq, one_minus_beta2 * g * g);
+  }
+
+  // From the averages after the step.
+  __device__ float update(float param, float exp_avg, float exp_avg_sq) const {
+    const float root = eps_inside_sqrt ? sqrtf(fmaf(exp_avg_sq, root_factor, eps))
+                                       : fmaf(sqrtf(exp_avg_sq), root_factor, eps);
+    return fmaf(weight_decay, param, average_factor * exp_avg / root);
+  }
+};
+
+// By which a tensor's update is multiplied, from the sums of squares of it and its update. NaN in
+// either is to be seen.
+__device__ inline float trust(const Hyper& h, double params, double updates) {
+  if (params == 0 || updates == 0) {
+    return 1;
+  }
+  const double ratio = sqrt(params) / sqrt(updates);
+  return static_cast<float>(ratio < h.min_coeff ? h.min_coeff
+                                                : ratio > h.max_coeff ? h.max_coeff : ratio);
+}
+
+// Squares of a parameter and its update, summed per chunk, and again over so many chunks where these
+// are all of one tensor: so that the sum of a large tensor's takes no longer than that of a small.
+constexpr uint32_t kFold = 512;
+
+// Words of 8 bytes that `sums` of a step has.
+constexpr size_t sum_words(const Sizes& sizes) {
+  return sizes.chunks + 2 * (sizes.chunks / kFold + 1);
+}
 
 struct Sums {
   float* chunks;   // two per chunk: of the parameter, of its update
@@ -112,8 +188,10 @@ __device__ void add_up(T& first, T& second) {
       sums[1][thread] += sums[1][thread + half];
     }
   }
-  first = sums[0][0];
-  second = sums[1][0];
+  if (thread == 0) {  // which wrote them last; for others there would have to be a barrier before
+    first = sums[0][0];
+    second = sums[1][0];
+  }
 }
 
 template <bool kPlain>
@@ -222,75 +300,143 @@ apply_kernel(const Plan plan, const float* coefficients) {
       share, Move{coefficients_of<Coefficients>(plan, item), coefficients[index]});
 }
 
-// The averages, and sums of squares of the chunks and folds.
-template <bool kCounted>
-cudaError_t launch_average(const Hyper& hyper, const Plan& plan, const Sums& sums,
-                           cudaStream_t stream) {
-  const Sizes& sizes = plan.sizes;
-  cudaError_t error = enqueue_prepare<Coefficients, kCounted>(hyper, plan, stream);
-  if (error == cudaSuccess && sizes.chunks > 0) {
-    error = launch<Plan, Sums>(plan.plain ? average_kernel<true> : average_kernel<false>,
-                               sizes.chunks, kThreads, stream, plan, sums);
-  }
-  if (error == cudaSuccess && sizes.chunks >= kFold) {
-    error = launch<Plan, Sums>(fold_kernel, sizes.chunks / kFold, kThreads, stream, plan, sums);
-  }
-  return error;
-}
-
-cudaError_t launch_apply(const Plan& plan, const float* coefficients, cudaStream_t stream) {
-  return plan.sizes.chunks == 0
-      ? cudaSuccess
-      : launch<Plan, const float*>(plan.plain ? apply_kernel<true> : apply_kernel<false>,
-                                   plan.sizes.chunks, kThreads, stream, plan, coefficients);
-}
-
-Sums sums_at(void* memory, const Plan& plan) {
-  auto* const folded = static_cast<double*>(memory);
+Sums sums_at(Tensor& memory, const Plan& plan) {
+  auto* const folded = static_cast<double*>(memory.data());
   return {reinterpret_cast<float*>(folded + 2 * (plan.sizes.chunks / kFold + 1)), folded};
 }
 
-const char* text_of(cudaError_t error) {
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+// Memory for a step's sums, which torch keeps from others until this stream is done with it.
+Tensor room_for_sums(const Plan& plan, opk::Device device) {
+  return opk::empty({static_cast<int64_t>(sum_words(plan.sizes))}, DType::int64, device);
 }
+
+// The averages, and sums of squares of the chunks and folds.
+template <bool kCounted>
+void enqueue_averages(const Hyper& hyper, const Plan& plan, const Sums& sums) {
+  enqueue_prepare<Coefficients, kCounted>(hyper, plan);
+  opk::launch(plan.plain ? average_kernel<true> : average_kernel<false>, plan.sizes.chunks, kThreads, 0,
+              plan, sums);
+  opk::launch(fold_kernel, plan.sizes.chunks / kFold, kThreads, 0, plan, sums);
+}
+
+void enqueue_apply(const Plan& plan, const float* coefficients) {
+  opk::launch(plan.plain ? apply_kernel<true> : apply_kernel<false>, plan.sizes.chunks, kThreads, 0, plan,
+              coefficients);
+}
+
+void enqueue(const Hyper& hyper, const Plan& plan, Tensor& coefficients, opk::Device device) {
+  Tensor memory = room_for_sums(plan, device);
+  const Sums sums = sums_at(memory, plan);
+  float* const out = coefficients.data<float>();
+  enqueue_averages<true>(hyper, plan, sums);
+  opk::launch(trust_kernel, plan.sizes.items, kThreads, 0, plan, sums, hyper, out);
+  enqueue_apply(plan, out);
+}
+
+Hyper hyper_of(double beta1, double beta2, double eps, double weight_decay, bool eps_inside_sqrt,
+               bool bias_correction, bool maximize, double min_coeff, double max_coeff,
+               const Numbers& numbers) {
+  return {beta1, __builtin_log(beta1), beta2, __builtin_log(beta2), eps, weight_decay, min_coeff,
+          max_coeff, eps_inside_sqrt, bias_correction, maximize, numbers};
+}
+
+void fused_lamb_(TensorList& params, const TensorList& grads, TensorList& exp_avgs,
+                 TensorList& exp_avg_sqs, TensorList& masters, TensorList& steps, Tensor& coefficients,
+                 double lr, double beta1, double beta2, double eps, double weight_decay,
+                 bool eps_inside_sqrt, bool bias_correction, bool maximize, double min_coeff,
+                 double max_coeff, const OptionalTensor& lr_tensor, const OptionalTensor& grad_scale,
+                 const OptionalTensor& found_inf) {
+  const Lists lists{params, grads, exp_avgs, &exp_avg_sqs, masters, steps};
+  lists.check();
+  if (steps.empty()) {
+    return;
+  }
+  const opk::Device device = gpu_of(lists);
+  check_numbers(coefficients, DType::float32, params.size(), device);
+  const Hyper hyper =
+      hyper_of(beta1, beta2, eps, weight_decay, eps_inside_sqrt, bias_correction, maximize, min_coeff,
+               max_coeff, numbers_of(device, lr, lr_tensor, grad_scale, found_inf));
+  const Planned planned = write_plan(Unpacked(lists, device), device);
+  enqueue(hyper, planned.plan, coefficients, device);
+}
+
+// The halves of a step, with sums of squares between them that the caller may add to: two numbers per
+// item, of it and of its update. The first does not count the step.
+void fused_lamb_average_(const TensorList& params, const TensorList& grads, TensorList& exp_avgs,
+                         TensorList& exp_avg_sqs, const TensorList& masters, const TensorList& steps,
+                         Tensor& squares, double beta1, double beta2, double eps, double weight_decay,
+                         bool eps_inside_sqrt, bool bias_correction, bool maximize,
+                         const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
+  const Lists lists{params, grads, exp_avgs, &exp_avg_sqs, masters, steps};
+  lists.check();
+  if (steps.empty()) {
+    return;
+  }
+  const opk::Device device = gpu_of(lists);
+  check_numbers(squares, DType::float64, 2 * params.size(), device);
+  const Hyper hyper = hyper_of(beta1, beta2, eps, weight_decay, eps_inside_sqrt, bias_correction,
+                               maximize, 0, 0, numbers_of(device, 0, {}, grad_scale, found_inf));
+  const Planned planned = write_plan(Unpacked(lists, device), device);
+  const Plan& plan = planned.plan;
+  Tensor memory = room_for_sums(plan, device);
+  const Sums sums = sums_at(memory, plan);
+  enqueue_averages<false>(hyper, plan, sums);
+  opk::launch(squares_kernel, plan.sizes.items, kThreads, 0, plan, sums, squares.data<double>());
+}
+
+void fused_lamb_move_(TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
+                      const TensorList& exp_avg_sqs, TensorList& masters, TensorList& steps,
+                      const Tensor& squares, Tensor& coefficients, double lr, double beta1, double beta2,
+                      double eps, double weight_decay, bool eps_inside_sqrt, bool bias_correction,
+                      double min_coeff, double max_coeff, const OptionalTensor& lr_tensor,
+                      const OptionalTensor& found_inf) {
+  const Lists lists{params, grads, exp_avgs, &exp_avg_sqs, masters, steps};
+  lists.check();
+  if (steps.empty()) {
+    return;
+  }
+  const opk::Device device = gpu_of(lists);
+  check_numbers(coefficients, DType::float32, params.size(), device);
+  check_numbers(squares, DType::float64, 2 * params.size(), device);
+  const Hyper hyper = hyper_of(beta1, beta2, eps, weight_decay, eps_inside_sqrt, bias_correction,
+                               /*maximize=*/false, min_coeff, max_coeff,
+                               numbers_of(device, lr, lr_tensor, {}, found_inf));
+  const Planned planned = write_plan(Unpacked(lists, device), device);
+  float* const out = coefficients.data<float>();
+  enqueue_prepare<Coefficients>(hyper, planned.plan);
+  opk::launch(given_kernel, (planned.plan.sizes.items + kThreads - 1) / kThreads, kThreads, 0,
+              planned.plan, squares.data<const double>(), hyper, out);
+  enqueue_apply(planned.plan, out);
+}
+
+opk::tuple<Tensor, Tensor> fused_lamb_plan(const TensorList& params, const TensorList& grads,
+                                           const TensorList& exp_avgs, const TensorList& exp_avg_sqs,
+                                           const TensorList& masters, const TensorList& steps) {
+  return make_plan({params, grads, exp_avgs, &exp_avg_sqs, masters, steps});
+}
+
+int64_t fused_lamb_planned_(Tensor& plan, Tensor& ledger, const TensorList& grads, Tensor& coefficients,
+                            double lr, double beta1, double beta2, double eps, double weight_decay,
+                            bool eps_inside_sqrt, bool bias_correction, bool maximize, double min_coeff,
+                            double max_coeff, const OptionalTensor& lr_tensor,
+                            const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
+  const opk::Device device = plan.device();
+  check_numbers(coefficients, DType::float32, grads.size(), device);
+  const Hyper hyper =
+      hyper_of(beta1, beta2, eps, weight_decay, eps_inside_sqrt, bias_correction, maximize, min_coeff,
+               max_coeff, numbers_of(device, lr, lr_tensor, grad_scale, found_inf));
+  const auto here = replan(plan, ledger, grads);
+  if (!here) {
+    return status::kLayout;
+  }
+  enqueue(hyper, *here, coefficients, device);
+  return status::kMade;
+}
+
+OPKILN_OP(fused_lamb_, cuda);
+OPKILN_OP(fused_lamb_average_, cuda);
+OPKILN_OP(fused_lamb_move_, cuda);
+OPKILN_OP(fused_lamb_plan, cuda);
+OPKILN_OP(fused_lamb_planned_, cuda);
 
 }  // namespace
-
-const char* enqueue(const Hyper& hyper, const multi_tensor::Plan& plan, void* memory,
-                    float* coefficients, void* stream_pointer) {
-  const Sums sums = sums_at(memory, plan);
-  auto* const stream = static_cast<cudaStream_t>(stream_pointer);
-  cudaError_t error = launch_average<true>(hyper, plan, sums, stream);
-  if (error == cudaSuccess && plan.sizes.items > 0) {
-    error = launch<Plan, Sums, Hyper, float*>(trust_kernel, plan.sizes.items, kThreads, stream,
-                                              plan, sums, hyper, coefficients);
-  }
-  return text_of(error == cudaSuccess ? launch_apply(plan, coefficients, stream) : error);
-}
-
-const char* enqueue_average(const Hyper& hyper, const multi_tensor::Plan& plan, void* memory,
-                            double* squares, void* stream_pointer) {
-  const Sums sums = sums_at(memory, plan);
-  auto* const stream = static_cast<cudaStream_t>(stream_pointer);
-  cudaError_t error = launch_average<false>(hyper, plan, sums, stream);
-  if (error == cudaSuccess && plan.sizes.items > 0) {
-    error = launch<Plan, Sums, double*>(squares_kernel, plan.sizes.items, kThreads, stream, plan,
-                                        sums, squares);
-  }
-  return text_of(error);
-}
-
-const char* enqueue_move(const Hyper& hyper, const multi_tensor::Plan& plan, const double* squares,
-                         float* coefficients, void* stream_pointer) {
-  auto* const stream = static_cast<cudaStream_t>(stream_pointer);
-  cudaError_t error = enqueue_prepare<Coefficients>(hyper, plan, stream);
-  const unsigned blocks = (plan.sizes.items + kThreads - 1) / kThreads;
-  if (error == cudaSuccess && blocks > 0) {
-    error = launch<Plan, const double*, Hyper, float*>(given_kernel, blocks, kThreads, stream, plan,
-                                                       squares, hyper, coefficients);
-  }
-  return text_of(error == cudaSuccess ? launch_apply(plan, coefficients, stream) : error);
-}
-
-}  // namespace fused_lamb
-}  // namespace opkiln

@@ -32,7 +32,6 @@ class FusedLambBuilder(FusedBuilder):
 
     NAME = "fused_lamb"
     BUILD_VAR = "DS_BUILD_FUSED_LAMB"
-    CPU_KERNEL = "ops/fused_lamb/cpu.cpp"
     # `coefficients` receives a number per parameter.
     SCHEMAS = (
         *fused_schemas(
@@ -50,8 +49,3 @@ class FusedLambBuilder(FusedBuilder):
         from opkiln.ops.fused_lamb import reference
 
         return reference
-
-    def fake(self) -> ModuleType:
-        from opkiln.ops.fused_lamb import fake
-
-        return fake

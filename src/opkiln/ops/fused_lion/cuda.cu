@@ -1,16 +1,95 @@
-// Lion over the tensors of a plan: sweep.h has the loop, element.h the arithmetic.
+// Lion over the tensors of a plan: sweep.h has the loop. The arithmetic is that of reference.py, in fp32.
 
+#include <opkiln/device_factor.h>
+#include <opkiln/op.h>
+#include <opkiln/optimizing/plan_lists.h>
 #include <opkiln/optimizing/sweep.h>
-#include "element.h"
 
-namespace opkiln {
-namespace fused_lion {
+namespace {
 
-const char* enqueue(const Hyper& hyper, const multi_tensor::Plan& plan, void* stream) {
-  const cudaError_t error = multi_tensor::enqueue_step<Coefficients>(
-      hyper, plan, static_cast<cudaStream_t>(stream));
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+using namespace opkiln;
+using namespace opkiln::multi_tensor;
+using device::Factor;
+
+struct Hyper {
+  double beta1, beta2, weight_decay;
+  bool maximize;
+  Numbers numbers;
+};
+
+// What an element needs of the hyperparameters, worked out in double once per count of steps.
+struct Coefficients {
+  static constexpr int kStates = 1;
+
+  bool skip;
+  bool decays;
+  float grad_factor;
+  Factor kept;  // of the parameter, by decoupled decay
+  float one_minus_beta1, one_minus_beta2;
+  float lr;
+
+  __device__ static Coefficients of(const Hyper& h, double /*steps_made*/, double lr,
+                                    double grad_scale) {
+    Coefficients c;
+    c.skip = false;
+    c.decays = h.weight_decay != 0;
+    c.grad_factor = static_cast<float>((h.maximize ? -1 : 1) / grad_scale);
+    c.kept = Factor::of(1 - lr * h.weight_decay);
+    c.one_minus_beta1 = static_cast<float>(1 - h.beta1);
+    c.one_minus_beta2 = static_cast<float>(1 - h.beta2);
+    c.lr = static_cast<float>(lr);
+    return c;
+  }
+
+  __device__ void step(float grad, float& param, float (&states)[kStates]) const {
+    float& exp_avg = states[0];
+    const float g = grad * grad_factor;
+    const float blend = fmaf(one_minus_beta1, g - exp_avg, exp_avg);
+    // The sign of the blend; 0 and NaN stay what they are.
+    const float change = blend > 0 ? -lr : blend < 0 ? lr : blend;
+    param = decays ? kept.times_plus(param, change) : param + change;
+    exp_avg = fmaf(one_minus_beta2, g - exp_avg, exp_avg);
+  }
+};
+
+void fused_lion_(TensorList& params, const TensorList& grads, TensorList& exp_avgs, TensorList& masters,
+                 TensorList& steps, double lr, double beta1, double beta2, double weight_decay,
+                 bool maximize, const OptionalTensor& lr_tensor, const OptionalTensor& grad_scale,
+                 const OptionalTensor& found_inf) {
+  const Lists lists{params, grads, exp_avgs, nullptr, masters, steps};
+  lists.check();
+  if (steps.empty()) {
+    return;
+  }
+  const opk::Device device = gpu_of(lists);
+  const Hyper hyper{beta1, beta2, weight_decay, maximize,
+                    numbers_of(device, lr, lr_tensor, grad_scale, found_inf)};
+  const Planned planned = write_plan(Unpacked(lists, device), device);
+  enqueue_step<Coefficients>(hyper, planned.plan);
 }
 
-}  // namespace fused_lion
-}  // namespace opkiln
+opk::tuple<Tensor, Tensor> fused_lion_plan(const TensorList& params, const TensorList& grads,
+                                           const TensorList& exp_avgs, const TensorList& masters,
+                                           const TensorList& steps) {
+  return make_plan({params, grads, exp_avgs, nullptr, masters, steps});
+}
+
+int64_t fused_lion_planned_(Tensor& plan, Tensor& ledger, const TensorList& grads, double lr,
+                            double beta1, double beta2, double weight_decay, bool maximize,
+                            const OptionalTensor& lr_tensor, const OptionalTensor& grad_scale,
+                            const OptionalTensor& found_inf) {
+  const Hyper hyper{beta1, beta2, weight_decay, maximize,
+                    numbers_of(plan.device(), lr, lr_tensor, grad_scale, found_inf)};
+  const auto here = replan(plan, ledger, grads);
+  if (!here) {
+    return status::kLayout;
+  }
+  enqueue_step<Coefficients>(hyper, *here);
+  return status::kMade;
+}
+
+OPKILN_OP(fused_lion_, cuda);
+OPKILN_OP(fused_lion_plan, cuda);
+OPKILN_OP(fused_lion_planned_, cuda);
+
+}  // namespace

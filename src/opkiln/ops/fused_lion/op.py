@@ -14,7 +14,6 @@ class FusedLionBuilder(FusedBuilder):
 
     NAME = "fused_lion"
     BUILD_VAR = "DS_BUILD_FUSED_LION"
-    CPU_KERNEL = "ops/cpu_lion/cpu.cpp"
     SCHEMAS = fused_schemas(
         "fused_lion",
         ("exp_avgs",),
@@ -25,8 +24,3 @@ class FusedLionBuilder(FusedBuilder):
         from opkiln.ops.fused_lion import reference
 
         return reference
-
-    def fake(self) -> ModuleType:
-        from opkiln.ops.fused_lion import fake
-
-        return fake

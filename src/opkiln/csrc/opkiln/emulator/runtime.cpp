@@ -29,6 +29,11 @@ extern "C" __attribute__((visibility("hidden"))) __thread opk::emulator::Launch*
     opkiln_emulator_launch;
 __thread opk::emulator::Launch* opkiln_emulator_launch = nullptr;
 
+// How many there were, for tests that count them.
+extern "C" {
+__attribute__((visibility("default"))) uint64_t opkiln_emulator_launches = 0;
+}
+
 namespace opk {
 namespace emulator {
 
@@ -852,6 +857,7 @@ Launch& here(const char* name) {
 void run(const Grid& grid, void (*body)(const void*), const void* call, std::size_t call_bytes) {
   check(grid);
   const std::lock_guard<std::mutex> one_at_a_time(launching);
+  ++opkiln_emulator_launches;
   Launch launch(grid, body, call, call_bytes);
   opkiln_emulator_launch = &launch;
   try {

@@ -5,70 +5,113 @@
 // and type, and repeats every check.
 #pragma once
 
-#include <memory>
-#include <mutex>
-#include <unordered_map>
+#include <pthread.h>
 
-#include <opkiln/tensors.h>
+#include "tensors.h"
 
-OPKILN_NAMESPACE_BEGIN
+OPK_PLAIN_BEGIN
+namespace opkiln __attribute__((visibility("hidden"))) {
 
 class KeptLists {
+  struct Record {
+    int64_t number;
+    int64_t users;  // the shelf, and each Kept
+    opk::List<TensorList> lists;
+    Record* next;
+  };
+
  public:
-  using Lists = std::vector<TensorList>;
+  // The lists that are kept for a ticket, or none. They last as long as this, even if another thread
+  // forgets them.
+  class Kept {
+   public:
+    explicit Kept(const Tensor& ticket) {
+      const int64_t number = number_in(ticket);
+      const Locked locked;
+      record_ = *place_of(number);
+      if (record_) ++record_->users;
+    }
+    Kept(const Kept&) = delete;
+    Kept& operator=(const Kept&) = delete;
+    ~Kept() {
+      leave(record_);
+    }
+    explicit operator bool() const {
+      return record_ != nullptr;
+    }
+    const TensorList& operator[](int64_t i) const {
+      return record_->lists[i];
+    }
+
+   private:
+    Record* record_;
+  };
 
   // Keeps the lists, and returns a ticket for them: a number in a tensor.
-  static Tensor keep(Lists lists) {
-    Tensor ticket = torch::stable::empty({1}, ScalarType::Long);
-    Shelf& here = shelf();
-    const std::lock_guard guard(here.lock);
-    here.lists.emplace(++here.last, std::make_shared<const Lists>(std::move(lists)));
-    number(ticket) = here.last;
+  static Tensor keep(opk::List<TensorList> lists) {
+    Tensor ticket = opk::empty({1}, DType::int64, opk::Device());
+    auto* const record = new Record{0, 1, static_cast<opk::List<TensorList>&&>(lists), nullptr};
+    const Locked locked;
+    *ticket.data<int64_t>() = record->number = ++last;
+    record->next = first;
+    first = record;
     return ticket;
   }
 
-  // Null if no lists are kept for the ticket. The lists last as long as the pointer, even if another
-  // thread forgets them.
-  static std::shared_ptr<const Lists> find(const Tensor& ticket) {
-    Shelf& here = shelf();
-    const std::lock_guard guard(here.lock);
-    const auto found = here.lists.find(number(ticket));
-    return found == here.lists.end() ? nullptr : found->second;
-  }
-
   static void forget(const Tensor& ticket) {
-    std::shared_ptr<const Lists> last;  // declared first, so that tensors are freed without the lock
-    Shelf& here = shelf();
-    const std::lock_guard guard(here.lock);
-    const auto found = here.lists.find(number(ticket));
-    if (found != here.lists.end()) {
-      last = std::move(found->second);
-      here.lists.erase(found);
+    const int64_t number = number_in(ticket);
+    Record* found;
+    {
+      const Locked locked;
+      Record** const place = place_of(number);
+      found = *place;
+      if (found) *place = found->next;
     }
+    leave(found);
   }
 
  private:
-  struct Shelf {
-    std::mutex lock;
-    std::unordered_map<int64_t, std::shared_ptr<const Lists>> lists;
-    // Starts at an address. So if this library has replaced another one of the same op, the numbers of
-    // the two differ. The shift keeps it positive: an address may have 48 bits, and the highest would
-    // be the sign.
-    int64_t last = static_cast<int64_t>(reinterpret_cast<uintptr_t>(this) << 16 >> 1);
+  struct Locked {
+    Locked() {
+      pthread_mutex_lock(&lock);
+    }
+    ~Locked() {
+      pthread_mutex_unlock(&lock);
+    }
   };
 
-  // Never destroyed: at exit torch may be unloaded first.
-  static Shelf& shelf() {
-    static Shelf* const only = new Shelf;
-    return *only;
+  // Tensors are freed without the lock. At exit none are: torch may be unloaded first.
+  static void leave(Record* record) {
+    if (!record) return;
+    int64_t left;
+    {
+      const Locked locked;
+      left = --record->users;
+    }
+    if (left == 0) delete record;
   }
 
-  static int64_t& number(const Tensor& ticket) {
-    if (!ticket.is_cpu() || ticket.scalar_type() != ScalarType::Long || ticket.numel() != 1) {
-      refuse("ticket is not from this op: expected one Long on the CPU");
-    }
-    return *static_cast<int64_t*>(ticket.mutable_data_ptr());
+  // Where the record of this number hangs; if there is none, the end.
+  static Record** place_of(int64_t number) {
+    Record** place = &first;
+    while (*place && (*place)->number != number) place = &(*place)->next;
+    return place;
   }
+
+  static int64_t number_in(const Tensor& ticket) {
+    if (!ticket.is_cpu() || ticket.dtype() != DType::int64 || ticket.numel() != 1) {
+      raise_form("ticket is not from this op: expected one Long on the CPU");
+    }
+    return *ticket.data<const int64_t>();
+  }
+
+  inline static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+  inline static Record* first = nullptr;
+  // Starts at an address. So if this library has replaced another one of the same op, the numbers of
+  // the two differ. The shift keeps it positive: an address may have 48 bits, and the highest would
+  // be the sign.
+  inline static int64_t last = static_cast<int64_t>(reinterpret_cast<uintptr_t>(&lock) << 16 >> 1);
 };
 
-OPKILN_NAMESPACE_END
+}  // namespace opkiln
+OPK_PLAIN_END

@@ -1,95 +1,105 @@
-// The lists of tensors of a fused optimizer, and the checks that both its bindings make.
+// The lists of tensors of a fused optimizer, and the checks that its versions for CPUs and GPUs make.
 #pragma once
 
-#include <opkiln/tensors.h>
+#include "tensors.h"
 
-#include <algorithm>
-#include <optional>
+#if !defined(__CUDACC_RTC__)
 
-OPKILN_NAMESPACE_BEGIN
-
-using OptionalTensor = std::optional<Tensor>;
+OPK_PLAIN_BEGIN
+namespace opkiln __attribute__((visibility("hidden"))) {
 
 struct Lists {
-  Argument params, grads;
-  std::vector<Argument> states;
-  Argument masters, steps;
+  const TensorList &params, &grads, &exp_avgs;
+  const TensorList* exp_avg_sqs;  // null if the optimizer has only one state
+  const TensorList &masters, &steps;
 
   // Checks the lengths of the lists.
   void check() const {
-    check_length(grads, params);
-    for (const Argument& list : states) {
-      check_length(list, params);
+    check_length("grads", grads, params);
+    check_length("exp_avgs", exp_avgs, params);
+    if (exp_avg_sqs) {
+      check_length("exp_avg_sqs", *exp_avg_sqs, params);
     }
-    if (!masters.tensors.empty()) {
-      check_length(masters, params);
+    if (!masters.empty()) {
+      check_length("masters", masters, params);
     }
-    if (steps.tensors.size() != 1) {
-      check_length(steps, params);
+    if (steps.size() != 1) {
+      check_length("steps", steps, params);
     }
   }
 
-  // The device of the first parameter. All tensors must be on it.
-  int32_t device() const {
-    const Tensor& first = params.tensors.empty() ? steps.tensors[0] : params.tensors[0];
-    return first.is_cuda() ? first.get_device_index() : kCPU;
+  bool has_master(int64_t i) const {
+    return !masters.empty() && masters[i].numel() != 0;
   }
 
-  bool has_master(std::size_t i) const {
-    return !masters.tensors.empty() && masters.tensors[i].numel() != 0;
-  }
-
-  Stream master(const Model& model, std::size_t i) const {
-    if (type_of(params, i) == Type::kFloat) {
-      refuse(masters.at(i) + " is given, but " + params.at(i) +
-             " has dtype Float: expected an empty tensor");
+  Stream master(const Model& model, int64_t i) const {
+    if (model.type() == ElementType::kFloat) {
+      raise_form("%s is given, but %s has dtype Float: expected an empty tensor", NameOf(masters[i]).text,
+                 NameOf(params[i]).text);
     }
-    return only_float(model, masters, i);
-  }
-
-  Stream state(const Model& model, std::size_t which, std::size_t i) const {
-    return only_float(model, states[which], i);
-  }
-
- private:
-  static Stream only_float(const Model& model, const Argument& list, std::size_t i) {
-    const Stream stream = model.stream(list, true);
-    if (stream.type != Type::kFloat) {
-      refuse(list.at(i) + " has dtype " + list.dtype(i) + ", expected Float");
-    }
-    return stream;
+    return model.floats(masters[i]);
   }
 };
 
 // Raises unless the tensor is one number of an expected dtype on the device.
-inline void check_number(const std::string& name, const Tensor& tensor, int32_t device,
-                         bool or_double = false) {
-  if (!is_on(tensor, device)) {
-    refuse(name + " is not on " + name_of(device));
-  }
-  const ScalarType type = tensor.scalar_type();
-  if (type != ScalarType::Float && !(or_double && type == ScalarType::Double)) {
-    refuse(name + " has dtype " + torch::headeronly::toString(type) +
-           (or_double ? ", expected Float or Double" : ", expected Float"));
+[[gnu::noinline]] inline void check_number(const Tensor& tensor, opk::Device device,
+                                           bool or_double = false) {
+  opk::check_on(tensor, device);
+  const DType type = tensor.dtype();
+  if (type != DType::float32 && !(or_double && type == DType::float64)) {
+    raise_form("%s has dtype %s, expected %s", NameOf(tensor).text, torch_name(type),
+               or_double ? "Float or Double" : "Float");
   }
   if (tensor.numel() != 1) {
-    refuse(name + " has " + std::to_string(tensor.numel()) + " elements, expected one");
+    raise_form("%s has %lld elements, expected one", NameOf(tensor).text,
+               static_cast<long long>(tensor.numel()));
   }
 }
 
-// The addresses of the counts of steps. All must differ, or a count would be counted up twice.
-inline std::vector<float*> step_pointers(const Argument& steps, int32_t device) {
-  std::vector<float*> out(steps.tensors.size());
-  for (std::size_t i = 0; i < out.size(); ++i) {
-    check_number(steps.at(i), steps.tensors[i], device);
-    out[i] = static_cast<float*>(steps.tensors[i].mutable_data_ptr());
+// Raises unless the tensor has `count` numbers of this dtype on the device, one after the other.
+[[gnu::noinline]] inline void check_numbers(const Tensor& tensor, DType dtype, int64_t count,
+                                            opk::Device device) {
+  opk::check_on(tensor, device);
+  if (tensor.dtype() != dtype || !tensor.is_contiguous() || tensor.numel() != count) {
+    raise_form("%s has dtype %s and %lld elements, expected %s and %lld, contiguous", NameOf(tensor).text,
+               torch_name(tensor.dtype()), static_cast<long long>(tensor.numel()), torch_name(dtype),
+               static_cast<long long>(count));
   }
-  std::vector<float*> sorted = out;
-  std::sort(sorted.begin(), sorted.end());
-  if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) {
-    refuse("steps has a tensor twice, expected one for all parameters or one for each");
+}
+
+// Whether an address is there twice.
+inline bool repeats(const opk::List<float*>& addresses) {
+  int64_t room = 1;
+  while (room < 2 * addresses.size()) {
+    room *= 2;
+  }
+  opk::List<float*> seen(room);  // each at its hash, or in the next free place
+  for (float* const address : addresses) {
+    auto at = static_cast<int64_t>(reinterpret_cast<uint64_t>(address) * 0x9e3779b97f4a7c15 >> 20);
+    for (at &= room - 1; seen.data()[at]; at = (at + 1) & (room - 1)) {
+      if (seen.data()[at] == address) {
+        return true;
+      }
+    }
+    seen.begin()[at] = address;
+  }
+  return false;
+}
+
+// The addresses of the counts of steps. All must differ, or a count would be counted up twice.
+inline opk::List<float*> step_pointers(const TensorList& steps, opk::Device device) {
+  opk::List<float*> out(steps.size());
+  for (int64_t i = 0; i < out.size(); ++i) {
+    check_number(steps[i], device);
+    out[i] = static_cast<float*>(written(steps[i]));
+  }
+  if (out.size() > 1 && repeats(out)) {
+    raise_form("steps has a tensor twice, expected one for all parameters or one for each");
   }
   return out;
 }
 
-OPKILN_NAMESPACE_END
+}  // namespace opkiln
+OPK_PLAIN_END
+
+#endif

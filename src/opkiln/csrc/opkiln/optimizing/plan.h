@@ -1,12 +1,12 @@
 // The work on a list of tensors, in device memory: a record per tensor, the addresses of the gradients,
-// and a table from chunk to tensor, in which each thread block finds its work. Includes no header of
-// torch or CUDA, so that bindings and kernels compile separately.
+// and a table from chunk to tensor, in which each thread block finds its work.
+//
+// Kernels write it from the parameters of their launches. So no host memory has to stay unchanged until it
+// is copied, and a captured graph keeps the values of the capture.
 #pragma once
 
 #include <opkiln/element_type.h>
-
-#include <cstddef>
-#include <cstdint>
+#include <opkiln/op.h>
 
 namespace opkiln {
 namespace multi_tensor {
@@ -31,10 +31,10 @@ struct Item {
 
 // A gradient's address, with its type in the two highest bits. No address uses these.
 constexpr int kTypeShift = 62;
-constexpr uint64_t kAddress = (uint64_t{1} << kTypeShift) - 1;
+constexpr uint64_t kAddress = (uint64_t{1} << kTypeShift) - 1;  // also of a gradient without elements
 
 inline uint64_t gradient(const void* at, ElementType type) {
-  return reinterpret_cast<uint64_t>(at) | static_cast<uint64_t>(type) << kTypeShift;
+  return at ? reinterpret_cast<uint64_t>(at) | static_cast<uint64_t>(type) << kTypeShift : kAddress;
 }
 
 struct Sizes {
@@ -43,7 +43,7 @@ struct Sizes {
   uint32_t chunks;
 };
 
-constexpr std::size_t kCoefficientBytes = 64;  // an optimizer computes these once per count
+constexpr size_t kCoefficientBytes = 64;  // an optimizer computes these once per count
 
 // Pointers into one piece of memory of plan_words() words of 8 bytes, aligned to 16.
 struct Plan {
@@ -52,11 +52,11 @@ struct Plan {
   Item* items;
   uint64_t* gradients;
   float** steps;
-  std::byte* coefficients;
+  unsigned char* coefficients;
   uint32_t* table;
 };
 
-constexpr std::size_t plan_words(const Sizes& sizes) {
+constexpr size_t plan_words(const Sizes& sizes) {
   return sizes.steps * (kCoefficientBytes / 8 + 1) + sizes.items * (sizeof(Item) / 8 + 1) +
       (sizes.chunks + 1) / 2;
 }
@@ -65,7 +65,7 @@ inline Plan plan_at(void* memory, const Sizes& sizes, bool plain) {
   Plan plan;
   plan.sizes = sizes;
   plan.plain = plain;
-  plan.coefficients = static_cast<std::byte*>(memory);
+  plan.coefficients = static_cast<unsigned char*>(memory);
   plan.steps = reinterpret_cast<float**>(plan.coefficients + sizes.steps * kCoefficientBytes);
   plan.items = reinterpret_cast<Item*>(plan.steps + sizes.steps);
   plan.gradients = reinterpret_cast<uint64_t*>(plan.items + sizes.items);
@@ -83,11 +83,66 @@ struct Numbers {
   const float* found_inf;   // null; otherwise nothing is written if it is not 0
 };
 
-// Each function enqueues on a stream of the current device, and returns null or the text of CUDA's
-// error. They do not wait or allocate. Their arguments are passed in the parameters of launches, so the
-// caller may free them at once, also while a graph is captured.
-const char* write_items(const Plan& plan, const Item* items, float* const* steps, void* stream);
-const char* write_gradients(const Plan& plan, const uint64_t* gradients, void* stream);
+struct Words {
+  static constexpr size_t kCount = (opk::kParameterBytes - 24) / 8;
+
+  uint64_t at[kCount];
+};
+
+// Threads of a warp read different words, and the memory of parameters serves these one after the
+// other. So a launch has many blocks of one warp.
+constexpr unsigned kWriters = 32;
+
+__global__ void write_kernel(uint64_t* to, uint32_t count, const OPK_GRID_CONSTANT Words words) {
+  const uint32_t i = blockIdx.x * kWriters + threadIdx.x;
+  if (i < count) {
+    to[i] = words.at[i];
+  }
+}
+
+__global__ void table_kernel(const Plan plan) {
+  const uint32_t chunk = blockIdx.x * kThreads + threadIdx.x;
+  if (chunk >= plan.sizes.chunks) {
+    return;
+  }
+  uint32_t low = 0, high = plan.sizes.items;  // the item is in [low, high)
+  while (high - low > 1) {
+    const uint32_t middle = (low + high) / 2;
+    if (plan.items[middle].first <= chunk) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  plan.table[chunk] = low;
+}
+
+#if !defined(__CUDACC_RTC__)
+
+// Enqueues a copy of host memory, which the caller may free at once, also while a graph is captured.
+inline void write(void* to, const void* from, size_t words) {
+  Words part;
+  for (size_t done = 0; done < words; done += Words::kCount) {
+    const size_t left = words - done;
+    const auto count = static_cast<uint32_t>(left < Words::kCount ? left : Words::kCount);
+    __builtin_memcpy(part.at, static_cast<const uint64_t*>(from) + done, count * 8);
+    opk::launch(write_kernel, (count + kWriters - 1) / kWriters, kWriters, 0,
+                static_cast<uint64_t*>(to) + done, count, part);
+  }
+}
+
+inline void write_items(const Plan& plan, const Item* items, float* const* steps) {
+  static_assert(sizeof(Item) % 8 == 0);
+  write(plan.items, items, plan.sizes.items * sizeof(Item) / 8);
+  write(plan.steps, steps, plan.sizes.steps);
+  opk::launch(table_kernel, (plan.sizes.chunks + kThreads - 1) / kThreads, kThreads, 0, plan);
+}
+
+inline void write_gradients(const Plan& plan, const uint64_t* gradients) {
+  write(plan.gradients, gradients, plan.sizes.items);
+}
+
+#endif
 
 }  // namespace multi_tensor
 }  // namespace opkiln

@@ -5,7 +5,6 @@
 #pragma once
 
 #include <opkiln/device_element.h>
-#include <opkiln/launch.h>
 
 #include "plan.h"
 
@@ -13,7 +12,6 @@ namespace opkiln {
 namespace multi_tensor {
 
 using device::Bits16;
-using device::launch;
 using device::load;
 using device::narrow;
 using device::Pack;
@@ -202,24 +200,24 @@ __global__ void prepare_kernel(const Plan plan, const Hyper hyper) {
   }
 }
 
+#if !defined(__CUDACC_RTC__)
+
 template <class Coefficients, bool kCounted = true, class Hyper>
-cudaError_t enqueue_prepare(const Hyper& hyper, const Plan& plan, cudaStream_t stream) {
-  const unsigned blocks = (plan.sizes.steps + kThreads - 1) / kThreads;
-  return blocks == 0 ? cudaSuccess
-                     : launch<Plan, Hyper>(prepare_kernel<Coefficients, Hyper, kCounted>, blocks,
-                                           kThreads, stream, plan, hyper);
+void enqueue_prepare(const Hyper& hyper, const Plan& plan) {
+  opk::launch(prepare_kernel<Coefficients, Hyper, kCounted>,
+              (plan.sizes.steps + kThreads - 1) / kThreads, kThreads, 0, plan, hyper);
 }
 
-// A step of all items. It takes two launches, for any number of items.
+// Enqueues a step of all items, and adds 1 to each count of steps. It takes two launches, for any number
+// of items.
 template <class Coefficients, class Hyper>
-cudaError_t enqueue_step(const Hyper& hyper, const Plan& plan, cudaStream_t stream) {
-  const cudaError_t error = enqueue_prepare<Coefficients>(hyper, plan, stream);
-  if (error != cudaSuccess || plan.sizes.chunks == 0) {
-    return error;
-  }
-  return launch<Plan>(plan.plain ? step_kernel<Coefficients, true> : step_kernel<Coefficients, false>,
-                      plan.sizes.chunks, kThreads, stream, plan);
+void enqueue_step(const Hyper& hyper, const Plan& plan) {
+  enqueue_prepare<Coefficients>(hyper, plan);
+  opk::launch(plan.plain ? step_kernel<Coefficients, true> : step_kernel<Coefficients, false>,
+              plan.sizes.chunks, kThreads, 0, plan);
 }
+
+#endif
 
 }  // namespace multi_tensor
 }  // namespace opkiln
