@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "op": "opkiln.authoring.op",
+    "library": "opkiln.authoring.library",
     "load": "opkiln.extension",
     "load_inline": "opkiln.extension",
     "OpBuilder": "opkiln.builder",

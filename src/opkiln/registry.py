@@ -247,9 +247,11 @@ def _entry_points(*, expanded: bool = False) -> list[EntryPoint]:
 
 
 def _of_module(entry: EntryPoint) -> list[EntryPoint]:
-    """An entry point for each decorated function of a module; the entry point itself for another,
-    and for a module that cannot be imported: whoever asks for it is told."""
+    """An entry point for each decorated function and each ``opkiln.library`` of a module; the entry
+    point itself for another, and for a module that cannot be imported: whoever asks is told."""
     from importlib.metadata import EntryPoint
+
+    from opkiln.authoring.library import Library
 
     if entry.attr:
         return [entry]
@@ -257,9 +259,14 @@ def _of_module(entry: EntryPoint) -> list[EntryPoint]:
         module = entry.load()
     except (Exception, SystemExit):
         return [entry]
-    names = [name for name, value in vars(module).items() if hasattr(value, "builder") and
-             getattr(value.builder, "NAME", None) == name]  # fmt: skip
-    made = [EntryPoint(name, f"{entry.module}:{name}", entry.group) for name in names]
+    # A function has the name of its op. A library has a name of its own, and its functions none.
+    named = {
+        value.builder.NAME: variable
+        for variable, value in vars(module).items()
+        if isinstance(value, Library)
+        or getattr(getattr(value, "builder", None), "NAME", "") == variable
+    }
+    made = [EntryPoint(op, f"{entry.module}:{name}", entry.group) for op, name in named.items()]
     for each in made:
         vars(each)["dist"] = entry.dist  # as importlib.metadata does
     return made or [entry]

@@ -82,6 +82,22 @@ def test_variables_that_name_no_op_of_the_package_are_told(monkeypatch: pytest.M
     assert selection.unknown_variables(OPS) == ["OPKILN_BUILD_ADDAM"]
 
 
+def test_ops_and_libraries_of_a_module_are_read_without_importing_it(tmp_path: Path) -> None:
+    (tmp_path / "pack.py").write_text(
+        'raise SystemExit("imported")\n'
+        'kit = opkiln.library("both", "both.cpp")\n'
+        "@opkiln.op('one.cpp')\ndef one(x): ...\n"
+        "@kit.op()\ndef part(x): ...\n"
+        "@kit.op(mutates='x')\ndef other(x): ...\n"
+        "@op('two.cpp', variants={'SIZE': (4,)})\ndef two(x): ...\n"
+        "@two.variant\ndef _(x): ...\n"
+    )
+    found = selection.declared({"pack": "pack"}, str(tmp_path))
+    assert found == [
+        Declared("one", "pack:one"), Declared("two", "pack:two"), Declared("both", "pack:kit"),
+    ]  # fmt: skip
+
+
 def test_a_builders_own_variable_is_read_without_importing_it(tmp_path: Path) -> None:
     (tmp_path / "pack" / "ops").mkdir(parents=True)
     (tmp_path / "pack" / "ops" / "a.py").write_text(

@@ -1,4 +1,4 @@
-"""The OpBuilder underneath a decorated function."""
+"""The OpBuilder underneath a decorated function, or several functions of one library."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from typing import Any, NamedTuple
 from opkiln.authoring.parameters import Parameters
 from opkiln.builder.cuda import CUDAOpBuilder
 from opkiln.errors import SpecError, UsageError
-from opkiln.model import CPU, CUDA, INLINE_ROOT, ROCM, Op, OpSpec, Registration
+from opkiln.model import CPU, CUDA, INLINE_ROOT, ROCM, Op, OpSpec, Registration, function_name
+from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from opkiln.authoring.parameters import Value
+
+NO_GRAD = "no_grad"  # the overload without a gradient
+NATIVE = "native"  # the overload that libraries implement if every call is to be compared
 
 _NEEDS = ("archs", "libraries", "include_dirs", "cxx_args", "nvcc_args", "ldflags")
 
@@ -34,21 +38,20 @@ class Sources(NamedTuple):
         files: Sequence[str],
         cuda: str | Iterable[str],
         text: str | Mapping[str, str] | None,
+        caller: str = "@opkiln.op",
     ) -> Sources:
         """Raises SpecError."""
         device = (cuda,) if isinstance(cuda, str) else tuple(cuda)
         if text is None:
             if not files and not device:
-                raise SpecError(
-                    "@opkiln.op names no source",
-                    hint='@opkiln.op("my_op.cpp")    # or source="...", or cuda="my_op.cu"',
-                )
+                example = '"my_op.cpp"    # or source="...", or cuda="my_op.cu"'
+                raise SpecError(f"{caller} names no source", hint=example)
             return cls(tuple(files), device)
         if files or device:
-            raise SpecError("@opkiln.op has both files and source=", why="it is one or the other")
+            raise SpecError(f"{caller} has both files and source=", why="it is one or the other")
         texts = {CPU: text} if isinstance(text, str) else dict(text)
         if unknown := sorted(set(texts) - {CPU, CUDA}):
-            raise SpecError(f"@opkiln.op: source= names {', '.join(unknown)}, not cpu and cuda")
+            raise SpecError(f"{caller}: source= names {', '.join(unknown)}, not cpu and cuda")
         names = {CPU: "source.cpp", CUDA: "source.cu"}
         return cls(
             tuple(names[each] for each in texts if each == CPU),
@@ -61,10 +64,41 @@ class Sources(NamedTuple):
         return (*((CUDA, ROCM) if self.cuda else ()), *((CPU,) if self.cpu else ()))
 
 
+class Place(NamedTuple):
+    """Where an op is declared."""
+
+    module: str
+    file: str
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Place:
+        return cls(function.__module__ or "", function.__code__.co_filename)
+
+    @property
+    def directory(self) -> str:
+        """Where the file lies; the working directory for what is in no file."""
+        if os.path.exists(self.file):
+            return os.path.dirname(os.path.abspath(self.file))
+        return os.getcwd()
+
+    @property
+    def root(self) -> str:
+        """The directory of the outermost package that has the file: what paths in keys start from.
+        For a file of no package, its directory."""
+        directory, name = self.directory, ""
+        for part in self.module.split(".")[:-1] or [self.module]:
+            name = f"{name}.{part}" if name else part
+            file = getattr(sys.modules.get(name), "__file__", None)
+            if file and os.path.basename(file).startswith("__init__."):
+                root = os.path.dirname(os.path.abspath(file))
+                return root if f"{directory}/".startswith(f"{root}/") else directory
+        return directory
+
+
 class DecoratedBuilder(CUDAOpBuilder):
     """What is the same for all decorated functions."""
 
-    FUNCTION: Callable[..., Any]
+    PLACE = Place("", "")
     REGISTRATION: Registration
     DIRECTORY = ""  # of the Python file, from the root
     SOURCES = Sources()
@@ -72,10 +106,11 @@ class DecoratedBuilder(CUDAOpBuilder):
     PARAMETERS = Parameters("")
     VALUES: tuple[Value, ...] = ()  # of the parameters, in the builder of one variant
     _made: dict[tuple[Value, ...], type[DecoratedBuilder]]  # the builders of the variants
+    _references: SimpleNamespace
 
     @property
     def root(self) -> str:
-        return package_root(self.FUNCTION)
+        return self.PLACE.root
 
     def sources(self) -> list[str]:
         named = self.SOURCES.cpu if self.build_for_cpu else self.SOURCES.cuda
@@ -123,6 +158,15 @@ class DecoratedBuilder(CUDAOpBuilder):
         return super().op()
 
     @classmethod
+    def declare(cls, schema: str, function: Callable[..., Any]) -> None:
+        """Add a function, or replace one."""
+        name = function_name(schema)
+        others = (each for each in cls.SCHEMAS if function_name(each) != name)
+        cls.SCHEMAS = (*others, schema)
+        setattr(cls._references, name, function)
+        cls.REGISTRATION = cls.REGISTRATION._replace(schemas=cls.SCHEMAS)
+
+    @classmethod
     def variants(cls) -> tuple[type[DecoratedBuilder], ...]:
         if cls.VALUES or not cls.PARAMETERS:
             return ()
@@ -154,46 +198,45 @@ class DecoratedBuilder(CUDAOpBuilder):
 
 
 def builder_for(
-    function: Callable[..., Any],
-    schema: str,
+    name: str,
+    place: Place,
     sources: Sources,
     needs: Mapping[str, Any],
     namespace: str,
-    overloads: tuple[str, ...],
     parameters: Parameters,
+    doc: str | None = None,
 ) -> type[DecoratedBuilder]:
-    """A builder class for a function. ``overloads`` are what a library's function is registered as.
-
-    Raises SpecError.
-    """
+    """A builder class, without functions yet. Raises SpecError."""
     if unknown := sorted(set(needs) - set(_NEEDS)):
         raise SpecError(
-            f"op {function.__name__}: needs= has {', '.join(unknown)}",
-            why=f"it may have {', '.join(_NEEDS)}",
+            f"op {name}: needs= has {', '.join(unknown)}", why=f"it may have {', '.join(_NEEDS)}"
         )
-    root, place = package_root(function), directory_of(function)
+    root, directory = place.root, place.directory
+    references = SimpleNamespace()
     words = {
-        "__doc__": function.__doc__,
-        "__module__": function.__module__,
-        "NAME": function.__name__,
+        "__doc__": doc,
+        "__module__": place.module,
+        "NAME": name,
         "NAMESPACE": namespace,
-        "SCHEMAS": (schema,),
         "BACKENDS": sources.backends,
-        "FUNCTION": staticmethod(function),
-        "DIRECTORY": "" if place == root else os.path.relpath(place, root),
+        "PLACE": place,
+        "DIRECTORY": "" if directory == root else os.path.relpath(directory, root),
         "SOURCES": sources,
         "NEEDS": dict(needs),
         "PARAMETERS": parameters,
         "_made": {},
+        "_references": references,
     }
-    title = "".join(part.capitalize() for part in function.__name__.split("_"))
+    title = "".join(part.capitalize() for part in name.split("_"))
     made: type[DecoratedBuilder] = type(f"{title}Builder", (DecoratedBuilder,), words)
-    holder = SimpleNamespace(**{function.__name__: function})
+    # What a library's function is registered as. If every call is to be compared, that is an
+    # overload of its own. An op with variants has no library: its variants have.
+    compared, varied = bool(settings.check), bool(parameters)
     made.REGISTRATION = Registration(
         namespace=_namespace(made),
-        schemas=made.SCHEMAS,
-        reference=lambda: holder,
-        overloads=overloads,
+        schemas=(),
+        reference=lambda: references,
+        overloads=(NATIVE,) if compared else ("",) if varied else ("", NO_GRAD),
         defined=True,
     )
     return made
@@ -209,26 +252,6 @@ def _namespace(builder: type[DecoratedBuilder]) -> str:
             hint='@opkiln.op(..., namespace="my_package")',
         )
     return namespace
-
-
-def directory_of(function: Callable[..., Any]) -> str:
-    """Where a function's file lies; the working directory for one that is in no file."""
-    file = function.__code__.co_filename
-    return os.path.dirname(os.path.abspath(file)) if os.path.exists(file) else os.getcwd()
-
-
-def package_root(function: Callable[..., Any]) -> str:
-    """The directory of the outermost package that has the function: what paths in keys start from.
-    For a function of no package, the directory of its file."""
-    place, module = directory_of(function), function.__module__ or ""
-    name = ""
-    for part in module.split(".")[:-1] or [module]:
-        name = f"{name}.{part}" if name else part
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file and os.path.basename(file).startswith("__init__."):
-            root = os.path.dirname(os.path.abspath(file))
-            return root if f"{place}/".startswith(f"{root}/") else place
-    return place
 
 
 def _number(capability: str) -> tuple[int, int]:

@@ -7,24 +7,24 @@ import inspect
 from typing import Any
 
 from opkiln.authoring import schema as schemas
-from opkiln.authoring.builders import Sources, builder_for
+from opkiln.authoring.builders import NATIVE, NO_GRAD
 from opkiln.authoring.calls import choose_by, function_for
 from opkiln.authoring.checking import Comparison
 from opkiln.authoring.entrance import Entrance
-from opkiln.authoring.parameters import Parameters
-from opkiln.authoring.registration import NATIVE, NO_GRAD, Defined
+from opkiln.authoring.registration import Defined
 from opkiln.authoring.variants import Variants
 from opkiln.errors import SpecError, told_briefly
 from opkiln.loading import loader
-from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import TypeVar
 
+    from opkiln.authoring.builders import DecoratedBuilder
     from opkiln.authoring.parameters import Value
     from opkiln.loading.explain import Explanation, Explanations
+    from opkiln.loading.loader import Loaded
 
     _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -35,43 +35,37 @@ class Declaration:
     def __init__(
         self,
         function: Callable[..., Any],
-        sources: Sources,
         mutates: str | Iterable[str],
-        needs: dict[str, Any],
-        namespace: str,
-        emulate: bool,
-        parameters: Parameters,
+        builder: type[DecoratedBuilder],
+        served: dict[str, Loaded | None] | None = None,
     ) -> None:
-        name = function.__name__
+        """``served`` is what is loaded of the builder's library, if several functions share it."""
         written = (mutates,) if isinstance(mutates, str) else tuple(mutates)
-        schema = schemas.of_function(name, function, written)
-        compared = bool(settings.check)
-        varied = bool(parameters)  # the variants have libraries, and the op itself has none
-        more = (NATIVE,) if compared and not varied else () if written else (NO_GRAD,)
-        # What a library's function is taken for.
-        native = (NATIVE,) if compared else ("",) if varied else ("", *more)
-        self._reference = function
-        self.builder = builder_for(function, schema, sources, needs, namespace, native, parameters)
-        self.builder.EMULATE = emulate
+        schema = schemas.of_function(function.__name__, function, written)
+        self._reference, self.builder = function, builder
+        builder.declare(schema, function)
         owner = (function.__module__, function.__qualname__)
-        self._defined = Defined(owner, self.builder.REGISTRATION.namespace, schema, written)
+        self._defined = Defined(owner, builder.REGISTRATION.namespace, schema, written)
+        self._variants = None
         self._entrance: Entrance | Variants
-        if varied:
-            self._entrance = Variants(self.builder, function, self._defined)
-            self._defined.variants = self._entrance
+        if builder.PARAMETERS:
+            self._entrance = self._variants = Variants(builder, function, self._defined)
+            self._defined.on_retiring = self._variants.retire
         else:
-            self._entrance = Entrance(self.builder, function, written)
-        loader.forget(self.builder().distribution, name)
-        self._defined.define(self._entrance, function, more)
+            self._entrance = Entrance(builder, function, written, served)
+        loader.forget(builder().distribution, builder.NAME)
+        compared = NATIVE in builder.REGISTRATION.overloads
+        more = NATIVE if compared and not builder.PARAMETERS else NO_GRAD
+        self._defined.define(self._entrance, function, (more,))
         overload = self._defined.overload()
-        no_grad = self._defined.overload(NO_GRAD) if NO_GRAD in more else overload
         if isinstance(self._entrance, Entrance):
             self._entrance.overload = overload
             self._entrance.native = self._defined.overload(NATIVE) if compared else None
+        no_grad = overload if more == NATIVE else self._defined.overload(NO_GRAD)
         self.function = self._made(overload, None if written else no_grad)
 
     def _made(self, overload: Any, no_grad: Any) -> Any:
-        written, variants = self._defined.written, self._defined.variants
+        written, variants = self._defined.written, self._variants
         made: Any = function_for(self._reference, overload, no_grad, written, variants)
         made.builder, made.reference, made.overload = self.builder, self._reference, overload
         for each in (self.backward, self.fake, self.vmap, self.variant, self.tune_key,
@@ -100,7 +94,7 @@ class Declaration:
         return function
 
     def variant(self, function: _F) -> _F:
-        variants = self._defined.variants
+        variants = self._variants
         if variants is None or not self.builder.PARAMETERS.chosen:
             raise SpecError(
                 f"op {self.builder.NAME} has no variants to choose from",
@@ -111,7 +105,7 @@ class Declaration:
         return function
 
     def tune_key(self, function: _F) -> _F:
-        variants = self._defined.variants
+        variants = self._variants
         if variants is None or variants.tuning is None:
             raise SpecError(
                 f"op {self.builder.NAME} has nothing to tune",
@@ -140,7 +134,7 @@ class Declaration:
 
         found = [explaining.explain(each.builder_of(device).op())
                  for each in self._entrance.matching(values)]  # fmt: skip
-        variants = self._defined.variants
+        variants = self._variants
         if variants is None:
             return found[0]
         return explaining.Explanations(self.builder.NAME, tuple(found), variants.notes)

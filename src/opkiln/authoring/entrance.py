@@ -36,10 +36,13 @@ class Entrance:
         builder: type[DecoratedBuilder],
         reference: Callable[..., Any],
         written: tuple[str, ...],
+        served: dict[str, Loaded | None] | None = None,
     ) -> None:
+        """``served`` is what is loaded, if other functions are in the same library."""
         self._builder, self._reference = builder, reference
         self._comparison = Comparison(builder.NAME, reference, written)
-        self._served: dict[str, Loaded | None] = {}  # by device; None: there is no library for it
+        # By device; None: there is no library for it.
+        self._served: dict[str, Loaded | None] = {} if served is None else served
         self._lock = threading.RLock()
         self.overload: Any = None  # what a call is passed on to once its library is loaded
         self.native: Any = None  # the overload that only libraries implement, to compare with

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
-from opkiln.authoring.builders import Sources
+from opkiln.authoring.builders import Place, Sources, builder_for
 from opkiln.authoring.parameters import Parameters
 from opkiln.errors import SpecError
 
@@ -109,10 +109,12 @@ def op(
             raise SpecError(f"@opkiln.op decorates functions, not {type(function).__name__}")
         from opkiln.authoring.declaration import Declaration
 
-        parameters = Parameters.of(function.__name__, variants or {}, tune or {})
-        made = Declaration(
-            function, given, mutates, dict(needs or {}), namespace, emulate, parameters
+        name = function.__name__
+        parameters = Parameters.of(name, variants or {}, tune or {})
+        builder = builder_for(
+            name, Place.of(function), given, needs or {}, namespace, parameters, function.__doc__
         )
-        return cast("DecoratedOp[_P, _R]", made.function)
+        builder.EMULATE = emulate
+        return cast("DecoratedOp[_P, _R]", Declaration(function, mutates, builder).function)
 
     return decorate

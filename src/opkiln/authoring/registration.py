@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from opkiln.authoring.builders import NATIVE, NO_GRAD
 from opkiln.authoring.gradient import Gradient, with_defaults
 from opkiln.errors import LoadError, SpecError
 from opkiln.loading import register
@@ -25,12 +26,6 @@ from opkiln.loading import register
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from opkiln.authoring.entrance import Entrance
-    from opkiln.authoring.variants import Variants
-
-NO_GRAD = "no_grad"  # the overload without a gradient
-NATIVE = "native"  # the overload that libraries implement if every call is to be compared
 
 _KEPT_KEY = "FPGA"  # a device that no tensor is on
 _kept: dict[str, Any] = {}
@@ -58,7 +53,7 @@ class Defined:
         self._leftovers: dict[str, Any] = {}
         self._batching: Any = None
         self._rule: Callable[..., Any] | None = None  # the author's, for vmap
-        self.variants: Variants | None = None
+        self.on_retiring: Callable[[], None] | None = None
 
     @property
     def qualified(self) -> str:
@@ -69,7 +64,7 @@ class Defined:
 
     def define(
         self,
-        entrance: Entrance | Variants,
+        entrance: Callable[..., Any],
         reference: Callable[..., Any],
         overloads: tuple[str, ...],
     ) -> None:
@@ -107,8 +102,8 @@ class Defined:
             each._destroy()
         self._library = self._first = self._batching = None
         self._leftovers.clear()
-        if self.variants is not None:
-            self.variants.retire()
+        if self.on_retiring is not None:
+            self.on_retiring()
 
     def add(self, overload: str, kernel: Callable[..., Any] | None) -> Any:
         """Tell torch of one more overload, that of a variant; torch's object for it. ``kernel`` is
@@ -146,7 +141,7 @@ class Defined:
             self._batching = self._batching or _library(self.namespace)
             self._batching.impl(self._named(overload), self._reference, "FuncTorchBatched")
 
-    def _define_leftovers(self, before: Defined, entrance: Entrance | Variants) -> None:
+    def _define_leftovers(self, before: Defined, entrance: Callable[..., Any]) -> None:
         """Define the overloads that the op had and does not have any more."""
         for overload in (*before._overloads, *before._left):
             if overload not in self._overloads and overload not in self._left:

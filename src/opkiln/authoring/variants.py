@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from opkiln.authoring.builders import NATIVE
 from opkiln.authoring.entrance import Entrance, device_of
 from opkiln.authoring.gradient import tensors, with_defaults, without_autocast
-from opkiln.authoring.registration import NATIVE, lock
+from opkiln.authoring.registration import lock
 from opkiln.authoring.tuning import Tuning
 from opkiln.decision import policy
 from opkiln.errors import FallbackWarning, LoadError, SpecError, warn_caller
@@ -107,7 +108,7 @@ class Variants:
                 entrance = Entrance(builder, self._reference, self._defined.written)
                 ending = self._parameters.suffix(values)
                 entrance.overload = self._defined.add(ending, entrance)
-                if settings.check:
+                if NATIVE in self._builder.REGISTRATION.overloads:
                     entrance.native = self._defined.add(f"{ending}_{NATIVE}", None)
                 self._entrances[values] = entrance
             return entrance

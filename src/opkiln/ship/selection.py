@@ -162,11 +162,11 @@ def declared(entry_points: Mapping[str, str], where: str) -> list[Declared]:
     for name, value in entry_points.items():
         module, _, builder = (part.strip() for part in value.partition(":"))
         body = _body(module, where)
-        if builder or not (functions := _decorated(body)):
+        if builder or not (ops := _decorated(body) | _libraries(body)):
             classes = {each.name: each for each in body if isinstance(each, ast.ClassDef)}
             found.append(Declared(name, value, _build_var(builder, classes)))
         else:
-            found += [Declared(function, f"{module}:{function}") for function in functions]
+            found += [Declared(op, f"{module}:{variable}") for op, variable in ops.items()]
     return found
 
 
@@ -183,16 +183,35 @@ def _body(module: str, where: str) -> list[ast.stmt]:
     return []
 
 
-def _decorated(body: list[ast.stmt]) -> list[str]:
-    """The functions that ``@opkiln.op(...)`` or ``@op(...)`` decorates."""
+def _decorated(body: list[ast.stmt]) -> dict[str, str]:
+    """The functions that ``@opkiln.op(...)`` or ``@op(...)`` decorates, not those of a library."""
+    libraries = _libraries(body).values()
 
     def is_op(decorator: ast.expr) -> bool:
         called = decorator.func if isinstance(decorator, ast.Call) else None
-        name = getattr(called, "attr", None) or getattr(called, "id", None)
-        return name == "op"
+        of = getattr(getattr(called, "value", None), "id", None)
+        return _called(decorator) == "op" and of not in libraries
 
     functions = (each for each in body if isinstance(each, ast.FunctionDef))
-    return [each.name for each in functions if any(map(is_op, each.decorator_list))]
+    return {each.name: each.name for each in functions if any(map(is_op, each.decorator_list))}
+
+
+def _libraries(body: list[ast.stmt]) -> dict[str, str]:
+    """The variables of ``kit = opkiln.library("name", ...)`` by the names of the libraries."""
+    found = {}
+    for each in body:
+        if isinstance(each, ast.Assign) and _called(each.value) == "library":
+            assert isinstance(each.value, ast.Call)
+            name = next(iter(each.value.args), None)
+            if isinstance(name, ast.Constant) and isinstance(each.targets[0], ast.Name):
+                found[str(name.value)] = each.targets[0].id
+    return found
+
+
+def _called(expression: ast.expr) -> str | None:
+    """The last part of the name of the function that is called."""
+    called = expression.func if isinstance(expression, ast.Call) else None
+    return getattr(called, "attr", None) or getattr(called, "id", None)
 
 
 def _build_var(name: str, classes: dict[str, ast.ClassDef]) -> tuple[str, ...]:

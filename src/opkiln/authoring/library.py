@@ -1,0 +1,88 @@
+"""``opkiln.library``: several functions in one native library, compiled at once.
+
+    kit = opkiln.library("packing", "packing.cpp", cuda="packing.cu")
+
+    @kit.op()
+    def pack(x: torch.Tensor) -> torch.Tensor: ...
+
+    @kit.op(mutates="out")
+    def unpack_into(x: torch.Tensor, out: torch.Tensor) -> None: ...
+
+Each function is an op as ``@opkiln.op`` makes one, with a reference, a gradient and shapes of its
+own. The first call of any of them loads the library for all.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any, ParamSpec, TypeVar, cast
+
+from opkiln.authoring.builders import Place, Sources, builder_for
+from opkiln.authoring.parameters import Parameters
+from opkiln.errors import SpecError
+from opkiln.model import check_names
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from opkiln.authoring.builders import DecoratedBuilder
+    from opkiln.authoring.op import DecoratedOp
+    from opkiln.loading.loader import Loaded
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class Library:
+    """Functions that share sources. ``builder`` is the class underneath, for all of them."""
+
+    def __init__(self, builder: type[DecoratedBuilder]) -> None:
+        self.builder = builder
+        self._served: dict[str, Loaded | None] = {}
+
+    def op(
+        self, *, mutates: str | Iterable[str] = ()
+    ) -> Callable[[Callable[_P, _R]], DecoratedOp[_P, _R]]:
+        """Make an op of a function of this library; its body is the reference.
+
+        ``mutates`` names the arguments that it writes to. Declare all functions of the library
+        before the first call: a library with a function that nobody declares is refused. Raises
+        SpecError for a function that cannot be an op.
+        """
+
+        def decorate(function: Callable[_P, _R]) -> DecoratedOp[_P, _R]:
+            if not inspect.isfunction(function):
+                raise SpecError(f"@op decorates functions, not {type(function).__name__}")
+            from opkiln.authoring.declaration import Declaration
+
+            # What is loaded is another library now, with one more function.
+            self._served.clear()
+            made = Declaration(function, mutates, self.builder, self._served)
+            return cast("DecoratedOp[_P, _R]", made.function)
+
+        return decorate
+
+    def __repr__(self) -> str:
+        return f"<library {self.builder.NAME}: {', '.join(self.builder.REGISTRATION.names)}>"
+
+
+def library(
+    name: str,
+    *sources: str,
+    cuda: str | Iterable[str] = (),
+    source: str | Mapping[str, str] | None = None,
+    needs: Mapping[str, Any] | None = None,
+    namespace: str = "",
+    emulate: bool = False,
+) -> Library:
+    """A library of several ops. ``name`` is what commands know it by; the other arguments are those
+    of ``opkiln.op``. ``@kit.op()`` declares each function. Raises SpecError."""
+    given = Sources.of(sources, cuda, source, "opkiln.library")
+    caller = sys._getframe(1)
+    place = Place(caller.f_globals.get("__name__", ""), caller.f_code.co_filename)
+    check_names("any", name)
+    builder = builder_for(name, place, given, needs or {}, namespace, Parameters(name))
+    builder.EMULATE = emulate
+    return Library(builder)

@@ -1,0 +1,175 @@
+"""``opkiln.library``: several functions of one library, each an op of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from sample import child
+from torch import Tensor
+
+import opkiln
+from opkiln.errors import DifferenceError, FallbackWarning, SpecError
+from opkiln.loading import loader
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SOURCE = """
+#include <opkiln/op.h>
+using opk::Tensor;
+Tensor {prefix}doubled(const Tensor& x) {{
+  Tensor out = opk::empty_like(x);
+  for (int64_t i = 0; i < x.numel(); ++i) out.data<float>()[i] = 2 * x.data<const float>()[i];
+  return out;
+}}
+void {prefix}fill(Tensor& x, double value) {{
+  for (int64_t i = 0; i < x.numel(); ++i) x.data<float>()[i] = static_cast<float>(value);
+}}
+OPKILN_OP({prefix}doubled, cpu);
+OPKILN_OP({prefix}fill, cpu);
+"""
+
+
+def named(name: str, function: Any) -> Any:
+    function.__name__ = function.__qualname__ = name
+    return function
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x + x
+
+
+def fill(x: Tensor, value: float) -> None:
+    x.fill_(value)
+
+
+def kit(prefix: str, source: str = SOURCE) -> tuple[Any, Any, Any]:
+    """A library with two functions."""
+    made = opkiln.library(f"{prefix}kit", source=source.format(prefix=prefix), namespace="kits")
+
+    def one(x: Tensor) -> Tensor:
+        return doubled(x)
+
+    def other(x: Tensor, value: float) -> None:
+        fill(x, value)
+
+    return (
+        made,
+        made.op()(named(f"{prefix}doubled", one)),
+        made.op(mutates="x")(named(f"{prefix}fill", other)),
+    )
+
+
+def test_functions_share_one_build_and_are_ops_of_their_own() -> None:
+    made, twice, filled = kit("shared_")
+    assert repr(made) == "<library shared_kit: shared_doubled, shared_fill>"
+    x = torch.randn(5, requires_grad=True)
+    out = twice(x)
+    out.sum().backward()
+    assert torch.equal(out, x + x)
+    assert torch.equal(x.grad, torch.full((5,), 2.0))
+    y = torch.zeros(3)
+    version = y._version
+    filled(y, 4.0)
+    assert torch.equal(y, torch.full((3,), 4.0))
+    assert y._version == version + 1
+    loads = {op for _, op, _ in loader.loaded_here() if op.startswith("shared_")}
+    assert loads == {"shared_kit"}
+    assert twice.load("cpu")
+    assert twice.builder is filled.builder is made.builder
+    twice.check(torch.randn(7))
+    filled.check(torch.randn(7), 2.0)
+    torch.library.opcheck(twice.overload, (torch.randn(3),))
+    torch.library.opcheck(filled.overload, (torch.randn(3), 1.0))
+    torch.compile(lambda x: filled(x, 3.0), fullgraph=True)(y)
+    assert torch.equal(y, torch.full((3,), 3.0))
+
+
+def test_opkiln_check_compares_each_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPKILN_CHECK", "1")
+    _, twice, filled = kit("compared_", SOURCE.replace("(value)", "(value + 1)"))
+    assert torch.equal(twice(torch.ones(3)), torch.full((3,), 2.0))
+    with pytest.raises(DifferenceError, match="argument x after the call"):
+        filled(torch.zeros(3), 1.0)
+
+
+def test_function_that_is_declared_after_the_first_call_is_taken_in() -> None:
+    made = opkiln.library("late_kit", source=SOURCE.format(prefix="late_"), namespace="kits")
+
+    @made.op()
+    def late_doubled(x: Tensor) -> Tensor:
+        return x + x
+
+    x = torch.ones(3)
+    with pytest.warns(FallbackWarning, match="has late_fill, which no schema declares"):
+        assert torch.equal(late_doubled(x), x + x)
+    assert not late_doubled.load("cpu")
+
+    @made.op(mutates="x")
+    def late_fill(x: Tensor, value: float) -> None:
+        x.fill_(value)
+
+    late_fill(x, 2.0)
+    assert late_fill.load("cpu")
+    assert torch.equal(late_doubled(x), torch.full((3,), 4.0))
+    assert late_doubled.load("cpu")
+
+
+def test_mistakes_are_told() -> None:
+    with pytest.raises(SpecError, match=r"opkiln.library names no source"):
+        opkiln.library("nothing")
+    with pytest.raises(SpecError, match="cannot be the name of an op"):
+        opkiln.library("../kit", "kit.cpp")
+    with pytest.raises(SpecError, match="decorates functions, not type"):
+        opkiln.library("kit", "kit.cpp").op()(int)
+
+
+PACKAGE = {
+    "__init__.py": """import opkiln
+from torch import Tensor
+
+kit = opkiln.library("both", "both.cpp")
+
+@kit.op()
+def doubled(x: Tensor) -> Tensor:
+    return x + x
+
+@kit.op(mutates="x")
+def fill(x: Tensor, value: float) -> None:
+    x.fill_(value)
+""",
+    "both.cpp": SOURCE.format(prefix=""),
+}
+USE = """
+import torch, kit_package
+x = torch.zeros(3)
+kit_package.fill(x, 1.5)
+assert torch.equal(kit_package.doubled(x), torch.full((3,), 3.0))
+print(kit_package.doubled.load("cpu"), *[n for n in __import__("opkiln").ALL_OPS if n in
+      ("both", "doubled", "fill", "kit")])
+"""
+
+
+def test_commands_know_the_library_by_its_name(tmp_path: Path) -> None:
+    home = tmp_path / "site" / "kit_package"
+    home.mkdir(parents=True)
+    for name, text in PACKAGE.items():
+        (home / name).write_text(text)
+    info = tmp_path / "site" / "kit_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kit-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[opkiln.ops]\nkit_package = kit_package\n")
+    for argv, words in (
+        (["-m", "opkiln", "build", "both"], "both"),
+        (["-c", USE], "True both\n"),
+    ):
+        done = subprocess.run(
+            [sys.executable, *argv], capture_output=True, text=True, check=False,
+            env={**child.environment(), "PYTHONPATH": str(tmp_path / "site")},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert words in done.stdout
