@@ -88,7 +88,7 @@ def _once(variant: Variant, workspace: Workspace, *, first: bool) -> float:
 def _cold(variant: Variant, workspace: Workspace, trace: Path | None = None) -> float:
     with workspace.cold() as caches:
         if variant.known:
-            _copy_memory(workspace.warm, caches)
+            copy_memory(workspace.warm, caches)
         if trace is not None:
             added = {**caches.added, "OPKILN_TRACE": str(trace)}
             return float(load(variant.peer, caches._replace(added=added))["load"])
@@ -104,7 +104,7 @@ def by_hand(workspace: Workspace) -> float:
         shutil.rmtree(stage)
 
 
-def _copy_memory(known: Caches, caches: Caches) -> None:
+def copy_memory(known: Caches, caches: Caches) -> None:
     """What opkiln remembers of the compilers, without anything that it built."""
     store = Path(known.environment()["OPKILN_CACHE_DIR"])
     (memory,) = store.glob("*/toolchains")
