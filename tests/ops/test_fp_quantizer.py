@@ -1,18 +1,16 @@
 """The op fp_quantizer: every format, dtype, size and address.
 
-It runs three times: the reference, the native CPU version, and the CUDA kernels themselves,
-compiled by a C++ compiler against a stand-in for CUDA's runtime.
+It runs three times: the reference, the native CPU version, and the CUDA kernels themselves, which
+the emulator runs.
 """
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fp_quantizer_kernel import Kernel
 from fp_quantizer_oracle import (
     BF16,
     DTYPES,
@@ -29,15 +27,14 @@ from fp_quantizer_oracle import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stand_in import compile_emulated
+from stand_in import emulated, poisoned
 from torch import Tensor
 
 import opkiln
 from opkiln.errors import ToolchainError
 from opkiln.ops.fp_quantizer import formats, reference
+from opkiln.ops.fp_quantizer.op import FPQuantizerBuilder
 
-HERE = Path(__file__).parent
-PACKAGE = Path(opkiln.__file__).parent
 SIZES = (0, 1, 7, 16, 17, 4095)
 # Sizes of groups, and of what is quantized: with teams of threads and without, whole tiles and
 # parts, and groups that no block of threads can hold.
@@ -48,11 +45,8 @@ WORK = (
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
-    folder = tmp_path_factory.mktemp("kernel")
-    for name, macro in (("quantize", "QUANTIZE"), ("dequantize", "DEQUANTIZE")):
-        compile_emulated(HERE / "fp_quantizer_on_cpu.cpp", folder / f"{name}.so", f"-D{macro}")
-    return Kernel(folder / "quantize.so", folder / "dequantize.so")
+def kernel() -> Any:
+    return emulated(FPQuantizerBuilder)
 
 
 def native() -> Any:
@@ -69,7 +63,9 @@ def op(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> Any
     elif request.param == "native":
         yield native()
     else:
-        yield request.getfixturevalue("kernel")
+        kernel = request.getfixturevalue("kernel")
+        with poisoned():
+            yield kernel
         assert "runtime error" not in capfd.readouterr().err  # what the sanitizers saw
 
 
@@ -288,7 +284,7 @@ def test_rows_are_those_of_the_whole(op: Any, form: Form, dtype: torch.dtype) ->
             assert same(part, whole[chosen])
 
 
-def test_on_a_gpu_a_row_that_is_not_there_comes_out_as_nan(kernel: Kernel) -> None:
+def test_on_a_gpu_a_row_that_is_not_there_comes_out_as_nan(kernel: Any) -> None:
     for size in ([4, 64], [4, 33]):
         x = sample(math.prod(size)).view(size)
         codes, scales = kernel.fp_quantize(x, 16, 6, 2)

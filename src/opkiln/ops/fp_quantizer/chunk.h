@@ -1,12 +1,9 @@
-// Chunks of 16 elements as a thread holds them, and their codes. In device code; no torch header.
+// Chunks of 16 elements as a thread holds them, and their codes. In device code.
 #pragma once
-
-#include <cuda_fp16.h>
 
 #include <opkiln/group_reduce.h>
 
 #include "encode.h"
-#include "kernel.h"
 
 namespace opkiln {
 namespace fp_quantizer {
@@ -82,7 +79,7 @@ struct Half : Sixteenths<Half> {
   static constexpr bool kBFloat16 = false;
 
   __device__ static float number(uint32_t bits) {
-    return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+    return opk::bits::half_to_float(static_cast<uint16_t>(bits));
   }
   __device__ static uint32_t widen_magnitude(uint32_t bits) {
     return bits_of(number(bits));

@@ -1,24 +1,27 @@
 // Groups to codes and back on the host: blocks that stay in the first level cache, in loops that the
 // compiler turns into vectors. The arithmetic is that of number.h.
 
-#include "cpu.h"
+#include <opkiln/blocks.h>
 
-#include <algorithm>
+#include "dequantize.h"
+#include "quantize.h"
 
-#include "number.h"
-
+namespace opkiln {
+namespace fp_quantizer {
 namespace {
 
-using namespace opkiln;
-using namespace opkiln::fp_quantizer;
+constexpr int64_t kGrainElements = 32 * 1024;  // below it, one thread is as fast as waking another
 
+constexpr int64_t least(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
 
 // The elements [begin, begin + count) as floats; in `scratch` where they are not floats already.
-const float* floats(const Stream& input, int64_t begin, int64_t count, float* scratch) {
-  if (input.type == Type::kFloat) {
-    return input.at<float>(begin);
+const float* floats(const Quantize& work, int64_t begin, int64_t count, float* scratch) {
+  if (work.type == ElementType::kFloat) {
+    return static_cast<const float*>(work.input) + begin;
   }
-  widen(input, begin, count, scratch);
+  widen({static_cast<std::byte*>(const_cast<void*>(work.input)), work.type, false}, begin, count, scratch);
   return scratch;
 }
 
@@ -26,7 +29,8 @@ const float* floats(const Stream& input, int64_t begin, int64_t count, float* sc
 [[gnu::noinline]] uint32_t absmax(const float* values, int64_t count) {
   uint32_t most = 0;
   for (int64_t i = 0; i < count; ++i) {
-    most = std::max(most, bits_of(values[i]) & 0x7fffffffu);
+    const uint32_t bits = bits_of(values[i]) & 0x7fffffffu;
+    most = bits > most ? bits : most;
   }
   return most;
 }
@@ -41,12 +45,13 @@ template <class F>
 // `first` is the index of the first value in the whole input, a multiple of 16.
 template <class F>
 [[gnu::noinline]] void encode_stochastic(const float* values, float inverse, uint32_t* codes,
-                                         int64_t count, uint64_t first, const Quantizing& work) {
+                                         int64_t count, uint64_t first, uint64_t offset,
+                                         const Quantize& work) {
   const Keys keys = random_keys<kRounds>(work.seed);
   uint32_t random[kBlock];
   for (int64_t i = 0; i < count; i += kRandomElements) {
     const uint64_t block = (first + static_cast<uint64_t>(i)) / kRandomElements;
-    const RandomWords words = random_words(block, work.offset, keys);
+    const RandomWords words = random_words(block, offset, keys);
     for (int k = 0; k < kRandomElements; ++k) {
       random[i + k] = sixteen_bits(words, k);
     }
@@ -94,33 +99,38 @@ template <class F>
 }
 
 template <class F>
-void quantize_group(const Quantizing& work, int64_t group) {
+void quantize_group(const Quantize& work, uint64_t offset, int64_t group) {
   const int64_t begin = group * work.group_size;
-  const int64_t end = std::min(work.numel, begin + work.group_size);
+  const int64_t end = least(work.numel, begin + work.group_size);
   alignas(64) float scratch[kBlock];
   alignas(64) uint32_t codes[kBlock + 4];
   uint32_t most = 0;
   const float* values = nullptr;
   for (int64_t at = begin; at < end; at += kBlock) {
-    const int64_t count = std::min(kBlock, end - at);
-    values = floats(work.input, at, count, scratch);
-    most = std::max(most, absmax(values, count));
+    const int64_t count = least(kBlock, end - at);
+    values = floats(work, at, count, scratch);
+    const uint32_t here = absmax(values, count);
+    most = here > most ? here : most;
   }
   const float scale = scale_of<F>(most), inverse = 1.0f / scale;
   work.scales[group] = scale;
   for (int64_t at = begin; at < end; at += kBlock) {
-    const int64_t count = std::min(kBlock, end - at);
+    const int64_t count = least(kBlock, end - at);
     if (work.group_size > kBlock) {
-      values = floats(work.input, at, count, scratch);
+      values = floats(work, at, count, scratch);
     }
     if (most >= kInfinity) {
-      std::fill_n(codes, count, 0u);
+      for (int64_t i = 0; i < count; ++i) {
+        codes[i] = 0;
+      }
     } else if (work.stochastic) {
-      encode_stochastic<F>(values, inverse, codes, count, static_cast<uint64_t>(at), work);
+      encode_stochastic<F>(values, inverse, codes, count, static_cast<uint64_t>(at), offset, work);
     } else {
       encode<F>(values, inverse, codes, count);
     }
-    std::fill_n(codes + count, 4, 0u);
+    for (int64_t i = 0; i < 4; ++i) {
+      codes[count + i] = 0;
+    }
     pack<F>(codes, count, work.codes + at * F::kBits / 8);
   }
 }
@@ -171,43 +181,68 @@ template <class F>
 }
 
 template <class F>
-void dequantize(const Dequantizing& work, int64_t source, int64_t target, int64_t count) {
+void dequantize(const Dequantize& work, int64_t source, int64_t target, int64_t count) {
   alignas(64) float values[kBlock];
   alignas(64) uint32_t codes[kBlock];
   while (count > 0) {
-    const int64_t now = std::min(count, kBlock);
+    const int64_t now = least(count, kBlock);
     unpack<F>(work.codes, source, now, codes);
     for (int64_t done = 0; done < now;) {
       const int64_t group = (source + done) / work.group_size;
-      const int64_t part = std::min(now - done, (group + 1) * work.group_size - (source + done));
+      const int64_t part = least(now - done, (group + 1) * work.group_size - (source + done));
       decode<F>(codes + done, work.scales[group], values + done, part);
       done += part;
     }
     const int64_t whole = whole_registers(now + Vec::kLanes - 1);
-    std::fill(values + now, values + whole, 0.0f);  // narrow reads whole registers
-    narrow(values, work.output, target, now);
+    for (int64_t i = now; i < whole; ++i) {
+      values[i] = 0.0f;  // narrow reads whole registers
+    }
+    narrow(values, {static_cast<std::byte*>(work.output), work.type, true}, target, now);
     source += now;
     target += now;
     count -= now;
   }
 }
 
+void run(const Quantize& work) {
+  const uint64_t offset = offset_of(work);
+  const int64_t grain = kGrainElements / work.group_size;
+  with_format(work.bits, work.mantissa_bits, [&](auto format) {
+    opk::parallel_for(0, group_count(work.numel, work.group_size), grain < 1 ? 1 : grain,
+                      [&](int64_t low, int64_t high) {
+                        for (int64_t group = low; group < high; ++group) {
+                          quantize_group<decltype(format)>(work, offset, group);
+                        }
+                      });
+  });
+}
+
+void check_rows(const int64_t* rows, int64_t count, int64_t height) {
+  for (int64_t i = 0; i < count; ++i) {
+    OPK_CHECK(rows[i] >= 0 && rows[i] < height, "rows[", i, "] is ", rows[i], ", expected 0 to ", height - 1);
+  }
+}
+
+void run(const Dequantize& work) {
+  const int64_t grain = work.rows == nullptr ? kGrainElements : kGrainElements / work.width;
+  with_format(work.bits, work.mantissa_bits, [&](auto format) {
+    using F = decltype(format);
+    opk::parallel_for(0, work.rows == nullptr ? work.numel : work.numel / work.width, grain < 1 ? 1 : grain,
+                      [&](int64_t low, int64_t high) {
+                        if (work.rows == nullptr) {
+                          return dequantize<F>(work, low, low, high - low);
+                        }
+                        for (int64_t i = low; i < high; ++i) {
+                          dequantize<F>(work, work.rows[i] * work.width, i * work.width, work.width);
+                        }
+                      });
+  });
+}
+
+OPKILN_OP(fp_quantize, cpu);
+OPKILN_OP(fp_dequantize, cpu);
+OPKILN_OP(fp_dequantize_rows, cpu);
+
 }  // namespace
-
-OPKILN_NAMESPACE_BEGIN
-
-void quantize_groups(const Quantizing& work, int64_t low, int64_t high) {
-  with_format(work.bits, work.mantissa_bits, [&](auto format) {
-    for (int64_t group = low; group < high; ++group) {
-      quantize_group<decltype(format)>(work, group);
-    }
-  });
-}
-
-void dequantize_range(const Dequantizing& work, int64_t source, int64_t target, int64_t count) {
-  with_format(work.bits, work.mantissa_bits, [&](auto format) {
-    dequantize<decltype(format)>(work, source, target, count);
-  });
-}
-
-OPKILN_NAMESPACE_END
+}  // namespace fp_quantizer
+}  // namespace opkiln

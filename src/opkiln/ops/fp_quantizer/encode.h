@@ -2,8 +2,6 @@
 // used; all give the same bits as number.h.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include "number.h"
 
 namespace opkiln {
@@ -13,7 +11,7 @@ constexpr int kChunk = 16;
 
 // Not contracted with an addition that follows.
 __device__ inline float product(float a, float b) {
-#if defined(__NVCC__)
+#if defined(__CUDA_ARCH__)
   return __fmul_rn(a, b);
 #else
   return a * b;
@@ -93,7 +91,7 @@ __device__ inline void pack_bytes(const uint32_t (&fours)[4], uint32_t (&words)[
 // is rounded as the division's. (It is where the inverse of the divisor is.)
 template <class F>
 __device__ inline float scale_for(uint32_t absmax) {
-#if defined(__NVCC__)
+#if defined(__CUDA_ARCH__)
   constexpr float kInverse = 1.0f / F::kLargest;
   const float value = float_of(absmax), quotient = product(value, kInverse);
   const float scale = fmaf(fmaf(-quotient, F::kLargest, value), kInverse, quotient);
@@ -104,7 +102,7 @@ __device__ inline float scale_for(uint32_t absmax) {
 }
 
 __device__ inline float inverse_of(float scale) {
-#if defined(__NVCC__)
+#if defined(__CUDA_ARCH__)
   return __frcp_rn(scale);
 #else
   return 1.0f / scale;
@@ -251,7 +249,7 @@ __device__ inline void encode_nearest(const float (&values)[kChunk],
 // As exact_code, of a value without its sign.
 template <class F>
 __device__ inline uint32_t exact_code_of(float value) {
-#if defined(__NVCC__)
+#if defined(__CUDA_ARCH__)
   // Where the format's numbers are subnormal, so are fp32's after this product; nothing is rounded.
   return bits_of(__fmul_rz(fabsf(value), F::kUnbias));
 #else

@@ -1,24 +1,17 @@
 // The number formats, and one number at a time from and to them. The same on the host, on devices
-// and in reference.py, bit for bit. Needs no other header of its own.
+// and in reference.py, bit for bit.
 #pragma once
 
 #include <opkiln/random_bits.h>
-
-#include <cstdint>
-#include <cstring>
 
 namespace opkiln {
 namespace fp_quantizer {
 
 OPK_HOST_DEVICE static inline uint32_t bits_of(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof(bits));
-  return bits;
+  return opk::bits::of_float(value);
 }
 OPK_HOST_DEVICE static inline float float_of(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof(value));
-  return value;
+  return opk::bits::to_float(bits);
 }
 
 constexpr int kRounds = 7;  // of Philox; enough for its authors' tests, and 0.7 times the work of ten

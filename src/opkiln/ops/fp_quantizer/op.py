@@ -32,15 +32,8 @@ class FPQuantizerBuilder(CUDAOpBuilder):
 
     def sources(self) -> list[str]:
         if self.build_for_cpu:
-            return ["ops/fp_quantizer/cpu.cpp", "ops/fp_quantizer/cpu_binding.cpp"]
-        return [
-            "ops/fp_quantizer/quantize.cu",
-            "ops/fp_quantizer/dequantize.cu",
-            "ops/fp_quantizer/cuda_binding.cpp",
-        ]
-
-    def include_paths(self) -> list[str]:
-        return ["csrc"]
+            return ["ops/fp_quantizer/cpu.cpp"]
+        return ["ops/fp_quantizer/quantize.cu", "ops/fp_quantizer/dequantize.cu"]
 
     def filter_ccs(self, ccs: list[str]) -> list[str]:
         """8.0 and later: earlier GPUs have no maximum that keeps NaN."""

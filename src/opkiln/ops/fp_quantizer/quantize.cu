@@ -1,13 +1,14 @@
 // Quantization. A group is read once: threads hold it in registers between finding its largest
 // magnitude and writing the codes. Only those that no block or cluster of blocks can hold, tails and
-// tensors at odd addresses are read a second time, out of the cache. No torch header; hipify turns this
-// file into HIP as it is.
+// tensors at odd addresses are read a second time, out of the cache. hipify turns this file into HIP
+// as it is.
 
-#include <cuda_runtime.h>
+#include <opkiln/op.h>
 
 #include <opkiln/whole_groups_launch.h>
 
 #include "chunk.h"
+#include "quantize.h"
 
 namespace opkiln {
 namespace fp_quantizer {
@@ -22,10 +23,6 @@ struct Layout {
   bool aligned;          // the input, to 16 bytes
   Keys keys;
 };
-
-__device__ inline uint64_t offset_of(const Quantize& work) {
-  return work.offset_at == nullptr ? work.offset : static_cast<uint64_t>(*work.offset_at);
-}
 
 // The bytes of the codes of 16 elements fill one access for fp8 and fp4. For the others a warp
 // collects them first, so that here, too, neighbours write what lies side by side.
@@ -73,8 +70,8 @@ constexpr int kBlocksPerProcessor = sizeof(typename Type::Storage) == 4 ? 4 : 6;
 
 template <class Type, class F, bool kStochastic>
 __global__ void __launch_bounds__(kGroupThreads, kBlocksPerProcessor<Type>)
-quantize_groups_kernel(const OPKILN_GRID_CONSTANT Quantize work,
-                       const OPKILN_GRID_CONSTANT Layout layout) {
+quantize_groups_kernel(const OPK_GRID_CONSTANT Quantize work,
+                       const OPK_GRID_CONSTANT Layout layout) {
   __shared__ Shared<Magnitude> shared;
   __shared__ Collected<F> collected[kCollects<F> ? kGroupThreads / kWarp : 1];
   begin_groups(layout.log2_chunks, shared);
@@ -151,8 +148,8 @@ __device__ void store_any(const Quantize& work, const Codes<F>& codes, int64_t a
 // thread does without, since one that has no chunk takes the last again.
 template <class Type, class F>
 __global__ void __launch_bounds__(kThreads)
-quantize_any_kernel(const OPKILN_GRID_CONSTANT Quantize work,
-                    const OPKILN_GRID_CONSTANT Layout layout) {
+quantize_any_kernel(const OPK_GRID_CONSTANT Quantize work,
+                    const OPK_GRID_CONSTANT Layout layout) {
   __shared__ Magnitude shared[kThreads / kWarp];
   const Team team(layout.log2_team);
   const int64_t groups = (work.numel + work.group_size - 1) / work.group_size;
@@ -200,60 +197,46 @@ quantize_any_kernel(const OPKILN_GRID_CONSTANT Quantize work,
 }
 
 template <class Type, class F>
-cudaError_t launch_for(const Quantize& work, cudaStream_t stream) {
+void launch_for(const Quantize& work) {
   const auto kernel = work.stochastic ? quantize_groups_kernel<Type, F, true>
                                       : quantize_groups_kernel<Type, F, false>;
   const int64_t groups = (work.numel + work.group_size - 1) / work.group_size;
   Layout layout{};
-  layout.aligned = reinterpret_cast<std::size_t>(work.input) % 16 == 0;
+  layout.aligned = reinterpret_cast<size_t>(work.input) % 16 == 0;
   layout.keys = random_keys<kRounds>(work.seed);
   // What warps collect takes room for the most that a block can have: so it should have them.
   const device::WholeGroups whole(
       work.group_size, layout.aligned ? work.numel / work.group_size : 0,
       kCollects<F> ? kGroupThreads : 128, [&] { return device::has_clusters(kernel); });
   layout.log2_chunks = whole.log2_chunks;
-  cudaError_t error = cudaSuccess;
-  if (whole.blocks > 0) {
-    error = device::launch<Quantize, Layout>(kernel, whole, stream, work, layout);
-  }
-  if (error == cudaSuccess && whole.groups < groups) {
+  device::launch(kernel, whole, work, layout);
+  if (whole.groups < groups) {
     layout.first = whole.groups;
     while (layout.log2_team < 8 && int64_t{2 * kChunk} << layout.log2_team < work.group_size) {
       ++layout.log2_team;
     }
     const int64_t a_block = kThreads >> layout.log2_team;
-    const int64_t blocks = (groups - layout.first + a_block - 1) / a_block;
-    error = device::launch<Quantize, Layout>(quantize_any_kernel<Type, F>,
-                                             static_cast<unsigned>(blocks), kThreads, stream, work,
-                                             layout);
+    opk::launch(quantize_any_kernel<Type, F>, (groups - layout.first + a_block - 1) / a_block, kThreads, 0, work,
+                layout);
   }
-  return error;
 }
 
-}  // namespace
-
-const char* enqueue(const Quantize& work, void* to) {
-  if (work.numel == 0) {
-    return nullptr;
-  }
-  const auto stream = static_cast<cudaStream_t>(to);
-  cudaError_t error = cudaSuccess;
+void run(const Quantize& work) {
   with_format(work.bits, work.mantissa_bits, [&](auto format) {
     using F = decltype(format);
     switch (work.type) {
       case ElementType::kFloat:
-        error = launch_for<Float, F>(work, stream);
-        break;
+        return launch_for<Float, F>(work);
       case ElementType::kBFloat16:
-        error = launch_for<BFloat, F>(work, stream);
-        break;
+        return launch_for<BFloat, F>(work);
       case ElementType::kFloat16:
-        error = launch_for<Half, F>(work, stream);
-        break;
+        return launch_for<Half, F>(work);
     }
   });
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
+OPKILN_OP(fp_quantize, cuda);
+
+}  // namespace
 }  // namespace fp_quantizer
 }  // namespace opkiln
