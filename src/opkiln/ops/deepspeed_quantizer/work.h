@@ -36,6 +36,7 @@ struct Work {
 };
 
 #if !defined(__CUDACC_RTC__)
+OPK_PLAIN_BEGIN
 
 using opk::Device;
 using opk::DType;
@@ -139,6 +140,7 @@ Tensor deepspeed_dequantize(const Tensor& levels, const Tensor& params, int64_t 
   return out;
 }
 
+OPK_PLAIN_END
 #endif
 
 }  // namespace

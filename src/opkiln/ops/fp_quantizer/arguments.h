@@ -6,6 +6,7 @@
 #include "number.h"
 
 #if !defined(__CUDACC_RTC__)
+OPK_PLAIN_BEGIN
 
 namespace opkiln {
 namespace fp_quantizer {
@@ -36,4 +37,5 @@ inline int64_t group_count(int64_t numel, int64_t group_size) {
 }  // namespace fp_quantizer
 }  // namespace opkiln
 
+OPK_PLAIN_END
 #endif

@@ -207,14 +207,14 @@ void dequantize(const Dequantize& work, int64_t source, int64_t target, int64_t 
 void run(const Quantize& work) {
   const uint64_t offset = offset_of(work);
   const int64_t grain = kGrainElements / work.group_size;
-  with_format(work.bits, work.mantissa_bits, [&](auto format) {
-    opk::parallel_for(0, group_count(work.numel, work.group_size), grain < 1 ? 1 : grain,
-                      [&](int64_t low, int64_t high) {
+  opk::parallel_for(0, group_count(work.numel, work.group_size), grain < 1 ? 1 : grain,
+                    [&](int64_t low, int64_t high) {
+                      with_format(work.bits, work.mantissa_bits, [&](auto format) {
                         for (int64_t group = low; group < high; ++group) {
                           quantize_group<decltype(format)>(work, offset, group);
                         }
                       });
-  });
+                    });
 }
 
 void check_rows(const int64_t* rows, int64_t count, int64_t height) {
@@ -223,19 +223,25 @@ void check_rows(const int64_t* rows, int64_t count, int64_t height) {
   }
 }
 
-void run(const Dequantize& work) {
-  const int64_t grain = work.rows == nullptr ? kGrainElements : kGrainElements / work.width;
+// `count` elements from `source` on, to the output from `target` on.
+void dequantize_range(const Dequantize& work, int64_t source, int64_t target, int64_t count) {
   with_format(work.bits, work.mantissa_bits, [&](auto format) {
-    using F = decltype(format);
-    opk::parallel_for(0, work.rows == nullptr ? work.numel : work.numel / work.width, grain < 1 ? 1 : grain,
-                      [&](int64_t low, int64_t high) {
-                        if (work.rows == nullptr) {
-                          return dequantize<F>(work, low, low, high - low);
-                        }
-                        for (int64_t i = low; i < high; ++i) {
-                          dequantize<F>(work, work.rows[i] * work.width, i * work.width, work.width);
-                        }
-                      });
+    dequantize<decltype(format)>(work, source, target, count);
+  });
+}
+
+void run(const Dequantize& work) {
+  if (work.rows == nullptr) {
+    opk::parallel_for(0, work.numel, kGrainElements, [&](int64_t low, int64_t high) {
+      dequantize_range(work, low, low, high - low);
+    });
+    return;
+  }
+  const int64_t grain = kGrainElements / work.width;
+  opk::parallel_for(0, work.numel / work.width, grain < 1 ? 1 : grain, [&](int64_t low, int64_t high) {
+    for (int64_t i = low; i < high; ++i) {
+      dequantize_range(work, work.rows[i] * work.width, i * work.width, work.width);
+    }
   });
 }
 

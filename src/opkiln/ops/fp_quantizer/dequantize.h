@@ -21,6 +21,7 @@ struct Dequantize {
 };
 
 #if !defined(__CUDACC_RTC__)
+OPK_PLAIN_BEGIN
 
 using Sizes = opk::List<int64_t>;
 
@@ -87,6 +88,7 @@ Tensor fp_dequantize_rows(const Tensor& codes, const Tensor& scales, const Tenso
   return dequantize_to(codes, scales, &rows, size, group_size, bits, mantissa_bits, dtype, device);
 }
 
+OPK_PLAIN_END
 #endif
 
 }  // namespace

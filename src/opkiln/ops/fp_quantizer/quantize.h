@@ -26,6 +26,7 @@ OPK_HOST_DEVICE inline uint64_t offset_of(const Quantize& work) {
 }
 
 #if !defined(__CUDACC_RTC__)
+OPK_PLAIN_BEGIN
 
 // A device's file defines this. There is at least one element.
 void run(const Quantize& work);
@@ -61,6 +62,7 @@ opk::tuple<Tensor, Tensor> fp_quantize(const Tensor& x, int64_t group_size, int6
   return {codes, scales};
 }
 
+OPK_PLAIN_END
 #endif
 
 }  // namespace

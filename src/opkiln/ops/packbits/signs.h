@@ -15,6 +15,7 @@ struct Signs {
 };
 
 #if !defined(__CUDACC_RTC__)
+OPK_PLAIN_BEGIN
 
 using opk::Tensor;
 
@@ -55,6 +56,7 @@ Tensor unpackbits(const Tensor& packed, int64_t numel, opk::DType dtype) {
   return out;
 }
 
+OPK_PLAIN_END
 #endif
 
 }  // namespace

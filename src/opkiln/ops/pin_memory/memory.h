@@ -3,6 +3,7 @@
 
 #include <opkiln/arguments.h>
 
+OPK_PLAIN_BEGIN
 namespace {
 
 using opk::Tensor;
@@ -22,3 +23,4 @@ void call_on(Tensor& memory, const char* what, const char* (*function)(void*, si
 }
 
 }  // namespace
+OPK_PLAIN_END

@@ -6,6 +6,7 @@
 #include "work.h"
 
 #if !defined(__CUDACC_RTC__)
+OPK_PLAIN_BEGIN
 
 namespace opkiln {
 namespace quantizer {
@@ -246,4 +247,5 @@ Three quantized_reduce_with_feedback(Tensor& error, const TensorList& values, co
 }  // namespace quantizer
 }  // namespace opkiln
 
+OPK_PLAIN_END
 #endif

@@ -13,6 +13,7 @@ struct Part {
 };
 
 #if !defined(__CUDACC_RTC__)
+OPK_PLAIN_BEGIN
 
 using opk::Tensor;
 using opk::TensorList;
@@ -81,6 +82,7 @@ void unflatten_list_(TensorList& tensors, const Tensor& flat) {
   copy(parts);
 }
 
+OPK_PLAIN_END
 #endif
 
 }  // namespace
