@@ -22,6 +22,7 @@ from opkiln.decision.search import planned, search
 from opkiln.decision.terms import SHIP, Request, Serve, Trace
 from opkiln.errors import BuildError, MissingCUDAException, SpecError, ToolchainError
 from opkiln.model import CUDA, LIBRARY, Op, OpSpec
+from opkiln.ops.fused_lamb.op import FusedLambBuilder
 from opkiln.settings import override
 from opkiln.store import entry
 from opkiln.store.layers import Store
@@ -168,6 +169,13 @@ def test_source_on_op_header_is_built_by_nvrtc_where_there_is_no_toolkit(machine
     assert manifest["toolchain"]["nvrtc"] == "13.0"
     assert "nvcc" not in manifest["toolchain"]
     assert manifest["needs"]["images"] == ["sm_80", "sm_90a", "compute_90a"]
+
+
+def test_the_catalogues_kernels_are_built_by_nvrtc(machine: Machine) -> None:
+    with override(cuda_arch_list="9.0a"):
+        request = Request(FusedLambBuilder(backend=CUDA).op(), SHIP)
+        artifact = build(planned(request), request.store, since=time.monotonic())
+    assert fatbin.images(artifact.path) == ("sm_90a",)
 
 
 def test_what_nvrtc_reads_is_a_dependency_and_what_its_driver_reads_is_not(

@@ -96,6 +96,8 @@ void sweep(const Hyper& hyper, const opk::List<Item<kStreams>>& items) {
   parallel_sweep(items, [&](int64_t) { return Body{coefficients}; });
 }
 
+OPK_PLAIN_BEGIN
+
 StepLists<kStreams> lists_of(const TensorList& params, const TensorList& grads, const TensorList& sums,
                              const TensorList& copies) {
   return {{{"params", params}, {"grads", grads}, {"sums", sums}}, copies};
@@ -155,6 +157,8 @@ struct Rows {
   int64_t count, width;
 };
 
+OPK_PLAIN_END
+
 template <class Body>
 void sweep_rows(const Rows& rows, int64_t low, int64_t high, const Body& body) {
   const auto moved = [](Stream stream, int64_t elements) {
@@ -173,6 +177,8 @@ void sweep_rows(const Rows& rows, int64_t low, int64_t high, const Body& body) {
     opkiln::sweep(row, 0, rows.width, body);
   }
 }
+
+OPK_PLAIN_BEGIN
 
 void check_rows(const Tensor& tensor) {
   OPK_CHECK(tensor.is_contiguous(), tensor, " is not contiguous");
@@ -261,5 +267,7 @@ OPKILN_OP(cpu_adagrad_kept_, cpu);
 OPKILN_OP(cpu_adagrad_forget, cpu);
 OPKILN_OP(cpu_adagrad_rows_, cpu);
 OPKILN_OP(cpu_adagrad_rows_rollback_, cpu);
+
+OPK_PLAIN_END
 
 }  // namespace

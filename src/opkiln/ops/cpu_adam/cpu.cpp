@@ -41,6 +41,8 @@ void sweep(const Hyper& hyper, const opk::List<Item<kStreams>>& items) {
   parallel_sweep(items, [&](int64_t) { return Body{coefficients}; });
 }
 
+OPK_PLAIN_BEGIN
+
 StepLists<kStreams> lists_of(const TensorList& params, const TensorList& grads,
                              const TensorList& exp_avgs, const TensorList& exp_avg_sqs,
                              const TensorList& copies) {
@@ -107,5 +109,7 @@ OPKILN_OP(cpu_adam_rollback_, cpu);
 OPKILN_OP(cpu_adam_keep, cpu);
 OPKILN_OP(cpu_adam_kept_, cpu);
 OPKILN_OP(cpu_adam_forget, cpu);
+
+OPK_PLAIN_END
 
 }  // namespace

@@ -36,6 +36,8 @@ void sweep(const Hyper& hyper, const opk::List<Item<kStreams>>& items) {
   parallel_sweep(items, [&](int64_t) { return Body{coefficients}; });
 }
 
+OPK_PLAIN_BEGIN
+
 StepLists<kStreams> lists_of(const TensorList& params, const TensorList& grads,
                              const TensorList& exp_avgs, const TensorList& copies) {
   return {{{"params", params}, {"grads", grads}, {"exp_avgs", exp_avgs}}, copies};
@@ -87,5 +89,7 @@ OPKILN_OP(cpu_lion_rollback_, cpu);
 OPKILN_OP(cpu_lion_keep, cpu);
 OPKILN_OP(cpu_lion_kept_, cpu);
 OPKILN_OP(cpu_lion_forget, cpu);
+
+OPK_PLAIN_END
 
 }  // namespace

@@ -6,6 +6,8 @@
 
 namespace {
 
+OPK_PLAIN_BEGIN
+
 void fused_adam_(TensorList& params, const TensorList& grads, TensorList& exp_avgs,
                  TensorList& exp_avg_sqs, TensorList& masters, TensorList& steps, double lr, double beta1,
                  double beta2, double eps, double weight_decay, bool adamw_mode, bool bias_correction,
@@ -32,5 +34,7 @@ void fused_adam_(TensorList& params, const TensorList& grads, TensorList& exp_av
 }
 
 OPKILN_OP(fused_adam_, cpu);
+
+OPK_PLAIN_END
 
 }  // namespace

@@ -136,6 +136,8 @@ void apply(const Hyper& hyper, double trust, const Item<kStreams>& item, int64_t
   }
 }
 
+OPK_PLAIN_BEGIN
+
 // A part of a tensor that one thread sums up: the parts do not depend on the number of threads, so
 // neither do the sums.
 struct Part {
@@ -277,5 +279,7 @@ void fused_lamb_move_(TensorList& params, const TensorList& grads, const TensorL
 OPKILN_OP(fused_lamb_, cpu);
 OPKILN_OP(fused_lamb_average_, cpu);
 OPKILN_OP(fused_lamb_move_, cpu);
+
+OPK_PLAIN_END
 
 }  // namespace

@@ -6,6 +6,8 @@
 
 namespace {
 
+OPK_PLAIN_BEGIN
+
 void fused_lion_(TensorList& params, const TensorList& grads, TensorList& exp_avgs, TensorList& masters,
                  TensorList& steps, double lr, double beta1, double beta2, double weight_decay,
                  bool maximize, const OptionalTensor& lr_tensor, const OptionalTensor& grad_scale,
@@ -26,5 +28,7 @@ void fused_lion_(TensorList& params, const TensorList& grads, TensorList& exp_av
 }
 
 OPKILN_OP(fused_lion_, cpu);
+
+OPK_PLAIN_END
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include "host_sweep.h"
 #include "tensors.h"
 
+OPK_PLAIN_BEGIN
 OPKILN_NAMESPACE_BEGIN
 
 // Lists that are walked together: parameters, gradients, then the states. `copies` may be empty.
@@ -21,7 +22,7 @@ struct StepLists {
   }
 
   // Every check is made here, before anything is written. Raises an error for a wrong argument.
-  opk::List<Item<N>> items() const {
+  [[gnu::noinline]] opk::List<Item<N>> items() const {
     opk::List<Item<N>> out(params().size());
     if (!fill_in_parallel(out)) {
       fill(out, 0, out.size());  // raises
@@ -107,3 +108,4 @@ inline void check_scale(double grad_scale) {
 }
 
 OPKILN_NAMESPACE_END
+OPK_PLAIN_END
