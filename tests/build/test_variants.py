@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import opkiln
 from opkiln.errors import DifferenceError, FallbackWarning, LoadError, SpecError, UsageError
 from opkiln.loading import loader
+from opkiln.testing import op_tests
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,6 +27,7 @@ SOURCE = """
 #include <opkiln/op.h>
 using opk::Tensor;
 Tensor {name}(const Tensor& x) {{
+  opk::check_contiguous(x);
   Tensor out = opk::empty_like(x);
   const T* a = x.data<const T>();
   T* o = out.data<T>();
@@ -365,3 +367,13 @@ def test_builder_of_an_op_with_variants_names_them() -> None:
     names = [each.NAME for each in sized.builder.variants()]
     assert names[0] == "sized__SIZE_4_T_float"
     assert len(names) == 4
+
+
+def test_builder_of_one_variant_loads_it() -> None:
+    four = sized.builder.variants()[0]
+    functions = four().jit_load()
+    x = torch.randn(4)
+    assert torch.equal(functions.sized(x), x * 4)
+
+
+TestSized = op_tests(sized, lambda make, size: (make(size, 4),), sizes=(0, 7))
