@@ -110,7 +110,8 @@ def op_tests(
         @on_device
         def test_a_native_version_is_built_and_loaded(self, device: str) -> None:
             # Raises what the compiler or the loader says. The suite's other tests use it then.
-            op.builder(backend=backend_of(op.builder, device)).jit_load()
+            for builder in op.builder.variants() or (op.builder,):
+                builder(backend=backend_of(builder, device)).jit_load()
             assert op.load(device), str(op.explain(device))
 
         @on_device

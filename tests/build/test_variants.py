@@ -17,6 +17,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import opkiln
 from opkiln.errors import DifferenceError, FallbackWarning, LoadError, SpecError, UsageError
 from opkiln.loading import loader
+from opkiln.ship import selection
+from opkiln.ship.precompile import precompile
+from opkiln.testing import op_tests
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,6 +29,7 @@ SOURCE = """
 #include <opkiln/op.h>
 using opk::Tensor;
 Tensor {name}(const Tensor& x) {{
+  opk::check_contiguous(x);
   Tensor out = opk::empty_like(x);
   const T* a = x.data<const T>();
   T* o = out.data<T>();
@@ -365,3 +369,31 @@ def test_builder_of_an_op_with_variants_names_them() -> None:
     names = [each.NAME for each in sized.builder.variants()]
     assert names[0] == "sized__SIZE_4_T_float"
     assert len(names) == 4
+
+
+def test_builder_of_one_variant_loads_it() -> None:
+    four = sized.builder.variants()[0]
+    functions = four().jit_load()
+    x = torch.randn(4)
+    assert torch.equal(functions.sized(x), x * 4)
+
+
+def test_wheel_has_every_listed_variant_and_they_serve(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPKILN_BUILD_SCALE", "1")
+    monkeypatch.setenv("OPKILN_BUILD_TARGETS", "cpu:x86-64-v2")
+    ops = selection.declared({"scale_package": "scale_package"}, str(package))
+    carried = package / "scale_package" / "prebuilt"
+    shipped = precompile("scale_package", ops, str(package), str(carried))
+    assert [each.op for each in shipped.outcomes] == ["scale__SIZE_4", "scale__SIZE_8"]
+    assert all(each.path and each.error is None for each in shipped.outcomes)
+    done = subprocess.run(
+        [sys.executable, "-c", USE], capture_output=True, text=True, check=False,
+        env={**child.environment(), "PYTHONPATH": str(package), "OPKILN_MODE": "sealed",
+             "OPKILN_CACHE_DIR": str(tmp_path / "empty")},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+TestSized = op_tests(sized, lambda make, size: (make(size, 4),), sizes=(0, 7))

@@ -25,6 +25,7 @@ COMMANDS = main._COMMANDS
 CACHE_COMMANDS = (
     "path", "list", "size", "verify", "gc", "clear", "export", "import", "keygen", "sign", "record",
 )  # fmt: skip
+TUNED_COMMANDS = ("list", "export", "import", "clear")
 
 
 class Ran:
@@ -72,7 +73,12 @@ def test_the_version_is_the_packages(run: Callable[..., Ran]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [*((name,) for name in COMMANDS), *(("cache", name) for name in CACHE_COMMANDS)]
+    "command",
+    [
+        *((name,) for name in COMMANDS),
+        *(("cache", name) for name in CACHE_COMMANDS),
+        *(("tuned", name) for name in TUNED_COMMANDS),
+    ],
 )
 def test_every_command_explains_itself(command: tuple[str, ...], run: Callable[..., Ran]) -> None:
     for option in ("-h", "--help"):
@@ -86,6 +92,7 @@ def test_every_command_is_documented() -> None:
     shown = re.findall(r"^\$ opkiln (\w+)(?: (\w+))?", DOCS.read_text(), re.MULTILINE)
     assert {name for name, _ in shown} == set(COMMANDS)
     assert {second for first, second in shown if first == "cache"} == set(CACHE_COMMANDS)
+    assert {second for first, second in shown if first == "tuned"} == set(TUNED_COMMANDS)
 
 
 def test_every_exit_code_is_documented() -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from opkiln.authoring.parameters import Value
+    from opkiln.loading.loader import Loaded
 
 NO_GRAD = "no_grad"  # the overload without a gradient
 NATIVE = "native"  # the overload that libraries implement if every call is to be compared
@@ -107,6 +108,8 @@ class DecoratedBuilder(CUDAOpBuilder):
     VALUES: tuple[Value, ...] = ()  # of the parameters, in the builder of one variant
     _made: dict[tuple[Value, ...], type[DecoratedBuilder]]  # the builders of the variants
     _references: SimpleNamespace
+    # Tells torch of the overload that a variant's library implements.
+    TELL_TORCH: Callable[[tuple[Value, ...]], object]
 
     @property
     def root(self) -> str:
@@ -156,6 +159,13 @@ class DecoratedBuilder(CUDAOpBuilder):
                 hint=f"name one of them: {names[0]}",
             )
         return super().op()
+
+    def loaded(
+        self, verbose: bool = True, *, reload: bool = False, must_be_native: bool = False
+    ) -> Loaded:
+        if self.VALUES:
+            self.TELL_TORCH(self.VALUES)
+        return super().loaded(verbose, reload=reload, must_be_native=must_be_native)
 
     @classmethod
     def declare(cls, schema: str, function: Callable[..., Any]) -> None:

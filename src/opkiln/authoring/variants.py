@@ -40,6 +40,7 @@ class Variants:
         self, builder: type[DecoratedBuilder], reference: Callable[..., Any], defined: Defined
     ) -> None:
         self._builder, self._reference, self._defined = builder, reference, defined
+        builder.TELL_TORCH = staticmethod(self.entrance)
         self._parameters = builder.PARAMETERS
         self._choose: Callable[..., Any] | None = None
         self._entrances: dict[tuple[Value, ...], Entrance] = {}
@@ -48,6 +49,7 @@ class Variants:
         self.calls: dict[Any, Any] = {}
         self.tuning = Tuning(builder, self.entrance) if self._parameters.tuned else None
         self._refused: dict[str, None] = {}  # why the reference ran, in order
+        self._defaults: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.chosen_names = tuple(name for name, _ in self._parameters.chosen)
 
     def choose_by(self, function: Callable[..., Any]) -> None:
@@ -55,6 +57,18 @@ class Variants:
         self._choose = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._filled(args, kwargs)
+        try:
+            found, call = self._found(args, kwargs), self.calls
+            for name in self.chosen_names:
+                call = call[found[name]]
+            if self.tuning is not None:
+                call = call[self.tuning.exact(*args, **kwargs)]
+        except (KeyError, TypeError):  # not called before, none, or a mistake: what follows tells
+            return self._call_first(args, kwargs)
+        return call(*args, **kwargs)  # type: ignore[operator]
+
+    def _call_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if device_of(args, kwargs) == "meta" or settings.mode == policy.REFERENCE:
             return self.reference(*args, **kwargs)
         entrance = self.chosen(args, kwargs)
@@ -70,7 +84,7 @@ class Variants:
     def chosen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entrance | None:
         """The variant for a call; None if none serves it: the user is told. Raises SpecError, and
         LoadError where the reference must not serve."""
-        args, kwargs = with_defaults(self._defined.overload()._schema, args, kwargs)
+        args, kwargs = self._filled(args, kwargs)
         found = self._found(args, kwargs)
         if found is None:
             why = f"the function of @{self._builder.NAME}.variant chose none for these arguments"
@@ -144,6 +158,17 @@ class Variants:
         """What calls in this process came to, for explanations."""
         tuned = () if self.tuning is None else self.tuning.notes
         return (*(f"the reference ran: {each}" for each in self._refused), *tuned)
+
+    def _filled(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with the defaults of those that torch leaves out."""
+        if self._defaults is None:  # asking torch for a schema takes long
+            self._defaults = with_defaults(self._defined.overload()._schema, (), {})
+        plain, named = self._defaults
+        if len(args) < len(plain):
+            args = (*args, *plain[len(args) :])
+        return args, {**named, **kwargs} if named else kwargs
 
     def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._parameters.chosen:
