@@ -44,7 +44,7 @@ class Variants:
         self._parameters = builder.PARAMETERS
         self._choose: Callable[..., Any] | None = None
         self._entrances: dict[tuple[Value, ...], Entrance] = {}
-        # torch's objects for the overloads: a dict for each parameter, one in the other, which is
+        # The calls of the overloads: a dict for each parameter, one in the other, which is
         # faster than one with tuples. With tuning, the innermost one is by what is tuned for.
         self.calls: dict[Any, Any] = {}
         self.tuning = Tuning(builder, self.entrance) if self._parameters.tuned else None
@@ -111,7 +111,8 @@ class Variants:
                 calls = calls.setdefault(each, {})
             if len(calls) >= _MOST_CALLS:
                 calls.clear()  # of a program whose shapes never repeat
-            calls[keys[-1]] = entrance.overload
+            # As in ``calls.py``: what calling torch's object does, without its Python method.
+            calls[keys[-1]] = getattr(entrance.overload, "_op", entrance.overload)
 
     def entrance(self, values: tuple[Value, ...]) -> Entrance:
         """The variant with these values, known to torch."""
