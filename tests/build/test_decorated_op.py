@@ -401,24 +401,6 @@ def test_commands_find_a_packages_ops_by_one_line(package: Path) -> None:
     assert found.strip() == "TwiceBuilder"
 
 
-def test_exported_program_runs_in_another_process(package: Path, tmp_path: Path) -> None:
-    program = tmp_path / "program.pt2"
-    save = f"""
-import torch, twice_package
-class M(torch.nn.Module):
-    def forward(self, x):
-        return twice_package.twice(x) + 1
-torch.export.save(torch.export.export(M(), (torch.ones(3),)), {str(program)!r})
-"""
-    load = f"""
-import torch, twice_package
-print(torch.export.load({str(program)!r}).module()(torch.ones(3)).tolist())
-print(twice_package.twice.load("cpu"))
-"""
-    run(package, "-c", save)
-    assert run(package, "-c", load).split("\n")[:2] == ["[3.0, 3.0, 3.0]", "True"]
-
-
 def test_emulated_op_runs_its_cuda_kernel_on_the_cpu(served: Callable[[Any], list[str]]) -> None:
     text = """
     #include <opkiln/op.h>
