@@ -23,6 +23,8 @@ from opkiln.decision.terms import SHIP, Request, Serve, Trace
 from opkiln.errors import BuildError, MissingCUDAException, SpecError, ToolchainError
 from opkiln.model import CUDA, LIBRARY, Op, OpSpec
 from opkiln.ops.fused_lamb.op import FusedLambBuilder
+from opkiln.ops.packbits.op import PackbitsBuilder
+from opkiln.ops.utils.op import UtilsBuilder
 from opkiln.settings import override
 from opkiln.store import entry
 from opkiln.store.layers import Store
@@ -31,6 +33,7 @@ from opkiln.toolchain import choice, toolkits
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from opkiln.builder import CUDAOpBuilder
     from opkiln.model import Artifact
 
 pytestmark = pytest.mark.slow
@@ -171,9 +174,11 @@ def test_source_on_op_header_is_built_by_nvrtc_where_there_is_no_toolkit(machine
     assert manifest["needs"]["images"] == ["sm_80", "sm_90a", "compute_90a"]
 
 
-def test_the_catalogues_kernels_are_built_by_nvrtc(machine: Machine) -> None:
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("builder", [FusedLambBuilder, PackbitsBuilder, UtilsBuilder])
+def test_the_catalogues_kernels_are_built_by_nvrtc(builder: type[CUDAOpBuilder]) -> None:
     with override(cuda_arch_list="9.0a"):
-        request = Request(FusedLambBuilder(backend=CUDA).op(), SHIP)
+        request = Request(builder(backend=CUDA).op(), SHIP)
         artifact = build(planned(request), request.store, since=time.monotonic())
     assert fatbin.images(artifact.path) == ("sm_90a",)
 
