@@ -41,7 +41,8 @@ class DeepSpeedQuantizerBuilder(CUDAOpBuilder):
         return ["-ffp-contract=off", "-fno-trapping-math"] if plain else []
 
     def nvcc_args(self) -> list[str]:
-        return ["-ffp-contract=off"] if self.backend == ROCM else ["-fmad=false"]
+        # -O is of the host's code, which makes checks and launches.
+        return ["-ffp-contract=off"] if self.backend == ROCM else ["-fmad=false", "-O1"]
 
     def reference(self) -> ModuleType:
         from opkiln.ops.deepspeed_quantizer import reference

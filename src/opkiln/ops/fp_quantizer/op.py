@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from opkiln.builder import CUDAOpBuilder
+from opkiln.model import CUDA
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ class FPQuantizerBuilder(CUDAOpBuilder):
         if self.build_for_cpu:
             return ["ops/fp_quantizer/cpu.cpp"]
         return ["ops/fp_quantizer/quantize.cu", "ops/fp_quantizer/dequantize.cu"]
+
+    def nvcc_args(self) -> list[str]:
+        # -O is of the host's code, which makes checks and launches.
+        return ["-O1"] if self.backend == CUDA else []
 
     def filter_ccs(self, ccs: list[str]) -> list[str]:
         """8.0 and later: earlier GPUs have no maximum that keeps NaN."""
