@@ -78,9 +78,8 @@ def _statuses(
     try:
         found = libraries(name, find())
     except OpkilnError as error:
-        yield OpStatus(name, "", "", (), error.what)
-    except (Exception, SystemExit) as error:  # an author's module may raise anything
-        yield OpStatus(name, "", "", (), f"{type(error).__name__}: {error}")
+        # Of a module that cannot be imported, what it raised says more.
+        yield OpStatus(name, "", "", (), error.what if error.__cause__ is None else error.why)
     else:
         for each, kind in found:
             yield _status(each, kind, changes=changes)
@@ -96,7 +95,7 @@ def _status(name: str, kind: type[OpBuilder], *, changes: bool) -> OpStatus:
         changed = _changes(builder) if changes and backends[0].status == WOULD_COMPILE else ()
     except OpkilnError as error:
         return OpStatus(name, distribution, "", (), error.what)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # an author's methods may raise anything
         return OpStatus(name, distribution, "", (), f"{type(error).__name__}: {error}")
     return OpStatus(name, distribution, serves, backends, changes=changed)
 
