@@ -34,7 +34,7 @@ CALLS: dict[str, list[str]] = {
     "tuned list": [],
     "tuned export": ["{tmp}/tuned.json"],
     "tuned import": ["{empty}"],
-    "tuned clear": ["--yes"],
+    "tuned clear": [],
     "cache path": [],
     "cache list": [],
     "cache size": [],
