@@ -129,7 +129,10 @@ class DecoratedBuilder(CUDAOpBuilder):
         return (*self._macros(), *self.NEEDS.get("cxx_args", ()))
 
     def nvcc_args(self) -> Sequence[str]:
-        return (*self._macros(), *self.NEEDS.get("nvcc_args", ()))
+        # -O is of the host's code, which makes checks and launches; kernels are always optimized.
+        given = self.NEEDS.get("nvcc_args", ())
+        plain = self.backend != CUDA or any(each.startswith("-O") for each in given)
+        return (*(() if plain else ("-O1",)), *self._macros(), *given)
 
     def extra_ldflags(self) -> Sequence[str]:
         return tuple(self.NEEDS.get("ldflags", ()))

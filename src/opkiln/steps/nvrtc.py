@@ -55,10 +55,9 @@ _SAME_WITH_VALUE = frozenset((
     "--prec-sqrt", "-fmad", "--fmad", "-diag-suppress", "--diag-suppress", "-diag-warn",
     "--diag-warn", "-diag-error", "--diag-error", "-Xptxas", "--ptxas-options", "-std", "--std",
 ))  # fmt: skip
-# Options of nvcc that change nothing here: NVRTC's constexpr functions are the device's anyway, and
-# -O is for host code.
+# Options of nvcc that change nothing here: NVRTC's constexpr functions are the device's anyway.
 _NEEDLESS = frozenset((
-    "--expt-relaxed-constexpr", "-expt-relaxed-constexpr", "-O", "--optimize", "--threads",
+    "--expt-relaxed-constexpr", "-expt-relaxed-constexpr", "--threads",
     "-Xfatbin", "--fatbin-options", "-lcudart", "-rdc", "--relocatable-device-code",
 ))  # fmt: skip
 _TO_HOST = ("-Xcompiler", "--compiler-options")
@@ -124,11 +123,14 @@ class _Flags:
         self.device: list[str] = []
         self.host: list[str] = []
         self.std = ""
+        self.level = "-O3"  # of the host's code, as nvcc's -O is
         for option in nvcc_options(words):
             if option.name in ("-D", "-U", "-I"):
                 self.both.append(option.name + option.value)
             elif option.name in ("-std", "--std"):
                 self.std = option.value
+            elif option.name in ("-O", "--optimize"):
+                self.level = f"-O{option.value}"
             elif option.name in _TO_HOST:
                 self.host += option.value.split(",")
             elif option.name in _SAME_WITH_VALUE:
@@ -185,7 +187,7 @@ def _for_host(
     device = toolchain.device
     assert device is not None
     yield f"-std={given.std or spec.std}"
-    yield from ("-O0", "-g3") if target.debug else ("-O3", "-DNDEBUG")
+    yield from ("-O0", "-g3") if target.debug else (given.level, "-DNDEBUG")
     if spec.kind != EXECUTABLE:
         yield "-fPIC"
     yield from prefix_maps(spec)
