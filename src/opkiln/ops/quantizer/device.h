@@ -231,6 +231,12 @@ __device__ void emit_parts(const Launch& l, const AnyMode& mode, const Target& t
   }
 }
 
+// Whether the scheme is the full one. What is worked out has no kernels of its own for the symmetric one.
+template <class Source, Scheme kScheme>
+__device__ bool is_full(const Launch& l) {
+  return kScheme == Scheme::kFull && (!Source::kFeedback || l.work.format.full);
+}
+
 // With how many blocks on a multiprocessor registers are counted. With more, elements of 16 bits were
 // quantized 1% slower on an H200.
 template <class Source, class Mode>
@@ -246,7 +252,7 @@ quantize_groups_kernel(const OPK_GRID_CONSTANT typename Source::Parameters param
   constexpr int kUnit = Type::kUnit, kParts = kChunkElements / kUnit;
   const Launch& l = Source::launch(parameters);
   const Mode mode(l.work);
-  const bool full = kScheme == Scheme::kFull && (!Source::kFeedback || l.work.format.full);
+  const bool full = is_full<Source, kScheme>(l);
   const unsigned lane = threadIdx.x % kWarp, log2_chunks = l.log2_chunks;
   begin_groups(log2_chunks, shared);
   const int64_t first = first_chunk();
@@ -341,7 +347,7 @@ quantize_any_kernel(const OPK_GRID_CONSTANT typename Source::Parameters paramete
   if (!span.is_there) {
     return;
   }
-  const Level level = extent.level(mode.bits, mode.stochastic, l.work.format.full);
+  const Level level = extent.level(mode.bits, mode.stochastic, is_full<Source, kScheme>(l));
   const int64_t place = place_of(span.group, l.work.order);
   const uint64_t offset = mode.stochastic ? offset_of(l.work.random) : 0;
   const Target target(l.work, span.start, place * l.work.format.group_size, offset);

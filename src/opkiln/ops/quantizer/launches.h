@@ -73,6 +73,19 @@ Kernel<Source> kernel_for(const Work& work) {
   return kernel_of<Source, AnyMode>(scheme);
 }
 
+template <class Source>
+Kernel<Source> any_kernel_of(Scheme scheme) {
+  if (scheme == Scheme::kAsymmetric) {
+    return quantize_any_kernel<Source, Scheme::kAsymmetric>;
+  }
+  if constexpr (!Source::kFeedback) {
+    if (scheme == Scheme::kSymmetric) {
+      return quantize_any_kernel<Source, Scheme::kSymmetric>;
+    }
+  }
+  return quantize_any_kernel<Source, Scheme::kFull>;
+}
+
 // The groups from l.first to l.last.
 template <class Source>
 void launch_any(Launch& l, const typename Source::Parameters& p) {
@@ -82,8 +95,7 @@ void launch_any(Launch& l, const typename Source::Parameters& p) {
   l.log2_team = l.log2_team > 10 ? 10 : l.log2_team;  // the kernel goes over the group in turns
   const unsigned threads = l.log2_team > 7 ? 1u << l.log2_team : 128;
   const int64_t a_block = threads >> l.log2_team;
-  opk::launch(l.work.format.symmetric ? quantize_any_kernel<Source, Scheme::kFull>
-                                      : quantize_any_kernel<Source, Scheme::kAsymmetric>,
+  opk::launch(any_kernel_of<Source>(scheme_of(l.work.format)),
               (l.last - l.first + a_block - 1) / a_block, threads, 0, p);
 }
 
