@@ -12,7 +12,6 @@ from opkiln.authoring.calls import choose_by, function_for
 from opkiln.authoring.checking import Comparison
 from opkiln.authoring.entrance import Entrance
 from opkiln.authoring.registration import Defined
-from opkiln.authoring.variants import Variants
 from opkiln.errors import SpecError, told_briefly
 from opkiln.loading import loader
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
     from opkiln.authoring.builders import DecoratedBuilder
     from opkiln.authoring.parameters import Value
+    from opkiln.authoring.variants import Variants
     from opkiln.loading.explain import Explanation, Explanations
     from opkiln.loading.loader import Loaded
 
@@ -49,6 +49,8 @@ class Declaration:
         self._variants = None
         self._entrance: Entrance | Variants
         if builder.PARAMETERS:
+            from opkiln.authoring.variants import Variants
+
             self._entrance = self._variants = Variants(builder, function, self._defined)
             self._defined.on_retiring = self._variants.retire
         else:

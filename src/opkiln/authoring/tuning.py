@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextvars
 import os
-import statistics
 import threading
 import time
 import warnings
@@ -283,7 +282,8 @@ def _time(call: Callable[[], Any], device: torch.device) -> float:
         call()
     once = max(elapsed(call, 1, device), 1e-9)
     count = min(max(1, round(_SAMPLE / once)), _MOST_CALLS)
-    return statistics.median(elapsed(call, count, device) / count for _ in range(_SAMPLES))
+    taken = sorted(elapsed(call, count, device) / count for _ in range(_SAMPLES))
+    return taken[_SAMPLES // 2]
 
 
 def _on_cpu(call: Callable[[], Any], count: int, device: torch.device) -> float:

@@ -15,7 +15,6 @@ from opkiln.authoring.builders import NATIVE
 from opkiln.authoring.entrance import Entrance, device_of
 from opkiln.authoring.gradient import tensors, with_defaults, without_autocast
 from opkiln.authoring.registration import lock
-from opkiln.authoring.tuning import Tuning
 from opkiln.decision import policy
 from opkiln.errors import FallbackWarning, LoadError, SpecError, warn_caller
 from opkiln.loading import loader
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from opkiln.authoring.builders import DecoratedBuilder
     from opkiln.authoring.parameters import Value
     from opkiln.authoring.registration import Defined
+    from opkiln.authoring.tuning import Tuning
 
 _MOST_CALLS = 4096  # that are remembered for one variant
 _MOST_REASONS = 16  # that are told and kept: a program may call with a thousand sizes
@@ -47,7 +47,11 @@ class Variants:
         # The calls of the overloads: a dict for each parameter, one in the other, which is
         # faster than one with tuples. With tuning, the innermost one is by what is tuned for.
         self.calls: dict[Any, Any] = {}
-        self.tuning = Tuning(builder, self.entrance) if self._parameters.tuned else None
+        self.tuning: Tuning | None = None
+        if self._parameters.tuned:
+            from opkiln.authoring.tuning import Tuning
+
+            self.tuning = Tuning(builder, self.entrance)
         self._refused: dict[str, None] = {}  # why the reference ran, in order
         self._defaults: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.chosen_names = tuple(name for name, _ in self._parameters.chosen)
