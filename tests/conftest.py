@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -68,9 +71,34 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     private = tmp_path_factory.mktemp("private")
     monkeypatch.setenv("OPKILN_CACHE_DIR", str(private / "cache"))
     monkeypatch.setenv("OPKILN_RUNTIME_DIR", str(private / "run"))
+    # Python would write beside what a test looks at, and when depends on what ran before.
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     for name, value in sanitizers.variables().items():
         monkeypatch.setenv(name, value)
     return private / "cache"
+
+
+@pytest.fixture(scope="session")
+def known_compilers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a store knows of this machine once something was built: compilers, the observer."""
+    cache = tmp_path_factory.mktemp("known") / "cache"
+    code = (
+        "import opkiln\n"
+        "for name in ('one', 'two'):\n"  # the programs of a compiler are remembered by the second
+        "    opkiln.load_inline(name, 'int f() { return 1; }', is_python_module=False, abi='none')"
+    )
+    environment = {**os.environ, "OPKILN_CACHE_DIR": str(cache), "OPKILN_PROGRESS": "off"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
+    return cache / settings.LAYOUT / "toolchains"
+
+
+@pytest.fixture
+def warm(cache: Path, known_compilers: Path) -> None:
+    """A store that has nothing but this knowledge, which takes a second to gain. For tests that
+    build, and do not ask what the first build on a machine does."""
+    cache.mkdir(0o700)
+    (cache / settings.LAYOUT).mkdir(0o700)
+    shutil.copytree(known_compilers, cache / settings.LAYOUT / "toolchains")
 
 
 @pytest.fixture(autouse=True)

@@ -73,9 +73,15 @@ def separate(program: str, names: set[str], listed: set[str]) -> set[str]:
 
 
 def linker(program: str = "ld") -> tuple[set[str], set[str]]:
-    """The options of ld without their dashes: all, and those that need a value."""
+    """The options of ld without their dashes: all, and those that need a value. Not those of
+    Windows' formats, which a link for Linux refuses."""
     names: set[str] = {"z"}
+    emulation = ""
     for line in said(program, "--help").splitlines():
+        if headed := re.match(r"(\w+):\s*$", line):
+            emulation = headed[1]
+        if emulation.endswith(("pe", "pep")):
+            continue
         if re.match(r"  -[-\w]", line):
             forms = re.split(r"  +", line.strip())[0].split(", ")
             names |= {re.split(r"[ =\[]", form.strip())[0].lstrip("-") for form in forms}

@@ -453,7 +453,7 @@ def test_every_documented_command_works_and_the_demo_passes(
         if command == "opkiln demo":
             assert re.search(r"result +PASS", done.stdout)
             cold, warm = done.stdout.split("\nwarm: ")
-            assert re.search(r"build +taken: compiled 2 file", cold)
+            assert re.search(r"build +taken: compiled 1 file", cold)
             assert re.search(r"store +taken: ", warm)
             assert "compiled" not in warm
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] is not None
