@@ -281,8 +281,10 @@ def test_a_new_builder_does_not_restart_the_limit(
     with holder(tmp_path) as first, holder_behind(tmp_path, first.pid) as second:
 
         def waiting(state: lock.Waiting) -> None:
-            if time.monotonic() - began > limit / 2:
+            if time.monotonic() - began > limit / 2 and first.poll() is None:
                 first.kill()
+                first.wait()
+                time.sleep(1)  # the second one is faster than this process
 
         with (
             pytest.raises(BuildTimeout, match=f"gave up waiting for pid {second.pid} "),
