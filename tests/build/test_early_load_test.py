@@ -80,23 +80,26 @@ def test_library_that_appears_late_is_loaded_when_it_is_told(
 
 def test_time_limit_counts_from_the_library(tmp_path: Path, plain: Package) -> None:
     spec = plain.builder().spec()._replace(kernels=(), abi="none")
-    library = tmp_path / "slow.so"
-    with (
-        override(build_timeout=1.5),
-        loadtest.started(spec, None, str(library), tmpdir=str(tmp_path)) as test,
-    ):
-        _compile("int slow() { return 1; }", library)
-        time.sleep(2)
-        test.check()
-    hanging = (
-        "#include <unistd.h>\n__attribute__((constructor)) static void hang() { for (;;) pause(); }"
+    library, quick, hanging = (tmp_path / f"{name}.so" for name in ("tested", "quick", "hanging"))
+    _compile("int quick() { return 1; }", quick)
+    _compile(
+        "#include <unistd.h>\n"
+        "__attribute__((constructor)) static void hang() { for (;;) pause(); }",
+        hanging,
     )
     with (
+        override(build_timeout=4),
+        loadtest.started(spec, None, str(library), tmpdir=str(tmp_path)) as test,
+    ):
+        time.sleep(4.5)
+        quick.replace(library)
+        test.check()
+    library.unlink()
+    with (
         override(build_timeout=1.5),
         loadtest.started(spec, None, str(library), tmpdir=str(tmp_path)) as test,
     ):
-        library.unlink()
-        _compile(hanging, library)
+        hanging.replace(library)
         with pytest.raises(BuildTimeout, match=r"loading it took longer than 1.5 s"):
             test.check()
     assert not any(str(library).encode() in line for line in _commands())

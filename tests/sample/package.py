@@ -88,7 +88,7 @@ class Steps:
     @property
     def compiled(self) -> list[str]:
         """Sources that a compiler was started for."""
-        return [label for label in self.labels(cached=False) if label != events.LINK]
+        return [label for label in self.labels(cached=False) if label not in events.NO_COMPILES]
 
     @property
     def linked(self) -> int:

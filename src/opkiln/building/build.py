@@ -324,7 +324,7 @@ class _Build:
         return schedule.Task(
             name=step.output,
             op=self._plan.spec.name,
-            label="stub" if step.kind == "stub" else events.LINK,
+            label=events.STUB if step.kind == "stub" else events.LINK,
             argv=plans.argv(step, self._shown(step, stage, places)),
             cwd=stage,
             env={

@@ -44,7 +44,7 @@ FIELDS = {
 BUILD = "build"  # another process's
 CPU = "a free CPU"
 COMPILERS = "the list of compilers"
-LINK = "link"  # the label of a step that is not a compile
+LINK, STUB = NO_COMPILES = "link", "stub"  # the labels of steps that are not compiles
 
 
 class Event(NamedTuple):

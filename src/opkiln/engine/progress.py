@@ -168,7 +168,7 @@ class _Tally:
             state.running.pop(data["step"], None)
             state.ended += 1
             state.cached += bool(data["cached"])
-            state.compiled += not data["cached"] and data["label"] != events.LINK
+            state.compiled += not data["cached"] and data["label"] not in events.NO_COMPILES
         elif event.kind == events.BUILD_END:
             state.running.clear()
             state.over = True

@@ -24,7 +24,7 @@ class Task(NamedTuple):
 
     name: str  # unique among the tasks that are executed together
     op: str
-    label: str  # for people: a source's name, or events.LINK
+    label: str  # for people: a source's name, or one of events.NO_COMPILES
     argv: tuple[str, ...]
     cwd: str
     env: Mapping[str, str]

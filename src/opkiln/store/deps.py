@@ -177,12 +177,18 @@ class Owners:
         """Whether a file is below the root of the device compiler."""
         return os.path.normpath(path).startswith(self._home)
 
-    def is_users(self, path: str) -> bool:
-        """Whether no package manager of the system looks after an external file. A compiler's
-        headers are left out: they are many, and who replaces one replaces all."""
+    def is_users(self, path: str, installations: tuple[str, ...] | None) -> bool:
+        """Whether people, not a package manager, put an external file where it is.
+
+        The headers that a compiler is installed with are not theirs: they are many, and who
+        replaces one replaces all. If ``installations`` are not known, those are all on its path.
+        """
         if path.startswith("/usr/local/"):
             return True
-        return not path.startswith((*self._system, *_SYSTEM))
+        if path.startswith(_SYSTEM):
+            return False
+        on_its_path = path.startswith(self._system)
+        return not (on_its_path and (installations is None or path.startswith(installations)))
 
     def _is_systems(self, path: str, plain: str) -> bool:
         if plain.startswith(self._system):
@@ -309,7 +315,7 @@ def gather(
         path
         for path in external
         if os.path.basename(path) in asked
-        or (owners.is_users(path) and not owners.in_toolkit(path))
+        or (owners.is_users(path, more.installations) and not owners.in_toolkit(path))
     )
     singly = dict.fromkeys((*homes, *local, *programs))
     return Dependencies(
@@ -346,9 +352,10 @@ class _Observed:
     """What was observed beyond the dependency files, sorted by whose it is."""
 
     def __init__(self, plan: Plan, owners: Owners, seen: Inputs | None) -> None:
+        self.installations = None if seen is None else tuple(_installations(seen.programs))
         seen = Inputs() if seen is None else seen
         self._authors = _prefixes([plan.spec.root, *owners.authors])
-        self._systems = (*_SYSTEM, *_installations(seen.programs))
+        self._systems = (*_SYSTEM, *(self.installations or ()))
         self._compilers = _compilers(plan)
         self.system_files = {path for path in seen.files if self._is_systems(path)}
         # The dynamic linker finds them again where the result runs.
