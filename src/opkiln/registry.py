@@ -1,6 +1,7 @@
 """ALL_OPS: every op by name; the bundled ones, and those of other packages by entry point.
 
-Bundled ops are the folders below ``opkiln/ops``: ``ops/<name>/op.py`` holds one OpBuilder subclass.
+Bundled ops are the folders below ``opkiln/ops``: ``ops/<name>/op.py`` holds one OpBuilder subclass or
+one ``opkiln.library``.
 Another package adds ops with an entry point in the group ``opkiln.ops``:
 
     [project.entry-points."opkiln.ops"]
@@ -183,12 +184,16 @@ def _meant(name: str, known: list[str]) -> str:
 
 def _only_builder(name: str) -> type[OpBuilder]:
     module = import_module(f"opkiln.ops.{name}.op")
-    found = [
-        value
+    builders = (
+        value if isinstance(value, type) else getattr(value, "builder", None)
         for value in vars(module).values()
-        if isinstance(value, type)
-        and issubclass(value, OpBuilder)
-        and value.__module__ == module.__name__
+    )
+    found = [
+        builder
+        for builder in builders
+        if isinstance(builder, type)
+        and issubclass(builder, OpBuilder)
+        and builder.__module__ == module.__name__
     ]
     if len(found) != 1:
         raise SpecError(f"opkiln/ops/{name}/op.py must hold one OpBuilder, not {len(found)}")

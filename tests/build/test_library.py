@@ -128,6 +128,94 @@ def test_mistakes_are_told() -> None:
         opkiln.library("kit", "kit.cpp").op()(int)
 
 
+def test_schemas_that_are_known_beforehand_hold() -> None:
+    listed = ("apart(Tensor x) -> Tensor",)
+    with pytest.raises(SpecError, match="schemas= and functions= belong together"):
+        opkiln.library("apart", "apart.cpp", schemas=listed)
+    made = opkiln.library(
+        "apart", "apart.cpp", namespace="kits", schemas=listed, functions=__name__
+    )
+
+    def apart(x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    with pytest.raises(SpecError, match="apart does not fit the schemas of its library") as told:
+        made.op()(apart)
+    assert told.value.why == f"schemas= has {listed[0]}"
+    assert told.value.hint == 'schemas=("apart(Tensor x, Tensor y) -> Tensor", ...)'
+    with pytest.raises(SpecError, match="other does not fit") as told:
+        made.op()(named("other", apart))
+    assert told.value.why == "schemas= has no other"
+
+
+APART = {
+    "__init__.py": "",
+    "op.py": """import sys
+from opkiln.authoring.library import library
+
+kit = library(
+    "both", "both.cpp", functions="kit_apart.functions", without={"cpu": ["halved"]},
+    schemas=("doubled(Tensor x) -> Tensor", "fill(Tensor(a!) x, float value) -> ()",
+             "halved(Tensor x) -> Tensor"),
+)
+assert "torch" not in sys.modules or "kit_apart.functions" in sys.modules
+""",
+    "functions.py": """from torch import Tensor
+from kit_apart.op import kit
+
+@kit.op()
+def doubled(x: Tensor) -> Tensor:
+    return x + x
+
+@kit.op(mutates="x")
+def fill(x: Tensor, value: float) -> None:
+    x.fill_(value)
+
+@kit.op()
+def halved(x: Tensor) -> Tensor:
+    return x / 2
+""",
+    "both.cpp": SOURCE.format(prefix=""),
+}
+EXPLAIN_APART = """
+import opkiln, sys
+print(opkiln.explain("both").verdict, "kit_apart.op" in sys.modules, "torch" in sys.modules)
+"""
+USE_APART = """
+import opkiln
+functions = opkiln.get_builder("both").load()
+import torch
+from kit_apart.functions import doubled, halved
+x = torch.ones(3)
+functions.fill(x, 1.5)
+assert torch.equal(doubled(x), torch.full((3,), 3.0))
+assert torch.equal(halved(doubled(x)), x) and torch.equal(functions.halved(doubled(x)), x)
+print(doubled.load("cpu"))
+"""
+
+
+def test_commands_know_a_library_whose_schemas_are_listed_without_torch(tmp_path: Path) -> None:
+    home = tmp_path / "site" / "kit_apart"
+    home.mkdir(parents=True)
+    for name, text in APART.items():
+        (home / name).write_text(text)
+    info = tmp_path / "site" / "kit_apart-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kit-apart\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[opkiln.ops]\nboth = kit_apart.op:kit\n")
+    for argv, words in (
+        (["-m", "opkiln", "build", "both"], "both"),
+        (["-c", EXPLAIN_APART], "cached True False"),
+        (["-c", USE_APART], "True\n"),
+    ):
+        done = subprocess.run(
+            [sys.executable, *argv], capture_output=True, text=True, check=False,
+            env={**child.environment(), "PYTHONPATH": str(tmp_path / "site")},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert words in done.stdout
+
+
 PACKAGE = {
     "__init__.py": """import opkiln
 from torch import Tensor

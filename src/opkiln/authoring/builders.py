@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -106,6 +107,8 @@ class DecoratedBuilder(CUDAOpBuilder):
     NEEDS: Mapping[str, Any]
     PARAMETERS = Parameters("")
     VALUES: tuple[Value, ...] = ()  # of the parameters, in the builder of one variant
+    FUNCTIONS = ""  # the module that declares the functions, where SCHEMAS are known without it
+    WITHOUT: Mapping[str, tuple[str, ...]]  # functions that a backend's library does not have
     _made: dict[tuple[Value, ...], type[DecoratedBuilder]]  # the builders of the variants
     _references: SimpleNamespace
     # Tells torch of the overload that a variant's library implements.
@@ -163,21 +166,41 @@ class DecoratedBuilder(CUDAOpBuilder):
             )
         return super().op()
 
+    def kernels(self) -> list[str]:
+        lacking = self.WITHOUT.get(CPU if self.build_for_cpu else CUDA, ())
+        return [each for each in super().kernels() if each not in lacking]
+
     def loaded(
         self, verbose: bool = True, *, reload: bool = False, must_be_native: bool = False
     ) -> Loaded:
+        self.import_functions()
         if self.VALUES:
             self.TELL_TORCH(self.VALUES)
         return super().loaded(verbose, reload=reload, must_be_native=must_be_native)
 
     @classmethod
     def declare(cls, schema: str, function: Callable[..., Any]) -> None:
-        """Add a function, or replace one."""
+        """Add a function, or replace one. Raises SpecError for one that is not among the schemas
+        that are known beforehand."""
         name = function_name(schema)
+        if cls.FUNCTIONS and schema not in cls.SCHEMAS:
+            listed = [each for each in cls.SCHEMAS if function_name(each) == name]
+            raise SpecError(
+                f"op {cls.NAME}: {name} does not fit the schemas of its library",
+                why=f"schemas= has {listed[0]}" if listed else f"schemas= has no {name}",
+                hint=f'schemas=("{schema}", ...)',
+            )
         others = (each for each in cls.SCHEMAS if function_name(each) != name)
-        cls.SCHEMAS = (*others, schema)
+        if not cls.FUNCTIONS:
+            cls.SCHEMAS = (*others, schema)
         setattr(cls._references, name, function)
         cls.REGISTRATION = cls.REGISTRATION._replace(schemas=cls.SCHEMAS)
+
+    @classmethod
+    def import_functions(cls) -> None:
+        """Have the functions declared."""
+        if cls.FUNCTIONS:
+            import_module(cls.FUNCTIONS)
 
     @classmethod
     def variants(cls) -> tuple[type[DecoratedBuilder], ...]:
@@ -237,6 +260,7 @@ def builder_for(
         "SOURCES": sources,
         "NEEDS": dict(needs),
         "PARAMETERS": parameters,
+        "WITHOUT": {},
         "_made": {},
         "_references": references,
     }
@@ -245,10 +269,14 @@ def builder_for(
     # What a library's function is registered as. If every call is to be compared, that is an
     # overload of its own. An op with variants has no library: its variants have.
     compared, varied = bool(settings.check), bool(parameters)
+    def reference() -> SimpleNamespace:
+        made.import_functions()
+        return references
+
     made.REGISTRATION = Registration(
         namespace=_namespace(made),
         schemas=(),
-        reference=lambda: references,
+        reference=reference,
         overloads=(NATIVE,) if compared else ("",) if varied else ("", NO_GRAD),
         defined=True,
     )

@@ -76,13 +76,31 @@ def library(
     needs: Mapping[str, Any] | None = None,
     namespace: str = "",
     emulate: bool = False,
+    schemas: Iterable[str] = (),
+    functions: str = "",
+    without: Mapping[str, Iterable[str]] | None = None,
 ) -> Library:
     """A library of several ops. ``name`` is what commands know it by; the other arguments are those
-    of ``opkiln.op``. ``@kit.op()`` declares each function. Raises SpecError."""
+    of ``opkiln.op``. ``@kit.op()`` declares each function.
+
+    With ``schemas``, the functions are declared in another module, ``functions``, which is imported
+    when the library is loaded. So commands know the library without importing torch. A function
+    that does not fit its schema there is an error. ``without`` names functions that the library for
+    "cpu" or "cuda" does not have: there the reference serves. Raises SpecError.
+    """
+    listed = tuple(schemas)
+    if bool(listed) != bool(functions):
+        raise SpecError(
+            f"library {name}: schemas= and functions= belong together",
+            hint=f'opkiln.library("{name}", ..., schemas=(...), functions="my_package.functions")',
+        )
     given = Sources.of(sources, cuda, source, "opkiln.library")
     caller = sys._getframe(1)
     place = Place(caller.f_globals.get("__name__", ""), caller.f_code.co_filename)
     check_names("any", name)
     builder = builder_for(name, place, given, needs or {}, namespace, Parameters(name))
     builder.EMULATE = emulate
+    builder.FUNCTIONS, builder.SCHEMAS = functions, listed
+    builder.REGISTRATION = builder.REGISTRATION._replace(schemas=listed)
+    builder.WITHOUT = {device: tuple(names) for device, names in (without or {}).items()}
     return Library(builder)
