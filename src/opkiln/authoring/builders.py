@@ -269,6 +269,7 @@ def builder_for(
     # What a library's function is registered as. If every call is to be compared, that is an
     # overload of its own. An op with variants has no library: its variants have.
     compared, varied = bool(settings.check), bool(parameters)
+
     def reference() -> SimpleNamespace:
         made.import_functions()
         return references
