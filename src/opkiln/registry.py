@@ -1,7 +1,7 @@
 """ALL_OPS: every op by name; the bundled ones, and those of other packages by entry point.
 
-Bundled ops are the folders below ``opkiln/ops``: ``ops/<name>/op.py`` holds one OpBuilder subclass or
-one ``opkiln.library``.
+Bundled ops are the folders below ``opkiln/ops``: ``ops/<name>/op.py`` holds one OpBuilder subclass,
+or one ``opkiln.library``.
 Another package adds ops with an entry point in the group ``opkiln.ops``:
 
     [project.entry-points."opkiln.ops"]
