@@ -257,6 +257,17 @@ def test_decorating_again_replaces_source_schema_and_gradient() -> None:
     assert torch.equal(torch.compile(new, fullgraph=True)(x), -x)
 
 
+def test_function_of_no_module_can_be_an_op() -> None:
+    def made(x: Tensor) -> Tensor:
+        return x + 1
+
+    made.__module__ = None  # type: ignore[assignment]
+    op = opkiln.op(source={"cuda": "// never compiled here"}, namespace="decorated")(made)
+    assert op.builder().distribution == "main"
+    with pytest.warns(FallbackWarning):
+        assert torch.equal(op(torch.zeros(2)), torch.ones(2))
+
+
 def test_two_functions_of_one_name_are_refused() -> None:
     scaled("only_once")
 

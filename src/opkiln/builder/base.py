@@ -177,9 +177,9 @@ class OpBuilder:
 
     @cached_property
     def distribution(self) -> str:
-        """The package that owns the op."""
+        """The package that owns the op: "main" for a program, and for code of no module."""
         name = self.DISTRIBUTION or type(self).__module__.partition(".")[0]
-        return "main" if name == "__main__" else name
+        return "main" if name in ("", "__main__") else name
 
     @cached_property
     def root(self) -> str:
