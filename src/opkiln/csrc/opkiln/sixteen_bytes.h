@@ -73,5 +73,23 @@ struct alignas(16) Sixteen<float> {
   }
 };
 
+// From here on the elements are widened anew. Without it a compiler keeps the floats from one use to the
+// next, in twice as many registers as the elements take.
+template <class T>
+__device__ inline void forget_floats(Sixteen<T>& value) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(T) == 2) {
+    asm volatile("" : "+r"(value.words[0]), "+r"(value.words[1]), "+r"(value.words[2]), "+r"(value.words[3]));
+  }
+#endif
+}
+
+// Has memory that is read later brought into the L2 cache. It takes no register until then.
+__device__ inline void prefetch(const void* memory) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(memory));
+#endif
+}
+
 }  // namespace device
 }  // namespace opkiln

@@ -127,3 +127,8 @@ void normalize(const Norm& norm) {
 }  // namespace
 
 OPKILN_OP(rms_norm, cpu);
+OPKILN_OP(layer_norm, cpu);
+OPKILN_OP(pre_rms_norm, cpu);
+OPKILN_OP(pre_layer_norm, cpu);
+OPKILN_OP(post_rms_norm, cpu);
+OPKILN_OP(post_layer_norm, cpu);

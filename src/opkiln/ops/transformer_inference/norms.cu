@@ -17,6 +17,7 @@ constexpr int kVectors = 4;         // accesses of 16 bytes that a thread has in
 constexpr int kShortThreads = 128;  // of a block that has several rows
 constexpr int kMostThreads = 512;   // of a block that has one
 constexpr int kLongThreads = 1024;
+constexpr int kFirstBlocks = 512;   // for them the weights may be in no cache yet
 constexpr int kHeldBytes = 224 << 10;  // of shared memory, for one long row
 
 struct Work {
@@ -109,7 +110,7 @@ __device__ inline Sixteen<T> result_of(const Norm& n, Sixteen<T> x, int column, 
 }
 
 template <class T, bool kCentred, bool kAdds>
-__global__ void __launch_bounds__(kMostThreads) norm_kernel(const OPK_GRID_CONSTANT Work w) {
+__global__ void __launch_bounds__(kMostThreads, kAdds ? 2 : 3) norm_kernel(const OPK_GRID_CONSTANT Work w) {
   __shared__ float shared[2][kMostThreads / 32];
   const Norm& n = w.norm;
   const int lane = threadIdx.x % w.team;
@@ -123,6 +124,18 @@ __global__ void __launch_bounds__(kMostThreads) norm_kernel(const OPK_GRID_CONST
     x[v] = Sixteen<T>{};
     if (at < vectors) {
       x[v] = vector_of<T>(n.x, start + at);
+    }
+  }
+  if (blockIdx.x < kFirstBlocks && lane % 8 == 0) {  // a line is 8 vectors
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int at = lane + v * w.team;
+      if (at < vectors && n.weight) {
+        opkiln::device::prefetch(static_cast<const Sixteen<T>*>(n.weight) + at);
+      }
+      if (kCentred && at < vectors && n.bias) {
+        opkiln::device::prefetch(static_cast<const Sixteen<T>*>(n.bias) + at);
+      }
     }
   }
   if (kAdds) {
@@ -159,6 +172,7 @@ __global__ void __launch_bounds__(kMostThreads) norm_kernel(const OPK_GRID_CONST
   float squares = 0;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
+    opkiln::device::forget_floats(x[v]);
     squares += lane + v * w.team < vectors ? squares_of(x[v], mean) : 0.0f;
   }
   const float scale = rsqrtf(sum_of_team(squares, w.team, shared[1]) * share + n.eps);
@@ -166,6 +180,7 @@ __global__ void __launch_bounds__(kMostThreads) norm_kernel(const OPK_GRID_CONST
   for (int v = 0; v < kVectors; ++v) {
     const int at = lane + v * w.team;
     if (at < vectors) {
+      opkiln::device::forget_floats(x[v]);
       static_cast<Sixteen<T>*>(n.out)[start + at] = result_of(n, x[v], at, mean, scale);
     }
   }
@@ -310,3 +325,8 @@ void normalize(const Norm& norm) {
 }  // namespace
 
 OPKILN_OP(rms_norm, cuda);
+OPKILN_OP(layer_norm, cuda);
+OPKILN_OP(pre_rms_norm, cuda);
+OPKILN_OP(pre_layer_norm, cuda);
+OPKILN_OP(post_rms_norm, cuda);
+OPKILN_OP(post_layer_norm, cuda);

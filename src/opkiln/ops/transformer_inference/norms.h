@@ -8,7 +8,7 @@ namespace {
 // Rows to normalize. Null pointers are absent.
 struct Norm {
   const void* x;
-  const void* residual;    // added to x before the norm
+  const void* residual;    // added to x before the norm; without it there is no input_bias
   const void* input_bias;  // added to x as well, an element for each column
   const void* weight;
   const void* bias;
@@ -56,6 +56,31 @@ struct Options {
 
 Tensor rms_norm(const Tensor& x, const MaybeTensor& weight, double eps) {
   return normalized(x, opk::none, opk::none, weight, opk::none, {false, eps, false}).first;
+}
+
+Tensor layer_norm(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, double eps) {
+  return normalized(x, opk::none, opk::none, weight, bias, {true, eps, false}).first;
+}
+
+opk::tuple<Tensor, Tensor> pre_rms_norm(const Tensor& x, const Tensor& residual, const MaybeTensor& weight,
+                                        const MaybeTensor& input_bias, double eps) {
+  return normalized(x, residual, input_bias, weight, opk::none, {false, eps, true});
+}
+
+opk::tuple<Tensor, Tensor> pre_layer_norm(const Tensor& x, const Tensor& residual,
+                                          const MaybeTensor& weight, const MaybeTensor& bias,
+                                          const MaybeTensor& input_bias, double eps) {
+  return normalized(x, residual, input_bias, weight, bias, {true, eps, true});
+}
+
+Tensor post_rms_norm(const Tensor& x, const Tensor& residual, const MaybeTensor& weight,
+                     const MaybeTensor& input_bias, double eps) {
+  return normalized(x, residual, input_bias, weight, opk::none, {false, eps, false}).first;
+}
+
+Tensor post_layer_norm(const Tensor& x, const Tensor& residual, const MaybeTensor& weight,
+                       const MaybeTensor& bias, const MaybeTensor& input_bias, double eps) {
+  return normalized(x, residual, input_bias, weight, bias, {true, eps, false}).first;
 }
 
 OPK_PLAIN_END

@@ -9,4 +9,17 @@ kit = library(
     "norms.cpp",
     cuda=("norms.cu",),
     namespace="opkiln",
+    functions="opkiln.ops.transformer_inference.functions",
+    schemas=(
+        "rms_norm(Tensor x, Tensor? weight=None, float eps=1e-06) -> Tensor",
+        "layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor",
+        "pre_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? input_bias=None, "
+        "float eps=1e-06) -> (Tensor, Tensor)",
+        "pre_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, "
+        "Tensor? input_bias=None, float eps=1e-05) -> (Tensor, Tensor)",
+        "post_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? input_bias=None, "
+        "float eps=1e-06) -> Tensor",
+        "post_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, "
+        "Tensor? input_bias=None, float eps=1e-05) -> Tensor",
+    ),
 )

@@ -1,7 +1,7 @@
-"""The functions of the library. Importing this module declares all of them."""
+"""The functions of the library. Importing this package declares all of them."""
 
 from __future__ import annotations
 
-from opkiln.ops.transformer_inference.functions.norms import rms_norm
+from opkiln.ops.transformer_inference.functions import norms
 
-__all__ = ["rms_norm"]
+__all__ = ["norms"]
