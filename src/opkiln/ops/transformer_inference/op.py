@@ -7,7 +7,8 @@ from opkiln.authoring.library import library
 kit = library(
     "transformer_inference",
     "norms.cpp",
-    cuda=("norms.cu",),
+    "activations.cpp",
+    cuda=("norms.cu", "activations.cu"),
     namespace="opkiln",
     functions="opkiln.ops.transformer_inference.functions",
     schemas=(
@@ -21,5 +22,12 @@ kit = library(
         "float eps=1e-06) -> Tensor",
         "post_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, "
         "Tensor? input_bias=None, float eps=1e-05) -> Tensor",
+        "bias_add(Tensor x, Tensor? bias=None) -> Tensor",
+        "bias_relu(Tensor x, Tensor? bias=None) -> Tensor",
+        "bias_silu(Tensor x, Tensor? bias=None) -> Tensor",
+        "bias_gelu(Tensor x, Tensor? bias=None, bool tanh=True) -> Tensor",
+        "gated_silu(Tensor x, Tensor? bias=None, bool interleaved=False, bool gate_first=True) -> Tensor",
+        "gated_gelu(Tensor x, Tensor? bias=None, bool tanh=True, bool interleaved=False, "
+        "bool gate_first=True) -> Tensor",
     ),
 )
