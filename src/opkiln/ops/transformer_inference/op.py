@@ -8,7 +8,8 @@ kit = library(
     "transformer_inference",
     "norms.cpp",
     "activations.cpp",
-    cuda=("norms.cu", "activations.cu"),
+    "residuals.cpp",
+    cuda=("norms.cu", "activations.cu", "residuals.cu"),
     namespace="opkiln",
     functions="opkiln.ops.transformer_inference.functions",
     schemas=(
@@ -29,5 +30,8 @@ kit = library(
         "gated_silu(Tensor x, Tensor? bias=None, bool interleaved=False, bool gate_first=True) -> Tensor",
         "gated_gelu(Tensor x, Tensor? bias=None, bool tanh=True, bool interleaved=False, "
         "bool gate_first=True) -> Tensor",
+        "residual_add(Tensor hidden, Tensor residual, Tensor? attention=None, Tensor? bias=None, "
+        "Tensor? attention_bias=None, float scale=1.0, float attention_scale=1.0) -> Tensor",
+        "moe_res_matmul(Tensor residual, Tensor coef, Tensor mlp) -> Tensor",
     ),
 )

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from opkiln.ops.transformer_inference.functions import activations, norms
+from opkiln.ops.transformer_inference.functions import activations, norms, residuals
 
-__all__ = ["activations", "norms"]
+__all__ = ["activations", "norms", "residuals"]
