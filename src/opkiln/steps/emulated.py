@@ -78,7 +78,10 @@ def compile_step(
         arguments += torch_includes(spec)
         arguments += [f"-isystem{path}" for path in flags.get("cplus_include_path", ())]
     arguments += ["-x", "c++", "-MD", "-MF", Anchored("", "stage", depfile)]
-    arguments += ["-c", anchored(spec, source), "-o", Anchored("", "stage", output)]
+    # A bundled op's sources are below the package, too. They may be translated, and the runtime is not.
+    runtime = Anchored("", "opkiln", "csrc/opkiln/emulator/runtime.cpp")
+    compiled = runtime if source == EMULATOR_RUNTIME else anchored(spec, source)
+    arguments += ["-c", compiled, "-o", Anchored("", "stage", output)]
     return Step(
         kind="compile",
         output=output,

@@ -88,6 +88,13 @@ struct Vec {
   friend Vec at_least(Vec bound, Vec a) {
     return {_mm256_max_ps(bound.value, a.value)};
   }
+  friend Vec at_most(Vec bound, Vec a) {
+    return {_mm256_min_ps(bound.value, a.value)};
+  }
+  friend Vec power_of_two(Vec a) {
+    const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(a.value), _mm256_set1_epi32(127));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(biased, 23))};
+  }
 };
 
 OPKILN_NAMESPACE_END

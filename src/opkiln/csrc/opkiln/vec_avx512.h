@@ -91,6 +91,15 @@ struct Vec {
   friend Vec at_least(Vec bound, Vec a) {
     return {_mm512_max_ps(bound.value, a.value)};
   }
+  // a, or the bound if a is greater; NaN stays NaN.
+  friend Vec at_most(Vec bound, Vec a) {
+    return {_mm512_min_ps(bound.value, a.value)};
+  }
+  // 2 to the power of a whole number from -127 (which gives 0) to 128 (infinity).
+  friend Vec power_of_two(Vec a) {
+    const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(a.value), _mm512_set1_epi32(127));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(biased, 23))};
+  }
 };
 
 OPKILN_NAMESPACE_END

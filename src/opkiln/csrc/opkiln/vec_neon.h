@@ -73,6 +73,13 @@ struct Vec {
   friend Vec at_least(Vec bound, Vec a) {
     return {vmaxq_f32(bound.value, a.value)};
   }
+  friend Vec at_most(Vec bound, Vec a) {
+    return {vminq_f32(bound.value, a.value)};
+  }
+  friend Vec power_of_two(Vec a) {
+    const int32x4_t biased = vaddq_s32(vcvtnq_s32_f32(a.value), vdupq_n_s32(127));
+    return {vreinterpretq_f32_s32(vshlq_n_s32(biased, 23))};
+  }
 };
 
 OPKILN_NAMESPACE_END

@@ -81,6 +81,16 @@ struct Vec {
   friend Vec at_least(const Vec& bound, const Vec& a) {
     return each([&](int i) { return a.value[i] < bound.value[i] ? bound.value[i] : a.value[i]; });
   }
+  friend Vec at_most(const Vec& bound, const Vec& a) {
+    return each([&](int i) { return a.value[i] > bound.value[i] ? bound.value[i] : a.value[i]; });
+  }
+  friend Vec power_of_two(const Vec& a) {
+    return each([&](int i) {
+      // The conversion of NaN to an integer is undefined in C++.
+      const int32_t whole = a.value[i] == a.value[i] ? static_cast<int32_t>(a.value[i]) : 0;
+      return __builtin_bit_cast(float, static_cast<uint32_t>(whole + 127) << 23);
+    });
+  }
 };
 
 OPKILN_NAMESPACE_END

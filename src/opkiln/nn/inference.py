@@ -1,0 +1,65 @@
+"""The fused pieces of a decoder. Importing this module is cheap: each name is imported when used."""
+
+from __future__ import annotations
+
+from opkiln import lazy
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.ops.transformer_inference.functions.activations import (
+        bias_add,
+        bias_gelu,
+        bias_relu,
+        bias_silu,
+        gated_gelu,
+        gated_silu,
+    )
+    from opkiln.ops.transformer_inference.functions.norms import (
+        layer_norm,
+        post_layer_norm,
+        post_rms_norm,
+        pre_layer_norm,
+        pre_rms_norm,
+        rms_norm,
+    )
+    from opkiln.ops.transformer_inference.functions.residuals import (
+        moe_res_matmul,
+        residual_add,
+    )
+
+__all__ = [
+    "bias_add",
+    "bias_gelu",
+    "bias_relu",
+    "bias_silu",
+    "gated_gelu",
+    "gated_silu",
+    "layer_norm",
+    "moe_res_matmul",
+    "post_layer_norm",
+    "post_rms_norm",
+    "pre_layer_norm",
+    "pre_rms_norm",
+    "residual_add",
+    "rms_norm",
+]
+
+_FUNCTIONS = "opkiln.ops.transformer_inference.functions"
+_HOMES = {
+    "bias_add": f"{_FUNCTIONS}.activations",
+    "bias_gelu": f"{_FUNCTIONS}.activations",
+    "bias_relu": f"{_FUNCTIONS}.activations",
+    "bias_silu": f"{_FUNCTIONS}.activations",
+    "gated_gelu": f"{_FUNCTIONS}.activations",
+    "gated_silu": f"{_FUNCTIONS}.activations",
+    "layer_norm": f"{_FUNCTIONS}.norms",
+    "moe_res_matmul": f"{_FUNCTIONS}.residuals",
+    "post_layer_norm": f"{_FUNCTIONS}.norms",
+    "post_rms_norm": f"{_FUNCTIONS}.norms",
+    "pre_layer_norm": f"{_FUNCTIONS}.norms",
+    "pre_rms_norm": f"{_FUNCTIONS}.norms",
+    "residual_add": f"{_FUNCTIONS}.residuals",
+    "rms_norm": f"{_FUNCTIONS}.norms",
+}
+
+__getattr__, __dir__ = lazy.names(__name__, _HOMES)

@@ -1,0 +1,1 @@
+"""The fused pieces of a decoder: norms, activations, residual adds."""

@@ -1,0 +1,99 @@
+"""Activations with a bias, plain and gated. 16-bit tensors are computed in fp32 and rounded once."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from opkiln.ops.transformer_inference.functions.checks import check_row, widened
+from opkiln.ops.transformer_inference.op import kit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@kit.op()
+def bias_add(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x + bias``. ``x`` is fp32, bf16 or fp16 with at least one dimension; ``bias`` has its dtype
+    and an element for each column. Raises RuntimeError, naming the argument."""
+    return _shifted(x, bias).to(x.dtype, copy=True)
+
+
+@kit.op()
+def bias_relu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The relu of ``x + bias``, with the arguments of ``bias_add``."""
+    return F.relu(_shifted(x, bias)).to(x.dtype)
+
+
+@kit.op()
+def bias_silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The silu of ``x + bias``, with the arguments of ``bias_add``."""
+    return F.silu(_shifted(x, bias)).to(x.dtype)
+
+
+@kit.op()
+def bias_gelu(x: Tensor, bias: Tensor | None = None, tanh: bool = True) -> Tensor:
+    """The gelu of ``x + bias``, approximated by tanh or exact, with the arguments of ``bias_add``."""
+    return _gelu(tanh)(_shifted(x, bias)).to(x.dtype)
+
+
+@kit.op()
+def gated_silu(
+    x: Tensor, bias: Tensor | None = None, interleaved: bool = False, gate_first: bool = True
+) -> Tensor:
+    """``silu(gate) * value``, where gate and value are the halves of each row of ``x + bias``.
+
+    ``interleaved``: the even elements of a row are one half and the odd ones the other.
+    ``gate_first``: the first half, or the even elements, are the gate. The result has half as many
+    columns as ``x``. Arguments are as for ``bias_add``, and the number of columns is even.
+    """
+    return _gated(x, bias, F.silu, interleaved, gate_first)
+
+
+@kit.op()
+def gated_gelu(
+    x: Tensor,
+    bias: Tensor | None = None,
+    tanh: bool = True,
+    interleaved: bool = False,
+    gate_first: bool = True,
+) -> Tensor:
+    """``gelu(gate) * value``, approximated by tanh or exact, as in ``gated_silu``."""
+    return _gated(x, bias, _gelu(tanh), interleaved, gate_first)
+
+
+def _gelu(tanh: bool) -> Callable[[Tensor], Tensor]:
+    # Not F.gelu for the exact form: on a CPU with AVX-512 its value at infinity is NaN.
+    if tanh:
+        return lambda x: F.gelu(x, approximate="tanh")
+    return lambda x: 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
+
+
+def _shifted(x: Tensor, bias: Tensor | None) -> Tensor:
+    """``x + bias``, as what arithmetic is done in."""
+    check_row(x, "bias", bias)
+    wide = widened(x.contiguous())
+    return wide if bias is None else wide + widened(bias)
+
+
+def _gated(
+    x: Tensor,
+    bias: Tensor | None,
+    activation: Callable[[Tensor], Tensor],
+    interleaved: bool,
+    gate_first: bool,
+) -> Tensor:
+    wide = _shifted(x, bias)
+    width = x.shape[-1]
+    if width % 2 != 0:
+        raise RuntimeError(f"x has {width} columns, expected an even number")
+    if interleaved:
+        first, second = wide[..., 0::2], wide[..., 1::2]
+    else:
+        first, second = wide[..., : width // 2], wide[..., width // 2 :]
+    gate, value = (first, second) if gate_first else (second, first)
+    return (activation(gate) * value).to(x.dtype).contiguous()

@@ -1,0 +1,64 @@
+"""Residual adds of decoders. 16-bit tensors are added in fp32 and rounded once."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from opkiln.ops.transformer_inference.functions.checks import (
+    check_like,
+    check_row,
+    check_same,
+    widened,
+)
+from opkiln.ops.transformer_inference.op import kit
+
+
+@kit.op()
+def residual_add(
+    hidden: Tensor,
+    residual: Tensor,
+    attention: Tensor | None = None,
+    bias: Tensor | None = None,
+    attention_bias: Tensor | None = None,
+    scale: float = 1.0,
+    attention_scale: float = 1.0,
+) -> Tensor:
+    """``hidden + scale * (residual + bias + attention_bias) + attention_scale * attention``.
+
+    If ``hidden`` and ``attention`` are one rank's parts of a sum over ranks, ``scale=1 / mp_size``
+    has the residual and the biases count once. With parallel attention that is all. If the MLP
+    comes after the attention, the attention's output is whole, and ``attention_scale`` is
+    ``1 / mp_size``, too. ``hidden`` is fp32, bf16 or fp16; ``residual`` and ``attention`` have its
+    shape, and the biases an element for each column. Raises RuntimeError, naming the argument.
+    """
+    check_same(hidden, "residual", residual, of="hidden")
+    check_same(hidden, "attention", attention, of="hidden")
+    check_row(hidden, "bias", bias, of="hidden")
+    check_row(hidden, "attention_bias", attention_bias, of="hidden")
+    kept = widened(residual.contiguous())
+    for each in (bias, attention_bias):
+        if each is not None:
+            kept = kept + widened(each)
+    total = widened(hidden.contiguous()) + scale * kept
+    if attention is not None:
+        total = total + attention_scale * widened(attention)
+    return total.to(hidden.dtype)
+
+
+@kit.op()
+def moe_res_matmul(residual: Tensor, coef: Tensor, mlp: Tensor) -> Tensor:
+    """``residual * coef[0] + mlp * coef[1]``: what a residual mixture of experts mixes.
+
+    ``coef`` has two numbers for each row (the shape of ``mlp``, but 2 columns) or two for each
+    column (2 rows). ``residual`` has the shape of ``mlp``, fp32, bf16 or fp16. Raises RuntimeError,
+    naming the argument.
+    """
+    check_same(mlp, "residual", residual, of="mlp")
+    check_like(mlp, "coef", coef, of="mlp")
+    by_row = tuple(coef.shape) == (*mlp.shape[:-1], 2)
+    if not by_row and tuple(coef.shape) != (2, mlp.shape[-1]):
+        raise RuntimeError(f"coef has shape {list(coef.shape)}, expected [2, {mlp.shape[-1]}]")
+    wide = widened(coef)
+    first, second = (wide[..., :1], wide[..., 1:]) if by_row else (wide[0], wide[1])
+    mixed = widened(residual.contiguous()) * first + widened(mlp.contiguous()) * second
+    return mixed.to(mlp.dtype)

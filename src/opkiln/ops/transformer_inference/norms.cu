@@ -1,0 +1,332 @@
+// Norms of rows, in one of three ways. Rows of up to 32 KiB are read once, into registers, by a part of a
+// warp, a warp, or a block. Longer ones are kept in shared memory, as far as it goes. Rows that cannot be
+// accessed by 16 bytes are read by elements, again for each step.
+
+#include <opkiln/op.h>
+
+#include <opkiln/group_reduce.h>
+#include <opkiln/sixteen_bytes.h>
+
+#include "norms.h"
+
+namespace {
+
+using opkiln::device::Sixteen;
+
+constexpr int kVectors = 4;         // accesses of 16 bytes that a thread has in flight
+constexpr int kShortThreads = 128;  // of a block that has several rows
+constexpr int kMostThreads = 512;   // of a block that has one
+constexpr int kLongThreads = 1024;
+constexpr int kFirstBlocks = 512;   // for them the weights may be in no cache yet
+constexpr int kHeldBytes = 224 << 10;  // of shared memory, for one long row
+
+struct Work {
+  Norm norm;
+  int vectors;  // of 16 bytes, in a row
+  int team;     // threads of a row: a power of two up to a warp, or the block
+  int held;     // vectors of a long row that shared memory has room for
+};
+
+// The sum over a team. All threads of the block must call it, each time with other shared memory.
+__device__ inline float sum_of_team(float value, int team, float* shared) {
+  const unsigned within = team < 32 ? team : 32;
+  for (unsigned bits = 1; bits < within; bits *= 2) {
+    value += opkiln::exchange(value, bits);
+  }
+  if (team > 32) {
+    const unsigned lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    if (lane == 0) {
+      shared[threadIdx.x / 32] = value;
+    }
+    __syncthreads();
+    value = lane < warps ? shared[lane] : 0.0f;
+#pragma unroll
+    for (unsigned bits = 1; bits < 32; bits *= 2) {
+      value += opkiln::exchange(value, bits);
+    }
+  }
+  return value;
+}
+
+template <class T>
+__device__ inline Sixteen<T> vector_of(const void* tensor, int64_t index) {
+  return static_cast<const Sixteen<T>*>(tensor)[index];
+}
+
+// x + input_bias + residual, rounded as it is stored: the norm is of what the caller gets.
+template <class T>
+__device__ inline void add(const Norm& n, Sixteen<T>& x, const Sixteen<T>& residual, int column) {
+  Sixteen<T> shift = {};
+  if (n.input_bias) {
+    shift = vector_of<T>(n.input_bias, column);
+  }
+#pragma unroll
+  for (int i = 0; i < Sixteen<T>::kCount; i += 2) {
+    x.set_two(i, x[i] + shift[i] + residual[i], x[i + 1] + shift[i + 1] + residual[i + 1]);
+  }
+}
+
+template <class T>
+__device__ inline float sum_of(const Sixteen<T>& x) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < Sixteen<T>::kCount; ++i) {
+    sum += x[i];
+  }
+  return sum;
+}
+
+template <class T>
+__device__ inline float squares_of(const Sixteen<T>& x, float mean) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < Sixteen<T>::kCount; ++i) {
+    sum += (x[i] - mean) * (x[i] - mean);
+  }
+  return sum;
+}
+
+template <class T>
+__device__ inline Sixteen<T> result_of(const Norm& n, Sixteen<T> x, int column, float mean, float scale) {
+  Sixteen<T> weight = {}, bias = {};
+  if (n.weight) {
+    weight = vector_of<T>(n.weight, column);
+  }
+  if (n.bias) {
+    bias = vector_of<T>(n.bias, column);
+  }
+#pragma unroll
+  for (int i = 0; i < Sixteen<T>::kCount; i += 2) {
+    float out[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      out[k] = (x[i + k] - mean) * scale;
+      out[k] = n.weight ? out[k] * weight[i + k] : out[k];
+      out[k] = n.bias ? out[k] + bias[i + k] : out[k];
+    }
+    x.set_two(i, out[0], out[1]);
+  }
+  return x;
+}
+
+template <class T, bool kCentred, bool kAdds>
+__global__ void __launch_bounds__(kMostThreads, kAdds ? 2 : 3) norm_kernel(const OPK_GRID_CONSTANT Work w) {
+  __shared__ float shared[2][kMostThreads / 32];
+  const Norm& n = w.norm;
+  const int lane = threadIdx.x % w.team;
+  const int64_t row = int64_t{blockIdx.x} * (blockDim.x / w.team) + threadIdx.x / w.team;
+  const int vectors = row < n.rows ? w.vectors : 0;  // nothing of a row that is not there
+  const int64_t start = row * w.vectors;
+  Sixteen<T> x[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int at = lane + v * w.team;
+    x[v] = Sixteen<T>{};
+    if (at < vectors) {
+      x[v] = vector_of<T>(n.x, start + at);
+    }
+  }
+  if (blockIdx.x < kFirstBlocks && lane % 8 == 0) {  // a line is 8 vectors
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int at = lane + v * w.team;
+      if (at < vectors && n.weight) {
+        opkiln::device::prefetch(static_cast<const Sixteen<T>*>(n.weight) + at);
+      }
+      if (kCentred && at < vectors && n.bias) {
+        opkiln::device::prefetch(static_cast<const Sixteen<T>*>(n.bias) + at);
+      }
+    }
+  }
+  if (kAdds) {
+    Sixteen<T> residual[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int at = lane + v * w.team;
+      residual[v] = Sixteen<T>{};
+      if (at < vectors) {
+        residual[v] = vector_of<T>(n.residual, start + at);
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int at = lane + v * w.team;
+      if (at < vectors) {
+        add(n, x[v], residual[v], at);
+        if (n.sum) {
+          static_cast<Sixteen<T>*>(n.sum)[start + at] = x[v];
+        }
+      }
+    }
+  }
+  const float share = 1.0f / static_cast<float>(n.columns);
+  float mean = 0;
+  if (kCentred) {
+    float sum = 0;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      sum += sum_of(x[v]);
+    }
+    mean = sum_of_team(sum, w.team, shared[0]) * share;
+  }
+  float squares = 0;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    opkiln::device::forget_floats(x[v]);
+    squares += lane + v * w.team < vectors ? squares_of(x[v], mean) : 0.0f;
+  }
+  const float scale = rsqrtf(sum_of_team(squares, w.team, shared[1]) * share + n.eps);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int at = lane + v * w.team;
+    if (at < vectors) {
+      opkiln::device::forget_floats(x[v]);
+      static_cast<Sixteen<T>*>(n.out)[start + at] = result_of(n, x[v], at, mean, scale);
+    }
+  }
+}
+
+// A vector of a long row, from memory.
+template <class T>
+__device__ inline Sixteen<T> long_vector(const Norm& n, int64_t start, int at) {
+  Sixteen<T> x = vector_of<T>(n.x, start + at);
+  if (n.residual) {
+    add(n, x, vector_of<T>(n.residual, start + at), at);
+  }
+  return x;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kLongThreads) long_norm_kernel(const OPK_GRID_CONSTANT Work w) {
+  __shared__ float shared[2][kLongThreads / 32];
+  extern __shared__ uint4 memory[];  // a thread reads only what it wrote there
+  Sixteen<T>* const held = reinterpret_cast<Sixteen<T>*>(memory);
+  const Norm& n = w.norm;
+  const int64_t start = int64_t{blockIdx.x} * w.vectors;
+  const float share = 1.0f / static_cast<float>(n.columns);
+  float sum = 0, squares = 0, mean = 0;
+#pragma unroll 4
+  for (int at = threadIdx.x; at < w.vectors; at += kLongThreads) {
+    const Sixteen<T> x = long_vector<T>(n, start, at);
+    if (n.sum) {
+      static_cast<Sixteen<T>*>(n.sum)[start + at] = x;
+    }
+    if (at < w.held) {
+      held[at] = x;
+    }
+    sum += sum_of(x);
+    squares += squares_of(x, 0);
+  }
+  if (n.centred) {
+    mean = sum_of_team(sum, w.team, shared[0]) * share;
+    squares = 0;
+#pragma unroll 4
+    for (int at = threadIdx.x; at < w.vectors; at += kLongThreads) {
+      squares += squares_of(at < w.held ? held[at] : long_vector<T>(n, start, at), mean);
+    }
+  }
+  const float scale = rsqrtf(sum_of_team(squares, w.team, shared[1]) * share + n.eps);
+#pragma unroll 2
+  for (int at = threadIdx.x; at < w.vectors; at += kLongThreads) {
+    const Sixteen<T> x = at < w.held ? held[at] : long_vector<T>(n, start, at);
+    static_cast<Sixteen<T>*>(n.out)[start + at] = result_of(n, x, at, mean, scale);
+  }
+}
+
+// An element, from memory.
+template <class T>
+__device__ inline float element(const Norm& n, int64_t start, int64_t at) {
+  const float x = static_cast<float>(static_cast<const T*>(n.x)[start + at]);
+  if (!n.residual) {
+    return x;
+  }
+  const float shift = n.input_bias ? static_cast<float>(static_cast<const T*>(n.input_bias)[at]) : 0.0f;
+  return static_cast<float>(T(x + shift + static_cast<float>(static_cast<const T*>(n.residual)[start + at])));
+}
+
+template <class T>
+__global__ void __launch_bounds__(kMostThreads) element_norm_kernel(const OPK_GRID_CONSTANT Work w) {
+  __shared__ float shared[2][kMostThreads / 32];
+  const Norm& n = w.norm;
+  const int lane = threadIdx.x % w.team;
+  const int64_t row = int64_t{blockIdx.x} * (blockDim.x / w.team) + threadIdx.x / w.team;
+  const int64_t columns = row < n.rows ? n.columns : 0, start = row * n.columns;
+  const float share = 1.0f / static_cast<float>(n.columns);
+  float mean = 0, squares = 0;
+  if (n.centred) {
+    float sum = 0;
+    for (int64_t at = lane; at < columns; at += w.team) {
+      sum += element<T>(n, start, at);
+    }
+    mean = sum_of_team(sum, w.team, shared[0]) * share;
+  }
+  for (int64_t at = lane; at < columns; at += w.team) {
+    const float x = element<T>(n, start, at) - mean;
+    squares += x * x;
+  }
+  const float scale = rsqrtf(sum_of_team(squares, w.team, shared[1]) * share + n.eps);
+  for (int64_t at = lane; at < columns; at += w.team) {
+    const float x = element<T>(n, start, at);
+    if (n.sum) {
+      static_cast<T*>(n.sum)[start + at] = T(x);
+    }
+    float out = (x - mean) * scale;
+    out = n.weight ? out * static_cast<float>(static_cast<const T*>(n.weight)[at]) : out;
+    out = n.bias ? out + static_cast<float>(static_cast<const T*>(n.bias)[at]) : out;
+    static_cast<T*>(n.out)[start + at] = T(out);
+  }
+}
+
+template <class T>
+void launch_for(const Norm& norm) {
+  constexpr int kCount = Sixteen<T>::kCount;
+  bool aligned = norm.columns % kCount == 0;
+  for (const void* each : {norm.x, norm.residual, norm.input_bias, norm.weight, norm.bias,
+                           static_cast<const void*>(norm.out), static_cast<const void*>(norm.sum)}) {
+    aligned = aligned && reinterpret_cast<uintptr_t>(each) % 16 == 0;
+  }
+  // Units are what a thread reads of a row at once.
+  const int64_t units = aligned ? norm.columns / (kCount * kVectors) + (norm.columns % (kCount * kVectors) != 0)
+                                : norm.columns;
+  Work work{norm, static_cast<int>(norm.columns / kCount), 1, 0};
+  if (aligned && units > kMostThreads) {
+    const int64_t room = kHeldBytes / 16;
+    work.team = kLongThreads;
+    work.held = static_cast<int>(work.vectors < room ? work.vectors : room);
+    return opk::launch(long_norm_kernel<T>, norm.rows, kLongThreads, size_t{16} * work.held, work);
+  }
+  int threads = kShortThreads;
+  if (units <= 32) {
+    while (work.team < units) work.team *= 2;
+  } else {
+    const int64_t warps = (units + 31) / 32;
+    threads = work.team = static_cast<int>(warps * 32 < kMostThreads ? warps * 32 : kMostThreads);
+  }
+  const int64_t a_block = threads / work.team, blocks = (norm.rows + a_block - 1) / a_block;
+  if (!aligned) {
+    opk::launch(element_norm_kernel<T>, blocks, threads, 0, work);
+  } else if (norm.centred) {
+    opk::launch(norm.residual ? norm_kernel<T, true, true> : norm_kernel<T, true, false>, blocks, threads, 0,
+                work);
+  } else {
+    opk::launch(norm.residual ? norm_kernel<T, false, true> : norm_kernel<T, false, false>, blocks, threads,
+                0, work);
+  }
+}
+
+void normalize(const Norm& norm) {
+  switch (norm.type) {
+    case opkiln::ElementType::kFloat: return launch_for<float>(norm);
+    case opkiln::ElementType::kBFloat16: return launch_for<opk::bfloat16>(norm);
+    case opkiln::ElementType::kFloat16: return launch_for<opk::half>(norm);
+  }
+}
+
+}  // namespace
+
+OPKILN_OP(rms_norm, cuda);
+OPKILN_OP(layer_norm, cuda);
+OPKILN_OP(pre_rms_norm, cuda);
+OPKILN_OP(pre_layer_norm, cuda);
+OPKILN_OP(post_rms_norm, cuda);
+OPKILN_OP(post_layer_norm, cuda);

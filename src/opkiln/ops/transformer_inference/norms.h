@@ -1,0 +1,89 @@
+// What both versions of the norms work on, and the op's functions, which make it of tensors.
+#pragma once
+
+#include "arguments.h"
+
+namespace {
+
+// Rows to normalize. Null pointers are absent.
+struct Norm {
+  const void* x;
+  const void* residual;    // added to x before the norm; without it there is no input_bias
+  const void* input_bias;  // added to x as well, an element for each column
+  const void* weight;
+  const void* bias;
+  void* out;
+  void* sum;  // x + residual + input_bias, if it is wanted
+  int64_t rows;
+  int64_t columns;
+  float eps;
+  opkiln::ElementType type;
+  bool centred;  // layer norm: the mean is subtracted
+};
+
+#if !defined(__CUDACC_RTC__)
+OPK_PLAIN_BEGIN
+
+// A device's file defines it. There is at least one element.
+void normalize(const Norm& norm);
+
+struct Options {
+  bool centred;
+  double eps;
+  bool keeps_sum;
+};
+
+[[gnu::noinline]] opk::tuple<Tensor, Tensor> normalized(
+    const Tensor& given, const MaybeTensor& residual, const MaybeTensor& input_bias,
+    const MaybeTensor& weight, const MaybeTensor& bias, const Options& options) {
+  opk::device_of(given);
+  OPK_CHECK(given.dim() > 0, "x has no dimensions, expected at least 1");
+  const opkiln::ElementType type = opk::element_of(given);
+  const Contiguous x(given);
+  const Beside added(given, residual, Beside::kSame), shift(given, input_bias, Beside::kRow),
+      scale(given, weight, Beside::kRow), offset(given, bias, Beside::kRow);
+  Tensor out = opk::empty_like(*x), sum;
+  if (options.keeps_sum) sum = opk::empty_like(*x);
+  const int64_t numel = given.numel();
+  if (numel > 0) {
+    const int64_t columns = given.size(-1);
+    normalize({x.data(), added.data(), shift.data(), scale.data(), offset.data(), out.data(),
+               options.keeps_sum ? sum.data() : nullptr, numel / columns, columns,
+               static_cast<float>(options.eps), type, options.centred});
+  }
+  return {static_cast<Tensor&&>(out), static_cast<Tensor&&>(sum)};
+}
+
+Tensor rms_norm(const Tensor& x, const MaybeTensor& weight, double eps) {
+  return normalized(x, opk::none, opk::none, weight, opk::none, {false, eps, false}).first;
+}
+
+Tensor layer_norm(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, double eps) {
+  return normalized(x, opk::none, opk::none, weight, bias, {true, eps, false}).first;
+}
+
+opk::tuple<Tensor, Tensor> pre_rms_norm(const Tensor& x, const Tensor& residual, const MaybeTensor& weight,
+                                        const MaybeTensor& input_bias, double eps) {
+  return normalized(x, residual, input_bias, weight, opk::none, {false, eps, true});
+}
+
+opk::tuple<Tensor, Tensor> pre_layer_norm(const Tensor& x, const Tensor& residual,
+                                          const MaybeTensor& weight, const MaybeTensor& bias,
+                                          const MaybeTensor& input_bias, double eps) {
+  return normalized(x, residual, input_bias, weight, bias, {true, eps, true});
+}
+
+Tensor post_rms_norm(const Tensor& x, const Tensor& residual, const MaybeTensor& weight,
+                     const MaybeTensor& input_bias, double eps) {
+  return normalized(x, residual, input_bias, weight, opk::none, {false, eps, false}).first;
+}
+
+Tensor post_layer_norm(const Tensor& x, const Tensor& residual, const MaybeTensor& weight,
+                       const MaybeTensor& bias, const MaybeTensor& input_bias, double eps) {
+  return normalized(x, residual, input_bias, weight, bias, {true, eps, false}).first;
+}
+
+OPK_PLAIN_END
+#endif
+
+}  // namespace

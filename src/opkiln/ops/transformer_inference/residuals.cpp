@@ -1,0 +1,82 @@
+// Residual adds on host memory.
+
+#include <opkiln/op.h>
+
+#include "residuals.h"
+#include "rows.h"
+
+namespace {
+
+template <class T>
+void add_part(const Sum& s, int64_t first, int64_t last) {
+  const bool around = s.rows * s.columns * static_cast<int64_t>(sizeof(T)) >= opkiln::kAroundBytes;
+  const Vec scale = Vec::all(s.scale), attention_scale = Vec::all(s.attention_scale);
+  over_rows(first, last, s.columns, [&](int64_t row, int64_t column, int64_t count) {
+    const int64_t start = row * s.columns + column;
+    const auto part = [](const void* tensor, int64_t at) {
+      return tensor ? static_cast<const T*>(tensor) + at : nullptr;
+    };
+    const T *const hidden = part(s.hidden, start), *const residual = part(s.residual, start),
+            *const attention = part(s.attention, start), *const bias = part(s.bias, column),
+            *const more = part(s.attention_bias, column);
+    fill(static_cast<T*>(s.out) + start, count, around, [&](int64_t at, int64_t some) {
+      opkiln::prefetch_ahead(hidden + at);
+      opkiln::prefetch_ahead(residual + at);
+      Vec kept = load_some(residual + at, some);
+      if (bias) kept = kept + load_some(bias + at, some);
+      if (more) kept = kept + load_some(more + at, some);
+      const Vec sum = multiply_add(scale, kept, load_some(hidden + at, some));
+      return attention ? multiply_add(attention_scale, load_some(attention + at, some), sum) : sum;
+    });
+  });
+}
+
+template <class T>
+void mix_part(const Mix& m, int64_t first, int64_t last) {
+  const bool around = m.rows * m.columns * static_cast<int64_t>(sizeof(T)) >= opkiln::kAroundBytes;
+  const T* const coef = static_cast<const T*>(m.coef);
+  over_rows(first, last, m.columns, [&](int64_t row, int64_t column, int64_t count) {
+    const int64_t start = row * m.columns + column;
+    const T* const residual = static_cast<const T*>(m.residual) + start;
+    const T* const mlp = static_cast<const T*>(m.mlp) + start;
+    T* const out = static_cast<T*>(m.out) + start;
+    if (m.by_row) {
+      float factors[Vec::kLanes];
+      load_some(coef + 2 * row, 2).store(factors);
+      const Vec one = Vec::all(factors[0]), two = Vec::all(factors[1]);
+      return fill(out, count, around, [&](int64_t at, int64_t some) {
+        return multiply_add(load_some(residual + at, some), one, load_some(mlp + at, some) * two);
+      });
+    }
+    fill(out, count, around, [&](int64_t at, int64_t some) {
+      const Vec one = load_some(coef + column + at, some);
+      const Vec two = load_some(coef + m.columns + column + at, some);
+      return multiply_add(load_some(residual + at, some), one, load_some(mlp + at, some) * two);
+    });
+  });
+}
+
+void add(const Sum& sum) {
+  over_elements(sum.rows * sum.columns, 3 * opkiln::size_of(sum.type), [&](int64_t first, int64_t last) {
+    switch (sum.type) {
+      case opkiln::ElementType::kFloat: return add_part<float>(sum, first, last);
+      case opkiln::ElementType::kBFloat16: return add_part<opkiln::BFloat16>(sum, first, last);
+      case opkiln::ElementType::kFloat16: return add_part<opkiln::Float16>(sum, first, last);
+    }
+  });
+}
+
+void mix(const Mix& mix) {
+  over_elements(mix.rows * mix.columns, 3 * opkiln::size_of(mix.type), [&](int64_t first, int64_t last) {
+    switch (mix.type) {
+      case opkiln::ElementType::kFloat: return mix_part<float>(mix, first, last);
+      case opkiln::ElementType::kBFloat16: return mix_part<opkiln::BFloat16>(mix, first, last);
+      case opkiln::ElementType::kFloat16: return mix_part<opkiln::Float16>(mix, first, last);
+    }
+  });
+}
+
+}  // namespace
+
+OPKILN_OP(residual_add, cpu);
+OPKILN_OP(moe_res_matmul, cpu);
