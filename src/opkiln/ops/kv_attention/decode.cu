@@ -63,7 +63,7 @@ __device__ void add_parts(const Work& work, float* factors, int64_t unit, int sp
 }
 
 template <int kEights>
-__global__ void __launch_bounds__(kThreads) decode_kernel(const OPK_GRID_CONSTANT Work work) {
+__global__ void __launch_bounds__(kThreads, 2) decode_kernel(const OPK_GRID_CONSTANT Work work) {
   extern __shared__ uint4 shared[];
   __shared__ bool is_last;
   constexpr int kRows = kEights * 8, kFours = HEAD / 4;
@@ -83,10 +83,10 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const OPK_GRID_CONSTAN
   const int first = begin + warp * kTile;
   const int count = first < end ? (end - first + kBlockKeys - 1) / kBlockKeys : 0;
   uint4* ring = shared + warp * kStages * 2 * kTileChunks;
-  int64_t next = source.looked_up(first);
+  int next = source.looked_up(first);
 #pragma unroll
   for (int tile = 0; tile < kStages - 1; ++tile) {
-    const int64_t rows_of_tile = next;
+    const int rows_of_tile = next;
     next = source.looked_up(first + (tile + 1) * kBlockKeys);
     if (tile < count) source.start(ring + tile * 2 * kTileChunks, first + tile * kBlockKeys, rows_of_tile);
     end_batch();
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const OPK_GRID_CONSTAN
   for (int tile = 0; tile < count; ++tile) {
     wait_for_batches<kStages - 2>();
     __syncwarp();  // the tile is there for all lanes, and all have read the one before it
-    const int64_t rows_of_tile = next;
+    const int rows_of_tile = next;
     const int later = tile + kStages - 1;
     next = source.looked_up(first + (later + 1) * kBlockKeys);
     if (later < count) {
@@ -246,6 +246,7 @@ Tensor kv_attention(const Tensor& q, const opk::optional<Tensor>& k, const opk::
               "block_table has shape ", table.sizes(), ", expected ", batch, " rows");
     const int64_t block_size = k_cache.size(1);
     OPK_CHECK(k_cache.stride(0) == block_size * k_cache.stride(1), "the blocks of the cache have gaps");
+    OPK_CHECK(k_cache.size(0) * block_size < (int64_t{1} << 31), "the cache has 2^31 tokens or more");
     work.table = table.data<const int32_t>();
     work.table_stride = table.stride(0);
     work.block_size = static_cast<int32_t>(block_size);

@@ -36,6 +36,7 @@ constexpr int kChunks = HEAD / 8;  // of 16 bytes in a row
 constexpr bool kPermuted = kChunks % 8 == 0;
 constexpr int kRowChunks = kPermuted ? kChunks : kChunks + 1;
 constexpr int kTileChunks = kTile * kRowChunks;
+constexpr int kCopies = kTile * kChunks / 32;  // of 16 bytes for each lane, keys or values
 constexpr int kTileBytes = 2 * kTileChunks * 16;  // keys and values
 constexpr int kWarps = WARPS;
 constexpr int kThreads = kWarps * 32;
@@ -94,39 +95,48 @@ struct Rows {
     total = old + (work.k != nullptr ? work.tokens : 0);
   }
 
-  // The row of the cache that holds a position.
-  __device__ int64_t cached(int position) const {
+  // The row of the cache that holds a position; -1 if no block was given for it.
+  __device__ int cached(int position) const {
     if (!kPaged) return position;
     const int block = table[position / block_size];
-    return block < 0 ? -1 : int64_t{block} * block_size + position % block_size;
+    return block < 0 ? -1 : block * block_size + position % block_size;
   }
 
-  // Lanes 0 to 15: the rows of a tile that starts at this position, looked up a tile ahead of their use.
-  __device__ int64_t looked_up(int first) const {
+  // Lanes 0 to 15, and 16 to 31: the rows of a tile that starts at this position. They are looked up a tile
+  // ahead of their use.
+  __device__ int looked_up(int first) const {
     const int position = first + lane % kTile;
-    return kPaged && position < old ? max(cached(position), int64_t{0}) : 0;
+    return kPaged && position < old ? max(cached(position), 0) : 0;
   }
 
-  // Starts the copies of a tile. New tokens are taken from where the caller has them.
-  __device__ void start(uint4* tile, int first, int64_t rows) const {
+  // Starts the copies of a tile.
+  __device__ void start(uint4* tile, int first, int rows) const {
+    if (first + kTile <= old) {
 #pragma unroll
-    for (int i = 0; i < kTile * kChunks / 32; ++i) {
-      const int index = i * 32 + lane, row = index / kChunks, chunk = index % kChunks;
-      int64_t from = (kPaged ? __shfl_sync(kAll, rows, row) : first + row) * stride + chunk * 8;
-      const Element *keys = k, *values = v;
-      bool there = true;
-      if (first + kTile > old) {
-        const int fresh = first + row - old;
-        there = first + row < total;
-        if (fresh >= 0) {
-          keys = there ? k_new : k;
-          values = there ? v_new : v;
-          from = there ? fresh * new_stride + chunk * 8 : 0;
-        }
+      for (int i = 0; i < kCopies; ++i) {
+        const int row = (i * 32 + lane) / kChunks, chunk = (i * 32 + lane) % kChunks;
+        const int64_t from = (kPaged ? __shfl_sync(kAll, rows, row) : first + row) * stride + chunk * 8;
+        uint4* to = tile + slot(row, chunk);
+        copy_later(to, k + from, true);
+        copy_later(to + kTileChunks, v + from, true);
+      }
+      return;
+    }
+    // The end of the sequence: new tokens are taken from where the caller has them, and zeros follow.
+#pragma unroll 1
+    for (int i = 0; i < kCopies; ++i) {
+      const int row = (i * 32 + lane) / kChunks, chunk = (i * 32 + lane) % kChunks;
+      const int from = kPaged ? __shfl_sync(kAll, rows, row) : first + row, fresh = first + row - old;
+      const bool there = first + row < total;
+      const Element *key = k, *value = v;
+      if (there) {
+        const int64_t offset = chunk * 8 + (fresh < 0 ? from * stride : fresh * new_stride);
+        key = (fresh < 0 ? k : k_new) + offset;
+        value = (fresh < 0 ? v : v_new) + offset;
       }
       uint4* to = tile + slot(row, chunk);
-      copy_later(to, keys + from, there);
-      copy_later(to + kTileChunks, values + from, there);
+      copy_later(to, key, there);
+      copy_later(to + kTileChunks, value, there);
     }
   }
 };
@@ -269,8 +279,9 @@ __device__ inline void append(const Work& work, const Rows& rows, int begin, int
   const int first = max(begin, rows.old);
   for (int i = threadIdx.x; i < (min(end, work.capacity) - first) * kChunks; i += kThreads) {
     const int position = first + i / kChunks, chunk = i % kChunks * 8;
-    const int64_t row = rows.cached(position), from = (position - rows.old) * rows.new_stride + chunk;
-    if (row < 0) continue;  // no block was given for it
+    const int row = rows.cached(position);
+    const int64_t from = (position - rows.old) * rows.new_stride + chunk;
+    if (row < 0) continue;
     const int64_t to = row * rows.stride + chunk;
     const uint4 key = *reinterpret_cast<const uint4*>(rows.k_new + from);
     const uint4 value = *reinterpret_cast<const uint4*>(rows.v_new + from);
