@@ -48,9 +48,17 @@ _OPS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "ops")
 
 def bundled() -> list[str]:
     """Names of the ops that opkiln ships."""
-    return sorted(
-        name for name in os.listdir(_OPS) if os.path.exists(os.path.join(_OPS, name, "op.py"))
-    )
+    return sorted(filter(_is_bundled, os.listdir(_OPS)))
+
+
+def _is_bundled(name: str) -> bool:
+    return os.path.exists(os.path.join(_OPS, name, "op.py"))
+
+
+def _ops_of_variant(name: str) -> list[str]:
+    """The ops whose variant may be called so: ``attn__HEAD_64`` is one of ``attn``."""
+    parts = name.split("__")
+    return ["__".join(parts[:end]) for end in range(1, len(parts))]
 
 
 class _AllOps(Mapping[str, type[OpBuilder]]):
@@ -59,8 +67,10 @@ class _AllOps(Mapping[str, type[OpBuilder]]):
     def __getitem__(self, name: str) -> type[OpBuilder]:
         owner, _, op = name.rpartition(":")
         own = op.isidentifier() and (not owner or normalized(owner) == "opkiln")
-        if own and os.path.exists(os.path.join(_OPS, op, "op.py")):
+        if own and _is_bundled(op):
             return _only_builder(op)
+        if own and (variant := self._bundled_variant(op)) is not None:
+            return variant
         entry = _find(owner, op)
         if entry is not None:
             return builder_of(name, entry)
@@ -73,11 +83,16 @@ class _AllOps(Mapping[str, type[OpBuilder]]):
 
     def _variant(self, owner: str, name: str) -> type[OpBuilder] | None:
         """The builder of a variant by its name, ``attn__HEAD_64``: an op's name may have ``__``."""
-        parts = name.split("__")
-        for end in range(1, len(parts)):
-            op = "__".join(parts[:end])
+        for op in _ops_of_variant(name):
             entry = _find(owner, op)
             for each in () if entry is None else builder_of(op, entry).variants():
+                if name == each.NAME:
+                    return each
+        return None
+
+    def _bundled_variant(self, name: str) -> type[OpBuilder] | None:
+        for op in filter(_is_bundled, _ops_of_variant(name)):
+            for each in _only_builder(op).variants():
                 if name == each.NAME:
                     return each
         return None

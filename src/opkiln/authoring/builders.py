@@ -111,8 +111,8 @@ class DecoratedBuilder(CUDAOpBuilder):
     WITHOUT: Mapping[str, tuple[str, ...]]  # functions that a backend's library does not have
     _made: dict[tuple[Value, ...], type[DecoratedBuilder]]  # the builders of the variants
     _references: SimpleNamespace
-    # Tells torch of the overload that a variant's library implements.
-    TELL_TORCH: Callable[[tuple[Value, ...]], object]
+    # By function: tells torch of the overload that a variant's library implements.
+    TELL_TORCH: dict[str, Callable[[tuple[Value, ...]], object]]
 
     @property
     def root(self) -> str:
@@ -175,7 +175,8 @@ class DecoratedBuilder(CUDAOpBuilder):
     ) -> Loaded:
         self.import_functions()
         if self.VALUES:
-            self.TELL_TORCH(self.VALUES)
+            for tell in self.TELL_TORCH.values():
+                tell(self.VALUES)
         return super().loaded(verbose, reload=reload, must_be_native=must_be_native)
 
     @classmethod
@@ -193,6 +194,7 @@ class DecoratedBuilder(CUDAOpBuilder):
         others = (each for each in cls.SCHEMAS if function_name(each) != name)
         if not cls.FUNCTIONS:
             cls.SCHEMAS = (*others, schema)
+            cls._made.clear()  # a variant's library has one more function now
         setattr(cls._references, name, function)
         cls.REGISTRATION = cls.REGISTRATION._replace(schemas=cls.SCHEMAS)
 
@@ -261,6 +263,7 @@ def builder_for(
         "NEEDS": dict(needs),
         "PARAMETERS": parameters,
         "WITHOUT": {},
+        "TELL_TORCH": {},
         "_made": {},
         "_references": references,
     }

@@ -25,10 +25,11 @@ from opkiln.model import check_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from opkiln.authoring.builders import DecoratedBuilder
     from opkiln.authoring.op import DecoratedOp
+    from opkiln.authoring.parameters import Value
     from opkiln.loading.loader import Loaded
 
 _P = ParamSpec("_P")
@@ -79,9 +80,11 @@ def library(
     schemas: Iterable[str] = (),
     functions: str = "",
     without: Mapping[str, Iterable[str]] | None = None,
+    variants: Mapping[str, Sequence[Value]] | None = None,
 ) -> Library:
     """A library of several ops. ``name`` is what commands know it by; the other arguments are those
-    of ``opkiln.op``. ``@kit.op()`` declares each function.
+    of ``opkiln.op``. ``@kit.op()`` declares each function. With ``variants``, there is a library of
+    all functions for each variant, and ``@f.variant`` chooses for each function.
 
     With ``schemas``, the functions are declared in another module, ``functions``, which is imported
     when the library is loaded. So commands know the library without importing torch. A function
@@ -98,7 +101,8 @@ def library(
     caller = sys._getframe(1)
     place = Place(caller.f_globals.get("__name__", ""), caller.f_code.co_filename)
     check_names("any", name)
-    builder = builder_for(name, place, given, needs or {}, namespace, Parameters(name))
+    parameters = Parameters.of(name, variants or {}, {})
+    builder = builder_for(name, place, given, needs or {}, namespace, parameters)
     builder.EMULATE = emulate
     builder.FUNCTIONS, builder.SCHEMAS = functions, listed
     builder.REGISTRATION = builder.REGISTRATION._replace(schemas=listed)

@@ -40,7 +40,7 @@ class Variants:
         self, builder: type[DecoratedBuilder], reference: Callable[..., Any], defined: Defined
     ) -> None:
         self._builder, self._reference, self._defined = builder, reference, defined
-        builder.TELL_TORCH = staticmethod(self.entrance)
+        builder.TELL_TORCH[defined.name] = self.entrance
         self._parameters = builder.PARAMETERS
         self._choose: Callable[..., Any] | None = None
         self._entrances: dict[tuple[Value, ...], Entrance] = {}

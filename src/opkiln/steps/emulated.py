@@ -8,7 +8,7 @@ store of a kernel. docs/emulator.md says what it makes of them.
 from __future__ import annotations
 
 from opkiln.build_model import Anchored, Arg, Step, Toolchain
-from opkiln.model import EMULATOR_RUNTIME, OpSpec
+from opkiln.model import EMULATOR_RUNTIME, PACKAGE, OpSpec
 from opkiln.steps.arguments import (
     REDEFINED,
     TIMESTAMP,
@@ -78,8 +78,8 @@ def compile_step(
         arguments += torch_includes(spec)
         arguments += [f"-isystem{path}" for path in flags.get("cplus_include_path", ())]
     arguments += ["-x", "c++", "-MD", "-MF", Anchored("", "stage", depfile)]
-    # A bundled op's sources are below the package, too. They may be translated, and the runtime is not.
-    runtime = Anchored("", "opkiln", "csrc/opkiln/emulator/runtime.cpp")
+    # The runtime stays where it is: the sources of an op of opkiln's own may be a translated copy.
+    runtime = Anchored("", "opkiln", EMULATOR_RUNTIME.removeprefix(PACKAGE + "/"))
     compiled = runtime if source == EMULATOR_RUNTIME else anchored(spec, source)
     arguments += ["-c", compiled, "-o", Anchored("", "stage", output)]
     return Step(

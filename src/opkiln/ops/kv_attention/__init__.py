@@ -1,0 +1,1 @@
+"""Attention with a cache of keys and values."""

@@ -1,0 +1,191 @@
+"""The front end of ``kv_attention``: ``opkiln.nn.inference.attention`` and ``KVCache``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from opkiln.errors import ArgumentError, ArgumentTypeError
+from opkiln.ops.kv_attention.functions import append, kv_attention
+
+_COUNTERS = 4096  # a GPU that has more pairs of sequences and heads to work on need not split them
+_MOST_TOKENS = 8  # of one sequence that the decode kernel takes; more are a prompt
+_BLOCK_KEYS = 64  # that a block of the kernel reads at a time
+_MOST_SPLITS = 128
+
+
+class KVCache:
+    """The keys and values of a batch of sequences, for one layer.
+
+    ``k`` and ``v`` are [batch, kv heads, capacity, head]: the tokens of a head lie together, and
+    torch's attention takes them as they are. A view of another layout with these dimensions will
+    do. With ``block_table``, int32 [batch, blocks of a sequence], they are [blocks, block size, kv
+    heads, head], and the table says which blocks hold a sequence, in order.
+
+    ``lengths``, int32 [batch], counts the tokens of each sequence. ``attention`` reads it on the
+    device and does not change it: layers may share one, and the caller adds the new tokens once
+    all layers have run. Use a cache on one stream at a time. Raises UsageError.
+    """
+
+    def __init__(
+        self, k: Tensor, v: Tensor, lengths: Tensor, block_table: Tensor | None = None
+    ) -> None:
+        if k.dim() != 4 or k.shape != v.shape or k.dtype != v.dtype or k.device != v.device:
+            raise ArgumentError(
+                f"k is {k.dtype} {list(k.shape)} on {k.device}, v {v.dtype} {list(v.shape)} on "
+                f"{v.device}; both have the same four dimensions"
+            )
+        for name, given in (("lengths", lengths), ("block_table", block_table)):
+            if given is not None and given.dtype != torch.int32:
+                raise ArgumentTypeError(f"{name} has dtype {given.dtype}, expected int32")
+        self.k, self.v, self.lengths, self.block_table = k, v, lengths, block_table
+        self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=k.device)
+        self.processors = (
+            torch.cuda.get_device_properties(k.device).multi_processor_count if k.is_cuda else 1
+        )
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        kv_heads: int,
+        capacity: int,
+        head: int,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> KVCache:
+        """A cache without tokens."""
+        k, v = (
+            torch.empty(batch, kv_heads, capacity, head, dtype=dtype, device=device)
+            for _ in range(2)
+        )
+        return cls(k, v, torch.zeros(batch, dtype=torch.int32, device=device))
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[1 if self.block_table is None else 2]
+
+    @property
+    def capacity(self) -> int:
+        """The tokens that a sequence has room for."""
+        if self.block_table is None:
+            return self.k.shape[2]
+        return self.block_table.shape[1] * self.k.shape[1]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache: KVCache,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    alibi_slopes: Tensor | None = None,
+    context: int | None = None,
+) -> Tensor:
+    """Append ``k`` and ``v`` to the cache, and attend from ``q`` to all of it.
+
+    ``q`` is [batch, heads, tokens, head]; ``k`` and ``v`` are [batch, kv heads, tokens, head], or
+    both None if the cache has these tokens. A kv head serves ``heads / kv_heads`` query heads. The
+    result has the shape of ``q``. ``scale`` is 1 / sqrt(head) unless given. With ``causal``, a
+    token sees itself and what comes before it. ``alibi_slopes`` is float32 [heads].
+
+    ``context`` is the most tokens that a sequence has after this call, if the caller knows: less
+    memory is looked at, and with ``context`` equal to ``tokens`` the sequences are known to be new.
+    The lengths stay on the device: a call can be captured in a CUDA graph.
+
+    Up to 8 tokens of fp16 or bf16 with heads of 64, 80, 96, 128, 192 or 256 run in one kernel on
+    NVIDIA GPUs; other calls use ``torch.nn.functional.scaled_dot_product_attention``. There is no
+    gradient. Every new token must have room in the cache. Raises UsageError.
+    """
+    batch, heads, tokens, head = _checked(q, k, v, cache, alibi_slopes)
+    scale = head**-0.5 if scale is None else scale
+    most = cache.capacity if context is None else min(context, cache.capacity)
+    keys, values, table = _narrowed(cache, batch, most)
+    lengths = cache.lengths[:batch]
+    if k is not None and v is not None and tokens > 1 and most == tokens and alibi_slopes is None:
+        append(k, v, keys, values, lengths, table)
+        return scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=heads != cache.kv_heads
+        )
+    decode = q.is_cuda and tokens <= _MOST_TOKENS and q.dtype in (torch.float16, torch.bfloat16)
+    # A prompt behind other tokens, fp32 and the CPU: the reference is torch's attention.
+    call = kv_attention if decode else kv_attention.reference
+    group = heads // cache.kv_heads
+    units = batch * cache.kv_heads * -(-group * tokens // 16)
+    splits = chosen_splits(units, most, cache.processors) if decode else 1
+    out: Tensor = call(
+        q, k, v, keys, values, lengths, table, alibi_slopes, cache.counters, scale, causal, splits
+    )
+    return out
+
+
+def chosen_splits(units: int, context: int, processors: int) -> int:
+    """How many blocks share a sequence, for ``units`` pairs of a sequence and a kv head.
+
+    A block of the GPU takes part of a sequence, and two blocks run on each multiprocessor. Blocks
+    take as long as they have keys, and about as long as 64 keys to begin. Adding up parts takes
+    that long once more. So few units are split until one round of blocks fills the GPU, and many
+    are split if the last round would be nearly empty.
+    """
+    slots, steps = 2 * processors, max(-(-context // _BLOCK_KEYS), 1)
+    best, least = 1, -(-units // slots) * (steps + 1.0)
+    for rounds in (1, 2, 3, 4):
+        splits = min(rounds * slots // max(units, 1), steps, _MOST_SPLITS)
+        if splits <= 1:
+            continue
+        share = -(-steps // splits)
+        splits = -(-steps // share)  # as few as give blocks this share
+        cost = -(-units * splits // slots) * (share + 1.0) + 1 + splits / 32
+        if cost < least:
+            best, least = splits, cost
+    return best
+
+
+def _narrowed(cache: KVCache, batch: int, most: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The part of a cache that a call looks at."""
+    table = cache.block_table
+    if table is None:
+        if most == cache.k.shape[2] and batch == cache.k.shape[0]:
+            return cache.k, cache.v, None
+        return cache.k[:batch, :, :most], cache.v[:batch, :, :most], None
+    return cache.k, cache.v, table[:batch, : -(-most // cache.k.shape[1])]
+
+
+def _checked(
+    q: Tensor, k: Tensor | None, v: Tensor | None, cache: KVCache, slopes: Tensor | None
+) -> tuple[int, int, int, int]:
+    """The sizes of q. Raises UsageError."""
+    if q.dim() != 4:
+        raise ArgumentError(
+            f"q has shape {list(q.shape)}, expected [batch, heads, tokens, head]"
+        )
+    batch, heads, tokens, head = q.shape
+    kv_heads = cache.kv_heads
+    if cache.k.shape[3] != head or heads % kv_heads != 0:
+        raise ArgumentError(
+            f"q has {heads} heads of {head}, the cache {kv_heads} of {cache.k.shape[3]}",
+            why="a kv head serves the same number of query heads, of its own size",
+        )
+    if cache.k.dtype != q.dtype or cache.k.device != q.device:
+        raise ArgumentTypeError(
+            f"q is {q.dtype} on {q.device}, the cache {cache.k.dtype} on {cache.k.device}"
+        )
+    if (k is None) != (v is None):
+        raise ArgumentError("k and v are given together, or neither is")
+    for name, given in (("k", k), ("v", v)):
+        if given is not None and given.shape != (batch, kv_heads, tokens, head):
+            raise ArgumentError(
+                f"{name} has shape {list(given.shape)}, expected {[batch, kv_heads, tokens, head]}"
+            )
+    rows = cache.lengths.shape[0] if cache.block_table is None else cache.block_table.shape[0]
+    if min(cache.lengths.shape[0], rows) < batch:
+        raise ArgumentError(f"q has {batch} sequences, the cache {min(rows, len(cache.lengths))}")
+    if slopes is not None and (slopes.shape != (heads,) or slopes.dtype != torch.float32):
+        raise ArgumentError(
+            f"alibi_slopes is {slopes.dtype} {list(slopes.shape)}, expected float32 [{heads}]"
+        )
+    return batch, heads, tokens, head

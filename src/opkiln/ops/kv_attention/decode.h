@@ -1,0 +1,293 @@
+// Decode attention: a few new tokens of each sequence attend to its cache of keys and values.
+//
+// Memory limits it: each key and value is used once for a group of query heads. So every warp streams tiles
+// of 16 keys and 16 values through its own ring in shared memory, with all stages of the ring but one under
+// way, and waits for no other warp. The arithmetic is done by tensor cores, on the transposed problem:
+//   scores, 16 keys x 8 queries  = keys, 16 x head  *  queries, head x 8
+//   output, head x 8 queries    += values, head x 16  *  weights, 16 keys x 8 queries
+// Keys and values fill the 16 rows of the instruction, and a group of query heads, times new tokens, its 8
+// columns. A thread's sums then belong to the same two queries in both products, so the running maximum and
+// the sum of weights stay in registers.
+//
+// Blocks share a long context (blockIdx.x). Each leaves its part in scratch memory; the one that a counter
+// says is the last adds the parts in their order, so a result does not depend on which came last.
+#pragma once
+
+#include <opkiln/op.h>
+#include <opkiln/warp_matrix.h>
+
+#ifndef WARPS  // two blocks of 96 KiB fit a multiprocessor of an H100, and one fits those of other GPUs
+#define WARPS (HEAD > 128 ? 2 : 4)
+#endif
+#ifndef STAGES
+#define STAGES ((96 << 10) / (kWarps * kTileBytes))
+#endif
+
+namespace decode {
+
+using namespace opkiln::device;
+using Element = opk::T;
+
+constexpr bool kPaged = PAGED;  // the cache is blocks of tokens, in any order
+constexpr int kTile = 16;  // keys
+constexpr int kChunks = HEAD / 8;  // of 16 bytes in a row
+// Eight rows at one column are read at once. They must be in different banks: rows whose length is a
+// multiple of 128 bytes have their chunks permuted, others get a chunk more.
+constexpr bool kPermuted = kChunks % 8 == 0;
+constexpr int kRowChunks = kPermuted ? kChunks : kChunks + 1;
+constexpr int kTileChunks = kTile * kRowChunks;
+constexpr int kCopies = kTile * kChunks / 32;  // of 16 bytes for each lane, keys or values
+constexpr int kTileBytes = 2 * kTileChunks * 16;  // keys and values
+constexpr int kWarps = WARPS;
+constexpr int kThreads = kWarps * 32;
+constexpr int kStages = STAGES;
+constexpr int kSteps = HEAD / 16;  // of 16 dimensions
+constexpr int kRingBytes = kStages * kWarps * kTileBytes;
+constexpr int kBlockKeys = kWarps * kTile;
+constexpr int kOutRow = HEAD + 4;  // floats; the 4 keep the rows of one column in different banks
+constexpr unsigned kAll = 0xffffffffu;
+static_assert(kStages >= 2 && kTile * kChunks % 32 == 0);
+
+struct Strides {
+  int64_t batch, head, token;
+};
+
+struct Work {
+  const Element* q;
+  const Element *k, *v;  // of the new tokens; null if the cache has them
+  Element *k_cache, *v_cache;
+  const int32_t* lengths;  // tokens in the cache before this call
+  const int32_t* table;  // the block of each block_size tokens; null unless PAGED
+  const float* slopes;  // null without ALiBi
+  int32_t* counters;  // zero before and after
+  float* parts;  // [unit, split, row, HEAD], then (maximum, sum of weights) of [unit, split, row]
+  Element* out;  // [batch, token, query head, HEAD]
+  Strides q_strides, new_strides, cache_strides;
+  int64_t table_stride;
+  int32_t capacity, block_size, tokens, group, heads, row_blocks, splits;
+  float scale;  // for powers of two
+  bool causal;
+};
+
+// Where a chunk of a row is in its tile.
+__device__ inline int slot(int row, int chunk) {
+  return row * kRowChunks + (kPermuted ? chunk ^ (row & 7) : chunk);
+}
+
+// The keys and values of one sequence and one head: where each row is read from.
+struct Rows {
+  const Element *k, *v, *k_new, *v_new;
+  const int32_t* table;
+  int64_t stride, new_stride;
+  int block_size, old, total, lane;
+
+  __device__ Rows(const Work& work, int batch, int head)
+      : table(work.table), stride(work.cache_strides.token), new_stride(work.new_strides.token),
+        block_size(work.block_size), lane(threadIdx.x % 32) {
+    const int64_t cached = (kPaged ? 0 : batch * work.cache_strides.batch) + head * work.cache_strides.head;
+    const int64_t fresh = batch * work.new_strides.batch + head * work.new_strides.head;
+    k = work.k_cache + cached;
+    v = work.v_cache + cached;
+    k_new = work.k + fresh;
+    v_new = work.v + fresh;
+    if (kPaged) table += batch * work.table_stride;
+    old = min(max(work.lengths[batch], 0), work.capacity);
+    total = old + (work.k != nullptr ? work.tokens : 0);
+  }
+
+  // The row of the cache that holds a position; -1 if no block was given for it.
+  __device__ int cached(int position) const {
+    if (!kPaged) return position;
+    const int block = table[position / block_size];
+    return block < 0 ? -1 : block * block_size + position % block_size;
+  }
+
+  // Lanes 0 to 15, and 16 to 31: the rows of a tile that starts at this position. They are looked up a tile
+  // ahead of their use.
+  __device__ int looked_up(int first) const {
+    const int position = first + lane % kTile;
+    return kPaged && position < old ? max(cached(position), 0) : 0;
+  }
+
+  // Starts the copies of a tile.
+  __device__ void start(uint4* tile, int first, int rows) const {
+    if (first + kTile <= old) {
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const int row = (i * 32 + lane) / kChunks, chunk = (i * 32 + lane) % kChunks;
+        const int64_t from = (kPaged ? __shfl_sync(kAll, rows, row) : first + row) * stride + chunk * 8;
+        uint4* to = tile + slot(row, chunk);
+        copy_later(to, k + from, true);
+        copy_later(to + kTileChunks, v + from, true);
+      }
+      return;
+    }
+    // The end of the sequence: new tokens are taken from where the caller has them, and zeros follow.
+#pragma unroll 1
+    for (int i = 0; i < kCopies; ++i) {
+      const int row = (i * 32 + lane) / kChunks, chunk = (i * 32 + lane) % kChunks;
+      const int from = kPaged ? __shfl_sync(kAll, rows, row) : first + row, fresh = first + row - old;
+      const bool there = first + row < total;
+      const Element *key = k, *value = v;
+      if (there) {
+        const int64_t offset = chunk * 8 + (fresh < 0 ? from * stride : fresh * new_stride);
+        key = (fresh < 0 ? k : k_new) + offset;
+        value = (fresh < 0 ? v : v_new) + offset;
+      }
+      uint4* to = tile + slot(row, chunk);
+      copy_later(to, key, there);
+      copy_later(to + kTileChunks, value, there);
+    }
+  }
+};
+
+// The columns of a thread: two queries of each eight, their running maximum and sum of weights.
+template <int kEights>
+struct Columns {
+  float greatest[kEights][2], sum[kEights][2], slope[kEights][2];
+  int limit[kEights][2];  // the first position that the query does not see
+
+  __device__ Columns(const Work& work, int head, int first_row, int total) {
+    const int last_row = work.tokens * work.group - 1;
+#pragma unroll
+    for (int i = 0; i < kEights * 2; ++i) {
+      const int row = min(first_row + i / 2 * 8 + int(threadIdx.x % 4) * 2 + i % 2, last_row);
+      const int token = row / work.group;
+      greatest[i / 2][i % 2] = -INFINITY;
+      sum[i / 2][i % 2] = 0;
+      limit[i / 2][i % 2] = work.causal ? total - work.tokens + token + 1 : total;
+      // log2(e): weights are powers of two
+      slope[i / 2][i % 2] =
+          work.slopes ? work.slopes[head * work.group + row % work.group] * 1.44269504f : 0.f;
+    }
+  }
+};
+
+// Queries as right fragments, one register pair for each 16 dimensions. Rows that do not exist are zero.
+template <int kEights>
+__device__ inline void load_queries(uint32_t (&queries)[kEights][kSteps][2], const Work& work, int batch,
+                                    int head, int first_row) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int eight = 0; eight < kEights; ++eight) {
+    const int row = first_row + eight * 8 + lane / 4;
+    const bool there = row < work.tokens * work.group;
+    const Element* from = work.q;
+    if (there) {
+      from += batch * work.q_strides.batch + (head * work.group + row % work.group) * work.q_strides.head +
+          row / work.group * work.q_strides.token + lane % 4 * 2;
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        queries[eight][step][i] =
+            there ? *reinterpret_cast<const uint32_t*>(from + step * 16 + i * 8) : 0u;
+      }
+    }
+  }
+}
+
+// Adds one tile to a warp's output.
+template <int kEights>
+__device__ inline void attend(const uint4* tile, int first, int all_visible, const Work& work,
+                              const uint32_t (&queries)[kEights][kSteps][2], Columns<kEights>& columns,
+                              float (&out)[kSteps][kEights][4]) {
+  const int lane = threadIdx.x % 32;
+  float scores[kEights][4] = {};
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    uint32_t keys[4];
+    load_matrices(keys, tile + slot(lane % 16, step * 2 + lane / 16));
+#pragma unroll
+    for (int eight = 0; eight < kEights; ++eight) {
+      multiply_add<Element>(scores[eight], keys, queries[eight][step]);
+    }
+  }
+  uint32_t weights[kEights][2];
+  float shrink[kEights][2];
+#pragma unroll
+  for (int eight = 0; eight < kEights; ++eight) {
+    float(&score)[4] = scores[eight];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) score[i] *= work.scale;
+    if (work.slopes) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int behind = columns.limit[eight][i % 2] - 1 - (first + lane / 4 + i / 2 * 8);
+        score[i] -= columns.slope[eight][i % 2] * float(behind);
+      }
+    }
+    if (first + kTile > all_visible) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (first + lane / 4 + i / 2 * 8 >= columns.limit[eight][i % 2]) score[i] = -INFINITY;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float most = fmaxf(score[i], score[i + 2]);
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, step));
+      most = fmaxf(most, columns.greatest[eight][i]);
+      const float base = most == -INFINITY ? 0.f : most;  // nothing is visible yet
+      shrink[eight][i] = power_of_two(columns.greatest[eight][i] - base);
+      columns.greatest[eight][i] = most;
+      score[i] = power_of_two(score[i] - base);
+      score[i + 2] = power_of_two(score[i + 2] - base);
+      columns.sum[eight][i] = columns.sum[eight][i] * shrink[eight][i] + (score[i] + score[i + 2]);
+    }
+    weights[eight][0] = transposed(packed<Element>(score[0], score[1]));
+    weights[eight][1] = transposed(packed<Element>(score[2], score[3]));
+  }
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    uint32_t values[4];
+    const int matrix = lane / 8;
+    load_transposed(values, tile + kTileChunks + slot(lane % 8 + matrix / 2 * 8, step * 2 + matrix % 2));
+#pragma unroll
+    for (int eight = 0; eight < kEights; ++eight) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[step][eight][i] *= shrink[eight][i % 2];
+      multiply_add<Element>(out[step][eight], values, weights[eight]);
+    }
+  }
+}
+
+struct alignas(8) Four {
+  Element at[4];
+};
+
+__device__ inline void store_out(const Work& work, int batch, int head, int row, int column, float4 value,
+                                 float factor) {
+  const int64_t token = int64_t{batch} * work.tokens + row / work.group;
+  const int64_t line = token * work.heads * work.group + head * work.group + row % work.group;
+  const Four rounded = {{Element(value.x * factor), Element(value.y * factor), Element(value.z * factor),
+                         Element(value.w * factor)}};
+  *reinterpret_cast<Four*>(work.out + line * HEAD + column * 4) = rounded;
+}
+
+__device__ inline void add(float4& sum, float factor, const float4& value) {
+  sum.x += factor * value.x;
+  sum.y += factor * value.y;
+  sum.z += factor * value.z;
+  sum.w += factor * value.w;
+}
+
+// Writes the new tokens that are in this block's part of the context to the cache.
+__device__ inline void append(const Work& work, const Rows& rows, int begin, int end) {
+  const int first = max(begin, rows.old);
+  for (int i = threadIdx.x; i < (min(end, work.capacity) - first) * kChunks; i += kThreads) {
+    const int position = first + i / kChunks, chunk = i % kChunks * 8;
+    const int row = rows.cached(position);
+    const int64_t from = (position - rows.old) * rows.new_stride + chunk;
+    if (row < 0) continue;
+    const int64_t to = row * rows.stride + chunk;
+    const uint4 key = *reinterpret_cast<const uint4*>(rows.k_new + from);
+    const uint4 value = *reinterpret_cast<const uint4*>(rows.v_new + from);
+    *reinterpret_cast<uint4*>(const_cast<Element*>(rows.k) + to) = key;
+    *reinterpret_cast<uint4*>(const_cast<Element*>(rows.v) + to) = value;
+  }
+}
+
+}  // namespace decode

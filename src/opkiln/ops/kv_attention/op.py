@@ -1,0 +1,25 @@
+"""The library and the schema of ``kv_attention``. Imports no torch: it is on the cache-hit path."""
+
+from __future__ import annotations
+
+from opkiln.authoring.library import library
+
+kit = library(
+    "kv_attention",
+    cuda="decode.cu",
+    namespace="opkiln",
+    needs={"archs": "8.0"},  # tensor cores with bfloat16, and asynchronous copies
+    variants={
+        "HEAD": (64, 80, 96, 128, 192, 256),
+        "T": ("half", "bfloat16"),
+        "PAGED": (False, True),
+    },
+    schemas=(
+        "kv_attention(Tensor q, Tensor? k, Tensor? v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+        "Tensor lengths, Tensor? block_table, Tensor? slopes, Tensor(c!) counters, float scale, "
+        "bool causal, SymInt splits) -> Tensor",
+    ),
+    functions="opkiln.ops.kv_attention.functions",
+)
+# The kernel's matrix instructions are NVIDIA's: on ROCm the reference serves.
+kit.builder.BACKENDS = ("cuda",)
