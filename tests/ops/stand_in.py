@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,6 +26,29 @@ def emulated(builder: type[opkiln.OpBuilder]) -> Any:
         return made(backend="emulated").jit_load(verbose=False)
     except ToolchainError as error:
         pytest.skip(f"kernels cannot be emulated here: {error.what}")
+
+
+def emulated_functions(*functions: Any) -> Any:
+    """The functions of an ``opkiln.library``, as ops of their own whose CUDA kernels the emulator
+    runs on CPU tensors."""
+    builder = functions[0].builder
+    home = Path(builder.PLACE.directory)
+    twin = opkiln.library(
+        f"emulated_{builder.NAME}",
+        cuda=[str(home / each) for each in builder.SOURCES.cuda],
+        namespace="emulated",
+        emulate=True,
+    )
+    made = {}
+    for each in functions:
+        arguments = each.overload._schema.arguments
+        written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        made[each.__name__] = twin.op(mutates=written)(each.reference)
+    try:
+        twin.builder(backend="emulated").jit_load(verbose=False)
+    except ToolchainError as error:
+        pytest.skip(f"kernels cannot be emulated here: {error.what}")
+    return SimpleNamespace(**made)
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Adds of biases and residuals to images whose channels come last in memory."""
