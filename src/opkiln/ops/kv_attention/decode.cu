@@ -1,4 +1,6 @@
 // The kernel of kv_attention, and its launch. decode.h has the parts.
+#include <opkiln/op.h>
+
 #include "decode.h"
 
 using opk::Tensor;

@@ -13,7 +13,7 @@
 // says is the last adds the parts in their order, so a result does not depend on which came last.
 #pragma once
 
-#include <opkiln/op.h>
+#include <math.h>
 #include <opkiln/warp_matrix.h>
 
 #ifndef WARPS  // two blocks of 96 KiB fit a multiprocessor of an H100, and one fits those of other GPUs
