@@ -24,7 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import opkiln
-from opkiln.ops.kv_attention.attention import KVCache, attention, chosen_splits
+from opkiln.nn.inference import KVCache, attention
+from opkiln.ops.kv_attention.attention import chosen_splits
 from opkiln.ops.kv_attention.functions import kv_attention
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
 
 from kv_cases import CASES, Case, check, make
 
-from opkiln.ops.kv_attention.attention import KVCache, attention
+from opkiln.nn.inference import KVCache, attention
 from opkiln.ops.kv_attention.functions import kv_attention
 
 NAMES = {torch.float16: "half", torch.bfloat16: "bfloat16"}

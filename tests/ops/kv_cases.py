@@ -58,14 +58,13 @@ class Call(NamedTuple):
         def copy(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return value.to(dtype, copy=True) if dtype and value.is_floating_point() else value.clone()
+            converted = dtype is not None and value.is_floating_point()
+            return value.to(dtype, copy=True) if converted else value.clone()
 
         return Call(*map(copy, self))
 
 
-def make(
-    case: Case, head: int, dtype: torch.dtype, device: str = "cpu", *, seed: int = 0
-) -> Call:
+def make(case: Case, head: int, dtype: torch.dtype, device: str = "cpu", *, seed: int = 0) -> Call:
     """The arguments of a call. What no token has written in the cache is NaN."""
     generator = torch.Generator().manual_seed(seed)
 

@@ -6,6 +6,7 @@ from opkiln import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from opkiln.ops.kv_attention.attention import KVCache, attention
     from opkiln.ops.transformer_inference.functions.activations import (
         bias_add,
         bias_gelu,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "KVCache",
+    "attention",
     "bias_add",
     "bias_gelu",
     "bias_relu",
@@ -46,6 +49,8 @@ __all__ = [
 
 _FUNCTIONS = "opkiln.ops.transformer_inference.functions"
 _HOMES = {
+    "KVCache": "opkiln.ops.kv_attention.attention",
+    "attention": "opkiln.ops.kv_attention.attention",
     "bias_add": f"{_FUNCTIONS}.activations",
     "bias_gelu": f"{_FUNCTIONS}.activations",
     "bias_relu": f"{_FUNCTIONS}.activations",

@@ -160,9 +160,7 @@ def _checked(
 ) -> tuple[int, int, int, int]:
     """The sizes of q. Raises UsageError."""
     if q.dim() != 4:
-        raise ArgumentError(
-            f"q has shape {list(q.shape)}, expected [batch, heads, tokens, head]"
-        )
+        raise ArgumentError(f"q has shape {list(q.shape)}, expected [batch, heads, tokens, head]")
     batch, heads, tokens, head = q.shape
     kv_heads = cache.kv_heads
     if cache.k.shape[3] != head or heads % kv_heads != 0:

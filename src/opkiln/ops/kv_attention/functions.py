@@ -36,6 +36,7 @@ def kv_attention(
     ``counters`` are int32 zeros, and zeros again after the call. ``splits`` is how many blocks of
     the GPU share a sequence. A query that sees no key gives zeros.
     """
+    del counters, splits  # for kernels
     if k is not None and v is not None:
         append(k, v, k_cache, v_cache, lengths, block_table)
     tokens = q.shape[2]
@@ -76,16 +77,13 @@ def _(
     v: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
-    lengths: Tensor,
+    _lengths: Tensor,
     block_table: Tensor | None,
-    slopes: Tensor | None,
-    counters: Tensor,
-    scale: float,
-    causal: bool,
-    splits: int,
+    *_: object,
 ) -> dict[str, int | str | bool] | None:
-    fits = _fits(q) and _fits(k_cache) and k_cache.stride() == v_cache.stride()
-    if not fits or (k is not None and v is not None and not (_fits(k) and k.stride() == v.stride())):
+    if not (_fits(q) and _fits(k_cache) and k_cache.stride() == v_cache.stride()):
+        return None
+    if k is not None and v is not None and not (_fits(k) and k.stride() == v.stride()):
         return None
     kind = _TYPES.get(q.dtype) or str(q.dtype).removeprefix("torch.")
     return {"HEAD": q.shape[3], "T": kind, "PAGED": block_table is not None}
@@ -94,7 +92,7 @@ def _(
 def _fits(x: Tensor) -> bool:
     """Whether all rows begin at multiples of 16 bytes, in 16-bit types."""
     batch, head, token, one = x.stride()
-    return one == 1 and (batch | head | token | x.storage_offset()) % 8 == 0
+    return one == 1 and (batch | head | token) % 8 == 0 and x.storage_offset() % 8 == 0
 
 
 def append(

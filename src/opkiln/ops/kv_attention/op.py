@@ -15,9 +15,11 @@ kit = library(
         "PAGED": (False, True),
     },
     schemas=(
-        "kv_attention(Tensor q, Tensor? k, Tensor? v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-        "Tensor lengths, Tensor? block_table, Tensor? slopes, Tensor(c!) counters, float scale, "
-        "bool causal, SymInt splits) -> Tensor",
+        (
+            "kv_attention(Tensor q, Tensor? k, Tensor? v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+            "Tensor lengths, Tensor? block_table, Tensor? slopes, Tensor(c!) counters, "
+            "float scale, bool causal, SymInt splits) -> Tensor"
+        ),
     ),
     functions="opkiln.ops.kv_attention.functions",
 )
