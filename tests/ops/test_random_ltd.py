@@ -210,9 +210,9 @@ def test_wrong_arguments_are_named(ops: Any, version: str) -> None:
         ("kept is 6, but mask is for 5 tokens", "mask_gather_gpt", (mask, 6)),
         (r"expected \[layers, 2, kept\]", "mask_gather_bert", (mask, indices)),
     ):
+        function = getattr(ops, name) if version == "native" else getattr(functions, name).reference
         with pytest.raises(RuntimeError, match=message):
-            function = getattr(ops if version == "native" else functions, name)
-            (function if version == "native" else function.reference)(*args)
+            function(*args)
 
 
 def test_an_index_out_of_range_is_an_error(ops: Any) -> None:

@@ -1,4 +1,4 @@
-"""Random layer-token drop (random-LTD): layers that see some of the tokens, drawn anew in each step.
+"""Random layer-token drop (random-LTD): layers that see some of the tokens, drawn in each step.
 Importing this module is cheap: each name is imported when it is used."""
 
 from __future__ import annotations
