@@ -182,6 +182,75 @@ def test_every_op_that_the_report_calls_compatible_loads(programs: Programs) -> 
     assert found == {name: "ops" if name in ops else "engine" for name in found}
 
 
+def test_random_ltd_trains_a_layer_on_opkilns_kernels(programs: Programs) -> None:
+    """DeepSpeed has the front end for GPUs alone: here it is given the module by hand."""
+    found = programs.answer(
+        """
+        import opkiln.compat.deepspeed as on_opkiln
+        on_opkiln.install()
+        import torch
+        from deepspeed.ops.op_builder.random_ltd import RandomLTDBuilder
+        from deepspeed.ops.random_ltd import dropping_utils as theirs
+        theirs.random_ltd_module = RandomLTDBuilder().load()
+        from opkiln.nn import random_ltd as ours
+
+        mask = torch.randn(2, 1, 12, 12)
+        torch.manual_seed(0)
+        indices, masks = theirs.bert_sample_tokens(5, 12, 2, 3, "cpu", mask)
+        torch.manual_seed(0)
+        again, ours_masks = ours.bert_sample_tokens(5, 12, 2, 3, "cpu", mask)
+        answer = [torch.equal(indices, again), torch.equal(torch.stack(masks), ours_masks)]
+        for batch_first in (True, False):
+            layer = torch.nn.Linear(8, 8)
+            x = torch.randn(2, 12, 8) if batch_first else torch.randn(12, 2, 8)
+            x.requires_grad_()
+
+            def by_deepspeed():
+                all_tokens, part = theirs.GatherTokens.apply(x, indices[1], batch_first)
+                return theirs.ScatterTokens.apply(
+                    all_tokens, layer(part), indices[1], batch_first)
+
+            def by_opkiln():
+                part = layer(ours.token_gather(x, indices[1], batch_first))
+                return ours.token_scatter(x, part, indices[1], batch_first)
+
+            one, two = by_deepspeed(), by_opkiln()
+            answer.append(torch.equal(one, two))
+            if batch_first:
+                grads = [torch.autograd.grad(out.sin().sum(), (x, layer.weight))
+                         for out in (one, two)]
+                answer += [torch.allclose(a, b, atol=1e-6) for a, b in zip(*grads)]
+        answer.append(on_opkiln.served()["random_ltd"].origin)
+        """
+    )
+    assert found == [True] * 6 + ["ops"]
+
+
+def test_spatial_inference_adds_on_opkilns_kernels(programs: Programs) -> None:
+    found = programs.answer(
+        """
+        import opkiln.compat.deepspeed as on_opkiln
+        on_opkiln.install()
+        import torch
+        from deepspeed.ops.op_builder.spatial_inference import SpatialInferenceBuilder
+        from deepspeed.ops.transformer.inference import bias_add as theirs
+        theirs.spatial_cuda_module = SpatialInferenceBuilder().load()
+        x, other = torch.randn(2, 2, 8, 3, 3).to(memory_format=torch.contiguous_format)
+        x, other = (t.to(memory_format=torch.channels_last) for t in (x, other))
+        bias, more = torch.randn(2, 8)
+        column = bias.view(-1, 1, 1)
+        answer = [
+            torch.equal(theirs.nhwc_bias_add(x, bias), x + column),
+            torch.equal(theirs.nhwc_bias_add(x, bias, other), x + column + other),
+            torch.equal(theirs.nhwc_bias_add(x, bias, other, more),
+                        (x + column) + (other + more.view(-1, 1, 1))),
+            on_opkiln.served()["spatial_inference"].origin,
+        ]
+        """
+    )
+    assert found == [True, True, True, "ops"]
+
+
 def test_pinned_memory_of_deepspeeds_own_module_works(programs: Programs) -> None:
     found = programs.answer(
         """

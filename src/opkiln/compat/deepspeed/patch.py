@@ -39,6 +39,8 @@ MODULES = {
     "fused_lion": "optimizers:FusedLion",
     "fused_lamb": "optimizers:FusedLamb",
     "quantizer": "quantizer:Quantizer",
+    "random_ltd": "layers:RandomLTD",
+    "spatial_inference": "layers:SpatialInference",
     "utils": "modules:ByteTensors",
 }
 

@@ -9,8 +9,10 @@ kit = library(
     "cpu.cpp",
     cuda="cuda.cu",
     schemas=(
-        "spatial_bias_add(Tensor x, Tensor bias, Tensor? other=None, Tensor? other_bias=None, "
-        "SymInt? channel_dim=None) -> Tensor",
+        (
+            "spatial_bias_add(Tensor x, Tensor bias, Tensor? other=None, Tensor? other_bias=None, "
+            "SymInt? channel_dim=None) -> Tensor"
+        ),
     ),
     functions="opkiln.ops.spatial_inference.functions",
     namespace="opkiln",

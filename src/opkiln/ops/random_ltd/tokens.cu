@@ -1,0 +1,192 @@
+// Tokens as rows of bytes: a thread moves four units of up to 16 bytes, so that four loads are in flight
+// whatever the length of a row. No warp intrinsics: hipify turns this file into HIP as it is.
+
+#include <opkiln/op.h>
+
+#include "tokens.h"
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kTurns = 4;
+constexpr int kUnits = kThreads * kTurns;  // of a block
+constexpr int kMostRows = 1024;            // of a block that merges
+
+struct alignas(16) Sixteen {
+  uint32_t words[4];
+};
+
+// A division of 64 bits takes four times as long as one of 32.
+__device__ inline int64_t divided(int64_t value, uint32_t by) {
+  return (value >> 32) == 0 ? static_cast<int64_t>(static_cast<uint32_t>(value) / by) : value / by;
+}
+
+__device__ inline int64_t checked(int64_t index, int64_t tokens) {
+  if (index < 0 || index >= tokens) __trap();
+  return index;
+}
+
+// Gathers, or scatters, whole rows. Threads go along the rows of the kept tokens, in the order of memory.
+template <class Unit, bool kScatter>
+__global__ void __launch_bounds__(kThreads) move_kernel(const OPK_GRID_CONSTANT Tokens l) {
+  const uint32_t a_row = static_cast<uint32_t>(l.row / static_cast<int64_t>(sizeof(Unit)));
+  const uint32_t inner = static_cast<uint32_t>(l.batch_first ? l.kept : l.batch);
+  const uint32_t rows = static_cast<uint32_t>(l.batch * l.kept);
+  const int64_t start = int64_t{blockIdx.x} * kUnits;
+  const uint32_t start_row = static_cast<uint32_t>(divided(start, a_row));
+  const uint32_t start_place = static_cast<uint32_t>(start - int64_t{start_row} * a_row) + threadIdx.x;
+  // Indices first: those of all turns are on their way when the first one is checked.
+  uint32_t place[kTurns], sequence[kTurns], kept[kTurns];
+  int64_t index[kTurns];
+  bool is_row[kTurns];
+#pragma unroll
+  for (int t = 0; t < kTurns; ++t) {
+    const uint32_t more = (start_place + t * kThreads) / a_row, row = start_row + more;
+    const uint32_t outer = row / inner, rest = row - outer * inner;
+    place[t] = start_place + t * kThreads - more * a_row;
+    sequence[t] = l.batch_first ? outer : rest;
+    kept[t] = l.batch_first ? rest : outer;
+    is_row[t] = row < rows;
+    if (is_row[t]) index[t] = l.indices[int64_t{sequence[t]} * l.kept + kept[t]];
+  }
+  const Unit* from[kTurns];
+  Unit* to[kTurns];
+  Unit units[kTurns];
+#pragma unroll
+  for (int t = 0; t < kTurns; ++t) {
+    from[t] = nullptr;
+    if (is_row[t]) {
+      char* const far = l.all.at(sequence[t], checked(index[t], l.count));
+      char* const near = (kScatter ? l.part : l.out).at(sequence[t], kept[t]);
+      from[t] = reinterpret_cast<const Unit*>(kScatter ? near : far) + place[t];
+      to[t] = reinterpret_cast<Unit*>(kScatter ? far : near) + place[t];
+    }
+  }
+#pragma unroll
+  for (int t = 0; t < kTurns; ++t) {
+    if (from[t] != nullptr) units[t] = *from[t];
+  }
+#pragma unroll
+  for (int t = 0; t < kTurns; ++t) {
+    if (from[t] != nullptr) *to[t] = units[t];
+  }
+}
+
+// Each row of the result is read from where it comes from, and written once. A block has some
+// neighbouring tokens of one sequence; it looks through all indices of the sequence for those.
+template <class Unit>
+__global__ void __launch_bounds__(kThreads) merge_kernel(const OPK_GRID_CONSTANT Tokens l,
+                                                         int32_t a_block) {
+  __shared__ int32_t places[kMostRows];  // in `part`, or -1
+  const int64_t blocks = (l.count + a_block - 1) / a_block;
+  const int64_t b = divided(blockIdx.x, static_cast<uint32_t>(blocks));
+  const int64_t first = (blockIdx.x - b * blocks) * a_block;
+  const int32_t rows = static_cast<int32_t>(l.count - first < a_block ? l.count - first : a_block);
+  for (int32_t i = threadIdx.x; i < rows; i += kThreads) places[i] = -1;
+  __syncthreads();
+  for (int64_t begin = threadIdx.x; begin < l.kept; begin += kUnits) {
+    int64_t index[kTurns];
+#pragma unroll
+    for (int t = 0; t < kTurns; ++t) {
+      const int64_t k = begin + t * kThreads;
+      if (k < l.kept) index[t] = l.indices[b * l.kept + k];
+    }
+#pragma unroll
+    for (int t = 0; t < kTurns; ++t) {
+      const int64_t k = begin + t * kThreads;
+      if (k >= l.kept) continue;
+      const int64_t at = checked(index[t], l.count) - first;
+      if (at >= 0 && at < rows) places[at] = static_cast<int32_t>(k);
+    }
+  }
+  __syncthreads();
+  const uint32_t a_row = static_cast<uint32_t>(l.row / static_cast<int64_t>(sizeof(Unit)));
+  const int64_t all = int64_t{rows} * a_row;
+  for (int64_t begin = threadIdx.x; begin < all; begin += kUnits) {
+    Unit units[kTurns];
+#pragma unroll
+    for (int t = 0; t < kTurns; ++t) {
+      const int64_t at = begin + t * kThreads;
+      units[t] = Unit{};
+      if (at < all) {
+        const int64_t row = divided(at, a_row);
+        const int32_t place = places[row];
+        const Side& side = place < 0 ? l.all : l.part;
+        if (side.data != nullptr) {
+          const char* const from = side.at(b, place < 0 ? first + row : place);
+          units[t] = reinterpret_cast<const Unit*>(from)[at - row * a_row];
+        }
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < kTurns; ++t) {
+      const int64_t at = begin + t * kThreads;
+      if (at < all) {
+        const int64_t row = divided(at, a_row);
+        reinterpret_cast<Unit*>(l.out.at(b, first + row))[at - row * a_row] = units[t];
+      }
+    }
+  }
+}
+
+// The widest unit that every row is made of and begins at.
+int unit_of(const Tokens& tokens) {
+  uint64_t all = 16 | static_cast<uint64_t>(tokens.row);
+  for (const Side& side : {tokens.all, tokens.part, tokens.out}) {
+    all |= reinterpret_cast<uintptr_t>(side.data);
+    all |= static_cast<uint64_t>(side.batch) | static_cast<uint64_t>(side.token);
+  }
+  const int widest = static_cast<int>(all & -all);
+  return widest == 8 ? 4 : widest;
+}
+
+void launch_move(void (*kernel)(Tokens), const Tokens& tokens, int unit) {
+  OPK_CHECK(tokens.batch * tokens.kept < 1LL << 31 && tokens.row / unit < 1LL << 31, "indices has ",
+            tokens.batch * tokens.kept, " tokens of ", tokens.row, " bytes, which is too many");
+  const int64_t units = tokens.batch * tokens.kept * (tokens.row / unit);
+  opk::launch(kernel, (units + kUnits - 1) / kUnits, kThreads, 0, tokens);
+}
+
+template <bool kScatter>
+void move(const Tokens& tokens) {
+  switch (const int unit = unit_of(tokens)) {
+    case 16: return launch_move(move_kernel<Sixteen, kScatter>, tokens, unit);
+    case 4: return launch_move(move_kernel<uint32_t, kScatter>, tokens, unit);
+    case 2: return launch_move(move_kernel<uint16_t, kScatter>, tokens, unit);
+    default: return launch_move(move_kernel<uint8_t, kScatter>, tokens, unit);
+  }
+}
+
+void gather(const Tokens& tokens) { move<false>(tokens); }
+
+void scatter(const Tokens& tokens) { move<true>(tokens); }
+
+void launch_merge(void (*kernel)(Tokens, int32_t), const Tokens& tokens, int unit) {
+  OPK_CHECK(tokens.kept < 1LL << 31 && tokens.row / unit < 1LL << 31, "indices has rows of ", tokens.kept,
+            " tokens of ", tokens.row, " bytes, which is too many");
+  // At least two turns of all threads, and four times as many bytes as the indices have, which every
+  // block reads (from the second cache).
+  const int64_t turn = (2 * int64_t{kUnits} * unit + tokens.row - 1) / tokens.row;
+  const int64_t worth = tokens.kept * 16 / tokens.row;
+  const int64_t wanted = turn > worth ? turn : worth;
+  const int64_t a_block = wanted < 1 ? 1 : wanted < kMostRows ? wanted : kMostRows;
+  const int64_t blocks = (tokens.count + a_block - 1) / a_block;
+  opk::launch(kernel, tokens.batch * blocks, kThreads, 0, tokens, static_cast<int32_t>(a_block));
+}
+
+void merge(const Tokens& tokens) {
+  switch (const int unit = unit_of(tokens)) {
+    case 16: return launch_merge(merge_kernel<Sixteen>, tokens, unit);
+    case 4: return launch_merge(merge_kernel<uint32_t>, tokens, unit);
+    case 2: return launch_merge(merge_kernel<uint16_t>, tokens, unit);
+    default: return launch_merge(merge_kernel<uint8_t>, tokens, unit);
+  }
+}
+
+}  // namespace
+
+OPKILN_OP(token_gather, cuda);
+OPKILN_OP(token_scatter, cuda);
+OPKILN_OP(token_scatter_, cuda);
+OPKILN_OP(token_spread, cuda);
+OPKILN_OP(token_clear, cuda);
