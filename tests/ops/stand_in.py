@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +31,14 @@ def emulated_functions(*functions: Any) -> Any:
     """The functions of an ``opkiln.library``, as ops of their own whose CUDA kernels the emulator
     runs on CPU tensors."""
     builder = functions[0].builder
-    home = Path(builder.PLACE.directory)
     twin = opkiln.library(
         f"emulated_{builder.NAME}",
-        cuda=[str(home / each) for each in builder.SOURCES.cuda],
+        cuda=builder.SOURCES.cuda,
         namespace="emulated",
         emulate=True,
     )
+    # Where the sources are: the emulator translates a copy of those below the root.
+    twin.builder.PLACE, twin.builder.DIRECTORY = builder.PLACE, builder.DIRECTORY
     made = {}
     for each in functions:
         arguments = each.overload._schema.arguments
