@@ -32,8 +32,12 @@ def emulated_functions(*functions: Any) -> Any:
     runs on CPU tensors."""
     builder = functions[0].builder
     twin = opkiln.library(
-        f"emulated_{builder.NAME}", cuda=builder.SOURCES.cuda, namespace="emulated", emulate=True
+        f"emulated_{builder.NAME}",
+        cuda=builder.SOURCES.cuda,
+        namespace="emulated",
+        emulate=True,
     )
+    # Where the sources are: the emulator translates a copy of those below the root.
     twin.builder.PLACE, twin.builder.DIRECTORY = builder.PLACE, builder.DIRECTORY
     made = {}
     for each in functions:

@@ -24,6 +24,9 @@ struct Work {
   Norm norm;
   int vectors;  // of 16 bytes, in a row
   int team;     // threads of a row: a power of two up to a warp, or the block
+  int log2_team;      // 31 if it is the block, so that all of its threads are of one row
+  int rows_of_block;
+  float share;        // 1 / columns
   int held;     // vectors of a long row that shared memory has room for
 };
 
@@ -110,11 +113,11 @@ __device__ inline Sixteen<T> result_of(const Norm& n, Sixteen<T> x, int column, 
 }
 
 template <class T, bool kCentred, bool kAdds>
-__global__ void __launch_bounds__(kMostThreads, kAdds ? 2 : 3) norm_kernel(const OPK_GRID_CONSTANT Work w) {
+__global__ void __launch_bounds__(kMostThreads, kAdds || kCentred ? 2 : 3) norm_kernel(const OPK_GRID_CONSTANT Work w) {
   __shared__ float shared[2][kMostThreads / 32];
   const Norm& n = w.norm;
-  const int lane = threadIdx.x % w.team;
-  const int64_t row = int64_t{blockIdx.x} * (blockDim.x / w.team) + threadIdx.x / w.team;
+  const int lane = threadIdx.x & ((1u << w.log2_team) - 1);
+  const int64_t row = int64_t{blockIdx.x} * w.rows_of_block + (threadIdx.x >> w.log2_team);
   const int vectors = row < n.rows ? w.vectors : 0;  // nothing of a row that is not there
   const int64_t start = row * w.vectors;
   Sixteen<T> x[kVectors];
@@ -159,7 +162,6 @@ __global__ void __launch_bounds__(kMostThreads, kAdds ? 2 : 3) norm_kernel(const
       }
     }
   }
-  const float share = 1.0f / static_cast<float>(n.columns);
   float mean = 0;
   if (kCentred) {
     float sum = 0;
@@ -167,7 +169,7 @@ __global__ void __launch_bounds__(kMostThreads, kAdds ? 2 : 3) norm_kernel(const
     for (int v = 0; v < kVectors; ++v) {
       sum += sum_of(x[v]);
     }
-    mean = sum_of_team(sum, w.team, shared[0]) * share;
+    mean = sum_of_team(sum, w.team, shared[0]) * w.share;
   }
   float squares = 0;
 #pragma unroll
@@ -175,7 +177,7 @@ __global__ void __launch_bounds__(kMostThreads, kAdds ? 2 : 3) norm_kernel(const
     opkiln::device::forget_floats(x[v]);
     squares += lane + v * w.team < vectors ? squares_of(x[v], mean) : 0.0f;
   }
-  const float scale = rsqrtf(sum_of_team(squares, w.team, shared[1]) * share + n.eps);
+  const float scale = rsqrtf(sum_of_team(squares, w.team, shared[1]) * w.share + n.eps);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int at = lane + v * w.team;
@@ -203,7 +205,6 @@ __global__ void __launch_bounds__(kLongThreads) long_norm_kernel(const OPK_GRID_
   Sixteen<T>* const held = reinterpret_cast<Sixteen<T>*>(memory);
   const Norm& n = w.norm;
   const int64_t start = int64_t{blockIdx.x} * w.vectors;
-  const float share = 1.0f / static_cast<float>(n.columns);
   float sum = 0, squares = 0, mean = 0;
 #pragma unroll 4
   for (int at = threadIdx.x; at < w.vectors; at += kLongThreads) {
@@ -218,14 +219,14 @@ __global__ void __launch_bounds__(kLongThreads) long_norm_kernel(const OPK_GRID_
     squares += squares_of(x, 0);
   }
   if (n.centred) {
-    mean = sum_of_team(sum, w.team, shared[0]) * share;
+    mean = sum_of_team(sum, w.team, shared[0]) * w.share;
     squares = 0;
 #pragma unroll 4
     for (int at = threadIdx.x; at < w.vectors; at += kLongThreads) {
       squares += squares_of(at < w.held ? held[at] : long_vector<T>(n, start, at), mean);
     }
   }
-  const float scale = rsqrtf(sum_of_team(squares, w.team, shared[1]) * share + n.eps);
+  const float scale = rsqrtf(sum_of_team(squares, w.team, shared[1]) * w.share + n.eps);
 #pragma unroll 2
   for (int at = threadIdx.x; at < w.vectors; at += kLongThreads) {
     const Sixteen<T> x = at < w.held ? held[at] : long_vector<T>(n, start, at);
@@ -248,23 +249,22 @@ template <class T>
 __global__ void __launch_bounds__(kMostThreads) element_norm_kernel(const OPK_GRID_CONSTANT Work w) {
   __shared__ float shared[2][kMostThreads / 32];
   const Norm& n = w.norm;
-  const int lane = threadIdx.x % w.team;
-  const int64_t row = int64_t{blockIdx.x} * (blockDim.x / w.team) + threadIdx.x / w.team;
+  const int lane = threadIdx.x & ((1u << w.log2_team) - 1);
+  const int64_t row = int64_t{blockIdx.x} * w.rows_of_block + (threadIdx.x >> w.log2_team);
   const int64_t columns = row < n.rows ? n.columns : 0, start = row * n.columns;
-  const float share = 1.0f / static_cast<float>(n.columns);
   float mean = 0, squares = 0;
   if (n.centred) {
     float sum = 0;
     for (int64_t at = lane; at < columns; at += w.team) {
       sum += element<T>(n, start, at);
     }
-    mean = sum_of_team(sum, w.team, shared[0]) * share;
+    mean = sum_of_team(sum, w.team, shared[0]) * w.share;
   }
   for (int64_t at = lane; at < columns; at += w.team) {
     const float x = element<T>(n, start, at) - mean;
     squares += x * x;
   }
-  const float scale = rsqrtf(sum_of_team(squares, w.team, shared[1]) * share + n.eps);
+  const float scale = rsqrtf(sum_of_team(squares, w.team, shared[1]) * w.share + n.eps);
   for (int64_t at = lane; at < columns; at += w.team) {
     const float x = element<T>(n, start, at);
     if (n.sum) {
@@ -288,7 +288,7 @@ void launch_for(const Norm& norm) {
   // Units are what a thread reads of a row at once.
   const int64_t units = aligned ? norm.columns / (kCount * kVectors) + (norm.columns % (kCount * kVectors) != 0)
                                 : norm.columns;
-  Work work{norm, static_cast<int>(norm.columns / kCount), 1, 0};
+  Work work{norm, static_cast<int>(norm.columns / kCount), 1, 0, 1, 1.0f / static_cast<float>(norm.columns), 0};
   if (aligned && units > kMostThreads) {
     const int64_t room = kHeldBytes / 16;
     work.team = kLongThreads;
@@ -297,12 +297,14 @@ void launch_for(const Norm& norm) {
   }
   int threads = kShortThreads;
   if (units <= 32) {
-    while (work.team < units) work.team *= 2;
+    while (work.team < units) work.team *= 2, ++work.log2_team;
+    work.rows_of_block = threads / work.team;
   } else {
     const int64_t warps = (units + 31) / 32;
     threads = work.team = static_cast<int>(warps * 32 < kMostThreads ? warps * 32 : kMostThreads);
+    work.log2_team = 31;
   }
-  const int64_t a_block = threads / work.team, blocks = (norm.rows + a_block - 1) / a_block;
+  const int64_t blocks = (norm.rows + work.rows_of_block - 1) / work.rows_of_block;
   if (!aligned) {
     opk::launch(element_norm_kernel<T>, blocks, threads, 0, work);
   } else if (norm.centred) {

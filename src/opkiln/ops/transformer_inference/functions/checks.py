@@ -14,6 +14,8 @@ def widened(x: Tensor) -> Tensor:
 def check_row(x: Tensor, name: str, row: Tensor | None, *, of: str = "x") -> None:
     """``row`` has an element for each column of ``x``, which messages call ``of``. Raises
     RuntimeError."""
+    if x.dim() == 0:
+        raise RuntimeError(f"{of} has no dimensions, expected at least 1")
     if row is None:
         return
     check_like(x, name, row, of=of)
@@ -23,6 +25,8 @@ def check_row(x: Tensor, name: str, row: Tensor | None, *, of: str = "x") -> Non
 
 def check_same(x: Tensor, name: str, other: Tensor | None, *, of: str = "x") -> None:
     """``other`` has the shape of ``x``. Raises RuntimeError."""
+    if x.dim() == 0:
+        raise RuntimeError(f"{of} has no dimensions, expected at least 1")
     if other is None:
         return
     check_like(x, name, other, of=of)
@@ -32,8 +36,6 @@ def check_same(x: Tensor, name: str, other: Tensor | None, *, of: str = "x") -> 
 
 def check_like(x: Tensor, name: str, other: Tensor, *, of: str = "x") -> None:
     """``other`` has the dtype of ``x`` and is where ``x`` is. Raises RuntimeError."""
-    if x.dim() == 0:
-        raise RuntimeError(f"{of} has no dimensions, expected at least 1")
     if other.dtype != x.dtype:
         raise RuntimeError(f"{name} has dtype {other.dtype}, {of} has {x.dtype}")
     if other.device != x.device:

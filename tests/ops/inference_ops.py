@@ -1,0 +1,48 @@
+"""The op transformer_inference for tests: its CPU version, its CUDA kernels in the emulator, and what
+their results are held against."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from stand_in import emulated_functions
+from torch import Tensor
+
+from opkiln.ops.transformer_inference import functions
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Two units of the last digit, relative to the result.
+_ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+@cache
+def _emulated() -> Any:
+    return emulated_functions(*(getattr(functions, name) for name in functions.__all__))
+
+
+def version(kind: str) -> Any:
+    """The functions: ``native``, ``emulated`` or ``reference``."""
+    if kind == "emulated":
+        return _emulated()
+    if kind == "reference":
+        named = {name: getattr(functions, name).reference for name in functions.__all__}
+        return SimpleNamespace(**named)
+    if not functions.rms_norm.load("cpu"):
+        pytest.skip("there is no compiler")
+    return functions
+
+
+def assert_rounded(got: Tensor, exact: Tensor, *, slack: float = 0.0) -> None:
+    """``got`` is ``exact``, which is in float64, but for rounding. ``slack`` is an error that comes
+    from the arguments' own size."""
+    assert got.shape == exact.shape
+    allowed = _ROUNDING[got.dtype] * (exact.abs() + slack) + torch.finfo(got.dtype).tiny
+    wrong = (got.double() - exact).abs() > allowed
+    wrong &= got != exact.to(got.dtype)  # infinity less infinity is NaN
+    wrong |= got.isnan() != exact.to(got.dtype).isnan()
+    at = wrong.nonzero()
+    assert not len(at), f"{got[tuple(at[0])]} at {at[0].tolist()}, not {exact[tuple(at[0])]}"
