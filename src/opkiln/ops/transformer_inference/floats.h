@@ -1,0 +1,29 @@
+// Runs of elements as floats and back, for loops on the CPU that compute in fp32.
+#pragma once
+
+#include <opkiln/vec.h>
+
+OPKILN_NAMESPACE_BEGIN
+
+inline float as_float(float value) { return value; }
+inline float as_float(BFloat16 value) { return widen(value); }
+inline float as_float(Float16 value) { return widen(value); }
+inline void set_from(float value, float* to) { *to = value; }
+inline void set_from(float value, BFloat16* to) { *to = narrow_bfloat16(value); }
+inline void set_from(float value, Float16* to) { *to = narrow_float16(value); }
+
+template <class T>
+void load_floats(const T* from, float* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + Vec::kLanes <= count; i += Vec::kLanes) Vec::load(from + i).store(to + i);
+  for (; i < count; ++i) to[i] = as_float(from[i]);
+}
+
+template <class T>
+void store_floats(const float* from, T* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + Vec::kLanes <= count; i += Vec::kLanes) Vec::load(from + i).store(to + i);
+  for (; i < count; ++i) set_from(from[i], to + i);
+}
+
+OPKILN_NAMESPACE_END

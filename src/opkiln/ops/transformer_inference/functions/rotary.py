@@ -1,0 +1,209 @@
+"""Rotary position embedding of ``[batch, seq, heads, dim]`` or ``[seq, heads, dim]``, any strides.
+
+The first ``dim`` elements of each head (all of them, if it is 0) are pairs of coordinates. Pair
+``i`` of ``n`` is turned by ``position * theta ** (-i / n)``. Its coordinates are the elements ``i``
+and ``n + i`` (GPT-NeoX, Llama), or ``2 * i`` and ``2 * i + 1`` with ``interleaved`` (GPT-J). The
+other elements stay as they are.
+
+``positions`` are int32 or int64, ``[batch, seq]`` or ``[seq]``; without them a sequence begins at
+0. ``cos`` and ``sin``, both ``[positions, n]``, fp32 or 16-bit, replace ``theta``: a position is a
+row of them. On the CPU a position without a row is refused, on a GPU it gives NaN. ``inverse``
+turns back.
+
+Angles are exact to 2e-7 for every position. 16-bit elements are rotated in fp32 and rounded once.
+A result has the strides that ``torch.empty_like`` gives. The tables get no gradient.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from opkiln.ops.transformer_inference.functions.checks import widened
+from opkiln.ops.transformer_inference.op import kit
+
+_MOST = 512  # elements of a head that are rotated without tables
+
+
+@kit.op()
+def rotary(
+    x: Tensor,
+    positions: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    dim: int = 0,
+    theta: float = 10000.0,
+    interleaved: bool = False,
+    inverse: bool = False,
+) -> Tensor:
+    """``x`` rotated: fp32, fp16 or bf16. The module says what the arguments are."""
+    angles = _angles(x, positions, cos, sin, dim, theta, inverse)
+    out = torch.empty_like(x)
+    return out.copy_(_rotated(x, *angles, interleaved))
+
+
+@kit.op(mutates="x")
+def rotary_(
+    x: Tensor,
+    positions: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    dim: int = 0,
+    theta: float = 10000.0,
+    interleaved: bool = False,
+    inverse: bool = False,
+) -> None:
+    """``rotary``, written over ``x``."""
+    x.copy_(_rotated(x, *_angles(x, positions, cos, sin, dim, theta, inverse), interleaved))
+
+
+@kit.op()
+def rotary_qk(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    dim: int = 0,
+    theta: float = 10000.0,
+    interleaved: bool = False,
+    inverse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``rotary`` of queries and keys at once. They may have different numbers of heads."""
+    _check_keys(q, k)
+    angles = _angles(q, positions, cos, sin, dim, theta, inverse)
+    return (
+        torch.empty_like(q).copy_(_rotated(q, *angles, interleaved)),
+        torch.empty_like(k).copy_(_rotated(k, *angles, interleaved)),
+    )
+
+
+@kit.op(mutates=("q", "k"))
+def rotary_qk_(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    dim: int = 0,
+    theta: float = 10000.0,
+    interleaved: bool = False,
+    inverse: bool = False,
+) -> None:
+    """``rotary_qk``, written over ``q`` and ``k``."""
+    _check_keys(q, k)
+    angles = _angles(q, positions, cos, sin, dim, theta, inverse)
+    q.copy_(_rotated(q, *angles, interleaved))
+    k.copy_(_rotated(k, *angles, interleaved))
+
+
+@rotary.backward
+def _rotary_backward(
+    grad: Tensor,
+    _x: Tensor,
+    positions: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    dim: int,
+    theta: float,
+    interleaved: bool,
+    inverse: bool,
+) -> tuple[Tensor | None, ...]:
+    back = rotary(grad, positions, cos, sin, dim, theta, interleaved, not inverse)
+    return (back, *[None] * 7)
+
+
+@rotary_qk.backward
+def _rotary_qk_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    _q: Tensor,
+    _k: Tensor,
+    positions: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    dim: int,
+    theta: float,
+    interleaved: bool,
+    inverse: bool,
+) -> tuple[Tensor | None, ...]:
+    back = rotary_qk(grad_q, grad_k, positions, cos, sin, dim, theta, interleaved, not inverse)
+    return (*back, *[None] * 7)
+
+
+def _angles(
+    x: Tensor,
+    positions: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    dim: int,
+    theta: float,
+    inverse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, ``[..., seq, 1, pairs]``. Raises RuntimeError."""
+    if x.dim() not in (3, 4):
+        raise RuntimeError(
+            f"x has shape {list(x.shape)}, expected [batch, seq, heads, dim] or [seq, heads, dim]"
+        )
+    rotated = dim or x.shape[-1]
+    if not 0 < rotated <= x.shape[-1] or rotated % 2:
+        raise RuntimeError(
+            f"dim is {rotated}, expected an even number from 2 to the size of a head, which is "
+            f"{x.shape[-1]}"
+        )
+    seq = x.shape[-3]
+    if positions is None:
+        positions = torch.arange(seq, device=x.device)
+    elif positions.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(f"positions has dtype {positions.dtype}, expected int32 or int64")
+    elif positions.shape != x.shape[-3:-2] and positions.shape != x.shape[:-2]:
+        raise RuntimeError(
+            f"positions has shape {list(positions.shape)}, x has {list(x.shape)}: expected "
+            "[batch, seq] or [seq]"
+        )
+    if (cos is None) != (sin is None):
+        raise RuntimeError("cos and sin are given together, or neither")
+    pairs = rotated // 2
+    if cos is not None and sin is not None:
+        for name, table in (("cos", cos), ("sin", sin)):
+            if table.dim() != 2 or table.shape[1] != pairs:
+                raise RuntimeError(
+                    f"{name} has shape {list(table.shape)}, expected [positions, {pairs}]"
+                )
+        tables = widened(cos)[positions], widened(sin)[positions]
+    else:
+        if rotated > _MOST:
+            raise RuntimeError(
+                f"dim is {rotated}, and at most {_MOST} without tables cos and sin"
+            )  # fmt: skip
+        if theta <= 0:
+            raise RuntimeError(f"theta is {theta}, expected a positive number")
+        steps = torch.arange(pairs, device=x.device, dtype=torch.float64)
+        angle = positions.double()[..., None] * torch.exp(steps * (-math.log(theta) / pairs))
+        exact = x.dtype if x.dtype == torch.float64 else torch.float32
+        tables = angle.cos().to(exact), angle.sin().to(exact)
+    c, s = (table[..., None, :] for table in tables)
+    return c, -s if inverse else s
+
+
+def _rotated(x: Tensor, c: Tensor, s: Tensor, interleaved: bool) -> Tensor:
+    rotated = 2 * c.shape[-1]
+    wide, rest = widened(x[..., :rotated]), x[..., rotated:]
+    if interleaved:
+        a, b = wide[..., 0::2], wide[..., 1::2]
+        turned = torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2)
+    else:
+        a, b = wide.chunk(2, -1)
+        turned = torch.cat((a * c - b * s, b * c + a * s), -1)
+    return torch.cat((turned.to(x.dtype), rest), -1)
+
+
+def _check_keys(q: Tensor, k: Tensor) -> None:
+    if k.dtype != q.dtype:
+        raise RuntimeError(f"k has dtype {k.dtype}, q has {q.dtype}")
+    if k.dim() != q.dim() or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != q.shape[-1]:
+        raise RuntimeError(
+            f"k has shape {list(k.shape)}, q has {list(q.shape)}: only heads may differ"
+        )

@@ -1,0 +1,213 @@
+// Rotary position embedding on a GPU.
+//
+// A block has a few tokens. Its threads are units of a head (x), heads (y) and tokens (z). Each thread has
+// the same unit of several heads and loads them all before it waits for the cosines and sines, which the
+// block computes once for each token and pair, in shared memory. Both partners of a pair are in one
+// thread, so the result may be written over the input.
+
+#include <opkiln/op.h>
+#include <opkiln/sixteen_bytes.h>
+
+#include "rotary.h"
+
+namespace {
+
+using opkiln::device::Sixteen;
+using rotary::Side;
+using rotary::Work;
+
+constexpr int kThreads = 128;
+constexpr int kHeads = 4;  // of a thread: with two halves of sixteen bytes each, 128 bytes are in flight
+
+// What a thread rotates, or copies, at once: pairs in whole accesses of sixteen bytes.
+template <class T, bool kInterleaved>
+struct Packed {
+  using Pack = Sixteen<T>;
+  static constexpr int kRest = Pack::kCount;  // elements that it copies
+  static constexpr int kPairs = kInterleaved ? kRest / 2 : kRest;
+  Pack low, high;  // of halves; neighbours are in `low` alone
+
+  __device__ void load(const Work& work, const T* head, int64_t, int unit, int rotated) {
+    if (unit >= rotated) {
+      low = *reinterpret_cast<const Pack*>(head + 2 * work.pairs + (unit - rotated) * kRest);
+    } else {
+      low = *reinterpret_cast<const Pack*>(head + unit * kRest);
+      if (!kInterleaved) high = *reinterpret_cast<const Pack*>(head + work.pairs + unit * kRest);
+    }
+  }
+
+  __device__ void store(const Work& work, T* head, int64_t, int unit, int rotated, const float* c,
+                        const float* s) {
+    if (unit >= rotated) {
+      *reinterpret_cast<Pack*>(head + 2 * work.pairs + (unit - rotated) * kRest) = low;
+      return;
+    }
+    if (kInterleaved) {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const float a = low[2 * i], b = low[2 * i + 1];
+        low.set_two(2 * i, a * c[i] - b * s[i], b * c[i] + a * s[i]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPairs; i += 2) {
+        const float a = low[i], b = high[i], x = low[i + 1], y = high[i + 1];
+        low.set_two(i, a * c[i] - b * s[i], x * c[i + 1] - y * s[i + 1]);
+        high.set_two(i, b * c[i] + a * s[i], y * c[i + 1] + x * s[i + 1]);
+      }
+      *reinterpret_cast<Pack*>(head + work.pairs + unit * kRest) = high;
+    }
+    *reinterpret_cast<Pack*>(head + unit * kRest) = low;
+  }
+};
+
+// Any strides and addresses: a unit is one pair, or one element to copy.
+template <class T>
+struct Single {
+  static constexpr int kPairs = 1, kRest = 1;
+  T a, b;
+
+  __device__ static int64_t first(const Work& work, int unit) { return work.interleaved ? 2 * unit : unit; }
+  __device__ static int64_t apart(const Work& work) { return work.interleaved ? 1 : work.pairs; }
+
+  __device__ void load(const Work& work, const T* head, int64_t step, int unit, int rotated) {
+    if (unit >= rotated) {
+      a = head[(work.pairs + unit) * step];
+    } else {
+      a = head[first(work, unit) * step];
+      b = head[(first(work, unit) + apart(work)) * step];
+    }
+  }
+  __device__ void store(const Work& work, T* head, int64_t step, int unit, int rotated, const float* c,
+                        const float* s) {
+    if (unit >= rotated) {
+      head[(work.pairs + unit) * step] = a;
+    } else {
+      const float x = float(a), y = float(b);
+      head[first(work, unit) * step] = T(x * *c - y * *s);
+      head[(first(work, unit) + apart(work)) * step] = T(y * *c + x * *s);
+    }
+  }
+};
+
+template <class T, class Unit>
+__device__ inline void rotate(const Work& work) {
+  extern __shared__ float angles[];  // of each token: the cosines of its pairs, then the sines
+  const int rotated = work.pairs / Unit::kPairs;
+  const int units = rotated + work.rest / Unit::kRest;
+  const int heads = work.q.heads + work.k.heads;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.z;
+  const bool has_token = first + threadIdx.z < work.tokens;
+  const int token = has_token ? static_cast<int>(first + threadIdx.z) : 0;
+  const int64_t batch = token / work.seq, seq = token % work.seq;
+  const int step = static_cast<int>(blockDim.y) * kHeads;
+  const int turns = (units + blockDim.x - 1) / blockDim.x * ((heads + step - 1) / step);
+
+  int unit = threadIdx.x, head = threadIdx.y;
+  for (int turn = 0; turn < turns; ++turn) {
+    const bool mine = has_token && unit < units;
+    Unit held[kHeads];
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      const int h = head + i * static_cast<int>(blockDim.y);
+      if (mine && h < heads) {
+        const bool of_q = h < work.q.heads;
+        const Side& side = of_q ? work.q : work.k;
+        const int64_t at = batch * side.batch + seq * side.seq + (of_q ? h : h - work.q.heads) * side.head;
+        held[i].load(work, static_cast<const T*>(side.x) + at, side.step, unit, rotated);
+      }
+    }
+    if (turn == 0) {
+      const int threads = blockDim.x * blockDim.y * blockDim.z;
+      const int rank = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
+      for (int i = rank; i < static_cast<int>(blockDim.z) * work.pairs; i += threads) {
+        const int z = i / work.pairs, pair = i - z * work.pairs;
+        if (first + z < work.tokens) {
+          const int other = static_cast<int>(first) + z;
+          const int64_t position = rotary::position_of(work, other / work.seq, other % work.seq);
+          float* const place = angles + 2 * z * work.pairs + pair;
+          rotary::cos_sin_of(work, position, pair, place, place + work.pairs);
+        }
+      }
+      __syncthreads();
+    }
+    float c[Unit::kPairs], s[Unit::kPairs];
+    if (mine && unit < rotated) {
+      const float* const place = angles + 2 * threadIdx.z * work.pairs + unit * Unit::kPairs;
+#pragma unroll
+      for (int i = 0; i < Unit::kPairs; ++i) {
+        c[i] = place[i];
+        s[i] = place[work.pairs + i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      const int h = head + i * static_cast<int>(blockDim.y);
+      if (mine && h < heads) {
+        const bool of_q = h < work.q.heads;
+        const Side& side = of_q ? work.q : work.k;
+        const int64_t at =
+            batch * side.out_batch + seq * side.out_seq + (of_q ? h : h - work.q.heads) * side.out_head;
+        held[i].store(work, static_cast<T*>(side.out) + at, side.out_step, unit, rotated, c, s);
+      }
+    }
+    unit += blockDim.x;
+    if (unit - static_cast<int>(threadIdx.x) >= units) {
+      unit = threadIdx.x;
+      head += step;
+    }
+  }
+}
+
+template <class T, bool kInterleaved>
+__global__ void __launch_bounds__(kThreads) packed_kernel(const OPK_GRID_CONSTANT Work work) {
+  rotate<T, Packed<T, kInterleaved>>(work);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) single_kernel(const OPK_GRID_CONSTANT Work work) {
+  rotate<T, Single<T>>(work);
+}
+
+// Whether every unit of sixteen bytes is whole and begins at a multiple of sixteen.
+bool is_packed(const Side& side, int64_t width) {
+  if (side.heads == 0) return true;
+  const int64_t strides = side.batch | side.seq | side.head | side.out_batch | side.out_seq | side.out_head;
+  const size_t addresses = reinterpret_cast<size_t>(side.x) | reinterpret_cast<size_t>(side.out);
+  return side.step == 1 && side.out_step == 1 && strides % width == 0 && addresses % 16 == 0;
+}
+
+template <class T>
+void launch(const Work& work) {
+  constexpr int64_t kWidth = Sixteen<T>::kCount;
+  const int64_t pairs = work.interleaved ? kWidth / 2 : kWidth;
+  const bool packed = is_packed(work.q, kWidth) && is_packed(work.k, kWidth) && work.pairs % pairs == 0 &&
+                      work.rest % kWidth == 0;
+  const int64_t units = packed ? work.pairs / pairs + work.rest / kWidth : work.pairs + work.rest;
+  const int64_t heads = work.q.heads + work.k.heads;
+  // Few tokens: more threads for each, so that none waits for several loads in turn.
+  const int64_t tokens = work.tokens;
+  const int64_t wanted = tokens < 512 ? heads : (heads + kHeads - 1) / kHeads;
+  const int64_t x = units < kThreads ? units : kThreads;
+  const int64_t y = wanted < kThreads / x ? wanted : kThreads / x;
+  int64_t z = tokens < 512 ? 1 : kThreads / (x * y);
+  if (z > 64) z = 64;  // CUDA's limit
+  const size_t shared = static_cast<size_t>(2 * z * work.pairs) * sizeof(float);
+  opk::launch(!packed ? single_kernel<T> : work.interleaved ? packed_kernel<T, true> : packed_kernel<T, false>,
+              (tokens + z - 1) / z, {x, y, z}, shared, work);
+}
+
+}  // namespace
+
+void rotary::run(const Work& work) {
+  switch (work.element) {
+    case Element::kFloat: return launch<float>(work);
+    case Element::kFloat16: return launch<opk::half>(work);
+    case Element::kBFloat16: return launch<opk::bfloat16>(work);
+  }
+}
+
+OPKILN_OP(rotary::rotary, cuda);
+OPKILN_OP(rotary::rotary_, cuda);
+OPKILN_OP(rotary::rotary_qk, cuda);
+OPKILN_OP(rotary::rotary_qk_, cuda);
