@@ -20,10 +20,11 @@ void load_floats(const T* from, float* to, int64_t count) {
 }
 
 template <class T>
-void store_floats(const float* from, T* to, int64_t count) {
+void store_floats(const float* from, T* to, int64_t count, float factor = 1) {
+  const Vec factors = Vec::all(factor);
   int64_t i = 0;
-  for (; i + Vec::kLanes <= count; i += Vec::kLanes) Vec::load(from + i).store(to + i);
-  for (; i < count; ++i) set_from(from[i], to + i);
+  for (; i + Vec::kLanes <= count; i += Vec::kLanes) (Vec::load(from + i) * factors).store(to + i);
+  for (; i < count; ++i) set_from(from[i] * factor, to + i);
 }
 
 OPKILN_NAMESPACE_END

@@ -1,0 +1,243 @@
+// Softmax on a GPU. A team of neighbouring threads has a row: a few threads for a short one, up to a block for
+// a long one. Each thread keeps 32 elements in registers, so memory is read once and written once. Rows that
+// do not fit into a block's registers, or are not whole accesses of sixteen bytes, are read twice, element
+// by element; the second time they come from the cache.
+
+#include <opkiln/op.h>
+
+#include <opkiln/group_reduce.h>
+#include <opkiln/sixteen_bytes.h>
+
+#include "softmax.h"
+
+namespace {
+
+using opkiln::Team;
+using opkiln::device::Sixteen;
+using softmax::Row;
+using softmax::Work;
+
+constexpr int kHeld = 32;  // elements in a thread's registers
+constexpr int kPassing = 8;  // the same of a row that is read twice
+constexpr int kMostThreads = 1024;
+constexpr int kBiasedThreads = 512;  // masks and the like take more registers
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+struct Launch {
+  Work work;
+  unsigned log2_team;
+};
+
+struct Max {
+  float value;
+  __device__ Max exchanged(unsigned bits) const { return {opkiln::exchange(value, bits)}; }
+  __device__ void absorb(Max other) { value = fmaxf(value, other.value); }
+};
+struct Sum {
+  float value;
+  __device__ Sum exchanged(unsigned bits) const { return {opkiln::exchange(value, bits)}; }
+  __device__ void absorb(Sum other) { value += other.value; }
+};
+
+__device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
+
+// e^(value - most). In 16 bits nobody sees that the power of two is an approximation. Rounding the
+// product `most` * log2(e) changes all elements of a row by the same factor, which the sum has, too.
+template <class T>
+__device__ inline float power(float value, float most) {
+  return sizeof(T) == 4 ? expf(value - most) : exp2f(fmaf(value, kLog2e, -most * kLog2e));
+}
+
+// What is added to a score.
+__device__ inline float alibi(const Row& row, int column) {
+  return row.slope * static_cast<float>(column - row.position);
+}
+
+// Adds the mask, alibi and what hides keys to the scores of neighbours.
+template <class T>
+__device__ inline void add_bias(const Work& work, const Row& row, int column, float* values) {
+  constexpr int kCount = Sixteen<T>::kCount;
+  if (work.mask && work.wide_mask) {
+    const float* const from = static_cast<const float*>(work.mask) + row.mask + column;
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      const Sixteen<float> pack = reinterpret_cast<const Sixteen<float>*>(from)[i / 4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) values[i + k] += pack[k];
+    }
+  } else if (work.mask) {
+    const T* const from = static_cast<const T*>(work.mask) + row.mask + column;
+    const Sixteen<T> pack = *reinterpret_cast<const Sixteen<T>*>(from);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] += pack[i];
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const bool hidden = column + i < row.first || column + i >= row.last;
+    values[i] = hidden ? minus_infinity() : values[i] + alibi(row, column + i);
+  }
+}
+
+// A score in a row of any strides; minus infinity if it is hidden or behind the row.
+template <class T>
+__device__ inline float score(const Work& work, const Row& row, int column) {
+  if (column < row.first || column >= row.last) return minus_infinity();
+  float value = float(static_cast<const T*>(work.x)[row.x + column]) * work.scale;
+  if (work.mask) {
+    const int64_t at = row.mask + column * work.mask_strides[3];
+    value += work.wide_mask ? static_cast<const float*>(work.mask)[at]
+                            : float(static_cast<const T*>(work.mask)[at]);
+  }
+  return value + alibi(row, column);
+}
+
+// Nothing is visible: zeros, and not NaN.
+__device__ inline float factor_of(float sum) { return sum == 0 ? 0.0f : 1.0f / sum; }
+__device__ inline float finite(float most) { return most == minus_infinity() ? 0.0f : most; }
+
+__device__ inline Row my_row(const Work& work, const Team& team, bool* mine) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * team.count + team.index;
+  *mine = index < work.rows;
+  Row row = softmax::row_of(work, *mine ? static_cast<int>(index) : 0);
+  if (!*mine) row.first = row.last = 0;
+  return row;
+}
+
+template <class T, bool kPlain>
+__global__ void __launch_bounds__(kPlain ? kMostThreads : kBiasedThreads)
+    held_kernel(const OPK_GRID_CONSTANT Launch l) {
+  using Pack = Sixteen<T>;
+  constexpr int kCount = Pack::kCount, kPacks = kHeld / kCount;
+  __shared__ Max maxima[kMostThreads / opkiln::kWarp];
+  __shared__ Sum sums[kMostThreads / opkiln::kWarp];
+  const Team team(l.log2_team);
+  bool mine;
+  const Row row = my_row(l.work, team, &mine);
+  const T* const from = static_cast<const T*>(l.work.x) + row.x;
+  const int start = static_cast<int>(team.lane) * kCount, step = static_cast<int>(team.size) * kCount;
+
+  Pack packs[kPacks];  // all loads come first; what is hidden is not loaded
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) {
+    const int column = start + k * step;
+    if (column < row.last && column + kCount > row.first) {
+      packs[k] = *reinterpret_cast<const Pack*>(from + column);
+    }
+  }
+  float values[kHeld];
+  Max most{minus_infinity()};
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) {
+    const int column = start + k * step;
+    const bool seen = column < row.last && column + kCount > row.first;
+    float* const some = values + k * kCount;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) some[i] = seen ? packs[k][i] * l.work.scale : minus_infinity();
+    if (!kPlain && seen) add_bias<T>(l.work, row, column, some);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) most.absorb({some[i]});
+  }
+  const float top = finite(opkiln::reduce_team(most, team, maxima).value);
+  Sum sum{0};
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    values[i] = power<T>(values[i], top);
+    sum.value += values[i];
+  }
+  const float factor = factor_of(opkiln::reduce_team(sum, team, sums).value);
+  T* const to = static_cast<T*>(l.work.out) + row.out;
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) {
+    const int column = start + k * step;
+    if (mine && column < l.work.columns) {
+      const float* const some = values + k * kCount;
+      Pack pack;
+#pragma unroll
+      for (int i = 0; i < kCount; i += 2) pack.set_two(i, some[i] * factor, some[i + 1] * factor);
+      *reinterpret_cast<Pack*>(to + column) = pack;
+    }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kBiasedThreads) twice_kernel(const OPK_GRID_CONSTANT Launch l) {
+  __shared__ Max maxima[kBiasedThreads / opkiln::kWarp];
+  __shared__ Sum sums[kBiasedThreads / opkiln::kWarp];
+  const Team team(l.log2_team);
+  bool mine;
+  const Row row = my_row(l.work, team, &mine);
+  const int step = static_cast<int>(team.size), lane = static_cast<int>(team.lane);
+  const int begin = row.first / step * step;  // nothing is visible before it
+  Max most{minus_infinity()};
+  Sum sum{0};
+  for (int at = begin; at < row.last; at += kPassing * step) {
+    float values[kPassing];
+    Max now = most;
+#pragma unroll
+    for (int i = 0; i < kPassing; ++i) values[i] = score<T>(l.work, row, at + i * step + lane);
+#pragma unroll
+    for (int i = 0; i < kPassing; ++i) now.absorb({values[i]});
+    const float top = finite(now.value);
+    sum.value *= power<float>(most.value, top);  // 0, if these are the first
+    most = now;
+#pragma unroll
+    for (int i = 0; i < kPassing; ++i) sum.value += power<T>(values[i], top);
+  }
+  const float top = finite(opkiln::reduce_team(most, team, maxima).value);
+  if (most.value != minus_infinity()) sum.value *= power<float>(most.value, top);
+  const float factor = factor_of(opkiln::reduce_team(sum, team, sums).value);
+  T* const to = static_cast<T*>(l.work.out) + row.out;
+  const int end = mine ? l.work.columns : 0;
+#pragma unroll 4
+  for (int column = lane; column < end; column += step) {
+    to[column] = T(power<T>(score<T>(l.work, row, column), top) * factor);
+  }
+}
+
+bool is_aligned(const void* data, const int64_t* strides, int64_t width) {
+  return reinterpret_cast<size_t>(data) % 16 == 0 && (strides[0] | strides[1] | strides[2]) % width == 0;
+}
+
+template <class T>
+bool is_packed(const Work& work) {
+  constexpr int64_t kCount = Sixteen<T>::kCount;
+  return work.columns % kCount == 0 && is_aligned(work.x, work.x_strides, kCount) &&
+         is_aligned(work.out, work.out_strides, kCount) &&
+         (!work.mask || (work.mask_strides[3] == 1 &&
+                         is_aligned(work.mask, work.mask_strides, work.wide_mask ? 4 : kCount)));
+}
+
+template <class T>
+void launch(const Work& work) {
+  const bool plain = !work.mask && !work.slopes && !work.causal && !work.window;
+  const int64_t most = plain ? kMostThreads : kBiasedThreads;
+  const bool held = is_packed<T>(work) && work.columns <= most * kHeld;
+  // As few threads as hold the row; if rows are few, as many as have something to do.
+  const int64_t least = held ? kHeld : kPassing, width = held ? int64_t{Sixteen<T>::kCount} : 1;
+  const int64_t fill = 128 << 10;  // threads that a large GPU runs at once
+  const int64_t limit = held ? most : kBiasedThreads;
+  Launch l{work, 0};
+  int64_t team = 1;
+  while (team < limit && (team * least < work.columns ||
+                          (team * width < work.columns && team * work.rows < fill))) {
+    team *= 2;
+    ++l.log2_team;
+  }
+  const int64_t threads = team < 128 ? 128 : team, count = threads / team;
+  opk::launch(!held ? twice_kernel<T> : plain ? held_kernel<T, true> : held_kernel<T, false>,
+              (work.rows + count - 1) / count, threads, 0, l);
+}
+
+}  // namespace
+
+void softmax::run(const Work& work) {
+  switch (work.type) {
+    case opkiln::ElementType::kFloat: return launch<float>(work);
+    case opkiln::ElementType::kFloat16: return launch<opk::half>(work);
+    case opkiln::ElementType::kBFloat16: return launch<opk::bfloat16>(work);
+  }
+}
+
+OPKILN_OP(softmax::softmax, cuda);
+OPKILN_OP(softmax::softmax_, cuda);
