@@ -159,7 +159,7 @@ def test_any_strides_are_taken(op: Any) -> None:
         if x.stride(-1) == 1:
             written = torch.empty_strided(x.size(), x.stride()).copy_(x)
             op.softmax_(written, scale=0.5)
-            assert torch.equal(written, out)
+            close(written, torch.softmax(x.double() * 0.5, -1))
     for shape in ((0, 4), (4, 0), (2, 0, 3, 4)):
         assert op.softmax(torch.randn(shape)).shape == shape
 
