@@ -8,31 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from stand_in import emulated, poisoned
+from inference_ops import DTYPES, version
+from stand_in import poisoned
 from torch import Tensor
 
 from opkiln.ops.transformer_inference import functions
-from opkiln.ops.transformer_inference.op import kit
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 RELATIVE = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SMALLEST = {torch.float32: 1e-37, torch.float16: 6e-8, torch.bfloat16: 1e-37}
 
 
-class _Reference:
-    def __getattr__(self, name: str) -> Any:
-        return getattr(functions, name).__wrapped__
-
-
 @pytest.fixture(params=["native", "emulated", "reference"])
 def op(request: pytest.FixtureRequest) -> Any:
-    if request.param == "reference":
-        return _Reference()
-    if request.param == "emulated":
-        return emulated(kit.builder)
-    if not functions.softmax.load("cpu"):
-        pytest.skip("there is no compiler")
-    return functions
+    return version(request.param)
 
 
 def exact(
@@ -182,7 +170,7 @@ def test_gradients_are_those_of_the_definition() -> None:
     from torch.autograd import gradcheck
 
     torch.manual_seed(2)
-    reference = _Reference()
+    reference = version("reference")
     x = torch.randn(1, 2, 3, 5, dtype=torch.float64, requires_grad=True)
     mask = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     slopes = torch.rand(2, dtype=torch.float64, requires_grad=True)

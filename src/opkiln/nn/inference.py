@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         gated_gelu,
         gated_silu,
     )
+    from opkiln.ops.transformer_inference.functions.linear import dequantize_int8, int8_linear
     from opkiln.ops.transformer_inference.functions.norms import (
         layer_norm,
         post_layer_norm,
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
         moe_res_matmul,
         residual_add,
     )
+    from opkiln.ops.transformer_inference.functions.rotary import (
+        rotary,
+        rotary_,
+        rotary_qk,
+        rotary_qk_,
+    )
+    from opkiln.ops.transformer_inference.functions.softmax import softmax, softmax_
 
 __all__ = [
     "KVCache",
@@ -35,8 +43,10 @@ __all__ = [
     "bias_gelu",
     "bias_relu",
     "bias_silu",
+    "dequantize_int8",
     "gated_gelu",
     "gated_silu",
+    "int8_linear",
     "layer_norm",
     "moe_res_matmul",
     "post_layer_norm",
@@ -45,6 +55,12 @@ __all__ = [
     "pre_rms_norm",
     "residual_add",
     "rms_norm",
+    "rotary",
+    "rotary_",
+    "rotary_qk",
+    "rotary_qk_",
+    "softmax",
+    "softmax_",
 ]
 
 _FUNCTIONS = "opkiln.ops.transformer_inference.functions"
@@ -55,8 +71,10 @@ _HOMES = {
     "bias_gelu": f"{_FUNCTIONS}.activations",
     "bias_relu": f"{_FUNCTIONS}.activations",
     "bias_silu": f"{_FUNCTIONS}.activations",
+    "dequantize_int8": f"{_FUNCTIONS}.linear",
     "gated_gelu": f"{_FUNCTIONS}.activations",
     "gated_silu": f"{_FUNCTIONS}.activations",
+    "int8_linear": f"{_FUNCTIONS}.linear",
     "layer_norm": f"{_FUNCTIONS}.norms",
     "moe_res_matmul": f"{_FUNCTIONS}.residuals",
     "post_layer_norm": f"{_FUNCTIONS}.norms",
@@ -65,6 +83,12 @@ _HOMES = {
     "pre_rms_norm": f"{_FUNCTIONS}.norms",
     "residual_add": f"{_FUNCTIONS}.residuals",
     "rms_norm": f"{_FUNCTIONS}.norms",
+    "rotary": f"{_FUNCTIONS}.rotary",
+    "rotary_": f"{_FUNCTIONS}.rotary",
+    "rotary_qk": f"{_FUNCTIONS}.rotary",
+    "rotary_qk_": f"{_FUNCTIONS}.rotary",
+    "softmax": f"{_FUNCTIONS}.softmax",
+    "softmax_": f"{_FUNCTIONS}.softmax",
 }
 
 __getattr__, __dir__ = lazy.names(__name__, _HOMES)

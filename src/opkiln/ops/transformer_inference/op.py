@@ -4,12 +4,31 @@ from __future__ import annotations
 
 from opkiln.authoring.library import library
 
+_ROTARY = (
+    "Tensor? positions=None, Tensor? cos=None, Tensor? sin=None, SymInt dim=0, "
+    "float theta=10000.0, bool interleaved=False, bool inverse=False"
+)
+_SOFTMAX = (
+    "Tensor? mask=None, Tensor? slopes=None, float scale=1.0, bool causal=False, "
+    "SymInt offset=0, SymInt window=0"
+)
+
 kit = library(
     "transformer_inference",
     "norms.cpp",
     "activations.cpp",
     "residuals.cpp",
-    cuda=("norms.cu", "activations.cu", "residuals.cu"),
+    "rotary.cpp",
+    "softmax.cpp",
+    "int8_linear.cpp",
+    cuda=(
+        "norms.cu",
+        "activations.cu",
+        "residuals.cu",
+        "rotary.cu",
+        "softmax.cu",
+        "int8_linear.cu",
+    ),
     namespace="opkiln",
     functions="opkiln.ops.transformer_inference.functions",
     schemas=(
@@ -33,5 +52,13 @@ kit = library(
         "residual_add(Tensor hidden, Tensor residual, Tensor? attention=None, Tensor? bias=None, "
         "Tensor? attention_bias=None, float scale=1.0, float attention_scale=1.0) -> Tensor",
         "moe_res_matmul(Tensor residual, Tensor coef, Tensor mlp) -> Tensor",
+        f"rotary(Tensor x, {_ROTARY}) -> Tensor",
+        f"rotary_(Tensor(a!) x, {_ROTARY}) -> ()",
+        f"rotary_qk(Tensor q, Tensor k, {_ROTARY}) -> (Tensor, Tensor)",
+        f"rotary_qk_(Tensor(a!) q, Tensor(b!) k, {_ROTARY}) -> ()",
+        f"softmax(Tensor x, {_SOFTMAX}) -> Tensor",
+        f"softmax_(Tensor(a!) x, {_SOFTMAX}) -> ()",
+        "dequantize_int8(Tensor weight, Tensor scales, ScalarType dtype) -> Tensor",
+        "int8_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias=None) -> Tensor",
     ),
 )

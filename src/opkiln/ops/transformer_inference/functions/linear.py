@@ -1,13 +1,13 @@
 """Linear layers with int8 weights and a factor for each group of them.
 
-``weight`` is int8 and contiguous, ``scales`` fp32. The elements of ``weight``, in the order of memory,
-are as many groups of equal size as there are scales; a weight is its int8 value times the scale of its
-group. That is the form of DeepSpeed's quantized checkpoints; a scale for each row, or for each 128
-columns of a row, are special cases.
+``weight`` is int8 and contiguous, ``scales`` fp32. The elements of ``weight``, in the order of
+memory, are as many groups of equal size as there are scales; a weight is its int8 value times the
+scale of its group. That is the form of DeepSpeed's quantized weights. A scale for each row, or for
+each 128 columns of a row, are special cases.
 
-Up to 8 rows of ``x`` are multiplied with the int8 weights directly, in fp32. For more rows the weights are
-dequantized to the dtype of ``x`` and multiplied by ``torch.nn.functional.linear``. So are weights
-on a GPU whose rows or groups are not multiples of 16.
+Up to 8 rows of ``x`` are multiplied with the int8 weights directly, in fp32. For more rows the
+weights are dequantized to the dtype of ``x`` and multiplied by ``torch.nn.functional.linear``. So
+are weights on a GPU whose rows or groups are not multiples of 16.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def int8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None =
         raise RuntimeError(f"x has shape {list(x.shape)}, weight has {list(weight.shape)}")
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise RuntimeError(f"bias has shape {list(bias.shape)}, expected [{weight.shape[0]}]")
-    return functional.linear(x, dequantize_int8.__wrapped__(weight, scales, x.dtype), bias)  # type: ignore[attr-defined]
+    return functional.linear(x, dequantize_int8.reference(weight, scales, x.dtype), bias)
 
 
 @int8_linear.backward
@@ -54,6 +54,5 @@ def _check(weight: Tensor, scales: Tensor) -> None:
     if not weight.is_contiguous():
         raise RuntimeError("weight is not contiguous")
     if scales.numel() == 0 or weight.numel() % scales.numel():
-        raise RuntimeError(
-            f"scales has {scales.numel()} elements, which do not divide weight with {weight.numel()}"
-        )
+        found = f"scales has {scales.numel()} elements, which do not divide weight"
+        raise RuntimeError(f"{found} with {weight.numel()}")

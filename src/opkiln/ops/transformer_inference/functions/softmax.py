@@ -67,7 +67,7 @@ def softmax_(
     """``softmax``, written over ``x``, whose last stride is 1."""
     if x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
         raise RuntimeError(f"x has strides {list(x.stride())}, expected 1 as the last")
-    x.copy_(softmax.__wrapped__(x, mask, slopes, scale, causal, offset, window))  # type: ignore[attr-defined]
+    x.copy_(softmax.reference(x, mask, slopes, scale, causal, offset, window))
 
 
 @softmax.backward
