@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
-from sample import sanitizers
+from sample import known, sanitizers
 from sample.package import Package, Steps
 
 from opkiln import settings
@@ -78,27 +75,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     return private / "cache"
 
 
-@pytest.fixture(scope="session")
-def known_compilers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a store knows of this machine once something was built: compilers, the observer."""
-    cache = tmp_path_factory.mktemp("known") / "cache"
-    code = (
-        "import opkiln\n"
-        "for name in ('one', 'two'):\n"  # the programs of a compiler are remembered by the second
-        "    opkiln.load_inline(name, 'int f() { return 1; }', is_python_module=False, abi='none')"
-    )
-    environment = {**os.environ, "OPKILN_CACHE_DIR": str(cache), "OPKILN_PROGRESS": "off"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
-    return cache / settings.LAYOUT / "toolchains"
-
-
 @pytest.fixture
-def warm(cache: Path, known_compilers: Path) -> None:
-    """A store that has nothing but this knowledge, which takes a second to gain. For tests that
-    build, and do not ask what the first build on a machine does."""
-    cache.mkdir(0o700)
-    (cache / settings.LAYOUT).mkdir(0o700)
-    shutil.copytree(known_compilers, cache / settings.LAYOUT / "toolchains")
+def warm(request: pytest.FixtureRequest, cache: Path) -> None:
+    """The test's store knows this machine's compilers. For tests that build, unless they ask what
+    the first build on a machine does or look at all that a store holds: ``first_use`` marks them.
+    """
+    if request.node.get_closest_marker("first_use") is None:
+        known.make_store(cache)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sample import known
 
 from opkiln.arch import cuda
 from opkiln.binary import fatbin
@@ -36,7 +37,12 @@ _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("docs-cache"))
+    return str(known.make_store(tmp_path_factory.mktemp("docs") / "cache"))
+
+
+@pytest.fixture
+def warm() -> None:
+    """The store is that of all tests here."""
 
 
 @pytest.fixture
