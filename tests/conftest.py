@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     for name, value in sanitizers.variables().items():
         monkeypatch.setenv(name, value)
     return private / "cache"
+
+
+@pytest.fixture(scope="session")
+def catalogue(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The root of a store that all tests of a run share, also across xdist's workers, for ops of
+    the catalogue: one takes seconds to compile. Nobody takes anything out of it."""
+    base = tmp_path_factory.getbasetemp()
+    run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return run / "catalogue"
 
 
 @pytest.fixture

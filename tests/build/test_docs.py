@@ -249,9 +249,9 @@ def _without_toolkit(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [DEVICES, OPTIMIZERS], ids=lambda page: page.name)
-def test_code_on_a_page_prints_what_it_is_shown_to_print(page: Path, cache: str) -> None:
+def test_code_on_a_page_prints_what_it_is_shown_to_print(page: Path, catalogue: Path) -> None:
     found = _RUN.findall(page.read_text())
     assert found
     for code, expected in found:
-        done = _run([sys.executable, "-c", code], cache, CUDA_OP)
+        done = _run([sys.executable, "-c", code], str(catalogue), CUDA_OP)
         assert (done.returncode, done.stdout) == (0, expected), done.stderr
