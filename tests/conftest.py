@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
-from sample import sanitizers
+from sample import known, sanitizers
 from sample.package import Package, Steps
 
 from opkiln import settings
@@ -79,26 +77,21 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture(scope="session")
-def known_compilers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a store knows of this machine once something was built: compilers, the observer."""
-    cache = tmp_path_factory.mktemp("known") / "cache"
-    code = (
-        "import opkiln\n"
-        "for name in ('one', 'two'):\n"  # the programs of a compiler are remembered by the second
-        "    opkiln.load_inline(name, 'int f() { return 1; }', is_python_module=False, abi='none')"
-    )
-    environment = {**os.environ, "OPKILN_CACHE_DIR": str(cache), "OPKILN_PROGRESS": "off"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
-    return cache / settings.LAYOUT / "toolchains"
+def catalogue(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The root of a store that all tests of a run share, also across xdist's workers, for ops of
+    the catalogue: one takes seconds to compile. Nobody takes anything out of it."""
+    base = tmp_path_factory.getbasetemp()
+    run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return run / "catalogue"
 
 
 @pytest.fixture
-def warm(cache: Path, known_compilers: Path) -> None:
-    """A store that has nothing but this knowledge, which takes a second to gain. For tests that
-    build, and do not ask what the first build on a machine does."""
-    cache.mkdir(0o700)
-    (cache / settings.LAYOUT).mkdir(0o700)
-    shutil.copytree(known_compilers, cache / settings.LAYOUT / "toolchains")
+def warm(request: pytest.FixtureRequest, cache: Path) -> None:
+    """The test's store knows this machine's compilers. For tests that build, unless they ask what
+    the first build on a machine does or look at all that a store holds: ``first_use`` marks them.
+    """
+    if request.node.get_closest_marker("first_use") is None:
+        known.make_store(cache)
 
 
 @pytest.fixture(autouse=True)

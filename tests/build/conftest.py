@@ -8,6 +8,11 @@ from sample.workshop import Workshop
 from opkiln.toolchain import nvcc
 
 
+@pytest.fixture(autouse=True)
+def compilers_are_known(warm: None) -> None:
+    """No test here has to ask the compilers what they are."""
+
+
 @pytest.fixture(scope="session")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """A package of CUDA ops, and toolkits to build it with."""

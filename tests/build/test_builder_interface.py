@@ -60,6 +60,7 @@ def test_what_an_author_declares_becomes_one_frozen_spec(plain: Package) -> None
         spec.name = "other"
 
 
+@pytest.mark.first_use
 def test_making_a_builder_does_no_work(plain: Package, cache: Path) -> None:
     builder = plain.builder()
     builder.spec()

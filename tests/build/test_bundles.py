@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from click.testing import CliRunner
-from sample import child
+from sample import child, known
 from sample.compiler import Compiler
 from sample.levels import LEVELS
 from sample.package import settle
@@ -36,7 +36,7 @@ class Shipped:
 
     def __init__(self, package: Package, base: Path) -> None:
         self.package = package
-        self.elsewhere = base / "elsewhere"
+        self.elsewhere = known.make_store(base / "elsewhere")
         self.here = base / "here"
         self.file = base / "ops.bundle"
 

@@ -412,11 +412,13 @@ def _documented() -> list[str]:
     return [line[2:] for block in blocks for line in block.splitlines()]
 
 
-def _typed(opkiln: Opkiln, command: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+def _typed(
+    opkiln: Opkiln, command: str, tmp_path: Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """A command as a shell starts it, with pip installing into a directory of the test's."""
     path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
     words = [found for word in shlex.split(command)[1:] for found in glob.glob(word) or [word]]
-    done = opkiln(*words, PATH=path, PIP_TARGET=str(tmp_path / "site"))
+    done = opkiln(*words, PATH=path, PIP_TARGET=str(tmp_path / "site"), **variables)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done
 
@@ -439,7 +441,7 @@ def test_a_documented_install_of_an_extension_installs_it(
 
 @pytest.mark.slow
 def test_every_documented_command_works_and_the_demo_passes(
-    opkiln: Opkiln, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opkiln: Opkiln, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, catalogue: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("import opkiln; opkiln.get_builder('cpu_adam').load()\n")
@@ -449,7 +451,9 @@ def test_every_documented_command_works_and_the_demo_passes(
     for command in commands:
         if command.startswith("opkiln run pip install "):
             continue  # by the test above
-        done = _typed(opkiln, command, tmp_path)
+        # All ops take a minute to build; most of the other tests need them, too.
+        store = {"OPKILN_CACHE_DIR": str(catalogue)} if " --all " in command else {}
+        done = _typed(opkiln, command, tmp_path, **store)
         if command == "opkiln demo":
             assert re.search(r"result +PASS", done.stdout)
             cold, warm = done.stdout.split("\nwarm: ")

@@ -350,6 +350,7 @@ def test_a_step_that_takes_too_long_is_ended_and_named(
     assert entries(cache) == []
 
 
+@pytest.mark.first_use
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from sample import child
 from sample.compiler import Compiler, rename, torch_like
+from sample.package import rest
 
 from opkiln.errors import ToolchainError
 from opkiln.loading.explain import explain
@@ -117,6 +118,7 @@ def test_a_launcher_runs_before_each_compile_and_is_no_part_of_the_key(
     launcher = tmp_path / "launcher"
     launcher.write_text(f"#!/bin/sh\necho x >> '{log}'\nexec \"$@\"\n")
     launcher.chmod(0o755)
+    rest()
     monkeypatch.setenv("CXX", f"{launcher} g++")
     plain.load()
     assert log.read_text().split() == ["x"] * 3, "the link needs no launcher"

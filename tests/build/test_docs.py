@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sample import known
 
 from opkiln.arch import cuda
 from opkiln.binary import fatbin
@@ -36,7 +37,12 @@ _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("docs-cache"))
+    return str(known.make_store(tmp_path_factory.mktemp("docs") / "cache"))
+
+
+@pytest.fixture
+def warm() -> None:
+    """The store is that of all tests here."""
 
 
 @pytest.fixture
@@ -243,9 +249,9 @@ def _without_toolkit(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [DEVICES, OPTIMIZERS], ids=lambda page: page.name)
-def test_code_on_a_page_prints_what_it_is_shown_to_print(page: Path, cache: str) -> None:
+def test_code_on_a_page_prints_what_it_is_shown_to_print(page: Path, catalogue: Path) -> None:
     found = _RUN.findall(page.read_text())
     assert found
     for code, expected in found:
-        done = _run([sys.executable, "-c", code], cache, CUDA_OP)
+        done = _run([sys.executable, "-c", code], str(catalogue), CUDA_OP)
         assert (done.returncode, done.stdout) == (0, expected), done.stderr

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from sample.package import Package
 
-pytestmark = pytest.mark.usefixtures("warm")  # so that no compiler is asked
-
 
 @pytest.fixture
 def started() -> Iterator[list[str]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sample import child
+from sample import child, known
 from sample.package import rest
 
 import opkiln
@@ -320,7 +320,7 @@ def test_a_list_of_functions_is_bound(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def tensors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A module over torch/extension.h: built once, it takes half a minute."""
-    cache = tmp_path_factory.mktemp("tensors")
+    cache = known.make_store(tmp_path_factory.mktemp("tensors") / "cache")
     with override(cache_dir=str(cache), progress="off"):
         yield opkiln.load_inline(
             "tensors", TENSORS, functions={"twice": "Twice the input.", "refuse": "Refuses."},

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sample import known
 from sample.levels import LEVELS
 
 from opkiln import machine
@@ -89,7 +90,7 @@ class Place:
         self.source = self.root / "decided.cpp"
         self.source.write_text(SOURCE % 1)
         os.utime(self.source, (1, 1))
-        self.store = where / "store"
+        self.store = known.make_store(where / "store")
         with override(cache_dir=str(self.store)):
             found, _ = loader.obtain(Request(self.kind(World(*[None] * 9))().op(), BUILD))  # type: ignore[arg-type]
         layer.export([found.path], str(where / "carried"))
@@ -132,7 +133,9 @@ def enter(world: World, place: Place, here: Path, stack: ExitStack) -> type[OpBu
     root = here / "package"
     shutil.copytree(place.root, root)
     store = here / "store"
-    if world.store != "empty":
+    if world.store == "empty":
+        known.make_store(store)
+    else:
         shutil.copytree(place.store, store)
     if world.store == "damaged":
         for library in store.rglob("*.so"):

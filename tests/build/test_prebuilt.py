@@ -35,6 +35,7 @@ def best() -> int:
     return max(n for n, name in LEVELS.items() if not cpu.lacking(name, (), features()))
 
 
+@pytest.mark.first_use
 def test_what_a_package_carries_is_loaded_and_nothing_is_compiled(
     shipped: Shipped, steps: Steps, cache: Path
 ) -> None:
@@ -47,6 +48,7 @@ def test_what_a_package_carries_is_loaded_and_nothing_is_compiled(
     assert not cache.exists()
 
 
+@pytest.mark.first_use
 def test_what_a_wheel_of_ops_installs_is_found_wherever_it_is_on_the_path(
     shipped: Shipped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: Steps, cache: Path
 ) -> None:
@@ -217,6 +219,7 @@ def torch_op(
     return made
 
 
+@pytest.mark.first_use
 def test_an_op_of_torch_is_served_and_nothing_is_compiled(
     torch_op: Shipped, steps: Steps, cache: Path
 ) -> None:

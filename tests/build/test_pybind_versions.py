@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from sample import child
+from sample import child, known
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,7 +44,7 @@ TWO, THREE = (2.0, 2.0), (3.0, 3.0)
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("store")
+    return known.make_store(tmp_path_factory.mktemp("versions") / "store")
 
 
 def printed(code: str, store: Path, where: Path) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from sample import known
 from sample.package import Package
 
 from opkiln.errors import CompileError, FallbackWarning, SpecError
@@ -24,7 +25,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Package]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(base / "packages"))
         made = Package("stable", base / "packages", "shared_stable")
-        with override(cache_dir=str(base / "cache"), progress="off"):
+        with override(cache_dir=str(known.make_store(base / "cache")), progress="off"):
             made.builder().jit_load()
         yield made
 

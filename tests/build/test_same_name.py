@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample import install
+from sample import install, known
 from sample.package import Package
 
 from opkiln.toolchain import host
@@ -25,7 +25,7 @@ class Two:
 
     def __init__(self, where: Path) -> None:
         self.opkiln = install.copy_of_opkiln(where / "opkiln", ops=()) / "src"
-        self.cache = where / "cache"
+        self.cache = known.make_store(where / "cache")
         self.packages = [
             Package("plain", where / "first", "one_ops"),
             Package("plain", where / "second", "two_ops_package"),

@@ -90,6 +90,7 @@ def test_an_op_that_cannot_be_built_fails_the_install_if_named_and_is_skipped_if
     assert "note: OPKILN_BUILD_THIRD: quick has no such op" in said
 
 
+@pytest.mark.first_use
 def test_an_editable_install_builds_for_this_machine_and_writes_nothing_to_the_sources(
     environment: Environment, project: Path, cache: Path
 ) -> None:
@@ -108,6 +109,7 @@ def test_an_editable_install_builds_for_this_machine_and_writes_nothing_to_the_s
     assert cache.exists()
 
 
+@pytest.mark.first_use
 def test_an_editable_install_with_nothing_asked_for_builds_nothing(
     environment: Environment, project: Path, cache: Path
 ) -> None:

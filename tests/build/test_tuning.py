@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sample import child
+from sample import child, known
 from torch import Tensor
 
 import opkiln
@@ -71,6 +71,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tuned-package\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[opkiln.ops]\ntuned_package = tuned_package\n")
+    known.make_store(place / "cache")
     return place
 
 

@@ -1,11 +1,7 @@
-"""Fixtures for the catalogue: a test of an op runs on its native version and on its reference.
-
-The tests of one run share a store, also across xdist's workers: an op takes seconds to compile.
-"""
+"""Fixtures for the catalogue: a test of an op runs on its native version and on its reference."""
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +22,10 @@ HOST_OPTIMIZERS = {
 
 
 @pytest.fixture(autouse=True)
-def cache(
-    cache: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def cache(cache: Path, catalogue: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The root of the store that all tests of the catalogue share."""
-    base = tmp_path_factory.getbasetemp()
-    run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    monkeypatch.setenv("OPKILN_CACHE_DIR", str(run / "catalogue"))
-    return run / "catalogue"
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(catalogue))
+    return catalogue
 
 
 @pytest.fixture

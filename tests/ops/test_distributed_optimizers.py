@@ -30,14 +30,14 @@ pytestmark = [
 
 @pytest.fixture(scope="module", params=["reference", "native"])
 def results(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, catalogue: Path
 ) -> dict[str, dict[str, Any]]:
     at = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, str(SCRIPT), "--json", str(at / "results.json")]
     if request.param == "reference":
         command.append("--reference")
     paths = os.pathsep.join([str(Path(opkiln.__file__).parents[1]), *sys.path])
-    variables = {**os.environ, "PYTHONPATH": paths, "OPKILN_CACHE_DIR": str(at / "cache")}
+    variables = {**os.environ, "PYTHONPATH": paths, "OPKILN_CACHE_DIR": str(catalogue)}
     done = subprocess.run(
         command, env=variables, capture_output=True, text=True, timeout=900, check=False
     )

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from sample.package import rest
+
 _SCRIPT = """\
 #!/bin/sh
 # {note}
@@ -44,6 +46,7 @@ class Compiler:
         temporary.write_text(text)
         temporary.chmod(0o755)
         os.replace(temporary, self.path)
+        rest()
 
     def compiles(self) -> list[str]:
         """The sources compiled so far, in order."""

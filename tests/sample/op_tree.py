@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sample import child
+from sample import child, known
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,7 +72,8 @@ class Tree:
     def run(self, code: str, cache: str, prefix: Sequence[str] = ()) -> str:
         """The output of a few lines in a fresh process that can import the op."""
         directory = self.path.parent / cache
-        directory.mkdir(mode=0o700, exist_ok=True)
+        if not directory.exists():
+            known.make_store(directory)
         env = {"OPKILN_CACHE_DIR": str(directory), "OPKILN_PROGRESS": "off", **self.environment}
         return child.run(code, path=[self.path], env=env, prefix=prefix)
 

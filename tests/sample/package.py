@@ -37,6 +37,7 @@ class Package:
         self.path = where / name
         where.mkdir(parents=True, exist_ok=True)
         shutil.copytree(HERE / kind, self.path, ignore=shutil.ignore_patterns("__pycache__"))
+        rest()
 
     def __truediv__(self, relative: str) -> Path:
         return self.path / relative

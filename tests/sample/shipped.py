@@ -11,7 +11,7 @@ from opkiln.loading.explain import explain
 from opkiln.settings import override
 from opkiln.ship import layer
 from opkiln.store import entry
-from sample import levels, wanted
+from sample import known, levels, wanted
 from sample.package import settle
 
 if TYPE_CHECKING:
@@ -70,7 +70,10 @@ class Shipped:
 
     def build(self, to: Path | None = None, *, backend: str = "", **settings: Any) -> Path:
         """Build elsewhere and ship, with the package itself by default; the entry's directory."""
-        with override(cache_dir=str(self.base / "elsewhere"), **settings):
+        elsewhere = self.base / "elsewhere"
+        if not elsewhere.exists():
+            known.make_store(elsewhere)
+        with override(cache_dir=str(elsewhere), **settings):
             more = {"_asked_backend": backend} if backend else {}
             made = wanted.artifact(self.package.builder(**more).op())
             (leaf,) = layer.export([made.path], str(to or self.own))
