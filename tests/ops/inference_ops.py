@@ -1,5 +1,5 @@
-"""The op transformer_inference for tests: its CPU version, its CUDA kernels in the emulator, and what
-their results are held against."""
+"""The op transformer_inference for tests: its CPU version, its CUDA kernels in the emulator, and
+what their results are held against."""
 
 from __future__ import annotations
 

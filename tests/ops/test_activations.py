@@ -1,5 +1,5 @@
-"""Activations with a bias, plain and gated, and residual adds: the CPU's version, the CUDA kernels in the
-emulator and the reference, against float64."""
+"""Activations with a bias, plain and gated, and residual adds: the CPU's version, the CUDA kernels
+in the emulator and the reference, against float64."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def test_numbers_that_are_not_finite_give_what_the_reference_gives(
             ("bias_gelu", (None, False)),
         ):  # fmt: skip
             ours, theirs = getattr(op, name)(x, *more), getattr(reference, name)(x, *more)
-            torch.testing.assert_close(ours, theirs, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                ours, theirs, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -154,7 +156,10 @@ def test_experts_are_mixed_by_rows_and_by_columns(op: Any, dtype: torch.dtype) -
     [
         (lambda op, x: op.bias_gelu(x, torch.ones(7)), r"bias has shape \[7\], expected \[9\]"),
         (lambda op, x: op.gated_silu(x), r"x has 9 columns, expected an even number"),
-        (lambda op, x: op.residual_add(x, x[:1]), r"residual has shape \[1, 9\], hidden has \[2, 9\]"),
+        (
+            lambda op, x: op.residual_add(x, x[:1]),
+            r"residual has shape \[1, 9\], hidden has \[2, 9\]",
+        ),
         (lambda op, x: op.moe_res_matmul(x, torch.ones(3, 9), x), r"coef has shape \[3, 9\]"),
         (lambda op, x: op.bias_silu(x.sum()), r"x has no dimensions"),
     ],
@@ -169,11 +174,11 @@ def test_gradients_of_the_references_are_right() -> None:
     x, other = (torch.randn(3, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
     bias = torch.randn(6, dtype=torch.float64, requires_grad=True)
     for name in ("bias_gelu", "bias_silu", "gated_gelu", "gated_silu"):
-        assert torch.autograd.gradcheck(lambda *a, n=name: getattr(reference, n)(*a), (x, bias))
+        assert torch.autograd.gradcheck(getattr(reference, name), (x, bias))
     assert torch.autograd.gradcheck(lambda *a: reference.bias_gelu(*a, tanh=False), (x, bias))
-    assert torch.autograd.gradcheck(lambda *a: reference.residual_add(*a), (x, other, x, bias, bias))
+    assert torch.autograd.gradcheck(reference.residual_add, (x, other, x, bias, bias))
     coef = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda *a: reference.moe_res_matmul(*a), (x, coef, other))
+    assert torch.autograd.gradcheck(reference.moe_res_matmul, (x, coef, other))
 
 
 @pytest.mark.parametrize("name", ["bias_gelu", "gated_silu", "residual_add"])

@@ -1,4 +1,4 @@
-"""The fused pieces of a decoder. Importing this module is cheap: each name is imported when used."""
+"""The fused pieces of a decoder. Importing this is cheap: each name is imported when used."""
 
 from __future__ import annotations
 

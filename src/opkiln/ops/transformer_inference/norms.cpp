@@ -63,12 +63,14 @@ void add_row(const T* x, const T* residual, const T* shift, T* to, int64_t colum
   }
 }
 
+// `next` is the row that is read next. The steps before this one wait for memory, and this one does not.
 template <bool kAround, class T>
 void scale_row(const T* row, const T* weight, const T* bias, T* to, int64_t columns, float mean,
-               float scale) {
+               float scale, const T* next) {
   const Vec middle = Vec::all(mean), factor = Vec::all(scale);
   const int64_t whole = whole_registers(columns);
   for (int64_t at = 0; at < whole; at += Vec::kLanes) {
+    __builtin_prefetch(next + at);
     Vec out = (Vec::load(row + at) - middle) * factor;
     if (weight) out = out * Vec::load(weight + at);
     if (bias) out = out + Vec::load(bias + at);
@@ -107,7 +109,8 @@ void normalize_rows(const Norm& n, int64_t first, int64_t last) {
     const bool around =
         large && from != out && reinterpret_cast<uintptr_t>(out) % (Vec::kLanes * sizeof(T)) == 0;
     (around ? scale_row<true, T> : scale_row<false, T>)(
-        from, row_of(n.weight, 0), row_of(n.bias, 0), out, n.columns, mean, scale);
+        from, row_of(n.weight, 0), row_of(n.bias, 0), out, n.columns, mean, scale,
+        row_of(n.x, row + 1 < last ? row + 1 : row));
   }
   opkiln::settle_stores();
 }

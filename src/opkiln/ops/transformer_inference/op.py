@@ -34,23 +34,39 @@ kit = library(
     schemas=(
         "rms_norm(Tensor x, Tensor? weight=None, float eps=1e-06) -> Tensor",
         "layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor",
-        "pre_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? input_bias=None, "
-        "float eps=1e-06) -> (Tensor, Tensor)",
-        "pre_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, "
-        "Tensor? input_bias=None, float eps=1e-05) -> (Tensor, Tensor)",
-        "post_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? input_bias=None, "
-        "float eps=1e-06) -> Tensor",
-        "post_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, "
-        "Tensor? input_bias=None, float eps=1e-05) -> Tensor",
+        (
+            "pre_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? input_bias=None, "
+            "float eps=1e-06) -> (Tensor, Tensor)"
+        ),
+        (
+            "pre_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, "
+            "Tensor? input_bias=None, float eps=1e-05) -> (Tensor, Tensor)"
+        ),
+        (
+            "post_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, "
+            "Tensor? input_bias=None, float eps=1e-06) -> Tensor"
+        ),
+        (
+            "post_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, "
+            "Tensor? input_bias=None, float eps=1e-05) -> Tensor"
+        ),
         "bias_add(Tensor x, Tensor? bias=None) -> Tensor",
         "bias_relu(Tensor x, Tensor? bias=None) -> Tensor",
         "bias_silu(Tensor x, Tensor? bias=None) -> Tensor",
         "bias_gelu(Tensor x, Tensor? bias=None, bool tanh=True) -> Tensor",
-        "gated_silu(Tensor x, Tensor? bias=None, bool interleaved=False, bool gate_first=True) -> Tensor",
-        "gated_gelu(Tensor x, Tensor? bias=None, bool tanh=True, bool interleaved=False, "
-        "bool gate_first=True) -> Tensor",
-        "residual_add(Tensor hidden, Tensor residual, Tensor? attention=None, Tensor? bias=None, "
-        "Tensor? attention_bias=None, float scale=1.0, float attention_scale=1.0) -> Tensor",
+        (
+            "gated_silu(Tensor x, Tensor? bias=None, bool interleaved=False, "
+            "bool gate_first=True) -> Tensor"
+        ),
+        (
+            "gated_gelu(Tensor x, Tensor? bias=None, bool tanh=True, bool interleaved=False, "
+            "bool gate_first=True) -> Tensor"
+        ),
+        (
+            "residual_add(Tensor hidden, Tensor residual, Tensor? attention=None, "
+            "Tensor? bias=None, Tensor? attention_bias=None, float scale=1.0, "
+            "float attention_scale=1.0) -> Tensor"
+        ),
         "moe_res_matmul(Tensor residual, Tensor coef, Tensor mlp) -> Tensor",
         f"rotary(Tensor x, {_ROTARY}) -> Tensor",
         f"rotary_(Tensor(a!) x, {_ROTARY}) -> ()",

@@ -1,4 +1,4 @@
-"""Activations with a bias, plain and gated. 16-bit tensors are computed in fp32 and rounded once."""
+"""Activations with a bias, plain and gated. 16-bit ones are computed in fp32 and rounded once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from opkiln.ops.transformer_inference.functions.checks import check_row, widened
 from opkiln.ops.transformer_inference.op import kit
@@ -26,18 +26,18 @@ def bias_add(x: Tensor, bias: Tensor | None = None) -> Tensor:
 @kit.op()
 def bias_relu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """The relu of ``x + bias``, with the arguments of ``bias_add``."""
-    return F.relu(_shifted(x, bias)).to(x.dtype)
+    return functional.relu(_shifted(x, bias)).to(x.dtype)
 
 
 @kit.op()
 def bias_silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """The silu of ``x + bias``, with the arguments of ``bias_add``."""
-    return F.silu(_shifted(x, bias)).to(x.dtype)
+    return functional.silu(_shifted(x, bias)).to(x.dtype)
 
 
 @kit.op()
 def bias_gelu(x: Tensor, bias: Tensor | None = None, tanh: bool = True) -> Tensor:
-    """The gelu of ``x + bias``, approximated by tanh or exact, with the arguments of ``bias_add``."""
+    """The gelu of ``x + bias``, by tanh or by erf, with the arguments of ``bias_add``."""
     return _gelu(tanh)(_shifted(x, bias)).to(x.dtype)
 
 
@@ -51,7 +51,7 @@ def gated_silu(
     ``gate_first``: the first half, or the even elements, are the gate. The result has half as many
     columns as ``x``. Arguments are as for ``bias_add``, and the number of columns is even.
     """
-    return _gated(x, bias, F.silu, interleaved, gate_first)
+    return _gated(x, bias, functional.silu, interleaved, gate_first)
 
 
 @kit.op()
@@ -62,14 +62,14 @@ def gated_gelu(
     interleaved: bool = False,
     gate_first: bool = True,
 ) -> Tensor:
-    """``gelu(gate) * value``, approximated by tanh or exact, as in ``gated_silu``."""
+    """``gelu(gate) * value``, by tanh or by erf, as in ``gated_silu``."""
     return _gated(x, bias, _gelu(tanh), interleaved, gate_first)
 
 
 def _gelu(tanh: bool) -> Callable[[Tensor], Tensor]:
-    # Not F.gelu for the exact form: on a CPU with AVX-512 its value at infinity is NaN.
+    # Not torch's gelu for the exact form: on a CPU with AVX-512 its value at infinity is NaN.
     if tanh:
-        return lambda x: F.gelu(x, approximate="tanh")
+        return lambda x: functional.gelu(x, approximate="tanh")
     return lambda x: 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
 
 
