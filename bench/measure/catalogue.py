@@ -70,14 +70,15 @@ def _seconds(events: list[dict[str, Any]]) -> Counter[str]:
 
 
 def _loads(options: Options, workspace: Workspace) -> list[Row]:
-    from opkiln.registry import bundled
+    from opkiln.registry import ALL_OPS, bundled
 
     try:
         finish(_build("cpu"), workspace.warm)
     except Failure as failure:
         return [Row(NAME, "opkiln", "loads", None, str(failure))]
     rate = sha256_rate()
-    return [_load(name, options, workspace.warm, rate) for name in bundled()]
+    names = [name for name in bundled() if "cpu" in ALL_OPS[name].BACKENDS]
+    return [_load(name, options, workspace.warm, rate) for name in names]
 
 
 def _load(name: str, options: Options, caches: Caches, rate: float) -> Row:

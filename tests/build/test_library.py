@@ -89,6 +89,41 @@ def test_functions_share_one_build_and_are_ops_of_their_own() -> None:
     assert torch.equal(y, torch.full((3,), 3.0))
 
 
+def test_each_variant_is_a_library_of_all_functions() -> None:
+    text = SOURCE.replace("2 * x", "FACTOR * x").replace("(value)", "(FACTOR * value)")
+    made = opkiln.library(
+        "varied_kit",
+        source=text.format(prefix="varied_"),
+        namespace="kits",
+        variants={"FACTOR": (2, 3)},
+    )
+
+    @made.op()
+    def varied_doubled(x: Tensor) -> Tensor:
+        return x * x.dim()
+
+    @made.op(mutates="x")
+    def varied_fill(x: Tensor, value: float) -> None:
+        x.fill_(value * x.dim())
+
+    def factor(x: Tensor, *_: object) -> dict[str, int]:
+        return {"FACTOR": x.dim()}
+
+    varied_doubled.variant(factor)
+    varied_fill.variant(factor)
+    flat, deep = torch.ones(2, 2), torch.ones(2, 2, 2)
+    assert torch.equal(varied_doubled(deep), 3 * deep)
+    assert varied_doubled.load("cpu", FACTOR=3)
+    varied_fill(deep, 5.0)
+    varied_fill(flat, 5.0)
+    assert (deep[0, 0, 0], flat[0, 0]) == (15, 10)
+    assert torch.equal(varied_doubled(flat), 2 * flat)
+    loads = {op for _, op, _ in loader.loaded_here() if op.startswith("varied_")}
+    assert loads == {"varied_kit__FACTOR_2", "varied_kit__FACTOR_3"}
+    with pytest.warns(FallbackWarning, match="no variant has FACTOR=1"):
+        assert torch.equal(varied_doubled(flat[0]), flat[0])
+
+
 def test_opkiln_check_compares_each_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPKILN_CHECK", "1")
     _, twice, filled = kit("compared_", SOURCE.replace("(value)", "(value + 1)"))
