@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DEVICES = ROOT / "docs" / "devices.md"
 OPTIMIZERS = ROOT / "docs" / "optimizers.md"
+TRANSFORMER = ROOT / "docs" / "transformer.md"
 CUDA_OP = ROOT / "examples" / "cuda_op"
 # What nvcc 13.0 lists; the page on devices shows what lists come to with it.
 LISTED = cuda.parse("7.5;8.0;8.6;8.7;8.8;8.9;9.0;10.0;10.3;11.0;12.0;12.1")
@@ -94,8 +95,12 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "example", ["first_op/use.py", "cuda_op/use.py", "one_call.py", "train.py", "variants.py"]
-)
+    "example",
+    [
+        "first_op/use.py", "cuda_op/use.py", "one_call.py", "train.py", "variants.py",
+        "random_ltd.py",
+    ],
+)  # fmt: skip
 def test_an_example_runs_cold_and_warm(example: str, cache: str) -> None:
     argv = [sys.executable, str(ROOT / "examples" / example)]
     cold = _run(argv, cache)
@@ -242,7 +247,7 @@ def _without_toolkit(text: str) -> list[str]:
     return [line.rstrip() for line in text.splitlines() if not line.startswith("toolkit")]
 
 
-@pytest.mark.parametrize("page", [DEVICES, OPTIMIZERS], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [DEVICES, OPTIMIZERS, TRANSFORMER], ids=lambda page: page.name)
 def test_code_on_a_page_prints_what_it_is_shown_to_print(page: Path, cache: str) -> None:
     found = _RUN.findall(page.read_text())
     assert found
