@@ -101,8 +101,12 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "example", ["first_op/use.py", "cuda_op/use.py", "one_call.py", "train.py", "variants.py"]
-)
+    "example",
+    [
+        "first_op/use.py", "cuda_op/use.py", "one_call.py", "train.py", "variants.py",
+        "random_ltd.py",
+    ],
+)  # fmt: skip
 def test_an_example_runs_cold_and_warm(example: str, cache: str) -> None:
     argv = [sys.executable, str(ROOT / "examples" / example)]
     cold = _run(argv, cache)

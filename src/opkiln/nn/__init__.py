@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_MODULES = ("inference", "spatial")
+_MODULES = ("inference", "random_ltd", "spatial")
 
 
 def __getattr__(name: str) -> Any:
