@@ -93,8 +93,6 @@ def main() -> None:
     for shape, dtype, work in itertools.product(shapes, (torch.bfloat16, torch.float16), WORKS):
         if options.only not in work.name or (dtype == torch.float16 and not on_gpu):
             continue
-        if not on_gpu:
-            dtype = torch.float32 if shape == shapes[-1] and options.tiny else dtype
         found, asked = _measured(work, shape, dtype, device, options.tiny)
         rows += found
         bars += asked
