@@ -1,4 +1,4 @@
-"""What the scripts quantizer, deepspeed_quantizer and packbits check on a GPU, one by one."""
+"""What scripts of quantizers, tokens and images check on a GPU, one by one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _script(name: str) -> Any:
     return module
 
 
-NAMES = ("quantizer", "deepspeed_quantizer", "packbits")
+NAMES = ("quantizer", "deepspeed_quantizer", "packbits", "random_ltd", "spatial_inference")
 CHECKS = [(script, check) for script in map(_script, NAMES)
           for check in script.CHECKS]  # fmt: skip
 

@@ -17,6 +17,17 @@ struct Indices {
   }
 };
 
+#if defined(__CUDACC__) || defined(__HIPCC__) || defined(OPKILN_EMULATED) || defined(__CUDACC_RTC__)
+// Ends the kernel, as a failed assertion of torch's own kernels does.
+__device__ inline void refuse_index() {
+#if defined(__HIPCC__)
+  __builtin_trap();
+#else
+  __trap();
+#endif
+}
+#endif
+
 #if !defined(__CUDACC_RTC__)
 OPK_PLAIN_BEGIN
 
