@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -188,9 +189,11 @@ def by_candidates(given: Given, cell: Cell) -> dict[str, list[Callable[[], Any]]
     units = cell.batch * cell.kv_heads
     chosen = chosen_splits(units, cell.context, given.plain[0].processors)
     found: dict[str, list[Callable[[], Any]]] = {}
-    for warps, stages in CANDIDATES:
-        values = {"HEAD": HEAD, "T": "bfloat16", "PAGED": False, "WARPS": warps, "STAGES": stages}
-        assert function.load(device, **values), values
+    fixed = {"HEAD": HEAD, "T": "bfloat16", "PAGED": False}
+    kernels = {each: {**fixed, "WARPS": each[0], "STAGES": each[1]} for each in CANDIDATES}
+    with ThreadPoolExecutor() as pool:
+        assert all(pool.map(lambda values: function.load(device, **values), kernels.values()))
+    for (warps, stages), values in kernels.items():
         name = "_".join(f"{each}_{str(value).lower()}" for each, value in values.items())
         kernel = getattr(torch.ops.kv_candidates.kv_attention, name)
         for splits in sorted({max(1, chosen // 2), chosen, min(128, chosen * 2)}):
