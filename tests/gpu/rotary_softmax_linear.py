@@ -23,10 +23,11 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
 def close(got: Tensor, expected: Tensor, slack: float = 1.0) -> None:
-    """Within rounding of a result in float64."""
+    """Within rounding of a result in float64; of a number that is too small to be normal, too."""
     tolerance = ROUNDING[got.dtype]
+    smallest = torch.finfo(got.dtype).smallest_normal * torch.finfo(got.dtype).eps
     torch.testing.assert_close(
-        got.double(), expected, rtol=tolerance, atol=tolerance * slack, equal_nan=True
+        got.double(), expected, rtol=tolerance, atol=max(tolerance * slack, smallest), equal_nan=True
     )
 
 
