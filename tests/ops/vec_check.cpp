@@ -2,6 +2,7 @@
 // with a plain loop. Exits with 0, or prints what differs. Needs no torch.
 
 #include <opkiln/optimizing/host_sweep.h>
+#include <opkiln/vec_exp.h>
 
 #include <algorithm>
 #include <bit>
@@ -130,15 +131,48 @@ void check_arithmetic() {
     compare(subtract_product(z, x, y), "subtract_product",
             [&](int i) { return c[i] - double(a[i]) * b[i]; }, 4e-6);
     compare(at_least(Vec::all(0), x), "at_least", [&](int i) { return std::max(a[i], 0.0f); }, 0);
+    compare(at_most(Vec::all(0), x), "at_most", [&](int i) { return std::min(a[i], 0.0f); }, 0);
     compare(sign(x), "sign", [&](int i) { return a[i] < 0 ? -1 : 1; }, 0);
   }
   float out[Vec::kLanes];
   at_least(Vec::all(0), Vec::all(std::numeric_limits<float>::quiet_NaN())).store(out);
   expect(out[0] != out[0], "at_least", NAN, out[0], NAN);
+  at_most(Vec::all(0), Vec::all(std::numeric_limits<float>::quiet_NaN())).store(out);
+  expect(out[0] != out[0], "at_most", NAN, out[0], NAN);
   sign(Vec::all(std::numeric_limits<float>::quiet_NaN())).store(out);
   expect(out[0] != out[0], "sign", NAN, out[0], NAN);
   sign(Vec::all(0)).store(out);
   expect(out[0] == 0, "sign", 0, out[0], 0);
+}
+
+void check_exponentials() {
+  const float infinity = std::numeric_limits<float>::infinity();
+  float out[Vec::kLanes];
+  const auto first = [&](Vec value) {
+    value.store(out);
+    return out[0];
+  };
+  for (int power = -126; power <= 127; ++power) {
+    const float got = first(power_of_two(Vec::all(static_cast<float>(power))));
+    expect(got == std::ldexp(1.0f, power), "power_of_two", power, got, std::ldexp(1.0f, power));
+  }
+  for (int i = -12600; i <= 12700; ++i) {
+    const float x = static_cast<float>(i) * 0.01f;
+    const double got = first(exp2(Vec::all(x))), wanted = std::exp2(double{x});
+    expect(std::abs(got - wanted) <= 3e-7 * wanted, "exp2", x, got, wanted);
+  }
+  for (const auto& [x, wanted] : {std::pair{infinity, infinity}, {-infinity, 0.0f}, {200.0f, infinity},
+                                  {-200.0f, 0.0f}, {0.0f, 1.0f}}) {
+    const float got = first(exp2(Vec::all(x)));
+    expect(got == wanted, "exp2", x, got, wanted);
+  }
+  expect(std::isnan(first(exp2(Vec::all(NAN)))), "exp2", NAN, out[0], NAN);
+  for (int i = 0; i <= 900; ++i) {
+    const float x = static_cast<float>(i) * 0.01f;
+    const double got = first(erfc_of_positive(Vec::all(x))), wanted = std::erfc(double{x});
+    expect(std::abs(got - wanted) <= 1e-5 * wanted, "erfc", x, got, wanted);
+  }
+  expect(first(erfc_of_positive(Vec::all(infinity))) == 0, "erfc", infinity, out[0], 0);
 }
 
 // Doubles the first stream and adds the second, to it and to the third, over tensors of all sizes and
@@ -218,6 +252,7 @@ int main() {
   check_known_values();
   check_conversions();
   check_arithmetic();
+  check_exponentials();
   check_around<float>("around float");
   check_around<BFloat16>("around bfloat16");
   check_around<Float16>("around float16");

@@ -15,8 +15,7 @@ inline Vec polynomial(Vec x, const float (&coefficients)[kCount]) {
   return sum;
 }
 
-// 2 to the power of x, within two units of the last digit. Below 2^-126 it is 0, from 2^127.5 on
-// infinity.
+// 2 to the power of x, with a relative error below 3e-7. Below 2^-126 it is 0, from 2^127.5 on infinity.
 inline Vec exp2(Vec x) {
   constexpr float kPowers[] = {1.0f,           0.693147206f,   0.240226469f,  0.0555032878f,
                                0.00961848896f, 0.00133999312f, 0.000153458116f};
@@ -26,8 +25,8 @@ inline Vec exp2(Vec x) {
   return polynomial(bounded - whole, kPowers) * power_of_two(whole);
 }
 
-// erfc(x) for x >= 0, with a relative error below 1e-6 down to 2^-126: t * 2^(P(t) - x^2 * log2(e)), where t is
-// 1 / (1 + x / 2).
+// erfc(x) for x >= 0, with a relative error below 1e-5 down to 2^-126, and below 1e-6 for small x:
+// t * 2^(P(t) - x^2 * log2(e)), where t is 1 / (1 + x / 2).
 inline Vec erfc_of_positive(Vec x) {
   constexpr float kLogarithm[] = {-1.82562522f,  1.44010554f,   0.563109698f, 0.0245520318f, 0.0764020713f,
                                   -0.256049125f, -0.835207062f, 1.54190538f,  -0.928434147f, 0.199240895f};

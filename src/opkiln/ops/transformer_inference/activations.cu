@@ -1,6 +1,8 @@
 // Activations with a bias, plain and gated. A thread has several accesses of 16 bytes in flight. Rows that
 // cannot be accessed so are processed by elements.
 
+#include <opkiln/op.h>
+
 #include "columns.h"
 
 #include "activations.h"

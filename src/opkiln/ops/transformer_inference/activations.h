@@ -5,7 +5,7 @@
 
 namespace {
 
-// The functions that are applied. Two cover three each, by their numbers.
+// The functions that are applied. The first two cover two activations each, by their numbers.
 enum class Curve : uint8_t {
   kClamp,    // at least `low`: relu, or nothing at all
   kSigmoid,  // x times the sigmoid of x * (slope + cubic * x * x): silu, gelu by tanh
@@ -19,13 +19,6 @@ struct Activation {
 };
 
 constexpr float kLog2E = 1.44269504f;
-constexpr float kTanhSlope = 1.59576912f;  // 2 * sqrt(2 / pi)
-
-constexpr Activation kNothing{Curve::kClamp, -__builtin_inff(), 0, 0};
-constexpr Activation kRelu{Curve::kClamp, 0, 0, 0};
-constexpr Activation kSilu{Curve::kSigmoid, 0, kLog2E, 0};
-constexpr Activation kTanhGelu{Curve::kSigmoid, 0, kTanhSlope * kLog2E, 0.044715f * kTanhSlope * kLog2E};
-constexpr Activation kErfGelu{Curve::kErf, 0, 0, 0};
 
 // The square is bounded, so that `0 * infinity` does not make a NaN of silu(infinity).
 constexpr float kMostSquare = 1e30f;
@@ -46,6 +39,14 @@ struct Pointwise {
 };
 
 #if !defined(__CUDACC_RTC__)
+constexpr float kTanhSlope = 1.59576912f;  // 2 * sqrt(2 / pi)
+
+constexpr Activation kNothing{Curve::kClamp, -__builtin_inff(), 0, 0};
+constexpr Activation kRelu{Curve::kClamp, 0, 0, 0};
+constexpr Activation kSilu{Curve::kSigmoid, 0, kLog2E, 0};
+constexpr Activation kTanhGelu{Curve::kSigmoid, 0, kTanhSlope * kLog2E, 0.044715f * kTanhSlope * kLog2E};
+constexpr Activation kErfGelu{Curve::kErf, 0, 0, 0};
+
 OPK_PLAIN_BEGIN
 
 // A device's file defines it. There is at least one element.

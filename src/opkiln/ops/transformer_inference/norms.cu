@@ -255,16 +255,19 @@ __global__ void __launch_bounds__(kMostThreads) element_norm_kernel(const OPK_GR
   float mean = 0, squares = 0;
   if (n.centred) {
     float sum = 0;
+#pragma unroll 1
     for (int64_t at = lane; at < columns; at += w.team) {
       sum += element<T>(n, start, at);
     }
     mean = sum_of_team(sum, w.team, shared[0]) * w.share;
   }
+#pragma unroll 1
   for (int64_t at = lane; at < columns; at += w.team) {
     const float x = element<T>(n, start, at) - mean;
     squares += x * x;
   }
   const float scale = rsqrtf(sum_of_team(squares, w.team, shared[1]) * w.share + n.eps);
+#pragma unroll 1
   for (int64_t at = lane; at < columns; at += w.team) {
     const float x = element<T>(n, start, at);
     if (n.sum) {

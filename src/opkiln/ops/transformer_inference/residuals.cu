@@ -1,6 +1,8 @@
 // Residual adds. A thread has several accesses of 16 bytes in flight for each tensor. Rows that cannot be
 // accessed so are processed by elements.
 
+#include <opkiln/op.h>
+
 #include "columns.h"
 
 #include "residuals.h"
