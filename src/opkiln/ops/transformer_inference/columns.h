@@ -18,7 +18,7 @@ struct Matrix {
 };
 
 // Whether walks can go over so many vectors.
-inline bool can_walk(int64_t vectors) { return vectors < INT64_C(0xffffffff) - kThreads * kTurns; }
+inline bool can_walk(int64_t vectors) { return vectors < int64_t{0xffffffff} - kThreads * kTurns; }
 
 inline Matrix matrix_of(int64_t rows, int64_t vectors_of_row) {
   const uint32_t columns = static_cast<uint32_t>(vectors_of_row);
