@@ -11,8 +11,7 @@ using opkiln::BFloat16;
 using opkiln::Float16;
 using opkiln::Vec;
 
-constexpr int64_t kStretch = 2048;          // floats of biases: two tables stay in the first cache
-constexpr int64_t kBeyondCaches = 8 << 20;  // bytes of a result that is not in a cache when it is read
+constexpr int64_t kStretch = 2048;  // floats of biases: two tables stay in the first cache
 
 // Doubles as Vec has floats, for the compiler to vectorize.
 struct Doubles {
@@ -31,7 +30,6 @@ struct Doubles {
   void store(double* to) const {
     for (int i = 0; i < kLanes; ++i) to[i] = value[i];
   }
-  void store_around(double* to) const { store(to); }
   friend Doubles operator+(const Doubles& a, const Doubles& b) {
     return each([&](int i) { return a.value[i] + b.value[i]; });
   }
@@ -66,8 +64,9 @@ struct Streams {
   }
 };
 
-// Adds `count` elements. What is left of a register goes through a padded one.
-template <bool kAround, class T>
+// Adds `count` elements. What is left of a register goes through a padded one. (Stores around the caches
+// were not faster: the memory of a new result was just cleared, so it is in a cache.)
+template <class T>
 void add_stretch(const Streams<T>& given, int64_t count) {
   using Register = typename Kind<T>::Register;
   using Wide = typename Kind<T>::Wide;
@@ -76,11 +75,7 @@ void add_stretch(const Streams<T>& given, int64_t count) {
   for (int64_t i = 0; i < whole; i += Register::kLanes) {
     opkiln::prefetch_ahead(streams.x + i);
     if (streams.other != nullptr) opkiln::prefetch_ahead(streams.other + i);
-    if constexpr (kAround) {
-      streams.sum(i).store_around(streams.out + i);
-    } else {
-      streams.sum(i).store(streams.out + i);
-    }
+    streams.sum(i).store(streams.out + i);
   }
   if (whole == count) return;
   const auto rest = static_cast<size_t>(count - whole);
@@ -134,20 +129,9 @@ Streams<T> moved(const Work& work, int64_t at, const typename Kind<T>::Wide* bia
 }
 
 template <class T>
-void add_stretches(const Streams<T>& streams, int64_t count, bool around) {
-  const auto address = reinterpret_cast<uintptr_t>(streams.out);
-  if (around && address % (sizeof(T) * Kind<T>::Register::kLanes) == 0) {
-    add_stretch<true>(streams, count);
-  } else {
-    add_stretch<false>(streams, count);
-  }
-}
-
-template <class T>
 void add_all(const Work& work) {
   using Wide = typename Kind<T>::Wide;
   const int64_t size = static_cast<int64_t>(sizeof(T));
-  const bool around = work.numel * size >= kBeyondCaches;
   // With the channels last, a stretch is whole rows. Otherwise it is (part of) one channel of an image.
   const bool last = work.inner == 1;
   const int64_t times = !last || work.channels >= kStretch ? 1 : kStretch / work.channels;
@@ -166,10 +150,8 @@ void add_all(const Work& work) {
     opk::parallel_for(0, stretches, grain, [&](int64_t first, int64_t end) {
       for (int64_t at = first * table; at < work.numel && at < end * table; at += table) {
         const int64_t count = work.numel - at < table ? work.numel - at : table;
-        add_stretches(moved<T>(work, at, memory, work.other_bias ? memory + table : nullptr), count,
-                      around);
+        add_stretch(moved<T>(work, at, memory, work.other_bias ? memory + table : nullptr), count);
       }
-      if (around) opkiln::settle_stores();
     });
     return;
   }
@@ -185,11 +167,10 @@ void add_all(const Work& work) {
       }
       for (int64_t at = 0; at < work.inner; at += table) {
         const int64_t count = work.inner - at < table ? work.inner - at : table;
-        add_stretches(moved<T>(work, row * work.inner + at, biases,
-                               work.other_bias ? biases + table : nullptr), count, around);
+        add_stretch(moved<T>(work, row * work.inner + at, biases,
+                             work.other_bias ? biases + table : nullptr), count);
       }
     }
-    if (around) opkiln::settle_stores();
   });
 }
 
