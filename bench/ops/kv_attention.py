@@ -40,7 +40,10 @@ BACKENDS = {
     "torch efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 CANDIDATES = [(4, 3), (4, 2), (2, 4), (2, 6), (4, 6), (8, 3)]  # (warps, stages): up to 192 KiB
-TUNED = {(1, 8, 1024), (1, 8, 8192), (8, 8, 8192), (64, 8, 1024), (64, 32, 8192)}
+TUNED = {
+    (1, 8, 1024), (1, 8, 8192), (1, 8, 32768), (8, 8, 1024), (8, 32, 8192), (64, 8, 1024),
+    (64, 32, 8192),
+}  # fmt: skip
 
 
 class Cell(NamedTuple):
@@ -209,7 +212,8 @@ def by_candidates(given: Given, cell: Cell) -> dict[str, list[Callable[[], Any]]
     for (warps, stages), values in kernels.items():
         name = "_".join(f"{each}_{str(value).lower()}" for each, value in values.items())
         kernel = getattr(torch.ops.kv_candidates.kv_attention, name)
-        for splits in sorted({max(1, chosen // 2), chosen, min(128, chosen * 2)}):
+        few = {1} if chosen <= 8 else set()
+        for splits in sorted({max(1, chosen // 2), chosen, min(128, chosen * 2), *few}):
             found[f"{warps} warps, {stages} stages, {splits} splits"] = [
                 partial(kernel, *given[:3], each.k, each.v, each.lengths, None, None,
                         each.counters, scale, True, splits)
