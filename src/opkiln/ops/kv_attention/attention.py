@@ -105,7 +105,7 @@ def attention(
     scale = head**-0.5 if scale is None else scale
     most = cache.capacity if context is None else min(context, cache.capacity)
     keys, values, table = _narrowed(cache, batch, most)
-    lengths = cache.lengths[:batch]
+    lengths = cache.lengths if cache.lengths.shape[0] == batch else cache.lengths[:batch]
     if k is not None and v is not None and tokens > 1 and most == tokens and alibi_slopes is None:
         append(k, v, keys, values, lengths, table)
         return scaled_dot_product_attention(
@@ -146,13 +146,16 @@ def chosen_splits(units: int, context: int, processors: int) -> int:
 
 
 def _narrowed(cache: KVCache, batch: int, most: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The part of a cache that a call looks at."""
+    """The part of a cache that a call looks at. A slice of all costs as much as a small kernel."""
     table = cache.block_table
     if table is None:
         if most == cache.k.shape[2] and batch == cache.k.shape[0]:
             return cache.k, cache.v, None
         return cache.k[:batch, :, :most], cache.v[:batch, :, :most], None
-    return cache.k, cache.v, table[:batch, : -(-most // cache.k.shape[1])]
+    needed = -(-most // cache.k.shape[1])
+    if table.shape != (batch, needed):
+        table = table[:batch, :needed]
+    return cache.k, cache.v, table
 
 
 def _checked(
