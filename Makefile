@@ -1,6 +1,6 @@
 # Everything from a fresh clone, with python3, make and a C++ compiler:
 #   make demo    trains a small model with a JIT-built operator, cold and then warm
-#   make test    lint, types, import contracts, all tests, on all cores (JOBS=1: one after another)
+#   make test    lint, types, import contracts, all tests, on all CPUs (JOBS=1: one after another)
 #   make test-full   with the full grids and the tests that take too long for every run
 #   make test-random   the property tests on new random examples; SEED=N repeats a run
 #   make test-faults   every fault and attack at its whole count; writes bench/results/faults.json
@@ -17,7 +17,8 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   ?= .venv
 PYTEST ?=
-JOBS   ?= auto
+# One more than there are CPUs: many tests wait, for files to come to rest or for other processes.
+JOBS   ?= $(shell expr $$(nproc) + 1)
 SEED   ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 TORCHES ?= 2.10.0 2.11.0 2.12.1 2.14.1 2.15.0
 MODULE  ?=
