@@ -26,9 +26,8 @@ def close(got: Tensor, expected: Tensor, slack: float = 1.0) -> None:
     """Within rounding of a result in float64; of a number that is too small to be normal, too."""
     tolerance = ROUNDING[got.dtype]
     smallest = torch.finfo(got.dtype).smallest_normal * torch.finfo(got.dtype).eps
-    torch.testing.assert_close(
-        got.double(), expected, rtol=tolerance, atol=max(tolerance * slack, smallest), equal_nan=True
-    )
+    least = max(tolerance * slack, smallest)
+    torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=least, equal_nan=True)
 
 
 def exact(name: str, *given: Any, **options: Any) -> Any:

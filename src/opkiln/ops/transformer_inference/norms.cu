@@ -16,6 +16,7 @@ using opkiln::device::Sixteen;
 constexpr int kVectors = 4;         // accesses of 16 bytes that a thread has in flight
 constexpr int kShortThreads = 128;  // of a block that has several rows
 constexpr int kMostThreads = 512;   // of a block that has one
+constexpr int kFewRows = 256;
 constexpr int kLongThreads = 1024;
 constexpr int kFirstBlocks = 512;   // for them the weights may be in no cache yet
 constexpr int kHeldBytes = 224 << 10;  // of shared memory, for one long row
@@ -288,9 +289,9 @@ void launch_for(const Norm& norm) {
                            static_cast<const void*>(norm.out), static_cast<const void*>(norm.sum)}) {
     aligned = aligned && reinterpret_cast<uintptr_t>(each) % 16 == 0;
   }
-  // Units are what a thread reads of a row at once.
-  const int64_t units = aligned ? norm.columns / (kCount * kVectors) + (norm.columns % (kCount * kVectors) != 0)
-                                : norm.columns;
+  // Units are what a thread reads of a row at once: little, if rows are too few to fill a large GPU.
+  const int64_t unit = kCount * (norm.rows <= kFewRows && norm.columns <= kCount * kMostThreads ? 1 : kVectors);
+  const int64_t units = aligned ? (norm.columns + unit - 1) / unit : norm.columns;
   Work work{norm, static_cast<int>(norm.columns / kCount), 1, 0, 1, 1.0f / static_cast<float>(norm.columns), 0};
   if (aligned && units > kMostThreads) {
     const int64_t room = kHeldBytes / 16;
