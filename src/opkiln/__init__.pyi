@@ -1,5 +1,6 @@
 from opkiln import errors as errors
 from opkiln import io as io
+from opkiln import nn as nn
 from opkiln import optim as optim
 from opkiln import quant as quant
 from opkiln import settings as settings
