@@ -35,8 +35,8 @@ __device__ inline void widen_four(uint32_t bytes, float* values) {
 // at a time.
 template <int kRows>
 struct Shape {
-  static constexpr int kOutputs = kRows <= 2 ? 2 : 4;
-  static constexpr int kLoads = kRows <= 2 ? 4 : kRows == 4 ? 2 : 1;
+  static constexpr int kOutputs = kRows <= 2 ? 2 : kRows == 4 ? 4 : 3;  // more would not fit into registers
+  static constexpr int kLoads = kRows <= 2 ? 4 : 1;
   static constexpr int kChunk = kLoads * 512;
 };
 
@@ -56,6 +56,7 @@ __device__ inline float4 four_of(const void* x, int64_t at) {
 template <int kRows>
 __device__ inline void stage(const Few& few, int64_t column, float4* shared) {
   constexpr int kFours = Shape<kRows>::kChunk / 4;
+#pragma unroll 2
   for (int i = threadIdx.x; i < kRows * kFours; i += kThreads) {
     const int row = i / kFours, four = i % kFours;
     const int64_t at = column + 4 * four;
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, 2) multiply_kernel(const OPK_GRID_CO
   const Weights& weights = few.weights;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarps + warp) * Form::kOutputs;
-  // Of whole rows, a division for each; inside of rows a shift does it, or else a division each time.
+  // Groups are whole rows, or powers of two: no division in the loop.
   const bool of_rows = weights.group % weights.columns == 0;
   float scales_of_rows[Form::kOutputs], sums[Form::kOutputs][kRows] = {};
 #pragma unroll
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, 2) multiply_kernel(const OPK_GRID_CO
         const int64_t element = (first + o) * weights.columns + at;
         if (there) bytes[o][k] = *reinterpret_cast<const Bytes*>(weights.data + element);
         scales[o][k] = scales_of_rows[o];
-        if (there && !of_rows) scales[o][k] = weights.scales[int8_linear::group_of(weights, element)];
+        if (there && !of_rows) scales[o][k] = weights.scales[element >> weights.shift];
       }
     }
     __syncthreads();  // nobody uses the last chunk any more
@@ -208,7 +209,8 @@ void int8_linear::dequantize(const Weights& weights, void* out, opkiln::ElementT
 
 bool int8_linear::can_multiply(const Few& few) {
   const size_t addresses = reinterpret_cast<size_t>(few.weights.data) | reinterpret_cast<size_t>(few.x);
-  return addresses % 16 == 0 && few.weights.columns % 16 == 0 && few.weights.group % 16 == 0;
+  const bool divides = few.weights.shift >= 0 || few.weights.group % few.weights.columns == 0;
+  return addresses % 16 == 0 && few.weights.columns % 16 == 0 && few.weights.group % 16 == 0 && divides;
 }
 
 void int8_linear::multiply(const Few& few) {

@@ -7,7 +7,8 @@ each 128 columns of a row, are special cases.
 
 Up to 8 rows of ``x`` are multiplied with the int8 weights directly, in fp32. For more rows the
 weights are dequantized to the dtype of ``x`` and multiplied by ``torch.nn.functional.linear``. So
-are weights on a GPU whose rows or groups are not multiples of 16.
+are weights on a GPU whose rows or groups are not multiples of 16, or whose groups are neither whole
+rows nor a power of two.
 """
 
 from __future__ import annotations
