@@ -14,8 +14,8 @@ from opkiln.ops.transformer import functions
 from opkiln.ops.transformer.op import kit
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Rows and columns: less than an eight, a prime, several rows to a warp, more than a warp, several warps
-# of several rows; then rows of two eights to a thread.
+# Less than an eight, a prime, no rows, several rows to a warp, several warps to a row; then rows of
+# two eights to a thread.
 SHAPES = [(1, 1), (3, 7), (0, 8), (5, 8), (67, 64), (9, 101), (2, 3, 768)]
 LONG = [(3, 8192), (2, 4104)]
 

@@ -1,22 +1,27 @@
-"""The functions of the library; their bodies are the reference. Importing this module declares them.
+"""The functions of the library; their bodies are the reference. Importing this module declares
+them.
 
-Rows are what the last dimension counts. All arithmetic of 16-bit tensors is fp32, and each result is
-rounded once. Native kernels take fp32, bf16 and fp16; the reference also takes fp64. All raise
-RuntimeError for arguments that do not fit, naming the argument.
+Rows are what the last dimension counts. All arithmetic of 16-bit tensors is fp32, and each result
+is rounded once. Native kernels take fp32, bf16 and fp16, those of norms and residuals rows of up to
+``LONGEST_ROW`` elements. The reference takes any floats. All raise RuntimeError for arguments that
+do not fit, naming the argument.
 
-**Dropout.** An element is dropped with probability ``p``, rounded to a multiple of 2**-16, and what is
-kept is multiplied by ``1 / (1 - p)``. Which ones, is a function of ``seed`` (one int64 on the device of
-the other tensors), ``site`` (a number for each place in a layer) and the element's place, see ``kept``:
-nothing is stored, and the gradient finds the same elements. Without dropout, ``seed`` may be None.
+**Dropout.** An element is dropped with probability ``p``, rounded to a multiple of 2**-16, and what
+is kept is multiplied by ``1 / (1 - p)``. Which elements are dropped is a function of ``seed`` (one
+int64 on the device of the other tensors), of ``site`` (a number for each place in a layer) and of
+the element's place, see ``kept``. So nothing is stored, and the gradient finds the same elements.
+Without dropout, ``seed`` may be None.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import gelu
 
 from opkiln.ops.transformer.op import kit
+
+LONGEST_ROW = 8192
 
 _WORD = 0xFFFFFFFF
 _ROUNDS = 7
@@ -29,7 +34,7 @@ _Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 @kit.op()
 def norm_with_moments(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> _Three:
     """The layer norm of ``x``, and what its gradient needs: the mean of each row and one over its
-    standard deviation, in fp32. Native rows have at most 8192 elements."""
+    standard deviation, in fp32."""
     _check_rows(x, weight=weight, bias=bias)
     return _normalized(x.contiguous(), weight, bias, eps)
 
@@ -74,7 +79,7 @@ def dropout_add_norm(
     p: float = 0.0,
     eps: float = 1e-5,
 ) -> _Four:
-    """``dropout(x + bias) + residual``, its layer norm, and the moments as in ``norm_with_moments``.
+    """``dropout(x + bias) + residual``, its layer norm, and the moments of ``norm_with_moments``.
 
     What is normalized is the sum as it is returned, rounded.
     """
@@ -162,7 +167,7 @@ def join_columns(first: Tensor, second: Tensor, third: Tensor) -> _Two:
 def gelu_reference(x: Tensor, bias: Tensor, seed: Tensor | None, site: int, p: float) -> Tensor:
     """See ``gelu_dropout``."""
     _check_rows(x, bias=bias)
-    out = F.gelu(_wide(x.contiguous()) + _wide(bias), approximate="tanh")
+    out = gelu(_wide(x.contiguous()) + _wide(bias), approximate="tanh")
     return _dropped(out, seed, site, p).to(x.dtype)
 
 
@@ -182,7 +187,7 @@ def gelu_backward_reference(
     x_grad = torch.ops.aten.gelu_backward(
         _dropped(_wide(grad.contiguous()), seed, site, p), wide, approximate="tanh"
     )
-    again = _dropped(F.gelu(wide, approximate="tanh"), seed, site, p) if recompute else wide
+    again = _dropped(gelu(wide, approximate="tanh"), seed, site, p) if recompute else wide
     return (
         x_grad.to(x.dtype),
         _sum_of_rows(x_grad).to(x.dtype),
@@ -193,9 +198,10 @@ def gelu_backward_reference(
 def kept(shape: torch.Size, seed: Tensor, site: int, p: float) -> Tensor:
     """Which elements of a tensor of this shape are kept.
 
-    The counter of Philox4x32-7 is the index of eight neighbours in a row (the last eight of a row may
-    have fewer), its upper half the site, its key the seed. Each of its words has 16 bits for two
-    elements, the lower ones for the first. An element is kept if they are ``round(p * 65536)`` at least.
+    The counter of Philox4x32-7 is the index of eight neighbours in a row (the last of a row may be
+    fewer), its upper half the site, its key the seed. Each of its words has 16 bits for two
+    elements, the lower ones for the first. An element is kept if they are at least
+    ``round(p * 65536)``.
     """
     columns = shape[-1]
     rows = shape[:-1].numel()
