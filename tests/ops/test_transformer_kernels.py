@@ -10,6 +10,7 @@ import torch
 from stand_in import emulated, poisoned
 from torch import Tensor
 
+from opkiln import nn
 from opkiln.ops.transformer import functions
 from opkiln.ops.transformer.op import kit
 
@@ -187,6 +188,28 @@ def test_sums_over_rows_have_the_same_bits_each_time(native: Any) -> None:
         for _ in range(2)
     )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("pre", [True, False])
+def test_a_layer_of_these_kernels_is_that_of_the_references(pre: bool) -> None:
+    """In fp64 the layer takes the references. The generator gives both the same seed."""
+    words = {"attention_dropout": 0.0, "hidden_dropout": 0.25, "activation_dropout": 0.1}
+    torch.manual_seed(0)
+    exact = nn.TransformerLayer(16, 2, 24, **words, pre_layer_norm=pre, dtype=torch.float64)
+    ours = nn.TransformerLayer(
+        16, 2, 24, **words, pre_layer_norm=pre, normalize_invertible=pre, gelu_checkpoint=True
+    )
+    ours.load_state_dict(exact.state_dict())
+    x, grad = torch.randn(2, 3, 4, 16)
+    found = []
+    for layer, dtype in ((exact, torch.float64), (ours, torch.float32)):
+        torch.manual_seed(1)
+        given = x.to(dtype).requires_grad_()
+        out = layer(given)
+        found.append([out, *torch.autograd.grad(out, [given, *layer.parameters()], grad.to(dtype))])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other.double(), one, rtol=1e-4, atol=1e-5)
 
 
 def test_arguments_that_do_not_fit_are_refused(native: Any) -> None:

@@ -10,9 +10,13 @@ kit = library(
     namespace="opkiln",
     functions="opkiln.ops.stochastic_transformer.functions",
     schemas=(
-        "stochastic_gelu_dropout(Tensor x, Tensor bias, Tensor? seed=None, SymInt site=0, "
-        + "float p=0.0) -> Tensor",
-        "stochastic_gelu_dropout_backward(Tensor grad, Tensor x, Tensor bias, Tensor? seed=None, "
-        + "SymInt site=0, float p=0.0, bool recompute=False) -> (Tensor, Tensor, Tensor)",
+        (
+            "stochastic_gelu_dropout(Tensor x, Tensor bias, Tensor? seed=None, SymInt site=0, "
+            "float p=0.0) -> Tensor"
+        ),
+        (
+            "stochastic_gelu_dropout_backward(Tensor grad, Tensor x, Tensor bias, Tensor? seed=None, "
+            "SymInt site=0, float p=0.0, bool recompute=False) -> (Tensor, Tensor, Tensor)"
+        ),
     ),
 )

@@ -153,9 +153,12 @@ class TransformerLayer(nn.Module):
     def _attended(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
     ) -> Tensor:
-        parts = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (query, key, value))
+        q, k, v = (
+            each.view(*each.shape[:2], self.heads, -1).transpose(1, 2)
+            for each in (query, key, value)
+        )
         p = self.attention_dropout if self.training else 0.0
-        out = scaled_dot_product_attention(*parts, attn_mask=mask, dropout_p=p, is_causal=is_causal)
+        out = scaled_dot_product_attention(q, k, v, mask, p, is_causal)
         return out.transpose(1, 2).flatten(2)
 
     def extra_repr(self) -> str:

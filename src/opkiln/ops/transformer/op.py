@@ -13,18 +13,26 @@ kit = library(
     namespace="opkiln",
     functions="opkiln.ops.transformer.functions",
     schemas=(
-        "norm_with_moments(Tensor x, Tensor weight, Tensor bias, float eps=1e-05) "
-        + "-> (Tensor, Tensor, Tensor)",
+        (
+            "norm_with_moments(Tensor x, Tensor weight, Tensor bias, float eps=1e-05) "
+            "-> (Tensor, Tensor, Tensor)"
+        ),
         f"dropout_add(Tensor x, Tensor bias, Tensor residual, {_DROPOUT}) -> Tensor",
         f"dropout_add_backward(Tensor grad, {_DROPOUT}) -> (Tensor, Tensor)",
-        "dropout_add_norm(Tensor x, Tensor bias, Tensor residual, Tensor weight, Tensor norm_bias, "
-        + f"{_DROPOUT}, float eps=1e-05) -> (Tensor, Tensor, Tensor, Tensor)",
-        "dropout_add_norm_backward(Tensor grad, Tensor x, Tensor mean, Tensor scale, Tensor weight, "
-        + f"Tensor? norm_bias=None, Tensor? residual_grad=None, {_DROPOUT}) "
-        + "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        (
+            "dropout_add_norm(Tensor x, Tensor bias, Tensor residual, Tensor weight, "
+            f"Tensor norm_bias, {_DROPOUT}, float eps=1e-05) -> (Tensor, Tensor, Tensor, Tensor)"
+        ),
+        (
+            "dropout_add_norm_backward(Tensor grad, Tensor x, Tensor mean, Tensor scale, "
+            f"Tensor weight, Tensor? norm_bias=None, Tensor? residual_grad=None, "
+            f"{_DROPOUT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+        ),
         f"gelu_dropout(Tensor x, Tensor bias, {_DROPOUT}) -> Tensor",
-        f"gelu_dropout_backward(Tensor grad, Tensor x, Tensor bias, {_DROPOUT}, "
-        + "bool recompute=False) -> (Tensor, Tensor, Tensor)",
+        (
+            f"gelu_dropout_backward(Tensor grad, Tensor x, Tensor bias, {_DROPOUT}, "
+            "bool recompute=False) -> (Tensor, Tensor, Tensor)"
+        ),
         "join_columns(Tensor first, Tensor second, Tensor third) -> (Tensor, Tensor)",
     ),
 )

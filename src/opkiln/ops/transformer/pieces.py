@@ -91,9 +91,9 @@ class Projection(Function):
 class Output(Function):
     """What follows the attention: its output matrix, and the multilayer perceptron.
 
-    ``x`` is the residual. With ``norm_after``, each of the two is normalized after its residual was
-    added; ``last_weight`` and ``last_bias`` are those of the second norm. Without it, the first norm
-    is the perceptron's input, and there is no second one.
+    ``x`` is the residual. With ``last_weight`` and ``last_bias``, each of the two is normalized
+    after its residual was added, the second one with these. Without them, the first norm is the
+    perceptron's input, and there is no second one.
     """
 
     @staticmethod
@@ -139,13 +139,13 @@ class Output(Function):
         ctx.options = (p, activation_p, recompute_norm, recompute_gelu, relaxed)
         ctx.save_for_backward(
             attention, total, mean, scale, None if recompute_norm else normal, up,
-            None if recompute_gelu else active, *last, out_weight, norm_weight, norm_bias, up_weight,
-            up_bias, down_weight, last_weight, seed,
+            None if recompute_gelu else active, *last, out_weight, norm_weight, norm_bias,
+            up_weight, up_bias, down_weight, last_weight, seed,
         )  # fmt: skip
         return out  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         p, activation_p, recompute_norm, recompute_gelu, relaxed = ctx.options
         (
             attention, total, mean, scale, normal, up, active, last_total, last_mean, last_scale,
