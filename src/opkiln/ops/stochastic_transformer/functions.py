@@ -1,5 +1,5 @@
-"""The gelu of ``transformer`` with the GPU's approximate tanh: its error, up to 2**-11, is that of a
-rounding to fp16. The reference is exact."""
+"""The gelu of ``transformer`` with the GPU's approximate tanh: its error, up to 2**-11, is that of
+a rounding to fp16. The reference is exact."""
 
 from __future__ import annotations
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from opkiln.authoring.library import library
 
+_DROPOUT = "Tensor? seed=None, SymInt site=0, float p=0.0"
+
 kit = library(
     "stochastic_transformer",
     cuda="gelu.cu",
     namespace="opkiln",
     functions="opkiln.ops.stochastic_transformer.functions",
     schemas=(
+        f"stochastic_gelu_dropout(Tensor x, Tensor bias, {_DROPOUT}) -> Tensor",
         (
-            "stochastic_gelu_dropout(Tensor x, Tensor bias, Tensor? seed=None, SymInt site=0, "
-            "float p=0.0) -> Tensor"
-        ),
-        (
-            "stochastic_gelu_dropout_backward(Tensor grad, Tensor x, Tensor bias, Tensor? seed=None, "
-            "SymInt site=0, float p=0.0, bool recompute=False) -> (Tensor, Tensor, Tensor)"
+            f"stochastic_gelu_dropout_backward(Tensor grad, Tensor x, Tensor bias, {_DROPOUT}, "
+            "bool recompute=False) -> (Tensor, Tensor, Tensor)"
         ),
     ),
 )
