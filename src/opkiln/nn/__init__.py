@@ -1,18 +1,27 @@
-"""Pieces of models. Importing this package is cheap: each module is imported when it is used."""
+"""Pieces of models. Importing this package is cheap: each name is imported when it is used."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.ops.transformer.layer import TransformerLayer
+
+__all__ = ["TransformerLayer"]
+
 _MODULES = ("inference", "random_ltd", "spatial")
+_HOMES = {"TransformerLayer": "opkiln.ops.transformer.layer"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module(f"{__name__}.{name}")
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+    return sorted({*globals(), *_MODULES, *_HOMES})

@@ -1,0 +1,1 @@
+"""What a training layer does with less precision in its stochastic mode."""

@@ -1,0 +1,286 @@
+"""The functions of the library; their bodies are the reference. Importing this module declares
+them.
+
+Rows are what the last dimension counts. All arithmetic of 16-bit tensors is fp32, and each result
+is rounded once. Native kernels take fp32, bf16 and fp16, those of norms and residuals rows of up to
+``LONGEST_ROW`` elements. The reference takes any floats. All raise RuntimeError for arguments that
+do not fit, naming the argument.
+
+**Dropout.** An element is dropped with probability ``p``, rounded to a multiple of 2**-16, and what
+is kept is multiplied by ``1 / (1 - p)``. Which elements are dropped is a function of ``seed`` (one
+int64 on the device of the other tensors), of ``site`` (a number for each place in a layer) and of
+the element's place, see ``kept``. So nothing is stored, and the gradient finds the same elements.
+Without dropout, ``seed`` may be None.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu
+
+from opkiln.ops.transformer.op import kit
+
+LONGEST_ROW = 8192
+
+_WORD = 0xFFFFFFFF
+_ROUNDS = 7
+_Two = tuple[Tensor, Tensor]
+_Three = tuple[Tensor, Tensor, Tensor]
+_Four = tuple[Tensor, Tensor, Tensor, Tensor]
+_Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@kit.op()
+def norm_with_moments(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> _Three:
+    """The layer norm of ``x``, and what its gradient needs: the mean of each row and one over its
+    standard deviation, in fp32."""
+    _check_rows(x, weight=weight, bias=bias)
+    return _normalized(x.contiguous(), weight, bias, eps)
+
+
+@kit.op()
+def dropout_add(
+    x: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    seed: Tensor | None = None,
+    site: int = 0,
+    p: float = 0.0,
+) -> Tensor:
+    """``dropout(x + bias) + residual``."""
+    _check_rows(x, bias=bias)
+    _check_same(x, residual=residual)
+    return _added(x, bias, residual, seed, site, p)
+
+
+@kit.op()
+def dropout_add_backward(
+    grad: Tensor, seed: Tensor | None = None, site: int = 0, p: float = 0.0
+) -> _Two:
+    """The gradients of ``x`` and ``bias`` in ``dropout_add``; that of ``residual`` is ``grad``.
+
+    With a ``p`` of 0 the first is ``grad`` as well, and an empty tensor is returned for it.
+    """
+    _check_rows(grad)
+    through = _dropped(_wide(grad), seed, site, p)
+    return _unless(p == 0, through, grad), _sum_of_rows(through).to(grad.dtype)
+
+
+@kit.op()
+def dropout_add_norm(
+    x: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor,
+    seed: Tensor | None = None,
+    site: int = 0,
+    p: float = 0.0,
+    eps: float = 1e-5,
+) -> _Four:
+    """``dropout(x + bias) + residual``, its layer norm, and the moments of ``norm_with_moments``.
+
+    What is normalized is the sum as it is returned, rounded.
+    """
+    _check_rows(x, bias=bias, weight=weight, norm_bias=norm_bias)
+    _check_same(x, residual=residual)
+    total = _added(x, bias, residual, seed, site, p)
+    return total, *_normalized(total, weight, norm_bias, eps)
+
+
+@kit.op()
+def dropout_add_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor | None = None,
+    residual_grad: Tensor | None = None,
+    seed: Tensor | None = None,
+    site: int = 0,
+    p: float = 0.0,
+) -> _Six:
+    """Gradients in ``dropout_add_norm``. ``x`` is the sum, ``mean`` and ``scale`` are its moments.
+
+    ``grad`` is that of the norm, ``residual_grad`` what the sum's gradient has from elsewhere. The
+    results are the gradient of the sum, which is the residual's; that of what was dropped (an empty
+    tensor with a ``p`` of 0: it is the same); of ``bias``, ``weight`` and ``norm_bias``; and, where
+    ``norm_bias`` is given, the norm again, so that nobody has to keep it.
+
+    With a ``p`` of 0 it is the gradient of ``norm_with_moments``, too.
+    """
+    _check_rows(grad, weight=weight, norm_bias=norm_bias)
+    _check_same(grad, x=x, residual_grad=residual_grad)
+    wide, by = _wide(grad), _wide(weight)
+    normal = (_wide(x) - mean[..., None]) * scale[..., None]
+    part = wide * by
+    total = part - part.mean(-1, keepdim=True) - normal * (part * normal).mean(-1, keepdim=True)
+    total = total * scale[..., None]
+    if residual_grad is not None:
+        total = total + _wide(residual_grad)
+    through = _dropped(total, seed, site, p)
+    again = normal if norm_bias is None else normal * by + _wide(norm_bias)
+    return (
+        total.to(grad.dtype),
+        _unless(p == 0, through, grad),
+        _sum_of_rows(through).to(grad.dtype),
+        _sum_of_rows(wide * normal).to(grad.dtype),
+        _sum_of_rows(wide).to(grad.dtype),
+        _unless(norm_bias is None, again, grad),
+    )
+
+
+@kit.op()
+def gelu_dropout(
+    x: Tensor, bias: Tensor, seed: Tensor | None = None, site: int = 0, p: float = 0.0
+) -> Tensor:
+    """``dropout(gelu(x + bias))``, with the gelu that is approximated by tanh."""
+    return gelu_reference(x, bias, seed, site, p)
+
+
+@kit.op()
+def gelu_dropout_backward(
+    grad: Tensor,
+    x: Tensor,
+    bias: Tensor,
+    seed: Tensor | None = None,
+    site: int = 0,
+    p: float = 0.0,
+    recompute: bool = False,
+) -> _Three:
+    """The gradients of ``x`` and ``bias`` in ``gelu_dropout``, and with ``recompute`` its result
+    again, so that nobody has to keep it; otherwise an empty tensor."""
+    return gelu_backward_reference(grad, x, bias, seed, site, p, recompute)
+
+
+@kit.op()
+def join_columns(first: Tensor, second: Tensor, third: Tensor) -> _Two:
+    """The three beside each other in each row, and the sum of all rows."""
+    _check_rows(first)
+    _check_same(first, second=second, third=third)
+    out = torch.cat([first, second, third], -1)
+    return out, _sum_of_rows(_wide(out)).to(first.dtype)
+
+
+def gelu_reference(x: Tensor, bias: Tensor, seed: Tensor | None, site: int, p: float) -> Tensor:
+    """See ``gelu_dropout``."""
+    _check_rows(x, bias=bias)
+    out = gelu(_wide(x.contiguous()) + _wide(bias), approximate="tanh")
+    return _dropped(out, seed, site, p).to(x.dtype)
+
+
+def gelu_backward_reference(
+    grad: Tensor,
+    x: Tensor,
+    bias: Tensor,
+    seed: Tensor | None,
+    site: int,
+    p: float,
+    recompute: bool,
+) -> _Three:
+    """See ``gelu_dropout_backward``."""
+    _check_rows(grad, bias=bias)
+    _check_same(grad, x=x)
+    wide = _wide(x.contiguous()) + _wide(bias)
+    x_grad = torch.ops.aten.gelu_backward(
+        _dropped(_wide(grad.contiguous()), seed, site, p), wide, approximate="tanh"
+    )
+    again = _dropped(gelu(wide, approximate="tanh"), seed, site, p) if recompute else wide
+    return (
+        x_grad.to(x.dtype),
+        _sum_of_rows(x_grad).to(x.dtype),
+        _unless(not recompute, again, x),
+    )
+
+
+def kept(shape: torch.Size, seed: Tensor, site: int, p: float) -> Tensor:
+    """Which elements of a tensor of this shape are kept.
+
+    The counter of Philox4x32-7 is the index of eight neighbours in a row (the last of a row may be
+    fewer), its upper half the site, its key the seed. Each of its words has 16 bits for two
+    elements, the lower ones for the first. An element is kept if they are at least
+    ``round(p * 65536)``.
+    """
+    columns = shape[-1]
+    rows = shape[:-1].numel()
+    eights = (columns + 7) // 8
+    low = torch.arange(rows * eights, device=seed.device)
+    zero, key = torch.zeros_like(low), seed.reshape(())
+    c0, c1, c2, c3 = low & _WORD, low >> 32, zero + (site & _WORD), zero + (site >> 32 & _WORD)
+    k0, k1 = key & _WORD, key >> 32 & _WORD
+    for _ in range(_ROUNDS):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # int64 wraps around, and so keeps 64 bits
+        c0, c1, c2, c3 = (
+            (p1 >> 32 & _WORD) ^ c1 ^ k0, p1 & _WORD, (p0 >> 32 & _WORD) ^ c3 ^ k1, p0 & _WORD,
+        )  # fmt: skip
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    words = torch.stack([c0, c1, c2, c3], -1)
+    bits = torch.stack([words & 0xFFFF, words >> 16], -1).view(rows, eights * 8)
+    return (bits[:, :columns] >= int(p * 65536 + 0.5)).view(shape)
+
+
+def _dropped(x: Tensor, seed: Tensor | None, site: int, p: float) -> Tensor:
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"p is {p}, expected 0 to 1")
+    if p == 0:
+        return x
+    if seed is None:
+        raise RuntimeError(f"seed is None, and p is {p}")
+    if seed.numel() != 1 or seed.dtype != torch.int64:
+        raise RuntimeError(f"seed has {seed.numel()} elements of {seed.dtype}, expected one int64")
+    factor = 0.0 if int(p * 65536 + 0.5) >= 65536 else 1 / (1 - p)
+    return torch.where(kept(x.shape, seed, site, p), x * factor, 0.0)
+
+
+def _added(
+    x: Tensor, bias: Tensor, residual: Tensor, seed: Tensor | None, site: int, p: float
+) -> Tensor:
+    total = _dropped(_wide(x.contiguous()) + _wide(bias), seed, site, p)
+    return (total + _wide(residual)).to(x.dtype)
+
+
+def _normalized(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> _Three:
+    wide = _wide(x)
+    mean = wide.mean(-1)
+    off = wide - mean[..., None]
+    scale = torch.rsqrt(off.square().mean(-1) + eps)
+    out = off * scale[..., None] * _wide(weight) + _wide(bias)
+    return out.to(x.dtype), mean, scale
+
+
+def _wide(x: Tensor) -> Tensor:
+    """``x`` as what arithmetic is done in: fp32 for 16-bit elements."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _sum_of_rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).sum(0)
+
+
+def _unless(absent: bool, value: Tensor, like: Tensor) -> Tensor:
+    """``value`` in the dtype of ``like``, or an empty tensor."""
+    return like.new_empty(0) if absent else value.to(like.dtype, copy=True)
+
+
+def _check_rows(x: Tensor, /, **rows: Tensor | None) -> None:
+    """Each of ``rows`` has an element for each column of ``x``. Raises RuntimeError."""
+    if x.dim() == 0:
+        raise RuntimeError("the first argument has no dimensions, expected at least 1")
+    for name, row in rows.items():
+        if row is not None and (tuple(row.shape) != (x.shape[-1],) or row.dtype != x.dtype):
+            raise RuntimeError(
+                f"{name} has shape {list(row.shape)} and dtype {row.dtype}, "
+                f"expected [{x.shape[-1]}] and {x.dtype}"
+            )
+
+
+def _check_same(x: Tensor, /, **others: Tensor | None) -> None:
+    """Each of ``others`` has the shape of ``x``. Raises RuntimeError."""
+    for name, other in others.items():
+        if other is not None and (other.shape != x.shape or other.dtype != x.dtype):
+            raise RuntimeError(
+                f"{name} has shape {list(other.shape)} and dtype {other.dtype}, "
+                f"expected {list(x.shape)} and {x.dtype}"
+            )
