@@ -7,12 +7,12 @@ from typing import Any
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.ops.transformer.layer import TransformerLayer
+    from opkiln.nn.layer import TransformerLayer
 
 __all__ = ["TransformerLayer"]
 
 _MODULES = ("inference", "random_ltd", "spatial")
-_HOMES = {"TransformerLayer": "opkiln.ops.transformer.layer"}
+_HOMES = {"TransformerLayer": "opkiln.nn.layer"}
 
 
 def __getattr__(name: str) -> Any:

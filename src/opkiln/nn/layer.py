@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
-from opkiln.ops.transformer.pieces import Output, Projection
+from opkiln.nn.halves import Output, Projection
 
 _INITIAL_DEVIATION = 0.02
 
