@@ -27,7 +27,9 @@ struct Backward {
   Dropout dropout;
   int64_t rows;
   int columns;
+  int eights;
   int team;
+  float share;  // of a column in a mean. (What is here takes no register.)
   bool norm;
 };
 
@@ -73,7 +75,6 @@ __global__ void __launch_bounds__(kTeamThreads, kEights == 1 && sizeof(T) == 2 ?
   __shared__ float sums[kEight * kTeamThreads];
   const int lane = static_cast<int>(threadIdx.x) % b.team;
   const int64_t teams = blockDim.x / b.team;
-  const float share = 1.0f / static_cast<float>(b.columns);
   float weight_sums[kEights][kEight] = {}, norm_bias_sums[kEights][kEight] = {}, bias_sums[kEights][kEight] = {};
   int turn = 0;
   for (int64_t first = blockIdx.x * teams; first < b.rows; first += gridDim.x * teams, turn ^= 1) {
@@ -81,7 +82,6 @@ __global__ void __launch_bounds__(kTeamThreads, kEights == 1 && sizeof(T) == 2 ?
     const int columns = row < b.rows ? b.columns : 0;  // nothing of a row that is not there
     const int64_t start = row * b.columns;
     Eight<T> grad[kEights], x[kEights], total[kEights];
-    uint32_t kept[kEights];
 #pragma unroll
     for (int e = 0; e < kEights; ++e) {
       const int column = (lane + e * b.team) * kEight;
@@ -95,11 +95,6 @@ __global__ void __launch_bounds__(kTeamThreads, kEights == 1 && sizeof(T) == 2 ?
           total[e] = load_eight<T, kAligned>(b.residual_grad, start + column, columns - column);
         }
       }
-    }
-#pragma unroll
-    for (int e = 0; e < kEights; ++e) {  // while the loads are under way
-      const int64_t eight = row * eights_of(b.columns) + lane + e * b.team;
-      kept[e] = b.dropout.seed ? kept_of(b.dropout, *b.dropout.seed, eight) : 0xffu;
     }
     float mean = 0, scale = 0;
     float2 dots = {0.0f, 0.0f};
@@ -123,13 +118,15 @@ __global__ void __launch_bounds__(kTeamThreads, kEights == 1 && sizeof(T) == 2 ?
         forget(grad[e]);
       }
       dots = sums_of_team(dots, b.team, shared[turn]);
-      dots.x *= share;
-      dots.y *= share;
+      dots.x *= b.share;
+      dots.y *= b.share;
     }
 #pragma unroll
     for (int e = 0; e < kEights; ++e) {
       const int column = (lane + e * b.team) * kEight;
       if (column < columns) {
+        const int64_t eight = row * b.eights + lane + e * b.team;
+        const uint32_t kept = b.dropout.seed ? kept_of(b.dropout, *b.dropout.seed, eight) : 0xffu;
         const Eight<T> weight = weight_of<T, kAligned>(b, column);
         Eight<T> through;
 #pragma unroll
@@ -139,7 +136,7 @@ __global__ void __launch_bounds__(kTeamThreads, kEights == 1 && sizeof(T) == 2 ?
           for (int k = 0; k < 2; ++k) {
             const float normal = (x[e][i + k] - mean) * scale;
             sum[k] = scale * (grad[e][i + k] * weight[i + k] - dots.x - normal * dots.y) + total[e][i + k];
-            part[k] = dropped(sum[k], kept[e], i + k, b.dropout.factor);
+            part[k] = dropped(sum[k], kept, i + k, b.dropout.factor);
             bias_sums[e][i + k] += column + i + k < columns ? part[k] : 0.0f;
           }
           total[e].set_two(i, sum[0], sum[1]);
@@ -186,7 +183,9 @@ void launch_for(const Backward& b, int64_t blocks, int threads, void* bias, void
 
 // `of`: what tensors are like. Without a norm, weight and norm_bias are null.
 [[gnu::noinline]] void launch_backward(Backward& b, const Tensor& of, void* bias, void* weight, void* norm_bias) {
-  b.team = team_of(eights_of(b.columns));
+  b.eights = static_cast<int>(eights_of(b.columns));
+  b.team = team_of(b.eights);
+  b.share = 1.0f / static_cast<float>(b.columns);
   const int threads = kTeamThreads / b.team * b.team;
   const int64_t teams = threads / b.team, wanted = (b.rows + teams - 1) / teams;
   // One block at least: sums over no rows are zero.
