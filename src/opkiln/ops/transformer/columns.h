@@ -11,7 +11,7 @@
 namespace {
 
 constexpr int kLanes = 32, kWarps = 8;
-constexpr int kRows = 2;        // that a thread has in flight
+constexpr int kRowsAtOnce = 2;  // that a thread has in flight, if they are aligned
 constexpr int kBlocks = 2112;   // about; four times what an H200 runs at once
 
 enum Kind { kGelu, kGeluBackward, kJoin };
@@ -51,6 +51,7 @@ struct Gelu {
 template <class T, bool kAligned, Kind kKind>
 __global__ void __launch_bounds__(kLanes * kWarps, kKind == kGeluBackward ? 3 : 4)
     columns_kernel(const OPK_GRID_CONSTANT Columns c) {
+  constexpr int kRows = kAligned ? kRowsAtOnce : 1;
   __shared__ float shared[kWarps][kEight][kLanes];
   const int lane = static_cast<int>(threadIdx.x) % kLanes, warp = static_cast<int>(threadIdx.x) / kLanes;
   const int64_t eights = eights_of(c.columns), all = kKind == kJoin ? 3 * c.columns : c.columns;
@@ -140,7 +141,7 @@ struct Grid {
   int64_t tiles, strips;
 
   Grid(int64_t rows, int64_t eights) : tiles((eights + kLanes - 1) / kLanes) {
-    const int64_t most = (rows + kWarps * kRows - 1) / (kWarps * kRows), wanted = tiles ? kBlocks / tiles : 0;
+    const int64_t most = (rows + kWarps * kRowsAtOnce - 1) / (kWarps * kRowsAtOnce), wanted = tiles ? kBlocks / tiles : 0;
     strips = wanted < most ? wanted : most;
     strips = strips < 1 ? 1 : strips > 65535 ? 65535 : strips;
   }
