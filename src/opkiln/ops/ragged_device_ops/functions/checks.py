@@ -1,0 +1,60 @@
+"""Checks of arguments, and the precision that references compute in. All raise RuntimeError."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def widened(x: Tensor) -> Tensor:
+    """``x`` as what arithmetic is done in: fp32 for 16-bit elements."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def check_float(name: str, x: Tensor) -> None:
+    if x.dtype not in FLOATS:
+        raise RuntimeError(
+            f"{name} has dtype {dtype_name(x)}, expected float32, float16 or bfloat16"
+        )
+
+
+def check_dim(name: str, x: Tensor, dim: int) -> None:
+    if x.dim() != dim:
+        raise RuntimeError(f"{name} has shape {list(x.shape)}, expected {dim} dimensions")
+
+
+def check_some(name: str, x: Tensor) -> None:
+    """Only the first dimension may have the size 0."""
+    for dim, size in enumerate(x.shape):
+        if dim > 0 and size == 0:
+            raise RuntimeError(
+                f"{name} has shape {list(x.shape)}, expected at least 1 in dimension {dim}"
+            )
+
+
+def check_shape(name: str, x: Tensor, shape: list[int]) -> None:
+    if list(x.shape) != shape:
+        raise RuntimeError(f"{name} has shape {list(x.shape)}, expected {shape}")
+
+
+def check_like(name: str, x: Tensor, of: Tensor, of_name: str) -> None:
+    """``x`` has the dtype of the other and is where it is."""
+    if x.dtype != of.dtype:
+        raise RuntimeError(f"{name} has dtype {dtype_name(x)}, {of_name} has {dtype_name(of)}")
+    check_device(name, x, of, of_name)
+
+
+def check_device(name: str, x: Tensor, of: Tensor, of_name: str) -> None:
+    if x.device != of.device:
+        raise RuntimeError(f"{name} is on {x.device}, {of_name} is on {of.device}")
+
+
+def check_int32(name: str, x: Tensor) -> None:
+    if x.dtype != torch.int32:
+        raise RuntimeError(f"{name} has dtype {dtype_name(x)}, expected int32")
+
+
+def dtype_name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

@@ -1,0 +1,189 @@
+"""Keys and values of a ragged batch, written to a paged cache.
+
+T counts the tokens of the batch. ``k`` and ``v`` are [T, kv heads, head]; they may be views of one
+tensor that a linear layer gave. The caches are [blocks, block size, kv heads, head]. All have one
+dtype: fp32, fp16 or bf16. The elements of a head lie together.
+
+``sequences``, int32 [T], is the row of ``block_table`` that a token belongs to, and ``positions``,
+int32 [T], its place in that sequence, from 0 on. ``block_table``, int32 [batch, blocks of a
+sequence], says which blocks hold a sequence, in order. A token whose sequence or position is
+negative is padding, and not written. A token without a block is an error: on a GPU an assertion, as
+with torch's own functions. No two tokens may have the same place.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from opkiln.ops.ragged_device_ops.functions.checks import (
+    check_device,
+    check_dim,
+    check_float,
+    check_int32,
+    check_like,
+    check_shape,
+    check_some,
+    widened,
+)
+from opkiln.ops.ragged_device_ops.op import kit
+
+_MOST = 512  # elements of a head that are rotated
+
+
+@kit.op(mutates=("k_cache", "v_cache"))
+def paged_kv_copy(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    sequences: Tensor,
+    positions: Tensor,
+) -> None:
+    """Write ``k`` and ``v`` to the cache. Raises RuntimeError, naming the argument."""
+    _check(k, v, k_cache, v_cache, block_table, sequences, positions)
+    _write(k, v, k_cache, v_cache, block_table, sequences, positions)
+
+
+@paged_kv_copy.fake
+def _nothing(*_: object) -> None:
+    """The reference looks at values, which fake tensors do not have."""
+
+
+@kit.op(mutates=("k_cache", "v_cache"))
+def paged_kv_rotary(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    sequences: Tensor,
+    positions: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    dim: int = 0,
+    theta: float = 10000.0,
+) -> Tensor:
+    """Rotate ``q`` and ``k``, write ``k`` and ``v`` to the cache, and return the rotated ``q``.
+
+    ``q`` is [T, heads, head], and the result has this shape. The first ``dim`` elements of each
+    head (all of them, if it is 0; at most 512) are rotated by ``positions``: of ``n`` pairs, pair
+    ``i`` has the elements ``i`` and ``n + i``, and turns by ``position * theta ** (-i / n)``.
+    ``cos`` and ``sin``, both [positions, n], fp32, fp16 or bf16, replace ``theta``: a position is
+    a row of them. On the CPU a position without a row is refused, on a GPU it gives NaN. Padding
+    is rotated, too, and a negative position counts as 0. 16-bit elements are rotated in fp32 and rounded once. Raises RuntimeError,
+    naming the argument.
+    """
+    _check(k, v, k_cache, v_cache, block_table, sequences, positions)
+    check_dim("q", q, 3)
+    check_some("q", q)
+    check_like("q", q, k, "k")
+    check_shape("q", q, [k.shape[0], q.shape[1], k.shape[2]])
+    c, s = _angles(q, positions, cos, sin, dim, theta)
+    _write(_rotated(k, c, s), v, k_cache, v_cache, block_table, sequences, positions)
+    return _rotated(q, c, s).contiguous()
+
+
+@paged_kv_rotary.fake
+def _queries(q: Tensor, *_: object, **__: object) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def _write(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    sequences: Tensor,
+    positions: Tensor,
+) -> None:
+    size = k_cache.shape[1]
+    real = (sequences >= 0) & (positions >= 0)
+    rows, places = sequences[real].long(), positions[real].long()
+    blocks = block_table[rows, places // size].long()
+    if (blocks < 0).any():
+        raise RuntimeError("block_table has no block for a token")
+    k_cache[blocks, places % size] = k[real]
+    v_cache[blocks, places % size] = v[real]
+
+
+def _angles(
+    q: Tensor,
+    positions: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    dim: int,
+    theta: float,
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, [T, 1, pairs]."""
+    head = q.shape[2]
+    rotated = dim or head
+    if not 0 < rotated <= min(head, _MOST) or rotated % 2:
+        raise RuntimeError(
+            f"dim is {rotated}, expected an even number from 2 to {min(head, _MOST)}"
+        )
+    if (cos is None) != (sin is None):
+        raise RuntimeError("cos and sin are given together, or neither")
+    pairs = rotated // 2
+    positions = positions.clamp(min=0)
+    if cos is not None and sin is not None:
+        for name, table in (("cos", cos), ("sin", sin)):
+            check_float(name, table)
+            check_device(name, table, q, "q")
+            check_dim(name, table, 2)
+            check_shape(name, table, [cos.shape[0], pairs])
+        check_like("sin", sin, cos, "cos")
+        c, s = widened(cos)[positions], widened(sin)[positions]
+    else:
+        if theta <= 0:
+            raise RuntimeError(f"theta is {theta}, expected a positive number")
+        steps = torch.arange(pairs, device=q.device, dtype=torch.float64)
+        angle = positions.double()[:, None] * torch.exp(steps * (-math.log(theta) / pairs))
+        exact = q.dtype if q.dtype == torch.float64 else torch.float32
+        c, s = angle.cos().to(exact), angle.sin().to(exact)
+    return c[:, None], s[:, None]
+
+
+def _rotated(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+    rotated = 2 * c.shape[-1]
+    a, b = widened(x[..., :rotated]).chunk(2, -1)
+    turned = torch.cat((a * c - b * s, b * c + a * s), -1)
+    return torch.cat((turned.to(x.dtype), x[..., rotated:]), -1)
+
+
+def _check(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    sequences: Tensor,
+    positions: Tensor,
+) -> None:
+    check_float("k", k)
+    check_dim("k", k, 3)
+    check_some("k", k)
+    tokens, heads, head = k.shape
+    check_like("v", v, k, "k")
+    check_shape("v", v, [tokens, heads, head])
+    check_dim("k_cache", k_cache, 4)
+    check_some("k_cache", k_cache)
+    blocks, size = k_cache.shape[:2]
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_like(name, cache, k, "k")
+        check_shape(name, cache, [blocks, size, heads, head])
+    for name, given in (
+        ("block_table", block_table),
+        ("sequences", sequences),
+        ("positions", positions),
+    ):
+        check_int32(name, given)
+        check_device(name, given, k, "k")
+    check_dim("block_table", block_table, 2)
+    check_shape("sequences", sequences, [tokens])
+    check_shape("positions", positions, [tokens])

@@ -1,0 +1,223 @@
+// Keys and values into a paged cache, with rotary position embedding on the way.
+//
+// The heads of all tokens, queries first, are one row of units: a unit is both halves of some pairs, or as
+// many elements to copy. A block has as many units as its threads hold at once, of one token or of many.
+// It loads them, finds places and angles of its tokens meanwhile, and stores.
+
+#include <opkiln/op.h>
+#include <opkiln/sixteen_bytes.h>
+
+#include "paged.h"
+
+namespace {
+
+using opkiln::device::Sixteen;
+using paged::Cache;
+using paged::Element;
+using paged::Heads;
+using paged::Work;
+
+constexpr int kThreads = 256;
+constexpr int kTurns = 2;  // units of a thread: four accesses of 16 bytes are in flight
+constexpr int kUnits = kThreads * kTurns;
+// A token has at least two heads (k and v), so at most kUnits / 2 tokens and two broken ones are in a block.
+constexpr int kMostTokens = kUnits / 2 + 2;
+// Rotated tokens have at least three heads of units with 8 pairs; and two tokens may be broken.
+constexpr int kMostAngles = (kUnits * 8 / 3 + 2 * opkiln::kMostPairs + 3) / 4 * 4;
+
+struct alignas(16) Angles {
+  float cosines[kMostAngles], sines[kMostAngles];
+};
+
+// Whole accesses of 16 bytes.
+template <class T>
+struct Packed {
+  using Pack = Sixteen<T>;
+  using Item = T;
+  static constexpr int kPairs = Pack::kCount, kRest = 2 * Pack::kCount;
+  Pack low, high;
+
+  // The elements of a unit are at `at` and `apart` behind it.
+  __device__ void load(const T* at, int apart) {
+    low = *reinterpret_cast<const Pack*>(at);
+    high = *reinterpret_cast<const Pack*>(at + apart);
+  }
+  __device__ void store(T* at, int apart) const {
+    *reinterpret_cast<Pack*>(at) = low;
+    *reinterpret_cast<Pack*>(at + apart) = high;
+  }
+  __device__ void rotate(const float* cosines, const float* sines) {
+#pragma unroll
+    for (int i = 0; i < kPairs; i += 4) {
+      const Sixteen<float> c = *reinterpret_cast<const Sixteen<float>*>(cosines + i);
+      const Sixteen<float> s = *reinterpret_cast<const Sixteen<float>*>(sines + i);
+#pragma unroll
+      for (int j = 0; j < 4; j += 2) {
+        const float a = low[i + j], b = high[i + j], x = low[i + j + 1], y = high[i + j + 1];
+        low.set_two(i + j, a * c[j] - b * s[j], x * c[j + 1] - y * s[j + 1]);
+        high.set_two(i + j, b * c[j] + a * s[j], y * c[j + 1] + x * s[j + 1]);
+      }
+    }
+  }
+};
+
+// Any strides and addresses: a pair, or one element to copy.
+template <class T>
+struct Single {
+  using Item = T;
+  static constexpr int kPairs = 1, kRest = 1;
+  T low, high;
+
+  __device__ void load(const T* at, int apart) { low = at[0], high = at[apart]; }
+  __device__ void store(T* at, int apart) const { at[0] = low, at[apart] = high; }
+  __device__ void rotate(const float* c, const float* s) {
+    const float a = float(low), b = float(high);
+    low = T(a * *c - b * *s), high = T(b * *c + a * *s);
+  }
+};
+
+__device__ inline float table_value(const void* table, int64_t at, Element element) {
+  if (element == Element::kFloat) return static_cast<const float*>(table)[at];
+  const uint16_t bits = static_cast<const uint16_t*>(table)[at];
+  return element == Element::kFloat16 ? opk::bits::half_to_float(bits)
+                                      : opk::bits::to_float(uint32_t{bits} << 16);
+}
+
+__device__ inline void find_angle(const Work& work, int token, int pair, float* c, float* s) {
+  const int64_t position = work.positions[token] < 0 ? 0 : work.positions[token];
+  if (!work.cos) {
+    opkiln::cos_sin(static_cast<uint64_t>(position) * work.frequencies.turns[pair], c, s);
+  } else if (position >= work.table_positions) {
+    *c = *s = opk::bits::to_float(0x7fc00000u);
+  } else {
+    *c = table_value(work.cos, position * work.cos_row + pair, work.angles);
+    *s = table_value(work.sin, position * work.sin_row + pair, work.angles);
+  }
+}
+
+// A token's block of the cache, and its place there. The block is -1 for padding.
+__device__ inline int2 find_place(const Work& work, int token) {
+  const int sequence = work.sequences[token], position = work.positions[token];
+  if (sequence < 0 || position < 0) return make_int2(-1, 0);
+  const int of_sequence = position / work.block_size;
+  if (sequence >= work.batch || of_sequence >= work.sequence_blocks) __trap();
+  const int block = work.table[sequence * work.table_row + of_sequence];
+  if (block < 0 || block >= work.blocks) __trap();
+  return make_int2(block, position - of_sequence * work.block_size);
+}
+
+// The units of a head and of a token, and where this block begins.
+template <class Unit>
+struct Units {
+  int rotated, a_head, a_token;
+  int first_token, in_token;
+
+  __device__ explicit Units(const Work& work)
+      : rotated(work.pairs / Unit::kPairs),
+        a_head(rotated + (work.head - 2 * work.pairs) / Unit::kRest),
+        a_token((work.q.heads + 2 * work.k.heads) * a_head) {
+    const int64_t start = int64_t{blockIdx.x} * kUnits;
+    first_token = static_cast<int>(start / a_token);
+    in_token = static_cast<int>(start - int64_t{first_token} * a_token);
+  }
+};
+
+// Which elements a unit is: `first`, and those `apart` behind them.
+template <class Unit>
+struct Spot {
+  int token, head, first, apart;
+  bool is_rotated;  // unless the head is of v
+
+  __device__ Spot(const Work& work, const Units<Unit>& units, int turn) {
+    const uint32_t at = units.in_token + turn * kThreads + threadIdx.x;
+    const uint32_t more = at / static_cast<uint32_t>(units.a_token), left = at - more * units.a_token;
+    token = units.first_token + static_cast<int>(more);
+    head = static_cast<int>(left / static_cast<uint32_t>(units.a_head));
+    const int unit = static_cast<int>(left) - head * units.a_head;
+    is_rotated = unit < units.rotated;
+    first = is_rotated ? unit * Unit::kPairs : 2 * work.pairs + (unit - units.rotated) * Unit::kRest;
+    apart = is_rotated ? work.pairs : Unit::kRest / 2;
+  }
+};
+
+template <class Unit>
+__global__ void __launch_bounds__(kThreads) paged_kernel(const OPK_GRID_CONSTANT Work work) {
+  using T = typename Unit::Item;
+  __shared__ int2 places[kMostTokens];
+  __shared__ Angles angles;
+  const Units<Unit> units(work);
+  Unit held[kTurns];
+#pragma unroll
+  for (int t = 0; t < kTurns; ++t) {
+    const Spot<Unit> spot(work, units, t);
+    if (spot.token >= work.tokens) continue;
+    const int key = spot.head - work.q.heads, value = key - work.k.heads;
+    const Heads& from = key < 0 ? work.q : value < 0 ? work.k : work.v;
+    const int head = key < 0 ? spot.head : value < 0 ? key : value;
+    const T* const at = static_cast<const T*>(from.x) + spot.token * from.token + head * from.head;
+    held[t].load(at + spot.first, spot.apart);
+  }
+
+  const int behind = units.first_token + (units.in_token + kUnits + units.a_token - 1) / units.a_token;
+  const int tokens = (behind < work.tokens ? behind : work.tokens) - units.first_token;
+  for (int i = threadIdx.x; i < tokens; i += kThreads) places[i] = find_place(work, units.first_token + i);
+  for (int i = threadIdx.x; i < tokens * work.pairs; i += kThreads) {
+    const int token = i / work.pairs;
+    find_angle(work, units.first_token + token, i - token * work.pairs, angles.cosines + i, angles.sines + i);
+  }
+  __syncthreads();
+
+#pragma unroll
+  for (int t = 0; t < kTurns; ++t) {
+    const Spot<Unit> spot(work, units, t);
+    if (spot.token >= work.tokens) continue;
+    const int token = spot.token - units.first_token;
+    const int key = spot.head - work.q.heads, value = key - work.k.heads;
+    if (spot.is_rotated && value < 0) {
+      const int angle = token * work.pairs + spot.first;
+      held[t].rotate(angles.cosines + angle, angles.sines + angle);
+    }
+    if (key < 0) {
+      const int64_t at = (int64_t{spot.token} * work.q.heads + spot.head) * work.head;
+      held[t].store(static_cast<T*>(work.q_out) + at + spot.first, spot.apart);
+    } else if (places[token].x >= 0) {
+      const Cache& cache = value < 0 ? work.k_cache : work.v_cache;
+      const int64_t at = places[token].x * cache.block + places[token].y * cache.place +
+          (value < 0 ? key : value) * cache.head;
+      held[t].store(static_cast<T*>(cache.data) + at + spot.first, spot.apart);
+    }
+  }
+}
+
+bool is_packed(const void* data, int64_t strides, int64_t width) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && strides % width == 0;
+}
+
+template <class T>
+void launch(const Work& work) {
+  constexpr int64_t kWidth = Sixteen<T>::kCount;
+  bool packed = work.pairs % kWidth == 0 && (work.head - 2 * work.pairs) % (2 * kWidth) == 0;
+  for (const Heads* each : {&work.q, &work.k, &work.v}) {
+    packed = packed && (each->heads == 0 || is_packed(each->x, each->token | each->head, kWidth));
+  }
+  for (const Cache* each : {&work.k_cache, &work.v_cache}) {
+    packed = packed && is_packed(each->data, each->block | each->place | each->head, kWidth);
+  }
+  const int64_t a_head = packed ? work.head / (2 * kWidth) : work.head - work.pairs;
+  const int64_t units = (work.q.heads + 2 * int64_t{work.k.heads}) * a_head * work.tokens;
+  opk::launch(packed ? paged_kernel<Packed<T>> : paged_kernel<Single<T>>, (units + kUnits - 1) / kUnits,
+              kThreads, 0, work);
+}
+
+}  // namespace
+
+void paged::run(const Work& work) {
+  switch (work.element) {
+    case Element::kFloat: return launch<float>(work);
+    case Element::kFloat16: return launch<opk::half>(work);
+    case Element::kBFloat16: return launch<opk::bfloat16>(work);
+  }
+}
+
+OPKILN_OP(paged::paged_kv_copy, cuda);
+OPKILN_OP(paged::paged_kv_rotary, cuda);
