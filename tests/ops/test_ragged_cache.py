@@ -4,35 +4,25 @@ complex numbers in float64."""
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from stand_in import emulated_functions, poisoned
+from ragged_fixtures import REFERENCES, kernels
+from stand_in import poisoned
 from torch import Tensor
 
 from opkiln.nn import ragged
-from opkiln.ops.ragged_device_ops.functions.paged import paged_kv_copy, paged_kv_rotary
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # A rounding of a result that is at most |a| + |b|.
 ROUNDING = {torch.float32: 5e-7, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 MISSING = 77.0  # what nobody has written to a cache
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Any:
-    return emulated_functions(paged_kv_copy, paged_kv_rotary)
-
-
 @pytest.fixture(params=["emulated", "reference"])
 def op(request: pytest.FixtureRequest) -> Any:
-    if request.param == "emulated":
-        return request.getfixturevalue("kernels")
-    return SimpleNamespace(
-        paged_kv_copy=paged_kv_copy.reference, paged_kv_rotary=paged_kv_rotary.reference
-    )
+    return kernels() if request.param == "emulated" else REFERENCES
 
 
 class Batch(NamedTuple):
@@ -93,21 +83,21 @@ def inputs(count: int, q: int, kv: int, head: int, dtype: torch.dtype) -> tuple[
     return tuple(torch.randn(count, heads, head).to(dtype) for heads in (q, kv, kv))
 
 
-# Heads of q, of k, their size, the rotated elements: whole vectors; a rest of vectors; odd sizes that
+# Heads of q, of k, their size, the rotated elements, the dtype: whole vectors; a rest of vectors; odd sizes that
 # go by elements; one head of few units, so that a block has many tokens; long heads.
 SHAPES = (
-    (4, 2, 64, 64), (3, 1, 80, 80), (2, 2, 96, 32), (5, 1, 128, 128), (1, 1, 16, 16),
-    (2, 1, 10, 6), (1, 1, 7, 4), (1, 1, 2, 2), (2, 1, 512, 512), (1, 1, 600, 290),
+    (4, 2, 64, 64, F32), (4, 2, 64, 64, F16), (4, 2, 64, 64, BF16), (3, 1, 80, 80, BF16),
+    (2, 2, 96, 32, F16), (5, 1, 128, 128, BF16), (1, 1, 16, 16, BF16), (2, 1, 10, 6, F32),
+    (1, 1, 7, 4, F16), (1, 1, 2, 2, BF16), (2, 1, 512, 512, BF16), (1, 1, 600, 290, F32),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_tokens_are_rotated_and_written_to_their_blocks(
-    op: Any, dtype: torch.dtype, shape: tuple[int, int, int, int]
+    op: Any, shape: tuple[int, int, int, int, torch.dtype]
 ) -> None:
     torch.manual_seed(0)
-    q_heads, kv_heads, head, dim = shape
+    q_heads, kv_heads, head, dim, dtype = shape
     batch = Batch.of([(1, 16), (7, 0), (1, 40), (3, 5)], kv_heads, head, 16, dtype)
     q, k, v = inputs(12, q_heads, kv_heads, head, dtype)
     with poisoned():
@@ -122,7 +112,7 @@ def test_tokens_are_rotated_and_written_to_their_blocks(
 
 def test_many_tokens_share_a_block_of_the_gpu(op: Any) -> None:
     torch.manual_seed(0)
-    for dtype, head, dim in ((torch.float32, 8, 8), (torch.bfloat16, 16, 16), (torch.bfloat16, 2, 2)):
+    for dtype, head, dim in ((F32, 8, 8), (BF16, 16, 16), (F16, 2, 2)):
         batch = Batch.of([(301, 11), (211, 0), (1, 0)], 1, head, 8, dtype)
         q, k, v = inputs(513, 1, 1, head, dtype)
         out = op.paged_kv_rotary(q, k, v, *batch.at, dim=dim)
@@ -241,12 +231,17 @@ def test_wrong_arguments_are_named(op: Any) -> None:
             call()
 
 
-def test_they_pass_opcheck_and_compile_without_a_graph_break(kernels: Any) -> None:
+def test_they_pass_opcheck_and_compile_without_a_graph_break() -> None:
     batch = Batch.of([(4, 0), (2, 3)], 2, 16, 4, torch.float32)
     q, k, v = inputs(6, 4, 2, 16, torch.float32)
-    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(kernels.paged_kv_rotary.overload, (q, k, v, *batch.at), test_utils=tests)
-    torch.library.opcheck(kernels.paged_kv_copy.overload, (k, v, *batch.at), test_utils=tests)
+    for name, args in (
+        ("paged_kv_rotary", (q, k, v, *batch.at)),
+        ("paged_kv_copy", (k, v, *batch.at)),
+    ):
+        native, declared = (getattr(each, name).overload for each in (kernels(), ragged))
+        torch.library.opcheck(native, args, test_utils="test_schema")
+        tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+        torch.library.opcheck(declared, args, test_utils=tests)
 
     def step(q: Tensor, k: Tensor, v: Tensor, *at: Tensor) -> Tensor:
         out = ragged.paged_kv_rotary(q * 2, k, v, *at)

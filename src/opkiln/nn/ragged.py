@@ -7,14 +7,36 @@ from opkiln import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from opkiln.ops.ragged_device_ops.functions.experts import moe_gather, moe_scatter, top_k_gating
     from opkiln.ops.ragged_device_ops.functions.paged import paged_kv_copy, paged_kv_rotary
+    from opkiln.ops.ragged_device_ops.functions.rows import logits_gather, ragged_embedding
+    from opkiln.ops.ragged_ops.batch import RaggedBatch, RaggedViews, Sequenced
 
-__all__ = ["paged_kv_copy", "paged_kv_rotary"]
+__all__ = [
+    "RaggedBatch",
+    "RaggedViews",
+    "Sequenced",
+    "logits_gather",
+    "moe_gather",
+    "moe_scatter",
+    "paged_kv_copy",
+    "paged_kv_rotary",
+    "ragged_embedding",
+    "top_k_gating",
+]
 
 _FUNCTIONS = "opkiln.ops.ragged_device_ops.functions"
 _HOMES = {
+    "RaggedBatch": "opkiln.ops.ragged_ops.batch",
+    "RaggedViews": "opkiln.ops.ragged_ops.batch",
+    "Sequenced": "opkiln.ops.ragged_ops.batch",
+    "logits_gather": f"{_FUNCTIONS}.rows",
+    "moe_gather": f"{_FUNCTIONS}.experts",
+    "moe_scatter": f"{_FUNCTIONS}.experts",
     "paged_kv_copy": f"{_FUNCTIONS}.paged",
     "paged_kv_rotary": f"{_FUNCTIONS}.paged",
+    "ragged_embedding": f"{_FUNCTIONS}.rows",
+    "top_k_gating": f"{_FUNCTIONS}.experts",
 }
 
 __getattr__, __dir__ = lazy.names(__name__, _HOMES)

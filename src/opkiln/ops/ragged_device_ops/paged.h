@@ -73,21 +73,30 @@ inline Cache cache_of(Tensor& cache, const Tensor& k, opk::Ints shape) {
   return {cache.data(), cache.stride(0), cache.stride(1), cache.stride(2)};
 }
 
-inline const int32_t* indices_of(const Tensor& indices, const Tensor& k) {
+inline void check_indices(const Tensor& indices, const Tensor& k) {
   opk::check_dtype(indices, opk::DType::int32);
   opk::check_same_device(k, indices);
-  if (indices.dim() == 1) {
-    opk::check_shape(indices, {k.size(0)});
-    opk::check_contiguous(indices);
-  }
-  return indices.data<const int32_t>();
 }
+
+// Those of each token. They, or their copies, live as long as this.
+class TokenIndices {
+ public:
+  TokenIndices(const Tensor& indices, const Tensor& k) {
+    check_indices(indices, k);
+    opk::check_shape(indices, {k.size(0)});
+    used_ = opk::contiguous(indices);
+  }
+  const int32_t* data() const { return used_.data<const int32_t>(); }
+
+ private:
+  Tensor used_;
+};
 
 // What copying needs.
 inline void set_copy(Work& work, const Tensor& k, const Tensor& v, Tensor& k_cache, Tensor& v_cache,
-                     const Tensor& block_table, const Tensor& sequences, const Tensor& positions) {
+                     const Tensor& block_table, const TokenIndices& sequences,
+                     const TokenIndices& positions) {
   work.element = opk::element_of(k);
-  opk::check_dim(k, 3);
   check_some(k, 1);
   opk::check_same_dtype(k, v);
   opk::check_same_device(k, v);
@@ -101,14 +110,13 @@ inline void set_copy(Work& work, const Tensor& k, const Tensor& v, Tensor& k_cac
   work.v_cache = cache_of(v_cache, k, {shape, 4});
   work.blocks = small(k_cache, shape[0]), work.block_size = small(k_cache, shape[1]);
   opk::check_dim(block_table, 2);
-  work.table = indices_of(block_table, k);
+  check_indices(block_table, k);
   check_last(block_table);
+  work.table = block_table.data<const int32_t>();
   work.table_row = block_table.stride(0);
   work.batch = small(block_table, block_table.size(0));
   work.sequence_blocks = small(block_table, block_table.size(1));
-  opk::check_dim(sequences, 1);
-  opk::check_dim(positions, 1);
-  work.sequences = indices_of(sequences, k), work.positions = indices_of(positions, k);
+  work.sequences = sequences.data(), work.positions = positions.data();
   work.q = {nullptr, 0, 0, 0}, work.q_out = nullptr;
   work.pairs = 0;
   work.cos = work.sin = nullptr, work.table_positions = work.cos_row = work.sin_row = 0;
@@ -142,8 +150,10 @@ inline void set_angles(Work& work, const Tensor& q, const MaybeTensor& cos, cons
 
 inline void paged_kv_copy(const Tensor& k, const Tensor& v, Tensor& k_cache, Tensor& v_cache,
                           const Tensor& block_table, const Tensor& sequences, const Tensor& positions) {
+  opk::check_dim(k, 3);
+  const TokenIndices rows(sequences, k), places(positions, k);
   Work work;
-  set_copy(work, k, v, k_cache, v_cache, block_table, sequences, positions);
+  set_copy(work, k, v, k_cache, v_cache, block_table, rows, places);
   if (work.tokens > 0) run(work);
 }
 
@@ -151,8 +161,10 @@ inline Tensor paged_kv_rotary(const Tensor& q, const Tensor& k, const Tensor& v,
                               Tensor& v_cache, const Tensor& block_table, const Tensor& sequences,
                               const Tensor& positions, const MaybeTensor& cos, const MaybeTensor& sin,
                               int64_t dim, double theta) {
+  opk::check_dim(k, 3);
+  const TokenIndices rows(sequences, k), places(positions, k);
   Work work;
-  set_copy(work, k, v, k_cache, v_cache, block_table, sequences, positions);
+  set_copy(work, k, v, k_cache, v_cache, block_table, rows, places);
   opk::check_dim(q, 3);
   check_some(q, 1);
   opk::check_same_dtype(k, q);

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from opkiln.ops.ragged_device_ops.functions import paged
+from opkiln.ops.ragged_device_ops.functions import experts, paged, rows
 
-__all__ = ["paged"]
+__all__ = ["experts", "paged", "rows"]

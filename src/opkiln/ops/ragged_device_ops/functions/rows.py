@@ -1,0 +1,76 @@
+"""Rows of tables for the tokens of a ragged batch, and of its last tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opkiln.ops.ragged_device_ops.functions.checks import (
+    check_device,
+    check_dim,
+    check_float,
+    check_int32,
+    check_like,
+    check_shape,
+    dtype_name,
+    widened,
+)
+from opkiln.ops.ragged_device_ops.op import kit
+
+
+@kit.op()
+def ragged_embedding(
+    tokens: Tensor,
+    weight: Tensor,
+    positions: Tensor | None = None,
+    position_weight: Tensor | None = None,
+    position_offset: int = 0,
+) -> Tensor:
+    """The row of ``weight`` for each token, [T, C].
+
+    ``tokens`` is int32 or int64 [T]; ``weight`` is [words, C], fp32, fp16 or bf16. With
+    ``positions``, int32 [T], the row ``positions + position_offset`` of ``position_weight``,
+    [positions, C], is added, in fp32, and the sum is rounded once. A token or position without a
+    row is an error: on a GPU an assertion, as with torch's own functions. Raises RuntimeError,
+    naming the argument.
+    """
+    check_float("weight", weight)
+    check_dim("weight", weight, 2)
+    check_dim("tokens", tokens, 1)
+    if tokens.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(f"tokens has dtype {dtype_name(tokens)}, expected int32 or int64")
+    check_device("tokens", tokens, weight, "weight")
+    if (positions is None) != (position_weight is None):
+        raise RuntimeError("positions and position_weight are given together, or neither")
+    out = torch.nn.functional.embedding(tokens, weight)
+    if positions is None or position_weight is None:
+        return out
+    check_int32("positions", positions)
+    check_shape("positions", positions, [tokens.shape[0]])
+    check_device("positions", positions, weight, "weight")
+    check_like("position_weight", position_weight, weight, "weight")
+    check_dim("position_weight", position_weight, 2)
+    check_shape("position_weight", position_weight, [position_weight.shape[0], weight.shape[1]])
+    added = torch.nn.functional.embedding(positions + position_offset, position_weight)
+    return (widened(out) + widened(added)).to(weight.dtype)
+
+
+@kit.op()
+def logits_gather(x: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
+    """The last token of each sequence, [batch, C]: what the next token is computed from.
+
+    ``x`` is [T, C], fp32, fp16 or bf16; a sequence has ``lengths`` tokens from ``starts`` on, both
+    int32 [batch]. One without tokens gives zeros. A token that is not there is an error, as in
+    ``ragged_embedding``. Raises RuntimeError, naming the argument.
+    """
+    check_float("x", x)
+    check_dim("x", x, 2)
+    check_dim("starts", starts, 1)
+    for name, given in (("starts", starts), ("lengths", lengths)):
+        check_int32(name, given)
+        check_device(name, given, x, "x")
+        check_shape(name, given, [starts.shape[0]])
+    # A row of zeros for sequences without tokens.
+    rows = torch.cat((x.new_zeros(1, x.shape[1]), x))
+    last = torch.where(lengths > 0, starts + lengths, 0)
+    return torch.nn.functional.embedding(last, rows)

@@ -1,0 +1,67 @@
+// Rows of tensors by their index: checks that the functions on rows share, and the parts of kernels.
+#pragma once
+
+#include <opkiln/arguments.h>
+
+namespace rows {
+
+constexpr int kThreads = 256;
+constexpr int kTurns = 4;                  // units of a thread, so that four loads are in flight
+constexpr int kUnits = kThreads * kTurns;  // of a block
+
+struct alignas(16) Sixteen {
+  uint32_t words[4];
+};
+
+// A unit of some rows that lie one behind the other: its row, and its place in the row.
+struct Place {
+  int64_t row;
+  uint32_t unit;
+
+  // The block has the units from its index times `units` on, `at` of them behind its first.
+  __device__ Place(int64_t units, uint32_t at, uint32_t a_row) {
+    const int64_t whole = int64_t{blockIdx.x} * units + at;
+    // A division of 64 bits takes four times as long as one of 32.
+    row = (whole >> 32) == 0 ? static_cast<uint32_t>(whole) / a_row : whole / a_row;
+    unit = static_cast<uint32_t>(whole - row * a_row);
+  }
+};
+
+__device__ inline int64_t checked(int64_t index, int64_t count) {
+  if (index < 0 || index >= count) __trap();
+  return index;
+}
+
+#if !defined(__CUDACC_RTC__)
+OPK_PLAIN_BEGIN
+
+using opk::Tensor;
+using MaybeTensor = opk::optional<Tensor>;
+
+inline void check_rows(const Tensor& x) {
+  opk::element_of(x);
+  opk::check_dim(x, 2);
+  OPK_CHECK(x.size(1) < 0x7fffffff, x, " has shape ", x.sizes(), ": rows are too long");
+}
+
+inline void check_indices(const Tensor& indices, const Tensor& of) {
+  opk::check_dtype(indices, opk::DType::int32);
+  opk::check_same_device(of, indices);
+}
+
+// The widest unit, 16 bytes, 4 or 2, that all rows of these many bytes are made of and begin at.
+inline int unit_of(int64_t row, std::initializer_list<const void*> tensors) {
+  uint64_t all = 16 | static_cast<uint64_t>(row);
+  for (const void* each : tensors) all |= reinterpret_cast<uintptr_t>(each);
+  const int widest = static_cast<int>(all & -all);
+  return widest == 8 ? 4 : widest;
+}
+
+inline int64_t blocks_of(int64_t rows, int64_t a_row, int64_t units) {
+  return (rows * a_row + units - 1) / units;
+}
+
+OPK_PLAIN_END
+#endif
+
+}  // namespace rows

@@ -1,0 +1,1 @@
+"""Host-side descriptors of ragged batches."""

@@ -1,0 +1,184 @@
+"""``RaggedBatch``: what kernels must know of a ragged batch, in one pinned buffer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opkiln.errors import ArgumentError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Sequenced(NamedTuple):
+    """A sequence of the batch: its new tokens, and what the cache has of it."""
+
+    tokens: Sequence[int] | Tensor  # new ones
+    seen: int = 0  # tokens that are in the cache already
+    blocks: Sequence[int] = ()  # of the cache, in order, with room for all tokens
+
+
+class RaggedViews(NamedTuple):
+    """The parts of the buffer: int32 tensors that share its memory.
+
+    B is the most sequences and T the most tokens of a batch. Rows behind the last sequence have no
+    tokens, and the tokens behind the last are padding: their sequence is -1. So kernels may run on
+    the whole of each view, also in a CUDA graph that is replayed for another batch.
+    """
+
+    counts: Tensor  # [2]: sequences and tokens
+    starts: Tensor  # [B]: the first new token
+    lengths: Tensor  # [B]: new tokens
+    seen: Tensor  # [B]: tokens before them
+    block_table: Tensor  # [B, blocks of a sequence]; -1 where there is none
+    tokens: Tensor  # [T]: their ids
+    sequences: Tensor  # [T]: the sequence of each
+    positions: Tensor  # [T]: the place of each in its sequence
+
+
+class RaggedBatch:
+    """Descriptors of a batch of sequences, on the host and on a device.
+
+        batch = RaggedBatch(most_sequences=64, most_tokens=2048, most_blocks=32, block_size=128)
+        batch.pack([Sequenced([5, 17], seen=30, blocks=[4]), Sequenced([9], blocks=[7])])
+        views = batch.to_device()
+
+    All parts lie in one buffer, so that a batch takes one copy to the device. The buffer is pinned
+    if ``device`` is a GPU. Two are used in turn: ``pack`` may be called again while the device still
+    reads the batch before, and waits for the one before that. Each part begins at a multiple of 16
+    bytes. Not for several threads at once.
+    """
+
+    def __init__(
+        self,
+        most_sequences: int,
+        most_tokens: int,
+        most_blocks: int,
+        block_size: int,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """``most_blocks`` are those of one sequence. Raises UsageError."""
+        for name, value in (
+            ("most_sequences", most_sequences), ("most_tokens", most_tokens),
+            ("most_blocks", most_blocks), ("block_size", block_size),
+        ):  # fmt: skip
+            if value < 1:
+                raise ArgumentError(f"{name} is {value}, expected at least 1")
+        self.block_size = block_size
+        self.device = torch.device(device)
+        self._shapes = RaggedViews(  # type: ignore[arg-type]
+            *((2,), (most_sequences,), (most_sequences,), (most_sequences,)),
+            *((most_sequences, most_blocks), (most_tokens,), (most_tokens,), (most_tokens,)),
+        )
+        gpu = self.device.type == "cuda"
+        size = sum(_padded(shape) for shape in self._shapes)
+        self._buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=gpu) for _ in range(2)]
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+        self._packed = (0, 0)
+        self._on_device = torch.zeros(size, dtype=torch.int32, device=self.device)
+        self._device_views = self._views_of(self._on_device)
+        self.pack([])
+
+    @property
+    def views(self) -> RaggedViews:
+        """The whole of each part, on the host. The next ``pack`` but one writes over them."""
+        return self._views_of(self._buffers[self._turn])
+
+    @property
+    def sequences(self) -> int:
+        """How many the last ``pack`` was given."""
+        return self._packed[0]
+
+    @property
+    def tokens(self) -> int:
+        """How many new tokens the last ``pack`` was given."""
+        return self._packed[1]
+
+    def pack(self, batch: Sequence[Sequenced]) -> None:
+        """Describe these sequences, in their order. Raises UsageError, and then changes nothing."""
+        self._check(batch)
+        self._turn = 1 - self._turn
+        event = self._copied[self._turn]
+        if event is not None:
+            event.synchronize()  # type: ignore[no-untyped-call]
+        views = self.views
+        count = len(batch)
+        lengths = torch.tensor([len(each.tokens) for each in batch], dtype=torch.int32)
+        total = int(lengths.sum())
+        starts = lengths.cumsum(0, dtype=torch.int32) - lengths
+        for row, values in ((views.starts, starts), (views.lengths, lengths)):
+            row.zero_()
+            row[:count] = values
+        views.seen.zero_()
+        views.block_table.fill_(-1)
+        for row, each in enumerate(batch):
+            views.seen[row] = each.seen
+            views.block_table[row, : len(each.blocks)] = torch.tensor(
+                each.blocks, dtype=torch.int32
+            )
+            if len(each.tokens):
+                at = int(starts[row])
+                views.tokens[at : at + len(each.tokens)] = torch.as_tensor(each.tokens)
+        views.tokens[total:] = 0
+        owners = torch.arange(count, dtype=torch.int32).repeat_interleave(lengths)
+        views.sequences[:total] = owners
+        views.sequences[total:] = -1
+        first = views.seen[:count] - starts
+        views.positions[:total] = torch.arange(total, dtype=torch.int32) + first[owners]
+        views.positions[total:] = 0
+        views.counts[0], views.counts[1] = count, total
+        self._packed = (count, total)
+
+    def to_device(self) -> RaggedViews:
+        """The parts on the device, after one copy on the current stream.
+
+        They are the same tensors every time, so that a CUDA graph may read them. On the CPU they
+        are copies, too.
+        """
+        self._on_device.copy_(self._buffers[self._turn], non_blocking=True)
+        if self.device.type == "cuda":
+            event = self._copied[self._turn]
+            if event is None:
+                event = self._copied[self._turn] = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.device))  # type: ignore[no-untyped-call]
+        return self._device_views
+
+    def _views_of(self, buffer: Tensor) -> RaggedViews:
+        parts, at = [], 0
+        for shape in self._shapes:
+            numel = torch.Size(shape).numel()  # type: ignore[arg-type]
+            parts.append(buffer[at : at + numel].view(shape))  # type: ignore[arg-type]
+            at += _padded(shape)
+        return RaggedViews(*parts)
+
+    def _check(self, batch: Sequence[Sequenced]) -> None:
+        most_sequences, most_blocks = self._shapes.block_table
+        (most_tokens,) = self._shapes.tokens
+        if len(batch) > most_sequences:
+            raise ArgumentError(f"there are {len(batch)} sequences, expected at most {most_sequences}")
+        total = sum(len(each.tokens) for each in batch)
+        if total > most_tokens:
+            raise ArgumentError(f"there are {total} new tokens, expected at most {most_tokens}")
+        for row, each in enumerate(batch):
+            if each.seen < 0:
+                raise ArgumentError(f"sequence {row} has seen {each.seen} tokens, expected at least 0")
+            needed = -(-(each.seen + len(each.tokens)) // self.block_size)
+            if not needed <= len(each.blocks) <= most_blocks:
+                raise ArgumentError(
+                    f"sequence {row} has {len(each.blocks)} blocks, expected {needed} to {most_blocks}",
+                    why=f"it has {each.seen} tokens and {len(each.tokens)} new ones, and a block has "
+                    f"room for {self.block_size}",
+                )
+            if any(block < 0 for block in each.blocks):
+                raise ArgumentError(f"sequence {row} has a negative block: {list(each.blocks)}")
+
+
+def _padded(shape: object) -> int:
+    """The elements of a part, up to the next multiple of 16 bytes."""
+    return -(-torch.Size(shape).numel() // 4) * 4  # type: ignore[call-overload]
