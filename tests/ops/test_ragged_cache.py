@@ -1,5 +1,5 @@
-"""``paged_kv_copy`` and ``paged_kv_rotary``: the CUDA kernels in the emulator and the reference, against
-complex numbers in float64."""
+"""``paged_kv_copy`` and ``paged_kv_rotary``: the CUDA kernels in the emulator and the reference,
+against complex numbers in float64."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def inputs(count: int, q: int, kv: int, head: int, dtype: torch.dtype) -> tuple[
     return tuple(torch.randn(count, heads, head).to(dtype) for heads in (q, kv, kv))
 
 
-# Heads of q, of k, their size, the rotated elements, the dtype: whole vectors; a rest of vectors; odd sizes that
-# go by elements; one head of few units, so that a block has many tokens; long heads.
+# Heads of q, of k, their size, the rotated elements, the dtype: whole vectors; a rest of vectors;
+# odd sizes that go by elements; one head of few units, so that a block has many tokens; long heads.
 SHAPES = (
     (4, 2, 64, 64, F32), (4, 2, 64, 64, F16), (4, 2, 64, 64, BF16), (3, 1, 80, 80, BF16),
     (2, 2, 96, 32, F16), (5, 1, 128, 128, BF16), (1, 1, 16, 16, BF16), (2, 1, 10, 6, F32),
@@ -201,7 +201,7 @@ def test_a_token_without_a_block_is_an_error(op: Any) -> None:
         {"sequences": batch.sequences + 1},
         {"positions": batch.positions + 1},
     ):
-        with pytest.raises((RuntimeError, IndexError), match="__trap|no block|out of bounds"):
+        with pytest.raises((RuntimeError, IndexError), match=r"__trap|no block|out of bounds"):
             op.paged_kv_copy(k, v, *batch._replace(**changes).at)
 
 

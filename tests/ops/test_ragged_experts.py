@@ -30,7 +30,7 @@ def close(got: Tensor, expected: Tensor, sizes: Tensor) -> None:
     assert ((got.double() - expected).abs() <= last + 1e-6 * sizes).all()
 
 
-# One block of tokens, several, a last one that is not full; experts for each size of a lane's share.
+# One block of tokens, several, a last one that is not full; each size of a lane's share of experts.
 @pytest.mark.parametrize(
     ("tokens", "experts", "k", "dtype"),
     [

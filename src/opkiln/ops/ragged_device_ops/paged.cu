@@ -6,6 +6,7 @@
 
 #include <opkiln/op.h>
 #include <opkiln/sixteen_bytes.h>
+#include <opkiln/trap.h>
 
 #include "paged.h"
 
@@ -100,9 +101,9 @@ __device__ inline int2 find_place(const Work& work, int token) {
   const int sequence = work.sequences[token], position = work.positions[token];
   if (sequence < 0 || position < 0) return make_int2(-1, 0);
   const int of_sequence = position / work.block_size;
-  if (sequence >= work.batch || of_sequence >= work.sequence_blocks) __trap();
+  if (sequence >= work.batch || of_sequence >= work.sequence_blocks) opkiln::device::trap();
   const int block = work.table[sequence * work.table_row + of_sequence];
-  if (block < 0 || block >= work.blocks) __trap();
+  if (block < 0 || block >= work.blocks) opkiln::device::trap();
   return make_int2(block, position - of_sequence * work.block_size);
 }
 

@@ -1,8 +1,8 @@
 // Rows by their index: embedding, last tokens, tokens to experts and back.
 //
-// The rows of the result, or of the tokens, are one row of units of up to 16 bytes, so threads have equal
-// work whatever the length of a row. What is only moved is moved as bytes. No warp intrinsics: hipify turns
-// this file into HIP as it is.
+// The rows of the result, or of the tokens, are one row of units of 16 bytes, or of two if their addresses or
+// sizes are odd. So threads have equal work whatever the length of a row. What is only moved is moved as
+// bytes. No warp intrinsics: hipify turns this file into HIP as it is.
 
 #include <opkiln/op.h>
 #include <opkiln/sixteen_bytes.h>
@@ -196,17 +196,16 @@ using rows::MaybeTensor;
 int64_t bytes_of(const Tensor& x) { return x.size(1) * opkiln::size_of(opk::element_of(x)); }
 
 void launch_copy(const Copy& work) {
-  const int unit = rows::unit_of(work.row, {work.from.table, work.out});
-  const int64_t blocks = rows::blocks_of(work.rows, work.row / unit, kUnits);
-  opk::launch(unit == 16 ? copy_kernel<rows::Sixteen> : unit == 4 ? copy_kernel<uint32_t> : copy_kernel<uint16_t>,
-              blocks, kThreads, 0, work);
+  const bool packed = rows::is_packed(work.row, {work.from.table, work.out});
+  const int64_t blocks = rows::blocks_of(work.rows, work.row / (packed ? 16 : 2), kUnits);
+  opk::launch(packed ? copy_kernel<rows::Sixteen> : copy_kernel<uint16_t>, blocks, kThreads, 0, work);
 }
 
 template <class T>
 void launch_sum(const Sum& work) {
   using opkiln::device::Sixteen;
   const int64_t row = work.columns * int64_t{sizeof(T)};
-  if (rows::unit_of(row, {work.first.table, work.second.table, work.out}) == 16) {
+  if (rows::is_packed(row, {work.first.table, work.second.table, work.out})) {
     const int64_t blocks = rows::blocks_of(work.rows, work.columns / Sixteen<T>::kCount, kSumUnits);
     return opk::launch(sum_kernel<Sixteen<T>>, blocks, kThreads, 0, work);
   }
@@ -273,12 +272,9 @@ Tensor moe_scatter(const Tensor& x, const Tensor& slots) {
   Tensor out = opk::empty({slots.numel(), x.size(1)}, x);
   const Spread work{given.data(), out.data(), places.data<const int32_t>(), x.size(0), bytes_of(x),
                     static_cast<int>(slots.size(1))};
-  const int unit = rows::unit_of(work.row, {work.x, work.out});
-  const int64_t blocks = rows::blocks_of(work.tokens, work.row / unit, kUnits);
-  opk::launch(unit == 16      ? spread_kernel<rows::Sixteen>
-                  : unit == 4 ? spread_kernel<uint32_t>
-                              : spread_kernel<uint16_t>,
-              blocks, kThreads, 0, work);
+  const bool packed = rows::is_packed(work.row, {work.x, work.out});
+  const int64_t blocks = rows::blocks_of(work.tokens, work.row / (packed ? 16 : 2), kUnits);
+  opk::launch(packed ? spread_kernel<rows::Sixteen> : spread_kernel<uint16_t>, blocks, kThreads, 0, work);
   return out;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <opkiln/arguments.h>
+#include <opkiln/trap.h>
 
 namespace rows {
 
@@ -28,7 +29,7 @@ struct Place {
 };
 
 __device__ inline int64_t checked(int64_t index, int64_t count) {
-  if (index < 0 || index >= count) __trap();
+  if (index < 0 || index >= count) opkiln::device::trap();
   return index;
 }
 
@@ -49,12 +50,11 @@ inline void check_indices(const Tensor& indices, const Tensor& of) {
   opk::check_same_device(of, indices);
 }
 
-// The widest unit, 16 bytes, 4 or 2, that all rows of these many bytes are made of and begin at.
-inline int unit_of(int64_t row, std::initializer_list<const void*> tensors) {
-  uint64_t all = 16 | static_cast<uint64_t>(row);
+// Whether rows of these many bytes are made of whole units of 16, and begin at multiples of 16.
+inline bool is_packed(int64_t row, std::initializer_list<const void*> tensors) {
+  uint64_t all = static_cast<uint64_t>(row);
   for (const void* each : tensors) all |= reinterpret_cast<uintptr_t>(each);
-  const int widest = static_cast<int>(all & -all);
-  return widest == 8 ? 4 : widest;
+  return all % 16 == 0;
 }
 
 inline int64_t blocks_of(int64_t rows, int64_t a_row, int64_t units) {

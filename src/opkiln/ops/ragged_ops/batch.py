@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -48,8 +49,8 @@ class RaggedBatch:
         views = batch.to_device()
 
     All parts lie in one buffer, so that a batch takes one copy to the device. The buffer is pinned
-    if ``device`` is a GPU. Two are used in turn: ``pack`` may be called again while the device still
-    reads the batch before, and waits for the one before that. Each part begins at a multiple of 16
+    if ``device`` is a GPU. Two are used in turn: ``pack`` may be called again while the last batch
+    is still being copied, and waits for the one before that. Each part begins at a multiple of 16
     bytes. Not for several threads at once.
     """
 
@@ -71,10 +72,10 @@ class RaggedBatch:
                 raise ArgumentError(f"{name} is {value}, expected at least 1")
         self.block_size = block_size
         self.device = torch.device(device)
-        self._shapes = RaggedViews(  # type: ignore[arg-type]
-            *((2,), (most_sequences,), (most_sequences,), (most_sequences,)),
-            *((most_sequences, most_blocks), (most_tokens,), (most_tokens,), (most_tokens,)),
-        )
+        rows, tokens = (most_sequences,), (most_tokens,)
+        self._shapes: tuple[tuple[int, ...], ...] = (  # of RaggedViews
+            (2,), rows, rows, rows, (most_sequences, most_blocks), tokens, tokens, tokens,
+        )  # fmt: skip
         gpu = self.device.type == "cuda"
         size = sum(_padded(shape) for shape in self._shapes)
         self._buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=gpu) for _ in range(2)]
@@ -106,15 +107,14 @@ class RaggedBatch:
         self._turn = 1 - self._turn
         event = self._copied[self._turn]
         if event is not None:
-            event.synchronize()  # type: ignore[no-untyped-call]
+            event.synchronize()
         views = self.views
         count = len(batch)
         lengths = torch.tensor([len(each.tokens) for each in batch], dtype=torch.int32)
         total = int(lengths.sum())
         starts = lengths.cumsum(0, dtype=torch.int32) - lengths
-        for row, values in ((views.starts, starts), (views.lengths, lengths)):
-            row.zero_()
-            row[:count] = values
+        views.starts.zero_()[:count] = starts
+        views.lengths.zero_()[:count] = lengths
         views.seen.zero_()
         views.block_table.fill_(-1)
         for row, each in enumerate(batch):
@@ -145,40 +145,45 @@ class RaggedBatch:
         if self.device.type == "cuda":
             event = self._copied[self._turn]
             if event is None:
-                event = self._copied[self._turn] = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.device))  # type: ignore[no-untyped-call]
+                event = self._copied[self._turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self.device))
         return self._device_views
 
     def _views_of(self, buffer: Tensor) -> RaggedViews:
         parts, at = [], 0
         for shape in self._shapes:
-            numel = torch.Size(shape).numel()  # type: ignore[arg-type]
-            parts.append(buffer[at : at + numel].view(shape))  # type: ignore[arg-type]
+            parts.append(buffer[at : at + prod(shape)].view(shape))
             at += _padded(shape)
         return RaggedViews(*parts)
 
     def _check(self, batch: Sequence[Sequenced]) -> None:
-        most_sequences, most_blocks = self._shapes.block_table
-        (most_tokens,) = self._shapes.tokens
+        views = self._device_views
+        most_sequences, most_blocks = views.block_table.shape
+        most_tokens = len(views.tokens)
         if len(batch) > most_sequences:
-            raise ArgumentError(f"there are {len(batch)} sequences, expected at most {most_sequences}")
+            raise ArgumentError(
+                f"there are {len(batch)} sequences, expected at most {most_sequences}"
+            )
         total = sum(len(each.tokens) for each in batch)
         if total > most_tokens:
             raise ArgumentError(f"there are {total} new tokens, expected at most {most_tokens}")
         for row, each in enumerate(batch):
             if each.seen < 0:
-                raise ArgumentError(f"sequence {row} has seen {each.seen} tokens, expected at least 0")
+                raise ArgumentError(
+                    f"sequence {row} has seen {each.seen} tokens, expected at least 0"
+                )
             needed = -(-(each.seen + len(each.tokens)) // self.block_size)
             if not needed <= len(each.blocks) <= most_blocks:
                 raise ArgumentError(
-                    f"sequence {row} has {len(each.blocks)} blocks, expected {needed} to {most_blocks}",
-                    why=f"it has {each.seen} tokens and {len(each.tokens)} new ones, and a block has "
-                    f"room for {self.block_size}",
+                    f"sequence {row} has {len(each.blocks)} blocks, expected {needed} to "
+                    f"{most_blocks}",
+                    why=f"it has {each.seen} tokens and {len(each.tokens)} new ones, and a block "
+                    f"has room for {self.block_size}",
                 )
             if any(block < 0 for block in each.blocks):
                 raise ArgumentError(f"sequence {row} has a negative block: {list(each.blocks)}")
 
 
-def _padded(shape: object) -> int:
+def _padded(shape: tuple[int, ...]) -> int:
     """The elements of a part, up to the next multiple of 16 bytes."""
-    return -(-torch.Size(shape).numel() // 4) * 4  # type: ignore[call-overload]
+    return -(-prod(shape) // 4) * 4

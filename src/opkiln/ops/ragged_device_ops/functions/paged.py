@@ -75,8 +75,8 @@ def paged_kv_rotary(
     ``i`` has the elements ``i`` and ``n + i``, and turns by ``position * theta ** (-i / n)``.
     ``cos`` and ``sin``, both [positions, n], fp32, fp16 or bf16, replace ``theta``: a position is
     a row of them. On the CPU a position without a row is refused, on a GPU it gives NaN. Padding
-    is rotated, too, and a negative position counts as 0. 16-bit elements are rotated in fp32 and rounded once. Raises RuntimeError,
-    naming the argument.
+    is rotated, too, and a negative position counts as 0. 16-bit elements are rotated in fp32 and
+    rounded once. Raises RuntimeError, naming the argument.
     """
     _check(k, v, k_cache, v_cache, block_table, sequences, positions)
     check_dim("q", q, 3)
