@@ -90,6 +90,36 @@ PICTURES_OF = (
                   by_work=True),
         ),
     ),
+    Picture(
+        "transformer_h200.svg",
+        "Each call finds other tensors in memory, so that no cache helps; bf16.",
+        (
+            *(
+                Group(f"{work}, 32768 x 4096", "norms.json",
+                      re.escape(f"{work}, 32768 x 4096, bfloat16"))
+                for work in ("rms norm", "layer norm", "add and rms norm", "bias and gelu",
+                             "gated silu", "residual, attention and bias")
+            ),
+            Group("rotary embedding, 8 x 4096 x 32 x 128", "rotary_softmax_linear.json",
+                  "rotary 8 x 4096 x 32 x 128 bf16", r"opkiln$|torch"),
+            Group("softmax, 131072 x 1024", "rotary_softmax_linear.json",
+                  "softmax 131072 x 1024 bf16", r"opkiln$|torch"),
+            Group("bias and residual of images, 64 x 320 x 64 x 64", "tokens.json",
+                  "bias and residual, 64 x 320 x 64 x 64, bfloat16"),
+            Group("gather of half of the tokens, 16 x 2048 x 4096", "tokens.json",
+                  "gather, 16 x 2048 x 4096, bfloat16"),
+        ),
+    ),
+    Picture(
+        "decode_h200.svg",
+        "One new token, 32 query heads of 128, bf16: keys and values are read once.",
+        tuple(
+            Group(f"batch {batch}, {heads} kv heads, context {context}", "kv_attention.json",
+                  f"batch {batch}, {heads} kv heads, {context}", r"opkiln|torch (cuDNN|flash)")
+            for batch, heads, context in ((1, 32, 8192), (1, 8, 8192), (8, 32, 8192), (8, 8, 1024),
+                                          (64, 32, 8192), (64, 8, 32768))
+        ),
+    ),
 )  # fmt: skip
 
 
