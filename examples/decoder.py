@@ -23,12 +23,15 @@ def random_weights(device: str, dtype: torch.dtype) -> tuple[Tensor, list[Weight
 
     layers = [
         {
-            "norm1": torch.rand(HIDDEN).to(device, dtype), "norm2": torch.rand(HIDDEN).to(device, dtype),
-            "qkv": matrix((HEADS + 2 * KV_HEADS) * HEAD, HIDDEN), "out": matrix(HIDDEN, HEADS * HEAD),
-            "up": matrix(8 * HIDDEN, HIDDEN), "down": matrix(HIDDEN, 4 * HIDDEN),
+            "norm1": torch.rand(HIDDEN).to(device, dtype),
+            "norm2": torch.rand(HIDDEN).to(device, dtype),
+            "qkv": matrix((HEADS + 2 * KV_HEADS) * HEAD, HIDDEN),
+            "out": matrix(HIDDEN, HEADS * HEAD),
+            "up": matrix(8 * HIDDEN, HIDDEN),
+            "down": matrix(HIDDEN, 4 * HIDDEN),
         }
         for _ in range(LAYERS)
-    ]  # fmt: skip
+    ]
     return torch.randn(VOCABULARY, HIDDEN).to(device, dtype), layers
 
 
