@@ -14,7 +14,7 @@ from opkiln.decision.terms import Candidate
 from opkiln.devices import amd, nvidia
 from opkiln.engine import budget
 from opkiln.errors import StoreError
-from opkiln.report import collect, compilers, forms, layout, machine, operators, page
+from opkiln.report import collect, compilers, facts, forms, layout, machine, operators, page
 from opkiln.settings import override
 from opkiln.store import inventory
 
@@ -266,6 +266,28 @@ def test_a_report_of_this_machine_has_no_field_that_is_not_documented() -> None:
     strange = found - documented
     # An empty list, or null, stands for all that would be in it.
     assert not {each for each in strange if not any(d.startswith(each) for d in documented)}
+
+
+def test_variants_in_the_same_state_share_a_row_and_a_problem() -> None:
+    missing = backend("cuda", "would fall back", "there is no compiler for cuda")
+    ops = (
+        op("attn__HEAD_64", missing, variant_of="attn"),
+        op("attn__HEAD_80", backend("cuda"), variant_of="attn"),
+        op("attn__HEAD_96", missing, variant_of="attn"),
+    )
+    rows = facts.ops(ops).rows
+    assert [row[0].text for row in rows] == ["attn (2 variants)", "attn__HEAD_80"]
+    (problem,) = collect.problems(ops, None)
+    assert problem.subject == "attn"
+
+
+def test_an_op_for_devices_that_are_not_here_is_no_problem() -> None:
+    absent = backend("cuda", "would fall back", "there is no NVIDIA driver here")
+    found = op("for_gpus", absent, no_device=True)
+    assert collect.problems((found,), None) == ()
+    assert forms.as_document(filled((found,)), errors_only=True)["ops"] == []
+    (row,) = facts.ops((found,)).rows
+    assert "bad" not in [cell.look for cell in row]
 
 
 def test_only_the_ops_with_problems_are_in_a_document_of_problems() -> None:

@@ -207,11 +207,12 @@ def problems(
 ) -> tuple[Problem, ...]:
     """Every problem. Those of the environment come first: they explain those of the ops."""
     found = [] if environment is None else list(_around(environment))
-    affected: dict[str, list[str]] = {}  # reason -> ops
+    affected: dict[str, dict[str, None]] = {}  # reason -> ops
     for each in ops or ():
-        if not each.here.compatible:
-            affected.setdefault(each.here.reason, []).append(each.op)
-    for reason, names in affected.items():
+        if each.is_problem:
+            affected.setdefault(each.here.reason, {})[each.variant_of or each.op] = None
+    for reason, ops_of_it in affected.items():
+        names = list(ops_of_it)
         hint = f"opkiln explain {names[0]}"
         if len(names) == 1:
             found.append(Problem(names[0], reason, hint))

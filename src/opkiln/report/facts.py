@@ -71,8 +71,15 @@ def problems(report: Report) -> Section:
 
 
 def ops(found: tuple[OpStatus, ...]) -> Section:
-    """A row for each op and backend. The first row of an op is the backend that serves here."""
-    rows = [row for each in found for row in _op(each)]
+    """A row for each op and backend. The first row of an op is the backend that serves here.
+    Variants of an op that are in the same state share their rows."""
+    same: dict[tuple[str, tuple[Row, ...]], list[str]] = {}
+    for each in found:
+        same.setdefault((each.variant_of or each.op, tuple(_op(each))), []).append(each.op)
+    rows = []
+    for (op, (first, *others)), names in same.items():
+        name = names[0] if len(names) == 1 else f"{op} ({len(names)} variants)"
+        rows += [(Cell(name), *first[1:]), *others]
     head = ("op", "backend", "installed", "cached", "compatible", "")
     numbers = _numbers(row[-1].text for row in rows)
     told = [
@@ -90,16 +97,16 @@ def _numbers(reasons: Iterable[str]) -> dict[str, str]:
 
 
 def _op(found: OpStatus) -> list[Row]:
-    rows = [_on(found.op, found.here, serves=True)]
-    rows += [_on("", each, serves=False) for each in found.backends[1:]]
+    rows = [_on(found.here, serves=not found.no_device)]
+    rows += [_on(each, serves=False) for each in found.backends[1:]]
     return rows
 
 
-def _on(name: str, found: BackendStatus, *, serves: bool) -> Row:
+def _on(found: BackendStatus, *, serves: bool) -> Row:
     # A backend that does not serve here need not work here.
     look = "" if serves else "weak"
     return (
-        Cell(name),
+        Cell(""),
         Cell(found.backend or "-", look),
         _yes(found.installed, look or "weak"),
         _yes(found.cached, look or ("good" if found.cached else "weak")),

@@ -98,7 +98,7 @@ def as_document(report: Report, *, errors_only: bool = False) -> dict[str, Any]:
     around = None if errors_only else report.environment
     ops = report.ops
     if errors_only and ops is not None:
-        ops = tuple(each for each in ops if not each.here.compatible)
+        ops = tuple(each for each in ops if each.is_problem)
     return {
         "schema": SCHEMA,
         "opkiln": report.opkiln,

@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from opkiln.builder.base import OpBuilder
+from opkiln.decision import archs
 from opkiln.decision.decide import decide
-from opkiln.decision.terms import CACHED, WOULD_COMPILE, WOULD_FAIL, Request, summary
+from opkiln.decision.terms import (
+    CACHED,
+    WOULD_COMPILE,
+    WOULD_FAIL,
+    WOULD_FALL_BACK,
+    Request,
+    summary,
+)
 from opkiln.errors import OpkilnError
+from opkiln.model import CUDA, ROCM
 from opkiln.registry import ALL_OPS, builder_of, bundled, declared, libraries
 from opkiln.report import redact
 
@@ -40,6 +49,8 @@ class OpStatus(NamedTuple):
     backends: tuple[BackendStatus, ...]  # the one that serves first
     error: str = ""  # why it is not known: it cannot be imported, or its declaration is invalid
     changes: tuple[str, ...] = ()  # since it was last built, if that was asked for
+    variant_of: str = ""  # the op that this is a variant of
+    no_device: bool = False  # it is for devices that are not here, and its reference serves
 
     @property
     def here(self) -> BackendStatus:
@@ -47,6 +58,11 @@ class OpStatus(NamedTuple):
         if self.backends:
             return self.backends[0]
         return BackendStatus(self.serves, WOULD_FAIL, False, False, False, self.error, "", ())
+
+    @property
+    def is_problem(self) -> bool:
+        """Whether something is wrong with it on this machine."""
+        return not self.here.compatible and not self.no_device
 
 
 def statuses(*, changes: bool = False) -> tuple[OpStatus, ...]:
@@ -82,7 +98,8 @@ def _statuses(
         yield OpStatus(name, "", "", (), error.what if error.__cause__ is None else error.why)
     else:
         for each, kind in found:
-            yield _status(each, kind, changes=changes)
+            variant_of = "" if each == name else name
+            yield _status(each, kind, changes=changes)._replace(variant_of=variant_of)
 
 
 def _status(name: str, kind: type[OpBuilder], *, changes: bool) -> OpStatus:
@@ -97,7 +114,12 @@ def _status(name: str, kind: type[OpBuilder], *, changes: bool) -> OpStatus:
         return OpStatus(name, distribution, "", (), error.what)
     except (Exception, SystemExit) as error:  # an author's methods may raise anything
         return OpStatus(name, distribution, "", (), f"{type(error).__name__}: {error}")
-    return OpStatus(name, distribution, serves, backends, changes=changed)
+    no_device = (
+        backends[0].status == WOULD_FALL_BACK
+        and serves in (CUDA, ROCM)
+        and not archs.may_use_device(serves)
+    )
+    return OpStatus(name, distribution, serves, backends, changes=changed, no_device=no_device)
 
 
 def _on(kind: type[OpBuilder], backend: str) -> BackendStatus:

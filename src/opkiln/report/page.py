@@ -193,7 +193,7 @@ def _op(op: OpStatus, backends: list[str]) -> str:
     owner = f'<span class="weak">{escape(op.distribution)}</span>' if op.distribution else ""
     here = op.here
     words = here.reason or here.status
-    looks = "bad" if not here.compatible else ""
+    looks = "bad" if op.is_problem else ""
     changes = "".join(f"<li>{escape(each)}</li>" for each in op.changes)
     changed = f"<p>changed since it was last built:</p><ul>{changes}</ul>" if changes else ""
     traces = "".join(_trace(each) for each in op.backends)
