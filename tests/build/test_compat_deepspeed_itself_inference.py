@@ -169,3 +169,51 @@ def test_deepspeeds_inference_layers_generate_on_opkilns_kernels(programs: Progr
     )
     assert found[0] < 2e-3 < 1 < found[1]
     assert found[2] == "ops"
+
+
+def test_fastgens_pieces_run_on_opkilns_kernels(programs: Programs) -> None:
+    """FastGen takes its builder from DeepSpeed's list for GPUs: here it is given by hand."""
+    found = programs.answer(
+        """
+        import opkiln.compat.deepspeed as on_opkiln
+        on_opkiln.install()
+        import deepspeed, torch
+        from deepspeed.ops import op_builder
+        from deepspeed.ops.op_builder.inference_core_ops import InferenceCoreBuilder
+        from torch.nn import functional as F
+        op_builder.InferenceCoreBuilder = InferenceCoreBuilder
+        from deepspeed.inference.v2.inference_utils import ActivationType
+        from deepspeed.inference.v2.kernels.core_ops import (
+            BlasLibLinear, CUDABiasActivation, CUDAFPLN, CUDAFPPostLN, CUDAFPPreLN,
+            CUDAGatedActivation, CUDARMSNorm, CUDARMSPreNorm)
+
+        torch.manual_seed(0)
+        dtype, rows = torch.bfloat16, (6, 64)
+        x, y, g, b = (torch.randn(*s).to(dtype) for s in (rows, rows, rows[1:], rows[1:]))
+        near = lambda one, two: torch.allclose(one.double(), two, rtol=2**-6, atol=2**-6)
+        wide = lambda *tensors: [t.double() for t in tensors]
+        X, Y, G, B = wide(x, y, g, b)
+        norm = lambda t: F.layer_norm(t, (64,), G, B, 1e-5)
+        rms = lambda t: F.rms_norm(t, (64,), G, 1e-5)
+        empty = lambda: torch.empty_like(x)
+        answer = []
+        answer.append(near(CUDAFPLN(64, dtype)(empty(), x, g, b), norm(X)))
+        answer.append(near(CUDAFPPostLN(64, dtype)(empty(), x, y, g, b), norm(X + Y)))
+        total, out = CUDAFPPreLN(64, dtype)(empty(), empty(), x, y, g, b)
+        answer += [near(total, X + Y), near(out, norm(X + Y))]
+        answer.append(near(CUDARMSNorm(64, dtype)(empty(), x, g), rms(X)))
+        total, out = CUDARMSPreNorm(64, dtype)(empty(), empty(), x, y, g)
+        answer += [near(total, X + Y), near(out, rms(X + Y))]
+        changed = x.clone()
+        CUDABiasActivation(64, dtype, ActivationType.SILU)(changed, b)
+        answer.append(near(changed, F.silu(X + B)))
+        gated = torch.empty(6, 32, dtype=dtype)
+        CUDAGatedActivation(32, dtype, ActivationType.SiGLU)(gated, x, b)
+        both = X + B
+        answer.append(near(gated, F.silu(both[:, 0::2]) * both[:, 1::2]))
+        weight = (torch.randn(32, 64) / 8).to(dtype)
+        answer.append(near(BlasLibLinear(dtype)(gated, x, weight), X @ weight.double().t()))
+        answer.append(on_opkiln.served()["inference_core_ops"].origin)
+        """
+    )
+    assert found == [True] * 10 + ["ops"]

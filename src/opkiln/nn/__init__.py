@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TransformerLayer"]
 
-_MODULES = ("inference", "ragged", "random_ltd", "spatial")
+_MODULES = ("core", "inference", "ragged", "random_ltd", "spatial")
 _HOMES = {"TransformerLayer": "opkiln.nn.layer"}
 
 

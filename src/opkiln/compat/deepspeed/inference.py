@@ -1,8 +1,8 @@
-"""DeepSpeed's module ``transformer_inference``, over opkiln's ops.
+"""DeepSpeed's modules ``transformer_inference`` and ``inference_core_ops``, over opkiln's ops.
 
-Functions and their side effects are those of DeepSpeed's binding. Most exist once for each dtype,
-with its name at the end (``softmax_fp16``). Here a tensor's own dtype decides, whatever the name.
-These things differ:
+The second is small: ``opkiln.nn.core`` has its functions. In the first, functions and their
+side effects are those of DeepSpeed's binding. Most exist once for each dtype, with its name at the
+end (``softmax_fp16``). Here a tensor's own dtype decides, whatever the name. These things differ:
 
 - All dtypes and sizes are served. DeepSpeed's kernels need rows of whole 16 bytes. With int8
   weights, its ``_fp32`` functions compute nothing, and ``dequantize_bf16`` calls its result fp16.
@@ -28,6 +28,7 @@ from opkiln.compat.deepspeed import inference_matmuls as matmuls
 from opkiln.compat.deepspeed import inference_pieces as pieces
 from opkiln.compat.deepspeed.inference_context import InferenceContext
 from opkiln.compat.deepspeed.modules import OpModule
+from opkiln.ops.transformer_inference import core
 from opkiln.ops.transformer_inference.functions import layer_norm
 
 TYPE_CHECKING = False
@@ -75,7 +76,7 @@ class TransformerInference(OpModule):
 
     def __init__(self, rest: Callable[[], Any] | None = None) -> None:
         super().__init__(rest)
-        layer_norm.load("cuda" if torch.cuda.is_available() else "cpu")
+        _load()
         for function in _ONCE:
             self._bind(function.__name__, function)
         for function in _EACH_TYPE:
@@ -99,3 +100,33 @@ class TransformerInference(OpModule):
 
     def _bind(self, name: str, function: Callable[..., Any]) -> None:
         setattr(self, name, torch.no_grad()(function))
+
+
+class InferenceCore(OpModule):
+    """``inference_core_ops``: the pieces of FastGen's layers. fp6 weights are left to DeepSpeed."""
+
+    NAME = "inference_core_ops"
+    REST = ("cuda_wf6af16_linear", "preprocess_weight", "blas_4d_matmul")
+
+    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
+        super().__init__(rest)
+        _load()
+        for function in (
+            core.bias_activation,
+            core.gated_activation,
+            core.layer_norm,
+            core.pre_layer_norm,
+            core.post_layer_norm,
+            core.rms_norm,
+            core.rms_pre_norm,
+            core.blas_linear,
+        ):
+            setattr(self, function.__name__, function)
+
+    def create_handle(self) -> None:
+        """Nothing: torch has a handle for its BLAS."""
+
+
+def _load() -> None:
+    """Load the library for the device where DeepSpeed's tensors will be."""
+    layer_norm.load("cuda" if torch.cuda.is_available() else "cpu")
