@@ -17,8 +17,7 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   ?= .venv
 PYTEST ?=
-# One more than there are CPUs: many tests wait, for files to come to rest or for other processes.
-JOBS   ?= $(shell expr $$(nproc) + 1)
+JOBS   ?= $(shell nproc)
 SEED   ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 TORCHES ?= 2.10.0 2.11.0 2.12.1 2.14.1 2.15.0
 MODULE  ?=

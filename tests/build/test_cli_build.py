@@ -184,6 +184,7 @@ def test_all_skips_what_its_author_says_cannot_run_and_names_the_reason(
     assert opkiln("build", "cpu_adam").returncode == 6
 
 
+@pytest.mark.first_use
 def test_a_build_that_no_store_can_take_exits_with_5(
     opkiln: Opkiln, op: Package, cache: Path
 ) -> None:

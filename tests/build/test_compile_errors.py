@@ -136,7 +136,9 @@ def test_eight_processes_show_the_same_error_after_one_compile(
             from {plain.name}.op import PlainBuilder
             told = []
             def tell(event):
-                if event.kind == "waiting" and event.data["pid"] and not told:
+                if event.kind == "waiting" and not told and (
+                    event.data["pid"] and event.data["what"] == events.BUILD
+                ):
                     told.append(1)
                     open({str(tmp_path)!r} + "/waiting-" + str(__import__("os").getpid()), "w")
             with events.listening(tell):

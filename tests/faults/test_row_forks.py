@@ -120,8 +120,9 @@ def test_importing_everything_with_torch_initialises_no_device(machine: Machine)
     machine.run(
         f"{IMPORT}{DETECT}"
         "opkiln.get_accelerator().device_count()\n"
-        "from opkiln.registry import get_builder\n"
-        "for name in opkiln.ALL_OPS:\n    get_builder(name).op()\n"
+        "from opkiln.registry import libraries\n"
+        "for name, kind in opkiln.ALL_OPS.items():\n"
+        "    for _, builder in libraries(name, kind):\n        builder().op()\n"
         "import torch\n"
         "assert not torch.cuda.is_initialized()\n",
         bare=False,
