@@ -286,11 +286,16 @@ def test_two_blocks_that_write_one_element_race(run: Callable[..., Outcome]) -> 
         ("lone grid", "a grid barrier in a launch that is not cooperative"),
         ("waiting", "a thread waits in a loop for something that never comes"),
         ("cluster", "thread block clusters are not emulated"),
+        ("too early", "memory is touched before opk::wait_for_previous()"),
         ("too many threads", "invalid configuration argument"),
     ],
 )
 def test_other_mistakes_are_told(run: Callable[..., Outcome], case: str, told: str) -> None:
     _told(run(case, range(64), out=256).report, told)
+
+
+def test_a_kernel_that_waits_for_the_one_before_it_is_right(run: Callable[..., Outcome]) -> None:
+    assert run("early", out=4 * 32).values() == [1.0] * 32
 
 
 def test_after_a_report_the_next_launch_is_sound(run: Callable[..., Outcome]) -> None:

@@ -21,6 +21,7 @@ struct Shape {
   std::size_t shared = 0;
   bool cooperative = false;
   dim3 cluster = 1;
+  bool overlap = false;
 };
 
 template <class... P>
@@ -29,7 +30,9 @@ const char* launch(void (*kernel)(P...), const Shape& how, typename Same<P>::typ
   void* addresses[] = {static_cast<void*>(&arguments)..., nullptr};
   try {
     opk::emulator::run_kernel(
-        kernel, {how.blocks, how.threads, how.shared, how.cooperative, how.cluster, nullptr}, addresses);
+        kernel,
+        {how.blocks, how.threads, how.shared, how.cooperative, how.overlap, how.cluster, nullptr},
+        addresses);
     return nullptr;
   } catch (const std::exception& error) {
     std::snprintf(report, sizeof report, "%s", error.what());
@@ -287,6 +290,11 @@ __global__ void lone_grid_kernel() {
   cg::this_grid().sync();
 }
 
+__global__ void too_early_kernel(float* out) {
+  if (threadIdx.x < 32) opk::emulator::wait_for_previous();
+  out[threadIdx.x] = 1;
+}
+
 __global__ void waiting_kernel(volatile int* flag) {
   if (blockIdx.x == 0) {
     while (*flag == 0) {
@@ -349,6 +357,8 @@ extern "C" const char* emulate(const char* which, void* x, std::size_t x_bytes, 
   CASE("waiting together", launch(waiting_kernel, {2, 1, 0, true}, OUT(int)));
   CASE("unwritten", launch(unwritten_kernel, {1, 4}, OUT(float)));
   CASE("cluster", launch(null_kernel, {4, 1, 0, false, 2}, OUT(float)));
+  CASE("too early", launch(too_early_kernel, {1, 64, 0, false, 1, true}, OUT(float)));
+  CASE("early", launch(too_early_kernel, {1, 32, 0, false, 1, true}, OUT(float)));
   CASE("too many threads", launch(null_kernel, {1, dim3(64, 32)}, OUT(float)));
   return "there is no case of this name";
 }

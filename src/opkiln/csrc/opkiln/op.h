@@ -27,6 +27,7 @@
 #endif
 
 #include "op/types.h"
+#include "op/overlap.h"
 
 #if defined(__CUDACC_RTC__)  // NVRTC compiles device code alone
 

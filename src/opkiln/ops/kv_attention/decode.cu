@@ -66,9 +66,10 @@ __device__ void add_parts(const Work& work, float* factors, int64_t unit, int sp
 
 template <int kEights>
 __global__ void __launch_bounds__(kThreads, 2) decode_kernel(const OPK_GRID_CONSTANT Work work) {
-  extern __shared__ uint4 shared[];
+  extern __shared__ __align__(128) uint4 shared[];  // copies of whole lines: half of a line takes as long
   __shared__ bool is_last;
   constexpr int kRows = kEights * 8, kFours = HEAD / 4;
+  opk::wait_for_previous();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, batch = blockIdx.z;
   const int head = blockIdx.y / work.row_blocks, first_row = blockIdx.y % work.row_blocks * kRows;
   const int rows = min(kRows, work.tokens * work.group - first_row);
@@ -200,6 +201,7 @@ void launch_decode(const Work& work, int64_t batch) {
   how.grid = {work.splits, int64_t{work.heads} * work.row_blocks, batch};
   how.block = kThreads;
   how.shared = kRingBytes;
+  how.overlap = true;
   opk::launch(decode_kernel<kEights>, how, work);
 }
 

@@ -68,6 +68,7 @@ struct Thread {
   const void* where = nullptr;  // the instruction at which it waits
   Meeting* meeting = nullptr;
   unsigned active = 0;
+  bool waited = false;  // for the kernel before this one
 };
 
 struct Warp {
@@ -267,6 +268,10 @@ class __attribute__((visibility("hidden"))) Launch {
     block_->synchronised = true;
   }
 
+  void wait_for_previous() {
+    block_->threads[current_].waited = true;
+  }
+
   void atomic(uintptr_t address, std::size_t size, const void* where) {
     if (address % size != 0) {
       fail("an atomic at an address that is not aligned", at(where));
@@ -303,6 +308,12 @@ class __attribute__((visibility("hidden"))) Launch {
     if (piece == nullptr) {
       check_outside(address, size, writes, where);
       return;
+    }
+    if (grid_.overlap && piece->place != Place::kShared && !block_->threads[current_].waited) {
+      fail("memory is touched before opk::wait_for_previous()",
+           at(where) + "\n  memory: " + place_of(*piece, address) +
+               "\n  why: the kernel is launched with .overlap, so the one before it may still run" +
+               "\nhint: opk::wait_for_previous();    // the first line of the kernel");
     }
     if (!piece->shadow.watches(address, size)) {
       return;
@@ -908,6 +919,10 @@ void sync_grid() {
 
 void sync_warp(unsigned mask) {
   here("__syncwarp()").meet(-1, mask, "", 0, nullptr, __builtin_return_address(0));
+}
+
+void wait_for_previous() {
+  here("opk::wait_for_previous()").wait_for_previous();
 }
 
 void gather(Exchange kind, unsigned mask, const void* value, std::size_t size, Gathered& out) {

@@ -26,6 +26,7 @@ struct Grid {
   dim3 blocks, threads;
   std::size_t shared;  // bytes of dynamic shared memory
   bool cooperative;
+  bool overlap;  // every thread must wait for the kernel before this one
   dim3 cluster;
   const void* kernel;
 };
@@ -54,6 +55,7 @@ enum class Vote { kNone, kCount, kAnd, kOr };
 int sync_block(bool predicate, Vote vote);
 void sync_grid();
 void sync_warp(unsigned mask);
+void wait_for_previous();
 
 // What the threads of a warp exchange: the value of each lane in `present`.
 constexpr std::size_t kLargestValue = 16;

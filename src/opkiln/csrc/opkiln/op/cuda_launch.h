@@ -3,6 +3,21 @@
 
 OPK_NAMESPACE_BEGIN
 
+// Code for compute capability 9.0 on such a device. The driver may have compiled it from code for an earlier
+// one, which knows neither clusters nor how to wait for the kernel before it.
+inline bool is_for_hopper(const void* kernel) {
+  cudaFuncAttributes found;
+  return cudaFuncGetAttributes(&found, kernel) == cudaSuccess && found.ptxVersion >= 90 &&
+      found.binaryVersion >= 90;
+}
+
+inline bool can_overlap(const void* kernel, int device) {
+  static Remembered known;
+  int answer = known.find(kernel, device);
+  if (answer < 0) known.add(kernel, device, answer = is_for_hopper(kernel));
+  return answer != 0;
+}
+
 [[gnu::noinline]] inline void launch_address(const void* kernel, const Launch& how, void** arguments) {
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -14,7 +29,7 @@ OPK_NAMESPACE_BEGIN
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
   if (error == cudaSuccess) {
-    cudaLaunchAttribute attributes[2];
+    cudaLaunchAttribute attributes[3];
     cudaLaunchConfig_t config = {};
     config.gridDim = how.grid;
     config.blockDim = how.block;
@@ -33,6 +48,11 @@ OPK_NAMESPACE_BEGIN
       each.id = cudaLaunchAttributeCooperative;
       each.val.cooperative = 1;
     }
+    if (how.overlap && can_overlap(kernel, device)) {
+      cudaLaunchAttribute& each = attributes[config.numAttrs++];
+      each.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      each.val.programmaticStreamSerializationAllowed = 1;
+    }
     error = cudaLaunchKernelExC(&config, kernel, arguments);
   }
   if (error != cudaSuccess) {
@@ -48,9 +68,7 @@ void launch_kernel(void (*kernel)(P...), const Launch& how, void** arguments) {
 
 template <class... P>
 bool has_clusters(void (*kernel)(P...)) {
-  cudaFuncAttributes found;
-  return cudaFuncGetAttributes(&found, reinterpret_cast<const void*>(kernel)) == cudaSuccess &&
-      found.ptxVersion >= 90 && found.binaryVersion >= 90;
+  return is_for_hopper(reinterpret_cast<const void*>(kernel));
 }
 
 OPK_NAMESPACE_END

@@ -9,7 +9,7 @@ OPK_NAMESPACE_BEGIN
 template <class... P>
 void launch_kernel(void (*kernel)(P...), const Launch& how, void** arguments) {
   emulator::run_kernel(
-      kernel, {how.grid, how.block, how.shared, how.cooperative, how.cluster, nullptr}, arguments);
+      kernel, {how.grid, how.block, how.shared, how.cooperative, how.overlap, how.cluster, nullptr}, arguments);
 }
 
 template <class... P>

@@ -35,6 +35,7 @@ struct Launch {
   size_t shared = 0;  // bytes of dynamic shared memory for each block
   Extent cluster = 1;  // blocks of a cluster: compute capability 9.0 and later
   bool cooperative = false;  // all blocks run at once, so that they can wait for each other
+  bool overlap = false;  // may begin while the kernel before it ends: it calls opk::wait_for_previous()
 };
 
 template <class T>
@@ -48,6 +49,31 @@ struct Same {
              why, how.grid.x, how.grid.y, how.grid.z, how.block.x, how.block.y, how.block.z,
              static_cast<unsigned long long>(how.shared));
 }
+
+OPK_NAMESPACE_END
+
+OPK_NAMESPACE_BEGIN
+
+// What was found out about kernels, for each device: a few words that threads read and write as they come.
+// A kernel that another one has displaced is looked at again.
+class Remembered {
+ public:
+  // 0 or 1, or -1 if it is not known.
+  int find(const void* kernel, int device) const {
+    const uint64_t held = __atomic_load_n(&held_[slot(kernel)], __ATOMIC_RELAXED);
+    return held >> 1 == name(kernel, device) ? static_cast<int>(held & 1) : -1;
+  }
+  void add(const void* kernel, int device, bool answer) {
+    __atomic_store_n(&held_[slot(kernel)], name(kernel, device) << 1 | answer, __ATOMIC_RELAXED);
+  }
+
+ private:
+  static uint64_t name(const void* kernel, int device) {
+    return reinterpret_cast<uintptr_t>(kernel) << 8 | static_cast<uint8_t>(device);
+  }
+  static size_t slot(const void* kernel) { return reinterpret_cast<uintptr_t>(kernel) / 16 % 64; }
+  uint64_t held_[64] = {};
+};
 
 OPK_NAMESPACE_END
 

@@ -22,7 +22,7 @@ constexpr uint64_t kMark = 0x316c6e6b696b706f;
 
 // CUlaunchAttribute and CUlaunchConfig of cuda.h.
 struct Attribute {
-  enum : int32_t { kCooperative = 2, kClusterDimension = 4 };
+  enum : int32_t { kCooperative = 2, kClusterDimension = 4, kProgrammaticSerialization = 6 };
   int32_t id;
   int32_t unused;
   union {
@@ -125,6 +125,21 @@ inline int enter_context(int32_t device) {
   return error;
 }
 
+// As is_for_hopper of cuda_launch.h.
+inline bool is_for_hopper(void* handle, int32_t device) {
+  const Functions& cuda = functions();
+  int ptx = 0, binary = 0;
+  return cuda.cuKernelGetAttribute(&ptx, kPtxVersion, handle, device) == 0 &&
+      cuda.cuKernelGetAttribute(&binary, kBinaryVersion, handle, device) == 0 && ptx >= 90 && binary >= 90;
+}
+
+inline bool can_overlap(void* handle, int32_t device) {
+  static Remembered known;
+  int answer = known.find(handle, device);
+  if (answer < 0) known.add(handle, device, answer = is_for_hopper(handle, device));
+  return answer != 0;
+}
+
 inline void add_extent(Attribute& attribute, const Extent& extent) {
   attribute.words[0] = extent.x;
   attribute.words[1] = extent.y;
@@ -146,7 +161,7 @@ inline void add_extent(Attribute& attribute, const Extent& extent) {
     error = cuda.cuKernelSetAttribute(kNonPortableClusters, 1, handle, device);
   }
   if (error == 0) {
-    Attribute attributes[2] = {};
+    Attribute attributes[3] = {};
     Config config = {{how.grid.x, how.grid.y, how.grid.z},
                      {how.block.x, how.block.y, how.block.z},
                      static_cast<uint32_t>(how.shared),
@@ -163,6 +178,11 @@ inline void add_extent(Attribute& attribute, const Extent& extent) {
       each.id = Attribute::kCooperative;
       each.words[0] = 1;
     }
+    if (how.overlap && can_overlap(handle, device)) {
+      Attribute& each = attributes[config.count++];
+      each.id = Attribute::kProgrammaticSerialization;
+      each.words[0] = 1;
+    }
     error = cuda.cuLaunchKernelEx(&config, handle, arguments, nullptr);
   }
   if (error != 0) raise_launch(how, words_of(error));
@@ -170,13 +190,9 @@ inline void add_extent(Attribute& attribute, const Extent& extent) {
 
 [[gnu::noinline]] inline bool record_has_clusters(driver::Kernel& kernel) {
   using namespace driver;
-  const Functions& cuda = functions();
   int32_t device = 0;
   void* handle = nullptr;
-  int ptx = 0, binary = 0;
-  return find_kernel(kernel, &device, &handle) == 0 &&
-      cuda.cuKernelGetAttribute(&ptx, kPtxVersion, handle, device) == 0 &&
-      cuda.cuKernelGetAttribute(&binary, kBinaryVersion, handle, device) == 0 && ptx >= 90 && binary >= 90;
+  return find_kernel(kernel, &device, &handle) == 0 && is_for_hopper(handle, device);
 }
 
 template <class... P>

@@ -51,7 +51,7 @@ template <class... P>
 cudaError_t cudaLaunchKernel(void (*kernel)(P...), dim3 blocks, dim3 threads, void** arguments,
                              std::size_t shared, cudaStream_t) {
   try {
-    ::opk::emulator::run_kernel(kernel, {blocks, threads, shared, false, dim3(), nullptr}, arguments);
+    ::opk::emulator::run_kernel(kernel, {blocks, threads, shared, false, false, dim3(), nullptr}, arguments);
     return cudaSuccess;
   } catch (const std::exception& error) {
     std::snprintf(::opk::emulator::last_report, sizeof ::opk::emulator::last_report, "%s", error.what());
