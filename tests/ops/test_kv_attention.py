@@ -157,7 +157,7 @@ def test_wrong_arguments_are_named() -> None:
     ("batch", "kv_heads"), [(1, 8), (1, 32), (8, 8), (8, 32), (64, 32), (3, 1)]
 )
 @pytest.mark.parametrize("context", [1, 1000, 8192, 32768])
-def test_splits_fill_the_gpu_and_leave_no_block_without_keys(
+def test_splits_use_the_bandwidth_and_leave_no_block_without_keys(
     batch: int, kv_heads: int, context: int
 ) -> None:
     splits = chosen_splits(batch * kv_heads, context, 132)
@@ -167,4 +167,4 @@ def test_splits_fill_the_gpu_and_leave_no_block_without_keys(
     if batch * kv_heads >= 256:
         assert splits == 1
     if context >= 8192 and batch * kv_heads <= 64 and kv_heads > 1:
-        assert 240 <= batch * kv_heads * splits <= 264
+        assert 96 <= batch * kv_heads * splits <= 264  # enough for the bandwidth, in one round
