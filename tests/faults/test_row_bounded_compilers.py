@@ -47,20 +47,24 @@ class Watched:
         with self.log.open("a") as file:
             file.write(f"{line}\n")
 
-    def peak(self) -> tuple[int, int]:
-        """(the most compilers that ran at once for living processes, all that were started)."""
+    def peak(self, processes: list[Loader]) -> tuple[int, int]:
+        """(the most compilers that ran at once for living processes, all that were started).
+
+        A compiler whose process was killed before it could note its parent has another parent: it
+        is on its way out, as all compilers of a process that was killed.
+        """
         running: dict[str, str] = {}
-        dead: set[str] = set()
+        living = {str(each.process.pid) for each in processes}
         most = started = 0
         for line in self.log.read_text().splitlines():
             kind, compiler, asked = line.split()
-            if kind == "+" and asked not in dead:
+            if kind == "+" and asked in living:
                 running[compiler] = asked
                 started += 1
             elif kind == "-":
                 running.pop(compiler, None)
             elif kind == "k":  # about to be killed: its compilers end a moment later
-                dead.add(asked)
+                living.discard(asked)
                 running = {pid: who for pid, who in running.items() if who != asked}
             most = max(most, len(running))
         return most, started
@@ -108,7 +112,7 @@ def test_all_processes_together_run_one_compiler_for_each_cpu_and_one_for_the_st
 ) -> None:
     running = processes(PROCESSES)
     build_at_once(tmp_path, running, watched, kill)
-    most, started = watched.peak()
+    most, started = watched.peak(running)
     cases.tried(started)
     assert started >= (PROCESSES - kill) * SOURCES
     assert 1 <= most <= CPUS + 1
@@ -127,7 +131,7 @@ def test_little_memory_means_few_compilers_whatever_the_cpus(
 ) -> None:
     running = processes(PROCESSES // 2, {"OPKILN_MEMORY": "64M"})
     build_at_once(tmp_path, running, watched, min(kill, 1))
-    most, started = watched.peak()
+    most, started = watched.peak(running)
     cases.tried(started)
     assert most == 1
 
@@ -193,6 +197,6 @@ def test_the_limits_of_a_control_group_are_the_budget(
     assert len(found["slots"]) == 1
     running = processes(3, prefix=inside(memory, cpu))
     build_at_once(tmp_path, running, watched, 0)
-    most, started = watched.peak()
+    most, started = watched.peak(running)
     cases.tried(started)
     assert most == 1
