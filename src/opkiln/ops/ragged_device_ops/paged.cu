@@ -2,7 +2,8 @@
 //
 // The heads of all tokens, queries first, are one row of units: a unit is both halves of some pairs, or as
 // many elements to copy. A block has as many units as its threads hold at once, of one token or of many.
-// It loads them, finds places and angles of its tokens meanwhile, and stores.
+// It loads them, finds places and angles of its tokens meanwhile, and stores. If nothing is rotated, each thread
+// has a unit of k and the same of v, and finds their place by itself.
 
 #include <opkiln/op.h>
 #include <opkiln/sixteen_bytes.h>
@@ -14,17 +15,17 @@ namespace {
 
 using opkiln::device::Sixteen;
 using paged::Cache;
+using paged::Copy;
 using paged::Element;
 using paged::Heads;
 using paged::Work;
 
 constexpr int kThreads = 256;
-constexpr int kTurns = 2;  // units of a thread: four accesses of 16 bytes are in flight
-constexpr int kUnits = kThreads * kTurns;
-// A token has at least two heads (k and v), so at most kUnits / 2 tokens and two broken ones are in a block.
-constexpr int kMostTokens = kUnits / 2 + 2;
+// A token has at least three heads (of q, k and v), so at most a third as many tokens and two broken ones are in a
+// block.
+constexpr int kMostTokens = kThreads / 3 + 2;
 // Rotated tokens have at least three heads of units with 8 pairs; and two tokens may be broken.
-constexpr int kMostAngles = (kUnits * 8 / 3 + 2 * opkiln::kMostPairs + 3) / 4 * 4;
+constexpr int kMostAngles = (kThreads * 8 / 3 + 2 * opkiln::kMostPairs + 3) / 4 * 4;
 
 struct alignas(16) Angles {
   float cosines[kMostAngles], sines[kMostAngles];
@@ -97,7 +98,7 @@ __device__ inline void find_angle(const Work& work, int token, int pair, float* 
 }
 
 // A token's block of the cache, and its place there. The block is -1 for padding.
-__device__ inline int2 find_place(const Work& work, int token) {
+__device__ inline int2 find_place(const Copy& work, int token) {
   const int sequence = work.sequences[token], position = work.positions[token];
   if (sequence < 0 || position < 0) return make_int2(-1, 0);
   const int of_sequence = position / work.block_size;
@@ -105,6 +106,11 @@ __device__ inline int2 find_place(const Work& work, int token) {
   const int block = work.table[sequence * work.table_row + of_sequence];
   if (block < 0 || block >= work.blocks) opkiln::device::trap();
   return make_int2(block, position - of_sequence * work.block_size);
+}
+
+// A division of 64 bits takes four times as long as one of 32.
+__device__ inline int64_t divided(int64_t value, int by) {
+  return (value >> 32) == 0 ? static_cast<uint32_t>(value) / static_cast<uint32_t>(by) : value / by;
 }
 
 // The units of a head and of a token, and where this block begins.
@@ -117,8 +123,8 @@ struct Units {
       : rotated(work.pairs / Unit::kPairs),
         a_head(rotated + (work.head - 2 * work.pairs) / Unit::kRest),
         a_token((work.q.heads + 2 * work.k.heads) * a_head) {
-    const int64_t start = int64_t{blockIdx.x} * kUnits;
-    first_token = static_cast<int>(start / a_token);
+    const int64_t start = int64_t{blockIdx.x} * kThreads;
+    first_token = static_cast<int>(divided(start, a_token));
     in_token = static_cast<int>(start - int64_t{first_token} * a_token);
   }
 };
@@ -129,8 +135,8 @@ struct Spot {
   int token, head, first, apart;
   bool is_rotated;  // unless the head is of v
 
-  __device__ Spot(const Work& work, const Units<Unit>& units, int turn) {
-    const uint32_t at = units.in_token + turn * kThreads + threadIdx.x;
+  __device__ Spot(const Work& work, const Units<Unit>& units) {
+    const uint32_t at = units.in_token + threadIdx.x;
     const uint32_t more = at / static_cast<uint32_t>(units.a_token), left = at - more * units.a_token;
     token = units.first_token + static_cast<int>(more);
     head = static_cast<int>(left / static_cast<uint32_t>(units.a_head));
@@ -147,19 +153,18 @@ __global__ void __launch_bounds__(kThreads) paged_kernel(const OPK_GRID_CONSTANT
   __shared__ int2 places[kMostTokens];
   __shared__ Angles angles;
   const Units<Unit> units(work);
-  Unit held[kTurns];
-#pragma unroll
-  for (int t = 0; t < kTurns; ++t) {
-    const Spot<Unit> spot(work, units, t);
-    if (spot.token >= work.tokens) continue;
-    const int key = spot.head - work.q.heads, value = key - work.k.heads;
+  const Spot<Unit> spot(work, units);
+  const bool is_there = spot.token < work.tokens;
+  const int key = spot.head - work.q.heads, value = key - work.k.heads;
+  Unit held;
+  if (is_there) {
     const Heads& from = key < 0 ? work.q : value < 0 ? work.k : work.v;
     const int head = key < 0 ? spot.head : value < 0 ? key : value;
     const T* const at = static_cast<const T*>(from.x) + spot.token * from.token + head * from.head;
-    held[t].load(at + spot.first, spot.apart);
+    held.load(at + spot.first, spot.apart);
   }
 
-  const int behind = units.first_token + (units.in_token + kUnits + units.a_token - 1) / units.a_token;
+  const int behind = units.first_token + (units.in_token + kThreads + units.a_token - 1) / units.a_token;
   const int tokens = (behind < work.tokens ? behind : work.tokens) - units.first_token;
   for (int i = threadIdx.x; i < tokens; i += kThreads) places[i] = find_place(work, units.first_token + i);
   for (int i = threadIdx.x; i < tokens * work.pairs; i += kThreads) {
@@ -168,26 +173,43 @@ __global__ void __launch_bounds__(kThreads) paged_kernel(const OPK_GRID_CONSTANT
   }
   __syncthreads();
 
-#pragma unroll
-  for (int t = 0; t < kTurns; ++t) {
-    const Spot<Unit> spot(work, units, t);
-    if (spot.token >= work.tokens) continue;
-    const int token = spot.token - units.first_token;
-    const int key = spot.head - work.q.heads, value = key - work.k.heads;
-    if (spot.is_rotated && value < 0) {
-      const int angle = token * work.pairs + spot.first;
-      held[t].rotate(angles.cosines + angle, angles.sines + angle);
-    }
-    if (key < 0) {
-      const int64_t at = (int64_t{spot.token} * work.q.heads + spot.head) * work.head;
-      held[t].store(static_cast<T*>(work.q_out) + at + spot.first, spot.apart);
-    } else if (places[token].x >= 0) {
-      const Cache& cache = value < 0 ? work.k_cache : work.v_cache;
-      const int64_t at = places[token].x * cache.block + places[token].y * cache.place +
-          (value < 0 ? key : value) * cache.head;
-      held[t].store(static_cast<T*>(cache.data) + at + spot.first, spot.apart);
-    }
+  if (!is_there) return;
+  const int token = spot.token - units.first_token;
+  if (spot.is_rotated && value < 0) {
+    const int angle = token * work.pairs + spot.first;
+    held.rotate(angles.cosines + angle, angles.sines + angle);
   }
+  if (key < 0) {
+    const int64_t at = (int64_t{spot.token} * work.q.heads + spot.head) * work.head;
+    held.store(static_cast<T*>(work.q_out) + at + spot.first, spot.apart);
+  } else if (places[token].x >= 0) {
+    const Cache& cache = value < 0 ? work.k_cache : work.v_cache;
+    const int64_t at = places[token].x * cache.block + places[token].y * cache.place +
+        (value < 0 ? key : value) * cache.head;
+    held.store(static_cast<T*>(cache.data) + at + spot.first, spot.apart);
+  }
+}
+
+// A unit is an element T, or several of them.
+template <class T, class Unit>
+__global__ void __launch_bounds__(kThreads) paged_copy_kernel(const OPK_GRID_CONSTANT Copy work) {
+  constexpr int kWidth = sizeof(Unit) / sizeof(T);
+  const int a_head = work.head / kWidth, a_token = work.k.heads * a_head;
+  const int64_t unit = int64_t{blockIdx.x} * kThreads + threadIdx.x, token = divided(unit, a_token);
+  if (token >= work.tokens) return;
+  const int in_token = static_cast<int>(unit - token * a_token), head = in_token / a_head;
+  const int column = (in_token - head * a_head) * kWidth;
+  const auto from = [&](const Heads& heads) {
+    return static_cast<const T*>(heads.x) + token * heads.token + head * heads.head + column;
+  };
+  const Unit k = *reinterpret_cast<const Unit*>(from(work.k)), v = *reinterpret_cast<const Unit*>(from(work.v));
+  const int2 place = find_place(work, static_cast<int>(token));
+  if (place.x < 0) return;
+  const auto to = [&](const Cache& cache) {
+    return static_cast<T*>(cache.data) + place.x * cache.block + place.y * cache.place + head * cache.head + column;
+  };
+  *reinterpret_cast<Unit*>(to(work.k_cache)) = k;
+  *reinterpret_cast<Unit*>(to(work.v_cache)) = v;
 }
 
 bool is_packed(const void* data, int64_t strides, int64_t width) {
@@ -197,17 +219,24 @@ bool is_packed(const void* data, int64_t strides, int64_t width) {
 template <class T>
 void launch(const Work& work) {
   constexpr int64_t kWidth = Sixteen<T>::kCount;
-  bool packed = work.pairs % kWidth == 0 && (work.head - 2 * work.pairs) % (2 * kWidth) == 0;
+  bool packed =
+      work.pairs % kWidth == 0 && (work.head - 2 * work.pairs) % (work.pairs ? 2 * kWidth : kWidth) == 0;
   for (const Heads* each : {&work.q, &work.k, &work.v}) {
     packed = packed && (each->heads == 0 || is_packed(each->x, each->token | each->head, kWidth));
   }
   for (const Cache* each : {&work.k_cache, &work.v_cache}) {
     packed = packed && is_packed(each->data, each->block | each->place | each->head, kWidth);
   }
+  const auto blocks = [](int64_t units) { return (units + kThreads - 1) / kThreads; };
+  if (work.pairs == 0) {
+    const int64_t units = int64_t{work.tokens} * work.k.heads * (packed ? work.head / kWidth : work.head);
+    const Copy& copy = work;
+    return opk::launch(packed ? paged_copy_kernel<T, Sixteen<T>> : paged_copy_kernel<T, T>, blocks(units), kThreads, 0,
+                       copy);
+  }
   const int64_t a_head = packed ? work.head / (2 * kWidth) : work.head - work.pairs;
   const int64_t units = (work.q.heads + 2 * int64_t{work.k.heads}) * a_head * work.tokens;
-  opk::launch(packed ? paged_kernel<Packed<T>> : paged_kernel<Single<T>>, (units + kUnits - 1) / kUnits,
-              kThreads, 0, work);
+  opk::launch(packed ? paged_kernel<Packed<T>> : paged_kernel<Single<T>>, blocks(units), kThreads, 0, work);
 }
 
 }  // namespace

@@ -21,14 +21,19 @@ struct Cache {
   int64_t block, place, head;
 };
 
-struct Work {
-  Heads q, k, v;  // q has no heads if nothing is rotated
-  void* q_out;    // contiguous
+// Keys and values, and their places.
+struct Copy {
+  Heads k, v;
   Cache k_cache, v_cache;
   const int32_t *table, *sequences, *positions;
   int64_t table_row;
   int batch, sequence_blocks, blocks, block_size;
   int tokens, head;
+};
+
+struct Work : Copy {
+  Heads q;      // has no heads if nothing is rotated
+  void* q_out;  // contiguous
   int pairs;                  // that are rotated, of each head
   const void *cos, *sin;      // null: of the frequencies
   int64_t table_positions, cos_row, sin_row;

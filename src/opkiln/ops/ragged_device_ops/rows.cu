@@ -13,8 +13,6 @@ namespace {
 
 using rows::checked;
 using rows::kThreads;
-using rows::kTurns;
-using rows::kUnits;
 using rows::Place;
 
 constexpr int64_t kNone = INT64_MIN;  // no row: the result is zero
@@ -47,27 +45,14 @@ struct Copy {
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) copy_kernel(const OPK_GRID_CONSTANT Copy work) {
   const uint32_t a_row = static_cast<uint32_t>(work.row / static_cast<int64_t>(sizeof(Unit)));
-  int64_t from[kTurns];
-#pragma unroll
-  for (int t = 0; t < kTurns; ++t) {
-    const Place place(kUnits, t * kThreads + threadIdx.x, a_row);
-    from[t] = place.row < work.rows ? work.from.index(place.row) : kNone;
+  const Place place(a_row);
+  if (place.row >= work.rows) return;
+  const int64_t from = work.from.index(place.row);
+  Unit held = {};
+  if (from != kNone) {
+    held = static_cast<const Unit*>(work.from.table)[checked(from, work.from.count) * a_row + place.unit];
   }
-  Unit held[kTurns];
-#pragma unroll
-  for (int t = 0; t < kTurns; ++t) {
-    const Place place(kUnits, t * kThreads + threadIdx.x, a_row);
-    held[t] = Unit{};
-    if (from[t] != kNone) {
-      const int64_t row = checked(from[t], work.from.count);
-      held[t] = static_cast<const Unit*>(work.from.table)[row * a_row + place.unit];
-    }
-  }
-#pragma unroll
-  for (int t = 0; t < kTurns; ++t) {
-    const Place place(kUnits, t * kThreads + threadIdx.x, a_row);
-    if (place.row < work.rows) static_cast<Unit*>(work.out)[place.row * a_row + place.unit] = held[t];
-  }
+  static_cast<Unit*>(work.out)[place.row * a_row + place.unit] = held;
 }
 
 struct Spread {
@@ -78,48 +63,29 @@ struct Spread {
   int chosen;
 };
 
+constexpr int kSlots = 4;  // that are loaded at once, with the row or before its last copy is written
+
 // A row is read once, and written for each of its experts.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) spread_kernel(const OPK_GRID_CONSTANT Spread work) {
   const uint32_t a_row = static_cast<uint32_t>(work.row / static_cast<int64_t>(sizeof(Unit)));
-  Unit held[kTurns];
+  const Place place(a_row);
+  if (place.row >= work.tokens) return;
+  const Unit held = static_cast<const Unit*>(work.x)[place.row * a_row + place.unit];
+  for (int first = 0; first < work.chosen; first += kSlots) {
+    int to[kSlots];
 #pragma unroll
-  for (int t = 0; t < kTurns; ++t) {
-    const Place place(kUnits, t * kThreads + threadIdx.x, a_row);
-    if (place.row < work.tokens) held[t] = static_cast<const Unit*>(work.x)[place.row * a_row + place.unit];
-  }
+    for (int j = 0; j < kSlots; ++j) {
+      to[j] = first + j < work.chosen ? work.slots[place.row * work.chosen + first + j] : 0;
+    }
 #pragma unroll
-  for (int t = 0; t < kTurns; ++t) {
-    const Place place(kUnits, t * kThreads + threadIdx.x, a_row);
-    if (place.row >= work.tokens) continue;
-    for (int j = 0; j < work.chosen; ++j) {
-      const int64_t to = checked(work.slots[place.row * work.chosen + j], work.tokens * work.chosen);
-      static_cast<Unit*>(work.out)[to * a_row + place.unit] = held[t];
+    for (int j = 0; j < kSlots; ++j) checked(to[j], work.tokens * work.chosen);
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) {
+      if (first + j < work.chosen) static_cast<Unit*>(work.out)[int64_t{to[j]} * a_row + place.unit] = held;
     }
   }
 }
-
-constexpr int kSumTurns = 2;  // units of a thread,
-constexpr int kSumTerms = 2;  // and terms that are loaded at once
-constexpr int kSumUnits = kThreads * kSumTurns;
-
-struct Sum {
-  Picked first, second;  // two terms, of two tables; or:
-  const int32_t* slots;  // rows of the first table, `terms` for each row of the result
-  const float* weights;  // null: 1
-  int terms;
-  void* out;
-  int64_t rows;
-  int columns;
-
-  __device__ const void* table(int term) const { return slots || term == 0 ? first.table : second.table; }
-  __device__ int64_t count(int term) const { return slots || term == 0 ? first.count : second.count; }
-  __device__ int64_t index(int64_t row, int term) const {
-    if (slots) return slots[row * terms + term];
-    return term == 0 ? first.index(row) : second.index(row);
-  }
-  __device__ float weight(int64_t row, int term) const { return weights ? weights[row * terms + term] : 1.0f; }
-};
 
 // One element, like Sixteen.
 template <class T>
@@ -138,54 +104,82 @@ __device__ inline void narrow(opkiln::device::Sixteen<T>& out, const float* sums
   for (int i = 0; i < opkiln::device::Sixteen<T>::kCount; i += 2) out.set_two(i, sums[i], sums[i + 1]);
 }
 
+// The sum of two rows, of two tables.
+struct Sum {
+  Picked first, second;
+  void* out;
+  int64_t rows;
+  int columns;
+};
+
 template <class Pack>
 __global__ void __launch_bounds__(kThreads) sum_kernel(const OPK_GRID_CONSTANT Sum work) {
   const uint32_t a_row = static_cast<uint32_t>(work.columns / Pack::kCount);
-  float sums[kSumTurns][Pack::kCount] = {};
-  for (int first = 0; first < work.terms; first += kSumTerms) {
-    int64_t from[kSumTerms][kSumTurns];
+  const Place place(a_row);
+  if (place.row >= work.rows) return;
+  const int64_t one = work.first.index(place.row), two = work.second.index(place.row);
+  checked(one, work.first.count), checked(two, work.second.count);
+  const Pack a = static_cast<const Pack*>(work.first.table)[one * a_row + place.unit];
+  const Pack b = static_cast<const Pack*>(work.second.table)[two * a_row + place.unit];
+  float sums[Pack::kCount];
 #pragma unroll
-    for (int i = 0; i < kSumTerms; ++i) {
+  for (int i = 0; i < Pack::kCount; ++i) sums[i] = a[i] + b[i];
+  Pack out;
+  narrow(out, sums);
+  static_cast<Pack*>(work.out)[place.row * a_row + place.unit] = out;
+}
+
+// The weighted sum of `terms` rows of a table.
+struct Weighted {
+  const void* table;
+  int64_t count;
+  const int32_t* slots;
+  const float* weights;  // null: 1
+  int terms;
+  void* out;
+  int64_t rows;
+  int columns;
+};
+
+// The slots and weights of kTerms terms are loaded together, then up to four rows.
+template <class Pack, int kTerms>
+__global__ void __launch_bounds__(kThreads, kTerms == 2 ? 6 : 4) weighted_kernel(const OPK_GRID_CONSTANT Weighted work) {
+  constexpr int kAtOnce = kTerms < 4 ? kTerms : 4;
+  const uint32_t a_row = static_cast<uint32_t>(work.columns / Pack::kCount);
+  const Place place(a_row);
+  if (place.row >= work.rows) return;
+  const Pack* const table = static_cast<const Pack*>(work.table) + place.unit;
+  float sums[Pack::kCount] = {};
+#pragma unroll 1
+  for (int first = 0; first < work.terms; first += kTerms) {
+    const int64_t start = place.row * work.terms + first;
+    int from[kTerms];  // the same row again, if there is no such term: it is in a cache
+    float weights[kTerms];
 #pragma unroll
-      for (int t = 0; t < kSumTurns; ++t) {
-        const Place place(kSumUnits, t * kThreads + threadIdx.x, a_row);
-        const bool is_there = place.row < work.rows && first + i < work.terms;
-        from[i][t] = is_there ? work.index(place.row, first + i) : kNone;
-      }
+    for (int i = 0; i < kTerms; ++i) from[i] = work.slots[first + i < work.terms ? start + i : start];
+#pragma unroll
+    for (int i = 0; i < kTerms; ++i) {
+      weights[i] = work.weights && first + i < work.terms ? work.weights[start + i] : 1.0f;
     }
-    Pack held[kSumTerms][kSumTurns];
 #pragma unroll
-    for (int i = 0; i < kSumTerms; ++i) {
+    for (int i = 0; i < kTerms; ++i) checked(from[i], work.count);
 #pragma unroll
-      for (int t = 0; t < kSumTurns; ++t) {
-        const Place place(kSumUnits, t * kThreads + threadIdx.x, a_row);
-        if (from[i][t] != kNone) {
-          const int64_t row = checked(from[i][t], work.count(first + i));
-          held[i][t] = static_cast<const Pack*>(work.table(first + i))[row * a_row + place.unit];
-        }
-      }
-    }
+    for (int some = 0; some < kTerms; some += kAtOnce) {
+      Pack held[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kSumTerms; ++i) {
+      for (int i = 0; i < kAtOnce; ++i) held[i] = table[int64_t{from[some + i]} * a_row];
 #pragma unroll
-      for (int t = 0; t < kSumTurns; ++t) {
-        const Place place(kSumUnits, t * kThreads + threadIdx.x, a_row);
-        if (from[i][t] != kNone) {
-          const float weight = work.weight(place.row, first + i);
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + some + i < work.terms) {
 #pragma unroll
-          for (int e = 0; e < Pack::kCount; ++e) sums[t][e] += weight * held[i][t][e];
+          for (int e = 0; e < Pack::kCount; ++e) sums[e] += weights[some + i] * held[i][e];
         }
       }
     }
   }
-#pragma unroll
-  for (int t = 0; t < kSumTurns; ++t) {
-    const Place place(kSumUnits, t * kThreads + threadIdx.x, a_row);
-    if (place.row >= work.rows) continue;
-    Pack out;
-    narrow(out, sums[t]);
-    static_cast<Pack*>(work.out)[place.row * a_row + place.unit] = out;
-  }
+  Pack out;
+  narrow(out, sums);
+  static_cast<Pack*>(work.out)[place.row * a_row + place.unit] = out;
 }
 
 OPK_PLAIN_BEGIN
@@ -197,19 +191,28 @@ int64_t bytes_of(const Tensor& x) { return x.size(1) * opkiln::size_of(opk::elem
 
 void launch_copy(const Copy& work) {
   const bool packed = rows::is_packed(work.row, {work.from.table, work.out});
-  const int64_t blocks = rows::blocks_of(work.rows, work.row / (packed ? 16 : 2), kUnits);
+  const int64_t blocks = rows::blocks_of(work.rows, work.row / (packed ? 16 : 2));
   opk::launch(packed ? copy_kernel<rows::Sixteen> : copy_kernel<uint16_t>, blocks, kThreads, 0, work);
 }
 
 template <class T>
 void launch_sum(const Sum& work) {
   using opkiln::device::Sixteen;
-  const int64_t row = work.columns * int64_t{sizeof(T)};
-  if (rows::is_packed(row, {work.first.table, work.second.table, work.out})) {
-    const int64_t blocks = rows::blocks_of(work.rows, work.columns / Sixteen<T>::kCount, kSumUnits);
-    return opk::launch(sum_kernel<Sixteen<T>>, blocks, kThreads, 0, work);
-  }
-  opk::launch(sum_kernel<One<T>>, rows::blocks_of(work.rows, work.columns, kSumUnits), kThreads, 0, work);
+  const bool packed =
+      rows::is_packed(work.columns * int64_t{sizeof(T)}, {work.first.table, work.second.table, work.out});
+  const int64_t blocks = rows::blocks_of(work.rows, work.columns / (packed ? Sixteen<T>::kCount : 1));
+  opk::launch(packed ? sum_kernel<Sixteen<T>> : sum_kernel<One<T>>, blocks, kThreads, 0, work);
+}
+
+template <class T>
+void launch_weighted(const Weighted& work) {
+  using opkiln::device::Sixteen;
+  const bool packed = rows::is_packed(work.columns * int64_t{sizeof(T)}, {work.table, work.out});
+  const int64_t blocks = rows::blocks_of(work.rows, work.columns / (packed ? Sixteen<T>::kCount : 1));
+  opk::launch(!packed           ? weighted_kernel<One<T>, 8>
+              : work.terms <= 2 ? weighted_kernel<Sixteen<T>, 2>
+                                : weighted_kernel<Sixteen<T>, 8>,
+              blocks, kThreads, 0, work);
 }
 
 void sum(const Sum& work, opkiln::ElementType type) {
@@ -217,6 +220,14 @@ void sum(const Sum& work, opkiln::ElementType type) {
     case opkiln::ElementType::kFloat: return launch_sum<float>(work);
     case opkiln::ElementType::kFloat16: return launch_sum<opk::half>(work);
     case opkiln::ElementType::kBFloat16: return launch_sum<opk::bfloat16>(work);
+  }
+}
+
+void sum(const Weighted& work, opkiln::ElementType type) {
+  switch (type) {
+    case opkiln::ElementType::kFloat: return launch_weighted<float>(work);
+    case opkiln::ElementType::kFloat16: return launch_weighted<opk::half>(work);
+    case opkiln::ElementType::kBFloat16: return launch_weighted<opk::bfloat16>(work);
   }
 }
 
@@ -245,8 +256,7 @@ Tensor ragged_embedding(const Tensor& tokens, const Tensor& weight, const MaybeT
   opk::check_shape(*position_weight, {position_weight->size(0), weight.size(1)});
   const Tensor at = opk::contiguous(*positions), other = opk::contiguous(*position_weight);
   const Picked places{other.data(), other.size(0), at.data(), nullptr, position_offset, false};
-  sum({words, places, nullptr, nullptr, 2, out.data(), tokens.size(0), static_cast<int>(weight.size(1))},
-      opk::element_of(weight));
+  sum(Sum{words, places, out.data(), tokens.size(0), static_cast<int>(weight.size(1))}, opk::element_of(weight));
   return out;
 }
 
@@ -273,7 +283,7 @@ Tensor moe_scatter(const Tensor& x, const Tensor& slots) {
   const Spread work{given.data(), out.data(), places.data<const int32_t>(), x.size(0), bytes_of(x),
                     static_cast<int>(slots.size(1))};
   const bool packed = rows::is_packed(work.row, {work.x, work.out});
-  const int64_t blocks = rows::blocks_of(work.tokens, work.row / (packed ? 16 : 2), kUnits);
+  const int64_t blocks = rows::blocks_of(work.tokens, work.row / (packed ? 16 : 2));
   opk::launch(packed ? spread_kernel<rows::Sixteen> : spread_kernel<uint16_t>, blocks, kThreads, 0, work);
   return out;
 }
@@ -291,9 +301,8 @@ Tensor moe_gather(const Tensor& rows, const Tensor& slots, const MaybeTensor& we
   }
   const Tensor table = opk::contiguous(rows), places = opk::contiguous(slots);
   Tensor out = opk::empty({slots.size(0), rows.size(1)}, rows);
-  const Picked all{table.data(), rows.size(0), nullptr, nullptr, 0, false};
-  sum({all, all, places.data<const int32_t>(), weights ? factors.data<float>() : nullptr,
-       static_cast<int>(slots.size(1)), out.data(), slots.size(0), static_cast<int>(rows.size(1))},
+  sum(Weighted{table.data(), rows.size(0), places.data<const int32_t>(), weights ? factors.data<float>() : nullptr,
+               static_cast<int>(slots.size(1)), out.data(), slots.size(0), static_cast<int>(rows.size(1))},
       opk::element_of(rows));
   return out;
 }

@@ -6,22 +6,19 @@
 
 namespace rows {
 
-constexpr int kThreads = 256;
-constexpr int kTurns = 4;                  // units of a thread, so that four loads are in flight
-constexpr int kUnits = kThreads * kTurns;  // of a block
+constexpr int kThreads = 256;  // each has one unit: loads are in flight in many threads
 
 struct alignas(16) Sixteen {
   uint32_t words[4];
 };
 
-// A unit of some rows that lie one behind the other: its row, and its place in the row.
+// The unit of this thread in rows that lie one behind the other: its row, and its place in the row.
 struct Place {
   int64_t row;
   uint32_t unit;
 
-  // The block has the units from its index times `units` on, `at` of them behind its first.
-  __device__ Place(int64_t units, uint32_t at, uint32_t a_row) {
-    const int64_t whole = int64_t{blockIdx.x} * units + at;
+  __device__ explicit Place(uint32_t a_row) {
+    const int64_t whole = int64_t{blockIdx.x} * kThreads + threadIdx.x;
     // A division of 64 bits takes four times as long as one of 32.
     row = (whole >> 32) == 0 ? static_cast<uint32_t>(whole) / a_row : whole / a_row;
     unit = static_cast<uint32_t>(whole - row * a_row);
@@ -57,9 +54,7 @@ inline bool is_packed(int64_t row, std::initializer_list<const void*> tensors) {
   return all % 16 == 0;
 }
 
-inline int64_t blocks_of(int64_t rows, int64_t a_row, int64_t units) {
-  return (rows * a_row + units - 1) / units;
-}
+inline int64_t blocks_of(int64_t rows, int64_t a_row) { return (rows * a_row + kThreads - 1) / kThreads; }
 
 OPK_PLAIN_END
 #endif

@@ -1,5 +1,5 @@
-// Tokens as rows of bytes: a thread moves four units of up to 16 bytes, so that four loads are in flight
-// whatever the length of a row. No warp intrinsics: hipify turns this file into HIP as it is.
+// Tokens as rows of bytes: a thread moves a unit of up to 16 bytes, whatever the length of a row. Many threads
+// run at once, so many loads are in flight. No warp intrinsics: hipify turns this file into HIP as it is.
 
 #include <opkiln/op.h>
 
@@ -8,9 +8,10 @@
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kTurns = 4;
-constexpr int kUnits = kThreads * kTurns;  // of a block
-constexpr int kMostRows = 1024;            // of a block that merges
+constexpr int kTurns = 2;  // units of a thread that merges
+constexpr int kUnits = kThreads * kTurns;
+constexpr int kMostRows = 1024;  // of a block that merges
+constexpr int64_t kFewBlocks = 512;  // do not fill a large GPU
 
 struct alignas(16) Sixteen {
   uint32_t words[4];
@@ -31,51 +32,24 @@ template <class Unit, bool kScatter>
 __global__ void __launch_bounds__(kThreads) move_kernel(const OPK_GRID_CONSTANT Tokens l) {
   const uint32_t a_row = static_cast<uint32_t>(l.row / static_cast<int64_t>(sizeof(Unit)));
   const uint32_t inner = static_cast<uint32_t>(l.batch_first ? l.kept : l.batch);
-  const uint32_t rows = static_cast<uint32_t>(l.batch * l.kept);
-  const int64_t start = int64_t{blockIdx.x} * kUnits;
-  const uint32_t start_row = static_cast<uint32_t>(divided(start, a_row));
-  const uint32_t start_place = static_cast<uint32_t>(start - int64_t{start_row} * a_row) + threadIdx.x;
-  // Indices first: those of all turns are on their way when the first one is checked.
-  uint32_t place[kTurns], sequence[kTurns], kept[kTurns];
-  int64_t index[kTurns];
-  bool is_row[kTurns];
-#pragma unroll
-  for (int t = 0; t < kTurns; ++t) {
-    const uint32_t more = (start_place + t * kThreads) / a_row, row = start_row + more;
-    const uint32_t outer = row / inner, rest = row - outer * inner;
-    place[t] = start_place + t * kThreads - more * a_row;
-    sequence[t] = l.batch_first ? outer : rest;
-    kept[t] = l.batch_first ? rest : outer;
-    is_row[t] = row < rows;
-    if (is_row[t]) index[t] = l.indices[int64_t{sequence[t]} * l.kept + kept[t]];
-  }
-  const Unit* from[kTurns];
-  Unit* to[kTurns];
-  Unit units[kTurns];
-#pragma unroll
-  for (int t = 0; t < kTurns; ++t) {
-    from[t] = nullptr;
-    if (is_row[t]) {
-      char* const far = l.all.at(sequence[t], checked(index[t], l.count));
-      char* const near = (kScatter ? l.part : l.out).at(sequence[t], kept[t]);
-      from[t] = reinterpret_cast<const Unit*>(kScatter ? near : far) + place[t];
-      to[t] = reinterpret_cast<Unit*>(kScatter ? far : near) + place[t];
-    }
-  }
-#pragma unroll
-  for (int t = 0; t < kTurns; ++t) {
-    if (from[t] != nullptr) units[t] = *from[t];
-  }
-#pragma unroll
-  for (int t = 0; t < kTurns; ++t) {
-    if (from[t] != nullptr) *to[t] = units[t];
-  }
+  const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x, row = divided(at, a_row);
+  if (row >= l.batch * l.kept) return;
+  const uint32_t place = static_cast<uint32_t>(at - row * a_row);
+  const uint32_t outer = static_cast<uint32_t>(row) / inner, rest = static_cast<uint32_t>(row) - outer * inner;
+  const uint32_t sequence = l.batch_first ? outer : rest, kept = l.batch_first ? rest : outer;
+  char* const near = (kScatter ? l.part : l.out).at(sequence, kept);
+  Unit unit;
+  if (kScatter) unit = reinterpret_cast<const Unit*>(near)[place];  // while the index is on its way
+  const int64_t index = checked(l.indices[int64_t{sequence} * l.kept + kept], l.count);
+  char* const far = l.all.at(sequence, index);
+  if (!kScatter) unit = reinterpret_cast<const Unit*>(far)[place];
+  reinterpret_cast<Unit*>(kScatter ? far : near)[place] = unit;
 }
 
 // Each row of the result is read from where it comes from, and written once. A block has some
 // neighbouring tokens of one sequence; it looks through all indices of the sequence for those.
 template <class Unit>
-__global__ void __launch_bounds__(kThreads) merge_kernel(const OPK_GRID_CONSTANT Tokens l,
+__global__ void __launch_bounds__(kThreads, 8) merge_kernel(const OPK_GRID_CONSTANT Tokens l,
                                                          int32_t a_block) {
   __shared__ int32_t places[kMostRows];  // in `part`, or -1
   const int64_t blocks = (l.count + a_block - 1) / a_block;
@@ -144,7 +118,7 @@ void launch_move(void (*kernel)(Tokens), const Tokens& tokens, int unit) {
   OPK_CHECK(tokens.batch * tokens.kept < 1LL << 31 && tokens.row / unit < 1LL << 31, "indices has ",
             tokens.batch * tokens.kept, " tokens of ", tokens.row, " bytes, which is too many");
   const int64_t units = tokens.batch * tokens.kept * (tokens.row / unit);
-  opk::launch(kernel, (units + kUnits - 1) / kUnits, kThreads, 0, tokens);
+  opk::launch(kernel, (units + kThreads - 1) / kThreads, kThreads, 0, tokens);
 }
 
 template <bool kScatter>
@@ -164,12 +138,13 @@ void scatter(const Tokens& tokens) { move<true>(tokens); }
 void launch_merge(void (*kernel)(Tokens, int32_t), const Tokens& tokens, int unit) {
   OPK_CHECK(tokens.kept < 1LL << 31 && tokens.row / unit < 1LL << 31, "indices has rows of ", tokens.kept,
             " tokens of ", tokens.row, " bytes, which is too many");
-  // At least two turns of all threads, and four times as many bytes as the indices have, which every
-  // block reads (from the second cache).
-  const int64_t turn = (2 * int64_t{kUnits} * unit + tokens.row - 1) / tokens.row;
+  // At least four turns of all threads, and four times as many bytes as the indices have, which every
+  // block reads (from the second cache). Less, if blocks would be few.
+  const int64_t turn = (4 * int64_t{kUnits} * unit + tokens.row - 1) / tokens.row;
   const int64_t worth = tokens.kept * 16 / tokens.row;
-  const int64_t wanted = turn > worth ? turn : worth;
-  const int64_t a_block = wanted < 1 ? 1 : wanted < kMostRows ? wanted : kMostRows;
+  const int64_t share = tokens.batch * tokens.count / kFewBlocks;
+  const int64_t most = share < kMostRows ? share : kMostRows, wanted = turn > worth ? turn : worth;
+  const int64_t a_block = wanted < most ? wanted : most < 1 ? 1 : most;
   const int64_t blocks = (tokens.count + a_block - 1) / a_block;
   opk::launch(kernel, tokens.batch * blocks, kThreads, 0, tokens, static_cast<int32_t>(a_block));
 }

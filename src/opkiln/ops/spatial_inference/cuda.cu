@@ -1,4 +1,5 @@
-// Biases and residuals: a thread adds four vectors of 16 bytes, so that four to eight loads are in flight.
+// Biases and residuals: a thread adds one vector of 16 bytes. Many threads run at once, so many loads are in
+// flight, and a small tensor has as many threads as it can.
 // No warp intrinsics: hipify turns this file into HIP as it is.
 
 #include <opkiln/op.h>
@@ -8,8 +9,6 @@
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kTurns = 4;
-constexpr int64_t kVectors = kThreads * kTurns;  // of a block
 
 // In fp32, except for fp64.
 template <class T>
@@ -55,44 +54,23 @@ __device__ inline T sum(T x, T bias, T other, T other_bias, bool residual, bool 
 // For channels that come last in whole vectors, and pointers that are multiples of 16.
 template <class T>
 __global__ void __launch_bounds__(kThreads) whole_kernel(const OPK_GRID_CONSTANT Work l) {
-  const int64_t vectors = l.numel / kWidth<T>;
-  const uint32_t columns = static_cast<uint32_t>(l.channels / kWidth<T>);
-  const int64_t first = blockIdx.x * kVectors + threadIdx.x;
-  const Vector<T>* const x = static_cast<const Vector<T>*>(l.x);
-  const Vector<T>* const other = static_cast<const Vector<T>*>(l.other);
-  const Vector<T>* const bias = static_cast<const Vector<T>*>(l.bias);
-  const Vector<T>* const other_bias = static_cast<const Vector<T>*>(l.other_bias);
-  Vector<T> one[kTurns], two[kTurns];
-#pragma unroll
-  for (int t = 0; t < kTurns; ++t) {
-    if (first + t * kThreads < vectors) one[t] = x[first + t * kThreads];
-  }
-  if (other != nullptr) {
-#pragma unroll
-    for (int t = 0; t < kTurns; ++t) {
-      if (first + t * kThreads < vectors) two[t] = other[first + t * kThreads];
-    }
-  }
+  const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x, vectors = l.numel / kWidth<T>;
+  if (at >= vectors) return;
+  const auto vector_of = [](const void* tensor, int64_t index) {
+    return static_cast<const Vector<T>*>(tensor)[index];
+  };
+  const Vector<T> one = vector_of(l.x, at), two = l.other ? vector_of(l.other, at) : one;
   // A remainder of 64 bits takes four times as long.
-  uint32_t column = vectors <= 0xffffffff ? static_cast<uint32_t>(first) % columns
-                                          : static_cast<uint32_t>(first % columns);
-  const uint32_t step = kThreads % columns;
+  const uint32_t columns = static_cast<uint32_t>(l.channels / kWidth<T>);
+  const uint32_t column = vectors <= 0xffffffff ? static_cast<uint32_t>(at) % columns
+                                                : static_cast<uint32_t>(at % columns);
+  const Vector<T> bias = vector_of(l.bias, column), other_bias = l.other_bias ? vector_of(l.other_bias, column) : bias;
+  Vector<T> out;
 #pragma unroll
-  for (int t = 0; t < kTurns; ++t) {
-    if (first + t * kThreads < vectors) {
-      const Vector<T> b = bias[column];
-      Vector<T> ob = b, out;
-      if (other_bias != nullptr) ob = other_bias[column];
-#pragma unroll
-      for (int k = 0; k < kWidth<T>; ++k) {
-        out.at[k] = sum(one[t].at[k], b.at[k], two[t].at[k], ob.at[k], other != nullptr,
-                        other_bias != nullptr);
-      }
-      static_cast<Vector<T>*>(l.out)[first + t * kThreads] = out;
-    }
-    column += step;
-    column = column >= columns ? column - columns : column;
+  for (int k = 0; k < kWidth<T>; ++k) {
+    out.at[k] = sum(one.at[k], bias.at[k], two.at[k], other_bias.at[k], l.other != nullptr, l.other_bias != nullptr);
   }
+  static_cast<Vector<T>*>(l.out)[at] = out;
 }
 
 // For anything else: a thread has as many neighbouring elements as a vector, and keeps count of channels.
@@ -123,11 +101,8 @@ void add(const Work& work, opk::DType dtype) {
       is_aligned(work.other_bias) && is_aligned(work.out);
   OPK_DISPATCH(dtype, T, (float, opk::bfloat16, opk::half, double), {
     const int64_t vectors = (work.numel + kWidth<T> - 1) / kWidth<T>;
-    if (aligned && work.inner == 1 && work.channels % kWidth<T> == 0) {
-      opk::launch(whole_kernel<T>, (vectors + kVectors - 1) / kVectors, kThreads, 0, work);
-    } else {
-      opk::launch(any_kernel<T>, (vectors + kThreads - 1) / kThreads, kThreads, 0, work);
-    }
+    const bool whole = aligned && work.inner == 1 && work.channels % kWidth<T> == 0;
+    opk::launch(whole ? whole_kernel<T> : any_kernel<T>, (vectors + kThreads - 1) / kThreads, kThreads, 0, work);
   });
 }
 

@@ -7,7 +7,7 @@
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kTurns = 4;  // vectors of a thread: as many accesses to each tensor are in flight
+constexpr int kTurns = 1;  // vectors of a thread: as many accesses to each tensor are in flight
 constexpr int64_t kFewBlocks = 256;  // do not fill a large GPU: then a thread has one vector
 
 // The vectors of 16 bytes that a block of kThreads threads processes are neighbours. So are those of its

@@ -13,7 +13,8 @@ namespace {
 
 using opkiln::device::Sixteen;
 
-constexpr int kVectors = 4;         // accesses of 16 bytes that a thread has in flight
+constexpr int kVectors = 4;         // accesses of 16 bytes that a thread of a long row has in flight
+constexpr int kShortVectors = 128;  // in a row that is short: a thread has one of them
 constexpr int kShortThreads = 128;  // of a block that has several rows
 constexpr int kMostThreads = 512;   // of a block that has one
 constexpr int kFewRows = 256;
@@ -33,9 +34,11 @@ struct Work {
 
 // The sum over a team. All threads of the block must call it, each time with other shared memory.
 __device__ inline float sum_of_team(float value, int team, float* shared) {
-  const unsigned within = team < 32 ? team : 32;
-  for (unsigned bits = 1; bits < within; bits *= 2) {
-    value += opkiln::exchange(value, bits);
+#pragma unroll
+  for (int bits = 1; bits < 32; bits *= 2) {
+    if (bits < team) {
+      value += opkiln::exchange(value, bits);
+    }
   }
   if (team > 32) {
     const unsigned lane = threadIdx.x % 32, warps = blockDim.x / 32;
@@ -91,48 +94,67 @@ __device__ inline float squares_of(const Sixteen<T>& x, float mean) {
 }
 
 template <class T>
-__device__ inline Sixteen<T> result_of(const Norm& n, Sixteen<T> x, int column, float mean, float scale) {
-  Sixteen<T> weight = {}, bias = {};
+struct Affine {
+  Sixteen<T> weight, bias;  // what is absent is not used
+};
+
+template <class T>
+__device__ inline Affine<T> affine_of(const Norm& n, int column) {
+  Affine<T> out = {};
   if (n.weight) {
-    weight = vector_of<T>(n.weight, column);
+    out.weight = vector_of<T>(n.weight, column);
   }
   if (n.bias) {
-    bias = vector_of<T>(n.bias, column);
+    out.bias = vector_of<T>(n.bias, column);
   }
+  return out;
+}
+
+template <class T>
+__device__ inline Sixteen<T> result_of(const Norm& n, Sixteen<T> x, const Affine<T>& affine, float mean, float scale) {
 #pragma unroll
   for (int i = 0; i < Sixteen<T>::kCount; i += 2) {
     float out[2];
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       out[k] = (x[i + k] - mean) * scale;
-      out[k] = n.weight ? out[k] * weight[i + k] : out[k];
-      out[k] = n.bias ? out[k] + bias[i + k] : out[k];
+      out[k] = n.weight ? out[k] * affine.weight[i + k] : out[k];
+      out[k] = n.bias ? out[k] + affine.bias[i + k] : out[k];
     }
     x.set_two(i, out[0], out[1]);
   }
   return x;
 }
 
-template <class T, bool kCentred, bool kAdds>
-__global__ void __launch_bounds__(kMostThreads, kAdds || kCentred ? 2 : 3) norm_kernel(const OPK_GRID_CONSTANT Work w) {
+// A thread has up to kCount vectors of a row. If that is one, it loads the weights with it; else they would take too
+// many registers, and are loaded when they are used.
+template <class T, bool kCentred, bool kAdds, int kCount>
+__global__ void __launch_bounds__(kMostThreads, kAdds || kCentred ? kCount == 1 ? 3 : 2 : kCount == 1 ? 4 : 3)
+    norm_kernel(const OPK_GRID_CONSTANT Work w) {
   __shared__ float shared[2][kMostThreads / 32];
   const Norm& n = w.norm;
   const int lane = threadIdx.x & ((1u << w.log2_team) - 1);
   const int64_t row = int64_t{blockIdx.x} * w.rows_of_block + (threadIdx.x >> w.log2_team);
   const int vectors = row < n.rows ? w.vectors : 0;  // nothing of a row that is not there
   const int64_t start = row * w.vectors;
-  Sixteen<T> x[kVectors];
+  Sixteen<T> x[kCount], residual[kCount];
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < kCount; ++v) {
     const int at = lane + v * w.team;
     x[v] = Sixteen<T>{};
     if (at < vectors) {
       x[v] = vector_of<T>(n.x, start + at);
+      if (kAdds) {
+        residual[v] = vector_of<T>(n.residual, start + at);
+      }
     }
   }
-  if (blockIdx.x < kFirstBlocks && lane % 8 == 0) {  // a line is 8 vectors
+  Affine<T> early;
+  if (kCount == 1 && lane < vectors) {
+    early = affine_of<T>(n, lane);
+  } else if (kCount > 1 && blockIdx.x < kFirstBlocks && lane % 8 == 0) {  // a line is 8 vectors
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = 0; v < kCount; ++v) {
       const int at = lane + v * w.team;
       if (at < vectors && n.weight) {
         opkiln::device::prefetch(static_cast<const Sixteen<T>*>(n.weight) + at);
@@ -143,17 +165,8 @@ __global__ void __launch_bounds__(kMostThreads, kAdds || kCentred ? 2 : 3) norm_
     }
   }
   if (kAdds) {
-    Sixteen<T> residual[kVectors];
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int at = lane + v * w.team;
-      residual[v] = Sixteen<T>{};
-      if (at < vectors) {
-        residual[v] = vector_of<T>(n.residual, start + at);
-      }
-    }
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = 0; v < kCount; ++v) {
       const int at = lane + v * w.team;
       if (at < vectors) {
         add(n, x[v], residual[v], at);
@@ -167,24 +180,25 @@ __global__ void __launch_bounds__(kMostThreads, kAdds || kCentred ? 2 : 3) norm_
   if (kCentred) {
     float sum = 0;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = 0; v < kCount; ++v) {
       sum += sum_of(x[v]);
     }
     mean = sum_of_team(sum, w.team, shared[0]) * w.share;
   }
   float squares = 0;
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < kCount; ++v) {
     opkiln::device::forget_floats(x[v]);
     squares += lane + v * w.team < vectors ? squares_of(x[v], mean) : 0.0f;
   }
   const float scale = rsqrtf(sum_of_team(squares, w.team, shared[1]) * w.share + n.eps);
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < kCount; ++v) {
     const int at = lane + v * w.team;
     if (at < vectors) {
       opkiln::device::forget_floats(x[v]);
-      static_cast<Sixteen<T>*>(n.out)[start + at] = result_of(n, x[v], at, mean, scale);
+      const Affine<T> affine = kCount == 1 ? early : affine_of<T>(n, at);
+      static_cast<Sixteen<T>*>(n.out)[start + at] = result_of(n, x[v], affine, mean, scale);
     }
   }
 }
@@ -231,7 +245,7 @@ __global__ void __launch_bounds__(kLongThreads) long_norm_kernel(const OPK_GRID_
 #pragma unroll 2
   for (int at = threadIdx.x; at < w.vectors; at += kLongThreads) {
     const Sixteen<T> x = at < w.held ? held[at] : long_vector<T>(n, start, at);
-    static_cast<Sixteen<T>*>(n.out)[start + at] = result_of(n, x, at, mean, scale);
+    static_cast<Sixteen<T>*>(n.out)[start + at] = result_of(n, x, affine_of<T>(n, at), mean, scale);
   }
 }
 
@@ -281,6 +295,14 @@ __global__ void __launch_bounds__(kMostThreads) element_norm_kernel(const OPK_GR
   }
 }
 
+template <class T, int kCount>
+auto kernel_for(const Norm& norm) {
+  if (norm.centred) {
+    return norm.residual ? norm_kernel<T, true, true, kCount> : norm_kernel<T, true, false, kCount>;
+  }
+  return norm.residual ? norm_kernel<T, false, true, kCount> : norm_kernel<T, false, false, kCount>;
+}
+
 template <class T>
 void launch_for(const Norm& norm) {
   constexpr int kCount = Sixteen<T>::kCount;
@@ -289,8 +311,10 @@ void launch_for(const Norm& norm) {
                            static_cast<const void*>(norm.out), static_cast<const void*>(norm.sum)}) {
     aligned = aligned && reinterpret_cast<uintptr_t>(each) % 16 == 0;
   }
-  // Units are what a thread reads of a row at once: little, if rows are too few to fill a large GPU.
-  const int64_t unit = kCount * (norm.rows <= kFewRows && norm.columns <= kCount * kMostThreads ? 1 : kVectors);
+  // Units are what a thread reads of a row at once: little, if the row is short or rows are too few to fill a
+  // large GPU.
+  const bool one = norm.columns <= kCount * (norm.rows <= kFewRows ? kMostThreads : kShortVectors);
+  const int64_t unit = kCount * (one ? 1 : kVectors);
   const int64_t units = aligned ? (norm.columns + unit - 1) / unit : norm.columns;
   Work work{norm, static_cast<int>(norm.columns / kCount), 1, 0, 1, 1.0f / static_cast<float>(norm.columns), 0};
   if (aligned && units > kMostThreads) {
@@ -309,15 +333,8 @@ void launch_for(const Norm& norm) {
     work.log2_team = 31;
   }
   const int64_t blocks = (norm.rows + work.rows_of_block - 1) / work.rows_of_block;
-  if (!aligned) {
-    opk::launch(element_norm_kernel<T>, blocks, threads, 0, work);
-  } else if (norm.centred) {
-    opk::launch(norm.residual ? norm_kernel<T, true, true> : norm_kernel<T, true, false>, blocks, threads, 0,
-                work);
-  } else {
-    opk::launch(norm.residual ? norm_kernel<T, false, true> : norm_kernel<T, false, false>, blocks, threads,
-                0, work);
-  }
+  opk::launch(!aligned ? element_norm_kernel<T> : one ? kernel_for<T, 1>(norm) : kernel_for<T, kVectors>(norm), blocks,
+              threads, 0, work);
 }
 
 void normalize(const Norm& norm) {

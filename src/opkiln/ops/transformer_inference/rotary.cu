@@ -90,6 +90,17 @@ struct Single {
   }
 };
 
+// An element of a table, before and after it is used. It is loaded long before.
+__device__ inline uint32_t table_bits(const void* table, int64_t at, rotary::Element element) {
+  return element == rotary::Element::kFloat ? static_cast<const uint32_t*>(table)[at]
+                                            : static_cast<const uint16_t*>(table)[at];
+}
+__device__ inline float table_float(uint32_t bits, rotary::Element element) {
+  if (element == rotary::Element::kFloat) return __uint_as_float(bits);
+  return element == rotary::Element::kFloat16 ? opk::bits::half_to_float(static_cast<uint16_t>(bits))
+                                              : __uint_as_float(bits << 16);
+}
+
 template <class T, class Unit>
 __device__ inline void rotate(const Work& work) {
   extern __shared__ float angles[];  // of each token: the cosines of its pairs, then the sines
@@ -102,6 +113,19 @@ __device__ inline void rotate(const Work& work) {
   const int64_t batch = token / work.seq, seq = token % work.seq;
   const int step = static_cast<int>(blockDim.y) * kHeads;
   const int turns = (units + blockDim.x - 1) / blockDim.x * ((heads + step - 1) / step);
+
+  // Of tables, the first angle of each thread is on its way before the heads are. If positions are given, it would
+  // wait for those.
+  const int threads = blockDim.x * blockDim.y * blockDim.z;
+  const int rank = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
+  const bool early = work.cos && !work.positions && rank < static_cast<int>(blockDim.z) * work.pairs &&
+                     first + rank / work.pairs < work.tokens;
+  uint32_t cosine = 0, sine = 0;
+  if (early) {
+    const int64_t position = (static_cast<int>(first) + rank / work.pairs) % work.seq;
+    cosine = table_bits(work.cos, position * work.cos_row + rank % work.pairs, work.table);
+    sine = table_bits(work.sin, position * work.sin_row + rank % work.pairs, work.table);
+  }
 
   int unit = threadIdx.x, head = threadIdx.y;
   for (int turn = 0; turn < turns; ++turn) {
@@ -118,9 +142,13 @@ __device__ inline void rotate(const Work& work) {
       }
     }
     if (turn == 0) {
-      const int threads = blockDim.x * blockDim.y * blockDim.z;
-      const int rank = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
-      for (int i = rank; i < static_cast<int>(blockDim.z) * work.pairs; i += threads) {
+      if (early) {
+        float* const place = angles + 2 * (rank / work.pairs) * work.pairs + rank % work.pairs;
+        const float s = table_float(sine, work.table);
+        place[0] = table_float(cosine, work.table);
+        place[work.pairs] = work.inverse ? -s : s;
+      }
+      for (int i = early ? rank + threads : rank; i < static_cast<int>(blockDim.z) * work.pairs; i += threads) {
         const int z = i / work.pairs, pair = i - z * work.pairs;
         if (first + z < work.tokens) {
           const int other = static_cast<int>(first) + z;

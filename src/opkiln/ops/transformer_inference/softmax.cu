@@ -1,6 +1,7 @@
 // Softmax on a GPU. A team of neighbouring threads has a row: a few threads for a short one, up to a block for
-// a long one. Each thread keeps 32 elements in registers, so memory is read once and written once. Rows that
-// do not fit into a block's registers, or are not whole accesses of sixteen bytes, are read twice, element
+// a long one. Each thread keeps 32 elements in registers, so memory is read once and written once. Of a row for
+// which a block needs all its threads it keeps 64 as they came, so that the SM has room for a second block, which
+// loads while this one computes. Rows that do not fit into a block's registers, or are not whole accesses of sixteen bytes, are read twice, element
 // by element; the second time they come from the cache.
 
 #include <opkiln/op.h>
@@ -18,6 +19,8 @@ using softmax::Row;
 using softmax::Work;
 
 constexpr int kHeld = 32;  // elements in a thread's registers
+constexpr int kLongPacks = 8;   // accesses of sixteen bytes that a thread keeps of a long row
+constexpr int kLongThreads = 512;
 constexpr int kPassing = 8;  // the same of a row that is read twice
 constexpr int kMostThreads = 1024;
 constexpr int kBiasedThreads = 512;  // masks and the like take more registers
@@ -54,9 +57,10 @@ __device__ inline float alibi(const Row& row, int column) {
   return row.slope * static_cast<float>(column - row.position);
 }
 
-// Adds the mask, alibi and what hides keys to the scores of neighbours.
+// Adds the mask, alibi and what hides keys to the scores of neighbours. A mask of fp32 is loaded here: it has too
+// many registers to be loaded before.
 template <class T>
-__device__ inline void add_bias(const Work& work, const Row& row, int column, float* values) {
+__device__ inline void add_bias(const Work& work, const Row& row, int column, const Sixteen<T>& mask, float* values) {
   constexpr int kCount = Sixteen<T>::kCount;
   if (work.mask && work.wide_mask) {
     const float* const from = static_cast<const float*>(work.mask) + row.mask + column;
@@ -67,10 +71,8 @@ __device__ inline void add_bias(const Work& work, const Row& row, int column, fl
       for (int k = 0; k < 4; ++k) values[i + k] += pack[k];
     }
   } else if (work.mask) {
-    const T* const from = static_cast<const T*>(work.mask) + row.mask + column;
-    const Sixteen<T> pack = *reinterpret_cast<const Sixteen<T>*>(from);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] += pack[i];
+    for (int i = 0; i < kCount; ++i) values[i] += mask[i];
   }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
@@ -117,12 +119,15 @@ __global__ void __launch_bounds__(kPlain ? kMostThreads : kBiasedThreads)
   const T* const from = static_cast<const T*>(l.work.x) + row.x;
   const int start = static_cast<int>(team.lane) * kCount, step = static_cast<int>(team.size) * kCount;
 
-  Pack packs[kPacks];  // all loads come first; what is hidden is not loaded
+  Pack packs[kPacks], masks[kPacks];  // all loads come first; what is hidden is not loaded
+  const bool masked = !kPlain && l.work.mask && !l.work.wide_mask;
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
     const int column = start + k * step;
+    masks[k] = Pack{};
     if (column < row.last && column + kCount > row.first) {
       packs[k] = *reinterpret_cast<const Pack*>(from + column);
+      if (masked) masks[k] = *reinterpret_cast<const Pack*>(static_cast<const T*>(l.work.mask) + row.mask + column);
     }
   }
   float values[kHeld];
@@ -134,7 +139,7 @@ __global__ void __launch_bounds__(kPlain ? kMostThreads : kBiasedThreads)
     float* const some = values + k * kCount;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) some[i] = seen ? packs[k][i] * l.work.scale : minus_infinity();
-    if (!kPlain && seen) add_bias<T>(l.work, row, column, some);
+    if (!kPlain && seen) add_bias<T>(l.work, row, column, masks[k], some);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) most.absorb({some[i]});
   }
@@ -156,6 +161,57 @@ __global__ void __launch_bounds__(kPlain ? kMostThreads : kBiasedThreads)
 #pragma unroll
       for (int i = 0; i < kCount; i += 2) pack.set_two(i, some[i] * factor, some[i + 1] * factor);
       *reinterpret_cast<Pack*>(to + column) = pack;
+    }
+  }
+}
+
+// A long row of 16-bit elements, without a bias: a block has it. Powers are computed twice, because floats would
+// take twice the registers.
+template <class T>
+__global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const OPK_GRID_CONSTANT Launch l) {
+  using Pack = Sixteen<T>;
+  constexpr int kCount = Pack::kCount;
+  __shared__ Max maxima[kLongThreads / opkiln::kWarp];
+  __shared__ Sum sums[kLongThreads / opkiln::kWarp];
+  const Team team(l.log2_team);
+  const Row row = softmax::row_of(l.work, static_cast<int>(blockIdx.x));
+  const Pack* const from = reinterpret_cast<const Pack*>(static_cast<const T*>(l.work.x) + row.x);
+  Pack* const to = reinterpret_cast<Pack*>(static_cast<T*>(l.work.out) + row.out);
+  const int packs = l.work.columns / kCount;
+  Pack held[kLongPacks];
+#pragma unroll
+  for (int k = 0; k < kLongPacks; ++k) {
+    const int at = static_cast<int>(threadIdx.x) + k * kLongThreads;
+    if (at < packs) held[k] = from[at];
+  }
+  const auto over_values = [&](const auto& body) {
+#pragma unroll
+    for (int k = 0; k < kLongPacks; ++k) {
+      opkiln::device::forget_floats(held[k]);
+      if (static_cast<int>(threadIdx.x) + k * kLongThreads < packs) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) body(held[k][i] * l.work.scale);
+      }
+    }
+  };
+  Max most{minus_infinity()};
+  over_values([&](float value) { most.absorb({value}); });
+  const float top = finite(opkiln::reduce_team(most, team, maxima).value);
+  Sum sum{0};
+  over_values([&](float value) { sum.value += power<T>(value, top); });
+  const float factor = factor_of(opkiln::reduce_team(sum, team, sums).value);
+#pragma unroll
+  for (int k = 0; k < kLongPacks; ++k) {
+    const int at = static_cast<int>(threadIdx.x) + k * kLongThreads;
+    opkiln::device::forget_floats(held[k]);
+    if (at < packs) {
+      Pack pack;
+#pragma unroll
+      for (int i = 0; i < kCount; i += 2) {
+        pack.set_two(i, power<T>(held[k][i] * l.work.scale, top) * factor,
+                     power<T>(held[k][i + 1] * l.work.scale, top) * factor);
+      }
+      to[at] = pack;
     }
   }
 }
@@ -218,6 +274,12 @@ void launch(const Work& work) {
   const int64_t fill = 128 << 10;  // threads that a large GPU runs at once
   const int64_t limit = held ? most : kBiasedThreads;
   Launch l{work, 0};
+  if constexpr (sizeof(T) == 2) {
+    if (plain && held && work.columns > kLongThreads * kHeld) {
+      while (1 << l.log2_team < kLongThreads) ++l.log2_team;
+      return opk::launch(long_kernel<T>, work.rows, kLongThreads, 0, l);
+    }
+  }
   int64_t team = 1;
   while (team < limit && (team * least < work.columns ||
                           (team * width < work.columns && team * work.rows < fill))) {
