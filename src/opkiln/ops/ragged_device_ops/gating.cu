@@ -115,6 +115,7 @@ __device__ inline void choose(const Gating& g, int64_t token, int lane, int32_t*
 
 template <int kPer>
 __global__ void __launch_bounds__(kThreads) gate_kernel(const OPK_GRID_CONSTANT Gating g) {
+  opk::wait_for_previous();
   __shared__ uint32_t masks[kMostExperts][2];
   __shared__ int32_t counts[kMostExperts];
   const int lane = threadIdx.x % 32;
@@ -153,6 +154,7 @@ __global__ void __launch_bounds__(kThreads) gate_kernel(const OPK_GRID_CONSTANT 
 
 // For one expert: what the blocks before each have, and all.
 __global__ void __launch_bounds__(kScanThreads) before_kernel(const OPK_GRID_CONSTANT Gating g, int blocks) {
+  opk::wait_for_previous();
   __shared__ int32_t sums[kScanThreads];
   const int share = (blocks + kScanThreads - 1) / kScanThreads;
   const int begin = static_cast<int>(threadIdx.x) * share;
@@ -173,6 +175,7 @@ __global__ void __launch_bounds__(kScanThreads) before_kernel(const OPK_GRID_CON
 }
 
 __global__ void __launch_bounds__(kScanThreads) slots_kernel(const OPK_GRID_CONSTANT Gating g) {
+  opk::wait_for_previous();
   __shared__ int32_t ends[kMostExperts];
   for (int e = threadIdx.x; e < g.count; e += kScanThreads) ends[e] = g.counts[e];
   __syncthreads();
@@ -215,11 +218,11 @@ opk::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> top_k_gating(const Tensor& lo
   const Gating work{given.data(), type, weights.data<float>(), experts.data<int32_t>(),
                     slots.data<int32_t>(), counts.data<int32_t>(), offsets.data<int32_t>(),
                     before.data<int32_t>(), tokens, static_cast<int>(count), static_cast<int>(k), normalize};
-  opk::launch(count <= 64 ? gate_kernel<2> : count <= 256 ? gate_kernel<8> : gate_kernel<32>, blocks, kThreads,
+  opk::launch_overlapping(count <= 64 ? gate_kernel<2> : count <= 256 ? gate_kernel<8> : gate_kernel<32>, blocks, kThreads,
               0, work);
   if (blocks > 1) {
-    opk::launch(before_kernel, count, kScanThreads, 0, work, static_cast<int>(blocks));
-    opk::launch(slots_kernel, blocks, kScanThreads, 0, work);
+    opk::launch_overlapping(before_kernel, count, kScanThreads, 0, work, static_cast<int>(blocks));
+    opk::launch_overlapping(slots_kernel, blocks, kScanThreads, 0, work);
   }
   return {static_cast<Tensor&&>(weights), static_cast<Tensor&&>(experts), static_cast<Tensor&&>(slots),
           static_cast<Tensor&&>(counts), static_cast<Tensor&&>(offsets)};

@@ -149,6 +149,7 @@ struct Spot {
 
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) paged_kernel(const OPK_GRID_CONSTANT Work work) {
+  opk::wait_for_previous();
   using T = typename Unit::Item;
   __shared__ int2 places[kMostTokens];
   __shared__ Angles angles;
@@ -193,6 +194,7 @@ __global__ void __launch_bounds__(kThreads) paged_kernel(const OPK_GRID_CONSTANT
 // A unit is an element T, or several of them.
 template <class T, class Unit>
 __global__ void __launch_bounds__(kThreads) paged_copy_kernel(const OPK_GRID_CONSTANT Copy work) {
+  opk::wait_for_previous();
   constexpr int kWidth = sizeof(Unit) / sizeof(T);
   const int a_head = work.head / kWidth, a_token = work.k.heads * a_head;
   const int64_t unit = int64_t{blockIdx.x} * kThreads + threadIdx.x, token = divided(unit, a_token);
@@ -231,12 +233,12 @@ void launch(const Work& work) {
   if (work.pairs == 0) {
     const int64_t units = int64_t{work.tokens} * work.k.heads * (packed ? work.head / kWidth : work.head);
     const Copy& copy = work;
-    return opk::launch(packed ? paged_copy_kernel<T, Sixteen<T>> : paged_copy_kernel<T, T>, blocks(units), kThreads, 0,
+    return opk::launch_overlapping(packed ? paged_copy_kernel<T, Sixteen<T>> : paged_copy_kernel<T, T>, blocks(units), kThreads, 0,
                        copy);
   }
   const int64_t a_head = packed ? work.head / (2 * kWidth) : work.head - work.pairs;
   const int64_t units = (work.q.heads + 2 * int64_t{work.k.heads}) * a_head * work.tokens;
-  opk::launch(packed ? paged_kernel<Packed<T>> : paged_kernel<Single<T>>, blocks(units), kThreads, 0, work);
+  opk::launch_overlapping(packed ? paged_kernel<Packed<T>> : paged_kernel<Single<T>>, blocks(units), kThreads, 0, work);
 }
 
 }  // namespace

@@ -44,6 +44,7 @@ struct Copy {
 
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) copy_kernel(const OPK_GRID_CONSTANT Copy work) {
+  opk::wait_for_previous();
   const uint32_t a_row = static_cast<uint32_t>(work.row / static_cast<int64_t>(sizeof(Unit)));
   const Place place(a_row);
   if (place.row >= work.rows) return;
@@ -68,6 +69,7 @@ constexpr int kSlots = 4;  // that are loaded at once, with the row or before it
 // A row is read once, and written for each of its experts.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) spread_kernel(const OPK_GRID_CONSTANT Spread work) {
+  opk::wait_for_previous();
   const uint32_t a_row = static_cast<uint32_t>(work.row / static_cast<int64_t>(sizeof(Unit)));
   const Place place(a_row);
   if (place.row >= work.tokens) return;
@@ -114,6 +116,7 @@ struct Sum {
 
 template <class Pack>
 __global__ void __launch_bounds__(kThreads) sum_kernel(const OPK_GRID_CONSTANT Sum work) {
+  opk::wait_for_previous();
   const uint32_t a_row = static_cast<uint32_t>(work.columns / Pack::kCount);
   const Place place(a_row);
   if (place.row >= work.rows) return;
@@ -144,6 +147,7 @@ struct Weighted {
 // The slots and weights of kTerms terms are loaded together, then up to four rows.
 template <class Pack, int kTerms>
 __global__ void __launch_bounds__(kThreads, kTerms == 2 ? 6 : 4) weighted_kernel(const OPK_GRID_CONSTANT Weighted work) {
+  opk::wait_for_previous();
   constexpr int kAtOnce = kTerms < 4 ? kTerms : 4;
   const uint32_t a_row = static_cast<uint32_t>(work.columns / Pack::kCount);
   const Place place(a_row);
@@ -192,7 +196,7 @@ int64_t bytes_of(const Tensor& x) { return x.size(1) * opkiln::size_of(opk::elem
 void launch_copy(const Copy& work) {
   const bool packed = rows::is_packed(work.row, {work.from.table, work.out});
   const int64_t blocks = rows::blocks_of(work.rows, work.row / (packed ? 16 : 2));
-  opk::launch(packed ? copy_kernel<rows::Sixteen> : copy_kernel<uint16_t>, blocks, kThreads, 0, work);
+  opk::launch_overlapping(packed ? copy_kernel<rows::Sixteen> : copy_kernel<uint16_t>, blocks, kThreads, 0, work);
 }
 
 template <class T>
@@ -201,7 +205,7 @@ void launch_sum(const Sum& work) {
   const bool packed =
       rows::is_packed(work.columns * int64_t{sizeof(T)}, {work.first.table, work.second.table, work.out});
   const int64_t blocks = rows::blocks_of(work.rows, work.columns / (packed ? Sixteen<T>::kCount : 1));
-  opk::launch(packed ? sum_kernel<Sixteen<T>> : sum_kernel<One<T>>, blocks, kThreads, 0, work);
+  opk::launch_overlapping(packed ? sum_kernel<Sixteen<T>> : sum_kernel<One<T>>, blocks, kThreads, 0, work);
 }
 
 template <class T>
@@ -209,7 +213,7 @@ void launch_weighted(const Weighted& work) {
   using opkiln::device::Sixteen;
   const bool packed = rows::is_packed(work.columns * int64_t{sizeof(T)}, {work.table, work.out});
   const int64_t blocks = rows::blocks_of(work.rows, work.columns / (packed ? Sixteen<T>::kCount : 1));
-  opk::launch(!packed           ? weighted_kernel<One<T>, 8>
+  opk::launch_overlapping(!packed           ? weighted_kernel<One<T>, 8>
               : work.terms <= 2 ? weighted_kernel<Sixteen<T>, 2>
                                 : weighted_kernel<Sixteen<T>, 8>,
               blocks, kThreads, 0, work);
@@ -284,7 +288,7 @@ Tensor moe_scatter(const Tensor& x, const Tensor& slots) {
                     static_cast<int>(slots.size(1))};
   const bool packed = rows::is_packed(work.row, {work.x, work.out});
   const int64_t blocks = rows::blocks_of(work.tokens, work.row / (packed ? 16 : 2));
-  opk::launch(packed ? spread_kernel<rows::Sixteen> : spread_kernel<uint16_t>, blocks, kThreads, 0, work);
+  opk::launch_overlapping(packed ? spread_kernel<rows::Sixteen> : spread_kernel<uint16_t>, blocks, kThreads, 0, work);
   return out;
 }
 

@@ -24,6 +24,7 @@ __device__ inline bool is_in(const Masks& l, int64_t index) {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) mask_kernel(const OPK_GRID_CONSTANT Masks l) {
+  opk::wait_for_previous();
   const int64_t wide = (l.kept + kThreads - 1) / kThreads, high = (l.kept + kRows - 1) / kRows;
   const int64_t block = blockIdx.x, image = block / (wide * high), tile = block % (wide * high);
   const int64_t top = tile / wide * kRows, j = tile % wide * kThreads + threadIdx.x;
@@ -59,7 +60,7 @@ void launch_masks(const Masks& masks) {
   const int64_t tiles =
       (masks.kept + kThreads - 1) / kThreads * ((masks.kept + kRows - 1) / kRows);
   const int64_t images = masks.layers * masks.batch * masks.heads;
-  opk::launch(mask_kernel<T>, images * tiles, kThreads, 0, masks);
+  opk::launch_overlapping(mask_kernel<T>, images * tiles, kThreads, 0, masks);
 }
 
 void gather_masks(const Masks& masks) {

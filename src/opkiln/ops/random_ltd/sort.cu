@@ -37,6 +37,7 @@ __device__ void sort_by_comparing(T* row, int64_t kept) {
 template <class T>
 __global__ void __launch_bounds__(kMostThreads) sort_kernel(const OPK_GRID_CONSTANT Rows l,
                                                             int32_t words) {
+  opk::wait_for_previous();
   __shared__ uint32_t bits[kMostTokens / 32];
   __shared__ uint32_t counts[kMostThreads];
   const T* const in = static_cast<const T*>(l.in) + int64_t{blockIdx.x} * l.kept;
@@ -80,7 +81,7 @@ void sort(const Rows& rows) {
   const int64_t tokens = rows.tokens <= kMostTokens ? rows.tokens : 0;
   const int32_t words = static_cast<int32_t>((tokens + 31) / 32);
   const int threads = rows.kept <= 4096 ? 256 : kMostThreads;
-  opk::launch(rows.wide ? sort_kernel<int64_t> : sort_kernel<int32_t>, rows.rows, threads, 0, rows, words);
+  opk::launch_overlapping(rows.wide ? sort_kernel<int64_t> : sort_kernel<int32_t>, rows.rows, threads, 0, rows, words);
 }
 
 }  // namespace

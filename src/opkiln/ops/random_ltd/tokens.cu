@@ -30,6 +30,7 @@ __device__ inline int64_t checked(int64_t index, int64_t tokens) {
 // Gathers, or scatters, whole rows. Threads go along the rows of the kept tokens, in the order of memory.
 template <class Unit, bool kScatter>
 __global__ void __launch_bounds__(kThreads) move_kernel(const OPK_GRID_CONSTANT Tokens l) {
+  opk::wait_for_previous();
   const uint32_t a_row = static_cast<uint32_t>(l.row / static_cast<int64_t>(sizeof(Unit)));
   const uint32_t inner = static_cast<uint32_t>(l.batch_first ? l.kept : l.batch);
   const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x, row = divided(at, a_row);
@@ -51,6 +52,7 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const OPK_GRID_CONSTANT 
 template <class Unit>
 __global__ void __launch_bounds__(kThreads, 8) merge_kernel(const OPK_GRID_CONSTANT Tokens l,
                                                          int32_t a_block) {
+  opk::wait_for_previous();
   __shared__ int32_t places[kMostRows];  // in `part`, or -1
   const int64_t blocks = (l.count + a_block - 1) / a_block;
   const int64_t b = divided(blockIdx.x, static_cast<uint32_t>(blocks));
@@ -118,7 +120,7 @@ void launch_move(void (*kernel)(Tokens), const Tokens& tokens, int unit) {
   OPK_CHECK(tokens.batch * tokens.kept < 1LL << 31 && tokens.row / unit < 1LL << 31, "indices has ",
             tokens.batch * tokens.kept, " tokens of ", tokens.row, " bytes, which is too many");
   const int64_t units = tokens.batch * tokens.kept * (tokens.row / unit);
-  opk::launch(kernel, (units + kThreads - 1) / kThreads, kThreads, 0, tokens);
+  opk::launch_overlapping(kernel, (units + kThreads - 1) / kThreads, kThreads, 0, tokens);
 }
 
 template <bool kScatter>
@@ -146,7 +148,7 @@ void launch_merge(void (*kernel)(Tokens, int32_t), const Tokens& tokens, int uni
   const int64_t most = share < kMostRows ? share : kMostRows, wanted = turn > worth ? turn : worth;
   const int64_t a_block = wanted < most ? wanted : most < 1 ? 1 : most;
   const int64_t blocks = (tokens.count + a_block - 1) / a_block;
-  opk::launch(kernel, tokens.batch * blocks, kThreads, 0, tokens, static_cast<int32_t>(a_block));
+  opk::launch_overlapping(kernel, tokens.batch * blocks, kThreads, 0, tokens, static_cast<int32_t>(a_block));
 }
 
 void merge(const Tokens& tokens) {

@@ -54,6 +54,7 @@ __device__ inline T sum(T x, T bias, T other, T other_bias, bool residual, bool 
 // For channels that come last in whole vectors, and pointers that are multiples of 16.
 template <class T>
 __global__ void __launch_bounds__(kThreads) whole_kernel(const OPK_GRID_CONSTANT Work l) {
+  opk::wait_for_previous();
   const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x, vectors = l.numel / kWidth<T>;
   if (at >= vectors) return;
   const auto vector_of = [](const void* tensor, int64_t index) {
@@ -76,6 +77,7 @@ __global__ void __launch_bounds__(kThreads) whole_kernel(const OPK_GRID_CONSTANT
 // For anything else: a thread has as many neighbouring elements as a vector, and keeps count of channels.
 template <class T>
 __global__ void __launch_bounds__(kThreads) any_kernel(const OPK_GRID_CONSTANT Work l) {
+  opk::wait_for_previous();
   const int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kWidth<T>;
   int64_t place = first % l.inner, channel = first / l.inner % l.channels;
 #pragma unroll
@@ -102,7 +104,7 @@ void add(const Work& work, opk::DType dtype) {
   OPK_DISPATCH(dtype, T, (float, opk::bfloat16, opk::half, double), {
     const int64_t vectors = (work.numel + kWidth<T> - 1) / kWidth<T>;
     const bool whole = aligned && work.inner == 1 && work.channels % kWidth<T> == 0;
-    opk::launch(whole ? whole_kernel<T> : any_kernel<T>, (vectors + kThreads - 1) / kThreads, kThreads, 0, work);
+    opk::launch_overlapping(whole ? whole_kernel<T> : any_kernel<T>, (vectors + kThreads - 1) / kThreads, kThreads, 0, work);
   });
 }
 

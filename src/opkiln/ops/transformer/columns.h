@@ -51,6 +51,7 @@ struct Gelu {
 template <class T, bool kAligned, Kind kKind>
 __global__ void __launch_bounds__(kLanes * kWarps, kKind == kGeluBackward ? 3 : 4)
     columns_kernel(const OPK_GRID_CONSTANT Columns c) {
+  opk::wait_for_previous();
   constexpr int kRows = kAligned ? kRowsAtOnce : 1;
   __shared__ float shared[kWarps][kEight][kLanes];
   const int lane = static_cast<int>(threadIdx.x) % kLanes, warp = static_cast<int>(threadIdx.x) / kLanes;
@@ -151,7 +152,7 @@ template <class T, Kind kKind>
 void launch_for(const Columns& c, const Grid& grid, void* sums) {
   const bool aligned =
       c.columns % kEight == 0 && all_aligned(c.x, c.grad, c.third, c.bias, c.out, c.x_grad);
-  opk::launch(aligned ? columns_kernel<T, true, kKind> : columns_kernel<T, false, kKind>,
+  opk::launch_overlapping(aligned ? columns_kernel<T, true, kKind> : columns_kernel<T, false, kKind>,
               opk::Extent(grid.tiles, grid.strips), kLanes * kWarps, 0, c);
   if (kKind != kGelu) finish<T>(c.partial, grid.strips, kKind == kJoin ? 3 * c.columns : c.columns, sums);
 }

@@ -27,6 +27,7 @@ struct Forward {
 
 template <class T, int kEights, bool kAligned>
 __global__ void __launch_bounds__(kTeamThreads, kEights == 1 ? 3 : 2) forward_kernel(const OPK_GRID_CONSTANT Forward f) {
+  opk::wait_for_previous();
   __shared__ float2 shared[2][kTeamThreads / 32];
   const int lane = static_cast<int>(threadIdx.x) % f.team;
   const int64_t row = int64_t{blockIdx.x} * (blockDim.x / f.team) + threadIdx.x / f.team;
@@ -113,7 +114,7 @@ void launch_for(const Forward& f) {
   const bool long_rows = eights_of(f.columns) > kTeamThreads;
   const int threads = f.team > 128 ? f.team : 128 / f.team * f.team;
   const int64_t teams = threads / f.team;
-  opk::launch(!aligned   ? forward_kernel<T, 2, false>
+  opk::launch_overlapping(!aligned   ? forward_kernel<T, 2, false>
               : long_rows ? forward_kernel<T, 2, true>
                           : forward_kernel<T, 1, true>,
               (f.rows + teams - 1) / teams, threads, 0, f);

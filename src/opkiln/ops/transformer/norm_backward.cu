@@ -71,6 +71,7 @@ __device__ inline Eight<T> weight_of(const Backward& b, int column) {
 template <class T, int kEights, bool kAligned>
 __global__ void __launch_bounds__(kTeamThreads, kEights == 1 && sizeof(T) == 2 ? 2 : 1)
     backward_kernel(const OPK_GRID_CONSTANT Backward b) {
+  opk::wait_for_previous();
   __shared__ float2 shared[2][kTeamThreads / 32];
   __shared__ float sums[kEight * kTeamThreads];
   const int lane = static_cast<int>(threadIdx.x) % b.team;
@@ -174,7 +175,7 @@ void launch_for(const Backward& b, int64_t blocks, int threads, void* bias, void
   const bool aligned = b.columns % kEight == 0 &&
       all_aligned(b.grad, b.residual_grad, b.x, b.weight, b.norm_bias, b.total, b.dropped, b.out);
   const bool long_rows = eights_of(b.columns) > kTeamThreads;
-  opk::launch(!aligned    ? backward_kernel<T, 2, false>
+  opk::launch_overlapping(!aligned    ? backward_kernel<T, 2, false>
               : long_rows ? backward_kernel<T, 2, true>
                           : backward_kernel<T, 1, true>,
               blocks, threads, 0, b);

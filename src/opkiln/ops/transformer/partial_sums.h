@@ -20,6 +20,7 @@ struct Finish {
 // A warp reads 32 columns of a block at once.
 template <class T>
 __global__ void __launch_bounds__(kFinishColumns * kFinishGroups) finish_kernel(const OPK_GRID_CONSTANT Finish<T> f) {
+  opk::wait_for_previous();
   __shared__ float shared[kFinishGroups][kFinishColumns];
   const int lane = static_cast<int>(threadIdx.x) % kFinishColumns;
   const int group = static_cast<int>(threadIdx.x) / kFinishColumns;
@@ -52,7 +53,7 @@ void finish(const float* partial, int64_t blocks, int64_t columns, void* first, 
   const Finish<T> f{
       partial, {static_cast<T*>(first), static_cast<T*>(second), static_cast<T*>(third)}, blocks, columns};
   const opk::Extent grid((columns + kFinishColumns - 1) / kFinishColumns, second ? 3 : 1);
-  opk::launch(finish_kernel<T>, grid, kFinishColumns * kFinishGroups, 0, f);
+  opk::launch_overlapping(finish_kernel<T>, grid, kFinishColumns * kFinishGroups, 0, f);
 }
 
 #endif

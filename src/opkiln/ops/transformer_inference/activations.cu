@@ -75,6 +75,7 @@ __device__ inline Sixteen<T> vector_of(const void* tensor, int64_t index) {
 
 template <class T, Curve kCurve>
 __global__ void __launch_bounds__(kThreads) activation_kernel(const OPK_GRID_CONSTANT Work w) {
+  opk::wait_for_previous();
   const Pointwise& p = w.pointwise;
   Sixteen<T> x[kTurns];
   walk(w.matrix, [&](int turn, uint32_t vector, uint32_t, uint32_t) { x[turn] = vector_of<T>(p.x, vector); });
@@ -102,6 +103,7 @@ struct Pair {
 
 template <class T, Curve kCurve, bool kInterleaved>
 __global__ void __launch_bounds__(kThreads) gated_kernel(const OPK_GRID_CONSTANT Work w) {
+  opk::wait_for_previous();
   constexpr int kCount = Sixteen<T>::kCount;
   const Pointwise& p = w.pointwise;
   Sixteen<T> x[kTurns][2];
@@ -148,6 +150,7 @@ __device__ inline float any_curve(float x, const Activation& a) {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) element_kernel(const OPK_GRID_CONSTANT Pointwise p) {
+  opk::wait_for_previous();
   const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (index >= p.rows * p.columns) {
     return;
@@ -185,15 +188,15 @@ void launch_for(const Pointwise& p) {
   if (p.columns % kCount != 0 || !is_aligned(p.x) || !is_aligned(p.bias) || !is_aligned(p.out) ||
       !can_walk(p.rows * vectors)) {
     const int64_t blocks = (p.rows * p.columns + kThreads - 1) / kThreads;
-    return opk::launch(element_kernel<T>, blocks, kThreads, 0, p);
+    return opk::launch_overlapping(element_kernel<T>, blocks, kThreads, 0, p);
   }
   const Work work{p, matrix_of(p.rows, vectors)};
   const int64_t blocks = blocks_of(work.matrix);
   switch (p.activation.curve) {
-    case Curve::kClamp: return opk::launch(kernel_for<T, Curve::kClamp>(p.halves), blocks, kThreads, 0, work);
+    case Curve::kClamp: return opk::launch_overlapping(kernel_for<T, Curve::kClamp>(p.halves), blocks, kThreads, 0, work);
     case Curve::kSigmoid:
-      return opk::launch(kernel_for<T, Curve::kSigmoid>(p.halves), blocks, kThreads, 0, work);
-    case Curve::kErf: return opk::launch(kernel_for<T, Curve::kErf>(p.halves), blocks, kThreads, 0, work);
+      return opk::launch_overlapping(kernel_for<T, Curve::kSigmoid>(p.halves), blocks, kThreads, 0, work);
+    case Curve::kErf: return opk::launch_overlapping(kernel_for<T, Curve::kErf>(p.halves), blocks, kThreads, 0, work);
   }
 }
 

@@ -90,6 +90,7 @@ __device__ inline void store_one(const Few& few, int row, int64_t output, float 
 
 template <int kRows>
 __global__ void __launch_bounds__(kThreads, 2) multiply_kernel(const OPK_GRID_CONSTANT Few few) {
+  opk::wait_for_previous();
   using Form = Shape<kRows>;
   __shared__ float4 shared[kRows * Form::kChunk / 4];
   const Weights& weights = few.weights;
@@ -159,6 +160,7 @@ __global__ void __launch_bounds__(kThreads, 2) multiply_kernel(const OPK_GRID_CO
 template <class T>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(const Weights weights, T* out, int64_t numel,
                                                               bool packed) {
+  opk::wait_for_previous();
   constexpr int kCount = Sixteen<T>::kCount;
   const int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 16;
   if (at >= numel) return;
@@ -187,14 +189,14 @@ void launch_dequantize(const Weights& weights, void* out) {
   const int64_t numel = weights.rows * weights.columns;
   const size_t addresses = reinterpret_cast<size_t>(weights.data) | reinterpret_cast<size_t>(out);
   const bool packed = addresses % 16 == 0 && numel % 16 == 0 && weights.group % 16 == 0;
-  opk::launch(dequantize_kernel<T>, (numel + 16 * kThreads - 1) / (16 * kThreads), kThreads, 0, weights,
+  opk::launch_overlapping(dequantize_kernel<T>, (numel + 16 * kThreads - 1) / (16 * kThreads), kThreads, 0, weights,
               static_cast<T*>(out), numel, packed);
 }
 
 template <int kRows>
 void launch_multiply(const Few& few) {
   constexpr int64_t kBlock = kWarps * Shape<kRows>::kOutputs;
-  opk::launch(multiply_kernel<kRows>, (few.weights.rows + kBlock - 1) / kBlock, kThreads, 0, few);
+  opk::launch_overlapping(multiply_kernel<kRows>, (few.weights.rows + kBlock - 1) / kBlock, kThreads, 0, few);
 }
 
 }  // namespace

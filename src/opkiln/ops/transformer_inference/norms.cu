@@ -131,6 +131,7 @@ __device__ inline Sixteen<T> result_of(const Norm& n, Sixteen<T> x, const Affine
 template <class T, bool kCentred, bool kAdds, int kCount>
 __global__ void __launch_bounds__(kMostThreads, kAdds || kCentred ? kCount == 1 ? 3 : 2 : kCount == 1 ? 4 : 3)
     norm_kernel(const OPK_GRID_CONSTANT Work w) {
+  opk::wait_for_previous();
   __shared__ float shared[2][kMostThreads / 32];
   const Norm& n = w.norm;
   const int lane = threadIdx.x & ((1u << w.log2_team) - 1);
@@ -215,6 +216,7 @@ __device__ inline Sixteen<T> long_vector(const Norm& n, int64_t start, int at) {
 
 template <class T>
 __global__ void __launch_bounds__(kLongThreads) long_norm_kernel(const OPK_GRID_CONSTANT Work w) {
+  opk::wait_for_previous();
   __shared__ float shared[2][kLongThreads / 32];
   extern __shared__ uint4 memory[];  // a thread reads only what it wrote there
   Sixteen<T>* const held = reinterpret_cast<Sixteen<T>*>(memory);
@@ -262,6 +264,7 @@ __device__ inline float element(const Norm& n, int64_t start, int64_t at) {
 
 template <class T>
 __global__ void __launch_bounds__(kMostThreads) element_norm_kernel(const OPK_GRID_CONSTANT Work w) {
+  opk::wait_for_previous();
   __shared__ float shared[2][kMostThreads / 32];
   const Norm& n = w.norm;
   const int lane = threadIdx.x & ((1u << w.log2_team) - 1);
@@ -321,7 +324,7 @@ void launch_for(const Norm& norm) {
     const int64_t room = kHeldBytes / 16;
     work.team = kLongThreads;
     work.held = static_cast<int>(work.vectors < room ? work.vectors : room);
-    return opk::launch(long_norm_kernel<T>, norm.rows, kLongThreads, size_t{16} * work.held, work);
+    return opk::launch_overlapping(long_norm_kernel<T>, norm.rows, kLongThreads, size_t{16} * work.held, work);
   }
   int threads = kShortThreads;
   if (units <= 32) {
@@ -333,7 +336,7 @@ void launch_for(const Norm& norm) {
     work.log2_team = 31;
   }
   const int64_t blocks = (norm.rows + work.rows_of_block - 1) / work.rows_of_block;
-  opk::launch(!aligned ? element_norm_kernel<T> : one ? kernel_for<T, 1>(norm) : kernel_for<T, kVectors>(norm), blocks,
+  opk::launch_overlapping(!aligned ? element_norm_kernel<T> : one ? kernel_for<T, 1>(norm) : kernel_for<T, kVectors>(norm), blocks,
               threads, 0, work);
 }
 

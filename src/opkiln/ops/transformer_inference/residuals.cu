@@ -36,6 +36,7 @@ struct SumWork {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) sum_kernel(const OPK_GRID_CONSTANT SumWork w) {
+  opk::wait_for_previous();
   const Sum& s = w.sum;
   Sixteen<T> hidden[kTurns], residual[kTurns], attention[kTurns];
   walk(w.matrix, [&](int turn, uint32_t vector, uint32_t, uint32_t) {
@@ -58,6 +59,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const OPK_GRID_CONSTANT S
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) sum_element_kernel(const OPK_GRID_CONSTANT Sum s) {
+  opk::wait_for_previous();
   const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (at < s.rows * s.columns) {
     const int64_t column = at % s.columns;
@@ -74,6 +76,7 @@ struct MixWork {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) mix_kernel(const OPK_GRID_CONSTANT MixWork w) {
+  opk::wait_for_previous();
   const Mix& m = w.mix;
   Sixteen<T> residual[kTurns], mlp[kTurns];
   walk(w.matrix, [&](int turn, uint32_t vector, uint32_t, uint32_t) {
@@ -107,6 +110,7 @@ __global__ void __launch_bounds__(kThreads) mix_kernel(const OPK_GRID_CONSTANT M
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) mix_element_kernel(const OPK_GRID_CONSTANT Mix m) {
+  opk::wait_for_previous();
   const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (at < m.rows * m.columns) {
     const int64_t row = at / m.columns, column = at % m.columns;
@@ -125,9 +129,9 @@ void launch_either(void (*vectors)(Work), void (*elements)(Job), const Job& job,
   for (const void* each : tensors) aligned = aligned && is_aligned(each);
   if (aligned) {
     const Work work{job, matrix_of(job.rows, job.columns / kCount)};
-    opk::launch(vectors, blocks_of(work.matrix), kThreads, 0, work);
+    opk::launch_overlapping(vectors, blocks_of(work.matrix), kThreads, 0, work);
   } else {
-    opk::launch(elements, (job.rows * job.columns + kThreads - 1) / kThreads, kThreads, 0, job);
+    opk::launch_overlapping(elements, (job.rows * job.columns + kThreads - 1) / kThreads, kThreads, 0, job);
   }
 }
 

@@ -189,11 +189,13 @@ __device__ inline void rotate(const Work& work) {
 
 template <class T, bool kInterleaved>
 __global__ void __launch_bounds__(kThreads) packed_kernel(const OPK_GRID_CONSTANT Work work) {
+  opk::wait_for_previous();
   rotate<T, Packed<T, kInterleaved>>(work);
 }
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) single_kernel(const OPK_GRID_CONSTANT Work work) {
+  opk::wait_for_previous();
   rotate<T, Single<T>>(work);
 }
 
@@ -221,7 +223,7 @@ void launch(const Work& work) {
   int64_t z = tokens < 512 ? 1 : kThreads / (x * y);
   if (z > 64) z = 64;  // CUDA's limit
   const size_t shared = static_cast<size_t>(2 * z * work.pairs) * sizeof(float);
-  opk::launch(!packed ? single_kernel<T> : work.interleaved ? packed_kernel<T, true> : packed_kernel<T, false>,
+  opk::launch_overlapping(!packed ? single_kernel<T> : work.interleaved ? packed_kernel<T, true> : packed_kernel<T, false>,
               (tokens + z - 1) / z, {x, y, z}, shared, work);
 }
 

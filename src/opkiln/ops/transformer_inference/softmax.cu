@@ -109,6 +109,7 @@ __device__ inline Row my_row(const Work& work, const Team& team, bool* mine) {
 template <class T, bool kPlain>
 __global__ void __launch_bounds__(kPlain ? kMostThreads : kBiasedThreads)
     held_kernel(const OPK_GRID_CONSTANT Launch l) {
+  opk::wait_for_previous();
   using Pack = Sixteen<T>;
   constexpr int kCount = Pack::kCount, kPacks = kHeld / kCount;
   __shared__ Max maxima[kMostThreads / opkiln::kWarp];
@@ -169,6 +170,7 @@ __global__ void __launch_bounds__(kPlain ? kMostThreads : kBiasedThreads)
 // take twice the registers.
 template <class T>
 __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const OPK_GRID_CONSTANT Launch l) {
+  opk::wait_for_previous();
   using Pack = Sixteen<T>;
   constexpr int kCount = Pack::kCount;
   __shared__ Max maxima[kLongThreads / opkiln::kWarp];
@@ -218,6 +220,7 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const OPK_GRID_CO
 
 template <class T>
 __global__ void __launch_bounds__(kBiasedThreads) twice_kernel(const OPK_GRID_CONSTANT Launch l) {
+  opk::wait_for_previous();
   __shared__ Max maxima[kBiasedThreads / opkiln::kWarp];
   __shared__ Sum sums[kBiasedThreads / opkiln::kWarp];
   const Team team(l.log2_team);
@@ -277,7 +280,7 @@ void launch(const Work& work) {
   if constexpr (sizeof(T) == 2) {
     if (plain && held && work.columns > kLongThreads * kHeld) {
       while (1 << l.log2_team < kLongThreads) ++l.log2_team;
-      return opk::launch(long_kernel<T>, work.rows, kLongThreads, 0, l);
+      return opk::launch_overlapping(long_kernel<T>, work.rows, kLongThreads, 0, l);
     }
   }
   int64_t team = 1;
@@ -287,7 +290,7 @@ void launch(const Work& work) {
     ++l.log2_team;
   }
   const int64_t threads = team < 128 ? 128 : team, count = threads / team;
-  opk::launch(!held ? twice_kernel<T> : plain ? held_kernel<T, true> : held_kernel<T, false>,
+  opk::launch_overlapping(!held ? twice_kernel<T> : plain ? held_kernel<T, true> : held_kernel<T, false>,
               (work.rows + count - 1) / count, threads, 0, l);
 }
 

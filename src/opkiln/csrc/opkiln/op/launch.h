@@ -120,5 +120,17 @@ void launch(void (*kernel)(P...), Extent grid, Extent block, size_t shared,
   launch(kernel, how, arguments...);
 }
 
+// The same for a kernel that calls opk::wait_for_previous() before it touches memory.
+template <class... P>
+void launch_overlapping(void (*kernel)(P...), Extent grid, Extent block, size_t shared,
+                        const typename Same<P>::type&... arguments) {
+  Launch how;
+  how.grid = grid;
+  how.block = block;
+  how.shared = shared;
+  how.overlap = true;
+  launch(kernel, how, arguments...);
+}
+
 OPK_NAMESPACE_END
 #endif
