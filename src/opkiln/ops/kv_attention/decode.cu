@@ -86,12 +86,13 @@ __global__ void __launch_bounds__(kThreads, 2) decode_kernel(const OPK_GRID_CONS
   const int first = begin + warp * kTile;
   const int count = first < end ? (end - first + kBlockKeys - 1) / kBlockKeys : 0;
   uint4* ring = shared + warp * kStages * 2 * kTileChunks;
-  int next = source.looked_up(first);
+  int next = source.looked_up(first), after_next = source.looked_up(first + kBlockKeys);
 #pragma unroll
   for (int tile = 0; tile < kStages - 1; ++tile) {
-    const int rows_of_tile = next;
-    next = source.looked_up(first + (tile + 1) * kBlockKeys);
-    if (tile < count) source.start(ring + tile * 2 * kTileChunks, first + tile * kBlockKeys, rows_of_tile);
+    const int blocks = next;
+    next = after_next;
+    after_next = source.looked_up(first + (tile + 2) * kBlockKeys);
+    if (tile < count) source.start(ring + tile * 2 * kTileChunks, first + tile * kBlockKeys, blocks);
     end_batch();
   }
   uint32_t queries[kEights][kSteps][2];
@@ -105,11 +106,12 @@ __global__ void __launch_bounds__(kThreads, 2) decode_kernel(const OPK_GRID_CONS
   for (int tile = 0; tile < count; ++tile) {
     wait_for_batches<kStages - 2>();
     __syncwarp();  // the tile is there for all lanes, and all have read the one before it
-    const int rows_of_tile = next;
+    const int blocks = next;
     const int later = tile + kStages - 1;
-    next = source.looked_up(first + (later + 1) * kBlockKeys);
+    next = after_next;
+    after_next = source.looked_up(first + (later + 2) * kBlockKeys);
     if (later < count) {
-      source.start(ring + free_stage * 2 * kTileChunks, first + later * kBlockKeys, rows_of_tile);
+      source.start(ring + free_stage * 2 * kTileChunks, first + later * kBlockKeys, blocks);
     }
     end_batch();
     attend(ring + stage * 2 * kTileChunks, first + tile * kBlockKeys, all_visible, work, queries, columns, out);

@@ -102,15 +102,16 @@ struct Rows {
     return block < 0 ? -1 : block * block_size + position % block_size;
   }
 
-  // Lanes 0 to 15, and 16 to 31: the rows of a tile that starts at this position. They are looked up a tile
-  // ahead of their use.
+  // Lanes 0 to 15, and 16 to 31: the blocks that hold the tile which starts at this position. They are
+  // looked up two tiles ahead, and nothing is computed from them before: a thread would wait for them there.
   __device__ int looked_up(int first) const {
     const int position = first + lane % kTile;
-    return kPaged && position < old ? max(cached(position), 0) : 0;
+    return kPaged && position < old ? table[position / block_size] : 0;
   }
 
   // Starts the copies of a tile.
-  __device__ void start(uint4* tile, int first, int rows) const {
+  __device__ void start(uint4* tile, int first, int blocks) const {
+    const int rows = kPaged ? max(blocks, 0) * block_size + (first + lane % kTile) % block_size : 0;
     if (first + kTile <= old) {
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
