@@ -11,6 +11,7 @@
 #   make test-torches   one wheel of ops, libraries of op.h on several torches (installs them, 30 GB)
 #   make test-aarch64   kernels and ops for aarch64 (apt-get install g++-aarch64-linux-gnu qemu-user)
 #   make mutants   which changes to the code that decides no test notices; MODULE=store/recheck for one
+#   make deepspeed-sources   DeepSpeed's native sources, for bench/ops/deepspeed_kernels.py
 #   make bench   side by side with the peers (installs them into an environment of their own)
 
 PYTHON ?= python3
@@ -26,7 +27,7 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
 
 .PHONY: all setup demo test lint unit test-full test-random test-faults test-sanitize test-deepspeed \
-	test-packages test-sycl test-torches test-aarch64 mutants bench docs clean
+	test-packages test-sycl test-torches test-aarch64 mutants deepspeed-sources bench docs clean
 
 all: test
 
@@ -90,6 +91,9 @@ mutants: $(STAMP)
 	$(RUN) -m pip install -q --group mutants
 	$(RUN) tests/mutants/run.py $(MODULE)
 
+deepspeed-sources: $(STAMP)
+	$(RUN) bench/ops/deepspeed_sources.py
+
 bench:
 	$(PYTHON) bench/setup.py
 	.bench-venv/bin/python bench/run.py
@@ -98,4 +102,4 @@ docs: $(STAMP)
 	$(RUN) -c "from opkiln.report.forms import settings_page; open('docs/settings.md', 'w').write(settings_page())"
 
 clean:
-	rm -rf $(VENV) .bench-venv .sycl-venv .torch-*-venv .deepspeed-venv .packages-*-venv build dist src/*.egg-info
+	rm -rf $(VENV) .bench-venv .sycl-venv .torch-*-venv .deepspeed-venv .deepspeed .packages-*-venv build dist src/*.egg-info

@@ -149,9 +149,15 @@ def _cpu_turn(fn: Callable[[], Any]) -> Time:
 
 
 def report(
-    rows: Sequence[Row], bandwidth: float, out: str | None = None, *, commit: str | None = None
+    rows: Sequence[Row],
+    bandwidth: float,
+    out: str | None = None,
+    *,
+    commit: str | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Print the table; with ``out``, write ``{date, machine, commit, torch, bandwidth, rows}``."""
+    """Print the table; with ``out``, write ``{date, machine, commit, torch, bandwidth, rows}`` and
+    ``more`` there."""
     head = machine.described()
     if commit:
         head["commit"] = commit
@@ -179,6 +185,7 @@ def report(
                 }
                 for row in rows
             ],
+            **(more or {}),
         }
         Path(out).write_text(json.dumps(found, indent=1) + "\n")
 

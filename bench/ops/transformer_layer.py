@@ -46,20 +46,21 @@ class Size(NamedTuple):
 class Plain(nn.Module):
     """The layer as one would write it with torch, on the parameters of ours."""
 
-    def __init__(self, of: TransformerLayer) -> None:
+    def __init__(self, of: TransformerLayer, p: float = P) -> None:
         super().__init__()
-        self.of = of
+        self.of, self.p = of, p
 
     def forward(self, x: Tensor) -> Tensor:
         of, wide = self.of, (self.of.hidden,)
         normal = layer_norm(x, wide, of.attention_norm_weight, of.attention_norm_bias, of.eps)
         parts = linear(normal, of.qkv_weight, of.qkv_bias).chunk(3, -1)
         q, k, v = (each.unflatten(-1, (of.heads, -1)).transpose(1, 2) for each in parts)
-        attended = scaled_dot_product_attention(q, k, v, dropout_p=P).transpose(1, 2).flatten(2)
-        x = x + dropout(linear(attended, of.out_weight, of.out_bias), P)
+        attended = scaled_dot_product_attention(q, k, v, dropout_p=self.p)
+        attended = attended.transpose(1, 2).flatten(2)
+        x = x + dropout(linear(attended, of.out_weight, of.out_bias), self.p)
         normal = layer_norm(x, wide, of.mlp_norm_weight, of.mlp_norm_bias, of.eps)
         active = gelu(linear(normal, of.up_weight, of.up_bias), approximate="tanh")
-        return x + dropout(linear(active, of.down_weight, of.down_bias), P)
+        return x + dropout(linear(active, of.down_weight, of.down_bias), self.p)
 
 
 def main() -> None:
