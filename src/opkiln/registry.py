@@ -210,6 +210,8 @@ def _only_builder(name: str) -> type[OpBuilder]:
         and issubclass(builder, OpBuilder)
         and builder.__module__ == module.__name__
     ]
+    parts = [part for builder in found for part in getattr(builder, "PARTS", ())]
+    found = [builder for builder in found if builder not in parts]
     if len(found) != 1:
         raise SpecError(f"opkiln/ops/{name}/op.py must hold one OpBuilder, not {len(found)}")
     return found[0]
@@ -279,11 +281,14 @@ def _of_module(entry: EntryPoint) -> list[EntryPoint]:
         module = entry.load()
     except (Exception, SystemExit):
         return [entry]
-    # A function has the name of its op. A library has a name of its own, and its functions none.
+    # A function has the name of its op. A library has a name of its own, and its functions and
+    # parts have none.
+    libraries = [value for value in vars(module).values() if isinstance(value, Library)]
+    parts = [part for each in libraries for part in each.builder.PARTS]
     named = {
         value.builder.NAME: variable
         for variable, value in vars(module).items()
-        if isinstance(value, Library)
+        if (isinstance(value, Library) and value.builder not in parts)
         or getattr(getattr(value, "builder", None), "NAME", "") == variable
     }
     made = [EntryPoint(op, f"{entry.module}:{name}", entry.group) for op, name in named.items()]

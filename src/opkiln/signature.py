@@ -53,18 +53,18 @@ def devices(spec: OpSpec) -> tuple[str, ...]:
 
 def of_schema(schema: str) -> str:
     """The canonical signature of a ``torch.library`` schema."""
-    given = ", ".join(canonical(each) for each, _ in _arguments(schema))
+    given = ", ".join(canonical(each) for each, _ in arguments(schema))
     return f"({given}) -> {_results(schema)}"
 
 
 def argument_names(schema: str) -> tuple[str, ...]:
     """The names of a schema's arguments, in its order."""
-    return tuple([name for _, name in _arguments(schema)])
+    return tuple([name for _, name in arguments(schema)])
 
 
 def differences(schema: str, signature: str) -> list[str]:
     """How the signature of a C++ function differs from a schema, a line for each difference."""
-    declared = [(canonical(kind), name) for kind, name in _arguments(schema)]
+    declared = [(canonical(kind), name) for kind, name in arguments(schema)]
     inside, _, results = signature.rpartition(" -> ")
     given = list(_split(inside[1:-1]))
     found = []
@@ -83,15 +83,15 @@ def differences(schema: str, signature: str) -> list[str]:
 
 def cpp(schema: str) -> str:
     """The C++ declaration that fits a schema; empty if op.h has no type for a part of it."""
-    arguments = [(_cpp_argument(canonical(kind)), name) for kind, name in _arguments(schema)]
+    given = [(_cpp_argument(canonical(kind)), name) for kind, name in arguments(schema)]
     results = [_cpp(each) for each in _listed(_results(schema))]
-    if not all(results) or not all(kind for kind, _ in arguments):
+    if not all(results) or not all(kind for kind, _ in given):
         return ""
     result = "void" if not results else results[0]
     if len(results) > 1:
         result = f"opk::tuple<{', '.join(results)}>"
-    given = ", ".join(f"{kind} {name}" for kind, name in arguments)
-    return f"{result} {function_name(schema)}({given})"
+    inside = ", ".join(f"{kind} {name}" for kind, name in given)
+    return f"{result} {function_name(schema)}({inside})"
 
 
 def canonical(kind: str) -> str:
@@ -118,7 +118,7 @@ def _counted(count: int) -> str:
     return "1 argument" if count == 1 else f"{count} arguments"
 
 
-def _arguments(schema: str) -> Iterator[tuple[str, str]]:
+def arguments(schema: str) -> Iterator[tuple[str, str]]:
     """The type and the name of each argument."""
     inside = schema[schema.find("(") + 1 : schema.rfind(")", 0, _arrow(schema))]
     for part in _split(inside):

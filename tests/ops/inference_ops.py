@@ -19,19 +19,28 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
+class _Emulated:
+    """The functions by name. A family is built when a test first asks for one of its functions."""
+
+    def __getattr__(self, name: str) -> Any:
+        builder = getattr(functions, name).builder
+        return getattr(_emulated_family(builder.NAME), name)
+
+
 @cache
-def _emulated() -> Any:
-    return emulated_functions(*(getattr(functions, name) for name in functions.__all__))
+def _emulated_family(name: str) -> Any:
+    every = (getattr(functions, each) for each in functions.__all__)
+    return emulated_functions(*(each for each in every if name == each.builder.NAME))
 
 
 def version(kind: str) -> Any:
     """The functions: ``native``, ``emulated`` or ``reference``."""
     if kind == "emulated":
-        return _emulated()
+        return _Emulated()
     if kind == "reference":
         named = {name: getattr(functions, name).reference for name in functions.__all__}
         return SimpleNamespace(**named)
-    if not functions.rms_norm.load("cpu"):
+    if not functions.rms_norm.load("cpu", dtype="float32"):
         pytest.skip("there is no compiler")
     return functions
 

@@ -28,9 +28,18 @@ def emulated(builder: type[opkiln.OpBuilder]) -> Any:
 
 
 def emulated_functions(*functions: Any) -> Any:
-    """The functions of an ``opkiln.library``, as ops of their own whose CUDA kernels the emulator
-    runs on CPU tensors."""
-    builder = functions[0].builder
+    """The functions of an ``opkiln.library``, or of several, as ops of their own whose CUDA kernels
+    the emulator runs on CPU tensors. Each library is built once, for all dtypes."""
+    by_library: dict[Any, list[Any]] = {}
+    for each in functions:
+        by_library.setdefault(each.builder, []).append(each)
+    made: dict[str, Any] = {}
+    for builder, its in by_library.items():
+        made |= _twins(builder, its)
+    return SimpleNamespace(**made)
+
+
+def _twins(builder: Any, functions: list[Any]) -> dict[str, Any]:
     twin = opkiln.library(
         f"emulated_{builder.NAME}",
         cuda=builder.SOURCES.cuda,
@@ -48,7 +57,7 @@ def emulated_functions(*functions: Any) -> Any:
         twin.builder(backend="emulated").jit_load(verbose=False)
     except ToolchainError as error:
         pytest.skip(f"kernels cannot be emulated here: {error.what}")
-    return SimpleNamespace(**made)
+    return made
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from stand_in import emulated, poisoned
+from stand_in import emulated_functions, poisoned
 from torch import Tensor
 
 from opkiln import nn
@@ -23,7 +23,9 @@ LONG = [(3, 8192), (2, 4104)]
 
 @pytest.fixture(scope="module")
 def native() -> Any:
-    return emulated(kit.builder)
+    return emulated_functions(
+        *(getattr(functions, name) for name in kit.builder.REGISTRATION.names)
+    )
 
 
 def made(shape: tuple[int, ...], dtype: torch.dtype, count: int) -> list[Tensor]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from opkiln.loading.loader import Loaded
 
 NO_GRAD = "no_grad"  # the overload without a gradient
+UNSERVED = "unserved"  # the overload that takes the calls a kernel does not serve
 NATIVE = "native"  # the overload that libraries implement if every call is to be compared
 
 _NEEDS = ("archs", "libraries", "include_dirs", "cxx_args", "nvcc_args", "ldflags")
@@ -107,6 +108,7 @@ class DecoratedBuilder(CUDAOpBuilder):
     NEEDS: Mapping[str, Any]
     PARAMETERS = Parameters("")
     VALUES: tuple[Value, ...] = ()  # of the parameters, in the builder of one variant
+    PARTS: tuple[type[DecoratedBuilder], ...] = ()  # of what is several libraries under one name
     FUNCTIONS = ""  # the module that declares the functions, where SCHEMAS are known without it
     WITHOUT: Mapping[str, tuple[str, ...]]  # functions that a backend's library does not have
     _made: dict[tuple[Value, ...], type[DecoratedBuilder]]  # the builders of the variants
@@ -157,10 +159,10 @@ class DecoratedBuilder(CUDAOpBuilder):
         return self.REGISTRATION
 
     def op(self) -> Op:
-        if self.PARAMETERS and not self.VALUES:
-            names = [each.NAME for each in self.variants()]
+        if names := [each.NAME for each in self.variants()]:
+            kind = "parts" if self.PARTS else "variants"
             raise UsageError(
-                f"op {self.name} has a library for each of its variants, and none of its own",
+                f"op {self.name} has a library for each of its {kind}, and none of its own",
                 why=f"they are {', '.join(names)}",
                 hint=f"name one of them: {names[0]}",
             )
@@ -206,6 +208,8 @@ class DecoratedBuilder(CUDAOpBuilder):
 
     @classmethod
     def variants(cls) -> tuple[type[DecoratedBuilder], ...]:
+        if cls.PARTS:
+            return tuple(each for part in cls.PARTS for each in part.variants() or (part,))
         if cls.VALUES or not cls.PARAMETERS:
             return ()
         return tuple(map(cls.variant, cls.PARAMETERS.combinations()))
@@ -216,9 +220,9 @@ class DecoratedBuilder(CUDAOpBuilder):
         found = cls._made.get(values)
         if found is None:
             ending = cls.PARAMETERS.suffix(values)
-            overloads = tuple(
-                f"{ending}_{each}" if each else ending for each in cls.REGISTRATION.overloads
-            )
+            overloads = cls.REGISTRATION.overloads
+            if cls.PARAMETERS.are_overloads:
+                overloads = tuple(f"{ending}_{each}" if each else ending for each in overloads)
             words = {
                 "__module__": cls.__module__,
                 "NAME": cls.PARAMETERS.library(values),
@@ -271,7 +275,7 @@ def builder_for(
     made: type[DecoratedBuilder] = type(f"{title}Builder", (DecoratedBuilder,), words)
     # What a library's function is registered as. If every call is to be compared, that is an
     # overload of its own. An op with variants has no library: its variants have.
-    compared, varied = bool(settings.check), bool(parameters)
+    compared, varied = bool(settings.check), parameters.are_overloads
 
     def reference() -> SimpleNamespace:
         made.import_functions()
@@ -284,6 +288,21 @@ def builder_for(
         overloads=(NATIVE,) if compared else ("",) if varied else ("", NO_GRAD),
         defined=True,
     )
+    return made
+
+
+def builder_of_parts(
+    name: str, place: Place, parts: Sequence[type[DecoratedBuilder]]
+) -> type[DecoratedBuilder]:
+    """A builder class that stands for others. Raises SpecError."""
+    sources = Sources(
+        tuple(each for part in parts for each in part.SOURCES.cpu),
+        tuple(each for part in parts for each in part.SOURCES.cuda),
+    )
+    made = builder_for(name, place, sources, {}, parts[0].NAMESPACE, Parameters(name))
+    made.PARTS = tuple(parts)
+    made.SCHEMAS = tuple(each for part in parts for each in part.SCHEMAS)
+    made.REGISTRATION = made.REGISTRATION._replace(schemas=made.SCHEMAS)
     return made
 
 

@@ -10,9 +10,10 @@ from opkiln.authoring import schema as schemas
 from opkiln.authoring.builders import NATIVE, NO_GRAD
 from opkiln.authoring.calls import choose_by, function_for
 from opkiln.authoring.checking import Comparison
+from opkiln.authoring.dtypes import Dtypes
 from opkiln.authoring.entrance import Entrance
 from opkiln.authoring.registration import Defined
-from opkiln.errors import SpecError, told_briefly
+from opkiln.errors import LoadError, SpecError, told_briefly
 from opkiln.loading import loader
 
 TYPE_CHECKING = False
@@ -37,9 +38,10 @@ class Declaration:
         function: Callable[..., Any],
         mutates: str | Iterable[str],
         builder: type[DecoratedBuilder],
-        served: dict[str, Loaded | None] | None = None,
+        served: Callable[[str], dict[str, Loaded | None]] = lambda _: {},
     ) -> None:
-        """``served`` is what is loaded of the builder's library, if several functions share it."""
+        """``served`` gives what is loaded of the library for a dtype, if several functions share
+        it; for "", of the one that is for all dtypes."""
         written = (mutates,) if isinstance(mutates, str) else tuple(mutates)
         schema = schemas.of_function(function.__name__, function, written)
         self._reference, self.builder = function, builder
@@ -47,18 +49,20 @@ class Declaration:
         owner = (function.__module__, function.__qualname__)
         self._defined = Defined(owner, builder.REGISTRATION.namespace, schema, written)
         self._variants = None
-        self._entrance: Entrance | Variants
-        if builder.PARAMETERS:
+        self._entrance: Entrance | Dtypes | Variants
+        if builder.PARAMETERS.are_overloads:
             from opkiln.authoring.variants import Variants
 
             self._entrance = self._variants = Variants(builder, function, self._defined)
             self._defined.on_retiring = self._variants.retire
+        elif builder.PARAMETERS:
+            self._entrance = Dtypes(builder, function, self._defined, served)
         else:
-            self._entrance = Entrance(builder, function, written, served)
+            self._entrance = Entrance(builder, function, written, served(""))
         loader.forget(builder().distribution, builder.NAME)
         compared = NATIVE in builder.REGISTRATION.overloads
-        more = NATIVE if compared and not builder.PARAMETERS else NO_GRAD
-        self._defined.define(self._entrance, function, (more,))
+        more = NATIVE if compared and self._variants is None else NO_GRAD
+        self._defined.define(self._entrance, function, (more,), self._entrance.unserved)
         overload = self._defined.overload()
         if isinstance(self._entrance, Entrance):
             self._entrance.overload = overload
@@ -120,7 +124,13 @@ class Declaration:
     def check(self, *args: Any, **kwargs: Any) -> Any:
         entrance = self._entrance.load_native(args, kwargs)
         compare = Comparison(self.builder.NAME, self._reference, self._defined.written)
-        return compare(entrance.native or entrance.overload, args, kwargs)
+        refusals = self._entrance.refusals
+        before = refusals.count
+        result = compare(entrance.native or entrance.overload, args, kwargs)
+        if refusals.count > before:
+            why = next(reversed(refusals.reasons), "")
+            raise LoadError(f"op {self.builder.NAME}: no kernel serves these arguments", why=why)
+        return result
 
     @told_briefly
     def load(self, device: str = "cpu", **values: Value) -> bool:
@@ -136,7 +146,7 @@ class Declaration:
 
         found = [explaining.explain(each.builder_of(device).op())
                  for each in self._entrance.matching(values)]  # fmt: skip
-        variants = self._variants
-        if variants is None:
-            return found[0]
-        return explaining.Explanations(self.builder.NAME, tuple(found), variants.notes)
+        notes = self._entrance.notes
+        if not self.builder.PARAMETERS:
+            return found[0]._replace(notes=notes)
+        return explaining.Explanations(self.builder.NAME, tuple(found), notes)

@@ -4,7 +4,7 @@ It is an op's implementation for all devices that have no other (CompositeExplic
 first call with a tensor of a device loads the library for that device, whoever makes the call: the
 decorated function, ``torch.ops``, a compiled graph, an exported program. The library registers
 kernels for its device, so later calls do not come here. Where there is no library, the reference
-runs.
+runs. It also runs for a call that a kernel does not serve: the kernel says why, and passes it here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from opkiln.authoring.checking import Comparison
 from opkiln.authoring.gradient import tensors, without_autocast
 from opkiln.builder.base import backend_of
+from opkiln.decision import policy
 from opkiln.errors import FallbackWarning, LoadError, warn_caller
 from opkiln.settings import settings
 
@@ -26,6 +27,32 @@ if TYPE_CHECKING:
     from opkiln.authoring.parameters import Value
     from opkiln.builder.base import OpBuilder
     from opkiln.loading.loader import Loaded
+
+
+_MOST_REASONS = 16  # that are told and kept: a program may call with a thousand sizes
+
+
+class Refusals:
+    """Why calls of an op ran as its reference in this process, in order."""
+
+    def __init__(self, op: str) -> None:
+        self._op = op
+        self.reasons: dict[str, None] = {}
+        self.count = 0  # of calls
+
+    def add(self, why: str) -> None:
+        """Say, once for each reason, that the reference runs. Raises LoadError where it must not"""
+        if settings.mode == policy.NATIVE:
+            raise LoadError(f"op {self._op}: {why}", why="OPKILN_MODE=native: it must be native")
+        self.count += 1
+        if why not in self.reasons and len(self.reasons) < _MOST_REASONS:
+            self.reasons[why] = None
+            warn_caller(f"op {self._op} runs as its pure-PyTorch reference: {why}", FallbackWarning)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For explanations."""
+        return tuple(f"the reference ran: {each}" for each in self.reasons)
 
 
 class Entrance:
@@ -41,6 +68,7 @@ class Entrance:
         """``served`` is what is loaded, if other functions are in the same library."""
         self._builder, self._reference = builder, reference
         self._comparison = Comparison(builder.NAME, reference, written)
+        self.refusals = Refusals(reference.__name__)
         # By device; None: there is no library for it.
         self._served: dict[str, Loaded | None] = {} if served is None else served
         self._lock = threading.RLock()
@@ -56,6 +84,16 @@ class Entrance:
         if self.native is not None and self.is_native(device):
             return self._comparison(self.native, args, kwargs)
         return self.reference(*args, **kwargs)
+
+    def unserved(self, *args: Any, unserved_because: str, **kwargs: Any) -> Any:
+        """Take a call that the kernel does not serve."""
+        self.refusals.add(unserved_because)
+        return self.reference(*args, **kwargs)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What calls in this process came to, for explanations."""
+        return self.refusals.notes
 
     def reference(self, *args: Any, **kwargs: Any) -> Any:
         """The reference, in the dtypes that it is given."""

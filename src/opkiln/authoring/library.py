@@ -9,7 +9,10 @@
     def unpack_into(x: torch.Tensor, out: torch.Tensor) -> None: ...
 
 Each function is an op as ``@opkiln.op`` makes one, with a reference, a gradient and shapes of its
-own. The first call of any of them loads the library for all.
+own. The first call of any of them loads the library for all. If a library has many functions, or
+takes long to compile, make several of it, and one of them for commands:
+
+    kit = opkiln.library("packing", parts=(rows, columns))
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import inspect
 import sys
 from typing import Any, ParamSpec, TypeVar, cast
 
-from opkiln.authoring.builders import Place, Sources, builder_for
+from opkiln.authoring.builders import Place, Sources, builder_for, builder_of_parts
 from opkiln.authoring.parameters import Parameters
 from opkiln.errors import SpecError
 from opkiln.model import check_names
@@ -41,7 +44,8 @@ class Library:
 
     def __init__(self, builder: type[DecoratedBuilder]) -> None:
         self.builder = builder
-        self._served: dict[str, Loaded | None] = {}
+        # By dtype ("" if the library is for all) and device.
+        self._served: dict[str, dict[str, Loaded | None]] = {}
 
     def op(
         self, *, mutates: str | Iterable[str] = ()
@@ -53,17 +57,25 @@ class Library:
         SpecError for a function that cannot be an op.
         """
 
+        if self.builder.PARTS:
+            name = self.builder.NAME
+            raise SpecError(f"library {name} has parts: its functions are those of its parts")
+
         def decorate(function: Callable[_P, _R]) -> DecoratedOp[_P, _R]:
             if not inspect.isfunction(function):
                 raise SpecError(f"@op decorates functions, not {type(function).__name__}")
             from opkiln.authoring.declaration import Declaration
 
             # What is loaded is another library now, with one more function.
-            self._served.clear()
-            made = Declaration(function, mutates, self.builder, self._served)
+            for each in self._served.values():
+                each.clear()
+            made = Declaration(function, mutates, self.builder, self._served_for)
             return cast("DecoratedOp[_P, _R]", made.function)
 
         return decorate
+
+    def _served_for(self, dtype: str) -> dict[str, Loaded | None]:
+        return self._served.setdefault(dtype, {})
 
     def __repr__(self) -> str:
         return f"<library {self.builder.NAME}: {', '.join(self.builder.REGISTRATION.names)}>"
@@ -81,16 +93,27 @@ def library(
     functions: str = "",
     without: Mapping[str, Iterable[str]] | None = None,
     variants: Mapping[str, Sequence[Value]] | None = None,
+    dtypes: Sequence[str] = (),
+    parts: Sequence[Library] = (),
 ) -> Library:
     """A library of several ops. ``name`` is what commands know it by; the other arguments are those
     of ``opkiln.op``. ``@kit.op()`` declares each function. With ``variants``, there is a library of
-    all functions for each variant, and ``@f.variant`` chooses for each function.
+    all functions for each variant, and ``@f.variant`` chooses for each function. With ``dtypes``
+    there is one for each dtype, as "bfloat16", and the first call with a dtype loads its library.
 
     With ``schemas``, the functions are declared in another module, ``functions``, which is imported
     when the library is loaded. So commands know the library without importing torch. A function
     that does not fit its schema there is an error. ``without`` names functions that the library for
-    "cpu" or "cuda" does not have: there the reference serves. Raises SpecError.
+    "cpu" or "cuda" does not have: there the reference serves.
+
+    With ``parts``, it is the name for several libraries, and has nothing of its own. Name each part
+    ``<name>__<part>``, so that commands find it. Raises SpecError.
     """
+    check_names("any", name)
+    caller = sys._getframe(1)
+    place = Place(caller.f_globals.get("__name__", ""), caller.f_code.co_filename)
+    if parts:
+        return Library(builder_of_parts(name, place, [each.builder for each in parts]))
     listed = tuple(schemas)
     if bool(listed) != bool(functions):
         raise SpecError(
@@ -98,10 +121,7 @@ def library(
             hint=f'opkiln.library("{name}", ..., schemas=(...), functions="my_package.functions")',
         )
     given = Sources.of(sources, cuda, source, "opkiln.library")
-    caller = sys._getframe(1)
-    place = Place(caller.f_globals.get("__name__", ""), caller.f_code.co_filename)
-    check_names("any", name)
-    parameters = Parameters.of(name, variants or {}, {})
+    parameters = Parameters.of(name, variants or {}, {}, tuple(dtypes))
     builder = builder_for(name, place, given, needs or {}, namespace, parameters)
     builder.EMULATE = emulate
     builder.FUNCTIONS, builder.SCHEMAS = functions, listed

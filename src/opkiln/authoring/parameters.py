@@ -3,7 +3,8 @@
     variants={"HEAD": (64, 128), "T": ("half", "float")}
 
 Each combination of values is one variant of the op, with a library of its own. Its sources see
-``HEAD`` and ``T`` as macros. Nothing here needs torch.
+``HEAD`` and ``T`` as macros. With ``dtypes=`` there is a library for each dtype instead. Nothing
+here needs torch.
 """
 
 from __future__ import annotations
@@ -32,25 +33,41 @@ _KEYWORDS = (
     "this throw true try typedef typeid typename union unsigned using virtual void volatile "
     "while"
 )
-_OVERLOADS = ("default", "no_grad", "native")  # what an op has besides those of its variants
+_OVERLOADS = (
+    "default",
+    "no_grad",
+    "native",
+    "unserved",
+)  # what an op has besides those of its variants
 # op.h itself defines the macros whose names are one letter, after all of its headers: such letters
 # are the names of template parameters there.
 _LETTER = "OPKILN_PARAMETER_"
 
 
+_DTYPE = "dtype"  # what the dtype is called where a library is asked for
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
 class Parameters(Record):
     """What an op may be compiled with. ``chosen`` are chosen by the op's author, from the arguments
-    of a call; ``tuned`` by measuring."""
+    of a call; ``tuned`` by measuring. An op with ``dtypes`` has neither."""
 
     op: str
     chosen: tuple[tuple[str, tuple[Value, ...]], ...] = ()
     tuned: tuple[tuple[str, tuple[Value, ...]], ...] = ()
+    dtypes: tuple[str, ...] = ()
 
     @classmethod
     def of(
-        cls, op: str, variants: Mapping[str, Sequence[Value]], tune: Mapping[str, Sequence[Value]]
+        cls,
+        op: str,
+        variants: Mapping[str, Sequence[Value]],
+        tune: Mapping[str, Sequence[Value]],
+        dtypes: Sequence[str] = (),
     ) -> Parameters:
         """Raises SpecError."""
+        if dtypes:
+            return cls(op, dtypes=_checked_dtypes(op, dtypes, varied=bool(variants or tune)))
         if both := sorted(set(variants) & set(tune)):
             raise SpecError(f"op {op}: variants= and tune= both have {', '.join(both)}")
         made = cls(op, _listed(op, "variants", variants), _listed(op, "tune", tune))
@@ -72,7 +89,15 @@ class Parameters(Record):
 
     @property
     def all(self) -> tuple[tuple[str, tuple[Value, ...]], ...]:
+        if self.dtypes:
+            return ((_DTYPE, self.dtypes),)
         return (*self.chosen, *self.tuned)
+
+    @property
+    def are_overloads(self) -> bool:
+        """Whether a variant is an overload of its own. The libraries of ``dtypes`` implement the op
+        itself."""
+        return bool(self.chosen or self.tuned)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -116,7 +141,9 @@ class Parameters(Record):
         return tuple(found[name] for name in names), ""
 
     def suffix(self, values: Sequence[Value]) -> str:
-        """What the names of a variant end with: ``HEAD_64_T_half``."""
+        """What the names of a variant end with: ``HEAD_64_T_half``, or ``bfloat16``."""
+        if self.dtypes:
+            return str(values[0])
         return "_".join(
             f"{name}_{_text(value).replace('-', 'minus')}"
             for name, value in zip(self.names, values, strict=True)
@@ -128,6 +155,8 @@ class Parameters(Record):
 
     def flags(self, values: Sequence[Value]) -> tuple[str, ...]:
         """The macros of a variant, as every compiler takes them."""
+        if self.dtypes:
+            return (f"-DOPKILN_DTYPE={values[0]}",)
         return tuple(
             f"-D{_LETTER if len(name) == 1 else ''}{name}={_text(value)}"
             for name, value in zip(self.names, values, strict=True)
@@ -139,6 +168,17 @@ class Parameters(Record):
 
     def in_words(self) -> str:
         return "; ".join(f"{name} is {', '.join(map(_text, values))}" for name, values in self.all)
+
+
+def _checked_dtypes(op: str, dtypes: Sequence[str], *, varied: bool) -> tuple[str, ...]:
+    if varied:
+        raise SpecError(f"op {op}: dtypes= goes with neither variants= nor tune=")
+    if isinstance(dtypes, str) or not set(dtypes) <= set(_DTYPES) or len(set(dtypes)) < len(dtypes):
+        raise SpecError(
+            f"op {op}: dtypes= is {dtypes!r}",
+            why=f"it lists some of {', '.join(_DTYPES)}, each once",
+        )
+    return tuple(dtypes)
 
 
 def _listed(

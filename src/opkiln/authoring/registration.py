@@ -9,6 +9,8 @@ torch also has a list of each op's overloads, by which ``torch.ops.ns.f(x)`` fin
 fits. When several overloads with one signature lose their schemas, the first one leaves the list,
 and the others stay in it (torch 2.13). So an overload that was defined once is always defined
 again, or looking up the op would fail; and the default one loses its schema last, to stay first.
+The overload ``unserved`` has another signature. To take it out of the list, torch reads the schemas
+of those before it, so it goes first, also at the end of the process, where the newest library does.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 
 import torch
 
-from opkiln.authoring.builders import NATIVE, NO_GRAD
+from opkiln.authoring.builders import NATIVE, NO_GRAD, UNSERVED
 from opkiln.authoring.gradient import Gradient, with_defaults
 from opkiln.errors import LoadError, SpecError
 from opkiln.loading import register
@@ -27,6 +29,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+REASON = "unserved_because"  # the argument that the overload ``unserved`` has besides the op's
 _KEPT_KEY = "FPGA"  # a device that no tensor is on
 _kept: dict[str, Any] = {}
 _defined: dict[str, Defined] = {}
@@ -44,6 +47,7 @@ class Defined:
         self.written = written
         self._first: Any = None  # the torch.library.Library of the default overload
         self._library: Any = None  # that of the others
+        self._unserved: Any = None  # that of ``unserved``
         self._reference: Callable[..., Any] = _nowhere
         self.gradient: Gradient | None = None
         self.fake: Callable[..., Any] | None = None  # the author's own
@@ -67,8 +71,10 @@ class Defined:
         entrance: Callable[..., Any],
         reference: Callable[..., Any],
         overloads: tuple[str, ...],
+        unserved: Callable[..., Any],
     ) -> None:
-        """Tell torch. ``overloads`` are names besides the default one. Raises SpecError."""
+        """Tell torch. ``overloads`` are names besides the default one. ``unserved`` takes the calls
+        that a kernel does not serve. Raises SpecError."""
         with lock:
             before = _defined.get(self.qualified)
             if before is not None and before.owner != self.owner:
@@ -86,6 +92,7 @@ class Defined:
             for overload in ("", *overloads):
                 self._define_overload(overload, None if overload == NATIVE else entrance)
                 self._batch(overload)
+            self._define_unserved(unserved)
             if before is not None:
                 self._define_leftovers(before, entrance)
             if not self.written:
@@ -97,10 +104,10 @@ class Defined:
 
     def retire(self) -> None:
         """Have torch forget it, but for the operator itself."""
-        libraries = [self._batching, *self._leftovers.values(), self._library, self._first]
-        for each in filter(None, libraries):
+        others = [self._batching, *self._leftovers.values(), self._library, self._first]
+        for each in filter(None, (self._unserved, *others)):
             each._destroy()
-        self._library = self._first = self._batching = None
+        self._library = self._first = self._batching = self._unserved = None
         self._leftovers.clear()
         if self.on_retiring is not None:
             self.on_retiring()
@@ -174,6 +181,17 @@ class Defined:
         if self.written:
             bump = register.WithBump(self.namespace, self.name, overload or "default")
             library.impl(name, bump, "ADInplaceOrView", with_keyset=True)
+
+    def _define_unserved(self, kernel: Callable[..., Any]) -> None:
+        """Only kernels call it, with real tensors: no tracer sees it."""
+        arguments, _, results = self.schema[len(self.name) + 1 :].rpartition(") -> ")
+        star = "" if "*, " in arguments else "*, "
+        more = f"{arguments}{', ' if arguments else ''}{star}str {REASON}"
+        name = self._named(UNSERVED)
+        self._unserved = _library(self.namespace)
+        self._unserved.define(f"{name}({more}) -> {results}")
+        _keep(self.namespace, name)
+        self._unserved.impl(name, kernel, "CompositeExplicitAutograd")
 
     def _shapes(self, reference: Callable[..., Any]) -> Callable[..., Any]:
         def fake(*args: Any, **kwargs: Any) -> Any:

@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 from opkiln.authoring.builders import NATIVE
-from opkiln.authoring.entrance import Entrance, device_of
+from opkiln.authoring.entrance import Entrance, Refusals, device_of
 from opkiln.authoring.gradient import tensors, with_defaults, without_autocast
 from opkiln.authoring.registration import lock
 from opkiln.decision import policy
-from opkiln.errors import FallbackWarning, LoadError, SpecError, warn_caller
+from opkiln.errors import LoadError, SpecError
 from opkiln.loading import loader
 from opkiln.settings import settings
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from opkiln.authoring.tuning import Tuning
 
 _MOST_CALLS = 4096  # that are remembered for one variant
-_MOST_REASONS = 16  # that are told and kept: a program may call with a thousand sizes
 
 
 class Variants:
@@ -52,7 +51,7 @@ class Variants:
             from opkiln.authoring.tuning import Tuning
 
             self.tuning = Tuning(builder, self.entrance)
-        self._refused: dict[str, None] = {}  # why the reference ran, in order
+        self.refusals = Refusals(builder.NAME)
         self._defaults: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.chosen_names = tuple(name for name, _ in self._parameters.chosen)
 
@@ -80,6 +79,11 @@ class Variants:
             return self.reference(*args, **kwargs)
         return entrance.overload(*args, **kwargs)
 
+    def unserved(self, *args: Any, unserved_because: str, **kwargs: Any) -> Any:
+        """Take a call that the kernel of its variant does not serve."""
+        self.refusals.add(unserved_because)
+        return self.reference(*args, **kwargs)
+
     def reference(self, *args: Any, **kwargs: Any) -> Any:
         """The reference, in the dtypes that it is given."""
         with without_autocast(tuple(tensors(args, kwargs))):
@@ -95,7 +99,7 @@ class Variants:
         else:
             values, why = self._parameters.listed(found)
         if why:
-            self._tell(why)
+            self.refusals.add(why)
             return None
         if self.tuning is None:
             entrance = self.entrance(values)
@@ -140,7 +144,7 @@ class Variants:
         """The variant for a call, with its library loaded. Raises LoadError if there is none."""
         entrance = self.chosen(args, kwargs)
         if entrance is None:
-            why = "; ".join(self._refused)
+            why = "; ".join(self.refusals.reasons)
             raise LoadError(f"op {self._builder.NAME} has no variant for these arguments", why=why)
         return entrance.load_native(args, kwargs)
 
@@ -162,7 +166,7 @@ class Variants:
     def notes(self) -> tuple[str, ...]:
         """What calls in this process came to, for explanations."""
         tuned = () if self.tuning is None else self.tuning.notes
-        return (*(f"the reference ran: {each}" for each in self._refused), *tuned)
+        return (*self.refusals.notes, *tuned)
 
     def _filled(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -187,12 +191,3 @@ class Variants:
                 "returns a value for each name",
             )
         return self._choose(*args, **kwargs)
-
-    def _tell(self, why: str) -> None:
-        """Say, once for each reason, that the reference runs. Raises LoadError where it must not"""
-        name = self._builder.NAME
-        if settings.mode == policy.NATIVE:
-            raise LoadError(f"op {name}: {why}", why="OPKILN_MODE=native: it must be native")
-        if why not in self._refused and len(self._refused) < _MOST_REASONS:
-            self._refused[why] = None
-            warn_caller(f"op {name} runs as its pure-PyTorch reference: {why}", FallbackWarning)

@@ -50,6 +50,7 @@ class _Op(ctypes.Structure):
 
 _Op._fields_ = [
     ("abi", ctypes.c_uint32),
+    ("dtype", ctypes.c_int32),
     ("name", ctypes.c_char_p),
     ("device", ctypes.c_char_p),
     ("signature", ctypes.c_char_p),

@@ -37,9 +37,11 @@ class Explanation(NamedTuple):
     loaded: bool  # whether the candidates are those of this process's own load
     since: float = 0.0  # when that was; 0 where it is not loaded
     new_process: str = ""  # what a load in a new process would come to, where it is loaded here
+    notes: tuple[str, ...] = ()  # what calls in this process came to
 
     def __str__(self) -> str:
-        lines = [f"{self.op}: {self.verdict}"]
+        lines = [f"{self.op}: {each}" for each in self.notes]
+        lines.append(f"{self.op}: {self.verdict}")
         lines += [f"  {each}".replace("\n", "\n    ") for each in self.candidates]
         if self.new_process:
             lines.append(f"a new process: {self.new_process}")

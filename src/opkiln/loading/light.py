@@ -4,6 +4,10 @@ Such a library registers nothing when it is opened. It lists its functions, each
 Each is compared with the schema of the op's declaration, and only then registered. So a wrong type
 is an error before the first call, where torch would read the wrong bits or crash, and a new version
 of an op replaces the old one.
+
+Several libraries may have one function, each for a dtype. torch knows the first of them; a call
+with another dtype goes from library to library until one is for it. Where none is, and where a
+kernel does not serve a call, the overload ``unserved`` of the function takes it, in Python.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ABI = 1  # of the record, and of the functions that a library exports for it
+ABI = 2  # of the record, and of the functions that a library exports for it
 
 _Name = tuple[str, str, str]
 
@@ -34,6 +38,7 @@ class _COp(ctypes.Structure):
 
 _COp._fields_ = [
     ("abi", ctypes.c_uint32),
+    ("dtype", ctypes.c_int32),
     ("name", ctypes.c_char_p),
     ("device", ctypes.c_char_p),
     ("signature", ctypes.c_char_p),
@@ -41,12 +46,41 @@ _COp._fields_ = [
 ]
 
 
-class _Registered(Record):
+class _Listed(Record):
+    """One function of a library."""
+
     library: Any
-    pointers: tuple[Any, ...]
+    pointer: Any
+    function: Function
+    namespace: str
+    overloads: tuple[str, ...]
+    arguments: str  # their names
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """What it implements: (device, function)."""
+        return self.function.device, f"{self.namespace}::{self.function.name}"
+
+    def register(self) -> None:
+        """Tell torch. Raises LoadError."""
+        self.library.opkiln_register.restype = ctypes.c_char_p
+        for each in self.overloads:
+            name = f"{self.function.name}.{each}" if each else self.function.name
+            words = (text.encode() for text in (self.namespace, name, self.arguments))
+            wrong = self.library.opkiln_register(self.pointer, *words)
+            if wrong:
+                raise LoadError(
+                    f"torch cannot register {self.function.name}",
+                    why=wrong.decode(errors="replace"),
+                )
+
+    def link(self, other: _Listed | None) -> None:
+        """Pass calls with another dtype on."""
+        self.library.opkiln_link(self.pointer, None if other is None else other.pointer)
 
 
-_registered: dict[_Name, _Registered] = {}  # by distribution, op and backend
+_registered: dict[_Name, list[_Listed]] = {}  # by distribution, op and backend
+_chains: dict[tuple[str, str], list[_Listed]] = {}  # by place; torch knows the first
 _lock = threading.Lock()
 
 
@@ -65,10 +99,13 @@ def is_light(path: str) -> bool:
     return "opkiln_ops" in elf.defined(path)
 
 
-def adopt(spec: OpSpec, library: Any, overloads: tuple[str, ...]) -> None:
+def adopt(
+    spec: OpSpec, library: Any, overloads: tuple[str, ...], *, unserved: bool = False
+) -> None:
     """Register the functions of a library that was just opened, in place of an older version's.
 
-    Each is registered as all of ``overloads``; "" is the default one.
+    Each is registered as all of ``overloads``; "" is the default one. ``unserved`` says that they
+    have an overload of this name, which takes the calls that a kernel does not serve.
 
     A library that registers itself when it is opened is left alone. Raises LoadError if a function
     is missing or does not fit its schema; the older version then stays.
@@ -83,25 +120,46 @@ def adopt(spec: OpSpec, library: Any, overloads: tuple[str, ...]) -> None:
     functions = [_described(each) for each in pointers]
     _require_fit(spec, functions)
     schemas = {function_name(each): each for each in spec.schemas}
-    namespace = spec.kernels[0].partition("::")[0].encode()
-    library.opkiln_register.restype = ctypes.c_char_p
+    namespace = spec.kernels[0].partition("::")[0]
     with _lock:
         _retire(spec)
+        mine = _registered[_name(spec)] = []
         for pointer, function in zip(pointers, functions, strict=True):
-            names = ",".join(signature.argument_names(schemas[function.name])).encode()
-            called = [f"{function.name}.{each}" if each else function.name for each in overloads]
-            answers = (
-                library.opkiln_register(pointer, namespace, each.encode(), names) for each in called
-            )
-            wrong = next(filter(None, answers), None)
-            if wrong:
-                for each in pointers:
-                    library.opkiln_unregister(each)
-                raise LoadError(
-                    f"op {spec.name}: torch cannot register {function.name}",
-                    why=wrong.decode(errors="replace"),
-                )
-        _registered[_name(spec)] = _Registered(library, pointers)
+            names = ",".join(signature.argument_names(schemas[function.name]))
+            each = _Listed(library, pointer, function, namespace, overloads, names)
+            if unserved:
+                library.opkiln_refer(pointer, each.place[1].encode())
+            mine.append(each)
+            try:
+                _enter(each)
+            except LoadError as error:
+                _retire(spec)
+                raise LoadError(f"op {spec.name}: {error.what}", why=error.why) from error
+
+
+def _enter(new: _Listed) -> None:
+    """Have calls reach a function: of torch, or of the libraries for other dtypes."""
+    chain = _chains.setdefault(new.place, [])
+    if new.pointer.contents.dtype < 0 or not chain:
+        new.register()
+    if new.pointer.contents.dtype >= 0:
+        if chain:
+            chain[-1].link(new)
+        chain.append(new)
+
+
+def _leave(old: _Listed) -> None:
+    """Have no call reach a function."""
+    chain = _chains.get(old.place, [])
+    place = next((i for i, each in enumerate(chain) if each is old), None)
+    old.library.opkiln_unregister(old.pointer)
+    if place is None:
+        return
+    del chain[place]
+    if place > 0:
+        chain[place - 1].link(chain[place] if place < len(chain) else None)
+    elif chain:
+        chain[0].register()
 
 
 def _walk(spec: OpSpec, listed: Any) -> Iterator[Any]:
@@ -145,10 +203,8 @@ def _retire(spec: OpSpec) -> None:
 
 
 def _unregister(name: _Name) -> None:
-    old = _registered.pop(name, None)
-    if old is not None:
-        for pointer in old.pointers:
-            old.library.opkiln_unregister(pointer)
+    for each in _registered.pop(name, ()):
+        _leave(each)
 
 
 def _name(spec: OpSpec) -> _Name:

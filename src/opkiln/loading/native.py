@@ -10,10 +10,13 @@ from opkiln.loading import light
 from opkiln.model import ABI_NONE, EXECUTABLE, LIBRARY, PLAIN, PYTHON, XPU, Artifact, OpSpec
 
 
-def open_artifact(spec: OpSpec, path: str, overloads: tuple[str, ...] = ("",)) -> Any:
+def open_artifact(
+    spec: OpSpec, path: str, overloads: tuple[str, ...] = ("",), *, unserved: bool = False
+) -> Any:
     """The loaded thing: an extension module, a CDLL, a path; None for a torch library.
 
-    ``overloads`` are what the functions of a torch library are registered as.
+    ``overloads`` are what the functions of a torch library are registered as. ``unserved`` says
+    that they also have an overload for the calls that their kernels do not serve.
 
     Raises LoadError with what the dynamic linker said.
     """
@@ -29,7 +32,7 @@ def open_artifact(spec: OpSpec, path: str, overloads: tuple[str, ...] = ("",)) -
             # the link to one in memory leads to (store.archive), which is not a file.
             library = _open_library(path)
             torch.ops.loaded_libraries.add(path)
-            light.adopt(spec, library, overloads)
+            light.adopt(spec, library, overloads, unserved=unserved)
             return None
         if spec.kind == PLAIN:
             return _open_library(path)

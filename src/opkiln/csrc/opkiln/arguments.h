@@ -77,11 +77,34 @@ struct PlaceOf {
     case DType::bfloat16: return opkiln::ElementType::kBFloat16;
     case DType::float16: return opkiln::ElementType::kFloat16;
     default:
-      raise_form("%s%s%s, expected Float, BFloat16 or Half", of ? NameOf(*of).text : "dtype",
-                 of ? " has dtype " : " is ", torch_name(dtype));
+      raise_unserved(of ? NameOf(*of).text : "dtype", of ? " has dtype " : " is ", torch_name(dtype),
+                     ", expected Float, BFloat16 or Half");
   }
 }
 inline opkiln::ElementType element_of(const Tensor& tensor) { return element_of(tensor.dtype(), &tensor); }
+
+// Calls body(Type<T>{}) with the type for these elements: the first, second or third. A library for one
+// dtype (`dtypes=`) has code for that one alone.
+template <class Float, class BFloat16, class Float16, class Body>
+void with_element(opkiln::ElementType type, const Body& body) {
+  if constexpr (compiles(DType::float32)) {
+    if (type == opkiln::ElementType::kFloat) return body(Type<Float>{});
+  }
+  if constexpr (compiles(DType::bfloat16)) {
+    if (type == opkiln::ElementType::kBFloat16) return body(Type<BFloat16>{});
+  }
+  if constexpr (compiles(DType::float16)) {
+    if (type == opkiln::ElementType::kFloat16) return body(Type<Float16>{});
+  }
+  raise_unserved("this library is for another dtype");
+}
+
+// OPK_ELEMENT(work.type, T, (float, opk::bfloat16, opk::half), launch<T>(work)); as OPK_DISPATCH.
+#define OPK_ELEMENT(element, T, types, ...)                                     \
+  ::opk::with_element<OPK_UNPACK_ types>(element, [&](auto opk_type_) {         \
+    using T = typename decltype(opk_type_)::type;                               \
+    __VA_ARGS__;                                                                \
+  })
 
 // Below this much traffic, waking another thread gains nothing.
 constexpr int64_t kGrainBytes = 512 * 1024;

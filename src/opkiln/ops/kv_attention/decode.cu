@@ -192,9 +192,9 @@ void check_rows(const Tensor& x, int64_t heads) {
   const opk::Ints sizes = x.sizes(), strides = x.strides();
   OPK_CHECK(sizes.size() == 4 && sizes[3] == HEAD, x, " has shape ", sizes, ", expected rows of ", HEAD);
   OPK_CHECK(heads == 0 || sizes[1] == heads, x, " has ", sizes[1], " heads, expected ", heads);
-  OPK_CHECK(strides[3] == 1 && strides[0] % 8 == 0 && strides[1] % 8 == 0 && strides[2] % 8 == 0 &&
-                reinterpret_cast<uintptr_t>(x.data()) % 16 == 0,
-            x, " has rows that do not begin at multiples of 16 bytes");
+  OPK_SERVED(strides[3] == 1 && strides[0] % 8 == 0 && strides[1] % 8 == 0 && strides[2] % 8 == 0 &&
+                 reinterpret_cast<uintptr_t>(x.data()) % 16 == 0,
+             x, " has rows that do not begin at multiples of 16 bytes");
 }
 
 template <int kEights>
@@ -224,7 +224,7 @@ Tensor kv_attention(const Tensor& q, const opk::optional<Tensor>& k, const opk::
   opk::check_shape(lengths, {batch});
   opk::check_contiguous(lengths, counters);
   for (int i = 0; i < 4; ++i) {
-    OPK_CHECK(k_cache.stride(i) == v_cache.stride(i), "k_cache and v_cache have different strides");
+    OPK_SERVED(k_cache.stride(i) == v_cache.stride(i), "k_cache and v_cache have different strides");
   }
 
   Work work = {};
@@ -240,7 +240,7 @@ Tensor kv_attention(const Tensor& q, const opk::optional<Tensor>& k, const opk::
     opk::check_shape(*k, {batch, heads, tokens, HEAD});
     opk::check_same_shape(*k, *v);
     opk::check_same_dtype(q, *k, *v);
-    for (int i = 0; i < 4; ++i) OPK_CHECK(k->stride(i) == v->stride(i), "k and v have different strides");
+    for (int i = 0; i < 4; ++i) OPK_SERVED(k->stride(i) == v->stride(i), "k and v have different strides");
     work.k = k->data<const Element>();
     work.v = v->data<const Element>();
     work.new_strides = strides_of(*k);
@@ -251,8 +251,8 @@ Tensor kv_attention(const Tensor& q, const opk::optional<Tensor>& k, const opk::
     OPK_CHECK(table.dim() == 2 && table.size(0) == batch && table.stride(1) == 1,
               "block_table has shape ", table.sizes(), ", expected ", batch, " rows");
     const int64_t block_size = k_cache.size(1);
-    OPK_CHECK(k_cache.stride(0) == block_size * k_cache.stride(1), "the blocks of the cache have gaps");
-    OPK_CHECK(k_cache.size(0) * block_size < (int64_t{1} << 31), "the cache has 2^31 tokens or more");
+    OPK_SERVED(k_cache.stride(0) == block_size * k_cache.stride(1), "the blocks of the cache have gaps");
+    OPK_SERVED(k_cache.size(0) * block_size < (int64_t{1} << 31), "the cache has 2^31 tokens or more");
     work.table = table.data<const int32_t>();
     work.table_stride = table.stride(0);
     work.block_size = static_cast<int32_t>(block_size);
@@ -260,7 +260,7 @@ Tensor kv_attention(const Tensor& q, const opk::optional<Tensor>& k, const opk::
   } else {
     OPK_CHECK(k_cache.size(0) >= batch, "the cache has ", k_cache.size(0), " sequences, q has ", batch);
   }
-  OPK_CHECK(capacity < (int64_t{1} << 30), "the cache has room for ", capacity, " tokens, at most 2^30");
+  OPK_SERVED(capacity < (int64_t{1} << 30), "the cache has room for ", capacity, " tokens, at most 2^30");
   if (slopes.has_value()) {
     opk::check_shape(*slopes, {q_heads});
     opk::check_contiguous(*slopes);

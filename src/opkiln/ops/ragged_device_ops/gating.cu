@@ -205,7 +205,7 @@ opk::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> top_k_gating(const Tensor& lo
             kMostExperts, " experts");
   const int64_t most = count < kMostChosen ? count : int64_t{kMostChosen};
   OPK_CHECK(k >= 1 && k <= most, "k is ", k, ", expected 1 to ", most);
-  OPK_CHECK(tokens * k <= 0x7fffffff, logits, " has shape ", logits.sizes(), ": too many tokens");
+  OPK_SERVED(tokens * k <= 0x7fffffff, logits, " has shape ", logits.sizes(), ": too many tokens");
   const opk::Device device = logits.device();
   const Tensor given = opk::contiguous(logits);
   Tensor weights = opk::empty({tokens, k}, opk::DType::float32, device);

@@ -50,12 +50,12 @@ using MaybeTensor = opk::optional<Tensor>;
 void run(const Work& work);  // there is at least one token
 
 inline int small(const Tensor& of, int64_t size) {
-  OPK_CHECK(size < 0x7fffffff, of, " has shape ", of.sizes(), ": too large");
+  OPK_SERVED(size < 0x7fffffff, of, " has shape ", of.sizes(), ": too large");
   return static_cast<int>(size);
 }
 
 inline void check_last(const Tensor& x) {
-  OPK_CHECK(x.size(-1) <= 1 || x.stride(-1) == 1, x, " has strides ", x.strides(), ", expected 1 as the last");
+  OPK_SERVED(x.size(-1) <= 1 || x.stride(-1) == 1, x, " has strides ", x.strides(), ", expected 1 as the last");
 }
 
 // Only tokens, or blocks, may be none.

@@ -39,7 +39,7 @@ using MaybeTensor = opk::optional<Tensor>;
 inline void check_rows(const Tensor& x) {
   opk::element_of(x);
   opk::check_dim(x, 2);
-  OPK_CHECK(x.size(1) < 0x7fffffff, x, " has shape ", x.sizes(), ": rows are too long");
+  OPK_SERVED(x.size(1) < 0x7fffffff, x, " has shape ", x.sizes(), ": rows are too long");
 }
 
 inline void check_indices(const Tensor& indices, const Tensor& of) {

@@ -117,8 +117,8 @@ int unit_of(const Tokens& tokens) {
 }
 
 void launch_move(void (*kernel)(Tokens), const Tokens& tokens, int unit) {
-  OPK_CHECK(tokens.batch * tokens.kept < 1LL << 31 && tokens.row / unit < 1LL << 31, "indices has ",
-            tokens.batch * tokens.kept, " tokens of ", tokens.row, " bytes, which is too many");
+  OPK_SERVED(tokens.batch * tokens.kept < 1LL << 31 && tokens.row / unit < 1LL << 31, "indices has ",
+             tokens.batch * tokens.kept, " tokens of ", tokens.row, " bytes, which is too many");
   const int64_t units = tokens.batch * tokens.kept * (tokens.row / unit);
   opk::launch_overlapping(kernel, (units + kThreads - 1) / kThreads, kThreads, 0, tokens);
 }
@@ -138,8 +138,8 @@ void gather(const Tokens& tokens) { move<false>(tokens); }
 void scatter(const Tokens& tokens) { move<true>(tokens); }
 
 void launch_merge(void (*kernel)(Tokens, int32_t), const Tokens& tokens, int unit) {
-  OPK_CHECK(tokens.kept < 1LL << 31 && tokens.row / unit < 1LL << 31, "indices has rows of ", tokens.kept,
-            " tokens of ", tokens.row, " bytes, which is too many");
+  OPK_SERVED(tokens.kept < 1LL << 31 && tokens.row / unit < 1LL << 31, "indices has rows of ", tokens.kept,
+             " tokens of ", tokens.row, " bytes, which is too many");
   // At least four turns of all threads, and four times as many bytes as the indices have, which every
   // block reads (from the second cache). Less, if blocks would be few.
   const int64_t turn = (4 * int64_t{kUnits} * unit + tokens.row - 1) / tokens.row;

@@ -62,9 +62,9 @@ Tensor spatial_bias_add(const Tensor& x, const Tensor& bias, const opk::optional
                         const opk::optional<Tensor>& other_bias, opk::optional<int64_t> channel_dim) {
   opk::device_of(x);
   const opk::DType dtype = x.dtype();
-  OPK_CHECK(dtype == opk::DType::float32 || dtype == opk::DType::bfloat16 ||
-                dtype == opk::DType::float16 || dtype == opk::DType::float64,
-            x, " has dtype ", dtype, ", expected float32, bfloat16, float16 or float64");
+  OPK_SERVED(dtype == opk::DType::float32 || dtype == opk::DType::bfloat16 ||
+                 dtype == opk::DType::float16 || dtype == opk::DType::float64,
+             x, " has dtype ", dtype, ", expected float32, bfloat16, float16 or float64");
   const int64_t dims = x.dim();
   int64_t dim = channel_dim.value_or(dims == 4 ? 1 : -1);
   const int64_t channels = x.size(dim);

@@ -163,11 +163,7 @@ void launch_columns(Columns& c, const Tensor& of, void* sums) {
   const Grid grid(c.rows, parts * eights_of(c.columns));
   const Tensor partial = floats_like(of, {grid.strips, parts * c.columns});
   c.partial = const_cast<float*>(partial.data<const float>());
-  switch (opk::element_of(of)) {
-    case opkiln::ElementType::kFloat: return launch_for<float, kKind>(c, grid, sums);
-    case opkiln::ElementType::kBFloat16: return launch_for<opk::bfloat16, kKind>(c, grid, sums);
-    case opkiln::ElementType::kFloat16: return launch_for<opk::half, kKind>(c, grid, sums);
-  }
+  OPK_ELEMENT(opk::element_of(of), T, (float, opk::bfloat16, opk::half), launch_for<T, kKind>(c, grid, sums));
 }
 
 [[gnu::noinline]] Tensor gelu(const Tensor& x, const Tensor& bias, const MaybeTensor& seed, int64_t site,

@@ -122,11 +122,7 @@ void launch_for(const Forward& f) {
 
 void launch_forward(Forward& f, opkiln::ElementType type) {
   f.team = team_of(eights_of(f.columns));
-  switch (type) {
-    case opkiln::ElementType::kFloat: return launch_for<float>(f);
-    case opkiln::ElementType::kBFloat16: return launch_for<opk::bfloat16>(f);
-    case opkiln::ElementType::kFloat16: return launch_for<opk::half>(f);
-  }
+  OPK_ELEMENT(type, T, (float, opk::bfloat16, opk::half), launch_for<T>(f));
 }
 
 // What is of each row, in fp32: the shape of `x` without its last dimension.

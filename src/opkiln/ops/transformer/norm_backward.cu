@@ -193,12 +193,7 @@ void launch_for(const Backward& b, int64_t blocks, int threads, void* bias, void
   const int64_t blocks = wanted < 1 ? 1 : wanted < kBackwardBlocks ? wanted : kBackwardBlocks;
   Tensor partial = floats_like(of, {b.norm ? 3 : 1, blocks, b.columns});
   b.partial = partial.data<float>();
-  switch (opk::element_of(of)) {
-    case opkiln::ElementType::kFloat: return launch_for<float>(b, blocks, threads, bias, weight, norm_bias);
-    case opkiln::ElementType::kBFloat16:
-      return launch_for<opk::bfloat16>(b, blocks, threads, bias, weight, norm_bias);
-    case opkiln::ElementType::kFloat16: return launch_for<opk::half>(b, blocks, threads, bias, weight, norm_bias);
-  }
+  OPK_ELEMENT(opk::element_of(of), T, (float, opk::bfloat16, opk::half), launch_for<T>(b, blocks, threads, bias, weight, norm_bias));
 }
 
 [[gnu::noinline]] void check_moment(const Tensor& x, const Tensor& moment) {

@@ -12,6 +12,7 @@ kit = library(
     cuda=("norm.cu", "norm_backward.cu", "columns.cu"),
     namespace="opkiln",
     functions="opkiln.ops.transformer.functions",
+    dtypes=("float32", "bfloat16", "float16"),
     schemas=(
         (
             "norm_with_moments(Tensor x, Tensor weight, Tensor bias, float eps=1e-05) "

@@ -45,7 +45,7 @@ inline int team_of(int64_t eights) {
 }
 
 inline void check_columns(int64_t columns) {
-  OPK_CHECK(columns <= kMostColumns, "rows have ", columns, " elements, expected at most ", kMostColumns);
+  OPK_SERVED(columns <= kMostColumns, "rows have ", columns, " elements, expected at most ", kMostColumns);
 }
 
 #endif

@@ -109,11 +109,7 @@ void activate_part(const Pointwise& p, int64_t first, int64_t last) {
 
 void activate(const Pointwise& p) {
   over_elements(p.rows * p.columns, 2 * opkiln::size_of(p.type), [&](int64_t first, int64_t last) {
-    switch (p.type) {
-      case opkiln::ElementType::kFloat: return activate_part<float>(p, first, last);
-      case opkiln::ElementType::kBFloat16: return activate_part<opkiln::BFloat16>(p, first, last);
-      case opkiln::ElementType::kFloat16: return activate_part<opkiln::Float16>(p, first, last);
-    }
+    OPK_ELEMENT(p.type, T, (float, opkiln::BFloat16, opkiln::Float16), activate_part<T>(p, first, last));
   });
 }
 

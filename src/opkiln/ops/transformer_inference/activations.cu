@@ -201,11 +201,7 @@ void launch_for(const Pointwise& p) {
 }
 
 void activate(const Pointwise& work) {
-  switch (work.type) {
-    case opkiln::ElementType::kFloat: return launch_for<float>(work);
-    case opkiln::ElementType::kBFloat16: return launch_for<opk::bfloat16>(work);
-    case opkiln::ElementType::kFloat16: return launch_for<opk::half>(work);
-  }
+  OPK_ELEMENT(work.type, T, (float, opk::bfloat16, opk::half), launch_for<T>(work));
 }
 
 }  // namespace

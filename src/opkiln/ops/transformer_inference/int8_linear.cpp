@@ -74,21 +74,13 @@ void multiply_as(const Few& few) {
 }  // namespace
 
 void int8_linear::dequantize(const Weights& weights, void* out, opkiln::ElementType type) {
-  switch (type) {
-    case opkiln::ElementType::kFloat: return dequantize_as(weights, static_cast<float*>(out));
-    case opkiln::ElementType::kFloat16: return dequantize_as(weights, static_cast<opkiln::Float16*>(out));
-    case opkiln::ElementType::kBFloat16: return dequantize_as(weights, static_cast<opkiln::BFloat16*>(out));
-  }
+  OPK_ELEMENT(type, T, (float, opkiln::BFloat16, opkiln::Float16), dequantize_as(weights, static_cast<T*>(out)));
 }
 
 bool int8_linear::can_multiply(const Few&) { return true; }
 
 void int8_linear::multiply(const Few& few) {
-  switch (few.type) {
-    case opkiln::ElementType::kFloat: return multiply_as<float>(few);
-    case opkiln::ElementType::kFloat16: return multiply_as<opkiln::Float16>(few);
-    case opkiln::ElementType::kBFloat16: return multiply_as<opkiln::BFloat16>(few);
-  }
+  OPK_ELEMENT(few.type, T, (float, opkiln::BFloat16, opkiln::Float16), multiply_as<T>(few));
 }
 
 OPKILN_OP(int8_linear::dequantize_int8, cpu);

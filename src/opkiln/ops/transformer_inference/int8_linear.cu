@@ -202,11 +202,7 @@ void launch_multiply(const Few& few) {
 }  // namespace
 
 void int8_linear::dequantize(const Weights& weights, void* out, opkiln::ElementType type) {
-  switch (type) {
-    case opkiln::ElementType::kFloat: return launch_dequantize<float>(weights, out);
-    case opkiln::ElementType::kFloat16: return launch_dequantize<opk::half>(weights, out);
-    case opkiln::ElementType::kBFloat16: return launch_dequantize<opk::bfloat16>(weights, out);
-  }
+  OPK_ELEMENT(type, T, (float, opk::bfloat16, opk::half), launch_dequantize<T>(weights, out));
 }
 
 bool int8_linear::can_multiply(const Few& few) {

@@ -119,11 +119,7 @@ void normalize(const Norm& norm) {
   const int64_t bytes = norm.columns * opkiln::size_of(norm.type) * 2;
   const int64_t grain = opk::kGrainBytes / bytes > 0 ? opk::kGrainBytes / bytes : 1;
   opk::parallel_for(0, norm.rows, grain, [&](int64_t first, int64_t last) {
-    switch (norm.type) {
-      case opkiln::ElementType::kFloat: return normalize_rows<float>(norm, first, last);
-      case opkiln::ElementType::kBFloat16: return normalize_rows<opkiln::BFloat16>(norm, first, last);
-      case opkiln::ElementType::kFloat16: return normalize_rows<opkiln::Float16>(norm, first, last);
-    }
+    OPK_ELEMENT(norm.type, T, (float, opkiln::BFloat16, opkiln::Float16), normalize_rows<T>(norm, first, last));
   });
 }
 

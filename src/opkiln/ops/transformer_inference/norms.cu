@@ -341,11 +341,7 @@ void launch_for(const Norm& norm) {
 }
 
 void normalize(const Norm& norm) {
-  switch (norm.type) {
-    case opkiln::ElementType::kFloat: return launch_for<float>(norm);
-    case opkiln::ElementType::kBFloat16: return launch_for<opk::bfloat16>(norm);
-    case opkiln::ElementType::kFloat16: return launch_for<opk::half>(norm);
-  }
+  OPK_ELEMENT(norm.type, T, (float, opk::bfloat16, opk::half), launch_for<T>(norm));
 }
 
 }  // namespace

@@ -58,21 +58,13 @@ void mix_part(const Mix& m, int64_t first, int64_t last) {
 
 void add(const Sum& sum) {
   over_elements(sum.rows * sum.columns, 3 * opkiln::size_of(sum.type), [&](int64_t first, int64_t last) {
-    switch (sum.type) {
-      case opkiln::ElementType::kFloat: return add_part<float>(sum, first, last);
-      case opkiln::ElementType::kBFloat16: return add_part<opkiln::BFloat16>(sum, first, last);
-      case opkiln::ElementType::kFloat16: return add_part<opkiln::Float16>(sum, first, last);
-    }
+    OPK_ELEMENT(sum.type, T, (float, opkiln::BFloat16, opkiln::Float16), add_part<T>(sum, first, last));
   });
 }
 
 void mix(const Mix& mix) {
   over_elements(mix.rows * mix.columns, 3 * opkiln::size_of(mix.type), [&](int64_t first, int64_t last) {
-    switch (mix.type) {
-      case opkiln::ElementType::kFloat: return mix_part<float>(mix, first, last);
-      case opkiln::ElementType::kBFloat16: return mix_part<opkiln::BFloat16>(mix, first, last);
-      case opkiln::ElementType::kFloat16: return mix_part<opkiln::Float16>(mix, first, last);
-    }
+    OPK_ELEMENT(mix.type, T, (float, opkiln::BFloat16, opkiln::Float16), mix_part<T>(mix, first, last));
   });
 }
 

@@ -147,19 +147,11 @@ void mix_for(const Mix& m) {
 }
 
 void add(const Sum& sum) {
-  switch (sum.type) {
-    case opkiln::ElementType::kFloat: return add_for<float>(sum);
-    case opkiln::ElementType::kBFloat16: return add_for<opk::bfloat16>(sum);
-    case opkiln::ElementType::kFloat16: return add_for<opk::half>(sum);
-  }
+  OPK_ELEMENT(sum.type, T, (float, opk::bfloat16, opk::half), add_for<T>(sum));
 }
 
 void mix(const Mix& mix) {
-  switch (mix.type) {
-    case opkiln::ElementType::kFloat: return mix_for<float>(mix);
-    case opkiln::ElementType::kBFloat16: return mix_for<opk::bfloat16>(mix);
-    case opkiln::ElementType::kFloat16: return mix_for<opk::half>(mix);
-  }
+  OPK_ELEMENT(mix.type, T, (float, opk::bfloat16, opk::half), mix_for<T>(mix));
 }
 
 }  // namespace

@@ -95,11 +95,7 @@ void rotate(const Work& work) {
 }  // namespace
 
 void rotary::run(const Work& work) {
-  switch (work.element) {
-    case Element::kFloat: return rotate<float>(work);
-    case Element::kFloat16: return rotate<opkiln::Float16>(work);
-    case Element::kBFloat16: return rotate<opkiln::BFloat16>(work);
-  }
+  OPK_ELEMENT(work.element, T, (float, opkiln::BFloat16, opkiln::Float16), rotate<T>(work));
 }
 
 OPKILN_OP(rotary::rotary, cpu);

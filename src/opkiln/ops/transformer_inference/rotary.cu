@@ -230,11 +230,7 @@ void launch(const Work& work) {
 }  // namespace
 
 void rotary::run(const Work& work) {
-  switch (work.element) {
-    case Element::kFloat: return launch<float>(work);
-    case Element::kFloat16: return launch<opk::half>(work);
-    case Element::kBFloat16: return launch<opk::bfloat16>(work);
-  }
+  OPK_ELEMENT(work.element, T, (float, opk::bfloat16, opk::half), launch<T>(work));
 }
 
 OPKILN_OP(rotary::rotary, cuda);

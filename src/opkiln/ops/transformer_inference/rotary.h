@@ -120,8 +120,8 @@ inline void set_table(Work& work, const Tensor& table, const Tensor& x, const vo
   opk::check_dim(table, 2);
   OPK_CHECK(table.size(1) == work.pairs, table, " has shape ", table.sizes(), ", expected [positions, ",
             work.pairs, "]");
-  OPK_CHECK(table.stride(1) == 1 || work.pairs <= 1, table, " has strides ", table.strides(),
-            ", expected 1 as the last");
+  OPK_SERVED(table.stride(1) == 1 || work.pairs <= 1, table, " has strides ", table.strides(),
+             ", expected 1 as the last");
   *data = table.data();
   *row = table.stride(0);
 }
@@ -138,7 +138,7 @@ inline Work work_of(const Tensor& x, const Tensor* k, const opk::optional<Tensor
   OPK_CHECK(rotated > 0 && rotated <= head && rotated % 2 == 0, "dim is ", rotated,
             ", expected an even number from 2 to the size of a head, which is ", head);
   const int64_t tokens = (x.dim() == 4 ? x.size(0) : 1) * x.size(-3);
-  OPK_CHECK(tokens < 0x7fffffff && head < 0x7fffffff, x, " has shape ", x.sizes(), ": too many tokens");
+  OPK_SERVED(tokens < 0x7fffffff && head < 0x7fffffff, x, " has shape ", x.sizes(), ": too many tokens");
   work.tokens = static_cast<int>(tokens), work.seq = static_cast<int>(x.size(-3));
   if (k) {
     opk::check_same_dtype(x, *k);
@@ -176,8 +176,8 @@ inline Work work_of(const Tensor& x, const Tensor* k, const opk::optional<Tensor
     OPK_CHECK(work.positions || work.table_rows >= work.seq, *cos, " has ", work.table_rows,
               " positions, ", x, " has ", work.seq);
   } else {
-    OPK_CHECK(work.pairs <= kMostPairs, "dim is ", rotated, ", and at most ", 2 * kMostPairs,
-              " without tables cos and sin");
+    OPK_SERVED(work.pairs <= kMostPairs, "dim is ", rotated, ", and at most ", 2 * kMostPairs,
+               " without tables cos and sin");
     OPK_CHECK(theta > 0, "theta is ", theta, ", expected a positive number");
     set_turns(work, theta);
   }

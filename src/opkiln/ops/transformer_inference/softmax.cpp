@@ -141,11 +141,7 @@ void softmax_rows(const Work& work) {
 }  // namespace
 
 void softmax::run(const Work& work) {
-  switch (work.type) {
-    case opkiln::ElementType::kFloat: return softmax_rows<float>(work);
-    case opkiln::ElementType::kFloat16: return softmax_rows<opkiln::Float16>(work);
-    case opkiln::ElementType::kBFloat16: return softmax_rows<opkiln::BFloat16>(work);
-  }
+  OPK_ELEMENT(work.type, T, (float, opkiln::BFloat16, opkiln::Float16), softmax_rows<T>(work));
 }
 
 OPKILN_OP(softmax::softmax, cpu);

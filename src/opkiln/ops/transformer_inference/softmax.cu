@@ -297,11 +297,7 @@ void launch(const Work& work) {
 }  // namespace
 
 void softmax::run(const Work& work) {
-  switch (work.type) {
-    case opkiln::ElementType::kFloat: return launch<float>(work);
-    case opkiln::ElementType::kFloat16: return launch<opk::half>(work);
-    case opkiln::ElementType::kBFloat16: return launch<opk::bfloat16>(work);
-  }
+  OPK_ELEMENT(work.type, T, (float, opk::bfloat16, opk::half), launch<T>(work));
 }
 
 OPKILN_OP(softmax::softmax, cuda);

@@ -94,7 +94,7 @@ inline void apply(const Tensor& x, void* out, opk::Ints out_strides, const Maybe
   int64_t sizes[4], strides[4];
   set_four(x.sizes(), 1, sizes);
   const int64_t rows = sizes[0] * sizes[1] * sizes[2];
-  OPK_CHECK(rows < 0x7fffffff && sizes[3] < 0x7fffffff, x, " has shape ", x.sizes(), ": too many rows");
+  OPK_SERVED(rows < 0x7fffffff && sizes[3] < 0x7fffffff, x, " has shape ", x.sizes(), ": too many rows");
   work.rows = static_cast<int>(rows), work.heads = static_cast<int>(sizes[1]);
   work.queries = static_cast<int>(sizes[2]), work.columns = static_cast<int>(sizes[3]);
   set_four(x.strides(), 0, strides);
@@ -128,8 +128,8 @@ inline Tensor softmax(const Tensor& given, const MaybeTensor& mask, const MaybeT
 
 inline void softmax_(Tensor& x, const MaybeTensor& mask, const MaybeTensor& slopes, double scale, bool causal,
                      int64_t offset, int64_t window) {
-  OPK_CHECK(x.dim() == 0 || x.stride(-1) == 1 || x.size(-1) <= 1, x, " has strides ", x.strides(),
-            ", expected 1 as the last");
+  OPK_SERVED(x.dim() == 0 || x.stride(-1) == 1 || x.size(-1) <= 1, x, " has strides ", x.strides(),
+             ", expected 1 as the last");
   apply(x, x.data(), x.strides(), mask, slopes, scale, causal, offset, window);
 }
 

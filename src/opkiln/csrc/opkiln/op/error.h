@@ -96,6 +96,10 @@ struct Error : std::exception {
   void begin_with(const char* op);  // once: where the error leaves the op
 };
 
+// What a kernel does not serve, as a dtype or an alignment. If the op has a reference, that runs in its
+// place, and Python tells the user why; otherwise it is an error. Nothing may have been written before.
+struct Unserved : Error {};
+
 // Raises an error; the message is written as by printf. op.h writes its own messages so: what an op would
 // say if its checks failed is most of what has to be compiled, and this takes the least code.
 [[noreturn]] void raise_form(const char* form, ...);
@@ -145,8 +149,9 @@ struct Part {
   Part(End) : kind(kText), text("") {}
 };
 
+template <class E = Error>
 [[noreturn]] OPK_COLD inline void raise_parts(std::initializer_list<Part> parts) {
-  Error error;
+  E error;
   for (const Part& part : parts) {
     switch (part.kind) {
       case Part::kText: error.add("%s", part.text); break;
@@ -181,6 +186,17 @@ template <class... Parts>
   do {                                                                                          \
     if (__builtin_expect(!(condition), 0)) ::opk::raise_unmet(#condition, __VA_ARGS__);         \
   } while (0)
+
+// OPK_SERVED(rows <= 1024, "x has ", rows, " rows, and the kernel takes 1024"): if the condition does not
+// hold, the reference runs.
+#define OPK_SERVED(condition, ...)                                                                        \
+  do {                                                                                                    \
+    if (__builtin_expect(!(condition), 0)) ::opk::raise_unserved(__VA_ARGS__);                            \
+  } while (0)
+template <class... Parts>
+[[noreturn, gnu::cold]] inline void raise_unserved(const Parts&... parts) {
+  raise_parts<Unserved>({Part(parts)...});
+}
 
 // After a call into torch has failed; NULL if there was no tensor to call it for.
 [[noreturn]] OPK_COLD inline void raise_of_torch(const char* function) {

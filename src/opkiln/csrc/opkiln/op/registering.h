@@ -18,6 +18,10 @@ const opkiln_op* opkiln_ops();  // the first of the library's ops
 const char* opkiln_register(const opkiln_op* op, const char* ns, const char* name,
                             const char* argument_names);
 void opkiln_unregister(const opkiln_op* op);
+// Calls that the kernel does not serve go to the overload `unserved` of this op, "ns::name".
+void opkiln_refer(const opkiln_op* op, const char* reference);
+// Calls with another dtype go to this op of another library, and from there on; NULL ends the chain.
+void opkiln_link(const opkiln_op* op, const opkiln_op* other);
 }
 
 #pragma GCC visibility pop
@@ -27,7 +31,7 @@ OPK_NAMESPACE_BEGIN
 
 inline opkiln_op* first_op = nullptr;
 
-constexpr uint32_t kRecordABI = 1;
+constexpr uint32_t kRecordABI = 2;
 
 template <size_t N>
 struct Text {
@@ -59,6 +63,63 @@ struct Argument<T&> {
   static_assert(Box<T>::has_tensor, "only tensors can be written: take the value, or a const reference");
 };
 
+// How an argument is passed on. A value is copied: if the kernel does not serve the call, the reference
+// gets the arguments as they were.
+template <class A>
+struct Passed {
+  using type = const A&;
+};
+template <class A>
+struct Passed<A&> {
+  using type = A&;
+};
+
+template <class T>
+constexpr bool is_tensor = false;
+template <>
+inline constexpr bool is_tensor<Tensor> = true;
+template <class T>
+constexpr bool is_dtype = false;
+template <>
+inline constexpr bool is_dtype<DType> = true;
+
+// The dtype of a tensor on the stack if it is a floating-point one, or -1.
+inline int32_t floating_dtype(StableIValue tensor) {
+  int32_t dtype = 0;
+  OPK_TORCH(aoti_torch_get_dtype, reinterpret_cast<AtenTensorHandle>(tensor), &dtype);
+  return is_floating(static_cast<DType>(dtype)) ? dtype : -1;
+}
+
+// Has the reference take a call whose arguments are on the stack: it leaves the results there.
+OPK_COLD inline void call_reference(const opkiln_op* op, StableIValue* stack, uint64_t arguments,
+                                    uint64_t results, const char* why) {
+  const uint64_t size = (arguments > results ? arguments : results) + 1;
+  auto* const given = static_cast<StableIValue*>(__builtin_alloca(size * sizeof(StableIValue)));
+  __builtin_memcpy(given, stack, arguments * sizeof *given);
+  given[arguments] = boxed(why);
+  if (torch_call_dispatcher(op->reference, "unserved", given, kTorch) != 0) {
+    const char* said = nullptr;
+    if (torch_exception_get_what_without_backtrace) said = torch_exception_get_what_without_backtrace();
+    if (!said || !*said) raise_form("the reference failed, and torch has printed why to stderr");
+    // The text of Python's errors is "Type: message", and after an empty line the places it came from.
+    const char* const end = __builtin_strstr(said, "\n\nAt:");
+    const char* const type = end ? __builtin_strstr(said, ": ") : nullptr;
+    const char* const begin = type && type < end ? type + 2 : said;
+    raise_form("%.*s", static_cast<int>(end ? end - begin : 1900), begin);
+  }
+  __builtin_memcpy(stack, given, results * sizeof *given);
+}
+
+// Has the library for another dtype, or else Python, take a call.
+OPK_COLD inline void call_other(const opkiln_op* op, int32_t dtype, StableIValue* stack, uint64_t arguments,
+                                uint64_t results) {
+  for (const opkiln_op* each = __atomic_load_n(&op->other, __ATOMIC_ACQUIRE); each;
+       each = __atomic_load_n(&each->other, __ATOMIC_ACQUIRE)) {
+    if (each->dtype == dtype) return each->run(stack, arguments, results);
+  }
+  call_reference(op, stack, arguments, results, "");
+}
+
 template <auto F, class Type, opkiln_op* Record, DeviceType On>
 struct Boxed;
 template <auto F, class R, class... A, opkiln_op* Record, DeviceType On>
@@ -75,6 +136,12 @@ struct Boxed<F, R (*)(A...), Record, On> {
         raise_form("the schema has %d arguments and %d results, the C++ function has %d and %d",
                    static_cast<int>(arguments), static_cast<int>(results), static_cast<int>(sizeof...(A)),
                    static_cast<int>(Results<R>::count));
+      }
+      if constexpr (kOnlyDType >= 0) {
+        const int32_t dtype = dtype_of_call(stack, Count<sizeof...(A)>{});
+        if (dtype != kOnlyDType && Record->reference) {
+          return call_other(Record, dtype, stack, arguments, results);
+        }
       }
       call(stack, Count<sizeof...(A)>{});
     } catch (Error& error) {
@@ -96,6 +163,17 @@ struct Boxed<F, R (*)(A...), Record, On> {
   static constexpr auto signature = describe();
 
  private:
+  // A ScalarType argument says what a call is for; without one, the first floating-point tensor does.
+  template <size_t... I>
+  static int32_t dtype_of_call(const StableIValue* stack, Indices<I...>) {
+    int32_t dtype = -1;
+    if constexpr ((is_dtype<typename Argument<A>::type> || ...)) {
+      (void)((is_dtype<typename Argument<A>::type> && (dtype = static_cast<int32_t>(stack[I]), true)) || ...);
+    } else {
+      (void)((is_tensor<typename Argument<A>::type> && (dtype = floating_dtype(stack[I])) >= 0) || ...);
+    }
+    return dtype;
+  }
   template <size_t... I>
   static void call([[maybe_unused]] StableIValue* stack, Indices<I...>) {
     with(stack, Box<typename Argument<A>::type>::take(stack[I], Origin{Record, static_cast<int32_t>(I)})...);
@@ -112,10 +190,17 @@ struct Boxed<F, R (*)(A...), Record, On> {
     }
   }
   static void finish([[maybe_unused]] StableIValue* stack, typename Argument<A>::type&... values) {
-    if constexpr (Results<R>::count == 0) {
-      F(static_cast<A&&>(values)...);
-    } else {
-      Results<R>::give(F(static_cast<A&&>(values)...), stack);
+    try {
+      if constexpr (Results<R>::count == 0) {
+        F(static_cast<typename Passed<A>::type>(values)...);
+      } else {
+        Results<R>::give(F(static_cast<typename Passed<A>::type>(values)...), stack);
+      }
+    } catch (const Unserved& why) {
+      if (!Record->reference) throw;
+      StableIValue* to = stack;
+      ((*to++ = Box<typename Argument<A>::type>::give(static_cast<typename Argument<A>::type&&>(values))), ...);
+      call_reference(Record, stack, sizeof...(A), Results<R>::count, why.text);
     }
   }
 };
@@ -154,6 +239,7 @@ constexpr DeviceType emulated(DeviceType type) { return type; }
   static_assert(*::opk::key_of(::opk::DeviceType::device), "an op is for cpu, cuda or xpu");           \
   static opkiln_op opkiln_op_##number = {                                                              \
       ::opk::kRecordABI,                                                                               \
+      ::opk::kOnlyDType,                                                                               \
       ::opk::last_part(#function),                                                                     \
       ::opk::name_of(::opk::emulated(::opk::DeviceType::device)),                                      \
       ::opk::Boxed<&function, decltype(&function), &opkiln_op_##number,                                \
@@ -166,9 +252,13 @@ constexpr DeviceType emulated(DeviceType type) { return type; }
       __LINE__,                                                                                        \
       nullptr,                                                                                         \
       nullptr,                                                                                         \
+      nullptr,                                                                                         \
+      nullptr,                                                                                         \
       &opkiln_ops,                                                                                     \
       &opkiln_register,                                                                                \
-      &opkiln_unregister};                                                                                        \
+      &opkiln_unregister,                                                                              \
+      &opkiln_refer,                                                                                   \
+      &opkiln_link};                                                                                   \
   static const ::opk::Listed opkiln_listed_##number(opkiln_op_##number)
 
 OPK_NAMESPACE_END
@@ -216,6 +306,19 @@ extern "C" inline void opkiln_unregister(const opkiln_op* op) {
   opkiln_op* const mine = const_cast<opkiln_op*>(op);
   if (mine->library) aoti_torch_delete_library_object(mine->library);
   mine->library = nullptr;
+}
+
+extern "C" inline void opkiln_refer(const opkiln_op* op, const char* reference) {
+  opkiln_op* const mine = const_cast<opkiln_op*>(op);
+  if (mine->reference) return;  // an op has one name
+  // Never freed, as the names of arguments.
+  if (char* const copy = static_cast<char*>(__builtin_malloc(__builtin_strlen(reference) + 1))) {
+    mine->reference = __builtin_strcpy(copy, reference);
+  }
+}
+
+extern "C" inline void opkiln_link(const opkiln_op* op, const opkiln_op* other) {
+  __atomic_store_n(&const_cast<opkiln_op*>(op)->other, other, __ATOMIC_RELEASE);
 }
 
 OPK_RARE_END

@@ -86,7 +86,7 @@ struct Subject {  // what has the dtype: a tensor, or only its dtype
 
 [[noreturn]] OPK_COLD inline void raise_undispatched(
     const Subject& subject, std::initializer_list<DType> expected) {
-  Error error;
+  Unserved error;
   if (subject.named) {
     error.add("%s", NameOf(subject.origin).text);
   } else {
@@ -101,12 +101,34 @@ struct Subject {  // what has the dtype: a tensor, or only its dtype
   throw error;
 }
 
-// Calls f with Type<T>{} for the T among Ts that has the dtype; raises if there is none.
+// The dtype that a library is for, if it is for one (`dtypes=`).
+#if defined(OPKILN_DTYPE)
+constexpr int32_t kOnlyDType = static_cast<int32_t>(DType::OPKILN_DTYPE);
+#else
+constexpr int32_t kOnlyDType = -1;
+#endif
+
+// Whether a library is compiled for this dtype. Integers, as indices, are in all.
+constexpr bool compiles(DType dtype) {
+  return kOnlyDType < 0 || !is_floating(dtype) || static_cast<int32_t>(dtype) == kOnlyDType;
+}
+
+// Calls f if the dtype is T's; whether it did.
+template <class T, class F>
+bool dispatch_one(DType dtype, const F& f) {
+  if constexpr (compiles(dtype_of<T>)) {
+    if (dtype_of<T> == dtype) {
+      f(Type<T>{});
+      return true;
+    }
+  }
+  return false;
+}
+
+// Calls f with Type<T>{} for the T among Ts that has the dtype. If there is none, the reference serves.
 template <class... Ts, class F>
 void dispatch(const Subject& subject, const F& f) {
-  if (!((dtype_of<Ts> == subject.dtype && (f(Type<Ts>{}), true)) || ...)) {
-    raise_undispatched(subject, {dtype_of<Ts>...});
-  }
+  if (!(dispatch_one<Ts>(subject.dtype, f) || ...)) raise_undispatched(subject, {dtype_of<Ts>...});
 }
 
 // OPK_DISPATCH(x, T, (float, double, opk::bfloat16), { fill(out.data<T>()); });

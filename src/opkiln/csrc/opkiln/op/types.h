@@ -237,4 +237,9 @@ struct dtype_is<const T> : dtype_is<T> {};
 template <class T>
 inline constexpr DType dtype_of = dtype_is<T>::value;
 
+constexpr bool is_floating(DType dtype) {
+  return (dtype >= DType::float16 && dtype <= DType::float64) || dtype == DType::bfloat16 ||
+      (dtype >= DType::float8_e5m2 && dtype <= DType::float8_e4m3fnuz);
+}
+
 OPK_NAMESPACE_END

@@ -17,13 +17,14 @@ from opkiln.ops.ragged_device_ops.functions.checks import (
     dtype_name,
     widened,
 )
-from opkiln.ops.ragged_device_ops.op import kit
+from opkiln.ops.ragged_device_ops.op import gating
+from opkiln.ops.ragged_device_ops.op import rows as row_kit
 
 _MOST_EXPERTS = 1024
 _MOST_CHOSEN = 32
 
 
-@kit.op()
+@gating.op()
 def top_k_gating(
     logits: Tensor, k: int, normalize: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -70,7 +71,7 @@ def top_k_gating(
     )
 
 
-@kit.op()
+@row_kit.op()
 def moe_scatter(x: Tensor, slots: Tensor) -> Tensor:
     """Rows sorted by expert, [T * k, C]: row ``slots[t, j]`` is ``x[t]``.
 
@@ -90,7 +91,7 @@ def _scatter_gradient(grad: Tensor, x: Tensor, slots: Tensor) -> tuple[Tensor | 
     return moe_gather(grad, slots), None
 
 
-@kit.op()
+@row_kit.op()
 def moe_gather(rows: Tensor, slots: Tensor, weights: Tensor | None = None) -> Tensor:
     """The sum over ``j`` of ``weights[t, j] * rows[slots[t, j]]``, [T, C].
 

@@ -28,7 +28,7 @@ from opkiln.ops.ragged_device_ops.functions.checks import (
     check_some,
     widened,
 )
-from opkiln.ops.ragged_device_ops.op import kit
+from opkiln.ops.ragged_device_ops.op import paged as kit
 
 _MOST = 512  # elements of a head that are rotated
 

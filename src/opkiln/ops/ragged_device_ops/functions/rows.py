@@ -15,7 +15,7 @@ from opkiln.ops.ragged_device_ops.functions.checks import (
     dtype_name,
     widened,
 )
-from opkiln.ops.ragged_device_ops.op import kit
+from opkiln.ops.ragged_device_ops.op import rows as kit
 
 
 @kit.op()

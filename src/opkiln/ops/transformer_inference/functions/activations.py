@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from opkiln.ops.transformer_inference.functions.checks import check_row, widened
-from opkiln.ops.transformer_inference.op import kit
+from opkiln.ops.transformer_inference.op import activations as kit
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opkiln.ops.transformer_inference.op import kit
+from opkiln.ops.transformer_inference.op import int8_linear as kit
 
 
 @kit.op()

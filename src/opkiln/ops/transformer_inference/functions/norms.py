@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opkiln.ops.transformer_inference.functions.checks import check_row, check_same, widened
-from opkiln.ops.transformer_inference.op import kit
+from opkiln.ops.transformer_inference.op import norms as kit
 
 
 @kit.op()

@@ -10,7 +10,7 @@ from opkiln.ops.transformer_inference.functions.checks import (
     check_same,
     widened,
 )
-from opkiln.ops.transformer_inference.op import kit
+from opkiln.ops.transformer_inference.op import residuals as kit
 
 
 @kit.op()

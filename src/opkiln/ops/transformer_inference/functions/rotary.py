@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from opkiln.ops.transformer_inference.functions.checks import widened
-from opkiln.ops.transformer_inference.op import kit
+from opkiln.ops.transformer_inference.op import rotary as kit
 
 _MOST = 512  # elements of a head that are rotated without tables
 

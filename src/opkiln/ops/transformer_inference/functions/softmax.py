@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from opkiln.ops.transformer_inference.functions.checks import widened
-from opkiln.ops.transformer_inference.op import kit
+from opkiln.ops.transformer_inference.op import softmax as kit
 
 
 @kit.op()
