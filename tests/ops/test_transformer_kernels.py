@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from stand_in import emulated_functions, poisoned
+from stand_in import emulated, poisoned
 from torch import Tensor
 
 from opkiln import nn
+from opkiln.errors import FallbackWarning
 from opkiln.ops.transformer import functions
 from opkiln.ops.transformer.op import kit
 
@@ -23,9 +24,7 @@ LONG = [(3, 8192), (2, 4104)]
 
 @pytest.fixture(scope="module")
 def native() -> Any:
-    return emulated_functions(
-        *(getattr(functions, name) for name in kit.builder.REGISTRATION.names)
-    )
+    return [emulated(each) for each in kit.builder.variants()][-1]
 
 
 def made(shape: tuple[int, ...], dtype: torch.dtype, count: int) -> list[Tensor]:
@@ -228,9 +227,20 @@ def test_arguments_that_do_not_fit_are_refused(native: Any) -> None:
         for each in (native, functions):
             with pytest.raises(RuntimeError, match=r"bias|residual|seed|p is|x has|third"):
                 bad(each)
+
+
+def test_rows_that_are_too_long_for_the_kernels_take_the_reference(native: Any) -> None:
     wide = torch.randn(1, 8200)
-    with pytest.raises(RuntimeError, match="8200"):
-        native.dropout_add(wide, wide[0], wide)
+    with pytest.warns(FallbackWarning, match="rows have 8200 elements, expected at most 8192"):
+        out = native.dropout_add(wide, wide[0], wide)
+    assert torch.equal(out, functions.dropout_add.reference(wide, wide[0], wide))
+
+
+def test_fp64_takes_the_reference(native: Any) -> None:
+    x = torch.randn(3, 8, dtype=torch.float64)
+    with pytest.warns(FallbackWarning, match="not float64"):
+        out = native.dropout_add(x, x[0], x)
+    assert torch.equal(out, functions.dropout_add.reference(x, x[0], x))
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
