@@ -21,7 +21,10 @@ def clocks() -> tuple[float, float]:
 def main() -> None:
     """``child_cold_op.py LIBRARY TARGET``."""
     library, target = sys.argv[1:]
-    ALL_OPS[library]().registration().reference()
+    declared = ALL_OPS[library]().registration()
+    assert declared is not None
+    assert declared.reference is not None
+    declared.reference()
     cpu, wall = clocks()
     cli.main(["build", library, "--target", target], prog_name="opkiln", standalone_mode=False)
     after = clocks()

@@ -76,8 +76,7 @@ def main() -> int:
     try:
         for library in asked.libraries or LIBRARIES:
             rows.append(row_of(library, asked, workspace))
-            least = min(rows[-1].details["wall_s"])
-            print(f"{library:50} {rows[-1].sample.low:6.1f} s CPU, {least:6.1f} s", flush=True)
+            print(library, rows[-1].bar, flush=True)
     except Failure as failure:
         print(f"bench: {failure}", file=sys.stderr)
         return 1

@@ -155,13 +155,15 @@ def explain(name: str) -> Explanation | Explanations:
     return explaining.Explanations(builder.NAME, tuple(found))
 
 
-def libraries(name: str, builder: type[OpBuilder]) -> list[tuple[str, type[OpBuilder]]]:
-    """(name, builder) of every library of an op: one, or one for each of its variants. ``name`` is
-    what the op is asked for as."""
+def libraries(
+    name: str, builder: type[OpBuilder], *, ahead: bool = False
+) -> list[tuple[str, type[OpBuilder]]]:
+    """(name, builder) of every library of an op: one, or one for each of its variants; if
+    ``ahead``, for those that are built before a call needs them. ``name`` is what the op is asked
+    for as."""
     owner, colon, _ = name.rpartition(":")
-    return [(f"{owner}{colon}{each.NAME}", each) for each in builder.variants()] or [
-        (name, builder)
-    ]
+    found = builder.ahead() if ahead else builder.variants()
+    return [(f"{owner}{colon}{each.NAME}", each) for each in found] or [(name, builder)]
 
 
 def builder_of(name: str, entry: EntryPoint) -> type[OpBuilder]:

@@ -135,7 +135,7 @@ def test_a_call_that_the_kernel_does_not_serve_runs_as_the_reference() -> None:
 
 def test_a_call_that_the_kernel_does_not_serve_has_the_gradient_of_the_reference() -> None:
     x = torch.ones(1, 1, 2, requires_grad=True)
-    dt_doubled(x, [1]).sum().backward()
+    torch.autograd.backward(dt_doubled(x, [1]).sum())
     assert x.grad is not None
     assert x.grad.tolist() == [[[2.0, 2.0]]]
 
@@ -185,3 +185,13 @@ def test_parts_are_libraries_of_their_own_under_one_name() -> None:
 def test_dtypes_that_mean_nothing_are_refused(given: Any) -> None:
     with pytest.raises(SpecError, match="dtypes="):
         opkiln.library("dt_wrong", source=SOURCE, **given)
+
+
+def test_an_op_says_which_of_its_variants_are_built_ahead() -> None:
+    sizes = {"HEAD": (64, 80, 128), "PAGED": (False, True)}
+    made = opkiln.library("dt_ahead", source=SOURCE, variants=sizes, ahead={"HEAD": (64,)})
+    built = [name for name, _ in libraries("dt_ahead", made.builder, ahead=True)]
+    assert built == ["dt_ahead__HEAD_64_PAGED_false", "dt_ahead__HEAD_64_PAGED_true"]
+    assert len(libraries("dt_ahead", made.builder)) == 6
+    with pytest.raises(SpecError, match="ahead= has HEAD=96"):
+        opkiln.library("dt_ahead", source=SOURCE, variants=sizes, ahead={"HEAD": (96,)})

@@ -215,6 +215,10 @@ class DecoratedBuilder(CUDAOpBuilder):
         return tuple(map(cls.variant, cls.PARAMETERS.combinations()))
 
     @classmethod
+    def ahead(cls) -> tuple[type[DecoratedBuilder], ...]:
+        return tuple(each for each in cls.variants() if each.PARAMETERS.is_ahead(each.VALUES))
+
+    @classmethod
     def variant(cls, values: tuple[Value, ...]) -> type[DecoratedBuilder]:
         """The builder of the variant with these values."""
         found = cls._made.get(values)

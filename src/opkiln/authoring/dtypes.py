@@ -119,9 +119,10 @@ class Dtypes:
         """The dtype of a call, in words; empty if it has none."""
         for place, name in self._deciding:
             value = args[place] if place < len(args) else kwargs.get(name)
-            dtype = value.dtype if isinstance(value, Tensor) else value
-            if not isinstance(value, Tensor) or dtype.is_floating_point:
-                return str(dtype).removeprefix("torch.")
+            if not isinstance(value, Tensor):
+                return str(value).removeprefix("torch.")
+            if value.dtype.is_floating_point:
+                return str(value.dtype).removeprefix("torch.")
         return ""
 
     def _why(self, dtype: str) -> str:

@@ -94,6 +94,7 @@ def library(
     without: Mapping[str, Iterable[str]] | None = None,
     variants: Mapping[str, Sequence[Value]] | None = None,
     dtypes: Sequence[str] = (),
+    ahead: Mapping[str, Sequence[Value]] | None = None,
     parts: Sequence[Library] = (),
 ) -> Library:
     """A library of several ops. ``name`` is what commands know it by; the other arguments are those
@@ -121,7 +122,7 @@ def library(
             hint=f'opkiln.library("{name}", ..., schemas=(...), functions="my_package.functions")',
         )
     given = Sources.of(sources, cuda, source, "opkiln.library")
-    parameters = Parameters.of(name, variants or {}, {}, tuple(dtypes))
+    parameters = Parameters.of(name, variants or {}, {}, tuple(dtypes), ahead)
     builder = builder_for(name, place, given, needs or {}, namespace, parameters)
     builder.EMULATE = emulate
     builder.FUNCTIONS, builder.SCHEMAS = functions, listed

@@ -87,6 +87,7 @@ def op(
     emulate: bool = False,
     variants: Mapping[str, Sequence[Value]] | None = None,
     tune: Mapping[str, Sequence[Value]] | None = None,
+    ahead: Mapping[str, Sequence[Value]] | None = None,
 ) -> Callable[[Callable[_P, _R]], DecoratedOp[_P, _R]]:
     """Make an op of a function; its body is the reference.
 
@@ -99,6 +100,8 @@ def op(
     ``variants`` lists compile-time parameters and their values, ``{"HEAD": (64, 128)}``: the
     sources see them as macros, and ``@f.variant`` chooses among them. ``tune`` lists such
     parameters that are chosen by measuring, once for each device model and class of shapes.
+    ``ahead`` says which variants `opkiln build` and wheels have, ``{"HEAD": (64,)}``; by default,
+    all.
 
     Raises SpecError for a function that cannot be an op.
     """
@@ -110,7 +113,7 @@ def op(
         from opkiln.authoring.declaration import Declaration
 
         name = function.__name__
-        parameters = Parameters.of(name, variants or {}, tune or {})
+        parameters = Parameters.of(name, variants or {}, tune or {}, ahead=ahead)
         builder = builder_for(
             name, Place.of(function), given, needs or {}, namespace, parameters, function.__doc__
         )

@@ -50,12 +50,14 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 class Parameters(Record):
     """What an op may be compiled with. ``chosen`` are chosen by the op's author, from the arguments
-    of a call; ``tuned`` by measuring. An op with ``dtypes`` has neither."""
+    of a call; ``tuned`` by measuring. An op with ``dtypes`` has neither. ``ahead`` are the values
+    of the variants that are built before a call needs them."""
 
     op: str
     chosen: tuple[tuple[str, tuple[Value, ...]], ...] = ()
     tuned: tuple[tuple[str, tuple[Value, ...]], ...] = ()
     dtypes: tuple[str, ...] = ()
+    ahead: tuple[tuple[str, tuple[Value, ...]], ...] = ()
 
     @classmethod
     def of(
@@ -64,13 +66,26 @@ class Parameters(Record):
         variants: Mapping[str, Sequence[Value]],
         tune: Mapping[str, Sequence[Value]],
         dtypes: Sequence[str] = (),
+        ahead: Mapping[str, Sequence[Value]] | None = None,
     ) -> Parameters:
         """Raises SpecError."""
         if dtypes:
-            return cls(op, dtypes=_checked_dtypes(op, dtypes, varied=bool(variants or tune)))
+            varied = bool(variants or tune or ahead)
+            return cls(op, dtypes=_checked_dtypes(op, dtypes, varied=varied))
         if both := sorted(set(variants) & set(tune)):
             raise SpecError(f"op {op}: variants= and tune= both have {', '.join(both)}")
-        made = cls(op, _listed(op, "variants", variants), _listed(op, "tune", tune))
+        made = cls(
+            op,
+            _listed(op, "variants", variants),
+            _listed(op, "tune", tune),
+            ahead=_listed(op, "ahead", ahead or {}),
+        )
+        for name, values in made.ahead:
+            if unknown := [each for each in values if each not in dict(made.all).get(name, ())]:
+                raise SpecError(
+                    f"op {op}: ahead= has {_shown({name: unknown[0]})}",
+                    why=f"it lists some of the values of variants= and tune=: {made.in_words()}",
+                )
         count = math.prod(len(values) for _, values in made.all)
         if count > _MOST:
             raise SpecError(f"op {op}: its parameters have {count} combinations, more than {_MOST}")
@@ -110,6 +125,11 @@ class Parameters(Record):
     def candidates(self) -> Iterator[tuple[Value, ...]]:
         """The combinations of what is chosen by measuring."""
         return itertools.product(*(values for _, values in self.tuned))
+
+    def is_ahead(self, values: Sequence[Value]) -> bool:
+        """Whether a variant is built before a call needs it: all are, unless ``ahead`` says."""
+        given = dict(zip(self.names, values, strict=True))
+        return all(given[name] in listed for name, listed in self.ahead)
 
     def matching(self, wanted: Mapping[str, Value]) -> list[tuple[Value, ...]]:
         """The combinations that have these values. Raises SpecError if there is none."""
@@ -172,7 +192,7 @@ class Parameters(Record):
 
 def _checked_dtypes(op: str, dtypes: Sequence[str], *, varied: bool) -> tuple[str, ...]:
     if varied:
-        raise SpecError(f"op {op}: dtypes= goes with neither variants= nor tune=")
+        raise SpecError(f"op {op}: dtypes= goes with none of variants=, tune= and ahead=")
     if isinstance(dtypes, str) or not set(dtypes) <= set(_DTYPES) or len(set(dtypes)) < len(dtypes):
         raise SpecError(
             f"op {op}: dtypes= is {dtypes!r}",

@@ -159,6 +159,11 @@ class OpBuilder:
         return ()
 
     @classmethod
+    def ahead(cls) -> tuple[type[OpBuilder], ...]:
+        """Those of ``variants`` that are built if the op is asked for as a whole."""
+        return cls.variants()
+
+    @classmethod
     def emulates(cls) -> bool:
         """Whether calls with CPU tensors run the op's CUDA kernels in the emulator: ``EMULATE`` is
         set, or ``OPKILN_DEVICE=emulated`` and all CUDA sources are ``.cu`` files, as with op.h."""

@@ -272,10 +272,10 @@ def _open(op: Op, artifact: Artifact) -> Any:
     if earlier:
         artifact = beside(spec, artifact, earlier)
     artifact = of_its_own(op.name, artifact)
-    overloads, decorated = ("",), False
-    if op.registration is not None:
-        overloads, decorated = op.registration.overloads, op.registration.defined
-    value = open_artifact(spec, artifact.path, overloads, unserved=decorated)
+    told = op.registration
+    overloads = ("",) if told is None else told.overloads
+    unserved = told is not None and told.defined
+    value = open_artifact(spec, artifact.path, overloads, unserved=unserved)
     if spec.kernels and spec.kind == LIBRARY:
         register.require_kernels(spec, overloads)
     opened[artifact.sha256] = value

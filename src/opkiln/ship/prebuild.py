@@ -93,8 +93,8 @@ def requests(
 ) -> Asked:
     """Every op for every target that it has a version for; without targets, for this machine.
 
-    An op with variants is all of them. A named op must have a version for at least one target.
-    Raises UnknownOp, UnknownBackend.
+    An op with variants is all that are built ahead. A named op must have a version for at least one
+    target. Raises UnknownOp, UnknownBackend.
     """
     made: list[Request] = []
     refused: list[Outcome] = []
@@ -129,7 +129,7 @@ def _libraries(
     """(name, builder) of all libraries. One that cannot be imported is added to ``refused``."""
     for name in names:
         try:
-            yield from libraries(name, builders[name])
+            yield from libraries(name, builders[name], ahead=True)
         except SpecError as wrong:
             if named:
                 raise

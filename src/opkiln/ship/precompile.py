@@ -210,12 +210,12 @@ def _asked(
 
 
 def _libraries(op: Declared) -> list[OpBuilder]:
-    """A builder for each library of an op: one, or one for each of its variants.
+    """A builder for each library of an op: one, or one for each variant that is built ahead.
 
     Raises SpecError.
     """
     builder = _builder(op)
-    return [each() for each in type(builder).variants()] or [builder]
+    return [each() for each in type(builder).ahead()] or [builder]
 
 
 def _targets(builder: OpBuilder) -> tuple[NamedTarget, ...]:

@@ -14,6 +14,7 @@ kit = library(
         "T": ("half", "bfloat16"),
         "PAGED": (False, True),
     },
+    ahead={"HEAD": (64, 128)},  # those of most models; a library takes seconds to compile
     schemas=(
         (
             "kv_attention(Tensor q, Tensor? k, Tensor? v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
