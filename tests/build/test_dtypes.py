@@ -195,3 +195,25 @@ def test_an_op_says_which_of_its_variants_are_built_ahead() -> None:
     assert len(libraries("dt_ahead", made.builder)) == 6
     with pytest.raises(SpecError, match="ahead= has HEAD=96"):
         opkiln.library("dt_ahead", source=SOURCE, variants=sizes, ahead={"HEAD": (96,)})
+
+
+def test_a_library_that_is_declared_anew_has_the_new_code() -> None:
+    source = """
+    #include <opkiln/op.h>
+    opk::Tensor dt_again(const opk::Tensor& x) {{
+      opk::Tensor out = opk::empty_like(x);
+      OPK_DISPATCH(x, T, (float, double), {{ out.data<T>()[0] = {value}; }});
+      return out;
+    }}
+    OPKILN_OP(dt_again, cpu);
+    """
+
+    def dt_again(x: Tensor) -> Tensor:
+        return x.clone()
+
+    for value in (1, 2):
+        given = source.format(value=value)
+        made = opkiln.library("dt_anew", source=given, dtypes=("float64", "float32"))
+        op = made.op()(dt_again)
+        for dtype in (torch.float32, torch.float64):
+            assert op(torch.zeros(1, dtype=dtype)).tolist() == [value]

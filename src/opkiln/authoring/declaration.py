@@ -59,7 +59,10 @@ class Declaration:
             self._entrance = Dtypes(builder, function, self._defined, served)
         else:
             self._entrance = Entrance(builder, function, written, served(""))
-        loader.forget(builder().distribution, builder.NAME)
+        parameters, distribution = builder.PARAMETERS, builder().distribution
+        # Whatever is loaded was declared with other functions, or from other sources.
+        for name in (builder.NAME, *(parameters.library((each,)) for each in parameters.dtypes)):
+            loader.forget(distribution, name)
         compared = NATIVE in builder.REGISTRATION.overloads
         more = NATIVE if compared and self._variants is None else NO_GRAD
         self._defined.define(self._entrance, function, (more,), self._entrance.unserved)
