@@ -3,6 +3,7 @@ against autograd."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,11 @@ LONG = [(3, 8192), (2, 4104)]
 
 @pytest.fixture(scope="module")
 def native() -> Any:
-    return [emulated(each) for each in kit.builder.variants()][-1]
+    made: dict[str, Any] = {}
+    for each in kit.builder.variants():
+        functions_of = emulated(each)
+        made |= {name: getattr(functions_of, name) for name in each.REGISTRATION.names}
+    return SimpleNamespace(**made)
 
 
 def made(shape: tuple[int, ...], dtype: torch.dtype, count: int) -> list[Tensor]:

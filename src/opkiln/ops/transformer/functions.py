@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from opkiln.ops.transformer.op import kit
+from opkiln.ops.transformer.op import columns, norms
 
 LONGEST_ROW = 8192
 
@@ -31,7 +31,7 @@ _Four = tuple[Tensor, Tensor, Tensor, Tensor]
 _Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-@kit.op()
+@norms.op()
 def norm_with_moments(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> _Three:
     """The layer norm of ``x``, and what its gradient needs: the mean of each row and one over its
     standard deviation, in fp32."""
@@ -39,7 +39,7 @@ def norm_with_moments(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
     return _normalized(x.contiguous(), weight, bias, eps)
 
 
-@kit.op()
+@norms.op()
 def dropout_add(
     x: Tensor,
     bias: Tensor,
@@ -54,7 +54,7 @@ def dropout_add(
     return _added(x, bias, residual, seed, site, p)
 
 
-@kit.op()
+@norms.op()
 def dropout_add_backward(
     grad: Tensor, seed: Tensor | None = None, site: int = 0, p: float = 0.0
 ) -> _Two:
@@ -67,7 +67,7 @@ def dropout_add_backward(
     return _unless(p == 0, through, grad), _sum_of_rows(through).to(grad.dtype)
 
 
-@kit.op()
+@norms.op()
 def dropout_add_norm(
     x: Tensor,
     bias: Tensor,
@@ -89,7 +89,7 @@ def dropout_add_norm(
     return total, *_normalized(total, weight, norm_bias, eps)
 
 
-@kit.op()
+@norms.op()
 def dropout_add_norm_backward(
     grad: Tensor,
     x: Tensor,
@@ -132,7 +132,7 @@ def dropout_add_norm_backward(
     )
 
 
-@kit.op()
+@columns.op()
 def gelu_dropout(
     x: Tensor, bias: Tensor, seed: Tensor | None = None, site: int = 0, p: float = 0.0
 ) -> Tensor:
@@ -140,7 +140,7 @@ def gelu_dropout(
     return gelu_reference(x, bias, seed, site, p)
 
 
-@kit.op()
+@columns.op()
 def gelu_dropout_backward(
     grad: Tensor,
     x: Tensor,
@@ -155,7 +155,7 @@ def gelu_dropout_backward(
     return gelu_backward_reference(grad, x, bias, seed, site, p, recompute)
 
 
-@kit.op()
+@columns.op()
 def join_columns(first: Tensor, second: Tensor, third: Tensor) -> _Two:
     """The three beside each other in each row, and the sum of all rows."""
     _check_rows(first)
