@@ -75,9 +75,11 @@ def make(case: Case, form: str, dtype: torch.dtype, device: str = "cpu") -> tupl
     shape = (experts, case.outputs) if case.ends else (case.outputs,)
     bias = torch.randn(shape).to(dtype) if case.bias else None
     x = torch.randn(case.rows, case.inputs).to(dtype)
-    tensors = [each if each is None else each.to(device) for each in (x, codes, scales, offsets, bias)]
-    rest = (case.outputs, group, NUMBERS[form], ACTIVATIONS.index(case.activation))
-    return Call(*tensors, *rest), exact.to(device)  # type: ignore[arg-type]
+    tensors = [
+        each if each is None else each.to(device) for each in (x, codes, scales, offsets, bias)
+    ]
+    rest: Any = (case.outputs, group, NUMBERS[form], ACTIVATIONS.index(case.activation))
+    return Call._make((*tensors, *rest)), exact.to(device)
 
 
 def expected(call: Call, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,5 +112,6 @@ def check(case: Case, form: str, dtype: torch.dtype, op: Any, device: str = "cpu
     assert got.shape == exact.shape
     assert got.dtype == dtype
     wrong = (got.double() - exact).abs() > UNIT[dtype] * exact.abs() + 2e-6 * size + 1e-6
-    at = wrong.nonzero()
-    assert not len(at), f"{case}: {got[tuple(at[0])]} at {at[0].tolist()}, not {exact[tuple(at[0])]}"
+    for row, column in wrong.nonzero().tolist()[:1]:
+        found, wanted = got[row, column], exact[row, column]
+        raise AssertionError(f"{case}: {found} at [{row}, {column}], not {wanted}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,14 +46,14 @@ def packed_gemm(
 
 
 @packed_gemm.fake
-def _(x: Tensor, *rest: object) -> Tensor:
-    return x.new_empty(x.shape[0], rest[4])
+def _(x: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty((x.shape[0], rest[4]))
 
 
 @packed_gemm.variant
-def _(x: Tensor, *rest: object) -> dict[str, str] | None:
+def _(x: Tensor, *rest: Any) -> dict[str, str]:
     kind = _TYPES.get(x.dtype) or str(x.dtype).removeprefix("torch.")
-    return {"CODES": FORMATS[int(rest[6])].kind, "T": kind}  # type: ignore[call-overload]
+    return {"CODES": FORMATS[rest[6]].kind, "T": kind}
 
 
 def finished(
@@ -80,13 +81,15 @@ def grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Each row of ``x`` times the transposed matrix of its expert. ``weight`` may be transposed.
 
     torch's ``grouped_mm`` has a kernel for bf16 on GPUs of compute capability 9.0 and later.
-    Elsewhere it is a loop, for which the host waits for ``offsets``.
+    Elsewhere it is a loop over the experts, for which the host waits for ``offsets``. In a graph
+    torch traces it for bf16 alone: other dtypes are multiplied with all matrices there.
     """
     if x.shape[0] == 0:
         return x.new_empty(0, weight.shape[1])
-    if x.dtype not in _GROUPED:
+    traced = torch.compiler.is_compiling() and x.dtype != torch.bfloat16
+    if traced or x.dtype not in _GROUPED:
         out, experts = x.new_zeros(x.shape[0], weight.shape[1]), _experts(x, offsets)
-        for expert, each in enumerate(weight):
+        for expert, each in enumerate(weight.unbind()):
             out = torch.where((experts == expert)[:, None], x @ each.T, out)
         return out
     sixteen = 16 // x.element_size()  # rows begin at multiples of 16 bytes
@@ -115,11 +118,10 @@ def _weights(
         return codes.view(size)
     narrow = torch.float32 if dtype == torch.float64 else dtype
     if form.startswith("int"):
-        bits = int(form.removeprefix("int"))
-        none = scales.new_empty(0)
-        flat = dequantize(
-            codes.reshape(-1), scales, none, math.prod(size), narrow, bits, group_size, True, 1, 1, 1
-        )
+        bits, none = int(form.removeprefix("int")), scales.new_empty(0)
+        values, numel = codes.reshape(-1), math.prod(size)
+        in_order = (True, 1, 1, 1)  # symmetric, and not swizzled
+        flat = dequantize(values, scales, none, numel, narrow, bits, group_size, *in_order)
         return flat.view(size).to(dtype)
     found = formats.FORMATS[form]
     out = fp_dequantize(

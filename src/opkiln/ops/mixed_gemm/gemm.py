@@ -79,8 +79,8 @@ def moe_gemm(
     few = x.shape[0] <= MOST_PLAIN_ROWS * weight.shape[0]
     if few and _served(x, (weight, bias), "plain", 0) and weight.is_contiguous():
         outputs, form = weight.shape[1], NUMBERS["plain"]
-        x = x.contiguous()
-        return packed_gemm(x, weight, None, offsets, bias, outputs, 0, form, number)  # type: ignore[no-any-return]
+        x, bias = x.contiguous(), _contiguous(bias)
+        return packed_gemm(x, weight, None, offsets, bias, outputs, 0, form, number)
     return finished(x, weight, offsets, bias, number)
 
 
@@ -100,9 +100,9 @@ def _packed(
         plain = weight.symmetric and weight.swizzle is None
     few = x.shape[0] <= MOST_ROWS * experts
     if few and plain and _served(x, (codes, bias), form, weight.group_size):
-        return packed_gemm(  # type: ignore[no-any-return]
-            x.contiguous(), codes, weight.scales, offsets, bias, weight.shape[-2],
-            weight.group_size, NUMBERS[form], activation,
+        return packed_gemm(
+            x.contiguous(), codes, weight.scales.detach(), offsets, _contiguous(bias),
+            weight.shape[-2], weight.group_size, NUMBERS[form], activation,
         )  # fmt: skip
     if isinstance(weight, FPQuantized):
         quantizer = FPQuantizer(weight.format, group_size=weight.group_size)
@@ -129,10 +129,14 @@ def fits(form: str, columns: int, group_size: int) -> bool:
     of what a warp takes at a time.
     """
     found = FORMATS[NUMBERS[form]]
-    if columns == 0 or columns % found.count:
+    if columns == 0 or columns % found.step:
         return False
     in_rows = group_size % found.chunk == 0 and group_size > 0 and columns % group_size == 0
     return in_rows or group_size % columns == 0
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def _is_aligned(x: Tensor) -> bool:
@@ -146,9 +150,7 @@ def _number(activation: str) -> int:
     return ACTIVATIONS.index(activation)
 
 
-def _check_grouped(
-    x: Tensor, shape: tuple[int, ...], offsets: Tensor, bias: Tensor | None
-) -> None:
+def _check_grouped(x: Tensor, shape: tuple[int, ...], offsets: Tensor, bias: Tensor | None) -> None:
     if len(shape) != 3:
         raise ArgumentError(f"weight has shape {list(shape)}, expected 3 dimensions")
     if x.dim() != 2:

@@ -13,12 +13,12 @@ class Format(NamedTuple):
     name: str
     kind: str
     bits: int
-    count: int  # rows of weights have a multiple of so many columns
+    step: int  # rows of weights have a multiple of so many columns
 
     @property
     def chunk(self) -> int:
         """Groups within a row have a multiple of so many columns."""
-        return 4 * self.count
+        return 4 * self.step
 
 
 FORMATS = (
