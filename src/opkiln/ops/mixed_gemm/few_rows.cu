@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(kThreads, 2) few_rows_kernel(const OPK_GRID_CO
   if (threadIdx.x == 0) kept = part;  // for the end: registers are short
   const int first_output = blockIdx.x * kOutputs, output = first_output + group;
   const int row_words = work.columns / kCount * Codes::kWords;
-  const int64_t row = static_cast<int64_t>(part.expert) * work.outputs + output;
-  const Rows<uint32_t> weights{work.codes + row * row_words, 8 * row_words, work.outputs - output};
+  const unsigned row = part.expert * work.outputs + output;
+  const Rows<uint32_t> weights{work.codes + int64_t{row} * row_words, 8 * row_words, work.outputs - output};
   const Rows<Element> tokens{work.x + static_cast<int64_t>(part.begin + group) * work.columns, 8 * work.columns,
                              part.end - part.begin - group};
   const auto scales_at = [&](int place, float (&scales)[kTiles][2]) {
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads, 2) few_rows_kernel(const OPK_GRID_CO
     for (int i = 0; i < 2 * kTiles; ++i) {
       scales[i / 2][i % 2] = Codes::kFactor;
       if (work.scales == nullptr || 8 * i >= weights.left) continue;
-      const int64_t first = (row + 8 * i) / work.rows_of_scale * work.scales_of_row;
+      const unsigned first = (row + 8 * i) / static_cast<unsigned>(work.rows_of_scale) * work.scales_of_row;
       scales[i / 2][i % 2] *= work.scales[first + place];
     }
   };
@@ -110,22 +110,26 @@ Tensor packed_gemm(const Tensor& x, const Tensor& codes, const opk::optional<Ten
   const int64_t columns = x.size(1), experts = offsets.has_value() ? offsets->numel() : 1;
   const int64_t row_bytes = columns / kCount * Codes::kWords * 4;
   OPK_CHECK(columns > 0 && columns % kCount == 0, x, " has ", columns, " columns, expected a multiple of ", kCount);
-  const int64_t found = codes.numel() * (codes.dtype() == opk::DType::uint8 || codes.dtype() == opk::DType::int8 ? 1 : 2);
+  const bool bytes = codes.dtype() == opk::DType::uint8 || codes.dtype() == opk::DType::int8;
+  OPK_CHECK(bytes || (kCount == 8 && codes.dtype() == x.dtype()), codes, " has dtype ", codes.dtype(),
+            ", which is not that of these weights");
+  const int64_t found = codes.numel() * (bytes ? 1 : 2);
   OPK_CHECK(found == experts * outputs * row_bytes, codes, " has ", found, " bytes, expected ",
             experts * outputs * row_bytes);
   constexpr int64_t kMost = int64_t{1} << 31;
-  OPK_CHECK(x.size(0) < kMost - 16 && outputs < kMost - 32 && columns * 16 < kMost, x, " has shape ", x.sizes(), ", and ",
-            outputs, " outputs, which is too large");
+  OPK_CHECK(x.size(0) < kMost - 16 && experts * outputs < kMost - 32 && columns * 16 < kMost, x, " has shape ",
+            x.sizes(), ", and there are ", experts * outputs, " outputs, which is too large");
   Work work = {};
   if (scales.has_value()) {
     opk::check_dtype(*scales, opk::DType::float32);
     opk::check_same_device(x, *scales);
     opk::check_contiguous(*scales);
+    OPK_CHECK(group_size > 0, "group_size is ", group_size, ", expected at least 1");
     const int64_t groups = (experts * outputs * columns + group_size - 1) / group_size;
     opk::check_shape(*scales, {groups});
     const bool in_rows = group_size % kChunk == 0 && columns % group_size == 0;
-    OPK_CHECK(in_rows || group_size % columns == 0, "group_size is ", group_size, ", expected whole rows, or a part of ",
-              columns, " columns that is a multiple of ", kChunk);
+    OPK_CHECK(in_rows || group_size % columns == 0, "group_size is ", group_size,
+              ", expected whole rows, or a part of ", columns, " columns that is a multiple of ", kChunk);
     work.scales = scales->data<const float>();
     work.rows_of_scale = static_cast<int32_t>(in_rows ? 1 : group_size / columns);
     work.scales_of_row = static_cast<int32_t>(in_rows ? columns / group_size : 1);
