@@ -134,6 +134,8 @@ def test_rows_are_multiplied_with_their_experts_matrix(dtype: torch.dtype) -> No
         close(inference.moe_gemm(x, w, ends), exact)
         other = w.transpose(1, 2).contiguous().transpose(1, 2)
         close(inference.moe_gemm(x, other, ends, activation="silu"), functional.silu(exact))
+        wider = torch.cat((w, w), 2)[..., :inputs]
+        close(inference.moe_gemm(x, wider, ends), exact)
         assert inference.moe_gemm(x[:0], w, torch.zeros_like(ends)).shape == (0, outputs)
 
 

@@ -18,6 +18,7 @@ __global__ void __launch_bounds__(kThreads, 2) few_rows_kernel(const OPK_GRID_CO
   constexpr int kRow = kOutputs + 4;  // so that the lanes of a warp store to different banks
   __shared__ float shared[kWarps][kTokens][kRow];
   __shared__ Part kept;
+  opk::wait_for_previous();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quarter = lane % 4;
   const Part part = part_of<kTokens>(work, blockIdx.y);
   if (part.expert < 0) return;
@@ -88,6 +89,7 @@ void launch(const Work& work) {
   opk::Launch how;
   how.grid = {(work.outputs + kTiles * 16 - 1) / (kTiles * 16), parts};
   how.block = kThreads;
+  how.overlap = true;
   opk::launch(few_rows_kernel<kTiles, kEights>, how, work);
 }
 

@@ -59,7 +59,7 @@ __device__ inline Part part_of(const Work& work, int32_t wanted) {
     const int expert = first + lane;
     const bool there = expert < work.experts;
     const int32_t begin = there && expert > 0 ? work.offsets[expert - 1] : 0;
-    const int32_t end = there ? work.offsets[expert] : begin;
+    const int32_t end = there ? min(work.offsets[expert], work.rows) : begin;  // a wrong offset reads no stray row
     const int32_t parts = end > begin ? (end - begin + kTokens - 1) / kTokens : 0;
     int32_t through = parts;  // parts of the experts up to this one
 #pragma unroll

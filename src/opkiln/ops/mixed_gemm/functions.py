@@ -94,7 +94,8 @@ def grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         return out
     sixteen = 16 // x.element_size()  # rows begin at multiples of 16 bytes
     missing = -x.shape[1] % sixteen
-    if missing or (weight.stride(2) != 1 and weight.shape[1] % sixteen):
+    transposed = weight.transpose(1, 2).is_contiguous() and weight.shape[1] % sixteen == 0
+    if missing or not (weight.is_contiguous() or transposed):
         weight = functional.pad(weight, (0, missing)).contiguous()
         x = functional.pad(x, (0, missing))
     return functional.grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=offsets)
