@@ -7,6 +7,7 @@ from opkiln import lazy
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from opkiln.ops.kv_attention.attention import KVCache, attention
+    from opkiln.ops.mixed_gemm.gemm import mixed_gemm, mixed_moe_gemm, moe_gemm
     from opkiln.ops.transformer_inference.functions.activations import (
         bias_add,
         bias_gelu,
@@ -48,6 +49,9 @@ __all__ = [
     "gated_silu",
     "int8_linear",
     "layer_norm",
+    "mixed_gemm",
+    "mixed_moe_gemm",
+    "moe_gemm",
     "moe_res_matmul",
     "post_layer_norm",
     "post_rms_norm",
@@ -76,6 +80,7 @@ _HOMES = {
     "gated_silu": f"{_FUNCTIONS}.activations",
     "int8_linear": f"{_FUNCTIONS}.linear",
     "layer_norm": f"{_FUNCTIONS}.norms",
+    **dict.fromkeys(("mixed_gemm", "mixed_moe_gemm", "moe_gemm"), "opkiln.ops.mixed_gemm.gemm"),
     "moe_res_matmul": f"{_FUNCTIONS}.residuals",
     "post_layer_norm": f"{_FUNCTIONS}.norms",
     "post_rms_norm": f"{_FUNCTIONS}.norms",

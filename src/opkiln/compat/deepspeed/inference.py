@@ -28,6 +28,7 @@ from opkiln.compat.deepspeed import inference_matmuls as matmuls
 from opkiln.compat.deepspeed import inference_pieces as pieces
 from opkiln.compat.deepspeed.inference_context import InferenceContext
 from opkiln.compat.deepspeed.modules import OpModule
+from opkiln.ops.mixed_gemm import core as fp6
 from opkiln.ops.transformer_inference import core
 from opkiln.ops.transformer_inference.functions import layer_norm
 
@@ -103,10 +104,10 @@ class TransformerInference(OpModule):
 
 
 class InferenceCore(OpModule):
-    """``inference_core_ops``: the pieces of FastGen's layers. fp6 weights are left to DeepSpeed."""
+    """``inference_core_ops``: the pieces of FastGen's layers."""
 
     NAME = "inference_core_ops"
-    REST = ("cuda_wf6af16_linear", "preprocess_weight", "blas_4d_matmul")
+    REST = ("blas_4d_matmul",)
 
     def __init__(self, rest: Callable[[], Any] | None = None) -> None:
         super().__init__(rest)
@@ -120,6 +121,8 @@ class InferenceCore(OpModule):
             core.rms_norm,
             core.rms_pre_norm,
             core.blas_linear,
+            fp6.cuda_wf6af16_linear,
+            fp6.preprocess_weight,
         ):
             setattr(self, function.__name__, function)
 

@@ -41,6 +41,7 @@ MODULES = {
     "quantizer": "quantizer:Quantizer",
     "random_ltd": "layers:RandomLTD",
     "spatial_inference": "layers:SpatialInference",
+    "cutlass_ops": "gemm:CutlassOps",
     "inference_core_ops": "inference:InferenceCore",
     "transformer_inference": "inference:TransformerInference",
     "utils": "modules:ByteTensors",

@@ -132,6 +132,13 @@ def fp_dequantize_rows(
     return values.to(dtype).view(rows.numel(), *size[1:])
 
 
+def packed_codes(values: Tensor, form: Format) -> Tensor:
+    """The nearest codes of finite ``values`` themselves, without scales, packed into bytes."""
+    flat = values.detach().reshape(-1).float()
+    codes = _nearest(flat.abs().clamp(max=form.largest), form)
+    return _pack(codes | flat.signbit().to(torch.int32) << (form.bits - 1), form)
+
+
 def _nearest(magnitudes: Tensor, form: Format) -> Tensor:
     """Codes without sign. Adding a power of two cuts a number off at the format's last bit, and
     rounds as fp32 does."""
