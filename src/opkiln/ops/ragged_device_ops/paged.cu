@@ -13,14 +13,16 @@
 
 namespace {
 
+using opkiln::device::load_once;
 using opkiln::device::Sixteen;
+using opkiln::device::store_once;
 using paged::Cache;
 using paged::Copy;
 using paged::Element;
 using paged::Heads;
 using paged::Work;
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 // A token has at least three heads (of q, k and v), so at most a third as many tokens and two broken ones are in a
 // block.
 constexpr int kMostTokens = kThreads / 3 + 2;
@@ -41,12 +43,12 @@ struct Packed {
 
   // The elements of a unit are at `at` and `apart` behind it.
   __device__ void load(const T* at, int apart) {
-    low = *reinterpret_cast<const Pack*>(at);
-    high = *reinterpret_cast<const Pack*>(at + apart);
+    low = load_once(reinterpret_cast<const Pack*>(at));
+    high = load_once(reinterpret_cast<const Pack*>(at + apart));
   }
   __device__ void store(T* at, int apart) const {
-    *reinterpret_cast<Pack*>(at) = low;
-    *reinterpret_cast<Pack*>(at + apart) = high;
+    store_once(reinterpret_cast<Pack*>(at), low);
+    store_once(reinterpret_cast<Pack*>(at + apart), high);
   }
   __device__ void rotate(const float* cosines, const float* sines) {
 #pragma unroll
@@ -85,8 +87,8 @@ __device__ inline float table_value(const void* table, int64_t at, Element eleme
                                       : opk::bits::to_float(uint32_t{bits} << 16);
 }
 
-__device__ inline void find_angle(const Work& work, int token, int pair, float* c, float* s) {
-  const int64_t position = work.positions[token] < 0 ? 0 : work.positions[token];
+__device__ inline void find_angle(const Work& work, int given, int pair, float* c, float* s) {
+  const int64_t position = given < 0 ? 0 : given;
   if (!work.cos) {
     opkiln::cos_sin(static_cast<uint64_t>(position) * work.frequencies.turns[pair], c, s);
   } else if (position >= work.table_positions) {
@@ -98,8 +100,7 @@ __device__ inline void find_angle(const Work& work, int token, int pair, float* 
 }
 
 // A token's block of the cache, and its place there. The block is -1 for padding.
-__device__ inline int2 find_place(const Copy& work, int token) {
-  const int sequence = work.sequences[token], position = work.positions[token];
+__device__ inline int2 find_place(const Copy& work, int sequence, int position) {
   if (sequence < 0 || position < 0) return make_int2(-1, 0);
   const int of_sequence = position / work.block_size;
   if (sequence >= work.batch || of_sequence >= work.sequence_blocks) opkiln::device::trap();
@@ -156,6 +157,14 @@ __global__ void __launch_bounds__(kThreads) paged_kernel(const OPK_GRID_CONSTANT
   const Units<Unit> units(work);
   const Spot<Unit> spot(work, units);
   const bool is_there = spot.token < work.tokens;
+  const int behind = units.first_token + (units.in_token + kThreads + units.a_token - 1) / units.a_token;
+  const int tokens = (behind < work.tokens ? behind : work.tokens) - units.first_token;
+  const int32_t *const sequences = work.sequences + units.first_token, *const positions = work.positions + units.first_token;
+  // These are asked for before the heads, so that they are there first: a table's element waits for them.
+  const int rank = threadIdx.x;
+  int sequence = 0, place = 0, position = 0;
+  if (rank < tokens) sequence = sequences[rank], place = positions[rank];
+  if (rank < tokens * work.pairs) position = positions[rank / work.pairs];
   const int key = spot.head - work.q.heads, value = key - work.k.heads;
   Unit held;
   if (is_there) {
@@ -165,12 +174,11 @@ __global__ void __launch_bounds__(kThreads) paged_kernel(const OPK_GRID_CONSTANT
     held.load(at + spot.first, spot.apart);
   }
 
-  const int behind = units.first_token + (units.in_token + kThreads + units.a_token - 1) / units.a_token;
-  const int tokens = (behind < work.tokens ? behind : work.tokens) - units.first_token;
-  for (int i = threadIdx.x; i < tokens; i += kThreads) places[i] = find_place(work, units.first_token + i);
-  for (int i = threadIdx.x; i < tokens * work.pairs; i += kThreads) {
+  if (rank < tokens) places[rank] = find_place(work, sequence, place);
+  for (int i = rank; i < tokens * work.pairs; i += kThreads) {
     const int token = i / work.pairs;
-    find_angle(work, units.first_token + token, i - token * work.pairs, angles.cosines + i, angles.sines + i);
+    find_angle(work, i == rank ? position : positions[token], i - token * work.pairs, angles.cosines + i,
+               angles.sines + i);
   }
   __syncthreads();
 
@@ -204,14 +212,16 @@ __global__ void __launch_bounds__(kThreads) paged_copy_kernel(const OPK_GRID_CON
   const auto from = [&](const Heads& heads) {
     return static_cast<const T*>(heads.x) + token * heads.token + head * heads.head + column;
   };
-  const Unit k = *reinterpret_cast<const Unit*>(from(work.k)), v = *reinterpret_cast<const Unit*>(from(work.v));
-  const int2 place = find_place(work, static_cast<int>(token));
+  const int sequence = work.sequences[token], position = work.positions[token];
+  const Unit k = load_once(reinterpret_cast<const Unit*>(from(work.k)));
+  const Unit v = load_once(reinterpret_cast<const Unit*>(from(work.v)));
+  const int2 place = find_place(work, sequence, position);
   if (place.x < 0) return;
   const auto to = [&](const Cache& cache) {
     return static_cast<T*>(cache.data) + place.x * cache.block + place.y * cache.place + head * cache.head + column;
   };
-  *reinterpret_cast<Unit*>(to(work.k_cache)) = k;
-  *reinterpret_cast<Unit*>(to(work.v_cache)) = v;
+  store_once(reinterpret_cast<Unit*>(to(work.k_cache)), k);
+  store_once(reinterpret_cast<Unit*>(to(work.v_cache)), v);
 }
 
 bool is_packed(const void* data, int64_t strides, int64_t width) {

@@ -11,6 +11,8 @@
 
 namespace {
 
+using opkiln::device::load_once;
+using opkiln::device::store_once;
 using rows::checked;
 using rows::kThreads;
 using rows::Place;
@@ -51,9 +53,9 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const OPK_GRID_CONSTANT 
   const int64_t from = work.from.index(place.row);
   Unit held = {};
   if (from != kNone) {
-    held = static_cast<const Unit*>(work.from.table)[checked(from, work.from.count) * a_row + place.unit];
+    held = load_once(static_cast<const Unit*>(work.from.table) + checked(from, work.from.count) * a_row + place.unit);
   }
-  static_cast<Unit*>(work.out)[place.row * a_row + place.unit] = held;
+  store_once(static_cast<Unit*>(work.out) + place.row * a_row + place.unit, held);
 }
 
 struct Spread {
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(kThreads) spread_kernel(const OPK_GRID_CONSTAN
   const uint32_t a_row = static_cast<uint32_t>(work.row / static_cast<int64_t>(sizeof(Unit)));
   const Place place(a_row);
   if (place.row >= work.tokens) return;
-  const Unit held = static_cast<const Unit*>(work.x)[place.row * a_row + place.unit];
+  const Unit held = load_once(static_cast<const Unit*>(work.x) + place.row * a_row + place.unit);
   for (int first = 0; first < work.chosen; first += kSlots) {
     int to[kSlots];
 #pragma unroll
@@ -84,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) spread_kernel(const OPK_GRID_CONSTAN
     for (int j = 0; j < kSlots; ++j) checked(to[j], work.tokens * work.chosen);
 #pragma unroll
     for (int j = 0; j < kSlots; ++j) {
-      if (first + j < work.chosen) static_cast<Unit*>(work.out)[int64_t{to[j]} * a_row + place.unit] = held;
+      if (first + j < work.chosen) store_once(static_cast<Unit*>(work.out) + int64_t{to[j]} * a_row + place.unit, held);
     }
   }
 }
@@ -122,14 +124,14 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const OPK_GRID_CONSTANT S
   if (place.row >= work.rows) return;
   const int64_t one = work.first.index(place.row), two = work.second.index(place.row);
   checked(one, work.first.count), checked(two, work.second.count);
-  const Pack a = static_cast<const Pack*>(work.first.table)[one * a_row + place.unit];
+  const Pack a = load_once(static_cast<const Pack*>(work.first.table) + one * a_row + place.unit);
   const Pack b = static_cast<const Pack*>(work.second.table)[two * a_row + place.unit];
   float sums[Pack::kCount];
 #pragma unroll
   for (int i = 0; i < Pack::kCount; ++i) sums[i] = a[i] + b[i];
   Pack out;
   narrow(out, sums);
-  static_cast<Pack*>(work.out)[place.row * a_row + place.unit] = out;
+  store_once(static_cast<Pack*>(work.out) + place.row * a_row + place.unit, out);
 }
 
 // The weighted sum of `terms` rows of a table.
@@ -146,7 +148,7 @@ struct Weighted {
 
 // The slots and weights of kTerms terms are loaded together, then up to four rows.
 template <class Pack, int kTerms>
-__global__ void __launch_bounds__(kThreads, kTerms == 2 ? 6 : 4) weighted_kernel(const OPK_GRID_CONSTANT Weighted work) {
+__global__ void __launch_bounds__(kThreads, kTerms == 2 ? 16 : 8) weighted_kernel(const OPK_GRID_CONSTANT Weighted work) {
   opk::wait_for_previous();
   constexpr int kAtOnce = kTerms < 4 ? kTerms : 4;
   const uint32_t a_row = static_cast<uint32_t>(work.columns / Pack::kCount);
@@ -171,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, kTerms == 2 ? 6 : 4) weighted_kernel
     for (int some = 0; some < kTerms; some += kAtOnce) {
       Pack held[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) held[i] = table[int64_t{from[some + i]} * a_row];
+      for (int i = 0; i < kAtOnce; ++i) held[i] = load_once(table + int64_t{from[some + i]} * a_row);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (first + some + i < work.terms) {
@@ -183,7 +185,7 @@ __global__ void __launch_bounds__(kThreads, kTerms == 2 ? 6 : 4) weighted_kernel
   }
   Pack out;
   narrow(out, sums);
-  static_cast<Pack*>(work.out)[place.row * a_row + place.unit] = out;
+  store_once(static_cast<Pack*>(work.out) + place.row * a_row + place.unit, out);
 }
 
 OPK_PLAIN_BEGIN

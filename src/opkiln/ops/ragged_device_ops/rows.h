@@ -6,7 +6,7 @@
 
 namespace rows {
 
-constexpr int kThreads = 256;  // each has one unit: loads are in flight in many threads
+constexpr int kThreads = 128;  // each has one unit: loads are in flight in many threads
 
 struct alignas(16) Sixteen {
   uint32_t words[4];

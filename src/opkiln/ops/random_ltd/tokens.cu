@@ -2,12 +2,16 @@
 // run at once, so many loads are in flight. No warp intrinsics: hipify turns this file into HIP as it is.
 
 #include <opkiln/op.h>
+#include <opkiln/sixteen_bytes.h>
 
 #include "tokens.h"
 
 namespace {
 
-constexpr int kThreads = 256;
+using opkiln::device::load_once;
+using opkiln::device::store_once;
+
+constexpr int kThreads = 128;
 constexpr int kTurns = 2;  // units of a thread that merges
 constexpr int kUnits = kThreads * kTurns;
 constexpr int kMostRows = 1024;  // of a block that merges
@@ -40,18 +44,18 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const OPK_GRID_CONSTANT 
   const uint32_t sequence = l.batch_first ? outer : rest, kept = l.batch_first ? rest : outer;
   char* const near = (kScatter ? l.part : l.out).at(sequence, kept);
   Unit unit;
-  if (kScatter) unit = reinterpret_cast<const Unit*>(near)[place];  // while the index is on its way
+  if (kScatter) unit = load_once(reinterpret_cast<const Unit*>(near) + place);  // while the index is on its way
   const int64_t index = checked(l.indices[int64_t{sequence} * l.kept + kept], l.count);
   char* const far = l.all.at(sequence, index);
-  if (!kScatter) unit = reinterpret_cast<const Unit*>(far)[place];
-  reinterpret_cast<Unit*>(kScatter ? far : near)[place] = unit;
+  if (!kScatter) unit = load_once(reinterpret_cast<const Unit*>(far) + place);
+  store_once(reinterpret_cast<Unit*>(kScatter ? far : near) + place, unit);
 }
 
 // Each row of the result is read from where it comes from, and written once. A block has some
 // neighbouring tokens of one sequence; it looks through all indices of the sequence for those.
 template <class Unit>
-__global__ void __launch_bounds__(kThreads, 8) merge_kernel(const OPK_GRID_CONSTANT Tokens l,
-                                                         int32_t a_block) {
+__global__ void __launch_bounds__(kThreads, 16) merge_kernel(const OPK_GRID_CONSTANT Tokens l,
+                                                                        int32_t a_block) {
   opk::wait_for_previous();
   __shared__ int32_t places[kMostRows];  // in `part`, or -1
   const int64_t blocks = (l.count + a_block - 1) / a_block;
@@ -90,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, 8) merge_kernel(const OPK_GRID_CONST
         const Side& side = place < 0 ? l.all : l.part;
         if (side.data != nullptr) {
           const char* const from = side.at(b, place < 0 ? first + row : place);
-          units[t] = reinterpret_cast<const Unit*>(from)[at - row * a_row];
+          units[t] = load_once(reinterpret_cast<const Unit*>(from) + (at - row * a_row));
         }
       }
     }
@@ -99,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, 8) merge_kernel(const OPK_GRID_CONST
       const int64_t at = begin + t * kThreads;
       if (at < all) {
         const int64_t row = divided(at, a_row);
-        reinterpret_cast<Unit*>(l.out.at(b, first + row))[at - row * a_row] = units[t];
+        store_once(reinterpret_cast<Unit*>(l.out.at(b, first + row)) + (at - row * a_row), units[t]);
       }
     }
   }

@@ -3,12 +3,13 @@
 // No warp intrinsics: hipify turns this file into HIP as it is.
 
 #include <opkiln/op.h>
+#include <opkiln/sixteen_bytes.h>
 
 #include "work.h"
 
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 
 // In fp32, except for fp64.
 template <class T>
@@ -23,10 +24,22 @@ struct Wide<double> {
 template <class T>
 constexpr int kWidth = 16 / sizeof(T);
 
+// Elements of 16 bytes, as numbers of the type that sums have.
 template <class T>
-struct alignas(16) Vector {
-  T at[kWidth<T>];
+using Vector = opkiln::device::Sixteen<T>;
+
+}  // namespace
+
+template <>
+struct alignas(16) opkiln::device::Sixteen<double> {
+  static constexpr int kCount = 2;
+  double words[2];
+
+  __device__ double operator[](int i) const { return words[i]; }
+  __device__ void set_two(int, double first, double second) { words[0] = first, words[1] = second; }
 };
+
+namespace {
 
 // Rounds to nearest, ties to even.
 template <class T>
@@ -42,13 +55,10 @@ __device__ inline opk::bfloat16 narrow<opk::bfloat16>(float value) {
 }
 #endif
 
-template <class T>
-__device__ inline T sum(T x, T bias, T other, T other_bias, bool residual, bool residual_bias) {
-  using W = typename Wide<T>::type;
-  const W first = static_cast<W>(x) + static_cast<W>(bias);
-  if (!residual) return narrow<T>(first);
-  const W second = static_cast<W>(other);
-  return narrow<T>(first + (residual_bias ? second + static_cast<W>(other_bias) : second));
+template <class W>
+__device__ inline W sum(W x, W bias, W other, W other_bias, bool residual, bool residual_bias) {
+  if (!residual) return x + bias;
+  return x + bias + (residual_bias ? other + other_bias : other);
 }
 
 // For channels that come last in whole vectors, and pointers that are multiples of 16.
@@ -58,20 +68,22 @@ __global__ void __launch_bounds__(kThreads) whole_kernel(const OPK_GRID_CONSTANT
   const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x, vectors = l.numel / kWidth<T>;
   if (at >= vectors) return;
   const auto vector_of = [](const void* tensor, int64_t index) {
-    return static_cast<const Vector<T>*>(tensor)[index];
+    return static_cast<const Vector<T>*>(tensor) + index;
   };
-  const Vector<T> one = vector_of(l.x, at), two = l.other ? vector_of(l.other, at) : one;
+  using opkiln::device::load_once;
+  const Vector<T> one = load_once(vector_of(l.x, at)), two = l.other ? load_once(vector_of(l.other, at)) : one;
   // A remainder of 64 bits takes four times as long.
   const uint32_t columns = static_cast<uint32_t>(l.channels / kWidth<T>);
   const uint32_t column = vectors <= 0xffffffff ? static_cast<uint32_t>(at) % columns
                                                 : static_cast<uint32_t>(at % columns);
-  const Vector<T> bias = vector_of(l.bias, column), other_bias = l.other_bias ? vector_of(l.other_bias, column) : bias;
+  const Vector<T> bias = *vector_of(l.bias, column), other_bias = l.other_bias ? *vector_of(l.other_bias, column) : bias;
+  const auto sum_at = [&](int k) {
+    return sum(one[k], bias[k], two[k], other_bias[k], l.other != nullptr, l.other_bias != nullptr);
+  };
   Vector<T> out;
 #pragma unroll
-  for (int k = 0; k < kWidth<T>; ++k) {
-    out.at[k] = sum(one.at[k], bias.at[k], two.at[k], other_bias.at[k], l.other != nullptr, l.other_bias != nullptr);
-  }
-  static_cast<Vector<T>*>(l.out)[at] = out;
+  for (int k = 0; k < kWidth<T>; k += 2) out.set_two(k, sum_at(k), sum_at(k + 1));
+  opkiln::device::store_once(static_cast<Vector<T>*>(l.out) + at, out);
 }
 
 // For anything else: a thread has as many neighbouring elements as a vector, and keeps count of channels.
@@ -84,11 +96,12 @@ __global__ void __launch_bounds__(kThreads) any_kernel(const OPK_GRID_CONSTANT W
   for (int k = 0; k < kWidth<T>; ++k) {
     const int64_t i = first + k;
     if (i >= l.numel) return;
-    const T x = static_cast<const T*>(l.x)[i], bias = static_cast<const T*>(l.bias)[channel];
-    const T other = l.other ? static_cast<const T*>(l.other)[i] : x;
-    const T other_bias = l.other_bias ? static_cast<const T*>(l.other_bias)[channel] : x;
+    using W = typename Wide<T>::type;
+    const W x(static_cast<const T*>(l.x)[i]), bias(static_cast<const T*>(l.bias)[channel]);
+    const W other = l.other ? static_cast<W>(static_cast<const T*>(l.other)[i]) : x;
+    const W other_bias = l.other_bias ? static_cast<W>(static_cast<const T*>(l.other_bias)[channel]) : x;
     static_cast<T*>(l.out)[i] =
-        sum(x, bias, other, other_bias, l.other != nullptr, l.other_bias != nullptr);
+        narrow<T>(sum(x, bias, other, other_bias, l.other != nullptr, l.other_bias != nullptr));
     if (++place == l.inner) {
       place = 0;
       channel = channel + 1 == l.channels ? 0 : channel + 1;

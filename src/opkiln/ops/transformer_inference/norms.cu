@@ -14,8 +14,9 @@ namespace {
 using opkiln::device::Sixteen;
 
 constexpr int kVectors = 4;         // accesses of 16 bytes that a thread of a long row has in flight
-constexpr int kShortVectors = 128;  // in a row that is short: a thread has one of them
-constexpr int kShortThreads = 128;  // of a block that has several rows
+constexpr int kFewVectors = 2;      // the same of a short row, or if rows are few
+constexpr int kShortVectors = 128;  // in a row that is short
+constexpr int kShortThreads = 64;   // of a block that has several rows: blocks of more threads are slower
 constexpr int kMostThreads = 512;   // of a block that has one
 constexpr int kFewRows = 256;
 constexpr int kLongThreads = 1024;
@@ -46,10 +47,10 @@ __device__ inline float sum_of_team(float value, int team, float* shared) {
       shared[threadIdx.x / 32] = value;
     }
     __syncthreads();
-    value = lane < warps ? shared[lane] : 0.0f;
-#pragma unroll
-    for (unsigned bits = 1; bits < 32; bits *= 2) {
-      value += opkiln::exchange(value, bits);
+    value = 0;
+#pragma unroll 4
+    for (unsigned i = 0; i < warps; ++i) {
+      value += shared[i];
     }
   }
   return value;
@@ -126,10 +127,10 @@ __device__ inline Sixteen<T> result_of(const Norm& n, Sixteen<T> x, const Affine
   return x;
 }
 
-// A thread has up to kCount vectors of a row. If that is one, it loads the weights with it; else they would take too
-// many registers, and are loaded when they are used.
+// A thread has up to kCount vectors of a row. If they are few, it loads the weights with them; else those would take
+// too many registers, and are loaded when they are used.
 template <class T, bool kCentred, bool kAdds, int kCount>
-__global__ void __launch_bounds__(kMostThreads, kAdds || kCentred ? kCount == 1 ? 3 : 2 : kCount == 1 ? 4 : 3)
+__global__ void __launch_bounds__(kMostThreads, kAdds || kCentred ? 2 : 3)
     norm_kernel(const OPK_GRID_CONSTANT Work w) {
   opk::wait_for_previous();
   __shared__ float shared[2][kMostThreads / 32];
@@ -150,10 +151,16 @@ __global__ void __launch_bounds__(kMostThreads, kAdds || kCentred ? kCount == 1 
       }
     }
   }
-  Affine<T> early;
-  if (kCount == 1 && lane < vectors) {
-    early = affine_of<T>(n, lane);
-  } else if (kCount > 1 && blockIdx.x < kFirstBlocks && lane % 8 == 0) {  // a line is 8 vectors
+  Affine<T> early[kFewVectors];
+  if (kCount == kFewVectors) {
+#pragma unroll
+    for (int v = 0; v < kFewVectors; ++v) {
+      const int at = lane + v * w.team;
+      if (at < vectors) {
+        early[v] = affine_of<T>(n, at);
+      }
+    }
+  } else if (blockIdx.x < kFirstBlocks && lane % 8 == 0) {  // a line is 8 vectors
 #pragma unroll
     for (int v = 0; v < kCount; ++v) {
       const int at = lane + v * w.team;
@@ -198,7 +205,7 @@ __global__ void __launch_bounds__(kMostThreads, kAdds || kCentred ? kCount == 1 
     const int at = lane + v * w.team;
     if (at < vectors) {
       opkiln::device::forget_floats(x[v]);
-      const Affine<T> affine = kCount == 1 ? early : affine_of<T>(n, at);
+      const Affine<T> affine = kCount == kFewVectors ? early[v % kFewVectors] : affine_of<T>(n, at);
       static_cast<Sixteen<T>*>(n.out)[start + at] = result_of(n, x[v], affine, mean, scale);
     }
   }
@@ -316,8 +323,9 @@ void launch_for(const Norm& norm) {
   }
   // Units are what a thread reads of a row at once: little, if the row is short or rows are too few to fill a
   // large GPU.
-  const bool one = norm.columns <= kCount * (norm.rows <= kFewRows ? kMostThreads : kShortVectors);
-  const int64_t unit = kCount * (one ? 1 : kVectors);
+  const int64_t vectors = norm.columns / kCount;
+  const bool few = vectors <= kShortVectors || (norm.rows <= kFewRows && vectors <= kFewVectors * kMostThreads);
+  const int64_t unit = kCount * (few ? kFewVectors : kVectors);
   const int64_t units = aligned ? (norm.columns + unit - 1) / unit : norm.columns;
   Work work{norm, static_cast<int>(norm.columns / kCount), 1, 0, 1, 1.0f / static_cast<float>(norm.columns), 0};
   if (aligned && units > kMostThreads) {
@@ -336,7 +344,7 @@ void launch_for(const Norm& norm) {
     work.log2_team = 31;
   }
   const int64_t blocks = (norm.rows + work.rows_of_block - 1) / work.rows_of_block;
-  opk::launch_overlapping(!aligned ? element_norm_kernel<T> : one ? kernel_for<T, 1>(norm) : kernel_for<T, kVectors>(norm), blocks,
+  opk::launch_overlapping(!aligned ? element_norm_kernel<T> : few ? kernel_for<T, kFewVectors>(norm) : kernel_for<T, kVectors>(norm), blocks,
               threads, 0, work);
 }
 

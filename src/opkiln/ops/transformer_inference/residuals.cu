@@ -1,5 +1,4 @@
-// Residual adds. A thread has several accesses of 16 bytes in flight for each tensor. Rows that cannot be
-// accessed so are processed by elements.
+// Residual adds. A thread has 16 bytes of each tensor. Rows that cannot be accessed so are processed by elements.
 
 #include <opkiln/op.h>
 
@@ -15,6 +14,11 @@ using opkiln::device::Sixteen;
 template <class T>
 __device__ inline Sixteen<T> vector_of(const void* tensor, int64_t index) {
   return tensor ? static_cast<const Sixteen<T>*>(tensor)[index] : Sixteen<T>{};
+}
+
+template <class T>
+__device__ inline Sixteen<T> loaded_once(const void* tensor, int64_t index) {
+  return tensor ? opkiln::device::load_once(static_cast<const Sixteen<T>*>(tensor) + index) : Sixteen<T>{};
 }
 
 template <class T>
@@ -38,23 +42,20 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) sum_kernel(const OPK_GRID_CONSTANT SumWork w) {
   opk::wait_for_previous();
   const Sum& s = w.sum;
-  Sixteen<T> hidden[kTurns], residual[kTurns], attention[kTurns];
-  walk(w.matrix, [&](int turn, uint32_t vector, uint32_t, uint32_t) {
-    hidden[turn] = vector_of<T>(s.hidden, vector);
-    residual[turn] = vector_of<T>(s.residual, vector);
-    attention[turn] = vector_of<T>(s.attention, vector);
-  });
-  walk(w.matrix, [&](int turn, uint32_t vector, uint32_t, uint32_t column) {
-    const Sixteen<T> bias = vector_of<T>(s.bias, column), more = vector_of<T>(s.attention_bias, column);
-    Sixteen<T>& h = hidden[turn];
-    const Sixteen<T>&r = residual[turn], &a = attention[turn];
+  const uint32_t vector = my_vector();
+  if (vector >= w.matrix.vectors) {
+    return;
+  }
+  Sixteen<T> h = loaded_once<T>(s.hidden, vector);
+  const Sixteen<T> r = loaded_once<T>(s.residual, vector), a = loaded_once<T>(s.attention, vector);
+  const uint32_t column = vector % w.matrix.columns;
+  const Sixteen<T> bias = vector_of<T>(s.bias, column), more = vector_of<T>(s.attention_bias, column);
 #pragma unroll
-    for (int i = 0; i < Sixteen<T>::kCount; i += 2) {
-      h.set_two(i, sum_of(s, h[i], r[i], bias[i], more[i], a[i]),
-                sum_of(s, h[i + 1], r[i + 1], bias[i + 1], more[i + 1], a[i + 1]));
-    }
-    static_cast<Sixteen<T>*>(s.out)[vector] = h;
-  });
+  for (int i = 0; i < Sixteen<T>::kCount; i += 2) {
+    h.set_two(i, sum_of(s, h[i], r[i], bias[i], more[i], a[i]),
+              sum_of(s, h[i + 1], r[i + 1], bias[i + 1], more[i + 1], a[i + 1]));
+  }
+  opkiln::device::store_once(static_cast<Sixteen<T>*>(s.out) + vector, h);
 }
 
 template <class T>
@@ -78,34 +79,33 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) mix_kernel(const OPK_GRID_CONSTANT MixWork w) {
   opk::wait_for_previous();
   const Mix& m = w.mix;
-  Sixteen<T> residual[kTurns], mlp[kTurns];
-  walk(w.matrix, [&](int turn, uint32_t vector, uint32_t, uint32_t) {
-    residual[turn] = vector_of<T>(m.residual, vector);
-    mlp[turn] = vector_of<T>(m.mlp, vector);
-  });
-  walk(w.matrix, [&](int turn, uint32_t vector, uint32_t row, uint32_t column) {
-    float first[Sixteen<T>::kCount], second[Sixteen<T>::kCount];
-    if (m.by_row) {
-      const float one = element_of<T>(m.coef, 2 * int64_t{row}), two = element_of<T>(m.coef, 2 * int64_t{row} + 1);
+  const uint32_t vector = my_vector(), columns = w.matrix.columns;
+  if (vector >= w.matrix.vectors) {
+    return;
+  }
+  const Sixteen<T> residual = loaded_once<T>(m.residual, vector);
+  Sixteen<T> out = loaded_once<T>(m.mlp, vector);
+  const uint32_t row = vector / columns, column = vector - row * columns;
+  float first[Sixteen<T>::kCount], second[Sixteen<T>::kCount];
+  if (m.by_row) {
+    const float one = element_of<T>(m.coef, 2 * int64_t{row}), two = element_of<T>(m.coef, 2 * int64_t{row} + 1);
 #pragma unroll
-      for (int i = 0; i < Sixteen<T>::kCount; ++i) {
-        first[i] = one, second[i] = two;
-      }
-    } else {
-      const Sixteen<T> one = vector_of<T>(m.coef, column), two = vector_of<T>(m.coef, w.matrix.columns + column);
-#pragma unroll
-      for (int i = 0; i < Sixteen<T>::kCount; ++i) {
-        first[i] = one[i], second[i] = two[i];
-      }
+    for (int i = 0; i < Sixteen<T>::kCount; ++i) {
+      first[i] = one, second[i] = two;
     }
-    Sixteen<T>& out = mlp[turn];
+  } else {
+    const Sixteen<T> one = vector_of<T>(m.coef, column), two = vector_of<T>(m.coef, columns + column);
 #pragma unroll
-    for (int i = 0; i < Sixteen<T>::kCount; i += 2) {
-      out.set_two(i, residual[turn][i] * first[i] + out[i] * second[i],
-                  residual[turn][i + 1] * first[i + 1] + out[i + 1] * second[i + 1]);
+    for (int i = 0; i < Sixteen<T>::kCount; ++i) {
+      first[i] = one[i], second[i] = two[i];
     }
-    static_cast<Sixteen<T>*>(m.out)[vector] = out;
-  });
+  }
+#pragma unroll
+  for (int i = 0; i < Sixteen<T>::kCount; i += 2) {
+    out.set_two(i, residual[i] * first[i] + out[i] * second[i],
+                residual[i + 1] * first[i + 1] + out[i + 1] * second[i + 1]);
+  }
+  opkiln::device::store_once(static_cast<Sixteen<T>*>(m.out) + vector, out);
 }
 
 template <class T>
@@ -125,7 +125,7 @@ template <class T, class Job, class Work>
 void launch_either(void (*vectors)(Work), void (*elements)(Job), const Job& job,
                    std::initializer_list<const void*> tensors) {
   constexpr int kCount = Sixteen<T>::kCount;
-  bool aligned = job.columns % kCount == 0 && can_walk(job.rows * (job.columns / kCount));
+  bool aligned = job.columns % kCount == 0 && is_countable(job.rows * (job.columns / kCount));
   for (const void* each : tensors) aligned = aligned && is_aligned(each);
   if (aligned) {
     const Work work{job, matrix_of(job.rows, job.columns / kCount)};

@@ -114,15 +114,19 @@ __device__ inline void rotate(const Work& work) {
   const int step = static_cast<int>(blockDim.y) * kHeads;
   const int turns = (units + blockDim.x - 1) / blockDim.x * ((heads + step - 1) / step);
 
-  // Of tables, the first angle of each thread is on its way before the heads are. If positions are given, it would
-  // wait for those.
+  // The position of each thread's first angle is asked for before the heads, so that it is there first. If it needs no
+  // memory, the angle of a table is asked for itself.
   const int threads = blockDim.x * blockDim.y * blockDim.z;
   const int rank = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
-  const bool early = work.cos && !work.positions && rank < static_cast<int>(blockDim.z) * work.pairs &&
-                     first + rank / work.pairs < work.tokens;
+  const int angle_token = static_cast<int>(first) + rank / work.pairs;
+  const bool has_angle = rank < static_cast<int>(blockDim.z) * work.pairs && angle_token < work.tokens;
+  const bool early = has_angle && work.cos && !work.positions;
+  int64_t position = 0;
   uint32_t cosine = 0, sine = 0;
+  if (has_angle) {
+    position = rotary::position_of(work, angle_token / work.seq, angle_token % work.seq);
+  }
   if (early) {
-    const int64_t position = (static_cast<int>(first) + rank / work.pairs) % work.seq;
     cosine = table_bits(work.cos, position * work.cos_row + rank % work.pairs, work.table);
     sine = table_bits(work.sin, position * work.sin_row + rank % work.pairs, work.table);
   }
@@ -142,13 +146,15 @@ __device__ inline void rotate(const Work& work) {
       }
     }
     if (turn == 0) {
+      float* const place = angles + 2 * (rank / work.pairs) * work.pairs + rank % work.pairs;
       if (early) {
-        float* const place = angles + 2 * (rank / work.pairs) * work.pairs + rank % work.pairs;
         const float s = table_float(sine, work.table);
         place[0] = table_float(cosine, work.table);
         place[work.pairs] = work.inverse ? -s : s;
+      } else if (has_angle) {
+        rotary::cos_sin_of(work, position, rank % work.pairs, place, place + work.pairs);
       }
-      for (int i = early ? rank + threads : rank; i < static_cast<int>(blockDim.z) * work.pairs; i += threads) {
+      for (int i = rank + threads; i < static_cast<int>(blockDim.z) * work.pairs; i += threads) {
         const int z = i / work.pairs, pair = i - z * work.pairs;
         if (first + z < work.tokens) {
           const int other = static_cast<int>(first) + z;

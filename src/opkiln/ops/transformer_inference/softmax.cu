@@ -45,11 +45,22 @@ struct Sum {
 
 __device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
 
-// e^(value - most). In 16 bits nobody sees that the power of two is an approximation. Rounding the
-// product `most` * log2(e) changes all elements of a row by the same factor, which the sum has, too.
+// 2^x by the hardware, right within 2^-22: 16 bits do not show it.
+__device__ inline float fast_exp2(float x) {
+#if defined(__CUDA_ARCH__)
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+#else
+  return exp2f(x);
+#endif
+}
+
+// e^(value - most). Rounding the product `most` * log2(e) changes all elements of a row by the same factor, which the
+// sum has, too.
 template <class T>
 __device__ inline float power(float value, float most) {
-  return sizeof(T) == 4 ? expf(value - most) : exp2f(fmaf(value, kLog2e, -most * kLog2e));
+  return sizeof(T) == 4 ? expf(value - most) : fast_exp2(fmaf(value, kLog2e, -most * kLog2e));
 }
 
 // What is added to a score.
@@ -57,10 +68,10 @@ __device__ inline float alibi(const Row& row, int column) {
   return row.slope * static_cast<float>(column - row.position);
 }
 
-// Adds the mask, alibi and what hides keys to the scores of neighbours. A mask of fp32 is loaded here: it has too
-// many registers to be loaded before.
+// Adds the mask, alibi and what hides keys to the scores of neighbours. A mask is loaded here: it has too many
+// registers to be loaded before.
 template <class T>
-__device__ inline void add_bias(const Work& work, const Row& row, int column, const Sixteen<T>& mask, float* values) {
+__device__ inline void add_bias(const Work& work, const Row& row, int column, float* values) {
   constexpr int kCount = Sixteen<T>::kCount;
   if (work.mask && work.wide_mask) {
     const float* const from = static_cast<const float*>(work.mask) + row.mask + column;
@@ -71,13 +82,19 @@ __device__ inline void add_bias(const Work& work, const Row& row, int column, co
       for (int k = 0; k < 4; ++k) values[i + k] += pack[k];
     }
   } else if (work.mask) {
+    const Sixteen<T> mask = *reinterpret_cast<const Sixteen<T>*>(static_cast<const T*>(work.mask) + row.mask + column);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) values[i] += mask[i];
   }
+  if (work.slopes) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const bool hidden = column + i < row.first || column + i >= row.last;
-    values[i] = hidden ? minus_infinity() : values[i] + alibi(row, column + i);
+    for (int i = 0; i < kCount; ++i) values[i] += alibi(row, column + i);
+  }
+  if (column < row.first || column + kCount > row.last) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (column + i < row.first || column + i >= row.last) values[i] = minus_infinity();
+    }
   }
 }
 
@@ -107,7 +124,7 @@ __device__ inline Row my_row(const Work& work, const Team& team, bool* mine) {
 }
 
 template <class T, bool kPlain>
-__global__ void __launch_bounds__(kPlain ? kMostThreads : kBiasedThreads)
+__global__ void __launch_bounds__(kPlain ? kMostThreads : kBiasedThreads, kPlain || sizeof(T) == 4 ? 1 : 2)
     held_kernel(const OPK_GRID_CONSTANT Launch l) {
   opk::wait_for_previous();
   using Pack = Sixteen<T>;
@@ -120,15 +137,18 @@ __global__ void __launch_bounds__(kPlain ? kMostThreads : kBiasedThreads)
   const T* const from = static_cast<const T*>(l.work.x) + row.x;
   const int start = static_cast<int>(team.lane) * kCount, step = static_cast<int>(team.size) * kCount;
 
-  Pack packs[kPacks], masks[kPacks];  // all loads come first; what is hidden is not loaded
-  const bool masked = !kPlain && l.work.mask && !l.work.wide_mask;
+  Pack packs[kPacks];  // all loads come first; what is hidden is not loaded
+  // A mask that each query has its own row of is in no cache yet.
+  const bool prefetches = !kPlain && l.work.mask && l.work.mask_strides[2] != 0 && team.lane % 4 == 0;
+  const int mask_size = l.work.wide_mask ? 4 : sizeof(T);
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
     const int column = start + k * step;
-    masks[k] = Pack{};
     if (column < row.last && column + kCount > row.first) {
       packs[k] = *reinterpret_cast<const Pack*>(from + column);
-      if (masked) masks[k] = *reinterpret_cast<const Pack*>(static_cast<const T*>(l.work.mask) + row.mask + column);
+      if (prefetches) {
+        opkiln::device::prefetch(static_cast<const char*>(l.work.mask) + (row.mask + column) * mask_size);
+      }
     }
   }
   float values[kHeld];
@@ -140,7 +160,7 @@ __global__ void __launch_bounds__(kPlain ? kMostThreads : kBiasedThreads)
     float* const some = values + k * kCount;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) some[i] = seen ? packs[k][i] * l.work.scale : minus_infinity();
-    if (!kPlain && seen) add_bias<T>(l.work, row, column, masks[k], some);
+    if (!kPlain && seen) add_bias<T>(l.work, row, column, some);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) most.absorb({some[i]});
   }
@@ -184,23 +204,24 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const OPK_GRID_CO
 #pragma unroll
   for (int k = 0; k < kLongPacks; ++k) {
     const int at = static_cast<int>(threadIdx.x) + k * kLongThreads;
-    if (at < packs) held[k] = from[at];
+    if (at < packs) held[k] = opkiln::device::load_once(from + at);
   }
+  const float scale = l.work.scale * kLog2e;
   const auto over_values = [&](const auto& body) {
 #pragma unroll
     for (int k = 0; k < kLongPacks; ++k) {
       opkiln::device::forget_floats(held[k]);
       if (static_cast<int>(threadIdx.x) + k * kLongThreads < packs) {
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) body(held[k][i] * l.work.scale);
+        for (int i = 0; i < kCount; ++i) body(held[k][i]);
       }
     }
   };
   Max most{minus_infinity()};
-  over_values([&](float value) { most.absorb({value}); });
+  over_values([&](float value) { most.absorb({value * scale}); });
   const float top = finite(opkiln::reduce_team(most, team, maxima).value);
   Sum sum{0};
-  over_values([&](float value) { sum.value += power<T>(value, top); });
+  over_values([&](float value) { sum.value += fast_exp2(fmaf(value, scale, -top)); });
   const float factor = factor_of(opkiln::reduce_team(sum, team, sums).value);
 #pragma unroll
   for (int k = 0; k < kLongPacks; ++k) {
@@ -210,10 +231,10 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const OPK_GRID_CO
       Pack pack;
 #pragma unroll
       for (int i = 0; i < kCount; i += 2) {
-        pack.set_two(i, power<T>(held[k][i] * l.work.scale, top) * factor,
-                     power<T>(held[k][i + 1] * l.work.scale, top) * factor);
+        pack.set_two(i, fast_exp2(fmaf(held[k][i], scale, -top)) * factor,
+                     fast_exp2(fmaf(held[k][i + 1], scale, -top)) * factor);
       }
-      to[at] = pack;
+      opkiln::device::store_once(to + at, pack);
     }
   }
 }
