@@ -42,6 +42,8 @@ MODULES = {
     "random_ltd": "layers:RandomLTD",
     "spatial_inference": "layers:SpatialInference",
     "inference_core_ops": "inference:InferenceCore",
+    "stochastic_transformer": "training:StochasticTransformer",
+    "transformer": "training:Transformer",
     "transformer_inference": "inference:TransformerInference",
     "utils": "modules:ByteTensors",
 }
