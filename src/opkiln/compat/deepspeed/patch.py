@@ -39,6 +39,8 @@ MODULES = {
     "fused_lion": "optimizers:FusedLion",
     "fused_lamb": "optimizers:FusedLamb",
     "quantizer": "quantizer:Quantizer",
+    "ragged_device_ops": "ragged:RaggedDeviceOps",
+    "ragged_ops": "ragged:RaggedHostOps",
     "random_ltd": "layers:RandomLTD",
     "spatial_inference": "layers:SpatialInference",
     "inference_core_ops": "inference:InferenceCore",
