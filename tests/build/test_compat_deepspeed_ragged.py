@@ -126,14 +126,16 @@ def test_keys_and_values_are_written_to_listed_blocks(
         expected = turned(queries, of, angles).flatten(1)
         torch.testing.assert_close(q[: of.tokens].double(), expected, rtol=near, atol=near)
         assert torch.equal(q[of.tokens :], queries[of.tokens :])
-        torch.testing.assert_close(found[:, 0].double(), turned(k, of, angles), rtol=near, atol=near)
+        torch.testing.assert_close(
+            found[:, 0].double(), turned(k, of, angles), rtol=near, atol=near
+        )
         assert torch.equal(k, keys)
         assert torch.equal(found[:, 1].flatten(1), v[: of.tokens])
 
 
 def test_trained_frequencies_must_be_fp32(ops: RaggedDeviceOps) -> None:
     of = batch()
-    with pytest.raises(UsageError, match="inv_freq is torch.float16"):
+    with pytest.raises(UsageError, match=r"inv_freq is torch\.float16"):
         ops.kv_trained_rotary_embeddings(
             new_cache(torch.float16), *qkv(of.tokens + 2, torch.float16), torch.rand(6).half(),
             *of.described,
@@ -162,7 +164,9 @@ def test_attention_by_atoms_sees_the_whole_of_each_sequence(
     for token, (row, at) in enumerate(of.positions):
         seen = cache[of.lists[row].long()].flatten(0, 1)[: at + 1].double()
         k, v = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in seen.unbind(1))
-        shares = (torch.einsum("hd,khd->hk", q[token].double().view(HEADS, HEAD), k) * 0.3).softmax(1)
+        shares = (torch.einsum("hd,khd->hk", q[token].double().view(HEADS, HEAD), k) * 0.3).softmax(
+            1
+        )
         expected = torch.einsum("hk,khd->hd", shares, v).flatten()
         torch.testing.assert_close(out[token].double(), expected, rtol=near, atol=near)
 

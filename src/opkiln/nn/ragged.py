@@ -7,6 +7,7 @@ from opkiln import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from opkiln.ops.ragged_device_ops.batch import RaggedBatch, RaggedViews, Sequenced
     from opkiln.ops.ragged_device_ops.functions.experts import moe_gather, moe_scatter, top_k_gating
     from opkiln.ops.ragged_device_ops.functions.paged import (
         listed_blocks,
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
         paged_kv_rotary,
     )
     from opkiln.ops.ragged_device_ops.functions.rows import logits_gather, ragged_embedding
-    from opkiln.ops.ragged_device_ops.batch import RaggedBatch, RaggedViews, Sequenced
 
 __all__ = [
     "RaggedBatch",

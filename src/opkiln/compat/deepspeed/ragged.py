@@ -1,5 +1,5 @@
-"""DeepSpeed-FastGen's modules ``ragged_device_ops`` and ``ragged_ops``, over opkiln's ops for ragged
-batches. Results go to the tensors that are given, as in DeepSpeed's binding.
+"""DeepSpeed-FastGen's modules ``ragged_device_ops`` and ``ragged_ops``, over opkiln's ops for
+ragged batches. Results go to the tensors that are given, as in DeepSpeed's binding.
 
 A batch is described by ``batch_metadata`` (its tokens and sequences), ``seq_metadata`` (first
 token, tokens and tokens seen of each sequence), ``tokens_to_seq`` and ``kv_ptrs`` (addresses of the
@@ -163,9 +163,7 @@ def kv_trained_rotary_embeddings(
     angles = positions.clamp(min=0).double()[:, None] * inv_freq.double()
     cos, sin = angles.cos().float(), angles.sin().float()
     # A token's angles are a row of these tables.
-    turned, keys = (
-        rotary(_heads(x, kv_cache), None, cos, sin, 2 * len(inv_freq)) for x in (q, k)
-    )
+    turned, keys = (rotary(_heads(x, kv_cache), None, cos, sin, 2 * len(inv_freq)) for x in (q, k))
     table = _block_table(kv_cache, seq_metadata, kv_ptrs)
     paged.paged_kv_copy(
         keys, _heads(v, kv_cache), kv_cache[:, :, 0], kv_cache[:, :, 1], table, sequences,
@@ -175,7 +173,7 @@ def kv_trained_rotary_embeddings(
 
 
 def _heads(x: Tensor, kv_cache: Tensor) -> Tensor:
-    return x.unflatten(1, (-1, kv_cache.shape[4]))
+    return x.view(len(x), -1, kv_cache.shape[4])
 
 
 def _places(

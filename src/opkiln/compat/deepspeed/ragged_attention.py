@@ -78,14 +78,12 @@ def _attend(
     size, head = k.shape[1], k.shape[3]
     extent = max(each.extent for each in batch)
     addresses = torch.tensor([each.address for each in batch], device=q.device)
-    lengths = torch.tensor(
-        [each.extent for each in batch], dtype=torch.int32, device=q.device
-    )
+    lengths = torch.tensor([each.extent for each in batch], dtype=torch.int32, device=q.device)
     table = listed_blocks(addresses, lengths, size, -(-extent // size)).clamp(min=0)
     start, queries = batch[0].start, batch[0].queries
     at = torch.tensor([each.start for each in batch], device=q.device)
     rows = q[at][:, None] if queries == 1 else q[None, start : start + queries]
-    turned = rows.unflatten(2, (-1, head)).transpose(1, 2)
+    turned = rows.reshape(*rows.shape[:2], -1, head).transpose(1, 2)
     cache = KVCache(k, v, lengths, table)
     found = attention(turned, None, None, cache, scale=scale, causal=causal, context=extent)
     found = found.transpose(1, 2).flatten(2)
