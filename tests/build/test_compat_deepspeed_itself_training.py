@@ -5,6 +5,7 @@ They need an interpreter that has DeepSpeed, as ``test_compat_deepspeed_itself.p
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,20 @@ def test_deepspeeds_training_layer_learns_with_dropout(programs: Programs) -> No
     plain, again = found
     assert plain[-1] < plain[0] / 2
     assert again == pytest.approx(plain, rel=1e-3)
+
+
+def test_opkiln_run_serves_a_program_that_does_not_know_it(programs: Programs) -> None:
+    program = LAYERS.replace("    on_opkiln.install()\n", "")
+    assert program != LAYERS
+    program += """
+    layer = made()
+    x, mask = torch.randn(2, 16, HIDDEN, requires_grad=True), torch.zeros(2, 1, 1, 16)
+    out = layer(x, mask)
+    out.sum().backward()
+    assert torch.allclose(out.double(), plain(layer, x, mask)[0], atol=1e-4)
+    print("served by", on_opkiln.served()["transformer"].origin)
+    """
+    (programs.folder / "train.py").write_text(textwrap.dedent(program))
+    done = programs.run("-m", "opkiln", "run", str(PYTHON), "train.py")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "served by ops" in done.stdout.splitlines()

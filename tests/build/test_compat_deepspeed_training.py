@@ -174,6 +174,19 @@ def test_16_bit_layers_are_near_to_float64(module: Transformer, dtype: torch.dty
         assert (one - other).norm() <= unit * other.norm()
 
 
+def test_autocast_does_not_change_what_is_computed(module: Transformer) -> None:
+    w = weights(torch.float32)
+    flags = create(module, True, False, False, False)
+    x, grad = torch.randn(2, BATCH, SEQ, HIDDEN)
+    results = []
+    for enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found = module.forward_fp32(4, x, None, *w, True, *flags)
+            state = passed_back(found, x, *flags)
+            results.append([found[0], *module.backward_fp32(4, grad, *state, None, *w)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 def test_layers_are_known_by_number_and_unknown_ones_are_refused(module: Transformer) -> None:
     with pytest.raises(UsageError, match="number 99"):
         module.forward_fp32(99, torch.zeros(1, 1, 1), None)

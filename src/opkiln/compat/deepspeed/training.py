@@ -114,8 +114,8 @@ class Transformer(OpModule):
                 stochastic_gelu_dropout.load("cuda")
         for dtype in ("fp32", "fp16"):
             setattr(self, f"create_transformer_layer_{dtype}", self._create)
-            setattr(self, f"forward_{dtype}", self._forward)
-            setattr(self, f"backward_{dtype}", self._backward)
+            setattr(self, f"forward_{dtype}", _as_a_kernel(self._forward))
+            setattr(self, f"backward_{dtype}", _as_a_kernel(self._backward))
 
     def _create(
         self,
@@ -150,7 +150,6 @@ class Transformer(OpModule):
             raise UsageError(f"no layer was created with the number {layer_id}")
         return self._layers[layer_id]
 
-    @torch.no_grad()
     def _forward(
         self, layer_id: int, input: Tensor, input_mask: Tensor | None, *given: Any  # noqa: A002
     ) -> list[Tensor]:  # fmt: skip
@@ -200,7 +199,6 @@ class Transformer(OpModule):
             )
         )
 
-    @torch.no_grad()
     def _backward(self, layer_id: int, grad_output: Tensor, *given: Any) -> list[Tensor]:
         """``given``: what ``forward_*`` returned, its input, its mask, and the twelve weights.
         Returns the gradients of the input and of the weights. Raises UsageError."""
@@ -256,6 +254,16 @@ class StochasticTransformer(Transformer):
 
     NAME = "stochastic_transformer"
     RELAXED = True
+
+
+def _as_a_kernel(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """Kernels know neither gradients nor autocast: the front end calls them with its own dtypes."""
+
+    def call(layer_id: int, x: Tensor, *given: Any) -> list[Tensor]:
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            return function(layer_id, x, *given)
+
+    return call
 
 
 _Two = tuple[Tensor, Tensor]
