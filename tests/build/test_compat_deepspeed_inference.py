@@ -302,6 +302,27 @@ def test_padding_and_einsum(module: Any, given: Given, kind: str) -> None:
     given.agrees(getattr(module, f"einsum_sec_sm_ecm_{kind}")(tokens, weight), expected, 8)
 
 
+@pytest.mark.parametrize("new", [0, 3])
+def test_attention_over_given_keys_reads_their_memory_by_heads(
+    module: Any, given: Given, new: int
+) -> None:
+    """DeepSpeed's ``softmax_context_int8``: of its tensors only the memory counts."""
+    tokens, head = 6, HIDDEN // HEADS
+    q, k, v = given.rows(), given.rows(BATCH, HIDDEN, tokens), given.rows(BATCH, tokens, HIDDEN)
+    mask = given.rows(BATCH, 1, 1, tokens)
+    fresh = given.rows(BATCH, new, HIDDEN) if new else given.rows(1)
+    out, keys, values = module.softmax_context_int8(
+        q, k, fresh, mask, v, fresh, HEADS, 0.3, False, True, False, 0, False
+    )
+    scores = q.double().view(BATCH, HEADS, SEQ, head) @ k.double().view(BATCH, HEADS, head, tokens)
+    scores = scores * 0.3 + mask.double()
+    if not new:
+        scores = scores.masked_fill(torch.ones(SEQ, tokens).triu(1).bool(), -torch.inf)
+    given.agrees(out, scores.softmax(-1) @ v.double().view(BATCH, HEADS, tokens, head), 8)
+    assert keys is k
+    assert values is v
+
+
 def test_the_module_has_the_names_of_deepspeeds(module: Any, kind: str) -> None:
     assert {f"softmax_{kind}", "layer_norm", "softmax_context_int8"} <= set(dir(module))
     with pytest.raises(AttributeError):

@@ -252,3 +252,32 @@ def test_they_pass_opcheck_and_compile_without_a_graph_break() -> None:
     close(out, turned(q, batch.positions, 16, 1e4), q)
     assert torch.equal(batch.found(batch.k_cache), v)
     assert torch.equal(batch.found(batch.v_cache), k)
+
+
+def test_listed_blocks_are_read_at_their_addresses(op: Any) -> None:
+    rows = torch.randperm(30).int().view(3, 10)
+    lengths = torch.tensor([64, 33, 0], dtype=torch.int32)
+    lists = torch.tensor([rows[at].data_ptr() for at in (1, 0, 2)])
+    with poisoned():
+        table = op.listed_blocks(lists, lengths, 16, 5)
+    expected = torch.full((3, 5), -1, dtype=torch.int32)
+    expected[0, :4], expected[1, :3] = rows[1, :4], rows[0, :3]
+    assert torch.equal(table, expected)
+    assert torch.equal(op.listed_blocks(lists, lengths, 16, 2), expected[:, :2])
+    assert op.listed_blocks(lists, lengths, 16, 0).shape == (3, 0)
+    assert op.listed_blocks(lists[:0], lengths[:0], 16, 5).shape == (0, 5)
+    for words, wrong in (
+        ("lists has dtype", (lists.int(), lengths, 16, 5)),
+        ("lengths has dtype", (lists, lengths.long(), 16, 5)),
+        ("lengths has shape", (lists, lengths[:2], 16, 5)),
+        ("block_size is 0", (lists, lengths, 0, 5)),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            op.listed_blocks(*wrong)
+
+
+def test_listed_blocks_passes_opcheck() -> None:
+    rows = torch.arange(6, dtype=torch.int32)
+    torch.library.opcheck(
+        ragged.listed_blocks.overload, (torch.tensor([rows.data_ptr()]), rows[5:], 1, 8)
+    )

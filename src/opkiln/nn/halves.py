@@ -1,4 +1,5 @@
-"""The two halves of a training layer around its attention, each with a gradient of its own.
+"""The two halves of a training layer around its attention, each with a gradient of its own: as
+functions that say what they keep, and as autograd functions over these.
 
 Matrix products are torch's. What is between them is one kernel each. A half keeps what its matrix
 products need, and of the rest only what cannot be computed from that. Norms and the gelu may be
@@ -10,7 +11,7 @@ matrix product, that writes the sum anyway.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +47,54 @@ def _for_any_row(op: Any, x: Tensor) -> Any:
     return op if x.dtype in _NATIVE else op.reference
 
 
+class ProjectionKept(NamedTuple):
+    """What the gradient of ``project`` needs."""
+
+    x: Tensor
+    mean: Tensor | None
+    scale: Tensor | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    weight: Tensor
+    normal: Tensor | None  # None: there is no norm, or it is to be computed again
+
+
+def project(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    recompute: bool,
+) -> tuple[Tensor, ProjectionKept]:
+    """Query, key and value of ``x`` beside each other; with ``norm_weight``, of its layer norm."""
+    normal, mean, scale = x, None, None
+    if norm_weight is not None:
+        normal, mean, scale = _for(ops.norm_with_moments, x)(x, norm_weight, norm_bias, eps)
+    kept = None if recompute or norm_weight is None else normal
+    return linear(normal, weight, bias), ProjectionKept(
+        x, mean, scale, norm_weight, norm_bias, weight, kept
+    )
+
+
+def project_backward(
+    kept: ProjectionKept, x_grad: Tensor, joined: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """The gradients of ``x`` and of the first three parameters of ``project``. ``joined`` is that
+    of its result, ``x_grad`` what the gradient of ``x`` has from elsewhere."""
+    x, joined = kept.x, _flat(joined)
+    if kept.norm_weight is None:
+        total = torch.addmm(_flat(x_grad), joined, kept.weight).view_as(x)
+        return total, None, None, joined.t() @ _flat(x)
+    total, _, _, norm_weight_grad, norm_bias_grad, again = _for(ops.dropout_add_norm_backward, x)(
+        (joined @ kept.weight).view_as(x), x, kept.mean, kept.scale, kept.norm_weight,
+        kept.norm_bias if kept.normal is None else None, x_grad,
+    )  # fmt: skip
+    normal = again if kept.normal is None else kept.normal
+    return total, norm_weight_grad, norm_bias_grad, joined.t() @ _flat(normal)
+
+
 class Projection(Function):
     """``x`` itself, and query, key and value of it. With ``norm_weight``, of its layer norm."""
 
@@ -60,130 +109,148 @@ class Projection(Function):
         eps: float,
         recompute: bool,
     ) -> tuple[Tensor, ...]:
-        normal, mean, scale = x, None, None
-        if norm_weight is not None:
-            normal, mean, scale = _for(ops.norm_with_moments, x)(x, norm_weight, norm_bias, eps)
-        ctx.again = recompute and norm_weight is not None
-        kept = None if ctx.again or norm_weight is None else normal
-        ctx.save_for_backward(x, mean, scale, norm_weight, norm_bias, weight, kept)
-        query, key, value = linear(normal, weight, bias).chunk(3, -1)
+        joined, kept = project(x, norm_weight, norm_bias, weight, bias, eps, recompute)
+        ctx.save_for_backward(*kept)
+        query, key, value = joined.chunk(3, -1)
         return x.view_as(x), query, key, value
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, scale, norm_weight, norm_bias, weight, normal = ctx.saved_tensors
         x_grad, query, key, value = grads
-        joined, bias_grad = _for_any_row(ops.join_columns, x)(query, key, value)
-        joined = _flat(joined)
-        if norm_weight is None:
-            total = torch.addmm(_flat(x_grad), joined, weight).view_as(x)
-            return total, None, None, joined.t() @ _flat(x), bias_grad, None, None
-        total, _, _, norm_weight_grad, norm_bias_grad, again = _for(
-            ops.dropout_add_norm_backward, x
-        )(
-            (joined @ weight).view_as(x), x, mean, scale, norm_weight,
-            norm_bias if ctx.again else None, x_grad,
-        )  # fmt: skip
-        weight_grad = joined.t() @ _flat(again if ctx.again else normal)
-        return total, norm_weight_grad, norm_bias_grad, weight_grad, bias_grad, None, None
+        joined, bias_grad = _for_any_row(ops.join_columns, x_grad)(query, key, value)
+        found = project_backward(ProjectionKept(*ctx.saved_tensors), x_grad, joined)
+        return *found, bias_grad, None, None
 
 
-class Output(Function):
+class OutputKept(NamedTuple):
+    """What the gradient of ``output`` needs."""
+
+    attention: Tensor
+    total: Tensor
+    mean: Tensor
+    scale: Tensor
+    normal: Tensor | None  # None: to be computed again
+    up: Tensor
+    active: Tensor | None  # None: to be computed again
+    last_total: Tensor | None
+    last_mean: Tensor | None
+    last_scale: Tensor | None
+    out_weight: Tensor
+    norm_weight: Tensor
+    norm_bias: Tensor
+    up_weight: Tensor
+    up_bias: Tensor
+    down_weight: Tensor
+    last_weight: Tensor | None
+    seed: Tensor | None
+
+
+def output(
+    attention: Tensor,
+    x: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    up_weight: Tensor,
+    up_bias: Tensor,
+    down_weight: Tensor,
+    down_bias: Tensor,
+    last_weight: Tensor | None,
+    last_bias: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+    activation_p: float,
+    eps: float,
+    recompute_norm: bool,
+    recompute_gelu: bool,
+    relaxed: bool,
+) -> tuple[Tensor, OutputKept]:
     """What follows the attention: its output matrix, and the multilayer perceptron.
 
     ``x`` is the residual. With ``last_weight`` and ``last_bias``, each of the two is normalized
     after its residual was added, the second one with these. Without them, the first norm is the
     perceptron's input, and there is no second one.
     """
+    add_norm = _for(ops.dropout_add_norm, x)
+    total, normal, mean, scale = add_norm(
+        linear(attention, out_weight), out_bias, x, norm_weight, norm_bias,
+        seed, _ATTENTION, p, eps,
+    )  # fmt: skip
+    up = linear(normal, up_weight)
+    active = _gelu(x, relaxed)(up, up_bias, seed, _ACTIVATION, activation_p)
+    down = linear(active, down_weight)
+    last_total, last_mean, last_scale = None, None, None
+    if last_weight is None:
+        out = _for(ops.dropout_add, x)(down, down_bias, total, seed, _OUTPUT, p)
+    else:
+        last_total, out, last_mean, last_scale = add_norm(
+            down, down_bias, normal, last_weight, last_bias, seed, _OUTPUT, p, eps
+        )
+    return out, OutputKept(
+        attention, total, mean, scale, None if recompute_norm else normal, up,
+        None if recompute_gelu else active, last_total, last_mean, last_scale, out_weight,
+        norm_weight, norm_bias, up_weight, up_bias, down_weight, last_weight, seed,
+    )  # fmt: skip
+
+
+def output_backward(
+    kept: OutputKept, grad: Tensor, p: float, activation_p: float, relaxed: bool
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the first twelve arguments of ``output``."""
+    (
+        attention, total, mean, scale, normal, up, active, last_total, last_mean, last_scale,
+        out_weight, norm_weight, norm_bias, up_weight, up_bias, down_weight, last_weight, seed,
+    ) = kept  # fmt: skip
+    norm_again, gelu_again = normal is None, active is None
+    norm_backward = _for(ops.dropout_add_norm_backward, total)
+    last_grads: tuple[Tensor | None, Tensor | None] = (None, None)
+    if last_weight is None:
+        residual = grad
+        down, down_bias_grad = _for(ops.dropout_add_backward, total)(grad, seed, _OUTPUT, p)
+    else:
+        residual, down, down_bias_grad, *found, _ = norm_backward(
+            grad, last_total, last_mean, last_scale, last_weight, None, None, seed, _OUTPUT, p
+        )
+        last_grads = (found[0], found[1])
+    down = _flat(residual if p == 0 else down)
+
+    up_grad, up_bias_grad, again = _gelu_backward(total, relaxed)(
+        (down @ down_weight).view_as(up), up, up_bias, seed, _ACTIVATION, activation_p, gelu_again
+    )
+    down_weight_grad = down.t() @ _flat(again if active is None else active)
+    del down, again, active, up
+    up_grad = _flat(up_grad)
+    if last_weight is None:
+        normal_grad = (up_grad @ up_weight).view_as(total)
+    else:  # the norm is the residual of what follows
+        normal_grad = torch.addmm(_flat(residual), up_grad, up_weight).view_as(total)
+    total_grad, out, out_bias_grad, norm_weight_grad, norm_bias_grad, again = norm_backward(
+        normal_grad, total, mean, scale, norm_weight, norm_bias if norm_again else None,
+        residual if last_weight is None else None, seed, _ATTENTION, p,
+    )  # fmt: skip
+    up_weight_grad = up_grad.t() @ _flat(again if normal is None else normal)
+    del normal_grad, up_grad, again, normal
+    out = _flat(total_grad if p == 0 else out)
+    return (
+        (out @ out_weight).view_as(attention), total_grad, out.t() @ _flat(attention),
+        out_bias_grad, norm_weight_grad, norm_bias_grad, up_weight_grad, up_bias_grad,
+        down_weight_grad, down_bias_grad, *last_grads,
+    )  # fmt: skip
+
+
+class Output(Function):
+    """``output``, with its arguments."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        attention: Tensor,
-        x: Tensor,
-        out_weight: Tensor,
-        out_bias: Tensor,
-        norm_weight: Tensor,
-        norm_bias: Tensor,
-        up_weight: Tensor,
-        up_bias: Tensor,
-        down_weight: Tensor,
-        down_bias: Tensor,
-        last_weight: Tensor | None,
-        last_bias: Tensor | None,
-        seed: Tensor | None,
-        p: float,
-        activation_p: float,
-        eps: float,
-        recompute_norm: bool,
-        recompute_gelu: bool,
-        relaxed: bool,
-    ) -> Tensor:
-        add_norm = _for(ops.dropout_add_norm, x)
-        total, normal, mean, scale = add_norm(
-            linear(attention, out_weight), out_bias, x, norm_weight, norm_bias,
-            seed, _ATTENTION, p, eps,
-        )  # fmt: skip
-        up = linear(normal, up_weight)
-        active = _gelu(x, relaxed)(up, up_bias, seed, _ACTIVATION, activation_p)
-        down = linear(active, down_weight)
-        last: tuple[Tensor | None, ...] = (None, None, None)
-        if last_weight is None:
-            add = _for(ops.dropout_add, x)
-            out = add(down, down_bias, total, seed, _OUTPUT, p)
-        else:
-            last_total, out, last_mean, last_scale = add_norm(
-                down, down_bias, normal, last_weight, last_bias, seed, _OUTPUT, p, eps
-            )
-            last = (last_total, last_mean, last_scale)
-        ctx.options = (p, activation_p, recompute_norm, recompute_gelu, relaxed)
-        ctx.save_for_backward(
-            attention, total, mean, scale, None if recompute_norm else normal, up,
-            None if recompute_gelu else active, *last, out_weight, norm_weight, norm_bias,
-            up_weight, up_bias, down_weight, last_weight, seed,
-        )  # fmt: skip
-        return out  # type: ignore[no-any-return]
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        out, kept = output(*arguments)
+        _, p, activation_p, _, _, _, relaxed = arguments[12:]
+        ctx.options = (p, activation_p, relaxed)
+        ctx.save_for_backward(*kept)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        p, activation_p, recompute_norm, recompute_gelu, relaxed = ctx.options
-        (
-            attention, total, mean, scale, normal, up, active, last_total, last_mean, last_scale,
-            out_weight, norm_weight, norm_bias, up_weight, up_bias, down_weight, last_weight, seed,
-        ) = ctx.saved_tensors  # fmt: skip
-        norm_backward = _for(ops.dropout_add_norm_backward, total)
-        last_grads: tuple[Tensor | None, Tensor | None] = (None, None)
-        if last_weight is None:
-            residual = grad
-            add_backward = _for(ops.dropout_add_backward, total)
-            down, down_bias_grad = add_backward(grad, seed, _OUTPUT, p)
-        else:
-            residual, down, down_bias_grad, *found, _ = norm_backward(
-                grad, last_total, last_mean, last_scale, last_weight, None, None, seed, _OUTPUT, p
-            )
-            last_grads = (found[0], found[1])
-        down = _flat(residual if p == 0 else down)
-
-        up_grad, up_bias_grad, again = _gelu_backward(total, relaxed)(
-            (down @ down_weight).view_as(up), up, up_bias, seed, _ACTIVATION, activation_p,
-            recompute_gelu,
-        )  # fmt: skip
-        down_weight_grad = down.t() @ _flat(again if recompute_gelu else active)
-        del down, again, active, up
-        up_grad = _flat(up_grad)
-        if last_weight is None:
-            normal_grad = (up_grad @ up_weight).view_as(total)
-        else:  # the norm is the residual of what follows
-            normal_grad = torch.addmm(_flat(residual), up_grad, up_weight).view_as(total)
-        total_grad, out, out_bias_grad, norm_weight_grad, norm_bias_grad, again = norm_backward(
-            normal_grad, total, mean, scale, norm_weight, norm_bias if recompute_norm else None,
-            residual if last_weight is None else None, seed, _ATTENTION, p,
-        )  # fmt: skip
-        up_weight_grad = up_grad.t() @ _flat(again if recompute_norm else normal)
-        del normal_grad, up_grad, again, normal
-        out = _flat(total_grad if p == 0 else out)
-        return (
-            (out @ out_weight).view_as(attention), total_grad, out.t() @ _flat(attention),
-            out_bias_grad, norm_weight_grad, norm_bias_grad, up_weight_grad, up_bias_grad,
-            down_weight_grad, down_bias_grad, *last_grads, *(None,) * 7,
-        )  # fmt: skip
+        found = output_backward(OutputKept(*ctx.saved_tensors), grad, *ctx.options)
+        return *found, *(None,) * 7

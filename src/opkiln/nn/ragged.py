@@ -7,15 +7,20 @@ from opkiln import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from opkiln.ops.ragged_device_ops.batch import RaggedBatch, RaggedViews, Sequenced
     from opkiln.ops.ragged_device_ops.functions.experts import moe_gather, moe_scatter, top_k_gating
-    from opkiln.ops.ragged_device_ops.functions.paged import paged_kv_copy, paged_kv_rotary
+    from opkiln.ops.ragged_device_ops.functions.paged import (
+        listed_blocks,
+        paged_kv_copy,
+        paged_kv_rotary,
+    )
     from opkiln.ops.ragged_device_ops.functions.rows import logits_gather, ragged_embedding
-    from opkiln.ops.ragged_ops.batch import RaggedBatch, RaggedViews, Sequenced
 
 __all__ = [
     "RaggedBatch",
     "RaggedViews",
     "Sequenced",
+    "listed_blocks",
     "logits_gather",
     "moe_gather",
     "moe_scatter",
@@ -27,9 +32,10 @@ __all__ = [
 
 _FUNCTIONS = "opkiln.ops.ragged_device_ops.functions"
 _HOMES = {
-    "RaggedBatch": "opkiln.ops.ragged_ops.batch",
-    "RaggedViews": "opkiln.ops.ragged_ops.batch",
-    "Sequenced": "opkiln.ops.ragged_ops.batch",
+    "RaggedBatch": "opkiln.ops.ragged_device_ops.batch",
+    "RaggedViews": "opkiln.ops.ragged_device_ops.batch",
+    "Sequenced": "opkiln.ops.ragged_device_ops.batch",
+    "listed_blocks": f"{_FUNCTIONS}.paged",
     "logits_gather": f"{_FUNCTIONS}.rows",
     "moe_gather": f"{_FUNCTIONS}.experts",
     "moe_scatter": f"{_FUNCTIONS}.experts",

@@ -23,6 +23,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opkiln.compat.deepspeed import inference_matmuls as matmuls
 from opkiln.compat.deepspeed import inference_pieces as pieces
@@ -73,7 +74,6 @@ class TransformerInference(OpModule):
     """``transformer_inference``: the pieces of a decoder or encoder layer, without gradients."""
 
     NAME = "transformer_inference"
-    REST = ("softmax_context_int8",)
 
     def __init__(self, rest: Callable[[], Any] | None = None) -> None:
         super().__init__(rest)
@@ -96,6 +96,7 @@ class TransformerInference(OpModule):
             self._bind(f"allocate_workspace_{name}", context.allocate_workspace)
             self._bind(f"repeat_kv_cache_{name}", context.repeat_kv_cache)
             self._bind(f"softmax_context_{name}", context.softmax_context)
+        self._bind("softmax_context_int8", matmuls.softmax_context_int8)
         self._bind("vector_matmul_int8", matmuls.vector_matmul)
         self._bind("fused_gemm_gelu_int8", matmuls.fused_gemm_gelu)
 
@@ -107,7 +108,6 @@ class InferenceCore(OpModule):
     """``inference_core_ops``: the pieces of FastGen's layers."""
 
     NAME = "inference_core_ops"
-    REST = ("blas_4d_matmul",)
 
     def __init__(self, rest: Callable[[], Any] | None = None) -> None:
         super().__init__(rest)
@@ -125,6 +125,12 @@ class InferenceCore(OpModule):
             fp6.preprocess_weight,
         ):
             setattr(self, function.__name__, function)
+
+    @torch.no_grad()
+    def blas_4d_matmul(self, C: Tensor, B: Tensor, A: Tensor) -> None:  # noqa: N803 (DeepSpeed's names)
+        """``A @ B``, written to ``C``. DeepSpeed's binding takes the columns of ``C`` for those of
+        ``A``, so its result is right for square matrices alone."""
+        torch.matmul(A, B, out=C)
 
     def create_handle(self) -> None:
         """Nothing: torch has a handle for its BLAS."""

@@ -15,6 +15,7 @@ from opkiln.compat.deepspeed.inference_pieces import (
     GELU,
     RELU,
     gated_activation,
+    softmax,
 )
 from opkiln.ops.transformer_inference import functions as ops
 
@@ -159,6 +160,42 @@ def linear_layer(
     if head % 64:
         parts = functional.pad(parts, (0, _padded(head) - head))
     return parts.contiguous()
+
+
+def softmax_context_int8(
+    query: Tensor,
+    prev_key: Tensor,
+    new_key: Tensor,  # noqa: ARG001 (nor does DeepSpeed read it)
+    attn_mask: Tensor,
+    prev_value: Tensor,
+    new_value: Tensor,
+    heads: int,
+    norm_factor: float,
+    merging: bool,  # noqa: ARG001
+    triangular: bool,
+    local_attention: bool,
+    window_size: int,
+    no_masking: bool,  # noqa: ARG001 (a mask of one dimension says it)
+) -> list[Tensor]:
+    """Attention, [batch, heads, queries, head], with scores times ``norm_factor``, and the keys and
+    values as they are. Nothing of it is int8, in DeepSpeed either.
+
+    ``query`` and ``prev_value`` are [batch, tokens, hidden] by name; their memory is read as
+    [batch, heads, tokens, head], and that of ``prev_key`` as [batch, heads, head, tokens]. With
+    ``triangular``, query ``i`` sees the keys up to ``i``, if ``new_value`` is empty.
+    """
+    batch, queries = query.shape[:2]
+    tokens, head = prev_value.shape[1], prev_value.shape[2] // heads
+    q = query.reshape(batch, heads, queries, head)
+    keys = prev_key.reshape(batch, heads, head, tokens)
+    values = prev_value.reshape(batch, heads, tokens, head)
+    first = new_value.dim() < 2 or new_value.shape[1] == 0
+    none = query.new_empty(1)
+    shares = softmax(
+        (q * norm_factor) @ keys, attn_mask, none, triangular and first, first, local_attention,
+        window_size, False, 1.0, 0, 1,
+    )  # fmt: skip
+    return [shares @ values, prev_key, prev_value]
 
 
 def einsum_sec_sm_ecm(Q: Tensor, W: Tensor) -> Tensor:  # noqa: N803 (DeepSpeed's names)

@@ -18,6 +18,7 @@ def _family(name: str, *schemas: str) -> Library:
 
 paged = _family(
     "paged",
+    "listed_blocks(Tensor lists, Tensor lengths, SymInt block_size, SymInt width) -> Tensor",
     (
         "paged_kv_copy(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
         "Tensor block_table, Tensor sequences, Tensor positions) -> ()"

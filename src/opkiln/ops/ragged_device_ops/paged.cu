@@ -224,6 +224,15 @@ __global__ void __launch_bounds__(kThreads) paged_copy_kernel(const OPK_GRID_CON
   store_once(reinterpret_cast<Unit*>(to(work.v_cache)), v);
 }
 
+__global__ void __launch_bounds__(kThreads) lists_kernel(const OPK_GRID_CONSTANT paged::Lists work) {
+  const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (at >= work.entries) return;
+  const int64_t row = at / work.width;
+  const int block = static_cast<int>(at - row * work.width);
+  const bool is_used = int64_t{block} * work.block_size < work.lengths[row];
+  work.table[at] = is_used ? reinterpret_cast<const int32_t*>(work.lists[row])[block] : -1;
+}
+
 bool is_packed(const void* data, int64_t strides, int64_t width) {
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 && strides % width == 0;
 }
@@ -261,5 +270,10 @@ void paged::run(const Work& work) {
   }
 }
 
+void paged::run(const Lists& lists) {
+  opk::launch(lists_kernel, (lists.entries + kThreads - 1) / kThreads, kThreads, 0, lists);
+}
+
+OPKILN_OP(paged::listed_blocks, cuda);
 OPKILN_OP(paged::paged_kv_copy, cuda);
 OPKILN_OP(paged::paged_kv_rotary, cuda);

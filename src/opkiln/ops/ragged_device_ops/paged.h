@@ -41,13 +41,23 @@ struct Work : Copy {
   opkiln::Frequencies frequencies;
 };
 
+// A block table to be made of lists that are known by their addresses.
+struct Lists {
+  const int64_t* lists;
+  const int32_t* lengths;  // in tokens
+  int32_t* table;
+  int64_t entries;  // of the table
+  int width, block_size;
+};
+
 #if !defined(__CUDACC_RTC__)
 OPK_PLAIN_BEGIN
 
 using opk::Tensor;
 using MaybeTensor = opk::optional<Tensor>;
 
-void run(const Work& work);  // there is at least one token
+void run(const Work& work);    // there is at least one token
+void run(const Lists& lists);  // there is at least one entry
 
 inline int small(const Tensor& of, int64_t size) {
   OPK_SERVED(size < 0x7fffffff, of, " has shape ", of.sizes(), ": too large");
@@ -160,6 +170,30 @@ inline void paged_kv_copy(const Tensor& k, const Tensor& v, Tensor& k_cache, Ten
   Work work;
   set_copy(work, k, v, k_cache, v_cache, block_table, rows, places);
   if (work.tokens > 0) run(work);
+}
+
+inline Tensor listed_blocks(const Tensor& lists, const Tensor& lengths, int64_t block_size, int64_t width) {
+  opk::check_dim(lists, 1);
+  opk::check_dtype(lists, opk::DType::int64);
+  opk::check_dtype(lengths, opk::DType::int32);
+  opk::check_same_device(lists, lengths);
+  opk::check_shape(lengths, lists.sizes());
+  OPK_CHECK(block_size > 0 && block_size < 0x7fffffff && width >= 0 && width < 0x7fffffff, "block_size is ",
+            block_size, ", width is ", width, ", expected at least 1 and 0");
+  const Tensor addresses = opk::contiguous(lists), tokens = opk::contiguous(lengths);
+  const int64_t shape[] = {lists.size(0), width};
+  Tensor table = opk::empty({shape, 2}, lengths);
+  const Lists work = {addresses.data<const int64_t>(), tokens.data<const int32_t>(), table.data<int32_t>(),
+                      table.numel(), static_cast<int>(width), static_cast<int>(block_size)};
+#if defined(OPKILN_EMULATED)
+  for (int64_t row = 0; row < lists.size(0); ++row) {  // memory that is in no tensor of the call
+    const int64_t blocks = (work.lengths[row] + block_size - 1) / block_size;
+    const auto* const list = reinterpret_cast<const int32_t*>(work.lists[row]);
+    if (blocks > 0) opk::emulator::add_tensor(list, static_cast<size_t>(blocks * 4), 4);
+  }
+#endif
+  if (work.entries > 0) run(work);
+  return table;
 }
 
 inline Tensor paged_kv_rotary(const Tensor& q, const Tensor& k, const Tensor& v, Tensor& k_cache,

@@ -13,6 +13,7 @@ with torch's own functions. No two tokens may have the same place.
 
 from __future__ import annotations
 
+import ctypes
 import math
 
 import torch
@@ -26,6 +27,7 @@ from opkiln.ops.ragged_device_ops.functions.checks import (
     check_like,
     check_shape,
     check_some,
+    dtype_name,
     widened,
 )
 from opkiln.ops.ragged_device_ops.op import paged as kit
@@ -51,6 +53,54 @@ def paged_kv_copy(
 @paged_kv_copy.fake
 def _nothing(*_: object) -> None:
     """The reference looks at values, which fake tensors do not have."""
+
+
+@kit.op()
+def listed_blocks(lists: Tensor, lengths: Tensor, block_size: int, width: int) -> Tensor:
+    """A block table, int32 [batch, width], of lists that are known by their addresses alone.
+
+    ``lists``, int64 [batch], has for each sequence the address of its blocks, int32, in the memory
+    of this device. ``lengths``, int32 [batch], are the tokens of each: so many blocks are read, at
+    most ``width``, and -1 stands behind them. Nobody can check an address: a wrong one ends the
+    process, or the GPU's context. Raises RuntimeError, naming the argument.
+    """
+    check_dim("lists", lists, 1)
+    if lists.dtype != torch.int64:
+        raise RuntimeError(f"lists has dtype {dtype_name(lists)}, expected int64")
+    check_int32("lengths", lengths)
+    check_device("lengths", lengths, lists, "lists")
+    check_shape("lengths", lengths, [lists.shape[0]])
+    if block_size < 1 or width < 0:
+        raise RuntimeError(
+            f"block_size is {block_size}, width is {width}, expected at least 1 and 0"
+        )
+    table = lengths.new_full((lists.shape[0], width), -1)
+    for row, (address, tokens) in enumerate(zip(lists.tolist(), lengths.tolist(), strict=True)):
+        count = min(-(-tokens // block_size), width)
+        if count > 0:
+            table[row, :count] = _memory(address, count, lists.device)
+    return table
+
+
+@listed_blocks.fake
+def _table(_lists: Tensor, lengths: Tensor, _block_size: int, width: int) -> Tensor:
+    return lengths.new_empty(lengths.shape[0], width)
+
+
+class _OnGPU:
+    """So many int32 at an address of a GPU, in the form that torch takes from other libraries."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False), "shape": (count,), "typestr": "<i4", "version": 3,
+        }  # fmt: skip
+
+
+def _memory(address: int, count: int, device: torch.device) -> Tensor:
+    """A view of so many int32 at an address of the device."""
+    if device.type == "cpu":
+        return torch.frombuffer((ctypes.c_int32 * count).from_address(address), dtype=torch.int32)
+    return torch.as_tensor(_OnGPU(address, count), device=device)
 
 
 @kit.op(mutates=("k_cache", "v_cache"))

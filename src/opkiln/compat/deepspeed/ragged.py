@@ -1,0 +1,312 @@
+"""DeepSpeed-FastGen's modules ``ragged_device_ops`` and ``ragged_ops``, over opkiln's ops for
+ragged batches. Results go to the tensors that are given, as in DeepSpeed's binding.
+
+A batch is described by ``batch_metadata`` (its tokens and sequences), ``seq_metadata`` (first
+token, tokens and tokens seen of each sequence), ``tokens_to_seq`` and ``kv_ptrs`` (addresses of the
+lists of blocks). Tokens behind the batch's are padding, and what belongs to them is left alone.
+These things differ:
+
+- All dtypes and sizes are served, and any number of experts for a token.
+- The tokens of an expert are in their order in the batch. In DeepSpeed they come in any order.
+- Frequencies of rotary embedding are exact. DeepSpeed rounds those of some heads to 16 bits.
+- ``flash_attn_by_atoms`` reads the atoms on the host, so it waits for the GPU, and cannot be in a
+  CUDA graph. Sequences with one new token are one call of ``opkiln.nn.inference.attention``;
+  prompts are a call each.
+- A sequence without tokens has zeros as the row for its logits. DeepSpeed takes another's row.
+- Views of a buffer keep it alive.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkiln.compat.deepspeed.modules import OpModule
+from opkiln.compat.deepspeed.ragged_attention import build_atoms, flash_attn_by_atoms
+from opkiln.errors import UsageError
+from opkiln.ops.ragged_device_ops.functions import experts as moe
+from opkiln.ops.ragged_device_ops.functions import paged, rows
+from opkiln.ops.transformer_inference.functions.rotary import rotary
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_UNASSIGNED = -1
+_START, _TOKENS, _SEEN = range(3)  # columns of seq_metadata
+
+
+class RaggedDeviceOps(OpModule):
+    """``ragged_device_ops``: FastGen's kernels on a ragged batch."""
+
+    NAME = "ragged_device_ops"
+
+    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
+        super().__init__(rest)
+        if torch.cuda.is_available():
+            paged.paged_kv_copy.load("cuda")
+        for function in (
+            build_atoms,
+            flash_attn_by_atoms,
+            gather_for_logits,
+            kv_rotary_embeddings,
+            kv_trained_rotary_embeddings,
+            linear_kv_copy,
+            moe_gather,
+            moe_scatter,
+            ragged_embed,
+            top_k_gating,
+        ):
+            setattr(self, function.__name__, torch.no_grad()(function))
+
+
+class RaggedHostOps(OpModule):
+    """``ragged_ops``: memory of the host for the description of a batch."""
+
+    NAME = "ragged_ops"
+
+    def allocate_fast_host_buffer(self, device_mirror: Tensor) -> Tensor:
+        """Memory of the host with the shape and dtype of a tensor, pinned if there is a GPU."""
+        return torch.empty(
+            device_mirror.shape, dtype=device_mirror.dtype, pin_memory=torch.cuda.is_available()
+        )
+
+    def allocate_view_on(self, tensor: Tensor, buffer: Tensor, offset: int) -> Tensor:
+        """A view of a buffer from a byte on, with the shape, strides and dtype of a tensor."""
+        return _view(buffer, offset, tensor.dtype, tensor.shape, tensor.stride())
+
+    def allocate_view_like(
+        self,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        dummy_tensor: Tensor,
+        buffer: Tensor,
+        offset: int,
+    ) -> Tensor:
+        """A view of a buffer from a byte on, with the dtype of a tensor."""
+        return _view(buffer, offset, dummy_tensor.dtype, shape, strides)
+
+
+def _view(
+    buffer: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]
+) -> Tensor:
+    first = buffer.storage_offset() * buffer.element_size() + offset
+    if first % dtype.itemsize:
+        raise UsageError(f"offset is {offset}: {dtype} needs a multiple of {dtype.itemsize} bytes")
+    made = torch.empty(0, dtype=dtype, device=buffer.device)
+    return made.set_(buffer.untyped_storage(), first // dtype.itemsize, shape, strides)
+
+
+# The cache of keys and values
+
+
+def linear_kv_copy(
+    kv_cache: Tensor,
+    q: Tensor,  # noqa: ARG001 (DeepSpeed's binding takes its strides)
+    k: Tensor,
+    v: Tensor,
+    batch_metadata: Tensor,
+    seq_metadata: Tensor,
+    tokens_to_seq: Tensor,
+    kv_ptrs: Tensor,
+) -> None:
+    """Write ``k`` and ``v`` to the cache, [blocks, block size, 2, kv heads, head]."""
+    sequences, positions = _places(len(k), batch_metadata, seq_metadata, tokens_to_seq)
+    table = _block_table(kv_cache, seq_metadata, kv_ptrs)
+    paged.paged_kv_copy(
+        _heads(k, kv_cache), _heads(v, kv_cache), kv_cache[:, :, 0], kv_cache[:, :, 1], table,
+        sequences, positions,
+    )  # fmt: skip
+
+
+def kv_rotary_embeddings(
+    kv_cache: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotary_dim: int,
+    theta_base: float,
+    batch_metadata: Tensor,
+    seq_metadata: Tensor,
+    tokens_to_seq: Tensor,
+    kv_ptrs: Tensor,
+) -> None:
+    """Rotate ``q`` in place; write ``k``, rotated, and ``v`` to the cache."""
+    sequences, positions = _places(len(k), batch_metadata, seq_metadata, tokens_to_seq)
+    table = _block_table(kv_cache, seq_metadata, kv_ptrs)
+    turned = paged.paged_kv_rotary(
+        _heads(q, kv_cache), _heads(k, kv_cache), _heads(v, kv_cache), kv_cache[:, :, 0],
+        kv_cache[:, :, 1], table, sequences, positions, dim=rotary_dim, theta=theta_base,
+    )  # fmt: skip
+    _keep_padding(q, turned.flatten(1), sequences >= 0)
+
+
+def kv_trained_rotary_embeddings(
+    kv_cache: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    inv_freq: Tensor,
+    batch_metadata: Tensor,
+    seq_metadata: Tensor,
+    tokens_to_seq: Tensor,
+    kv_ptrs: Tensor,
+) -> None:
+    """``kv_rotary_embeddings`` with the frequencies of each pair, fp32 [pairs]."""
+    if inv_freq.dtype != torch.float32 or inv_freq.dim() != 1:
+        raise UsageError(
+            f"inv_freq is {inv_freq.dtype} {list(inv_freq.shape)}, expected torch.float32 [pairs]"
+        )
+    sequences, positions = _places(len(k), batch_metadata, seq_metadata, tokens_to_seq)
+    angles = positions.clamp(min=0).double()[:, None] * inv_freq.double()
+    cos, sin = angles.cos().float(), angles.sin().float()
+    # A token's angles are a row of these tables.
+    turned, keys = (rotary(_heads(x, kv_cache), None, cos, sin, 2 * len(inv_freq)) for x in (q, k))
+    table = _block_table(kv_cache, seq_metadata, kv_ptrs)
+    paged.paged_kv_copy(
+        keys, _heads(v, kv_cache), kv_cache[:, :, 0], kv_cache[:, :, 1], table, sequences,
+        positions,
+    )  # fmt: skip
+    _keep_padding(q, turned.flatten(1), sequences >= 0)
+
+
+def _heads(x: Tensor, kv_cache: Tensor) -> Tensor:
+    return x.view(len(x), -1, kv_cache.shape[4])
+
+
+def _places(
+    tokens: int, batch_metadata: Tensor, seq_metadata: Tensor, tokens_to_seq: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The sequence of each token and its place there, int32; -1 for padding."""
+    at = torch.arange(tokens, dtype=torch.int32, device=seq_metadata.device)
+    sequences = tokens_to_seq[:tokens]
+    real = (at < batch_metadata[0]) & (sequences >= 0)
+    row = seq_metadata[sequences.clamp(min=0)]
+    positions = row[:, _SEEN] + at - row[:, _START]
+    return torch.where(real, sequences, -1), torch.where(real, positions, -1)
+
+
+def _block_table(kv_cache: Tensor, seq_metadata: Tensor, kv_ptrs: Tensor) -> Tensor:
+    lengths = seq_metadata[:, _SEEN] + seq_metadata[:, _TOKENS]
+    batch = min(len(lengths), len(kv_ptrs))
+    # No sequence has more blocks than there are.
+    blocks, size = kv_cache.shape[:2]
+    return paged.listed_blocks(kv_ptrs[:batch], lengths[:batch], size, blocks)
+
+
+def _keep_padding(out: Tensor, found: Tensor, real: Tensor) -> None:
+    """Write rows to ``out`` where they are real."""
+    out.copy_(torch.where(real[:, None], found, out))
+
+
+# Rows of tokens
+
+
+def ragged_embed(
+    embedded_tokens: Tensor,
+    input_ids: Tensor,
+    embedding_weight: Tensor,
+    position_weight: Tensor | None,
+    position_embed_offset: int,
+    batch_metadata: Tensor,
+    seq_metadata: Tensor,
+    tokens_to_seq: Tensor,
+    kv_ptrs: Tensor,  # noqa: ARG001
+) -> None:
+    """Rows of the table for tokens, with those of their positions, which stay in their table. A
+    token that the table does not have is left out."""
+    ids = input_ids.flatten()
+    sequences, positions = _places(len(ids), batch_metadata, seq_metadata, tokens_to_seq)
+    words = len(embedding_weight)
+    given = (sequences >= 0) & (ids >= 0) & (ids < words)
+    at = None
+    if position_weight is not None:
+        at = (positions + position_embed_offset).clamp(0, len(position_weight) - 1)
+    found = rows.ragged_embedding(ids.clamp(0, words - 1), embedding_weight, at, position_weight)
+    _keep_padding(embedded_tokens[: len(ids)], found, given)
+
+
+def gather_for_logits(
+    final_token_acts: Tensor, all_acts: Tensor, batch_metadata: Tensor, seq_metadata: Tensor
+) -> None:
+    """The last token's row of each sequence."""
+    batch = min(len(final_token_acts), len(seq_metadata))
+    of = seq_metadata[:batch]
+    real = torch.arange(batch, device=of.device) < batch_metadata[1]
+    lengths = torch.where(real, of[:, _TOKENS], 0)
+    found = rows.logits_gather(all_acts, of[:, _START].contiguous(), lengths)
+    _keep_padding(final_token_acts[:batch], found, real)
+
+
+# Mixtures of experts
+
+
+def top_k_gating(
+    expert_counts: Tensor,
+    scores: Tensor,
+    assignments: Tensor,
+    offsets: Tensor,
+    logits: Tensor,
+    batch_metadata: Tensor,
+) -> None:
+    """The experts of each token with the shares that softmax gives them, and its place among the
+    tokens of each. Adds the tokens of each expert to ``expert_counts``. Padding has no expert."""
+    tokens, k = scores.shape
+    experts = logits.shape[1]
+    padding = (torch.arange(tokens, device=logits.device) >= batch_metadata[0])[:, None]
+    # Experts that only padding goes to come last, so they change neither places nor shares.
+    others = torch.where(padding, torch.inf, -torch.inf).to(logits.dtype).expand(-1, k)
+    shares, chosen, slots, counts, ends = moe.top_k_gating(torch.cat((logits, others), 1), k)
+    first = (ends - counts)[:experts]
+    before = (expert_counts - first).to(torch.int32)
+    real = chosen.clamp(max=experts - 1)
+    scores.copy_(torch.where(padding, scores, shares))
+    assignments.copy_(torch.where(padding, _UNASSIGNED, chosen))
+    offsets.copy_(torch.where(padding, _UNASSIGNED, slots + before[real]))
+    expert_counts += counts[:experts]
+
+
+def moe_scatter(
+    moe_input: Tensor,
+    expert_count_cumsums: Tensor,
+    mapped_slots: Tensor,
+    activations: Tensor,
+    expert_counts: Tensor,
+    assignments: Tensor,
+    offsets: Tensor,
+) -> None:
+    """Rows of tokens, sorted by expert; the sums of the experts' tokens up to each; and the row of
+    each token and expert."""
+    ends = expert_counts.cumsum(0)
+    expert_count_cumsums.copy_(ends)
+    real = assignments != _UNASSIGNED
+    first = (ends - expert_counts)[assignments.clamp(min=0)]
+    # What has no expert comes last.
+    spare = ends[-1] + (~real).flatten().cumsum(0).view_as(real) - 1
+    slots = torch.where(real, first + offsets, spare).to(torch.int32)
+    found = moe.moe_scatter(activations, slots)
+    used = torch.arange(len(found), device=ends.device) < ends[-1]
+    _keep_padding(moe_input, found, used)
+    mapped_slots.copy_(torch.where(real, slots, _UNASSIGNED))
+
+
+def moe_gather(
+    layer_output: Tensor,
+    moe_output: Tensor,
+    scores: Tensor,
+    mapped_slots: Tensor,
+    expert_counts: Tensor,
+    normalize_scales: bool,
+) -> None:
+    """The sum of each token's rows, with its scores. Sets ``expert_counts`` to 0, for the next
+    call of ``top_k_gating``."""
+    real = mapped_slots != _UNASSIGNED
+    shares = scores.masked_fill(~real, 0)
+    if normalize_scales:
+        total = shares.sum(1, keepdim=True)
+        shares = torch.where(total > 0, shares / total, shares)
+    found = moe.moe_gather(moe_output, mapped_slots.clamp(min=0), shares)
+    _keep_padding(layer_output, found, real.any(1))
+    expert_counts.zero_()

@@ -1,1 +1,0 @@
-"""Host-side descriptors of ragged batches."""
