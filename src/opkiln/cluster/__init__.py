@@ -1,0 +1,1 @@
+"""All ranks of a job: one build per op, and one library that all of them agree on."""

@@ -1,0 +1,213 @@
+"""What a leader decides. Pure functions of what the ranks have said.
+
+A leader that is replaced may decide at the same time as the next one. So nothing here may depend on
+who leads, and what was decided once (a task that is made) stays.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from opkiln.cluster.messages import Ballot, Hello, Made, Outcome, Plan, Result, Task, Vote
+
+_LONGEST_REASON = 2000  # characters; the plan is compared as a whole by the store
+
+
+def who(rank: int, hellos: Mapping[int, Hello]) -> str:
+    """A rank in words: ``rank 3 (host b, pid 4711)``."""
+    hello = hellos.get(rank)
+    return f"rank {rank}" if hello is None else f"rank {rank} (host {hello.host}, pid {hello.pid})"
+
+
+def difference(hellos: Sequence[Hello]) -> Outcome | None:
+    """The failure of a job whose ranks were not given the same ops; None if they were.
+
+    What most ranks have is taken for what was meant; of equals, what the lowest rank has.
+    """
+    known = dict(enumerate(hellos))
+    lists = [tuple(offer.name for offer in hello.offers) for hello in hellos]
+    usual = Counter(lists).most_common(1)[0][0]
+    if others := [rank for rank, names in enumerate(lists) if names != usual]:
+        named = [f"{who(each, known)}: {', '.join(lists[each])}" for each in others]
+        return Outcome(
+            error=f"{_ranks(others, known)} asked for other ops than the other ranks",
+            why="\n".join([*named, f"the other ranks: {', '.join(usual)}"]),
+            ranks=tuple(others),
+        )
+    for op, name in enumerate(usual):
+        told = [dict(hello.offers[op].facts) for hello in hellos]
+        for fact in dict.fromkeys(fact for each in told for fact in each):
+            values = [each.get(fact, "none") for each in told]
+            common = Counter(values).most_common(1)[0][0]
+            if others := [rank for rank, value in enumerate(values) if value != common]:
+                named = [f"{who(each, known)}: {values[each]}" for each in others]
+                return Outcome(
+                    error=f"op {name}: {_ranks(others, known)} has another {fact}"
+                    if len(others) == 1
+                    else f"op {name}: {_ranks(others, known)} have another {fact}",
+                    why="\n".join([*named, f"the other ranks: {common}"]),
+                    ranks=tuple(others),
+                )
+    return None
+
+
+def _ranks(ranks: Sequence[int], hellos: Mapping[int, Hello]) -> str:
+    shown = [who(each, hellos) for each in ranks[:4]]
+    more = [f"{len(ranks) - 4} more"] if len(ranks) > 4 else []
+    return ", ".join([*shown, *more])
+
+
+def first_plan(hellos: Sequence[Hello]) -> Plan:
+    """Who is to make what."""
+    ship = len({hello.node for hello in hellos}) > 1
+    empty = Plan(0, ship, tuple(Task() for _ in hellos[0].offers))
+    return next_plan(empty, hellos, {}, frozenset())
+
+
+def next_plan(
+    plan: Plan,
+    hellos: Sequence[Hello],
+    results: Mapping[tuple[int, int], Result],
+    silent: frozenset[int],
+) -> Plan:
+    """The plan after what the makers have said. ``silent`` ranks have stopped to beat.
+
+    ``plan`` itself if nothing follows. A task that is made stays as it is.
+    """
+    tasks = tuple(
+        task if task.made is not None else _next_task(op, task, hellos, results, silent)
+        for op, task in enumerate(plan.tasks)
+    )
+    return plan if tasks == plan.tasks else plan._replace(revision=plan.revision + 1, tasks=tasks)
+
+
+def _next_task(
+    op: int,
+    task: Task,
+    hellos: Sequence[Hello],
+    results: Mapping[tuple[int, int], Result],
+    silent: frozenset[int],
+) -> Task:
+    digests = {hello.offers[op].digest for hello in hellos}
+    if len(digests) == 1 and (digest := digests.pop()):
+        return task._replace(made=Made(digest))
+    for rank in task.tried:  # also those that were silent and have gone on
+        result = results.get((op, rank))
+        if result is not None and result.digest:
+            return task._replace(made=Made(result.digest, result.bundle, result.size, rank))
+        if result is not None and result.final:
+            reason = f"{who(rank, dict(enumerate(hellos)))}: {result.error}"
+            return task._replace(made=Made(reason=reason[:_LONGEST_REASON]))
+    if task.tried and task.maker not in silent and (op, task.maker) not in results:
+        return task  # it is at work
+    for rank in candidates(op, hellos):
+        if rank not in task.tried and rank not in silent:
+            return task._replace(tried=(*task.tried, rank))
+    return task._replace(made=Made(reason=_why_none(op, task, hellos, results)[:_LONGEST_REASON]))
+
+
+def candidates(op: int, hellos: Sequence[Hello]) -> list[int]:
+    """The ranks that can make an op, the best first.
+
+    A rank that has the library only sends it: that of most ranks, so that least is sent. Otherwise
+    one whose build runs on the CPUs of most ranks. Several ops go to several nodes.
+    """
+    offers = [hello.offers[op] for hello in hellos]
+    common = Counter(offer.digest for offer in offers if offer.digest)
+    runs_on = {
+        features: sum(set(features) <= set(other.cpu) for other in offers)
+        for features in {offer.cpu for offer in offers if offer.can_build}
+    }
+    nodes = list(dict.fromkeys(hello.node for hello in hellos))
+
+    def order(rank: int) -> tuple[int, ...]:
+        offer = offers[rank]
+        turn = (nodes.index(hellos[rank].node) - op) % len(nodes)
+        return (-common[offer.digest], -runs_on.get(offer.cpu, 0), turn, rank)
+
+    able = [rank for rank, offer in enumerate(offers) if offer.digest or offer.can_build]
+    return sorted(able, key=order)
+
+
+def _why_none(
+    op: int,
+    task: Task,
+    hellos: Sequence[Hello],
+    results: Mapping[tuple[int, int], Result],
+) -> str:
+    known = dict(enumerate(hellos))
+    told = {}
+    for rank, hello in enumerate(hellos):
+        result = results.get((op, rank))
+        if result is not None:
+            told[rank] = result.error
+        elif rank in task.tried:
+            told[rank] = "it stopped to answer while it made the op"
+        elif not hello.offers[op].can_build:
+            told[rank] = hello.offers[op].reason
+    lines = dict.fromkeys(f"{who(rank, known)}: {reason}" for rank, reason in told.items())
+    return "\n".join(["no rank could make it", *list(lines)[:4]])
+
+
+def counted(plan: Plan, hellos: Sequence[Hello], ballots: Sequence[Ballot]) -> Outcome:
+    """The outcome of a vote of all ranks."""
+    known = dict(enumerate(hellos))
+    choices: list[Vote] = []
+    for op, task in enumerate(plan.tasks):
+        made = task.made
+        assert made is not None  # nobody votes before
+        votes = [ballot[op] for ballot in ballots]
+        lacking = [rank for rank, vote in enumerate(votes) if vote.digest != made.digest]
+        if made.digest and not lacking:
+            choices.append(Vote(made.digest))
+            continue
+        reasons = [f"{who(rank, known)}: {votes[rank].reason}" for rank in lacking[:4]]
+        reason = "\n".join(reasons) if made.digest else made.reason
+        for rank, hello in known.items():
+            if why := hello.offers[op].native_only:
+                name = hello.offers[op].name
+                return Outcome(
+                    error=f"op {name} cannot be used by all ranks, and its reference must not "
+                    f"serve: {why} ({who(rank, known)})",
+                    why=reason,
+                    ranks=tuple(lacking) if made.digest else (),
+                )
+        choices.append(Vote(reason=reason))
+    return Outcome(tuple(choices))
+
+
+def lost(ranks: Sequence[int], hellos: Mapping[int, Hello], lease: float) -> Outcome:
+    """The failure of a job that has lost ranks."""
+    verb = "has" if len(ranks) == 1 else "have"
+    return Outcome(
+        error=f"{_ranks(ranks, hellos)} {verb} died, stopped or lost the network",
+        why=f"nothing was heard of it for {lease:g} s, and all other ranks have voted",
+        ranks=tuple(ranks),
+    )
+
+
+def late(
+    rank: int,
+    timeout: float,
+    hellos: Sequence[Hello | None],
+    plan: Plan | None,
+    ballots: Sequence[Ballot | None],
+) -> Outcome:
+    """The failure of a job in which the time of one rank is up; it names those it waited for."""
+    known = {each: hello for each, hello in enumerate(hellos) if hello is not None}
+    missing = [each for each, hello in enumerate(hellos) if hello is None]
+    what = "did not call ensure()"
+    if not missing and plan is not None:
+        what = "did not finish making an op"
+        missing = sorted({task.maker for task in plan.tasks} - {-1})
+    if not missing:
+        what = "did not vote"
+        missing = [each for each, ballot in enumerate(ballots) if ballot is None]
+    return Outcome(
+        error=f"{_ranks(missing, known)} {what} within {timeout:g} s"
+        if missing
+        else f"the ranks did not agree within {timeout:g} s",
+        why=f"the time of {who(rank, known)} is up",
+        ranks=tuple(missing),
+    )

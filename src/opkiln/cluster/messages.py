@@ -1,0 +1,143 @@
+"""What ranks tell each other through the job's store: the keys, and a record for each value.
+
+    hello/<rank>            Hello    once, by that rank: who it is, and what it has of each op
+    beat/<rank>             a number that the rank counts up while it lives
+    lead                    the rank that leads; taken by compare-and-set
+    plan                    Plan     by the leader, by compare-and-set: who makes what, what is made
+    result/<op>/<rank>      Result   once, by a rank that was asked to make an op
+    vote/<rank>             Ballot   once, by that rank: the library of each op that it could open
+    outcome                 Outcome  once, by compare-and-set: what all ranks do
+    left/<rank>             once: the rank has read the outcome
+
+An op is known by its place in the list that all ranks were given. All records are tuples of tuples,
+texts and numbers, so the same value has the same bytes wherever it is written.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+LEAD, PLAN, OUTCOME = "lead", "plan", "outcome"
+
+
+def hello_of(rank: int) -> str:
+    return f"hello/{rank}"
+
+
+def beat_of(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+def result_of(op: int, rank: int) -> str:
+    return f"result/{op}/{rank}"
+
+
+def vote_of(rank: int) -> str:
+    return f"vote/{rank}"
+
+
+def left_of(rank: int) -> str:
+    return f"left/{rank}"
+
+
+class Offer(NamedTuple):
+    """What a rank says of one op before anything is made."""
+
+    name: str
+    # (what, value) of all that must be the same on every rank: sources, declaration, torch.
+    facts: tuple[tuple[str, str], ...] = ()
+    digest: str = ""  # SHA-256 of the library that it would load now; empty if it has none
+    can_build: bool = False
+    reason: str = ""  # why it cannot build it
+    native_only: str = ""  # why the reference must not serve here; empty if it may
+    cpu: tuple[str, ...] = ()  # the CPU features that its build would need
+
+
+class Hello(NamedTuple):
+    """Who a rank is, and what it has."""
+
+    host: str
+    pid: int
+    node: str  # the same for ranks that share a host and a store directory
+    offers: tuple[Offer, ...]
+
+    @classmethod
+    def of(cls, value: tuple[Any, ...]) -> Hello:
+        host, pid, node, offers = value
+        return cls(host, pid, node, tuple(Offer(*each) for each in offers))
+
+
+class Result(NamedTuple):
+    """What came of making an op."""
+
+    digest: str = ""  # of the library; empty if there is none
+    bundle: str = ""  # SHA-256 of the bundle in the store; empty if none was asked for
+    size: int = 0  # of the bundle
+    error: str = ""
+    final: bool = False  # whether the error follows from the input: no other rank need try
+
+
+class Made(NamedTuple):
+    """The library of an op that the job uses if all ranks can; or why there is none."""
+
+    digest: str = ""
+    bundle: str = ""
+    size: int = 0
+    by: int = -1  # the rank that made it
+    reason: str = ""
+
+
+class Task(NamedTuple):
+    """How far one op is."""
+
+    tried: tuple[int, ...] = ()  # the ranks that were asked to make it; the last one is asked now
+    made: Made | None = None
+
+    @property
+    def maker(self) -> int:
+        return self.tried[-1] if self.tried and self.made is None else -1
+
+
+class Plan(NamedTuple):
+    """All that a leader has decided so far. The next leader goes on from here."""
+
+    revision: int  # no two plans are equal, so a compare-and-set never mistakes one for another
+    ship: bool  # whether a library must travel: the ranks do not share one store
+    tasks: tuple[Task, ...]
+
+    @classmethod
+    def of(cls, value: tuple[Any, ...]) -> Plan:
+        revision, ship, tasks = value
+        return cls(
+            revision,
+            ship,
+            tuple(Task(tuple(tried), made and Made(*made)) for tried, made in tasks),
+        )
+
+
+class Vote(NamedTuple):
+    """What a rank can use for one op: a library by its digest, or none and why."""
+
+    digest: str = ""
+    reason: str = ""
+
+
+Ballot = tuple[Vote, ...]
+
+
+def ballot_of(value: tuple[Any, ...]) -> Ballot:
+    return tuple(Vote(*each) for each in value)
+
+
+class Outcome(NamedTuple):
+    """What all ranks do: open these libraries and run these references; or fail."""
+
+    choices: tuple[Vote, ...] = ()  # for each op; an empty digest is the reference
+    error: str = ""  # what is wrong; empty if the ranks agree on the choices
+    why: str = ""
+    ranks: tuple[int, ...] = ()  # those that the error is about
+
+    @classmethod
+    def of(cls, value: tuple[Any, ...]) -> Outcome:
+        choices, error, why, ranks = value
+        return cls(ballot_of(choices), error, why, tuple(ranks))

@@ -1,0 +1,411 @@
+"""One rank's part in the agreement, as a pure state machine: no clock, no thread, no store in it.
+
+    action = next_action(state)                 what to do: ask the store, start work, wait, end
+    state  = told(state, action, answer, now)   after the store has answered
+    state  = worked(state, done)                after a piece of work has ended
+
+Whoever drives it (``driver.py``; in tests, an explorer of all interleavings) does the actions one
+after the other. ``now`` is from a clock of this rank that only goes forward, and was read before
+the store was asked: a rank that is stopped in between must not take the others for silent.
+
+What makes it safe:
+- ``outcome`` is written once, by compare-and-set, and every rank takes what is there. Two ranks
+  that end with an outcome have the same one, whoever wrote it and whoever else was believed dead.
+- An outcome with libraries needs the votes of all ranks, and a rank votes for a library only when
+  it has it. So whoever reads such an outcome can open what it says.
+- A plan replaces only the plan that it was made from. A leader that was asleep finds another one in
+  the store and follows it.
+
+Leases save time only. A rank is silent if its beat has not changed for a lease, measured from when
+*this* rank saw it change, by *this* rank's clock. A rank that is wrongly believed dead costs a
+second build; its result still counts if it comes first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from opkiln.cluster import leading
+from opkiln.cluster.messages import (
+    LEAD,
+    OUTCOME,
+    PLAN,
+    Ballot,
+    Hello,
+    Made,
+    Outcome,
+    Plan,
+    Result,
+    Vote,
+    ballot_of,
+    beat_of,
+    hello_of,
+    left_of,
+    result_of,
+    vote_of,
+)
+
+# Actions
+
+
+class Put(NamedTuple):
+    """Write a key that only this rank writes. The answer is None."""
+
+    key: str
+    value: Any
+
+
+class Swap(NamedTuple):
+    """Compare and set. None as the expected value: the key is not there. The answer is the value
+    that the key has afterwards."""
+
+    key: str
+    expected: Any
+    value: Any
+
+
+class Look(NamedTuple):
+    """Read keys without waiting. The answer has the value of each, None for one that is not
+    there."""
+
+    keys: tuple[str, ...]
+
+
+class Make(NamedTuple):
+    """Start to build an op, or to send what this rank has of it. ``Done`` tells of its end."""
+
+    op: int
+    ship: bool
+
+
+class Fetch(NamedTuple):
+    """Start to get a library from the store of this node or from the job's. ``Done`` follows."""
+
+    op: int
+    made: Made
+
+
+class Pause(NamedTuple):
+    """Nothing to do: look again in a moment, or when a piece of work ends."""
+
+
+class End(NamedTuple):
+    """The agreement is reached."""
+
+    outcome: Outcome
+
+
+Action = Put | Swap | Look | Make | Fetch | Pause | End
+
+
+class Done(NamedTuple):
+    """The end of a piece of work: a ``Result`` of Make, or a ``Vote`` of Fetch."""
+
+    op: int
+    got: Result | Vote
+
+
+class Heard(NamedTuple):
+    """What was last heard of a rank: its beat, and when that was seen to change."""
+
+    beat: int
+    since: float
+
+
+# The phases of a rank
+HELLO, CLAIM, WORK, EXPIRE, LEAVE, LINGER, ENDED = range(7)
+
+
+class State(NamedTuple):
+    """All that a rank knows. Made by ``start``."""
+
+    rank: int
+    world: int
+    lease: float
+    deadline: float
+    timeout: float  # what the deadline was made from, for messages
+    serves: bool  # the job's store is in this process, and ends with it
+    hello: Hello
+    phase: int = HELLO
+    looked: bool = False  # whether this rank has looked since it last paused
+    leader: int | None = None
+    plan: Plan | None = None
+    outcome: Outcome | None = None
+    started: frozenset[tuple[str, int]] = frozenset()  # ("make" or "fetch", op)
+    made: tuple[Result | None, ...] = ()  # what this rank has made; not told yet if not in `sent`
+    sent: frozenset[int] = frozenset()
+    votes: tuple[Vote | None, ...] = ()
+    voted: bool = False
+    heard: tuple[tuple[int, Heard], ...] = ()  # of the ranks that are watched
+    silent: frozenset[int] = frozenset()  # those of them that have not beaten for a lease
+    # What a leader has read
+    hellos: tuple[Hello | None, ...] = ()
+    results: tuple[tuple[tuple[int, int], Result], ...] = ()
+    ballots: tuple[Ballot | None, ...] = ()
+    left: frozenset[int] = frozenset()
+
+
+def start(
+    rank: int,
+    world: int,
+    hello: Hello,
+    *,
+    lease: float,
+    deadline: float,
+    timeout: float = 0.0,
+    serves: bool = False,
+) -> State:
+    """The state of a rank that has just called ``ensure``. ``deadline`` is a time of its clock."""
+    ops = len(hello.offers)
+    return State(
+        rank, world, lease, deadline, timeout, serves, hello,
+        made=(None,) * ops, votes=(None,) * ops,
+        hellos=(None,) * world, ballots=(None,) * world,
+    )  # fmt: skip
+
+
+# What to do next
+
+
+def next_action(state: State) -> Action:
+    """The next action. Asking again without an answer in between gives the same one."""
+    if state.phase == ENDED:
+        assert state.outcome is not None
+        return End(state.outcome)
+    if state.phase == HELLO:
+        return Put(hello_of(state.rank), state.hello)
+    if state.phase == CLAIM:
+        return Swap(LEAD, state.leader, state.rank)
+    if state.phase == LEAVE:
+        return Put(left_of(state.rank), 1)
+    if state.phase == LINGER:
+        return Look(_looked_for(state)) if not state.looked else Pause()
+    if state.phase == EXPIRE:
+        if not state.looked:
+            return Look(_looked_for(state))
+        return Swap(OUTCOME, None, leading.late(
+            state.rank, state.timeout, state.hellos, state.plan, state.ballots
+        ))  # fmt: skip
+    return _work(state)
+
+
+def _work(state: State) -> Action:
+    """What follows from what is known; if nothing does, look, then pause."""
+    for op, result in enumerate(state.made):
+        if result is not None and op not in state.sent:
+            return Put(result_of(op, state.rank), result)
+    if state.plan is not None:
+        for op, task in enumerate(state.plan.tasks):
+            if task.maker == state.rank and ("make", op) not in state.started:
+                return Make(op, state.plan.ship)
+            if task.made and state.votes[op] is None and ("fetch", op) not in state.started:
+                return Fetch(op, task.made)
+    if not state.voted and None not in state.votes:
+        return Put(vote_of(state.rank), state.votes)
+    if state.leader == state.rank and (action := _lead(state)) is not None:
+        return action
+    return Pause() if state.looked else Look(_looked_for(state))
+
+
+def _lead(state: State) -> Swap | None:
+    """What a leader has to write."""
+    hellos = [each for each in state.hellos if each is not None]
+    if len(hellos) < state.world:
+        return None
+    if state.plan is None:
+        if (failure := leading.difference(hellos)) is not None:
+            return Swap(OUTCOME, None, failure)
+        return Swap(PLAN, None, leading.first_plan(hellos))
+    plan = leading.next_plan(state.plan, hellos, dict(state.results), state.silent)
+    if plan is not state.plan:
+        return Swap(PLAN, state.plan, plan)
+    if any(task.made is None for task in plan.tasks):
+        return None
+    ballots = [each for each in state.ballots if each is not None]
+    if len(ballots) == state.world:
+        return Swap(OUTCOME, None, leading.counted(plan, hellos, ballots))
+    missing = [rank for rank, each in enumerate(state.ballots) if each is None]
+    # Ranks that live are waited for first: what they fetch serves the next start of the job.
+    if set(missing) <= state.silent:
+        known = dict(enumerate(hellos))
+        return Swap(OUTCOME, None, leading.lost(missing, known, state.lease))
+    return None
+
+
+def _looked_for(state: State) -> tuple[str, ...]:
+    """The keys that matter to this rank now."""
+    others = [rank for rank in range(state.world) if rank != state.rank]
+    if state.phase == LINGER:
+        staying = [rank for rank in others if rank not in state.left]
+        return (*map(left_of, staying), *map(beat_of, staying))
+    keys = [OUTCOME, LEAD, PLAN]
+    if state.phase == EXPIRE or state.leader == state.rank:
+        keys += [hello_of(rank) for rank in range(state.world) if state.hellos[rank] is None]
+    if state.phase == EXPIRE or _all_made(state):
+        missing = [rank for rank in range(state.world) if state.ballots[rank] is None]
+        keys += map(vote_of, missing)
+    if state.phase != EXPIRE:
+        keys += map(beat_of, _watched(state))
+    if state.leader == state.rank and state.plan is not None:
+        known = dict(state.results)
+        for op, task in enumerate(state.plan.tasks):
+            if task.made is None:
+                keys += [result_of(op, r) for r in task.tried if (op, r) not in known]
+    return tuple(keys)
+
+
+def _all_made(state: State) -> bool:
+    """Whether this rank leads, and waits for votes alone."""
+    return (
+        state.leader == state.rank
+        and state.plan is not None
+        and all(task.made is not None for task in state.plan.tasks)
+    )
+
+
+def _watched(state: State) -> list[int]:
+    """The ranks whose silence would matter to this one."""
+    if state.leader is None:
+        return []
+    if state.leader != state.rank:
+        return [state.leader]
+    if _all_made(state):
+        return [
+            rank
+            for rank, each in enumerate(state.ballots)
+            if each is None and rank != state.rank
+        ]
+    # Also makers that were replaced: if they are dead, that is known by the time of the vote.
+    tasks = () if state.plan is None else state.plan.tasks
+    return sorted({rank for task in tasks for rank in task.tried} - {state.rank})
+
+
+# What follows from an answer
+
+
+def told(state: State, action: Action, answer: Any, now: float) -> State:
+    """The state after an action. ``answer`` is the store's."""
+    if isinstance(action, Put):
+        return _after_put(state, action)
+    if isinstance(action, Swap):
+        return _after_swap(state, action, answer)
+    if isinstance(action, Make):
+        return state._replace(started=state.started | {("make", action.op)})
+    if isinstance(action, Fetch):
+        return _after_fetch(state, action)
+    if isinstance(action, Pause):
+        return state._replace(looked=False)
+    assert isinstance(action, Look)
+    return _after_look(state, dict(zip(action.keys, answer, strict=True)), now)
+
+
+def _after_put(state: State, action: Put) -> State:
+    if state.phase == HELLO:
+        return state._replace(phase=CLAIM)
+    if state.phase == LEAVE:
+        return state._replace(phase=LINGER if state.serves else ENDED, looked=False, heard=(),
+                              silent=frozenset())  # fmt: skip
+    if action.key == vote_of(state.rank):
+        return state._replace(voted=True)
+    op = next(op for op in range(len(state.made)) if action.key == result_of(op, state.rank))
+    return state._replace(sent=state.sent | {op})
+
+
+def _after_swap(state: State, action: Swap, answer: Any) -> State:
+    if action.key == LEAD:
+        return _following(state, answer)._replace(phase=WORK)
+    if action.key == PLAN:
+        plan = Plan.of(answer)
+        if plan == action.value:
+            return state._replace(plan=plan, looked=False)
+        # Somebody else leads. Look who it is before doing anything with this plan.
+        return _following(state, None)._replace(plan=plan)
+    return state._replace(outcome=Outcome.of(answer), phase=LEAVE)
+
+
+def _following(state: State, leader: int | None) -> State:
+    """With another leader: others are watched, and nothing was heard of them yet."""
+    return state._replace(leader=leader, heard=(), silent=frozenset(), looked=False)
+
+
+def _after_fetch(state: State, action: Fetch) -> State:
+    """Nothing is fetched where there is nothing, or where this rank has it already."""
+    op, made = action.op, action.made
+    own = state.made[op]
+    here = {state.hello.offers[op].digest, "" if own is None else own.digest}
+    if not made.digest:
+        return _with_vote(state, op, Vote(reason=made.reason))
+    if made.digest in here:
+        return _with_vote(state, op, Vote(made.digest))
+    return state._replace(started=state.started | {("fetch", op)})
+
+
+def _with_vote(state: State, op: int, vote: Vote) -> State:
+    return state._replace(votes=(*state.votes[:op], vote, *state.votes[op + 1 :]))
+
+
+def worked(state: State, done: Done) -> State:
+    """The state after a piece of work."""
+    op, got = done
+    if isinstance(got, Vote):
+        return _with_vote(state, op, got)
+    return state._replace(made=(*state.made[:op], got, *state.made[op + 1 :]))
+
+
+def _after_look(state: State, seen: dict[str, Any], now: float) -> State:
+    state = _heard(state._replace(looked=True), seen, now)
+    if state.phase == LINGER:
+        left = {rank for rank in range(state.world) if seen.get(left_of(rank)) is not None}
+        state = state._replace(left=state.left | left)
+        staying = set(range(state.world)) - state.left - {state.rank} - state.silent
+        return state._replace(phase=ENDED) if not staying or now >= state.deadline else state
+    if seen[OUTCOME] is not None:
+        return state._replace(outcome=Outcome.of(seen[OUTCOME]), phase=LEAVE)
+    state = _read(state, seen)
+    if state.phase == EXPIRE:
+        return state
+    if now >= state.deadline:
+        return state._replace(phase=EXPIRE, looked=False)
+    leader = seen[LEAD]
+    if leader != state.leader:
+        return _following(state, leader)
+    if leader != state.rank and leader in state.silent:
+        return state._replace(phase=CLAIM)
+    return state
+
+
+def _heard(state: State, seen: dict[str, Any], now: float) -> State:
+    """With what was heard of the watched ranks; a rank that was not watched before starts now."""
+    before = dict(state.heard)
+    heard = []
+    for rank in range(state.world):
+        if (key := beat_of(rank)) in seen:
+            beat = -1 if seen[key] is None else seen[key]
+            known = before.get(rank)
+            same = known is not None and known.beat == beat
+            heard.append((rank, known if known is not None and same else Heard(beat, now)))
+    silent = frozenset(rank for rank, each in heard if now - each.since >= state.lease)
+    return state._replace(heard=tuple(heard), silent=silent)
+
+
+def _read(state: State, seen: dict[str, Any]) -> State:
+    """With the plan, hellos, results and votes that were read."""
+    plan = state.plan if seen[PLAN] is None else Plan.of(seen[PLAN])
+    hellos = list(state.hellos)
+    ballots = list(state.ballots)
+    for rank in range(state.world):
+        if seen.get(hello_of(rank)) is not None:
+            hellos[rank] = Hello.of(seen[hello_of(rank)])
+        if seen.get(vote_of(rank)) is not None:
+            ballots[rank] = ballot_of(seen[vote_of(rank)])
+    results = dict(state.results)
+    for op, task in enumerate(() if plan is None else plan.tasks):
+        for rank in task.tried:
+            if seen.get(result_of(op, rank)) is not None:
+                results[op, rank] = Result(*seen[result_of(op, rank)])
+    return state._replace(
+        plan=plan,
+        hellos=tuple(hellos),
+        ballots=tuple(ballots),
+        results=tuple(sorted(results.items())),
+    )
