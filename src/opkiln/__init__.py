@@ -30,6 +30,7 @@ _LAZY = {
     "get_builder": "opkiln.registry",
     "explain": "opkiln.registry",
     "seal": "opkiln.decision.policy",
+    "ensure": "opkiln.cluster.ensure",
     "get_accelerator": "opkiln.accelerator.detect",
     "set_accelerator": "opkiln.accelerator.detect",
 }

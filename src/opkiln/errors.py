@@ -253,6 +253,12 @@ class SealedError(CompilingOff):
     """Something would have compiled after ``opkiln.seal("error")``. This never falls back."""
 
 
+class ClusterError(OpkilnError):
+    """The ranks of a job did not agree on an op: one is missing, differs, or cannot be reached."""
+
+    exit_code = 10
+
+
 class FallbackWarning(UserWarning):
     """An op is served by its pure-PyTorch reference, or a GPU's memory by the CPU's; the text says
     why. Given once per op."""

@@ -192,6 +192,15 @@ def _deepspeed(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return (("", chosen if general else ("ops", "engine")), *named.items())
 
 
+def _ops(text: str) -> tuple[str, ...]:
+    """Names of ops; those that a file records, under "1"."""
+    if text.lower() in ("0", "off", "false", "no"):
+        return ()
+    if text.lower() in ("1", "on", "true", "yes"):
+        return ("1",)
+    return tuple(word for word in text.replace(",", " ").split() if word)
+
+
 def _gfx_version(text: str) -> tuple[int, ...]:
     words = text.split(".")
     if len(words) != 3 or not all(word.isascii() and word.isdigit() for word in words):
@@ -516,6 +525,61 @@ class Settings:
         shown="none", group="job",
     )  # fmt: skip
 
+    # Jobs of several ranks
+    ensure = Setting(
+        "OPKILN_ENSURE", _ops, (),
+        "Ops that all ranks of a job agree on when the program calls "
+        "`torch.distributed.init_process_group`, by name, separated by commas; `1`: those in the "
+        "file of `OPKILN_RECORD`. For programs under `opkiln run`; see [clusters.md](clusters.md).",
+        shown="none",
+    )  # fmt: skip
+    job_secret = Setting(
+        "OPKILN_JOB_SECRET", str, None,
+        "What the ranks of a job authenticate their messages with in `opkiln.ensure`, the same for "
+        "all: `openssl rand -hex 32`. Without it, whoever reaches the job's store is trusted.",
+        shown="none",
+    )  # fmt: skip
+    signing_key = Setting(
+        "OPKILN_SIGNING_KEY", str, None,
+        "A private key, as `opkiln cache keygen` makes it, with which a rank signs the libraries "
+        "that it sends to others. Needed if they have `OPKILN_TRUSTED_KEYS`.",
+        shown="none",
+    )  # fmt: skip
+    lease = Setting(
+        "OPKILN_LEASE", _seconds, 6.0,
+        "How long, in seconds, nothing may be heard of a rank in `opkiln.ensure` until another one "
+        "takes its work over.",
+        shown="6",
+    )  # fmt: skip
+    world_size = Setting(
+        "WORLD_SIZE", _positive, None, "How many ranks the job has.",
+        aliases=("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"), shown="none", group="job",
+    )  # fmt: skip
+    master_addr = Setting(
+        "MASTER_ADDR", str, None, "The host of the job's store.",
+        shown="under Slurm, the first node of the step", group="job",
+    )  # fmt: skip
+    master_port = Setting(
+        "MASTER_PORT", _positive, None, "The port of the job's store.",
+        shown="under Slurm, one that follows from the job's number", group="job",
+    )  # fmt: skip
+    run_id = Setting(
+        "TORCHELASTIC_RUN_ID", str, None, "The name of the job, in the keys of its store.",
+        aliases=("SLURM_JOB_ID",), shown="none", group="job",
+    )  # fmt: skip
+    restart_count = Setting(
+        "TORCHELASTIC_RESTART_COUNT", str, "0",
+        "How often torchrun has restarted the ranks. What ranks said before is ignored.",
+        aliases=("SLURM_RESTART_COUNT",), shown="0", group="job",
+    )  # fmt: skip
+    slurm_step = Setting(
+        "SLURM_STEP_ID", str, "0", "The step of a Slurm job.", shown="0", group="job",
+    )  # fmt: skip
+    slurm_nodes = Setting(
+        "SLURM_STEP_NODELIST", str, None, "The nodes of a Slurm step.",
+        aliases=("SLURM_JOB_NODELIST",), shown="none", group="job",
+    )  # fmt: skip
+
     # The user's surroundings
     home = Setting("HOME", str, None, "The user's home directory.", shown="none", group="system")
     xdg_cache_home = Setting(
@@ -536,6 +600,8 @@ _INDIFFERENT = frozenset((
     "runtime_dir", "cache_max_size", "record", "mode", "build_ops",
     "build_targets", "build_string", "nvcc_threads", "patch_torch", "deepspeed",
     "cuda_visible_devices", "cuda_device_order", "rocr_visible_devices", "hip_visible_devices",
+    "ensure", "job_secret", "signing_key", "lease", "world_size", "master_addr", "master_port",
+    "run_id", "restart_count", "slurm_step", "slurm_nodes",
     "accelerator", "device",  # which of an op's backends serves is in its spec
     "path",  # which programs it leads to is in the receipt
 ))  # fmt: skip
@@ -614,6 +680,36 @@ def _is_strange(name: str) -> bool:
 def any_strange() -> bool:
     """Whether ``unknown()`` may have something to say: cheap, for the hit path."""
     return any(map(_is_strange, os.environ))
+
+
+# How launchers tell a process its rank and the number of ranks. Within a Slurm job, mpirun's
+# processes have the numbers of the batch script as well, so Slurm's come last.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+)
+
+
+def place_in_job() -> tuple[int, int] | None:
+    """This process's rank and the number of ranks, as its launcher says; None outside a job.
+
+    Raises SettingError.
+    """
+    for rank, size in _LAUNCHERS:
+        if (first := os.environ.get(rank)) and (second := os.environ.get(size)):
+            try:
+                place = int(first), int(second)
+            except ValueError:
+                place = -1, 0
+            if not 0 <= place[0] < place[1]:
+                raise SettingError(
+                    f"{rank}={first!r} and {size}={second!r} do not name a rank of a job",
+                    hint=f"unset {rank} {size}",
+                )
+            return place
+    return None
 
 
 def child_environment() -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opkiln.cluster import protocol
 from opkiln.cluster.messages import PLAN, Hello, Offer, Outcome, Result, Vote
-from opkiln.cluster.protocol import Done, End, Fetch, Heard, Look, Make, Pause, Put, State, Swap
+from opkiln.cluster.protocol import Done, End, Fetch, Look, Make, Pause, Put, State, Swap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -140,7 +140,7 @@ class Explorer:
 
     def steps(self, world: World) -> Iterator[tuple[str, World]]:
         """Every step that is possible, by name."""
-        ranks, store, deaths, stalls, deadlines, trouble = world
+        ranks, store, deaths, stalls, deadlines, _ = world
         moves = [self.moves(each) for each in ranks]
         for at, mine in enumerate(moves):
             if not mine.lives:

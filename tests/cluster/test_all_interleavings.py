@@ -138,7 +138,7 @@ def test_a_rank_that_stops_looking_after_its_vote_is_found(
     monkeypatch.setattr(protocol, "_after_look", deaf)
     # Otherwise it would take the lead when the leader has ended, and find the outcome so.
     monkeypatch.setattr(protocol, "_watched", lambda _: [])
-    with pytest.raises(Violation, match="the ranks (hang|do not come to an end)"):
+    with pytest.raises(Violation, match=r"the ranks (hang|do not come to an end)"):
         Explorer(hellos=job(2)).explore()
 
 

@@ -271,9 +271,7 @@ def _watched(state: State) -> list[int]:
         return [state.leader]
     if _all_made(state):
         return [
-            rank
-            for rank, each in enumerate(state.ballots)
-            if each is None and rank != state.rank
+            rank for rank, each in enumerate(state.ballots) if each is None and rank != state.rank
         ]
     # Also makers that were replaced: if they are dead, that is known by the time of the vote.
     tasks = () if state.plan is None else state.plan.tasks

@@ -4,8 +4,8 @@
 
 Everybody who wants to know asks this function: a load, which then acts on the answer, and
 ``explain``, ``check``, ``report``, ``is_compatible`` and builds for other machines, which look. The
-order is: what a package was installed with, what a receipt remembers, the user's own layers,
-listed layers, a build, the reference.
+order is: what all ranks of the job agreed on, what a package was installed with, what a receipt
+remembers, the user's own layers, listed layers, a build, the reference.
 
 A load that fails to open or to build what was decided notes that in its request and asks again.
 Deciding compiles nothing. It may ask the compilers what they are, which is remembered.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 
-from opkiln.decision import policy, receipt
+from opkiln.decision import pins, policy, receipt
 from opkiln.decision.terms import LOAD, SHIP, Outcome, Reference, Refuse, Serve, Trace
 from opkiln.errors import (
     BuildError,
@@ -43,6 +43,8 @@ _EXCUSES = (BuildError, LoadError, StoreError, ToolchainError)
 def decide(request: Request) -> Outcome:
     """What serves a request, with every candidate and why it was taken or refused."""
     trace = Trace()
+    if request.use == LOAD and request.agreed and (pin := pins.pinned(request.op)) is not None:
+        return _agreed(request, pin, trace)
     try:
         return _native(request, trace)
     except OpkilnError as error:
@@ -56,6 +58,32 @@ def look(request: Request) -> Outcome:
     if isinstance(outcome, Refuse) and isinstance(outcome.error, UsageError):
         raise outcome.error
     return outcome
+
+
+def _agreed(request: Request, pin: pins.Pin, trace: Trace) -> Serve | Reference | Refuse:
+    """What all ranks of the job agreed on; where that cannot serve, nothing else does."""
+    name, artifact = request.op.spec.name, pin.artifact
+    hint = "opkiln.ensure(...)    # on all ranks, to agree again"
+    if pin.spec != request.op.spec:
+        why = "it was declared anew since then, with other sources or flags"
+        error = LoadError(f"the ranks agreed on another op {name}", why=why, hint=hint)
+    elif artifact is None:
+        error = LoadError(f"all ranks agreed on the reference of op {name}", why=pin.reason)
+        if not (reason := policy.why_no_reference(request)):
+            trace.add("fallback", "taken", "all ranks of the job agreed on the reference")
+            return Reference(error, trace)
+        error = LoadError(error.what, why=f"{reason}\n{pin.reason}", hint=hint)
+    else:
+        failed = request.cannot_open.get(artifact.path)
+        reason = failed.why if failed is not None else pins.fault(artifact)
+        if not reason:
+            agreed = f"all ranks of the job agreed on it, SHA-256 {artifact.sha256[:16]}"
+            trace.add("store", "taken", agreed, artifact.path)
+            return Serve(artifact, trace)
+        what = f"the library of op {name} that all ranks agreed on cannot be opened here"
+        error = LoadError(what, why=reason, hint=hint)
+    trace.add("store", "refused", error.why, "" if artifact is None else artifact.path)
+    return Refuse(error, trace)
 
 
 def _native(request: Request, trace: Trace) -> Serve | Build:

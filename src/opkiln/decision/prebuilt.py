@@ -110,19 +110,27 @@ class Fitting(Record):
 
 
 def find(
-    request: Request, layers: Iterable[str], trace: Trace, resort: str, own: Iterable[str] = ()
+    request: Request,
+    layers: Iterable[str],
+    trace: Trace,
+    resort: str,
+    own: Iterable[str] = (),
+    only: str = "",
 ) -> Artifact | None:
     """The best library for this machine in some layers, with what was refused in the trace.
 
     In the user's ``own`` layers only what `opkiln cache import` put there is looked at: what was
-    built there has a key. Raises ArchError for an architecture list, or a CPU, that was asked for
+    built there has a key. ``only`` is the SHA-256 of the one library that is wanted, however it
+    came there. Raises ArchError for an architecture list, or a CPU, that was asked for
     and cannot be understood.
     """
     spec = request.op.spec
     places: list[Directory | Bundle] = [Directory(layer, own=True) for layer in own]
     places += [Bundle(layer) if os.path.isfile(layer) else Directory(layer) for layer in layers]
     told = {place: STORE if place.own else resort for place in places}
-    fitting = [each for place in places for each in _fitting(request, place, trace, told[place])]
+    fitting = [
+        each for place in places for each in _fitting(request, place, trace, told[place], only)
+    ]
     for each in sorted(fitting, key=lambda each: each.rank):  # of equals, the first layer's
         try:
             reason = fit.lacking(each.needs, spec.abi)
@@ -145,7 +153,7 @@ def find(
 
 
 def _fitting(
-    request: Request, place: Directory | Bundle, trace: Trace, resort: str
+    request: Request, place: Directory | Bundle, trace: Trace, resort: str, only: str
 ) -> Iterator[Fitting]:
     """A layer's entries that fit by what their manifests say."""
     try:
@@ -160,7 +168,7 @@ def _fitting(
             manifest = place.manifest(leaf)
             if manifest["target"]["backend"] != request.op.spec.backend:
                 continue
-            if place.own and "created" in manifest:
+            if manifest["sha256"] != only if only else place.own and "created" in manifest:
                 continue
             verdict = fit.judge(request, manifest, asked)
             needs = manifest["needs"]

@@ -30,9 +30,13 @@ SHIP = "ship"  # to be in the user's own store, for other machines
 class Request:
     """An op, what it is wanted for, and what was tried so far."""
 
-    def __init__(self, op: Op, use: str = LOAD, *, must_be_native: bool = False) -> None:
+    def __init__(
+        self, op: Op, use: str = LOAD, *, must_be_native: bool = False, agreed: bool = True
+    ) -> None:
+        """``agreed=False``: whatever the ranks of the job have agreed on (``decision.pins``)."""
         self.op = op
         self.use = use
+        self.agreed = agreed
         self.must_be_native = must_be_native or use != LOAD
         self.cannot_open: dict[str, LoadError] = {}  # what this process failed to open, by path
         self.build_error: OpkilnError | None = None  # why the build that was decided on failed

@@ -1,0 +1,177 @@
+"""A rank's way to the job's store: authenticated records, bundles in parts, and a limit on waiting.
+
+torch's stores are not authenticated: whoever reaches the port can write. If the job has a secret
+(``OPKILN_JOB_SECRET``), every record carries an HMAC-SHA256 over its key and its value, and one
+without is refused. The key has the job's name and its number of restarts in it, so no record of
+another job, or of the time before a restart, is taken for one of this. A bundle needs none: its
+SHA-256 is in a record.
+
+A call on torch's store may not return under a partition, whatever its time-out. So each channel has
+a thread that makes the calls, and its owner waits for that thread no longer than it wants to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from opkiln.cluster.protocol import Look, Put, Swap
+from opkiln.cluster.stores import KeyValues
+from opkiln.errors import ClusterError
+
+T = TypeVar("T")
+
+PART = 1 << 20  # bytes; torch's TCPStore takes 8 MiB at most, and ends a client that sends more
+
+
+class Channel:
+    """What one thread of a rank uses."""
+
+    def __init__(self, store: KeyValues, name: str, secret: str | None, patience: float) -> None:
+        """``name`` is the job's. A call that takes longer than ``patience`` seconds is an error."""
+        self._store, self._name, self._patience = store, name, patience
+        self._secret = None if secret is None else hashlib.sha256(secret.encode()).digest()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.where = store.where
+
+    def another(self, patience: float | None = None) -> Channel:
+        """A channel for another thread."""
+        made = Channel.__new__(Channel)
+        made.__dict__.update(self.__dict__)
+        made._store = self._ask(self._store.clone, "connect again")
+        made._calls, made._thread = queue.SimpleQueue(), None
+        made._patience = self._patience if patience is None else patience
+        return made
+
+    def close(self) -> None:
+        """Let the thread end. A call that hangs is left behind."""
+        self._calls.put(None)
+
+    def do(self, action: Put | Swap | Look) -> Any:
+        """The store's answer to an action. Raises ClusterError."""
+        if isinstance(action, Put):
+            return self.put(action.key, action.value)
+        if isinstance(action, Swap):
+            return self.swap(action.key, action.expected, action.value)
+        return self.look(action.keys)
+
+    def put(self, key: str, value: Any) -> None:
+        data = self._sealed(key, value)
+        self._ask(lambda: self._store.put(self._full(key), data), f"write {key}")
+
+    def swap(self, key: str, expected: Any, value: Any) -> Any:
+        before = None if expected is None else self._sealed(key, expected)
+        data = self._sealed(key, value)
+        found = self._ask(
+            lambda: self._store.swap(self._full(key), before, data), f"compare and set {key}"
+        )
+        return self._opened(key, found)
+
+    def look(self, keys: Sequence[str]) -> list[Any]:
+        full = [self._full(key) for key in keys]
+        found = self._ask(lambda: self._store.look(full), "read")
+        return [
+            None if each is None else self._opened(key, each)
+            for key, each in zip(keys, found, strict=True)
+        ]
+
+    def put_bundle(self, data: bytes) -> str:
+        """Write a bundle in parts; its SHA-256."""
+        digest = hashlib.sha256(data).hexdigest()
+        for number, start in enumerate(range(0, len(data), PART)):
+            key, part = self._full(f"bundle/{digest}/{number}"), data[start : start + PART]
+            self._ask(lambda key=key, part=part: self._store.put(key, part), "write a bundle")  # type: ignore[misc]
+        return digest
+
+    def get_bundle(self, digest: str, size: int) -> bytes:
+        """A bundle that was written before its digest was told. Raises ClusterError if it is not
+        what the digest says."""
+        parts = []
+        for number in range(-(-size // PART)):
+            key = self._full(f"bundle/{digest}/{number}")
+            (part,) = self._ask(lambda key=key: self._store.look([key]), "read a bundle")  # type: ignore[misc]
+            parts.append(part or b"")
+        data = b"".join(parts)
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise ClusterError(
+                f"the bundle {digest[:16]} in the job's store is not what was put there",
+                why=f"it has {len(data)} of {size} bytes, and another SHA-256",
+            )
+        return data
+
+    def _full(self, key: str) -> str:
+        return f"opkiln/{self._name}/{key}"
+
+    def _sealed(self, key: str, value: Any) -> bytes:
+        text = json.dumps(value, separators=(",", ":"))
+        return f"{self._code(key, text)} {text}".encode()
+
+    def _opened(self, key: str, data: bytes) -> Any:
+        try:
+            code, _, text = data.decode().partition(" ")
+            if not hmac.compare_digest(code, self._code(key, text)):
+                raise ValueError("its HMAC is wrong")
+            return _tuples(json.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise ClusterError(
+                f"the record {key} in the job's store is refused: {error}",
+                why="it was altered, or a rank has another OPKILN_JOB_SECRET",
+                hint="set the same OPKILN_JOB_SECRET for all ranks",
+            ) from None
+
+    def _code(self, key: str, text: str) -> str:
+        if self._secret is None:
+            return "-"
+        named = json.dumps([self._full(key), text]).encode()
+        return hmac.new(self._secret, named, hashlib.sha256).hexdigest()
+
+    def _ask(self, call: Callable[[], T], what: str) -> T:
+        """The result of a call on the store, made by this channel's thread."""
+        answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def answered() -> None:
+            try:
+                answer.put((call(), None))
+            except BaseException as error:
+                answer.put((None, error))
+
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_serve, args=(self._calls,), name="opkiln-store", daemon=True
+            )
+            self._thread.start()
+        self._calls.put(answered)
+        began = time.monotonic()
+        try:
+            result, error = answer.get(timeout=self._patience)
+        except queue.Empty:
+            raise ClusterError(
+                f"the job's store ({self.where}) does not answer",
+                why=f"this process waited {time.monotonic() - began:.0f} s to {what}: the process "
+                "that serves the store is stopped, or the network between is cut",
+            ) from None
+        if error is None:
+            return result  # type: ignore[no-any-return]
+        if isinstance(error, (ClusterError, KeyboardInterrupt)):
+            raise error
+        raise ClusterError(
+            f"the job's store ({self.where}) is gone",
+            why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; the "
+            "process that serves it (rank 0, or torchrun's agent) has ended or cannot be reached",
+        ) from error
+
+
+def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

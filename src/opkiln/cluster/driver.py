@@ -1,0 +1,108 @@
+"""Drives the state machine of one rank: a real store, a real clock, threads for the work."""
+
+from __future__ import annotations
+
+import contextvars
+import queue
+import random
+import threading
+import time
+from contextlib import contextmanager
+from typing import Protocol
+
+from opkiln.cluster import protocol
+from opkiln.cluster.channel import Channel
+from opkiln.cluster.messages import Made, Outcome, Result, Vote, beat_of
+from opkiln.cluster.protocol import Done, End, Fetch, Look, Make, Pause, State
+from opkiln.errors import ClusterError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BEATS = 6  # in a lease
+# Seconds between two looks: a part of the time that was waited, so that the end of a short wait is
+# seen at once and a long one costs little. The store answers about 40,000 questions a second, so
+# many ranks look less often.
+_FIRST_PAUSE, _LAST_PAUSE, _PART, _RANKS = 0.01, 0.2, 0.03, 200
+
+
+class Work(Protocol):
+    """What a rank does for an op."""
+
+    def make(self, op: int, ship: bool) -> Result: ...
+
+    def fetch(self, op: int, made: Made) -> Vote: ...
+
+
+def agree(state: State, channel: Channel, work: Work) -> Outcome:
+    """The outcome that all ranks have. Raises ClusterError if the store cannot be reached."""
+    ended: queue.SimpleQueue[Done] = queue.SimpleQueue()
+    waited_since = time.monotonic()
+    with beating(channel, state.rank, state.lease):
+        while True:
+            action = protocol.next_action(state)
+            if isinstance(action, End):
+                return action.outcome
+            if isinstance(action, Pause):
+                done = _wait(ended, state.world, time.monotonic() - waited_since)
+                state = protocol.told(state, action, None, 0)
+                if done is not None:
+                    state, waited_since = protocol.worked(state, done), time.monotonic()
+                continue
+            if isinstance(action, (Make, Fetch)):
+                started = state.started
+                state = protocol.told(state, action, None, 0)
+                if state.started != started:
+                    _start(work, action, ended)
+                continue
+            now = time.monotonic()
+            answer = channel.do(action)
+            state = protocol.told(state, action, answer, now)
+            if not isinstance(action, Look):
+                waited_since = time.monotonic()
+
+
+def _wait(ended: queue.SimpleQueue[Done], world: int, waited: float) -> Done | None:
+    pause = min(max(_FIRST_PAUSE, _PART * waited), _LAST_PAUSE) * max(1.0, world / _RANKS)
+    try:
+        return ended.get(timeout=pause * random.uniform(0.75, 1.25))  # noqa: S311 (spreads the load)
+    except queue.Empty:
+        return None
+
+
+def _start(work: Work, action: Make | Fetch, ended: queue.SimpleQueue[Done]) -> None:
+    def run() -> None:
+        if isinstance(action, Make):
+            ended.put(Done(action.op, work.make(action.op, action.ship)))
+        else:
+            ended.put(Done(action.op, work.fetch(action.op, action.made)))
+
+    # The thread sees this thread's settings. It is a daemon: an error elsewhere must not wait.
+    call = contextvars.copy_context().run
+    threading.Thread(target=call, args=(run,), name="opkiln-ensure", daemon=True).start()
+
+
+@contextmanager
+def beating(channel: Channel, rank: int, lease: float) -> Iterator[None]:
+    """Within the block, this rank counts up its beat from a thread and a connection of its own."""
+    beats = channel.another()
+    stop = threading.Event()
+
+    def beat() -> None:
+        number = 0
+        try:
+            while not stop.wait(lease / BEATS):
+                number += 1
+                beats.put(beat_of(rank), number)
+        except ClusterError:
+            return  # the thread that looks finds it, too, and says so
+
+    beats.put(beat_of(rank), 0)
+    thread = threading.Thread(target=beat, name="opkiln-beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        beats.close()

@@ -1,0 +1,276 @@
+"""``opkiln.ensure``: all ranks of a job, one build per op, one library that all agree on."""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple, overload
+
+from opkiln.cluster import driver, job, protocol, work
+from opkiln.cluster.channel import Channel
+from opkiln.cluster.messages import OUTCOME, Outcome
+from opkiln.decision import pins
+from opkiln.errors import ClusterError, OpkilnError, UsageError, told_briefly
+from opkiln.loading import loader
+from opkiln.model import Op
+from opkiln.registry import ALL_OPS, libraries
+from opkiln.settings import settings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.builder.base import OpBuilder
+
+_calls: dict[str, itertools.count[int]] = {}  # of each job: ranks call it equally often
+
+
+class Choice(NamedTuple):
+    """What all ranks use for one op."""
+
+    op: str
+    digest: str  # SHA-256 of the library; empty: the reference
+    reason: str  # why it is the reference
+    how: str  # where this rank has the library from: cached, built, fetched, found on this node
+
+
+class Agreement(tuple[Choice, ...]):
+    """The choices, one for each library, in the order of the ops."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{each.op}: library {each.digest[:16]} ({each.how})"
+            if each.digest
+            else f"{each.op}: reference ({each.reason})"
+            for each in self
+        )
+
+
+@overload
+def ensure(
+    ops: str | Any | Iterable[str | Any],
+    group: Any = ...,
+    store: Any = ...,
+    timeout: float = ...,
+    *,
+    rank: int | None = ...,
+    world_size: int | None = ...,
+    wait: Literal[True] = ...,
+) -> Agreement: ...
+@overload
+def ensure(
+    ops: str | Any | Iterable[str | Any],
+    group: Any = ...,
+    store: Any = ...,
+    timeout: float = ...,
+    *,
+    rank: int | None = ...,
+    world_size: int | None = ...,
+    wait: Literal[False],
+) -> Handle: ...
+@told_briefly
+def ensure(
+    ops: str | Any | Iterable[str | Any],
+    group: Any = None,
+    store: Any = None,
+    timeout: float = 1800.0,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    wait: bool = True,
+) -> Agreement | Handle:
+    """Build each op once in the whole job, and agree with all other ranks on one library for each.
+
+    Every rank calls it with the same ops, before they are used. ``ops`` are names, builders or
+    decorated functions. Afterwards this process serves each op by the agreed library, or by the
+    reference if one rank cannot use it.
+
+    ``group`` is a process group, ``store`` a store of torch.distributed or a directory that all
+    ranks share. If both are left out, the default group is used if there is one, and otherwise what
+    the launcher says (torchrun, srun, mpirun, ``MASTER_ADDR``). ``rank`` and ``world_size`` are
+    only needed with a store where no launcher says them.
+
+    ``wait=False`` returns at once. The ops run as their references until ``Handle.switch``.
+
+    Raises ClusterError on every rank if one of them is missing, dies, differs or cannot be reached,
+    after ``timeout`` seconds at the latest.
+    """
+    if not 0 < timeout < float("inf"):
+        raise UsageError(f"timeout={timeout!r}: expected a positive number of seconds")
+    place = job.find(group, store, rank, world_size, timeout)
+    number = next(_calls.setdefault(place.name, itertools.count()))
+    name = f"{place.name}/{number}"
+    channel = Channel(place.store, name, settings.job_secret, max(2 * settings.lease, 10.0))
+    agreeing = _Agreeing(place, channel, timeout)
+    if wait:
+        try:
+            agreeing.run(ops)
+            return agreeing.pinned()
+        finally:
+            channel.close()
+    return Handle(agreeing, ops)
+
+
+class _Agreeing:
+    """One call of ``ensure``."""
+
+    def __init__(self, place: job.Place, channel: Channel, timeout: float) -> None:
+        self.place, self.channel, self.timeout = place, channel, timeout
+        self.began = time.monotonic()
+        self.worker = work.Worker(())
+        self.outcome: Outcome | None = None
+
+    def run(self, ops: Any) -> None:
+        """Agree. Raises ClusterError, and OpkilnError for ops that are not declared properly."""
+        try:
+            self.worker = work.Worker(list(libraries_of(ops)), self.channel)
+            hello = self.worker.hello()
+        except Exception as error:
+            self._tell_all(error)
+            raise
+        state = protocol.start(
+            self.place.rank,
+            self.place.world,
+            hello,
+            lease=settings.lease,
+            deadline=self.began + self.timeout,
+            timeout=self.timeout,
+            serves=self.place.serves,
+        )
+        try:
+            self.outcome = driver.agree(state, self.channel, self.worker)
+        except ClusterError as error:
+            whom = f"rank {self.place.rank} of {self.place.world} (host {hello.host})"
+            raise ClusterError(f"{whom}: {error.what}", why=error.why, hint=error.hint) from error
+
+    def _tell_all(self, error: Exception) -> None:
+        """Others must not wait for a rank that cannot even say what it has."""
+        what, why = f"{type(error).__name__}: {error}", ""
+        if isinstance(error, OpkilnError):
+            what, why = error.what, error.why
+        failure = Outcome(
+            error=f"rank {self.place.rank}: {what}"[:2000],
+            why=why[:2000],
+            ranks=(self.place.rank,),
+        )
+        try:
+            self.channel.swap(OUTCOME, None, failure)
+        except ClusterError:
+            return  # they cannot be told; they find that this rank is missing
+
+    def agreed(self) -> Outcome:
+        """The outcome. Raises ClusterError if it is a failure."""
+        assert self.outcome is not None
+        if self.outcome.error:
+            raise ClusterError(self.outcome.error, why=self.outcome.why)
+        return self.outcome
+
+    def pinned(self) -> Agreement:
+        """Serve what was agreed on from now on. Raises ClusterError."""
+        choices = []
+        for number, (op, vote) in enumerate(
+            zip(self.worker.ops, self.agreed().choices, strict=True)
+        ):
+            if vote.digest:
+                pins.pin(op, work.library_of(self.worker, number, vote.digest))
+            else:
+                pins.pin(op, None, vote.reason)
+            how = self.worker.how[number] if vote.digest else ""
+            choices.append(Choice(op.spec.name, vote.digest, vote.reason, how))
+            known = loader.loaded_here().get(op.name)
+            if vote.digest and known is not None and known[0].artifact is None:
+                loader.load(op, must_be_native=True)  # it ran as its reference until now
+        return Agreement(choices)
+
+
+class Handle:
+    """An agreement that is reached in the background. Until then the ops run as references."""
+
+    def __init__(self, agreeing: _Agreeing, ops: Any) -> None:
+        self._agreeing = agreeing
+        self._error: BaseException | None = None
+        self._agreement: Agreement | None = None
+        self._switches = itertools.count()
+        self._channel = agreeing.channel.another()  # the other is the thread's
+        self._ops = list(libraries_of(ops))
+        for op in self._ops:
+            if loader.loaded_here().get(op.name) is None:
+                pins.pin(op, None, "the job still prepares its library (opkiln.ensure)")
+        call = contextvars.copy_context().run
+        self._thread = threading.Thread(
+            target=call, args=(self._run,), name="opkiln-ensure", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._agreeing.run(self._ops)
+        except BaseException as error:  # raised by switch(), in the caller's thread
+            self._error = error
+
+    @property
+    def ready(self) -> bool:
+        """Whether this rank has the outcome. Other ranks may not: ``switch`` asks for all."""
+        return not self._thread.is_alive()
+
+    @told_briefly
+    def switch(self) -> Agreement | None:
+        """Change over to the agreed libraries, if they are ready; None if they are not yet.
+
+        Every rank calls it equally often, at the same steps of the program. The answer to the n-th
+        call is the same on all ranks: the first one that asks decides it for all, in the job's
+        store. So no rank changes over alone. Raises ClusterError, on all ranks.
+        """
+        if self._agreement is not None:
+            return self._agreement
+        channel = self._channel
+        if self._error is None or self._agreeing.outcome is not None:
+            (outcome,) = channel.look([OUTCOME])
+            now = "yes" if outcome is not None else "no"
+            if channel.swap(f"switch/{next(self._switches)}", None, now) == "no":
+                return None
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        self._agreement = self._agreeing.pinned()
+        channel.close()
+        self._agreeing.channel.close()
+        return self._agreement
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until this rank has the outcome. False after ``timeout`` seconds."""
+        self._thread.join(timeout)
+        return self.ready
+
+
+def libraries_of(ops: Any) -> Iterable[Op]:
+    """The ops of names, builders and decorated functions; each variant is one of its own. Raises
+    UnknownOp, UsageError."""
+    listed: Sequence[Any] = [ops] if isinstance(ops, (str, type)) else _list(ops)
+    for each in listed:
+        if isinstance(each, str):
+            for _, kind in libraries(each, ALL_OPS[each]):
+                yield kind().op()
+            continue
+        if isinstance(each, Op):
+            yield each
+            continue
+        kind = each if isinstance(each, type) else getattr(each, "builder", type(each))
+        if not hasattr(kind, "variants"):
+            raise UsageError(
+                f"{each!r} is not an op", why="an op is a name, a builder or a decorated function"
+            )
+        builders: Sequence[type[OpBuilder]] = kind.variants()
+        if builders:
+            yield from (variant().op() for variant in builders)
+        else:
+            yield (kind() if each is kind or hasattr(each, "builder") else each).op()
+
+
+def _list(ops: Any) -> list[Any]:
+    if callable(ops) or not isinstance(ops, Iterable):
+        return [ops]
+    return list(ops)

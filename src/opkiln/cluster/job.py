@@ -1,0 +1,134 @@
+"""Which job this process is a rank of, and through which store its ranks talk."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from opkiln.cluster.stores import Directory, KeyValues, Memory, Torch
+from opkiln.errors import ClusterError, UsageError
+from opkiln.settings import origin_of, place_in_job, settings
+
+_WAIT = timedelta(seconds=60)  # for one call on torch's store; ours is shorter
+# Kept for the life of the process: the store may be served by it, and other ranks, or the program's
+# own init_process_group, may still use it.
+_kept: list[Any] = []
+_rendezvous: dict[tuple[int, int], Any] = {}
+
+
+class Place(NamedTuple):
+    """A rank's place in a job."""
+
+    rank: int
+    world: int
+    store: KeyValues
+    name: str  # the job's, and how often it was restarted: what was said before is not read
+    serves: bool = False  # whether this process serves the store
+
+
+def find(group: Any, store: Any, rank: int | None, world_size: int | None, timeout: float) -> Place:
+    """The place of this process. Raises UsageError, ClusterError."""
+    if group is not None and store is not None:
+        raise UsageError("ensure() takes a group or a store, not both")
+    told = place_in_job()
+    if store is not None:
+        if rank is None or world_size is None:
+            if told is None:
+                raise UsageError(
+                    "ensure() does not know this process's rank",
+                    why="a store was given, and no launcher says the rank",
+                    hint="opkiln.ensure(ops, store=store, rank=..., world_size=...)",
+                )
+            rank, world_size = told
+        is_path = isinstance(store, (str, os.PathLike))
+        values: KeyValues = Directory(os.fspath(store)) if is_path else Torch(store, _WAIT)
+        return Place(rank, world_size, values, _name("store"))
+    if group is not None or _initialized():
+        return _of_group(group)
+    if told is None or told[1] == 1:
+        return Place(0, 1, Memory(), _name("alone"))
+    return _of_launcher(*told, timeout)
+
+
+def _initialized() -> bool:
+    import sys
+
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _of_group(group: Any) -> Place:
+    from torch import distributed
+
+    group = distributed.group.WORLD if group is None else group
+    rank = distributed.get_rank(group)
+    if rank < 0:
+        raise UsageError("ensure() was called by a rank that is not in the group")
+    world = distributed.get_world_size(group)
+    store = group.get_group_store()
+    _kept.append(store)
+    serves = rank == 0 and not _agent_serves()
+    name = _name(str(getattr(group, "group_name", "")))
+    return Place(rank, world, Torch(store, _WAIT), name, serves)
+
+
+def _of_launcher(rank: int, world: int, timeout: float) -> Place:
+    """By what the launcher says, before the program has made a process group."""
+    from torch import distributed
+
+    address, port = settings.master_addr, settings.master_port
+    if address is None and settings.slurm_nodes is not None:
+        address = first_host(settings.slurm_nodes)
+    if port is None and settings.slurm_nodes is not None:
+        number = zlib.crc32(f"{settings.run_id}.{settings.slurm_step}".encode())
+        port = 20000 + number % 30000
+    if address is None or port is None:
+        raise UsageError(
+            f"rank {rank} of {world} does not know how to reach the others",
+            why="there is no process group, and MASTER_ADDR and MASTER_PORT are not set",
+            hint="torchrun ...    # or set them, or opkiln.ensure(ops, store=...)",
+        )
+    if (rank, world) not in _rendezvous:
+        try:
+            wait = timedelta(seconds=timeout)
+            if settings.master_addr is not None and settings.master_port is not None:
+                # As init_process_group does it later: both share one server.
+                url = f"env://?rank={rank}&world_size={world}"
+                _rendezvous[rank, world] = next(
+                    distributed.rendezvous(url, timeout=wait)  # type: ignore[attr-defined]
+                )[0]
+            else:
+                _rendezvous[rank, world] = distributed.TCPStore(  # type: ignore[attr-defined]
+                    address, port, world, rank == 0, timeout=wait, wait_for_workers=False
+                )
+        except (RuntimeError, ValueError, OSError) as error:
+            raise ClusterError(
+                f"rank {rank} of {world} cannot reach the job's store at {address}:{port}",
+                why=str(error).splitlines()[0] if str(error) else type(error).__name__,
+                hint="rank 0 serves it: is it running, and does a firewall let the port through?",
+            ) from error
+    serves = rank == 0 and not _agent_serves()
+    return Place(rank, world, Torch(_rendezvous[rank, world], _WAIT), _name("launcher"), serves)
+
+
+def _agent_serves() -> bool:
+    """Whether torchrun's agent serves the store, and not rank 0."""
+    return origin_of("run_id")[1] == "TORCHELASTIC_RUN_ID"
+
+
+def _name(kind: str) -> str:
+    """What tells this job from others that use the same store, and from itself before a restart."""
+    parts = (settings.run_id or "job", settings.restart_count, kind)
+    return "/".join(re.sub(r"[^\w.-]", "_", part) for part in parts)
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a list as Slurm writes it: ``gpu[003-007,9],login1`` is ``gpu003``."""
+    found = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?", nodes)
+    if found is None:
+        raise UsageError(f"{nodes!r} is not a list of Slurm's nodes")
+    name, numbers = found.groups()
+    return str(name) + (re.split("[-,]", numbers)[0] if numbers else "")

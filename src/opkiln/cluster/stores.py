@@ -1,0 +1,167 @@
+"""The stores that ranks talk through: torch's, a shared directory, or this process's memory.
+
+Each has four operations, all of which return at once if the store answers: ``put``, ``swap``
+(compare and set), ``look`` and ``clone`` (for another thread: a call on one of torch's stores keeps
+the other threads of that client waiting).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from opkiln.errors import StoreError
+from opkiln.trust import fault, make_private
+from opkiln.writing import write_private
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+
+class KeyValues(Protocol):
+    """A store of short values that all ranks of a job can reach."""
+
+    where: str  # for messages
+
+    def put(self, key: str, value: bytes) -> None:
+        """Write a value."""
+
+    def swap(self, key: str, expected: bytes | None, value: bytes) -> bytes:
+        """Write a value if the key has the expected one (None: if it is not there). Returns the
+        value that it has afterwards."""
+
+    def look(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The values that are there, None for those that are not. Never waits for one."""
+
+    def clone(self) -> KeyValues:
+        """The same store, for another thread."""
+
+
+class Memory:
+    """A job of one process, or of several threads."""
+
+    where = "this process"
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def put(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+
+    def swap(self, key: str, expected: bytes | None, value: bytes) -> bytes:
+        with self._lock:
+            if self._values.get(key) == expected:
+                self._values[key] = value
+            return self._values[key]
+
+    def look(self, keys: Sequence[str]) -> list[bytes | None]:
+        return [self._values.get(key) for key in keys]
+
+    def clone(self) -> Memory:
+        return self
+
+
+class Torch:
+    """A store of torch.distributed."""
+
+    def __init__(self, store: Any, wait: timedelta) -> None:
+        self._store = store
+        self._wait = wait
+        with suppress(RuntimeError):  # a HashStore has no time-out
+            store.set_timeout(wait)
+        inner = getattr(store, "underlying_store", store)
+        host, port = getattr(inner, "host", None), getattr(inner, "port", None)
+        self.where = f"{host}:{port}" if host else type(inner).__name__
+
+    def put(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def swap(self, key: str, expected: bytes | None, value: bytes) -> bytes:
+        # An empty text stands for a key that is not there.
+        before = "" if expected is None else expected.decode()
+        found: bytes = self._store.compare_set(key, before, value.decode())
+        return found
+
+    def look(self, keys: Sequence[str]) -> list[bytes | None]:
+        if not keys:
+            return []
+        if self._store.check(list(keys)):
+            there = list(keys)
+        else:
+            there = [key for key in keys if self._store.check([key])] if len(keys) > 1 else []
+        if len(there) > 1 and self._store.has_extended_api():
+            values = dict(zip(there, self._store.multi_get(there), strict=True))
+        else:
+            values = {key: self._store.get(key) for key in there}
+        return [bytes(values[key]) if key in values else None for key in keys]
+
+    def clone(self) -> Torch:
+        return Torch(self._store.clone(), self._wait)
+
+
+class Directory:
+    """A directory that all ranks share, for jobs without a network among them.
+
+    A key is a directory of numbered values; the highest number counts. A value appears by ``link``,
+    which fails if another rank was first. That is atomic on network file systems, too, where locks
+    may not work. Only this user can write there, so nobody else has a say in what is loaded.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.where = os.path.abspath(path)
+        try:
+            make_private(self.where)
+            reason = fault(self.where, os.lstat(self.where))
+        except OSError as error:
+            reason = f"{self.where}: {error.strerror}"
+        if reason:
+            raise StoreError(
+                "the ranks cannot talk through this directory", why=reason,
+                hint="mkdir -m 700 DIRECTORY    # on a file system that all nodes share",
+            )  # fmt: skip
+
+    def _place(self, key: str) -> str:
+        return os.path.join(self.where, key.replace("/", "+"))
+
+    def _newest(self, place: str) -> tuple[int, bytes | None]:
+        try:
+            number = max((int(name) for name in os.listdir(place) if name.isdigit()), default=0)
+        except FileNotFoundError:
+            number = 0
+        if not number:
+            return 0, None
+        with open(os.path.join(place, str(number)), "rb") as file:
+            return number, file.read()
+
+    def put(self, key: str, value: bytes) -> None:
+        make_private(self._place(key))
+        write_private(os.path.join(self._place(key), "1"), value)
+
+    def swap(self, key: str, expected: bytes | None, value: bytes) -> bytes:
+        place = self._place(key)
+        make_private(place)
+        number, now = self._newest(place)
+        if now is not None and now != expected:
+            return now
+        mine = os.path.join(place, f".{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}")
+        write_private(mine, value)
+        try:
+            os.link(mine, os.path.join(place, str(number + 1)))
+        except FileExistsError:
+            now = self._newest(place)[1]
+            assert now is not None  # values are never removed
+            return now
+        finally:
+            os.unlink(mine)
+        return value
+
+    def look(self, keys: Sequence[str]) -> list[bytes | None]:
+        return [self._newest(self._place(key))[1] for key in keys]
+
+    def clone(self) -> Directory:
+        return self

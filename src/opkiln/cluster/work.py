@@ -1,0 +1,248 @@
+"""What a rank does for the ops of an agreement: say what it has, build, send, fetch, find.
+
+Every question goes to the one decision (``decision.decide``), as a load's does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+
+from opkiln import __version__, machine
+from opkiln.arch import cpu
+from opkiln.cluster.channel import Channel
+from opkiln.cluster.messages import Hello, Made, Offer, Result, Vote
+from opkiln.decision import policy, prebuilt
+from opkiln.decision.decide import decide
+from opkiln.decision.terms import Build, Request, Serve, Trace
+from opkiln.errors import (
+    ClusterError,
+    CompileError,
+    InputError,
+    OpkilnError,
+    ReloadError,
+    StepRefused,
+    UsageError,
+)
+from opkiln.loading import loader
+from opkiln.model import Artifact, Op
+from opkiln.settings import settings
+from opkiln.ship import layer, signing
+from opkiln.ship.bundle import unpack, write_bundle
+from opkiln.store import key, location, lock, publish
+from opkiln.store.layers import Store
+
+# Errors of the input: they are the same wherever it is built. Any other may be one machine's.
+_FINAL = (CompileError, InputError, StepRefused, UsageError)
+_LONGEST = 1500  # characters of an error that are told to other ranks
+
+CACHED, BUILT, FETCHED, BESIDE = "cached", "built", "fetched", "found on this node"
+
+
+class Worker:
+    """The ops of one agreement, as this rank sees them."""
+
+    def __init__(self, ops: Sequence[Op], channel: Channel | None = None) -> None:
+        self.ops = tuple(ops)
+        self.channel = channel
+        self.artifacts: list[dict[str, Artifact]] = [{} for _ in ops]  # by op and digest
+        self.how = ["" for _ in ops]
+
+    def hello(self) -> Hello:
+        """What this rank has and can build. Raises UsageError for a wrong declaration."""
+        root = Store().root
+        location.claim(root)
+        host = os.uname().nodename
+        node = host
+        if root is not None and os.path.isdir(root):
+            found = os.stat(root)
+            node = f"{host}:{found.st_dev}:{found.st_ino}"
+        offers = tuple(self._offer(number, op) for number, op in enumerate(self.ops))
+        return Hello(host, os.getpid(), node, offers)
+
+    def _offer(self, number: int, op: Op) -> Offer:
+        request = Request(op, agreed=False)
+        facts = _facts(request)
+        native_only = policy.why_no_reference(request)
+        if (loaded := _loaded(op)) is not None:
+            self._keep(number, loaded, CACHED)
+            return Offer(op.spec.name, facts, loaded.sha256, native_only=native_only)
+        outcome = decide(request)
+        if isinstance(outcome, Serve):
+            self._keep(number, outcome.artifact, CACHED)
+            return Offer(op.spec.name, facts, outcome.artifact.sha256, native_only=native_only)
+        if isinstance(outcome, Build):
+            target = outcome.plan.target
+            needs = cpu.requires(target.cpu, tuple(target.cpu_features))
+            return Offer(
+                op.spec.name, facts, can_build=True, native_only=native_only,
+                cpu=tuple(sorted(needs)),
+            )  # fmt: skip
+        if isinstance(outcome.error, UsageError):
+            raise outcome.error
+        reason = _short(outcome.error)
+        have = machine.cpu_flags()
+        here = tuple(sorted(cpu.features_of(have)))
+        return Offer(op.spec.name, facts, reason=reason, native_only=native_only, cpu=here)
+
+    def _keep(self, op: int, artifact: Artifact, how: str) -> None:
+        self.artifacts[op][artifact.sha256] = artifact
+        self.how[op] = how
+
+    # What the state machine asks for. Nothing is raised: an error is told to all.
+
+    def make(self, op: int, ship: bool) -> Result:
+        """Build an op, or take what is here; put it into the job's store if it is to be sent."""
+        try:
+            known = next(iter(self.artifacts[op].values()), None)
+            if known is None:
+                known, _ = loader.obtain(Request(self.ops[op], must_be_native=True, agreed=False))
+                self._keep(op, known, BUILT if known.origin == "built" else CACHED)
+            if not ship:
+                return Result(known.sha256)
+            bundle, size = self._send(known)
+            return Result(known.sha256, bundle, size)
+        except OpkilnError as error:
+            return Result(error=_short(error), final=isinstance(error, _FINAL))
+        except Exception as error:  # a full disk, no more memory: another rank may do better
+            return Result(error=f"{type(error).__name__}: {error}"[:_LONGEST])
+
+    def _send(self, artifact: Artifact) -> tuple[str, int]:
+        assert self.channel is not None
+        with publish.scratch("send") as stage:
+            layers, file = os.path.join(stage, "layer"), os.path.join(stage, "bundle")
+            layer.export([artifact.path], layers)
+            write_bundle(layers, file)
+            if settings.signing_key is not None:
+                signing.sign(file, settings.signing_key)
+            with open(file, "rb") as opened:
+                data = opened.read()
+        channel = self.channel.another(_PATIENCE)
+        try:
+            return channel.put_bundle(data), len(data)
+        finally:
+            channel.close()
+
+    def fetch(self, op: int, made: Made) -> Vote:
+        """Get the library that was made: from the store of this node, or from the job's."""
+        try:
+            return self._fetch(op, made)
+        except OpkilnError as error:
+            return Vote(reason=_short(error))
+        except Exception as error:  # as above: the other ranks must not wait for this one
+            return Vote(reason=f"{type(error).__name__}: {error}"[:_LONGEST])
+
+    def _fetch(self, op: int, made: Made) -> Vote:
+        request = Request(self.ops[op], agreed=False)
+        if policy.prefers_reference(request):
+            return Vote(reason="OPKILN_MODE=reference")
+        if (loaded := _loaded(self.ops[op])) is not None:
+            raise ReloadError(
+                f"op {self.ops[op].spec.name} was loaded before, from another library",
+                why=f"SHA-256 {loaded.sha256[:16]}, not {made.digest[:16]}",
+            )
+        trace = Trace()
+        if self._found(op, made, trace):
+            return Vote(made.digest)
+        root = request.store.root
+        if not made.bundle or root is None or self.channel is None:
+            refused = trace.refusals() or ["it is not in the store of this node"]
+            return Vote(reason=refused[-1][:_LONGEST])
+        name, what = f"fetch-{made.digest[:40]}", f"op {self.ops[op].spec.name}"
+        location.claim(root)
+
+        def arrived() -> bool | None:
+            return self._found(op, made, Trace()) or None
+
+        with lock.turn(
+            root, name, arrived, lambda _: None, what=what, limit=settings.build_timeout
+        ) as turn:
+            if isinstance(turn, lock.Turn):
+                self._import(made, root)
+        trace = Trace()
+        if self._found(op, made, trace):
+            if isinstance(turn, lock.Turn):
+                self.how[op] = FETCHED
+            return Vote(made.digest)
+        refused = trace.refusals() or ["it was fetched, and is not in the store"]
+        return Vote(reason=refused[-1][:_LONGEST])
+
+    def _import(self, made: Made, root: str) -> None:
+        assert self.channel is not None
+        channel = self.channel.another(_PATIENCE)
+        try:
+            data = channel.get_bundle(made.bundle, made.size)
+        finally:
+            channel.close()
+        with publish.scratch("fetch") as stage:
+            file = os.path.join(stage, "bundle")
+            with open(file, "xb") as out:
+                out.write(data)
+            unpack(file, root, sha256=made.bundle)
+
+    def _found(self, op: int, made: Made, trace: Trace) -> bool:
+        """Whether this node has the very library, and it fits; keeps it."""
+        request = Request(self.ops[op], agreed=False)
+        layers = request.store.location.layers
+        listed = [each.root for each in layers if each.listed and os.path.lexists(each.root)]
+        own = [each.root for each in layers if not each.listed]
+        found = prebuilt.find(request, listed, trace, prebuilt.LAYER, own, only=made.digest)
+        if found is None:
+            return False
+        self._keep(op, found, BESIDE)
+        return True
+
+
+_PATIENCE = 120.0  # seconds for one part of a bundle: a part takes a second at 8 Mbit/s
+
+
+def _loaded(op: Op) -> Artifact | None:
+    """The library that this process has opened for an op."""
+    loaded = loader.loaded_here().get(op.name)
+    return None if loaded is None else loaded[0].artifact
+
+
+def _facts(request: Request) -> tuple[tuple[str, str], ...]:
+    """What must be the same on all ranks. Even the references would differ otherwise."""
+    spec = request.op.spec
+    facts = [("opkiln", __version__), ("declaration", key.spec_key(spec)[:16])]
+    facts.append(("set of sources", _sources(request.op)))
+    try:
+        sdk = request.sdk
+    except OpkilnError:
+        return tuple(facts)  # why it cannot run here is the offer's reason
+    if sdk is not None:
+        facts.append(("torch", sdk.version))
+    return tuple(facts)
+
+
+def _sources(op: Op) -> str:
+    """A digest of an op's sources; headers are compared when its library is fetched."""
+    digest = hashlib.sha256()
+    inline = dict(op.spec.inline)
+    for source in op.spec.sources:
+        digest.update(f"{os.path.basename(source)}\0".encode())
+        try:
+            if source in inline:
+                digest.update(inline[source].encode())
+            else:
+                with open(os.path.join(op.spec.root, source), "rb") as file:
+                    digest.update(file.read())
+        except OSError as error:
+            digest.update(f"missing: {error.errno}".encode())
+        digest.update(b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _short(error: OpkilnError) -> str:
+    text = f"{error.what}\n{error.why}" if error.why else error.what
+    return text[:_LONGEST]
+
+
+def library_of(worker: Worker, op: int, digest: str) -> Artifact:
+    """The library that this rank voted for."""
+    found = worker.artifacts[op].get(digest)
+    if found is None:
+        raise ClusterError(f"op {worker.ops[op].spec.name}: the agreed library is not here")
+    return found
