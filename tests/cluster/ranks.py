@@ -20,8 +20,9 @@ from opkiln.settings import LAYOUT
 from opkiln.store.entry import read_manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
+HERE = Path(__file__).parent
 SOURCE_TEXT = 'extern "C" int value() { return 23; }\n'
 # An op without torch: a rank starts in a tenth of a second.
 BARE_OP = """
@@ -37,26 +38,33 @@ class ValueBuilder(opkiln.OpBuilder):
 
 OP = ValueBuilder
 """
-# An op of torch, with a reference.
-TORCH_OP = """
+# Ops of torch, with references.
+TORCH_OPS = """
 import opkiln
 from torch import Tensor
 
-@opkiln.op("twice.cpp")
-def twice(x: Tensor) -> Tensor:
-    return x + x
-
-OP = twice
-"""
-TORCH_SOURCE = """
+SOURCE = '''
 #include <opkiln/op.h>
-opk::Tensor twice(const opk::Tensor& x) {
+opk::Tensor NAME(const opk::Tensor& x) {
   opk::check_contiguous(x);
   opk::Tensor out = opk::empty_like(x);
-  for (int64_t i = 0; i < x.numel(); ++i) out.data<float>()[i] = 2 * x.data<const float>()[i];
+  for (int64_t i = 0; i < x.numel(); ++i) out.data<float>()[i] = FACTOR * x.data<const float>()[i];
   return out;
 }
-OPKILN_OP(twice, cpu);
+OPKILN_OP(NAME, cpu);
+'''
+
+@opkiln.op(source=SOURCE.replace("NAME", "twice").replace("FACTOR", "2"))
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+@opkiln.op(source=SOURCE.replace("NAME", "thrice").replace("FACTOR", "3"))
+def thrice(x: Tensor) -> Tensor:
+    return x * 3
+
+@opkiln.op(source=SOURCE.replace("NAME", "fourfold").replace("FACTOR", "4"))
+def fourfold(x: Tensor) -> Tensor:
+    return x * 4
 """
 
 
@@ -66,10 +74,9 @@ class Node:
     def __init__(self, path: Path, *, torch: bool = False, compilers: bool = True) -> None:
         self.path, self.torch = path, torch
         path.mkdir()
-        (path / "cluster_ops.py").write_text(TORCH_OP if torch else BARE_OP)
-        name, text = ("twice.cpp", TORCH_SOURCE) if torch else ("value.cpp", SOURCE_TEXT)
-        self.source = path / name
-        self.source.write_text(text)
+        (path / "cluster_ops.py").write_text(TORCH_OPS if torch else BARE_OP)
+        self.source = path / "value.cpp"
+        self.source.write_text(SOURCE_TEXT)
         self.cache = known.make_store(path / "cache")
         self.variables: dict[str, str] = {}
         if not compilers:
@@ -128,10 +135,12 @@ class Job:
         given = {**self.options, **options}
         variables: Mapping[str, str] = given.pop("variables", {})
         env = {**node.environment(), "RANK": str(rank), "WORLD_SIZE": str(world), **variables}
+        bare = [sys.executable, "-S", str(HERE / "rank.py")]
+        python = [sys.executable, str(HERE / "torch_rank.py")] if node.torch else bare
         self.began.append(time.monotonic())
         self.ranks.append(
             subprocess.Popen(
-                [sys.executable, *([] if node.torch else ["-S"]), str(RANK), json.dumps(given)],
+                [*python, json.dumps(given)],
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=node.path,
             )
         )  # fmt: skip
@@ -168,22 +177,10 @@ def run(nodes: list[Node], each: int, options: Mapping[int, dict[str, Any]] | No
     world = len(nodes) * each
     for rank in range(world):
         started.start(nodes[rank // each], rank, world, **(options or {}).get(rank, {}))
-    return started.end()
+    return started.end(limit=240 if nodes[0].torch else 90)
 
 
 def free_port() -> int:
     with socket.socket() as made:
         made.bind(("127.0.0.1", 0))
         return int(made.getsockname()[1])
-
-
-def waiting(condition: Any, seconds: float = 30) -> Iterator[None]:
-    """Yields until a condition holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
-        yield
-
-
-RANK = Path(__file__).with_name("rank.py")

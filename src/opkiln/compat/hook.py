@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 PARTS = {
     "torch.utils.cpp_extension": "opkiln.compat.torch",
     "deepspeed.ops.op_builder.builder": "opkiln.compat.deepspeed.patch",
+    "torch.distributed.distributed_c10d": "opkiln.compat.distributed",
 }
+_JOBS = "torch.distributed.distributed_c10d"
+BUILDERS = tuple(name for name in PARTS if name != _JOBS)
 
 _ABSENT = object()
 _lock = RLock()  # a signal handler may import the modules, too
@@ -52,10 +55,10 @@ def start() -> None:
     """
     opkiln._allow_torch_to_load()
     if settings.patch_torch:
-        install()
+        install(PARTS if settings.ensure else BUILDERS)
 
 
-def install(modules: Iterable[str] = PARTS) -> None:
+def install(modules: Iterable[str] = BUILDERS) -> None:
     """Replace the functions, now or when their modules are imported.
 
     Calling it again has no effect.

@@ -111,7 +111,9 @@ def _environment(
 
 
 def _in_force(variable: str, value: Any, origin: str) -> SettingValue:
-    if isinstance(value, str):
+    if value and redact.is_secret(variable):
+        value = "***"
+    elif isinstance(value, str):
         value = redact.without_secrets(value)
     elif isinstance(value, tuple):
         value = redact.words_without_secrets(value)

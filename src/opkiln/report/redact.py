@@ -35,7 +35,7 @@ def without_secrets(text: str) -> str:
     """
     for given in _GIVEN.finditer(text):
         name, by = given.groups()
-        if (not by.isspace() or name.startswith("--")) and _is_secret(name):
+        if (not by.isspace() or name.startswith("--")) and is_secret(name):
             text = f"{text[: given.end()]}***"
             break
     for pattern, instead in ((_LOGIN, "://***@"), (_BEARER, r"\1 ***"), (_SHAPE, "***")):
@@ -53,14 +53,14 @@ def _words(words: tuple[Any, ...]) -> Iterator[Any]:
     for each in words:
         if not isinstance(each, str):
             yield each
-        elif before.startswith("--") and "=" not in before and _is_secret(before):
+        elif before.startswith("--") and "=" not in before and is_secret(before):
             yield "***"
         else:
             yield without_secrets(each)
         before = each if isinstance(each, str) else ""
 
 
-def _is_secret(name: str) -> bool:
+def is_secret(name: str) -> bool:
     """Whether a variable, macro or option of this name holds a secret."""
     spread = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", re.sub(r"^-D", "", name))  # apiKey
     words = [word for word in re.split("[_-]+", spread.lower()) if word]

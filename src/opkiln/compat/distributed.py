@@ -1,0 +1,70 @@
+"""``OPKILN_ENSURE``: the ranks of an unmodified program agree on its ops when they form a group.
+
+In place of ``torch.distributed.init_process_group``: it calls that, then ``opkiln.ensure``.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import wraps
+from typing import Any
+
+from opkiln.errors import UsageError
+from opkiln.settings import settings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+RECORDED = "1"
+
+
+def replacements(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
+    """The function, in its module and in the package that has it from there."""
+    right = module.init_process_group
+
+    @wraps(right)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        made = right(*args, **kwargs)
+        agree()
+        return made
+
+    for owner in (module, sys.modules.get("torch.distributed")):
+        if getattr(owner, "init_process_group", None) is right:
+            yield owner, "init_process_group", init_process_group
+
+
+def agree() -> None:
+    """Have all ranks of the default group agree on the ops that the setting names.
+
+    Raises ClusterError, and UsageError if nothing says which ops are meant.
+    """
+    named = settings.ensure
+    if not named:
+        return
+    from opkiln.cluster.ensure import ensure, told_by_first
+
+    if RECORDED in named:
+        # The file grows while the job runs, so one rank reads it for all.
+        named = told_by_first("ops", [*(each for each in named if each != RECORDED), *_recorded()])
+    if named:
+        ensure(named)
+
+
+def _recorded() -> list[str]:
+    from opkiln.errors import StoreError
+    from opkiln.loading import recording
+    from opkiln.model import ONE_CALL
+
+    if settings.record is None:
+        raise UsageError(
+            "OPKILN_ENSURE=1 does not say which ops the ranks shall agree on",
+            why="it takes them from the file of OPKILN_RECORD, which is not set",
+            hint="OPKILN_ENSURE=cpu_adam,my_op    # or OPKILN_RECORD=FILE, filled by an earlier run",
+        )
+    try:
+        uses = recording.read(settings.record)
+    except StoreError:
+        return []  # the first run: there is no file yet
+    return [f"{use.distribution}:{use.op}" for use in uses if use.distribution != ONE_CALL]

@@ -1,0 +1,93 @@
+"""Ranks with torch: its TCPStore, ops with references, ranks that switch in the background."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+from ranks import Ended, Node, free_port, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> list[Node]:
+    where = tmp_path_factory.mktemp("nodes")
+    return [Node(where / "a", torch=True), Node(where / "b", torch=True)]
+
+
+@pytest.fixture(scope="module")
+def ranks(nodes: list[Node]) -> list[Ended]:
+    """A job of two nodes with two ranks each, started by hand. All of it is authenticated."""
+    variables = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OPKILN_LEASE": "10",
+        "OPKILN_JOB_SECRET": "a secret of the job", "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    ended = run(nodes, 2, variables=variables)
+    assert [each.code for each in ended] == [0] * 4, ended
+    return ended
+
+
+def test_cold_job_builds_once_fetches_once_per_node_and_all_ranks_run_one_library(
+    ranks: list[Ended], nodes: list[Node]
+) -> None:
+    cold = [each.said["cold"] for each in ranks]
+    assert len({digest for _, digest, *_ in cold}) == 1
+    assert Counter(how for *_, how, _, _ in cold) == {
+        "built": 1, "fetched": 1, "found on this node": 2,
+    }  # fmt: skip
+    assert all(native for *_, native, _ in cold)
+    built = Counter(e["op"] for node in nodes for e in node.entries() if "created" in e)
+    assert built == {"twice": 1, "thrice": 1, "fourfold": 1}
+
+
+def test_rank_that_must_not_use_the_library_has_all_run_the_reference(ranks: list[Ended]) -> None:
+    for each in ranks:
+        _, digest, reason, _, native = each.said["reference"]
+        assert (digest, native) == ("", False)
+        assert "rank 2 (host " in reason
+        assert "OPKILN_MODE=reference" in reason
+
+
+def test_ranks_that_do_not_wait_switch_at_the_same_step(ranks: list[Ended]) -> None:
+    assert [each.said["before"] for each in ranks] == [False] * 4
+    switched = [each.said["switched"] for each in ranks]
+    assert len({(digest, step) for _, digest, _, _, step, _ in switched}) == 1
+    assert all(native for *_, native in switched)
+
+
+def test_warm_job_with_a_process_group_builds_and_fetches_nothing(ranks: list[Ended]) -> None:
+    assert [each.said["warm"] for each in ranks] == [["cached", "cached"]] * 4
+
+
+def test_unmodified_program_agrees_when_it_makes_its_process_group(tmp_path: Path) -> None:
+    node = Node(tmp_path / "a", torch=True)
+    record = tmp_path / "record"
+    record.write_text(
+        json.dumps({"op": "utils", "distribution": "opkiln", "backend": "cpu", "archs": ""}) + "\n"
+    )
+    program = """
+import sys
+from torch import distributed
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+assert "opkiln.cluster.ensure" in sys.modules
+from opkiln.decision import pins
+from opkiln.registry import get_builder
+pin = pins.pinned(get_builder("utils").op())
+print("pinned", pin.artifact.sha256)
+"""
+    done = subprocess.run(
+        [sys.executable, "-m", "opkiln", "run", sys.executable, "-c", program],
+        env={**node.environment(), "OPKILN_ENSURE": "1", "OPKILN_RECORD": str(record)},
+        capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (entry,) = node.entries()
+    assert done.stdout.split() == ["pinned", entry["sha256"]]

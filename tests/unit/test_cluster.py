@@ -1,0 +1,276 @@
+"""The parts of ``opkiln.ensure`` that need no other process: stores, channels, who is who."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sample import child
+
+import opkiln
+from opkiln.cluster import driver, job, leading, protocol
+from opkiln.cluster.channel import PART, Channel
+from opkiln.cluster.messages import Hello, Made, Offer, Outcome, Plan, Result, Task, Vote
+from opkiln.cluster.stores import Directory, KeyValues, Memory
+from opkiln.decision import pins
+from opkiln.decision.decide import decide
+from opkiln.decision.terms import Reference, Refuse, Request
+from opkiln.errors import ClusterError, SettingError, StoreError, UsageError
+from opkiln.report import collect
+from opkiln.settings import origin_of, place_in_job, settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sample.package import Package
+
+
+@pytest.fixture(params=["memory", "directory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> KeyValues:
+    return Memory() if request.param == "memory" else Directory(str(tmp_path / "shared"))
+
+
+def channel(store: KeyValues, secret: str | None = None, name: str = "job") -> Channel:
+    return Channel(store, name, secret, 5.0)
+
+
+# Stores
+
+
+def test_swap_writes_only_over_what_was_expected(store: KeyValues) -> None:
+    assert store.swap("a/b", None, b"one") == b"one"
+    assert store.swap("a/b", None, b"two") == b"one"
+    assert store.swap("a/b", b"one", b"three") == b"three"
+    assert store.swap("a/b", b"one", b"four") == b"three"
+    assert store.look(["a/b", "c"]) == [b"three", None]
+
+
+def test_one_of_many_threads_swaps_first(store: KeyValues) -> None:
+    found: list[bytes] = []
+
+    def race(number: int) -> None:
+        found.append(store.swap("lead", None, str(number).encode()))
+
+    threads = [threading.Thread(target=race, args=(n,)) for n in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert len(set(found)) == 1
+
+
+def test_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(StoreError, match="cannot talk through this directory"):
+        Directory(str(shared))
+
+
+# Channels
+
+
+def test_record_comes_back_as_tuples_of_the_same_bytes(store: KeyValues) -> None:
+    plan = Plan(3, True, (Task((1, 2)), Task((0,), Made("d", "b", 5, 0))))
+    ours = channel(store, "secret")
+    assert Plan.of(ours.swap("plan", None, plan)) == plan
+    after = plan._replace(revision=4)
+    assert Plan.of(ours.swap("plan", Plan.of(ours.look(["plan"])[0]), after)) == after
+
+
+def test_record_without_the_jobs_secret_is_refused(store: KeyValues) -> None:
+    channel(store, "theirs").put("plan", 1)
+    with pytest.raises(ClusterError, match="the record plan in the job's store is refused"):
+        channel(store, "ours").look(["plan"])
+
+
+def test_record_of_another_key_or_job_is_refused(store: KeyValues) -> None:
+    ours = channel(store, "secret")
+    ours.put("vote/1", 1)
+    (data,) = store.look(["opkiln/job/vote/1"])
+    assert data is not None
+    for name in ("opkiln/job/vote/2", "opkiln/restarted/vote/1"):
+        store.put(name, data)
+    with pytest.raises(ClusterError, match="refused"):
+        ours.look(["vote/2"])
+    with pytest.raises(ClusterError, match="refused"):
+        channel(store, "secret", "restarted").look(["vote/1"])
+
+
+def test_what_was_said_before_a_restart_is_not_read(store: KeyValues) -> None:
+    channel(store, name="job/0").swap("lead", None, 7)
+    assert channel(store, name="job/1").swap("lead", None, 2) == 2
+
+
+def test_bundle_travels_in_parts_and_a_changed_one_is_refused(store: KeyValues) -> None:
+    data = bytes(range(256)) * (PART // 256) + b"the rest"
+    ours = channel(store)
+    digest = ours.put_bundle(data)
+    assert ours.get_bundle(digest, len(data)) == data
+    store.put(f"opkiln/job/bundle/{digest}/1", b"the REST")
+    with pytest.raises(ClusterError, match="is not what was put there"):
+        ours.get_bundle(digest, len(data))
+
+
+def test_store_that_does_not_answer_is_an_error_in_time() -> None:
+    class Stuck(Memory):
+        def look(self, keys: Any) -> Any:
+            time.sleep(60)
+
+    began = time.monotonic()
+    with pytest.raises(ClusterError, match="does not answer"):
+        Channel(Stuck(), "job", None, 0.2).look(["plan"])
+    assert time.monotonic() - began < 5
+
+
+# Who is who
+
+
+def test_launchers_say_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert place_in_job() is None
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert place_in_job() == (0, 1)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "2")  # mpirun within a Slurm job
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    assert place_in_job() == (2, 4)
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SettingError, match="do not name a rank"):
+        place_in_job()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("n0", "n0"), ("n0,n1", "n0"), ("gpu[003-007,9],login1", "gpu003"), ("a[1,2]", "a1")],
+)
+def test_first_host_of_slurms_list(nodes: str, first: str) -> None:
+    assert job.first_host(nodes) == first
+
+
+def test_rank_without_a_way_to_the_others_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(UsageError, match="rank 1 of 2 does not know how to reach the others"):
+        opkiln.ensure("cpu_adam")
+
+
+def test_ensure_adds_no_import_to_a_job_that_does_not_call_it() -> None:
+    code = """
+    import sys
+    import opkiln
+    from opkiln.loading import loader
+    assert not any(name.startswith("opkiln.cluster") for name in sys.modules)
+    opkiln.ensure
+    assert "opkiln.cluster.ensure" in sys.modules
+    assert "torch" not in sys.modules
+    """
+    child.run(code)
+
+
+# What a leader decides
+
+
+def hellos(*offers: Offer) -> list[Hello]:
+    return [Hello(f"h{n}", n, f"n{n}", (offer,)) for n, offer in enumerate(offers)]
+
+
+def test_the_rank_that_differs_is_the_one_that_few_agree_with() -> None:
+    same, other = (Offer("op", facts=(("torch", version),)) for version in ("2.13", "2.12"))
+    found = leading.difference(hellos(same, other, same))
+    assert found is not None
+    assert found.error == "op op: rank 1 (host h1, pid 1) has another torch"
+    assert found.why.splitlines() == ["rank 1 (host h1, pid 1): 2.12", "the other ranks: 2.13"]
+
+
+def test_a_library_that_most_ranks_have_is_sent_and_none_is_built() -> None:
+    have, older, build = (
+        Offer("op", digest="d"),
+        Offer("op", digest="e"),
+        Offer("op", can_build=True),
+    )
+    assert leading.candidates(0, hellos(build, older, have, have)) == [2, 3, 1, 0]
+
+
+def test_the_build_that_runs_on_most_cpus_is_made() -> None:
+    new = Offer("op", can_build=True, cpu=("avx2", "avx512f"))
+    old = Offer("op", can_build=True, cpu=("avx2",))
+    assert leading.candidates(0, hellos(new, new, old)) == [2, 0, 1]
+
+
+def test_ops_are_built_on_different_nodes() -> None:
+    two = [Hello(f"h{n}", n, f"n{n // 2}", (Offer("a", can_build=True),) * 2) for n in range(4)]
+    plan = leading.first_plan(two)
+    assert [task.maker for task in plan.tasks] == [0, 2]
+
+
+def test_a_maker_that_was_silent_and_went_on_counts() -> None:
+    able = [Offer("op", can_build=True)] * 3
+    plan = leading.first_plan(hellos(*able))
+    plan = leading.next_plan(plan, hellos(*able), {}, frozenset({0}))
+    assert plan.tasks[0].tried == (0, 1)
+    plan = leading.next_plan(plan, hellos(*able), {(0, 0): Result("d")}, frozenset())
+    assert plan.tasks[0].made == Made("d", by=0)
+
+
+# Threads as ranks
+
+
+class Worker:
+    """Makes a library of its own, after a moment."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.made = 0
+
+    def make(self, op: int, ship: bool) -> Result:
+        self.made += 1
+        time.sleep(0.05)
+        return Result(f"library of {self.rank}", "bundle", 1)
+
+    def fetch(self, op: int, made: Made) -> Vote:
+        return Vote(made.digest)
+
+
+def test_threads_agree_through_a_store(store: KeyValues) -> None:
+    workers = [Worker(rank) for rank in range(4)]
+    found: dict[int, Outcome] = {}
+
+    def run(rank: int) -> None:
+        hello = Hello("h", rank, f"n{rank}", (Offer("op", can_build=True),))
+        state = protocol.start(rank, 4, hello, lease=3, deadline=time.monotonic() + 30)
+        found[rank] = driver.agree(state, channel(store, "secret"), workers[rank])
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(30)
+    assert len({found[rank] for rank in range(4)}) == 1
+    assert found[0].choices[0].digest.startswith("library of ")
+    assert sum(each.made for each in workers) == 1
+
+
+# Pins
+
+
+def test_pinned_op_is_served_as_agreed_or_not_at_all(plain: Package) -> None:
+    op = plain.builder().op()
+    pins.pin(op, None, "rank 3 cannot use it")
+    try:
+        found = decide(Request(op))
+        assert isinstance(found, Refuse)  # the op has no reference
+        assert "rank 3 cannot use it" in str(found.error)
+        assert not isinstance(decide(Request(op, agreed=False)), Reference | Refuse)
+    finally:
+        pins.release(op)
+
+
+def test_secret_of_the_job_is_not_in_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPKILN_JOB_SECRET", "abcdefgh12345678")
+    assert settings.job_secret == "abcdefgh12345678"
+    value = collect._in_force("OPKILN_JOB_SECRET", *origin_of("job_secret"))
+    assert value.value == "***"
