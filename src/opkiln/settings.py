@@ -539,18 +539,6 @@ class Settings:
         "all: `openssl rand -hex 32`. Without it, whoever reaches the job's store is trusted.",
         shown="none",
     )  # fmt: skip
-    signing_key = Setting(
-        "OPKILN_SIGNING_KEY", str, None,
-        "A private key, as `opkiln cache keygen` makes it, with which a rank signs the libraries "
-        "that it sends to others. Needed if they have `OPKILN_TRUSTED_KEYS`.",
-        shown="none",
-    )  # fmt: skip
-    lease = Setting(
-        "OPKILN_LEASE", _seconds, 6.0,
-        "How long, in seconds, nothing may be heard of a rank in `opkiln.ensure` until another one "
-        "takes its work over.",
-        shown="6",
-    )  # fmt: skip
     world_size = Setting(
         "WORLD_SIZE", _positive, None, "How many ranks the job has.",
         aliases=("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"), shown="none", group="job",
@@ -600,7 +588,7 @@ _INDIFFERENT = frozenset((
     "runtime_dir", "cache_max_size", "record", "mode", "build_ops",
     "build_targets", "build_string", "nvcc_threads", "patch_torch", "deepspeed",
     "cuda_visible_devices", "cuda_device_order", "rocr_visible_devices", "hip_visible_devices",
-    "ensure", "job_secret", "signing_key", "lease", "world_size", "master_addr", "master_port",
+    "ensure", "job_secret", "world_size", "master_addr", "master_port",
     "run_id", "restart_count", "slurm_step", "slurm_nodes",
     "accelerator", "device",  # which of an op's backends serves is in its spec
     "path",  # which programs it leads to is in the receipt

@@ -58,6 +58,7 @@ import cluster_ops  # noqa: E402 (what it imports is changed above)
 
 began = time.monotonic()
 arguments = {name: options[name] for name in ("store", "timeout") if name in options}
+arguments["lease"] = 1.5
 said = {"rank": os.environ["RANK"]}
 try:
     agreed = opkiln.ensure(cluster_ops.OP, **arguments)

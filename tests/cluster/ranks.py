@@ -94,7 +94,6 @@ class Node:
             "OPKILN_CACHE_DIR": str(self.cache),
             "OPKILN_RUNTIME_DIR": str(self.path / "run"),
             "OPKILN_PROGRESS": "off",
-            "OPKILN_LEASE": "1.5",
             **self.variables,
         }
 

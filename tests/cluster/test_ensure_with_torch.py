@@ -27,7 +27,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> list[Node]:
 def ranks(nodes: list[Node]) -> list[Ended]:
     """A job of two nodes with two ranks each, started by hand. All of it is authenticated."""
     variables = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OPKILN_LEASE": "10",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         "OPKILN_JOB_SECRET": "a secret of the job", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     ended = run(nodes, 2, variables=variables)

@@ -31,17 +31,17 @@ def used(name: str, factor: int) -> bool:
 said: dict = {}
 # Before the program has a process group: through the store that it will make.
 began = time.monotonic()
-agreed = opkiln.ensure(cluster_ops.twice, timeout=200)
+agreed = opkiln.ensure(cluster_ops.twice, timeout=200, lease=10)
 said["cold"] = [*agreed[0], used("twice", 2), time.monotonic() - began]
 
 # The third rank wants its reference, so all run theirs.
 with settings.override(mode="reference" if rank == 2 else "auto"):
-    agreed = opkiln.ensure([cluster_ops.thrice], timeout=200)
+    agreed = opkiln.ensure([cluster_ops.thrice], timeout=200, lease=10)
 said["reference"] = [*agreed[0], used("thrice", 3)]
 
 # In the background, with steps of different lengths.
 distributed.init_process_group("gloo")
-handle = opkiln.ensure(cluster_ops.fourfold, wait=False, timeout=200)
+handle = opkiln.ensure(cluster_ops.fourfold, wait=False, timeout=200, lease=10)
 said["before"] = used("fourfold", 4)
 step = 0
 while (agreed := handle.switch()) is None:

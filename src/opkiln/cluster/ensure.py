@@ -58,6 +58,8 @@ def ensure(
     *,
     rank: int | None = ...,
     world_size: int | None = ...,
+    lease: float = ...,
+    signing_key: str | None = ...,
     wait: Literal[True] = ...,
 ) -> Agreement: ...
 @overload
@@ -69,6 +71,8 @@ def ensure(
     *,
     rank: int | None = ...,
     world_size: int | None = ...,
+    lease: float = ...,
+    signing_key: str | None = ...,
     wait: Literal[False],
 ) -> Handle: ...
 @told_briefly
@@ -80,6 +84,8 @@ def ensure(
     *,
     rank: int | None = None,
     world_size: int | None = None,
+    lease: float = 6.0,
+    signing_key: str | None = None,
     wait: bool = True,
 ) -> Agreement | Handle:
     """Build each op once in the whole job, and agree with all other ranks on one library for each.
@@ -91,20 +97,23 @@ def ensure(
     ``group`` is a process group, ``store`` a store of torch.distributed or a directory that all
     ranks share. If both are left out, the default group is used if there is one, and otherwise what
     the launcher says (torchrun, srun, mpirun, ``MASTER_ADDR``). ``rank`` and ``world_size`` are
-    only needed with a store where no launcher says them.
+    only needed with a store where no launcher says them. If nothing is heard of a rank for
+    ``lease`` seconds, another one takes its work over. ``signing_key`` is the file of a private key
+    (`opkiln cache keygen`): what this rank sends is signed with it.
 
     ``wait=False`` returns at once. The ops run as their references until ``Handle.switch``.
 
     Raises ClusterError on every rank if one of them is missing, dies, differs or cannot be reached,
     after ``timeout`` seconds at the latest.
     """
-    if not 0 < timeout < float("inf"):
-        raise UsageError(f"timeout={timeout!r}: expected a positive number of seconds")
+    for name, value in (("timeout", timeout), ("lease", lease)):
+        if not 0 < value < float("inf"):
+            raise UsageError(f"{name}={value!r}: expected a positive number of seconds")
     place = job.find(group, store, rank, world_size, timeout)
     number = next(_calls.setdefault(place.name, itertools.count()))
     name = f"{place.name}/{number}"
-    channel = Channel(place.store, name, settings.job_secret, max(2 * settings.lease, 10.0))
-    agreeing = _Agreeing(place, channel, timeout)
+    channel = Channel(place.store, name, settings.job_secret, max(2 * lease, 10.0))
+    agreeing = _Agreeing(place, channel, timeout, lease, signing_key)
     if wait:
         try:
             agreeing.run(ops)
@@ -117,8 +126,16 @@ def ensure(
 class _Agreeing:
     """One call of ``ensure``."""
 
-    def __init__(self, place: job.Place, channel: Channel, timeout: float) -> None:
-        self.place, self.channel, self.timeout = place, channel, timeout
+    def __init__(
+        self,
+        place: job.Place,
+        channel: Channel,
+        timeout: float,
+        lease: float,
+        signing_key: str | None,
+    ) -> None:
+        self.place, self.channel, self.timeout, self.lease = place, channel, timeout, lease
+        self.signing_key = signing_key
         self.began = time.monotonic()
         self.worker = work.Worker(())
         self.outcome: Outcome | None = None
@@ -126,7 +143,7 @@ class _Agreeing:
     def run(self, ops: Any) -> None:
         """Agree. Raises ClusterError, and OpkilnError for ops that are not declared properly."""
         try:
-            self.worker = work.Worker(list(libraries_of(ops)), self.channel)
+            self.worker = work.Worker(list(libraries_of(ops)), self.channel, self.signing_key)
             hello = self.worker.hello()
         except Exception as error:
             self._tell_all(error)
@@ -135,7 +152,7 @@ class _Agreeing:
             self.place.rank,
             self.place.world,
             hello,
-            lease=settings.lease,
+            lease=self.lease,
             deadline=self.began + self.timeout,
             timeout=self.timeout,
             serves=self.place.serves,
@@ -250,7 +267,7 @@ def told_by_first(what: str, value: Sequence[str]) -> tuple[str, ...]:
     """The value of the first rank that says one, on every rank of the default group."""
     place = job.find(None, None, None, None, settings.build_timeout)
     name = f"{place.name}/{what}"
-    channel = Channel(place.store, name, settings.job_secret, max(2 * settings.lease, 10.0))
+    channel = Channel(place.store, name, settings.job_secret, 60.0)
     try:
         return tuple(channel.swap(what, None, list(value)))
     finally:

@@ -43,7 +43,13 @@ CACHED, BUILT, FETCHED, BESIDE = "cached", "built", "fetched", "found on this no
 class Worker:
     """The ops of one agreement, as this rank sees them."""
 
-    def __init__(self, ops: Sequence[Op], channel: Channel | None = None) -> None:
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        channel: Channel | None = None,
+        signing_key: str | None = None,
+    ) -> None:
+        self.signing_key = signing_key
         self.ops = tuple(ops)
         self.channel = channel
         self.artifacts: list[dict[str, Artifact]] = [{} for _ in ops]  # by op and digest
@@ -114,8 +120,8 @@ class Worker:
             layers, file = os.path.join(stage, "layer"), os.path.join(stage, "bundle")
             layer.export([artifact.path], layers)
             write_bundle(layers, file)
-            if settings.signing_key is not None:
-                signing.sign(file, settings.signing_key)
+            if self.signing_key is not None:
+                signing.sign(file, self.signing_key)
             with open(file, "rb") as opened:
                 data = opened.read()
         channel = self.channel.another(_PATIENCE)

@@ -61,7 +61,7 @@ def _recorded() -> list[str]:
         raise UsageError(
             "OPKILN_ENSURE=1 does not say which ops the ranks shall agree on",
             why="it takes them from the file of OPKILN_RECORD, which is not set",
-            hint="OPKILN_ENSURE=cpu_adam,my_op    # or OPKILN_RECORD=FILE, filled by an earlier run",
+            hint="OPKILN_ENSURE=cpu_adam,my_op    # or OPKILN_RECORD=FILE of an earlier run",
         )
     try:
         uses = recording.read(settings.record)
