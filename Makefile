@@ -9,6 +9,7 @@
 #   make test-packages   extension packages from PyPI, as they are, built by opkiln (gigabytes)
 #   make test-sycl   the SYCL example on Intel's runtime compiler (installs 1.6 GB beside .venv)
 #   make test-torches   one wheel of ops, libraries of op.h on several torches (installs them, 30 GB)
+#   make test-cluster   jobs of two nodes in network namespaces: slow and cut links (root, iproute2, iptables)
 #   make test-aarch64   kernels and ops for aarch64 (apt-get install g++-aarch64-linux-gnu qemu-user)
 #   make mutants   which changes to the code that decides no test notices; MODULE=store/recheck for one
 #   make deepspeed-sources   DeepSpeed's native sources, for bench/ops/deepspeed_kernels.py
@@ -27,7 +28,7 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
 
 .PHONY: all setup demo test lint unit test-full test-random test-faults test-sanitize test-deepspeed \
-	test-packages test-sycl test-torches test-aarch64 mutants deepspeed-sources bench docs clean
+	test-packages test-sycl test-torches test-cluster test-aarch64 mutants deepspeed-sources bench docs clean
 
 all: test
 
@@ -83,6 +84,10 @@ test-sycl:
 
 test-torches: $(STAMP)
 	$(RUN) tests/torches/run.py $(TORCHES)
+
+test-cluster: $(STAMP)
+	$(RUN) -m pytest tests/cluster --full-counts -rs $(PYTEST)
+	$(RUN) tests/cluster/namespaces.py --runs 20
 
 test-aarch64: $(STAMP)
 	$(RUN) -m pytest -rs tests/build/test_aarch64.py tests/ops/test_vec.py $(PYTEST)

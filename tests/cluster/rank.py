@@ -1,7 +1,8 @@
 """One rank, as a program: calls ``opkiln.ensure``, uses the op, and says what came of it.
 
 Its one argument is JSON: ``store`` (a directory; left out: what the launcher says), ``timeout``,
-``at`` (a step of the protocol) and ``signal`` (what this process sends itself there).
+``at`` (a step of the protocol), ``signal`` (what this process sends itself there) or ``pause`` (how
+long it sleeps there), ``once`` (a file: only the rank that makes it does so).
 """
 
 import json
@@ -23,6 +24,12 @@ def named(action) -> str:
 def strike(step: str) -> None:
     if step == options.get("at") and not options.get("struck"):
         options["struck"] = True
+        if (once := options.get("once")) is not None:
+            try:
+                fd = os.open(once, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            except FileExistsError:
+                return  # another rank was first
+            os.write(fd, str(os.getpid()).encode())
         if (pause := options.get("pause")) is not None:
             time.sleep(pause)
         else:

@@ -109,7 +109,7 @@ def connecting(code: str) -> list[str]:
 
 def test_nothing_connects_to_another_host() -> None:
     assert in_all_sources(connecting) == {
-        # The ranks of a job that call opkiln.ensure: their process group's store, or the launcher's.
+        # Ranks that call opkiln.ensure: the store of their process group, or of the launcher.
         "cluster/job.py": ["torch.distributed", "torch.distributed"],
         # Whether an optimizer's parameters are sharded: it asks a group that the program has made.
         "optimizing/sharded.py": ["torch.distributed"],
