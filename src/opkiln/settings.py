@@ -560,6 +560,11 @@ class Settings:
         "How often torchrun has restarted the ranks. What ranks said before is ignored.",
         aliases=("SLURM_RESTART_COUNT",), shown="0", group="job",
     )  # fmt: skip
+    agent_store = Setting(
+        "TORCHELASTIC_USE_AGENT_STORE", _switch, False,
+        "Whether the store is served by the agent of torchrun, not by rank 0.",
+        shown="off", group="job",
+    )  # fmt: skip
     slurm_step = Setting(
         "SLURM_STEP_ID", str, "0", "The step of a Slurm job.", shown="0", group="job",
     )  # fmt: skip
@@ -589,7 +594,7 @@ _INDIFFERENT = frozenset((
     "build_targets", "build_string", "nvcc_threads", "patch_torch", "deepspeed",
     "cuda_visible_devices", "cuda_device_order", "rocr_visible_devices", "hip_visible_devices",
     "ensure", "job_secret", "world_size", "master_addr", "master_port",
-    "run_id", "restart_count", "slurm_step", "slurm_nodes",
+    "run_id", "restart_count", "agent_store", "slurm_step", "slurm_nodes",
     "accelerator", "device",  # which of an op's backends serves is in its spec
     "path",  # which programs it leads to is in the receipt
 ))  # fmt: skip

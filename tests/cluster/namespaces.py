@@ -3,7 +3,8 @@
     make test-cluster            needs root, iproute2 and iptables; prints a line for each case
     python tests/cluster/namespaces.py --runs 20
 
-Each node has an address, a host name, a store and sources of its own. Rank 0 serves the job's store.
+Each node has an address, a host name, a store and sources of its own. Rank 0 serves the job's
+store.
 """
 
 from __future__ import annotations

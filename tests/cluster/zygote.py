@@ -1,7 +1,7 @@
 """Forks ranks from a process that has torch: importing it for each would take longer than all else.
 
-Reads a line of JSON for each rank: ``env``, ``cwd``, ``options`` (those of rank.py), ``out``. Prints
-the number of each process, and when it ends its status.
+Reads a line of JSON for each rank: ``env``, ``cwd``, ``options`` (those of rank.py), ``out``.
+Prints the number of each process, and when it ends its status.
 """
 
 import json

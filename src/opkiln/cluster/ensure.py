@@ -120,7 +120,12 @@ def ensure(
             return agreeing.pinned()
         finally:
             channel.close()
-    return Handle(agreeing, ops)
+    try:
+        listed = list(libraries_of(ops))
+    except Exception as error:
+        agreeing.tell_all(error)
+        raise
+    return Handle(agreeing, listed)
 
 
 class _Agreeing:
@@ -146,7 +151,7 @@ class _Agreeing:
             self.worker = work.Worker(list(libraries_of(ops)), self.channel, self.signing_key)
             hello = self.worker.hello()
         except Exception as error:
-            self._tell_all(error)
+            self.tell_all(error)
             raise
         state = protocol.start(
             self.place.rank,
@@ -163,7 +168,7 @@ class _Agreeing:
             whom = f"rank {self.place.rank} of {self.place.world} (host {hello.host})"
             raise ClusterError(f"{whom}: {error.what}", why=error.why, hint=error.hint) from error
 
-    def _tell_all(self, error: Exception) -> None:
+    def tell_all(self, error: Exception) -> None:
         """Others must not wait for a rank that cannot even say what it has."""
         what, why = f"{type(error).__name__}: {error}", ""
         if isinstance(error, OpkilnError):
@@ -206,13 +211,13 @@ class _Agreeing:
 class Handle:
     """An agreement that is reached in the background. Until then the ops run as references."""
 
-    def __init__(self, agreeing: _Agreeing, ops: Any) -> None:
+    def __init__(self, agreeing: _Agreeing, ops: list[Op]) -> None:
         self._agreeing = agreeing
         self._error: BaseException | None = None
         self._agreement: Agreement | None = None
         self._switches = itertools.count()
         self._channel = agreeing.channel.another()  # the other is the thread's
-        self._ops = list(libraries_of(ops))
+        self._ops = ops
         for op in self._ops:
             if loader.loaded_here().get(op.name) is None:
                 pins.pin(op, None, "the job still prepares its library (opkiln.ensure)")

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 from opkiln.cluster.stores import Directory, KeyValues, Memory, Torch
 from opkiln.errors import ClusterError, UsageError
-from opkiln.settings import origin_of, place_in_job, settings
+from opkiln.settings import place_in_job, settings
 
-_WAIT = timedelta(seconds=60)  # for one call on torch's store; ours is shorter
 # Kept for the life of the process: the store may be served by it, and other ranks, or the program's
 # own init_process_group, may still use it.
 _kept: list[Any] = []
-_rendezvous: dict[tuple[int, int], Any] = {}
+_stores: dict[tuple[int, int], Any] = {}
 
 
 class Place(NamedTuple):
@@ -44,7 +43,7 @@ def find(group: Any, store: Any, rank: int | None, world_size: int | None, timeo
                 )
             rank, world_size = told
         is_path = isinstance(store, (str, os.PathLike))
-        values: KeyValues = Directory(os.fspath(store)) if is_path else Torch(store, _WAIT)
+        values: KeyValues = Directory(os.fspath(store)) if is_path else Torch(store)
         return Place(rank, world_size, values, _name("store"))
     if group is not None or _initialized():
         return _of_group(group)
@@ -70,9 +69,9 @@ def _of_group(group: Any) -> Place:
     world = distributed.get_world_size(group)
     store = group.get_group_store()
     _kept.append(store)
-    serves = rank == 0 and not _agent_serves()
+    serves = rank == 0 and not settings.agent_store
     name = _name(str(getattr(group, "group_name", "")))
-    return Place(rank, world, Torch(store, _WAIT), name, serves)
+    return Place(rank, world, Torch(store), name, serves)
 
 
 def _of_launcher(rank: int, world: int, timeout: float) -> Place:
@@ -91,32 +90,26 @@ def _of_launcher(rank: int, world: int, timeout: float) -> Place:
             why="there is no process group, and MASTER_ADDR and MASTER_PORT are not set",
             hint="torchrun ...    # or set them, or opkiln.ensure(ops, store=...)",
         )
-    if (rank, world) not in _rendezvous:
+    serves = rank == 0 and not settings.agent_store
+    if (rank, world) not in _stores:
         try:
-            wait = timedelta(seconds=timeout)
-            if settings.master_addr is not None and settings.master_port is not None:
-                # As init_process_group does it later: both share one server.
-                url = f"env://?rank={rank}&world_size={world}"
-                _rendezvous[rank, world] = next(
-                    distributed.rendezvous(url, timeout=wait)  # type: ignore[attr-defined]
-                )[0]
-            else:
-                _rendezvous[rank, world] = distributed.TCPStore(  # type: ignore[attr-defined]
-                    address, port, world, rank == 0, timeout=wait, wait_for_workers=False
-                )
+            # As init_process_group makes it later, and both share the server. But this one does not
+            # wait until all ranks are there: it could not say who is missing.
+            _stores[rank, world] = distributed.TCPStore(  # type: ignore[attr-defined]
+                address,
+                port,
+                is_master=serves,
+                timeout=timedelta(seconds=timeout),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
         except (RuntimeError, ValueError, OSError) as error:
             raise ClusterError(
                 f"rank {rank} of {world} cannot reach the job's store at {address}:{port}",
                 why=str(error).splitlines()[0] if str(error) else type(error).__name__,
                 hint="rank 0 serves it: is it running, and does a firewall let the port through?",
             ) from error
-    serves = rank == 0 and not _agent_serves()
-    return Place(rank, world, Torch(_rendezvous[rank, world], _WAIT), _name("launcher"), serves)
-
-
-def _agent_serves() -> bool:
-    """Whether torchrun's agent serves the store, and not rank 0."""
-    return origin_of("run_id")[1] == "TORCHELASTIC_RUN_ID"
+    return Place(rank, world, Torch(_stores[rank, world]), _name("launcher"), serves)
 
 
 def _name(kind: str) -> str:

@@ -10,16 +10,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, Protocol
 
 from opkiln.errors import StoreError
 from opkiln.trust import fault, make_private
 from opkiln.writing import write_private
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from datetime import timedelta
 
 
 class KeyValues(Protocol):
@@ -67,13 +62,10 @@ class Memory:
 
 
 class Torch:
-    """A store of torch.distributed."""
+    """A store of torch.distributed. Its time-out stays as it is: the program uses it, too."""
 
-    def __init__(self, store: Any, wait: timedelta) -> None:
+    def __init__(self, store: Any) -> None:
         self._store = store
-        self._wait = wait
-        with suppress(RuntimeError):  # a HashStore has no time-out
-            store.set_timeout(wait)
         inner = getattr(store, "underlying_store", store)
         host, port = getattr(inner, "host", None), getattr(inner, "port", None)
         self.where = f"{host}:{port}" if host else type(inner).__name__
@@ -101,7 +93,7 @@ class Torch:
         return [bytes(values[key]) if key in values else None for key in keys]
 
     def clone(self) -> Torch:
-        return Torch(self._store.clone(), self._wait)
+        return Torch(self._store.clone())
 
 
 class Directory:
