@@ -9,6 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
+from fault_rows import whole
 from ranks import Ended, Node, free_port, run
 
 if TYPE_CHECKING:
@@ -65,6 +66,52 @@ def test_ranks_that_do_not_wait_switch_at_the_same_step(ranks: list[Ended]) -> N
 
 def test_warm_job_with_a_process_group_builds_and_fetches_nothing(ranks: list[Ended]) -> None:
     assert [each.said["warm"] for each in ranks] == [["cached", "cached"]] * 4
+
+
+PROGRAM = """
+import json, os, signal, sys
+import cluster_ops
+import opkiln
+from opkiln.cluster import protocol
+
+restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
+right = protocol.next_action
+
+def reached(state):
+    action = right(state)
+    if restart == "0" and os.environ["RANK"] == "1" and getattr(action, "key", "") == "vote/1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return action
+
+protocol.next_action = reached
+agreed = opkiln.ensure(cluster_ops.twice, timeout=100)
+with open(sys.argv[1] + os.environ["RANK"], "w") as file:
+    json.dump([restart, *agreed[0]], file)
+"""
+
+
+def test_job_that_torchrun_restarts_ignores_what_was_said_before(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if not whole(request.config):
+        pytest.skip("imports torch five times: --full-counts")
+    node = Node(tmp_path / "a", torch=True)
+    (node.path / "program.py").write_text(PROGRAM)
+    out = str(tmp_path / "out")
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
+            "--max-restarts=1", "--monitor-interval=1", f"--master-port={free_port()}",
+            "program.py", out,
+        ],
+        env=node.environment(), cwd=node.path, capture_output=True, text=True, check=False,
+        timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = [json.loads((tmp_path / f"out{rank}").read_text()) for rank in range(2)]
+    assert [each[0] for each in said] == ["1", "1"]
+    assert said[0][2] == said[1][2] != ""
+    assert {each[-1] for each in said} == {"cached"}
 
 
 def test_unmodified_program_agrees_when_it_makes_its_process_group(tmp_path: Path) -> None:
