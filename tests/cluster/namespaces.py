@@ -229,6 +229,30 @@ def stopped(case: Case) -> str:
     return f"one library on all ranks, after {took:.1f} s"
 
 
+def full_disk(case: Case) -> str:
+    # The first node's store is on a full disk, so it can neither build nor fetch.
+    cache = case.nodes[0].cache
+    known = case.where / "known"
+    shutil.copytree(cache, known)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", cache], check=True)
+    try:
+        shutil.copytree(known, cache, dirs_exist_ok=True)
+        cache.chmod(0o700)
+        with suppress(OSError), (cache / "filler").open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        case.start()
+        said, took = case.end()
+    finally:
+        subprocess.run(["umount", cache], check=True)
+    errors = {each.get("error", "none") for each in said}
+    assert len(errors) == 1, said
+    (text,) = errors
+    assert any(f"rank {rank} (host opkiln-a" in text for rank in range(EACH)), said
+    case.nodes[1].verify()
+    return f"one error on all ranks that names the node, after {took:.1f} s"
+
+
 def cut_off(network: Network, chains: tuple[str, ...]) -> Any:
     def run(case: Case) -> str:
         touched = case.where / "fetching"
@@ -270,6 +294,7 @@ def main() -> int:
             ("the builder is killed", killed),
             ("the rank with the store is killed", server_killed),
             ("the builder is stopped for 3 s", stopped),
+            ("a full disk", full_disk),
             ("cut in both directions", cut_off(network, ("INPUT", "OUTPUT"))),
             ("nothing arrives", cut_off(network, ("INPUT",))),
             ("nothing leaves", cut_off(network, ("OUTPUT",))),

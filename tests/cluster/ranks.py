@@ -17,7 +17,8 @@ from sample import known
 from sample.child import SOURCE
 
 from opkiln.settings import LAYOUT
-from opkiln.store.entry import read_manifest
+from opkiln.store.entry import Leaf, examine, read_manifest
+from opkiln.store.recheck import Hasher
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -101,6 +102,12 @@ class Node:
         """The manifests of its store."""
         found = (self.cache / LAYOUT / "ops").glob("*/*/*/*/*")
         return [read_manifest(str(each)) for each in found]
+
+    def verify(self) -> None:
+        """Every entry is whole."""
+        for leaf in (self.cache / LAYOUT / "ops").glob("*/*/*/*/*"):
+            found = examine(str(leaf), {}, Hasher(), listed=False, external=False, own=False)
+            assert isinstance(found, Leaf), found
 
     def builds(self) -> int:
         """How many entries were built here, not fetched."""

@@ -56,6 +56,16 @@ def test_node_without_a_compiler_gets_the_library(tmp_path: Path, shared: str) -
     assert [node.builds() for node in nodes] == [0, 1]
 
 
+def test_rank_with_the_least_cpu_builds_and_its_library_serves_all(
+    nodes: list[Node], shared: str
+) -> None:
+    nodes[1].variables["OPKILN_CPU"] = "x86-64-v2"
+    ended = run(nodes, 2, store=shared)
+    assert [each.code for each in ended] == [0] * 4, ended
+    assert len({each.choice[0] for each in ended}) == 1
+    assert [node.builds() for node in nodes] == [0, 1]
+
+
 def test_source_that_does_not_compile_is_an_error_on_every_rank(
     nodes: list[Node], shared: str
 ) -> None:
@@ -103,6 +113,8 @@ def test_killed_leader_or_builder_is_named_and_its_work_is_done(
     job.start(nodes[1], 2, 3, at="Put hello/2", pause=0.7)
     killed, *others = job.end(limit=60)
     assert killed.code == -signal.SIGKILL
+    for node in nodes:
+        node.verify()
     if step in ("Swap outcome", "Put left/0"):
         # It had voted. Whoever reads the outcome, or takes the lead, finds all votes.
         assert len({each.choice[0] for each in others}) == 1

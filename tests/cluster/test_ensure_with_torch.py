@@ -128,10 +128,17 @@ assert "opkiln.cluster.ensure" in sys.modules
 from opkiln.decision import pins
 from opkiln.registry import get_builder
 pin = pins.pinned(get_builder("utils").op())
+import opkiln
+store = distributed.FileStore(sys.argv[1], 1)
+(choice,) = opkiln.ensure("utils", store=store, rank=0, world_size=1)
+assert choice.digest == pin.artifact.sha256
 print("pinned", pin.artifact.sha256)
 """
     done = subprocess.run(
-        [sys.executable, "-m", "opkiln", "run", sys.executable, "-c", program],
+        [
+            sys.executable, "-m", "opkiln", "run", sys.executable, "-c", program,
+            str(tmp_path / "file_store"),
+        ],
         env={**node.environment(), "OPKILN_ENSURE": "1", "OPKILN_RECORD": str(record)},
         capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip

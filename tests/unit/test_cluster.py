@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,9 @@ from opkiln.cluster.messages import Hello, Made, Offer, Outcome, Plan, Result, T
 from opkiln.cluster.stores import Directory, KeyValues, Memory
 from opkiln.decision import pins
 from opkiln.decision.decide import decide
-from opkiln.decision.terms import Reference, Refuse, Request
+from opkiln.decision.terms import Reference, Refuse, Request, Serve
 from opkiln.errors import ClusterError, SettingError, StoreError, UsageError
+from opkiln.model import Artifact
 from opkiln.report import collect
 from opkiln.settings import origin_of, place_in_job, settings
 
@@ -265,6 +267,27 @@ def test_pinned_op_is_served_as_agreed_or_not_at_all(plain: Package) -> None:
         assert isinstance(found, Refuse)  # the op has no reference
         assert "rank 3 cannot use it" in str(found.error)
         assert not isinstance(decide(Request(op, agreed=False)), Reference | Refuse)
+    finally:
+        pins.release(op)
+
+
+def test_pinned_library_is_served_only_as_it_was(plain: Package, tmp_path: Path) -> None:
+    op = plain.builder().op()
+    file = tmp_path / "library.so"
+    file.write_bytes(b"agreed")
+    file.chmod(0o700)
+    agreed = Artifact(str(file), hashlib.sha256(b"agreed").hexdigest(), "store")
+    pins.pin(op, agreed)
+    try:
+        found = decide(Request(op))
+        assert isinstance(found, Serve)
+        assert found.artifact == agreed
+        file.write_bytes(b"other")
+        changed = decide(Request(op))
+        assert isinstance(changed, Refuse)
+        assert "that all ranks agreed on cannot be opened here" in str(changed.error)
+        other = op._replace(spec=op.spec._replace(cxx_args=("-DOTHER",)))
+        assert "agreed on another op" in str(decide(Request(other)).error)
     finally:
         pins.release(op)
 

@@ -13,7 +13,14 @@ from opkiln.cluster import driver, job, protocol, work
 from opkiln.cluster.channel import Channel
 from opkiln.cluster.messages import OUTCOME, Outcome
 from opkiln.decision import pins
-from opkiln.errors import ClusterError, OpkilnError, UsageError, told_briefly
+from opkiln.errors import (
+    ClusterError,
+    FallbackWarning,
+    OpkilnError,
+    UsageError,
+    told_briefly,
+    warn_caller,
+)
 from opkiln.loading import loader
 from opkiln.model import Op
 from opkiln.registry import ALL_OPS, libraries
@@ -203,8 +210,12 @@ class _Agreeing:
             how = self.worker.how[number] if vote.digest else ""
             choices.append(Choice(op.spec.name, vote.digest, vote.reason, how))
             known = loader.loaded_here().get(op.name)
-            if vote.digest and known is not None and known[0].artifact is None:
-                loader.load(op, must_be_native=True)  # it ran as its reference until now
+            if known is not None and known[0].artifact is None:  # it ran as its reference
+                if vote.digest:
+                    loader.load(op, must_be_native=True)
+                else:
+                    what = f"op {op.spec.name} runs as its pure-PyTorch reference on all ranks"
+                    warn_caller(f"{what}: {vote.reason}", FallbackWarning)
         return Agreement(choices)
 
 
@@ -220,7 +231,8 @@ class Handle:
         self._ops = ops
         for op in self._ops:
             if loader.loaded_here().get(op.name) is None:
-                pins.pin(op, None, "the job still prepares its library (opkiln.ensure)")
+                why = "the job still prepares its library (opkiln.ensure)"
+                pins.pin(op, None, why, passing=True)
         call = contextvars.copy_context().run
         self._thread = threading.Thread(
             target=call, args=(self._run,), name="opkiln-ensure", daemon=True

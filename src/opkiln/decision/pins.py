@@ -23,14 +23,15 @@ class Pin(Record):
     spec: OpSpec
     artifact: Artifact | None
     reason: str = ""
+    passing: bool = False  # the job still prepares a library, as the program asked it to
 
 
 _pins: dict[tuple[str, str, str], Pin] = {}
 
 
-def pin(op: Op, artifact: Artifact | None, reason: str = "") -> None:
+def pin(op: Op, artifact: Artifact | None, reason: str = "", *, passing: bool = False) -> None:
     """From now on serve this library; None is the reference."""
-    _pins[op.name] = Pin(op.spec, artifact, reason)
+    _pins[op.name] = Pin(op.spec, artifact, reason, passing)
 
 
 def pinned(op: Op) -> Pin | None:

@@ -17,7 +17,7 @@ import threading
 import time
 from typing import Any
 
-from opkiln.decision import policy, receipt
+from opkiln.decision import pins, policy, receipt
 from opkiln.decision.decide import decide
 from opkiln.decision.terms import Build, Outcome, Reference, Refuse, Request, Serve, Trace
 from opkiln.errors import (
@@ -286,6 +286,8 @@ def _open(op: Op, artifact: Artifact) -> Any:
 def _tell_fallback(op: Op, outcome: Reference) -> None:
     """Warn, once per op, that its reference serves; not if that is what the user asked for."""
     if op.name in _told or settings.mode in (policy.REFERENCE, policy.NEEDED):
+        return
+    if (pin := pins.pinned(op)) is not None and pin.passing:
         return
     _told.add(op.name)
     error = outcome.error
