@@ -358,14 +358,22 @@ class Explorer:
             if self.moves(ranks[at]).lives:
                 _, rank, store = self.access(ranks[at], store)
                 ranks = _with(ranks, at, rank)
-        lives = [self.moves(each).lives for each in ranks]
+        dead = frozenset(at for at, each in enumerate(ranks) if not self.moves(each).lives)
         for at, each in enumerate(ranks):
-            mine = self.moves(each)
-            if lives[at] and mine.later is not None and not any(lives[o] for o in mine.fresh):
-                ranks = _with(ranks, at, mine.later)
-            if lives[at]:
-                ranks = self.beat(ranks, at)
+            if at not in dead and dead.intersection(self.moves(each).fresh):
+                ranks = _with(ranks, at, self.without_news(each, dead))
+        for at in set(range(len(ranks))) - dead:
+            ranks = self.beat(ranks, at)
         return ranks, store
+
+    def without_news(self, number: int, dead: frozenset[int]) -> int:
+        """A rank that has not heard of the dead ones for a lease."""
+        rank = self.all_ranks.values[number]
+        heard = tuple(
+            (watched, each._replace(since=-1) if watched in dead else each)
+            for watched, each in rank.state.heard
+        )
+        return self.number(rank._replace(state=rank.state._replace(heard=heard)))
 
     def one_never_came(self, ranks: tuple[int, ...], store: int) -> bool:
         said = dict(self.stores.values[store] or ())
