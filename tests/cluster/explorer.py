@@ -34,6 +34,7 @@ class Rank(NamedTuple):
     alive: bool = True
     jobs: tuple[Make | Fetch, ...] = ()
     ended: Outcome | None = None
+    read: tuple[Any, ...] = ()  # the values of the first keys of a look that is not at its end
 
 
 class World(NamedTuple):
@@ -95,6 +96,7 @@ class Explorer:
     unfit: tuple[int, ...] = ()  # ranks that cannot use what others made
     broken: tuple[int, ...] = ()  # ranks whose builds fail for a reason of their machine
     wrong: bool = False  # the source does not compile
+    torn: bool = False  # a look reads one key after the other, and others write in between
     machine: Any = protocol  # the module, or one with a mistake planted
     seen: dict[World, tuple[World, str] | None] = field(default_factory=dict)
 
@@ -188,7 +190,7 @@ class Explorer:
             rank.alive and rank.ended is None,
             tuple(
                 (f"{rank.number}: {type(job).__name__} ends", self.number(self.finish(rank, job)))
-                for job in rank.jobs
+                for job in (() if rank.read else rank.jobs)  # seen between two actions
             ),
             fresh,
             frozenset(at for at, each in heard if each.beat == 0 and each.since < 0),
@@ -208,7 +210,7 @@ class Explorer:
         assert isinstance(action, (Put, Swap, Look)), action
         name = f"{rank.number}: {type(action).__name__} {action[0]}"
         if contents == self.gone:
-            return name, self.number(rank._replace(ended=GONE, jobs=())), self.gone
+            return name, self.number(rank._replace(ended=GONE, jobs=(), read=())), self.gone
         store = dict(self.stores.values[contents])
         answer: Any = None
         if isinstance(action, Put):
@@ -220,6 +222,12 @@ class Explorer:
             answer = store.get(action.key)
         else:
             answer = [self.read(store, key) for key in action.keys]
+            if self.torn:
+                answer = [*rank.read, answer[len(rank.read)]]
+                name += f" {action.keys[len(rank.read)]}"
+                if len(answer) < len(action.keys):
+                    return name, self.number(rank._replace(read=tuple(answer))), contents
+                rank = rank._replace(read=())
         state = self.machine.told(rank.state, action, answer, 0)
         rank = self.settle(rank._replace(state=state))
         if not isinstance(action, Look):
@@ -341,7 +349,7 @@ class Explorer:
                     break
                 passed.append(at)
                 after = self.fair_round(*at)
-                if after == at:
+                if after in passed:  # a rank that only looks comes back to where it was
                     self.require(self.one_never_came(*at), world, "the ranks hang")
                     late = tuple(self.moves(each).late for each in at[0])
                     self.require(late != at[0], world, "the ranks hang after their deadline")
