@@ -152,7 +152,8 @@ class Case:
                     codes[told["rank"]] = told["code"]
             if time.monotonic() > deadline:
                 for rank in self.pids.keys() - codes.keys():
-                    os.kill(self.pids[rank], signal.SIGKILL)
+                    with suppress(ProcessLookupError):
+                        os.kill(self.pids[rank], signal.SIGKILL)
                 raise AssertionError(f"hang: ranks {sorted(self.pids.keys() - codes.keys())}")
         took = time.monotonic() - self.began
         said = []

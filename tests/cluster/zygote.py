@@ -18,6 +18,11 @@ import opkiln.cluster.work  # noqa: F401 (the same)
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
+def tell(**facts: object) -> None:
+    # In one write: several threads tell, and a child must not inherit a buffer.
+    os.write(1, f"{json.dumps(facts)}\n".encode())
+
+
 def rank(given: dict) -> None:
     out = os.open(given["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(out, 1)
@@ -37,14 +42,14 @@ def rank(given: dict) -> None:
 
 def wait_for(pid: int, number: int) -> None:
     _, status = os.waitpid(pid, 0)
-    print(json.dumps({"rank": number, "code": os.waitstatus_to_exitcode(status)}), flush=True)
+    tell(rank=number, code=os.waitstatus_to_exitcode(status))
 
 
-print(json.dumps({"ready": os.uname().nodename}), flush=True)
+tell(ready=os.uname().nodename)
 for line in sys.stdin:
     asked = json.loads(line)
     child = os.fork()
     if child == 0:
         rank(asked)
-    print(json.dumps({"rank": asked["rank"], "pid": child}), flush=True)
+    tell(rank=asked["rank"], pid=child)
     threading.Thread(target=wait_for, args=(child, asked["rank"]), daemon=True).start()
