@@ -184,6 +184,7 @@ def lost(ranks: Sequence[int], hellos: Mapping[int, Hello], lease: float) -> Out
         error=f"{_ranks(ranks, hellos)} {verb} died, stopped or lost the network",
         why=f"nothing was heard of it for {lease:g} s, and all other ranks have voted",
         ranks=tuple(ranks),
+        lost=True,
     )
 
 

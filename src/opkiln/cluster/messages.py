@@ -136,8 +136,9 @@ class Outcome(NamedTuple):
     error: str = ""  # what is wrong; empty if the ranks agree on the choices
     why: str = ""
     ranks: tuple[int, ...] = ()  # those that the error is about
+    lost: bool = False  # whether these are lost, and will not read this
 
     @classmethod
     def of(cls, value: tuple[Any, ...]) -> Outcome:
-        choices, error, why, ranks = value
-        return cls(ballot_of(choices), error, why, tuple(ranks))
+        choices, error, why, ranks, lost = value
+        return cls(ballot_of(choices), error, why, tuple(ranks), lost)

@@ -273,9 +273,11 @@ def _watched(state: State) -> list[int]:
         return [
             rank for rank, each in enumerate(state.ballots) if each is None and rank != state.rank
         ]
-    # Also makers that were replaced: if they are dead, that is known by the time of the vote.
+    # Also whom it has watched before, such as makers that were replaced: if they are dead, that is
+    # known by the time of the vote.
     tasks = () if state.plan is None else state.plan.tasks
-    return sorted({rank for task in tasks for rank in task.tried} - {state.rank})
+    tried = {rank for task in tasks for rank in task.tried}
+    return sorted((tried | {rank for rank, _ in state.heard}) - {state.rank})
 
 
 # What follows from an answer
@@ -301,8 +303,7 @@ def _after_put(state: State, action: Put) -> State:
     if state.phase == HELLO:
         return state._replace(phase=CLAIM)
     if state.phase == LEAVE:
-        return state._replace(phase=LINGER if state.serves else ENDED, looked=False, heard=(),
-                              silent=frozenset())  # fmt: skip
+        return state._replace(phase=LINGER if state.serves else ENDED, looked=False)
     if action.key == vote_of(state.rank):
         return state._replace(voted=True)
     op = next(op for op in range(len(state.made)) if action.key == result_of(op, state.rank))
@@ -311,7 +312,10 @@ def _after_put(state: State, action: Put) -> State:
 
 def _after_swap(state: State, action: Swap, answer: Any) -> State:
     if action.key == LEAD:
-        return _following(state, answer)._replace(phase=WORK)
+        if answer != state.rank:
+            return _following(state, answer)._replace(phase=WORK)
+        # What was heard of the leader before counts: it may also be a maker, or a voter.
+        return state._replace(phase=WORK, leader=answer, looked=False)
     if action.key == PLAN:
         plan = Plan.of(answer)
         if plan == action.value:
@@ -355,7 +359,9 @@ def _after_look(state: State, seen: dict[str, Any], now: float) -> State:
     if state.phase == LINGER:
         left = {rank for rank in range(state.world) if seen.get(left_of(rank)) is not None}
         state = state._replace(left=state.left | left)
-        staying = set(range(state.world)) - state.left - {state.rank} - state.silent
+        assert state.outcome is not None
+        lost = state.outcome.ranks if state.outcome.lost else ()
+        staying = set(range(state.world)) - state.left - {state.rank, *lost} - state.silent
         return state._replace(phase=ENDED) if not staying or now >= state.deadline else state
     if seen[OUTCOME] is not None:
         return state._replace(outcome=Outcome.of(seen[OUTCOME]), phase=LEAVE)
