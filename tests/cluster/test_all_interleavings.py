@@ -30,13 +30,13 @@ JOBS: dict[str, dict[str, Any]] = {
     "one of three dies": {"hellos": job(3), "deaths": 1},
     "the rank with the store dies": {"hellos": job(2), "deaths": 1, "server": 0},
     "a lease runs out too early": {"hellos": job(2), "stalls": 1},
-    "leases run out too early": {"hellos": job(2), "stalls": 2},
     "a lease runs out and one dies": {"hellos": job(2), "stalls": 1, "deaths": 1},
     "keys are read one by one": {"hellos": job(2), "torn": True, "deaths": 1},
-    "a deadline passes": {"hellos": job(2), "deadlines": 1, "stalls": 1},
+    "a deadline passes": {"hellos": job(2), "deadlines": 1},
 }
 # Minutes each.
 LARGE: dict[str, dict[str, Any]] = {
+    "a deadline passes and a lease runs out": {"hellos": job(2), "deadlines": 1, "stalls": 1},
     "leases of two run out": {"hellos": job(2), "stalls": 3},
     "a lease of three runs out": {"hellos": job(3), "stalls": 1},
     "keys are read one by one and a lease runs out": {"hellos": job(2), "torn": True, "stalls": 1},
