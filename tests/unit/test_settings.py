@@ -11,13 +11,13 @@ import pytest
 
 from opkiln.errors import SettingError
 from opkiln.report.forms import settings_page
+from opkiln.setting_values import parse_size
 from opkiln.settings import (
     DROPPED,
     build_switch,
     child_environment,
     dropped,
     override,
-    parse_size,
     settings,
     table,
 )
