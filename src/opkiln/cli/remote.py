@@ -156,14 +156,8 @@ def pull(
     else:
         head = ("op", "for", "size", "status", "from")
         told = [
-            (
-                each.row.op,
-                each.row.target,
-                size(each.row.size),
-                each.status,
-                each.url or each.reason,
-            )
-            for each in sorted(done)
+            (row.op, row.target, size(row.size), status, url or reason)
+            for row, status, url, reason in sorted(done)
         ]
         output.data(columns([head, *told]))
     return StoreError.exit_code if missing else 0
@@ -193,9 +187,8 @@ class _Progress:
             self._got += number
             if self._live and time.monotonic() - self._shown > 0.1:
                 self._shown = time.monotonic()
-                text = (
-                    f"{self._done} of {self._artifacts}, {size(self._got)} of {size(self._bytes)}"
-                )
+                counted = f"{self._done} of {self._artifacts}"
+                text = f"{counted}, {size(self._got)} of {size(self._bytes)}"
                 click.echo(f"\r{text}\x1b[K", nl=False, err=True)
 
     def finished(self, each: Pulled) -> None:

@@ -183,10 +183,16 @@ def _fits(manifest: dict[str, Any]) -> str:
     target = manifest["target"]
     made = ";".join(target["archs"]) or "+".join((target["cpu"], *target["cpu_features"]))
     fits = f"its sources are today's, and its code for {made} runs here"
+    origin = fetched_from(manifest)
+    return f"{fits}; {origin}" if origin else fits
+
+
+def fetched_from(manifest: Mapping[str, Any]) -> str:
+    """Which remote tier an entry came from, and why it is trusted; empty for any other."""
     if (origin := manifest.get(entry.FETCHED)) is None:
-        return fits
+        return ""
     by = origin.get("key") or origin.get("lock", "")
-    return f"{fits}; it was fetched from {origin['url']}, trusted by {by}"
+    return f"fetched from {origin.get('url')}, trusted by {by}"
 
 
 def _below(directory: str, levels: int) -> Iterator[str]:

@@ -161,6 +161,8 @@ def built(
         reason = "its sources, flags and compiler are today's"
         if candidate.archs != target.archs:
             reason += f"; its code for {';'.join(candidate.archs)} runs here"
+        if origin := prebuilt.fetched_from(leaf.manifest):
+            reason += f"; {origin}"
         trace.add("store", "taken", reason, leaf.directory)
         if toolchain is None:
             evidence.file(os.path.dirname(os.path.dirname(leaf.directory)))

@@ -88,7 +88,7 @@ class Candidate(Record):
     """One thing that could have served, and why it does or does not."""
 
     resort: str  # prebuilt, store, layer, remote, build, fallback
-    verdict: str  # taken, refused, none
+    verdict: str  # taken, refused, fetched, none
     reason: str
     subject: str = ""  # the path or key it is about
 

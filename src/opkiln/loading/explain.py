@@ -11,6 +11,7 @@ from opkiln import settings as settings_module
 from opkiln.build_model import Plan
 from opkiln.building.build import inputs
 from opkiln.decision.decide import look
+from opkiln.decision.prebuilt import fetched_from
 from opkiln.decision.search import planned
 from opkiln.decision.terms import Build, Candidate, Request, Serve, summary
 from opkiln.errors import OpkilnError
@@ -82,8 +83,8 @@ def explain(op: Op) -> Explanation:
             keys["device"] = how
         if not isinstance(outcome, Serve):
             changes = _changes(plan, request.store)
-    if isinstance(outcome, Serve) and (how := _dependencies(outcome.artifact)):
-        keys["inputs"] = how
+    if isinstance(outcome, Serve):
+        keys |= _told_by(outcome.artifact)
     return Explanation(
         op=op.spec.name,
         verdict=would if known is None else _serving(known, since),
@@ -97,13 +98,15 @@ def explain(op: Op) -> Explanation:
     )
 
 
-def _dependencies(artifact: Artifact) -> str:
-    """How an entry's dependencies are known: observed or inferred; empty if it does not say."""
+def _told_by(artifact: Artifact) -> dict[str, str]:
+    """What an entry says of itself: how its dependencies are known (observed or inferred), and
+    which remote tier it came from."""
     try:
-        with open(os.path.join(os.path.dirname(artifact.path), entry.MANIFEST), "rb") as file:
-            return str(entry.parse_manifest(file.read()).get("dependencies", ""))
+        manifest = entry.read_manifest(os.path.dirname(artifact.path))
     except (OSError, ValueError):
-        return ""  # it is in a bundle, or was removed meanwhile
+        return {}  # it is in a bundle, or was removed meanwhile
+    told = {"inputs": str(manifest.get("dependencies", "")), "origin": fetched_from(manifest)}
+    return {name: text for name, text in told.items() if text}
 
 
 _FOUND = {"prebuilt": "which came with its package", "layer": "which a listed layer has",

@@ -315,13 +315,19 @@ def _tell_fallback(op: Op, outcome: Reference) -> None:
     warn_caller("\n".join(lines), FallbackWarning)
 
 
+_ELSEWHERE = {
+    "prebuilt": "prebuilt library",
+    "layer": "layer entry",
+    "remote": "artifact of",
+}
+
+
 def _passed_over(op: Op, trace: Trace) -> list[str]:
     """The libraries that were built elsewhere and refused, in words; the first few of them."""
     found = [
-        f"the {'prebuilt library' if each.resort == 'prebuilt' else 'layer entry'} {each.subject} "
-        f"was refused: {each.reason}"
+        f"the {_ELSEWHERE[each.resort]} {each.subject} was refused: {each.reason}"
         for each in trace.candidates
-        if each.verdict == "refused" and each.resort in ("prebuilt", "layer")
+        if each.verdict == "refused" and each.resort in _ELSEWHERE
     ]
     if len(found) > 3:
         found[3:] = [f"and {len(found) - 3} more: opkiln explain {op.spec.name}"]

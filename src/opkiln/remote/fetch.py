@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from functools import partial
 
 from opkiln import machine
 from opkiln.arch import cpu
@@ -16,7 +17,7 @@ from opkiln.bundles.bundle import Fetched, unpack_fetched
 from opkiln.decision import archs, search
 from opkiln.decision.target import features
 from opkiln.decision.terms import Trace
-from opkiln.errors import OpkilnError, StoreError
+from opkiln.errors import OpkilnError, RemoteWarning, StoreError, warn_caller
 from opkiln.model import CUDA, ROCM
 from opkiln.remote import lockfile, names, tiers
 from opkiln.remote.tier import Absent, Unusable
@@ -25,6 +26,8 @@ from opkiln.store import lock, signatures
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from opkiln.build_model import Target
     from opkiln.decision.terms import Request
     from opkiln.model import OpSpec
@@ -105,52 +108,61 @@ def _in_turn(
         limit=settings.build_timeout,
     ) as got:  # fmt: skip
         if not isinstance(got, lock.Turn):
-            trace.add(REMOTE, "taken", "another process fetched it")
+            trace.add(REMOTE, "fetched", "another process of this host did it")
             return True
-        return any(
-            _try(url, each, root, keys, trace)
-            for candidates in (pinned, wanted)
-            for url in settings.remotes
-            for each in candidates
+        # What is pinned comes first, from whichever tier has it.
+        return any(_by_digest(url, pinned, root, trace) for url in settings.remotes) or any(
+            _by_name(url, wanted, root, keys, trace) for url in settings.remotes
         )
 
 
-def _try(url: str, wanted: Locked | str, root: str, keys: tuple[str, ...], trace: Trace) -> bool:
-    if tiers.is_down(url) and any(each.subject == url for each in trace.candidates):
-        return False  # it was said once
-    try:
-        if isinstance(wanted, str):
-            origin = _signed(url, wanted, root, keys)
-        else:
-            origin = Fetched(url, wanted.sha256, lock=settings.lock or ""), wanted.size
-        if origin is None:
-            trace.add(REMOTE, "none", f"it has no {wanted}", url)
-            return False
-        take(*origin, root)
-    except tiers.Down as error:
-        trace.add(REMOTE, "none", f"down: {error}", url)
-    except Absent:
-        trace.add(REMOTE, "none", f"it has no blob {_digest(wanted)}", url)
-    except (Unusable, OpkilnError) as error:
-        trace.add(REMOTE, "refused", str(getattr(error, "what", error)), url)
-    else:
-        trace.add(REMOTE, "taken", f"fetched {origin[0].sha256[:12]}", url)
+def _by_digest(url: str, pinned: list[Locked], root: str, trace: Trace) -> bool:
+    def taken(row: Locked) -> str:
+        take(Fetched(url, row.sha256, lock=settings.lock or ""), row.size, root)
+        return f"SHA-256 {row.sha256}, which the lock file has"
+
+    return any(_attempt(url, trace, partial(taken, each)) for each in pinned)
+
+
+def _by_name(url: str, wanted: list[str], root: str, keys: tuple[str, ...], trace: Trace) -> bool:
+    def taken(name: str) -> str:
+        found = tiers.reach(url, root, lambda tier, pulse: tier.published(name, pulse))
+        if found is None:
+            return ""
+        take(_signed(url, name, found, keys), found.size, root)
+        return f"SHA-256 {found.sha256}, as {name}"
+
+    before = len(trace.candidates)
+    if any(_attempt(url, trace, partial(taken, each)) for each in wanted):
         return True
+    if wanted and len(trace.candidates) == before:
+        trace.add(REMOTE, "none", "it has nothing for these sources and this machine", url)
     return False
 
 
-def _digest(wanted: Locked | str) -> str:
-    return wanted if isinstance(wanted, str) else wanted.sha256
+def _attempt(url: str, trace: Trace, taken: Callable[[], str]) -> bool:
+    """Whether something was taken, which ``taken()`` then names. A failure is an entry of the
+    trace; a refusal is told to the user, too."""
+    try:
+        if what := taken():
+            trace.add(REMOTE, "fetched", what, url)
+        return bool(what)
+    except tiers.Down as error:
+        down = f"down: {error}"
+        if not any(each.subject == url and each.reason == down for each in trace.candidates):
+            trace.add(REMOTE, "none", down, url)
+    except Absent as error:
+        trace.add(REMOTE, "none", f"it does not have {error}", url)
+    except (Unusable, OpkilnError) as error:
+        reason = str(getattr(error, "what", error))
+        trace.add(REMOTE, "refused", reason, url)
+        warn_caller(f"an artifact of {url} is refused: {reason}", RemoteWarning)
+    return False
 
 
-def _signed(url: str, name: str, root: str, keys: tuple[str, ...]) -> tuple[Fetched, int] | None:
+def _signed(url: str, name: str, found: Published, keys: tuple[str, ...]) -> Fetched:
     """What a tier has under a name. Raises Unusable if no trusted key has signed it, before any
     of it is downloaded."""
-    found: Published | None = tiers.reach(
-        url, root, lambda tier, pulse: tier.published(name, pulse)
-    )
-    if found is None:
-        return None
     data = found.signatures.encode()
     try:
         signers = signatures.read(data) if data else {}
@@ -159,7 +171,7 @@ def _signed(url: str, name: str, root: str, keys: tuple[str, ...]) -> tuple[Fetc
     if not set(signers) & set(keys):
         told = f"it is signed by {', '.join(signers)}" if signers else "it is not signed"
         raise Unusable(f"{name}: {told}, and OPKILN_TRUSTED_KEYS names {', '.join(keys)}")
-    return Fetched(url, found.sha256, signatures=data), found.size
+    return Fetched(url, found.sha256, signatures=data)
 
 
 def take(origin: Fetched, size: int, root: str, told: tiers.Told = None) -> None:

@@ -93,9 +93,9 @@ def read(path: str) -> tuple[Locked, ...]:
 def _locked(row: dict[str, Any]) -> Locked:
     values: list[Any] = []
     for name in Locked._fields:
-        value = row[name]
-        kind: type = {"size": int, "archs": list, "cpu_features": list}.get(name, str)
+        value: Any = row[name]
+        kind: Any = {"size": int, "archs": list, "cpu_features": list}.get(name, str)
         if type(value) is not kind:
             raise ValueError(f"{name} is {value!r}")
-        values.append(tuple(map(str, value)) if kind is list else value)
+        values.append(tuple(str(each) for each in value) if kind is list else value)
     return Locked(*values)

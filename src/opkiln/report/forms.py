@@ -168,6 +168,8 @@ def _store(found: StoreStatus) -> dict[str, Any]:
         "limit": found.limit,
         "space": None if found.space is None else found.space._asdict(),
         "builds": [each._asdict() for each in found.builds],
+        "remotes": list(found.remotes),
+        "fetches": [each._asdict() for each in found.fetches],
     }
 
 
