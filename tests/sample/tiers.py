@@ -1,6 +1,6 @@
 """Remote tiers to test with: small servers of ours, or the real ones.
 
-With OPKILN_TEST_SERVERS=real (`make test-remotes`) these are docker-registry with TLS and a
+With TEST_REMOTES=real (`make test-remotes`) these are docker-registry with TLS and a
 password, nginx with WebDAV, and moto's S3 server.
 """
 
@@ -20,7 +20,7 @@ import pytest
 
 from sample import servers
 
-REAL = os.environ.get("OPKILN_TEST_SERVERS") == "real"
+REAL = os.environ.get("TEST_REMOTES") == "real"
 KINDS = ("docker-registry", "nginx", "s3") if REAL else ("registry", "web", "directory", "layout")
 
 

@@ -180,26 +180,22 @@ class Bucket:
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        self._made: Any = None
+        scheme = url.partition(":")[0]
+        package = {"s3": "s3fs", "gs": "gcsfs"}[scheme]
+        try:
+            import fsspec  # type: ignore[import-untyped]
 
-    def _system(self) -> Any:
-        if self._made is None:
-            scheme = self._url.partition(":")[0]
-            package = {"s3": "s3fs", "gs": "gcsfs"}[scheme]
-            try:
-                import fsspec  # type: ignore[import-untyped]
-
-                # A look-up must see what others have published since.
-                self._made = fsspec.filesystem(scheme, use_listings_cache=False)
-            except ImportError as error:
-                raise Unreachable(
-                    f"{scheme}:// needs the package {package}: {error}",
-                    hint=f"pip install {package}",
-                ) from error
-        return self._made
+            # Without its cache of listings: a look-up must see what others have published since.
+            self._files: Any = fsspec.filesystem(scheme, use_listings_cache=False)
+        except ImportError as error:
+            raise Unreachable(
+                f"{scheme}:// needs the package {package}: {error}", hint=f"pip install {package}"
+            ) from error
+        except Exception as error:  # the library has kinds of its own
+            raise Unreachable(f"{type(error).__name__}: {error}") from error
 
     def read(self, path: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
-        files, whole, size = self._system(), f"{self._url}/{path}", None
+        files, whole, size = self._files, f"{self._url}/{path}", None
         while size is None or start < size:
             with _in_words(path):
                 piece = files.cat_file(whole, start=start, end=start + _BUCKET_PIECE)
@@ -213,7 +209,7 @@ class Bucket:
                     size = int(files.info(whole)["size"])
 
     def write(self, path: str, data: bytes | None, file: str, pulse: Pulse) -> None:
-        files, whole = self._system(), f"{self._url}/{path}"
+        files, whole = self._files, f"{self._url}/{path}"
         pulse()  # the transfer says nothing until it is over
         with _in_words(path):
             if data is not None:
@@ -222,10 +218,9 @@ class Bucket:
                 files.put_file(file, whole)
 
     def has(self, path: str, size: int, pulse: Pulse) -> bool:
-        files = self._system()
         try:
             with _in_words(path):
-                return int(files.info(f"{self._url}/{path}")["size"]) == size
+                return int(self._files.info(f"{self._url}/{path}")["size"]) == size
         except Absent:
             return False
         finally:
