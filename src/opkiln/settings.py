@@ -514,15 +514,20 @@ DROPPED = (
     "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CFLAGS", "MAKEFLAGS", "SOURCE_DATE_EPOCH",
     "HIPCC_COMPILE_FLAGS_APPEND", "HIPCC_LINK_FLAGS_APPEND", "HIP_PATH", "HIP_CLANG_PATH",
     "HIP_PLATFORM", "DEVICE_LIB_PATH", "HCC_AMDGPU_TARGET",
+    # Of launchers: they name another compiler than CXX does.
+    "CCACHE_COMPILER", "CCACHE_COMPILERTYPE", "CCACHE_PATH", "CCACHE_PREFIX_CPP",
+    "ICECC_CC", "ICECC_CXX",
 )  # fmt: skip
 
 # What a child process keeps of this one's environment. None of them decides what a compiler
 # produces, given the toolchain's identity (which digests the very programs PATH leads to).
 PASSED = (
     "PATH", "HOME", "USER", "LOGNAME", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR",
-    "CCACHE_DIR", "CCACHE_CONFIGPATH", "CCACHE_MAXSIZE", "SCCACHE_DIR", "SCCACHE_SERVER_PORT",
     "CONDA_PREFIX", "ASAN_OPTIONS",
 )  # fmt: skip
+# Variables of compile launchers, by how their names begin. What they serve is bound to the text and
+# the compiler (``observing.launchers``), whatever these say.
+PASSED_FAMILIES = ("CCACHE_", "SCCACHE_", "DISTCC_", "ICECC_")
 
 
 def table() -> tuple[Setting, ...]:
@@ -572,6 +577,9 @@ def any_strange() -> bool:
 def child_environment() -> dict[str, str]:
     """The allow-listed part of this process's environment, for a compiler or another child."""
     passed = {name: os.environ[name] for name in PASSED if name in os.environ}
+    for name, value in os.environ.items():
+        if name.startswith(PASSED_FAMILIES) and name not in DROPPED:
+            passed[name] = value
     if not passed.get("PATH"):
         # A compiler looks for its assembler and linker there, as we looked for the compiler.
         passed["PATH"] = os.pathsep.join(settings.path)

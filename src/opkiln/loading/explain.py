@@ -17,6 +17,7 @@ from opkiln.decision.terms import Build, Candidate, Request, Serve, summary
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
 from opkiln.model import Artifact, Op, place_of
+from opkiln.observing import launchers
 from opkiln.store import entry, key
 from opkiln.store.recheck import Hasher, recheck
 from opkiln.toolchain import choice
@@ -81,6 +82,8 @@ def explain(op: Op) -> Explanation:
         keys = {"intent": key.intent_key(op.spec, plan.target), "build": key.build_key(plan)}
         if how := choice.reason(plan.toolchain, op.spec):
             keys["device"] = how
+        if launchers.named(plan.toolchain):
+            keys["launcher"] = plan.toolchain.launcher or os.path.realpath(plan.toolchain.cxx)
         if not isinstance(outcome, Serve):
             changes = _changes(plan, request.store)
     if isinstance(outcome, Serve):

@@ -207,7 +207,11 @@ def settings_page() -> str:
         "",
         "Of its environment, a compiler that opkiln starts only gets these, and what the command",
         "line cannot say:",
-        ", ".join(f"`{name}`" for name in settings.PASSED) + ".",
+        ", ".join(
+            f"`{name}`"
+            for name in (*settings.PASSED, *(f"{each}*" for each in settings.PASSED_FAMILIES))
+        )
+        + ".",
         "",
         "## Kept away from compilers",
         "",
