@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,12 +73,11 @@ class Launcher:
     def _distcc(self) -> None:
         port = free_port()
         self.variables["DISTCC_HOSTS"] = f"127.0.0.1:{port}"
-        remote = f"{self.tree.path}/remote:{os.environ['PATH']}"  # where its compilers are
         self._server = subprocess.Popen(
             [program("distccd"), "--no-detach", "--daemon", "--port", str(port), "--log-stderr",
              "--allow", "127.0.0.1", "--make-me-a-botnet", "--jobs", "2", "--verbose"],
             stderr=open(self.tree.path / "distccd.log", "wb"),  # noqa: SIM115
-            env={**os.environ, "PATH": remote},
+            env={**os.environ, "ELSEWHERE": "1"},  # opkiln passes no such variable on
         )  # fmt: skip
         deadline = time.monotonic() + 30
         while socket.socket().connect_ex(("127.0.0.1", port)):
@@ -244,11 +244,21 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_another_compiler_on_another_host_is_refused(tree: Tree, other: str) -> None:
+def test_another_compiler_on_another_host_is_refused(
+    tree: Tree, other: str, open_directory: Path
+) -> None:
     if "None" in OTHERS[other]:
         pytest.skip("there is no g++-11 here")
     launcher = Launcher("distcc", tree)
-    tree.write("remote/g++", f"#!/bin/sh\n{OTHERS[other]}\n", mode=0o755)
+    # One path, and two compilers: that of this host, and that of the host that compiles.
+    compiler = open_directory / "g++"
+
+    def have_elsewhere(command: str) -> None:
+        compiler.write_text(f'#!/bin/sh\n[ "$ELSEWHERE" ] && {command}\nexec g++ "$@"\n')
+        compiler.chmod(0o755)
+
+    have_elsewhere(OTHERS[other])
+    launcher.compile_with(str(compiler))
     small(tree, SIGN)
     try:
         with pytest.raises(AssertionError) as refused:
@@ -257,10 +267,19 @@ def test_another_compiler_on_another_host_is_refused(tree: Tree, other: str) -> 
         assert "a.cpp was compiled by another compiler" in told, told
         assert "the compiler here is GCC: " in told
         assert "COMPILE_OK" in launcher.work()  # the other host did compile it
-        (tree.path / "remote/g++").unlink()
+        have_elsewhere('exec g++ "$@"')
         assert tree.answer("first") == (1, "observed")
     finally:
         launcher.stop()
+
+
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """A directory that everybody may read: distccd runs as a user of its own."""
+    with tempfile.TemporaryDirectory() as made:
+        path = Path(made)
+        path.chmod(0o755)
+        yield path
 
 
 def _switched(tree: Tree, value: int) -> None:

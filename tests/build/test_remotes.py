@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from sample import child, servers, tiers
+from sample import child, known, servers, tiers
 from sample.remote import Machines, remote_lines
 
 from opkiln.remote import lockfile
@@ -188,6 +191,21 @@ def test_a_local_hit_connects_to_nobody(machines: Machines, registry: Place) -> 
     assert registry.server.connections == 0
 
 
+def test_without_remotes_nothing_connects(machines: Machines) -> None:
+    code = """
+        import sys
+        seen = []
+        sys.addaudithook(lambda name, given: seen.append(name) if "connect" in name else None)
+        from pkg.op import Builder
+        assert Builder().load().answer() == 42
+        assert not [each for each in sys.modules if each.startswith(("opkiln.remote", "http"))]
+        print([name for name in seen if name == "socket.connect"])
+    """
+    for store in ("builder", machines.new()):  # a hit, and a build
+        env = machines.environment(store)
+        assert child.run(code, path=[machines.tree.path], env=env).strip() == "[]"
+
+
 def test_without_keys_and_without_a_lock_file_nobody_is_asked(
     machines: Machines, registry: Place
 ) -> None:
@@ -224,6 +242,21 @@ def test_a_build_with_opkiln_push_is_published(machines: Machines, registry: Pla
     )  # fmt: skip
     assert (found["origin"], found["told"]) == ("built", [])
     assert machines.fetch(machines.new(), registry.url, **registry.variables)["value"] == 42
+
+
+@pytest.mark.skipif(tiers.REAL, reason="it needs torch, and no server")
+def test_the_commands_of_the_page_work(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/remotes.md").read_text()
+    commands = "\n".join(re.findall(r"<!-- tier -->\n```sh\n(.*?)```", page, re.DOTALL))
+    known.make_store(tmp_path / "first")
+    env = {**os.environ, "OPKILN_CACHE_DIR": str(tmp_path / "first"),
+           "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-euc", commands], cwd=tmp_path, env=env, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert re.search(r"utils +cached", done.stdout)
 
 
 # Tiers that do not answer

@@ -45,10 +45,13 @@ class Place:
             self.server.files[name] = altered(self.server.files[name])
             return
         if self.url.startswith("s3:"):
-            put = f"{self.variables['AWS_ENDPOINT_URL']}/bucket/ops/cas/{sha256}"
-            with urllib.request.urlopen(put) as there:
-                data = there.read()
-            urllib.request.urlopen(urllib.request.Request(put, altered(data), method="PUT")).close()
+            import s3fs
+
+            bucket = s3fs.S3FileSystem(
+                key="me", secret="secret", endpoint_url=self.variables["AWS_ENDPOINT_URL"]
+            )
+            path = f"bucket/ops/cas/{sha256}"
+            bucket.pipe_file(path, altered(bucket.cat_file(path)))
             return
         assert self.directory is not None
         files = [each for each in self.directory.rglob("*") if each.is_file()]

@@ -20,6 +20,7 @@ from opkiln.decision.terms import Trace
 from opkiln.errors import OpkilnError, RemoteWarning, StoreError, warn_caller
 from opkiln.model import CUDA, ROCM
 from opkiln.remote import lockfile, names, tiers
+from opkiln.remote.patience import LOAD, Patience
 from opkiln.remote.tier import Absent, Unusable
 from opkiln.settings import settings
 from opkiln.store import lock, signatures
@@ -174,9 +175,15 @@ def _signed(url: str, name: str, found: Published, keys: tuple[str, ...]) -> Fet
     return Fetched(url, found.sha256, signatures=data)
 
 
-def take(origin: Fetched, size: int, root: str, told: tiers.Told = None) -> None:
+def take(
+    origin: Fetched,
+    size: int,
+    root: str,
+    told: tiers.Told = None,
+    given: Patience = LOAD,
+) -> None:
     """Download an artifact and put it into the store. Raises Down, Absent, Unusable, StoreError."""
-    file = tiers.download(origin.url, origin.sha256, size, root, told)
+    file = tiers.download(origin.url, origin.sha256, size, root, told, given)
     try:
         unpack_fetched(file, root, origin)
     finally:

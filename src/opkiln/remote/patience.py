@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
+from typing import NamedTuple
 
 from opkiln.remote.tier import Unreachable
 
@@ -23,9 +24,18 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-FIRST = 2.5  # seconds until the first sign of life
-STALL = 10.0  # seconds between two pieces of a download that has begun
-UPLOAD = 120.0  # seconds between two signs of life of an upload: buckets take a file in one piece
+SOCKET = 60.0  # seconds that an abandoned request may still last, for itself
+
+
+class Patience(NamedTuple):
+    """How many seconds somebody waits."""
+
+    first: float  # for the first sign of life
+    stall: float  # between two of them: buckets take a file in one piece
+
+
+LOAD = Patience(2.5, 10.0)  # a load can do without the tier
+COMMAND = Patience(30.0, 120.0)  # a person has asked for just this
 
 
 class Silent(Unreachable):
@@ -33,9 +43,9 @@ class Silent(Unreachable):
 
 
 class _Attempt:
-    def __init__(self, stall: float) -> None:
-        self.stall = stall
-        self.deadline = time.monotonic() + FIRST
+    def __init__(self, given: Patience) -> None:
+        self.stall = given.stall
+        self.deadline = time.monotonic() + given.first
         self.over = threading.Event()
         self.abandoned = False
         self.lock = threading.Lock()
@@ -64,10 +74,10 @@ class _Attempt:
             self.over.set()
 
 
-def patiently(task: Callable[[Pulse], T], stall: float = STALL) -> T:
+def patiently(task: Callable[[Pulse], T], given: Patience = LOAD) -> T:
     """The result of ``task(pulse)``. Raises what it raises, and Silent if it says nothing for too
     long. Then it goes on in its thread until the next ``pulse()``, which raises."""
-    attempt = _Attempt(stall)
+    attempt = _Attempt(given)
     began = time.monotonic()
     threading.Thread(
         target=contextvars.copy_context().run, args=(attempt.run, task), daemon=True

@@ -11,6 +11,7 @@ from opkiln.errors import OpkilnError
 from opkiln.model import place_of
 from opkiln.remote import tiers
 from opkiln.remote.fetch import take
+from opkiln.remote.patience import COMMAND
 from opkiln.remote.tier import Absent, Unusable
 from opkiln.store.entry import FETCHED, read_manifest
 from opkiln.store.inventory import directories
@@ -53,7 +54,7 @@ def _pull(row: Locked, lock: str, urls: Sequence[str], root: str, told: tiers.To
     reasons = []
     for url in urls:
         try:
-            take(Fetched(url, row.sha256, lock=lock), row.size, root, told)
+            take(Fetched(url, row.sha256, lock=lock), row.size, root, told, COMMAND)
         except Absent:
             reasons.append(f"{url} does not have it")
         except (tiers.Down, Unusable, OpkilnError) as error:

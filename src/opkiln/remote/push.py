@@ -78,7 +78,7 @@ def push(payload: str, url: str, key_file: str | None) -> Locked:
             tiers.reach(
                 url, Store().root,
                 lambda tier, pulse: tier.write(row.name, each.file, what, pulse),
-                patience.UPLOAD,
+                patience.COMMAND,
             )  # fmt: skip
         except (tiers.Down, Unusable) as error:
             raise StoreError(f"{row.op} was not published to {url}", why=str(error)) from error

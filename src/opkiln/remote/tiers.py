@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 from opkiln.digest import key, read_file, sha256_file
 from opkiln.errors import RemoteWarning, StoreError, warn_caller
 from opkiln.remote import patience, plain, registry
+from opkiln.remote.patience import LOAD, Patience
 from opkiln.remote.tier import Tier, Unreachable, Unusable
 from opkiln.store.zip_format import LARGEST
 from opkiln.trust import make_private
@@ -61,7 +62,7 @@ def reach(
     url: str,
     root: str | None,
     task: Callable[[Tier, Pulse], T],
-    stall: float = patience.STALL,
+    given: Patience = LOAD,
 ) -> T:
     """The result of ``task(tier, pulse)``. ``root`` is the store, which remembers what is down.
 
@@ -71,7 +72,7 @@ def reach(
         _give_up(url, reason)
     try:
         tier = _tiers.get(url) or _tiers.setdefault(url, open_tier(url))
-        return patience.patiently(lambda pulse: task(tier, pulse), stall)
+        return patience.patiently(lambda pulse: task(tier, pulse), given)
     except (Unreachable, OSError, HTTPException) as error:
         reason = str(error) or type(error).__name__
         if isinstance(error, Unreachable) and error.hint:
@@ -136,7 +137,9 @@ def forget_notes(root: str | None) -> None:
 # Downloads
 
 
-def download(url: str, sha256: str, size: int, root: str, told: Told = None) -> str:
+def download(
+    url: str, sha256: str, size: int, root: str, told: Told = None, given: Patience = LOAD
+) -> str:
     """A blob as a file of the store's staging directory, whose digest was checked.
 
     A download that was interrupted is resumed. ``told`` is called with the number of bytes of each
@@ -147,11 +150,11 @@ def download(url: str, sha256: str, size: int, root: str, told: Told = None) -> 
     path, fd = _part(root, sha256)
     try:
         resumed = os.fstat(fd).st_size
-        _transfer(url, sha256, size, root, fd, told)
+        _transfer(url, sha256, size, root, fd, told, given)
         found = _hashed(fd)
         if found != sha256 and resumed:  # what was there may have been damaged
             os.ftruncate(fd, 0)
-            _transfer(url, sha256, size, root, fd, told)
+            _transfer(url, sha256, size, root, fd, told, given)
             found = _hashed(fd)
         if found != sha256:
             os.unlink(path)
@@ -185,7 +188,9 @@ def _part(root: str, sha256: str) -> tuple[str, int]:
     return path, fd
 
 
-def _transfer(url: str, sha256: str, size: int, root: str, fd: int, told: Told) -> None:
+def _transfer(
+    url: str, sha256: str, size: int, root: str, fd: int, told: Told, given: Patience
+) -> None:
     have = os.fstat(fd).st_size
     if have >= size:
         os.ftruncate(fd, 0 if have > size else have)
@@ -208,7 +213,7 @@ def _transfer(url: str, sha256: str, size: int, root: str, fd: int, told: Told) 
             raise Unreachable(f"the transfer ended after {end} of {size} bytes")
 
     if have < size:
-        reach(url, root, task)
+        reach(url, root, task, given)
 
 
 def _not_written(path: str, error: OSError) -> StoreError:

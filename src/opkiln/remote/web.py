@@ -203,8 +203,6 @@ class Client:
                 body = b""
             connection.request(method, target, body, given)
         response = connection.getresponse()
-        if connection.sock is not None:
-            connection.sock.settimeout(patience.STALL)
         pulse()
         return response
 
@@ -230,12 +228,12 @@ class Client:
         if secure:
             context = self._context()
             connection = http.client.HTTPSConnection(
-                host, port, timeout=patience.FIRST, context=context
+                host, port, timeout=patience.SOCKET, context=context
             )
             if proxy:
                 connection.set_tunnel(parts.hostname, parts.port or 443)
         else:
-            connection = http.client.HTTPConnection(host, port, timeout=patience.FIRST)
+            connection = http.client.HTTPConnection(host, port, timeout=patience.SOCKET)
         return connection, False
 
     def _context(self) -> ssl.SSLContext:
@@ -264,8 +262,6 @@ class Client:
         if not response.isclosed() or response.will_close:
             connection.close()
             return
-        if connection.sock is not None:
-            connection.sock.settimeout(patience.FIRST)
         parts = urlsplit(url)
         with self._lock:
             self._idle.append((os.getpid(), f"{parts.scheme}://{parts.netloc}", connection))
