@@ -28,6 +28,14 @@ def switch(text: str) -> bool:
     raise ValueError("expected 1 or 0, on or off")
 
 
+def switch_or_path(text: str) -> str | None:
+    """None for off, "" for on, or a path."""
+    try:
+        return "" if switch(text) else None
+    except ValueError:
+        return text
+
+
 def positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise ValueError("expected a whole number of at least 1")

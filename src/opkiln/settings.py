@@ -130,15 +130,10 @@ class Settings:
         shown="none",
     )  # fmt: skip
     push = Setting(
-        "OPKILN_PUSH", values.switch, False,
-        "Publish what is compiled here to the first remote tier, as `opkiln cache push` does.",
+        "OPKILN_PUSH", values.switch_or_path, None,
+        "Publish what is compiled here to the first remote tier, as `opkiln cache push` does: `1`, "
+        "or the file of the private key that signs it, as `opkiln cache keygen` makes it.",
         shown="off",
-    )  # fmt: skip
-    sign_key = Setting(
-        "OPKILN_SIGN_KEY", str, None,
-        "The private key, as `opkiln cache keygen` makes it, that signs what is published to "
-        "remote tiers.",
-        shown="none: what is published is not signed",
     )  # fmt: skip
     runtime_dir = Setting(
         "OPKILN_RUNTIME_DIR", str, None,
@@ -489,7 +484,7 @@ _INDIFFERENT = frozenset((
     "cuda_visible_devices", "cuda_device_order", "rocr_visible_devices", "hip_visible_devices",
     "accelerator", "device",  # which of an op's backends serves is in its spec
     "path",  # which programs it leads to is in the receipt
-    "remotes", "lock", "push", "sign_key", "registry_auth_file", "docker_config", "netrc",
+    "remotes", "lock", "push", "registry_auth_file", "docker_config", "netrc",
     "https_proxy", "http_proxy", "no_proxy",
 ))  # fmt: skip
 _NAMES = frozenset(

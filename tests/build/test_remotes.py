@@ -237,8 +237,7 @@ def test_those_who_only_look_ask_nobody(machines: Machines, registry: Place) -> 
 def test_a_build_with_opkiln_push_is_published(machines: Machines, registry: Place) -> None:
     other = machines.new()
     found = machines.load(
-        other, OPKILN_REMOTES=registry.url, OPKILN_PUSH="1", OPKILN_SIGN_KEY=machines.key,
-        **registry.variables,
+        other, OPKILN_REMOTES=registry.url, OPKILN_PUSH=machines.key, **registry.variables,
     )  # fmt: skip
     assert (found["origin"], found["told"]) == ("built", [])
     assert machines.fetch(machines.new(), registry.url, **registry.variables)["value"] == 42

@@ -81,15 +81,14 @@ def _table(rows: list[Locked]) -> str:
 @_url_option
 @click.option(
     "--key", "key_file", type=click.Path(dir_okay=False), metavar="KEY",
-    help="Sign with this private key, as `opkiln cache keygen` makes it.  [default: "
-    "OPKILN_SIGN_KEY]",
+    help="Sign with this private key, as `opkiln cache keygen` makes it.",
 )  # fmt: skip
 @json_option
 def push(ops: tuple[str, ...], urls: tuple[str, ...], key_file: str | None, as_json: bool) -> None:
     """Publish the newest entry of each op and target; of OPS, or of all that are built here.
 
     Only the first tier of OPKILN_REMOTES is published to. Without a signature, others take the
-    artifacts only by a lock file. OPKILN_PUSH=1 publishes whatever a process compiles.
+    artifacts only by a lock file. OPKILN_PUSH=KEY publishes whatever a process compiles.
     """
     from opkiln.remote import tiers
     from opkiln.remote.push import push as publish
@@ -98,7 +97,7 @@ def push(ops: tuple[str, ...], urls: tuple[str, ...], key_file: str | None, as_j
     tiers.forget_notes(writable_root())
     rows = []
     for each in chosen(ops):
-        rows.append(publish(each.payload, url, key_file or settings.sign_key))
+        rows.append(publish(each.payload, url, key_file))
         output.say(f"published {each.name} for {rows[-1].target} to {url}")
     if as_json:
         output.data_json({"schema": 1, "url": url, "artifacts": [r._asdict() for r in rows]})

@@ -262,7 +262,7 @@ def _built(request: Request, outcome: Build) -> Artifact:
     outcome.trace.add("build", "taken", how, built.path)
     with usable_by_owner():
         _leave_receipt(request)
-        if settings.push and settings.remotes and built.origin == "built":
+        if settings.push is not None and settings.remotes and built.origin == "built":
             from opkiln.remote import push
 
             push.after_build(built)

@@ -86,12 +86,12 @@ def push(payload: str, url: str, key_file: str | None) -> Locked:
 
 
 def after_build(built: Artifact) -> None:
-    """``OPKILN_PUSH=1``: publish what was just built. A failure is a warning."""
+    """``OPKILN_PUSH``: publish what was just built. A failure is a warning."""
     url = settings.remotes[0]
     if tiers.is_down(url):
         return  # it was said once
     try:
-        push(built.path, url, settings.sign_key)
+        push(built.path, url, settings.push)
     except OpkilnError as error:
         if not tiers.is_down(url):
             warn_caller(str(error), RemoteWarning)
