@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from sample import child, known, servers, tiers
-from sample.remote import Machines, remote_lines
+from sample.remote import SOURCE, Machines, remote_lines
 
 from opkiln.remote import lockfile
 
@@ -130,6 +130,30 @@ def test_a_refused_artifact_is_compiled_instead(machines: Machines, registry: Pl
         **registry.variables,
     )  # fmt: skip
     assert (found["value"], found["origin"]) == (42, "built")
+
+
+def test_what_does_not_fit_is_fetched_once(machines: Machines, registry: Place) -> None:
+    """A header of the artifact is another one here. Headers are not in its name."""
+    header = machines.tree.write("pkg/n.h", "#define N 1\n")
+    machines.tree.write("pkg/a.cpp", '#include "n.h"\n' + SOURCE)
+    try:
+        built = machines.load(
+            machines.new(), OPKILN_REMOTES=registry.url, OPKILN_PUSH=machines.key,
+            **registry.variables,
+        )  # fmt: skip
+        assert built["origin"] == "built"
+        header.write_text("#define N 2\n")
+        store = machines.new()
+        for _ in range(2):
+            found = machines.fetch(store, registry.url, **registry.variables)
+            assert found["value"] == "CompilingOff"
+            assert any("n.h" in each[2] for each in found["trace"] if each[1] == "refused"), found
+        assert registry.server is not None
+        asked = [each for each in registry.server.requests if each.startswith("GET")]
+        assert len([each for each in asked if "/blobs/" in each]) == 1
+    finally:
+        header.unlink()
+        machines.tree.write("pkg/a.cpp", SOURCE)
 
 
 def test_eight_publishers_of_one_name_all_succeed(machines: Machines, place: Place) -> None:

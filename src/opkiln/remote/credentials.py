@@ -9,6 +9,7 @@ import base64
 import json
 import os
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from opkiln import process
 from opkiln.errors import ToolchainError
@@ -100,9 +101,11 @@ def _ask(helper: str, host: str) -> Login | None:
 
 
 def for_web(host: str) -> Login | None:
-    """The login for a web server, from netrc. ``default`` is not for hosts that nobody named."""
+    """The login for a web server (``host:port``), from netrc. ``default`` is not used: it is for
+    hosts that nobody named."""
     import netrc
 
+    host = urlsplit(f"//{host}").hostname or ""
     path = settings.netrc or (settings.home and os.path.join(settings.home, ".netrc"))
     if not path:
         return None

@@ -18,12 +18,14 @@ from opkiln.decision import archs, search
 from opkiln.decision.target import features
 from opkiln.decision.terms import Trace
 from opkiln.errors import OpkilnError, RemoteWarning, StoreError, warn_caller
-from opkiln.model import CUDA, ROCM
+from opkiln.model import CUDA, ROCM, place_of
 from opkiln.remote import lockfile, names, tiers
 from opkiln.remote.patience import LOAD, Patience
 from opkiln.remote.tier import Absent, Unusable
 from opkiln.settings import settings
 from opkiln.store import lock, signatures
+from opkiln.store.entry import FETCHED, read_manifest
+from opkiln.store.inventory import directories
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -112,53 +114,72 @@ def _in_turn(
             trace.add(REMOTE, "fetched", "another process of this host did it")
             return True
         # What is pinned comes first, from whichever tier has it.
-        return any(_by_digest(url, pinned, root, trace) for url in settings.remotes) or any(
-            _by_name(url, wanted, root, keys, trace) for url in settings.remotes
+        asking = _Asking(request.op.spec, root, keys, trace)
+        return any(asking.by_digest(url, pinned) for url in settings.remotes) or any(
+            asking.by_name(url, wanted) for url in settings.remotes
         )
 
 
-def _by_digest(url: str, pinned: list[Locked], root: str, trace: Trace) -> bool:
-    def taken(row: Locked) -> str:
-        take(Fetched(url, row.sha256, lock=settings.lock or ""), row.size, root)
+class _Asking:
+    """The questions of one search to the tiers, and what came of them in its trace."""
+
+    def __init__(self, spec: OpSpec, root: str, keys: tuple[str, ...], trace: Trace) -> None:
+        self._spec, self._root, self._keys, self._trace = spec, root, keys, trace
+
+    def by_digest(self, url: str, pinned: list[Locked]) -> bool:
+        """Whether a tier has given one of these artifacts."""
+        return any(self._attempt(url, partial(self._pinned, url, each)) for each in pinned)
+
+    def by_name(self, url: str, wanted: list[str]) -> bool:
+        """Whether a tier has given what is published under one of these names."""
+        before = len(self._trace.candidates)
+        if any(self._attempt(url, partial(self._named, url, each)) for each in wanted):
+            return True
+        if wanted and len(self._trace.candidates) == before:
+            what = "it has nothing for these sources and this machine"
+            self._trace.add(REMOTE, "none", what, url)
+        return False
+
+    def _pinned(self, url: str, row: Locked) -> str:
+        if self._refused_before(url, row.sha256):
+            return ""
+        take(Fetched(url, row.sha256, lock=settings.lock or ""), row.size, self._root)
         return f"SHA-256 {row.sha256}, which the lock file has"
 
-    return any(_attempt(url, trace, partial(taken, each)) for each in pinned)
-
-
-def _by_name(url: str, wanted: list[str], root: str, keys: tuple[str, ...], trace: Trace) -> bool:
-    def taken(name: str) -> str:
-        found = tiers.reach(url, root, lambda tier, pulse: tier.published(name, pulse))
-        if found is None:
+    def _named(self, url: str, name: str) -> str:
+        found = tiers.reach(url, self._root, lambda tier, pulse: tier.published(name, pulse))
+        if found is None or self._refused_before(url, found.sha256):
             return ""
-        take(_signed(url, name, found, keys), found.size, root)
+        take(_signed(url, name, found, self._keys), found.size, self._root)
         return f"SHA-256 {found.sha256}, as {name}"
 
-    before = len(trace.candidates)
-    if any(_attempt(url, trace, partial(taken, each)) for each in wanted):
-        return True
-    if wanted and len(trace.candidates) == before:
-        trace.add(REMOTE, "none", "it has nothing for these sources and this machine", url)
-    return False
+    def _refused_before(self, url: str, sha256: str) -> bool:
+        """Whether the store has it already, where it did not serve: there is nothing to fetch."""
+        spec = self._spec
+        there = fetched_already(self._root, spec.distribution, spec.name, sha256)
+        if there:
+            self._trace.add(REMOTE, "none", f"SHA-256 {sha256} is in the store already", url)
+        return bool(there)
 
-
-def _attempt(url: str, trace: Trace, taken: Callable[[], str]) -> bool:
-    """Whether something was taken, which ``taken()`` then names. A failure is an entry of the
-    trace; a refusal is told to the user, too."""
-    try:
-        if what := taken():
-            trace.add(REMOTE, "fetched", what, url)
-        return bool(what)
-    except tiers.Down as error:
-        down = f"down: {error}"
-        if not any(each.subject == url and each.reason == down for each in trace.candidates):
-            trace.add(REMOTE, "none", down, url)
-    except Absent as error:
-        trace.add(REMOTE, "none", f"it does not have {error}", url)
-    except (Unusable, OpkilnError) as error:
-        reason = str(getattr(error, "what", error))
-        trace.add(REMOTE, "refused", reason, url)
-        warn_caller(f"an artifact of {url} is refused: {reason}", RemoteWarning)
-    return False
+    def _attempt(self, url: str, taken: Callable[[], str]) -> bool:
+        """Whether something was taken, which ``taken()`` then names. A failure is an entry of the
+        trace; a refusal is told to the user, too."""
+        try:
+            if what := taken():
+                self._trace.add(REMOTE, "fetched", what, url)
+            return bool(what)
+        except tiers.Down as error:
+            down = f"down: {error}"
+            known = self._trace.candidates
+            if not any(each.subject == url and each.reason == down for each in known):
+                self._trace.add(REMOTE, "none", down, url)
+        except Absent as error:
+            self._trace.add(REMOTE, "none", f"it does not have {error}", url)
+        except (Unusable, OpkilnError) as error:
+            reason = str(getattr(error, "what", error))
+            self._trace.add(REMOTE, "refused", reason, url)
+            warn_caller(f"an artifact of {url} is refused: {reason}", RemoteWarning)
+        return False
 
 
 def _signed(url: str, name: str, found: Published, keys: tuple[str, ...]) -> Fetched:
@@ -173,6 +194,19 @@ def _signed(url: str, name: str, found: Published, keys: tuple[str, ...]) -> Fet
         told = f"it is signed by {', '.join(signers)}" if signers else "it is not signed"
         raise Unusable(f"{name}: {told}, and OPKILN_TRUSTED_KEYS names {', '.join(keys)}")
     return Fetched(url, found.sha256, signatures=data)
+
+
+def fetched_already(root: str, package: str, op: str, sha256: str) -> str:
+    """The tier that an entry of the store with this digest was fetched from; empty if there is
+    none."""
+    for leaf in directories(os.path.join(root, "ops", place_of(package, op)), 3):
+        try:
+            origin = read_manifest(leaf).get(FETCHED, {})
+        except (OSError, ValueError):
+            continue  # it is damaged, so it is fetched
+        if origin.get("sha256") == sha256:
+            return str(origin.get("url"))
+    return ""
 
 
 def take(

@@ -90,7 +90,7 @@ class Web:
 
     def __init__(self, url: str) -> None:
         base = url.rstrip("/") + "/"
-        self._client = web.Client(base, lambda host: credentials.for_web(host.partition(":")[0]))
+        self._client = web.Client(base, credentials.for_web)
 
     def read(self, path: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
         headers = {"Range": f"bytes={start}-"} if start else {}

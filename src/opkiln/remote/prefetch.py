@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import NamedTuple
 
 from opkiln.bundles.bundle import Fetched
 from opkiln.errors import OpkilnError
-from opkiln.model import place_of
 from opkiln.remote import tiers
-from opkiln.remote.fetch import take
+from opkiln.remote.fetch import fetched_already, take
 from opkiln.remote.patience import COMMAND
 from opkiln.remote.tier import Absent, Unusable
-from opkiln.store.entry import FETCHED, read_manifest
-from opkiln.store.inventory import directories
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -49,7 +45,7 @@ def pull(
 
 
 def _pull(row: Locked, lock: str, urls: Sequence[str], root: str, told: tiers.Told) -> Pulled:
-    if url := _there(row, root):
+    if url := fetched_already(root, row.package, row.op, row.sha256):
         return Pulled(row, THERE, url)
     reasons = []
     for url in urls:
@@ -62,16 +58,3 @@ def _pull(row: Locked, lock: str, urls: Sequence[str], root: str, told: tiers.To
         else:
             return Pulled(row, NEW, url)
     return Pulled(row, MISSING, reason="; ".join(reasons))
-
-
-def _there(row: Locked, root: str) -> str:
-    """The tier that an entry of the store with this digest was fetched from; empty if there is
-    none."""
-    for leaf in directories(os.path.join(root, "ops", place_of(row.package, row.op)), 3):
-        try:
-            origin = read_manifest(leaf).get(FETCHED, {})
-        except (OSError, ValueError):
-            continue  # it is damaged, so it is fetched
-        if origin.get("sha256") == row.sha256:
-            return str(origin.get("url"))
-    return ""

@@ -67,7 +67,7 @@ class Client:
         ``file`` is sent as the body. ``scope`` is what a registry's token has to be for. Raises
         OSError, http.client.HTTPException, Unreachable.
         """
-        url, asked = urljoin(self.base, url), False
+        url, asked = self._redirected(self.base, url), False
         for _ in range(_MOST_REDIRECTS + 2):
             given = dict(headers or {})
             if urlsplit(url).netloc == self._host and (told := self._authorize(scope)):
@@ -103,6 +103,7 @@ class Client:
         )
 
     def _redirected(self, url: str, location: str) -> str:
+        """Where a server sends us. A login must not go from TLS to plain HTTP."""
         there = urljoin(url, location)
         before, after = urlsplit(url).scheme, urlsplit(there).scheme
         if after not in ("http", "https") or (before == "https" and after == "http"):
