@@ -12,6 +12,8 @@ import fcntl
 import hashlib
 import json
 import os
+import random
+import time
 from typing import Any
 from urllib.parse import urlencode
 
@@ -32,6 +34,7 @@ _TITLE = "org.opencontainers.image.title"  # the file's name for `oras pull`
 _TAG = "org.opencontainers.image.ref.name"
 _SIGNATURES = "org.opkiln.signatures"
 _LABEL = "org.opkiln."
+_ATTEMPTS = 5  # to upload a blob
 
 
 def _digest(data: bytes) -> str:
@@ -123,20 +126,31 @@ class Registry:
             web.expect(response, 201)
 
     def _upload(self, sha256: str, data: bytes | None, file: str, pulse: Pulse) -> None:
+        """Upload a blob, unless it is there. Raises Unreachable.
+
+        If several upload the same blob at once, docker-registry may answer one of them that the
+        digest is wrong: it has moved the blob into place for another. So after a failure it is
+        asked again whether the blob is there.
+        """
         blob = f"{self._v2}/blobs/sha256:{sha256}"
-        with self._client.request("HEAD", blob, pulse, scope=self._push) as response:
-            if response.status == 200:
-                return
-        begin = f"{self._v2}/blobs/uploads/"
-        with self._client.request("POST", begin, pulse, scope=self._push) as response:
-            web.expect(response, 202)
-            place = response.headers["Location"] or ""
-        place += ("&" if "?" in place else "?") + urlencode({"digest": f"sha256:{sha256}"})
-        with self._client.request(
-            "PUT", place, pulse, headers={"Content-Type": "application/octet-stream"}, body=data,
-            file=file, scope=self._push,
-        ) as response:  # fmt: skip
-            web.expect(response, 201)
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            with self._client.request("HEAD", blob, pulse, scope=self._push) as response:
+                if response.status == 200:
+                    return
+            begin = f"{self._v2}/blobs/uploads/"
+            with self._client.request("POST", begin, pulse, scope=self._push) as response:
+                web.expect(response, 202)
+                place = response.headers["Location"] or ""
+            place += ("&" if "?" in place else "?") + urlencode({"digest": f"sha256:{sha256}"})
+            with self._client.request(
+                "PUT", place, pulse, headers={"Content-Type": "application/octet-stream"},
+                body=data, file=file, scope=self._push,
+            ) as response:  # fmt: skip
+                if response.status == 201:
+                    return
+                if not attempts_left:
+                    web.expect(response, 201)
+            time.sleep(random.uniform(0.05, 0.3))  # noqa: S311 (so that they do not meet again)
 
 
 class Layout:
