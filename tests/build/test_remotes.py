@@ -160,7 +160,7 @@ def test_eight_publishers_of_one_name_all_succeed(machines: Machines, place: Pla
     words = ("cache", "push", "--remote", place.url, "--key", machines.key)
     started = [machines.start("builder", *words, **place.variables) for _ in range(8)]
     ended = [child.finish(each) for each in started]
-    assert [each.returncode for each in ended] == [0] * 8, [each.stderr for each in ended]
+    assert not [each.stderr for each in ended if each.returncode]
     assert machines.fetch(machines.new(), place.url, **place.variables)["value"] == 42
 
 

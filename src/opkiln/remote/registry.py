@@ -34,7 +34,7 @@ _TITLE = "org.opencontainers.image.title"  # the file's name for `oras pull`
 _TAG = "org.opencontainers.image.ref.name"
 _SIGNATURES = "org.opkiln.signatures"
 _LABEL = "org.opkiln."
-_ATTEMPTS = 5  # to upload a blob
+_ATTEMPTS = 5  # to publish
 
 
 def _digest(data: bytes) -> str:
@@ -117,6 +117,19 @@ class Registry:
             yield from web.body_of(response, pulse, start)
 
     def write(self, name: str, file: str, what: Published, pulse: Pulse) -> None:
+        # If several publish the same at once, docker-registry may tell one of them that a digest
+        # is wrong or a blob unknown: it is just moving the blob into place for another.
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            try:
+                self._publish(name, file, what, pulse)
+            except Unreachable:
+                if not attempts_left:
+                    raise
+                time.sleep(random.uniform(0.05, 0.5))  # noqa: S311 (so that they do not meet again)
+            else:
+                return
+
+    def _publish(self, name: str, file: str, what: Published, pulse: Pulse) -> None:
         self._upload(what.sha256, None, file, pulse)
         self._upload(hashlib.sha256(_EMPTY).hexdigest(), _EMPTY, "", pulse)
         with self._client.request(
@@ -126,31 +139,20 @@ class Registry:
             web.expect(response, 201)
 
     def _upload(self, sha256: str, data: bytes | None, file: str, pulse: Pulse) -> None:
-        """Upload a blob, unless it is there. Raises Unreachable.
-
-        If several upload the same blob at once, docker-registry may answer one of them that the
-        digest is wrong: it has moved the blob into place for another. So after a failure it is
-        asked again whether the blob is there.
-        """
         blob = f"{self._v2}/blobs/sha256:{sha256}"
-        for attempts_left in reversed(range(_ATTEMPTS)):
-            with self._client.request("HEAD", blob, pulse, scope=self._push) as response:
-                if response.status == 200:
-                    return
-            begin = f"{self._v2}/blobs/uploads/"
-            with self._client.request("POST", begin, pulse, scope=self._push) as response:
-                web.expect(response, 202)
-                place = response.headers["Location"] or ""
-            place += ("&" if "?" in place else "?") + urlencode({"digest": f"sha256:{sha256}"})
-            with self._client.request(
-                "PUT", place, pulse, headers={"Content-Type": "application/octet-stream"},
-                body=data, file=file, scope=self._push,
-            ) as response:  # fmt: skip
-                if response.status == 201:
-                    return
-                if not attempts_left:
-                    web.expect(response, 201)
-            time.sleep(random.uniform(0.05, 0.3))  # noqa: S311 (so that they do not meet again)
+        with self._client.request("HEAD", blob, pulse, scope=self._push) as response:
+            if response.status == 200:
+                return
+        begin = f"{self._v2}/blobs/uploads/"
+        with self._client.request("POST", begin, pulse, scope=self._push) as response:
+            web.expect(response, 202)
+            place = response.headers["Location"] or ""
+        place += ("&" if "?" in place else "?") + urlencode({"digest": f"sha256:{sha256}"})
+        with self._client.request(
+            "PUT", place, pulse, headers={"Content-Type": "application/octet-stream"}, body=data,
+            file=file, scope=self._push,
+        ) as response:  # fmt: skip
+            web.expect(response, 201)
 
 
 class Layout:
