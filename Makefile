@@ -7,6 +7,7 @@
 #   make test-sanitize   the tests of native code under AddressSanitizer and UBSan
 #   make test-deepspeed   DeepSpeed from PyPI on opkiln (installs it beside .venv)
 #   make test-packages   extension packages from PyPI, as they are, built by opkiln (gigabytes)
+#   make test-remotes   remote tiers on docker-registry, nginx and an S3 server (apt-get installs them)
 #   make test-sycl   the SYCL example on Intel's runtime compiler (installs 1.6 GB beside .venv)
 #   make test-torches   one wheel of ops, libraries of op.h on several torches (installs them, 30 GB)
 #   make test-cluster   jobs of two nodes in network namespaces: slow and cut links (root, iproute2, iptables)
@@ -28,7 +29,7 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
 
 .PHONY: all setup demo test lint unit test-full test-random test-faults test-sanitize test-deepspeed \
-	test-packages test-sycl test-torches test-cluster test-aarch64 mutants deepspeed-sources bench docs clean
+	test-packages test-remotes test-sycl test-torches test-cluster test-aarch64 mutants deepspeed-sources bench docs clean
 
 all: test
 
@@ -79,6 +80,9 @@ test-deepspeed:
 test-packages: $(STAMP)
 	$(RUN) tests/packages/run.py
 
+test-remotes:
+	$(PYTHON) tests/remotes/run.py $(PYTEST)
+
 test-sycl:
 	$(PYTHON) tests/sycl/run.py --torch "$(TORCH)" $(PYTEST)
 
@@ -107,4 +111,4 @@ docs: $(STAMP)
 	$(RUN) -c "from opkiln.report.forms import settings_page; open('docs/settings.md', 'w').write(settings_page())"
 
 clean:
-	rm -rf $(VENV) .bench-venv .sycl-venv .torch-*-venv .deepspeed-venv .deepspeed .packages-*-venv build dist src/*.egg-info
+	rm -rf $(VENV) .bench-venv .remotes-venv .sycl-venv .torch-*-venv .deepspeed-venv .deepspeed .packages-*-venv build dist src/*.egg-info

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from opkiln.builder import CUDAOpBuilder
+from opkiln.bundles import layer
+from opkiln.bundles.bundle import write_bundle
 from opkiln.errors import OpkilnError
 from opkiln.model import ABI_TORCH, CUDA, PYTHON
-from opkiln.ship import layer
-from opkiln.ship.bundle import write_bundle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -127,11 +127,14 @@ class Child:
             self._input.close()
         self._wall = time.monotonic() - self._started
 
-    def send(self, data: bytes) -> None:
-        """Give data to a child that waits for it. One that has ended does not get it."""
+    def send(self, data: bytes, *, last: bool = False) -> None:
+        """Give data to a child that waits for it. One that has ended does not get it. After the
+        ``last`` data its standard input ends."""
         assert self._input is not None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._input.send(data, socket.MSG_NOSIGNAL)
+            if last:
+                self._input.shutdown(socket.SHUT_WR)
 
     def follow(
         self,
@@ -170,16 +173,23 @@ def carry_out(
     since: float | None = None,
     cancelled: threading.Event | None = None,
     watch_files: bool = False,
+    given: bytes | None = None,
 ) -> Ended:
-    """Run a program to its end; ``process.run`` says how and what is raised."""
+    """Run a program to its end; ``process.run`` says how and what is raised. ``given`` is its
+    standard input."""
     if timeout is not None:
         timeout = min(timeout, settings.build_timeout)
         if since is not None and time.monotonic() - since > timeout:
             raise _too_slow(argv, timeout, "was not started within")
     if cancelled is not None and cancelled.is_set():
         raise _cancellation(argv)
-    child = Child(argv, environment, cwd=cwd, split_stderr=split_stderr, watch_files=watch_files)
+    child = Child(
+        argv, environment, cwd=cwd, split_stderr=split_stderr, watch_files=watch_files,
+        waits=given is not None,
+    )  # fmt: skip
     with child:
+        if given is not None:
+            child.send(given, last=True)
         child.follow(timeout, since=since, cancelled=cancelled)
     return child.ended()
 

@@ -275,3 +275,8 @@ class ArchWarning(UserWarning):
 
 class StoreWarning(UserWarning):
     """The store could not be used as asked (owner, mode, read-only); the text says what is used."""
+
+
+class RemoteWarning(UserWarning):
+    """A remote tier cannot be used, or could not be published to; the text says why. Given once
+    per tier."""

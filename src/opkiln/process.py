@@ -149,15 +149,17 @@ def capture(
     cwd: str | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float = 30.0,
+    given: bytes | None = None,
 ) -> Captured:
-    """Run a short probe, unsupervised. A non-zero exit status is returned, not raised.
+    """Run a short probe, unsupervised. A non-zero exit status is returned, not raised. ``given`` is
+    its standard input.
 
     Raises ToolchainError if the program cannot be started or does not end in time: within
     ``timeout`` seconds, or ``OPKILN_BUILD_TIMEOUT`` if that is less.
     """
     try:
         ended = child.carry_out(
-            argv, _environment(env, None), cwd=cwd, split_stderr=True, timeout=timeout
+            argv, _environment(env, None), cwd=cwd, split_stderr=True, timeout=timeout, given=given
         )
     except BuildTimeout as error:
         raise ToolchainError(error.what, why=error.why, hint=shlex.join(argv)) from None

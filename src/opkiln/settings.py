@@ -15,6 +15,7 @@ import os
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from opkiln import setting_values as values
 from opkiln.errors import SettingError
 from opkiln.trust import followed
 
@@ -90,124 +91,6 @@ class Setting:
         return self.default, "default"
 
 
-def _choice(*values: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text.lower() not in values:
-            raise ValueError("expected " + " or ".join(values))
-        return text.lower()
-
-    return parse
-
-
-def _switch(text: str) -> bool:
-    lowered = text.lower()
-    if lowered in ("1", "on", "true", "yes"):
-        return True
-    if lowered in ("0", "off", "false", "no"):
-        return False
-    raise ValueError("expected 1 or 0, on or off")
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise ValueError("expected a whole number of at least 1")
-    return int(text)
-
-
-def _number(text: str) -> float:
-    """A number, or one that is in no range."""
-    try:
-        return float(text)
-    except ValueError:
-        return -1.0
-
-
-def _seconds(text: str) -> float:
-    value = _number(text)
-    if not 0 < value < 1e9:
-        raise ValueError("expected a positive number of seconds")
-    return value
-
-
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-
-
-def parse_size(text: str) -> int:
-    """Bytes from ``512M``, ``4GiB``, ``1048576``. Raises ValueError."""
-    lowered = text.strip().lower().removesuffix("ib").removesuffix("b")
-    unit = lowered[-1:] if lowered[-1:] in ("k", "m", "g", "t") else ""
-    number = _number(lowered.removesuffix(unit) if unit else lowered)
-    if not 0 < number < 1e18:
-        raise ValueError("expected a size such as 512M or 4G")
-    return int(number * _UNITS[unit])
-
-
-def _words(text: str) -> tuple[str, ...]:
-    import shlex
-
-    return tuple(shlex.split(text))
-
-
-def _command(text: str) -> tuple[str, ...]:
-    """A program, or a launcher and a program: ``g++``, ``/opt/my gcc/g++``, ``ccache g++``."""
-    return (text,) if os.access(text, os.X_OK) else _words(text)
-
-
-def _paths(text: str) -> tuple[str, ...]:
-    return tuple(part for part in text.split(os.pathsep) if part)
-
-
-def _directories(text: str) -> tuple[str, ...]:
-    # A compiler runs in a directory of its own; these are meant as seen from the user's.
-    return tuple(os.path.abspath(part) for part in _paths(text))
-
-
-def _keys(text: str) -> tuple[str, ...]:
-    # Empty is no list of keys: `OPKILN_TRUSTED_KEYS=$KEY` must not trust everybody for lack of KEY.
-    if not (words := _words(text)):
-        raise ValueError("it has no key")
-    import re
-
-    for word in words:
-        if word.startswith("ed25519:") and not re.fullmatch("ed25519:[A-Za-z0-9+/]{43}=", word):
-            raise ValueError(f"{word} is no public key, which has 43 characters and =")
-    return words
-
-
-def _deepspeed(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Which resorts serve each of DeepSpeed's ops; those that are not named, under ""."""
-    general: list[str] = []
-    named: dict[str, tuple[str, ...]] = {}
-    for word in filter(None, (part.strip() for part in text.split(","))):
-        op, equals, resort = word.rpartition("=")
-        if resort not in ("ops", "engine", "off") or (equals and not op.isidentifier()):
-            raise ValueError(f"{word!r} is not ops, engine, off or OP=one of these")
-        if equals:
-            named[op] = () if resort == "off" else (resort,)
-        else:
-            general.append(resort)
-    if "off" in general and len(general) > 1:
-        raise ValueError("off goes with no other")
-    chosen = tuple(each for each in ("ops", "engine") if each in general)
-    return (("", chosen if general else ("ops", "engine")), *named.items())
-
-
-def _ops(text: str) -> tuple[str, ...]:
-    """Names of ops; those that a file records, under "1"."""
-    if text.lower() in ("0", "off", "false", "no"):
-        return ()
-    if text.lower() in ("1", "on", "true", "yes"):
-        return ("1",)
-    return tuple(word for word in text.replace(",", " ").split() if word)
-
-
-def _gfx_version(text: str) -> tuple[int, ...]:
-    words = text.split(".")
-    if len(words) != 3 or not all(word.isascii() and word.isdigit() for word in words):
-        raise ValueError("expected a version such as 10.3.0")
-    return tuple(map(int, words))
-
-
 class Settings:
     """The table. Attribute access gives the value in force now."""
 
@@ -219,17 +102,38 @@ class Settings:
         shown="`$XDG_CACHE_HOME/opkiln` or `~/.cache/opkiln`",
     )  # fmt: skip
     store_layers = Setting(
-        "OPKILN_STORE_LAYERS", _paths, (),
+        "OPKILN_STORE_LAYERS", values.paths, (),
         "Read-only stores below the writable one, first match wins, separated by `:`. "
         "Naming a directory here is what makes it trusted.",
         shown="none",
     )  # fmt: skip
     trusted_keys = Setting(
-        "OPKILN_TRUSTED_KEYS", _keys, None,
+        "OPKILN_TRUSTED_KEYS", values.keys, None,
         "Public keys (`ed25519:…`), or files with one on each line, separated by blanks. Where it "
         "is set, a bundle is only imported, or used as a layer, if one of them has signed it. Set "
         "and empty, it is an error.",
         shown="none: bundles need no signature", empty_counts=True,
+    )  # fmt: skip
+    remotes = Setting(
+        "OPKILN_REMOTES", values.urls, (),
+        "Remote tiers: where compiled ops are looked for before anything is compiled, first match "
+        "wins, separated by blanks: `oci://registry/prefix`, `oci+http://…` without TLS, "
+        "`oci:///directory`, `https://…`, `http://…`, `s3://…`, `gs://…`, `file:///directory`. "
+        "What comes from there needs a signature by `OPKILN_TRUSTED_KEYS` or a digest in "
+        "`OPKILN_LOCK`.",
+        shown="none: nothing connects to another host",
+    )  # fmt: skip
+    lock = Setting(
+        "OPKILN_LOCK", str, None,
+        "A lock file, as `opkiln lock` writes it. The artifacts that it names are taken from "
+        "remote tiers by their digests, signed or not.",
+        shown="none",
+    )  # fmt: skip
+    push = Setting(
+        "OPKILN_PUSH", values.switch_or_path, None,
+        "Publish what is compiled here to the first remote tier, as `opkiln cache push` does: `1`, "
+        "or the file of the private key that signs it, as `opkiln cache keygen` makes it.",
+        shown="off",
     )  # fmt: skip
     runtime_dir = Setting(
         "OPKILN_RUNTIME_DIR", str, None,
@@ -242,14 +146,15 @@ class Settings:
         aliases=("TMPDIR",), shown="`/tmp`",
     )  # fmt: skip
     cache_max_size = Setting(
-        "OPKILN_CACHE_MAX_SIZE", parse_size, 20 << 30,
+        "OPKILN_CACHE_MAX_SIZE", values.parse_size, 20 << 30,
         "Size that `opkiln cache gc` shrinks the store to, oldest use first.", shown="20G",
     )  # fmt: skip
 
     # What happens
     mode = Setting(
         "OPKILN_MODE",
-        _choice("auto", "native", "cached", "sealed", "needed", "source", "reference"), "auto",
+        values.choice("auto", "native", "cached", "sealed", "needed", "source", "reference"),
+        "auto",
         "Whether to compile, and what to do otherwise. `auto`: use what is cached or installed, "
         "else compile, else run the op's reference with a warning. `native`: as `auto`, but an op "
         "that would fall back is an error. `cached`: never compile. `sealed`: never compile or "
@@ -258,19 +163,19 @@ class Settings:
         "every op that has one.",
     )  # fmt: skip
     patch_torch = Setting(
-        "OPKILN_PATCH_TORCH", _switch, False,
+        "OPKILN_PATCH_TORCH", values.switch, False,
         "Extensions of programs that use `torch.utils.cpp_extension` are built by opkiln. "
         "`opkiln run` sets it.", shown="off",
     )  # fmt: skip
     deepspeed = Setting(
-        "OPKILN_DEEPSPEED", _deepspeed, (("", ("ops", "engine")),),
+        "OPKILN_DEEPSPEED", values.deepspeed, (("", ("ops", "engine")),),
         "What DeepSpeed's builders load where opkiln serves them: `ops` opkiln's own ops, `engine` "
         "DeepSpeed's sources built by opkiln, both in this order; `off` what DeepSpeed builds. "
         "`OP=ops`, `OP=engine` and `OP=off` say it of one op: `cpu_adam=engine,quantizer=off`.",
         shown="`ops,engine`",
     )  # fmt: skip
     check = Setting(
-        "OPKILN_CHECK", _switch, False,
+        "OPKILN_CHECK", values.switch, False,
         "Run the native version and the reference of every op declared with `@opkiln.op`, and "
         "compare what they give; the first difference is an error. For tests and for the search "
         "for a wrong kernel: a call takes several times as long.",
@@ -281,7 +186,7 @@ class Settings:
         "`opkiln build --recorded FILE`.", shown="none",
     )  # fmt: skip
     build_ops = Setting(
-        "OPKILN_BUILD_OPS", _switch, False,
+        "OPKILN_BUILD_OPS", values.switch, False,
         "When a package is installed: precompile all its ops, skipping those that cannot be built "
         "here. `OPKILN_BUILD_<OP>` (`DS_BUILD_<OP>`) decides for one op: `1` builds it or fails, "
         "`0` leaves it out.",
@@ -311,7 +216,7 @@ class Settings:
     )  # fmt: skip
 
     device = Setting(
-        "OPKILN_DEVICE", _choice("emulated"), None,
+        "OPKILN_DEVICE", values.choice("emulated"), None,
         "`emulated`: CUDA kernels of ops written with `op.h` run on the CPU, on CPU tensors, and "
         "their races, bounds and barriers are checked. For tests on machines without a GPU; see "
         "[emulator.md](emulator.md).",
@@ -320,7 +225,7 @@ class Settings:
 
     # How it is built
     cxx = Setting(
-        "OPKILN_CXX", _command, None,
+        "OPKILN_CXX", values.command, None,
         "The host C++ compiler, a name on PATH or a path; a launcher may come before it "
         "(`ccache g++`).",
         aliases=("CXX",), shown="the first of `g++`, `clang++`, `c++` on PATH that works",
@@ -342,42 +247,44 @@ class Settings:
         "(`x86-64-v3+avx512f`).",
     )  # fmt: skip
     debug = Setting(
-        "OPKILN_DEBUG", _switch, False, "Build with `-O0 -g3` instead of `-O3`.", shown="off",
+        "OPKILN_DEBUG", values.switch, False, "Build with `-O0 -g3` instead of `-O3`.", shown="off",
     )  # fmt: skip
     cppflags = Setting(
-        "CPPFLAGS", _words, (),
+        "CPPFLAGS", values.words, (),
         "Flags added to every compile, before the author's. nvcc takes "
         "macros and include directories itself and hands the rest to its host compiler; one with a "
         "comma or a character that a shell reads is refused.",
         shown="none", group="compiler",
     )  # fmt: skip
     cxxflags = Setting(
-        "OPKILN_CXXFLAGS", _words, (),
+        "OPKILN_CXXFLAGS", values.words, (),
         "Flags added to every compile of C++, SYCL's too, after the author's; nvcc and hipcc are "
         "given those of `OPKILN_CUDAFLAGS`.",
         aliases=("CXXFLAGS",), shown="none",
     )  # fmt: skip
     ldflags = Setting(
-        "OPKILN_LDFLAGS", _words, (), "Flags added to every link, after the author's.",
+        "OPKILN_LDFLAGS", values.words, (), "Flags added to every link, after the author's.",
         aliases=("LDFLAGS",), shown="none",
     )  # fmt: skip
     cpath = Setting(
-        "CPATH", _directories, (), "Include directories; each enters the command line as `-I`.",
+        "CPATH", values.directories, (),
+        "Include directories; each enters the command line as `-I`.",
         shown="none", group="compiler",
     )  # fmt: skip
     cplus_include_path = Setting(
-        "CPLUS_INCLUDE_PATH", _directories, (),
+        "CPLUS_INCLUDE_PATH", values.directories, (),
         "Include directories; each enters the command line as `-isystem`.",
         shown="none", group="compiler",
     )  # fmt: skip
     library_path = Setting(
-        "LIBRARY_PATH", _directories, (), "Library directories; each enters the link line as `-L`.",
+        "LIBRARY_PATH", values.directories, (),
+        "Library directories; each enters the link line as `-L`.",
         shown="none", group="compiler",
     )  # fmt: skip
 
     # CUDA
     cuda = Setting(
-        "OPKILN_CUDA", _choice("auto", "nvcc", "nvrtc"), "auto",
+        "OPKILN_CUDA", values.choice("auto", "nvcc", "nvrtc"), "auto",
         "What compiles CUDA sources. `nvcc`: a CUDA toolkit. `nvrtc`: the library of this name, "
         "which torch's CUDA wheels bring along, and the C++ compiler; for sources on "
         "`opkiln/op.h`. `auto`: `nvcc` where there is a toolkit, else `nvrtc`.",
@@ -402,7 +309,7 @@ class Settings:
         aliases=("TORCH_CUDA_ARCH_LIST",), shown="those of this machine's GPUs",
     )  # fmt: skip
     skip_cuda_check = Setting(
-        "OPKILN_SKIP_CUDA_CHECK", _switch, False,
+        "OPKILN_SKIP_CUDA_CHECK", values.switch, False,
         "Take a CUDA toolkit of another major version than torch's.",
         aliases=("DS_SKIP_CUDA_CHECK",), shown="off",
     )  # fmt: skip
@@ -411,18 +318,18 @@ class Settings:
         aliases=("CUDAHOSTCXX",), shown="the host C++ compiler", group="compiler",
     )  # fmt: skip
     cudaflags = Setting(
-        "OPKILN_CUDAFLAGS", _words, (),
+        "OPKILN_CUDAFLAGS", values.words, (),
         "Flags added to every compile of device code, after the author's; `-lineinfo` is for "
         "profilers.",
         aliases=("CUDAFLAGS",), shown="none",
     )  # fmt: skip
     debug_cuda = Setting(
-        "DS_DEBUG_CUDA", _switch, False,
+        "DS_DEBUG_CUDA", values.switch, False,
         "Show each kernel's registers, shared memory and spills when it is compiled.",
         shown="off", group="compiler",
     )  # fmt: skip
     nvcc_threads = Setting(
-        "NVCC_THREADS", _positive, None,
+        "NVCC_THREADS", values.positive, None,
         "Architectures that one nvcc compiles at once; each takes a CPU of the budget.",
         aliases=("DS_NVCC_THREADS",), shown="as many as there are and fit", group="compiler",
     )  # fmt: skip
@@ -447,7 +354,7 @@ class Settings:
         aliases=("PYTORCH_ROCM_ARCH",), shown="those of this machine's GPUs",
     )  # fmt: skip
     gfx_override = Setting(
-        "HSA_OVERRIDE_GFX_VERSION", _gfx_version, None,
+        "HSA_OVERRIDE_GFX_VERSION", values.gfx_version, None,
         "The architecture that the ROCm runtime takes every AMD GPU for, as `10.3.0`.",
         shown="each GPU's own", group="job",
     )  # fmt: skip
@@ -482,17 +389,18 @@ class Settings:
 
     # The engine
     max_jobs = Setting(
-        "OPKILN_MAX_JOBS", _positive, None,
+        "OPKILN_MAX_JOBS", values.positive, None,
         "Most steps this process runs at once. The host-wide budget (CPUs, cgroup, memory) holds "
         "besides.",
         aliases=("MAX_JOBS",), shown="the budget",
     )  # fmt: skip
     memory = Setting(
-        "OPKILN_MEMORY", parse_size, None, "Memory that all builds of this user may take together.",
+        "OPKILN_MEMORY", values.parse_size, None,
+        "Memory that all builds of this user may take together.",
         shown="80% of the cgroup's or the machine's",
     )  # fmt: skip
     build_timeout = Setting(
-        "OPKILN_BUILD_TIMEOUT", _seconds, 1800.0,
+        "OPKILN_BUILD_TIMEOUT", values.seconds, 1800.0,
         "The longest time, in seconds, in which a load may get no further. It is for a step, not "
         "for a build: a build of ten long steps may take ten times as long. It counts from the "
         "start of the load, and again from each step that ends. A step that is still running then "
@@ -508,7 +416,7 @@ class Settings:
         shown="none",
     )  # fmt: skip
     progress = Setting(
-        "OPKILN_PROGRESS", _choice("auto", "bar", "lines", "verbose", "quiet", "off"),
+        "OPKILN_PROGRESS", values.choice("auto", "bar", "lines", "verbose", "quiet", "off"),
         "auto",
         "How a build reports on standard error: `bar`, `lines`, `verbose` (lines, and every "
         "command that is run), `quiet` (only that it has waited for another process for 5 seconds) "
@@ -527,7 +435,7 @@ class Settings:
 
     # Jobs of several ranks
     ensure = Setting(
-        "OPKILN_ENSURE", _ops, (),
+        "OPKILN_ENSURE", values.ops, (),
         "Ops that all ranks of a job agree on when the program calls "
         "`torch.distributed.init_process_group`, by name, separated by commas; `1`: those in the "
         "file of `OPKILN_RECORD`. For programs under `opkiln run`; see [clusters.md](clusters.md).",
@@ -540,7 +448,7 @@ class Settings:
         shown="none",
     )  # fmt: skip
     world_size = Setting(
-        "WORLD_SIZE", _positive, None, "How many ranks the job has.",
+        "WORLD_SIZE", values.positive, None, "How many ranks the job has.",
         aliases=("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"), shown="none", group="job",
     )  # fmt: skip
     master_addr = Setting(
@@ -548,7 +456,7 @@ class Settings:
         shown="under Slurm, the first node of the step", group="job",
     )  # fmt: skip
     master_port = Setting(
-        "MASTER_PORT", _positive, None, "The port of the job's store.",
+        "MASTER_PORT", values.positive, None, "The port of the job's store.",
         shown="under Slurm, one that follows from the job's number", group="job",
     )  # fmt: skip
     run_id = Setting(
@@ -561,7 +469,7 @@ class Settings:
         aliases=("SLURM_RESTART_COUNT",), shown="0", group="job",
     )  # fmt: skip
     agent_store = Setting(
-        "TORCHELASTIC_USE_AGENT_STORE", _switch, False,
+        "TORCHELASTIC_USE_AGENT_STORE", values.switch, False,
         "Whether the store is served by the agent of torchrun, not by rank 0.",
         shown="off", group="job",
     )  # fmt: skip
@@ -580,8 +488,37 @@ class Settings:
         group="system",
     )  # fmt: skip
     path = Setting(
-        "PATH", _paths, ("/usr/local/bin", "/usr/bin", "/bin"), "Where programs are looked for.",
+        "PATH", values.paths, ("/usr/local/bin", "/usr/bin", "/bin"),
+        "Where programs are looked for.",
         shown="`/usr/local/bin:/usr/bin:/bin`", group="system",
+    )  # fmt: skip
+
+    # Logins and proxies for remote tiers. s3:// and gs:// find theirs by themselves.
+    registry_auth_file = Setting(
+        "REGISTRY_AUTH_FILE", str, None,
+        "A file of logins in docker's form, for `oci://`; what podman and skopeo write.",
+        shown="`$DOCKER_CONFIG/config.json`", group="system",
+    )  # fmt: skip
+    docker_config = Setting(
+        "DOCKER_CONFIG", str, None,
+        "The directory of docker's `config.json`: logins and credential helpers, for `oci://`.",
+        shown="`~/.docker`", group="system",
+    )  # fmt: skip
+    netrc = Setting(
+        "NETRC", str, None, "A file of logins, for `https://` and `http://`.",
+        shown="`~/.netrc`", group="system",
+    )  # fmt: skip
+    https_proxy = Setting(
+        "HTTPS_PROXY", str, None, "The proxy for `https://` and `oci://`.",
+        aliases=("https_proxy",), shown="none", group="system",
+    )  # fmt: skip
+    http_proxy = Setting(
+        "http_proxy", str, None, "The proxy for `http://` and `oci+http://`.",
+        shown="none", group="system",
+    )  # fmt: skip
+    no_proxy = Setting(
+        "NO_PROXY", str, "", "Hosts and domains that are reached without a proxy, by commas.",
+        aliases=("no_proxy",), shown="none", group="system",
     )  # fmt: skip
 
 
@@ -597,6 +534,8 @@ _INDIFFERENT = frozenset((
     "run_id", "restart_count", "agent_store", "slurm_step", "slurm_nodes",
     "accelerator", "device",  # which of an op's backends serves is in its spec
     "path",  # which programs it leads to is in the receipt
+    "remotes", "lock", "push", "registry_auth_file", "docker_config", "netrc",
+    "https_proxy", "http_proxy", "no_proxy",
 ))  # fmt: skip
 _NAMES = frozenset(
     name
@@ -620,15 +559,20 @@ DROPPED = (
     "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CFLAGS", "MAKEFLAGS", "SOURCE_DATE_EPOCH",
     "HIPCC_COMPILE_FLAGS_APPEND", "HIPCC_LINK_FLAGS_APPEND", "HIP_PATH", "HIP_CLANG_PATH",
     "HIP_PLATFORM", "DEVICE_LIB_PATH", "HCC_AMDGPU_TARGET",
+    # Of launchers: they name another compiler than CXX does.
+    "CCACHE_COMPILER", "CCACHE_COMPILERTYPE", "CCACHE_PATH", "CCACHE_PREFIX_CPP",
+    "ICECC_CC", "ICECC_CXX",
 )  # fmt: skip
 
 # What a child process keeps of this one's environment. None of them decides what a compiler
 # produces, given the toolchain's identity (which digests the very programs PATH leads to).
 PASSED = (
     "PATH", "HOME", "USER", "LOGNAME", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR",
-    "CCACHE_DIR", "CCACHE_CONFIGPATH", "CCACHE_MAXSIZE", "SCCACHE_DIR", "SCCACHE_SERVER_PORT",
     "CONDA_PREFIX", "ASAN_OPTIONS",
 )  # fmt: skip
+# Variables of compile launchers, by how their names begin. What they serve is bound to the text and
+# the compiler (``observing.launchers``), whatever these say.
+PASSED_FAMILIES = ("CCACHE_", "SCCACHE_", "DISTCC_", "ICECC_")
 
 
 def table() -> tuple[Setting, ...]:
@@ -708,6 +652,9 @@ def place_in_job() -> tuple[int, int] | None:
 def child_environment() -> dict[str, str]:
     """The allow-listed part of this process's environment, for a compiler or another child."""
     passed = {name: os.environ[name] for name in PASSED if name in os.environ}
+    for name, value in os.environ.items():
+        if name.startswith(PASSED_FAMILIES) and name not in DROPPED:
+            passed[name] = value
     if not passed.get("PATH"):
         # A compiler looks for its assembler and linker there, as we looked for the compiler.
         passed["PATH"] = os.pathsep.join(settings.path)
@@ -737,7 +684,7 @@ def build_switch_of(op: str, variables: tuple[str, ...] = ()) -> tuple[bool | No
         # An op may be called `string`; the variable of that name is a setting all the same.
         if text and name not in taken:
             try:
-                return _switch(text), name
+                return values.switch(text), name
             except ValueError as error:
                 raise SettingError(f"{name}={text!r}: {error}", hint=f"unset {name}") from None
     return None, ""

@@ -16,11 +16,11 @@ from sample.compiler import Compiler
 from sample.levels import LEVELS
 from sample.package import settle
 
+from opkiln.bundles import layer, signing
+from opkiln.bundles.bundle import unpack, write_bundle
 from opkiln.cli.cache import command as cache_command
 from opkiln.errors import StoreError
 from opkiln.settings import override
-from opkiln.ship import layer, signing
-from opkiln.ship.bundle import unpack, write_bundle
 from opkiln.store import inventory, sealed
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from sample.child import NOBODY
 from sample.compiler import torch_like
 from sample.doctor import Patient, can_mount
 
+from opkiln.bundles import bundle
 from opkiln.report.commands import install
-from opkiln.ship import bundle
 from opkiln.toolchain import nvcc
 
 if TYPE_CHECKING:

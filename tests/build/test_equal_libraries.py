@@ -12,13 +12,13 @@ from sample import child
 from sample.package import settle
 
 import opkiln
+from opkiln.bundles import layer
+from opkiln.bundles.bundle import write_bundle
 from opkiln.decision.terms import Request
 from opkiln.digest import sha256_file
 from opkiln.loading import loader, native
 from opkiln.model import Artifact
 from opkiln.settings import override
-from opkiln.ship import layer
-from opkiln.ship.bundle import write_bundle
 from opkiln.toolchain import host
 
 if TYPE_CHECKING:

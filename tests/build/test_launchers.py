@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,13 +72,12 @@ class Launcher:
 
     def _distcc(self) -> None:
         port = free_port()
-        hosts = self.tree.path / "home/.distcc/hosts"
-        hosts.parent.mkdir()
-        hosts.write_text(f"127.0.0.1:{port}\n")
+        self.variables["DISTCC_HOSTS"] = f"127.0.0.1:{port}"
         self._server = subprocess.Popen(
             [program("distccd"), "--no-detach", "--daemon", "--port", str(port), "--log-stderr",
              "--allow", "127.0.0.1", "--make-me-a-botnet", "--jobs", "2", "--verbose"],
             stderr=open(self.tree.path / "distccd.log", "wb"),  # noqa: SIM115
+            env={**os.environ, "ELSEWHERE": "1"},  # opkiln passes no such variable on
         )  # fmt: skip
         deadline = time.monotonic() + 30
         while socket.socket().connect_ex(("127.0.0.1", port)):
@@ -176,9 +176,110 @@ def test_the_launcher_does_its_work(launcher: Launcher, tree: Tree) -> None:
         hits = 1 if launcher.name == "ccache" else 2
         assert re.search(rf"Hits: +{hits} /", done), done
     elif launcher.name == "sccache":
-        assert "Compile requests executed             2" in done, done
+        assert re.search(r"Compile requests executed +2\n", done), done
+        assert re.search(r"Cache hits +1\n", done), done
     else:
         assert done.count("COMPILE_OK") == 2, done
+
+
+def explained(tree: Tree, cache: str) -> str:
+    return tree.run(
+        """
+        from pkg.op import Builder
+        from opkiln.loading.explain import explain
+        print(explain(Builder().op()))
+        """,
+        cache,
+    )
+
+
+@pytest.mark.parametrize("launcher", ["ccache", "ccache as g++"], indirect=True)
+def test_explain_says_that_a_launcher_is_used(launcher: Launcher, tree: Tree) -> None:
+    small(tree, SIGN)
+    assert re.search(rf"^launcher: +{re.escape(launcher.path)}$", explained(tree, "first"), re.M)
+
+
+def test_explain_names_no_launcher_where_there_is_none(tree: Tree) -> None:
+    small(tree, SIGN)
+    assert "launcher:" not in explained(tree, "first")
+
+
+def test_the_variables_of_a_launcher_reach_it(tree: Tree) -> None:
+    """A second cache, on another machine, is filled from the storage that both share."""
+    Launcher("ccache", tree)
+    tree.environment["CCACHE_REMOTE_STORAGE"] = f"file:{tree.path}/shared"
+    small(tree, SIGN)
+    for cache in ("first", "second"):
+        tree.environment["CCACHE_DIR"] = str(tree.path / f"ccache-{cache}")
+        assert tree.answer(cache) == (1, "observed")
+    done = subprocess.run(
+        [program("ccache"), "--print-stats"], capture_output=True, text=True, check=True,
+        env={**os.environ, "CCACHE_DIR": str(tree.path / "ccache-second")},
+    )  # fmt: skip
+    assert "remote_storage_hit\t1" in done.stdout, done.stdout
+
+
+def test_variables_that_name_another_compiler_do_not_reach_a_launcher(tree: Tree) -> None:
+    Launcher("ccache", tree)
+    other = tree.write("bin/other", '#!/bin/sh\nexec g++ -funsigned-char "$@"\n', mode=0o755)
+    tree.environment["CCACHE_COMPILER"] = str(other)
+    small(tree, SIGN)
+    assert tree.answer("first") == (1, "observed")
+    assert "kept away from compilers: CCACHE_COMPILER" in explained(tree, "first")
+
+
+def test_options_that_ccache_is_told_to_ignore_still_count(tree: Tree) -> None:
+    Launcher("ccache", tree)
+    tree.environment["CCACHE_IGNOREOPTIONS"] = "-f*signed-char"
+    small(tree, SIGN)
+    for value, flag in ((1, "-fsigned-char"), (2, "-funsigned-char")):
+        tree.environment["CXXFLAGS"] = flag
+        assert tree.answer("warm") == (value, "observed")
+
+
+OTHERS = {
+    "an older one": f'exec {shutil.which("g++-11")} "$@"',
+    "one that does not say its name": f'exec {shutil.which("g++")} -fno-ident "$@"',
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_compiler_on_another_host_is_refused(
+    tree: Tree, other: str, open_directory: Path
+) -> None:
+    if "None" in OTHERS[other]:
+        pytest.skip("there is no g++-11 here")
+    launcher = Launcher("distcc", tree)
+    # One path, and two compilers: that of this host, and that of the host that compiles.
+    compiler = open_directory / "g++"
+
+    def have_elsewhere(command: str) -> None:
+        compiler.write_text(f'#!/bin/sh\n[ "$ELSEWHERE" ] && {command}\nexec g++ "$@"\n')
+        compiler.chmod(0o755)
+
+    have_elsewhere(OTHERS[other])
+    launcher.compile_with(str(compiler))
+    small(tree, SIGN)
+    try:
+        with pytest.raises(AssertionError) as refused:
+            tree.answer("first")
+        told = str(refused.value)
+        assert "a.cpp was compiled by another compiler" in told, told
+        assert "the compiler here is GCC: " in told
+        assert "COMPILE_OK" in launcher.work()  # the other host did compile it
+        have_elsewhere('exec g++ "$@"')
+        assert tree.answer("first") == (1, "observed")
+    finally:
+        launcher.stop()
+
+
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """A directory that everybody may read: distccd runs as a user of its own."""
+    with tempfile.TemporaryDirectory() as made:
+        path = Path(made)
+        path.chmod(0o755)
+        yield path
 
 
 def _switched(tree: Tree, value: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 from sample.package import rest, settle
 from sample.shipped import Shipped, described, rewrite
 
+from opkiln.bundles.bundle import unpack, write_bundle
 from opkiln.decision import archs
 from opkiln.decision.decide import decide
 from opkiln.decision.target import target_machine
@@ -21,7 +22,6 @@ from opkiln.loading import loader
 from opkiln.loading.explain import explain
 from opkiln.model import ABI_TORCH
 from opkiln.settings import override
-from opkiln.ship.bundle import unpack, write_bundle
 from opkiln.store import key
 from opkiln.store.layers import Store
 from opkiln.toolchain import choice, torch_sdk

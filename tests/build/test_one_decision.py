@@ -22,6 +22,7 @@ from sample.levels import LEVELS
 
 from opkiln import machine
 from opkiln.builder import CUDAOpBuilder, OpBuilder
+from opkiln.bundles import layer
 from opkiln.decision import policy
 from opkiln.decision.decide import decide
 from opkiln.decision.terms import (
@@ -41,7 +42,7 @@ from opkiln.loading import loader
 from opkiln.loading.explain import explain
 from opkiln.report import operators
 from opkiln.settings import override
-from opkiln.ship import layer, prebuild
+from opkiln.ship import prebuild
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

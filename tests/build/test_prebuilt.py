@@ -274,7 +274,7 @@ def test_a_python_module_is_served_though_the_interpreter_has_the_symbols_that_i
         from module_ops import ModuleBuilder
         from opkiln.decision.terms import BUILD, Request
         from opkiln.loading import loader
-        from opkiln.ship import layer
+        from opkiln.bundles import layer
         made, _ = loader.obtain(Request(ModuleBuilder().op(), BUILD))
         layer.export([made.path], sys.argv[1])
     """

@@ -302,7 +302,7 @@ from linked_ops import Linked
 from opkiln.building import loadtest
 from opkiln.decision.terms import BUILD, Request
 from opkiln.loading import loader
-from opkiln.ship import layer
+from opkiln.bundles import layer
 if sys.argv[2:]:
     loadtest.LoadTest.check = lambda self: None  # as where there is what it needs
 made, _ = loader.obtain(Request(Linked().op(), BUILD))

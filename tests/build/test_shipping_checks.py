@@ -18,9 +18,9 @@ from sample.package import rest, settle
 from sample.shipped import announce, described
 
 from opkiln import __version__
+from opkiln.bundles import layer
 from opkiln.errors import SettingError, StoreError
 from opkiln.settings import override
-from opkiln.ship import layer
 from opkiln.ship.precompile import precompile
 from opkiln.ship.selection import Declared
 

@@ -20,10 +20,11 @@ from sample.levels import LOW
 
 from opkiln import settings
 from opkiln.binary import elf
+from opkiln.bundles import layer
 from opkiln.digest import sha256_file
 from opkiln.errors import BuildError
 from opkiln.settings import override
-from opkiln.ship import audit, layer
+from opkiln.ship import audit
 from opkiln.ship.audit import platform
 from opkiln.ship.wheel import HOME, write_wheel
 from opkiln.ship.wheel_check import verify_wheel

@@ -19,10 +19,10 @@ from typing import Any
 
 import opkiln
 from opkiln.building import build, failure
+from opkiln.bundles import bundle, layer
 from opkiln.decision import decide, receipt, search
 from opkiln.loading import loader
 from opkiln.settings import settings
-from opkiln.ship import bundle, layer
 from opkiln.store import gc, inventory
 from opkiln.store.layers import Store
 
@@ -76,7 +76,7 @@ def write(layer_dir: str, file: str) -> dict[str, Any]:
 
 def sign(site: str, file: str, key: str) -> dict[str, Any]:
     sys.path.append(site)  # where the library for it is, and much else
-    from opkiln.ship import signing
+    from opkiln.bundles import signing
 
     return {"sha256": signing.sign(file, key).sha256}
 

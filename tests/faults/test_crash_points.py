@@ -27,7 +27,7 @@ import pytest
 from sample import layer
 from sample.child import SOURCE
 
-from opkiln.ship import bundle, signing
+from opkiln.bundles import bundle, signing
 from opkiln.store import entry
 
 if TYPE_CHECKING:

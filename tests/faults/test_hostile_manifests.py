@@ -10,10 +10,10 @@ import pytest
 from sample import layer
 
 from opkiln import machine
+from opkiln.bundles import bundle
 from opkiln.decision import fit, prebuilt
 from opkiln.decision.terms import Request, Trace
 from opkiln.model import ABI_NONE, Op, OpSpec
-from opkiln.ship import bundle
 from opkiln.store import key
 
 if TYPE_CHECKING:

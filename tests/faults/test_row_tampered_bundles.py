@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 from sample import layer
 
+from opkiln.bundles import bundle
 from opkiln.digest import sha256_file
 from opkiln.errors import StoreError
-from opkiln.ship import bundle
 from opkiln.store import archive, sealed
 from opkiln.store.entry import Refused
 from opkiln.store.recheck import Hasher

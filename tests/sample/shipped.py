@@ -6,10 +6,10 @@ import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
+from opkiln.bundles import layer
 from opkiln.loading import loader
 from opkiln.loading.explain import explain
 from opkiln.settings import override
-from opkiln.ship import layer
 from opkiln.store import entry
 from sample import known, levels, wanted
 from sample.package import settle

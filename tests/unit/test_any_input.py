@@ -19,9 +19,11 @@ from hypothesis import settings as limits
 from hypothesis import strategies as st
 
 from opkiln.arch import cpu
+from opkiln.bundles import bundle
 from opkiln.errors import ArchError, LoadError, OpkilnError, SettingError, UsageError
-from opkiln.settings import Setting, override, parse_size, table
-from opkiln.ship import bundle, selection
+from opkiln.setting_values import parse_size
+from opkiln.settings import Setting, override, table
+from opkiln.ship import selection
 from opkiln.ship.wheel_check import verify_wheel
 from opkiln.store import archive, entry, shape, signatures
 from opkiln.store.deps import parse_depfile

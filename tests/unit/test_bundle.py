@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from sample import layer
 
+from opkiln.bundles import bundle
 from opkiln.errors import StoreError
 from opkiln.settings import override
-from opkiln.ship import bundle
 from opkiln.store import archive, location, sealed, zip_format
 from opkiln.store.entry import Leaf, Refused
 from opkiln.store.recheck import Hasher

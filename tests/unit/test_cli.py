@@ -24,6 +24,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 COMMANDS = main._COMMANDS
 CACHE_COMMANDS = (
     "path", "list", "size", "verify", "gc", "clear", "export", "import", "keygen", "sign", "record",
+    "push", "pull",
 )  # fmt: skip
 TUNED_COMMANDS = ("list", "export", "import", "clear")
 

@@ -12,12 +12,12 @@ import pytest
 from sample import layer
 
 from opkiln import machine
+from opkiln.bundles import bundle
 from opkiln.decision import prebuilt
 from opkiln.decision.terms import Request, Trace
 from opkiln.errors import StoreError
 from opkiln.model import ABI_NONE, Op, OpSpec
 from opkiln.report import collect as report_cache
-from opkiln.ship import bundle
 from opkiln.store import entry, inventory, key
 from opkiln.store.recheck import Hasher
 

@@ -107,13 +107,19 @@ def connecting(code: str) -> list[str]:
     return [name for name in found if parts[name] & NETWORK or name.startswith("socket.")]
 
 
-def test_nothing_connects_to_another_host() -> None:
-    assert in_all_sources(connecting) == {
-        # Ranks that call opkiln.ensure: the store of their process group, or of the launcher.
-        "cluster/job.py": ["torch.distributed", "torch.distributed"],
+def test_only_remote_tiers_and_jobs_connect_to_another_host() -> None:
+    """Tiers where the user names one: tests/build/test_remotes.py. Jobs that call opkiln.ensure."""
+    found = in_all_sources(connecting)
+    assert {path: set(names) for path, names in found.items()} == {
+        # The store of the job's process group, or of its launcher.
+        "cluster/job.py": {"torch.distributed"},
         # Whether an optimizer's parameters are sharded: it asks a group that the program has made.
-        "optimizing/sharded.py": ["torch.distributed"],
-    }
+        "optimizing/sharded.py": {"torch.distributed"},
+        "remote/tiers.py": {"http.client.HTTPException"},  # to recognise it
+        "remote/web.py": {
+            "http.client", "http.client.HTTPConnection", "http.client.HTTPResponse", "ssl",
+        },
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

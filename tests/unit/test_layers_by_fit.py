@@ -12,12 +12,12 @@ import pytest
 from sample.decisions import World
 
 from opkiln import machine
+from opkiln.bundles import bundle
 from opkiln.decision import fit, prebuilt
 from opkiln.decision.terms import Trace
 from opkiln.digest import sha256_file, signed
 from opkiln.errors import LoadError
 from opkiln.model import CUDA, OUTSIDE, PACKAGE, Artifact
-from opkiln.ship import bundle
 from opkiln.store import entry, recheck
 
 if TYPE_CHECKING:

@@ -72,6 +72,8 @@ def filled(ops: tuple[operators.OpStatus, ...] = OPS) -> collect.Report:
         (collect.Build("fast_gelu", "sample", "cuda 9.0", NOW - 60, 12.5, 900 << 20, "/cache/x"),
          collect.Build("fast_gelu", "sample", "cpu", NOW - 65, 3.0, 200 << 20, "/cache/y"),
          collect.Build("slow_gelu", "sample", "cpu", NOW - 90000, 1.0, 0, "/cache/z")),
+        (collect.Fetch("far_gelu", "sample", "cpu", "fetched from oci://host/ops", "/cache/f"),),
+        ("oci://host/ops",),
     )  # fmt: skip
     environment = collect.Environment(
         machine=here,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sample.prebuilt import FULL, SYSTEM, add, linked, made_with
 
-from opkiln.ship.layer import entries
+from opkiln.bundles.layer import entries
 from opkiln.ship.sbom import sbom
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ import pytest
 from click.testing import CliRunner
 from sample import layer
 
+from opkiln.bundles import bundle, signing
 from opkiln.cli.cache import command
 from opkiln.digest import sha256_file
 from opkiln.errors import OpkilnError, SettingError, StoreError, UsageError
 from opkiln.settings import override, settings
-from opkiln.ship import bundle, signing
 from opkiln.store import archive, sealed, signatures
 from opkiln.store.entry import Leaf, Refused
 from opkiln.store.recheck import Hasher

@@ -31,6 +31,7 @@ CALLS: dict[str, list[str]] = {
     "new": ["demo_ops"],
     "demo": ["--help"],
     "completion": ["bash"],
+    "lock": ["-o", "{tmp}/ops.lock"],
     "tuned list": [],
     "tuned export": ["{tmp}/tuned.json"],
     "tuned import": ["{empty}"],
@@ -45,6 +46,8 @@ CALLS: dict[str, list[str]] = {
     "cache import": ["{empty}"],
     "cache keygen": ["{tmp}/release.key"],
     "cache sign": ["{empty}", "--key", "{empty}"],
+    "cache push": ["--remote", "file://{tmp}/tier"],
+    "cache pull": ["--lock", "{empty}", "--remote", "file://{tmp}/tier"],
     "cache record": ["{tmp}/ops.jsonl", "--", sys.executable, "-c", "print(1)"],
 }
 

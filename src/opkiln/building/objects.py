@@ -187,6 +187,8 @@ class _Batch:
     def run(self, steps: list[Step], since: float | None, beside: list[schedule.Task]) -> None:
         found = (self._passes.task(step, self._argv(step, self._places)) for step in steps)
         passes = [task for task in found if task is not None]
+        if (task := self._passes.identity_task(self._argv(steps[0], self._places))) is not None:
+            passes.append(task)
         if passes:
             schedule.execute(passes, timeout=settings.build_timeout, since=since)
             since = None
@@ -239,6 +241,7 @@ class _Batch:
             self.launched = True
             self.unsettled[step.output] = _snapshot(list(read))
             return
+        self._passes.require_own_compiler(step)
         seen, same = self._passes.evidence(step, look)
         found = None if seen is None else self._inputs(seen)
         if found is not None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+from opkiln.binary import elf
 from opkiln.build_model import Plan, Step
 from opkiln.building import observed
 from opkiln.engine import schedule
+from opkiln.errors import StepRefused
 from opkiln.observing import inputs, launchers
+from opkiln.store import key
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ class _Pass(NamedTuple):
     look: observed.Look
     direct: bool  # it does not see all that the compile reads, so that runs without the launcher
     bond: dict[str, str]  # what the launcher gets to know, as environment variables
+    argv: tuple[str, ...]  # the compile's command
 
 
 class Passes:
@@ -33,7 +37,9 @@ class Passes:
         self._plan = plan
         self._stage = stage
         self._library = library
+        self._launched = launched
         self._wanted = launched and bool(library)
+        self._own: frozenset[str] | None = None  # what objects of our own compiler say
         self._done: dict[str, _Pass] = {}  # by the step's output
 
     def task(self, step: Step, argv: tuple[str, ...]) -> schedule.Task | None:
@@ -58,6 +64,49 @@ class Passes:
             may_fail=True,  # what is wrong with the source, the compile reports
         )
 
+    def identity_task(self, argv: tuple[str, ...]) -> schedule.Task | None:
+        """Ask our own compiler what its objects say of it; None if no launcher takes part.
+        ``argv`` is the command of a compile."""
+        toolchain = self._plan.toolchain
+        if not self._launched or not launchers.can_preprocess(argv, toolchain):
+            return None
+        made = os.path.join(self._stage, "compiler.o")
+
+        def finish(completed: Completed) -> None:
+            if completed.returncode == 0:
+                self._own = elf.made_by(made)
+
+        return schedule.Task(
+            name="compiler.o",
+            op=self._plan.spec.name,
+            label="the compiler's name",
+            argv=launchers.empty(argv, toolchain, made),
+            cwd=self._stage,
+            env={**dict(self._plan.environment), **launchers.DIRECT},
+            tmpdir=self._stage,
+            after=(),
+            memory=64 << 20,
+            finish=finish,
+            may_fail=True,  # what is wrong with the flags, the compile reports
+        )
+
+    def require_own_compiler(self, step: Step) -> None:
+        """Refuse an object that another compiler made, on another host. Raises StepRefused."""
+        before = self._done.get(step.output)
+        if self._own is None or (before is not None and before.direct):
+            return
+        says = elf.made_by(os.path.join(self._stage, step.output))
+        if self._own <= says:
+            return
+        spec, launcher = self._plan.spec, self._plan.toolchain.launcher or "a launcher"
+        raise StepRefused(
+            f"op {spec.name}: {step.source} was compiled by another compiler",
+            why=f"the object that {launcher} gave is by {_named(says)}, and the compiler here is "
+            f"{_named(self._own)}\nnothing was published",
+            hint=f"CXX={self._plan.toolchain.cxx}    # without the launcher; or install the same "
+            "compiler on its hosts",
+        )
+
     def _finish(self, step: Step, argv: tuple[str, ...], text: str, completed: Completed) -> None:
         look = observed.look(self._plan, step, self._stage, completed.argv[0], text)
         if completed.returncode or look is None or not look.tells_all_of(text):
@@ -68,15 +117,17 @@ class Passes:
         os.unlink(path)
         direct = launchers.reads_more(made, argv)
         files = (*look.inputs().files, *look.seen.programs)
-        bond = launchers.DIRECT if direct else launchers.bound_to(made, files)
-        self._done[step.output] = _Pass(look, direct, bond)
+        if direct:
+            bond, command = launchers.DIRECT, launchers.without(argv, self._plan.toolchain)
+        else:
+            bond = launchers.bound_to(key.step_key(self._plan, step), made, files)
+            command = launchers.portable(argv, self._stage, made)
+        self._done[step.output] = _Pass(look, direct, bond, command)
 
     def argv(self, step: Step, argv: tuple[str, ...]) -> tuple[str, ...]:
         """A compile's command: without the launcher if the pass did not see enough."""
         before = self._done.get(step.output)
-        if before is None or not before.direct:
-            return argv
-        return launchers.without(argv, self._plan.toolchain)
+        return argv if before is None else before.argv
 
     def environment(self, step: Step) -> dict[str, str]:
         """What binds a launcher to the text and the programs that the pass saw."""
@@ -105,3 +156,7 @@ class Passes:
         if look.launched and before is None:
             return None, True
         return look, look.unchanged()
+
+
+def _named(says: frozenset[str]) -> str:
+    return " and ".join(sorted(says)) or "a compiler that does not say its name"

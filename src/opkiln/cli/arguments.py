@@ -7,7 +7,7 @@ import contextlib
 import click
 
 from opkiln.errors import StoreError, UnknownOp
-from opkiln.settings import parse_size
+from opkiln.setting_values import parse_size
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

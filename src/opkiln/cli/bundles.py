@@ -14,8 +14,6 @@ from opkiln.report.layout import columns, count, size
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from opkiln.store.inventory import Entry
 
 
@@ -23,6 +21,25 @@ def _digest(_context: click.Context, _option: click.Parameter, text: str | None)
     if text is not None and not re.fullmatch("[0-9a-fA-F]{64}", text):
         raise click.BadParameter(f"{text!r} is not a SHA-256 as sha256sum prints it")
     return text or ""
+
+
+def chosen(ops: tuple[str, ...]) -> list[Entry]:
+    """The newest entry of each op and target; of these ops, or of all. Raises StoreError."""
+    from opkiln.store import inventory
+    from opkiln.store.layers import Store
+
+    roots = [each.root for each in Store().location.layers if not each.listed]
+    wanted = {op: EntriesOf(op) for op in ops}
+    found = [each for root in roots for each in inventory.newest(root)]
+    missing = {op for op, its in wanted.items() if not any(map(its, found))}
+    entries = [each for each in found if not ops or any(its(each) for its in wanted.values())]
+    if missing or not entries:
+        names = ", ".join(sorted(missing)) or "--all"
+        raise StoreError(
+            f"the store has no entry of {names}" if missing else "the store has no entries",
+            hint=f"opkiln build {names.replace(',', '')}",
+        )
+    return entries
 
 
 @click.command("export", short_help="Write entries to one file, a bundle.")
@@ -38,24 +55,11 @@ def export(file: str, ops: tuple[str, ...], as_json: bool) -> None:
     There, `opkiln cache import FILE` puts them into the store, or OPKILN_STORE_LAYERS=FILE reads
     them from the file. FILE contains no paths and no times of this machine.
     """
-    from opkiln.ship import layer
-    from opkiln.ship.bundle import write_bundle
+    from opkiln.bundles import layer
+    from opkiln.bundles.bundle import write_bundle
     from opkiln.store import publish
-    from opkiln.store.layers import Store
 
-    roots = [each.root for each in Store().location.layers if not each.listed]
-    chosen = {op: EntriesOf(op) for op in ops}
-    found = [each for root in roots for each in _newest(root)]
-    missing = {op for op, its in chosen.items() if not any(map(its, found))}
-    payloads = [
-        each.payload for each in found if not ops or any(its(each) for its in chosen.values())
-    ]
-    if missing or not payloads:
-        names = ", ".join(sorted(missing)) or "--all"
-        raise StoreError(
-            f"the store has no entry of {names}" if missing else "the store has no entries",
-            hint=f"opkiln build {names.replace(',', '')}",
-        )
+    payloads = [each.payload for each in chosen(ops)]
     with publish.scratch("export") as stage:
         layer.export(payloads, stage)
         written = write_bundle(stage, file)
@@ -65,22 +69,6 @@ def export(file: str, ops: tuple[str, ...], as_json: bool) -> None:
         output.data(f"{written.sha256}  {written.path}")
         noun = "entry" if written.entries == 1 else "entries"
         output.say(f"{written.entries} {noun}, {size(written.size)}")
-
-
-def _newest(root: str) -> Iterator[Entry]:
-    """The newest entry for each op and intent, unless it is damaged."""
-    from opkiln.store import inventory
-
-    newest: dict[tuple[str, ...], Entry] = {}
-    for found in inventory.entries(root):
-        if found.kind != inventory.OP or not found.payload:
-            continue
-        intent = tuple(found.directory.split("/")[-5:-2])
-        if intent not in newest or newest[intent].published < found.published:
-            newest[intent] = found
-    for found in newest.values():
-        if not inventory.details(found).damaged:
-            yield found
 
 
 @click.command("import", short_help="Import entries from a bundle.")
@@ -97,7 +85,7 @@ def import_(file: str, sha256: str, as_json: bool) -> None:
     if there is a compiler. A FILE that is damaged is refused, and nothing is imported. If
     OPKILN_TRUSTED_KEYS is set, so is a FILE that none of these keys has signed.
     """
-    from opkiln.ship.bundle import unpack
+    from opkiln.bundles.bundle import unpack
 
     taken = unpack(file, writable_root(), sha256=sha256)
     if as_json:
@@ -120,7 +108,7 @@ def keygen(file: str, as_json: bool) -> None:
     Prints the public key, which others put into OPKILN_TRUSTED_KEYS. Nothing is overwritten. FILE
     is a PEM file that OpenSSL can read. Keep it only where bundles are made.
     """
-    from opkiln.ship import signing
+    from opkiln.bundles import signing
 
     made = signing.generate(file)
     if as_json:
@@ -143,7 +131,7 @@ def sign(file: str, key_file: str, as_json: bool) -> None:
     The signature becomes part of FILE. A file can be signed with several keys, one after the other;
     it is accepted if one of them is trusted.
     """
-    from opkiln.ship import signing
+    from opkiln.bundles import signing
 
     done = signing.sign(file, key_file)
     if as_json:

@@ -7,7 +7,7 @@ import time
 
 import click
 
-from opkiln.cli import bundles, output
+from opkiln.cli import bundles, output, remote
 from opkiln.cli.arguments import (
     EntriesOf,
     complete_op,
@@ -48,7 +48,10 @@ def command() -> None:
     """
 
 
-for _each in (bundles.export, bundles.import_, bundles.keygen, bundles.sign, bundles.record):
+for _each in (
+    bundles.export, bundles.import_, bundles.keygen, bundles.sign, bundles.record, remote.push,
+    remote.pull,
+):  # fmt: skip
     command.add_command(_each)
 
 
@@ -189,7 +192,7 @@ def _check_wheel(path: str) -> tuple[int, Fault | None]:
 
 def _check_bundle(path: str) -> tuple[int, Fault | None]:
     """(entries in a bundle, what is wrong with it)."""
-    from opkiln.ship.bundle import read_bundle
+    from opkiln.bundles.bundle import read_bundle
     from opkiln.store.inventory import Fault
     from opkiln.store.signatures import Untrusted
 

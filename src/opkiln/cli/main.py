@@ -25,6 +25,7 @@ _COMMANDS = {
     "report": "report:report_command",
     "doctor": "report:doctor_command",
     "cache": "cache:command",
+    "lock": "remote:lock_command",
     "tuned": "tuned:command",
     "new": "new:command",
     "demo": "demo:command",

@@ -52,12 +52,12 @@ _KEPT = re.compile(r"(\n|\t|\x1b\[(?:0|1|2|31|32)m)")
 def colour(stream: TextIO | None = None) -> bool:
     """Whether ``stream`` (default: standard output) gets colour: a terminal, no ``NO_COLOR``."""
     target = sys.stdout if stream is None else stream
-    return _is_terminal(target) and not settings.no_color
+    return is_terminal(target) and not settings.no_color
 
 
 def width() -> int | None:
     """The width of the terminal; None if the output goes elsewhere and is not wrapped."""
-    if not _is_terminal(sys.stdout):
+    if not is_terminal(sys.stdout):
         return None
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns or None
@@ -152,7 +152,8 @@ def _answer(content: str | bytes, *, end: bool = True) -> None:
         raise OSError(error.errno, told) from error
 
 
-def _is_terminal(stream: TextIO | None) -> bool:
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a stream is shown to somebody as it is written."""
     return stream is not None and stream.isatty()
 
 
@@ -163,7 +164,7 @@ def _fit(text: str, stream: TextIO | None) -> str:
     """
     if stream is None:
         return text
-    if _is_terminal(stream):
+    if is_terminal(stream):
         parts = _KEPT.split(text)
         text = "".join(part if _KEPT.fullmatch(part) else visible(part) for part in parts)
     encoding = stream.encoding or "utf-8"

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from opkiln import __version__, machine
 from opkiln.arch import cpu
+from opkiln.bundles import layer, signing
+from opkiln.bundles.bundle import unpack, write_bundle
 from opkiln.cluster.channel import Channel
 from opkiln.cluster.messages import Hello, Made, Offer, Result, Vote
 from opkiln.decision import policy, prebuilt
@@ -28,8 +30,6 @@ from opkiln.errors import (
 from opkiln.loading import loader
 from opkiln.model import Artifact, Op
 from opkiln.settings import settings
-from opkiln.ship import layer, signing
-from opkiln.ship.bundle import unpack, write_bundle
 from opkiln.store import key, location, lock, publish
 from opkiln.store.layers import Store
 

@@ -135,7 +135,7 @@ def find(
         try:
             reason = fit.lacking(each.needs, spec.abi)
             found = None if reason else _examined(spec, each)
-            fits = _fits(found.manifest["target"]) if isinstance(found, entry.Leaf) else ""
+            fits = _fits(found.manifest) if isinstance(found, entry.Leaf) else ""
         except (*_NO_MANIFEST, LoadError) as error:
             trace.add(told[each.place], "refused", f"damaged: {entry.in_words(error)}", each.leaf)
             continue
@@ -187,9 +187,20 @@ def _fitting(
             yield Fitting(verdict.rank, leaf, needs, place)
 
 
-def _fits(target: dict[str, Any]) -> str:
+def _fits(manifest: dict[str, Any]) -> str:
+    target = manifest["target"]
     made = ";".join(target["archs"]) or "+".join((target["cpu"], *target["cpu_features"]))
-    return f"its sources are today's, and its code for {made} runs here"
+    fits = f"its sources are today's, and its code for {made} runs here"
+    origin = fetched_from(manifest)
+    return f"{fits}; {origin}" if origin else fits
+
+
+def fetched_from(manifest: Mapping[str, Any]) -> str:
+    """Which remote tier an entry came from, and why it is trusted; empty for any other."""
+    if (origin := manifest.get(entry.FETCHED)) is None:
+        return ""
+    by = origin.get("key") or origin.get("lock", "")
+    return f"fetched from {origin.get('url')}, trusted by {by}"
 
 
 def _below(directory: str, levels: int) -> Iterator[str]:

@@ -357,7 +357,7 @@ def _torch(request: Request) -> str | None:
 
 # The rooms and modules whose code decides which entry is right.
 _ROOMS = ("arch", "binary", "build_model", "decision", "devices", "digest", "model", "plan",
-          "settings", "steps", "store", "toolchain")  # fmt: skip
+          "setting_values", "settings", "steps", "store", "toolchain")  # fmt: skip
 
 
 def _own_code() -> Iterator[str]:

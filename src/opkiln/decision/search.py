@@ -44,6 +44,10 @@ def search(request: Request, trace: Trace) -> Serve | Build:
         return Serve(found, trace, read)
     trace.add("store", "none", "no entry for these sources, flags and compiler", store.root or "")
     read.complete = False
+    if settings.remotes and not request.for_elsewhere:
+        found = _fetched(request, compilers.fitted, trace)
+        if found is not None:
+            return Serve(found, trace, read)
     try:
         decided = compilers.build()
     except ToolchainError as error:
@@ -157,6 +161,8 @@ def built(
         reason = "its sources, flags and compiler are today's"
         if candidate.archs != target.archs:
             reason += f"; its code for {';'.join(candidate.archs)} runs here"
+        if origin := prebuilt.fetched_from(leaf.manifest):
+            reason += f"; {origin}"
         trace.add("store", "taken", reason, leaf.directory)
         if toolchain is None:
             evidence.file(os.path.dirname(os.path.dirname(leaf.directory)))
@@ -176,6 +182,17 @@ def elsewhere(request: Request, trace: Trace) -> Artifact | None:
             trace.add(prebuilt.LAYER, "none", _no_layer(layer.root), os.path.dirname(layer.root))
     own = [layer.root for layer in layers if not layer.listed]
     return prebuilt.find(request, listed, trace, prebuilt.LAYER, own)
+
+
+def _fetched(request: Request, target: Target, trace: Trace) -> Artifact | None:
+    """What the remote tiers have, once it is in the store."""
+    if request.fetch is None:
+        for url in settings.remotes:
+            trace.add("remote", "none", "not asked: only a load or a build connects", url)
+        return None
+    if not request.fetch(request, target, trace):
+        return None
+    return elsewhere(request, trace)
 
 
 def _no_layer(root: str) -> str:

@@ -14,6 +14,8 @@ from opkiln.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from opkiln.build_model import Plan, Target, TorchSDK
     from opkiln.decision.archs import Wanted
     from opkiln.errors import LoadError, OpkilnError
@@ -42,6 +44,9 @@ class Request:
         self.build_error: OpkilnError | None = None  # why the build that was decided on failed
         # When it began, or last got on: OPKILN_BUILD_TIMEOUT counts from here.
         self.since = time.monotonic()
+        # How a load asks the remote tiers; None for those who only look. Tells whether the store
+        # has something new.
+        self.fetch: Callable[[Request, Target, Trace], bool] | None = None
 
     @cached_property
     def wanted(self) -> Wanted:
@@ -86,8 +91,8 @@ class Request:
 class Candidate(Record):
     """One thing that could have served, and why it does or does not."""
 
-    resort: str  # prebuilt, store, layer, build, fallback
-    verdict: str  # taken, refused, none
+    resort: str  # prebuilt, store, layer, remote, build, fallback
+    verdict: str  # taken, refused, fetched, none
     reason: str
     subject: str = ""  # the path or key it is about
 

@@ -11,11 +11,13 @@ from opkiln import settings as settings_module
 from opkiln.build_model import Plan
 from opkiln.building.build import inputs
 from opkiln.decision.decide import look
+from opkiln.decision.prebuilt import fetched_from
 from opkiln.decision.search import planned
 from opkiln.decision.terms import Build, Candidate, Request, Serve, summary
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
 from opkiln.model import Artifact, Op, place_of
+from opkiln.observing import launchers
 from opkiln.store import entry, key
 from opkiln.store.recheck import Hasher, recheck
 from opkiln.toolchain import choice
@@ -80,10 +82,12 @@ def explain(op: Op) -> Explanation:
         keys = {"intent": key.intent_key(op.spec, plan.target), "build": key.build_key(plan)}
         if how := choice.reason(plan.toolchain, op.spec):
             keys["device"] = how
+        if launchers.named(plan.toolchain):
+            keys["launcher"] = plan.toolchain.launcher or os.path.realpath(plan.toolchain.cxx)
         if not isinstance(outcome, Serve):
             changes = _changes(plan, request.store)
-    if isinstance(outcome, Serve) and (how := _dependencies(outcome.artifact)):
-        keys["inputs"] = how
+    if isinstance(outcome, Serve):
+        keys |= _told_by(outcome.artifact)
     return Explanation(
         op=op.spec.name,
         verdict=would if known is None else _serving(known, since),
@@ -97,13 +101,15 @@ def explain(op: Op) -> Explanation:
     )
 
 
-def _dependencies(artifact: Artifact) -> str:
-    """How an entry's dependencies are known: observed or inferred; empty if it does not say."""
+def _told_by(artifact: Artifact) -> dict[str, str]:
+    """What an entry says of itself: how its dependencies are known (observed or inferred), and
+    which remote tier it came from."""
     try:
-        with open(os.path.join(os.path.dirname(artifact.path), entry.MANIFEST), "rb") as file:
-            return str(entry.parse_manifest(file.read()).get("dependencies", ""))
+        manifest = entry.read_manifest(os.path.dirname(artifact.path))
     except (OSError, ValueError):
-        return ""  # it is in a bundle, or was removed meanwhile
+        return {}  # it is in a bundle, or was removed meanwhile
+    told = {"inputs": str(manifest.get("dependencies", "")), "origin": fetched_from(manifest)}
+    return {name: text for name, text in told.items() if text}
 
 
 _FOUND = {"prebuilt": "which came with its package", "layer": "which a listed layer has",

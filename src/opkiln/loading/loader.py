@@ -35,6 +35,10 @@ from opkiln.record import Record
 from opkiln.settings import any_strange, settings, unknown
 from opkiln.trust import usable_by_owner
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.build_model import Target
+
 
 class Loaded(Record):
     """What this process has of an op. ``artifact`` is None when the reference serves."""
@@ -203,13 +207,24 @@ def forget(distribution: str, op: str) -> None:
 
 
 def decided(request: Request) -> Outcome:
-    """``decide``, with a warning if a store that cannot be used is why nothing is found."""
+    """``decide``, for those who act on it: the remote tiers are asked, and there is a warning if a
+    store that cannot be used is why nothing is found."""
+    request.fetch = _fetch
     outcome = decide(request)
     if not isinstance(outcome, Serve):
         from opkiln.building.reporting import warn_of_store
 
         warn_of_store(request.store)
     return outcome
+
+
+def _fetch(request: Request, target: Target, trace: Trace) -> bool:
+    from opkiln.lazy import imports
+
+    with imports():
+        from opkiln.remote import fetch
+    with usable_by_owner():
+        return fetch.fetch(request, target, trace)
 
 
 def obtain(request: Request) -> tuple[Artifact, Trace]:
@@ -247,6 +262,10 @@ def _built(request: Request, outcome: Build) -> Artifact:
     outcome.trace.add("build", "taken", how, built.path)
     with usable_by_owner():
         _leave_receipt(request)
+        if settings.push is not None and settings.remotes and built.origin == "built":
+            from opkiln.remote import push
+
+            push.after_build(built)
     return built
 
 
@@ -298,13 +317,19 @@ def _tell_fallback(op: Op, outcome: Reference) -> None:
     warn_caller("\n".join(lines), FallbackWarning)
 
 
+_ELSEWHERE = {
+    "prebuilt": "prebuilt library",
+    "layer": "layer entry",
+    "remote": "artifact of",
+}
+
+
 def _passed_over(op: Op, trace: Trace) -> list[str]:
     """The libraries that were built elsewhere and refused, in words; the first few of them."""
     found = [
-        f"the {'prebuilt library' if each.resort == 'prebuilt' else 'layer entry'} {each.subject} "
-        f"was refused: {each.reason}"
+        f"the {_ELSEWHERE[each.resort]} {each.subject} was refused: {each.reason}"
         for each in trace.candidates
-        if each.verdict == "refused" and each.resort in ("prebuilt", "layer")
+        if each.verdict == "refused" and each.resort in _ELSEWHERE
     ]
     if len(found) > 3:
         found[3:] = [f"and {len(found) - 3} more: opkiln explain {op.spec.name}"]

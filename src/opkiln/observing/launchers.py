@@ -11,6 +11,13 @@ the real compiler as a preprocessor, observed. That pass gives
 A preprocessor does not run the assembler. If the text has a directive that reads a file, the pass
 is not enough, and the source is compiled without the launcher. (ccache does not cache such sources
 either.)
+
+A compiler on another host (distcc, icecream) may be another one than ours. Every object says in its
+``.comment`` which compiler made it, so an empty file is compiled here, and an object that says
+something else is refused.
+
+sccache's keys contain the command line. So a command for it has no path of a build's own directory,
+where that makes no difference to the object.
 """
 
 from __future__ import annotations
@@ -66,13 +73,28 @@ def preprocess(argv: tuple[str, ...], toolchain: Toolchain, output: str) -> tupl
     return (*without(argv, toolchain)[:-7], *more, "-E", source, "-o", output)
 
 
+def empty(argv: tuple[str, ...], toolchain: Toolchain, output: str) -> tuple[str, ...]:
+    """The command that has the real compiler compile nothing, with the flags of a compile step."""
+    own = without(argv, toolchain)[:-7]
+    return (*own, "-x", "c++", "-c", os.devnull, "-o", output)
+
+
+def portable(argv: tuple[str, ...], stage: str, text: bytes) -> tuple[str, ...]:
+    """A compile's command without the flags that hide the build's own directory, if the ``text`` to
+    be compiled does not mention that and no debugging information will."""
+    if stage.encode() in text or any(re.match(r"-g(?!no)\w*", each) for each in argv[1:-7]):
+        return argv
+    return tuple(each for each in argv if not each.startswith(f"-ffile-prefix-map={stage}="))
+
+
 def reads_more(text: bytes, argv: tuple[str, ...]) -> bool:
     """Whether the compile may read files that the preprocessor did not."""
     return _DIRECTIVE.search(text) is not None or any(each.startswith(_FLAGS) for each in argv)
 
 
-def bound_to(text: bytes, files: Iterable[str]) -> dict[str, str]:
+def bound_to(step: str, text: bytes, files: Iterable[str]) -> dict[str, str]:
     """What makes ccache and sccache serve only objects that were made of this text, by the programs
-    and scripts among these files. Raises OSError if one is gone."""
-    bond = key("launched", (text, {sha256_file(path) for path in files}))
+    and scripts among these files, with the flags and the compiler that the key of this ``step``
+    stands for: a user may have told ccache to ignore some. Raises OSError if a file is gone."""
+    bond = key("launched", (step, text, {sha256_file(path) for path in files}))
     return {"CCACHE_COMPILERCHECK": f"string:{bond}", "SCCACHE_C_CUSTOM_CACHE_BUSTER": bond}

@@ -10,6 +10,7 @@ import time
 from typing import Any, NamedTuple
 
 from opkiln import __version__
+from opkiln.decision.prebuilt import fetched_from
 from opkiln.engine import budget
 from opkiln.errors import StoreError
 from opkiln.model import CPU
@@ -135,6 +136,16 @@ class Build(NamedTuple):
     directory: str
 
 
+class Fetch(NamedTuple):
+    """An entry that came from a remote tier."""
+
+    op: str
+    distribution: str
+    made_for: str
+    origin: str  # the tier, and why it is trusted
+    directory: str
+
+
 class StoreStatus(NamedTuple):
     """Where entries are read and written."""
 
@@ -145,6 +156,8 @@ class StoreStatus(NamedTuple):
     limit: int
     space: Space | None
     builds: tuple[Build, ...]  # the newest first
+    fetches: tuple[Fetch, ...] = ()
+    remotes: tuple[str, ...] = ()
 
 
 def store_status(store: Store) -> StoreStatus:
@@ -152,9 +165,12 @@ def store_status(store: Store) -> StoreStatus:
     root, notes = store.root, store.location.notes
     sizes: inventory.Sizes | None = None
     builds: list[Build] = []
+    fetches: list[Fetch] = []
     if root is not None:
         try:
-            sizes, builds = inventory.sizes(root), _builds(root)
+            sizes, newest = inventory.sizes(root), _newest(root)
+            builds = sorted(filter(None, map(_build, newest)), key=lambda each: -each.ended)
+            fetches = [*filter(None, map(_fetch, newest))]
         except StoreError as error:
             notes = (*notes, error.what)  # the report must still work if this happens
     return StoreStatus(
@@ -165,25 +181,46 @@ def store_status(store: Store) -> StoreStatus:
         limit=settings.cache_max_size,
         space=None if root is None else space(root),
         builds=tuple(builds),
+        fetches=tuple(fetches),
+        remotes=tuple(map(redact.without_secrets, settings.remotes)),
     )
 
 
-def _builds(root: str) -> list[Build]:
+def _newest(root: str) -> list[str]:
+    """The directories of the newest entries."""
     ops = (each for each in inventory.entries(root) if each.kind == inventory.OP)
     newest = heapq.nlargest(_SHOWN, ops, key=lambda each: each.published)
-    found = [_build(each.directory) for each in newest]
-    return sorted((each for each in found if each is not None), key=lambda each: -each.ended)
+    return [each.directory for each in newest]
+
+
+def _fetch(directory: str) -> Fetch | None:
+    try:
+        manifest = entry.read_manifest(directory)
+        if not (origin := fetched_from(manifest)):
+            return None
+        return Fetch(
+            op=str(manifest["op"]),
+            distribution=str(manifest["distribution"]),
+            made_for=_made_for(manifest),
+            origin=origin,
+            directory=directory,
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # damaged, which `cache verify` reports, or just removed by `cache gc`
+
+
+def _made_for(manifest: dict[str, Any]) -> str:
+    target = manifest["target"]
+    return " ".join((target["backend"], ";".join(target["archs"]))).strip()
 
 
 def _build(directory: str) -> Build | None:
     try:
         manifest = entry.read_manifest(directory)
-        target = manifest["target"]
-        made_for = " ".join((target["backend"], ";".join(target["archs"]))).strip()
         return Build(
             op=str(manifest["op"]),
             distribution=str(manifest["distribution"]),
-            made_for=made_for,
+            made_for=_made_for(manifest),
             ended=float(manifest["created"]),
             seconds=float(manifest["seconds"]),
             max_rss=int(manifest["max_rss"]),

@@ -241,6 +241,9 @@ def accelerators(found: Devices) -> Section:
 # The store and the settings
 
 
+_FETCHES = 3  # entries of remote tiers that are shown
+
+
 def store(found: StoreStatus, now: float) -> Section:
     """Where the entries are, their size, and the last build."""
     nowhere = found.root is None
@@ -254,6 +257,13 @@ def store(found: StoreStatus, now: float) -> Section:
         when = f"{age(now - build.ended)} ago, in {duration(build.seconds)}"
         rows.append(_row("last build", f"{build.op} for {build.made_for}, {when}"))
     rows += [_row("layer", layer) for layer in found.layers if layer != found.root]
+    rows += [_row("remote", url) for url in found.remotes]
+    rows += [
+        _row("fetched", f"{each.op} for {each.made_for}, {each.origin}")
+        for each in found.fetches[:_FETCHES]
+    ]
+    if len(found.fetches) > _FETCHES:
+        rows.append(_row("fetched", f"and {len(found.fetches) - _FETCHES} more"))
     rows += [_row("note", note, "bad") for note in found.notes]
     return Section("cache", (), tuple(rows))
 

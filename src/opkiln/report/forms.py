@@ -168,6 +168,8 @@ def _store(found: StoreStatus) -> dict[str, Any]:
         "limit": found.limit,
         "space": None if found.space is None else found.space._asdict(),
         "builds": [each._asdict() for each in found.builds],
+        "remotes": list(found.remotes),
+        "fetches": [each._asdict() for each in found.fetches],
     }
 
 
@@ -205,7 +207,11 @@ def settings_page() -> str:
         "",
         "Of its environment, a compiler that opkiln starts only gets these, and what the command",
         "line cannot say:",
-        ", ".join(f"`{name}`" for name in settings.PASSED) + ".",
+        ", ".join(
+            f"`{name}`"
+            for name in (*settings.PASSED, *(f"{each}*" for each in settings.PASSED_FAMILIES))
+        )
+        + ".",
         "",
         "## Kept away from compilers",
         "",

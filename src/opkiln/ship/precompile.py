@@ -16,10 +16,11 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from opkiln.builder.base import OpBuilder
+from opkiln.bundles import layer
 from opkiln.errors import BuildError, OpkilnError, SettingError, SpecError, UnknownBackend
 from opkiln.model import CARRIED
 from opkiln.settings import LAYOUT, override, settings
-from opkiln.ship import audit, layer, prebuild, selection
+from opkiln.ship import audit, prebuild, selection
 from opkiln.ship.audit import platform_tag
 from opkiln.ship.prebuild import Request
 from opkiln.ship.selection import Choice, Declared, NamedTarget

@@ -19,7 +19,7 @@ from opkiln.ship.audit import FULL_TAG, STABLE_TAG
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from opkiln.ship.layer import Entry
+    from opkiln.bundles.layer import Entry
 
 # Static libraries, by the link argument: (name, the compiler that has the same version).
 _STATIC = {"-lcudart_static": ("cudart_static", "nvcc")}

@@ -24,9 +24,9 @@ from packaging.version import InvalidVersion, Version
 
 from opkiln import __version__
 from opkiln.binary import elf
+from opkiln.bundles import layer
 from opkiln.errors import StoreError, UsageError
 from opkiln.model import EXECUTABLE, SHARED
-from opkiln.ship import layer
 from opkiln.ship.audit import platform_tag, python_tag
 from opkiln.ship.sbom import sbom
 from opkiln.store.zip_format import DEFLATED, LARGEST, MOST_MEMBERS, Added, Writer, chunks
@@ -34,7 +34,7 @@ from opkiln.store.zip_format import DEFLATED, LARGEST, MOST_MEMBERS, Added, Writ
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from opkiln.ship.layer import Entry
+    from opkiln.bundles.layer import Entry
 
 HOME = SHARED  # what an installed opkiln looks for
 SBOM = "sboms/opkiln.cdx.json"

@@ -18,11 +18,11 @@ import zipfile
 import zlib
 from typing import Any, NamedTuple
 
+from opkiln.bundles.layer import named
 from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import LoadError
 from opkiln.model import EXECUTABLE
 from opkiln.settings import LAYOUT
-from opkiln.ship.layer import named
 from opkiln.ship.wheel import GENERATOR
 from opkiln.store import zip_format
 from opkiln.store.entry import MANIFEST, SIDECAR, parse_manifest, write_manifest

@@ -37,6 +37,7 @@ SCHEMA = settings.SCHEMA
 MANIFEST = "manifest.json"
 SIDECAR = "inputs.json"
 LOG = "build.log"
+FETCHED = "fetched"  # the part of a manifest that says which remote tier the entry came from
 
 _HEAD = '{"sha256":"'
 _MIDDLE = '","manifest":'

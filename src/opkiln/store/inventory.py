@@ -80,6 +80,20 @@ def entries(root: str) -> Iterator[Entry]:
                 yield found
 
 
+def newest(root: str) -> Iterator[Entry]:
+    """The newest entry for each op and intent, unless it is damaged. Raises StoreError."""
+    found: dict[tuple[str, ...], Entry] = {}
+    for each in entries(root):
+        if each.kind != OP or not each.payload:
+            continue
+        intent = tuple(each.directory.split("/")[-5:-2])
+        if intent not in found or found[intent].published < each.published:
+            found[intent] = each
+    for each in found.values():
+        if not details(each).damaged:
+            yield each
+
+
 def directories(directory: str, depth: int) -> Iterator[str]:
     """The paths exactly ``depth`` levels below a directory, sorted."""
     try:

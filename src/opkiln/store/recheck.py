@@ -2,7 +2,7 @@
 
 The check costs a ``stat`` per own file and per directory. If a signature does not match, the
 contents decide. So a checkout with other timestamps is still a hit, and an edit under an old
-timestamp is not. Entries shipped to another machine have no signatures (``ship.layer``), so the
+timestamp is not. Entries shipped to another machine have no signatures (``bundles.layer``), so the
 contents decide there too.
 """
 

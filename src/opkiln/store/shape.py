@@ -72,6 +72,7 @@ _MANIFEST = {
         "external_dirs": [Row(str, rest=int)],
         "chosen": [Row(str, _TEXTS)],
     },
+    "fetched": Named(str),
     # Parts of a sidecar, of a bundle's index and of its signatures.
     "read": [Row(str, str)],
     "external": [Row(str, str)],

@@ -7,8 +7,8 @@ from zlib import crc32
 from fuzz.manifest import with_digest
 from fuzz.scratch import file
 
+from opkiln.bundles import bundle
 from opkiln.errors import StoreError
-from opkiln.ship import bundle
 from opkiln.store import archive, sealed, zip_format
 from opkiln.store.recheck import Hasher
 

@@ -12,13 +12,23 @@ import secrets
 import shlex
 from typing import NamedTuple
 
+from opkiln.bundles.layer import named
 from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import StoreError
 from opkiln.settings import LAYOUT
-from opkiln.ship.layer import named
-from opkiln.store import inventory, publish
+from opkiln.store import inventory, publish, signatures
 from opkiln.store.archive import INDEX, Bundle, Damaged, Member, NotABundle, index_of
-from opkiln.store.entry import MANIFEST, SIDECAR, Leaf, Refused, examine, in_words, parse_manifest
+from opkiln.store.entry import (
+    FETCHED,
+    MANIFEST,
+    SIDECAR,
+    Leaf,
+    Refused,
+    examine,
+    in_words,
+    parse_manifest,
+    write_manifest,
+)
 from opkiln.store.location import claim
 from opkiln.store.recheck import Hasher
 from opkiln.store.zip_format import LARGEST, MOST_MEMBERS, Writer, chunks
@@ -51,7 +61,7 @@ class Taken(NamedTuple):
 
 
 def write_bundle(layer_dir: str, file: str) -> Written:
-    """Write the entries of a layer, as ``ship.layer`` leaves them, to one file.
+    """Write the entries of a layer, as ``bundles.layer`` leaves them, to one file.
 
     The same entries give the same bytes. ``file`` appears whole or not at all. Raises StoreError if
     the layer is empty or damaged, or if the file cannot be written.
@@ -152,6 +162,39 @@ def unpack(file: str, root: str, *, sha256: str = "") -> list[Taken]:
         return [_publish(bundle, *entry, root) for entry in entries]
 
 
+class Fetched(NamedTuple):
+    """Where a bundle came from, and why it is trusted: a key signed it, or a lock file has its
+    digest. It becomes part of the manifests of its entries."""
+
+    url: str
+    sha256: str
+    lock: str = ""  # the lock file
+    signatures: bytes = b""  # as ``store.signatures.write`` gives them
+
+
+def unpack_fetched(file: str, root: str, origin: Fetched) -> list[Taken]:
+    """``unpack``, for a bundle that comes from a remote tier. Its signatures do not lie in it.
+
+    Raises StoreError, and Untrusted if neither a trusted key nor a lock file vouches for it.
+    """
+    with opened(file, origin.sha256, to_use=False) as bundle:
+        bundle.check()
+        note = {"url": origin.url, "sha256": origin.sha256}
+        if origin.lock:
+            note["lock"] = origin.lock
+        else:
+            signed = origin.signatures
+            if not (by := signatures.require(origin.url, bundle.index.sha256, signed)):
+                raise signatures.Untrusted(
+                    f"{origin.url} is refused: nothing says whose signature is trusted",
+                    hint="opkiln cache keygen FILE    # and set OPKILN_TRUSTED_KEYS",
+                )
+            note["key"] = by
+        entries = list(_entries(bundle))
+        claim(root)
+        return [_publish(bundle, *entry, root, note) for entry in entries]
+
+
 @contextlib.contextmanager
 def opened(file: str, sha256: str = "", *, to_use: bool = True) -> Iterator[Bundle]:
     """A checked bundle. Damage that is found, now or later, is raised as a StoreError.
@@ -204,7 +247,12 @@ def _entries(bundle: Bundle) -> Iterator[tuple[str, dict[str, Any], dict[str, Me
 
 
 def _publish(
-    bundle: Bundle, leaf: str, manifest: dict[str, Any], files: dict[str, Member], root: str
+    bundle: Bundle,
+    leaf: str,
+    manifest: dict[str, Any],
+    files: dict[str, Member],
+    root: str,
+    fetched: dict[str, str] | None = None,
 ) -> Taken:
     relative = leaf.partition("/")[2]
     final = os.path.join(root, relative)
@@ -218,7 +266,11 @@ def _publish(
                     mode,
                 )  # fmt: skip
                 try:
-                    bundle.copy(member, fd)
+                    if fetched is not None and name == MANIFEST:
+                        with os.fdopen(os.dup(fd), "wb") as out:
+                            out.write(write_manifest({**manifest, FETCHED: fetched}))
+                    else:
+                        bundle.copy(member, fd)
                 finally:
                     os.close(fd)
             with contextlib.suppress(

@@ -11,9 +11,9 @@ import shlex
 import stat
 from typing import NamedTuple
 
+from opkiln.bundles.bundle import opened, replacing
 from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import StoreError, UsageError
-from opkiln.ship.bundle import opened, replacing
 from opkiln.store import signatures
 from opkiln.store.archive import Bundle, Damaged, signed_tail
 
@@ -111,6 +111,15 @@ def sign(file: str, key_file: str) -> Signed:
                 if written.index.sha256 != bundle.index.sha256:
                     raise Damaged("it was replaced while it was signed")
     return Signed(file, sha256_file(file, LARGEST_BUNDLE), key, tuple(sorted(found)))
+
+
+def signature_of(file: str, key_file: str) -> bytes:
+    """The signature of a bundle as ``store.signatures.write`` gives it, for a place beside the
+    bundle. Raises StoreError."""
+    private = _private(key_file)
+    with opened(file, to_use=False) as bundle:
+        signed = private.sign(signatures.message(bundle.index.sha256))
+    return signatures.write({_public(private): signed})
 
 
 def _private(path: str) -> Ed25519PrivateKey:

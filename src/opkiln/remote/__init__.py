@@ -1,0 +1,1 @@
+"""Remote tiers: places on other hosts that have compiled ops, asked before anything is compiled."""

@@ -1,0 +1,101 @@
+"""Lock files: which artifacts may serve, by their digests.
+
+`opkiln lock` writes one from the store, for a repository. Whoever has the file takes exactly these
+artifacts from any tier, and needs no signature: the file's reviewers vouch for them.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from typing import Any, NamedTuple
+
+from opkiln.errors import StoreError
+from opkiln.trust import fault
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_VERSION = 1
+_LARGEST = 16 << 20
+_HEAD = """\
+# Compiled ops by digest, for `opkiln cache pull --lock` and OPKILN_LOCK.
+# `opkiln lock` writes this file; do not edit it.
+version = 1
+"""
+
+
+class Locked(NamedTuple):
+    """One artifact: an op for a target. The order is that of the file."""
+
+    package: str
+    op: str
+    backend: str
+    archs: tuple[str, ...]
+    machine: str
+    cpu: str
+    cpu_features: tuple[str, ...]
+    abi: str
+    name: str  # under which it is published
+    sha256: str
+    size: int
+
+    @property
+    def target(self) -> str:
+        """What it was made for, for people."""
+        made = "+".join((self.cpu, *self.cpu_features))
+        return f"{self.backend} {';'.join(self.archs)}, {made}" if self.archs else made
+
+
+def write(found: Iterable[Locked]) -> str:
+    """The text of a lock file. The same artifacts give the same text."""
+    parts = [_HEAD]
+    for each in sorted(set(found)):
+        lines = [f"{name} = {_value(value)}" for name, value in each._asdict().items()]
+        parts.append("\n[[artifact]]\n" + "\n".join(lines) + "\n")
+    return "".join(parts)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    text = str(value).replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text) + '"'
+
+
+def read(path: str) -> tuple[Locked, ...]:
+    """The artifacts of a lock file. Raises StoreError if it cannot be read, or if everybody could
+    have written it."""
+    import tomllib
+
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            if reason := fault(path, os.fstat(fd), listed=True):
+                raise StoreError(f"the lock file {reason}", hint=f"chmod o-w {shlex.quote(path)}")
+            data = file.read(_LARGEST + 1)
+        if len(data) > _LARGEST:
+            raise ValueError(f"it has more than {_LARGEST} bytes")
+        body = tomllib.loads(data.decode())
+        if body.get("version") != _VERSION:
+            raise ValueError(f"it has the version {body.get('version')!r}, not {_VERSION}")
+        return tuple(_locked(each) for each in body.get("artifact", []))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        told = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise StoreError(
+            f"the lock file {path} cannot be used: {told}", hint="opkiln lock    # writes ops.lock"
+        ) from error
+
+
+def _locked(row: dict[str, Any]) -> Locked:
+    values: list[Any] = []
+    for name in Locked._fields:
+        value: Any = row[name]
+        kind: Any = {"size": int, "archs": list, "cpu_features": list}.get(name, str)
+        if type(value) is not kind:
+            raise ValueError(f"{name} is {value!r}")
+        values.append(tuple(str(each) for each in value) if kind is list else value)
+    return Locked(*values)

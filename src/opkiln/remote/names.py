@@ -1,0 +1,69 @@
+"""The name under which an entry is published to a tier, and looked for there.
+
+It is made of what a machine knows without a compiler: the declaration, the target and the contents
+of the op's own sources. So a slim image finds what a machine with compilers has published. Headers
+are not in it: which ones were read is only known of an entry, where they are compared as ever.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from opkiln import __version__
+from opkiln.arch import cpu
+from opkiln.decision.target import features
+from opkiln.digest import key, sha256_file
+from opkiln.settings import LAYOUT, origin_of
+from opkiln.store.entry import read_manifest, read_sidecar
+from opkiln.store.key import UNKEYED, declared, intent_key
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from opkiln.build_model import Target
+    from opkiln.model import OpSpec
+
+_LONGEST = 80  # characters of the op's name; a tag of a registry has at most 128 in all
+
+
+def _name(distribution: str, op: str, intent: str, sources: Iterable[tuple[str, str]]) -> str:
+    made = key("remote", (LAYOUT, __version__, distribution, op, intent, tuple(sorted(sources))))
+    return f"{re.sub('[^A-Za-z0-9_.-]', '_', op)[:_LONGEST].lstrip('.-')}-{made}"
+
+
+def of_entry(directory: str) -> str:
+    """The name of an entry of the store. Raises OSError, ValueError, KeyError."""
+    distribution, op, intent = directory.split("/")[-5:-2]
+    manifest, lists = read_manifest(directory), read_sidecar(directory)
+    own = {(anchor, path): sha for anchor, path, sha, *_ in manifest["deps"]["own"]}
+    sources = []
+    for source in lists["inputs"]["spec"]["sources"]:
+        place = ("opkiln", source[9:]) if source.startswith("{opkiln}/") else ("src", source)
+        if place in own:  # an inline source is not a file; its text is in the intent
+            sources.append((source, own[place]))
+    return _name(distribution, op, intent, sources)
+
+
+def of_op(spec: OpSpec, targets: Iterable[Target]) -> list[str]:
+    """The names of what would serve an op, best first. Raises OSError if a source is missing.
+
+    For ``native`` these are the CPU itself, and the levels that it has: others may have built for
+    a CPU that has less.
+    """
+    fields = [field for field in spec._fields if field not in UNKEYED]
+    told = dict(zip(fields, declared(spec), strict=True))["sources"]
+    files = () if spec.inline else zip(told, spec.sources, strict=True)
+    sources = [(name, sha256_file(os.path.join(spec.root, source))) for name, source in files]
+    intents = dict.fromkeys(
+        intent_key(spec, each) for target in targets for each in _covering(spec, target)
+    )
+    return [_name(spec.distribution, spec.name, intent, sources) for intent in intents]
+
+
+def _covering(spec: OpSpec, target: Target) -> Iterable[Target]:
+    yield target
+    if spec.vectorize and origin_of("cpu")[0] == "native":
+        for each in cpu.covering(target.machine, features()):
+            yield target._replace(cpu=each.level, cpu_features=each.features)

@@ -1,0 +1,241 @@
+"""Tiers of plain files: a web server, a directory, a bucket. They have one layout.
+
+    cas/<sha256>    a blob
+    ac/<name>       a small JSON file: the digest, the size and the signatures of a blob
+
+The two directories are those of the build caches of bazel and ccache, so their servers serve.
+A blob is there before a name leads to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+from opkiln.remote import credentials, web
+from opkiln.remote.tier import CHUNK, LARGEST_RECORD, Absent, Published, Unreachable, Unusable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from opkiln.remote.tier import Pulse
+
+_SCHEMA = 1
+
+
+def write_record(what: Published) -> bytes:
+    """The file that a name stands for."""
+    return (json.dumps({"schema": _SCHEMA, **what._asdict()}, sort_keys=True) + "\n").encode()
+
+
+def read_record(data: bytes) -> Published:
+    """What such a file says. Raises Unusable."""
+    try:
+        body = json.loads(data)
+        if body["schema"] != _SCHEMA:
+            raise ValueError(f"it has the schema {body['schema']!r}")
+        labels = {str(name): str(text) for name, text in body["labels"].items()}
+        return Published(str(body["sha256"]), int(body["size"]), str(body["signatures"]), labels)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Unusable(f"a record cannot be read: {type(error).__name__}: {error}") from error
+
+
+class Files(Protocol):
+    """Where the files are."""
+
+    def read(self, path: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
+        """As ``Tier.read``."""
+
+    def write(self, path: str, data: bytes | None, file: str, pulse: Pulse) -> None:
+        """Write data, or the contents of a file. Others see all of it or nothing."""
+
+    def has(self, path: str, size: int, pulse: Pulse) -> bool:
+        """Whether a file of this size is there."""
+
+
+class Plain:
+    """The layout over some files: a ``Tier``."""
+
+    def __init__(self, url: str, files: Files) -> None:
+        self.url = url
+        self._files = files
+
+    def published(self, name: str, pulse: Pulse) -> Published | None:
+        data = b""
+        try:
+            for _, piece in self._files.read(f"ac/{name}", 0, pulse):
+                data += piece
+                if len(data) > LARGEST_RECORD:
+                    raise Unusable(f"the record of {name} is longer than {LARGEST_RECORD} bytes")
+        except Absent:
+            return None
+        return read_record(data)
+
+    def read(self, sha256: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
+        return self._files.read(f"cas/{sha256}", start, pulse)
+
+    def write(self, name: str, file: str, what: Published, pulse: Pulse) -> None:
+        if not self._files.has(f"cas/{what.sha256}", what.size, pulse):
+            self._files.write(f"cas/{what.sha256}", None, file, pulse)
+        self._files.write(f"ac/{name}", write_record(what), "", pulse)
+
+
+class Web:
+    """Files of a web server. Writing needs PUT: nginx's WebDAV, bazel-remote, and others."""
+
+    def __init__(self, url: str) -> None:
+        base = url.rstrip("/") + "/"
+        self._client = web.Client(base, credentials.for_web)
+
+    def read(self, path: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
+        headers = {"Range": f"bytes={start}-"} if start else {}
+        with self._client.request("GET", path, pulse, headers=headers) as response:
+            if response.status in (404, 410):
+                raise Absent(path)
+            if response.status != 416 or not start:  # 416: there is nothing beyond ``start``
+                web.expect(response, 200, 206)
+                yield from web.body_of(response, pulse, start)
+                return
+        yield from self.read(path, 0, pulse)
+
+    def write(self, path: str, data: bytes | None, file: str, pulse: Pulse) -> None:
+        with self._client.request("PUT", path, pulse, body=data, file=file) as response:
+            web.expect(response, 200, 201, 202, 204)
+
+    def has(self, path: str, size: int, pulse: Pulse) -> bool:
+        with self._client.request("HEAD", path, pulse) as response:
+            there = response.headers.get("Content-Length", str(size))
+            return response.status == 200 and there == str(size)
+
+
+class Directory:
+    """Files below a directory, which may be on a network file system."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+
+    def read(self, path: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
+        yield from pieces(os.path.join(self._root, path), start, pulse)
+
+    def write(self, path: str, data: bytes | None, file: str, pulse: Pulse) -> None:
+        write_whole(os.path.join(self._root, path), data, file)
+        pulse()
+
+    def has(self, path: str, size: int, pulse: Pulse) -> bool:
+        pulse()
+        return has_size(os.path.join(self._root, path), size)
+
+
+def has_size(path: str, size: int) -> bool:
+    """Whether there is a file of this size."""
+    try:
+        return os.stat(path).st_size == size
+    except FileNotFoundError:
+        return False
+
+
+def pieces(path: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
+    """A file in pieces, with their offsets. Raises Absent."""
+    try:
+        # Without O_NONBLOCK, opening a FIFO waits for a writer.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise Absent(path) from error
+    try:
+        while piece := os.pread(fd, CHUNK, start):
+            pulse()
+            yield start, piece
+            start += len(piece)
+    finally:
+        os.close(fd)
+
+
+def write_whole(path: str, data: bytes | None, file: str) -> None:
+    """Write a file that others see whole or not at all. Everybody may read it: it is published."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    temporary = f"{path}.{secrets.token_hex(6)}"
+    try:
+        with open(temporary, "xb") as out:
+            if data is not None:
+                out.write(data)
+            else:
+                with open(file, "rb") as source:
+                    shutil.copyfileobj(source, out, CHUNK)
+            out.flush()
+            os.fsync(out.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+class Bucket:
+    """Files of a bucket, by fsspec, which is imported when it is used. It finds its own logins."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        scheme = url.partition(":")[0]
+        package = {"s3": "s3fs", "gs": "gcsfs"}[scheme]
+        try:
+            import fsspec  # type: ignore[import-untyped]
+
+            # Without its cache of listings: a look-up must see what others have published since.
+            self._files: Any = fsspec.filesystem(scheme, use_listings_cache=False)
+        except ImportError as error:
+            raise Unreachable(
+                f"{scheme}:// needs the package {package}: {error}", hint=f"pip install {package}"
+            ) from error
+        except Exception as error:  # the library has kinds of its own
+            raise Unreachable(f"{type(error).__name__}: {error}") from error
+
+    def read(self, path: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
+        files, whole, size = self._files, f"{self._url}/{path}", None
+        while size is None or start < size:
+            with _in_words(path):
+                piece = files.cat_file(whole, start=start, end=start + _BUCKET_PIECE)
+            pulse()
+            yield start, piece
+            start += len(piece)
+            if len(piece) < _BUCKET_PIECE:
+                return
+            if size is None:  # most blobs have come by now, with one request
+                with _in_words(path):
+                    size = int(files.info(whole)["size"])
+
+    def write(self, path: str, data: bytes | None, file: str, pulse: Pulse) -> None:
+        files, whole = self._files, f"{self._url}/{path}"
+        pulse()  # the transfer says nothing until it is over
+        with _in_words(path):
+            if data is not None:
+                files.pipe_file(whole, data)
+            else:
+                files.put_file(file, whole)
+
+    def has(self, path: str, size: int, pulse: Pulse) -> bool:
+        try:
+            with _in_words(path):
+                return int(self._files.info(f"{self._url}/{path}")["size"]) == size
+        except Absent:
+            return False
+        finally:
+            pulse()
+
+
+_BUCKET_PIECE = 1 << 20
+
+
+@contextmanager
+def _in_words(path: str) -> Iterator[None]:
+    """Errors of a bucket's library, which has kinds of its own, as ours."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise Absent(path) from error
+    except Exception as error:
+        raise Unreachable(f"{type(error).__name__}: {error}") from error

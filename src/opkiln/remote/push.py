@@ -1,0 +1,97 @@
+"""Publishing entries of the store to a tier, and the rows of a lock file that name them."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from opkiln import __version__
+from opkiln.bundles import layer
+from opkiln.bundles.bundle import write_bundle
+from opkiln.bundles.signing import signature_of
+from opkiln.errors import OpkilnError, RemoteWarning, StoreError, warn_caller
+from opkiln.remote import names, patience, tiers
+from opkiln.remote.lockfile import Locked
+from opkiln.remote.tier import Published, Unusable
+from opkiln.settings import settings
+from opkiln.store import publish
+from opkiln.store.entry import read_manifest
+from opkiln.store.layers import Store
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from opkiln.model import Artifact
+
+
+class Packed(NamedTuple):
+    """An entry in the form in which it is published."""
+
+    file: str
+    row: Locked
+
+
+@contextmanager
+def packed(payload: str) -> Iterator[Packed]:
+    """The bundle of one entry, for as long as the block lasts. Raises StoreError."""
+    with publish.scratch("push") as stage:
+        leaf = layer.leaf_of(payload)
+        layer.export([payload], os.path.join(stage, "layer"))
+        made = write_bundle(os.path.join(stage, "layer"), os.path.join(stage, "bundle"))
+        try:
+            manifest, name = read_manifest(leaf), names.of_entry(leaf)
+            target = manifest["target"]
+            row = Locked(
+                package=manifest["distribution"],
+                op=manifest["op"],
+                backend=target["backend"],
+                archs=tuple(target["archs"]),
+                machine=target["machine"],
+                cpu=target["cpu"],
+                cpu_features=tuple(target["cpu_features"]),
+                abi=target["abi_tag"],
+                name=name,
+                sha256=made.sha256,
+                size=made.size,
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise StoreError(f"{leaf} cannot be published: {error}") from error
+        yield Packed(made.path, row)
+
+
+def push(payload: str, url: str, key_file: str | None) -> Locked:
+    """Publish an entry to a tier, signed if there is a key. Raises StoreError."""
+    with packed(payload) as each:
+        row = each.row
+        signed = signature_of(each.file, key_file).decode() if key_file else ""
+        labels = {
+            "op": row.op,
+            "package": row.package,
+            "target": row.target,
+            "abi": row.abi,
+            "version": __version__,
+        }
+        what = Published(row.sha256, row.size, signed, labels)
+        try:
+            tiers.reach(
+                url, Store().root,
+                lambda tier, pulse: tier.write(row.name, each.file, what, pulse),
+                patience.COMMAND,
+            )  # fmt: skip
+        except (tiers.Down, Unusable) as error:
+            raise StoreError(f"{row.op} was not published to {url}", why=str(error)) from error
+    return row
+
+
+def after_build(built: Artifact) -> None:
+    """``OPKILN_PUSH``: publish what was just built. A failure is a warning."""
+    url = settings.remotes[0]
+    if tiers.is_down(url):
+        return  # it was said once
+    try:
+        push(built.path, url, settings.push)
+    except OpkilnError as error:
+        if not tiers.is_down(url):
+            warn_caller(str(error), RemoteWarning)

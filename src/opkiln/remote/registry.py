@@ -1,0 +1,228 @@
+"""OCI registries, and OCI layouts, which are the same in a directory.
+
+A blob is the only layer of an artifact, whose manifest has the tag <op>-<key>. `oras pull`,
+`skopeo copy` and every other tool of registries handle it. The registry takes a manifest only if
+its blobs are there, so the PUT of the manifest publishes. A tag may be overwritten: several who
+publish the same do no harm.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import random
+import time
+from typing import Any
+from urllib.parse import urlencode
+
+from opkiln.remote import credentials, plain, web
+from opkiln.remote.tier import LARGEST_RECORD, Absent, Published, Unreachable, Unusable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from opkiln.remote.tier import Pulse
+
+MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+ARTIFACT = "application/vnd.opkiln.bundle.v1"
+LAYER = "application/vnd.opkiln.bundle.v1+zip"
+_EMPTY_TYPE, _EMPTY = "application/vnd.oci.empty.v1+json", b"{}"
+_TITLE = "org.opencontainers.image.title"  # the file's name for `oras pull`
+_TAG = "org.opencontainers.image.ref.name"
+_SIGNATURES = "org.opkiln.signatures"
+_LABEL = "org.opkiln."
+_ATTEMPTS = 5  # to publish
+
+
+def _digest(data: bytes) -> str:
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def write_manifest(what: Published) -> bytes:
+    """The manifest of an artifact. The same artifact gives the same bytes."""
+    labels = {f"{_LABEL}{name}": text for name, text in what.labels.items()}
+    signed = {_SIGNATURES: what.signatures} if what.signatures else {}
+    title = f"{what.labels.get('op', 'op')}.opkiln"
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST,
+        "artifactType": ARTIFACT,
+        "config": {"mediaType": _EMPTY_TYPE, "digest": _digest(_EMPTY), "size": len(_EMPTY)},
+        "layers": [
+            {
+                "mediaType": LAYER,
+                "digest": f"sha256:{what.sha256}",
+                "size": what.size,
+                "annotations": {_TITLE: title},
+            }
+        ],
+        "annotations": {**labels, **signed},
+    }
+    return json.dumps(manifest, indent=1, sort_keys=True).encode()
+
+
+def read_manifest(data: bytes) -> Published:
+    """What a manifest says. Raises Unusable for another kind of artifact."""
+    try:
+        manifest: dict[str, Any] = json.loads(data)
+        (layer,) = manifest["layers"]
+        if layer["mediaType"] != LAYER:
+            raise ValueError(f"its layer is {layer['mediaType']!r}")
+        algorithm, _, sha256 = layer["digest"].partition(":")
+        notes = {str(name): str(text) for name, text in manifest["annotations"].items()}
+        if algorithm != "sha256":
+            raise ValueError(f"its digest is {layer['digest']!r}")
+        labels = {name[len(_LABEL) :]: text for name, text in notes.items() if name != _SIGNATURES}
+        return Published(sha256, int(layer["size"]), notes.get(_SIGNATURES, ""), labels)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Unusable(f"a manifest cannot be read: {type(error).__name__}: {error}") from error
+
+
+class Registry:
+    """A repository of a registry: a ``Tier``."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        scheme, _, rest = url.partition("://")
+        host, _, prefix = rest.partition("/")
+        if not (repository := prefix.strip("/")):
+            raise Unreachable(f"{url} names no repository", hint=f"{url.rstrip('/')}/opkiln")
+        self._v2 = f"/v2/{repository}"
+        self._pull = f"repository:{repository}:pull"
+        self._push = f"repository:{repository}:pull,push"
+        base = f"{'http' if scheme == 'oci+http' else 'https'}://{host}/"
+        self._client = web.Client(base, credentials.for_registry)
+
+    def published(self, name: str, pulse: Pulse) -> Published | None:
+        with self._client.request(
+            "GET", f"{self._v2}/manifests/{name}", pulse, headers={"Accept": MANIFEST},
+            scope=self._pull,
+        ) as response:  # fmt: skip
+            if response.status == 404:
+                return None
+            web.expect(response, 200)
+            return read_manifest(response.read(LARGEST_RECORD))
+
+    def read(self, sha256: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
+        headers = {"Range": f"bytes={start}-"} if start else {}
+        with self._client.request(
+            "GET", f"{self._v2}/blobs/sha256:{sha256}", pulse, headers=headers, scope=self._pull
+        ) as response:
+            if response.status == 404:
+                raise Absent(sha256)
+            web.expect(response, 200, 206)
+            yield from web.body_of(response, pulse, start)
+
+    def write(self, name: str, file: str, what: Published, pulse: Pulse) -> None:
+        # If several publish the same at once, docker-registry may tell one of them that a digest
+        # is wrong or a blob unknown: it is just moving the blob into place for another.
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            try:
+                self._publish(name, file, what, pulse)
+            except Unreachable:
+                if not attempts_left:
+                    raise
+                time.sleep(random.uniform(0.05, 0.5))  # noqa: S311 (so that they do not meet again)
+            else:
+                return
+
+    def _publish(self, name: str, file: str, what: Published, pulse: Pulse) -> None:
+        self._upload(what.sha256, None, file, pulse)
+        self._upload(hashlib.sha256(_EMPTY).hexdigest(), _EMPTY, "", pulse)
+        with self._client.request(
+            "PUT", f"{self._v2}/manifests/{name}", pulse, headers={"Content-Type": MANIFEST},
+            body=write_manifest(what), scope=self._push,
+        ) as response:  # fmt: skip
+            web.expect(response, 201)
+
+    def _upload(self, sha256: str, data: bytes | None, file: str, pulse: Pulse) -> None:
+        blob = f"{self._v2}/blobs/sha256:{sha256}"
+        with self._client.request("HEAD", blob, pulse, scope=self._push) as response:
+            if response.status == 200:
+                return
+        begin = f"{self._v2}/blobs/uploads/"
+        with self._client.request("POST", begin, pulse, scope=self._push) as response:
+            web.expect(response, 202)
+            place = response.headers["Location"] or ""
+        place += ("&" if "?" in place else "?") + urlencode({"digest": f"sha256:{sha256}"})
+        with self._client.request(
+            "PUT", place, pulse, headers={"Content-Type": "application/octet-stream"}, body=data,
+            file=file, scope=self._push,
+        ) as response:  # fmt: skip
+            web.expect(response, 201)
+
+
+class Layout:
+    """An OCI layout in a directory: a ``Tier`` without a network.
+
+    `skopeo copy --all docker://registry/prefix:TAG oci:DIRECTORY:TAG` writes one, and `oras` too.
+    """
+
+    def __init__(self, url: str, root: str) -> None:
+        self.url = url
+        self._root = root
+
+    def published(self, name: str, pulse: Pulse) -> Published | None:
+        for each in self._index()["manifests"]:
+            if each.get("annotations", {}).get(_TAG) == name:
+                return read_manifest(self._blob(each["digest"].partition(":")[2], pulse))
+        return None
+
+    def read(self, sha256: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
+        return plain.pieces(self._path(sha256), start, pulse)
+
+    def write(self, name: str, file: str, what: Published, pulse: Pulse) -> None:
+        manifest = write_manifest(what)
+        for data, path in ((_EMPTY, ""), (None, file), (manifest, "")):
+            sha256 = what.sha256 if data is None else hashlib.sha256(data).hexdigest()
+            size = what.size if data is None else len(data)
+            if not plain.has_size(self._path(sha256), size):
+                plain.write_whole(self._path(sha256), data, path)
+            pulse()
+        version = json.dumps({"imageLayoutVersion": "1.0.0"}).encode()
+        plain.write_whole(os.path.join(self._root, "oci-layout"), version, "")
+        entry = {
+            "mediaType": MANIFEST,
+            "digest": _digest(manifest),
+            "size": len(manifest),
+            "artifactType": ARTIFACT,
+            "annotations": {_TAG: name},
+        }
+        # One file lists all tags. Without the lock, one of two publishers would lose its tag.
+        with open(os.path.join(self._root, ".lock"), "ab") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            index = self._index()
+            index["manifests"] = [
+                each for each in index["manifests"] if each.get("annotations", {}).get(_TAG) != name
+            ]
+            index["manifests"].append(entry)
+            path = os.path.join(self._root, "index.json")
+            plain.write_whole(path, json.dumps(index, indent=1).encode(), "")
+
+    def _index(self) -> dict[str, Any]:
+        try:
+            with open(os.path.join(self._root, "index.json"), "rb") as file:
+                index = json.load(file)
+            if not all(isinstance(each, dict) for each in index["manifests"]):
+                raise ValueError("its manifests are malformed")
+        except FileNotFoundError:
+            return {"schemaVersion": 2, "manifests": []}
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise Unreachable(f"{self._root}/index.json cannot be read: {error}") from error
+        return dict(index)
+
+    def _blob(self, sha256: str, pulse: Pulse) -> bytes:
+        data = b""
+        for _, piece in self.read(sha256, 0, pulse):
+            data += piece
+            if len(data) > LARGEST_RECORD:
+                break
+        return data
+
+    def _path(self, sha256: str) -> str:
+        if "/" in sha256:
+            raise Unreachable(f"{sha256!r} is not a digest")
+        return os.path.join(self._root, "blobs", "sha256", sha256)

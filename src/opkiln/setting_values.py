@@ -1,0 +1,150 @@
+"""How the text of a variable becomes a value. Each parser raises ValueError, which says what was
+expected. ``settings.py`` is the table that uses them."""
+
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def choice(*values: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.lower() not in values:
+            raise ValueError("expected " + " or ".join(values))
+        return text.lower()
+
+    return parse
+
+
+def switch(text: str) -> bool:
+    lowered = text.lower()
+    if lowered in ("1", "on", "true", "yes"):
+        return True
+    if lowered in ("0", "off", "false", "no"):
+        return False
+    raise ValueError("expected 1 or 0, on or off")
+
+
+def switch_or_path(text: str) -> str | None:
+    """None for off, "" for on, or a path."""
+    try:
+        return "" if switch(text) else None
+    except ValueError:
+        return text
+
+
+def positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ValueError("expected a whole number of at least 1")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    """A number, or one that is in no range."""
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0
+
+
+def seconds(text: str) -> float:
+    value = _number(text)
+    if not 0 < value < 1e9:
+        raise ValueError("expected a positive number of seconds")
+    return value
+
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from ``512M``, ``4GiB``, ``1048576``. Raises ValueError."""
+    lowered = text.strip().lower().removesuffix("ib").removesuffix("b")
+    unit = lowered[-1:] if lowered[-1:] in ("k", "m", "g", "t") else ""
+    number = _number(lowered.removesuffix(unit) if unit else lowered)
+    if not 0 < number < 1e18:
+        raise ValueError("expected a size such as 512M or 4G")
+    return int(number * _UNITS[unit])
+
+
+def words(text: str) -> tuple[str, ...]:
+    import shlex
+
+    return tuple(shlex.split(text))
+
+
+def command(text: str) -> tuple[str, ...]:
+    """A program, or a launcher and a program: ``g++``, ``/opt/my gcc/g++``, ``ccache g++``."""
+    return (text,) if os.access(text, os.X_OK) else words(text)
+
+
+def paths(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(os.pathsep) if part)
+
+
+def directories(text: str) -> tuple[str, ...]:
+    # A compiler runs in a directory of its own; these are meant as seen from the user's.
+    return tuple(os.path.abspath(part) for part in paths(text))
+
+
+def keys(text: str) -> tuple[str, ...]:
+    # Empty is no list of keys: `OPKILN_TRUSTED_KEYS=$KEY` must not trust everybody for lack of KEY.
+    if not (found := words(text)):
+        raise ValueError("it has no key")
+    import re
+
+    for word in found:
+        if word.startswith("ed25519:") and not re.fullmatch("ed25519:[A-Za-z0-9+/]{43}=", word):
+            raise ValueError(f"{word} is no public key, which has 43 characters and =")
+    return found
+
+
+_SCHEMES = ("oci", "oci+http", "https", "http", "s3", "gs", "file")
+
+
+def urls(text: str) -> tuple[str, ...]:
+    found = words(text)
+    for word in found:
+        scheme, mark, rest = word.partition("://")
+        if not mark or scheme not in _SCHEMES or not rest:
+            raise ValueError(f"{word!r} is not a URL that begins with {'://, '.join(_SCHEMES)}://")
+        if "@" in rest.partition("/")[0]:
+            raise ValueError("a URL must not have a login in it; see docs/remotes.md")
+    return found
+
+
+def deepspeed(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Which resorts serve each of DeepSpeed's ops; those that are not named, under ""."""
+    general: list[str] = []
+    named: dict[str, tuple[str, ...]] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        op, equals, resort = word.rpartition("=")
+        if resort not in ("ops", "engine", "off") or (equals and not op.isidentifier()):
+            raise ValueError(f"{word!r} is not ops, engine, off or OP=one of these")
+        if equals:
+            named[op] = () if resort == "off" else (resort,)
+        else:
+            general.append(resort)
+    if "off" in general and len(general) > 1:
+        raise ValueError("off goes with no other")
+    chosen = tuple(each for each in ("ops", "engine") if each in general)
+    return (("", chosen if general else ("ops", "engine")), *named.items())
+
+
+def ops(text: str) -> tuple[str, ...]:
+    """Names of ops; those that a file records, under "1"."""
+    if text.lower() in ("0", "off", "false", "no"):
+        return ()
+    if text.lower() in ("1", "on", "true", "yes"):
+        return ("1",)
+    return tuple(word for word in text.replace(",", " ").split() if word)
+
+
+def gfx_version(text: str) -> tuple[int, ...]:
+    words = text.split(".")
+    if len(words) != 3 or not all(word.isascii() and word.isdigit() for word in words):
+        raise ValueError("expected a version such as 10.3.0")
+    return tuple(map(int, words))

@@ -1,0 +1,113 @@
+"""An op that is built once, and machines that find it in a remote tier, each a fresh process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opkiln.bundles import signing
+from sample import child, known
+from sample.op_tree import Tree
+
+if TYPE_CHECKING:
+    import subprocess
+
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+_LOAD = """
+import json, sys, time, warnings
+warnings.simplefilter("always")
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    from pkg.op import Builder
+    from opkiln.errors import OpkilnError
+    from opkiln.loading import loader
+    builder = Builder()
+    began = time.monotonic()
+    try:
+        value = builder.load().answer()
+    except OpkilnError as error:
+        value = type(error).__name__
+    took = time.monotonic() - began
+    from opkiln.decision.terms import Request
+    from opkiln.loading.explain import explain
+    known = loader.loaded_here().get(builder.op().name)
+    asked = known[0] if known else loader.decided(Request(builder.op()))
+    trace = [list(each) for each in asked.trace.candidates]
+    explained = str(explain(builder.op()))
+    origin = known[0].artifact.origin if known and known[0].artifact else ""
+print(json.dumps({"value": value, "seconds": took, "trace": trace, "origin": origin,
+                  "explained": explained,
+                  "told": [str(each.message) for each in told]}))
+"""
+
+
+class Machines:
+    """A builder machine, and others without a compiler."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.tree = Tree(base / "tree")
+        self.tree.write("pkg/a.cpp", SOURCE)
+        self.tree.declare(sources=["a.cpp"])
+        self.key = str(base / "key")
+        self.public = signing.generate(self.key).key
+        self.other = signing.generate(str(base / "other")).key
+        self.store = known.make_store(base / "builder")
+        assert self.load("builder")["origin"] == "built"
+        self._made = 0
+
+    def new(self) -> str:
+        """The name of a store that has nothing."""
+        self._made += 1
+        return f"machine{self._made}"
+
+    def environment(self, store: str, **more: str) -> dict[str, str | None]:
+        return {
+            "OPKILN_CACHE_DIR": str(self.base / store),
+            "OPKILN_PROGRESS": "off",
+            "HOME": str(self.base / "home"),
+            **more,
+        }
+
+    def load(self, store: str, **more: str) -> dict[str, Any]:
+        """What a load in a fresh process comes to."""
+        env = self.environment(store, **more)
+        found: dict[str, Any] = json.loads(
+            child.run(_LOAD, path=[self.tree.path], env=env, bare=False)
+        )
+        return found
+
+    def fetch(self, store: str, url: str, **more: str) -> dict[str, Any]:
+        """A load on a machine that never compiles, and trusts the builder's key."""
+        given = {"OPKILN_TRUSTED_KEYS": self.public, "OPKILN_MODE": "cached", **more}
+        return self.load(store, OPKILN_REMOTES=url, **given)
+
+    def start(self, store: str, *words: str, **more: str) -> subprocess.Popen[str]:
+        """Start the command opkiln."""
+        code = (
+            f"import sys; sys.argv = {['opkiln', *words]!r}\nimport opkiln.__main__ as m; m.main()"
+        )
+        env = self.environment(store, **more)
+        return child.start(code, path=[self.tree.path], env=env, bare=False)
+
+    def command(self, store: str, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        """Run the command opkiln to its end."""
+        return child.finish(self.start(store, *words, **more))
+
+    def push(self, url: str, *words: str, **more: str) -> None:
+        done = self.command("builder", "cache", "push", "--remote", url, "--key", self.key, *words,
+                            **more)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+    def lock(self) -> str:
+        """The lock file of what was built."""
+        file = self.base / "ops.lock"
+        done = self.command("builder", "lock", "-o", str(file))
+        assert done.returncode == 0, done.stderr
+        return str(file)
+
+
+def remote_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """(verdict, reason) of the candidates in remote tiers."""
+    return [(each[1], each[2]) for each in found["trace"] if each[0] == "remote"]
