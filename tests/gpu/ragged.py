@@ -59,7 +59,8 @@ def same(ours: Tensor, theirs: Tensor) -> None:
 
 
 def check_it_builds_for_this_gpu_and_serves() -> None:
-    opkiln.get_builder("ragged_device_ops").jit_load()
+    for part in ("paged", "gating", "rows"):
+        opkiln.get_builder(f"ragged_device_ops__{part}").jit_load()
     for name in ("paged_kv_rotary", "top_k_gating", "moe_gather", "logits_gather"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"opkiln::{name}", "CUDA"), name
 

@@ -41,7 +41,8 @@ def exact(name: str, *given: Any, **options: Any) -> Any:
 
 
 def check_it_builds_for_this_gpu() -> None:
-    assert functions.rotary.load("cuda")
+    for function in (functions.rotary, functions.softmax, functions.int8_linear):
+        assert function.load("cuda")
     for name in ("rotary", "rotary_qk_", "softmax", "int8_linear"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"opkiln::{name}", "CUDA")
 

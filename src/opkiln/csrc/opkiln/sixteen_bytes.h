@@ -84,23 +84,8 @@ __device__ inline void forget_floats(Sixteen<T>& value) {
 #endif
 }
 
-// What is read once goes around the first cache, and what is written leaves the second one first: so the caches
-// keep what is used again. Units of another size than 16 bytes are accessed as ever.
-template <class Unit>
-__device__ inline Unit load_once(const Unit* from) {
-#if defined(__CUDA_ARCH__)
-  if constexpr (sizeof(Unit) == 16) {
-    Unit out;
-    uint32_t* const words = reinterpret_cast<uint32_t*>(&out);
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "l"(from));
-    return out;
-  }
-#endif
-  return *from;
-}
-
+// What is written leaves the second cache first, so that it keeps what is used again. Units of another size
+// than 16 bytes are written as ever.
 template <class Unit>
 __device__ inline void store_once(Unit* to, const Unit& value) {
 #if defined(__CUDA_ARCH__)

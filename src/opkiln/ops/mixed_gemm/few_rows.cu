@@ -93,10 +93,6 @@ void launch(const Work& work) {
   opk::launch(few_rows_kernel<kTiles, kEights>, how, work);
 }
 
-void check_aligned(const Tensor& x) {
-  OPK_CHECK(reinterpret_cast<uintptr_t>(x.data()) % 16 == 0, x, " does not begin at a multiple of 16 bytes");
-}
-
 }  // namespace
 
 Tensor packed_gemm(const Tensor& x, const Tensor& codes, const opk::optional<Tensor>& scales,
@@ -107,8 +103,10 @@ Tensor packed_gemm(const Tensor& x, const Tensor& codes, const opk::optional<Ten
             ", expected 0 to ", static_cast<int>(Activation::kSilu));
   opk::check_contiguous(x, codes);
   opk::check_same_device(x, codes);
-  check_aligned(x);
-  check_aligned(codes);
+  const Tensor* const read[] = {&x, &codes};
+  for (const Tensor* each : read) {
+    OPK_SERVED(reinterpret_cast<uintptr_t>(each->data()) % 16 == 0, *each, " does not begin at a multiple of 16 bytes");
+  }
   const int64_t columns = x.size(1), experts = offsets.has_value() ? offsets->numel() : 1;
   const int64_t row_bytes = columns / kCount * Codes::kWords * 4;
   OPK_CHECK(columns > 0 && columns % kCount == 0, x, " has ", columns, " columns, expected a multiple of ", kCount);

@@ -119,7 +119,7 @@ def _served(x: Tensor, others: tuple[Tensor | None, ...], form: str, group_size:
     tensors = [x, *(each for each in others if each is not None)]
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         return False
-    return all(map(_is_aligned, tensors[:2])) and fits(form, x.shape[-1], group_size)
+    return fits(form, x.shape[-1], group_size)
 
 
 def fits(form: str, columns: int, group_size: int) -> bool:
@@ -137,10 +137,6 @@ def fits(form: str, columns: int, group_size: int) -> bool:
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
-
-
-def _is_aligned(x: Tensor) -> bool:
-    return (x.storage_offset() * x.element_size()) % 16 == 0 or not x.is_contiguous()
 
 
 def _number(activation: str) -> int:

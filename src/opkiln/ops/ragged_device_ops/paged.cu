@@ -13,7 +13,6 @@
 
 namespace {
 
-using opkiln::device::load_once;
 using opkiln::device::Sixteen;
 using opkiln::device::store_once;
 using paged::Cache;
@@ -43,8 +42,8 @@ struct Packed {
 
   // The elements of a unit are at `at` and `apart` behind it.
   __device__ void load(const T* at, int apart) {
-    low = load_once(reinterpret_cast<const Pack*>(at));
-    high = load_once(reinterpret_cast<const Pack*>(at + apart));
+    low = *reinterpret_cast<const Pack*>(at);
+    high = *reinterpret_cast<const Pack*>(at + apart);
   }
   __device__ void store(T* at, int apart) const {
     store_once(reinterpret_cast<Pack*>(at), low);
@@ -213,8 +212,8 @@ __global__ void __launch_bounds__(kThreads) paged_copy_kernel(const OPK_GRID_CON
     return static_cast<const T*>(heads.x) + token * heads.token + head * heads.head + column;
   };
   const int sequence = work.sequences[token], position = work.positions[token];
-  const Unit k = load_once(reinterpret_cast<const Unit*>(from(work.k)));
-  const Unit v = load_once(reinterpret_cast<const Unit*>(from(work.v)));
+  const Unit k = *reinterpret_cast<const Unit*>(from(work.k));
+  const Unit v = *reinterpret_cast<const Unit*>(from(work.v));
   const int2 place = find_place(work, sequence, position);
   if (place.x < 0) return;
   const auto to = [&](const Cache& cache) {

@@ -11,7 +11,6 @@
 
 namespace {
 
-using opkiln::device::load_once;
 using opkiln::device::store_once;
 using rows::checked;
 using rows::kThreads;
@@ -53,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const OPK_GRID_CONSTANT 
   const int64_t from = work.from.index(place.row);
   Unit held = {};
   if (from != kNone) {
-    held = load_once(static_cast<const Unit*>(work.from.table) + checked(from, work.from.count) * a_row + place.unit);
+    held = *(static_cast<const Unit*>(work.from.table) + checked(from, work.from.count) * a_row + place.unit);
   }
   store_once(static_cast<Unit*>(work.out) + place.row * a_row + place.unit, held);
 }
@@ -75,7 +74,7 @@ __global__ void __launch_bounds__(kThreads) spread_kernel(const OPK_GRID_CONSTAN
   const uint32_t a_row = static_cast<uint32_t>(work.row / static_cast<int64_t>(sizeof(Unit)));
   const Place place(a_row);
   if (place.row >= work.tokens) return;
-  const Unit held = load_once(static_cast<const Unit*>(work.x) + place.row * a_row + place.unit);
+  const Unit held = *(static_cast<const Unit*>(work.x) + place.row * a_row + place.unit);
   for (int first = 0; first < work.chosen; first += kSlots) {
     int to[kSlots];
 #pragma unroll
@@ -124,7 +123,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const OPK_GRID_CONSTANT S
   if (place.row >= work.rows) return;
   const int64_t one = work.first.index(place.row), two = work.second.index(place.row);
   checked(one, work.first.count), checked(two, work.second.count);
-  const Pack a = load_once(static_cast<const Pack*>(work.first.table) + one * a_row + place.unit);
+  const Pack a = *(static_cast<const Pack*>(work.first.table) + one * a_row + place.unit);
   const Pack b = static_cast<const Pack*>(work.second.table)[two * a_row + place.unit];
   float sums[Pack::kCount];
 #pragma unroll
@@ -173,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, kTerms == 2 ? 16 : 8) weighted_kerne
     for (int some = 0; some < kTerms; some += kAtOnce) {
       Pack held[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) held[i] = load_once(table + int64_t{from[some + i]} * a_row);
+      for (int i = 0; i < kAtOnce; ++i) held[i] = table[int64_t{from[some + i]} * a_row];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (first + some + i < work.terms) {

@@ -8,7 +8,6 @@
 
 namespace {
 
-using opkiln::device::load_once;
 using opkiln::device::store_once;
 
 constexpr int kThreads = 128;
@@ -44,10 +43,10 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const OPK_GRID_CONSTANT 
   const uint32_t sequence = l.batch_first ? outer : rest, kept = l.batch_first ? rest : outer;
   char* const near = (kScatter ? l.part : l.out).at(sequence, kept);
   Unit unit;
-  if (kScatter) unit = load_once(reinterpret_cast<const Unit*>(near) + place);  // while the index is on its way
+  if (kScatter) unit = *(reinterpret_cast<const Unit*>(near) + place);  // while the index is on its way
   const int64_t index = checked(l.indices[int64_t{sequence} * l.kept + kept], l.count);
   char* const far = l.all.at(sequence, index);
-  if (!kScatter) unit = load_once(reinterpret_cast<const Unit*>(far) + place);
+  if (!kScatter) unit = *(reinterpret_cast<const Unit*>(far) + place);
   store_once(reinterpret_cast<Unit*>(kScatter ? far : near) + place, unit);
 }
 
@@ -94,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 16) merge_kernel(const OPK_GRID_CONS
         const Side& side = place < 0 ? l.all : l.part;
         if (side.data != nullptr) {
           const char* const from = side.at(b, place < 0 ? first + row : place);
-          units[t] = load_once(reinterpret_cast<const Unit*>(from) + (at - row * a_row));
+          units[t] = *(reinterpret_cast<const Unit*>(from) + (at - row * a_row));
         }
       }
     }

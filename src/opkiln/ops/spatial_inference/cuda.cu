@@ -70,8 +70,7 @@ __global__ void __launch_bounds__(kThreads) whole_kernel(const OPK_GRID_CONSTANT
   const auto vector_of = [](const void* tensor, int64_t index) {
     return static_cast<const Vector<T>*>(tensor) + index;
   };
-  using opkiln::device::load_once;
-  const Vector<T> one = load_once(vector_of(l.x, at)), two = l.other ? load_once(vector_of(l.other, at)) : one;
+  const Vector<T> one = *vector_of(l.x, at), two = l.other ? *vector_of(l.other, at) : one;
   // A remainder of 64 bits takes four times as long.
   const uint32_t columns = static_cast<uint32_t>(l.channels / kWidth<T>);
   const uint32_t column = vectors <= 0xffffffff ? static_cast<uint32_t>(at) % columns

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads) activation_kernel(const OPK_GRID_CON
   if (vector >= w.matrix.vectors) {
     return;
   }
-  Sixteen<T> x = opkiln::device::load_once(static_cast<const Sixteen<T>*>(p.x) + vector), shift = {};
+  Sixteen<T> x = *(static_cast<const Sixteen<T>*>(p.x) + vector), shift = {};
   if (p.bias) {
     shift = vector_of<T>(p.bias, vector % w.matrix.columns);
   }
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads) gated_kernel(const OPK_GRID_CONSTANT
   const uint32_t row = vector / columns, column = vector - row * columns;
   const Pair at(kInterleaved, row, column, columns);
   const Sixteen<T>* const from = static_cast<const Sixteen<T>*>(p.x);
-  const Sixteen<T> x[2] = {opkiln::device::load_once(from + at.first), opkiln::device::load_once(from + at.second)};
+  const Sixteen<T> x[2] = {from[at.first], from[at.second]};
   Sixteen<T> shift[2] = {};
   if (p.bias) {
     const Pair beside(kInterleaved, 0, column, columns);

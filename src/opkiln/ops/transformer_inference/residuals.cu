@@ -18,7 +18,7 @@ __device__ inline Sixteen<T> vector_of(const void* tensor, int64_t index) {
 
 template <class T>
 __device__ inline Sixteen<T> loaded_once(const void* tensor, int64_t index) {
-  return tensor ? opkiln::device::load_once(static_cast<const Sixteen<T>*>(tensor) + index) : Sixteen<T>{};
+  return tensor ? *(static_cast<const Sixteen<T>*>(tensor) + index) : Sixteen<T>{};
 }
 
 template <class T>

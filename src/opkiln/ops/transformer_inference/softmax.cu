@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const OPK_GRID_CO
 #pragma unroll
   for (int k = 0; k < kLongPacks; ++k) {
     const int at = static_cast<int>(threadIdx.x) + k * kLongThreads;
-    if (at < packs) held[k] = opkiln::device::load_once(from + at);
+    if (at < packs) held[k] = from[at];
   }
   const float scale = l.work.scale * kLog2e;
   const auto over_values = [&](const auto& body) {
