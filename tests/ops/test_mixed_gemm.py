@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from opkiln import quant
 from opkiln.compat.deepspeed.gemm import CutlassOps
-from opkiln.errors import UsageError
+from opkiln.errors import FallbackWarning, UsageError
 from opkiln.nn import core, inference
 from opkiln.ops.mixed_gemm.functions import packed_gemm
 from opkiln.ops.mixed_gemm.gemm import fits
@@ -71,12 +71,18 @@ def test_nan_and_infinity_pass(emulated: Any) -> None:
     assert out[2, rest].isfinite().all()
 
 
+def test_memory_that_is_not_aligned_is_the_references(emulated: Any) -> None:
+    call, _ = make(Case(2, 16, 256), "int8", torch.bfloat16)
+    odd = torch.empty(2 * 256 + 1, dtype=torch.bfloat16)[1:].view(2, 256).copy_(call.x)
+    with pytest.warns(FallbackWarning, match="x does not begin at a multiple of 16"):
+        out = emulated(*call._replace(x=odd))
+    torch.testing.assert_close(out, emulated(*call))
+
+
 def test_arguments_that_do_not_fit_are_refused_by_name(emulated: Any) -> None:
     call, _ = make(Case(2, 16, 256), "int8", torch.bfloat16)
-    odd = torch.empty(2 * 256 + 1, dtype=torch.bfloat16)[1:].view(2, 256)
     torn = call._replace(group_size=96, scales=torch.ones(43))
     for message, wrong in (
-        ("x does not begin at a multiple of 16", call._replace(x=odd)),
         ("codes has 4096 bytes, expected 3840", call._replace(outputs=15)),
         ("scales has shape", call._replace(scales=torch.ones(3))),
         ("group_size is 96, expected whole rows", torn),
