@@ -56,7 +56,7 @@ def close(op: Any, *given: Any, what: object) -> None:
 
 def check_they_build_for_this_gpu_and_serve() -> None:
     assert functions.dropout_add.load("cuda")
-    assert functions.dropout_add_norm.load("cuda")
+    assert functions.gelu_dropout.load("cuda")
     assert stochastic.stochastic_gelu_dropout.load("cuda")
     for name in ("dropout_add_norm", "gelu_dropout_backward", "stochastic_gelu_dropout"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"opkiln::{name}", "CUDA")

@@ -127,8 +127,8 @@ __device__ inline Sixteen<T> result_of(const Norm& n, Sixteen<T> x, const Affine
   return x;
 }
 
-// A thread has up to kCount vectors of a row. If they are few, it loads the weights with them; else those would take
-// too many registers, and are loaded when they are used.
+// A thread has up to kCount vectors of a row. If they are few, it loads the weights with them, but not those of a layer
+// norm, which also has biases: with too many registers, fewer blocks run. Then they are loaded when they are used.
 template <class T, bool kCentred, bool kAdds, int kCount>
 __global__ void __launch_bounds__(kMostThreads, kAdds || kCentred ? 2 : 3)
     norm_kernel(const OPK_GRID_CONSTANT Work w) {
@@ -151,8 +151,9 @@ __global__ void __launch_bounds__(kMostThreads, kAdds || kCentred ? 2 : 3)
       }
     }
   }
+  constexpr bool kEarly = kCount == kFewVectors && !kCentred;
   Affine<T> early[kFewVectors];
-  if (kCount == kFewVectors) {
+  if (kEarly) {
 #pragma unroll
     for (int v = 0; v < kFewVectors; ++v) {
       const int at = lane + v * w.team;
@@ -205,7 +206,7 @@ __global__ void __launch_bounds__(kMostThreads, kAdds || kCentred ? 2 : 3)
     const int at = lane + v * w.team;
     if (at < vectors) {
       opkiln::device::forget_floats(x[v]);
-      const Affine<T> affine = kCount == kFewVectors ? early[v % kFewVectors] : affine_of<T>(n, at);
+      const Affine<T> affine = kEarly ? early[v % kFewVectors] : affine_of<T>(n, at);
       static_cast<Sixteen<T>*>(n.out)[start + at] = result_of(n, x[v], affine, mean, scale);
     }
   }
