@@ -118,32 +118,33 @@ def attention(
     call = kv_attention if decode else kv_attention.reference
     group = heads // cache.kv_heads
     units = batch * cache.kv_heads * -(-group * tokens // 16)
-    splits = chosen_splits(units, most, cache.processors) if decode else 1
+    splits = chosen_splits(units, most, cache.processors, table is not None) if decode else 1
     out: Tensor = call(
         q, k, v, keys, values, lengths, table, alibi_slopes, cache.counters, scale, causal, splits
     )
     return out
 
 
-def chosen_splits(units: int, context: int, processors: int) -> int:
+def chosen_splits(units: int, context: int, processors: int, paged: bool = False) -> int:
     """How many blocks share a sequence, for ``units`` pairs of a sequence and a kv head."""
-    return _splits(units, max(-(-context // _BLOCK_KEYS), 1), processors)
+    return _splits(units, max(-(-context // _BLOCK_KEYS), 1), processors, paged)
 
 
 @functools.lru_cache(maxsize=1024)
-def _splits(units: int, steps: int, processors: int) -> int:
+def _splits(units: int, steps: int, processors: int, paged: bool) -> int:
     """The number whose calls take the least time, of those that give all blocks the same steps.
 
     Time is counted in steps of a block that has the GPU for itself. Two blocks run on each
-    multiprocessor, but fewer use all of the memory's bandwidth; more make each other slower. Adding
-    up the parts takes time of its own, more with each part. The numbers fit what was measured on an
-    H200.
+    multiprocessor, but fewer use all of the memory's bandwidth; more make each other slower. A
+    block that looks up where its keys are is slower by itself. Adding up the parts takes time of
+    its own, more with each part. The numbers fit what was measured on an H200.
     """
     slots, saturating = 2 * processors, 0.62 * processors
+    alone = 1.3 if paged else 1.0
 
     def cost(splits: int) -> float:
         rounds, rest = divmod(units * splits, slots)
-        last = max(1.0, rest / saturating) if rest else 0.0
+        last = max(alone, rest / saturating) if rest else 0.0
         adding_up = 3.5 + splits / 12 if splits > 1 else 0.0
         return -(-steps // splits) * (rounds * slots / saturating + last) + adding_up
 
