@@ -25,9 +25,10 @@ class TransformerLayer(nn.Module):
     ``torch.utils.checkpoint`` finds it again. No mask is kept. A captured CUDA graph draws anew at
     each replay.
 
-    To keep less for the backward pass: ``normalize_invertible`` computes norms again,
-    ``gelu_checkpoint`` the gelu. Both are by-products of kernels that read their inputs there
-    anyway. ``attn_dropout_checkpoint`` computes the attention again. Results do not change.
+    Little is kept for the backward pass: norms (``normalize_invertible``) and the gelu
+    (``gelu_checkpoint``) are computed again, as by-products of kernels that read their inputs there
+    anyway; False keeps them. ``attn_dropout_checkpoint`` also computes the attention again. Results
+    do not change.
 
     ``stochastic`` takes the GPU's approximate tanh, whose error is up to 2**-11.
 
@@ -45,9 +46,9 @@ class TransformerLayer(nn.Module):
         activation_dropout: float = 0.0,
         pre_layer_norm: bool = True,
         eps: float = 1e-5,
-        normalize_invertible: bool = False,
+        normalize_invertible: bool = True,
         attn_dropout_checkpoint: bool = False,
-        gelu_checkpoint: bool = False,
+        gelu_checkpoint: bool = True,
         stochastic: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
