@@ -120,10 +120,6 @@ class Builder(CUDAOpBuilder):
     def nvcc_args(self) -> Sequence[str]:
         return NVCC
 
-    def extra_ldflags(self) -> Sequence[str]:
-        # Through libtorch_cuda they find the cuBLAS and cuRAND that torch brings along.
-        return ["-Wl,--push-state,--no-as-needed", "-ltorch_cuda", "-Wl,--pop-state"]
-
 
 @cache
 def loaded(name: str, root: Path = SOURCES) -> Any:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opkiln import plan as plans
-from opkiln.build_model import Plan, Target, Toolchain, TorchSDK
+from opkiln.build_model import DeviceCompiler, Plan, Target, Toolchain, TorchSDK
 from opkiln.errors import SpecError
 from opkiln.model import ABI_NONE, ABI_STABLE, ABI_TORCH, EXECUTABLE, LIBRARY, PLAIN, PYTHON, OpSpec
 from opkiln.store import key
@@ -157,6 +157,19 @@ def test_a_python_module_gets_its_name_and_pythons_headers() -> None:
     assert "-isystem/env/include/python" in compiling
     assert "-D_GLIBCXX_USE_CXX11_ABI=1" in compiling
     assert "-ltorch_python" in linking
+
+
+def test_an_extension_of_a_cuda_torch_needs_torch_cuda_whatever_it_takes_from_it() -> None:
+    """Through it, it finds the cuBLAS that torch has."""
+    nvcc = DeviceCompiler(
+        "nvcc", "/cuda/bin/nvcc", "/cuda", "13.0", "id", ("9.0",), frozenset(), (), ("/cuda/lib64",)
+    )
+    toolchain = GCC._replace(torch=TORCH._replace(cuda="13.0"), device=nvcc)
+    target = TARGET._replace(backend="cuda", archs=("9.0",))
+    spec = a_spec(abi=ABI_TORCH, kind=PYTHON, backend="cuda")
+    linking = commands(plans.make(spec, target, toolchain))[-1]
+    assert "--push-state,--no-as-needed -lc10_cuda -ltorch_cuda -Wl,--pop-state" in linking
+    assert "-l:libcudart.so.13" in linking
 
 
 def test_a_program_is_no_shared_library_and_finds_torch_by_rpath() -> None:

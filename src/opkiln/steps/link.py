@@ -144,5 +144,8 @@ def _cuda_runtime(spec: OpSpec, toolchain: Toolchain, relocatable: bool) -> list
     if spec.abi == ABI_TORCH and torch is not None and torch.cuda is not None:
         # By soname: the PyPI toolkit has no libcudart.so without a version.
         runtime = f"-l:libcudart.so.{torch.cuda.partition('.')[0]}"
-        return ["-lc10_cuda", "-ltorch_cuda", *search, runtime]
+        # Kept although nothing may be taken from them: through torch_cuda an extension finds the
+        # cuBLAS that torch has. Compilers of some distributions drop what looks unused.
+        kept = ("-Wl,--push-state,--no-as-needed", "-lc10_cuda", "-ltorch_cuda", "-Wl,--pop-state")
+        return [*kept, *search, runtime]
     return [*search, "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
