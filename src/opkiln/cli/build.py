@@ -17,6 +17,8 @@ from opkiln.ship.prebuild import BUILT, CACHED, SKIPPED, Outcome
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from opkiln.ship.audit import Finding
     from opkiln.ship.selection import NamedTarget
 
@@ -33,6 +35,16 @@ if TYPE_CHECKING:
     help="Run a Python script and build the ops that it loads; its arguments follow `--`.",
 )  # fmt: skip
 @target_option(multiple=True)
+@click.option(
+    "--targets", type=click.Path(dir_okay=False), metavar="FILE",
+    help='Build for the targets in a TOML FILE: targets = ["cpu:x86-64-v3", "cuda:9.0a"]. It may '
+    "name the ops, too: ops = [...].",
+)  # fmt: skip
+@click.option(
+    "--executor", metavar="EXECUTOR",
+    help="Build on a farm, each op for each target as a task: processes=4, dask://HOST:PORT, ray, "
+    "ray://HOST:PORT, mpi, slurm=SHARED_DIR. A lost task runs again.",
+)  # fmt: skip
 @click.option(
     "--out", type=click.Path(file_okay=False), metavar="DIR",
     help="Put the libraries into DIR, a layer for OPKILN_STORE_LAYERS.",
@@ -62,7 +74,8 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "-j", "--jobs", type=click.IntRange(min=1), metavar="N",
-    help="Run at most N steps at once. The host's budget applies as well.",
+    help="Run at most N steps at once, on a farm N on each worker. The host's budget applies as "
+    "well.",
 )  # fmt: skip
 @json_option
 def command(
@@ -71,6 +84,8 @@ def command(
     recorded: str | None,
     for_script: str | None,
     target: tuple[str, ...],
+    targets: str | None,
+    executor: str | None,
     out: str | None,
     wheel: str | None,
     bundle: str | None,
@@ -87,18 +102,26 @@ def command(
     If a named op cannot be built natively, that is an error; it does not fall back. With --all, an
     op that cannot run here (torch is too old, or its author says so) is skipped and listed.
     """
+    wanted = _wanted(target)
+    if targets is not None:
+        from opkiln.ship.farm import matrix
+
+        given = matrix.read(targets)
+        wanted = list(dict.fromkeys([*wanted, *given.targets]))
+        if not (ops or everything or recorded or for_script):
+            ops = given.ops
     named = bool(ops) and for_script is None
     if sum((named, everything, recorded is not None, for_script is not None)) != 1:
         raise click.UsageError("give one of: names of ops, --all, --recorded, --for-script")
     if wheel is None and (name or version or max_wheel_size):
         raise click.UsageError("--name, --version and --max-wheel-size need --wheel")
     if for_script is not None:
-        asked = _used_by(for_script, ops, _wanted(target))
+        asked = _used_by(for_script, ops, wanted)
     else:
-        asked = _asked(ops, everything, recorded, _wanted(target))
+        asked = _asked(ops, everything, recorded, wanted)
     wrapping = wrappings.Wrapping(out, wheel, bundle, name, version, max_wheel_size)
     wrappings.check(wrapping, {each.builder.distribution for each in asked.requests})
-    outcomes = [*prebuild.prebuild(asked.requests, jobs=jobs, trace=trace), *asked.refused]
+    outcomes = [*_built(asked.requests, executor, jobs, trace), *asked.refused]
     failures = [each.error for each in outcomes if each.error is not None]
     done = [each.path for each in outcomes if each.path]
     written: list[str] = []
@@ -131,6 +154,16 @@ def command(
     for error in failures:
         output.say_failure(error)
     return failures[0].exit_code if failures else 0
+
+
+def _built(
+    asked: Sequence[prebuild.Request], executor: str | None, jobs: int | None, trace: str | None
+) -> list[Outcome]:
+    if executor is None:
+        return prebuild.prebuild(asked, jobs=jobs, trace=trace)
+    from opkiln.ship.farm import coordinator
+
+    return coordinator.run(asked, executor, jobs=jobs, trace=trace)
 
 
 def _asked(

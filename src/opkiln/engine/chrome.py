@@ -41,33 +41,18 @@ class Trace:
                 hint="OPKILN_TRACE=/tmp/opkiln-trace.json",
             )
         self._lock = threading.RLock()  # a signal handler may emit an event, too
-        self._records: list[dict[str, Any]] = []
-        self._lanes: dict[int, tuple[str, str, str]] = {}  # lane -> the step or build in it
-        self._started: dict[tuple[str, str, str], Event] = {}
-        self._named: set[int] = set()
-        self._last = 0.0
+        self._processes = {"": _Process(os.getpid())}
 
     def __call__(self, event: Event) -> None:
+        self.add(event)
+
+    def add(self, event: Event, worker: str = "") -> None:
+        """Add an event of this process, or of a worker, which is drawn as a process of its own."""
         with self._lock:
-            self._last = max(self._last, event.at)
-            data = dict(event.data)
-            if event.kind == events.STEP_START:
-                self._begin(("step", data["op"], data["step"]), event, 1)
-            elif event.kind == events.BUILD_START:
-                self._begin(("build", data["op"], ""), event, _BUILD_LANES)
-            elif event.kind == events.STEP_END:
-                start = ("step", data["op"], data["step"])
-                args = {"max_rss": data["max_rss"], "cached": data["cached"]}
-                if start not in self._started:  # it came from the store and never ran
-                    self._begin(start, event._replace(at=event.at - data["wall"]), 1)
-                self._end(start, event.at, args)
-            elif event.kind == events.BUILD_END:
-                start = ("build", data["op"], "")
-                if start in self._started:
-                    self._end(start, event.at, {"ok": data["ok"]})
-            else:
-                name = data.get("text") or f"waiting for {data['what']}"
-                self._add(name, data.get("op", ""), "i", event.at, lane=0, args=data, s="p")
+            if worker not in self._processes:
+                number = os.getpid() + len(self._processes)  # hosts may have equal process ids
+                self._processes[worker] = _Process(number, worker)
+            self._processes[worker].add(event)
 
     def close(self) -> None:
         """Write the file. Steps that have not ended are drawn up to the last event.
@@ -75,9 +60,8 @@ class Trace:
         A file that cannot be written (the disk is full) is a SettingWarning: the build is done.
         """
         with self._lock:
-            for key in list(self._started):
-                self._end(key, self._last, {"unfinished": True})
-            document = {"traceEvents": self._records, "displayTimeUnit": "ms"}
+            records = [each for process in self._processes.values() for each in process.records()]
+            document = {"traceEvents": records, "displayTimeUnit": "ms"}
         try:
             replace(self._path, json.dumps(document).encode())
         except OSError as error:
@@ -86,6 +70,47 @@ class Trace:
                 SettingWarning,
                 stacklevel=2,
             )
+
+
+class _Process:
+    """The builds and steps of one process, in lanes."""
+
+    def __init__(self, number: int, name: str = "") -> None:
+        self._number = number
+        self._records: list[dict[str, Any]] = []
+        self._lanes: dict[int, tuple[str, str, str]] = {}  # lane -> the step or build in it
+        self._started: dict[tuple[str, str, str], Event] = {}
+        self._named: set[int] = set()
+        self._last = 0.0
+        if name:
+            self._add("process_name", "", "M", 0.0, lane=0, args={"name": name})
+
+    def add(self, event: Event) -> None:
+        self._last = max(self._last, event.at)
+        data = dict(event.data)
+        if event.kind == events.STEP_START:
+            self._begin(("step", data["op"], data["step"]), event, 1)
+        elif event.kind == events.BUILD_START:
+            self._begin(("build", data["op"], ""), event, _BUILD_LANES)
+        elif event.kind == events.STEP_END:
+            start = ("step", data["op"], data["step"])
+            args = {"max_rss": data["max_rss"], "cached": data["cached"]}
+            if start not in self._started:  # it came from the store and never ran
+                self._begin(start, event._replace(at=event.at - data["wall"]), 1)
+            self._end(start, event.at, args)
+        elif event.kind == events.BUILD_END:
+            start = ("build", data["op"], "")
+            if start in self._started:
+                self._end(start, event.at, {"ok": data["ok"]})
+        else:
+            name = data.get("text") or f"waiting for {data['what']}"
+            self._add(name, data.get("op", ""), "i", event.at, lane=0, args=data, s="p")
+
+    def records(self) -> list[dict[str, Any]]:
+        """All of them. What has not ended is drawn up to the last event."""
+        for key in list(self._started):
+            self._end(key, self._last, {"unfinished": True})
+        return self._records
 
     def _begin(self, key: tuple[str, str, str], event: Event, first: int) -> None:
         lane = first
@@ -110,4 +135,4 @@ class Trace:
         self, name: str, op: str, phase: str, at: float, *, lane: int, args: Any, **more: Any
     ) -> None:
         record = {"name": name, "cat": op or "opkiln", "ph": phase, "ts": at * 1e6}
-        self._records.append({**record, "pid": os.getpid(), "tid": lane, "args": args, **more})
+        self._records.append({**record, "pid": self._number, "tid": lane, "args": args, **more})

@@ -41,6 +41,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from opkiln.build_model import Plan
     from opkiln.builder import OpBuilder
     from opkiln.model import Artifact
 
@@ -137,11 +138,16 @@ def _libraries(
 
 
 def prebuild(
-    asked: Sequence[Request], *, jobs: int | None = None, trace: str | None = None
+    asked: Sequence[Request],
+    *,
+    jobs: int | None = None,
+    trace: str | None = None,
+    names_targets: bool = False,
 ) -> list[Outcome]:
     """Find or build every request, all of them in parallel.
 
-    A failure is an outcome, never an exception: "failed" if the op was named; "skipped", with the
+    ``names_targets``: events have the target in the op's name, also if there is one request. A
+    failure is an outcome, never an exception: "failed" if the op was named; "skipped", with the
     reason, if it was not named and the op itself is the reason. It looks in the store first. If
     nothing is missing, it starts no thread and no display.
     """
@@ -151,23 +157,23 @@ def prebuild(
             stack.enter_context(override(max_jobs=jobs))
         for number, request in enumerate(asked):
             with selection.applied(request.wanted):
-                found = _look(request)
-            if found is not None:
+                found = look(request)
+            if isinstance(found, Outcome):
                 outcomes[number] = found
         missing = {n: request for n, request in enumerate(asked) if n not in outcomes}
         if missing or trace is not None:
             from opkiln.engine import progress
 
             with progress.shown(trace):
-                outcomes |= _in_parallel(missing)
+                outcomes |= _in_parallel(missing, names_targets or len(missing) > 1)
     return [outcomes[number] for number in range(len(asked))]
 
 
-def _look(request: Request) -> Outcome | None:
-    """The outcome, if the library exists or must not be built; None if it must be built."""
+def look(request: Request) -> Outcome | Plan:
+    """The outcome, if the library exists or must not be built; else the plan of its build."""
     builder = request.builder
     try:
-        asked = _decided(request)
+        asked = decision_of(request)
         outcome = loader.decided(asked)
     except OpkilnError as wrong:  # the declaration itself
         return _outcome(request, FAILED, error=wrong)
@@ -176,7 +182,7 @@ def _look(request: Request) -> Outcome | None:
     if isinstance(outcome, Build):
         # An author may have overridden it.
         if request.named or builder.is_compatible():
-            return None
+            return outcome.plan
         return _outcome(request, SKIPPED, reason=builder.error_log or "not compatible")
     error = outcome.error
     if not request.named and _is_unsupported_here(error, builder):
@@ -184,7 +190,8 @@ def _look(request: Request) -> Outcome | None:
     return _outcome(request, FAILED, error=_with_hint(error, request))
 
 
-def _decided(request: Request) -> decision.Request:
+def decision_of(request: Request) -> decision.Request:
+    """The request as the one decision takes it."""
     use = decision.BUILD if request.wanted is None else decision.SHIP
     return decision.Request(request.builder.op(), use)
 
@@ -198,7 +205,7 @@ def _is_unsupported_here(error: OpkilnError, builder: OpBuilder) -> bool:
     return isinstance(error, LoadError) and not isinstance(error, CompilingOff)
 
 
-def _in_parallel(missing: Mapping[int, Request]) -> dict[int, Outcome]:
+def _in_parallel(missing: Mapping[int, Request], names_targets: bool) -> dict[int, Outcome]:
     """Build each in a thread. The engine's budget decides how many steps run at once."""
     from opkiln.engine import events
 
@@ -207,7 +214,7 @@ def _in_parallel(missing: Mapping[int, Request]) -> dict[int, Outcome]:
 
     def work(number: int, request: Request) -> None:
         try:
-            target = f" {request.wanted}" if request.wanted and len(missing) > 1 else ""
+            target = f" {request.wanted}" if request.wanted and names_targets else ""
             with selection.applied(request.wanted), events.reported_as(f"{request.op}{target}"):
                 outcomes[number] = _make(request)
         except OpkilnError as error:
@@ -242,7 +249,7 @@ def _in_parallel(missing: Mapping[int, Request]) -> dict[int, Outcome]:
 def _make(request: Request) -> Outcome:
     """Find or build. Raises OpkilnError."""
     began = time.monotonic()
-    asked = _decided(request)
+    asked = decision_of(request)
     artifact, _ = loader.obtain(asked)
     _require_stored(request.op, artifact)
     return _outcome(

@@ -1,0 +1,190 @@
+"""Builds ops for targets on a farm, and takes the results into this machine's store.
+
+The coordinator decides as a plain build does (``prebuild.look``): what the store has is not built
+again. A result is imported when it comes and then asked for like any other entry. So what a worker
+built from other sources, with other flags or by another compiler is refused here, and everything
+that follows (a wheel, a bundle) sees a store that one machine could have filled alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from concurrent.futures import Executor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from opkiln.bundles.bundle import unpack
+from opkiln.decision.target import target_cpu
+from opkiln.engine import events, progress
+from opkiln.errors import BuildError, OpkilnError, StoreError, ToolchainError
+from opkiln.model import CPU, flag_settings
+from opkiln.registry import ALL_OPS
+from opkiln.settings import settings
+from opkiln.ship import prebuild, selection
+from opkiln.ship.farm import executors
+from opkiln.ship.farm.rounds import Ended, results
+from opkiln.ship.farm.tasks import Job
+from opkiln.ship.prebuild import BUILT, FAILED, Outcome, Request
+from opkiln.ship.selection import NamedTarget
+from opkiln.store import publish
+from opkiln.store.layers import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from opkiln.engine.chrome import Trace
+
+    Crew = str | Executor | Callable[[], Executor]
+
+
+def build(
+    ops: Iterable[str],
+    targets: Iterable[str],
+    executor: Crew,
+    *,
+    jobs: int | None = None,
+    trace: str | None = None,
+) -> list[Outcome]:
+    """Build ops for targets, each pair as a task, and return what became of each, in order.
+
+    ``executor`` is one of ``concurrent.futures``, or a function that makes one (then a broken one
+    is replaced), or a name as ``opkiln build --executor`` takes it. ``jobs`` is the most steps at
+    once on each worker. A failure is an outcome. Raises UsageError for an unknown op or target.
+    """
+    wanted = list(dict.fromkeys(each for text in targets for each in selection.parse(text)))
+    asked = prebuild.requests(ALL_OPS, list(dict.fromkeys(ops)), wanted, named=True)
+    return [*run(asked.requests, executor, jobs=jobs, trace=trace), *asked.refused]
+
+
+def run(
+    asked: Sequence[Request], crew: Crew, *, jobs: int | None = None, trace: str | None = None
+) -> list[Outcome]:
+    """``prebuild.prebuild``, on a farm."""
+    name = crew if isinstance(crew, str) else _name(crew)
+    made = executors.named(crew, jobs) if isinstance(crew, str) else crew
+    outcomes: dict[int, Outcome] = {}
+    tasks: dict[int, Job] = {}
+    for number, request in enumerate(asked):
+        with selection.applied(request.wanted):
+            found = prebuild.look(request)
+            # Where there is no compiler here, the workers may have one.
+            if isinstance(found, Outcome) and not isinstance(found.error, ToolchainError):
+                outcomes[number] = found
+            else:
+                tasks[number] = _job(request, jobs)
+    if not tasks:
+        return [outcomes[number] for number in range(len(asked))]
+    root = Store().root
+    if root is None:
+        raise StoreError(
+            "there is no writable store",
+            why="a farm's results are put into it",
+            hint="set OPKILN_CACHE_DIR to a writable directory",
+        )
+    with ExitStack() as stack:
+        stack.enter_context(progress.shown(traced=False))
+        recorder = _recorder(stack, trace)
+        report = _Report(name, len(tasks), recorder)
+        for ended in results(tasks, made):
+            outcome = _taken(asked[ended.number], ended, root)
+            outcomes[ended.number] = outcome
+            report.add(tasks[ended.number], ended, outcome)
+        report.close()
+    return [outcomes[number] for number in range(len(asked))]
+
+
+def _name(crew: Executor | Callable[[], Executor]) -> str:
+    return type(crew).__name__ if isinstance(crew, Executor) else "an executor"
+
+
+def _job(request: Request, jobs: int | None) -> Job:
+    """The request with everything resolved that this machine has a say in."""
+    backend = request.builder.backend
+    archs = request.wanted.archs if request.wanted is not None else ""
+    with contextlib.suppress(OpkilnError):  # if it cannot be known here, the worker tells why
+        if backend == CPU:
+            archs = str(target_cpu())
+        else:
+            archs = ",".join(prebuild.decision_of(request).wanted.archs) or archs
+    fields = ("debug", "debug_cuda", *flag_settings(backend))
+    given = tuple((field, getattr(settings, field)) for field in fields)
+    return Job(request.op, NamedTarget(backend, archs), given, jobs)
+
+
+def _taken(request: Request, ended: Ended, root: str) -> Outcome:
+    """The outcome here: the result is imported, and must be what a build here would give."""
+    told = ended.result.outcome
+    target = str(request.wanted or told.target)
+    if not ended.result.bundle:
+        return told._replace(target=target)
+    try:
+        with publish.scratch("farm") as stage:
+            file = os.path.join(stage, "bundle")
+            with open(file, "wb") as out:
+                out.write(ended.result.bundle)
+            unpack(file, root, signed=False)  # the farm is trusted as this machine's compilers are
+        with selection.applied(request.wanted):
+            found = prebuild.look(request)
+    except OpkilnError as error:
+        return told._replace(status=FAILED, target=target, error=error)
+    if isinstance(found, Outcome) and found.path and found.sha256 == told.sha256:
+        return found._replace(status=BUILT, seconds=told.seconds)
+    error = BuildError(
+        f"op {request.op} came from a worker that differs from this machine",
+        why=f"for {told.target}, on {ended.result.worker}: its sources, flags or compilers are not "
+        "those that a build here would use, so the parts of a release would not fit together",
+        hint=f"opkiln plan {request.op} --target {told.target}    # here and there",
+    )
+    return told._replace(status=FAILED, target=target, error=error)
+
+
+# What people see
+
+
+def _recorder(stack: ExitStack, trace: str | None) -> Trace | None:
+    file = trace or settings.trace
+    if not file:
+        return None
+    from opkiln.engine import chrome
+
+    recorder = chrome.Trace(file)
+    stack.callback(recorder.close)
+    return recorder
+
+
+class _Report:
+    """The progress of all tasks, and one trace of all workers.
+
+    A worker's events are placed by the time at which its result came. So no clock of another
+    machine is read.
+    """
+
+    def __init__(self, name: str, total: int, recorder: Trace | None) -> None:
+        self._began = time.monotonic()
+        self._what = f"{total} task{'' if total == 1 else 's'} on {name}"
+        self._total, self._done, self._failed = total, 0, 0
+        self._recorder = recorder
+        events.emit(events.BUILD_START, op=self._what, steps=total)
+
+    def add(self, job: Job, ended: Ended, outcome: Outcome) -> None:
+        self._done += 1
+        self._failed += outcome.error is not None
+        result = ended.result
+        if self._recorder is not None:
+            for event in result.events:
+                self._recorder.add(event._replace(at=event.at + ended.at), result.worker)
+        label = str(job)
+        events.emit(
+            events.STEP_END, op=self._what, label=label, step=f"{label} {self._done}",
+            wall=outcome.seconds, max_rss=0, cached=False,
+        )  # fmt: skip
+        where = f" on {result.worker}" if result.worker else ""
+        took = f" in {outcome.seconds:.1f} s" if outcome.path else ""
+        text = f"[{self._done}/{self._total}] {outcome.status} {label}{took}{where}"
+        events.emit(events.NOTE, text=text)
+
+    def close(self) -> None:
+        wall = time.monotonic() - self._began
+        events.emit(events.BUILD_END, op=self._what, ok=not self._failed, wall=wall)
