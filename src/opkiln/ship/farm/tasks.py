@@ -7,8 +7,10 @@ installed on the worker; the coordinator checks the latter.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import shutil
 import time
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -19,11 +21,12 @@ from opkiln.bundles.bundle import write_bundle
 from opkiln.engine import events
 from opkiln.errors import BuildError, OpkilnError, SpecError
 from opkiln.registry import ALL_OPS
-from opkiln.settings import override
+from opkiln.settings import LAYOUT, override
 from opkiln.ship import prebuild
 from opkiln.ship.prebuild import FAILED, Outcome
 from opkiln.ship.selection import NamedTarget
 from opkiln.store import publish
+from opkiln.store.layers import Store
 
 
 class Job(NamedTuple):
@@ -77,8 +80,17 @@ def work(job: Job) -> Result:
 
 @functools.cache
 def _store() -> str:
-    """This process's own store. A watchdog removes it, also if the process is killed."""
-    return publish.make_scratch("farm")
+    """This process's own store. A watchdog removes it, also if the process is killed.
+
+    It has what the user's store on this host knows of the compilers: to ask them takes seconds.
+    """
+    made = publish.make_scratch("farm")
+    os.makedirs(memory := os.path.join(made, LAYOUT, "toolchains"), 0o700)
+    for known in filter(os.path.isdir, Store().memory[:1]):
+        for name in os.listdir(known):
+            with contextlib.suppress(FileNotFoundError):  # another process replaces it just now
+                shutil.copy2(os.path.join(known, name), memory)
+    return made
 
 
 def _made(job: Job) -> tuple[Outcome, bytes]:
@@ -105,6 +117,4 @@ def _from_elsewhere(error: OpkilnError, job: Job, worker: str) -> OpkilnError:
     lines = [line for line in error.why.splitlines() if not line.startswith("log: ")]
     what = error.what if job.op in error.what else f"op {job.op}: {error.what}"
     hint = "" if error.log and error.log in error.hint else error.hint
-    return type(error)(
-        what, why="\n".join([*lines, f"for {job.target}, on {worker}"]), hint=hint
-    )
+    return type(error)(what, why="\n".join([*lines, f"for {job.target}, on {worker}"]), hint=hint)
