@@ -6,17 +6,13 @@ import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sample import known
-from sample.package import Package
+from sample.farm import Farm
 
-from opkiln import settings
 from opkiln.errors import BuildError, CompileError
 from opkiln.ship.farm import coordinator, rounds
 from opkiln.ship.farm.tasks import Job, Result, work
@@ -25,61 +21,6 @@ from opkiln.ship.selection import NamedTarget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-MATRIX = 'ops = ["first", "second"]\ntargets = ["cpu:x86-64-v2,x86-64-v3"]\n'
-# A worker that builds the op for the first time ends as one does that the kernel kills.
-KILLED = """
-    def sources(self) -> list[str]:
-        import multiprocessing, os, signal
-        note = os.environ.get("KILL_A_WORKER")
-        if note and multiprocessing.parent_process() and not os.path.exists(note):
-            open(note, "x").close()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return ["csrc/add.cpp"]
-"""
-
-
-def offer(site: Path, op: str) -> Package:
-    """A small torch-free op of an installed package of the same name."""
-    package = Package("plain", site, op)
-    package.edit("op.py", 'NAME = "plain"', f'NAME = "{op}"')
-    text = (package / "op.py").read_text()
-    whole, _, rest = text.partition("    def sources")
-    (package / "op.py").write_text(whole + KILLED + "\n" + rest[rest.index("    def include") :])
-    metadata = site / f"{op}-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {op}\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[opkiln.ops]\n{op} = {op}.op:PlainBuilder\n")
-    return package
-
-
-class Farm:
-    """Two ops, the command line, and a store for each run."""
-
-    def __init__(self, base: Path) -> None:
-        self.base, self.site = base, base / "site"
-        self.ops = {name: offer(self.site, name) for name in ("first", "second")}
-        self.matrix = base / "matrix.toml"
-        self.matrix.write_text(MATRIX)
-        self._numbers = itertools.count()
-
-    def store(self) -> Path:
-        return known.make_store(self.base / f"store{next(self._numbers)}")
-
-    def __call__(
-        self, *arguments: str, store: Path, **variables: str
-    ) -> subprocess.CompletedProcess[str]:
-        ours = {name for each in settings.table() for name in (each.variable, *each.aliases)}
-        kept = {"PATH", "HOME", "TMPDIR"}
-        clean = {k: v for k, v in os.environ.items() if k not in ours or k in kept}
-        environment = clean | variables | {
-            "OPKILN_CACHE_DIR": str(store), "OPKILN_RUNTIME_DIR": str(self.base / "run"),
-            "OPKILN_PROGRESS": "lines", "PYTHONPATH": str(self.site),
-        }  # fmt: skip
-        command = [sys.executable, "-m", "opkiln", "build", *arguments]
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
 
 
 @pytest.fixture(scope="module")

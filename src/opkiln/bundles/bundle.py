@@ -153,7 +153,8 @@ def read_bundle(file: str, *, sha256: str = "") -> list[dict[str, Any]]:
 def unpack(file: str, root: str, *, sha256: str = "", signed: bool = True) -> list[Taken]:
     """Publish each entry of a bundle in the store at ``root`` (``Store.root``).
 
-    ``signed=False`` is for one that opkiln itself made just now: it needs no signature. Everything is checked before the first one is published, and each appears whole or not at all.
+    ``signed=False`` is for one that opkiln itself made just now: it needs no signature. Everything
+    is checked before the first one is published, and each appears whole or not at all.
     Raises StoreError, as ``read_bundle`` does.
     """
     with opened(file, sha256, to_use=signed) as bundle:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from opkiln.ship.audit import Finding
+    from opkiln.ship.farm.matrix import Matrix
     from opkiln.ship.selection import NamedTarget
 
 
@@ -104,21 +105,12 @@ def command(
     """
     wanted = _wanted(target)
     if targets is not None:
-        from opkiln.ship.farm import matrix
-
-        given = matrix.read(targets)
-        wanted = list(dict.fromkeys([*wanted, *given.targets]))
-        if not (ops or everything or recorded or for_script):
-            ops = given.ops
-    named = bool(ops) and for_script is None
-    if sum((named, everything, recorded is not None, for_script is not None)) != 1:
-        raise click.UsageError("give one of: names of ops, --all, --recorded, --for-script")
+        listed, more = _matrix(targets)
+        wanted = list(dict.fromkeys([*wanted, *more]))
+        ops = ops or (() if everything or recorded or for_script else listed)
     if wheel is None and (name or version or max_wheel_size):
         raise click.UsageError("--name, --version and --max-wheel-size need --wheel")
-    if for_script is not None:
-        asked = _used_by(for_script, ops, wanted)
-    else:
-        asked = _asked(ops, everything, recorded, wanted)
+    asked = _asked(ops, everything, recorded, for_script, wanted)
     wrapping = wrappings.Wrapping(out, wheel, bundle, name, version, max_wheel_size)
     wrappings.check(wrapping, {each.builder.distribution for each in asked.requests})
     outcomes = [*_built(asked.requests, executor, jobs, trace), *asked.refused]
@@ -166,11 +158,26 @@ def _built(
     return coordinator.run(asked, executor, jobs=jobs, trace=trace)
 
 
+def _matrix(file: str) -> Matrix:
+    from opkiln.ship.farm import matrix
+
+    return matrix.read(file)
+
+
 def _asked(
-    ops: tuple[str, ...], everything: bool, recorded: str | None, wanted: list[NamedTarget]
+    ops: tuple[str, ...],
+    everything: bool,
+    recorded: str | None,
+    for_script: str | None,
+    wanted: list[NamedTarget],
 ) -> prebuild.Asked:
     from opkiln.registry import ALL_OPS
 
+    named = bool(ops) and for_script is None
+    if sum((named, everything, recorded is not None, for_script is not None)) != 1:
+        raise click.UsageError("give one of: names of ops, --all, --recorded, --for-script")
+    if for_script is not None:
+        return _used_by(for_script, ops, wanted)
     if recorded is not None:
         return prebuild.recorded_requests(recorded, wanted)
     names = list(ALL_OPS if everything else dict.fromkeys(ops))

@@ -131,13 +131,13 @@ def _taken(request: Request, ended: Ended, root: str) -> Outcome:
         return told._replace(status=FAILED, target=target, error=error)
     if isinstance(found, Outcome) and found.path and found.sha256 == told.sha256:
         return found._replace(status=BUILT, seconds=told.seconds)
-    error = BuildError(
+    differs = BuildError(
         f"op {request.op} came from a worker that differs from this machine",
         why=f"for {told.target}, on {ended.result.worker}: its sources, flags or compilers are not "
         "those that a build here would use, so the parts of a release would not fit together",
         hint=f"opkiln plan {request.op} --target {told.target}    # here and there",
     )
-    return told._replace(status=FAILED, target=target, error=error)
+    return told._replace(status=FAILED, target=target, error=differs)
 
 
 # What people see

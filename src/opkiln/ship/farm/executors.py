@@ -35,7 +35,7 @@ def named(text: str, jobs: int | None = None) -> Callable[[], Executor]:
         return lambda: ProcessPoolExecutor(int(rest), mp_context=get_context("spawn"))
     if kind == "dask" and mark == "://" and rest:
         dask = _package("distributed", text, "distributed")
-        return lambda: _dask(dask, rest)
+        return lambda: Dask(dask, rest)
     if text == "ray" or (kind == "ray" and mark == "://" and rest):
         ray = _package("ray", text, "ray")
         return lambda: Ray(ray, text if rest else None)
@@ -68,10 +68,21 @@ def _executor(made: Any) -> Executor:
     return made
 
 
-def _dask(dask: Any, address: str) -> Executor:
-    client = dask.Client(f"tcp://{address}")
-    # Not pure: the same job may give another answer where something was mended.
-    return _executor(client.get_executor(retries=_RETRIES, pure=False))
+class Dask(Executor):
+    """Dask's executor, which does not end its connection, with that connection."""
+
+    def __init__(self, dask: Any, address: str) -> None:
+        self._client = dask.Client(f"tcp://{address}")
+        # Not pure: the same job may give another answer after something was mended.
+        self._executor = self._client.get_executor(retries=_RETRIES, pure=False)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = self._executor.submit(fn, *args, **kwargs)
+        return future
+
+    def shutdown(self, wait: bool = True, **_: Any) -> None:
+        self._executor.shutdown(wait)
+        self._client.close()
 
 
 class Ray(Executor):
@@ -88,7 +99,7 @@ class Ray(Executor):
         future: Future[Any] = task.remote(*args, **kwargs).future()
         return future
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+    def shutdown(self, *_: Any, **__: Any) -> None:
         if self._ours:
             self._ray.shutdown()
 

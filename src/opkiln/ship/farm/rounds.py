@@ -70,7 +70,7 @@ def _running(crew: Executor | Callable[[], Executor]) -> Iterator[Executor]:
     try:
         yield executor
     except BaseException:
-        executor.shutdown(wait=False, cancel_futures=True)
+        executor.shutdown(wait=False)  # its futures are cancelled already
         raise
     executor.shutdown()
 

@@ -1,0 +1,173 @@
+"""The build farm on Dask, Ray and submitit: the same bytes as one machine, also if a worker dies.
+
+    make test-cluster
+    python tests/cluster/farm.py dask submitit
+
+Installs them into an environment of its own. Prints a line for each; what cannot be had is skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from environments import REPOSITORY, ready  # noqa: E402 (found by the line above)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sample.farm import Farm
+
+PACKAGES = {"dask": "distributed", "ray": "ray", "submitit": "submitit"}
+# Slurm's own queue needs a cluster; submitit runs the same jobs as local processes, too.
+LOCALLY = """
+import sys, submitit
+from opkiln.ship import wrappings
+from opkiln.ship.farm import coordinator, executors, matrix
+asked = matrix.read(sys.argv[1])
+make = lambda: executors.Submitted(submitit.AutoExecutor(sys.argv[2], cluster="local"), 1)
+done = coordinator.build(asked.ops, map(str, asked.targets), make, jobs=1)
+assert [each.status for each in done] == ["built"] * 4, done
+wrappings.write([each.path for each in done], wrappings.Wrapping(bundle=sys.argv[3]))
+"""
+
+
+def main() -> int:
+    """1 if something differs, 0 otherwise, also if nothing can be had."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kinds", nargs="*", default=list(PACKAGES), help=", ".join(PACKAGES))
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.inside:
+        (kind,) = arguments.kinds
+        return check(kind)
+    status = 0
+    for kind in arguments.kinds:
+        venv = REPOSITORY / f".farm-{kind}-venv"
+        if reason := ready(venv, (PACKAGES[kind],), ("--editable", str(REPOSITORY))):
+            print(f"farm on {kind}: skipped: {reason}")
+            continue
+        command = [str(venv / "bin/python"), str(HERE / "farm.py"), "--inside", kind]
+        status |= subprocess.run(command, check=False).returncode
+    return status
+
+
+def check(kind: str) -> int:
+    """Build the matrix on one machine and on a farm whose first worker dies; compare."""
+    from sample.farm import Farm
+
+    with tempfile.TemporaryDirectory(prefix="opkiln-farm-") as directory:
+        farm = Farm(Path(directory))
+        alone, together = farm.base / "alone", farm.base / "together"
+        matrix = ("--targets", str(farm.matrix), "-j", "1")
+        require(farm(*matrix, "--bundle", str(alone), store=farm.store()))
+        killed = farm.base / "killed"
+        at_worker = farm.environment(
+            farm.store(), KILL_A_WORKER=str(killed), IS_A_WORKER="1",
+            PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        )  # fmt: skip
+        began = time.monotonic()
+        told = FARMS[kind](farm, matrix, at_worker, together)
+        seconds = time.monotonic() - began
+        same = alone.read_bytes() == together.read_bytes()
+        died = killed.exists()
+        print(f"farm on {kind}: {'same bytes' if same else 'OTHER BYTES'}, "
+              f"{'a' if died else 'NO'} worker was killed, {seconds:.1f} s")  # fmt: skip
+        print("".join(f"    {line}\n" for line in told.splitlines()), end="")
+        return not (same and died)
+
+
+def require(done: subprocess.CompletedProcess[str]) -> str:
+    if done.returncode:
+        raise SystemExit(f"{done.args} exits with {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return done.stderr
+
+
+@contextmanager
+def running(environment: dict[str, str], *command: str) -> Iterator[None]:
+    """A server with all that it starts, for the length of a block."""
+    server = subprocess.Popen(
+        command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(30)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def dask(farm: Farm, matrix: tuple[str, ...], at_worker: dict[str, str], out: Path) -> str:
+    port = free_port()
+    where = f"127.0.0.1:{port}"
+    module = (sys.executable, "-m", "dask")
+    with (
+        running(at_worker, *module, "scheduler", "--host", "127.0.0.1", "--port", str(port),
+                "--no-dashboard"),
+        running(at_worker, *module, "worker", f"tcp://{where}", "--nworkers", "2", "--nthreads",
+                "1", "--no-dashboard", "--local-directory", str(farm.base / "dask")),
+    ):  # fmt: skip
+        listens(port)
+        arguments = (*matrix, "--executor", f"dask://{where}", "--bundle", str(out))
+        return require(farm(*arguments, store=farm.store()))
+
+
+def listens(port: int) -> None:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+        except OSError:
+            time.sleep(0.2)
+        else:
+            return
+    raise SystemExit(f"nothing listens on port {port}")
+
+
+def ray(farm: Farm, matrix: tuple[str, ...], at_worker: dict[str, str], out: Path) -> str:
+    port = free_port()
+    program = str(Path(sys.executable).parent / "ray")
+    start = [program, "start", "--head", "--port", str(port), "--num-cpus", "2",
+             "--include-dashboard", "false", "--temp-dir", f"/tmp/ray-{port}"]  # fmt: skip
+    require(subprocess.run(start, env=at_worker, capture_output=True, text=True, check=False))
+    try:
+        arguments = (*matrix, "--executor", "ray", "--bundle", str(out))
+        address = f"127.0.0.1:{port}"
+        return require(farm(*arguments, store=farm.store(), RAY_ADDRESS=address))
+    finally:
+        subprocess.run([program, "stop"], env=at_worker, capture_output=True, check=False)
+
+
+def submitit(farm: Farm, _: tuple[str, ...], at_worker: dict[str, str], out: Path) -> str:
+    # The coordinator starts the workers, so it has their environment, and must not be taken for
+    # one: submitit's jobs are the processes that have a job's number.
+    environment = {k: v for k, v in at_worker.items() if k != "IS_A_WORKER"}
+    command = [sys.executable, "-c", LOCALLY, str(farm.matrix), str(farm.base / "jobs"), str(out)]
+    return require(
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    )
+
+
+FARMS: dict[str, Callable[[Farm, tuple[str, ...], dict[str, str], Path], str]] = {
+    "dask": dask, "ray": ray, "submitit": submitit,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(main())
