@@ -11,7 +11,7 @@
 #   make test-sycl   the SYCL example on Intel's runtime compiler (installs 1.6 GB beside .venv)
 #   make test-torches   one wheel of ops, libraries of op.h on several torches (installs them, 30 GB)
 #   make test-cluster   jobs of two nodes in network namespaces: slow and cut links (root, iproute2, iptables);
-#                       the build farm on Dask, Ray and submitit (installs them beside .venv)
+#                       the build farm on Dask, Ray, MPI and submitit (installs them beside .venv)
 #   make test-aarch64   kernels and ops for aarch64 (apt-get install g++-aarch64-linux-gnu qemu-user)
 #   make mutants   which changes to the code that decides no test notices; MODULE=store/recheck for one
 #   make deepspeed-sources   DeepSpeed's native sources, for bench/ops/deepspeed_kernels.py

@@ -1,4 +1,4 @@
-"""The build farm on Dask, Ray and submitit: the same bytes as one machine, also if a worker dies.
+"""The build farm on Dask, Ray, MPI and submitit: one machine's bytes, also if a worker dies.
 
     make test-cluster
     python tests/cluster/farm.py dask submitit
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,7 +31,12 @@ if TYPE_CHECKING:
 
     from sample.farm import Farm
 
-PACKAGES = {"dask": "distributed", "ray": "ray", "submitit": "submitit"}
+PACKAGES = {
+    "dask": ("distributed",),
+    "ray": ("ray",),
+    "mpi": ("mpi4py", "mpich"),
+    "submitit": ("submitit",),
+}
 # Slurm's own queue needs a cluster; submitit runs the same jobs as local processes, too.
 LOCALLY = """
 import sys, submitit
@@ -56,7 +62,7 @@ def main() -> int:
     status = 0
     for kind in arguments.kinds:
         venv = REPOSITORY / f".farm-{kind}-venv"
-        if reason := ready(venv, (PACKAGES[kind],), ("--editable", str(REPOSITORY))):
+        if reason := ready(venv, PACKAGES[kind], ("--editable", str(REPOSITORY))):
             print(f"farm on {kind}: skipped: {reason}")
             continue
         command = [str(venv / "bin/python"), str(HERE / "farm.py"), "--inside", kind]
@@ -106,7 +112,7 @@ def running(environment: dict[str, str], *command: str) -> Iterator[None]:
         yield
     finally:
         os.killpg(server.pid, signal.SIGTERM)
-        server.wait(30)
+        server.wait(120)  # Ray takes its time
 
 
 def free_port() -> int:
@@ -144,15 +150,32 @@ def listens(port: int) -> None:
 def ray(farm: Farm, matrix: tuple[str, ...], at_worker: dict[str, str], out: Path) -> str:
     port = free_port()
     program = str(Path(sys.executable).parent / "ray")
-    start = [program, "start", "--head", "--port", str(port), "--num-cpus", "2",
-             "--include-dashboard", "false", "--temp-dir", f"/tmp/ray-{port}"]  # fmt: skip
-    require(subprocess.run(start, env=at_worker, capture_output=True, text=True, check=False))
+    directory = f"/tmp/ray-{port}"  # short: a socket's path has at most 107 characters
+    start = (program, "start", "--head", "--block", "--port", str(port), "--num-cpus", "2",
+             "--include-dashboard", "false", "--temp-dir", directory)  # fmt: skip
     try:
-        arguments = (*matrix, "--executor", "ray", "--bundle", str(out))
-        address = f"127.0.0.1:{port}"
-        return require(farm(*arguments, store=farm.store(), RAY_ADDRESS=address))
+        with running(at_worker, *start):
+            listens(port)
+            arguments = (*matrix, "--executor", "ray", "--bundle", str(out))
+            address = f"127.0.0.1:{port}"
+            return require(farm(*arguments, store=farm.store(), RAY_ADDRESS=address))
     finally:
-        subprocess.run([program, "stop"], env=at_worker, capture_output=True, check=False)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def mpi(farm: Farm, matrix: tuple[str, ...], at_worker: dict[str, str], out: Path) -> str:
+    """MPI ends all ranks with the one that was killed. The same command goes on from there."""
+    program = str(Path(sys.executable).parent / "mpiexec")
+    command = [program, "-n", "3", sys.executable, "-m", "mpi4py.futures", "-m", "opkiln", "build",
+               *matrix, "--executor", "mpi", "--bundle", str(out)]  # fmt: skip
+    environment = {k: v for k, v in at_worker.items() if k != "IS_A_WORKER"}
+    first, second = (
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        for _ in range(2)
+    )
+    if first.returncode == 0:
+        raise SystemExit("the first run did not end with its worker")
+    return require(second)
 
 
 def submitit(farm: Farm, _: tuple[str, ...], at_worker: dict[str, str], out: Path) -> str:
@@ -166,7 +189,7 @@ def submitit(farm: Farm, _: tuple[str, ...], at_worker: dict[str, str], out: Pat
 
 
 FARMS: dict[str, Callable[[Farm, tuple[str, ...], dict[str, str], Path], str]] = {
-    "dask": dask, "ray": ray, "submitit": submitit,
+    "dask": dask, "ray": ray, "mpi": mpi, "submitit": submitit,
 }  # fmt: skip
 
 if __name__ == "__main__":

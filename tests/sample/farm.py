@@ -19,7 +19,8 @@ KILLED = """
         import multiprocessing, os, signal
         note = os.environ.get("KILL_A_WORKER")
         marks = {"IS_A_WORKER", "SUBMITIT_LOCAL_JOB_ID"}  # this file's, and submitit's
-        worker = multiprocessing.parent_process() or marks & {*os.environ}
+        rank = os.environ.get("PMI_RANK", "0")  # MPICH's
+        worker = multiprocessing.parent_process() or marks & {*os.environ} or rank != "0"
         if note and worker and not os.path.exists(note):
             open(note, "x").close()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -92,7 +92,7 @@ class Ray(Executor):
         self._ray = ray
         self._ours = not ray.is_initialized()
         if self._ours:
-            ray.init(address, log_to_driver=False)
+            ray.init(address, log_to_driver=False, logging_level="warning")
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         task = self._ray.remote(fn).options(max_retries=_RETRIES)

@@ -77,11 +77,11 @@ def _running(crew: Executor | Callable[[], Executor]) -> Iterator[Executor]:
 
 def _round(jobs: Mapping[int, Job], executor: Executor, losses: Counter[int]) -> Iterator[Ended]:
     """The results of one executor. Raises BrokenExecutor."""
-    came: dict[Future[Result], float] = {}
+    came: dict[int, float] = {}  # not the futures: they hold the bundles
 
     def submit(number: int) -> Future[Result]:
         future = executor.submit(work, jobs[number])
-        future.add_done_callback(lambda done: came.__setitem__(done, time.monotonic()))
+        future.add_done_callback(lambda _: came.__setitem__(number, time.monotonic()))
         return future
 
     running = {submit(number): number for number in jobs}
@@ -100,7 +100,7 @@ def _round(jobs: Mapping[int, Job], executor: Executor, losses: Counter[int]) ->
                     else:
                         yield _lost(number, jobs[number], error)
                 else:
-                    yield Ended(number, result, came.get(future, time.monotonic()))
+                    yield Ended(number, result, came.get(number, time.monotonic()))
     finally:
         for future in running:
             future.cancel()
