@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 FORMS = "processes=N, dask://HOST:PORT, ray, ray://HOST:PORT, mpi, slurm=SHARED_DIR"
 _RETRIES = 2  # what a scheduler does by itself when it loses a worker
 _POLL = 0.5  # seconds
+_MINUTES = 60  # the most that a job of Slurm takes, unless SBATCH_TIMELIMIT says otherwise
 
 
 def named(text: str, jobs: int | None = None) -> Callable[[], Executor]:
@@ -108,8 +109,8 @@ class Submitted(Executor):
     """Jobs of submitit as futures: a thread asks for those that have ended."""
 
     def __init__(self, executor: Any, jobs: int | None) -> None:
-        if jobs is not None:
-            executor.update_parameters(cpus_per_task=jobs)
+        cpus = {} if jobs is None else {"cpus_per_task": jobs}
+        executor.update_parameters(timeout_min=_MINUTES, **cpus)  # submitit's own limit is short
         self._executor = executor
         self._running: list[tuple[Any, Future[Any]]] = []
         self._lock = threading.Lock()
