@@ -96,8 +96,8 @@ def draw(results: Path, target: Path) -> None:
         parts.append(f'<text x="{x + 14}" y="{y}">{escape(case)}</text>')
         x += 110
     about = (
-        f"Ranks (8 for each node) that run the shipped protocol, simulated; {document['compile_s']:g} s "
-        "to compile one op, calls within a second."
+        "Ranks (8 for each node) that run the shipped protocol, simulated; "
+        f"{document['compile_s']:g} s to compile one op, calls within a second."
     )
     parts.append(f'<text class="faint" x="0" y="{y + 22}">{escape(about)}</text>')
     target.write_text(

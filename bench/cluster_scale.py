@@ -2,6 +2,7 @@
 
     python bench/cluster_scale.py                 # writes results/cluster_scale.json; minutes
     python bench/cluster_scale.py --ranks 512     # one size, printed only
+    python bench/cluster_scale.py --ranks 256 --case missing
 
 It is a simulation. The ranks are the shipped state machine (``opkiln.cluster.protocol``, with what
 leads it and what it says), the shipped pauses and beats (``driver``), and the shipped requests
@@ -55,6 +56,7 @@ class Case(NamedTuple):
     name: str
     cached: bool = False  # every node has the library
     megabytes: int = 1  # of the bundle
+    missing: bool = False  # the last rank never calls ensure(); the others wait for LATE seconds
 
 
 CASES = (
@@ -62,7 +64,8 @@ CASES = (
     Case("cold, 1 MB"),
     Case("cold, 32 MB", megabytes=32),
 )
-COMPILE, UNPACK, SPREAD = 4.0, 0.05, 1.0  # seconds; ranks call ensure() within SPREAD
+MISSING = Case("one rank is missing", missing=True)  # minutes with 1,024 ranks
+COMPILE, UNPACK, SPREAD, LATE = 4.0, 0.05, 1.0, 20.0  # seconds; calls come within SPREAD
 
 
 class Server:
@@ -176,7 +179,12 @@ class Simulation:
     def run(self) -> None:
         for rank in self.ranks:
             rank.called = random.uniform(0, SPREAD) if len(self.ranks) > 1 else 0.0
-            self.at(rank.called, self.begin, rank)
+            if self.case.missing:
+                rank.state = rank.state._replace(deadline=rank.called + LATE, timeout=LATE)
+            if self.case.missing and rank is self.ranks[-1]:
+                rank.ended = "missing"
+            else:
+                self.at(rank.called, self.begin, rank)
         while self.events:
             self.now, _, call, given = heapq.heappop(self.events)
             call(*given)
@@ -398,10 +406,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--lease", type=float, help="seconds, instead of what ensure() takes")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     given = parser.parse_args(words)
+    cases = (*CASES, MISSING) if given.case else CASES
     kept = given.ranks is None and not given.case and given.lease is None
     rows = []
     for ranks in (given.ranks,) if given.ranks else SIZES:
-        for case in (each for each in CASES if given.case in each.name):
+        for case in (each for each in cases if given.case in each.name):
             rows.append(simulated(ranks, case, given.lease))
             print(json.dumps(rows[-1]), flush=True)
             if kept:
