@@ -161,12 +161,12 @@ class Simulation:
         self.makes = self.fetches = 0
         nodes = [Node() for _ in range(-(-ranks // PER_NODE))]
         self.ranks = []
-        nobody = (None,) * ranks  # shared: a tuple for each rank would take 160 GB
+        nobody = (None,) * ranks  # shared: tuples of its own for each rank would take 160 GB
         for number in range(ranks):
             state = protocol.start(
-                number, ranks, hello_of(number, case.cached), lease=lease,
+                number, 1, hello_of(number, case.cached), lease=lease,
                 deadline=1800.0, timeout=1800.0, serves=number == 0,
-            )._replace(hellos=nobody, ballots=nobody)  # fmt: skip
+            )._replace(world=ranks, hellos=nobody, ballots=nobody)  # fmt: skip
             node = nodes[number // PER_NODE]
             self.ranks.append(Rank(number, state, node, self.connected()))
 
