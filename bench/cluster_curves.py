@@ -1,4 +1,4 @@
-"""docs/pictures/cluster_scale.svg: what ``opkiln.ensure`` takes with 1 to 100,000 ranks.
+"""docs/pictures/cluster_scale.svg: what ``opkiln.ensure`` takes, by the number of ranks.
 
     python bench/cluster_curves.py        # from bench/results/cluster_scale.json; needs no torch
 

@@ -1,4 +1,4 @@
-"""What ``opkiln.ensure`` asks of the process that serves the job's store, from 1 rank to 100,000.
+"""What ``opkiln.ensure`` asks of the process that serves the job's store, by the number of ranks.
 
     python bench/cluster_scale.py                 # writes results/cluster_scale.json; minutes
     python bench/cluster_scale.py --ranks 512     # one size, printed only
