@@ -11,7 +11,8 @@
 #   make test-sycl   the SYCL example on Intel's runtime compiler (installs 1.6 GB beside .venv)
 #   make test-torches   one wheel of ops, libraries of op.h on several torches (installs them, 30 GB)
 #   make test-cluster   jobs of two nodes in network namespaces: slow and cut links (root, iproute2, iptables);
-#                       the build farm on Dask, Ray, MPI and submitit (installs them beside .venv)
+#                       the build farm on Dask, Ray, MPI and submitit (installs them beside .venv);
+#                       the recipes on Slurm (apt-get install slurmctld slurmd slurm-client munge) and Kubernetes' schemas
 #   make test-aarch64   kernels and ops for aarch64 (apt-get install g++-aarch64-linux-gnu qemu-user)
 #   make mutants   which changes to the code that decides no test notices; MODULE=store/recheck for one
 #   make deepspeed-sources   DeepSpeed's native sources, for bench/ops/deepspeed_kernels.py
@@ -94,6 +95,8 @@ test-cluster: $(STAMP)
 	$(RUN) -m pytest tests/cluster --full-counts -rs $(PYTEST)
 	$(RUN) tests/cluster/namespaces.py --runs 20
 	$(PYTHON) tests/cluster/farm.py
+	$(RUN) tests/cluster/slurm.py
+	$(RUN) tests/cluster/manifests.py
 
 test-aarch64: $(STAMP)
 	$(RUN) -m pytest -rs tests/build/test_aarch64.py tests/ops/test_vec.py $(PYTEST)
@@ -113,4 +116,4 @@ docs: $(STAMP)
 	$(RUN) -c "from opkiln.report.forms import settings_page; open('docs/settings.md', 'w').write(settings_page())"
 
 clean:
-	rm -rf $(VENV) .bench-venv .remotes-venv .sycl-venv .farm-*-venv .torch-*-venv .deepspeed-venv .deepspeed .packages-*-venv build dist src/*.egg-info
+	rm -rf $(VENV) .manifests-venv .bench-venv .remotes-venv .sycl-venv .farm-*-venv .torch-*-venv .deepspeed-venv .deepspeed .packages-*-venv build dist src/*.egg-info

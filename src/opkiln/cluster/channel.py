@@ -27,6 +27,10 @@ from opkiln.errors import ClusterError
 
 T = TypeVar("T")
 
+# Keys that are read at once, and answered within the patience. Each that is absent is a request of
+# its own, which waits for those of other ranks. The time of one request grows faster than its keys,
+# and the server does nothing else meanwhile: 256 keys took 0.2 ms to check, 4,096 keys 54 ms.
+AT_ONCE = 64
 PART = 1 << 20  # bytes; torch's TCPStore takes 8 MiB at most, and ends a client that sends more
 
 
@@ -75,8 +79,10 @@ class Channel:
         return self._opened(key, found)
 
     def look(self, keys: Sequence[str]) -> list[Any]:
-        full = [self._full(key) for key in keys]
-        found = self._ask(lambda: self._store.look(full), "read")
+        found: list[bytes | None] = []
+        for start in range(0, len(keys), AT_ONCE):
+            full = [self._full(key) for key in keys[start : start + AT_ONCE]]
+            found += self._ask(lambda full=full: self._store.look(full), "read")  # type: ignore[misc]
         return [
             None if each is None else self._opened(key, each)
             for key, each in zip(keys, found, strict=True)

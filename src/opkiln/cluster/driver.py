@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 BEATS = 6  # in a lease
 # Seconds between two looks: a part of the time that was waited, so that the end of a short wait is
-# seen at once and a long one costs little. The store answers about 40,000 questions a second, so
-# many ranks look less often.
-_FIRST_PAUSE, _LAST_PAUSE, _PART, _RANKS = 0.01, 0.2, 0.03, 200
+# seen at once and a long one costs little. The store answers about 40,000 questions a second, and a
+# look is two to four of them, so many ranks look less often (bench/cluster_scale.py).
+_FIRST_PAUSE, _LAST_PAUSE, _PART, _FOR_EACH_RANK = 0.01, 0.2, 0.03, 0.00015
 
 
 class Work(Protocol):
@@ -64,11 +64,17 @@ def agree(state: State, channel: Channel, work: Work) -> Outcome:
 
 
 def _wait(ended: queue.SimpleQueue[Done], world: int, waited: float) -> Done | None:
-    pause = min(max(_FIRST_PAUSE, _PART * waited), _LAST_PAUSE) * max(1.0, world / _RANKS)
     try:
-        return ended.get(timeout=pause * random.uniform(0.75, 1.25))  # noqa: S311 (spreads the load)
+        return ended.get(timeout=pause_of(world, waited))
     except queue.Empty:
         return None
+
+
+def pause_of(world: int, waited: float) -> float:
+    """Seconds until a rank looks again that has waited so long. Random, so that ranks that started
+    together do not look together."""
+    pause = max(min(max(_FIRST_PAUSE, _PART * waited), _LAST_PAUSE), _FOR_EACH_RANK * world)
+    return pause * random.uniform(0.75, 1.25)  # noqa: S311 (spreads the load)
 
 
 def _start(work: Work, action: Make | Fetch, ended: queue.SimpleQueue[Done]) -> None:

@@ -65,7 +65,7 @@ def ensure(
     *,
     rank: int | None = ...,
     world_size: int | None = ...,
-    lease: float = ...,
+    lease: float | None = ...,
     signing_key: str | None = ...,
     wait: Literal[True] = ...,
 ) -> Agreement: ...
@@ -78,7 +78,7 @@ def ensure(
     *,
     rank: int | None = ...,
     world_size: int | None = ...,
-    lease: float = ...,
+    lease: float | None = ...,
     signing_key: str | None = ...,
     wait: Literal[False],
 ) -> Handle: ...
@@ -91,7 +91,7 @@ def ensure(
     *,
     rank: int | None = None,
     world_size: int | None = None,
-    lease: float = 6.0,
+    lease: float | None = None,
     signing_key: str | None = None,
     wait: bool = True,
 ) -> Agreement | Handle:
@@ -105,7 +105,8 @@ def ensure(
     ranks share. If both are left out, the default group is used if there is one, and otherwise what
     the launcher says (torchrun, srun, mpirun, ``MASTER_ADDR``). ``rank`` and ``world_size`` are
     only needed with a store where no launcher says them. If nothing is heard of a rank for
-    ``lease`` seconds, another one takes its work over. ``signing_key`` is the file of a private key
+    ``lease`` seconds (6, and more in jobs of more than 6,000 ranks), another one takes its work
+    over. ``signing_key`` is the file of a private key
     (`opkiln cache keygen`): what this rank sends is signed with it.
 
     ``wait=False`` returns at once. The ops run as their references until ``Handle.switch``.
@@ -114,9 +115,10 @@ def ensure(
     after ``timeout`` seconds at the latest.
     """
     for name, value in (("timeout", timeout), ("lease", lease)):
-        if not 0 < value < float("inf"):
+        if value is not None and not 0 < value < float("inf"):
             raise UsageError(f"{name}={value!r}: expected a positive number of seconds")
     place = job.find(group, store, rank, world_size, timeout)
+    lease = lease_of(place.world) if lease is None else lease
     number = next(_calls.setdefault(place.name, itertools.count()))
     name = f"{place.name}/{number}"
     channel = Channel(place.store, name, settings.job_secret, max(2 * lease, 10.0))
@@ -133,6 +135,11 @@ def ensure(
         agreeing.tell_all(error)
         raise
     return Handle(agreeing, listed)
+
+
+def lease_of(world: int) -> float:
+    """The lease of a job of so many ranks: their beats must leave the store time for others."""
+    return max(6.0, world / 1000)
 
 
 class _Agreeing:

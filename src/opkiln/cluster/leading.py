@@ -119,11 +119,13 @@ def candidates(op: int, hellos: Sequence[Hello]) -> list[int]:
         features: sum(set(features) <= set(other.cpu) for other in offers)
         for features in {offer.cpu for offer in offers if offer.can_build}
     }
-    nodes = list(dict.fromkeys(hello.node for hello in hellos))
+    nodes: dict[str, int] = {}
+    for hello in hellos:
+        nodes.setdefault(hello.node, len(nodes))
 
     def order(rank: int) -> tuple[int, ...]:
         offer = offers[rank]
-        turn = (nodes.index(hellos[rank].node) - op) % len(nodes)
+        turn = (nodes[hellos[rank].node] - op) % len(nodes)
         return (-common[offer.digest], -runs_on.get(offer.cpu, 0), turn, rank)
 
     able = [rank for rank, offer in enumerate(offers) if offer.digest or offer.can_build]

@@ -15,6 +15,7 @@ texts and numbers, so the same value has the same bytes wherever it is written.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 LEAD, PLAN, OUTCOME = "lead", "plan", "outcome"
@@ -38,6 +39,18 @@ def vote_of(rank: int) -> str:
 
 def left_of(rank: int) -> str:
     return f"left/{rank}"
+
+
+def by_rank(seen: Mapping[str, Any], kind: str) -> Iterator[tuple[int, Any]]:
+    """What was read of the keys ``<kind>/<rank>``: each rank and its value, None if absent.
+
+    It goes through the keys that were read, not through all ranks: most looks have four keys, and
+    a job may have many thousand ranks.
+    """
+    prefix = f"{kind}/"
+    for key, value in seen.items():
+        if key.startswith(prefix):
+            yield int(key[len(prefix) :]), value
 
 
 class Offer(NamedTuple):

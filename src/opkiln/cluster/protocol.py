@@ -23,7 +23,8 @@ second build; its result still counts if it comes first.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from opkiln.cluster import leading
 from opkiln.cluster.messages import (
@@ -39,11 +40,14 @@ from opkiln.cluster.messages import (
     Vote,
     ballot_of,
     beat_of,
+    by_rank,
     hello_of,
     left_of,
     result_of,
     vote_of,
 )
+
+T = TypeVar("T")
 
 # Actions
 
@@ -234,9 +238,9 @@ def _lead(state: State) -> Swap | None:
 
 def _looked_for(state: State) -> tuple[str, ...]:
     """The keys that matter to this rank now."""
-    others = [rank for rank in range(state.world) if rank != state.rank]
     if state.phase == LINGER:
-        staying = [rank for rank in others if rank not in state.left]
+        left = state.left | {state.rank}
+        staying = [rank for rank in range(state.world) if rank not in left]
         return (*map(left_of, staying), *map(beat_of, staying))
     keys = [OUTCOME, LEAD, PLAN]
     if state.phase == EXPIRE or state.leader == state.rank:
@@ -357,7 +361,7 @@ def worked(state: State, done: Done) -> State:
 def _after_look(state: State, seen: dict[str, Any], now: float) -> State:
     state = _heard(state._replace(looked=True), seen, now)
     if state.phase == LINGER:
-        left = {rank for rank in range(state.world) if seen.get(left_of(rank)) is not None}
+        left = {rank for rank, value in by_rank(seen, "left") if value is not None}
         state = state._replace(left=state.left | left)
         assert state.outcome is not None
         lost = state.outcome.ranks if state.outcome.lost else ()
@@ -382,12 +386,11 @@ def _heard(state: State, seen: dict[str, Any], now: float) -> State:
     """With what was heard of the watched ranks; a rank that was not watched before starts now."""
     before = dict(state.heard)
     heard = []
-    for rank in range(state.world):
-        if (key := beat_of(rank)) in seen:
-            beat = -1 if seen[key] is None else seen[key]
-            known = before.get(rank)
-            same = known is not None and known.beat == beat
-            heard.append((rank, known if known is not None and same else Heard(beat, now)))
+    for rank, value in by_rank(seen, "beat"):
+        beat = -1 if value is None else value
+        known = before.get(rank)
+        same = known is not None and known.beat == beat
+        heard.append((rank, known if known is not None and same else Heard(beat, now)))
     silent = frozenset(rank for rank, each in heard if now - each.since >= state.lease)
     return state._replace(heard=tuple(heard), silent=silent)
 
@@ -395,13 +398,8 @@ def _heard(state: State, seen: dict[str, Any], now: float) -> State:
 def _read(state: State, seen: dict[str, Any]) -> State:
     """With the plan, hellos, results and votes that were read."""
     plan = state.plan if seen[PLAN] is None else Plan.of(seen[PLAN])
-    hellos = list(state.hellos)
-    ballots = list(state.ballots)
-    for rank in range(state.world):
-        if seen.get(hello_of(rank)) is not None:
-            hellos[rank] = Hello.of(seen[hello_of(rank)])
-        if seen.get(vote_of(rank)) is not None:
-            ballots[rank] = ballot_of(seen[vote_of(rank)])
+    hellos = {rank: Hello.of(each) for rank, each in by_rank(seen, "hello") if each is not None}
+    ballots = {rank: ballot_of(each) for rank, each in by_rank(seen, "vote") if each is not None}
     results = dict(state.results)
     for op, task in enumerate(() if plan is None else plan.tasks):
         for rank in task.tried:
@@ -409,7 +407,14 @@ def _read(state: State, seen: dict[str, Any]) -> State:
                 results[op, rank] = Result(*seen[result_of(op, rank)])
     return state._replace(
         plan=plan,
-        hellos=tuple(hellos),
-        ballots=tuple(ballots),
+        hellos=_with(state.hellos, hellos),
+        ballots=_with(state.ballots, ballots),
         results=tuple(sorted(results.items())),
     )
+
+
+def _with(before: tuple[T | None, ...], read: Mapping[int, T]) -> tuple[T | None, ...]:
+    """One value for each rank, with those that were read. Most looks read none of them."""
+    if not read:
+        return before
+    return tuple(read.get(rank, each) for rank, each in enumerate(before))

@@ -66,6 +66,7 @@ class Torch:
 
     def __init__(self, store: Any) -> None:
         self._store = store
+        self._there: set[str] = set()  # keys that were seen, and need no check: none is removed
         inner = getattr(store, "underlying_store", store)
         host, port = getattr(inner, "host", None), getattr(inner, "port", None)
         self.where = f"{host}:{port}" if host else type(inner).__name__
@@ -80,12 +81,12 @@ class Torch:
         return found
 
     def look(self, keys: Sequence[str]) -> list[bytes | None]:
-        if not keys:
-            return []
-        if self._store.check(list(keys)):
-            there = list(keys)
-        else:
-            there = [key for key in keys if self._store.check([key])] if len(keys) > 1 else []
+        unknown = [key for key in keys if key not in self._there]
+        if unknown and self._store.check(unknown):
+            self._there.update(unknown)
+        elif len(unknown) > 1:
+            self._there.update(key for key in unknown if self._store.check([key]))
+        there = [key for key in keys if key in self._there]
         if len(there) > 1 and self._store.has_extended_api():
             values = dict(zip(there, self._store.multi_get(there), strict=True))
         else:
