@@ -91,7 +91,7 @@ def directories(text: str) -> tuple[str, ...]:
 
 
 def keys(text: str) -> tuple[str, ...]:
-    # Empty is no list of keys: `OPKILN_TRUSTED_KEYS=$KEY` must not trust everybody for lack of KEY.
+    # Empty is refused: `OPKILN_TRUSTED_KEYS=$KEY` must not trust everybody if KEY is unset.
     if not (found := words(text)):
         raise ValueError("it has no key")
     import re

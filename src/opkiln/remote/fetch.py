@@ -2,7 +2,7 @@
 
 What is found is checked, put into the store, and judged there like anything that was imported. One
 process of a host asks; the others wait for it. A tier that is down, and an artifact that is
-refused, are no errors: the search goes on.
+refused, do not end the search.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ names: the layer of ``opkiln.nn.TransformerLayer``, in DeepSpeed's arguments and
 - ``normalize_invertible`` keeps what a norm reads, in the place of what it gives, and computes the
   norm again. DeepSpeed divides by the norm's weight, which must not be 0 there.
 - A mask may have any shape that broadcasts to [batch, heads, sequence, sequence]. DeepSpeed reads
-  [batch, sequence] of it. None is no mask.
+  [batch, sequence] of it. With None every token is seen.
 - A tensor's own dtype decides, whatever the function's name, so bf16 is served, too.
 - ``test_gemm`` is ignored: torch chooses its matrix products.
 """
