@@ -33,7 +33,7 @@ def emulated_op(op: str) -> Any:
 
 def launches(op: str) -> int:
     """How many kernels of the op the emulator has run so far."""
-    library = light._registered["emulated", op, "cpu"].library
+    library = light._registered["emulated", op, "cpu"][0].library
     return ctypes.c_uint64.in_dll(library, "opkiln_emulator_launches").value
 
 

@@ -33,11 +33,17 @@ if nvcc.available():
 def _toolchains() -> Path:
     """The directory of a store that holds what it knows of compilers, and the observer."""
     where = Path(tempfile.mkdtemp(prefix="opkiln-known-"))
-    atexit.register(shutil.rmtree, where, ignore_errors=True)
+    atexit.register(_remove, where, os.getpid())
     cache = where / "cache"
     environment = {**_ENVIRONMENT, "OPKILN_CACHE_DIR": str(cache), "OPKILN_PROGRESS": "off"}
     subprocess.run([sys.executable, "-c", _GAIN], env=environment, check=True, timeout=300)
     return cache / settings.LAYOUT / "toolchains"
+
+
+def _remove(where: Path, owner: int) -> None:
+    """At the end of the process that made it, not of one that was forked from it."""
+    if os.getpid() == owner:
+        shutil.rmtree(where, ignore_errors=True)
 
 
 def make_store(path: Path) -> Path:

@@ -29,7 +29,9 @@ def read(file: str) -> Matrix:
         raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"{file} is not TOML", why=str(error), hint=f"echo {shlex.quote(_EXAMPLE)} > {file}"
+            f"{file} is not TOML",
+            why=str(error),
+            hint=f"echo {shlex.quote(_EXAMPLE)} > {shlex.quote(file)}",
         ) from error
     if unknown := sorted(set(given) - set(_KEYS)):
         raise UsageError(
