@@ -4,7 +4,7 @@
 
 On a GPU 32768 x 4096, 65536 x 1024 and 64 x 4096, in bf16 and fp16, each call with other tensors,
 so that no cache has them. For 64 x 4096 the host's time of a call is what counts, too, beside that
-of an eager ``x + x``. On the CPU 2048 x 4096.
+of an eager ``x + x``. On the CPU 2048 x 4096, in fp32, too.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ def main() -> None:
         shapes = [(8, 256), (4, 64)]
     rows: list[Row] = []
     bars: list[Bar] = []
-    for shape, dtype, work in itertools.product(shapes, (torch.bfloat16, torch.float16), WORKS):
-        if options.only not in work.name or (dtype == torch.float16 and not on_gpu):
+    dtypes = [torch.bfloat16, torch.float16, *([] if on_gpu else [torch.float32])]
+    for shape, dtype, work in itertools.product(shapes, dtypes, WORKS):
+        if options.only not in work.name:
             continue
         found, asked = _measured(work, shape, dtype, device, options.tiny)
         rows += found

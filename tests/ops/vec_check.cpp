@@ -3,6 +3,7 @@
 
 #include <opkiln/optimizing/host_sweep.h>
 #include <opkiln/vec_exp.h>
+#include <opkiln/vec_wide.h>
 
 #include <algorithm>
 #include <bit>
@@ -84,6 +85,31 @@ void check_around(const char* what) {
   }
 }
 
+// A wide register gives what registers give, one by one, whatever order its lanes have.
+template <class T>
+void check_wide(const char* what) {
+  alignas(64) T in[Wide::kLanes], other[Wide::kLanes], plain[Wide::kLanes], wide[Wide::kLanes];
+  float values[Wide::kLanes];
+  for (int i = 0; i < Wide::kLanes; ++i) {
+    values[i] = i == 3 ? NAN : 1.7f / static_cast<float>(i - 20);
+  }
+  narrow(values, in, Wide::kLanes);
+  for (float& value : values) {
+    value = -3 * value;
+  }
+  narrow(values, other, Wide::kLanes);
+  for (int i = 0; i < Wide::kLanes; i += Vec::kLanes) {
+    multiply_add(magnitude(Vec::load(in + i)), Vec::load(other + i), Vec::all(0.3f)).store(plain + i);
+  }
+  const Wide result = multiply_add(magnitude(Wide::load(in)), Wide::load(other), Wide::all(0.3f));
+  result.store(wide);
+  expect(std::memcmp(plain, wide, sizeof(plain)) == 0, what, 0, 0, 0);
+  std::memset(wide, 0, sizeof(wide));
+  result.store_around(wide);
+  settle_stores();
+  expect(std::memcmp(plain, wide, sizeof(plain)) == 0, what, 1, 0, 0);
+}
+
 void check_known_values() {
   const float infinity = std::numeric_limits<float>::infinity();
   const struct {
@@ -153,26 +179,41 @@ void check_exponentials() {
     return out[0];
   };
   for (int power = -126; power <= 127; ++power) {
-    const float got = first(power_of_two(Vec::all(static_cast<float>(power))));
-    expect(got == std::ldexp(1.0f, power), "power_of_two", power, got, std::ldexp(1.0f, power));
+    const float got = first(times_power_of_two(Vec::all(1), Vec::all(static_cast<float>(power))));
+    expect(got == std::ldexp(1.0f, power), "times_power_of_two", power, got, std::ldexp(1.0f, power));
   }
+  const auto near = [&](Vec value, double slack, const char* what, float x, double wanted) {
+    const double got = first(value);
+    expect(std::abs(got - wanted) <= slack * wanted, what, x, got, wanted);
+  };
   for (int i = -12600; i <= 12700; ++i) {
     const float x = static_cast<float>(i) * 0.01f;
-    const double got = first(exp2(Vec::all(x))), wanted = std::exp2(double{x});
-    expect(std::abs(got - wanted) <= 3e-7 * wanted, "exp2", x, got, wanted);
+    const double wanted = std::exp2(double{x});
+    near(exp2<24>(Vec::all(x)), 3e-7, "exp2", x, wanted);
+    near(exp2<11>(Vec::all(x)), 3e-6, "exp2 of 11 digits", x, wanted);
+    near(exp2<8>(Vec::all(x)), 8e-5, "exp2 of 8 digits", x, wanted);
   }
+  for (float x = 1; x < 1e38f; x *= 1.37f) {
+    near(reciprocal(Vec::all(x)), 0x1p-22, "reciprocal", x, 1 / double{x});
+    near(rough_reciprocal(Vec::all(x)), 0x1p-11, "rough_reciprocal", x, 1 / double{x});
+  }
+  expect(first(reciprocal(Vec::all(infinity))) == 0, "reciprocal", infinity, out[0], 0);
+  expect(first(rough_reciprocal(Vec::all(infinity))) == 0, "rough_reciprocal", infinity, out[0], 0);
+  expect(std::isnan(first(reciprocal(Vec::all(NAN)))), "reciprocal", NAN, out[0], NAN);
   for (const auto& [x, wanted] : {std::pair{infinity, infinity}, {-infinity, 0.0f}, {200.0f, infinity},
                                   {-200.0f, 0.0f}, {0.0f, 1.0f}}) {
-    const float got = first(exp2(Vec::all(x)));
+    const float got = first(exp2<24>(Vec::all(x)));
     expect(got == wanted, "exp2", x, got, wanted);
   }
-  expect(std::isnan(first(exp2(Vec::all(NAN)))), "exp2", NAN, out[0], NAN);
+  expect(std::isnan(first(exp2<24>(Vec::all(NAN)))), "exp2", NAN, out[0], NAN);
   for (int i = 0; i <= 900; ++i) {
     const float x = static_cast<float>(i) * 0.01f;
-    const double got = first(erfc_of_positive(Vec::all(x))), wanted = std::erfc(double{x});
-    expect(std::abs(got - wanted) <= 1e-5 * wanted, "erfc", x, got, wanted);
+    const double wanted = std::erfc(double{x});
+    near(erfc_of_positive<24>(Vec::all(x)), 1e-5, "erfc", x, wanted);
+    near(erfc_of_positive<11>(Vec::all(x)), 3e-5, "erfc of 11 digits", x, wanted);
+    near(erfc_of_positive<8>(Vec::all(x)), 1e-3, "erfc of 8 digits", x, wanted);
   }
-  expect(first(erfc_of_positive(Vec::all(infinity))) == 0, "erfc", infinity, out[0], 0);
+  expect(first(erfc_of_positive<24>(Vec::all(infinity))) == 0, "erfc", infinity, out[0], 0);
 }
 
 // Doubles the first stream and adds the second, to it and to the third, over tensors of all sizes and
@@ -256,6 +297,9 @@ int main() {
   check_around<float>("around float");
   check_around<BFloat16>("around bfloat16");
   check_around<Float16>("around float16");
+  check_wide<float>("wide float");
+  check_wide<BFloat16>("wide bfloat16");
+  check_wide<Float16>("wide float16");
   for (const int64_t ranges : {1, 2, 3, 7, 64}) {
     check_flat(ranges, true);
     check_flat(ranges, false);

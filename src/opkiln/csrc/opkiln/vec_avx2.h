@@ -43,14 +43,31 @@ struct Vec {
     _mm_stream_si128(reinterpret_cast<__m128i*>(to), float16());
   }
 
-  __m128i bfloat16() const {
+  static void load_pair(const BFloat16* from, Vec& even, Vec& odd) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    even = {_mm256_castsi256_ps(_mm256_slli_epi32(bits, 16))};
+    odd = {_mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0xffff0000))))};
+  }
+  static void store_pair(Vec even, Vec odd, BFloat16* to) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), joined(even, odd));
+  }
+  static void store_pair_around(Vec even, Vec odd, BFloat16* to) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), joined(even, odd));
+  }
+  static __m256i joined(Vec even, Vec odd) {
+    return _mm256_blend_epi16(_mm256_srli_epi32(even.rounded(), 16), odd.rounded(), 0xaa);
+  }
+
+  // A bfloat16 in the higher half of each lane.
+  __m256i rounded() const {
     const __m256i bits = _mm256_castps_si256(value);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-    const __m256i rounded = _mm256_blendv_epi8(
-        _mm256_add_epi32(bits, bias), _mm256_set1_epi32(0x7fc00000), nan);
-    const __m256i high = _mm256_srli_epi32(rounded, 16);
+    return _mm256_blendv_epi8(_mm256_add_epi32(bits, bias), _mm256_set1_epi32(0x7fc00000), nan);
+  }
+  __m128i bfloat16() const {
+    const __m256i high = _mm256_srli_epi32(rounded(), 16);
     // The pack works within 128-bit halves; the permutation joins the two results.
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08);
     return _mm256_castsi256_si128(packed);
@@ -71,6 +88,14 @@ struct Vec {
   friend Vec operator/(Vec a, Vec b) {
     return {_mm256_div_ps(a.value, b.value)};
   }
+  friend Vec rough_reciprocal(Vec a) {
+    return {_mm256_rcp_ps(a.value)};
+  }
+  friend Vec reciprocal(Vec a) {
+    const __m256 guess = _mm256_rcp_ps(a.value), one = _mm256_set1_ps(1);
+    const __m256 rest = _mm256_max_ps(_mm256_fnmadd_ps(a.value, guess, one), _mm256_set1_ps(-1));
+    return {_mm256_fmadd_ps(guess, rest, guess)};
+  }
   friend Vec sqrt(Vec a) {
     return {_mm256_sqrt_ps(a.value)};
   }
@@ -79,6 +104,9 @@ struct Vec {
   }
   friend Vec subtract_product(Vec c, Vec a, Vec b) {
     return {_mm256_fnmadd_ps(a.value, b.value, c.value)};
+  }
+  friend Vec magnitude(Vec a) {
+    return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.value)};
   }
   friend Vec sign(Vec a) {
     const __m256 nonzero = _mm256_cmp_ps(a.value, _mm256_setzero_ps(), _CMP_NEQ_OQ);
@@ -91,9 +119,15 @@ struct Vec {
   friend Vec at_most(Vec bound, Vec a) {
     return {_mm256_min_ps(bound.value, a.value)};
   }
-  friend Vec power_of_two(Vec a) {
-    const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(a.value), _mm256_set1_epi32(127));
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(biased, 23))};
+  friend Vec within_exponents(Vec a) {
+    return at_least(all(-127), at_most(all(128), a));
+  }
+  friend Vec rest_of_whole(Vec a) {
+    return a - Vec{_mm256_round_ps(a.value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+  }
+  friend Vec times_power_of_two(Vec a, Vec whole) {
+    const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(whole.value), _mm256_set1_epi32(127));
+    return a * Vec{_mm256_castsi256_ps(_mm256_slli_epi32(biased, 23))};
   }
 };
 

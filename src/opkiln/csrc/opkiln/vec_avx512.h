@@ -44,15 +44,40 @@ struct Vec {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(to), float16());
   }
 
-  // Not VCVTNEPS2BF16: it flushes subnormals to zero.
-  __m256i bfloat16() const {
+  // The elements with even and with odd places among 2 * kLanes.
+  static void load_pair(const BFloat16* from, Vec& even, Vec& odd) {
+    const __m512i bits = _mm512_loadu_si512(from);
+    even = {_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16))};
+    odd = {_mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000))))};
+  }
+  static void store_pair(Vec even, Vec odd, BFloat16* to) {
+    _mm512_storeu_si512(to, joined(even, odd));
+  }
+  static void store_pair_around(Vec even, Vec odd, BFloat16* to) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), joined(even, odd));
+  }
+  static __m512i joined(Vec even, Vec odd) {
+    const __m512i high =
+        _mm512_mask_mov_epi32(_mm512_set1_epi32(0x7fc00000), odd.is_number(), odd.rounded());
+    return _mm512_mask_blend_epi16(0x55555555, high, even.bfloat16_bits());
+  }
+
+  __mmask16 is_number() const {
+    return _mm512_cmp_ps_mask(value, value, _CMP_ORD_Q);
+  }
+  // A bfloat16 in the higher half of each lane. Not VCVTNEPS2BF16: it flushes subnormals to zero.
+  __m512i rounded() const {
     const __m512i bits = _mm512_castps_si512(value);
     const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
     const __m512i biased = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
-    const __m512i rounded = _mm512_mask_sub_epi32(biased, odd, biased, _mm512_set1_epi32(-1));
-    const __mmask16 number = _mm512_cmp_ps_mask(value, value, _CMP_ORD_Q);
-    return _mm512_cvtepi32_epi16(
-        _mm512_mask_srli_epi32(_mm512_set1_epi32(0x7fc0), number, rounded, 16));
+    return _mm512_mask_sub_epi32(biased, odd, biased, _mm512_set1_epi32(-1));
+  }
+  // A bfloat16 in the lower half of each lane.
+  __m512i bfloat16_bits() const {
+    return _mm512_mask_srli_epi32(_mm512_set1_epi32(0x7fc0), is_number(), rounded(), 16);
+  }
+  __m256i bfloat16() const {
+    return _mm512_cvtepi32_epi16(bfloat16_bits());
   }
   __m256i float16() const {
     return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -70,6 +95,16 @@ struct Vec {
   friend Vec operator/(Vec a, Vec b) {
     return {_mm512_div_ps(a.value, b.value)};
   }
+  // 1 / a with a relative error below 2^-11 and 2^-22, for a >= 1: faster than a division. 0 for infinity.
+  friend Vec rough_reciprocal(Vec a) {
+    return {_mm512_rcp14_ps(a.value)};
+  }
+  friend Vec reciprocal(Vec a) {
+    const __m512 guess = _mm512_rcp14_ps(a.value), one = _mm512_set1_ps(1);
+    // Where `a` is infinity the rest is NaN, and MAXPS takes its second operand.
+    const __m512 rest = _mm512_max_ps(_mm512_fnmadd_ps(a.value, guess, one), _mm512_set1_ps(-1));
+    return {_mm512_fmadd_ps(guess, rest, guess)};
+  }
   friend Vec sqrt(Vec a) {
     return {_mm512_sqrt_ps(a.value)};
   }
@@ -80,6 +115,9 @@ struct Vec {
   // c - a * b, rounded once.
   friend Vec subtract_product(Vec c, Vec a, Vec b) {
     return {_mm512_fnmadd_ps(a.value, b.value, c.value)};
+  }
+  friend Vec magnitude(Vec a) {
+    return {_mm512_abs_ps(a.value)};
   }
   // -1, 0 or 1; NaN stays NaN.
   friend Vec sign(Vec a) {
@@ -95,10 +133,17 @@ struct Vec {
   friend Vec at_most(Vec bound, Vec a) {
     return {_mm512_min_ps(bound.value, a.value)};
   }
-  // 2 to the power of a whole number from -127 (which gives 0) to 128 (infinity).
-  friend Vec power_of_two(Vec a) {
-    const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(a.value), _mm512_set1_epi32(127));
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(biased, 23))};
+  // What the next two take: some instruction sets need a number from -127 to 128 here.
+  friend Vec within_exponents(Vec a) {
+    return a;
+  }
+  // a minus the nearest whole number.
+  friend Vec rest_of_whole(Vec a) {
+    return {_mm512_reduce_ps(a.value, 0)};
+  }
+  // a times 2 to the power of a whole number.
+  friend Vec times_power_of_two(Vec a, Vec whole) {
+    return {_mm512_scalef_ps(a.value, whole.value)};
   }
 };
 

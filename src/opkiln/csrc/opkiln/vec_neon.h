@@ -28,12 +28,7 @@ struct Vec {
     vst1q_f32(to, value);
   }
   void store(BFloat16* to) const {
-    const uint32x4_t bits = vreinterpretq_u32_f32(value);
-    const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
-    const uint32x4_t bias = vaddq_u32(odd, vdupq_n_u32(0x7fff));
-    const uint32x4_t rounded = vbslq_u32(  // if it equals itself, that is, it is not NaN
-        vceqq_f32(value, value), vaddq_u32(bits, bias), vdupq_n_u32(0x7fc00000));
-    vst1_u16(reinterpret_cast<uint16_t*>(to), vshrn_n_u32(rounded, 16));
+    vst1_u16(reinterpret_cast<uint16_t*>(to), vshrn_n_u32(rounded(), 16));
   }
   void store(Float16* to) const {
     vst1_u16(reinterpret_cast<uint16_t*>(to), vreinterpret_u16_f16(vcvt_f16_f32(value)));
@@ -42,6 +37,28 @@ struct Vec {
   template <class T>
   void store_around(T* to) const {
     store(to);
+  }
+
+  static void load_pair(const BFloat16* from, Vec& even, Vec& odd) {
+    const uint32x4_t bits = vreinterpretq_u32_u16(vld1q_u16(reinterpret_cast<const uint16_t*>(from)));
+    even = {vreinterpretq_f32_u32(vshlq_n_u32(bits, 16))};
+    odd = {vreinterpretq_f32_u32(vandq_u32(bits, vdupq_n_u32(0xffff0000u)))};
+  }
+  static void store_pair(Vec even, Vec odd, BFloat16* to) {
+    const uint32x4_t joined = vsriq_n_u32(odd.rounded(), even.rounded(), 16);
+    vst1q_u16(reinterpret_cast<uint16_t*>(to), vreinterpretq_u16_u32(joined));
+  }
+  static void store_pair_around(Vec even, Vec odd, BFloat16* to) {
+    store_pair(even, odd, to);
+  }
+
+  // A bfloat16 in the higher half of each lane.
+  uint32x4_t rounded() const {
+    const uint32x4_t bits = vreinterpretq_u32_f32(value);
+    const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    const uint32x4_t bias = vaddq_u32(odd, vdupq_n_u32(0x7fff));
+    return vbslq_u32(  // if it equals itself, that is, it is not NaN
+        vceqq_f32(value, value), vaddq_u32(bits, bias), vdupq_n_u32(0x7fc00000));
   }
 
   friend Vec operator+(Vec a, Vec b) {
@@ -56,6 +73,12 @@ struct Vec {
   friend Vec operator/(Vec a, Vec b) {
     return {vdivq_f32(a.value, b.value)};
   }
+  friend Vec rough_reciprocal(Vec a) {
+    return reciprocal(a);
+  }
+  friend Vec reciprocal(Vec a) {
+    return {vdivq_f32(vdupq_n_f32(1), a.value)};
+  }
   friend Vec sqrt(Vec a) {
     return {vsqrtq_f32(a.value)};
   }
@@ -64,6 +87,9 @@ struct Vec {
   }
   friend Vec subtract_product(Vec c, Vec a, Vec b) {
     return {vfmsq_f32(c.value, a.value, b.value)};
+  }
+  friend Vec magnitude(Vec a) {
+    return {vabsq_f32(a.value)};
   }
   friend Vec sign(Vec a) {
     const uint32x4_t nonzero = vorrq_u32(vcltzq_f32(a.value), vcgtzq_f32(a.value));
@@ -76,9 +102,15 @@ struct Vec {
   friend Vec at_most(Vec bound, Vec a) {
     return {vminq_f32(bound.value, a.value)};
   }
-  friend Vec power_of_two(Vec a) {
-    const int32x4_t biased = vaddq_s32(vcvtnq_s32_f32(a.value), vdupq_n_s32(127));
-    return {vreinterpretq_f32_s32(vshlq_n_s32(biased, 23))};
+  friend Vec within_exponents(Vec a) {
+    return at_least(all(-127), at_most(all(128), a));
+  }
+  friend Vec rest_of_whole(Vec a) {
+    return a - Vec{vrndnq_f32(a.value)};
+  }
+  friend Vec times_power_of_two(Vec a, Vec whole) {
+    const int32x4_t biased = vaddq_s32(vcvtnq_s32_f32(whole.value), vdupq_n_s32(127));
+    return a * Vec{vreinterpretq_f32_s32(vshlq_n_s32(biased, 23))};
   }
 };
 

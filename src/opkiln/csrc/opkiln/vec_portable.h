@@ -51,6 +51,20 @@ struct Vec {
     store(to);
   }
 
+  static void load_pair(const BFloat16* from, Vec& even, Vec& odd) {
+    even = each([&](int i) { return widen(from[2 * i]); });
+    odd = each([&](int i) { return widen(from[2 * i + 1]); });
+  }
+  static void store_pair(const Vec& even, const Vec& odd, BFloat16* to) {
+    for (int i = 0; i < kLanes; ++i) {
+      to[2 * i] = narrow_bfloat16(even.value[i]);
+      to[2 * i + 1] = narrow_bfloat16(odd.value[i]);
+    }
+  }
+  static void store_pair_around(const Vec& even, const Vec& odd, BFloat16* to) {
+    store_pair(even, odd, to);
+  }
+
   friend Vec operator+(const Vec& a, const Vec& b) {
     return each([&](int i) { return a.value[i] + b.value[i]; });
   }
@@ -63,6 +77,12 @@ struct Vec {
   friend Vec operator/(const Vec& a, const Vec& b) {
     return each([&](int i) { return a.value[i] / b.value[i]; });
   }
+  friend Vec rough_reciprocal(const Vec& a) {
+    return reciprocal(a);
+  }
+  friend Vec reciprocal(const Vec& a) {
+    return each([&](int i) { return 1 / a.value[i]; });
+  }
   friend Vec sqrt(const Vec& a) {
     return each([&](int i) { return __builtin_sqrtf(a.value[i]); });
   }
@@ -72,6 +92,9 @@ struct Vec {
   }
   friend Vec subtract_product(const Vec& c, const Vec& a, const Vec& b) {
     return each([&](int i) { return c.value[i] - a.value[i] * b.value[i]; });
+  }
+  friend Vec magnitude(const Vec& a) {
+    return each([&](int i) { return __builtin_fabsf(a.value[i]); });
   }
   friend Vec sign(const Vec& a) {
     return each([&](int i) {
@@ -84,11 +107,18 @@ struct Vec {
   friend Vec at_most(const Vec& bound, const Vec& a) {
     return each([&](int i) { return a.value[i] > bound.value[i] ? bound.value[i] : a.value[i]; });
   }
-  friend Vec power_of_two(const Vec& a) {
+  friend Vec within_exponents(const Vec& a) {
+    return at_least(all(-127), at_most(all(128), a));
+  }
+  friend Vec rest_of_whole(const Vec& a) {
+    const Vec shift = all(12582912);  // 1.5 * 2^23: what is added to it is rounded to a whole number
+    return a - ((a + shift) - shift);
+  }
+  friend Vec times_power_of_two(const Vec& a, const Vec& power) {
     return each([&](int i) {
       // The conversion of NaN to an integer is undefined in C++.
-      const int32_t whole = a.value[i] == a.value[i] ? static_cast<int32_t>(a.value[i]) : 0;
-      return __builtin_bit_cast(float, static_cast<uint32_t>(whole + 127) << 23);
+      const int32_t whole = power.value[i] == power.value[i] ? static_cast<int32_t>(power.value[i]) : 0;
+      return a.value[i] * __builtin_bit_cast(float, static_cast<uint32_t>(whole + 127) << 23);
     });
   }
 };

@@ -8,52 +8,63 @@
 
 namespace {
 
-template <Curve kCurve>
-inline Vec curve(Vec x, const Activation& a) {
-  if constexpr (kCurve == Curve::kClamp) {
-    return at_least(Vec::all(a.low), x);
-  } else if constexpr (kCurve == Curve::kSigmoid) {
-    const Vec square = at_most(Vec::all(kMostSquare), x * x);
-    const Vec slope = multiply_add(square, Vec::all(-a.cubic), Vec::all(-a.slope));
-    return x / (Vec::all(1) + exp2(x * slope));
+// The curves as they are computed here: silu needs no square.
+enum class Form : uint8_t { kClamp, kSilu, kTanh, kErf };
+
+template <class T, Form kForm>
+inline Wide curve(const Wide& x, const Activation& a) {
+  constexpr int kDigits = opkiln::kDigitsOf<T>;
+  if constexpr (kForm == Form::kClamp) {
+    return at_least(Wide::all(a.low), x);
+  } else if constexpr (kForm == Form::kSilu || kForm == Form::kTanh) {
+    Wide slope = Wide::all(-a.slope);
+    if constexpr (kForm == Form::kTanh) slope = multiply_add(x * x, Wide::all(-a.cubic), slope);
+    return x * opkiln::inverse<kDigits>(Wide::all(1) + opkiln::exp2<kDigits>(x * slope));
   } else {
     // x - x/2 * erfc(x / sqrt(2)), or x/2 * erfc(-x / sqrt(2)): exact where the result is close to 0. The
     // bound makes infinity of gelu(infinity), as the reference has it, and not NaN.
-    const Vec bounded = at_most(Vec::all(1e18f), x);
-    const Vec positive = bounded * sign(bounded);
-    const Vec tail = erfc_of_positive(positive * Vec::all(0.707106781f));
-    return subtract_product(at_least(Vec::all(0), x), positive * Vec::all(0.5f), tail);
+    const Wide positive = magnitude(at_most(Wide::all(1e18f), x));
+    const Wide tail = opkiln::erfc_of_positive<kDigits>(positive * Wide::all(0.707106781f));
+    return subtract_product(at_least(Wide::all(0), x), positive * Wide::all(0.5f), tail);
   }
 }
 
-template <class T, Curve kCurve>
+template <class T, Form kForm>
 void activate_plain(const Pointwise& p, int64_t first, int64_t last, bool around) {
+  const Activation activation = p.activation;  // not read again after each store
   over_rows(first, last, p.columns, [&](int64_t row, int64_t column, int64_t count) {
     const T* const x = static_cast<const T*>(p.x) + row * p.columns + column;
-    const T* const bias = p.bias ? static_cast<const T*>(p.bias) + column : nullptr;
-    fill(static_cast<T*>(p.out) + row * p.columns + column, count, around, [&](int64_t at, int64_t some) {
-      opkiln::prefetch_ahead(x + at);
-      const Vec value = load_some(x + at, some);
-      return curve<kCurve>(bias ? value + load_some(bias + at, some) : value, p.activation);
+    T* const out = static_cast<T*>(p.out) + row * p.columns + column;
+    if (!p.bias) {
+      return fill(out, count, around, [=](int64_t at, int64_t some) {
+        prefetch_wide(x + at);
+        return curve<T, kForm>(load_some(x + at, some), activation);
+      });
+    }
+    const T* const bias = static_cast<const T*>(p.bias) + column;
+    fill(out, count, around, [=](int64_t at, int64_t some) {
+      prefetch_wide(x + at);
+      return curve<T, kForm>(load_some(x + at, some) + load_some(bias + at, some), activation);
     });
   });
 }
 
 // The gate and the value of a part of the result, from the two halves of a row.
-template <class T, Curve kCurve>
+template <class T, Form kForm>
 void activate_halves(const Pointwise& p, const T* first, const T* second, const T* bias, const T* more,
                      T* out, int64_t count, bool around) {
   const T *const gate = p.gate_first ? first : second, *const value = p.gate_first ? second : first;
   const T *const gate_bias = p.gate_first ? bias : more, *const value_bias = p.gate_first ? more : bias;
-  fill(out, count, around, [&](int64_t at, int64_t some) {
-    opkiln::prefetch_ahead(gate + at);
-    opkiln::prefetch_ahead(value + at);
-    Vec g = load_some(gate + at, some), v = load_some(value + at, some);
+  const Activation activation = p.activation;
+  fill(out, count, around, [=](int64_t at, int64_t some) {
+    prefetch_wide(gate + at);
+    prefetch_wide(value + at);
+    Wide g = load_some(gate + at, some), v = load_some(value + at, some);
     if (bias) {
       g = g + load_some(gate_bias + at, some);
       v = v + load_some(value_bias + at, some);
     }
-    return curve<kCurve>(g, p.activation) * v;
+    return curve<T, kForm>(g, activation) * v;
   });
 }
 
@@ -65,7 +76,7 @@ void divide(const T* pairs, T* first, T* second, int64_t count) {
   }
 }
 
-template <class T, Curve kCurve>
+template <class T, Form kForm>
 void activate_gated(const Pointwise& p, int64_t first, int64_t last, bool around) {
   constexpr int64_t kBlock = opkiln::kBlock;
   over_rows(first, last, p.columns, [&](int64_t row, int64_t column, int64_t count) {
@@ -74,7 +85,7 @@ void activate_gated(const Pointwise& p, int64_t first, int64_t last, bool around
     T* const out = static_cast<T*>(p.out) + row * p.columns + column;
     if (p.halves == Halves::kSplit) {
       const int64_t other = p.columns + column;
-      return activate_halves<T, kCurve>(p, x + column, x + other, bias ? bias + column : nullptr,
+      return activate_halves<T, kForm>(p, x + column, x + other, bias ? bias + column : nullptr,
                                         bias ? bias + other : nullptr, out, count, around);
     }
     for (int64_t at = 0; at < count; at += kBlock) {
@@ -82,28 +93,30 @@ void activate_gated(const Pointwise& p, int64_t first, int64_t last, bool around
       T halves[4][kBlock];
       divide(x + 2 * (column + at), halves[0], halves[1], some);
       if (bias) divide(bias + 2 * (column + at), halves[2], halves[3], some);
-      activate_halves<T, kCurve>(p, halves[0], halves[1], bias ? halves[2] : nullptr,
+      activate_halves<T, kForm>(p, halves[0], halves[1], bias ? halves[2] : nullptr,
                                  bias ? halves[3] : nullptr, out + at, some, around);
     }
   });
 }
 
-template <class T, Curve kCurve>
+template <class T, Form kForm>
 void activate_part(const Pointwise& p, int64_t first, int64_t last) {
   const bool around =
       p.rows * p.columns * static_cast<int64_t>(sizeof(T)) >= opkiln::kAroundBytes;
-  if constexpr (kCurve != Curve::kClamp) {
-    if (p.halves != Halves::kNone) return activate_gated<T, kCurve>(p, first, last, around);
+  if constexpr (kForm != Form::kClamp) {
+    if (p.halves != Halves::kNone) return activate_gated<T, kForm>(p, first, last, around);
   }
-  activate_plain<T, kCurve>(p, first, last, around);
+  activate_plain<T, kForm>(p, first, last, around);
 }
 
 template <class T>
 void activate_part(const Pointwise& p, int64_t first, int64_t last) {
   switch (p.activation.curve) {
-    case Curve::kClamp: return activate_part<T, Curve::kClamp>(p, first, last);
-    case Curve::kSigmoid: return activate_part<T, Curve::kSigmoid>(p, first, last);
-    case Curve::kErf: return activate_part<T, Curve::kErf>(p, first, last);
+    case Curve::kClamp: return activate_part<T, Form::kClamp>(p, first, last);
+    case Curve::kSigmoid:
+      return p.activation.cubic == 0 ? activate_part<T, Form::kSilu>(p, first, last)
+                                     : activate_part<T, Form::kTanh>(p, first, last);
+    case Curve::kErf: return activate_part<T, Form::kErf>(p, first, last);
   }
 }
 

@@ -1,21 +1,15 @@
-// Norms of rows on host memory. A row stays in the cache between the steps, so memory is read once.
+// Norms of rows on host memory. Memory is read once: a row stays in the cache between its steps. The first
+// step of a row goes along with the last one of the row before, so that reads and writes are always under way.
 
-#include <opkiln/blocks.h>
 #include <opkiln/op.h>
 
+#include "floats.h"
 #include "norms.h"
+#include "rows.h"
 
 namespace {
 
 using opkiln::Vec;
-using opkiln::whole_registers;
-
-inline float scalar(float value) { return value; }
-inline float scalar(opkiln::BFloat16 value) { return opkiln::widen(value); }
-inline float scalar(opkiln::Float16 value) { return opkiln::widen(value); }
-inline void put(float value, float* to) { *to = value; }
-inline void put(float value, opkiln::BFloat16* to) { *to = opkiln::narrow_bfloat16(value); }
-inline void put(float value, opkiln::Float16* to) { *to = opkiln::narrow_float16(value); }
 
 inline float sum_of_lanes(Vec value) {
   float lanes[Vec::kLanes], sum = 0;
@@ -24,95 +18,133 @@ inline float sum_of_lanes(Vec value) {
   return sum;
 }
 
-// The sum of a row, or of the squares of its distances from the mean. Four sums, so that no addition
-// waits for the one before.
-template <bool kSquares, class T>
-float sum_of_row(const T* row, int64_t columns, float mean) {
-  constexpr int64_t kLanes = Vec::kLanes;
-  const Vec middle = Vec::all(mean);
-  Vec sums[4] = {Vec::all(0), Vec::all(0), Vec::all(0), Vec::all(0)};
-  const auto take = [&](Vec& sum, int64_t at) {
-    const Vec x = Vec::load(row + at) - middle;
-    sum = kSquares ? multiply_add(x, x, sum) : sum + x;
+// The sum of the squares of a row's distances from its mean.
+template <class T>
+float squares_of_row(const T* row, int64_t columns, float mean) {
+  const auto take = [&]<class V>(V& sum, int64_t at) {
+    const V x = V::load(row + at) - V::all(mean);
+    sum = multiply_add(x, x, sum);
   };
+  Wide sums = Wide::all(0);
   int64_t at = 0;
-  for (; at + 4 * kLanes <= columns; at += 4 * kLanes) {
-    opkiln::prefetch_ahead(row + at);
-    for (int k = 0; k < 4; ++k) take(sums[k], at + k * kLanes);
-  }
-  for (; at + kLanes <= columns; at += kLanes) take(sums[0], at);
-  float sum = sum_of_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  for (; at < whole_registers(columns); at += Wide::kLanes) take(sums, at);
+  Vec rest = sums.sum();
+  for (; at + Vec::kLanes <= columns; at += Vec::kLanes) take(rest, at);
+  float sum = sum_of_lanes(rest);
   for (; at < columns; ++at) {
-    const float x = scalar(row[at]) - mean;
-    sum += kSquares ? x * x : x;
+    const float x = opkiln::as_float(row[at]) - mean;
+    sum += x * x;
   }
   return sum;
 }
 
-// x + input_bias + residual, rounded as it is stored: the norm is of what the caller gets.
-template <class T>
-void add_row(const T* x, const T* residual, const T* shift, T* to, int64_t columns) {
-  const int64_t whole = whole_registers(columns);
-  for (int64_t at = 0; at < whole; at += Vec::kLanes) {
-    Vec sum = Vec::load(x + at);
-    if (shift) sum = sum + Vec::load(shift + at);
-    (sum + Vec::load(residual + at)).store(to + at);
+template <class T, bool kAround>
+inline void put(const Wide& value, T* to, int64_t count) {
+  if constexpr (kAround) {
+    if (count >= Wide::kLanes) return value.store_around(to);
   }
-  for (int64_t at = whole; at < columns; ++at) {
-    put(scalar(x[at]) + (shift ? scalar(shift[at]) : 0.0f) + scalar(residual[at]), to + at);
-  }
+  store_some(value, to, count);
 }
 
-// `next` is the row that is read next. The steps before this one wait for memory, and this one does not.
-template <bool kAround, class T>
-void scale_row(const T* row, const T* weight, const T* bias, T* to, int64_t columns, float mean,
-               float scale, const T* next) {
-  const Vec middle = Vec::all(mean), factor = Vec::all(scale);
-  const int64_t whole = whole_registers(columns);
-  for (int64_t at = 0; at < whole; at += Vec::kLanes) {
-    __builtin_prefetch(next + at);
-    Vec out = (Vec::load(row + at) - middle) * factor;
-    if (weight) out = out * Vec::load(weight + at);
-    if (bias) out = out + Vec::load(bias + at);
-    if (kAround) {
-      out.store_around(to + at);
-    } else {
-      out.store(to + at);
+// What the first step of a row takes, and leaves: the sum of x + residual + shift, rounded as it is stored, or of
+// its squares.
+template <class T>
+struct First {
+  const T* x;
+  const T* residual;  // null: absent, and so are the next three
+  const T* shift;
+  T* sum;   // null: not wanted
+  T* kept;  // the same for the steps that follow: it stays in the cache
+  float total;
+};
+
+template <class T>
+struct Last {
+  const T* row;
+  const T* weight;
+  const T* bias;
+  T* out;
+  float mean, scale;
+};
+
+// The first step of one row and the last one of another; null: there is none.
+template <class T, bool kCentred, bool kAround>
+void step(First<T>* given, const Last<T>* last_given, int64_t columns) {
+  const First<T> first = given ? *given : First<T>{};
+  const Last<T> last = last_given ? *last_given : Last<T>{};
+  Wide total = Wide::all(0);
+  const Wide mean = Wide::all(last.mean), scale = Wide::all(last.scale);
+  const auto at_once = [&](int64_t at, int64_t some) {
+    if (first.x) {
+      prefetch_wide(first.x + at);
+      Wide x = load_some(first.x + at, some);
+      if (first.residual) {
+        prefetch_wide(first.residual + at);
+        if (first.shift) x = x + load_some(first.shift + at, some);
+        x = x + load_some(first.residual + at, some);
+        if (first.sum) put<T, kAround>(x, first.sum + at, some);
+        store_some(x, first.kept + at, some);
+        x = load_some(first.kept + at, some);
+      }
+      total = kCentred ? total + x : multiply_add(x, x, total);
     }
+    if (last.row) {
+      Wide out = load_some(last.row + at, some);
+      if constexpr (kCentred) out = out - mean;
+      out = out * scale;
+      if (last.weight) out = out * load_some(last.weight + at, some);
+      if (last.bias) out = out + load_some(last.bias + at, some);
+      put<T, kAround>(out, last.out + at, some);
+    }
+  };
+  const int64_t whole = whole_registers(columns);
+  for (int64_t at = 0; at < whole; at += Wide::kLanes) at_once(at, Wide::kLanes);
+  if (whole < columns) at_once(whole, columns - whole);
+  if (given) given->total = sum_of_lanes(total.sum());
+}
+
+template <class T, bool kCentred, bool kAround>
+void normalize_rows(const Norm& n, int64_t first, int64_t last, T* kept) {
+  const auto row_of = [&](const void* tensor, int64_t row) {
+    return tensor ? static_cast<T*>(const_cast<void*>(tensor)) + row * n.columns : nullptr;
+  };
+  // The rows of sums take turns, because two steps go along with each other.
+  const int64_t stride = (n.columns + Wide::kLanes - 1) / Wide::kLanes * Wide::kLanes;
+  const auto beginning = [&](int64_t row) {
+    return First<T>{row_of(n.x, row),    row_of(n.residual, row),   row_of(n.input_bias, 0),
+                    row_of(n.sum, row), kept + row % 2 * stride, 0};
+  };
+  First<T> now = beginning(first);
+  step<T, kCentred, kAround>(&now, nullptr, n.columns);
+  for (int64_t row = first; row < last; ++row) {
+    const T* const from = n.residual ? now.kept : now.x;
+    const float count = static_cast<float>(n.columns), mean = kCentred ? now.total / count : 0;
+    const float square = (kCentred ? squares_of_row(from, n.columns, mean) : now.total) / count;
+    const Last<T> ending{from, row_of(n.weight, 0), row_of(n.bias, 0), row_of(n.out, row), mean,
+                         1.0f / __builtin_sqrtf(square + n.eps)};
+    const bool more = row + 1 < last;
+    if (more) now = beginning(row + 1);
+    step<T, kCentred, kAround>(more ? &now : nullptr, &ending, n.columns);
   }
-  for (int64_t at = whole; at < columns; ++at) {
-    float out = (scalar(row[at]) - mean) * scale;
-    if (weight) out *= scalar(weight[at]);
-    if (bias) out += scalar(bias[at]);
-    put(out, to + at);
-  }
+  opkiln::settle_stores();
 }
 
 template <class T>
 void normalize_rows(const Norm& n, int64_t first, int64_t last) {
-  const auto row_of = [&](const void* tensor, int64_t row) {
-    return tensor ? static_cast<const T*>(tensor) + row * n.columns : nullptr;
-  };
-  const bool large = n.rows * n.columns * static_cast<int64_t>(sizeof(T)) >= opkiln::kAroundBytes;
-  for (int64_t row = first; row < last; ++row) {
-    const T* from = row_of(n.x, row);
-    T* const out = const_cast<T*>(row_of(n.out, row));
-    if (n.residual) {
-      T* const sum = n.sum ? const_cast<T*>(row_of(n.sum, row)) : out;
-      add_row(from, row_of(n.residual, row), row_of(n.input_bias, 0), sum, n.columns);
-      from = sum;
-    }
-    const float count = static_cast<float>(n.columns);
-    const float mean = n.centred ? sum_of_row<false>(from, n.columns, 0) / count : 0;
-    const float square = sum_of_row<true>(from, n.columns, mean) / count;
-    const float scale = 1.0f / __builtin_sqrtf(square + n.eps);
-    const bool around =
-        large && from != out && reinterpret_cast<uintptr_t>(out) % (Vec::kLanes * sizeof(T)) == 0;
-    (around ? scale_row<true, T> : scale_row<false, T>)(
-        from, row_of(n.weight, 0), row_of(n.bias, 0), out, n.columns, mean, scale,
-        row_of(n.x, row + 1 < last ? row + 1 : row));
+  constexpr int64_t kOnStack = 16384;  // elements
+  const int64_t wanted = n.residual ? 2 * (n.columns + Wide::kLanes) : 0;
+  alignas(64) T few[kOnStack];
+  T* const kept = wanted <= kOnStack ? few : static_cast<T*>(__builtin_malloc(wanted * sizeof(T)));
+  OPK_CHECK(kept, "no memory for ", wanted, " elements");
+  const bool around = n.rows * n.columns * static_cast<int64_t>(sizeof(T)) >= opkiln::kAroundBytes &&
+                      n.columns * sizeof(T) % Wide::kAroundAlignment == 0 &&
+                      may_go_around(static_cast<T*>(n.out)) && may_go_around(static_cast<T*>(n.sum));
+  if (n.centred) {
+    (around ? normalize_rows<T, true, true> : normalize_rows<T, true, false>)(n, first, last, kept);
+  } else {
+    (around ? normalize_rows<T, false, true> : normalize_rows<T, false, false>)(n, first, last, kept);
   }
-  opkiln::settle_stores();
+  if (kept != few) __builtin_free(kept);
 }
 
 void normalize(const Norm& norm) {

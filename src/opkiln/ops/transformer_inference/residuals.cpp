@@ -2,6 +2,7 @@
 
 #include <opkiln/op.h>
 
+#include "floats.h"
 #include "residuals.h"
 #include "rows.h"
 
@@ -10,7 +11,7 @@ namespace {
 template <class T>
 void add_part(const Sum& s, int64_t first, int64_t last) {
   const bool around = s.rows * s.columns * static_cast<int64_t>(sizeof(T)) >= opkiln::kAroundBytes;
-  const Vec scale = Vec::all(s.scale), attention_scale = Vec::all(s.attention_scale);
+  const Wide scale = Wide::all(s.scale), attention_scale = Wide::all(s.attention_scale);
   over_rows(first, last, s.columns, [&](int64_t row, int64_t column, int64_t count) {
     const int64_t start = row * s.columns + column;
     const auto part = [](const void* tensor, int64_t at) {
@@ -19,13 +20,13 @@ void add_part(const Sum& s, int64_t first, int64_t last) {
     const T *const hidden = part(s.hidden, start), *const residual = part(s.residual, start),
             *const attention = part(s.attention, start), *const bias = part(s.bias, column),
             *const more = part(s.attention_bias, column);
-    fill(static_cast<T*>(s.out) + start, count, around, [&](int64_t at, int64_t some) {
-      opkiln::prefetch_ahead(hidden + at);
-      opkiln::prefetch_ahead(residual + at);
-      Vec kept = load_some(residual + at, some);
+    fill(static_cast<T*>(s.out) + start, count, around, [=](int64_t at, int64_t some) {
+      prefetch_wide(hidden + at);
+      prefetch_wide(residual + at);
+      Wide kept = load_some(residual + at, some);
       if (bias) kept = kept + load_some(bias + at, some);
       if (more) kept = kept + load_some(more + at, some);
-      const Vec sum = multiply_add(scale, kept, load_some(hidden + at, some));
+      const Wide sum = multiply_add(scale, kept, load_some(hidden + at, some));
       return attention ? multiply_add(attention_scale, load_some(attention + at, some), sum) : sum;
     });
   });
@@ -41,16 +42,15 @@ void mix_part(const Mix& m, int64_t first, int64_t last) {
     const T* const mlp = static_cast<const T*>(m.mlp) + start;
     T* const out = static_cast<T*>(m.out) + start;
     if (m.by_row) {
-      float factors[Vec::kLanes];
-      load_some(coef + 2 * row, 2).store(factors);
-      const Vec one = Vec::all(factors[0]), two = Vec::all(factors[1]);
-      return fill(out, count, around, [&](int64_t at, int64_t some) {
+      const Wide one = Wide::all(opkiln::as_float(coef[2 * row])),
+                 two = Wide::all(opkiln::as_float(coef[2 * row + 1]));
+      return fill(out, count, around, [=](int64_t at, int64_t some) {
         return multiply_add(load_some(residual + at, some), one, load_some(mlp + at, some) * two);
       });
     }
-    fill(out, count, around, [&](int64_t at, int64_t some) {
-      const Vec one = load_some(coef + column + at, some);
-      const Vec two = load_some(coef + m.columns + column + at, some);
+    fill(out, count, around, [=](int64_t at, int64_t some) {
+      const Wide one = load_some(coef + column + at, some);
+      const Wide two = load_some(coef + m.columns + column + at, some);
       return multiply_add(load_some(residual + at, some), one, load_some(mlp + at, some) * two);
     });
   });

@@ -1,45 +1,54 @@
-// Parts of rows in host memory as registers of floats.
+// Parts of rows in host memory as wide registers of floats.
 #pragma once
 
 #include <opkiln/blocks.h>
+#include <opkiln/vec_wide.h>
 
 namespace {
 
-using opkiln::Vec;
-using opkiln::whole_registers;
+using opkiln::Wide;
+
+constexpr int64_t whole_registers(int64_t count) { return count / Wide::kLanes * Wide::kLanes; }
 
 // The first `count` elements, of at most a register; zeros after them.
 template <class T>
-inline Vec load_some(const T* from, int64_t count) {
-  if (count >= Vec::kLanes) return Vec::load(from);
-  T some[Vec::kLanes] = {};
+inline Wide load_some(const T* from, int64_t count) {
+  if (count >= Wide::kLanes) return Wide::load(from);
+  T some[Wide::kLanes] = {};
   __builtin_memcpy(some, from, static_cast<size_t>(count) * sizeof(T));
-  return Vec::load(some);
+  return Wide::load(some);
 }
 
 template <class T>
-inline void store_some(Vec value, T* to, int64_t count) {
-  if (count >= Vec::kLanes) return value.store(to);
-  T some[Vec::kLanes];
+inline void store_some(Wide value, T* to, int64_t count) {
+  if (count >= Wide::kLanes) return value.store(to);
+  T some[Wide::kLanes];
   value.store(some);
   __builtin_memcpy(to, some, static_cast<size_t>(count) * sizeof(T));
+}
+
+// Prefetches what loops over Wides will read some iterations later, whole lines of it.
+template <class T>
+inline void prefetch_wide(const T* from) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t at = 0; at < Wide::kLanes; at += kLine) opkiln::prefetch_ahead(from + at);
 }
 
 // Whether whole registers of T can be stored around the caches here.
 template <class T>
 inline bool may_go_around(const T* to) {
-  return reinterpret_cast<uintptr_t>(to) % (Vec::kLanes * sizeof(T)) == 0;
+  return reinterpret_cast<uintptr_t>(to) % Wide::kAroundAlignment == 0;
 }
 
 // Stores value(at, count) for each register of `count` elements from `to` on. value(at, count) is that of
 // the elements from `at` on; `count` is a whole register but at the end.
 template <class T, class Value>
-inline void fill(T* to, int64_t count, bool around, const Value& value) {
+inline void fill(T* to, int64_t count, bool around, Value value) {
   const int64_t whole = whole_registers(count);
   if (around && may_go_around(to)) {
-    for (int64_t at = 0; at < whole; at += Vec::kLanes) value(at, Vec::kLanes).store_around(to + at);
+    for (int64_t at = 0; at < whole; at += Wide::kLanes) value(at, Wide::kLanes).store_around(to + at);
   } else {
-    for (int64_t at = 0; at < whole; at += Vec::kLanes) value(at, Vec::kLanes).store(to + at);
+    for (int64_t at = 0; at < whole; at += Wide::kLanes) value(at, Wide::kLanes).store(to + at);
   }
   if (whole < count) store_some(value(whole, count - whole), to + whole, count - whole);
 }
