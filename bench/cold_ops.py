@@ -28,7 +28,7 @@ LIBRARIES = (
     f"kv_attention__HEAD_256_T_{_DTYPE}_PAGED_true",
     f"transformer__norms__{_DTYPE}",
     f"transformer__columns__{_DTYPE}",
-    "stochastic_transformer",
+    f"stochastic_transformer__{_DTYPE}",
     "random_ltd",
     "spatial_inference",
     *(f"ragged_device_ops__{family}" for family in ("paged", "gating", "rows")),

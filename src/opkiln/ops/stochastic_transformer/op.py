@@ -1,4 +1,5 @@
-"""The library ``stochastic_transformer``. Imports no torch: it is on the cache-hit path."""
+"""The libraries of ``stochastic_transformer``, one for each dtype. Imports no torch: it is on the
+cache-hit path."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ kit = library(
     cuda="gelu.cu",
     namespace="opkiln",
     functions="opkiln.ops.stochastic_transformer.functions",
+    dtypes=("float32", "bfloat16", "float16"),
     schemas=(
         f"stochastic_gelu_dropout(Tensor x, Tensor bias, {_DROPOUT}) -> Tensor",
         (
