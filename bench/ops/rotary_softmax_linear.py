@@ -69,7 +69,7 @@ def works(device: torch.device) -> list[Work]:
             softmax(name, empty, (4096, 32_768) if gpu else (2, 32_768)),
             masked(name, empty, (16, 32, 256, 1024) if gpu else (1, 2, 4, 1024)),
         ]
-    for (outputs, inputs), count in itertools.product(((4096, 4096), (14_336, 4096)), (1, 4, 8)):
+    for (outputs, inputs), count in itertools.product(((4096, 4096), (14_336, 4096)), (1, 4, 8, 32)):
         found.append(linear(device, (outputs, inputs) if gpu else (64, 256), count))
     return found
 
