@@ -132,8 +132,9 @@ def kv_rotary_embeddings(
     """Rotate ``q`` in place; write ``k``, rotated, and ``v`` to the cache."""
     target = _target(kv_cache, len(k), batch_metadata, seq_metadata, tokens_to_seq, kv_ptrs)
     turned = paged.paged_kv_rotary(
-        *(_heads(x, kv_cache) for x in (q, k, v)), *target, dim=rotary_dim, theta=theta_base
-    )
+        _heads(q, kv_cache), _heads(k, kv_cache), _heads(v, kv_cache), *target,
+        dim=rotary_dim, theta=theta_base,
+    )  # fmt: skip
     _keep_padding(q, turned.flatten(1), target.sequences >= 0)
 
 
