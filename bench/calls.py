@@ -78,12 +78,7 @@ def main() -> int:
         workspace.close()
     head["load_average"] = {"before": before, "after": machine.load_average()}
     rows = rows_of(answers)
-    print(machine.heading(head))
-    print("load average before {before:.2f}, after {after:.2f}\n".format(**head["load_average"]))
-    print(table.render(rows))
-    if asked.out:
-        table.store(asked.out, head, rows)
-    return int(any(row.bar is not None and not row.bar.met for row in rows))
+    return table.finish(head, rows, asked.out)
 
 
 if __name__ == "__main__":

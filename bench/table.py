@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import machine
 from measured import Row, Sample
 
 HEAD = ("measure", "who", "what", "median", "min..max (n)", "opkiln / it", "bar")
@@ -68,3 +69,14 @@ def store(path: Path, head: dict[str, Any], rows: Iterable[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {**head, "rows": [row.as_json() for row in rows]}
     path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def finish(head: dict[str, Any], rows: Sequence[Row], out: Path | None) -> int:
+    """Print the machine, its load and the table, and store them in ``out``. The exit status: 1 when
+    a bar was missed."""
+    print(machine.heading(head))
+    print("load average before {before:.2f}, after {after:.2f}\n".format(**head["load_average"]))
+    print(render(rows))
+    if out is not None:
+        store(out, head, rows)
+    return int(any(row.bar is not None and not row.bar.met for row in rows))

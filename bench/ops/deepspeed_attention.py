@@ -88,22 +88,11 @@ def compared(cell: Cell, modules: Modules, device: torch.device, repeats: int) -
             calls = make()
             found.errors[who] = apart(calls[0]().reshape(exact.shape), exact)
             bound[who] = calls
-    turns = {who: _Turn(calls, cell.calls) for who, calls in bound.items()}
-    for who, taken in harness.measured(turns, device, repeats).items():
-        times = taken.ms / cell.calls, taken.host_ms / cell.calls
-        found.rows.append(Row(cell.name, who, cell.bytes, *times))
+    for who, time in harness.rotated(bound, cell.calls, device, repeats).items():
+        found.rows.append(Row(cell.name, who, cell.bytes, *time))
     if "DeepSpeed" in bound:
         modules("transformer_inference").release_workspace()
     return found
-
-
-class _Turn:
-    def __init__(self, calls: list[Callable[[], Any]], count: int) -> None:
-        self._calls, self._count = itertools.cycle(calls), count
-
-    def __call__(self) -> None:
-        for _ in range(self._count):
-            next(self._calls)()
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, cache: KVCache) -> Tensor:

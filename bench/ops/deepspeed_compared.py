@@ -5,10 +5,10 @@ What goes wrong with one of them is written down, and the others go on.
 
 from __future__ import annotations
 
-import itertools
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import harness
@@ -19,7 +19,7 @@ from torch import Tensor
 from opkiln.errors import OpkilnError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     Modules = Callable[[str], Any]  # a module of DeepSpeed by its name; raises OpkilnError
 
@@ -101,24 +101,10 @@ def compared(work: Work, modules: Modules, device: torch.device, repeats: int) -
         sets = max(2, min(512, -(-ROTATED // size)))
         calls = 32 if size < 8 << 20 else 4
     tensors = [first, *(work.make() for _ in range(sets - 1))]
-    turns = {who: Turn(call, tensors, calls) for who, call in bound.items()}
-    for who, taken in harness.measured(turns, device, repeats).items():
-        row = Row(work.name, who, work.bytes, taken.ms / calls, taken.host_ms / calls)
-        found.rows.append(row)
+    turns = {who: [partial(call, *each) for each in tensors] for who, call in bound.items()}
+    for who, time in harness.rotated(turns, calls, device, repeats).items():
+        found.rows.append(Row(work.name, who, work.bytes, *time))
     return found
-
-
-class Turn:
-    """Some calls, each with the next of the tensors."""
-
-    def __init__(
-        self, call: Callable[..., Any], tensors: Iterable[Sequence[Tensor]], calls: int
-    ) -> None:
-        self._call, self._tensors, self._calls = call, itertools.cycle(tensors), calls
-
-    def __call__(self) -> None:
-        for _ in range(self._calls):
-            self._call(*next(self._tensors))
 
 
 def apart(given: Any, wanted: Any) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import platform
 import random
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import machine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 WARM_UP = 3
 BUSY_CYCLES = 8_000_000  # of a GPU's clock: about four milliseconds
@@ -117,6 +118,33 @@ def measured(
         name: Time(median(t.ms for t in taken), median(t.host_ms for t in taken))
         for name, taken in found.items()
     }
+
+
+def rotated(
+    fns: Mapping[str, Sequence[Callable[[], Any]]],
+    count: int,
+    device: torch.device | str,
+    repeats: int,
+) -> dict[str, Time]:
+    """As ``measured``, for one call. A turn is ``count`` calls, and goes on in the list where the
+    last turn of the same name ended: with enough tensors in the list, no cache holds them."""
+    turns = {name: _turn(itertools.cycle(calls), count) for name, calls in fns.items()}
+    taken = measured(turns, device, repeats)
+    return {name: Time(*(each / count for each in time)) for name, time in taken.items()}
+
+
+def _turn(calls: Iterator[Callable[[], Any]], count: int) -> Callable[[], None]:
+    def made() -> None:
+        for _ in range(count):
+            next(calls)()
+
+    return made
+
+
+def host_rows(fns: Mapping[str, Callable[[], Any]], device: torch.device | str) -> list[Row]:
+    """The host's time for calls with little to do."""
+    taken = rotated({name: [fn] for name, fn in fns.items()}, 100, device, 10)
+    return [Row("host time of a call", name, 0, *time) for name, time in taken.items()]
 
 
 def _gpu_turn(fn: Callable[[], Any]) -> Time:

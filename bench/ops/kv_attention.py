@@ -30,7 +30,7 @@ from opkiln.ops.kv_attention.attention import chosen_splits
 from opkiln.ops.kv_attention.functions import kv_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 HEADS, HEAD, BLOCK = 32, 128, 16
 ROTATED = 256 << 20  # bytes of caches that take turns, at least
@@ -115,12 +115,8 @@ def main() -> int:
 def measured(
     cell: Cell, fns: dict[str, list[Callable[[], Any]]], device: torch.device, repeats: int
 ) -> list[Row]:
-    turns = {name: Turn(calls, cell.calls) for name, calls in fns.items()}
-    taken = harness.measured(turns, device, repeats)
-    return [
-        Row(cell.name, name, cell.bytes, t.ms / cell.calls, t.host_ms / cell.calls)
-        for name, t in taken.items()
-    ]
+    taken = harness.rotated(fns, cell.calls, device, repeats)
+    return [Row(cell.name, name, cell.bytes, *time) for name, time in taken.items()]
 
 
 def by_all(given: Given, cell: Cell) -> dict[str, list[Callable[[], Any]]]:
@@ -137,17 +133,6 @@ def by_all(given: Given, cell: Cell) -> dict[str, list[Callable[[], Any]]]:
             continue
         fns[name] = calls
     return fns
-
-
-class Turn:
-    """Some calls, each with the next of the caches."""
-
-    def __init__(self, calls: Sequence[Callable[[], Any]], count: int) -> None:
-        self._calls, self._count = itertools.cycle(calls), count
-
-    def __call__(self) -> None:
-        for _ in range(self._count):
-            next(self._calls)()
 
 
 def make(cell: Cell, device: torch.device) -> Given:
@@ -241,8 +226,7 @@ def host_rows(device: torch.device) -> list[Row]:
         "opkiln": partial(attention, *given[:3], cache),
         "x + x": partial(torch.add, given.q, given.q),
     }
-    taken = harness.measured({n: Turn([f], 20) for n, f in fns.items()}, device, 15)
-    return [Row("host time of a call", n, 0, t.ms / 20, t.host_ms / 20) for n, t in taken.items()]
+    return harness.host_rows(fns, device)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ two ways that the front end chooses from. On the CPU the sizes are tiny, to try 
 
 from __future__ import annotations
 
-import itertools
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 ROTATED = 256 << 20
+CALLS = 8  # of a turn
 SHAPES = ((4096, 4096), (4096, 11_008))  # outputs, inputs
 ROWS = (1, 4, 16, 32, 64, 512)
 EXPERTS = (((8, 4096, 4096), (16, 128, 4096)), ((64, 2048, 2048), (64, 512, 8192)))
@@ -168,25 +168,9 @@ def experts(shape: tuple[int, int, int], count: int, device: torch.device) -> di
 
 def measured(work: str, ways: dict[str, Way], device: torch.device) -> list[Row]:
     gpu = device.type == "cuda"
-    turns = {name: Turn(way) for name, way in ways.items()}
-    taken = harness.measured(turns, device, 20 if gpu else 1)
-    return [
-        Row(work, name, ways[name].bytes, t.ms / Turn.CALLS, t.host_ms / Turn.CALLS)
-        for name, t in taken.items()
-    ]
-
-
-class Turn:
-    """Some calls, each with the next of the weights."""
-
-    CALLS = 8
-
-    def __init__(self, way: Way) -> None:
-        self._fn, self._weights = way.fn, itertools.cycle(way.weights)
-
-    def __call__(self) -> None:
-        for _ in range(self.CALLS):
-            self._fn(next(self._weights))
+    calls = {name: [partial(way.fn, each) for each in way.weights] for name, way in ways.items()}
+    taken = harness.rotated(calls, CALLS, device, 20 if gpu else 1)
+    return [Row(work, name, ways[name].bytes, *time) for name, time in taken.items()]
 
 
 def host_rows(device: torch.device) -> list[Row]:
@@ -203,13 +187,7 @@ def host_rows(device: torch.device) -> list[Row]:
         "moe_gemm": lambda: inference.moe_gemm(x, wide, offsets),
         "torch grouped_mm": lambda: functional.grouped_mm(x, wide.transpose(1, 2), offs=offsets),
     }
-    taken = harness.measured({name: partial(_many, fn) for name, fn in fns.items()}, device, 10)
-    return [Row("host time of a call", n, 0, t.ms / 100, t.host_ms / 100) for n, t in taken.items()]
-
-
-def _many(fn: Callable[[], Any]) -> None:
-    for _ in range(100):
-        fn()
+    return harness.host_rows(fns, device)
 
 
 if __name__ == "__main__":

@@ -69,8 +69,9 @@ def works(device: torch.device) -> list[Work]:
             softmax(name, empty, (4096, 32_768) if gpu else (2, 32_768)),
             masked(name, empty, (16, 32, 256, 1024) if gpu else (1, 2, 4, 1024)),
         ]
-    for (outputs, inputs), count in itertools.product(((4096, 4096), (14_336, 4096)), (1, 4, 8)):
-        found.append(linear(device, (outputs, inputs) if gpu else (64, 256), count))
+    shapes = ((4096, 4096), (14_336, 4096)) if gpu else ((64, 256),)
+    for shape, count in itertools.product(shapes, (1, 4, 8, 32)):
+        found.append(linear(device, shape, count))
     return found
 
 
@@ -172,23 +173,9 @@ def measured(work: Work, device: torch.device) -> list[Row]:
     count = -(-ROTATED // work.bytes) if gpu else 2
     calls = max(1, min(16, count))
     tensors = [work.make() for _ in range(min(count, 64))]
-    turns = {name: Turn(fn, tensors, calls) for name, fn in work.fns.items()}
-    taken = harness.measured(turns, device, 20 if gpu else 1)
-    return [
-        Row(work.name, name, work.bytes, t.ms / calls, t.host_ms / calls)
-        for name, t in taken.items()
-    ]
-
-
-class Turn:
-    """Some calls, each with the next of the tensors."""
-
-    def __init__(self, fn: Callable[[Any], Any], tensors: Sequence[Any], calls: int) -> None:
-        self._fn, self._tensors, self._calls = fn, itertools.cycle(tensors), calls
-
-    def __call__(self) -> None:
-        for _ in range(self._calls):
-            self._fn(next(self._tensors))
+    turns = {name: [partial(fn, each) for each in tensors] for name, fn in work.fns.items()}
+    taken = harness.rotated(turns, calls, device, 20 if gpu else 1)
+    return [Row(work.name, name, work.bytes, *time) for name, time in taken.items()]
 
 
 def host_rows(device: torch.device) -> list[Row]:
@@ -204,14 +191,7 @@ def host_rows(device: torch.device) -> list[Row]:
         "softmax": lambda: inference.softmax(x),
         "int8_linear": lambda: inference.int8_linear(x[0, 0], weight, scales),
     }
-    repeated = {name: partial(_many, fn) for name, fn in fns.items()}
-    taken = harness.measured(repeated, device, 10)
-    return [Row("host time of a call", n, 0, t.ms / 100, t.host_ms / 100) for n, t in taken.items()]
-
-
-def _many(fn: Callable[[], Any]) -> None:
-    for _ in range(100):
-        fn()
+    return harness.host_rows(fns, device)
 
 
 if __name__ == "__main__":

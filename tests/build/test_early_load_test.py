@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from sample import child
 
 import opkiln
 from opkiln import process
 from opkiln.building import loadtest
 from opkiln.errors import BuildTimeout, CompileError, LoadTestError
 from opkiln.settings import override
+from opkiln.toolchain import torch_sdk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -103,10 +105,31 @@ def test_time_limit_counts_from_the_library(tmp_path: Path, plain: Package) -> N
     assert not any(str(library).encode() in line for line in _commands())
 
 
-def _compile(text: str, library: Path) -> None:
+@pytest.mark.parametrize("abi", ["stable", "full"])
+def test_library_that_does_not_name_torch_among_its_needs_is_refused(
+    tmp_path: Path, plain: Package, abi: str
+) -> None:
+    spec, torch = plain.builder().spec()._replace(kernels=(), abi=abi), torch_sdk.find()
+    if torch is None:
+        pytest.skip("torch is not installed")
+    text = "int aoti_torch_device_type_cpu(); int cpu() { return aoti_torch_device_type_cpu(); }"
+    needing, forgetting = tmp_path / "needing.so", tmp_path / "forgetting.so"
+    _compile(text, needing, f"-L{torch.path}/lib", "-Wl,--no-as-needed", "-ltorch_cpu")
+    loadtest.check(spec, torch, str(needing), tmpdir=str(tmp_path))
+    _compile(text, forgetting)
+    with pytest.raises(LoadTestError, match="undefined symbol: aoti_torch_device_type_cpu"):
+        loadtest.check(spec, torch, str(forgetting), tmpdir=str(tmp_path))
+    # It is what a user's process says.
+    out = child.run(f"import ctypes, torch\ntry: ctypes.CDLL({str(forgetting)!r}, mode=2)\n"
+                    "except OSError as error: print(error)", bare=False)  # fmt: skip
+    assert "undefined symbol: aoti_torch_device_type_cpu" in out
+
+
+def _compile(text: str, library: Path, *flags: str) -> None:
     source = library.with_suffix(".c")
     source.write_text(text)
-    done = process.run(("gcc", "-shared", "-fPIC", str(source), "-o", str(library)), timeout=60)
+    argv = ("gcc", "-shared", "-fPIC", str(source), "-o", str(library), *flags)
+    done = process.run(argv, timeout=60)
     assert done.returncode == 0, done.output
 
 

@@ -451,3 +451,37 @@ def test_an_op_of_op_h_runs_its_cuda_kernel_on_cpu_tensors(
         difference(torch.arange(100.0), True)
     _told(str(raised.value), "writes 4 bytes outside of every tensor", "a tensor of 396 bytes")
     _told(str(raised.value), "source.cu:", "difference_kernel<float>")
+
+
+def test_an_emulated_op_whose_header_is_edited_between_two_compiles_is_built_from_one_text(
+    shared_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = tmp_path / "number.h"
+    header.write_text("#define NUMBER 1\n")
+    (tmp_path / "a_first.cu").write_text(
+        '#include "number.h"\nextern "C" int first() { return NUMBER; }\n'
+    )
+    (tmp_path / "b_second.cu").write_text(
+        '#include "number.h"\nextern "C" int first();\n'
+        'extern "C" int value() { return first() * 10 + NUMBER; }\n'
+    )
+    editing = tmp_path / "g++"
+    editing.write_text(
+        f'#!/bin/sh\ncase "$*" in *" -c "*b_second*) if mkdir {tmp_path}/edited 2>/dev/null; then\n'
+        f"sleep 0.1; echo '#define NUMBER 2' > {header}; sleep 0.1; fi;; esac\n"
+        f'exec {shutil.which("g++")} "$@"\n'
+    )
+    editing.chmod(0o755)
+    for name, value in (("OPKILN_CACHE_DIR", shared_cache), ("CXX", editing), ("MAX_JOBS", 1)):
+        monkeypatch.setenv(name, str(value))
+
+    class Edited(KernelsBuilder):
+        NAME = "edited_kernels"
+        root = str(tmp_path)
+
+        def sources(self) -> list[str]:
+            return ["a_first.cu", "b_second.cu"]
+
+    library = Edited().load(verbose=False)
+    assert (tmp_path / "edited").is_dir()
+    assert library.value() == 22

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -59,14 +60,31 @@ def test_processes_without_working_locks_load_the_right_library(
     assert list(scratch.iterdir()) == []
 
 
+def meeting(directory: Path) -> str:
+    """A compiler that compiles op.cpp when two of them are about to: so no process can find what
+    the other has published. One that stays alone goes on after a minute."""
+    there = directory / "there"
+    there.mkdir()
+    script = write(
+        directory / "meeting" / "g++",
+        f'#!/bin/sh\ncase "$*" in *" -c "*op.cpp*) mkdir {there}/$$; turns=600\n'
+        f"while [ $turns -gt 0 ] && [ $(ls {there} | wc -l) -lt 2 ]\n"
+        f'do turns=$((turns - 1)); sleep 0.1; done;; esac\nexec {shutil.which("g++")} "$@"\n',
+    )
+    script.chmod(0o755)
+    return str(script)
+
+
 def test_the_shim_really_stands_between_processes_and_their_locks(
     tmp_path: Path, processes: Callable[..., list[Loader]]
 ) -> None:
     """Without locks nobody waits: each compiles for itself, which shows that the shim works."""
-    running = processes(2, {"LOCKS": "lying"}, preload=shim("lying_locks", tmp_path))
+    running = processes(
+        2, {"LOCKS": "lying", "CXX": meeting(tmp_path)}, preload=shim("lying_locks", tmp_path)
+    )
     warm = write(tmp_path / "warm.cpp", returning(1))
     assert {each.load("warm", warm).value for each in running} == {1}
-    source = write(tmp_path / "op.cpp", returning(2, "#include <map>\n#include <string>"))
+    source = write(tmp_path / "op.cpp", returning(2))
     for each in running:
         each.ask("op", source)
     assert [each.answer().compiled for each in running] == [1, 1]

@@ -92,7 +92,7 @@ def check_int8_linear_is_within_rounding_of_float64() -> None:
             weight = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8, device="cuda")
             scales = torch.rand(groups, device="cuda") * 0.01
             bias = torch.randn(outputs, device="cuda").to(dtype)
-            for rows in (1, 2, 3, 8, 16):
+            for rows in (1, 2, 3, 8, 16, 32, 33):
                 x = torch.randn(rows, inputs, device="cuda").to(dtype)
                 w = exact("dequantize_int8", weight, scales, dtype=torch.float64)
                 expected = x.double().cpu() @ w.T + bias.double().cpu()

@@ -53,18 +53,32 @@ def test_weights_are_dequantized_by_groups(op: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_number_of_rows_is_multiplied(op: Any, dtype: torch.dtype) -> None:
-    # One group; rows; parts of rows; groups of several rows; parts that are no power of two; odd
-    # sizes.
+    # One group; rows; parts of rows; groups of several rows; parts that are no power of two, or
+    # too small for tensor cores; odd sizes.
     for outputs, inputs, groups in (
-        (33, 64, 1), (20, 48, 20), (20, 256, 80), (20, 32, 5), (9, 96, 18), (5, 7, 5), (4, 2064, 4),
+        (33, 64, 1), (20, 48, 20), (20, 256, 80), (20, 32, 5), (9, 96, 18), (6, 64, 12), (5, 7, 5),
+        (4, 2064, 4),
     ):  # fmt: skip
         weight, scales, w = made(outputs, inputs, groups)
         bias = torch.randn(outputs).to(dtype)
-        for rows in (1, 2, 3, 5, 8, 9):
+        for rows in (1, 2, 3, 5, 8, 9, 33):
             x = torch.randn(rows, inputs).to(dtype)
             close(op.int8_linear(x, weight, scales), x.double() @ w.T, x, w)
             exact = x.double() @ w.T + bias.double()
             close(op.int8_linear(x, weight, scales, bias), exact, x, w)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("kind", "most"), [("native", 8), ("emulated", 32)])
+def test_weights_are_not_rounded_for_few_rows(kind: str, most: int, dtype: torch.dtype) -> None:
+    unit = {torch.float16: 2**-11, torch.bfloat16: 2**-8}[dtype]
+    for outputs, inputs, groups in ((20, 256, 80), (5, 80, 5), (33, 64, 1)):
+        weight, scales, w = made(outputs, inputs, groups)
+        for rows in (1, most // 2 + 1, most):
+            x = torch.randn(rows, inputs).to(dtype)
+            got, exact = version(kind).int8_linear(x, weight, scales), x.double() @ w.T
+            allowed = unit * exact.abs() + 1e-6 * (x.double().abs() @ w.abs().T)
+            assert ((got.double() - exact).abs() <= allowed).all()
 
 
 def test_shapes_and_strides_of_x_are_kept(op: Any) -> None:

@@ -5,16 +5,15 @@ A store gains this knowledge in about three seconds of CPU time, so it is gained
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from opkiln import settings
+from sample import temporary
 
 _ENVIRONMENT = dict(os.environ)  # before a test has changed anything
 _GAIN = """
@@ -32,18 +31,10 @@ if nvcc.available():
 @functools.cache
 def _toolchains() -> Path:
     """The directory of a store that holds what it knows of compilers, and the observer."""
-    where = Path(tempfile.mkdtemp(prefix="opkiln-known-"))
-    atexit.register(_remove, where, os.getpid())
-    cache = where / "cache"
+    cache = temporary.directory("opkiln-known-") / "cache"
     environment = {**_ENVIRONMENT, "OPKILN_CACHE_DIR": str(cache), "OPKILN_PROGRESS": "off"}
     subprocess.run([sys.executable, "-c", _GAIN], env=environment, check=True, timeout=300)
     return cache / settings.LAYOUT / "toolchains"
-
-
-def _remove(where: Path, owner: int) -> None:
-    """At the end of the process that made it, not of one that was forked from it."""
-    if os.getpid() == owner:
-        shutil.rmtree(where, ignore_errors=True)
 
 
 def make_store(path: Path) -> Path:

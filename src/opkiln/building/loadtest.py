@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from functools import partial
 from typing import TYPE_CHECKING
 
 from opkiln import process
@@ -193,6 +194,8 @@ def _torch_libraries(spec: OpSpec, torch: TorchSDK | None) -> list[str]:
         return []
     names = ["libc10.so", "libtorch_cpu.so"]
     if spec.abi != ABI_STABLE:
+        # What it brings differs between torches, so a library of the stable ABI goes without.
+        names[:0] = filter(partial(_has, torch), ("libtorch_global_deps.so",))
         if spec.backend != CPU:
             names += [name for name in _DEVICE_LIBRARIES if _has(torch, name)]
         names.append("libtorch.so")

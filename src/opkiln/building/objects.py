@@ -140,7 +140,7 @@ def _translated(plan: Plan, directory: str) -> Staged | None:
     if plan.spec.emulated:
         from opkiln.toolchain import emulate
 
-        os.mkdir(directory, 0o700)
+        _make_empty(directory)
         return emulate.stage(plan.spec, directory)
     if plan.target.backend != ROCM:
         return None
@@ -153,8 +153,15 @@ def _translated(plan: Plan, directory: str) -> Staged | None:
             why="torch's hipify translates its sources, but torch is not installed",
             hint="pip install torch",
         )
-    os.mkdir(directory, 0o700)
+    _make_empty(directory)
     return hipify.stage(plan.spec, torch, directory)
+
+
+def _make_empty(directory: str) -> None:
+    """Make a directory. If an edit makes the whole build run again, one of this name is there, with
+    what was translated before the edit."""
+    publish.remove(directory)
+    os.mkdir(directory, 0o700)
 
 
 class _Batch:

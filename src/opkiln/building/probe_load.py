@@ -6,6 +6,10 @@ is loaded when there is a byte on standard input. This program imports neither t
 dlopening ``libtorch_cpu`` takes a fifth of the time of importing torch. If the library crashes, it
 crashes here and not in a user's process.
 
+Libraries are opened as ``import torch`` and a load open them: locally, so that a library finds the
+symbols of those that it needs itself, and of no others. ``libtorch_global_deps`` is the one that
+torch opens for all.
+
 The line ``LOADED`` with the nonce means that all libraries are loaded. A library that prints such a
 line itself, and then ends the process, does not know the nonce. Each of ``FUNCTIONS`` must have a
 kernel for one of the dispatch ``KEYS``. Both are lists joined by commas, and may be empty. If torch
@@ -24,6 +28,8 @@ LOADED = "opkiln: loaded"
 MISSING = "opkiln: missing "
 LISTED = "opkiln: listed "
 
+_FOR_ALL = "libtorch_global_deps.so"
+_DISPATCHER = "libtorch_cpu.so"
 
 # c10::Dispatcher::realSingleton(), c10::parseDispatchKey(const std::string&) and
 # c10::Dispatcher::getRegistrationsForDispatchKey(std::optional<c10::DispatchKey>) const
@@ -78,17 +84,16 @@ class _Vector(ctypes.Structure):
     _fields_ = (("begin", ctypes.c_void_p), ("end", ctypes.c_void_p), ("limit", ctypes.c_void_p))
 
 
-def _with_kernels(keys: list[str]) -> set[str] | None:
+def _with_kernels(torch: ctypes.CDLL, keys: list[str]) -> set[str] | None:
     """The functions that have a kernel for one of these keys; None if torch cannot be asked.
 
     This calls torch's dispatcher in C++. The mangled names contain the parameters' types and the
     ABI of the string class, so a torch with another interface does not have these names.
     """
-    process = ctypes.CDLL(None)
     try:
-        singleton = getattr(process, _SINGLETON)
-        parse = getattr(process, _PARSE)
-        registered = getattr(process, _REGISTERED)
+        singleton = getattr(torch, _SINGLETON)
+        parse = getattr(torch, _PARSE)
+        registered = getattr(torch, _REGISTERED)
     except AttributeError:
         return None
     singleton.restype = ctypes.c_void_p
@@ -121,11 +126,14 @@ def _end_with_parent(parent: int) -> None:
 def main() -> int:
     parent, nonce, keys, functions, *libraries = sys.argv[1:]
     _end_with_parent(int(parent))
+    opened = {}
     for path in libraries:
+        name = os.path.basename(path)
         if path == libraries[-1] and not os.read(0, 1):
             return 1  # there will be no library
         try:
-            library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_GLOBAL)
+            scope = os.RTLD_GLOBAL if name == _FOR_ALL else os.RTLD_LOCAL
+            library = opened[name] = ctypes.CDLL(path, mode=os.RTLD_NOW | scope)
         except OSError as error:
             print(error)
             return 1
@@ -133,7 +141,9 @@ def main() -> int:
     listed = _listed(library)
     for each in listed or ():
         print(LISTED + "\t".join(each), flush=True)
-    found = _with_kernels(keys.split(",")) if functions and listed is None else None
+    found, torch = None, opened.get(_DISPATCHER)
+    if functions and listed is None and torch is not None:
+        found = _with_kernels(torch, keys.split(","))
     if found is not None:
         missing = [name for name in functions.split(",") if name not in found]
         bare = {name.partition("::")[2] for name in missing}

@@ -96,23 +96,13 @@ def project_backward(
 
 
 class Projection(Function):
-    """``x`` itself, and query, key and value of it. With ``norm_weight``, of its layer norm."""
+    """``project``, with its arguments: ``x`` itself, and query, key and value."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        norm_weight: Tensor | None,
-        norm_bias: Tensor | None,
-        weight: Tensor,
-        bias: Tensor,
-        eps: float,
-        recompute: bool,
-    ) -> tuple[Tensor, ...]:
-        joined, kept = project(x, norm_weight, norm_bias, weight, bias, eps, recompute)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        joined, kept = project(*arguments)
         ctx.save_for_backward(*kept)
-        query, key, value = joined.chunk(3, -1)
-        return x.view_as(x), query, key, value
+        return kept.x.view_as(kept.x), *joined.chunk(3, -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

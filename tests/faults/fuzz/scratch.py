@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import shutil
-import tempfile
 from functools import cache
+
+from sample import temporary
 
 
 @cache
 def directory() -> str:
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    made = tempfile.mkdtemp(prefix="opkiln-fuzz-", dir=shared)
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
-    return made
+    return str(temporary.directory("opkiln-fuzz-", shared))
 
 
 def file(name: str, data: bytes) -> str:

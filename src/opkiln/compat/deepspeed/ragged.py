@@ -18,7 +18,7 @@ These things differ:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,12 +113,8 @@ def linear_kv_copy(
     kv_ptrs: Tensor,
 ) -> None:
     """Write ``k`` and ``v`` to the cache, [blocks, block size, 2, kv heads, head]."""
-    sequences, positions = _places(len(k), batch_metadata, seq_metadata, tokens_to_seq)
-    table = _block_table(kv_cache, seq_metadata, kv_ptrs)
-    paged.paged_kv_copy(
-        _heads(k, kv_cache), _heads(v, kv_cache), kv_cache[:, :, 0], kv_cache[:, :, 1], table,
-        sequences, positions,
-    )  # fmt: skip
+    target = _target(kv_cache, len(k), batch_metadata, seq_metadata, tokens_to_seq, kv_ptrs)
+    paged.paged_kv_copy(_heads(k, kv_cache), _heads(v, kv_cache), *target)
 
 
 def kv_rotary_embeddings(
@@ -134,13 +130,12 @@ def kv_rotary_embeddings(
     kv_ptrs: Tensor,
 ) -> None:
     """Rotate ``q`` in place; write ``k``, rotated, and ``v`` to the cache."""
-    sequences, positions = _places(len(k), batch_metadata, seq_metadata, tokens_to_seq)
-    table = _block_table(kv_cache, seq_metadata, kv_ptrs)
+    target = _target(kv_cache, len(k), batch_metadata, seq_metadata, tokens_to_seq, kv_ptrs)
     turned = paged.paged_kv_rotary(
-        _heads(q, kv_cache), _heads(k, kv_cache), _heads(v, kv_cache), kv_cache[:, :, 0],
-        kv_cache[:, :, 1], table, sequences, positions, dim=rotary_dim, theta=theta_base,
+        _heads(q, kv_cache), _heads(k, kv_cache), _heads(v, kv_cache), *target,
+        dim=rotary_dim, theta=theta_base,
     )  # fmt: skip
-    _keep_padding(q, turned.flatten(1), sequences >= 0)
+    _keep_padding(q, turned.flatten(1), target.sequences >= 0)
 
 
 def kv_trained_rotary_embeddings(
@@ -159,17 +154,13 @@ def kv_trained_rotary_embeddings(
         raise UsageError(
             f"inv_freq is {inv_freq.dtype} {list(inv_freq.shape)}, expected torch.float32 [pairs]"
         )
-    sequences, positions = _places(len(k), batch_metadata, seq_metadata, tokens_to_seq)
-    angles = positions.clamp(min=0).double()[:, None] * inv_freq.double()
+    target = _target(kv_cache, len(k), batch_metadata, seq_metadata, tokens_to_seq, kv_ptrs)
+    angles = target.positions.clamp(min=0).double()[:, None] * inv_freq.double()
     cos, sin = angles.cos().float(), angles.sin().float()
     # A token's angles are a row of these tables.
     turned, keys = (rotary(_heads(x, kv_cache), None, cos, sin, 2 * len(inv_freq)) for x in (q, k))
-    table = _block_table(kv_cache, seq_metadata, kv_ptrs)
-    paged.paged_kv_copy(
-        keys, _heads(v, kv_cache), kv_cache[:, :, 0], kv_cache[:, :, 1], table, sequences,
-        positions,
-    )  # fmt: skip
-    _keep_padding(q, turned.flatten(1), sequences >= 0)
+    paged.paged_kv_copy(keys, _heads(v, kv_cache), *target)
+    _keep_padding(q, turned.flatten(1), target.sequences >= 0)
 
 
 def _heads(x: Tensor, kv_cache: Tensor) -> Tensor:
@@ -188,12 +179,31 @@ def _places(
     return torch.where(real, sequences, -1), torch.where(real, positions, -1)
 
 
-def _block_table(kv_cache: Tensor, seq_metadata: Tensor, kv_ptrs: Tensor) -> Tensor:
+class _Target(NamedTuple):
+    """Where the keys and values of tokens go: the last arguments of the paged functions."""
+
+    keys: Tensor
+    values: Tensor
+    table: Tensor
+    sequences: Tensor
+    positions: Tensor
+
+
+def _target(
+    kv_cache: Tensor,
+    tokens: int,
+    batch_metadata: Tensor,
+    seq_metadata: Tensor,
+    tokens_to_seq: Tensor,
+    kv_ptrs: Tensor,
+) -> _Target:
     lengths = seq_metadata[:, _SEEN] + seq_metadata[:, _TOKENS]
     batch = min(len(lengths), len(kv_ptrs))
     # No sequence has more blocks than there are.
     blocks, size = kv_cache.shape[:2]
-    return paged.listed_blocks(kv_ptrs[:batch], lengths[:batch], size, blocks)
+    table = paged.listed_blocks(kv_ptrs[:batch], lengths[:batch], size, blocks)
+    places = _places(tokens, batch_metadata, seq_metadata, tokens_to_seq)
+    return _Target(kv_cache[:, :, 0], kv_cache[:, :, 1], table, *places)
 
 
 def _keep_padding(out: Tensor, found: Tensor, real: Tensor) -> None:

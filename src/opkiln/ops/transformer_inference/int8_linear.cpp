@@ -9,6 +9,7 @@ using int8_linear::Few;
 using int8_linear::Weights;
 
 constexpr int kPart = 256;  // weights that are widened at a time
+constexpr int kFewRows = 8;  // more of them are faster with dequantized weights
 
 // `count` weights from `element` on as floats.
 void widen_weights(const Weights& weights, int64_t element, int64_t count, float* values) {
@@ -57,7 +58,7 @@ void multiply_as(const Few& few) {
   opk::parallel_for(0, weights.rows, 1 + opk::kGrainBytes / 8 / columns, [&](int64_t first, int64_t last) {
     float part[kPart];
     for (int64_t output = first; output < last; ++output) {
-      float sums[int8_linear::kMostRows] = {};
+      float sums[kFewRows] = {};
       for (int64_t column = 0; column < columns; column += kPart) {
         const int64_t count = columns - column < kPart ? columns - column : kPart;
         widen_weights(weights, output * columns + column, count, part);
@@ -77,10 +78,10 @@ void int8_linear::dequantize(const Weights& weights, void* out, opkiln::ElementT
   OPK_ELEMENT(type, T, (float, opkiln::BFloat16, opkiln::Float16), dequantize_as(weights, static_cast<T*>(out)));
 }
 
-bool int8_linear::can_multiply(const Few&) { return true; }
-
-void int8_linear::multiply(const Few& few) {
+bool int8_linear::multiply(const Few& few) {
+  if (few.rows > kFewRows) return false;
   OPK_ELEMENT(few.type, T, (float, opkiln::BFloat16, opkiln::Float16), multiply_as<T>(few));
+  return true;
 }
 
 OPKILN_OP(int8_linear::dequantize_int8, cpu);

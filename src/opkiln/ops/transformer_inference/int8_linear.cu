@@ -1,8 +1,13 @@
 // Linear layers with int8 weights on a GPU. A few rows of x are multiplied with the weights as they are: memory is
-// read once, a byte for each weight. More rows go to torch's matrix product, after the weights were dequantized.
+// read once, a byte for each weight. If x has 16 bits, tensor cores do it (opkiln/few_rows.h); multiply_kernel is for
+// fp32, for groups that those do not take, and for GPUs without them. More rows go to torch's matrix product, after
+// the weights were dequantized.
 
 #include <opkiln/op.h>
 
+#if !defined(__HIPCC__)
+#include <opkiln/few_rows.h>
+#endif
 #include <opkiln/group_reduce.h>
 #include <opkiln/sixteen_bytes.h>
 
@@ -199,23 +204,67 @@ void launch_multiply(const Few& few) {
   opk::launch_overlapping(multiply_kernel<kRows>, (few.weights.rows + kBlock - 1) / kBlock, kThreads, 0, few);
 }
 
+// False: this product is not for multiply_kernel.
+bool launch_plain(const Few& few) {
+  const int64_t group = few.weights.group;
+  const bool divides = few.weights.shift >= 0 || group % few.weights.columns == 0;
+  if (few.rows > 8 || group % 16 != 0 || !divides) return false;
+  if (few.rows == 1) {
+    launch_multiply<1>(few);
+  } else if (few.rows == 2) {
+    launch_multiply<2>(few);
+  } else if (few.rows <= 4) {
+    launch_multiply<4>(few);
+  } else {
+    launch_multiply<8>(few);
+  }
+  return true;
+}
+
+#if defined(__HIPCC__)
+template <class T>
+bool launch_on_tensor_cores(const Few&) {
+  return false;
+}
+#else
+// False: this product is not for them.
+template <class T>
+bool launch_on_tensor_cores(const Few& few) {
+  if constexpr (sizeof(T) == 2) {
+    using Codes = opkiln::formats::Int8<T>;
+    const Weights& weights = few.weights;
+    const bool counted = weights.columns < int64_t{1} << 27 && weights.rows < (int64_t{1} << 31) - 32;
+    if (!counted || !opkiln::few_rows::runs_here<Codes, T>()) return false;
+    opkiln::few_rows::Work<T> work = {};
+    work.x = static_cast<const T*>(few.x);
+    work.codes = reinterpret_cast<const uint32_t*>(weights.data);
+    work.bias = static_cast<const T*>(few.bias);
+    work.out = static_cast<T*>(few.out);
+    work.rows = few.rows;
+    work.outputs = static_cast<int32_t>(weights.rows);
+    work.columns = static_cast<int32_t>(weights.columns);
+    work.experts = 1;
+    if (!opkiln::few_rows::set_scales<Codes>(work, weights.scales, weights.group)) return false;
+    opkiln::few_rows::multiply<Codes>(work);
+    return true;
+  } else {
+    return false;
+  }
+}
+#endif
+
 }  // namespace
 
 void int8_linear::dequantize(const Weights& weights, void* out, opkiln::ElementType type) {
   OPK_ELEMENT(type, T, (float, opk::bfloat16, opk::half), launch_dequantize<T>(weights, out));
 }
 
-bool int8_linear::can_multiply(const Few& few) {
+bool int8_linear::multiply(const Few& few) {
   const size_t addresses = reinterpret_cast<size_t>(few.weights.data) | reinterpret_cast<size_t>(few.x);
-  const bool divides = few.weights.shift >= 0 || few.weights.group % few.weights.columns == 0;
-  return addresses % 16 == 0 && few.weights.columns % 16 == 0 && few.weights.group % 16 == 0 && divides;
-}
-
-void int8_linear::multiply(const Few& few) {
-  if (few.rows == 1) return launch_multiply<1>(few);
-  if (few.rows == 2) return launch_multiply<2>(few);
-  if (few.rows <= 4) return launch_multiply<4>(few);
-  launch_multiply<8>(few);
+  if (addresses % 16 != 0 || few.weights.columns % 16 != 0) return false;
+  bool launched = false;
+  OPK_ELEMENT(few.type, T, (float, opk::bfloat16, opk::half), launched = launch_on_tensor_cores<T>(few));
+  return launched || launch_plain(few);
 }
 
 OPKILN_OP(int8_linear::dequantize_int8, cuda);

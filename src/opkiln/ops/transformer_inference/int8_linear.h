@@ -27,15 +27,15 @@ struct Few {
   opkiln::ElementType type;
 };
 
-constexpr int kMostRows = 8;  // that are multiplied without dequantizing the weights first
+constexpr int kMostRows = 32;  // of Few
 
 #if !defined(__CUDACC_RTC__)
 OPK_PLAIN_BEGIN
 
 // A device's file defines these. There is at least one element.
 void dequantize(const Weights& weights, void* out, opkiln::ElementType type);
-void multiply(const Few& few);
-bool can_multiply(const Few& few);
+// False: this product needs dequantized weights, and nothing was done.
+bool multiply(const Few& few);
 
 inline Weights weights_of(const Tensor& weight, const Tensor& scales) {
   opk::check_dtype(weight, opk::DType::int8);
@@ -74,17 +74,12 @@ inline Tensor int8_linear(const Tensor& x, const Tensor& weight, const Tensor& s
   }
   const Weights weights = weights_of(weight, scales);
   const int64_t rows = weights.columns ? x.numel() / weights.columns : 0;
-  if (rows > 0 && rows <= kMostRows && weights.rows > 0) {
+  if (rows > 0 && rows <= kMostRows && weights.rows > 0 && (!bias || bias->is_contiguous())) {
     const Contiguous given(x);
-    const bool plain = !bias || bias->is_contiguous();
-    const Few few{weights, given.data(), bias ? bias->data() : nullptr, nullptr, static_cast<int>(rows), type};
-    if (plain && can_multiply(few)) {
-      int64_t sizes[64];
-      for (int64_t i = 0; i < x.dim(); ++i) sizes[i] = i + 1 == x.dim() ? weights.rows : x.size(i);
-      Tensor out = opk::empty({sizes, x.dim()}, x);
-      Few work = few;
-      work.out = out.data();
-      multiply(work);
+    int64_t sizes[64];
+    for (int64_t i = 0; i < x.dim(); ++i) sizes[i] = i + 1 == x.dim() ? weights.rows : x.size(i);
+    Tensor out = opk::empty({sizes, x.dim()}, x);
+    if (multiply({weights, given.data(), bias ? bias->data() : nullptr, out.data(), static_cast<int>(rows), type})) {
       return out;
     }
   }

@@ -32,7 +32,7 @@ void set_angles(const Work& work, int64_t batch, int64_t seq, const Buffer& buff
   }
   float *const c = buffer.cos, *const s = buffer.sin;
   for (int i = 0; i < work.pairs; ++i) {
-    rotary::cos_sin(static_cast<uint64_t>(position) * work.turns[i], c + i, s + i);
+    opkiln::cos_sin(static_cast<uint64_t>(position) * work.frequencies.turns[i], c + i, s + i);
   }
   if (work.inverse) {
     for (int i = 0; i < work.pairs; ++i) s[i] = -s[i];

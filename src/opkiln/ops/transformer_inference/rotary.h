@@ -1,19 +1,14 @@
-// Rotary position embedding: what both versions of it work on, its angles, and its four functions, which
-// make the work of tensors.
-//
-// Angles are counted in turns, as a fraction of 64 bits. A frequency has this form, too, so position times
-// frequency is one integer multiplication, and whole turns overflow. That is exact for every position:
-// a float's angle has lost all digits behind the point at position 2^23.
+// Rotary position embedding: what both versions of it work on, and its four functions, which make the work of
+// tensors.
 #pragma once
 
 #include <opkiln/arguments.h>
+#include <opkiln/turns.h>
 
 namespace {
 namespace rotary {
 
 using Element = opkiln::ElementType;
-
-constexpr int kMostPairs = 256;  // whose frequencies fit into a kernel's parameters
 
 struct Side {  // one tensor [batch, seq, heads, dim] and its result; strides are in elements
   const void* x;
@@ -36,23 +31,8 @@ struct Work {
   int pairs;
   int rest;  // elements behind the rotated ones that are copied: none in place
   bool interleaved, inverse;
-  uint64_t turns[kMostPairs];  // per position
+  opkiln::Frequencies frequencies;
 };
-
-// Cosine and sine of an angle. The error is at most 2e-7, measured over all angles in steps of 2^-24 turns.
-OPK_HOST_DEVICE inline void cos_sin(uint64_t turns, float* cosine, float* sine) {
-  const uint32_t rounded = static_cast<uint32_t>((turns + 0x80000000u) >> 32);
-  const uint32_t quarter = (rounded + 0x20000000u) >> 30;  // the nearest, 0 to 3
-  const int32_t left = static_cast<int32_t>(rounded - (quarter << 30));  // at most an eighth of a turn
-  const float angle = static_cast<float>(left) * (6.283185307179586f / 4294967296.0f), y = angle * angle;
-  // Taylor's series. What is left out is below 2e-9.
-  const float s = angle + angle * y * (-1.6666667e-1f + y * (8.3333333e-3f + y * (-1.9841270e-4f + y * 2.7557319e-6f)));
-  const float c = 1 + y * (-0.5f + y * (4.1666667e-2f + y * (-1.3888889e-3f + y * (2.4801587e-5f - y * 2.7557319e-7f))));
-  const bool odd = quarter & 1;
-  const uint32_t cosine_sign = ((quarter + 1) & 2) << 30, sine_sign = (quarter & 2) << 30;
-  *cosine = opk::bits::to_float(opk::bits::of_float(odd ? s : c) ^ cosine_sign);
-  *sine = opk::bits::to_float(opk::bits::of_float(odd ? c : s) ^ sine_sign);
-}
 
 OPK_HOST_DEVICE inline int64_t position_of(const Work& work, int64_t batch, int64_t seq) {
   if (!work.positions) return seq;
@@ -71,7 +51,7 @@ OPK_HOST_DEVICE inline float table_value(const void* table, int64_t at, Element 
 // Of one pair at one position. A position outside of the tables gives NaN.
 OPK_HOST_DEVICE inline void cos_sin_of(const Work& work, int64_t position, int pair, float* c, float* s) {
   if (!work.cos) {
-    cos_sin(static_cast<uint64_t>(position) * work.turns[pair], c, s);
+    opkiln::cos_sin(static_cast<uint64_t>(position) * work.frequencies.turns[pair], c, s);
   } else if (position < 0 || position >= work.table_rows) {
     *c = *s = opk::bits::to_float(0x7fc00000u);
   } else {
@@ -87,23 +67,6 @@ OPK_PLAIN_BEGIN
 using opk::Tensor;
 
 void run(const Work& work);  // a device's file defines it; there is at least one element
-
-// Computed again only for another base or size than in the last call of this thread.
-inline void set_turns(Work& work, double theta) {
-  static thread_local struct {
-    double theta;
-    int pairs;
-    uint64_t turns[kMostPairs];
-  } last = {0, 0, {}};
-  if (last.theta != theta || last.pairs != work.pairs) {
-    for (int i = 0; i < work.pairs; ++i) {
-      const double turns = __builtin_pow(theta, -double(i) / work.pairs) * 0.15915494309189533577;
-      last.turns[i] = static_cast<uint64_t>((turns - __builtin_floor(turns)) * 18446744073709551616.0);
-    }
-    last.theta = theta, last.pairs = work.pairs;
-  }
-  __builtin_memcpy(work.turns, last.turns, sizeof(uint64_t) * static_cast<size_t>(work.pairs));
-}
 
 inline Side side_of(const Tensor& x, void* out, opk::Ints out_strides) {
   const opk::Ints in = x.strides();
@@ -176,10 +139,10 @@ inline Work work_of(const Tensor& x, const Tensor* k, const opk::optional<Tensor
     OPK_CHECK(work.positions || work.table_rows >= work.seq, *cos, " has ", work.table_rows,
               " positions, ", x, " has ", work.seq);
   } else {
-    OPK_SERVED(work.pairs <= kMostPairs, "dim is ", rotated, ", and at most ", 2 * kMostPairs,
+    OPK_SERVED(work.pairs <= opkiln::kMostPairs, "dim is ", rotated, ", and at most ", 2 * opkiln::kMostPairs,
                " without tables cos and sin");
     OPK_CHECK(theta > 0, "theta is ", theta, ", expected a positive number");
-    set_turns(work, theta);
+    opkiln::set_frequencies(work.frequencies, theta, work.pairs);
   }
   return work;
 }

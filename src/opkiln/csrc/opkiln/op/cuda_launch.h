@@ -3,19 +3,19 @@
 
 OPK_NAMESPACE_BEGIN
 
-// Code for compute capability 9.0 on such a device. The driver may have compiled it from code for an earlier
-// one, which knows neither clusters nor how to wait for the kernel before it.
-inline bool is_for_hopper(const void* kernel) {
-  cudaFuncAttributes found;
-  return cudaFuncGetAttributes(&found, kernel) == cudaSuccess && found.ptxVersion >= 90 &&
-      found.binaryVersion >= 90;
-}
-
-inline bool can_overlap(const void* kernel, int device) {
+// The compute capability that the kernel's code on this device was written for; 0 if there is none. The driver
+// may have compiled it from code for an earlier one than the device's.
+[[gnu::noinline]] inline int capability_of(const void* kernel, int device) {
   static Remembered known;
   int answer = known.find(kernel, device);
-  if (answer < 0) known.add(kernel, device, answer = is_for_hopper(kernel));
-  return answer != 0;
+  if (answer < 0) {
+    cudaFuncAttributes found;
+    answer = cudaFuncGetAttributes(&found, kernel) != cudaSuccess ? 0
+        : found.ptxVersion < found.binaryVersion                  ? found.ptxVersion
+                                                                  : found.binaryVersion;
+    known.add(kernel, device, answer);
+  }
+  return answer;
 }
 
 [[gnu::noinline]] inline void launch_address(const void* kernel, const Launch& how, void** arguments) {
@@ -48,7 +48,7 @@ inline bool can_overlap(const void* kernel, int device) {
       each.id = cudaLaunchAttributeCooperative;
       each.val.cooperative = 1;
     }
-    if (how.overlap && can_overlap(kernel, device)) {
+    if (how.overlap && capability_of(kernel, device) >= 90) {
       cudaLaunchAttribute& each = attributes[config.numAttrs++];
       each.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       each.val.programmaticStreamSerializationAllowed = 1;
@@ -67,8 +67,10 @@ void launch_kernel(void (*kernel)(P...), const Launch& how, void** arguments) {
 }
 
 template <class... P>
-bool has_clusters(void (*kernel)(P...)) {
-  return is_for_hopper(reinterpret_cast<const void*>(kernel));
+bool runs_as(void (*kernel)(P...), int capability) {
+  int device = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+      capability_of(reinterpret_cast<const void*>(kernel), device) >= capability;
 }
 
 OPK_NAMESPACE_END

@@ -13,8 +13,8 @@ void launch_kernel(void (*kernel)(P...), const Launch& how, void** arguments) {
 }
 
 template <class... P>
-bool has_clusters(void (*)(P...)) {
-  return false;
+bool runs_as(void (*)(P...), int capability) {
+  return capability < 90;
 }
 
 OPK_NAMESPACE_END

@@ -28,7 +28,7 @@ void launch_kernel(void (*kernel)(P...), const Launch& how, void** arguments) {
 }
 
 template <class... P>
-bool has_clusters(void (*)(P...)) {
+bool runs_as(void (*)(P...), int) {
   return false;
 }
 

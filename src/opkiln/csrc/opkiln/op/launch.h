@@ -54,17 +54,18 @@ OPK_NAMESPACE_END
 
 OPK_NAMESPACE_BEGIN
 
-// What was found out about kernels, for each device: a few words that threads read and write as they come.
+// A number below 256 for each kernel and device: a few words that threads read and write as they come.
 // A kernel that another one has displaced is looked at again.
 class Remembered {
  public:
-  // 0 or 1, or -1 if it is not known.
+  // -1: it is not known.
   int find(const void* kernel, int device) const {
     const uint64_t held = __atomic_load_n(&held_[slot(kernel)], __ATOMIC_RELAXED);
-    return held >> 1 == name(kernel, device) ? static_cast<int>(held & 1) : -1;
+    return held >> 8 == name(kernel, device) ? static_cast<int>(held & 0xff) : -1;
   }
-  void add(const void* kernel, int device, bool answer) {
-    __atomic_store_n(&held_[slot(kernel)], name(kernel, device) << 1 | answer, __ATOMIC_RELAXED);
+  void add(const void* kernel, int device, int number) {
+    __atomic_store_n(&held_[slot(kernel)], name(kernel, device) << 8 | static_cast<uint8_t>(number),
+                     __ATOMIC_RELAXED);
   }
 
  private:
@@ -80,9 +81,10 @@ OPK_NAMESPACE_END
 // Each way defines:
 //   template <class... P> void launch_kernel(void (*kernel)(P...), const Launch&, void** arguments)
 // where arguments[i] is the address of the i-th argument, a P; and
-//   template <class... P> bool has_clusters(void (*kernel)(P...))
-// Whether the current device can run a kernel in clusters. Device and code must both be for compute
-// capability 9.0: the driver may compile code for an earlier one, but that does not have clusters then.
+//   template <class... P> bool runs_as(void (*kernel)(P...), int capability)
+// Whether the current device runs code of the kernel for this compute capability (90 is 9.0) or a later one.
+// Device and code must both be for it: the driver also compiles code for an earlier one, which lacks what
+// the later one can do.
 #if defined(OPKILN_EMULATED)
 #include "emulated_launch.h"
 #define OPK_HAS_LAUNCH 1
@@ -100,6 +102,12 @@ OPK_NAMESPACE_END
 #if defined(OPK_HAS_LAUNCH)
 OPK_NAMESPACE_BEGIN
 
+// Whether the current device can run a kernel in clusters.
+template <class... P>
+bool has_clusters(void (*kernel)(P...)) {
+  return runs_as(kernel, 90);
+}
+
 // Launches on torch's current stream of the current device, which is the one of the op's first tensor.
 // The arguments are converted to the kernel's parameters. An empty grid launches nothing. Raises what the
 // driver says if the launch fails; what happens in the kernel later is seen by the next call that waits.
@@ -113,21 +121,14 @@ void launch(void (*kernel)(P...), const Launch& how, const typename Same<P>::typ
 template <class... P>
 void launch(void (*kernel)(P...), Extent grid, Extent block, size_t shared,
             const typename Same<P>::type&... arguments) {
-  Launch how;
-  how.grid = grid;
-  how.block = block;
-  how.shared = shared;
-  launch(kernel, how, arguments...);
+  launch(kernel, Launch{grid, block, shared}, arguments...);
 }
 
 // The same for a kernel that calls opk::wait_for_previous() before it touches memory.
 template <class... P>
 void launch_overlapping(void (*kernel)(P...), Extent grid, Extent block, size_t shared,
                         const typename Same<P>::type&... arguments) {
-  Launch how;
-  how.grid = grid;
-  how.block = block;
-  how.shared = shared;
+  Launch how{grid, block, shared};
   how.overlap = true;
   launch(kernel, how, arguments...);
 }

@@ -125,19 +125,19 @@ inline int enter_context(int32_t device) {
   return error;
 }
 
-// As is_for_hopper of cuda_launch.h.
-inline bool is_for_hopper(void* handle, int32_t device) {
-  const Functions& cuda = functions();
-  int ptx = 0, binary = 0;
-  return cuda.cuKernelGetAttribute(&ptx, kPtxVersion, handle, device) == 0 &&
-      cuda.cuKernelGetAttribute(&binary, kBinaryVersion, handle, device) == 0 && ptx >= 90 && binary >= 90;
-}
-
-inline bool can_overlap(void* handle, int32_t device) {
+// As in cuda_launch.h.
+[[gnu::noinline]] inline int capability_of(void* handle, int32_t device) {
   static Remembered known;
   int answer = known.find(handle, device);
-  if (answer < 0) known.add(handle, device, answer = is_for_hopper(handle, device));
-  return answer != 0;
+  if (answer < 0) {
+    const Functions& cuda = functions();
+    int ptx = 0, binary = 0;
+    const bool found = cuda.cuKernelGetAttribute(&ptx, kPtxVersion, handle, device) == 0 &&
+        cuda.cuKernelGetAttribute(&binary, kBinaryVersion, handle, device) == 0;
+    answer = !found ? 0 : ptx < binary ? ptx : binary;
+    known.add(handle, device, answer);
+  }
+  return answer;
 }
 
 inline void add_extent(Attribute& attribute, const Extent& extent) {
@@ -178,7 +178,7 @@ inline void add_extent(Attribute& attribute, const Extent& extent) {
       each.id = Attribute::kCooperative;
       each.words[0] = 1;
     }
-    if (how.overlap && can_overlap(handle, device)) {
+    if (how.overlap && capability_of(handle, device) >= 90) {
       Attribute& each = attributes[config.count++];
       each.id = Attribute::kProgrammaticSerialization;
       each.words[0] = 1;
@@ -188,16 +188,16 @@ inline void add_extent(Attribute& attribute, const Extent& extent) {
   if (error != 0) raise_launch(how, words_of(error));
 }
 
-[[gnu::noinline]] inline bool record_has_clusters(driver::Kernel& kernel) {
+[[gnu::noinline]] inline bool record_runs_as(driver::Kernel& kernel, int capability) {
   using namespace driver;
   int32_t device = 0;
   void* handle = nullptr;
-  return find_kernel(kernel, &device, &handle) == 0 && is_for_hopper(handle, device);
+  return find_kernel(kernel, &device, &handle) == 0 && capability_of(handle, device) >= capability;
 }
 
 template <class... P>
-bool has_clusters(void (*kernel)(P...)) {
-  return record_has_clusters(*reinterpret_cast<driver::Kernel*>(kernel));
+bool runs_as(void (*kernel)(P...), int capability) {
+  return record_runs_as(*reinterpret_cast<driver::Kernel*>(kernel), capability);
 }
 
 template <class... P>

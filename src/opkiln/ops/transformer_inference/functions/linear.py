@@ -5,10 +5,11 @@ memory, are as many groups of equal size as there are scales; a weight is its in
 scale of its group. That is the form of DeepSpeed's quantized weights. A scale for each row, or for
 each 128 columns of a row, are special cases.
 
-Up to 8 rows of ``x`` are multiplied with the int8 weights directly, in fp32. For more rows the
-weights are dequantized to the dtype of ``x`` and multiplied by ``torch.nn.functional.linear``. So
-are weights on a GPU whose rows or groups are not multiples of 16, or whose groups are neither whole
-rows nor a power of two.
+Up to 8 rows of ``x`` are multiplied with the int8 weights directly, and summed in fp32. On a GPU
+with tensor cores for bf16 (compute capability 8.0) it is up to 32 rows of bf16 or fp16, if groups
+are whole rows, or multiples of 64 that divide a row. For more rows the weights are dequantized to
+the dtype of ``x`` and multiplied by ``torch.nn.functional.linear``. So are weights on a GPU whose
+rows or groups are not multiples of 16, or whose groups are neither whole rows nor a power of two.
 """
 
 from __future__ import annotations

@@ -7,11 +7,12 @@
 //   ordered():      eight columns of x, in the order of the pairs
 #pragma once
 
-#include <opkiln/warp_matrix.h>
+#include "warp_matrix.h"
 
+namespace opkiln {
 namespace formats {
 
-using opkiln::device::packed;
+using device::packed;
 
 template <class Element>
 constexpr bool kHalf = opk::dtype_of<Element> == opk::DType::float16;
@@ -182,3 +183,4 @@ struct E3M2 : Moved<Element, 3> {
 };
 
 }  // namespace formats
+}  // namespace opkiln
