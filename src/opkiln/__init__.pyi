@@ -1,5 +1,5 @@
-from opkiln import errors as errors
 from opkiln import comm as comm
+from opkiln import errors as errors
 from opkiln import io as io
 from opkiln import nn as nn
 from opkiln import optim as optim

@@ -432,6 +432,32 @@ def ranks_of_different_hosts_use_gloo(rank: int, size: int, store: dist.Store) -
     dist.destroy_process_group()
 
 
+@case(2)
+def deepspeeds_all_reduce_sums_over_all_ranks(rank: int, size: int, store: dist.Store) -> None:
+    from opkiln.compat.deepspeed.shm_comm import ShmComm
+
+    begin(rank, size, store, "gloo")
+    module = ShmComm()
+    module.initialize(size, rank)
+    module.initialize(size, rank)
+    assert module.vector_kernel_level() == 2
+    ops = torch.ops.deepspeed
+    for dtype in (*DTYPES, torch.float64):
+        x = torch.full((300,), rank + 1.0, dtype=dtype)
+        assert torch.equal(ops.inference_all_reduce(x), torch.full_like(x, 3))
+        assert x[0] == rank + 1
+        assert ops.inference_all_reduce_(x) is x
+        assert torch.equal(x, torch.full_like(x, 3))
+        strided = torch.full((4, 6), rank + 1.0, dtype=dtype).t()
+        ops.inference_all_reduce_(strided)
+        assert torch.equal(strided, torch.full_like(strided, 3))
+    x = torch.ones(4, requires_grad=True)
+    (ops.inference_all_reduce(x) * (rank + 1)).sum().backward()
+    assert torch.equal(x.grad, torch.full((4,), 3.0))
+    assert ops.inference_all_reduce(torch.ones(4, device="meta")).shape == (4,)
+    dist.barrier()
+
+
 def trained(rank: int, size: int, store: dist.Store, backend: str) -> list[Tensor]:
     begin(rank, size, store, backend)
     torch.manual_seed(0)

@@ -216,8 +216,8 @@ class _Meeting:
             return
         size = _PAGE * -(-_HEADER * (self.size + 2) // _PAGE) + 2 * self.size * slot
         fd = os.memfd_create("opkiln-shm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        # Reserved now: a lack of memory is an error here, and not a signal later. Sealed: no rank can
-        # cut it off under the others.
+        # Reserved now: a lack of memory is an error here, and not a signal later. Sealed: no rank
+        # can cut it off under the others.
         os.posix_fallocate(fd, 0, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         name = f"opkiln-shm-{secrets.token_hex(16)}"

@@ -55,9 +55,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         # Not with the store: torch's class takes that from C++ code alone.
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._gloo: Any = dist.ProcessGroupGloo(
-            PrefixStore("gloo", store), rank, size, timeout
-        )
+        self._gloo: Any = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
         # What this class does not override, torch's own class gives to this backend.
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
