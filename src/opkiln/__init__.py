@@ -34,7 +34,7 @@ _LAZY = {
     "get_accelerator": "opkiln.accelerator.detect",
     "set_accelerator": "opkiln.accelerator.detect",
 }
-_MODULES = ("optim", "quant", "nn", "io", "utils", "errors", "settings")
+_MODULES = ("optim", "quant", "nn", "io", "comm", "utils", "errors", "settings")
 
 __all__ = ["__version__", *_LAZY, *_MODULES]  # noqa: PLE0604 (names that are resolved lazily)
 

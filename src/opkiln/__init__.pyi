@@ -1,3 +1,4 @@
+from opkiln import comm as comm
 from opkiln import errors as errors
 from opkiln import io as io
 from opkiln import nn as nn

@@ -44,6 +44,7 @@ MODULES = {
     "random_ltd": "layers:RandomLTD",
     "spatial_inference": "layers:SpatialInference",
     "cutlass_ops": "gemm:CutlassOps",
+    "deepspeed_shm_comm": "shm_comm:ShmComm",
     "inference_core_ops": "inference:InferenceCore",
     "stochastic_transformer": "training:StochasticTransformer",
     "transformer": "training:Transformer",

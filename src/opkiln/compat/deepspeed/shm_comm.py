@@ -1,0 +1,98 @@
+"""DeepSpeed's module ``deepspeed_shm_comm``, over opkiln's ``shm_comm``.
+
+DeepSpeed's ``dist.inference_all_reduce`` calls ``torch.ops.deepspeed.inference_all_reduce_``, which
+its library registers; this module registers it in its place. As in DeepSpeed, it sums over all
+ranks, whatever group was asked for. These things differ:
+
+- The ranks find out by themselves whether they are on one host. DeepSpeed believes ``LOCAL_SIZE``,
+  and names its memory in /dev/shm, where it stays.
+- If they are on several hosts, or the dtype is not fp32, bf16 or fp16, torch.distributed does it.
+  DeepSpeed then gives the tensor back as it was.
+- A tensor that is not contiguous has the sum. DeepSpeed writes it to a copy.
+- The operators can be traced, and that which is not in place has a gradient.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opkiln.compat.deepspeed.modules import OpModule
+from opkiln.errors import ClusterError, FallbackWarning
+from opkiln.ops.shm_comm.group import ShmGroup
+
+_NAMESPACE = "deepspeed"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Of this process, as in DeepSpeed: operators cannot be given a group.
+_group: ShmGroup | None = None
+_library: torch.library.Library | None = None
+
+
+class ShmComm(OpModule):
+    """``deepspeed_shm_comm``: sums over the ranks of one host."""
+
+    NAME = "deepspeed_shm_comm"
+
+    def initialize(self, size: int, rank: int) -> None:
+        """Let the ranks of torch.distributed's default group share memory, if they are on one host.
+        Calling it again has no effect."""
+        global _group
+        _register()
+        if _group is not None or size == 1:
+            return
+        default = dist.distributed_c10d._get_default_group()
+        if (size, rank) != (default.size(), default.rank()):
+            raise RuntimeError(
+                f"initialize: rank {rank} of {size} was given, but torch.distributed has rank "
+                f"{default.rank()} of {default.size()}"
+            )
+        try:
+            _group = ShmGroup.of(default)
+        except ClusterError as error:
+            warnings.warn(
+                f"{self.NAME}: torch.distributed does the sums: {error.what}",
+                FallbackWarning,
+                stacklevel=2,
+            )
+
+    def vector_kernel_level(self) -> int:
+        """2: every CPU has all kernels. DeepSpeed's need AVX2 (1) or AVX-512 (2)."""
+        return 2
+
+
+def _sum_(x: Tensor) -> Tensor:
+    if _group is not None and x.dtype in _DTYPES:
+        return _group.all_reduce_(x)
+    if dist.is_initialized():
+        whole = x.contiguous()
+        dist.all_reduce(whole)
+        if whole is not x:
+            x.copy_(whole)
+    return x
+
+
+def _sum(x: Tensor) -> Tensor:
+    return _sum_(x.clone(memory_format=torch.contiguous_format))
+
+
+def _register() -> None:
+    """Define DeepSpeed's two operators, unless its own library has."""
+    global _library
+    if _library is not None or hasattr(torch.ops.deepspeed, "inference_all_reduce_"):
+        return
+    _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+    _library.define("inference_all_reduce(Tensor self) -> Tensor")
+    _library.define("inference_all_reduce_(Tensor(a!) self) -> Tensor(a!)")
+    _library.impl("inference_all_reduce", _sum, "CPU")
+    _library.impl("inference_all_reduce_", _sum_, "CPU")
+    _library.impl("inference_all_reduce", torch.empty_like, "Meta")
+    _library.impl("inference_all_reduce_", lambda x: x, "Meta")
+    torch.library.register_autograd(
+        f"{_NAMESPACE}::inference_all_reduce",
+        lambda _, grad: torch.ops.deepspeed.inference_all_reduce(grad),
+        lib=_library,
+    )
