@@ -8,11 +8,15 @@ from typing import Any
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from opkiln.nn.layer import TransformerLayer
+    from opkiln.ops.sparse_attn.attention import SparseSelfAttention
 
-__all__ = ["TransformerLayer"]
+__all__ = ["SparseSelfAttention", "TransformerLayer"]
 
-_MODULES = ("core", "inference", "ragged", "random_ltd", "spatial")
-_HOMES = {"TransformerLayer": "opkiln.nn.layer"}
+_MODULES = ("core", "inference", "ragged", "random_ltd", "sparse_attention", "spatial")
+_HOMES = {
+    "SparseSelfAttention": "opkiln.ops.sparse_attn.attention",
+    "TransformerLayer": "opkiln.nn.layer",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -42,6 +42,7 @@ MODULES = {
     "ragged_device_ops": "ragged:RaggedDeviceOps",
     "ragged_ops": "ragged:RaggedHostOps",
     "random_ltd": "layers:RandomLTD",
+    "sparse_attn": "sparse:SparseAttn",
     "spatial_inference": "layers:SpatialInference",
     "cutlass_ops": "gemm:CutlassOps",
     "deepspeed_shm_comm": "shm_comm:ShmComm",

@@ -1,0 +1,1 @@
+"""Attention over listed blocks of keys: layouts, forward and backward."""

@@ -1,0 +1,283 @@
+// The kernel of sparse_attn: softmax of the scores along the listed tiles, as they come, times the values.
+// tile.h has the parts.
+#include <opkiln/op.h>
+
+#include "tile.h"
+
+using namespace sparse;
+
+namespace {
+
+constexpr int kRows = 128;  // queries of a block
+
+// Two sixteens of rows in a warp, so that each fragment of keys is used twice; one where registers are short.
+template <int kHead>
+constexpr int kSixteens = kHead <= 64 ? 2 : 1;
+template <int kHead>
+constexpr int kWarps = kRows / (16 * kSixteens<kHead>);
+template <int kHead>
+constexpr int kThreads = 32 * kWarps<kHead>;
+constexpr int kJoinThreads = 128;
+
+template <class Element>
+struct Work {
+  const Element *q, *k, *v;
+  Element* out;
+  float* lse;
+  Strides q_strides, k_strides, v_strides, out_strides;
+  Sizes sizes;
+  Rules rules;
+  List list;
+  int32_t times;
+  float* parts;  // [slots, times, kRows, head]
+  float* sums;  // [slots, times, kRows, 2]: the greatest exponent, and the sum
+};
+
+// What a warp has of 16 rows: the output, the greatest scores, and each lane's sums of the weights.
+template <int kHead>
+struct Running {
+  float out[kHead / 8][4] = {}, most[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+};
+
+// Adds one tile to a warp's rows. `pieces` has 4 bits for each of its sixteens.
+template <int kHead, int kCount, class Element>
+__device__ inline void attend(Running<kHead> (&running)[kCount], const Kept<kHead> (&queries)[kCount],
+                              const uint4* keys, const uint4* values, unsigned pieces, int query, int key,
+                              const Seen<Element>& seen) {
+  const unsigned used = pieces | pieces >> 4;
+  float scores[kCount][kStreamed / 8][4] = {};
+#pragma unroll
+  for (int piece = 0; piece < kStreamed / 16; ++piece) {
+    if ((used >> piece & 1) == 0) continue;
+#pragma unroll
+    for (int step = 0; step < kHead / 16; ++step) {
+      uint32_t right[4];
+      load_columns<kHead>(right, keys, piece * 16, step);
+#pragma unroll
+      for (int m = 0; m < kCount; ++m) {
+        uint32_t left[4];
+        queries[m].get(left, step);
+        multiply_both<Element>(scores[m][2 * piece], scores[m][2 * piece + 1], left, right);
+      }
+    }
+  }
+  const bool whole = seen.whole(query, 16 * kCount, key, kStreamed);
+#pragma unroll
+  for (int m = 0; m < kCount; ++m) {
+    if (seen.rules.biased) seen.template add<false>(scores[m], query + 16 * m, key);
+    if (!whole) seen.template hide<false>(scores[m], query + 16 * m, key);
+#pragma unroll
+    for (int n = 0; n < kStreamed / 8; ++n) {
+      if ((pieces >> (4 * m + n / 2) & 1) != 0) continue;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[m][n][i] = -INFINITY;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {  // rows lane / 4, and 8 further down
+      float most = running[m].most[i];
+#pragma unroll
+      for (int n = 0; n < kStreamed / 8; ++n) {
+        most = fmaxf(most, fmaxf(scores[m][n][2 * i], scores[m][n][2 * i + 1]));
+      }
+      most = fmaxf(most, __shfl_xor_sync(kAll, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
+      const float base = most == -INFINITY ? 0.f : most * seen.factor;  // nothing is seen yet
+      const float shrink = power_of_two(running[m].most[i] * seen.factor - base);
+      running[m].most[i] = most;
+      float sum = running[m].sum[i] * shrink;
+#pragma unroll
+      for (int n = 0; n < kStreamed / 8; ++n) {
+#pragma unroll
+        for (int j = 2 * i; j < 2 * i + 2; ++j) {
+          scores[m][n][j] = power_of_two(fmaf(scores[m][n][j], seen.factor, -base));
+          sum += scores[m][n][j];
+        }
+      }
+      running[m].sum[i] = sum;
+#pragma unroll
+      for (int n = 0; n < kHead / 8; ++n) {
+        running[m].out[n][2 * i] *= shrink;
+        running[m].out[n][2 * i + 1] *= shrink;
+      }
+    }
+  }
+#pragma unroll
+  for (int piece = 0; piece < kStreamed / 16; ++piece) {
+    if ((used >> piece & 1) == 0) continue;
+    uint32_t weights[kCount][4];
+#pragma unroll
+    for (int m = 0; m < kCount; ++m) pack<Element>(weights[m], scores[m][2 * piece], scores[m][2 * piece + 1]);
+#pragma unroll
+    for (int step = 0; step < kHead / 16; ++step) {
+      uint32_t right[4];
+      load_rows<kHead>(right, values, piece * 16, step);
+#pragma unroll
+      for (int m = 0; m < kCount; ++m) {
+        multiply_both<Element>(running[m].out[2 * step], running[m].out[2 * step + 1], weights[m], right);
+      }
+    }
+  }
+}
+
+template <class Element, int kHead>
+__global__ void __launch_bounds__(kThreads<kHead>, 256 / kThreads<kHead>)
+    forward_kernel(const OPK_GRID_CONSTANT Work<Element> work) {
+  constexpr int kTile = kStreamed * kHead / 8, kCount = kSixteens<kHead>, kBlock = kThreads<kHead>;
+  extern __shared__ uint4 shared[];
+  uint4 *const kept = shared, *const stages = shared + kRows * kHead / 8;  // of keys, then values
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Place place(work.list, work.sizes, work.list.shares, work.times);
+  const int2* const tiles = reinterpret_cast<const int2*>(work.list.tiles);
+  const int last = place.end - 1, first_row = place.tile * kRows, row = warp * 16 * kCount;
+  const Rows<const Element> keys(work.k, work.k_strides, place, work.sizes);
+  const Rows<const Element> values(work.v, work.v_strides, place, work.sizes);
+  const auto start_tile = [&](int stage, int tile) {
+    uint4* const to = stages + stage * 2 * kTile;
+    start<kHead, kStreamed, kBlock>(to, keys, tile * kStreamed);
+    start<kHead, kStreamed, kBlock>(to + kTile, values, tile * kStreamed);
+  };
+  // The list is read two tiles ahead: the copies of the next begin without a wait.
+  int2 now = {0, 0}, next = {0, 0};
+  if (place.begin <= last) {
+    now = tiles[place.begin];
+    next = tiles[min(place.begin + 1, last)];
+    start<kHead, kRows, kBlock>(kept, Rows<const Element>(work.q, work.q_strides, place, work.sizes), first_row);
+    start_tile(0, now.x);
+  }
+  end_batch();
+  wait_for_batches<0>();
+  __syncthreads();
+  Kept<kHead> queries[kCount];
+  Running<kHead> running[kCount];
+#pragma unroll
+  for (int m = 0; m < kCount; ++m) queries[m].load(kept, row + 16 * m);
+  const Seen<Element> seen(work.rules, place, work.sizes);
+  for (int i = place.begin; i <= last; ++i) {
+    const int stage = (i - place.begin) % 2;
+    if (i < last) start_tile(1 - stage, next.x);
+    end_batch();
+    const int2 after = tiles[min(i + 2, last)];
+    const uint4* const tile = stages + stage * 2 * kTile;
+    const unsigned pieces = static_cast<unsigned>(now.y) >> (warp * 4 * kCount) & ((1u << 4 * kCount) - 1);
+    if (pieces != 0) {
+      attend(running, queries, tile, tile + kTile, pieces, first_row + row, now.x * kStreamed, seen);
+    }
+    now = next;
+    next = after;
+    wait_for_batches<0>();
+    __syncthreads();
+  }
+#pragma unroll
+  for (int m = 0; m < kCount; ++m) {
+    float factor[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float sum = running[m].sum[i];
+      sum += __shfl_xor_sync(kAll, sum, 1);
+      sum += __shfl_xor_sync(kAll, sum, 2);
+      const float most = running[m].most[i] * seen.factor;
+      factor[i] = sum == 0 ? 0.f : 1 / sum;
+      const int down = row + 16 * m + lane / 4 + 8 * i;
+      if (lane % 4 != 0) continue;
+      if (place.slot >= 0) {
+        const int64_t part = (int64_t{place.slot} * work.times + place.which) * kRows + down;
+        reinterpret_cast<float2*>(work.sums)[part] = {most, sum};
+      } else if (first_row + down < work.sizes.tokens) {
+        work.lse[line_of(place, work.sizes) + first_row + down] =
+            sum == 0 ? INFINITY : (most + log2f(sum)) * kLn2;
+      }
+    }
+    if (place.slot >= 0) {
+      const int64_t part = int64_t{place.slot} * work.times + place.which;
+      store_part<kHead>(work.parts + part * kRows * kHead, row + 16 * m, running[m].out);
+    } else {
+      const Rows<Element> out(work.out, work.out_strides, place, work.sizes);
+      store<kHead>(out, kept, row + 16 * m, first_row + row + 16 * m, running[m].out, factor[0], factor[1]);
+    }
+  }
+}
+
+// Joins the parts of lines that were cut. A warp has a row at a time.
+template <class Element, int kHead>
+__global__ void __launch_bounds__(kJoinThreads) join_kernel(const OPK_GRID_CONSTANT Work<Element> work) {
+  const Place place(work.list, work.sizes, work.list.joined, work.times, true);
+  const Rows<Element> out(work.out, work.out_strides, place, work.sizes);
+  const int lane = threadIdx.x % 32;
+  for (int down = threadIdx.x / 32; down < kRows; down += kJoinThreads / 32) {
+    const int row = place.tile * kRows + down;
+    if (row >= work.sizes.tokens) return;
+    const auto at = [&](int slot) { return (int64_t{slot} * work.times + place.which) * kRows + down; };
+    const float2* const sums = reinterpret_cast<const float2*>(work.sums);
+    float most = -INFINITY, total = 0;
+    for (int slot = place.begin; slot < place.end; ++slot) most = fmaxf(most, sums[at(slot)].x);
+    const float base = most == -INFINITY ? 0.f : most;
+    float values[kHead / 32] = {};
+    for (int slot = place.begin; slot < place.end; ++slot) {
+      const float2 found = sums[at(slot)];
+      const float weight = power_of_two(found.x - base);
+      total += weight * found.y;
+#pragma unroll
+      for (int i = 0; i < kHead / 32; ++i) values[i] += weight * work.parts[at(slot) * kHead + i * 32 + lane];
+    }
+#pragma unroll
+    for (int i = 0; i < kHead / 32; ++i) {
+      if (i * 32 + lane >= out.sizes.columns) continue;
+      out.data[row * out.stride + i * 32 + lane] = Element(total == 0 ? 0.f : values[i] / total);
+    }
+    if (lane == 0) {
+      work.lse[line_of(place, work.sizes) + row] = total == 0 ? INFINITY : (base + log2f(total)) * kLn2;
+    }
+  }
+}
+
+template <class Element, int kHead>
+void run(Work<Element>& work, const Tensor& like) {
+  const int64_t rows = int64_t{work.list.slots} * work.times * kRows;
+  Tensor parts = opk::empty({rows * (kHead + 2)}, opk::DType::float32, like.device());
+  work.parts = parts.data<float>();
+  work.sums = work.parts + rows * kHead;
+  constexpr int kShared = (kRows + 4 * kStreamed) * kHead * 2;
+  opk::launch(forward_kernel<Element, kHead>, int64_t{work.list.share_count} * work.times, kThreads<kHead>,
+              kShared, work);
+  opk::launch(join_kernel<Element, kHead>, int64_t{work.list.joined_count} * work.times, kJoinThreads, 0, work);
+}
+
+}  // namespace
+
+opk::tuple<Tensor, Tensor> sparse_attn(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& layout,
+                                       const opk::TensorList& lists, const MaybeTensor& key_bias,
+                                       const MaybeTensor& mask, int64_t block, double scale, bool causal,
+                                       int64_t window, bool multiply) {
+  const Sizes sizes = sizes_of(q, layout, block);
+  const Rules rules = rules_of(q, key_bias, mask, scale, causal, window, multiply);
+  check_head(sizes);
+  const Tensor* const read[] = {&q, &k, &v};
+  for (const Tensor* each : read) check_rows(*each, q);
+  const List list = list_of(lists, 0, sizes, kRows);
+  Tensor out = opk::empty_like(q);
+  Tensor lse = opk::empty({q.size(0), q.size(1), q.size(2)}, opk::DType::float32, q.device());
+  OPK_DISPATCH(q, Element, (opk::half, opk::bfloat16), {
+    Work<Element> work = {};
+    work.q = q.data<const Element>();
+    work.k = k.data<const Element>();
+    work.v = v.data<const Element>();
+    work.out = out.data<Element>();
+    work.lse = lse.data<float>();
+    work.q_strides = strides_of(q);
+    work.k_strides = strides_of(k);
+    work.v_strides = strides_of(v);
+    work.out_strides = strides_of(out);
+    work.sizes = sizes;
+    work.rules = rules;
+    work.list = list;
+    work.times = static_cast<int32_t>(times(sizes));
+    if (sizes.columns <= 64) {
+      run<Element, 64>(work, q);
+    } else {
+      run<Element, 128>(work, q);
+    }
+  });
+  return {static_cast<Tensor&&>(out), static_cast<Tensor&&>(lse)};
+}
+
+OPKILN_OP(sparse_attn, cuda);

@@ -1,0 +1,208 @@
+"""``sparse_attn`` and its gradient: the ops and their references, which are dense. ``attention.py``
+is the front end."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from opkiln.ops.sparse_attn.op import backward, forward
+
+_Two = tuple[Tensor, Tensor]
+_Three = tuple[Tensor, Tensor, Tensor]
+
+
+@forward.op()
+def sparse_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Tensor,
+    lists: list[Tensor],
+    key_bias: Tensor | None,
+    mask: Tensor | None,
+    block: int,
+    scale: float,
+    causal: bool,
+    window: int,
+    multiply: bool,
+) -> _Two:
+    """Attention over the blocks that ``layout`` names, and the logarithm of each query's sum.
+
+    ``q``, ``k`` and ``v`` are [batch, heads, tokens, head]. ``layout``, bool [heads or 1, blocks,
+    blocks], says which block of queries sees which block of keys, ``block`` tokens each; the last
+    may be shorter. ``lists`` is the same for the kernels on GPUs: see ``plans.py``. With
+    ``causal``, a query does not see later keys; with ``window``, only keys that are less than so
+    many tokens away.
+
+    The score of a key is ``scale * (q @ k)``, plus ``key_bias``, fp32 [batch, tokens], plus
+    ``mask``, [batch, heads, tokens, tokens] in the dtype of ``q``, which may be expanded. With
+    ``multiply``, keys where ``mask`` is 0 are not seen, and nothing is added.
+
+    The second result, fp32 [batch, heads, tokens], has the logarithm of the sum of the exponentials
+    of the scores. A query that sees no key gives zeros, and infinity there.
+    """
+    del lists  # for kernels
+    scores = _scores(q, k, layout, key_bias, mask, block, scale, causal, window, multiply)
+    total = torch.logsumexp(scores, -1, keepdim=True)
+    total = total.masked_fill(total == -torch.inf, torch.inf)
+    out = torch.exp(scores - total) @ _wide(v)
+    return _like(q, out), total.squeeze(-1).to(_wide_dtype(q, torch.float32))
+
+
+@sparse_attn.fake
+def _(q: Tensor, *_: object) -> _Two:
+    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=_wide_dtype(q, torch.float32))
+
+
+@sparse_attn.backward
+def _(
+    grad: Tensor | None,
+    lse_grad: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Tensor,
+    lists: list[Tensor],
+    key_bias: Tensor | None,
+    mask: Tensor | None,
+    block: int,
+    scale: float,
+    causal: bool,
+    window: int,
+    multiply: bool,
+    output: _Two,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of ``q``, ``k`` and ``v``. The masks have none, and neither has the logarithm."""
+    del lse_grad
+    if grad is None:
+        return (None,) * 12
+    grads = sparse_attn_backward(
+        fitting(grad), q, k, v, *output, layout, lists, key_bias, mask, block, scale, causal,
+        window, multiply,
+    )  # fmt: skip
+    return (*grads, *(None,) * 9)
+
+
+@backward.op()
+def sparse_attn_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: Tensor,
+    lists: list[Tensor],
+    key_bias: Tensor | None,
+    mask: Tensor | None,
+    block: int,
+    scale: float,
+    causal: bool,
+    window: int,
+    multiply: bool,
+) -> _Three:
+    """The gradients of ``q``, ``k`` and ``v`` in ``sparse_attn``, whose results are ``out`` and
+    ``lse``. They are the same to the bit each time."""
+    del lists  # for kernels
+    wide = _wide(grad)
+    scores = _scores(q, k, layout, key_bias, mask, block, scale, causal, window, multiply)
+    weights = torch.exp(scores - lse[..., None])
+    inner = (wide * _wide(out)).sum(-1, keepdim=True)
+    of_scores = weights * (wide @ _wide(v).mT - inner) * scale
+    return (
+        _like(q, of_scores @ _wide(k)),
+        _like(k, of_scores.mT @ _wide(q)),
+        _like(v, weights.mT @ wide),
+    )
+
+
+@sparse_attn_backward.fake
+def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> _Three:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def fitting(x: Tensor) -> Tensor:
+    """``x``, or a copy whose rows the kernels can read: each begins at a multiple of 16 bytes."""
+    batch, head, token, one = x.stride()
+    of_16_bytes = 16 // x.element_size() if x.element_size() <= 16 else 1
+    fits = one == 1 and token > 0 and (batch | head | token | x.storage_offset()) % of_16_bytes == 0
+    return x if fits else x.contiguous()
+
+
+def visible(layout: Tensor, block: int, tokens: int, causal: bool, window: int) -> Tensor:
+    """Which query sees which key: bool [heads or 1, tokens, tokens]."""
+    seen = layout.repeat_interleave(block, 1).repeat_interleave(block, 2)[:, :tokens, :tokens]
+    if causal or window:
+        place = torch.arange(tokens, device=layout.device)
+        ahead = place[:, None] - place
+        if causal:
+            seen = seen & (ahead >= 0)
+        if window:
+            seen = seen & (ahead.abs() < window)
+    return seen
+
+
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    layout: Tensor,
+    key_bias: Tensor | None,
+    mask: Tensor | None,
+    block: int,
+    scale: float,
+    causal: bool,
+    window: int,
+    multiply: bool,
+) -> Tensor:
+    _check(q, k, layout, key_bias, mask, block)
+    scores = (_wide(q) @ _wide(k).mT) * scale
+    if key_bias is not None:
+        scores = scores + key_bias[:, None, None].to(scores.dtype)
+    seen = visible(layout, block, q.shape[2], causal, window)
+    if mask is not None and multiply:
+        seen = seen & (mask != 0)
+    elif mask is not None:
+        scores = scores + _wide(mask)
+    return scores.masked_fill(~seen, -math.inf)
+
+
+def _check(
+    q: Tensor, k: Tensor, layout: Tensor, key_bias: Tensor | None, mask: Tensor | None, block: int
+) -> None:
+    """Raises RuntimeError."""
+    if q.dim() != 4 or q.shape != k.shape:
+        raise RuntimeError(
+            f"q has shape {list(q.shape)}, k {list(k.shape)}, expected the same four dimensions"
+        )
+    batch, heads, tokens, _ = q.shape
+    blocks = -(-tokens // block)
+    if layout.shape[0] not in (1, heads) or layout.shape[1:] != (blocks, blocks):
+        raise RuntimeError(
+            f"layout has shape {list(layout.shape)}, expected [{heads} or 1, {blocks}, {blocks}]"
+        )
+    if key_bias is not None and key_bias.shape != (batch, tokens):
+        raise RuntimeError(
+            f"key_bias has shape {list(key_bias.shape)}, expected [{batch}, {tokens}]"
+        )
+    if mask is not None and (mask.dtype != q.dtype or mask.shape != (batch, heads, tokens, tokens)):
+        raise RuntimeError(
+            f"mask is {mask.dtype} {list(mask.shape)}, expected {q.dtype} "
+            f"{[batch, heads, tokens, tokens]}"
+        )
+
+
+def _wide_dtype(x: Tensor, narrow: torch.dtype) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else narrow
+
+
+def _wide(x: Tensor) -> Tensor:
+    """``x`` as what arithmetic is done in: fp32 for 16-bit elements."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _like(x: Tensor, value: Tensor) -> Tensor:
+    """``value`` with the dtype and the strides that a new tensor like ``x`` has."""
+    return torch.empty_like(x).copy_(value)

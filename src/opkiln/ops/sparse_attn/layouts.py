@@ -1,0 +1,325 @@
+"""Layouts: which block of queries sees which block of keys. They are built with torch on the device
+where they are used, and a layout keeps what it has built.
+
+The parameters are those of DeepSpeed's ``SparsityConfig`` classes, and the blocks are the same, but
+for two things. ``causal`` also holds within the blocks on the diagonal: a query sees no later key.
+And random blocks are drawn from ``seed``, in the same way on every device, so all processes of a
+job have the same layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkiln.errors import ArgumentError
+from opkiln.ops.sparse_attn.plans import Plan, plan_of
+
+BLOCKS = (16, 32, 64, 128)
+
+
+class Layout:
+    """What all layouts have. ``block`` is the number of tokens of a block: 16, 32, 64 or 128.
+    ``heads`` is 1 if all heads share a layout, else the number of heads. Raises UsageError."""
+
+    def __init__(
+        self, block: int = 64, *, heads: int = 1, causal: bool = False, window: int = 0
+    ) -> None:
+        if block not in BLOCKS:
+            raise ArgumentError(f"block is {block}, expected {', '.join(map(str, BLOCKS))}")
+        if heads < 1:
+            raise ArgumentError(f"heads is {heads}, expected at least 1")
+        self.block, self.heads, self.causal, self.window = block, heads, causal, window
+        self._plans: dict[tuple[int, torch.device], Plan] = {}
+
+    def blocks(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        """bool [heads, count, count]: whether a block of queries sees a block of keys."""
+        raise NotImplementedError
+
+    def plan(self, tokens: int, device: torch.device | str = "cpu") -> Plan:
+        """The layout for sequences of so many tokens, as the kernels take it. It is kept: the
+        second call gives the same tensors. On a GPU the first one waits for the device."""
+        place = torch.empty(0, device=device).device
+        found = self._plans.get((tokens, place))
+        if found is None:
+            seen = self.blocks(-(-tokens // self.block), place)
+            found = plan_of(seen, self.block, tokens, self.causal, self.window)
+            self._plans[tokens, place] = found
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plans": {}}  # lists are built again where they are used
+
+    def _empty(self, count: int, device: torch.device | str) -> Tensor:
+        return torch.zeros(self.heads, count, count, dtype=torch.bool, device=device)
+
+    def _finished(self, seen: Tensor) -> Tensor:
+        return seen.tril() if self.causal else seen
+
+
+class Dense(Layout):
+    """Every block sees every block, with ``causal`` those up to its own."""
+
+    def blocks(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        return self._finished(~self._empty(count, device))
+
+
+class Blocks(Layout):
+    """One's own layout: ``seen``, [heads or 1, blocks, blocks] or [blocks, blocks], is not 0 where
+    a block of queries sees a block of keys. Shorter sequences use its upper left part."""
+
+    def __init__(
+        self, seen: Tensor, block: int = 64, *, causal: bool = False, window: int = 0
+    ) -> None:
+        seen = seen if seen.dim() == 3 else seen[None]
+        if seen.dim() != 3 or seen.shape[1] != seen.shape[2]:
+            raise ArgumentError(
+                f"seen has shape {list(seen.shape)}, expected [heads or 1, blocks, blocks]"
+            )
+        super().__init__(block, heads=seen.shape[0], causal=causal, window=window)
+        self.seen = seen != 0
+
+    def blocks(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        if count > self.seen.shape[1]:
+            raise ArgumentError(
+                f"there are {count} blocks of {self.block} tokens, the layout has "
+                f"{self.seen.shape[1]}"
+            )
+        return self._finished(self.seen[:, :count, :count].to(device))
+
+
+class SlidingWindow(Layout):
+    """A query sees the keys that are less than ``window`` tokens away, exactly; with ``causal`` the
+    last ``window`` tokens up to itself. ``num_sliding_window_blocks`` instead of ``window`` counts
+    whole blocks, half of them on each side."""
+
+    def __init__(
+        self,
+        window: int = 0,
+        block: int = 64,
+        *,
+        num_sliding_window_blocks: int = 0,
+        causal: bool = True,
+    ) -> None:
+        if (window > 0) == (num_sliding_window_blocks > 0):
+            raise ArgumentError(
+                f"window is {window} and num_sliding_window_blocks {num_sliding_window_blocks}, "
+                "expected one of them, at least 1"
+            )
+        super().__init__(block, causal=causal, window=window)
+        self.num_sliding_window_blocks = num_sliding_window_blocks
+
+    def blocks(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        # A window of 2 tokens reaches the next block, one of a block and 2 the one after that.
+        by_tokens = (self.window + self.block - 2) // self.block
+        side = self.num_sliding_window_blocks // 2 if self.num_sliding_window_blocks else by_tokens
+        return self._finished(_near(count, side, device)[None])
+
+
+class Fixed(Layout):
+    """Local windows of ``num_local_blocks`` blocks beside each other; of each, the last
+    ``num_global_blocks`` are seen by all, and with ``horizontal_global_attention`` see all. With
+    ``num_different_global_patterns``, head ``h`` takes blocks further to the left, in turn."""
+
+    def __init__(
+        self,
+        block: int = 64,
+        *,
+        num_local_blocks: int = 4,
+        num_global_blocks: int = 1,
+        horizontal_global_attention: bool = False,
+        num_different_global_patterns: int = 1,
+        heads: int = 1,
+        causal: bool = False,
+    ) -> None:
+        super().__init__(block, heads=heads, causal=causal)
+        patterns = num_different_global_patterns
+        if num_global_blocks < 1 or num_local_blocks % num_global_blocks:
+            raise ArgumentError(
+                f"num_local_blocks is {num_local_blocks}, expected a multiple of "
+                f"num_global_blocks, {num_global_blocks}"
+            )
+        if not 1 <= patterns <= num_local_blocks // num_global_blocks:
+            raise ArgumentError(
+                f"num_different_global_patterns is {patterns}, expected 1 to "
+                f"{num_local_blocks // num_global_blocks}"
+            )
+        if patterns > 1 and heads == 1:
+            raise ArgumentError(f"there are {patterns} patterns, and heads is 1")
+        _check_horizontal(horizontal_global_attention, causal)
+        self.num_local_blocks, self.num_global_blocks = num_local_blocks, num_global_blocks
+        self.horizontal_global_attention = horizontal_global_attention
+        self.num_different_global_patterns = patterns
+
+    def blocks(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        window = torch.arange(count, device=device) // self.num_local_blocks
+        seen = self._empty(count, device) | (window[:, None] == window)
+        for head in range(self.heads):
+            pattern = head % self.num_different_global_patterns
+            first = self.num_local_blocks - (1 + pattern) * self.num_global_blocks
+            whole = count - count % self.num_local_blocks
+            starts = list(range(first, whole, self.num_local_blocks))
+            if whole < count:  # the last window is shorter
+                starts.append(max(0, min(whole + first, count - self.num_global_blocks)))
+            for start in starts:
+                part = slice(start, start + self.num_global_blocks)
+                _see(seen[head], part, self.horizontal_global_attention)
+        return self._finished(seen)
+
+
+class Variable(Layout):
+    """Local windows of ``local_window_blocks`` blocks, the last number for all that follow; blocks
+    ``global_block_indices``, or from each of them up to the one in ``global_block_end_indices``,
+    that all see; and ``num_random_blocks`` in each row."""
+
+    def __init__(
+        self,
+        block: int = 64,
+        *,
+        num_random_blocks: int = 0,
+        local_window_blocks: tuple[int, ...] = (4,),
+        global_block_indices: tuple[int, ...] = (0,),
+        global_block_end_indices: tuple[int, ...] | None = None,
+        horizontal_global_attention: bool = False,
+        heads: int = 1,
+        causal: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(block, heads=heads, causal=causal)
+        if not local_window_blocks or min(local_window_blocks) < 1:
+            raise ArgumentError(
+                f"local_window_blocks is {list(local_window_blocks)}, expected numbers from 1 on"
+            )
+        _check_horizontal(horizontal_global_attention, causal)
+        self.num_random_blocks, self.seed = num_random_blocks, seed
+        self.local_window_blocks = tuple(local_window_blocks)
+        self.global_parts = _parts(global_block_indices, global_block_end_indices)
+        self.horizontal_global_attention = horizontal_global_attention
+
+    def blocks(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        sizes = [min(each, count) for each in self.local_window_blocks]
+        while sum(sizes) < count:
+            sizes.append(sizes[-1])
+        numbers, of_window = (
+            torch.arange(len(sizes), device=device), torch.tensor(sizes, device=device)
+        )  # fmt: skip
+        window = numbers.repeat_interleave(of_window)[:count]
+        seen = self._empty(count, device) | (window[:, None] == window)
+        for part in self.global_parts:
+            _see(seen, part, self.horizontal_global_attention)
+        seen |= _drawn(self, count, self.num_random_blocks, device)
+        return self._finished(seen)
+
+
+class BigBird(Layout):
+    """A window of ``num_sliding_window_blocks`` around each block, the first ``num_global_blocks``,
+    which see all and are seen by all, and ``num_random_blocks`` in each row."""
+
+    def __init__(
+        self,
+        block: int = 64,
+        *,
+        num_random_blocks: int = 1,
+        num_sliding_window_blocks: int = 3,
+        num_global_blocks: int = 1,
+        heads: int = 1,
+        causal: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(block, heads=heads, causal=causal)
+        self.num_random_blocks, self.seed = num_random_blocks, seed
+        self.num_sliding_window_blocks = num_sliding_window_blocks
+        self.num_global_blocks = num_global_blocks
+
+    def blocks(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        near = _near(count, self.num_sliding_window_blocks // 2, device)
+        seen = self._empty(count, device) | near
+        _see(seen, slice(0, self.num_global_blocks), horizontal=True)
+        seen |= _drawn(self, count, self.num_random_blocks, device)
+        return self._finished(seen)
+
+
+class Longformer(Layout):
+    """A window of ``num_sliding_window_blocks`` around each block, and blocks
+    ``global_block_indices``, or from each of them up to the one in ``global_block_end_indices``,
+    which see all and are seen by all."""
+
+    def __init__(
+        self,
+        block: int = 64,
+        *,
+        num_sliding_window_blocks: int = 3,
+        global_block_indices: tuple[int, ...] = (0,),
+        global_block_end_indices: tuple[int, ...] | None = None,
+        heads: int = 1,
+        causal: bool = False,
+    ) -> None:
+        super().__init__(block, heads=heads, causal=causal)
+        self.num_sliding_window_blocks = num_sliding_window_blocks
+        self.global_parts = _parts(global_block_indices, global_block_end_indices)
+
+    def blocks(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        near = _near(count, self.num_sliding_window_blocks // 2, device)
+        seen = self._empty(count, device) | near
+        for part in self.global_parts:
+            _see(seen, part, horizontal=True)
+        return self._finished(seen)
+
+
+def _near(count: int, side: int, device: torch.device | str) -> Tensor:
+    """Blocks that are at most ``side`` away from each other."""
+    place = torch.arange(count, device=device)
+    return (place[:, None] - place).abs() <= side
+
+
+def _see(seen: Tensor, part: slice, horizontal: bool) -> None:
+    """All see this part; with ``horizontal`` the part sees all."""
+    seen[..., part] = True
+    if horizontal:
+        seen[..., part, :] = True
+
+
+def _parts(begin: tuple[int, ...], end: tuple[int, ...] | None) -> list[slice]:
+    ends = [each + 1 for each in begin] if end is None else list(end)
+    if len(ends) != len(begin) or any(b < 0 or b >= e for b, e in zip(begin, ends, strict=False)):
+        raise ArgumentError(
+            f"global_block_indices is {list(begin)}, global_block_end_indices {list(ends)}, "
+            "expected as many ends as beginnings, each greater than its beginning"
+        )
+    return [slice(b, e) for b, e in zip(begin, ends, strict=True)]
+
+
+def _check_horizontal(horizontal: bool, causal: bool) -> None:
+    if horizontal and causal:
+        raise ArgumentError(
+            "horizontal_global_attention and causal exclude each other",
+            why="global blocks would see later keys",
+        )
+
+
+def _drawn(layout: Any, count: int, wanted: int, device: torch.device | str) -> Tensor:
+    """So many blocks of each row, at random; with ``causal`` of those up to its own, or all of
+    these if they are fewer. Each block has a number that depends on seed, head, row and column,
+    and the greatest numbers of a row are taken."""
+    seen = layout._empty(count, device)
+    if wanted < 1:
+        return seen
+    if wanted > count:
+        raise ArgumentError(f"num_random_blocks is {wanted}, and there are {count} blocks in a row")
+    place = torch.arange(seen.numel(), device=device).view(seen.shape)
+    numbers = _mixed(place + _mixed(torch.tensor(layout.seed + 1, device=device)))
+    if layout.causal:
+        numbers = numbers.tril() - (1 - torch.ones_like(numbers).tril())
+    chosen = numbers.topk(wanted, -1).indices
+    return layout._finished(seen.scatter(-1, chosen, True))
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A number from 0 to 2**62 for each, without order: multiplications wrap around, and the upper
+    bits are brought down."""
+    for factor in (-0x61C8864680B583EB, -0x4B47D0C5A1A6DD17):
+        x = x * factor
+        x = x ^ (x >> 29 & (1 << 35) - 1)
+    return x & (1 << 62) - 1

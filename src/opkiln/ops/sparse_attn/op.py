@@ -1,0 +1,39 @@
+"""The libraries of ``sparse_attn``: forward and backward, one for each dtype, so that a process
+that does not train waits for half of it. Imports no torch: it is on the cache-hit path."""
+
+from __future__ import annotations
+
+from opkiln.authoring.library import Library, library
+
+# What both directions take behind their tensors.
+_RULES = (
+    "Tensor layout, Tensor[] lists, Tensor? key_bias, Tensor? mask, SymInt block, float scale, "
+    "bool causal, SymInt window, bool multiply"
+)
+
+
+def _direction(name: str, schema: str) -> Library:
+    made = library(
+        f"sparse_attn__{name}",
+        f"{name}.cpp",
+        cuda=f"{name}.cu",
+        namespace="opkiln",
+        needs={"archs": "8.0"},  # tensor cores with bfloat16, and asynchronous copies
+        functions="opkiln.ops.sparse_attn.functions",
+        dtypes=("float32", "bfloat16", "float16"),
+        schemas=(schema,),
+    )
+    # The kernels' matrix instructions are NVIDIA's: on ROCm the reference serves.
+    made.builder.BACKENDS = ("cuda", "cpu")
+    return made
+
+
+forward = _direction(
+    "forward", f"sparse_attn(Tensor q, Tensor k, Tensor v, {_RULES}) -> (Tensor, Tensor)"
+)
+backward = _direction(
+    "backward",
+    "sparse_attn_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_RULES}) -> (Tensor, Tensor, Tensor)",
+)
+kit = library("sparse_attn", parts=(forward, backward))

@@ -1,0 +1,234 @@
+// Tiles of attention: how rows come to shared memory, fragments of them, and what a query sees.
+//
+// A block of the GPU keeps a tile of rows, and streams tiles of 64 rows past it, one in work and one under way.
+// Each warp has 16 or 32 of the rows that are kept. A tile's bits say which of its pieces, 16 by 16 tokens, are seen:
+// a warp leaves out the others, so no lane of it idles in a branch.
+#pragma once
+
+#include <math.h>
+#include <opkiln/warp_matrix.h>
+
+#include "work.h"
+
+namespace sparse __attribute__((visibility("hidden"))) {
+
+using namespace opkiln::device;
+
+constexpr unsigned kAll = 0xffffffffu;
+constexpr int kStreamed = 64;  // rows of a tile that is streamed
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
+
+// The share of work of a block, and whose it is.
+struct Place {
+  int batch, head, tile, begin, end, slot;
+  int which;  // of the blocks with this share
+
+  __device__ Place(const List& list, const Sizes& sizes, const int32_t* from, int times, bool joined = false) {
+    const int4 found = reinterpret_cast<const int4*>(from)[blockIdx.x / times];
+    which = blockIdx.x % times;
+    tile = found.x % list.lines;
+    begin = found.y;
+    end = joined ? found.y + found.z : found.z;
+    slot = joined ? found.y : found.w;
+    if (sizes.layout_heads == 1) {
+      head = which % sizes.heads;
+      batch = which / sizes.heads;
+    } else {
+      head = found.x / list.lines;
+      batch = which;
+    }
+  }
+};
+
+// Where a head's numbers begin in [batch, heads, tokens].
+__device__ inline int64_t line_of(const Place& place, const Sizes& sizes) {
+  return (int64_t{place.batch} * sizes.heads + place.head) * sizes.tokens;
+}
+
+// The rows of one head. What a kernel's parameters hold is read there: registers are short.
+template <class Element>
+struct Rows {
+  Element* data;
+  const int64_t& stride;
+  const Sizes& sizes;
+
+  __device__ Rows(Element* base, const Strides& strides, const Place& place, const Sizes& given)
+      : data(base + place.batch * strides.batch + place.head * strides.head), stride(strides.token), sizes(given) {}
+};
+
+// Where 16 bytes of a row are in a tile. Eight rows at one column are read at once: they are in different banks.
+template <int kHead>
+__device__ inline int slot(int row, int chunk) {
+  return row * (kHead / 8) + (chunk ^ (row & 7));
+}
+
+// Starts the copies of a tile's rows. What is behind the last row or column is zero.
+template <int kHead, int kCount, int kThreads, class Element>
+__device__ inline void start(uint4* tile, const Rows<const Element>& rows, int first) {
+  constexpr int kChunks = kHead / 8;
+#pragma unroll
+  for (int i = 0; i < kCount * kChunks / kThreads; ++i) {
+    const int row = (i * kThreads + threadIdx.x) / kChunks, chunk = (i * kThreads + threadIdx.x) % kChunks;
+    const bool there = first + row < rows.sizes.tokens && chunk * 8 < rows.sizes.columns;
+    const Element* from = there ? rows.data + (first + row) * rows.stride + chunk * 8 : rows.data;
+    copy_later(tile + slot<kHead>(row, chunk), from, there);
+  }
+}
+
+// 16 rows and 16 columns as a left fragment.
+template <int kHead>
+__device__ inline void load_left(uint32_t (&out)[4], const uint4* tile, int row, int step) {
+  const int lane = threadIdx.x % 32;
+  load_matrices(out, tile + slot<kHead>(row + lane % 16, step * 2 + lane / 16));
+}
+
+// The same transposed, as two right fragments: a row of the tile is a column of these.
+template <int kHead>
+__device__ inline void load_columns(uint32_t (&out)[4], const uint4* tile, int row, int step) {
+  const int lane = threadIdx.x % 32;
+  load_matrices(out, tile + slot<kHead>(row + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2));
+}
+
+// The same as it is, as two right fragments of 8 columns each.
+template <int kHead>
+__device__ inline void load_rows(uint32_t (&out)[4], const uint4* tile, int row, int step) {
+  const int lane = threadIdx.x % 32;
+  load_transposed(out, tile + slot<kHead>(row + lane / 8 % 2 * 8 + lane % 8, step * 2 + lane / 16));
+}
+
+// Two sums += left * the two right fragments.
+template <class Element>
+__device__ inline void multiply_both(float (&first)[4], float (&second)[4], const uint32_t (&left)[4],
+                                     const uint32_t (&right)[4]) {
+  const uint32_t low[2] = {right[0], right[1]}, high[2] = {right[2], right[3]};
+  multiply_add<Element>(first, left, low);
+  multiply_add<Element>(second, left, high);
+}
+
+// Two sums, 16 x 16 together, as a left fragment.
+template <class Element>
+__device__ inline void pack(uint32_t (&out)[4], const float (&first)[4], const float (&second)[4]) {
+  out[0] = packed<Element>(first[0], first[1]);
+  out[1] = packed<Element>(first[2], first[3]);
+  out[2] = packed<Element>(second[0], second[1]);
+  out[3] = packed<Element>(second[2], second[3]);
+}
+
+// The left fragments of 16 rows that a warp keeps: in registers, or where these are short in shared memory.
+template <int kHead, bool kInRegisters = true>
+struct Kept {
+  uint32_t held[kInRegisters ? kHead / 16 : 1][4];
+  const uint4* tile;
+  int row;
+
+  __device__ void load(const uint4* from, int first) {
+    tile = from;
+    row = first;
+    if constexpr (kInRegisters) {
+#pragma unroll
+      for (int step = 0; step < kHead / 16; ++step) load_left<kHead>(held[step], tile, row, step);
+    }
+  }
+  // The columns from 16 * step on.
+  __device__ void get(uint32_t (&out)[4], int step) const {
+    if constexpr (kInRegisters) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[i] = held[step][i];
+    } else {
+      load_left<kHead>(out, tile, row, step);
+    }
+  }
+};
+
+// What a query of one head sees, and what is added. Exponents are those of 2.
+template <class Element>
+struct Seen {
+  const Rules& rules;
+  const Place& place;
+  const int& tokens;
+  float factor;  // of a score after `add`
+
+  __device__ Seen(const Rules& given, const Place& where, const Sizes& sizes)
+      : rules(given), place(where), tokens(sizes.tokens),
+        factor(given.biased ? 1.f : given.scale * kLog2E) {}
+
+  // Whether all of these queries see all of these keys.
+  __device__ bool whole(int query, int queries, int key, int keys) const {
+    return key + keys <= tokens && query - (key + keys - 1) >= rules.least &&
+        query + queries - 1 - key <= rules.most;
+  }
+
+  // Adds the biases to sums of 16 x 8 kEights, whose rows are queries, or keys with kKeysDown.
+  template <bool kKeysDown, int kEights>
+  __device__ void add(float (&scores)[kEights][4], int down, int across) const {
+    const int lane = threadIdx.x % 32;
+    const float* const key_bias = rules.key_bias + int64_t{place.batch} * tokens;
+    const Element* const mask = static_cast<const Element*>(rules.mask) + place.batch * rules.mask_strides.batch +
+        place.head * rules.mask_strides.head;
+#pragma unroll
+    for (int i = 0; i < 4 * kEights; ++i) {
+      const int row = min(down + lane / 4 + i / 2 % 2 * 8, tokens - 1);
+      const int column = min(across + i / 4 * 8 + lane % 4 * 2 + i % 2, tokens - 1);
+      const int query = kKeysDown ? column : row, key = kKeysDown ? row : column;
+      float bias = rules.key_bias != nullptr ? key_bias[key] : 0.f;
+      if (rules.mask != nullptr) {
+        const float found = float(mask[query * rules.mask_strides.token + key]);
+        bias += !rules.multiply ? found : found == 0.f ? -INFINITY : 0.f;
+      }
+      scores[i / 4][i % 4] = fmaf(scores[i / 4][i % 4], rules.scale * kLog2E, bias * kLog2E);
+    }
+  }
+
+  // Hides what is not seen.
+  template <bool kKeysDown, int kEights>
+  __device__ void hide(float (&scores)[kEights][4], int down, int across) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = down + lane / 4 + i * 8;
+      const int low = kKeysDown ? row + rules.least : row - rules.most;  // the first and the last column that is seen
+      const int high = !kKeysDown ? min(row - rules.least, tokens - 1) : row < tokens ? row + rules.most : low - 1;
+#pragma unroll
+      for (int j = 0; j < 2 * kEights; ++j) {
+        const int column = across + j / 2 * 8 + lane % 4 * 2 + j % 2;
+        if (column < low || column > high) scores[j / 2][2 * i + j % 2] = -INFINITY;
+      }
+    }
+  }
+};
+
+// Rounds a warp's 16 rows in the registers, and writes them. `tile` is memory of the warp's own rows.
+template <int kHead, class Element>
+__device__ inline void store(const Rows<Element>& rows, uint4* tile, int row, int first,
+                             const float (&sums)[kHead / 8][4], float upper, float lower) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < kHead / 8; ++n) {
+    uint32_t* const high = reinterpret_cast<uint32_t*>(tile + slot<kHead>(row + lane / 4, n));
+    uint32_t* const low = reinterpret_cast<uint32_t*>(tile + slot<kHead>(row + lane / 4 + 8, n));
+    high[lane % 4] = packed<Element>(sums[n][0] * upper, sums[n][1] * upper);
+    low[lane % 4] = packed<Element>(sums[n][2] * lower, sums[n][3] * lower);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kHead / 16; ++i) {
+    const int down = (i * 32 + lane) / (kHead / 8), chunk = (i * 32 + lane) % (kHead / 8);
+    if (first + down >= rows.sizes.tokens || chunk * 8 >= rows.sizes.columns) continue;
+    *reinterpret_cast<uint4*>(rows.data + (first + down) * rows.stride + chunk * 8) =
+        tile[slot<kHead>(row + down, chunk)];
+  }
+}
+
+// Leaves 16 rows of a share that is to be joined, as they are: `part` is the slot's [rows, kHead].
+template <int kHead>
+__device__ inline void store_part(float* part, int row, const float (&sums)[kHead / 8][4]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < kHead / 8; ++n) {
+    float* const at = part + (row + lane / 4) * kHead + n * 8 + lane % 4 * 2;
+    *reinterpret_cast<float2*>(at) = {sums[n][0], sums[n][1]};
+    *reinterpret_cast<float2*>(at + 8 * kHead) = {sums[n][2], sums[n][3]};
+  }
+}
+
+}  // namespace sparse
