@@ -8,11 +8,15 @@ from typing import Any
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from opkiln.nn.layer import TransformerLayer
+    from opkiln.ops.evoformer_attn.attention import evoformer_attention
 
-__all__ = ["TransformerLayer"]
+__all__ = ["TransformerLayer", "evoformer_attention"]
 
 _MODULES = ("core", "inference", "ragged", "random_ltd", "spatial")
-_HOMES = {"TransformerLayer": "opkiln.nn.layer"}
+_HOMES = {
+    "TransformerLayer": "opkiln.nn.layer",
+    "evoformer_attention": "opkiln.ops.evoformer_attn.attention",
+}
 
 
 def __getattr__(name: str) -> Any:
