@@ -56,28 +56,18 @@ __device__ inline void differentiate(float (&scores)[4][4], const float (&throug
   }
 }
 
-template <class Element>
-__device__ inline const Element* pair_of(const Work<Element>& work, int batch, int head) {
-  const int64_t at = (int64_t{batch} * work.heads + head) * work.length * work.length;
-  return work.pair == nullptr ? nullptr : work.pair + at;
-}
-
 template <class Element, int kHead>
-__global__ void __launch_bounds__(kThreads, kHead == 32 ? 4 : 3)
+__global__ void __launch_bounds__(kThreads, kHead == 32 ? 4 : 2)
     by_queries_kernel(const OPK_GRID_CONSTANT Work<Element> work) {
   __shared__ uint4 keys[2][kTile * kHead / 8], values[2][kTile * kHead / 8];
   alignas(16) __shared__ float masks[2][kTile];
   const Unit unit(work, blockIdx.x);
   const int first = unit.tile * kTile + threadIdx.x / 32 * 16;
-  const Element* const k = head_of(work.k, work.k_strides, unit.batch, unit.row, unit.head);
-  const Element* const v = head_of(work.v, work.v_strides, unit.batch, unit.row, unit.head);
   const Element* const pair = pair_of(work, unit.batch, unit.head);
-  const auto start = [&](int tile) {
-    const int stage = tile % 2;
-    start_rows<kHead>(keys[stage], k, work.k_strides.place, tile * kTile, work.length, work.head);
-    start_rows<kHead>(values[stage], v, work.v_strides.place, tile * kTile, work.length, work.head);
-  };
-  start(0);
+  RowCopies<kHead, Element> k(work, work.k, work.k_strides, unit.batch, unit.row, unit.head, 0);
+  RowCopies<kHead, Element> v(work, work.v, work.v_strides, unit.batch, unit.row, unit.head, 0);
+  k.start(keys[0], work.k_strides);
+  v.start(values[0], work.v_strides);
   end_batch();
   if (threadIdx.x < kTile) masks[0][threadIdx.x] = masked(work, unit.batch, unit.row, threadIdx.x);
 
@@ -105,13 +95,18 @@ __global__ void __launch_bounds__(kThreads, kHead == 32 ? 4 : 3)
   for (int i = 0; i < 2; ++i) {
     queries.shift[i] = sum_of_row(queries.shift[i]) * queries.share[i];
     const int query = first + group_of_lane() + i * 8;
-    if (quarter_of_lane() == 0 && query < work.length) work.shifts[unit.line * work.length + query] = queries.shift[i];
+    if (quarter_of_lane() == 0 && query < work.length) work.shifts[int64_t{unit.line} * work.length + query] = queries.shift[i];
   }
 
   float q_grad[kHead / 8][4] = {};
   for (int tile = 0; tile < work.tiles; ++tile) {
     const int stage = tile % 2;
-    if (tile + 1 < work.tiles) start(tile + 1);
+    if (tile + 1 < work.tiles) {
+      k.next_tile(work.k_strides);
+      v.next_tile(work.v_strides);
+      k.start(keys[1 - stage], work.k_strides);
+      v.start(values[1 - stage], work.v_strides);
+    }
     end_batch();
     float next_mask = 0;
     if (threadIdx.x < kTile) next_mask = masked(work, unit.batch, unit.row, (tile + 1) * kTile + threadIdx.x);
@@ -146,49 +141,42 @@ struct alignas(16) QueryTile {
   float moments[3][kTile];        // the greatest score, the share, the shift
 };
 
-// Starts the copies of a tile of the pair bias. Rows at odd addresses are copied at once, element by element.
+// Starts the copies of a tile of the pair bias.
 template <class Element>
 __device__ inline void start_pair(uint4* tile, const Work<Element>& work, const Element* pair, int query, int key) {
   if (pair == nullptr) return;
-  if (work.aligned) {
+  const int first = static_cast<int>(threadIdx.x) / 8, chunk = threadIdx.x % 8;
+  const Element* const from = pair + int64_t{query + first} * work.pair_stride + key + chunk * 8;
 #pragma unroll
-    for (int i = 0; i < kTile * 8 / kThreads; ++i) {
-      const int row = (i * kThreads + static_cast<int>(threadIdx.x)) / 8, chunk = threadIdx.x % 8;
-      const bool there = query + row < work.length && key + chunk * 8 < work.length;
-      const int64_t from = int64_t{query + row} * work.length + key + chunk * 8;
-      copy_later(tile + slot<8>(row, chunk), pair + (there ? from : 0), there);
-    }
-    return;
-  }
-  for (int i = threadIdx.x; i < kTile * kTile; i += kThreads) {
-    const int row = i / kTile, column = i % kTile;
-    const bool there = query + row < work.length && key + column < work.length;
-    uint16_t bits = 0;
-    if (there) bits = reinterpret_cast<const uint16_t*>(pair)[int64_t{query + row} * work.length + key + column];
-    reinterpret_cast<uint16_t*>(tile + slot<8>(row, column / 8))[column % 8] = bits;
+  for (int i = 0; i < kTile * 8 / kThreads; ++i) {
+    const int row = first + i * (kThreads / 8);
+    const bool there = query + row < work.length && key + chunk * 8 < work.length;
+    copy_later(tile + slot<8>(row, chunk), there ? from + i * (kThreads / 8) * work.pair_stride : pair, there);
   }
 }
 
 template <class Element, int kHead>
-__global__ void __launch_bounds__(kThreads, kHead == 32 ? 4 : 2)
+__global__ void __launch_bounds__(kThreads, kHead == 32 ? 3 : 2)
     by_keys_kernel(const OPK_GRID_CONSTANT Work<Element> work) {
   extern __shared__ uint4 shared[];
   QueryTile<kHead>* const tiles = reinterpret_cast<QueryTile<kHead>*>(shared);
   const Unit unit(work, blockIdx.x);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = unit.tile * kTile + warp * 16;
-  const Element* const queries = head_of(work.q, work.q_strides, unit.batch, unit.row, unit.head);
-  const Element* const grads = head_of(work.grad, work.grad_strides, unit.batch, unit.row, unit.head);
   const Element* const pair = pair_of(work, unit.batch, unit.head);
+  RowCopies<kHead, Element> queries(work, work.q, work.q_strides, unit.batch, unit.row, unit.head, 0);
+  RowCopies<kHead, Element> grads(work, work.grad, work.grad_strides, unit.batch, unit.row, unit.head, 0);
   const auto start = [&](int tile) {
     QueryTile<kHead>& to = tiles[tile % 2];
-    start_rows<kHead>(to.q, queries, work.q_strides.place, tile * kTile, work.length, work.head);
-    start_rows<kHead>(to.grad, grads, work.grad_strides.place, tile * kTile, work.length, work.head);
+    queries.start(to.q, work.q_strides);
+    grads.start(to.grad, work.grad_strides);
     start_pair(to.pair, work, pair, tile * kTile, unit.tile * kTile);
+    queries.next_tile(work.q_strides);
+    grads.next_tile(work.grad_strides);
   };
   const auto moment = [&](int which, int tile) {
     const int query = tile * kTile + threadIdx.x;
     if (query >= work.length) return which == 0 ? INFINITY : 0.f;
-    const int64_t at = unit.line * work.length + query;
+    const int64_t at = int64_t{unit.line} * work.length + query;
     return which == 2 ? work.shifts[at] : work.moments[which * work.queries + at];
   };
   start(0);
@@ -226,8 +214,7 @@ __global__ void __launch_bounds__(kThreads, kHead == 32 ? 4 : 2)
       for (int half = 0; half < 2; ++half) {
         uint32_t biases[4] = {0, 0, 0, 0};  // of fragments 2 * half and 2 * half + 1, upper rows; then lower rows
         if (pair != nullptr) {
-          const int row = place_of(part, 2 * half + lane / 8 % 2, lane % 8);
-          load_transposed(biases, now.pair + slot<8>(row, warp * 2 + lane / 16));
+          load_transposed(biases, now.pair + slot_of_columns<8>(lane, part, half, warp * 2));
         }
         const float4 greatest = of_columns(now.moments[0], part, half), share = of_columns(now.moments[1], part, half);
         const float4 shift = of_columns(now.moments[2], part, half);
@@ -259,7 +246,7 @@ __global__ void __launch_bounds__(kThreads, kHead == 32 ? 4 : 2)
   for (int i = 0; i < 2; ++i) {
     const float sum = sum_of_row(mask_grad[i]);
     const int key = first + group_of_lane() + i * 8;
-    if (quarter_of_lane() == 0 && key < work.length) work.mask_parts[unit.line * work.length + key] = sum;
+    if (quarter_of_lane() == 0 && key < work.length) work.mask_parts[int64_t{unit.line} * work.length + key] = sum;
   }
 }
 
@@ -271,7 +258,7 @@ struct alignas(16) RowTile {
 };
 
 template <class Element, int kHead>
-__global__ void __launch_bounds__(kThreads, kHead == 32 ? 4 : 2)
+__global__ void __launch_bounds__(kThreads, kHead == 32 ? 3 : 2)
     by_pairs_kernel(const OPK_GRID_CONSTANT Work<Element> work) {
   extern __shared__ uint4 shared[];
   RowTile<kHead>* const tiles = reinterpret_cast<RowTile<kHead>*>(shared);
@@ -281,16 +268,20 @@ __global__ void __launch_bounds__(kThreads, kHead == 32 ? 4 : 2)
   const int split = blockIdx.z, first = query + threadIdx.x / 32 * 16, quarter = quarter_of_lane();
   const int begin = static_cast<int>(int64_t{work.rows} * split / work.splits);
   const int end = static_cast<int>(int64_t{work.rows} * (split + 1) / work.splits);
+  RowCopies<kHead, Element> of_q(work, work.q, work.q_strides, batch, begin, head, query);
+  RowCopies<kHead, Element> of_grad(work, work.grad, work.grad_strides, batch, begin, head, query);
+  RowCopies<kHead, Element> of_k(work, work.k, work.k_strides, batch, begin, head, key);
+  RowCopies<kHead, Element> of_v(work, work.v, work.v_strides, batch, begin, head, key);
   const auto start = [&](int row) {
     RowTile<kHead>& to = tiles[(row - begin) % 2];
-    const Element* const q = head_of(work.q, work.q_strides, batch, row, head);
-    const Element* const grad = head_of(work.grad, work.grad_strides, batch, row, head);
-    const Element* const k = head_of(work.k, work.k_strides, batch, row, head);
-    const Element* const v = head_of(work.v, work.v_strides, batch, row, head);
-    start_rows<kHead>(to.q, q, work.q_strides.place, query, work.length, work.head);
-    start_rows<kHead>(to.grad, grad, work.grad_strides.place, query, work.length, work.head);
-    start_rows<kHead>(to.k, k, work.k_strides.place, key, work.length, work.head);
-    start_rows<kHead>(to.v, v, work.v_strides.place, key, work.length, work.head);
+    const auto copy = [](RowCopies<kHead, Element>& from, uint4* tile, const Strides& strides) {
+      from.start(tile, strides);
+      from.next_row(strides);
+    };
+    copy(of_q, to.q, work.q_strides);
+    copy(of_grad, to.grad, work.grad_strides);
+    copy(of_k, to.k, work.k_strides);
+    copy(of_v, to.v, work.v_strides);
   };
   start(begin);
   end_batch();
@@ -342,7 +333,7 @@ __global__ void __launch_bounds__(kThreads, kHead == 32 ? 4 : 2)
       for (int j = 0; j < 8; ++j) {
         if (column + j < work.length) work.pair_parts[to + j] = part[j / 2][upper + j % 2];
       }
-    } else if (work.aligned) {
+    } else if (work.length % 8 == 0) {
       uint4 eight;
       eight.x = packed<Element>(part[0][upper], part[0][upper + 1]);
       eight.y = packed<Element>(part[1][upper], part[1][upper + 1]);
@@ -403,7 +394,7 @@ opk::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> evoformer_attention_backward(
   if (q.numel() == 0) return {out.q, out.k, out.v, out.mask, out.pair};
   const Tensor grads = with_aligned_heads(grad), outputs = with_aligned_heads(output);
   const Tensor queries = with_aligned_heads(q), keys = with_aligned_heads(k), values = with_aligned_heads(v);
-  const Tensor mask = whole(mask_bias), pair = whole(pair_bias);
+  const Tensor mask = whole(mask_bias), pair = with_aligned_rows(pair_bias, s);
   Tensor kept = opk::contiguous(moments);
   Tensor shifts = opk::empty({s.batch, s.rows, s.heads, s.length}, opk::DType::float32, q.device());
   Tensor mask_parts, pair_parts;

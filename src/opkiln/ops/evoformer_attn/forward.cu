@@ -20,17 +20,11 @@ __global__ void __launch_bounds__(kThreads, kHead == 32 ? 4 : 3)
   alignas(16) __shared__ float masks[2][kTile];
   const Unit unit(work, blockIdx.x);
   const int first = unit.tile * kTile + threadIdx.x / 32 * 16, quarter = quarter_of_lane();
-  const Element* const k = head_of(work.k, work.k_strides, unit.batch, unit.row, unit.head);
-  const Element* const v = head_of(work.v, work.v_strides, unit.batch, unit.row, unit.head);
-  const Element* pair = work.pair;
-  if (pair != nullptr) pair += (int64_t{unit.batch} * work.heads + unit.head) * work.length * work.length;
-
-  const auto start = [&](int tile) {
-    const int stage = tile % 2;
-    start_rows<kHead>(keys[stage], k, work.k_strides.place, tile * kTile, work.length, work.head);
-    start_rows<kHead>(values[stage], v, work.v_strides.place, tile * kTile, work.length, work.head);
-  };
-  start(0);
+  const Element* const pair = pair_of(work, unit.batch, unit.head);
+  RowCopies<kHead, Element> k(work, work.k, work.k_strides, unit.batch, unit.row, unit.head, 0);
+  RowCopies<kHead, Element> v(work, work.v, work.v_strides, unit.batch, unit.row, unit.head, 0);
+  k.start(keys[0], work.k_strides);
+  v.start(values[0], work.v_strides);
   end_batch();
   if (threadIdx.x < kTile) masks[0][threadIdx.x] = masked(work, unit.batch, unit.row, threadIdx.x);
   uint32_t queries[kHead / 16][4];
@@ -46,7 +40,12 @@ __global__ void __launch_bounds__(kThreads, kHead == 32 ? 4 : 3)
       const int query = first + group_of_lane() + i % 2 * 8, key = tile * kTile + i / 2 * 32 + quarter * 8;
       load_pair(biases[i / 2][i % 2], work, pair, query, key);
     }
-    if (tile + 1 < work.tiles) start(tile + 1);
+    if (tile + 1 < work.tiles) {
+      k.next_tile(work.k_strides);
+      v.next_tile(work.v_strides);
+      k.start(keys[1 - stage], work.k_strides);
+      v.start(values[1 - stage], work.v_strides);
+    }
     end_batch();
     float next_mask = 0;
     if (threadIdx.x < kTile) next_mask = masked(work, unit.batch, unit.row, (tile + 1) * kTile + threadIdx.x);
@@ -106,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, kHead == 32 ? 4 : 3)
     share[i] = 1.f / sum_of_row(sum[i]);  // infinite if all scores are minus infinity: such a result is NaN
     const int query = first + group_of_lane() + i * 8;
     if (quarter == 0 && query < work.length) {
-      float* const moments = work.moments + unit.line * work.length + query;
+      float* const moments = work.moments + int64_t{unit.line} * work.length + query;
       moments[0] = greatest[i];
       moments[work.queries] = share[i];
     }
@@ -125,7 +124,7 @@ opk::tuple<Tensor, Tensor> evoformer_attention(const Tensor& q, const Tensor& k,
   Tensor moments = empty_moments(s, q);
   if (out.numel() == 0) return {out, moments};
   const Tensor queries = with_aligned_heads(q), keys = with_aligned_heads(k), values = with_aligned_heads(v);
-  const Tensor mask = whole(mask_bias), pair = whole(pair_bias);
+  const Tensor mask = whole(mask_bias), pair = with_aligned_rows(pair_bias, s);
   OPK_DISPATCH(q, Element, (opk::half, opk::bfloat16), {
     Work<Element> work = work_of<Element>(s, queries, keys, values, mask, pair, scale);
     work.moments = moments.data<float>();

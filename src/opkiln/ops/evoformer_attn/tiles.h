@@ -27,13 +27,12 @@ template <class Element>
 struct Work {
   const Element *q, *k, *v;
   const Element* mask;  // [batch, rows, length], or null
-  const Element* pair;  // [batch, heads, length, length], or null
+  const Element* pair;  // [batch, heads, length, length], rows of pair_stride, a multiple of 8; or null
   float* moments;       // [2, batch, rows, heads, length]: see functions.py
   Strides q_strides, k_strides, v_strides;
-  int32_t rows, length, heads, head, tiles;
+  int32_t rows, length, heads, head, tiles, pair_stride;
   int64_t queries;  // batch * rows * heads * length
   float scale;      // times log2(e)
-  bool aligned;     // rows of pair begin at multiples of 16 bytes
 
   Element* out;  // of the forward pass, [batch, rows, length, heads, head]
 
@@ -51,16 +50,16 @@ struct Work {
 // Which tile of which head and row a block has.
 struct Unit {
   int tile, head, row, batch;
-  int64_t line;  // of [batch, rows, heads]
+  int line;  // of [batch, rows, heads]
 
   template <class Element>
   __device__ Unit(const Work<Element>& work, unsigned index) {
-    tile = index % work.tiles;
-    line = index / work.tiles;
-    head = static_cast<int>(line % work.heads);
-    const int both = static_cast<int>(line / work.heads);
-    row = both % work.rows;
-    batch = both / work.rows;
+    tile = index % static_cast<unsigned>(work.tiles);
+    line = index / static_cast<unsigned>(work.tiles);
+    head = static_cast<unsigned>(line) % static_cast<unsigned>(work.heads);
+    const unsigned both = static_cast<unsigned>(line) / static_cast<unsigned>(work.heads);
+    row = both % static_cast<unsigned>(work.rows);
+    batch = both / static_cast<unsigned>(work.rows);
   }
 };
 
@@ -95,17 +94,54 @@ __device__ inline int slot(int row, int chunk) {
 // The place in a tile of column n in fragment j (of 4) of the 32 places from 32 * part on.
 __device__ inline int place_of(int part, int j, int n) { return part * 32 + n / 2 * 8 + 2 * j + n % 2; }
 
-// Starts the copies of 64 rows. What is behind the end of the sequence, or of the head, is zero.
-template <int kHead, class Element>
-__device__ inline void start_rows(uint4* tile, const Element* from, int64_t stride, int first, int length, int head) {
-  constexpr int kChunks = kHead / 8;
-#pragma unroll
-  for (int i = 0; i < kTile * kChunks / kThreads; ++i) {
-    const int row = (i * kThreads + static_cast<int>(threadIdx.x)) / kChunks, chunk = threadIdx.x % kChunks;
-    const bool there = first + row < length && chunk * 8 < head;
-    copy_later(tile + slot<kChunks>(row, chunk), there ? from + (first + row) * stride + chunk * 8 : from, there);
-  }
+// slot(place_of(part, j, n), half * 4 + lane / 8), where n is lane % 8. Only `lane` is not known to the compiler: it
+// keeps the slot of the first matrix in a register, and few others.
+template <int kChunks>
+__device__ inline int slot_of_rows(int lane, int part, int j, int half) {
+  const int first = slot<kChunks>(place_of(0, 0, lane % 8), lane / 8);
+  return (first ^ (kChunks / 4 * j) ^ (half * 4)) + (2 * j + 32 * part) * kChunks;
 }
+
+// slot(place_of(part, 2 * step + matrix % 2, n), chunk + matrix / 2), where n is lane % 8, and matrix is lane / 8.
+// `chunk` is even.
+template <int kChunks>
+__device__ inline int slot_of_columns(int lane, int part, int step, int chunk) {
+  const int first = slot<kChunks>(place_of(0, lane / 8 % 2, lane % 8), lane / 16);
+  return (first ^ chunk ^ (kChunks / 2 * step)) + (4 * step + 32 * part) * kChunks;
+}
+
+// Copies of a head's rows to tiles of 64. It knows where the thread reads; strides stay in constant memory.
+template <int kHead, class Element>
+class RowCopies {
+ public:
+  __device__ RowCopies(const Work<Element>& work, const Element* x, const Strides& strides, int batch, int row,
+                       int head, int first) {
+    from_ = head_of(x, strides, batch, row, head) + (first + mine()) * strides.place + chunk() * 8;
+    left_ = chunk() * 8 < work.head ? work.length - first - mine() : 0;
+  }
+
+  // Starts the copies of a tile. What is behind the end of the sequence, or of the head, is zero.
+  __device__ void start(uint4* tile, const Strides& strides) const {
+    const Element* from = from_;
+#pragma unroll
+    for (int i = 0; i < kTile / kRows; ++i) {
+      copy_later(tile + slot<kChunks>(mine() + i * kRows, chunk()), from, i * kRows < left_);
+      from += kRows * strides.place;  // what is not there is not read
+    }
+  }
+  __device__ void next_tile(const Strides& strides) {
+    from_ += kTile * strides.place;
+    left_ -= kTile;
+  }
+  __device__ void next_row(const Strides& strides) { from_ += strides.row; }
+
+ private:
+  static constexpr int kChunks = kHead / 8, kRows = kThreads / kChunks;  // rows that the block copies at a time
+  __device__ static int mine() { return static_cast<int>(threadIdx.x) / kChunks; }
+  __device__ static int chunk() { return static_cast<int>(threadIdx.x) % kChunks; }
+  const Element* from_;
+  int left_;  // rows from the thread's first on
+};
 
 // Left fragments of 16 rows from global memory.
 template <int kHead, class Element>
@@ -145,7 +181,7 @@ __device__ inline void multiply_by_rows(float (&sums)[4][4], const uint32_t (&le
 #pragma unroll
     for (int half = 0; half < kHead / 32; ++half) {
       uint32_t right[4];
-      load_matrices(right, tile + slot<kHead / 8>(place_of(part, j, lane % 8), half * 4 + lane / 8));
+      load_matrices(right, tile + slot_of_rows<kHead / 8>(lane, part, j, half));
 #pragma unroll
       for (int step = 0; step < 2; ++step) {
         const uint32_t both[2] = {right[2 * step], right[2 * step + 1]};
@@ -159,7 +195,7 @@ __device__ inline void multiply_by_rows(float (&sums)[4][4], const uint32_t (&le
 template <class Element, int kHead>
 __device__ inline void add_product(float (&sums)[kHead / 8][4], const float (&numbers)[4][4], const uint4* tile,
                                    int part) {
-  const int lane = threadIdx.x % 32, matrix = lane / 8;
+  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int step = 0; step < 2; ++step) {
     const float(&low)[4] = numbers[2 * step], (&high)[4] = numbers[2 * step + 1];
@@ -168,8 +204,7 @@ __device__ inline void add_product(float (&sums)[kHead / 8][4], const float (&nu
 #pragma unroll
     for (int chunk = 0; chunk < kHead / 8; chunk += 2) {
       uint32_t right[4];
-      const int row = place_of(part, 2 * step + matrix % 2, lane % 8);
-      load_transposed(right, tile + slot<kHead / 8>(row, chunk + matrix / 2));
+      load_transposed(right, tile + slot_of_columns<kHead / 8>(lane, part, step, chunk));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint32_t both[2] = {right[2 * i], right[2 * i + 1]};
@@ -212,23 +247,31 @@ __device__ inline float masked(const Work<Element>& work, int batch, int row, in
 template <class Element>
 __device__ inline void load_pair(uint32_t (&words)[4], const Work<Element>& work, const Element* pair, int query,
                                  int key) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) words[i] = 0;
-  if (pair == nullptr || query >= work.length || key >= work.length) return;
-  const Element* const at = pair + int64_t{query} * work.length + key;
-  if (work.aligned) {
-    const uint4 four = *reinterpret_cast<const uint4*>(at);
-    words[0] = four.x;
-    words[1] = four.y;
-    words[2] = four.z;
-    words[3] = four.w;
-    return;
+  uint4 four = {0, 0, 0, 0};
+  if (pair != nullptr && query < work.length && key < work.length) {
+    four = *reinterpret_cast<const uint4*>(pair + int64_t{query} * work.pair_stride + key);
   }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if (key + i < work.length) {
-      words[i / 2] |= uint32_t{reinterpret_cast<const uint16_t*>(at)[i]} << (16 * (i % 2));
-    }
+  words[0] = four.x;
+  words[1] = four.y;
+  words[2] = four.z;
+  words[3] = four.w;
+}
+
+// The pair bias of a head, or null.
+template <class Element>
+__device__ inline const Element* pair_of(const Work<Element>& work, int batch, int head) {
+  const int64_t at = (int64_t{batch} * work.heads + head) * work.length * work.pair_stride;
+  return work.pair == nullptr ? nullptr : work.pair + at;
+}
+
+// Rows of `length` numbers, each padded with zeros to `stride`.
+template <class Element>
+__global__ void __launch_bounds__(256) pad_kernel(const Element* from, Element* to, int64_t total, int32_t length,
+                                                  int32_t stride) {
+  for (int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x; i < total; i += int64_t{gridDim.x} * 256) {
+    const int64_t row = i / stride;
+    const int column = static_cast<int>(i - row * stride);
+    to[i] = column < length ? from[row * length + column] : Element(0.f);
   }
 }
 
@@ -264,6 +307,22 @@ inline Tensor with_aligned_heads(const Tensor& x) {
 
 inline int32_t tiles_of(const Sizes& s) { return static_cast<int32_t>((s.length + kTile - 1) / kTile); }
 
+// The pair bias with rows that begin at multiples of 16 bytes: itself, or a padded copy; no tensor if there is none.
+inline Tensor with_aligned_rows(const MaybeTensor& pair_bias, const Sizes& s) {
+  Tensor pair = whole(pair_bias);
+  if (!pair.defined() || pair.numel() == 0) return pair;
+  if (s.length % 8 == 0 && reinterpret_cast<uintptr_t>(pair.data()) % 16 == 0) return pair;
+  const int64_t stride = (s.length + 7) / 8 * 8, total = pair.numel() / s.length * stride;
+  Tensor copy = opk::empty({s.batch, 1, s.heads, s.length, stride}, pair);
+  const int64_t blocks = (total + 255) / 256;
+  OPK_DISPATCH(pair, Element, (opk::half, opk::bfloat16), {
+    opk::launch(pad_kernel<Element>, blocks < 4096 ? blocks : 4096, 256, 0,
+                static_cast<const Tensor&>(pair).template data<const Element>(), copy.template data<Element>(), total,
+                s.length, stride);
+  });
+  return copy;
+}
+
 inline void check_served(const Sizes& s, const Tensor& q) {
   OPK_SERVED(s.head <= 64 && s.head % 8 == 0, q, " has heads of ", s.head, ", expected a multiple of 8 up to 64");
   OPK_SERVED(s.length < (int64_t{1} << 24), q, " has a length of ", s.length, ", expected less than 2^24");
@@ -280,7 +339,7 @@ Work<Element> work_of(const Sizes& s, const Tensor& q, const Tensor& k, const Te
   work.v = v.data<const Element>();
   if (mask.defined()) work.mask = static_cast<const Tensor&>(mask).template data<const Element>();
   if (pair.defined()) work.pair = static_cast<const Tensor&>(pair).template data<const Element>();
-  work.aligned = s.length % 8 == 0 && reinterpret_cast<uintptr_t>(work.pair) % 16 == 0;
+  work.pair_stride = static_cast<int32_t>((s.length + 7) / 8 * 8);
   work.q_strides = strides_of(q);
   work.k_strides = strides_of(k);
   work.v_strides = strides_of(v);
