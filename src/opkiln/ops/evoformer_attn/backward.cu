@@ -18,7 +18,9 @@ namespace {
 
 using namespace evoformer;
 
-constexpr int kBlocksWanted = 1024;  // of the kernel by pairs: two rounds of four on each multiprocessor of an H100
+template <int kHead>
+constexpr int kBlocks = kHead == 32 ? 3 : 2;  // on a multiprocessor at a time: more would have too few registers
+constexpr int kBlocksWanted = 1024;  // of the kernel by pairs: several rounds on the multiprocessors of an H100
 
 // What a thread knows of its two queries (rows of fragments). Queries behind the end have weights of 0.
 struct Queries {
@@ -57,7 +59,7 @@ __device__ inline void differentiate(float (&scores)[4][4], const float (&throug
 }
 
 template <class Element, int kHead>
-__global__ void __launch_bounds__(kThreads, kHead == 32 ? 4 : 2)
+__global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
     by_queries_kernel(const OPK_GRID_CONSTANT Work<Element> work) {
   __shared__ uint4 keys[2][kTile * kHead / 8], values[2][kTile * kHead / 8];
   alignas(16) __shared__ float masks[2][kTile];
@@ -156,7 +158,7 @@ __device__ inline void start_pair(uint4* tile, const Work<Element>& work, const 
 }
 
 template <class Element, int kHead>
-__global__ void __launch_bounds__(kThreads, kHead == 32 ? 3 : 2)
+__global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
     by_keys_kernel(const OPK_GRID_CONSTANT Work<Element> work) {
   extern __shared__ uint4 shared[];
   QueryTile<kHead>* const tiles = reinterpret_cast<QueryTile<kHead>*>(shared);
@@ -258,7 +260,7 @@ struct alignas(16) RowTile {
 };
 
 template <class Element, int kHead>
-__global__ void __launch_bounds__(kThreads, kHead == 32 ? 3 : 2)
+__global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
     by_pairs_kernel(const OPK_GRID_CONSTANT Work<Element> work) {
   extern __shared__ uint4 shared[];
   RowTile<kHead>* const tiles = reinterpret_cast<RowTile<kHead>*>(shared);
