@@ -29,6 +29,7 @@ LIBRARIES = (
     f"transformer__norms__{_DTYPE}",
     f"transformer__columns__{_DTYPE}",
     f"stochastic_transformer__{_DTYPE}",
+    *(f"evoformer_attn__{direction}__{_DTYPE}" for direction in ("forward", "backward")),
     "random_ltd",
     "spatial_inference",
     *(f"ragged_device_ops__{family}" for family in ("paged", "gating", "rows")),

@@ -8,14 +8,16 @@ from typing import Any
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from opkiln.nn.layer import TransformerLayer
+    from opkiln.ops.evoformer_attn.attention import evoformer_attention
     from opkiln.ops.sparse_attn.attention import SparseSelfAttention
 
-__all__ = ["SparseSelfAttention", "TransformerLayer"]
+__all__ = ["SparseSelfAttention", "TransformerLayer", "evoformer_attention"]
 
 _MODULES = ("core", "inference", "ragged", "random_ltd", "sparse_attention", "spatial")
 _HOMES = {
     "SparseSelfAttention": "opkiln.ops.sparse_attn.attention",
     "TransformerLayer": "opkiln.nn.layer",
+    "evoformer_attention": "opkiln.ops.evoformer_attn.attention",
 }
 
 

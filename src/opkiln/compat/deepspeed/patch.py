@@ -38,6 +38,7 @@ MODULES = {
     "fused_adam": "optimizers:FusedAdam",
     "fused_lion": "optimizers:FusedLion",
     "fused_lamb": "optimizers:FusedLamb",
+    "evoformer_attn": "evoformer:EvoformerAttention",
     "quantizer": "quantizer:Quantizer",
     "ragged_device_ops": "ragged:RaggedDeviceOps",
     "ragged_ops": "ragged:RaggedHostOps",

@@ -1,0 +1,84 @@
+"""DeepSpeed's module ``evoformer_attn``, over opkiln's op of this name.
+
+``DS4Sci_EvoformerAttention`` calls the two functions with tensors for their results. Two things
+differ from DeepSpeed's module:
+
+- Gradients of biases are the same to the bit in each run; DeepSpeed adds them with atomics.
+- ``lse`` has base 2, and is of use to ``attention_bwd`` alone.
+
+fp32 runs as the reference on a GPU, as in ``opkiln.nn.evoformer_attention``, which also takes
+lengths that DeepSpeed refuses, of up to 16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkiln.compat.deepspeed.modules import OpModule
+from opkiln.ops.evoformer_attn.functions import evoformer_attention, evoformer_attention_backward
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class EvoformerAttention(OpModule):
+    """``evoformer_attn``: attention over alignments and pairs, and its gradients. A bias without
+    elements is none."""
+
+    NAME = "evoformer_attn"
+
+    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
+        super().__init__(rest)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        evoformer_attention.load(device, dtype="bfloat16")
+
+    @torch.no_grad()
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, bias1: Tensor, bias2: Tensor, o: Tensor, lse: Tensor
+    ) -> None:
+        """Write the result to ``o``, and to ``lse``, [rows, heads, length or more], for each query
+        the logarithm of its sum of weights."""
+        mask, pair = _given(bias1), _given(bias2)
+        out, moments = evoformer_attention(q, k, v, mask, pair, q.shape[-1] ** -0.5)
+        o.copy_(out)
+        greatest, share = moments.flatten(1, 2).unbind()
+        lse[..., : q.shape[-3]] = greatest - share.log2()
+
+    @torch.no_grad()
+    def attention_bwd(
+        self,
+        go: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        bias1: Tensor,
+        bias2: Tensor,
+        gq: Tensor,
+        gk: Tensor,
+        gv: Tensor,
+        gb1: Tensor,
+        gb2: Tensor,
+    ) -> None:
+        """Write the gradients to the tensors whose names begin with ``g``, but for biases' that
+        have no elements. ``delta`` is memory for DeepSpeed's kernel."""
+        del delta
+        moments = lse[..., : q.shape[-3]].unflatten(0, q.shape[:2])
+        moments = torch.stack([moments, torch.ones_like(moments)])
+        wanted = (gb1.numel() > 0, gb2.numel() > 0)
+        found = evoformer_attention_backward(
+            go, q, k, v, o, moments, _given(bias1), _given(bias2), q.shape[-1] ** -0.5, *wanted
+        )
+        for to, value in zip((gq, gk, gv, gb1, gb2), found, strict=True):
+            if value.numel():
+                to.copy_(value)
+
+
+def _given(bias: Tensor) -> Tensor | None:
+    return bias if bias.numel() else None

@@ -1,0 +1,1 @@
+"""``evoformer_attn``: attention over alignments and pairs, with two additive biases."""

@@ -1,0 +1,168 @@
+"""``evoformer_attention`` and its gradient: the ops and their references. ``attention.py`` is the
+front end.
+
+``q``, ``k`` and ``v`` are [batch, rows, length, heads, head]. Each row, of an alignment or of a
+pair representation, attends within itself. ``mask_bias`` is [batch, rows, 1, 1, length], a number
+for each key of a row; ``pair_bias`` is [batch, 1, heads, length, length], which all rows share. All
+have one dtype. 16-bit tensors are computed in fp32, and results are rounded once; a kernel also
+rounds weights and their gradients to the dtype, because tensor cores take them so.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkiln.ops.evoformer_attn.op import backward, forward
+
+_Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@forward.op()
+def evoformer_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """``softmax(scale * q @ k.T + mask_bias + pair_bias) @ v`` for each row and head.
+
+    The second result is what the gradient needs, [2, batch, rows, heads, length] in fp32: for each
+    query the greatest score, times log2(e), and one over the sum of the weights relative to it.
+    (Their sum as one number would lose the second where the first is -1e9, in rows that are masked
+    out.) If all scores of a query are minus infinity, its result is NaN.
+    """
+    _check(q, k, v, mask_bias, pair_bias)
+    scores = _scores(q, k, mask_bias, pair_bias, scale)
+    if scores.shape[-1] == 0:
+        return torch.empty_like(q, memory_format=torch.contiguous_format), _moments(q)
+    greatest = scores.amax(-1)
+    weights = (scores - greatest[..., None]).exp()
+    share = weights.sum(-1).reciprocal()
+    out = torch.einsum("bnhqk,bnkhd->bnqhd", weights * share[..., None], _wide(v))
+    return out.to(q.dtype).contiguous(), torch.stack([greatest * math.log2(math.e), share])
+
+
+@evoformer_attention.fake
+def _(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q, memory_format=torch.contiguous_format), _moments(q)
+
+
+@evoformer_attention.backward
+def _(
+    grad: Tensor,
+    _of_moments: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    scale: float,
+    output: Any,
+) -> tuple[Tensor | None, ...]:
+    wanted = [each is not None and each.requires_grad for each in (mask_bias, pair_bias)]
+    gradients = evoformer_attention_backward
+    if torch.is_grad_enabled():  # for a second derivative, which goes through ``output``, too
+        output = evoformer_attention.reference(q, k, v, mask_bias, pair_bias, scale)
+        gradients = evoformer_attention_backward.reference
+    q_grad, k_grad, v_grad, of_mask, of_pair = gradients(
+        grad, q, k, v, *output, mask_bias, pair_bias, scale, *wanted
+    )
+    biases = (of_mask if wanted[0] else None, of_pair if wanted[1] else None)
+    return q_grad, k_grad, v_grad, *biases, None
+
+
+@backward.op()
+def evoformer_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    moments: Tensor,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    scale: float,
+    mask_grad: bool,
+    pair_grad: bool,
+) -> _Five:
+    """The gradients of ``q``, ``k``, ``v`` and of the two biases in ``evoformer_attention``, whose
+    results are ``output`` and ``moments``. ``grad`` is that of ``output``. A gradient of a bias
+    that is not wanted is an empty tensor. Kernels add in a fixed order: results are the same to the
+    bit each time."""
+    _check(q, k, v, mask_bias, pair_bias)
+    scores = _scores(q, k, mask_bias, pair_bias, scale) * math.log2(math.e)
+    greatest, share = moments.unbind()
+    weights = torch.exp2(scores - greatest[..., None]) * share[..., None]
+    wide, queries, keys = _wide(grad), _wide(q), _wide(k)
+    v_grad = torch.einsum("bnhqk,bnqhd->bnkhd", weights, wide)
+    delta = (wide * _wide(output)).sum(-1).transpose(2, 3)[..., None]
+    through = weights * (torch.einsum("bnqhd,bnkhd->bnhqk", wide, _wide(v)) - delta)
+    q_grad = torch.einsum("bnhqk,bnkhd->bnqhd", through, keys) * scale
+    k_grad = torch.einsum("bnhqk,bnqhd->bnkhd", through, queries) * scale
+    of_mask = through.sum((2, 3), keepdim=True) if mask_grad else through.new_empty(0)
+    of_pair = through.sum(1, keepdim=True) if pair_grad else through.new_empty(0)
+    results = (q_grad, k_grad, v_grad, of_mask, of_pair)
+    return tuple(each.to(q.dtype).contiguous() for each in results)  # type: ignore[return-value]
+
+
+@evoformer_attention_backward.fake
+def _(_grad: Tensor, q: Tensor, *rest: Any) -> _Five:
+    batch, rows, length, heads, _ = q.shape
+    mask_grad, pair_grad = rest[-2:]
+    of_q, of_k, of_v = (q.new_empty(q.shape) for _ in range(3))
+    of_mask = q.new_empty((batch, rows, 1, 1, length) if mask_grad else (0,))
+    of_pair = q.new_empty((batch, 1, heads, length, length) if pair_grad else (0,))
+    return of_q, of_k, of_v, of_mask, of_pair
+
+
+def _scores(
+    q: Tensor, k: Tensor, mask_bias: Tensor | None, pair_bias: Tensor | None, scale: float
+) -> Tensor:
+    scores = torch.einsum("bnqhd,bnkhd->bnhqk", _wide(q), _wide(k)) * scale
+    for bias in (mask_bias, pair_bias):
+        if bias is not None:
+            scores = scores + _wide(bias)
+    return scores
+
+
+def _moments(q: Tensor) -> Tensor:
+    batch, rows, length, heads, _ = q.shape
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((2, batch, rows, heads, length), dtype=dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """``x`` as what arithmetic is done in: fp32 for 16-bit elements."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor | None, pair_bias: Tensor | None
+) -> None:
+    """Raises RuntimeError, naming the argument."""
+    if q.dim() != 5:
+        raise RuntimeError(
+            f"q has shape {list(q.shape)}, expected [batch, rows, length, heads, head]"
+        )
+    batch, rows, length, heads, _ = q.shape
+    expected = {
+        "k": (k, tuple(q.shape)),
+        "v": (v, tuple(q.shape)),
+        "mask_bias": (mask_bias, (batch, rows, 1, 1, length)),
+        "pair_bias": (pair_bias, (batch, 1, heads, length, length)),
+    }
+    for name, (given, shape) in expected.items():
+        if given is None:
+            continue
+        if tuple(given.shape) != shape:
+            raise RuntimeError(f"{name} has shape {list(given.shape)}, expected {list(shape)}")
+        if given.dtype != q.dtype or given.device != q.device:
+            raise RuntimeError(
+                f"{name} is {given.dtype} on {given.device}, q is {q.dtype} on {q.device}"
+            )
