@@ -6,13 +6,48 @@ from opkiln import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from opkiln.ops.async_io.engines import EngineState, engines
+    from opkiln.ops.async_io.handle import AsyncIO, Request, Transfer
+    from opkiln.ops.async_io.saving import (
+        Entry,
+        Header,
+        Saving,
+        load,
+        read_header,
+        save,
+        save_in_background,
+    )
     from opkiln.ops.pin_memory.pool import PinnedPool, PoolCounts
 
-__all__ = ["PinnedPool", "PoolCounts"]
+__all__ = [
+    "AsyncIO",
+    "EngineState",
+    "Entry",
+    "Header",
+    "PinnedPool",
+    "PoolCounts",
+    "Request",
+    "Saving",
+    "Transfer",
+    "engines",
+    "load",
+    "read_header",
+    "save",
+    "save_in_background",
+]
 
 _HOMES = {
+    **dict.fromkeys(
+        ("Entry", "Header", "Saving", "load", "read_header", "save", "save_in_background"),
+        "opkiln.ops.async_io.saving",
+    ),
+    "AsyncIO": "opkiln.ops.async_io.handle",
+    "EngineState": "opkiln.ops.async_io.engines",
     "PinnedPool": "opkiln.ops.pin_memory.pool",
     "PoolCounts": "opkiln.ops.pin_memory.pool",
+    "Request": "opkiln.ops.async_io.handle",
+    "Transfer": "opkiln.ops.async_io.handle",
+    "engines": "opkiln.ops.async_io.engines",
 }
 
 __getattr__, __dir__ = lazy.names(__name__, _HOMES)

@@ -105,6 +105,7 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     [
         "first_op/use.py", "cuda_op/use.py", "one_call.py", "train.py", "variants.py",
         "random_ltd.py", "decoder.py", "shm_ddp.py", "long_document.py", "evoformer_block.py",
+        "swapped_adam.py", "background_checkpoint.py",
     ],
 )  # fmt: skip
 def test_an_example_runs_cold_and_warm(example: str, cache: str) -> None:

@@ -32,6 +32,7 @@ OPS, ENGINE, DEEPSPEED = "ops", "engine", "deepspeed"
 
 # The subclass of OpModule that replaces an op's module, as module:class.
 MODULES = {
+    "async_io": "files:AsyncIO",
     "cpu_adam": "optimizers:CPUAdam",
     "cpu_adagrad": "optimizers:CPUAdagrad",
     "cpu_lion": "optimizers:CPULion",
@@ -39,6 +40,7 @@ MODULES = {
     "fused_lion": "optimizers:FusedLion",
     "fused_lamb": "optimizers:FusedLamb",
     "evoformer_attn": "evoformer:EvoformerAttention",
+    "pin_memory": "files:PinMemory",
     "quantizer": "quantizer:Quantizer",
     "ragged_device_ops": "ragged:RaggedDeviceOps",
     "ragged_ops": "ragged:RaggedHostOps",
@@ -137,7 +139,7 @@ def _resorts_of(op: str) -> tuple[str, ...]:
 
 
 def _choose(builder: Any, resorts: tuple[str, ...], original: Callable[[], Any]) -> tuple[Any, str]:
-    if OPS in resorts and _is_deepspeeds(builder) and builder.name in MODULES:
+    if _is_by_ops(builder, resorts):
         folder, _, name = MODULES[builder.name].partition(":")
         module = getattr(import_module(f"opkiln.compat.deepspeed.{folder}"), name)
         rest = _by_engine(builder) if resorts[-1:] == (ENGINE,) else None
@@ -146,6 +148,12 @@ def _choose(builder: Any, resorts: tuple[str, ...], original: Callable[[], Any])
     if ENGINE in resorts and not _is_installed(builder):
         return _by_engine(builder)(), ENGINE
     return original(), DEEPSPEED
+
+
+def _is_by_ops(builder: Any, resorts: tuple[str, ...] | None = None) -> bool:
+    """Whether an op of opkiln serves this builder."""
+    allowed = _resorts_of(builder.name) if resorts is None else resorts
+    return OPS in allowed and _is_deepspeeds(builder) and builder.name in MODULES
 
 
 def _by_engine(builder: Any) -> Callable[[], Any]:
@@ -191,6 +199,8 @@ def _has_function(
     from opkiln.store.layers import Store
     from opkiln.toolchain.host import can_link
 
+    if funcname == "io_submit" and _is_by_ops(self):
+        return True  # DeepSpeed asks for libaio, and opkiln's op does without
     try:
         return can_link(Store().memory, funcname, tuple(libraries), tuple(library_dirs or ()))
     except ToolchainError as error:

@@ -1,0 +1,257 @@
+"""DeepSpeed's modules ``async_io`` and ``pin_memory`` over opkiln's ops of these names."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opkiln.compat.deepspeed.modules import OpModule
+from opkiln.errors import UsageError
+from opkiln.ops.async_io.handle import AsyncIO as Files
+from opkiln.ops.async_io.handle import Request
+from opkiln.ops.pin_memory.pool import PinnedPool
+
+_ALIGNMENT = 512  # what DeepSpeed has its callers round sizes to, for each thread
+
+
+class _LockedTensors:
+    """Page-locked tensors by address. All handles of a process share them, as in DeepSpeed."""
+
+    def __init__(self) -> None:
+        self._pool: PinnedPool | None = None
+        self._tensors: dict[int, Tensor] = {}
+        self._guard = threading.Lock()
+
+    def new(self, num_elem: int, example_tensor: Tensor) -> Tensor:
+        with self._guard:
+            if self._pool is None:
+                self._pool = PinnedPool()
+            made = self._pool.take(int(num_elem), example_tensor.dtype)
+            self._tensors[made.data_ptr()] = made
+        return made
+
+    def free(self, address: int) -> bool:
+        with self._guard:
+            found = self._tensors.pop(address, None)
+            if found is None or self._pool is None:
+                return False
+            self._pool.give(found)
+            self._pool.trim()
+        return True
+
+    def has(self, buffer: Tensor) -> bool:
+        """Whether all of it is in one of these tensors, or pinned by torch."""
+        if buffer.device.type != "cpu":
+            return False
+        begin, size = buffer.data_ptr(), buffer.nbytes
+        with self._guard:
+            if any(at <= begin and begin + size <= at + tensor.nbytes
+                   for at, tensor in self._tensors.items()):  # fmt: skip
+                return True
+        return torch.cuda.is_available() and bool(buffer.is_pinned())
+
+
+_locked = _LockedTensors()
+
+
+class pin_handle:  # noqa: N801 (DeepSpeed's name)
+    """Page-locked tensors. The memory of one that is freed must not be used any more."""
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
+        """A tensor of one dimension with the dtype of another."""
+        return _locked.new(num_elem, example_tensor)
+
+    def free_cpu_locked_tensor(self, locked_tensor: Tensor) -> bool:
+        """Whether it was one of these."""
+        return _locked.free(locked_tensor.data_ptr())
+
+    def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
+        """Whether one of these begins there."""
+        return _locked.free(int(address))
+
+    def is_pinned(self, buffer: Tensor) -> bool:
+        """Whether all of it is page-locked."""
+        return _locked.has(buffer)
+
+
+class _Pending(NamedTuple):
+    request: Request
+    staged: Tensor  # the memory that is read or written
+    target: Tensor | None  # a read tensor that `staged` is copied to, or None
+    check: tuple[str, int] | None  # the file and the offset to compare with, or None
+
+
+class aio_handle:  # noqa: N801 (DeepSpeed's name)
+    """Reads and writes of tensors. ``wait`` waits for all that were begun and counts them.
+
+    Errors are raised, with the system's reason. Sizes need not be multiples of anything.
+    """
+
+    def __init__(
+        self,
+        block_size: int = 1024 * 1024,
+        queue_depth: int = 128,
+        single_submit: bool = False,
+        overlap_events: bool = False,
+        intra_op_parallelism: int = 1,
+    ) -> None:
+        self._given = (
+            int(block_size), int(queue_depth), bool(single_submit), bool(overlap_events),
+            int(intra_op_parallelism),
+        )  # fmt: skip
+        self._files = Files(
+            block_size=max(4096, int(block_size)),
+            depth=int(queue_depth),
+            threads=max(int(intra_op_parallelism), 8),
+        )
+        self._pending: list[_Pending] = []
+
+    def get_block_size(self) -> int:
+        return self._given[0]
+
+    def get_queue_depth(self) -> int:
+        return self._given[1]
+
+    def get_single_submit(self) -> bool:
+        return self._given[2]
+
+    def get_overlap_events(self) -> bool:
+        return self._given[3]
+
+    def get_intra_op_parallelism(self) -> int:
+        return self._given[4]
+
+    def get_alignment(self) -> int:
+        return self.get_intra_op_parallelism() * _ALIGNMENT
+
+    def read(self, buffer: Tensor, filename: str, validate: bool, file_offset: int = 0) -> int:
+        """Fill a tensor from a file; 0."""
+        self._finish(self._begin_read(buffer, filename, validate, file_offset))
+        return 0
+
+    def write(self, buffer: Tensor, filename: str, validate: bool, file_offset: int = 0) -> int:
+        """Write a tensor to a file; 0."""
+        self._finish(self._begin_write(buffer, filename, validate, file_offset))
+        return 0
+
+    def pread(self, buffer: Tensor, filename: str, validate: bool, *args: Any, **named: Any) -> int:
+        """``async`` (a word of Python's) and ``file_offset`` follow; 0, or the count of ``wait``"""
+        later, offset = _async_and_offset("pread", args, named)
+        self._pending.append(self._begin_read(buffer, filename, validate, offset))
+        return 0 if later else self.wait()
+
+    def pwrite(
+        self, buffer: Tensor, filename: str, validate: bool, *args: Any, **named: Any
+    ) -> int:
+        """As ``pread``."""
+        later, offset = _async_and_offset("pwrite", args, named)
+        self._pending.append(self._begin_write(buffer, filename, validate, offset))
+        return 0 if later else self.wait()
+
+    def sync_pread(self, buffer: Tensor, filename: str, file_offset: int = 0) -> int:
+        return self.pread(buffer, filename, False, False, file_offset)
+
+    def sync_pwrite(self, buffer: Tensor, filename: str, file_offset: int = 0) -> int:
+        return self.pwrite(buffer, filename, False, False, file_offset)
+
+    def async_pread(self, buffer: Tensor, filename: str, file_offset: int = 0) -> int:
+        return self.pread(buffer, filename, False, True, file_offset)
+
+    def async_pwrite(self, buffer: Tensor, filename: str | int, file_offset: int = 0) -> int:
+        """``filename`` may be a descriptor, which stays open."""
+        self._pending.append(self._begin_write(buffer, filename, False, file_offset))
+        return 0
+
+    new_cpu_locked_tensor = pin_handle.new_cpu_locked_tensor
+    free_cpu_locked_tensor = pin_handle.free_cpu_locked_tensor
+    is_pinned = pin_handle.is_pinned
+
+    def wait(self) -> int:
+        """Wait for what was begun; how many reads and writes that were. Raises the first error."""
+        pending, self._pending = self._pending, []
+        failed: Exception | None = None
+        for each in pending:
+            try:
+                self._finish(each)
+            except (OSError, EOFError, UsageError) as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        return len(pending)
+
+    def _begin_read(self, buffer: Tensor, filename: str, validate: bool, offset: int) -> _Pending:
+        in_place = buffer.device.type == "cpu" and buffer.is_contiguous()
+        staged = buffer if in_place else torch.empty(buffer.shape, dtype=buffer.dtype)
+        request = self._files.read(staged, filename, int(offset))
+        check = (filename, int(offset)) if validate else None
+        return _Pending(request, staged, None if in_place else buffer, check)
+
+    def _begin_write(
+        self, buffer: Tensor, filename: str | int, validate: bool, offset: int
+    ) -> _Pending:
+        staged = buffer.detach().cpu().contiguous()
+        request = self._files.write(staged, filename, int(offset))
+        check = (str(filename), int(offset)) if validate else None
+        return _Pending(request, staged, None, check)
+
+    def _finish(self, pending: _Pending) -> None:
+        pending.request.wait()
+        if pending.target is not None:
+            with torch.no_grad():
+                pending.target.copy_(pending.staged)
+        if pending.check is not None:
+            path, offset = pending.check
+            stored = torch.empty_like(pending.staged)
+            self._files.read(stored, path, offset).wait()
+            left, right = (each.reshape(-1).view(torch.uint8) for each in (stored, pending.staged))
+            if not torch.equal(left, right):
+                raise UsageError(f"{path} and the tensor differ")
+
+
+class AsyncIO(OpModule):
+    """``async_io``: handles that read and write tensors."""
+
+    NAME = "async_io"
+    aio_handle = aio_handle
+
+    def aio_read(
+        self, buffer: Tensor, filename: str, block_size: int, queue_depth: int,
+        single_submit: bool, overlap_events: bool, validate: bool,
+    ) -> int:  # fmt: skip
+        """Fill a tensor from a file; 0."""
+        handle = aio_handle(block_size, queue_depth, single_submit, overlap_events)
+        return handle.read(buffer, filename, validate)
+
+    def aio_write(
+        self, buffer: Tensor, filename: str, block_size: int, queue_depth: int,
+        single_submit: bool, overlap_events: bool, validate: bool,
+    ) -> int:  # fmt: skip
+        """Write a tensor to a file; 0."""
+        handle = aio_handle(block_size, queue_depth, single_submit, overlap_events)
+        return handle.write(buffer, filename, validate)
+
+    def deepspeed_memcpy(self, dest: Tensor, src: Tensor) -> int:
+        """Copy a tensor to another; 0."""
+        with torch.no_grad():
+            dest.copy_(src)
+        return 0
+
+
+class PinMemory(OpModule):
+    """``pin_memory``: page-locked tensors."""
+
+    NAME = "pin_memory"
+    pin_handle = pin_handle
+
+
+def _async_and_offset(
+    function: str, args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[bool, int]:
+    """The arguments ``async`` and ``file_offset``: Python's grammar has no such parameter."""
+    given = dict(zip(("async", "file_offset"), args, strict=False)) | named
+    if "async" not in given or set(given) - {"async", "file_offset"} or len(args) > 2:
+        raise TypeError(f"{function}(buffer, filename, validate, async, file_offset=0)")
+    return bool(given["async"]), int(given.get("file_offset", 0))

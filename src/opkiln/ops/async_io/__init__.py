@@ -1,0 +1,1 @@
+"""Reads and writes of tensors that go on while the program does something else."""

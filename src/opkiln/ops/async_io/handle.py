@@ -1,0 +1,303 @@
+"""``AsyncIO``: reads and writes of tensors that go on while the program does something else."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+import warnings
+import weakref
+from concurrent.futures import CancelledError
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opkiln.errors import ArgumentError, UsageError
+from opkiln.ops.async_io.engines import choose, ops
+from opkiln.ops.async_io.reference import CANCELLED, RUNNING
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Path = str | os.PathLike[str] | int
+
+_SLICE = 100  # milliseconds: Ctrl-C is noticed between two waits
+_MANY = 1000  # requests that nobody has waited for
+_FLAGS = {False: os.O_RDONLY, True: os.O_RDWR | os.O_CREAT}
+
+
+class Transfer(NamedTuple):
+    """A tensor, the file that it is read from or written to, and where it begins there."""
+
+    tensor: Tensor
+    path: Path
+    offset: int = 0
+
+
+class _Part(NamedTuple):
+    path: Path
+    offset: int
+    size: int
+
+
+class _Queue:
+    """The op's queue, and the requests that nobody has waited for, by number."""
+
+    def __init__(self, handle: Tensor) -> None:
+        self.handle = handle
+        self.pending: dict[int, Request] = {}
+
+
+class Request:
+    """A read or a write that was begun. It ends whether or not anybody keeps this object, and the
+    tensors stay in memory until then."""
+
+    def __init__(self, queue: _Queue, number: int, parts: list[_Part], partial: bool) -> None:
+        self._queue, self._number, self._parts, self._partial = queue, number, parts, partial
+        self._outcome: list[int] | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended, in whatever way. Does not wait."""
+        return self._poll(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it has ended; the bytes that were transferred, of all tensors together.
+
+        Raises OSError with the system's reason and the file's name; EOFError if a file ends too
+        early, unless it was begun with ``partial=True``; CancelledError after ``cancel()``;
+        TimeoutError after ``timeout`` seconds, and then the request goes on.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self._poll(_SLICE if end is None else _milliseconds_to(end)):
+            if end is not None and time.monotonic() >= end:
+                raise TimeoutError(f"the request has not ended within {timeout} s")
+        self._queue.pending.pop(self._number, None)
+        if (error := self.error()) is not None:
+            raise error
+        return sum(self.sizes)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes of each tensor that were transferred. Raises UsageError before the end."""
+        if self._outcome is None:
+            raise UsageError("the request has not ended", hint="request.wait()")
+        return self._outcome[3:]
+
+    def cancel(self) -> None:
+        """Transfer no more than what is under way. ``wait`` still waits for that."""
+        if self._outcome is None:
+            ops().aio_cancel(self._queue.handle, self._number)
+
+    def error(self) -> Exception | None:
+        """What ``wait`` would raise, or None; also None before the end."""
+        if self._outcome is None:
+            return None
+        state, error, failed, *sizes = self._outcome
+        if error:
+            return OSError(error, os.strerror(error), str(self._parts[failed].path))
+        if state == CANCELLED:
+            return CancelledError(f"cancelled after {sum(sizes)} bytes")
+        for part, size in zip(self._parts, sizes, strict=True):
+            if size < part.size and not self._partial:
+                return EOFError(
+                    f"{part.path}: {part.size} bytes are asked for from offset {part.offset} on, "
+                    f"and the file ends after {size}"
+                )
+        return None
+
+    def _poll(self, milliseconds: int) -> bool:
+        if self._outcome is None:
+            found = ops().aio_wait(self._queue.handle, self._number, milliseconds).tolist()
+            if found[0] == RUNNING:
+                return False
+            self._outcome = found
+        return True
+
+
+class AsyncIO:
+    """Asynchronous, parallel, direct reads and writes between tensors and files.
+
+        with AsyncIO() as files:
+            request = files.read(tensor, "weights.bin")
+            ...                     # compute
+            request.wait()
+
+    ``engine`` is "auto", "io_uring", "libaio" or "threads"; ``opkiln.io.engines()`` says which can
+    be used here. A transfer is cut into blocks of ``block_size`` bytes, of which ``depth`` are
+    under way at a time; ``threads`` is how many of them the engine of threads runs at once.
+    ``direct=False`` goes through the page cache. Any thread may use it.
+
+    Offsets, sizes and memory may be odd: what direct I/O cannot do goes through a buffer, or, at
+    both ends of a write, through the page cache. Until a request has ended, tensors that are read
+    to hold anything, and tensors that are written must not change. Leaving the block, ``close()``
+    and dropping the object wait for all requests. Raises UsageError for an engine that cannot be
+    used, and ArgumentError.
+    """
+
+    def __init__(
+        self,
+        engine: str = "auto",
+        *,
+        depth: int = 32,
+        block_size: int = 1 << 20,
+        threads: int = 8,
+        direct: bool = True,
+    ) -> None:
+        for name, value, most in (
+            ("depth", depth, 4096),
+            ("threads", threads, 1024),
+        ):
+            if not 1 <= value <= most:
+                raise ArgumentError(f"{name} is {value}, expected 1 to {most}")
+        if not 512 <= block_size <= 1 << 30:
+            raise ArgumentError(f"block_size is {block_size}, expected 512 to {1 << 30} bytes")
+        self.engine = choose(engine)
+        self.depth, self.block_size, self.threads = depth, block_size, threads
+        self.direct = direct
+        handle = ops().aio_open(torch.empty(0), self.engine, depth, block_size, min(threads, depth))
+        self._queue = _Queue(handle)
+        self._closer = weakref.finalize(self, _drop, self._queue)
+
+    def read(
+        self, tensor: Tensor, path: Path, offset: int = 0, *, partial: bool = False
+    ) -> Request:
+        """Begin to fill a tensor from a file, from ``offset`` on. ``path`` may be a descriptor.
+
+        If the file ends before the tensor, ``wait`` raises EOFError. With ``partial=True`` it gives
+        the bytes that there were. Raises OSError, ArgumentError.
+        """
+        return self.read_all([Transfer(tensor, path, offset)], partial=partial)
+
+    def write(self, tensor: Tensor, path: Path, offset: int = 0) -> Request:
+        """Begin to write a tensor to a file, from ``offset`` on. The file is made if it is not
+        there, and is never made shorter. Raises OSError, ArgumentError."""
+        return self.write_all([Transfer(tensor, path, offset)])
+
+    def read_all(self, transfers: Sequence[Transfer], *, partial: bool = False) -> Request:
+        """``read`` of several tensors, from one file or from several, as one request."""
+        return self._begin(transfers, ops().aio_read_, write=False, partial=partial)
+
+    def write_all(self, transfers: Sequence[Transfer]) -> Request:
+        """``write`` of several tensors as one request. Their ranges must not overlap."""
+        return self._begin(transfers, ops().aio_write, write=True, partial=False)
+
+    def wait(self) -> None:
+        """Wait for all requests that nobody has waited for. Raises the first error of ``wait``."""
+        pending = list(self._queue.pending.values())
+        for each in pending:
+            while not each._poll(_SLICE):
+                pass
+            self._queue.pending.pop(each._number, None)
+        for each in pending:
+            if (error := each.error()) is not None:
+                raise error
+
+    def close(self) -> None:
+        """``wait``, and take no more requests. Calling it again has no effect."""
+        try:
+            if self._closer.alive:
+                self.wait()
+        finally:
+            self._closer()
+
+    def __enter__(self) -> AsyncIO:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # what went wrong in the block is the better news
+            self._queue.pending.clear()
+            self._closer()
+
+    def _begin(
+        self, transfers: Sequence[Transfer], op: Callable[..., Any], *, write: bool, partial: bool
+    ) -> Request:
+        if not self._closer.alive:
+            raise UsageError("this AsyncIO is closed")
+        memory = [_bytes(each.tensor, write) for each in transfers]
+        for each in transfers:
+            if each.offset < 0:
+                raise ArgumentError(f"offset is {each.offset}, expected at least 0")
+        paths = list(dict.fromkeys(each.path for each in transfers))
+        descriptors: list[int] = []
+        try:
+            for path in paths:
+                descriptors += _open(path, write, self.direct)
+            offsets = [each.offset for each in transfers]
+            files = [paths.index(each.path) for each in transfers]
+            with torch.no_grad():
+                number = int(op(self._queue.handle, memory, offsets, files, descriptors))
+        except BaseException:  # the queue has not taken them
+            _close(descriptors)
+            raise
+        parts = [
+            _Part(each.path, each.offset, size.numel())
+            for each, size in zip(transfers, memory, strict=True)
+        ]
+        made = self._queue.pending[number] = Request(self._queue, number, parts, partial)
+        if len(self._queue.pending) > _MANY:
+            self._forget_successes()
+        return made
+
+    def _forget_successes(self) -> None:
+        for number, each in list(self._queue.pending.items()):
+            if each.done() and each.error() is None:
+                del self._queue.pending[number]
+
+
+def _drop(queue: _Queue) -> None:
+    """Wait for what nobody waits for any more, and tell of what failed."""
+    for each in list(queue.pending.values()):
+        while not each._poll(_SLICE):
+            pass
+        if (error := each.error()) is not None:
+            warnings.warn(
+                f"a request of an AsyncIO that was dropped has failed: {error}",
+                ResourceWarning,
+                stacklevel=2,
+            )
+    queue.pending.clear()
+    ops().aio_close(queue.handle)
+
+
+def _bytes(tensor: Tensor, write: bool) -> Tensor:
+    """The tensor's memory; a contiguous copy of it if it is only read."""
+    if tensor.device.type != "cpu":
+        raise ArgumentError(
+            f"the tensor is on {tensor.device}, expected host memory", hint="tensor.cpu()"
+        )
+    if not tensor.is_contiguous() and not write:
+        raise ArgumentError(
+            f"the tensor has shape {tuple(tensor.shape)} and strides {tensor.stride()}: "
+            "only a contiguous one can be read to"
+        )
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _open(path: Path, write: bool, direct: bool) -> list[int]:
+    """The file as usual, and for direct I/O or -1."""
+    flags = _FLAGS[write] | os.O_CLOEXEC
+    plain = os.dup(path) if isinstance(path, int) else os.open(path, flags, 0o666)
+    mode = os.fstat(plain).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):
+        os.close(plain)
+        raise ArgumentError(f"{path} is neither a file nor a block device")
+    if not direct:
+        return [plain, -1]
+    try:  # by the descriptor: the name may be another file's by now
+        return [plain, os.open(f"/proc/self/fd/{plain}", flags & ~os.O_CREAT | os.O_DIRECT)]
+    except OSError:  # a file system without direct I/O, or no /proc
+        return [plain, -1]
+
+
+def _close(descriptors: list[int]) -> None:
+    for each in descriptors:
+        if each >= 0:
+            os.close(each)
+
+
+def _milliseconds_to(end: float) -> int:
+    return max(0, min(_SLICE, round(1000 * (end - time.monotonic()))))

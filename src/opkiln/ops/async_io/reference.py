@@ -1,0 +1,192 @@
+"""``async_io`` in Python, on threads: what serves where there is no native version.
+
+A queue runs requests in the background. ``aio_open`` gives its number, ``aio_read_`` and
+``aio_write`` that of a request, each as a tensor of one int64. A request is a list of tensors of
+bytes. Each has an offset in one of several files. ``descriptors`` has two for each file: one that
+is open as usual, and one for direct I/O or -1. The queue closes them. It keeps the tensors alive
+until the request has ended.
+
+``aio_wait`` gives the state (0: runs, 1: done, 2: cancelled), an error's number or 0, the part that
+failed or -1, and for each part the bytes that were transferred from its begin on. A file may end
+before. A request can be waited for until it has ended, once. ``aio_close`` waits for all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import torch
+from torch import Tensor
+
+RUNNING, DONE, CANCELLED = 0, 1, 2
+
+
+class _Queue:
+    """Requests on the threads of a pool, a block at a time."""
+
+    def __init__(self, threads: int, block_size: int) -> None:
+        self.pool = ThreadPoolExecutor(threads, "async_io")
+        self.block_size = block_size
+        self.process = os.getpid()
+        self.futures: dict[int, Future[list[int]]] = {}
+        self.cancelled: dict[int, threading.Event] = {}
+        self.numbers = itertools.count(1)
+
+    def add(
+        self,
+        memory: list[Tensor],
+        offsets: list[int],
+        files: list[int],
+        descriptors: list[int],
+        write: bool,
+    ) -> Tensor:
+        number, cancelled = next(self.numbers), threading.Event()
+        self.cancelled[number] = cancelled
+        self.futures[number] = self.pool.submit(
+            self._transfer, memory, offsets, files, descriptors, write, cancelled
+        )
+        return torch.tensor([number])
+
+    def _transfer(
+        self,
+        memory: list[Tensor],
+        offsets: list[int],
+        files: list[int],
+        descriptors: list[int],
+        write: bool,
+        cancelled: threading.Event,
+    ) -> list[int]:
+        ends = [0] * len(memory)
+        part = -1
+        try:
+            for part, tensor in enumerate(memory):
+                plain = descriptors[2 * files[part]]
+                view = _bytes(tensor)
+                while ends[part] < len(view):
+                    if cancelled.is_set():
+                        return [CANCELLED, 0, -1, *ends]
+                    some = view[ends[part] : ends[part] + self.block_size]
+                    at = offsets[part] + ends[part]
+                    count = os.pwritev(plain, [some], at) if write else os.preadv(plain, [some], at)
+                    if count == 0 and write:
+                        return [DONE, errno.EIO, part, *ends]
+                    if count == 0:
+                        break
+                    ends[part] += count
+        except OSError as error:
+            return [DONE, error.errno or errno.EIO, part, *ends]
+        finally:
+            _close(descriptors)
+        return [DONE, 0, -1, *ends]
+
+
+_queues: dict[int, _Queue] = {}
+_numbers = itertools.count(1)
+
+
+def aio_probe(like: Tensor, engine: str) -> Tensor:  # noqa: ARG001
+    """0 if an engine can be used, or an error's number. Here there are threads alone."""
+    return torch.tensor([0 if engine == "threads" else errno.ENOSYS])
+
+
+def aio_open(like: Tensor, engine: str, depth: int, block_size: int, threads: int) -> Tensor:  # noqa: ARG001
+    """A new queue. Raises RuntimeError for an engine that cannot be used."""
+    if engine != "threads":
+        raise RuntimeError(f"{engine} cannot be used: {os.strerror(errno.ENOSYS)}")
+    number = next(_numbers)
+    _queues[number] = _Queue(threads, block_size)
+    return torch.tensor([number])
+
+
+def aio_read_(
+    queue: Tensor,
+    memory: list[Tensor],
+    offsets: list[int],
+    files: list[int],
+    descriptors: list[int],
+) -> Tensor:
+    """Begin to read. Raises RuntimeError for what cannot be read to; files then stay open."""
+    return _found(queue).add(*_checked(memory, offsets, files, descriptors), write=False)
+
+
+def aio_write(
+    queue: Tensor,
+    memory: list[Tensor],
+    offsets: list[int],
+    files: list[int],
+    descriptors: list[int],
+) -> Tensor:
+    """Begin to write. Raises RuntimeError for what cannot be written; files then stay open."""
+    return _found(queue).add(*_checked(memory, offsets, files, descriptors), write=True)
+
+
+def aio_wait(queue: Tensor, request: int, milliseconds: int) -> Tensor:
+    """Wait at most so long, for ever if below 0. Raises RuntimeError for an unknown request."""
+    found = _found(queue)
+    future = found.futures.get(request)
+    if future is None:
+        raise RuntimeError(f"there is no request {request}: it was waited for before")
+    wait([future], None if milliseconds < 0 else milliseconds / 1000)
+    if not future.done():
+        return torch.tensor([RUNNING, 0, -1])
+    del found.futures[request], found.cancelled[request]
+    return torch.tensor(future.result())
+
+
+def aio_cancel(queue: Tensor, request: int) -> None:
+    """Transfer nothing more of a request than what is under way."""
+    if cancelled := _found(queue).cancelled.get(request):
+        cancelled.set()
+
+
+def aio_close(queue: Tensor) -> None:
+    """Wait for all requests and end the queue. Calling it again has no effect."""
+    found = _queues.pop(int(queue), None)
+    if found is not None and found.process == os.getpid():
+        found.pool.shutdown()
+
+
+def _found(queue: Tensor) -> _Queue:
+    found = _queues.get(int(queue))
+    if found is None:
+        raise RuntimeError(f"there is no queue {int(queue)}: it was closed")
+    if found.process != os.getpid():
+        raise RuntimeError(
+            f"queue {int(queue)} was opened in process {found.process}, of which this one is a fork"
+        )
+    return found
+
+
+def _checked(
+    memory: list[Tensor], offsets: list[int], files: list[int], descriptors: list[int]
+) -> tuple[list[Tensor], list[int], list[int], list[int]]:
+    for i, tensor in enumerate(memory):
+        if tensor.device.type != "cpu":
+            raise RuntimeError(f"memory[{i}] is not on the CPU")
+        if tensor.dtype != torch.uint8:
+            name = str(tensor.dtype).removeprefix("torch.")
+            raise RuntimeError(f"memory[{i}] has dtype {name}, expected uint8")
+        if not tensor.is_contiguous():
+            raise RuntimeError(f"memory[{i}] is not contiguous")
+        if offsets[i] < 0:
+            raise RuntimeError(f"offsets[{i}] is {offsets[i]}, expected at least 0")
+    return list(memory), list(offsets), list(files), list(descriptors)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The tensor's memory. The caller keeps the tensor alive."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    whole = (ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())
+    return memoryview(whole).cast("B")
+
+
+def _close(descriptors: list[int]) -> None:
+    for each in descriptors:
+        if each >= 0:
+            os.close(each)

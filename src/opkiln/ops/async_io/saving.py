@@ -1,0 +1,304 @@
+"""``io.save`` and ``io.load``: a dict of tensors in a file that safetensors reads.
+
+The file is the length of a header (8 bytes), the header in JSON, and the tensors' bytes without a
+gap. The header is padded with spaces, so that the bytes begin on a page and direct I/O can write
+them from where they are.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import threading
+from contextlib import suppress
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
+from opkiln.ops.async_io.handle import AsyncIO, Transfer
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_PAGE = 4096
+_MOST_HEADER = 100_000_000  # safetensors' own limit
+_TOGETHER = 16 << 20  # tensors that lie together are read together, up to so many bytes
+_HUGE = 2 << 20  # pages of this size save most page faults
+
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "I16": torch.int16,
+    "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32,
+    "U32": torch.uint32, "F32": torch.float32, "I64": torch.int64, "U64": torch.uint64,
+    "F64": torch.float64, "C64": torch.complex64,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Saving:
+    """A save that goes on in the background."""
+
+    def __init__(self, tensors: dict[str, Tensor], path: str, options: dict[str, Any]) -> None:
+        self._error: BaseException | None = None
+        self._arguments = (tensors, path, options)
+        # Not a daemon: a program that ends waits for its checkpoint.
+        self._thread = threading.Thread(target=self._run, name="opkiln-save")
+        self._thread.start()
+
+    def _run(self) -> None:
+        tensors, path, options = self._arguments
+        self._arguments = ({}, path, {})
+        try:
+            save(tensors, path, **options)
+        except BaseException as error:
+            self._error = error
+
+    def done(self) -> bool:
+        """Whether it has ended. Does not wait."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until the file is there. Raises what ``save`` raises."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def save(
+    tensors: Mapping[str, Tensor],
+    path: str | os.PathLike[str],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    files: AsyncIO | None = None,
+    sync: bool = True,
+) -> None:
+    """Write tensors to a file in safetensors' layout.
+
+    The file gets its name when all is written and on the disk: whenever the process or the machine
+    ends, the old file is there or the new one. ``sync=False`` does not wait for the disk. Then only
+    the end of the process is survived. Tensors on other devices are copied. Tensors that share
+    memory are written each. ``files`` is an ``AsyncIO`` to use. Raises OSError, ArgumentError.
+    """
+    path = os.path.realpath(path)  # a link stays a link
+    # The largest elements first: then each tensor begins at a multiple of its elements' size.
+    ordered = sorted(_checked(tensors).items(), key=lambda each: -each[1].itemsize)
+    head, offsets = _header(ordered, metadata)
+    directory, name = os.path.split(path)
+    temporary = os.path.join(directory, f".{name}.{os.getpid()}-{os.urandom(6).hex()}")
+    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            parts = [Transfer(head, fd, 0)]
+            parts += [
+                Transfer(tensor.detach().cpu(), fd, offset)
+                for (_, tensor), offset in zip(ordered, offsets, strict=True)
+            ]
+            _with(files, lambda opened: opened.write_all(parts).wait())
+            with suppress(FileNotFoundError):  # the file that is replaced, if any
+                os.fchmod(fd, os.stat(path).st_mode & 0o777)
+            if sync:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    if sync:
+        _sync_directory(directory)
+
+
+def save_in_background(
+    tensors: Mapping[str, Tensor],
+    path: str | os.PathLike[str],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    sync: bool = True,
+) -> Saving:
+    """``save`` of the tensors as they are now, while the program goes on.
+
+    They are copied first, so they may change at once. The copy is let go with the last write.
+    Raises ArgumentError.
+    """
+    copies = {
+        name: tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
+        for name, tensor in _checked(tensors).items()
+    }
+    return Saving(copies, os.fspath(path), {"metadata": metadata, "sync": sync})
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    names: Iterable[str] | None = None,
+    device: torch.device | str = "cpu",
+    files: AsyncIO | None = None,
+) -> dict[str, Tensor]:
+    """The tensors of a file in safetensors' layout, or only those with these names.
+
+    Nothing is mapped: what is returned does not change with the file. Small tensors that lie
+    together in the file share memory. Raises OSError; UsageError for a file that is damaged or of
+    another format, and for a name that it does not have.
+    """
+    header = read_header(path)
+    wanted = list(header.entries) if names is None else list(names)
+    for name in wanted:
+        if name not in header.entries:
+            raise UsageError(f"{path} has no tensor {name!r}")
+    groups: list[list[str]] = []
+    reached = size = -1
+    for name in sorted(wanted, key=lambda each: header.entries[each].begin):
+        entry = header.entries[name]
+        size += entry.end - entry.begin
+        if entry.begin != reached or size > _TOGETHER:
+            groups.append([])
+            size = entry.end - entry.begin
+        groups[-1].append(name)
+        reached = entry.end
+    found: dict[str, Tensor] = {}
+    parts: list[Transfer] = []
+    for group in groups:
+        begin, end = header.entries[group[0]].begin, header.entries[group[-1]].end
+        memory = _memory(end - begin, begin)
+        parts.append(Transfer(memory, os.fspath(path), begin))
+        for name in group:
+            entry = header.entries[name]
+            part = memory[entry.begin - begin : entry.end - begin]
+            if part.data_ptr() % entry.dtype.itemsize:
+                part = part.clone()  # another tool's file may have it anywhere
+                parts.append(Transfer(part, os.fspath(path), entry.begin))
+            found[name] = part.view(entry.dtype).view(entry.shape)
+    _with(files, lambda opened: opened.read_all(parts).wait())
+    return {name: found[name].to(device) for name in wanted}
+
+
+class Entry(NamedTuple):
+    """A tensor of a file, and where its bytes are."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Header(NamedTuple):
+    """What a file says of itself."""
+
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """Names, dtypes and shapes of a file's tensors, and its metadata. Raises OSError, UsageError"""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        size = os.fstat(file.fileno()).st_size
+        if not 2 <= length <= min(size - 8, _MOST_HEADER):
+            raise _damaged(path, f"its header would have {length} bytes, and the file has {size}")
+        text = file.read(length)
+    try:
+        described = json.loads(text)
+        metadata = described.pop("__metadata__", {})
+        entries = {name: _entry(each, 8 + length) for name, each in described.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, f"its header cannot be read: {error}") from error
+    reached = 8 + length
+    for name, entry in sorted(entries.items(), key=lambda each: each[1][2:]):
+        if entry.begin != reached or entry.end - entry.begin != _nbytes(entry):
+            raise _damaged(path, f"tensor {name!r} has bytes {entry.begin} to {entry.end}")
+        reached = entry.end
+    if reached != size:
+        raise _damaged(path, f"its tensors end at byte {reached}, and it has {size}")
+    return Header(entries, metadata)
+
+
+# Inside
+
+
+def _entry(described: dict[str, Any], start: int) -> Entry:
+    begin, end = (int(each) for each in described["data_offsets"])
+    shape = tuple(int(each) for each in described["shape"])
+    if begin < 0 or end < begin or any(each < 0 for each in shape):
+        raise ValueError(f"{described} has a number below 0")
+    if described["dtype"] not in DTYPES:
+        raise ValueError(f"unknown dtype {described['dtype']!r}")
+    return Entry(DTYPES[described["dtype"]], shape, start + begin, start + end)
+
+
+def _nbytes(entry: Entry) -> int:
+    return prod(entry.shape) * entry.dtype.itemsize
+
+
+def _damaged(path: str | os.PathLike[str], why: str) -> UsageError:
+    return UsageError(f"{os.fspath(path)} is not a whole file of safetensors", why=why)
+
+
+def _checked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ArgumentTypeError(
+                f"{name!r}: {type(tensor).__name__}, expected names and tensors"
+            )
+        if name == "__metadata__":
+            raise ArgumentError("a tensor cannot be called __metadata__")
+        if tensor.dtype not in _NAMES:
+            raise ArgumentTypeError(f"{name} has dtype {tensor.dtype}, which the format lacks")
+    return dict(tensors)
+
+
+def _header(
+    ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str] | None
+) -> tuple[Tensor, list[int]]:
+    """The file's begin, up to a whole page, and where each tensor begins."""
+    described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    begins, at = [], 0
+    for name, tensor in ordered:
+        size = tensor.numel() * tensor.itemsize
+        described[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + size],
+        }
+        begins.append(at)
+        at += size
+    text = json.dumps(described, separators=(",", ":")).encode()
+    whole = -(-(8 + len(text)) // _PAGE) * _PAGE
+    text = text.ljust(whole - 8)
+    if len(text) > _MOST_HEADER:
+        raise ArgumentError(f"the header has {len(text)} bytes, the format allows {_MOST_HEADER}")
+    head = bytearray(len(text).to_bytes(8, "little") + text)
+    return torch.frombuffer(head, dtype=torch.uint8), [whole + each for each in begins]
+
+
+def _memory(size: int, offset: int) -> Tensor:
+    """Bytes whose address is that of ``offset`` in a page: direct I/O reads them in place."""
+    lead = offset % _PAGE
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    pages = mmap.mmap(-1, -(-(lead + size) // _HUGE) * _HUGE if size >= _HUGE else lead + size)
+    if hasattr(mmap, "MADV_HUGEPAGE") and size >= _HUGE:
+        with suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=lead)
+
+
+def _with(files: AsyncIO | None, use: Any) -> None:
+    if files is not None:
+        use(files)
+        return
+    with AsyncIO() as opened:
+        use(opened)
+
+
+def _sync_directory(directory: str) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,485 @@
+"""AsyncIO: every engine transfers exactly what was asked for, also where the system does not."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import random
+import re
+import shutil
+import subprocess
+import threading
+import time
+import weakref
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from fault_rows import whole
+from sample import child, sanitizers
+
+import opkiln
+from opkiln.errors import ArgumentError, ToolchainError, UsageError
+from opkiln.io import AsyncIO, Transfer
+from opkiln.ops.async_io import engines, handle, reference
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HERE = Path(__file__).parent
+NATIVE = ("io_uring", "libaio", "threads")
+
+
+@pytest.fixture(scope="module")
+def native(catalogue: Path) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPKILN_CACHE_DIR", str(catalogue))
+        try:
+            return opkiln.get_builder("async_io").jit_load(verbose=False)
+        except ToolchainError as error:
+            pytest.skip(f"no native async_io here: {error.what}")
+
+
+@pytest.fixture(params=[*NATIVE, "reference"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The engine's name. The reference has threads alone."""
+    if request.param == "reference":
+        found: Any = reference
+    else:
+        found = request.getfixturevalue("native")
+    for module in (engines, handle):
+        monkeypatch.setattr(module, "ops", lambda: found)
+    engines.engines.cache_clear()
+    name = "threads" if request.param == "reference" else request.param
+    state = next(each for each in engines.engines() if each.name == name)
+    if not state.usable:
+        pytest.skip(f"{name}: {state.why}")
+    yield name
+    gc.collect()  # what is dropped is closed by the functions that opened it
+    engines.engines.cache_clear()
+
+
+def contents(path: Path) -> torch.Tensor:
+    return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+
+
+def noise(size: int, seed: int = 0, lead: int = 0) -> torch.Tensor:
+    """Random bytes, ``lead`` bytes after the begin of their memory."""
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randint(0, 256, (lead + size,), dtype=torch.uint8, generator=generator)
+    return made[lead:]
+
+
+def save(path: Path, tensor: torch.Tensor) -> None:
+    path.write_bytes(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
+
+
+def aligned(size: int) -> torch.Tensor:
+    whole_pages = torch.empty(size + 4096, dtype=torch.uint8)
+    start = -whole_pages.data_ptr() % 4096
+    return whole_pages[start : start + size]
+
+
+def test_any_offset_size_and_alignment_is_exact(
+    engine: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    seed = random.randrange(1 << 30)
+    draw, path = random.Random(seed), tmp_path / "file"
+    edges = (0, 1, 511, 512, 513, 4095, 4096, 4097, 65536, 100_000)
+    with AsyncIO(engine, block_size=16384, depth=4) as files:
+        for _ in range(250 if whole(request.config) else 25):
+            before = noise(draw.choice(edges) + draw.randrange(9000), draw.randrange(1 << 30))
+            save(path, before)
+            offset = draw.choice(edges) + draw.choice((0, 0, 7))
+            size, lead = draw.choice(edges) + draw.choice((0, 0, 5)), draw.choice((0, 1, 64, 513))
+            case = f"seed {seed}: {before.numel()} bytes, {size} at {offset} from {lead}"
+            wrote = (
+                noise(size, draw.randrange(1 << 30), lead) if draw.random() < 0.7 else aligned(size)
+            )
+            assert files.write(wrote, path, offset).wait() == size, case
+            length = max(before.numel(), offset + size) if size else before.numel()
+            after = torch.zeros(length, dtype=torch.uint8)
+            after[: before.numel()] = before
+            after[offset : offset + size] = wrote
+            assert torch.equal(contents(path), after), case
+            start = draw.randrange(length + 1)
+            room = torch.full((lead + length - start + 50,), 9, dtype=torch.uint8)[lead:]
+            got = files.read(room, path, start, partial=True)
+            assert got.wait() == length - start, case
+            assert torch.equal(room[: length - start], after[start:]), case
+            assert room[length - start :].eq(9).all(), case
+
+
+def test_several_files_and_dtypes_in_one_request(engine: str, tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.randn(300, 70),
+        "b": torch.randn(5000).bfloat16(),
+        "c": torch.tensor(3, dtype=torch.int64),
+        "d": torch.rand(11, 13).t() > 0.5,
+    }
+    with AsyncIO(engine, block_size=4096, depth=3) as files:
+        assert files.write_all(
+            [Transfer(each, tmp_path / name) for name, each in tensors.items()]
+        ).wait() == sum(each.nbytes for each in tensors.values())
+        back = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in tensors.items()}
+        versions = [each._version for each in back.values()]
+        request = files.read_all([Transfer(each, tmp_path / name) for name, each in back.items()])
+        request.wait()
+        assert request.sizes == [each.nbytes for each in back.values()]
+    assert all(torch.equal(back[name], each) for name, each in tensors.items())
+    if engines.ops() is not reference:  # torch counts for an op, not for its bare reference
+        assert all(each._version > was for each, was in zip(back.values(), versions, strict=True))
+
+
+def test_an_open_file_is_used_by_its_descriptor(engine: str, tmp_path: Path) -> None:
+    path, data = tmp_path / "file", noise(20_000)
+    with path.open("w+b") as file, AsyncIO(engine) as files:
+        files.write(data, file.fileno(), 100).wait()
+        got = torch.empty_like(data)
+        files.read(got, file.fileno(), 100).wait()
+        os.fstat(file.fileno())  # it is still open
+    assert torch.equal(got, data)
+
+
+def test_no_descriptor_is_left_open(engine: str, tmp_path: Path) -> None:
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    with AsyncIO(engine):
+        pass
+    before = open_files()
+    files = AsyncIO(engine)
+    files.write(noise(10_000), tmp_path / "a").wait()
+    with pytest.raises(EOFError):
+        files.read(torch.empty(20_000), tmp_path / "a").wait()
+    with pytest.raises(FileNotFoundError):
+        files.read_all([Transfer(torch.empty(1), tmp_path / each) for each in "ab"])
+    files.close()
+    assert open_files() == before
+
+
+def test_a_file_that_ends_too_early_is_an_error_unless_parts_will_do(
+    engine: str, tmp_path: Path
+) -> None:
+    path, data = tmp_path / "file", noise(10_001)
+    save(path, data)
+    with AsyncIO(engine) as files:
+        room = torch.zeros(20_000, dtype=torch.uint8)
+        with pytest.raises(
+            EOFError, match=r"20000 bytes are asked for from offset 1 on, and .* 10000"
+        ):
+            files.read(room, path, 1).wait()
+        assert files.read(room, path, 1, partial=True).wait() == 10_000
+        assert torch.equal(room[:10_000], data[1:])
+        assert files.read(room, path, 50_000, partial=True).wait() == 0
+
+
+def test_a_file_that_shrinks_meanwhile_gives_what_was_there(engine: str, tmp_path: Path) -> None:
+    path, data = tmp_path / "file", noise(8 << 20)
+    save(path, data)
+    with AsyncIO(engine, block_size=4096, depth=2) as files:
+        room = torch.zeros_like(data)
+        request = files.read(room, path, partial=True)
+        os.truncate(path, 5001)
+        count = request.wait()
+    assert count >= 5001
+    assert torch.equal(room[:count], data[:count])
+
+
+def test_a_cancelled_request_ends_and_says_how_far_it_came(engine: str, tmp_path: Path) -> None:
+    path, data = tmp_path / "file", noise(8 << 20)
+    save(path, data)
+    with AsyncIO(engine, block_size=4096, depth=1) as files:
+        room = torch.zeros_like(data)
+        request = files.read(room, path)
+        request.cancel()
+        with pytest.raises(CancelledError, match="cancelled after"):
+            request.wait()
+        done = sum(request.sizes)
+        assert done < data.numel()
+        assert torch.equal(room[:done], data[:done])
+        request.cancel()  # no effect
+        files.read(room, path).wait()
+    assert torch.equal(room, data)
+
+
+def test_a_dropped_request_goes_on_and_keeps_its_tensor(engine: str, tmp_path: Path) -> None:
+    data = noise(16 << 20)
+    held = data.clone()
+    gone = weakref.ref(held)
+    files = AsyncIO(engine, block_size=1 << 16, depth=2)
+    files.write(held, tmp_path / "file")
+    del held
+    for _ in range(8):  # memory that was let go would be taken again, and overwritten
+        torch.full((16 << 20,), 1, dtype=torch.uint8)
+    files.close()
+    assert torch.equal(contents(tmp_path / "file"), data)
+    assert gone() is None
+
+
+def test_dropping_the_object_waits_and_tells_of_failures(engine: str, tmp_path: Path) -> None:
+    data = noise(8 << 20)
+    files = AsyncIO(engine, block_size=1 << 16, depth=2)
+    files.write(data, tmp_path / "file")
+    del files
+    gc.collect()
+    assert torch.equal(contents(tmp_path / "file"), data)
+    files = AsyncIO(engine)
+    files.read(torch.empty(9 << 20, dtype=torch.uint8), tmp_path / "file")
+    with pytest.warns(ResourceWarning, match="was dropped has failed: .* the file ends after"):
+        del files  # and with it the last reference
+
+
+def test_closing_raises_what_nobody_waited_for(engine: str, tmp_path: Path) -> None:
+    save(tmp_path / "file", noise(10))
+    files = AsyncIO(engine)
+    files.read(torch.empty(100), tmp_path / "file")
+    with pytest.raises(EOFError):
+        files.close()
+    files.close()
+    with pytest.raises(UsageError, match="closed"):
+        files.read(torch.empty(1), tmp_path / "file")
+
+
+def test_python_goes_on_while_a_request_is_waited_for(engine: str, tmp_path: Path) -> None:
+    fifo, counted = tmp_path / "file", 0
+    save(fifo, noise(16 << 20))
+    with AsyncIO(engine, block_size=4096, depth=1, direct=False) as files:
+        request = files.read(torch.empty(16 << 20, dtype=torch.uint8), fifo)
+        waiter = threading.Thread(target=request.wait)
+        waiter.start()
+        while waiter.is_alive():
+            counted += 1
+    assert counted > 10
+
+
+def test_many_threads_share_one_object(engine: str, tmp_path: Path) -> None:
+    data = [noise(30_000 + each, each) for each in range(8)]
+    wrong: list[int] = []
+    with AsyncIO(engine, block_size=4096, depth=4) as files:
+
+        def work(number: int) -> None:
+            for turn in range(5):
+                path = tmp_path / f"{number}-{turn}"
+                files.write(data[number], path).wait()
+                got = torch.empty_like(data[number])
+                files.read(got, path).wait()
+                if not torch.equal(got, data[number]):
+                    wrong.append(number)
+
+        threads = [threading.Thread(target=work, args=(each,)) for each in range(8)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    assert wrong == []
+
+
+def test_a_time_limit_ends_the_wait_and_not_the_request(engine: str, tmp_path: Path) -> None:
+    path, data = tmp_path / "file", noise(8 << 20)
+    with AsyncIO(engine, block_size=4096, depth=1) as files:
+        request = files.write(data, path)
+        with pytest.raises(TimeoutError):
+            request.wait(timeout=0)
+        with pytest.raises(UsageError, match="has not ended"):
+            _ = request.sizes
+        assert request.wait(timeout=300) == data.numel()
+    assert torch.equal(contents(path), data)
+
+
+def test_what_cannot_be_is_named(engine: str, tmp_path: Path) -> None:
+    for words, keywords in {
+        "depth is 0": {"depth": 0},
+        "block_size is 1": {"block_size": 1},
+        "threads is 0": {"threads": 0},
+    }.items():
+        with pytest.raises(ArgumentError, match=words):
+            AsyncIO(engine, **keywords)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="expected auto, io_uring, libaio, threads"):
+        AsyncIO("fast")
+    with AsyncIO(engine) as files:
+        save(tmp_path / "file", noise(100))
+        os.mkfifo(tmp_path / "fifo")
+        for tensor, path, offset, words in (
+            (torch.empty(4, 4).t(), "file", 0, "only a contiguous one"),
+            (torch.empty(4, device="meta"), "file", 0, "on meta, expected host memory"),
+            (torch.empty(4), "file", -1, "offset is -1"),
+        ):
+            with pytest.raises(ArgumentError, match=words):
+                files.read(tensor, tmp_path / path, offset)
+        with pytest.raises(ArgumentError, match="neither a file nor a block device"):
+            files.write(torch.empty(1), tmp_path / "fifo")
+        with pytest.raises(IsADirectoryError):
+            files.write(torch.empty(1), tmp_path)
+
+
+def test_a_fork_is_refused_and_ends_without_waiting(engine: str, tmp_path: Path) -> None:
+    files = AsyncIO(engine)
+    path = tmp_path / "file"
+    save(path, noise(100))
+    pid = os.fork()
+    if pid == 0:
+        try:
+            files.read(torch.empty(1), path)
+        except RuntimeError as error:
+            gone = "of which this one is a fork" in str(error)
+            files._closer()
+            os._exit(0 if gone else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    files.read(torch.empty(1), path).wait()
+    files.close()
+
+
+def test_an_engine_that_cannot_be_had_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engines, "ops", lambda: reference)
+    engines.engines.cache_clear()
+    try:
+        assert [each.usable for each in engines.engines()] == [False, False, True]
+        assert engines.choose("auto") == "threads"
+        with pytest.raises(UsageError, match="io_uring cannot be used here\n  Function not impl"):
+            AsyncIO("io_uring")
+    finally:
+        engines.engines.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "why", "hint"),
+    [
+        ("io_uring", 1, "Operation not permitted", "seccomp|io_uring_disabled=0"),
+        ("io_uring", 12, "locked memory", "ulimit -l unlimited"),
+        ("libaio", 11, "requests of all processes are reserved", "sysctl fs.aio-max-nr"),
+        ("io_uring", -1, "when the op was compiled", "apt-get install linux-libc-dev"),
+        ("libaio", 38, "does not have it", "^$"),
+    ],
+)
+def test_each_refusal_has_its_reason_and_hint(name: str, code: int, why: str, hint: str) -> None:
+    state = engines._state(name, code)
+    assert not state.usable
+    assert why in state.why
+    assert re.search(hint, state.hint)
+
+
+# In processes of their own
+
+_TRANSFER = """
+    import sys, torch
+    from opkiln.io import AsyncIO
+    engine, path, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    with AsyncIO(engine, block_size=65536, depth=4, threads=2) as files:
+        try:
+            print("wrote", files.write(data, path, 3).wait())
+            got = torch.empty_like(data)
+            print("read", files.read(got, path, 3).wait())
+            print("equal", torch.equal(got, data))
+        except OSError as error:
+            print(type(error).__name__, error.errno, error.filename)
+"""
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    library = tmp_path_factory.mktemp("faults") / "io_faults.so"
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(HERE / "io_faults.c")]
+    subprocess.run(command, check=True)
+    return library
+
+
+def _child(*arguments: str, env: dict[str, str] | None = None, before: str = "") -> list[str]:
+    code = before + _TRANSFER
+    found = child.start(code, *arguments, env=env, bare=False)
+    out, err = found.communicate(timeout=120)
+    assert found.returncode == 0, err
+    return str(out).splitlines()
+
+
+@pytest.mark.skipif(bool(sanitizers.flags()), reason="the sanitizer is preloaded already")
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize(
+    "words",
+    ["part", "intr,part,all,again,part,intr,intr,all", "all,part,part,part,intr,part,again,all"],
+)
+def test_short_and_interrupted_calls_are_gone_on_with(
+    words: str, faults: Path, tmp_path: Path
+) -> None:
+    more = {"LD_PRELOAD": str(faults), "IO_FAULTS": ",".join([words] * 20)}
+    for size in (5, 70_000, 1 << 20):
+        said = _child("threads", str(tmp_path / f"{size}"), str(size), env=more)
+        assert said == [f"wrote {size}", f"read {size}", "equal True"]
+
+
+@pytest.mark.skipif(bool(sanitizers.flags()), reason="the sanitizer is preloaded already")
+@pytest.mark.usefixtures("native")
+def test_a_disk_that_is_full_meanwhile_is_an_error_with_the_file(
+    faults: Path, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "file")
+    more = {"LD_PRELOAD": str(faults), "IO_FAULTS": "all,part,full"}
+    assert _child("threads", path, str(1 << 20), env=more) == [f"OSError 28 {path}"]
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("size", [100_000, 3 << 20], ids=["while writing", "before writing"])
+def test_a_file_over_the_limit_is_an_error_of_every_engine(
+    name: str, size: int, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "file")
+    limit = "\n    import resource\n    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))"
+    assert _child(name, path, str(size), before=limit)[-1] == f"OSError 27 {path}"
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_full_disk_is_an_error_of_every_engine(name: str, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    try:
+        path = str(small / "file")
+        assert _child(name, path, str(3 << 20)) == [f"OSError 28 {path}"]
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+@pytest.mark.usefixtures("native")
+def test_a_process_that_ends_finishes_what_it_began(tmp_path: Path) -> None:
+    code = """
+        import sys, torch
+        from opkiln.io import AsyncIO
+        files = AsyncIO(block_size=4096, depth=2)
+        files.write(torch.full((8 << 20,), 7, dtype=torch.uint8), sys.argv[1])
+    """
+    found = child.start(code, str(tmp_path / "file"), bare=False)
+    _, err = found.communicate(timeout=120)
+    assert (found.returncode, err) == (0, "")
+    assert torch.equal(contents(tmp_path / "file"), torch.full((8 << 20,), 7, dtype=torch.uint8))
+
+
+def test_the_probe_passes_opcheck(native: Any) -> None:
+    torch.library.opcheck(native.aio_probe, (torch.empty(0), "threads"))
+    began = time.monotonic()
+    queue = native.aio_open(torch.empty(0), "threads", 2, 4096, 1)
+    for function, arguments in (
+        (native.aio_wait, (queue, 5, 0)),
+        (native.aio_read_, (queue, [torch.empty(4)], [0], [0], [-1, -1])),
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"there is no request 5|has dtype float32, expected"
+        ):
+            function(*arguments)
+    native.aio_close(queue)
+    with pytest.raises(RuntimeError, match="it was closed"):
+        native.aio_wait(queue, 1, 0)
+    assert time.monotonic() - began < 30

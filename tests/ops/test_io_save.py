@@ -1,0 +1,201 @@
+"""io.save and io.load: safetensors' layout, whole files, the old one or the new one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import stat
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from fault_rows import whole
+from sample import child
+
+from opkiln import io
+from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
+from opkiln.ops.async_io.saving import DTYPES
+
+
+def sample() -> dict[str, torch.Tensor]:
+    made = {"large": torch.randn(700, 1000), "scalar": torch.tensor(7), "none": torch.empty(0, 3)}
+    made["turned"] = torch.arange(91).view(7, 13).t()
+    for name, dtype in DTYPES.items():
+        made[name] = torch.randint(0, 2, (5 * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    return made
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return list(left) == list(right) and all(
+        left[name].dtype == each.dtype
+        and left[name].shape == each.shape
+        and torch.equal(
+            left[name].contiguous().view(-1).view(torch.uint8),
+            each.contiguous().view(-1).view(torch.uint8),
+        )
+        for name, each in right.items()
+    )
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+    tensors, path = sample(), tmp_path / "a.safetensors"
+    io.save(tensors, path, metadata={"step": "3", "ä": "ö"})
+    assert same(io.load(path, names=tensors), tensors)
+    assert sorted(io.load(path)) == sorted(tensors)
+    assert same(
+        io.load(path, names=["I64", "large"]), {each: tensors[each] for each in ("I64", "large")}
+    )
+    header = io.read_header(path)
+    assert header.metadata == {"step": "3", "ä": "ö"}
+    assert header.entries["turned"][:2] == (torch.int64, (13, 7))
+    with io.AsyncIO("threads", block_size=4096, depth=2) as files:
+        io.save(tensors, path, files=files)
+        assert same(io.load(path, names=tensors, files=files), tensors)
+
+
+def test_the_file_has_the_layout_of_safetensors(tmp_path: Path) -> None:
+    """By the format's own rules: see its page; and by the package, where it is installed."""
+    tensors, path = sample(), tmp_path / "a.safetensors"
+    io.save(tensors, path, metadata={"by": "test"})
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    assert (8 + length) % 4096 == 0
+    assert data[8:9] == b"{"
+    header = json.loads(data[8 : 8 + length])
+    assert header.pop("__metadata__") == {"by": "test"}
+    reached = 0
+    for name, each in sorted(header.items(), key=lambda pair: pair[1]["data_offsets"]):
+        begin, end = each["data_offsets"]
+        assert begin == reached  # no gap
+        assert begin % tensors[name].itemsize == 0
+        assert each["shape"] == list(tensors[name].shape)
+        reached = end
+        stored = torch.frombuffer(bytearray(data[8 + length + begin : 8 + length + end] or b"-"),
+                                  dtype=torch.uint8)  # fmt: skip
+        if begin != end:
+            assert torch.equal(stored, tensors[name].contiguous().view(-1).view(torch.uint8))
+    assert len(data) == 8 + length + reached
+
+
+def test_the_package_safetensors_reads_and_writes_the_same(tmp_path: Path) -> None:
+    package = pytest.importorskip("safetensors.torch")
+    tensors = {name: each for name, each in sample().items() if name != "turned"}
+    io.save(tensors, tmp_path / "ours")
+    theirs = package.load_file(tmp_path / "ours")
+    assert same({name: theirs[name] for name in tensors}, tensors)
+    package.save_file(tensors, tmp_path / "theirs", metadata={"a": "b"})
+    assert same(io.load(tmp_path / "theirs", names=tensors), tensors)
+    assert io.read_header(tmp_path / "theirs").metadata == {"a": "b"}
+
+
+def test_tensors_at_odd_places_of_a_file_are_loaded(tmp_path: Path) -> None:
+    header = json.dumps({
+        "byte": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+        "wide": {"dtype": "F32", "shape": [2], "data_offsets": [3, 11]},
+    }).encode()  # fmt: skip
+    values = torch.tensor([1.5, -2.0])
+    body = b"\1\2\3" + bytes(values.view(torch.uint8).tolist())
+    (tmp_path / "odd").write_bytes(len(header).to_bytes(8, "little") + header + body)
+    found = io.load(tmp_path / "odd")
+    assert torch.equal(found["wide"], values)
+    assert found["byte"].tolist() == [1, 2, 3]
+
+
+def test_what_is_loaded_does_not_change_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    io.save({"x": torch.ones(100_000)}, path)
+    found = io.load(path)["x"]
+    path.write_bytes(bytes(path.stat().st_size))
+    assert found.eq(1).all()
+    found.add_(1)  # it is ours to write
+    assert found.eq(2).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", "header would have 0 bytes"),
+        (b"\xff" * 8 + b"{}", "header would have 18446744073709551615 bytes"),
+        (b"\2\0\0\0\0\0\0\0[]", "cannot be read"),
+        (b"\2\0\0\0\0\0\0\0{}more", "its tensors end at byte 10, and it has 14"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, text: bytes, words: str) -> None:
+    (tmp_path / "a").write_bytes(text)
+    with pytest.raises(UsageError, match=words):
+        io.load(tmp_path / "a")
+
+
+@pytest.mark.parametrize("offsets", [[0, 4], [4, 12], [-8, 0], [0, 1 << 60], [8, 0]])
+def test_offsets_that_do_not_fit_are_refused(tmp_path: Path, offsets: list[int]) -> None:
+    text = json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": offsets}}).encode()
+    (tmp_path / "a").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(UsageError, match="not a whole file"):
+        io.load(tmp_path / "a")
+
+
+def test_what_cannot_be_saved_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"x has dtype torch\.complex128"):
+        io.save({"x": torch.empty(1, dtype=torch.complex128)}, tmp_path / "a")
+    with pytest.raises(ArgumentTypeError, match="expected names and tensors"):
+        io.save({"x": 3}, tmp_path / "a")  # type: ignore[dict-item]
+    with pytest.raises(ArgumentError, match="__metadata__"):
+        io.save({"__metadata__": torch.empty(1)}, tmp_path / "a")
+    with pytest.raises(FileNotFoundError):
+        io.save({"x": torch.empty(1)}, tmp_path / "no" / "a")
+    assert list(tmp_path.iterdir()) == []
+    io.save({}, tmp_path / "a")
+    assert io.load(tmp_path / "a") == {}
+    with pytest.raises(UsageError, match="has no tensor 'x'"):
+        io.load(tmp_path / "a", names=["x"])
+
+
+def test_links_and_permissions_of_the_old_file_stay(tmp_path: Path) -> None:
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "real").chmod(0o640)
+    (tmp_path / "link").symlink_to("real")
+    io.save({"x": torch.ones(3)}, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert stat.S_IMODE((tmp_path / "real").stat().st_mode) == 0o640
+    assert io.load(tmp_path / "real")["x"].tolist() == [1, 1, 1]
+
+
+def test_a_background_save_has_what_was_there_when_it_began(tmp_path: Path) -> None:
+    x = torch.ones(1 << 20)
+    saving = io.save_in_background({"x": x}, tmp_path / "a")
+    x.zero_()
+    saving.wait()
+    assert saving.done()
+    assert io.load(tmp_path / "a")["x"].eq(1).all()
+    with pytest.raises(FileNotFoundError):
+        io.save_in_background({"x": x}, tmp_path / "no" / "a").wait()
+
+
+def test_a_killed_save_leaves_the_old_file_or_the_new_one(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = tmp_path / "a"
+    code = """
+        import sys, torch
+        from opkiln import io
+        tensors = {str(i): torch.empty(300_001) for i in range(8)}
+        for step in range(10_000):
+            for each in tensors.values():
+                each.fill_(step)
+            io.save(tensors, sys.argv[1], metadata={"step": str(step)})
+            print(step, flush=True)
+    """
+    for _ in range(20 if whole(request.config) else 3):
+        running = child.start(code, str(path), bare=False)
+        assert running.stdout is not None
+        assert running.stdout.readline() == "0\n", running.communicate()
+        time.sleep(random.uniform(0, 0.3))
+        os.kill(running.pid, signal.SIGKILL)
+        running.communicate()
+        found = io.load(path)
+        step = int(io.read_header(path).metadata["step"])
+        assert len(found) == 8
+        assert all(each.eq(step).all() for each in found.values())
