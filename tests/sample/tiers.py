@@ -1,7 +1,7 @@
 """Remote tiers to test with: small servers of ours, or the real ones.
 
 With TEST_REMOTES=real (`make test-remotes`) these are docker-registry with TLS and a
-password, nginx with WebDAV, and moto's S3 server.
+password, nginx with WebDAV, moto's S3 server, and gcp-storage-emulator.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sample import servers
 
 REAL = os.environ.get("TEST_REMOTES") == "real"
-KINDS = ("docker-registry", "nginx", "s3") if REAL else ("registry", "web", "directory", "layout")
+KINDS = ("docker-registry", "nginx", "s3", "gs") if REAL else ("registry", "web", "directory", "layout")
 
 
 class Place:
@@ -44,13 +45,8 @@ class Place:
             (name,) = (each for each in self.server.files if sha256 in each)
             self.server.files[name] = altered(self.server.files[name])
             return
-        if self.url.startswith("s3:"):
-            import s3fs
-
-            bucket = s3fs.S3FileSystem(
-                key="me", secret="secret", endpoint_url=self.variables["AWS_ENDPOINT_URL"]
-            )
-            path = f"bucket/ops/cas/{sha256}"
+        if self.url.startswith(("s3:", "gs:")):
+            bucket, path = self.bucket(), f"bucket/ops/cas/{sha256}"
             bucket.pipe_file(path, altered(bucket.cat_file(path)))
             return
         assert self.directory is not None
@@ -58,6 +54,18 @@ class Place:
         found = [each for each in files if sha256 in str(each) and each.stat().st_size > 1000]
         assert len(found) == 1, found
         found[0].write_bytes(altered(found[0].read_bytes()))
+
+    def bucket(self) -> Any:
+        """The bucket, by fsspec."""
+        if self.url.startswith("gs:"):
+            import gcsfs
+
+            url = self.variables["STORAGE_EMULATOR_HOST"]
+            return gcsfs.GCSFileSystem(token="anon", endpoint_url=url)
+        import s3fs
+
+        url = self.variables["AWS_ENDPOINT_URL"]
+        return s3fs.S3FileSystem(key="me", secret="secret", endpoint_url=url)
 
     def run(self, argv: list[str], log: Path, env: dict[str, str] | None = None) -> None:
         """Start a server, which ends with the test."""
@@ -195,12 +203,18 @@ http {{
     return place
 
 
+def _installed(name: str) -> str:
+    """A program of a package of this environment."""
+    found = shutil.which(name, path=str(Path(sys.executable).parent))
+    if found is None:
+        pytest.skip(f"there is no {name} here; make test-remotes installs it")
+    return found
+
+
 def _s3(base: Path) -> Place:
     pytest.importorskip("s3fs")
     port = servers.unused_port()
-    moto = shutil.which("moto_server", path=str(Path(sys.executable).parent))
-    if moto is None:
-        pytest.skip("there is no moto_server here; make test-remotes installs it")
+    moto = _installed("moto_server")
     url = f"http://127.0.0.1:{port}"
     variables = {
         "AWS_ENDPOINT_URL": url,
@@ -215,7 +229,18 @@ def _s3(base: Path) -> Place:
     return place
 
 
+def _gs(base: Path) -> Place:
+    pytest.importorskip("gcsfs")
+    port = servers.unused_port()
+    place = Place("gs://bucket/ops", {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}"})
+    words = ("start", "--host", "127.0.0.1", "--port", str(port), "--in-memory",
+             "--default-bucket", "bucket")  # fmt: skip
+    place.run([_installed("gcp-storage-emulator"), *words], base / "log")
+    place.wait(port, base / "log")
+    return place
+
+
 _START = {
     "registry": _registry, "web": _web, "directory": _directory, "layout": _layout,
-    "docker-registry": _docker_registry, "nginx": _nginx, "s3": _s3,
+    "docker-registry": _docker_registry, "nginx": _nginx, "s3": _s3, "gs": _gs,
 }  # fmt: skip
