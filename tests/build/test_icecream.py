@@ -1,7 +1,7 @@
 """Compiles through icecream: a scheduler, this host's daemon, and a daemon that compiles for it.
 
-The second daemon stands for another host. It unpacks the compiler that the first one sends, and runs
-it in a directory of its own.
+The second daemon stands for another host. It gets a compiler in an archive, unpacks it, and runs it
+in a directory of its own.
 """
 
 from __future__ import annotations
@@ -46,33 +46,47 @@ class Network:
         self.base = base
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._port = free_port()
-        # It takes the port of the scheduler, and the two above it.
-        self._run("scheduler", program("icecc-scheduler"), "-p", str(self._port))
-        self._daemon("here", "--no-remote")
-        self._daemon("elsewhere", "-p", str(free_port()))
-        self.log = base / "client.log"
         self.variables = {
             "ICECC_TEST_SOCKET": str(base / "here.socket"),
             "ICECC_TEST_REMOTEBUILD": "1",  # also if the other host has this one's address
             "ICECC_PREFERRED_HOST": "elsewhere",
             "ICECC_DEBUG": "debug",
-            "ICECC_LOGFILE": str(self.log),
+            "ICECC_LOGFILE": str(base / "client.log"),
+            "ICECC_VERSION": self.packed("g++"),
         }
+
+    def start(self) -> None:
+        self._run("scheduler", program("icecc-scheduler"), "-p", str(self._port))
+        self._daemon("here", "--no-remote")
+        self._daemon("elsewhere", "-p", str(free_port()))
+
+    def packed(self, compiler: str) -> str:
+        """An archive of a compiler, as a daemon would make of its host's."""
+        names = (compiler.replace("g++", "gcc"), compiler)
+        paths = [str(shutil.which(each)) for each in names]
+        place = self.base / compiler
+        place.mkdir()
+        subprocess.run(
+            [program("icecc-create-env"), *paths], cwd=place, check=True, capture_output=True,
+            env={**os.environ, "GZIP": "-1"},
+        )  # fmt: skip
+        (made,) = place.glob("*.tar.*")
+        return str(made)
 
     def _daemon(self, name: str, *words: str) -> None:
         self._run(
-            name, program("iceccd"), "-s", f"127.0.0.1:{self._port}", "-n", "opkiln-test", "-N",
-            name, "-m", "2", "-b", str(self.base / f"{name}.envs"), *words,
+            name, program("iceccd"), "-s", f"127.0.0.1:{self._port}", "-N",
+            name, "-m", "2", "--nice", "0", "-b", str(self.base / f"{name}.envs"), *words,
             ICECC_TEST_SOCKET=str(self.base / f"{name}.socket"),
+            ICECC_TESTS="1",  # it takes work also on a busy machine
         )  # fmt: skip
         self.until(lambda: f"login {name}" in self.said("scheduler"), f"{name} at the scheduler")
 
     def _run(self, name: str, *command: str, **variables: str) -> None:
-        if name == "scheduler":
-            command = (*command, "-n", "opkiln-test")
         with open(self.base / f"{name}.log", "wb") as log:
             self._daemons.append(subprocess.Popen(
-                [*command, "-vvv"], stdout=log, stderr=log, env={**os.environ, **variables}
+                [*command, "-n", "opkiln-test", "-vvv"], stdout=log, stderr=log,
+                env={**os.environ, **variables},
             ))  # fmt: skip
 
     def until(self, ready: Callable[[], bool], what: str) -> None:
@@ -96,10 +110,13 @@ class Network:
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
     with tempfile.TemporaryDirectory(prefix="ice") as base:  # a socket's path must be short
-        Path(base).chmod(0o755)  # the daemons run as a user of their own
+        Path(base).chmod(0o777)  # the daemons run as a user of their own
         made = Network(Path(base))
-        yield made
-        made.stop()
+        try:
+            made.start()
+            yield made
+        finally:
+            made.stop()
 
 
 @pytest.fixture
@@ -132,15 +149,9 @@ def test_the_variables_of_icecream_reach_it_and_the_other_host_compiles(
 
 
 def test_another_compiler_that_icecream_sends_is_refused(network: Network, tree: Tree) -> None:
-    other = shutil.which("g++-11")
-    if other is None:
+    if shutil.which("g++-11") is None:
         pytest.skip("there is no g++-11 here")
-    subprocess.run(
-        [program("icecc-create-env"), str(shutil.which("gcc-11")), other], cwd=network.base,
-        check=True, capture_output=True,
-    )  # fmt: skip
-    (packed,) = network.base.glob("*.tar.*")
-    tree.environment["ICECC_VERSION"] = str(packed)
+    tree.environment["ICECC_VERSION"] = network.packed("g++-11")
     with pytest.raises(AssertionError) as refused:
         tree.answer("first")
     told = str(refused.value)

@@ -385,9 +385,7 @@ def test_a_tier_that_may_only_be_read_is_told_and_stays(
     registry.server.forbidden = "(POST|PUT)"
     store = machines.new()
     variables = {"OPKILN_TRUSTED_KEYS": machines.public, **registry.variables}
-    found = machines.load(
-        store, OPKILN_REMOTES=registry.url, OPKILN_PUSH=machines.key, **variables
-    )
+    found = machines.load(store, OPKILN_REMOTES=registry.url, OPKILN_PUSH=machines.key, **variables)
     assert found["origin"] == "built"
     (told,) = found["told"]
     assert f"small was not published to {registry.url}" in told

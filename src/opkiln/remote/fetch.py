@@ -181,7 +181,6 @@ class _Asking:
             warn_caller(f"an artifact of {url} is refused: {reason}", RemoteWarning)
         return False
 
-
     def _note_once(self, url: str, reason: str) -> None:
         """What holds for the whole tier is said once, not for each name."""
         known = self._trace.candidates

@@ -210,13 +210,18 @@ class Bucket:
                 f"{self._scheme}:// needs the package {package}: {error}",
                 hint=f"pip install {package}",
             ) from error
+        with self._in_words(url):
+            self._opened()
 
     def _opened(self) -> Any:
         """fsspec's object. To make it may mean to ask the cloud for a login, which takes time, and
         a forked child needs one of its own."""
         if self._made[0] != os.getpid():
             # Without its cache of listings: a look-up must see what others have published since.
-            self._made = (os.getpid(), self._kind(use_listings_cache=False))
+            files = self._kind(use_listings_cache=False)
+            if self._scheme == "s3":
+                files.connect()  # to nobody yet: it makes botocore's client, half a second of CPU
+            self._made = (os.getpid(), files)
         return self._made[1]
 
     def read(self, path: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:

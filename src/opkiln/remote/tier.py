@@ -50,7 +50,8 @@ class Unreachable(Exception):
 
 
 class Tier(Protocol):
-    """One place. Every method may raise Forbidden, Unreachable, OSError and http.client's errors."""
+    """One place. Every method may raise Forbidden, Unreachable, OSError, and http.client's
+    errors."""
 
     url: str
 

@@ -47,7 +47,8 @@ class Down(Exception):
 
 
 def open_tier(url: str) -> Tier:
-    """The tier of a URL. Connects to nobody, but imports what it needs. Raises Unreachable."""
+    """The tier of a URL. Connects to nobody, but a bucket's library may look for a login on the
+    network. Raises Unreachable."""
     scheme, _, rest = url.partition("://")
     path = unquote(urlsplit(url).path).rstrip("/")
     if scheme in ("oci", "oci+http") and not rest.startswith("/"):
@@ -72,7 +73,9 @@ def reach(
     if reason := _down.get(url) or _remembered(url, root):
         _give_up(url, reason)
     try:
-        tier = _tiers.get(url) or _tiers.setdefault(url, open_tier(url))
+        if (tier := _tiers.get(url)) is None:
+            made = patience.patiently(lambda _: open_tier(url), patience.OPEN)
+            tier = _tiers.setdefault(url, made)
         return patience.patiently(lambda pulse: task(tier, pulse), given)
     except (Unreachable, OSError, HTTPException) as error:
         reason = str(error) or type(error).__name__
