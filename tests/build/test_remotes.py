@@ -352,6 +352,51 @@ def test_a_wrong_password_is_told_and_the_op_is_compiled(
     assert "secret" not in found["told"][0]
 
 
+def _notes(machines: Machines, store: str) -> list[str]:
+    """What a store remembers of tiers that are down."""
+    directory = machines.base / store / "v1/failures"
+    return [each.name for each in directory.glob("tier-*")]
+
+
+def test_a_name_that_is_forbidden_is_missing_and_the_tier_stays(
+    machines: Machines, registry: Place
+) -> None:
+    assert registry.server is not None
+    registry.server.forbidden = "GET .*/manifests/"
+    store = machines.new()
+    found = machines.load(
+        store, OPKILN_REMOTES=registry.url, OPKILN_TRUSTED_KEYS=machines.public,
+        OPKILN_PUSH=machines.key, **registry.variables,
+    )  # fmt: skip
+    assert found["origin"] == "built"
+    (told,) = found["told"]
+    where = f"{registry.variables['DOCKER_CONFIG']}/config.json"
+    assert f"HTTP 403, asked with the login of me from {where}" in told
+    assert [(v, r.partition(":")[0]) for v, r in remote_lines(found)] == [("none", "forbidden")]
+    assert _notes(machines, store) == []
+    registry.server.forbidden = ""  # what was built has been published there
+    assert machines.fetch(machines.new(), registry.url, **registry.variables)["value"] == 42
+
+
+def test_a_tier_that_may_only_be_read_is_told_and_stays(
+    machines: Machines, registry: Place
+) -> None:
+    assert registry.server is not None
+    registry.server.forbidden = "(POST|PUT)"
+    store = machines.new()
+    variables = {"OPKILN_TRUSTED_KEYS": machines.public, **registry.variables}
+    found = machines.load(store, OPKILN_REMOTES=registry.url, OPKILN_PUSH=machines.key, **variables)
+    assert found["origin"] == "built"
+    (told,) = found["told"]
+    assert f"small was not published to {registry.url}" in told
+    assert "HTTP 403" in told
+    assert _notes(machines, store) == []
+    words = ("cache", "push", "--remote", registry.url, "--key", machines.key)
+    done = machines.command("builder", *words, **variables)
+    assert done.returncode != 0
+    assert "HTTP 403" in done.stderr
+
+
 # Downloads
 
 

@@ -1,14 +1,16 @@
-"""The build farm on Dask, Ray, MPI and submitit: one machine's bytes, also if a worker dies.
+"""The build farm on Dask, Ray, MPI, submitit and Slurm: one machine's bytes, also if a worker dies.
 
     make test-cluster
-    python tests/cluster/farm.py dask submitit
+    python tests/cluster/farm.py dask slurm
 
 Installs them into an environment of its own. Prints a line for each; what cannot be had is skipped.
+Slurm is a real one with two nodes, in namespaces (``slurm.py``), which needs root.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import shutil
 import signal
@@ -24,6 +26,7 @@ from typing import TYPE_CHECKING
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+import slurm  # noqa: E402 (beside this file)
 from environments import REPOSITORY, ready  # noqa: E402 (found by the line above)
 
 if TYPE_CHECKING:
@@ -36,8 +39,9 @@ PACKAGES = {
     "ray": ("ray",),
     "mpi": ("mpi4py", "mpich"),
     "submitit": ("submitit",),
+    "slurm": ("submitit",),
 }
-# Slurm's own queue needs a cluster; submitit runs the same jobs as local processes, too.
+# submitit's local processes: the same jobs without a queue.
 LOCALLY = """
 import sys, submitit
 from opkiln.ship import wrappings
@@ -46,7 +50,8 @@ asked = matrix.read(sys.argv[1])
 make = lambda: executors.Submitted(submitit.AutoExecutor(sys.argv[2], cluster="local"), 1)
 done = coordinator.build(asked.ops, map(str, asked.targets), make, jobs=1)
 assert [each.status for each in done] == ["built"] * 4, done
-wrappings.write([each.path for each in done], wrappings.Wrapping(bundle=sys.argv[3]))
+into = wrappings.Wrapping(bundle=sys.argv[3], wheel=sys.argv[3] + ".wheels")
+wrappings.write([each.path for each in done], into)
 """
 
 
@@ -66,8 +71,21 @@ def main() -> int:
             print(f"farm on {kind}: skipped: {reason}")
             continue
         command = [str(venv / "bin/python"), str(HERE / "farm.py"), "--inside", kind]
+        if kind == "slurm":
+            if reason := no_slurm():
+                print(f"farm on slurm: skipped: this needs {reason}")
+                continue
+            command = ["unshare", "--mount", "--net", "--pid", "--fork", "--mount-proc",
+                       "--kill-child", *command]  # fmt: skip
         status |= subprocess.run(command, check=False).returncode
     return status
+
+
+def no_slurm() -> str:
+    """What Slurm lacks here, or nothing."""
+    if os.getuid() != 0:
+        return "root"
+    return ", ".join(each for each in slurm.PROGRAMS if not shutil.which(each))
 
 
 def check(kind: str) -> int:
@@ -78,7 +96,7 @@ def check(kind: str) -> int:
         farm = Farm(Path(directory))
         alone, together = farm.base / "alone", farm.base / "together"
         matrix = ("--targets", str(farm.matrix), "-j", "1")
-        require(farm(*matrix, "--bundle", str(alone), store=farm.store()))
+        require(farm(*matrix, *written(alone), store=farm.store()))
         killed = farm.base / "killed"
         at_worker = farm.environment(
             farm.store(), KILL_A_WORKER=str(killed), IS_A_WORKER="1",
@@ -87,12 +105,24 @@ def check(kind: str) -> int:
         began = time.monotonic()
         told = FARMS[kind](farm, matrix, at_worker, together)
         seconds = time.monotonic() - began
-        same = alone.read_bytes() == together.read_bytes()
+        same = digests(alone) == digests(together)
         died = killed.exists()
         print(f"farm on {kind}: {'same bytes' if same else 'OTHER BYTES'}, "
-              f"{'a' if died else 'NO'} worker was killed, {seconds:.1f} s")  # fmt: skip
+              f"{'a' if died else 'NO'} worker was killed, {seconds:.1f} s, "
+              f"wheel {digests(together)[1]:.12}")  # fmt: skip
         print("".join(f"    {line}\n" for line in told.splitlines()), end="")
         return not (same and died)
+
+
+def written(out: Path) -> tuple[str, ...]:
+    """The options that write a bundle and a wheel."""
+    return ("--bundle", str(out), "--wheel", f"{out}.wheels")
+
+
+def digests(out: Path) -> list[str]:
+    """Of the bundle and the wheel."""
+    (wheel,) = Path(f"{out}.wheels").iterdir()
+    return [hashlib.sha256(each.read_bytes()).hexdigest() for each in (out, wheel)]
 
 
 def require(done: subprocess.CompletedProcess[str]) -> str:
@@ -131,7 +161,7 @@ def dask(farm: Farm, matrix: tuple[str, ...], at_worker: dict[str, str], out: Pa
                 "1", "--no-dashboard", "--local-directory", str(farm.base / "dask")),
     ):  # fmt: skip
         listens(port)
-        arguments = (*matrix, "--executor", f"dask://{where}", "--bundle", str(out))
+        arguments = (*matrix, "--executor", f"dask://{where}", *written(out))
         return require(farm(*arguments, store=farm.store()))
 
 
@@ -156,7 +186,7 @@ def ray(farm: Farm, matrix: tuple[str, ...], at_worker: dict[str, str], out: Pat
     try:
         with running(at_worker, *start):
             listens(port)
-            arguments = (*matrix, "--executor", "ray", "--bundle", str(out))
+            arguments = (*matrix, "--executor", "ray", *written(out))
             address = f"127.0.0.1:{port}"
             return require(farm(*arguments, store=farm.store(), RAY_ADDRESS=address))
     finally:
@@ -167,7 +197,7 @@ def mpi(farm: Farm, matrix: tuple[str, ...], at_worker: dict[str, str], out: Pat
     """MPI ends all ranks with the one that was killed. The same command goes on from there."""
     program = str(Path(sys.executable).parent / "mpiexec")
     command = [program, "-n", "3", sys.executable, "-m", "mpi4py.futures", "-m", "opkiln", "build",
-               *matrix, "--executor", "mpi", "--bundle", str(out)]  # fmt: skip
+               *matrix, "--executor", "mpi", *written(out)]  # fmt: skip
     environment = {k: v for k, v in at_worker.items() if k != "IS_A_WORKER"}
     first, second = (
         subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -188,8 +218,25 @@ def submitit(farm: Farm, _: tuple[str, ...], at_worker: dict[str, str], out: Pat
     )
 
 
+def on_slurm(farm: Farm, matrix: tuple[str, ...], at_worker: dict[str, str], out: Path) -> str:
+    """It has no accounting, so submitit does not learn that a job was killed."""
+    (farm.base / "slurm").mkdir()
+    queue = slurm.Slurm(farm.base / "slurm")
+    try:
+        queue.start()
+        arguments = (*matrix, "--executor", f"slurm={farm.base / 'jobs'}", *written(out))
+        return require(
+            farm(*arguments, store=farm.store(), KILL_A_WORKER=at_worker["KILL_A_WORKER"],
+                 SLURM_CONF=queue.environment["SLURM_CONF"])
+        )  # fmt: skip
+    except (TimeoutError, SystemExit, subprocess.TimeoutExpired):
+        for log in sorted(queue.where.glob("*.log")):
+            print(f"{log.name}:\n{log.read_text()[-2000:]}")
+        raise
+
+
 FARMS: dict[str, Callable[[Farm, tuple[str, ...], dict[str, str], Path], str]] = {
-    "dask": dask, "ray": ray, "mpi": mpi, "submitit": submitit,
+    "dask": dask, "ray": ray, "mpi": mpi, "submitit": submitit, "slurm": on_slurm,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """``make test-remotes``: remote tiers on real servers: docker-registry with TLS and a password,
-nginx, and moto's S3 server; and what skopeo and oras make of the artifacts.
+nginx, moto's S3 server and an emulator of Google's; and what skopeo and oras make of the artifacts.
 
 Servers are installed by apt-get where that is possible. Where something cannot be had, its tests
 are skipped with the reason.
@@ -21,6 +21,8 @@ from environments import REPOSITORY, ready  # noqa: E402 (found by the line abov
 
 REQUIREMENTS = (
     "cryptography>=42",
+    "gcp-storage-emulator",
+    "gcsfs",
     "hypothesis>=6.100",
     "moto[server]>=5",
     "oras>=0.2",

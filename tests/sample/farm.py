@@ -18,11 +18,14 @@ KILLED = """
     def sources(self) -> list[str]:
         import multiprocessing, os, signal
         note = os.environ.get("KILL_A_WORKER")
-        marks = {"IS_A_WORKER", "SUBMITIT_LOCAL_JOB_ID"}  # this file's, and submitit's
+        marks = {"IS_A_WORKER", "SUBMITIT_LOCAL_JOB_ID", "SLURM_JOB_ID"}  # ours, and others'
         rank = os.environ.get("PMI_RANK", "0")  # MPICH's
         worker = multiprocessing.parent_process() or marks & {*os.environ} or rank != "0"
         if note and worker and not os.path.exists(note):
-            open(note, "x").close()
+            try:
+                open(note, "x").close()
+            except FileExistsError:  # another worker was faster
+                return ["csrc/add.cpp"]
             os.kill(os.getpid(), signal.SIGKILL)
         return ["csrc/add.cpp"]
 """

@@ -28,6 +28,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.connections = 0
         self.login = ""  # user:password, if one is needed
         self.redirect_to = ""  # where downloads of blobs are redirected to
+        self.forbidden = ""  # a pattern of the requests that this login may not make
         self.limit: int | None = None  # bytes of a body, after which the connection is cut
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -61,6 +62,9 @@ class Files(http.server.BaseHTTPRequestHandler):
         wanted = "Basic " + base64.b64encode(self.server.login.encode()).decode()
         if self.server.login and self.headers.get("Authorization") != wanted:
             self._answer(401, **{"WWW-Authenticate": 'Basic realm="here"'})
+            return False
+        if self.server.forbidden and re.match(self.server.forbidden, self.server.requests[-1]):
+            self._answer(403)
             return False
         return True
 

@@ -1,7 +1,7 @@
 """Remote tiers to test with: small servers of ours, or the real ones.
 
 With TEST_REMOTES=real (`make test-remotes`) these are docker-registry with TLS and a
-password, nginx with WebDAV, and moto's S3 server.
+password, nginx with WebDAV, moto's S3 server, and gcp-storage-emulator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import pytest
 from sample import servers
 
 REAL = os.environ.get("TEST_REMOTES") == "real"
-KINDS = ("docker-registry", "nginx", "s3") if REAL else ("registry", "web", "directory", "layout")
+KINDS = (
+    ("docker-registry", "nginx", "s3", "gs") if REAL else ("registry", "web", "directory", "layout")
+)
 
 
 class Place:
@@ -52,6 +54,13 @@ class Place:
             )
             path = f"bucket/ops/cas/{sha256}"
             bucket.pipe_file(path, altered(bucket.cat_file(path)))
+            return
+        if self.url.startswith("gs:"):
+            host, name = self.variables["STORAGE_EMULATOR_HOST"], f"ops%2Fcas%2F{sha256}"
+            with urllib.request.urlopen(f"{host}/storage/v1/b/bucket/o/{name}?alt=media") as got:
+                data = altered(got.read())
+            upload = f"{host}/upload/storage/v1/b/bucket/o?uploadType=media&name={name}"
+            urllib.request.urlopen(urllib.request.Request(upload, data, method="POST")).close()
             return
         assert self.directory is not None
         files = [each for each in self.directory.rglob("*") if each.is_file()]
@@ -195,12 +204,18 @@ http {{
     return place
 
 
+def _installed(name: str) -> str:
+    """A program of a package of this environment."""
+    found = shutil.which(name, path=str(Path(sys.executable).parent))
+    if found is None:
+        pytest.skip(f"there is no {name} here; make test-remotes installs it")
+    return found
+
+
 def _s3(base: Path) -> Place:
     pytest.importorskip("s3fs")
     port = servers.unused_port()
-    moto = shutil.which("moto_server", path=str(Path(sys.executable).parent))
-    if moto is None:
-        pytest.skip("there is no moto_server here; make test-remotes installs it")
+    moto = _installed("moto_server")
     url = f"http://127.0.0.1:{port}"
     variables = {
         "AWS_ENDPOINT_URL": url,
@@ -215,7 +230,23 @@ def _s3(base: Path) -> Place:
     return place
 
 
+def _gs(base: Path) -> Place:
+    pytest.importorskip("gcsfs")
+    port = servers.unused_port()
+    variables = {
+        "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # the emulator has no gRPC
+        "NO_GCE_CHECK": "true",  # nor a server for logins
+    }
+    place = Place("gs://bucket/ops", variables)
+    words = ("start", "--host", "127.0.0.1", "--port", str(port), "--in-memory",
+             "--default-bucket", "bucket")  # fmt: skip
+    place.run([_installed("gcp-storage-emulator"), *words], base / "log")
+    place.wait(port, base / "log")
+    return place
+
+
 _START = {
     "registry": _registry, "web": _web, "directory": _directory, "layout": _layout,
-    "docker-registry": _docker_registry, "nginx": _nginx, "s3": _s3,
+    "docker-registry": _docker_registry, "nginx": _nginx, "s3": _s3, "gs": _gs,
 }  # fmt: skip

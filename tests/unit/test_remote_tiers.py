@@ -7,16 +7,17 @@ import json
 import os
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from sample import servers
 
-from opkiln.errors import SettingError, StoreError
+from opkiln.errors import RemoteWarning, SettingError, StoreError
 from opkiln.remote import credentials, lockfile, names, patience, plain, registry, tiers, web
 from opkiln.remote.patience import Patience
-from opkiln.remote.tier import Absent, Published, Unreachable, Unusable
+from opkiln.remote.tier import Absent, Forbidden, Published, Unreachable, Unusable
 from opkiln.settings import override, settings
 
 if TYPE_CHECKING:
@@ -277,7 +278,8 @@ def test_a_login_of_dockers_config_is_found(tmp_path: Path) -> None:
     auth = base64.b64encode(b"me:pass:word").decode()
     directory = docker(tmp_path, auths={"https://host:5000": {"auth": auth}, "b": {}})
     with override(docker_config=directory):
-        assert credentials.for_registry("host:5000") == ("me", "pass:word", "")
+        found = ("me", "pass:word", "", f"{tmp_path}/config.json")
+        assert credentials.for_registry("host:5000") == found
         assert credentials.for_registry("other") is None
         assert credentials.for_registry("b") is None
 
@@ -295,7 +297,7 @@ def test_a_credential_helper_is_asked(tmp_path: Path) -> None:
     path = f"{tmp_path}:{os.environ['PATH']}"
     with pytest.MonkeyPatch.context() as patch, override(docker_config=directory):
         patch.setenv("PATH", path)
-        assert credentials.for_registry("known") == ("", "", "s")
+        assert credentials.for_registry("known") == ("", "", "s", "docker-credential-test")
         assert credentials.for_registry("other") is None
 
 
@@ -310,8 +312,68 @@ def test_netrc_has_the_logins_of_web_servers(tmp_path: Path) -> None:
     path.write_text("machine host login me password secret\ndefault login all password x\n")
     path.chmod(0o600)
     with override(netrc=str(path)):
-        assert credentials.for_web("host") == ("me", "secret", "")
+        assert credentials.for_web("host") == ("me", "secret", "", str(path))
         assert credentials.for_web("another") is None
+
+
+# What is forbidden, and logins that are refused
+
+
+def test_a_name_that_is_forbidden_does_not_end_the_use_of_the_tier(
+    start: Start, cache: Path, tmp_path: Path
+) -> None:
+    server, url, sha256 = serving(start, b"x" * 1000)
+    server.forbidden = "GET /ac/"
+    root, netrc = root_of(cache), tmp_path / "netrc"
+    with override(netrc=str(netrc)):
+        for _ in range(2):
+            with pytest.raises(Forbidden) as told:
+                tiers.reach(url, root, lambda tier, pulse: tier.published("name", pulse))
+    assert str(told.value) == (
+        f"{server.host} answers HTTP 403, asked without a login (none for {server.host} in {netrc})"
+    )
+    assert not tiers.is_down(url)
+    assert not os.path.exists(f"{root}/failures")  # other processes ask it, too
+    assert Path(tiers.download(url, sha256, 1000, root)).read_bytes() == b"x" * 1000
+
+
+def test_the_user_is_told_once_that_a_tier_forbids_something() -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            tiers.tell_forbidden("s3://bucket/ops", Forbidden("why"))
+    (only,) = told
+    assert only.category is RemoteWarning
+    assert "s3://bucket/ops forbids it, so it counts as missing: why" in str(only.message)
+
+
+def test_a_blob_is_published_though_nobody_may_ask_whether_it_is_there(
+    start: Start, tmp_path: Path
+) -> None:
+    server = start(servers.Files)
+    server.forbidden = "HEAD"
+    (tmp_path / "blob").write_bytes(b"abc")
+    tiers.open_tier(f"http://{server.host}").write("n", str(tmp_path / "blob"), WHAT, nothing)
+    assert sorted(server.files) == ["/ac/n", f"/cas/{SHA}"]
+
+
+@pytest.mark.parametrize("kind", ["http", "oci+http"])
+def test_a_login_that_is_refused_is_tried_once(start: Start, tmp_path: Path, kind: str) -> None:
+    """A server may lock the account after a few attempts."""
+    server = start(servers.Files if kind == "http" else servers.Registry)
+    server.login = "me:another"
+    auth = base64.b64encode(b"me:secret").decode()
+    directory = docker(tmp_path, auths={server.host: {"auth": auth}})
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password secret\n")
+    (tmp_path / "netrc").chmod(0o600)
+    (tmp_path / "blob").write_bytes(b"abc")
+    with override(docker_config=directory, netrc=str(tmp_path / "netrc")):
+        tier = tiers.open_tier(f"{kind}://{server.host}/ops")
+        with pytest.raises(Unreachable, match="HTTP 401, asked with the login of me") as told:
+            tier.write("name", str(tmp_path / "blob"), WHAT, nothing)
+    assert str(tmp_path) in str(told.value)
+    assert "secret" not in str(told.value)
+    assert len(server.requests) == 1
 
 
 class Bearer(servers.Files):
@@ -336,7 +398,7 @@ class Bearer(servers.Files):
 def test_a_registry_that_wants_a_token_gets_one_once(start: Start) -> None:
     server = start(Bearer)
     login = credentials.Login("me", "secret")
-    client = web.Client(f"http://{server.host}/", lambda _: login)
+    client = web.Client(f"http://{server.host}/", lambda _: login, list)
     for _ in range(2):
         with client.request("GET", "/v2/x/blobs/y", nothing, scope="a") as response:
             assert response.read() == b"blob"
@@ -346,14 +408,39 @@ def test_a_registry_that_wants_a_token_gets_one_once(start: Start) -> None:
     assert server.connections == 1
 
 
+class Denying(Bearer):
+    """It gives a token to everybody, and nothing for it."""
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/token") and not self.server.forbidden:
+            self._answer(200, b'{"token": "another"}')
+        elif self.path.startswith("/token"):
+            self._answer(403)
+        else:
+            super().do_GET()
+
+
+@pytest.mark.parametrize("by", ["registry", "token server"])
+def test_a_repository_that_a_good_login_may_not_read_is_forbidden_not_down(
+    start: Start, by: str
+) -> None:
+    """Public registries say so of repositories that do not exist yet."""
+    server = start(Denying)
+    server.forbidden = "all" if by == "token server" else ""
+    client = web.Client(f"http://{server.host}/", lambda _: None, list)
+    with pytest.raises(Forbidden), client.request("GET", "/v2/x", nothing, scope="a"):
+        pass
+
+
 def test_a_realm_without_tls_does_not_get_the_login_of_a_registry_with_it(start: Start) -> None:
-    client = web.Client("https://registry.example/", lambda _: credentials.Login("me", "secret"))
+    login = credentials.Login("me", "secret")
+    client = web.Client("https://registry.example/", lambda _: login, list)
     with pytest.raises(Unreachable, match="sends logins to"):
         client._answer('Bearer realm="http://registry.example/token"', "", nothing)
 
 
 def test_a_redirect_to_plain_http_is_refused() -> None:
-    client = web.Client("https://host/", lambda _: None)
+    client = web.Client("https://host/", lambda _: None, list)
     with pytest.raises(Unreachable, match="redirects to http://"):
         client._redirected("https://host/a", "http://host/a")
     assert client._redirected("https://host/a", "/b") == "https://host/b"
@@ -363,7 +450,7 @@ def test_proxies_are_used_but_not_for_the_hosts_that_are_excepted(start: Start) 
     proxy = start(servers.Files)
     proxy.files["http://far.example/x"] = b"through the proxy"
     with override(http_proxy=f"http://{proxy.host}", no_proxy="near.example, .local"):
-        client = web.Client("http://far.example/", lambda _: None)
+        client = web.Client("http://far.example/", lambda _: None, list)
         with client.request("GET", "x", nothing) as response:
             assert response.read() == b"through the proxy"
         assert web.Client._proxy("http", "near.example") == ""

@@ -26,6 +26,7 @@ class Login(NamedTuple):
     user: str
     password: str
     identity_token: str = ""
+    place: str = ""  # where it was found
 
     @property
     def basic(self) -> str:
@@ -34,10 +35,13 @@ class Login(NamedTuple):
             return ""
         return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
 
+    def __str__(self) -> str:
+        return f"the login of {self.user or 'a token'} from {self.place}"
+
 
 def for_registry(host: str) -> Login | None:
     """The login for a registry, as docker, podman and skopeo find it."""
-    for path in _docker_files():
+    for path in registry_files():
         try:
             with open(path, encoding="utf-8") as file:
                 config = json.load(file)
@@ -46,11 +50,12 @@ def for_registry(host: str) -> Login | None:
         except (OSError, ValueError, RecursionError) as error:
             raise Unreachable(f"{path} cannot be read: {error}") from error
         if isinstance(config, dict) and (found := _in_config(config, host)):
-            return found
+            return found._replace(place=found.place or path)
     return None
 
 
-def _docker_files() -> list[str]:
+def registry_files() -> list[str]:
+    """Where logins for registries are looked for."""
     files = [settings.registry_auth_file] if settings.registry_auth_file else []
     directory = settings.docker_config or (settings.home and os.path.join(settings.home, ".docker"))
     return [*files, os.path.join(directory, "config.json")] if directory else files
@@ -97,7 +102,9 @@ def _ask(helper: str, host: str) -> Login | None:
         user, secret = str(told["Username"]), str(told["Secret"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Unreachable(f"{program} gave no login: {type(error).__name__}") from error
-    return Login("", "", secret) if user == "<token>" else Login(user, secret)
+    if user == "<token>":
+        return Login("", "", secret, program)
+    return Login(user, secret, place=program)
 
 
 def for_web(host: str) -> Login | None:
@@ -106,13 +113,19 @@ def for_web(host: str) -> Login | None:
     import netrc
 
     host = urlsplit(f"//{host}").hostname or ""
+    for path in web_files():
+        try:
+            found = netrc.netrc(path).hosts.get(host)
+        except FileNotFoundError:
+            continue
+        except (OSError, netrc.NetrcParseError, UnicodeDecodeError) as error:
+            raise Unreachable(f"{path} cannot be read: {type(error).__name__}") from error
+        if found:
+            return Login(found[0], found[2] or "", place=path)
+    return None
+
+
+def web_files() -> list[str]:
+    """Where logins for web servers are looked for."""
     path = settings.netrc or (settings.home and os.path.join(settings.home, ".netrc"))
-    if not path:
-        return None
-    try:
-        found = netrc.netrc(path).hosts.get(host)
-    except FileNotFoundError:
-        return None
-    except (OSError, netrc.NetrcParseError, UnicodeDecodeError) as error:
-        raise Unreachable(f"{path} cannot be read: {type(error).__name__}") from error
-    return Login(found[0], found[2] or "") if found else None
+    return [path] if path else []

@@ -21,7 +21,7 @@ from opkiln.errors import OpkilnError, RemoteWarning, StoreError, warn_caller
 from opkiln.model import CUDA, ROCM, place_of
 from opkiln.remote import lockfile, names, tiers
 from opkiln.remote.patience import LOAD, Patience
-from opkiln.remote.tier import Absent, Unusable
+from opkiln.remote.tier import Absent, Forbidden, Unusable
 from opkiln.settings import settings
 from opkiln.store import lock, signatures
 from opkiln.store.entry import FETCHED, read_manifest
@@ -169,10 +169,10 @@ class _Asking:
                 self._trace.add(REMOTE, "fetched", what, url)
             return bool(what)
         except tiers.Down as error:
-            down = f"down: {error}"
-            known = self._trace.candidates
-            if not any(each.subject == url and each.reason == down for each in known):
-                self._trace.add(REMOTE, "none", down, url)
+            self._note_once(url, f"down: {error}")
+        except Forbidden as error:
+            self._note_once(url, f"forbidden: {error}")
+            tiers.tell_forbidden(url, error)
         except Absent as error:
             self._trace.add(REMOTE, "none", f"it does not have {error}", url)
         except (Unusable, OpkilnError) as error:
@@ -180,6 +180,12 @@ class _Asking:
             self._trace.add(REMOTE, "refused", reason, url)
             warn_caller(f"an artifact of {url} is refused: {reason}", RemoteWarning)
         return False
+
+    def _note_once(self, url: str, reason: str) -> None:
+        """What holds for the whole tier is said once, not for each name."""
+        known = self._trace.candidates
+        if not any(each.subject == url and each.reason == reason for each in known):
+            self._trace.add(REMOTE, "none", reason, url)
 
 
 def _signed(url: str, name: str, found: Published, keys: tuple[str, ...]) -> Fetched:
@@ -216,7 +222,8 @@ def take(
     told: tiers.Told = None,
     given: Patience = LOAD,
 ) -> None:
-    """Download an artifact and put it into the store. Raises Down, Absent, Unusable, StoreError."""
+    """Download an artifact and put it into the store. Raises Down, Absent, Forbidden, Unusable,
+    StoreError."""
     file = tiers.download(origin.url, origin.sha256, size, root, told, given)
     try:
         unpack_fetched(file, root, origin)

@@ -34,6 +34,7 @@ class Patience(NamedTuple):
     stall: float  # between two of them: buckets take a file in one piece
 
 
+OPEN = Patience(10.0, 10.0)  # imports, and a search for logins: a busy machine takes its time
 LOAD = Patience(2.5, 10.0)  # a load can do without the tier
 COMMAND = Patience(30.0, 120.0)  # a person has asked for just this
 

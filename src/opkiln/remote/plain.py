@@ -17,7 +17,15 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from opkiln.remote import credentials, web
-from opkiln.remote.tier import CHUNK, LARGEST_RECORD, Absent, Published, Unreachable, Unusable
+from opkiln.remote.tier import (
+    CHUNK,
+    LARGEST_RECORD,
+    Absent,
+    Forbidden,
+    Published,
+    Unreachable,
+    Unusable,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -55,7 +63,7 @@ class Files(Protocol):
         """Write data, or the contents of a file. Others see all of it or nothing."""
 
     def has(self, path: str, size: int, pulse: Pulse) -> bool:
-        """Whether a file of this size is there."""
+        """Whether a file of this size is there, as far as this login may know."""
 
 
 class Plain:
@@ -90,7 +98,7 @@ class Web:
 
     def __init__(self, url: str) -> None:
         base = url.rstrip("/") + "/"
-        self._client = web.Client(base, credentials.for_web)
+        self._client = web.Client(base, credentials.for_web, credentials.web_files)
 
     def read(self, path: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
         headers = {"Range": f"bytes={start}-"} if start else {}
@@ -108,9 +116,12 @@ class Web:
             web.expect(response, 200, 201, 202, 204)
 
     def has(self, path: str, size: int, pulse: Pulse) -> bool:
-        with self._client.request("HEAD", path, pulse) as response:
-            there = response.headers.get("Content-Length", str(size))
-            return response.status == 200 and there == str(size)
+        try:
+            with self._client.request("HEAD", path, pulse) as response:
+                there = response.headers.get("Content-Length", str(size))
+                return response.status == 200 and there == str(size)
+        except Forbidden:
+            return False
 
 
 class Directory:
@@ -175,29 +186,49 @@ def write_whole(path: str, data: bytes | None, file: str) -> None:
             os.unlink(temporary)
 
 
+# Scheme: its package, and where that looks for logins.
+_BUCKETS = {
+    "s3": ("s3fs", "AWS_* variables, ~/.aws, or this instance's role"),
+    "gs": ("gcsfs", "GOOGLE_APPLICATION_CREDENTIALS, ~/.config/gcloud, or this instance's role"),
+}
+
+
 class Bucket:
     """Files of a bucket, by fsspec, which is imported when it is used. It finds its own logins."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        scheme = url.partition(":")[0]
-        package = {"s3": "s3fs", "gs": "gcsfs"}[scheme]
+        self._scheme = url.partition(":")[0]
+        package, self._logins = _BUCKETS[self._scheme]
         try:
             import fsspec  # type: ignore[import-untyped]
 
-            # Without its cache of listings: a look-up must see what others have published since.
-            self._files: Any = fsspec.filesystem(scheme, use_listings_cache=False)
+            self._kind: Any = fsspec.get_filesystem_class(self._scheme)
+            self._made: tuple[int, Any] = (0, None)  # by this process
         except ImportError as error:
             raise Unreachable(
-                f"{scheme}:// needs the package {package}: {error}", hint=f"pip install {package}"
+                f"{self._scheme}:// needs the package {package}: {error}",
+                hint=f"pip install {package}",
             ) from error
-        except Exception as error:  # the library has kinds of its own
-            raise Unreachable(f"{type(error).__name__}: {error}") from error
+        with self._in_words(url):
+            self._opened()
+
+    def _opened(self) -> Any:
+        """fsspec's object. To make it may mean to ask the cloud for a login, which takes time, and
+        a forked child needs one of its own."""
+        if self._made[0] != os.getpid():
+            # Without its cache of listings: a look-up must see what others have published since.
+            files = self._kind(use_listings_cache=False)
+            if self._scheme == "s3":
+                files.connect()  # to nobody yet: it makes botocore's client, half a second of CPU
+            self._made = (os.getpid(), files)
+        return self._made[1]
 
     def read(self, path: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
-        files, whole, size = self._files, f"{self._url}/{path}", None
+        whole, size = f"{self._url}/{path}", None
         while size is None or start < size:
-            with _in_words(path):
+            with self._in_words(path):
+                files = self._opened()
                 piece = files.cat_file(whole, start=start, end=start + _BUCKET_PIECE)
             pulse()
             yield start, piece
@@ -205,13 +236,14 @@ class Bucket:
             if len(piece) < _BUCKET_PIECE:
                 return
             if size is None:  # most blobs have come by now, with one request
-                with _in_words(path):
+                with self._in_words(path):
                     size = int(files.info(whole)["size"])
 
     def write(self, path: str, data: bytes | None, file: str, pulse: Pulse) -> None:
-        files, whole = self._files, f"{self._url}/{path}"
+        whole = f"{self._url}/{path}"
         pulse()  # the transfer says nothing until it is over
-        with _in_words(path):
+        with self._in_words(path):
+            files = self._opened()
             if data is not None:
                 files.pipe_file(whole, data)
             else:
@@ -219,23 +251,26 @@ class Bucket:
 
     def has(self, path: str, size: int, pulse: Pulse) -> bool:
         try:
-            with _in_words(path):
-                return int(self._files.info(f"{self._url}/{path}")["size"]) == size
-        except Absent:
+            with self._in_words(path):
+                return int(self._opened().info(f"{self._url}/{path}")["size"]) == size
+        except (Absent, Forbidden):
             return False
         finally:
             pulse()
 
+    @contextmanager
+    def _in_words(self, path: str) -> Iterator[None]:
+        """Errors of the bucket's library, which has kinds of its own, as ours."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise Absent(path) from error
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+            # gcsfs has a kind of its own for what HTTP calls forbidden, with that number.
+            if isinstance(error, PermissionError) or getattr(error, "code", 0) == 403:
+                raise Forbidden(f"{told}, with the login from {self._logins}") from error
+            raise Unreachable(told) from error
+
 
 _BUCKET_PIECE = 1 << 20
-
-
-@contextmanager
-def _in_words(path: str) -> Iterator[None]:
-    """Errors of a bucket's library, which has kinds of its own, as ours."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise Absent(path) from error
-    except Exception as error:
-        raise Unreachable(f"{type(error).__name__}: {error}") from error

@@ -10,7 +10,7 @@ from opkiln.errors import OpkilnError
 from opkiln.remote import tiers
 from opkiln.remote.fetch import fetched_already, take
 from opkiln.remote.patience import COMMAND
-from opkiln.remote.tier import Absent, Unusable
+from opkiln.remote.tier import Absent, Forbidden, Unusable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _pull(row: Locked, lock: str, urls: Sequence[str], root: str, told: tiers.To
             take(Fetched(url, row.sha256, lock=lock), row.size, root, told, COMMAND)
         except Absent:
             reasons.append(f"{url} does not have it")
-        except (tiers.Down, Unusable, OpkilnError) as error:
+        except (tiers.Down, Forbidden, Unusable, OpkilnError) as error:
             reasons.append(f"{url}: {getattr(error, 'what', error)}")
         else:
             return Pulled(row, NEW, url)

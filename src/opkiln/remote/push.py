@@ -13,7 +13,7 @@ from opkiln.bundles.signing import signature_of
 from opkiln.errors import OpkilnError, RemoteWarning, StoreError, warn_caller
 from opkiln.remote import names, patience, tiers
 from opkiln.remote.lockfile import Locked
-from opkiln.remote.tier import Published, Unusable
+from opkiln.remote.tier import Forbidden, Published, Unusable
 from opkiln.settings import settings
 from opkiln.store import publish
 from opkiln.store.entry import read_manifest
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from opkiln.model import Artifact
+
+
+_read_only: set[str] = set()  # tiers that do not let this process publish
 
 
 class Packed(NamedTuple):
@@ -80,7 +83,7 @@ def push(payload: str, url: str, key_file: str | None) -> Locked:
                 lambda tier, pulse: tier.write(row.name, each.file, what, pulse),
                 patience.COMMAND,
             )  # fmt: skip
-        except (tiers.Down, Unusable) as error:
+        except (tiers.Down, Forbidden, Unusable) as error:
             raise StoreError(f"{row.op} was not published to {url}", why=str(error)) from error
     return row
 
@@ -88,10 +91,12 @@ def push(payload: str, url: str, key_file: str | None) -> Locked:
 def after_build(built: Artifact) -> None:
     """``OPKILN_PUSH``: publish what was just built. A failure is a warning."""
     url = settings.remotes[0]
-    if tiers.is_down(url):
+    if tiers.is_down(url) or url in _read_only:
         return  # it was said once
     try:
         push(built.path, url, settings.push)
     except OpkilnError as error:
+        if isinstance(error.__cause__, Forbidden):
+            _read_only.add(url)
         if not tiers.is_down(url):
             warn_caller(str(error), RemoteWarning)

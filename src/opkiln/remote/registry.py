@@ -94,7 +94,7 @@ class Registry:
         self._pull = f"repository:{repository}:pull"
         self._push = f"repository:{repository}:pull,push"
         base = f"{'http' if scheme == 'oci+http' else 'https'}://{host}/"
-        self._client = web.Client(base, credentials.for_registry)
+        self._client = web.Client(base, credentials.for_registry, credentials.registry_files)
 
     def published(self, name: str, pulse: Pulse) -> Published | None:
         with self._client.request(
@@ -122,7 +122,7 @@ class Registry:
         for attempts_left in reversed(range(_ATTEMPTS)):
             try:
                 self._publish(name, file, what, pulse)
-            except Unreachable:
+            except web.UnexpectedStatus:
                 if not attempts_left:
                     raise
                 time.sleep(random.uniform(0.05, 0.5))  # noqa: S311 (so that they do not meet again)

@@ -36,6 +36,11 @@ class Unusable(Exception):
     """The tier answered with something that is refused. Its other answers may be good."""
 
 
+class Forbidden(Exception):
+    """The tier answered that this login may not do this. Its other answers may be good: a bucket
+    also says so of an object that is not there, to those who may not list it."""
+
+
 class Unreachable(Exception):
     """The tier gave no usable answer. ``hint`` is what may help."""
 
@@ -45,7 +50,8 @@ class Unreachable(Exception):
 
 
 class Tier(Protocol):
-    """One place. Every method may raise Unreachable, OSError and http.client's errors."""
+    """One place. Every method may raise Forbidden, Unreachable, OSError, and http.client's
+    errors."""
 
     url: str
 

@@ -20,7 +20,7 @@ from opkiln.digest import key, read_file, sha256_file
 from opkiln.errors import RemoteWarning, StoreError, warn_caller
 from opkiln.remote import patience, plain, registry
 from opkiln.remote.patience import LOAD, Patience
-from opkiln.remote.tier import Tier, Unreachable, Unusable
+from opkiln.remote.tier import Forbidden, Tier, Unreachable, Unusable
 from opkiln.store.zip_format import LARGEST
 from opkiln.trust import make_private
 from opkiln.writing import write_private
@@ -39,6 +39,7 @@ _DOWN_FOR = 60.0  # seconds for which other processes leave a tier alone that wa
 
 _tiers: dict[str, Tier] = {}
 _down: dict[str, str] = {}  # why, by URL
+_forbidden: set[str] = set()  # the tiers of which the user was told that they forbid something
 
 
 class Down(Exception):
@@ -46,7 +47,8 @@ class Down(Exception):
 
 
 def open_tier(url: str) -> Tier:
-    """The tier of a URL. Connects to nobody. Raises Unreachable."""
+    """The tier of a URL. Connects to nobody, but a bucket's library may look for a login on the
+    network. Raises Unreachable."""
     scheme, _, rest = url.partition("://")
     path = unquote(urlsplit(url).path).rstrip("/")
     if scheme in ("oci", "oci+http") and not rest.startswith("/"):
@@ -66,12 +68,14 @@ def reach(
 ) -> T:
     """The result of ``task(tier, pulse)``. ``root`` is the store, which remembers what is down.
 
-    Raises Down, Absent, Unusable, and errors of the local store.
+    Raises Down, Absent, Forbidden, Unusable, and errors of the local store.
     """
     if reason := _down.get(url) or _remembered(url, root):
         _give_up(url, reason)
     try:
-        tier = _tiers.get(url) or _tiers.setdefault(url, open_tier(url))
+        if (tier := _tiers.get(url)) is None:
+            made = patience.patiently(lambda _: open_tier(url), patience.OPEN)
+            tier = _tiers.setdefault(url, made)
         return patience.patiently(lambda pulse: task(tier, pulse), given)
     except (Unreachable, OSError, HTTPException) as error:
         reason = str(error) or type(error).__name__
@@ -88,6 +92,16 @@ def _give_up(url: str, reason: str) -> NoReturn:
     raise Down(reason)
 
 
+def tell_forbidden(url: str, error: Forbidden) -> None:
+    """Tell the user, once per tier, that it forbids something. It is still used: others of its
+    artifacts may be allowed, and this one may just not be there."""
+    if url not in _forbidden:
+        _forbidden.add(url)
+        hint = "see docs/remotes.md, Logins"
+        warn_caller(f"{url} forbids it, so it counts as missing: {error} (hint: {hint})",
+                    RemoteWarning)  # fmt: skip
+
+
 def is_down(url: str) -> bool:
     """Whether this process has given up on a tier."""
     return url in _down
@@ -96,6 +110,7 @@ def is_down(url: str) -> bool:
 def forget() -> None:
     """Ask every tier anew, as a command does that was started for that."""
     _down.clear()
+    _forbidden.clear()
     _tiers.clear()
 
 
@@ -143,7 +158,7 @@ def download(
     """A blob as a file of the store's staging directory, whose digest was checked.
 
     A download that was interrupted is resumed. ``told`` is called with the number of bytes of each
-    piece. Raises Down, Absent, Unusable, StoreError.
+    piece. Raises Down, Absent, Forbidden, Unusable, StoreError.
     """
     if len(sha256) != 64 or not set(sha256) <= set("0123456789abcdef") or not 0 < size <= LARGEST:
         raise Unusable(f"{sha256[:80]!r} of {size} bytes is not a digest and a size")

@@ -15,13 +15,13 @@ import threading
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
 from opkiln.remote import patience
-from opkiln.remote.tier import CHUNK, LARGEST_RECORD, Unreachable
+from opkiln.remote.tier import CHUNK, LARGEST_RECORD, Forbidden, Unreachable
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from http.client import HTTPConnection, HTTPResponse
 
     from opkiln.remote.credentials import Login
@@ -33,16 +33,26 @@ _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 _GONE = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
 
 
+class UnexpectedStatus(Unreachable):
+    """An answer that the protocol does not have here."""
+
+
 class Client:
     """What one tier sends its requests with. Many threads may use it.
 
     ``find_login`` gives the login for a host; it is asked once, at the first request.
+    ``login_files`` are where it looks, for messages.
     """
 
-    def __init__(self, base: str, find_login: Callable[[str], Login | None]) -> None:
+    def __init__(
+        self,
+        base: str,
+        find_login: Callable[[str], Login | None],
+        login_files: Callable[[], Sequence[str]],
+    ) -> None:
         self.base = base
         self._host = urlsplit(base).netloc
-        self._find_login = find_login
+        self._find_login, self._login_files = find_login, login_files
         self._login: Login | None = None
         self._authorization: dict[str, str] = {}  # by scope; "" is the login itself
         self._asked = False
@@ -64,8 +74,12 @@ class Client:
     ) -> Iterator[HTTPResponse]:
         """Send a request, and give the answer to be read. ``url`` may be relative to the base.
 
-        ``file`` is sent as the body. ``scope`` is what a registry's token has to be for. Raises
-        OSError, http.client.HTTPException, Unreachable.
+        ``file`` is sent as the body. ``scope`` is what a registry's token has to be for.
+
+        Raises Unreachable if the login is refused (401): it would be refused each time, and a
+        server may lock an account after a few attempts. Raises Forbidden if only this request is
+        refused: 403, or 401 though the registry has just given a token. Raises OSError and
+        http.client.HTTPException.
         """
         url, asked = self._redirected(self.base, url), False
         for _ in range(_MOST_REDIRECTS + 2):
@@ -84,10 +98,10 @@ class Client:
                 self._finish(url, connection, response)
                 if self._answer(challenge, scope, pulse):
                     continue
-                raise self._unauthorized(status)
+                raise self._login_refused(status)
             if status in (401, 403):
                 self._finish(url, connection, response)
-                raise self._unauthorized(status)
+                raise Forbidden(self._refusal(status, url))
             try:
                 yield response
             finally:
@@ -95,12 +109,21 @@ class Client:
             return
         raise Unreachable(f"{url}: too many redirects")
 
-    def _unauthorized(self, status: int) -> Unreachable:
-        who = f"the login of {self._login.user or 'a token'}" if self._login else "no login"
-        return Unreachable(
-            f"{self._host} refuses the request (HTTP {status}), made with {who}",
-            hint="see docs/remotes.md, Logins",
-        )
+    def _login_refused(self, status: int) -> Unreachable:
+        return Unreachable(self._refusal(status, self.base), hint="see docs/remotes.md, Logins")
+
+    def _refusal(self, status: int, url: str) -> str:
+        """What a server said, and which login it said that to. Never the password."""
+        host = urlsplit(url).netloc
+        if host != self._host:
+            who = f"without a login ({self._host} redirects there)"
+        elif self._login:
+            who = f"with {self._login}"
+        else:
+            files = ", ".join(self._login_files())
+            where = f"none for {host} in {files}" if files else "HOME is not set"
+            who = f"without a login ({where})"
+        return f"{host} answers HTTP {status}, asked {who}"
 
     def _redirected(self, url: str, location: str) -> str:
         """Where a server sends us. A login must not go from TLS to plain HTTP."""
@@ -141,8 +164,10 @@ class Client:
                 headers = {"Authorization": self._login.basic}
         connection, response = self._send(method, realm, pulse, headers, body, "")
         try:
+            if response.status == 403:  # the login is good, but not for this repository
+                raise Forbidden(self._refusal(403, self.base))
             if response.status != 200:
-                raise self._unauthorized(response.status)
+                raise self._login_refused(response.status)
             told = json.loads(response.read(LARGEST_RECORD))
             token = told.get("token") or told.get("access_token")
         except (ValueError, AttributeError, RecursionError) as error:
@@ -283,8 +308,9 @@ def body_of(response: HTTPResponse, pulse: Pulse, start: int = 0) -> Iterator[tu
 
 
 def expect(response: HTTPResponse, *statuses: int) -> None:
-    """Raise Unreachable for an answer that is none of these."""
+    """Raise UnexpectedStatus for an answer that is none of these."""
     if response.status not in statuses:
         told = response.read(200).decode("utf-8", "replace").strip()
         words = " ".join(told.split()) if "<" not in told else ""
-        raise Unreachable(f"HTTP {response.status} {response.reason}{': ' if words else ''}{words}")
+        colon = ": " if words else ""
+        raise UnexpectedStatus(f"HTTP {response.status} {response.reason}{colon}{words}")

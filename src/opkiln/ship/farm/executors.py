@@ -6,6 +6,7 @@ of one. They are imported when they are asked for.
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 FORMS = "processes=N, dask://HOST:PORT, ray, ray://HOST:PORT, mpi, slurm=SHARED_DIR"
 _RETRIES = 2  # what a scheduler does by itself when it loses a worker
 _POLL = 0.5  # seconds
+_QUEUE = 5.0  # seconds between two looks at Slurm's queue
 _MINUTES = 60  # the most that a job of Slurm takes, unless SBATCH_TIMELIMIT says otherwise
 
 
@@ -45,7 +47,7 @@ def named(text: str, jobs: int | None = None) -> Callable[[], Executor]:
         return lambda: _executor(mpi.MPIPoolExecutor())
     if kind == "slurm" and mark == "=" and rest:
         submitit = _package("submitit", text, "submitit")
-        return lambda: Submitted(submitit.AutoExecutor(rest, cluster="slurm"), jobs)
+        return lambda: Submitted(submitit.AutoExecutor(rest, cluster="slurm"), jobs, squeue)
     raise UsageError(
         f"--executor {text}: there is no such executor",
         why=f"they are {FORMS}",
@@ -105,14 +107,35 @@ class Ray(Executor):
             self._ray.shutdown()
 
 
-class Submitted(Executor):
-    """Jobs of submitit as futures: a thread asks for those that have ended."""
+def squeue() -> set[str] | None:
+    """The numbers of the jobs that Slurm has not ended; None if it does not answer."""
+    command = ["squeue", "--me", "--noheader", "--format=%A"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return set(done.stdout.split()) if done.returncode == 0 else None
 
-    def __init__(self, executor: Any, jobs: int | None) -> None:
+
+class Submitted(Executor):
+    """Jobs of submitit as futures: a thread asks for those that have ended.
+
+    A job that is killed leaves no result. submitit learns of it from Slurm's accounting, which not
+    every cluster has, so ``queue`` is asked, too: a job that is missing there twice, without a
+    result, is lost.
+    """
+
+    def __init__(
+        self,
+        executor: Any,
+        jobs: int | None,
+        queue: Callable[[], set[str] | None] = lambda: None,
+    ) -> None:
         cpus = {} if jobs is None else {"cpus_per_task": jobs}
         executor.update_parameters(timeout_min=_MINUTES, **cpus)  # submitit's own limit is short
         self._executor = executor
         self._running: list[tuple[Any, Future[Any]]] = []
+        self._queue = queue
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="opkiln-farm", daemon=True)
@@ -135,12 +158,26 @@ class Submitted(Executor):
             job.cancel()
 
     def _watch(self) -> None:
+        missing: set[str] = set()
+        asked = time.monotonic()
         while not self._closed.wait(_POLL):
-            for job, future in list(self._running):
+            lost: set[str] = set()
+            running = list(self._running)
+            if running and time.monotonic() - asked >= _QUEUE:
+                asked, there = time.monotonic(), self._queue()
+                now = set() if there is None else {str(job.job_id) for job, _ in running} - there
+                # Twice: a file system that nodes share may show a result late.
+                lost, missing = missing & now, now
+            for job, future in running:
                 if job.done():
                     self._end(job, future)
-                    with self._lock:
-                        self._running.remove((job, future))
+                elif str(job.job_id) in lost:
+                    told = f"Slurm ended job {job.job_id}, which left no result"
+                    future.set_exception(RuntimeError(f"{told}; its log is {job.paths.stderr}"))
+                else:
+                    continue
+                with self._lock:
+                    self._running.remove((job, future))
 
     def _end(self, job: Any, future: Future[Any]) -> None:
         try:
