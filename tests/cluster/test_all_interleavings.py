@@ -37,7 +37,11 @@ JOBS: dict[str, dict[str, Any]] = {
     "a deadline passes and one dies": {"hellos": job(2), "deadlines": 1, "deaths": 1},
     "one never comes": {"hellos": job(3), "absent": (2,), "deadlines": 2, "server": 0},
     "one never comes and one dies": {
-        "hellos": job(3), "absent": (2,), "deadlines": 2, "deaths": 1, "stalls": 1,
+        "hellos": job(3),
+        "absent": (2,),
+        "deadlines": 2,
+        "deaths": 1,
+        "stalls": 1,
     },
 }
 # Minutes each.

@@ -90,9 +90,9 @@ class Torch:
 
     def put(self, key: str, value: bytes) -> None:
         self._store.set(key, value)
-        family, _, number = key.rpartition("/")
-        if number.isdigit() and key not in self._written and self._store.has_extended_api():
-            self._store.append(f"{family}/{_LIST}", f"{number} ")
+        number = _number_of(key)
+        if number and key not in self._written and self._store.has_extended_api():
+            self._store.append(f"{key.removesuffix(number)}{_LIST}", f"{number} ")
             self._written.add(key)
 
     def swap(self, key: str, expected: bytes | None, value: bytes) -> bytes:
@@ -103,10 +103,10 @@ class Torch:
 
     def look(self, keys: Sequence[str]) -> list[bytes | None]:
         unknown = [key for key in keys if key not in self._there]
-        if unknown and self._store.check(unknown):
-            self._there.update(unknown)
-        elif len(unknown) > 1:
-            self._there.update(key for key in unknown if self._store.check([key]))
+        numbered = [key for key in unknown if _number_of(key)]
+        # Apart: `outcome` is absent most of the time, and the others are then not worth a search.
+        self._check([key for key in unknown if not _number_of(key)])
+        self._check(numbered)
         there = [key for key in keys if key in self._there]
         if len(there) > 1 and self._store.has_extended_api():
             values = dict(zip(there, self._store.multi_get(there), strict=True))
@@ -114,11 +114,20 @@ class Torch:
             values = {key: self._store.get(key) for key in there}
         return [bytes(values[key]) if key in values else None for key in keys]
 
+    def _check(self, keys: list[str]) -> None:
+        """Find out which keys are there."""
+        if keys and self._store.check(keys):
+            self._there.update(keys)
+        elif len(keys) > 1:
+            part = len(keys) // 2 if len(keys) > FEW else 1
+            for start in range(0, len(keys), part):
+                self._check(keys[start : start + part])
+
     def possible(self, keys: Sequence[str]) -> Sequence[str]:
         unknown = [key for key in keys if key not in self._there]
         if len(unknown) <= FEW or not self._store.has_extended_api():
             return keys
-        families = {key.rpartition("/")[0] for key in unknown if key.rpartition("/")[2].isdigit()}
+        families = {key.rpartition("/")[0] for key in unknown if _number_of(key)}
         written = {
             f"{family}/{number}"
             for family, listed in zip(families, self._lists(families), strict=True)
@@ -136,6 +145,12 @@ class Torch:
 
     def clone(self) -> Torch:
         return Torch(self._store.clone())
+
+
+def _number_of(key: str) -> str:
+    """The number that a key ends with; empty if it has none."""
+    last = key.rpartition("/")[2]
+    return last if last.isdigit() else ""
 
 
 class Directory:
