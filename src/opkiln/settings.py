@@ -438,7 +438,8 @@ class Settings:
         "OPKILN_ENSURE", values.ops, (),
         "Ops that all ranks of a job agree on when the program calls "
         "`torch.distributed.init_process_group`, by name, separated by commas; `1`: those in the "
-        "file of `OPKILN_RECORD`. For programs under `opkiln run`; see [clusters.md](clusters.md).",
+        "file of `OPKILN_RECORD`, if it is set. What the program loads later is built by one rank. "
+        "For programs under `opkiln run`; see [clusters.md](clusters.md).",
         shown="none",
     )  # fmt: skip
     job_secret = Setting(

@@ -93,6 +93,7 @@ class Explorer:
     stalls: int = 0
     deadlines: int = 0
     server: int | None = None  # the rank whose process has the store; None: a process of its own
+    absent: tuple[int, ...] = ()  # ranks that never come
     unfit: tuple[int, ...] = ()  # ranks that cannot use what others made
     broken: tuple[int, ...] = ()  # ranks whose builds fail for a reason of their machine
     wrong: bool = False  # the source does not compile
@@ -129,7 +130,10 @@ class Explorer:
             )
             for rank, hello in enumerate(self.hellos)
         ]
-        ranks = tuple(self.number(Rank(rank, state)) for rank, state in enumerate(started))
+        ranks = tuple(
+            self.number(Rank(rank, state, alive=rank not in self.absent))
+            for rank, state in enumerate(started)
+        )
         return World(ranks, self.stores.number(()), self.deaths, self.stalls, self.deadlines, False)
 
     def number(self, rank: Rank) -> int:

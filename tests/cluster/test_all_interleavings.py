@@ -33,6 +33,16 @@ JOBS: dict[str, dict[str, Any]] = {
     "a lease runs out and one dies": {"hellos": job(2), "stalls": 1, "deaths": 1},
     "keys are read one by one": {"hellos": job(2), "torn": True, "deaths": 1},
     "a deadline passes": {"hellos": job(2), "deadlines": 1},
+    "two deadlines pass": {"hellos": job(2), "deadlines": 2},
+    "a deadline passes and one dies": {"hellos": job(2), "deadlines": 1, "deaths": 1},
+    "one never comes": {"hellos": job(3), "absent": (2,), "deadlines": 2, "server": 0},
+    "one never comes and one dies": {
+        "hellos": job(3),
+        "absent": (2,),
+        "deadlines": 2,
+        "deaths": 1,
+        "stalls": 1,
+    },
 }
 # Minutes each.
 LARGE: dict[str, dict[str, Any]] = {
@@ -126,6 +136,17 @@ def test_a_vote_for_a_library_that_was_not_fetched_is_found(
     monkeypatch.setattr(protocol, "_after_fetch", at_once)
     with pytest.raises(Violation, match="does not have the library"):
         Explorer(hellos=job(2), unfit=(1,)).explore()
+
+
+def test_a_rank_that_waits_for_a_dead_reporter_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = protocol._watched
+
+    def trusting(state: State) -> list[int]:
+        return [rank for rank in right(state) if rank != state.reporter or rank == state.leader]
+
+    monkeypatch.setattr(protocol, "_watched", trusting)
+    with pytest.raises(Violation, match="the ranks hang"):
+        Explorer(hellos=job(3), absent=(2,), deadlines=1, deaths=1).explore()
 
 
 def test_a_rank_that_stops_looking_after_its_vote_is_found(

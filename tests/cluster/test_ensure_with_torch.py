@@ -12,6 +12,9 @@ import pytest
 from fault_rows import whole
 from ranks import Ended, Node, free_port, run
 
+from opkiln.cluster.channel import Channel
+from opkiln.cluster.stores import Torch
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -66,6 +69,33 @@ def test_ranks_that_do_not_wait_switch_at_the_same_step(ranks: list[Ended]) -> N
 
 def test_warm_job_with_a_process_group_builds_and_fetches_nothing(ranks: list[Ended]) -> None:
     assert [each.said["warm"] for each in ranks] == [["cached", "cached"]] * 4
+
+
+@pytest.mark.parametrize("kind", ["tcp", "prefix", "file"])
+def test_torchs_stores_say_which_of_many_ranks_have_spoken(kind: str, tmp_path: Path) -> None:
+    from torch import distributed
+
+    if kind == "file":  # it cannot append: there each key is asked for
+        store = distributed.FileStore(str(tmp_path / "store"), 1)
+    else:
+        store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if kind == "prefix":
+        store = distributed.PrefixStore("group", store)
+    ours = Channel(Torch(store), "job", "secret", 20.0)
+    theirs = ours.another()
+    keys = ["outcome", *(f"vote/{rank}" for rank in range(200))]
+    assert theirs.look(keys) == [None] * 201
+    for rank in (3, 150):
+        ours.put(f"vote/{rank}", rank)
+        ours.put(f"vote/{rank}", rank)
+    if kind != "file":
+        assert theirs.possible(keys) == ["outcome", "vote/3", "vote/150"]
+    found = dict(zip(keys, theirs.look(keys), strict=True))
+    assert {key: value for key, value in found.items() if value is not None} == {
+        "vote/3": 3, "vote/150": 150,
+    }  # fmt: skip
+    ours.close()
+    theirs.close()
 
 
 PROGRAM = """

@@ -47,6 +47,17 @@ def test_requests_grow_with_the_ranks_and_not_with_their_square(scale: Any) -> N
     assert many < 2 * few
 
 
+def test_error_at_the_deadline_comes_in_time_and_its_requests_grow_with_the_ranks(
+    scale: Any,
+) -> None:
+    few, many = (scale.simulated(ranks, scale.CASES[3]) for ranks in (32, 256))
+    for row, ranks in ((few, 32), (many, 256)):
+        named = f"rank {ranks - 1} did not call ensure() within 20 s"
+        assert row["errors"] == {named: ranks - 1, "missing": 1}
+        assert row["late_s"] < 1
+    assert many["requests"] < 8 * few["requests"]
+
+
 def test_rank_that_is_not_answered_in_time_gives_up_and_the_simulation_says_so(
     scale: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +76,17 @@ def test_rank_that_waits_asks_the_store_twice_at_a_look(scale: Any) -> None:
     first = store.look(keys)
     server.asked = []
     assert store.look(keys) == first == [None, b"- 0", b"- 0", b"- 0"]
+    assert len(server.asked) == 2
+
+
+def test_absent_keys_of_many_ranks_are_not_asked_for_one_by_one(scale: Any) -> None:
+    server = scale.Server()
+    for rank in (3, 70):
+        Torch(server).put(f"job/vote/{rank}", b"- 0")
+    store = Torch(server)
+    keys = [f"job/vote/{rank}" for rank in range(200)]
+    server.asked = []
+    assert list(store.possible(["job/plan", *keys])) == ["job/plan", "job/vote/3", "job/vote/70"]
     assert len(server.asked) == 2
 
 

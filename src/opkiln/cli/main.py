@@ -89,7 +89,8 @@ def run_command(command: tuple[str, ...]) -> None:
     COMMAND is looked up as in a shell; this Python runs a FILE.py that is not executable.
     OPKILN_PATCH_TORCH=1 does the same for a Python that has opkiln installed. OPKILN_DEEPSPEED
     chooses what DeepSpeed's builders load. With OPKILN_ENSURE=OP,... the ranks of a distributed
-    program agree on these ops when it calls init_process_group.
+    program agree on these ops when it calls init_process_group, and what it loads later is
+    compiled by one rank.
     """
     program, words = run.find(list(command))
     if line := run.announcement(list(command)):

@@ -28,7 +28,18 @@ from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import TypedDict, Unpack
+
     from opkiln.builder.base import OpBuilder
+
+    class _Options(TypedDict, total=False):
+        """What both forms of ``ensure`` take."""
+
+        rank: int | None
+        world_size: int | None
+        lease: float | None
+        signing_key: str | None
+
 
 _calls: dict[str, itertools.count[int]] = {}  # of each job: ranks call it equally often
 
@@ -58,29 +69,23 @@ class Agreement(tuple[Choice, ...]):
 
 @overload
 def ensure(
-    ops: str | Any | Iterable[str | Any],
+    ops: Any,
     group: Any = ...,
     store: Any = ...,
     timeout: float = ...,
     *,
-    rank: int | None = ...,
-    world_size: int | None = ...,
-    lease: float | None = ...,
-    signing_key: str | None = ...,
     wait: Literal[True] = ...,
+    **options: Unpack[_Options],
 ) -> Agreement: ...
 @overload
 def ensure(
-    ops: str | Any | Iterable[str | Any],
+    ops: Any,
     group: Any = ...,
     store: Any = ...,
     timeout: float = ...,
     *,
-    rank: int | None = ...,
-    world_size: int | None = ...,
-    lease: float | None = ...,
-    signing_key: str | None = ...,
     wait: Literal[False],
+    **options: Unpack[_Options],
 ) -> Handle: ...
 @told_briefly
 def ensure(

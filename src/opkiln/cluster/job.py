@@ -45,14 +45,15 @@ def find(group: Any, store: Any, rank: int | None, world_size: int | None, timeo
         is_path = isinstance(store, (str, os.PathLike))
         values: KeyValues = Directory(os.fspath(store)) if is_path else Torch(store)
         return Place(rank, world_size, values, _name("store"))
-    if group is not None or _initialized():
+    if group is not None or in_group():
         return _of_group(group)
     if told is None or told[1] == 1:
         return Place(0, 1, Memory(), _name("alone"))
     return _of_launcher(*told, timeout)
 
 
-def _initialized() -> bool:
+def in_group() -> bool:
+    """Whether this process has a default process group."""
     import sys
 
     distributed = sys.modules.get("torch.distributed")

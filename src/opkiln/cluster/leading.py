@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from opkiln.cluster.messages import Ballot, Hello, Made, Outcome, Plan, Result, Task, Vote
 
 _LONGEST_REASON = 2000  # characters; the plan is compared as a whole by the store
+# All ranks read an outcome. So it names some of many ranks, and counts the others.
+_SHOWN, _NAMED = 4, 64
 
 
 def who(rank: int, hellos: Mapping[int, Hello]) -> str:
@@ -29,11 +31,11 @@ def difference(hellos: Sequence[Hello]) -> Outcome | None:
     lists = [tuple(offer.name for offer in hello.offers) for hello in hellos]
     usual = Counter(lists).most_common(1)[0][0]
     if others := [rank for rank, names in enumerate(lists) if names != usual]:
-        named = [f"{who(each, known)}: {', '.join(lists[each])}" for each in others]
+        named = [f"{who(each, known)}: {', '.join(lists[each])}" for each in others[:_SHOWN]]
         return Outcome(
             error=f"{_ranks(others, known)} asked for other ops than the other ranks",
             why="\n".join([*named, f"the other ranks: {', '.join(usual)}"]),
-            ranks=tuple(others),
+            ranks=tuple(others[:_NAMED]),
         )
     for op, name in enumerate(usual):
         told = [dict(hello.offers[op].facts) for hello in hellos]
@@ -41,20 +43,20 @@ def difference(hellos: Sequence[Hello]) -> Outcome | None:
             values = [each.get(fact, "none") for each in told]
             common = Counter(values).most_common(1)[0][0]
             if others := [rank for rank, value in enumerate(values) if value != common]:
-                named = [f"{who(each, known)}: {values[each]}" for each in others]
+                named = [f"{who(each, known)}: {values[each]}" for each in others[:_SHOWN]]
                 return Outcome(
                     error=f"op {name}: {_ranks(others, known)} has another {fact}"
                     if len(others) == 1
                     else f"op {name}: {_ranks(others, known)} have another {fact}",
                     why="\n".join([*named, f"the other ranks: {common}"]),
-                    ranks=tuple(others),
+                    ranks=tuple(others[:_NAMED]),
                 )
     return None
 
 
 def _ranks(ranks: Sequence[int], hellos: Mapping[int, Hello]) -> str:
-    shown = [who(each, hellos) for each in ranks[:4]]
-    more = [f"{len(ranks) - 4} more"] if len(ranks) > 4 else []
+    shown = [who(each, hellos) for each in ranks[:_SHOWN]]
+    more = [f"{len(ranks) - _SHOWN} more"] if len(ranks) > _SHOWN else []
     return ", ".join([*shown, *more])
 
 
@@ -149,7 +151,7 @@ def _why_none(
         elif not hello.offers[op].can_build:
             told[rank] = hello.offers[op].reason
     lines = dict.fromkeys(f"{who(rank, known)}: {reason}" for rank, reason in told.items())
-    return "\n".join(["no rank could make it", *list(lines)[:4]])
+    return "\n".join(["no rank could make it", *list(lines)[:_SHOWN]])
 
 
 def counted(plan: Plan, hellos: Sequence[Hello], ballots: Sequence[Ballot]) -> Outcome:
@@ -164,7 +166,7 @@ def counted(plan: Plan, hellos: Sequence[Hello], ballots: Sequence[Ballot]) -> O
         if made.digest and not lacking:
             choices.append(Vote(made.digest))
             continue
-        reasons = [f"{who(rank, known)}: {votes[rank].reason}" for rank in lacking[:4]]
+        reasons = [f"{who(rank, known)}: {votes[rank].reason}" for rank in lacking[:_SHOWN]]
         reason = "\n".join(reasons) if made.digest else made.reason
         for rank, hello in known.items():
             if why := hello.offers[op].native_only:
@@ -173,7 +175,7 @@ def counted(plan: Plan, hellos: Sequence[Hello], ballots: Sequence[Ballot]) -> O
                     error=f"op {name} cannot be used by all ranks, and its reference must not "
                     f"serve: {why} ({who(rank, known)})",
                     why=reason,
-                    ranks=tuple(lacking) if made.digest else (),
+                    ranks=tuple(lacking[:_NAMED]) if made.digest else (),
                 )
         choices.append(Vote(reason=reason))
     return Outcome(tuple(choices))
@@ -185,7 +187,7 @@ def lost(ranks: Sequence[int], hellos: Mapping[int, Hello], lease: float) -> Out
     return Outcome(
         error=f"{_ranks(ranks, hellos)} {verb} died, stopped or lost the network",
         why=f"nothing was heard of it for {lease:g} s, and all other ranks have voted",
-        ranks=tuple(ranks),
+        ranks=tuple(ranks[:_NAMED]),
         lost=True,
     )
 
@@ -199,18 +201,19 @@ def late(
 ) -> Outcome:
     """The failure of a job in which the time of one rank is up; it names those it waited for."""
     known = {each: hello for each, hello in enumerate(hellos) if hello is not None}
-    missing = [each for each, hello in enumerate(hellos) if hello is None]
-    what = "did not call ensure()"
-    if not missing and plan is not None:
+    absent = [each for each, hello in enumerate(hellos) if hello is None]
+    missing, what = absent, "did not call ensure()"
+    if not absent and plan is not None:
         what = "did not finish making an op"
         missing = sorted({task.maker for task in plan.tasks} - {-1})
-    if not missing:
-        what = "did not vote"
-        missing = [each for each, ballot in enumerate(ballots) if ballot is None]
+        if not missing:
+            what = "did not vote"
+            missing = [each for each, ballot in enumerate(ballots) if ballot is None]
     return Outcome(
         error=f"{_ranks(missing, known)} {what} within {timeout:g} s"
         if missing
         else f"the ranks did not agree within {timeout:g} s",
         why=f"the time of {who(rank, known)} is up",
-        ranks=tuple(missing),
+        ranks=tuple(missing[:_NAMED]),
+        lost=bool(absent),
     )

@@ -7,6 +7,8 @@
     result/<op>/<rank>      Result   once, by a rank that was asked to make an op
     vote/<rank>             Ballot   once, by that rank: the library of each op that it could open
     outcome                 Outcome  once, by compare-and-set: what all ranks do
+    late                    the rank that says who was waited for in vain; taken by compare-and-set
+                            by the first rank whose time is up
     left/<rank>             once: the rank has read the outcome
 
 An op is known by its place in the list that all ranks were given. All records are tuples of tuples,
@@ -18,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-LEAD, PLAN, OUTCOME = "lead", "plan", "outcome"
+LEAD, PLAN, OUTCOME, LATE = "lead", "plan", "outcome", "late"
 
 
 def hello_of(rank: int) -> str:
@@ -148,8 +150,8 @@ class Outcome(NamedTuple):
     choices: tuple[Vote, ...] = ()  # for each op; an empty digest is the reference
     error: str = ""  # what is wrong; empty if the ranks agree on the choices
     why: str = ""
-    ranks: tuple[int, ...] = ()  # those that the error is about
-    lost: bool = False  # whether these are lost, and will not read this
+    ranks: tuple[int, ...] = ()  # those that the error is about; the first of them if many
+    lost: bool = False  # whether these are lost, or never came: nobody waits until they read this
 
     @classmethod
     def of(cls, value: tuple[Any, ...]) -> Outcome:

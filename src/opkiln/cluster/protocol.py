@@ -19,6 +19,10 @@ What makes it safe:
 Leases save time only. A rank is silent if its beat has not changed for a lease, measured from when
 *this* rank saw it change, by *this* rank's clock. A rank that is wrongly believed dead costs a
 second build; its result still counts if it comes first.
+
+A rank whose time is up does not ask what each other one has said: if all did, that would be the
+square of the ranks. The first of them takes ``late``, reads it, and writes the outcome for all. The
+others go on meanwhile, and take its place if it falls silent.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from opkiln.cluster import leading
 from opkiln.cluster.messages import (
+    LATE,
     LEAD,
     OUTCOME,
     PLAN,
@@ -117,7 +122,7 @@ class Heard(NamedTuple):
 
 
 # The phases of a rank
-HELLO, CLAIM, WORK, EXPIRE, LEAVE, LINGER, ENDED = range(7)
+HELLO, CLAIM, WORK, EXPIRE, REPORT, LEAVE, LINGER, ENDED = range(8)
 
 
 class State(NamedTuple):
@@ -133,6 +138,7 @@ class State(NamedTuple):
     phase: int = HELLO
     looked: bool = False  # whether this rank has looked since it last paused
     leader: int | None = None
+    reporter: int | None = None  # who says that the time is up; known to ranks whose own time is up
     plan: Plan | None = None
     outcome: Outcome | None = None
     started: frozenset[tuple[str, int]] = frozenset()  # ("make" or "fetch", op)
@@ -185,6 +191,8 @@ def next_action(state: State) -> Action:
     if state.phase == LINGER:
         return Look(_looked_for(state)) if not state.looked else Pause()
     if state.phase == EXPIRE:
+        return Swap(LATE, state.reporter, state.rank)
+    if state.phase == REPORT:
         if not state.looked:
             return Look(_looked_for(state))
         return Swap(OUTCOME, None, leading.late(
@@ -243,13 +251,15 @@ def _looked_for(state: State) -> tuple[str, ...]:
         staying = [rank for rank in range(state.world) if rank not in left]
         return (*map(left_of, staying), *map(beat_of, staying))
     keys = [OUTCOME, LEAD, PLAN]
-    if state.phase == EXPIRE or state.leader == state.rank:
+    reads_all = state.phase == REPORT or state.leader == state.rank
+    if reads_all:
         keys += [hello_of(rank) for rank in range(state.world) if state.hellos[rank] is None]
-    if state.phase == EXPIRE or _all_made(state):
+    if reads_all and _all_made(state):
         missing = [rank for rank in range(state.world) if state.ballots[rank] is None]
         keys += map(vote_of, missing)
-    if state.phase != EXPIRE:
-        keys += map(beat_of, _watched(state))
+    if state.phase == REPORT:
+        return tuple(keys)
+    keys += map(beat_of, _watched(state))
     if state.leader == state.rank and state.plan is not None:
         known = dict(state.results)
         for op, task in enumerate(state.plan.tasks):
@@ -259,29 +269,22 @@ def _looked_for(state: State) -> tuple[str, ...]:
 
 
 def _all_made(state: State) -> bool:
-    """Whether this rank leads, and waits for votes alone."""
-    return (
-        state.leader == state.rank
-        and state.plan is not None
-        and all(task.made is not None for task in state.plan.tasks)
-    )
+    """Whether votes alone are waited for."""
+    return state.plan is not None and all(task.made is not None for task in state.plan.tasks)
 
 
 def _watched(state: State) -> list[int]:
     """The ranks whose silence would matter to this one."""
-    if state.leader is None:
-        return []
-    if state.leader != state.rank:
-        return [state.leader]
-    if _all_made(state):
-        return [
-            rank for rank, each in enumerate(state.ballots) if each is None and rank != state.rank
-        ]
-    # Also whom it has watched before, such as makers that were replaced: if they are dead, that is
-    # known by the time of the vote.
-    tasks = () if state.plan is None else state.plan.tasks
-    tried = {rank for task in tasks for rank in task.tried}
-    return sorted((tried | {rank for rank, _ in state.heard}) - {state.rank})
+    watched = {state.leader, state.reporter}
+    if state.leader == state.rank and _all_made(state):
+        watched |= {rank for rank, each in enumerate(state.ballots) if each is None}
+    elif state.leader == state.rank:
+        # Also whom it has watched before, such as makers that were replaced: if they are dead, that
+        # is known by the time of the vote.
+        tasks = () if state.plan is None else state.plan.tasks
+        watched |= {rank for task in tasks for rank in task.tried}
+        watched |= {rank for rank, _ in state.heard}
+    return sorted(rank for rank in watched if rank is not None and rank != state.rank)
 
 
 # What follows from an answer
@@ -320,6 +323,9 @@ def _after_swap(state: State, action: Swap, answer: Any) -> State:
             return _following(state, answer)._replace(phase=WORK)
         # What was heard of the leader before counts: it may also be a maker, or a voter.
         return state._replace(phase=WORK, leader=answer, looked=False)
+    if action.key == LATE:
+        phase = REPORT if answer == state.rank else WORK
+        return state._replace(phase=phase, reporter=answer, looked=False)
     if action.key == PLAN:
         plan = Plan.of(answer)
         if plan == action.value:
@@ -366,13 +372,17 @@ def _after_look(state: State, seen: dict[str, Any], now: float) -> State:
         assert state.outcome is not None
         lost = state.outcome.ranks if state.outcome.lost else ()
         staying = set(range(state.world)) - state.left - {state.rank, *lost} - state.silent
-        return state._replace(phase=ENDED) if not staying or now >= state.deadline else state
+        # Those that beat have a lease to read the outcome, also if it is that the time is up.
+        is_late = now >= state.deadline + state.lease
+        return state._replace(phase=ENDED) if not staying or is_late else state
     if seen[OUTCOME] is not None:
         return state._replace(outcome=Outcome.of(seen[OUTCOME]), phase=LEAVE)
+    voting = _all_made(state)
     state = _read(state, seen)
-    if state.phase == EXPIRE:
-        return state
-    if now >= state.deadline:
+    if state.phase == REPORT:
+        # If the last op was made meanwhile, the votes are what is waited for: they are read, too.
+        return state._replace(looked=voting == _all_made(state))
+    if now >= state.deadline and (state.reporter is None or state.reporter in state.silent):
         return state._replace(phase=EXPIRE, looked=False)
     leader = seen[LEAD]
     if leader != state.leader:

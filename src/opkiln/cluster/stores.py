@@ -1,20 +1,23 @@
 """The stores that ranks talk through: torch's, a shared directory, or this process's memory.
 
-Each has four operations, all of which return at once if the store answers: ``put``, ``swap``
-(compare and set), ``look`` and ``clone`` (for another thread: a call on one of torch's stores keeps
-the other threads of that client waiting).
+Each has five operations, all of which return at once if the store answers: ``put``, ``swap``
+(compare and set), ``look``, ``possible`` (which of many keys are worth a look) and ``clone`` (for
+another thread: a call on one of torch's stores keeps the other threads of that client waiting).
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from opkiln.errors import StoreError
 from opkiln.trust import fault, make_private
 from opkiln.writing import write_private
+
+_LIST = "list"  # the last part of the key of a list of numbers
+FEW = 8  # absent keys that are checked one by one: a list is not read for so few
 
 
 class KeyValues(Protocol):
@@ -31,6 +34,10 @@ class KeyValues(Protocol):
 
     def look(self, keys: Sequence[str]) -> list[bytes | None]:
         """The values that are there, None for those that are not. Never waits for one."""
+
+    def possible(self, keys: Sequence[str]) -> Sequence[str]:
+        """The keys without those that are known to be absent, by few requests. A key that was
+        written at this moment may be left out, and is in the next answer."""
 
     def clone(self) -> KeyValues:
         """The same store, for another thread."""
@@ -57,22 +64,36 @@ class Memory:
     def look(self, keys: Sequence[str]) -> list[bytes | None]:
         return [self._values.get(key) for key in keys]
 
+    def possible(self, keys: Sequence[str]) -> Sequence[str]:
+        return keys
+
     def clone(self) -> Memory:
         return self
 
 
 class Torch:
-    """A store of torch.distributed. Its time-out stays as it is: the program uses it, too."""
+    """A store of torch.distributed. Its time-out stays as it is: the program uses it, too.
+
+    Such a store says of several keys only whether all of them are there, so each absent one would
+    be a request. Ranks write keys that end with their number. So whoever writes such a key for the
+    first time also appends the number to a list, and one read of the list says who has written.
+    The list is only a hint: what it names is checked before it is read.
+    """
 
     def __init__(self, store: Any) -> None:
         self._store = store
         self._there: set[str] = set()  # keys that were seen, and need no check: none is removed
+        self._written: set[str] = set()  # keys that are in their lists
         inner = getattr(store, "underlying_store", store)
         host, port = getattr(inner, "host", None), getattr(inner, "port", None)
         self.where = f"{host}:{port}" if host else type(inner).__name__
 
     def put(self, key: str, value: bytes) -> None:
         self._store.set(key, value)
+        number = _number_of(key)
+        if number and key not in self._written and self._store.has_extended_api():
+            self._store.append(f"{key.removesuffix(number)}{_LIST}", f"{number} ")
+            self._written.add(key)
 
     def swap(self, key: str, expected: bytes | None, value: bytes) -> bytes:
         # An empty text stands for a key that is not there.
@@ -82,10 +103,10 @@ class Torch:
 
     def look(self, keys: Sequence[str]) -> list[bytes | None]:
         unknown = [key for key in keys if key not in self._there]
-        if unknown and self._store.check(unknown):
-            self._there.update(unknown)
-        elif len(unknown) > 1:
-            self._there.update(key for key in unknown if self._store.check([key]))
+        numbered = [key for key in unknown if _number_of(key)]
+        # Apart: `outcome` is absent most of the time, and the others are then not worth a search.
+        self._check([key for key in unknown if not _number_of(key)])
+        self._check(numbered)
         there = [key for key in keys if key in self._there]
         if len(there) > 1 and self._store.has_extended_api():
             values = dict(zip(there, self._store.multi_get(there), strict=True))
@@ -93,8 +114,43 @@ class Torch:
             values = {key: self._store.get(key) for key in there}
         return [bytes(values[key]) if key in values else None for key in keys]
 
+    def _check(self, keys: list[str]) -> None:
+        """Find out which keys are there."""
+        if keys and self._store.check(keys):
+            self._there.update(keys)
+        elif len(keys) > 1:
+            part = len(keys) // 2 if len(keys) > FEW else 1
+            for start in range(0, len(keys), part):
+                self._check(keys[start : start + part])
+
+    def possible(self, keys: Sequence[str]) -> Sequence[str]:
+        unknown = [key for key in keys if key not in self._there]
+        if len(unknown) <= FEW or not self._store.has_extended_api():
+            return keys
+        families = {key.rpartition("/")[0] for key in unknown if _number_of(key)}
+        written = {
+            f"{family}/{number}"
+            for family, listed in zip(families, self._lists(families), strict=True)
+            for number in listed.split()
+        }
+        return [
+            key
+            for key in keys
+            if key in self._there or key in written or key.rpartition("/")[0] not in families
+        ]
+
+    def _lists(self, families: Iterable[str]) -> list[str]:
+        found = self.look([f"{family}/{_LIST}" for family in families])
+        return ["" if each is None else each.decode() for each in found]
+
     def clone(self) -> Torch:
         return Torch(self._store.clone())
+
+
+def _number_of(key: str) -> str:
+    """The number that a key ends with; empty if it has none."""
+    last = key.rpartition("/")[2]
+    return last if last.isdigit() else ""
 
 
 class Directory:
@@ -155,6 +211,9 @@ class Directory:
 
     def look(self, keys: Sequence[str]) -> list[bytes | None]:
         return [self._newest(self._place(key))[1] for key in keys]
+
+    def possible(self, keys: Sequence[str]) -> Sequence[str]:
+        return keys
 
     def clone(self) -> Directory:
         return self

@@ -48,8 +48,13 @@ class Worker:
         ops: Sequence[Op],
         channel: Channel | None = None,
         signing_key: str | None = None,
+        *,
+        sees_loaded: bool = True,
     ) -> None:
+        """``sees_loaded=False``: whatever this process has loaded, such as an older version."""
         self.signing_key = signing_key
+        self.sees_loaded = sees_loaded
+        self.error: OpkilnError | None = None  # of the last build that failed here
         self.ops = tuple(ops)
         self.channel = channel
         self.artifacts: list[dict[str, Artifact]] = [{} for _ in ops]  # by op and digest
@@ -69,20 +74,20 @@ class Worker:
 
     def _offer(self, number: int, op: Op) -> Offer:
         request = Request(op, agreed=False)
-        facts = _facts(request)
+        told = facts(request)
         native_only = policy.why_no_reference(request)
-        if (loaded := _loaded(op)) is not None:
-            self._keep(number, loaded, CACHED)
-            return Offer(op.spec.name, facts, loaded.sha256, native_only=native_only)
+        if (loaded := self._loaded(op)) is not None:
+            self.keep(number, loaded, CACHED)
+            return Offer(op.spec.name, told, loaded.sha256, native_only=native_only)
         outcome = decide(request)
         if isinstance(outcome, Serve):
-            self._keep(number, outcome.artifact, CACHED)
-            return Offer(op.spec.name, facts, outcome.artifact.sha256, native_only=native_only)
+            self.keep(number, outcome.artifact, CACHED)
+            return Offer(op.spec.name, told, outcome.artifact.sha256, native_only=native_only)
         if isinstance(outcome, Build):
             target = outcome.plan.target
             needs = cpu.requires(target.cpu, tuple(target.cpu_features))
             return Offer(
-                op.spec.name, facts, can_build=True, native_only=native_only,
+                op.spec.name, told, can_build=True, native_only=native_only,
                 cpu=tuple(sorted(needs)),
             )  # fmt: skip
         if isinstance(outcome.error, UsageError):
@@ -90,9 +95,9 @@ class Worker:
         reason = _short(outcome.error)
         have = machine.cpu_flags()
         here = tuple(sorted(cpu.features_of(have)))
-        return Offer(op.spec.name, facts, reason=reason, native_only=native_only, cpu=here)
+        return Offer(op.spec.name, told, reason=reason, native_only=native_only, cpu=here)
 
-    def _keep(self, op: int, artifact: Artifact, how: str) -> None:
+    def keep(self, op: int, artifact: Artifact, how: str) -> None:
         self.artifacts[op][artifact.sha256] = artifact
         self.how[op] = how
 
@@ -104,12 +109,13 @@ class Worker:
             known = next(iter(self.artifacts[op].values()), None)
             if known is None:
                 known, _ = loader.obtain(Request(self.ops[op], must_be_native=True, agreed=False))
-                self._keep(op, known, BUILT if known.origin == "built" else CACHED)
+                self.keep(op, known, BUILT if known.origin == "built" else CACHED)
             if not ship:
                 return Result(known.sha256)
             bundle, size = self._send(known)
             return Result(known.sha256, bundle, size)
         except OpkilnError as error:
+            self.error = error
             return Result(error=_short(error), final=isinstance(error, _FINAL))
         except Exception as error:  # a full disk, no more memory: another rank may do better
             return Result(error=f"{type(error).__name__}: {error}"[:_LONGEST])
@@ -143,13 +149,13 @@ class Worker:
         request = Request(self.ops[op], agreed=False)
         if policy.prefers_reference(request):
             return Vote(reason="OPKILN_MODE=reference")
-        if (loaded := _loaded(self.ops[op])) is not None:
+        if (loaded := self._loaded(self.ops[op])) is not None:
             raise ReloadError(
                 f"op {self.ops[op].spec.name} was loaded before, from another library",
                 why=f"SHA-256 {loaded.sha256[:16]}, not {made.digest[:16]}",
             )
         trace = Trace()
-        if self._found(op, made, trace):
+        if self.found(op, made, trace):
             return Vote(made.digest)
         root = request.store.root
         if not made.bundle or root is None or self.channel is None:
@@ -159,7 +165,7 @@ class Worker:
         location.claim(root)
 
         def arrived() -> bool | None:
-            return self._found(op, made, Trace()) or None
+            return self.found(op, made, Trace()) or None
 
         with lock.turn(
             root, name, arrived, lambda _: None, what=what, limit=settings.build_timeout
@@ -167,7 +173,7 @@ class Worker:
             if isinstance(turn, lock.Turn):
                 self._import(made, root)
         trace = Trace()
-        if self._found(op, made, trace):
+        if self.found(op, made, trace):
             if isinstance(turn, lock.Turn):
                 self.how[op] = FETCHED
             return Vote(made.digest)
@@ -187,7 +193,12 @@ class Worker:
                 out.write(data)
             unpack(file, root, sha256=made.bundle)
 
-    def _found(self, op: int, made: Made, trace: Trace) -> bool:
+    def _loaded(self, op: Op) -> Artifact | None:
+        """The library that this process has opened for an op."""
+        loaded = loader.loaded_here().get(op.name) if self.sees_loaded else None
+        return None if loaded is None else loaded[0].artifact
+
+    def found(self, op: int, made: Made, trace: Trace) -> bool:
         """Whether this node has the very library, and it fits; keeps it."""
         request = Request(self.ops[op], agreed=False)
         layers = request.store.location.layers
@@ -196,20 +207,14 @@ class Worker:
         found = prebuilt.find(request, listed, trace, prebuilt.LAYER, own, only=made.digest)
         if found is None:
             return False
-        self._keep(op, found, BESIDE)
+        self.keep(op, found, BESIDE)
         return True
 
 
 _PATIENCE = 120.0  # seconds for one part of a bundle: a part takes a second at 8 Mbit/s
 
 
-def _loaded(op: Op) -> Artifact | None:
-    """The library that this process has opened for an op."""
-    loaded = loader.loaded_here().get(op.name)
-    return None if loaded is None else loaded[0].artifact
-
-
-def _facts(request: Request) -> tuple[tuple[str, str], ...]:
+def facts(request: Request) -> tuple[tuple[str, str], ...]:
     """What must be the same on all ranks. Even the references would differ otherwise."""
     spec = request.op.spec
     facts = [("opkiln", __version__), ("declaration", key.spec_key(spec)[:16])]

@@ -1,21 +1,26 @@
 """``OPKILN_ENSURE``: the ranks of an unmodified program agree on its ops when they form a group.
 
-In place of ``torch.distributed.init_process_group``: it calls that, then ``opkiln.ensure``.
+In place of ``torch.distributed.init_process_group``: it calls that, then ``opkiln.ensure``. What
+the program loads later (``cpp_extension.load``, a builder of DeepSpeed, an op that was not named)
+is built by one rank, and the others take its library (``cluster.sharing``).
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import wraps
 from typing import Any
 
-from opkiln.errors import UsageError
+from opkiln.loading import loader
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
+
+    from opkiln.model import Op
 
 RECORDED = "1"
 
@@ -38,7 +43,7 @@ def replacements(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
 def agree() -> None:
     """Have all ranks of the default group agree on the ops that the setting names.
 
-    Raises ClusterError, and UsageError if nothing says which ops are meant.
+    Raises ClusterError.
     """
     named = settings.ensure
     if not named:
@@ -50,6 +55,16 @@ def agree() -> None:
         named = told_by_first("ops", [*(each for each in named if each != RECORDED), *_recorded()])
     if named:
         ensure(named)
+    process = os.getpid()
+
+    def share(op: Op) -> None:
+        from opkiln.cluster import sharing
+
+        # A forked process, such as a worker of a data loader, has the connections of its parent.
+        if os.getpid() == process:
+            sharing.share(op)
+
+    loader.before_load = share
 
 
 def _recorded() -> list[str]:
@@ -58,11 +73,7 @@ def _recorded() -> list[str]:
     from opkiln.model import ONE_CALL
 
     if settings.record is None:
-        raise UsageError(
-            "OPKILN_ENSURE=1 does not say which ops the ranks shall agree on",
-            why="it takes them from the file of OPKILN_RECORD, which is not set",
-            hint="OPKILN_ENSURE=cpu_adam,my_op    # or OPKILN_RECORD=FILE of an earlier run",
-        )
+        return []
     try:
         uses = recording.read(settings.record)
     except StoreError:

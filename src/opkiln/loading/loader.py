@@ -37,6 +37,8 @@ from opkiln.trust import usable_by_owner
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from opkiln.build_model import Target
 
 
@@ -67,6 +69,10 @@ class _Turn:
 
 
 _Name = tuple[str, str, str]
+
+# Called with each op that is about to be decided on; ``opkiln.cluster`` pins there what the ranks
+# of a job share. It may raise OpkilnError.
+before_load: Callable[[Op], None] | None = None
 
 _loaded: dict[_Name, Loaded] = {}
 _since: dict[_Name, float] = {}  # when each was loaded
@@ -124,6 +130,8 @@ def load(op: Op, *, again: bool = False, must_be_native: bool = False) -> Loaded
 
                 recording.note(settings.record, op)
             try:
+                if before_load is not None:
+                    before_load(op)
                 known = _loaded[op.name] = _serve(op, must_be_native, again)
             except OpkilnError as error:
                 if error.concerns_all:

@@ -1,0 +1,232 @@
+"""Loads that each rank makes when its program does: one rank builds, the others take its library.
+
+``ensure`` needs all ranks at once. A program may load an extension on one rank first, while the
+others wait at a barrier. So here nobody is waited for but the rank that builds, which waits for
+nobody. The first rank that comes decides for the job: its library, or the reference if the op has
+one and it cannot be built there. A rank that cannot use what was decided raises an error.
+
+There is one record for each op, its sources and its target, and it changes only by compare-and-set:
+    None -> Turn(tried=(0,))                 rank 0 builds
+         -> Turn(tried=(0, 2))               it fell silent, or could not: rank 2 builds
+         -> Turn(tried=(0, 2), made=Made())  what all take; it stays
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any, NamedTuple
+
+from opkiln import __version__
+from opkiln.cluster import driver, job, work
+from opkiln.cluster.channel import Channel
+from opkiln.cluster.ensure import lease_of
+from opkiln.cluster.messages import Made, beat_of
+from opkiln.decision import pins, policy
+from opkiln.decision.decide import decide
+from opkiln.decision.terms import Build, Request, Serve, Trace
+from opkiln.errors import ClusterError, OpkilnError
+from opkiln.model import Op
+from opkiln.settings import settings
+from opkiln.store import key
+
+_TURN = "turn"
+
+
+class Turn(NamedTuple):
+    """Who builds an op, or what was made."""
+
+    tried: tuple[int, ...]  # the ranks that have taken it on; the last one builds now
+    failed: tuple[int, ...] = ()  # those of them whose machine could not
+    made: Made | None = None
+
+    @classmethod
+    def of(cls, value: tuple[Any, ...] | None) -> Turn | None:
+        if value is None:
+            return None
+        tried, failed, made = value
+        return cls(tuple(tried), tuple(failed), made and Made(*made))
+
+
+def next_turn(turn: Turn | None, rank: int, can_make: bool, silent: bool) -> Turn | None:
+    """What a rank writes in the place of ``turn`` to build the op itself; None if it does not.
+
+    ``silent``: nothing was heard for a lease of the rank that builds.
+    """
+    if not can_make or (turn is not None and turn.made is not None):
+        return None
+    if turn is None:
+        return Turn((rank,))
+    if rank in turn.tried or not (silent or turn.tried[-1] in turn.failed):
+        return None
+    return turn._replace(tried=(*turn.tried, rank))
+
+
+class _Known(NamedTuple):
+    """What this process has agreed on for an op."""
+
+    round: int  # how often it was agreed on: a header may have been edited since
+    made: Made
+    worker: work.Worker
+
+
+_known: dict[str, _Known] = {}
+
+
+def share(op: Op) -> None:
+    """Pin what the job uses for an op, before it is loaded. Build it if this rank is the first.
+
+    Does nothing if there is no group of several ranks, or if ``ensure`` has pinned the op. Raises
+    ClusterError if the rank that builds cannot, or if its library cannot be used here, and what a
+    build raises.
+    """
+    if not job.in_group():
+        if op.name in _ours:
+            pins.release(op)  # the job that it was pinned for has ended
+        return
+    pin = pins.pinned(op)
+    if pin is not None and op.name not in _ours and pin.spec == op.spec:
+        return  # all ranks have voted
+    place = job.find(None, None, None, None, settings.build_timeout)
+    if place.world == 1:
+        return
+    try:
+        name = _key(op)
+    except OpkilnError:
+        pins.release(op)  # nothing can be built for this machine: the load says why
+        return
+    known = _known.get(name)
+    if known is None or not _still_serves(known):
+        number = 0 if known is None else known.round + 1
+        known = _known[name] = _Sharing(op, place, f"{name}/{number}").run(number)
+    _ours.add(op.name)
+    if known.made.digest:
+        pins.pin(op, work.library_of(known.worker, 0, known.made.digest))
+    else:
+        pins.pin(op, None, known.made.reason)
+
+
+_ours: set[tuple[str, str, str]] = set()  # ops that were pinned here, by name
+
+
+def _key(op: Op) -> str:
+    """The same on ranks that can use the same library: sources, declaration, target, torch."""
+    request = Request(op, agreed=False)
+    parts = (*op.name, __version__, key.intent_key(op.spec, request.target), *work.facts(request))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _still_serves(known: _Known) -> bool:
+    return not known.made.digest or known.worker.found(0, known.made, Trace())
+
+
+class _Sharing:
+    """One op, until this rank has what the job uses."""
+
+    def __init__(self, op: Op, place: job.Place, name: str) -> None:
+        self.op, self.rank = op, place.rank
+        self.lease = lease_of(place.world)
+        self.channel = Channel(
+            place.store,
+            f"{place.name}/load/{name}",
+            settings.job_secret,
+            max(2 * self.lease, 10.0),
+        )
+        self.worker = work.Worker([op], self.channel, sees_loaded=False)
+        self.world = place.world
+
+    def run(self, number: int) -> _Known:
+        try:
+            made = self.agreed()
+            if made.digest and made.digest not in self.worker.artifacts[0]:
+                vote = self.worker.fetch(0, made)
+                if not vote.digest:
+                    raise ClusterError(
+                        f"op {self.op.spec.name}: rank {self.rank} cannot use the library of rank "
+                        f"{made.by}, which the others use",
+                        why=vote.reason,
+                    )
+            if not made.digest and not self.op.has_reference:
+                raise self.worker.error or ClusterError(
+                    f"op {self.op.spec.name} cannot be built: rank {made.by} tried",
+                    why=made.reason,
+                )
+            return _Known(number, made, self.worker)
+        finally:
+            self.channel.close()
+
+    def agreed(self) -> Made:
+        """What the job uses; this rank makes it if it is its turn."""
+        can_make = self._can_make()
+        lease = self.lease
+        if policy.prefers_reference(Request(self.op, agreed=False)):
+            lease = 0.0  # it runs as its reference here, so nobody else need build it
+        began = changed = time.monotonic()
+        seen: tuple[Turn | None, Any] | None = None
+        while True:
+            now = time.monotonic()
+            maker = None if seen is None or seen[0] is None else seen[0].tried[-1]
+            keys = [_TURN] if maker is None else [_TURN, beat_of(maker)]
+            found = self.channel.look(keys)
+            turn, beat = Turn.of(found[0]), found[1] if maker is not None else None
+            if (turn, beat) != seen:
+                seen, changed = (turn, beat), now
+            if turn is not None and turn.made is not None:
+                return turn.made
+            silent = now - changed >= lease
+            if (mine := next_turn(turn, self.rank, can_make, silent)) is not None:
+                if Turn.of(self.channel.swap(_TURN, turn, mine)) == mine:
+                    self._make()
+                    can_make = False
+                began = changed = time.monotonic()
+                continue
+            idle = turn is None or turn.tried[-1] in turn.failed
+            if silent and (idle or not can_make):
+                return self._give_up()
+            time.sleep(driver.pause_of(self.world, now - began))
+
+    def _can_make(self) -> bool:
+        """Whether this rank has the library or can build it. What it has is sent."""
+        outcome = decide(Request(self.op, agreed=False))
+        if isinstance(outcome, Serve):
+            self.worker.keep(0, outcome.artifact, work.CACHED)
+        elif not isinstance(outcome, Build):
+            self.worker.error = outcome.error
+        return isinstance(outcome, (Serve, Build))
+
+    def _make(self) -> None:
+        """Build the op, and tell all what came of it."""
+        with driver.beating(self.channel, self.rank, self.lease):
+            result = self.worker.make(0, ship=True)
+            if result.digest:
+                self._tell(Made(result.digest, result.bundle, result.size, self.rank))
+            elif result.final:
+                self._tell(Made(by=self.rank, reason=result.error))
+            else:
+                self._tell(None)
+
+    def _give_up(self) -> Made:
+        """Nobody builds it. If it has a reference, that serves on all ranks. Raises why this rank
+        cannot build it if it has none."""
+        error = self.worker.error or ClusterError(
+            f"op {self.op.spec.name} was not built", why="the rank that built it fell silent"
+        )
+        if not self.op.has_reference:
+            raise error
+        made = Made(by=self.rank, reason=f"rank {self.rank}: {error.what}")
+        return self._tell(made) or made
+
+    def _tell(self, made: Made | None) -> Made | None:
+        """Write what was made, or that this rank could not; what was made by then."""
+        (value,) = self.channel.look([_TURN])
+        while True:
+            turn = Turn.of(value)
+            if turn is not None and turn.made is not None:
+                return turn.made
+            after = Turn((self.rank,)) if turn is None else turn
+            after = after._replace(made=made)
+            if made is None:
+                after = after._replace(failed=(*after.failed, self.rank))
+            value = self.channel.swap(_TURN, turn, after)
+            if Turn.of(value) == after:
+                return made

@@ -1,0 +1,169 @@
+"""Loads of unmodified programs in a job: one rank compiles, the others take its library."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from ranks import Node, free_port
+
+from opkiln.cluster import job, sharing
+from opkiln.cluster.channel import Channel
+from opkiln.cluster.messages import Made
+from opkiln.cluster.sharing import Turn, next_turn
+from opkiln.cluster.stores import Memory
+from opkiln.errors import ClusterError, CompileError
+from opkiln.model import INLINE_ROOT, ONE_CALL, Op, OpSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROGRAM = """
+import ctypes, hashlib, json, os, sys
+from torch import distributed
+distributed.init_process_group("gloo")
+from torch.utils.cpp_extension import load, load_inline
+
+rank = int(os.environ["RANK"])
+TEXT = 'extern "C" int number() { return 5; }'
+
+def inline():
+    return load_inline(
+        "in_text", TEXT, is_python_module=False, no_implicit_headers=True, extra_cflags=["-O1"]
+    )
+
+said = {"file": load("in_file", ["value.cpp"], is_python_module=False)}
+# As many programs do it: one rank first, and the others wait for it at a barrier.
+if rank == 0:
+    said["text"] = inline()
+distributed.barrier()
+if rank != 0:
+    said["text"] = inline()
+assert inline() == said["text"]
+assert ctypes.CDLL(said["file"]).value() == 23
+assert ctypes.CDLL(said["text"]).number() == 5
+
+import cluster_ops, torch
+from opkiln.loading import loader
+assert torch.equal(cluster_ops.twice(torch.ones(3)), torch.ones(3) * 2)
+said["op"] = next(
+    loaded.artifact.path for name, (loaded, _) in loader.loaded_here().items() if name[1] == "twice"
+)
+digests = {k: hashlib.sha256(open(v, "rb").read()).hexdigest() for k, v in said.items()}
+distributed.barrier()
+print(json.dumps(digests), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_with_stores_of_their_own_compile_each_load_once_and_have_one_digest(
+    tmp_path: Path,
+) -> None:
+    nodes = [Node(tmp_path / name, torch=True) for name in ("a", "b")]
+    port = str(free_port())
+    ranks = []
+    for rank, node in enumerate(nodes):
+        (node.path / "program.py").write_text(PROGRAM)
+        env = {
+            **node.environment(), "RANK": str(rank), "WORLD_SIZE": "2", "OPKILN_ENSURE": "1",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo",
+            "OPKILN_JOB_SECRET": "a secret of the job",
+        }  # fmt: skip
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "opkiln", "run", sys.executable, "program.py"],
+                env=env, cwd=node.path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+    said = []
+    try:
+        for each in ranks:
+            out, err = each.communicate(timeout=240)
+            assert each.returncode == 0, err
+            said.append(json.loads(out.splitlines()[-1]))
+    finally:
+        for each in ranks:
+            each.kill()
+            each.communicate()
+    assert said[0] == said[1]
+    assert len(set(said[0].values())) == 3
+    built = sorted(e["op"] for node in nodes for e in node.entries() if "created" in e)
+    assert built == ["in_file", "in_text", "twice"]
+    assert [len(node.entries()) for node in nodes] == [3, 3]
+
+
+# Who builds
+
+
+def test_one_rank_builds_and_another_one_takes_over_if_it_falls_silent_or_fails() -> None:
+    assert next_turn(None, 1, can_make=True, silent=False) == Turn((1,))
+    assert next_turn(None, 1, can_make=False, silent=True) is None
+    assert next_turn(Turn((0,)), 1, can_make=True, silent=False) is None
+    assert next_turn(Turn((0,)), 1, can_make=True, silent=True) == Turn((0, 1))
+    assert next_turn(Turn((0,), (0,)), 1, can_make=True, silent=False) == Turn((0, 1), (0,))
+    assert next_turn(Turn((1, 0), (1,)), 1, can_make=True, silent=True) is None  # it has tried
+    assert next_turn(Turn((0,), made=Made("d")), 1, can_make=True, silent=True) is None
+
+
+def op_of(text: str) -> Op:
+    spec = OpSpec(
+        name="shared", distribution=ONE_CALL, root=INLINE_ROOT, sources=("a.cpp",),
+        inline=(("a.cpp", text),), kind="plain", abi="none", declared_by="call",
+    )  # fmt: skip
+    return Op(spec)
+
+
+@pytest.fixture
+def store() -> Memory:
+    return Memory()
+
+
+def sharing_of(store: Memory, op: Op, rank: int, lease: float = 0.3) -> Any:
+    made = sharing._Sharing(op, job.Place(rank, 3, store, "job"), "key/0")
+    made.lease = lease
+    return made
+
+
+def test_rank_that_builds_and_dies_is_replaced(store: Memory) -> None:
+    op = op_of('extern "C" int value() { return 1; }\n')
+    other = Channel(store, "job/load/key/0", None, 5.0)
+    other.swap("turn", None, Turn((2,)))
+    began = time.monotonic()
+    known = sharing_of(store, op, 0).run(0)
+    assert (known.made.by, known.made.digest) == (0, next(iter(known.worker.artifacts[0])))
+    assert time.monotonic() - began >= 0.3
+    # Whoever comes later takes the same, and builds nothing.
+    assert sharing_of(store, op, 1).run(0).made == known.made
+    other.close()
+
+
+def test_source_that_does_not_compile_is_compiled_by_one_rank_and_fails_on_all(
+    store: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = op_of("int value( { return 1; }\n")
+    with pytest.raises(CompileError):
+        sharing_of(store, op, 0).run(0)
+    later = sharing_of(store, op, 1)
+    monkeypatch.setattr(later.worker, "make", lambda *_, **__: pytest.fail("it was built again"))
+    with pytest.raises(ClusterError, match="rank 0 tried") as raised:
+        later.run(0)
+    assert "expected" in raised.value.why  # what the compiler says
+
+
+def test_rank_that_cannot_build_waits_for_others_and_then_says_why(
+    store: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = op_of('extern "C" int value() { return 2; }\n')
+    alone = sharing_of(store, op, 0)
+    monkeypatch.setattr(alone, "_can_make", lambda: False)
+    with pytest.raises(ClusterError, match="was not built"):
+        alone.run(0)
+    able = sharing_of(store, op, 1).run(0)
+    assert able.made.by == 1
+    unable = sharing_of(store, op, 2)
+    monkeypatch.setattr(unable, "_can_make", lambda: False)
+    assert unable.run(0).made == able.made
