@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import slurm
-from network import ADDRESSES, NAMES, Case, Host, Network, inside, missing
+from network import ADDRESSES, NAMES, Case, Host, Network, apart, inside, missing, name_hosts
 from ranks import Node
 from results import keep, spread
 
@@ -46,7 +46,8 @@ class Ranks(NamedTuple):
         assert len(libraries) == 1, libraries
         assert all(libraries.pop()), self.said
         return [
-            Counter(each["choices"][op][3] for each in self.said) for op in range(len(OPTIONS["ops"]))
+            Counter(each["choices"][op][3] for each in self.said)
+            for op in range(len(OPTIONS["ops"]))
         ]
 
     @property
@@ -61,6 +62,14 @@ class Ranks(NamedTuple):
     def seconds(self) -> float:
         """From the last rank's call until all have returned."""
         return float(max(e["ended"] for e in self.said) - max(e["called"] for e in self.said))
+
+    def times(self) -> str:
+        """When each rank called and returned, from the first call on."""
+        first = min(each["called"] for each in self.said)
+        return ", ".join(
+            f"rank {e['rank']} {e['called'] - first:.2f}-{e['ended'] - first:.2f} s"
+            for e in self.said
+        )
 
 
 class Launcher(Protocol):
@@ -157,7 +166,7 @@ def cold(launcher: Launcher, where: Path, nodes: list[Node]) -> tuple[float, flo
     assert ranks.compiles == 2, ranks.said
     assert sum(node.builds() for node in nodes) == 2
     beyond = ranks.seconds - ranks.longest_build
-    assert beyond <= MOST_BEYOND_COMPILE, f"{beyond:.2f} s beyond the compile"
+    assert beyond <= MOST_BEYOND_COMPILE, f"{beyond:.2f} s beyond the compile: {ranks.times()}"
     return ranks.longest_build, beyond
 
 
@@ -165,7 +174,7 @@ def warm(launcher: Launcher, where: Path, nodes: list[Node]) -> float:
     ranks = launcher.run(where, nodes)
     assert ranks.how() == [{"cached": 2 * EACH}] * 2, ranks.how()
     assert ranks.compiles == 0, ranks.said
-    assert ranks.seconds <= MOST_WARM, f"{ranks.seconds:.2f} s"
+    assert ranks.seconds <= MOST_WARM, f"{ranks.seconds:.2f} s: {ranks.times()}"
     return ranks.seconds
 
 
@@ -247,12 +256,13 @@ def main() -> int:
     if lacking := missing("ip", "unshare"):
         print(f"skipped: this needs {lacking}")
         return 0
-    if (code := slurm.apart(*sys.argv)) is not None:
+    if (code := apart(*sys.argv)) is not None:
         return code
     good = True
     with Network(), tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         where = Path(scratch)
         where.chmod(0o755)
+        name_hosts(where)
         for name in asked.launchers:
             if name == "elastic":
                 good &= elastic(Torchrun(), where, asked.restarts, kept=asked.keep)
@@ -265,9 +275,7 @@ def main() -> int:
                 else Torchrun() if name == "torchrun"
                 else Srun(where / "slurm")
             )  # fmt: skip
-            good &= repeated(
-                name, launcher, where, asked.runs, asked.warm, kept=asked.keep
-            )
+            good &= repeated(name, launcher, where, asked.runs, asked.warm, kept=asked.keep)
     return 0 if good else 1
 
 

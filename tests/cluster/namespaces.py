@@ -156,7 +156,9 @@ def other_clock(hours: int) -> Callable[[Case], str]:
         assert {each["choices"][0][3] for each in said} == {"cached"}, said
         apart = said[EACH]["now"] - said[0]["now"]
         assert abs(apart - 3600 * hours) < 60, apart  # the second node's clock is wrong
-        return f"{told}; warm {max(e['ended'] for e in said) - max(e['called'] for e in said):.2f} s"
+        return (
+            f"{told}; warm {max(e['ended'] for e in said) - max(e['called'] for e in said):.2f} s"
+        )
 
     return run
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 ADDRESSES = ("10.77.13.1", "10.77.13.2")
 NAMES = ("opkiln-a", "opkiln-b")
 LINKS = ("opk-a", "opk-b")
+INSIDE = "CLUSTER_TEST_INSIDE"
 
 
 def missing(*programs: str) -> str:
@@ -43,9 +44,26 @@ def ip(*words: str, check: bool = True) -> None:
 
 
 def inside(name: str) -> list[str]:
-    """The beginning of a command that runs on a node."""
-    called = f'hostname {name} && exec "$@"'
-    return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", called, "sh"]
+    """The beginning of a command that runs on a node. ("ip netns exec" would hide the cgroups.)"""
+    space = ["nsenter", f"--net=/run/netns/{name}", "unshare", "--uts", "--mount"]
+    return [*space, "sh", "-c", f'hostname {name} && exec "$@"', "sh"]
+
+
+def apart(*words: str) -> int | None:
+    """Run this program again where its processes and mounts are its own; None if they are."""
+    if INSIDE in os.environ:
+        return None
+    spaces = ["--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    me = ["unshare", *spaces, sys.executable, *words]
+    return subprocess.run(me, env={**os.environ, INSIDE: "1"}, check=False).returncode
+
+
+def name_hosts(where: Path) -> None:
+    """The nodes know each other by name. Only for a program that has its mounts for itself."""
+    lines = ["127.0.0.1 localhost"]
+    lines += [f"{ADDRESSES[n]} n{n} {NAMES[n]}" for n in range(2)]
+    (where / "hosts").write_text("\n".join(lines) + "\n")
+    subprocess.run(["mount", "--bind", where / "hosts", "/etc/hosts"], check=True)
 
 
 class Network:

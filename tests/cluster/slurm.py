@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from network import ADDRESSES, NAMES, Network, inside, missing
+from network import ADDRESSES, NAMES, Network, apart, inside, missing, name_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,7 +29,6 @@ RECIPE = ROOT / "examples" / "cluster" / "slurm.sbatch"
 PROGRAMS = (
     "ip", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged", "openssl", "unshare",
 )  # fmt: skip
-INSIDE = "OPKILN_TEST_SLURM_INSIDE"
 NODES = ("n0", "n1")
 CONF = """\
 ClusterName=opkiln
@@ -52,11 +51,6 @@ NodeName=n0 NodeHostname={names[0]} NodeAddr={addresses[0]} Port=16818 CPUs=4 St
 NodeName=n1 NodeHostname={names[1]} NodeAddr={addresses[1]} Port=16819 CPUs=4 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-HOSTS = """\
-127.0.0.1 localhost
-{addresses[0]} n0 {names[0]}
-{addresses[1]} n1 {names[1]}
-"""
 # What it prints is what each task has in its environment.
 PROLOG = """\
 #!/bin/sh
@@ -75,7 +69,6 @@ class Slurm:
         (where / "prolog").write_text(PROLOG.format(**known))
         (where / "prolog").chmod(0o755)
         where.chmod(0o755)
-        (where / "hosts").write_text(HOSTS.format(**known))
         (where / "key").write_bytes(os.urandom(128))
         (where / "key").chmod(0o600)
         self.environment = {
@@ -85,7 +78,6 @@ class Slurm:
         }
         for node in NODES:
             self.give(node, {"OPKILN_CACHE_DIR": str(where / f"store.{node}")})
-        subprocess.run(["mount", "--bind", where / "hosts", "/etc/hosts"], check=True)
 
     def give(self, node: str, variables: Mapping[str, str]) -> None:
         """What the tasks on a node have in their environment."""
@@ -101,7 +93,12 @@ class Slurm:
         self._daemon("slurmctld", first, "slurmctld", "-D", "-c")
         self._daemon("slurmd-n0", first, "slurmd", "-D", "-N", "n0")
         self._daemon("slurmd-n1", second, "slurmd", "-D", "-N", "n1")
-        _until(lambda: self.said("sinfo", "-h", "-o", "%T %D").split() == ["idle", "2"], "nodes")
+        try:
+            _until(
+                lambda: self.said("sinfo", "-h", "-o", "%T %D").split() == ["idle", "2"], "nodes"
+            )
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\n{self.logs()}") from None
 
     def _daemon(self, name: str, host: str, *words: str) -> None:
         log = (self.where / f"{name}.log").open("w")
@@ -142,15 +139,6 @@ def _until(ready: Callable[[], bool], what: str, limit: float = 30) -> None:
         time.sleep(0.3)
 
 
-def apart(*words: str) -> int | None:
-    """Run this program again where its processes and mounts are its own; None if they are."""
-    if INSIDE in os.environ:
-        return None
-    spaces = ["--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
-    me = ["unshare", *spaces, sys.executable, *words]
-    return subprocess.run(me, env={**os.environ, INSIDE: "1"}, check=False).returncode
-
-
 def check(name: str, slurm: Slurm, wanted: Counter[str]) -> bool:
     code, said, took = slurm.run(name)
     lines = re.findall(r"rank \d of 4: cpu_adam (.+), library ([0-9a-f]{16})$", said, re.MULTILINE)
@@ -170,6 +158,7 @@ def main() -> int:
     if (code := apart(__file__)) is not None:
         return code
     with Network(), tempfile.TemporaryDirectory() as scratch:
+        name_hosts(Path(scratch))
         slurm = Slurm(Path(scratch))
         cold = Counter({"built": 1, "fetched": 1, "found on this node": 2})
         try:

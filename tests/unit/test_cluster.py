@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -297,3 +298,30 @@ def test_secret_of_the_job_is_not_in_a_report(monkeypatch: pytest.MonkeyPatch) -
     assert settings.job_secret == "abcdefgh12345678"
     value = collect._in_force("OPKILN_JOB_SECRET", *origin_of("job_secret"))
     assert value.value == "***"
+
+
+def test_rank_that_comes_before_the_jobs_store_is_there_soon_after_it() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address, port = server.getsockname()
+        opened: list[float] = []
+
+        def open_late() -> None:
+            time.sleep(0.4)
+            opened.append(time.monotonic())
+            server.listen()
+
+        thread = threading.Thread(target=open_late)
+        thread.start()
+        job._await_server(address, port, 20)
+        thread.join()
+        assert 0 < time.monotonic() - opened[0] < 0.35
+
+
+def test_rank_ends_its_wait_for_a_store_that_never_comes() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        began = time.monotonic()
+        with pytest.raises(ConnectionRefusedError):
+            job._await_server(*server.getsockname(), 0.2)
+        assert 0.2 <= time.monotonic() - began < 2
