@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -134,6 +135,37 @@ def test_clock_and_file_times_of_a_node_that_are_two_hours_wrong_change_nothing(
     for each in others:
         assert "rank 0 (host " in each.said["error"], each
         assert each.said["ended"] - float((tmp_path / "mark").read_text()) < LEASE + 3
+
+
+def test_job_that_is_started_again_ignores_what_its_ranks_said_before(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """As torchrun does: the store is the same. The first time a rank never comes, and the launcher
+    kills all; the second time another one dies before it votes."""
+
+    def one(where: Path) -> list[Ended]:
+        nodes, store = [Node(where / "a"), Node(where / "b")], str(where / "shared")
+        first = Job(store=store)
+        for rank in range(3):
+            first.start(nodes[rank // 2], rank, 4)
+        deadline = time.monotonic() + 30
+        while len(list((where / "shared").glob("*+hello+*"))) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        first.kill()
+        # The rank that did not come finds its place free, in a round that is over.
+        second = Job(store=store)
+        struck = {0: {"at": "Put vote/0", "signal": signal.SIGKILL}}
+        for rank in (3, 0, 1, 2):
+            late = [] if rank == 3 else [{"at": f"Put hello/{rank}", "pause": 0.5}]
+            second.start(nodes[rank // 2], rank, 4, also=late, **struck.get(rank, {}))
+        came, killed, *others = second.end()
+        assert killed.code == -signal.SIGKILL
+        for each in (came, *others):
+            assert "rank 0 (host " in each.said["error"], each
+        return run(nodes, 2, store=store)
+
+    repeated("a job that is started again, twice", request, tmp_path, one)
 
 
 def test_source_that_does_not_compile_is_an_error_on_every_rank(

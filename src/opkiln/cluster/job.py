@@ -26,7 +26,7 @@ class Place(NamedTuple):
     rank: int
     world: int
     store: KeyValues
-    name: str  # the job's, and how often it was restarted: what was said before is not read
+    name: str  # the job's
     serves: bool = False  # whether this process serves the store
 
 
@@ -139,8 +139,8 @@ def _await_server(address: str, port: int, timeout: float) -> None:
 
 
 def _name(kind: str) -> str:
-    """What tells this job from others that use the same store, and from itself before a restart."""
-    parts = (settings.run_id or "job", settings.restart_count, kind)
+    """What tells this job from others that use the same store."""
+    parts = (settings.run_id or "job", kind)
     return "/".join(re.sub(r"[^\w.-]", "_", part) for part in parts)
 
 
