@@ -149,7 +149,7 @@ def other_clock(hours: int) -> Callable[[Case], str]:
         case.hosts = [case.hosts[0], there]
         try:
             told = cold(case)
-            case.start(torch=True)
+            case.start()
             said, _ = case.end()
         finally:
             there.end()

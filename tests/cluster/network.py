@@ -109,14 +109,17 @@ class Host:
     """A process that has torch and forks ranks."""
 
     def __init__(
-        self, prefix: Sequence[str] = (), variables: Mapping[str, str] | None = None
+        self,
+        prefix: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+        socket: Path | None = None,
     ) -> None:
-        """``prefix``: in a namespace, by ``inside``."""
+        """``prefix``: in a namespace, by ``inside``. ``socket``: for forked.py, else ``start``."""
         environment = {
             **os.environ, "PYTHONPATH": str(HERE.parents[1] / "src"), **(variables or {}),
         }  # fmt: skip
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, str(HERE / "zygote.py")],
+            [*prefix, sys.executable, HERE / "zygote.py", *([] if socket is None else [socket])],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
         self.said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()

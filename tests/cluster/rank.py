@@ -4,8 +4,6 @@ Its one argument is JSON:
 
     store, timeout, lease   as for ``ensure``; without a store, what the launcher says
     ops                     which ops of cluster_ops; else OP
-    torch                   import torch first, as a program that trains has
-    priority                what it adds to its niceness before it calls ``ensure``
     part                    the bytes of a part of a bundle, so that a small one has several
     out                     the beginning of a file's name: what is said is written there, too
     at                      a step: this rank is struck there
@@ -131,13 +129,9 @@ def heard(event: events.Event) -> None:
 
 import cluster_ops  # noqa: E402 (what it imports is changed above)
 
-if options.get("torch"):
-    import torch.distributed  # noqa: F401
-
 ops = [getattr(cluster_ops, each) for each in options.get("ops", ("OP",))]
 arguments = {name: options[name] for name in ("store", "timeout") if name in options}
 arguments["lease"] = options.get("lease", 1.5)
-os.nice(options.get("priority", 0))
 said["called"] = time.monotonic()
 with events.listening(heard):
     try:
