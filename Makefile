@@ -10,7 +10,8 @@
 #   make test-remotes   remote tiers on docker-registry, nginx and an S3 server (apt-get installs them)
 #   make test-sycl   the SYCL example on Intel's runtime compiler (installs 1.6 GB beside .venv)
 #   make test-torches   one wheel of ops, libraries of op.h on several torches (installs them, 30 GB)
-#   make test-cluster   jobs of two nodes in network namespaces: slow and cut links (root, iproute2, iptables);
+#   make test-cluster   100 killed ranks; jobs of two nodes in network namespaces, under torchrun, srun and by hand,
+#                       with slow and cut links and wrong clocks (root, iproute2, iptables);
 #                       the build farm on Dask, Ray, MPI and submitit (installs them beside .venv);
 #                       the recipes on Slurm (apt-get install slurmctld slurmd slurm-client munge) and Kubernetes' schemas
 #   make test-aarch64   kernels and ops for aarch64 (apt-get install g++-aarch64-linux-gnu qemu-user)
@@ -93,7 +94,8 @@ test-torches: $(STAMP)
 
 test-cluster: $(STAMP)
 	$(RUN) -m pytest tests/cluster --full-counts -rs $(PYTEST)
-	$(RUN) tests/cluster/namespaces.py --runs 20
+	$(RUN) tests/cluster/launchers.py
+	$(RUN) tests/cluster/namespaces.py
 	$(PYTHON) tests/cluster/farm.py
 	$(RUN) tests/cluster/slurm.py
 	$(RUN) tests/cluster/manifests.py

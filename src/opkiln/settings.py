@@ -464,11 +464,6 @@ class Settings:
         "TORCHELASTIC_RUN_ID", str, None, "The name of the job, in the keys of its store.",
         aliases=("SLURM_JOB_ID",), shown="none", group="job",
     )  # fmt: skip
-    restart_count = Setting(
-        "TORCHELASTIC_RESTART_COUNT", str, "0",
-        "How often torchrun has restarted the ranks. What ranks said before is ignored.",
-        aliases=("SLURM_RESTART_COUNT",), shown="0", group="job",
-    )  # fmt: skip
     agent_store = Setting(
         "TORCHELASTIC_USE_AGENT_STORE", values.switch, False,
         "Whether the store is served by the agent of torchrun, not by rank 0.",
@@ -532,7 +527,7 @@ _INDIFFERENT = frozenset((
     "build_targets", "build_string", "nvcc_threads", "patch_torch", "deepspeed",
     "cuda_visible_devices", "cuda_device_order", "rocr_visible_devices", "hip_visible_devices",
     "ensure", "job_secret", "world_size", "master_addr", "master_port",
-    "run_id", "restart_count", "agent_store", "slurm_step", "slurm_nodes",
+    "run_id", "agent_store", "slurm_step", "slurm_nodes",
     "accelerator", "device",  # which of an op's backends serves is in its spec
     "path",  # which programs it leads to is in the receipt
     "remotes", "lock", "push", "registry_auth_file", "docker_config", "netrc",

@@ -17,27 +17,29 @@ from sample import known
 from sample.child import SOURCE
 
 from opkiln.settings import LAYOUT
-from opkiln.store.entry import Leaf, examine, read_manifest
-from opkiln.store.recheck import Hasher
+from opkiln.store.entry import read_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 HERE = Path(__file__).parent
-SOURCE_TEXT = 'extern "C" int value() { return 23; }\n'
-# An op without torch: a rank starts in a tenth of a second.
-BARE_OP = """
+SOURCE_TEXT = 'extern "C" int value() { return %d; }\n'
+# Ops without torch: a rank starts in a tenth of a second.
+BARE_OPS = """
 import opkiln
 
-class ValueBuilder(opkiln.OpBuilder):
+class OP(opkiln.OpBuilder):
     NAME = "value"
     ABI = "none"
     KIND = "plain"
+    VALUE = 23
 
     def sources(self):
-        return ["value.cpp"]
+        return [f"{self.NAME}.cpp"]
 
-OP = ValueBuilder
+class OTHER(OP):
+    NAME = "other"
+    VALUE = 24
 """
 # Ops of torch, with references.
 TORCH_OPS = """
@@ -75,9 +77,10 @@ class Node:
     def __init__(self, path: Path, *, torch: bool = False, compilers: bool = True) -> None:
         self.path, self.torch = path, torch
         path.mkdir()
-        (path / "cluster_ops.py").write_text(TORCH_OPS if torch else BARE_OP)
+        (path / "cluster_ops.py").write_text(TORCH_OPS if torch else BARE_OPS)
         self.source = path / "value.cpp"
-        self.source.write_text(SOURCE_TEXT)
+        self.source.write_text(SOURCE_TEXT % 23)
+        (path / "other.cpp").write_text(SOURCE_TEXT % 24)
         self.cache = known.make_store(path / "cache")
         self.variables: dict[str, str] = {}
         if not compilers:
@@ -98,16 +101,24 @@ class Node:
             **self.variables,
         }
 
+    def shift_times(self, hours: int) -> None:
+        """The files that the node has written bear the times of its own clock."""
+        for path in [self.path, *self.path.rglob("*")]:
+            old = path.stat()
+            os.utime(path, (old.st_atime + 3600 * hours, old.st_mtime + 3600 * hours))
+
     def entries(self) -> list[dict[str, Any]]:
         """The manifests of its store."""
         found = (self.cache / LAYOUT / "ops").glob("*/*/*/*/*")
         return [read_manifest(str(each)) for each in found]
 
     def verify(self) -> None:
-        """Every entry is whole."""
-        for leaf in (self.cache / LAYOUT / "ops").glob("*/*/*/*/*"):
-            found = examine(str(leaf), {}, Hasher(), listed=False, external=False, own=False)
-            assert isinstance(found, Leaf), found
+        """Every entry is whole, as `opkiln cache verify` says."""
+        done = subprocess.run(
+            [sys.executable, "-m", "opkiln", "cache", "verify"],
+            env=self.environment(), capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, (done.stdout, done.stderr)
 
     def builds(self) -> int:
         """How many entries were built here, not fetched."""
@@ -184,6 +195,15 @@ def run(nodes: list[Node], each: int, options: Mapping[int, dict[str, Any]] | No
     for rank in range(world):
         started.start(nodes[rank // each], rank, world, **(options or {}).get(rank, {}))
     return started.end(limit=240 if nodes[0].torch else 90)
+
+
+def skewed(directory: Path, hours: int) -> dict[str, str]:
+    """What makes the wall clock of a process wrong by some hours."""
+    library = directory / "skewed_clock.so"
+    source = HERE.parent / "faults" / "skewed_clock.c"
+    flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-pthread"]
+    subprocess.run(["g++", "-x", "c", *flags, source, "-o", library, "-ldl"], check=True)
+    return {"LD_PRELOAD": str(library), "SKEW_SECONDS": str(3600 * hours)}
 
 
 def free_port() -> int:

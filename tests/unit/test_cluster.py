@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import pytest
 from sample import child
 
 import opkiln
-from opkiln.cluster import driver, job, leading, protocol
+from opkiln.cluster import driver, job, leading, protocol, rounds
 from opkiln.cluster.channel import PART, Channel
 from opkiln.cluster.messages import Hello, Made, Offer, Outcome, Plan, Result, Task, Vote
 from opkiln.cluster.stores import Directory, KeyValues, Memory
@@ -297,3 +298,80 @@ def test_secret_of_the_job_is_not_in_a_report(monkeypatch: pytest.MonkeyPatch) -
     assert settings.job_secret == "abcdefgh12345678"
     value = collect._in_force("OPKILN_JOB_SECRET", *origin_of("job_secret"))
     assert value.value == "***"
+
+
+def test_rank_that_comes_before_the_jobs_store_is_there_soon_after_it() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address, port = server.getsockname()
+        opened: list[float] = []
+
+        def open_late() -> None:
+            time.sleep(0.4)
+            opened.append(time.monotonic())
+            server.listen()
+
+        thread = threading.Thread(target=open_late)
+        thread.start()
+        job._await_server(address, port, 20)
+        thread.join()
+        assert 0 < time.monotonic() - opened[0] < 0.35
+
+
+def test_rank_ends_its_wait_for_a_store_that_never_comes() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        began = time.monotonic()
+        with pytest.raises(ConnectionRefusedError):
+            job._await_server(*server.getsockname(), 0.2)
+        assert 0.2 <= time.monotonic() - began < 2
+
+
+class Started:
+    """The processes of one start of a job of two ranks, all in this process."""
+
+    def __init__(self, store: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store, self.monkeypatch = store, monkeypatch
+        self.known: list[dict[str, int]] = [{}, {}]
+
+    def channel(self, rank: int, *, moved: bool = False) -> Channel:
+        self.monkeypatch.setattr(rounds, "_rounds", self.known[rank])
+        place = job.Place(rank, 2, self.store, "job")
+        return rounds.channel(place, "0", 5.0, moved=moved)
+
+
+def test_ranks_that_are_started_again_do_not_read_what_was_said_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = Memory()
+    for start in range(3):
+        started = Started(store, monkeypatch)
+        channels = [started.channel(rank) for rank in range(2)]
+        assert channels[0].look(["hello/0"]) == [None]
+        channels[0].put("hello/0", f"start {start}")
+        assert channels[1].look(["hello/0"]) == [f"start {start}"]
+
+
+def test_rank_whose_predecessor_never_came_goes_on_where_the_others_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = Memory()
+    Started(store, monkeypatch).channel(0)  # and rank 1 died before it came
+    again = Started(store, monkeypatch)
+    early = again.channel(1)
+    assert early.look(["outcome"]) == [None]
+    again.channel(0).put("hello/0", "again")
+    (told,) = early.look(["outcome"])
+    assert Outcome.of(told) == rounds.MOVED
+    assert again.channel(1, moved=True).look(["hello/0"]) == ["again"]
+
+
+def test_two_processes_with_one_rank_are_an_error_and_not_a_chase(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = Memory()
+    first, second = Started(store, monkeypatch), Started(store, monkeypatch)
+    first.channel(0)
+    second.channel(0)
+    with pytest.raises(ClusterError, match="rank 0 of the job is another process now"):
+        first.channel(0, moved=True)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
-from opkiln.cluster import driver, job, protocol, work
+from opkiln.cluster import driver, job, protocol, rounds, work
 from opkiln.cluster.channel import Channel
 from opkiln.cluster.messages import OUTCOME, Outcome
 from opkiln.decision import pins
@@ -125,15 +125,13 @@ def ensure(
     place = job.find(group, store, rank, world_size, timeout)
     lease = lease_of(place.world) if lease is None else lease
     number = next(_calls.setdefault(place.name, itertools.count()))
-    name = f"{place.name}/{number}"
-    channel = Channel(place.store, name, settings.job_secret, max(2 * lease, 10.0))
-    agreeing = _Agreeing(place, channel, timeout, lease, signing_key)
+    agreeing = _Agreeing(place, number, timeout, lease, signing_key)
     if wait:
         try:
             agreeing.run(ops)
             return agreeing.pinned()
         finally:
-            channel.close()
+            agreeing.channel.close()
     try:
         listed = list(libraries_of(ops))
     except Exception as error:
@@ -153,19 +151,29 @@ class _Agreeing:
     def __init__(
         self,
         place: job.Place,
-        channel: Channel,
+        number: int,
         timeout: float,
         lease: float,
         signing_key: str | None,
     ) -> None:
-        self.place, self.channel, self.timeout, self.lease = place, channel, timeout, lease
+        self.place, self.number, self.timeout, self.lease = place, number, timeout, lease
         self.signing_key = signing_key
         self.began = time.monotonic()
+        self.channel = self._channel(moved=False)
         self.worker = work.Worker(())
         self.outcome: Outcome | None = None
 
+    def _channel(self, *, moved: bool) -> Channel:
+        return rounds.channel(self.place, str(self.number), max(2 * self.lease, 10.0), moved=moved)
+
     def run(self, ops: Any) -> None:
         """Agree. Raises ClusterError, and OpkilnError for ops that are not declared properly."""
+        while (outcome := self._agree(ops)) == rounds.MOVED:
+            self.channel.close()
+            self.channel = self._channel(moved=True)
+        self.outcome = outcome
+
+    def _agree(self, ops: Any) -> Outcome:
         try:
             self.worker = work.Worker(list(libraries_of(ops)), self.channel, self.signing_key)
             hello = self.worker.hello()
@@ -182,7 +190,7 @@ class _Agreeing:
             serves=self.place.serves,
         )
         try:
-            self.outcome = driver.agree(state, self.channel, self.worker)
+            return driver.agree(state, self.channel, self.worker)
         except ClusterError as error:
             whom = f"rank {self.place.rank} of {self.place.world} (host {hello.host})"
             raise ClusterError(f"{whom}: {error.what}", why=error.why, hint=error.hint) from error
@@ -239,7 +247,8 @@ class Handle:
         self._error: BaseException | None = None
         self._agreement: Agreement | None = None
         self._switches = itertools.count()
-        self._channel = agreeing.channel.another()  # the other is the thread's
+        self._of = agreeing.channel  # the thread's
+        self._channel = self._of.another()
         self._ops = ops
         for op in self._ops:
             if loader.loaded_here().get(op.name) is None:
@@ -272,11 +281,18 @@ class Handle:
         """
         if self._agreement is not None:
             return self._agreement
+        if self._of is not self._agreeing.channel:  # the job is in another round
+            self._channel.close()
+            self._of = self._agreeing.channel
+            self._channel = self._of.another()
         channel = self._channel
         if self._error is None or self._agreeing.outcome is not None:
+            step = next(self._switches)
             (outcome,) = channel.look([OUTCOME])
+            if outcome is not None and Outcome.of(outcome) == rounds.MOVED:
+                return None
             now = "yes" if outcome is not None else "no"
-            if channel.swap(f"switch/{next(self._switches)}", None, now) == "no":
+            if channel.swap(f"switch/{step}", None, now) == "no":
                 return None
         self._thread.join()
         if self._error is not None:
@@ -295,8 +311,7 @@ class Handle:
 def told_by_first(what: str, value: Sequence[str]) -> tuple[str, ...]:
     """The value of the first rank that says one, on every rank of the default group."""
     place = job.find(None, None, None, None, settings.build_timeout)
-    name = f"{place.name}/{what}"
-    channel = Channel(place.store, name, settings.job_secret, 60.0)
+    channel = rounds.channel(place, what, 60.0)
     try:
         return tuple(channel.swap(what, None, list(value)))
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 import zlib
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from opkiln.cluster.stores import Directory, KeyValues, Memory, Torch
 from opkiln.errors import ClusterError, UsageError
 from opkiln.settings import place_in_job, settings
 
+_FIRST_PAUSE, _LAST_PAUSE = 0.01, 0.2  # seconds between two looks whether the store is there
 # Kept for the life of the process: the store may be served by it, and other ranks, or the program's
 # own init_process_group, may still use it.
 _kept: list[Any] = []
@@ -24,7 +26,7 @@ class Place(NamedTuple):
     rank: int
     world: int
     store: KeyValues
-    name: str  # the job's, and how often it was restarted: what was said before is not read
+    name: str  # the job's
     serves: bool = False  # whether this process serves the store
 
 
@@ -94,6 +96,8 @@ def _of_launcher(rank: int, world: int, timeout: float) -> Place:
     serves = rank == 0 and not settings.agent_store
     if (rank, world) not in _stores:
         try:
+            if rank != 0:
+                _await_server(address, port, timeout)
             # As init_process_group makes it later, and both share the server. But this one does not
             # wait until all ranks are there: it could not say who is missing.
             _stores[rank, world] = distributed.TCPStore(  # type: ignore[attr-defined]
@@ -113,9 +117,31 @@ def _of_launcher(rank: int, world: int, timeout: float) -> Place:
     return Place(rank, world, Torch(_stores[rank, world]), _name("launcher"), serves)
 
 
+def _await_server(address: str, port: int, timeout: float) -> None:
+    """Wait until the port is open. torch would try again, too, but half a second later or more, and
+    all ranks wait for the one that sleeps. Raises ConnectionRefusedError if it stays closed. What
+    else is wrong is for torch to tell.
+    """
+    import socket
+
+    deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=_LAST_PAUSE).close()
+        except ConnectionRefusedError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LAST_PAUSE)
+        except OSError:
+            return
+        else:
+            return
+
+
 def _name(kind: str) -> str:
-    """What tells this job from others that use the same store, and from itself before a restart."""
-    parts = (settings.run_id or "job", settings.restart_count, kind)
+    """What tells this job from others that use the same store."""
+    parts = (settings.run_id or "job", kind)
     return "/".join(re.sub(r"[^\w.-]", "_", part) for part in parts)
 
 

@@ -18,8 +18,7 @@ import time
 from typing import Any, NamedTuple
 
 from opkiln import __version__
-from opkiln.cluster import driver, job, work
-from opkiln.cluster.channel import Channel
+from opkiln.cluster import driver, job, rounds, work
 from opkiln.cluster.ensure import lease_of
 from opkiln.cluster.messages import Made, beat_of
 from opkiln.decision import pins, policy
@@ -126,12 +125,7 @@ class _Sharing:
     def __init__(self, op: Op, place: job.Place, name: str) -> None:
         self.op, self.rank = op, place.rank
         self.lease = lease_of(place.world)
-        self.channel = Channel(
-            place.store,
-            f"{place.name}/load/{name}",
-            settings.job_secret,
-            max(2 * self.lease, 10.0),
-        )
+        self.channel = rounds.channel(place, f"load/{name}", max(2 * self.lease, 10.0))
         self.worker = work.Worker([op], self.channel, sees_loaded=False)
         self.world = place.world
 
