@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
 from fault_rows import whole
 from ranks import Ended, Node, free_port, run
+
+from opkiln.cluster import stores
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,6 +69,19 @@ def test_ranks_that_do_not_wait_switch_at_the_same_step(ranks: list[Ended]) -> N
 
 def test_warm_job_with_a_process_group_builds_and_fetches_nothing(ranks: list[Ended]) -> None:
     assert [each.said["warm"] for each in ranks] == [["cached", "cached"]] * 4
+
+
+def test_rank_that_connects_again_notices_at_once_that_the_store_is_gone() -> None:
+    from torch.distributed import TCPStore
+
+    server = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    client = stores.Torch(TCPStore("127.0.0.1", server.port, wait_for_workers=False))
+    assert client.clone().look(["key"]) == [None]
+    del server
+    began = time.monotonic()
+    with pytest.raises(ConnectionRefusedError):
+        client.clone()
+    assert time.monotonic() - began < 3
 
 
 PROGRAM = """
