@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,8 @@ import pytest
 from fault_rows import whole
 from ranks import Ended, Node, free_port, run
 
+from opkiln.cluster import stores
 from opkiln.cluster.channel import Channel
-from opkiln.cluster.stores import Torch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,7 +82,7 @@ def test_torchs_stores_say_which_of_many_ranks_have_spoken(kind: str, tmp_path: 
         store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     if kind == "prefix":
         store = distributed.PrefixStore("group", store)
-    ours = Channel(Torch(store), "job", "secret", 20.0)
+    ours = Channel(stores.Torch(store), "job", "secret", 20.0)
     theirs = ours.another()
     keys = ["outcome", *(f"vote/{rank}" for rank in range(200))]
     assert theirs.look(keys) == [None] * 201
@@ -96,6 +97,19 @@ def test_torchs_stores_say_which_of_many_ranks_have_spoken(kind: str, tmp_path: 
     }  # fmt: skip
     ours.close()
     theirs.close()
+
+
+def test_rank_that_connects_again_notices_at_once_that_the_store_is_gone() -> None:
+    from torch.distributed import TCPStore
+
+    server = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    client = stores.Torch(TCPStore("127.0.0.1", server.port, wait_for_workers=False))
+    assert client.clone().look(["key"]) == [None]
+    del server
+    began = time.monotonic()
+    with pytest.raises(ConnectionRefusedError):
+        client.clone()
+    assert time.monotonic() - began < 3
 
 
 PROGRAM = """

@@ -87,6 +87,7 @@ class Torch:
         inner = getattr(store, "underlying_store", store)
         host, port = getattr(inner, "host", None), getattr(inner, "port", None)
         self.where = f"{host}:{port}" if host else type(inner).__name__
+        self._address = (host, port) if host and port else None
 
     def put(self, key: str, value: bytes) -> None:
         self._store.set(key, value)
@@ -144,6 +145,12 @@ class Torch:
         return ["" if each is None else each.decode() for each in found]
 
     def clone(self) -> Torch:
+        if self._address is not None:
+            # A port that is closed now was open before: its server is gone. torch would try to
+            # connect until its time-out.
+            import socket
+
+            socket.create_connection(self._address).close()
         return Torch(self._store.clone())
 
 
