@@ -34,7 +34,7 @@ class Patience(NamedTuple):
     stall: float  # between two of them: buckets take a file in one piece
 
 
-# To import a bucket's library and have it look for a login. It is mostly this machine's own work, of
+# To import a bucket's library and have it look for a login. It is mostly this machine's own work,
 # seconds where others compile at the same time, and the libraries limit what they ask for.
 OPEN = Patience(60.0, 60.0)
 LOAD = Patience(2.5, 10.0)  # a load can do without the tier
