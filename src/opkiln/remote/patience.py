@@ -34,7 +34,9 @@ class Patience(NamedTuple):
     stall: float  # between two of them: buckets take a file in one piece
 
 
-OPEN = Patience(10.0, 10.0)  # imports, and a search for logins: a busy machine takes its time
+# To import a bucket's library and have it look for a login. It is mostly this machine's own work,
+# seconds where others compile at the same time, and the libraries limit what they ask for.
+OPEN = Patience(60.0, 60.0)
 LOAD = Patience(2.5, 10.0)  # a load can do without the tier
 COMMAND = Patience(30.0, 120.0)  # a person has asked for just this
 
