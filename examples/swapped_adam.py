@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -84,9 +85,7 @@ class SwappedAdam:
 def main() -> None:
     torch.manual_seed(0)
     sizes = (64, *[256] * 12, 8)
-    layers = [nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)]
-    model = nn.Sequential(*layers)
-    twin = nn.Sequential(*(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)))
+    model, twin = (nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes))) for _ in range(2))
     twin.load_state_dict(model.state_dict())
     x, y = torch.randn(128, 64), torch.randn(128, 8)
     with tempfile.TemporaryDirectory() as directory:
