@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 256  # as in group.h
 _PAGE = 4096
-_SLOT = 1 << 20  # bytes: two sets of slots of two ranks stay in the second cache
-_MEMORY = 64 << 20  # slots are smaller in a group of many ranks
+_SLOT = 2 << 20  # bytes: a few ranks' slots stay in the caches, and the ranks meet seldom
+_MEMORY = 64 << 20  # so much at most: slots are smaller in a group of many ranks
 _HEADER = 128  # bytes of each rank, and once more
 _TIMEOUT = timedelta(minutes=5)
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
