@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 256  # as in group.h
 _PAGE = 4096
-# Bytes of a slot: two sets of slots of two ranks stay in a second cache of 1 MiB. (On a Xeon that did
-# other work, too, slots of 1 MiB took 10% more CPU time on two ranks, and 28% more on four.) Each
-# rank's part of a slot has a size worth a turn.
+# Bytes of a slot: two sets of slots of two ranks stay in a second cache of 1 MiB. (On a busy Xeon,
+# slots of 1 MiB took 10% more CPU time on two ranks, and 28% more on four.) Each rank's part of a
+# slot has a size worth a turn.
 _SLOT, _PART = 256 << 10, 32 << 10
 _MEMORY = 64 << 20  # of all slots, at most
 _HEADER = 128  # bytes of each rank, and once more
