@@ -257,6 +257,21 @@ def a_rank_that_leaves_is_named(rank: int, size: int, store: dist.Store) -> None
         assert "left the group" in text, text
 
 
+@case(2)
+def a_killed_rank_is_noticed_while_signals_arrive(rank: int, size: int, store: dist.Store) -> None:
+    group = ShmGroup(store, rank, size, LONG)
+    group.all_reduce(torch.ones(3))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
+    begin = time.monotonic()
+    text = raised(RuntimeError, lambda: group.all_reduce(torch.ones(3)))
+    assert "rank 1 (process" in text, text
+    assert "died" in text, text
+    assert time.monotonic() - begin < 10
+
+
 @case(3)
 def a_rank_that_stops_is_named_after_the_timeout(rank: int, size: int, store: dist.Store) -> None:
     group = ShmGroup(store, rank, size, SHORT)

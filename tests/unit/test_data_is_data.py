@@ -108,13 +108,20 @@ def connecting(code: str) -> list[str]:
 
 
 def test_only_remote_tiers_and_jobs_connect_to_another_host() -> None:
-    """Tiers where the user names one: tests/build/test_remotes.py. Jobs that call opkiln.ensure."""
+    """Tiers where the user names one: tests/build/test_remotes.py. Jobs that call opkiln.ensure or
+    make a group of ranks."""
     found = in_all_sources(connecting)
     assert {path: set(names) for path, names in found.items()} == {
         # The store of the job's process group, or of its launcher.
         "cluster/job.py": {"torch.distributed"},
         # Whether an optimizer's parameters are sharded: it asks a group that the program has made.
         "optimizing/sharded.py": {"torch.distributed"},
+        # Ranks of one host: a group that the program makes, and the socket for its memory.
+        "compat/deepspeed/shm_comm.py": {"torch.distributed"},
+        "ops/shm_comm/group.py": {
+            "socket.socket", "torch.distributed", "torch.distributed.distributed_c10d",
+        },
+        "ops/shm_comm/process_group.py": {"torch.distributed"},
         "remote/tiers.py": {"http.client.HTTPException"},  # to recognise it
         "remote/web.py": {
             "http.client", "http.client.HTTPConnection", "http.client.HTTPResponse", "ssl",

@@ -15,6 +15,7 @@ ranks, whatever group was asked for. These things differ:
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Of this process, as in DeepSpeed: operators cannot be given a group.
 _group: ShmGroup | None = None
-_library: torch.library.Library | None = None
+_library: Any = None
 
 
 class ShmComm(OpModule):
@@ -84,7 +85,7 @@ def _register() -> None:
     global _library
     if _library is not None or hasattr(torch.ops.deepspeed, "inference_all_reduce_"):
         return
-    _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+    _library = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
     _library.define("inference_all_reduce(Tensor self) -> Tensor")
     _library.define("inference_all_reduce_(Tensor(a!) self) -> Tensor(a!)")
     _library.impl("inference_all_reduce", _sum, "CPU")

@@ -207,22 +207,24 @@ class Group {
 
   [[gnu::noinline]] void sleep_until(int64_t rank) {
     Member& other = member(rank);
-    const int64_t deadline = now() + timeout_;
+    int64_t time = now();
+    const int64_t deadline = time + timeout_;
+    int64_t look = time + kSlice;  // when to ask who is alive; signals may end every sleep before
     __atomic_add_fetch(&other.waiters, 1, __ATOMIC_SEQ_CST);
     uint32_t fault = kNone;
     while (fault == kNone) {
       const uint32_t seen = __atomic_load_n(&other.progress, __ATOMIC_SEQ_CST);
       if (static_cast<int32_t>(seen - step_) >= 0) break;
       if (__atomic_load_n(&shared_->broken, __ATOMIC_ACQUIRE) != 0) break;
-      const int64_t left = deadline - now();
-      const timespec slice{0, (left < kSlice ? (left > 0 ? left : 0) : kSlice) * 1000000};
-      const long woken =
-          syscall(SYS_futex, &other.progress, FUTEX_WAIT, seen, &slice, nullptr, 0);
-      if (woken == 0 || errno != ETIMEDOUT) continue;
+      const timespec slice{0, (look > time ? look - time : 1) * 1000000};
+      syscall(SYS_futex, &other.progress, FUTEX_WAIT, seen, &slice, nullptr, 0);
+      time = now();
+      if (time < look) continue;
+      look = time + kSlice < deadline ? time + kSlice : deadline;
       // What a rank said before it ended counts, so the progress is read after the lock.
       if (!is_alive(rank) && !arrived(rank)) {
         fault = __atomic_load_n(&other.presence, __ATOMIC_ACQUIRE) == kLeft ? kGone : kDied;
-      } else if (now() >= deadline && !arrived(rank)) {
+      } else if (time >= deadline && !arrived(rank)) {
         fault = kLate;
       }
     }
