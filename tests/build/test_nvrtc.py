@@ -23,6 +23,7 @@ from opkiln.decision.terms import SHIP, Request, Serve, Trace
 from opkiln.errors import BuildError, MissingCUDAException, SpecError, ToolchainError
 from opkiln.model import CUDA, LIBRARY, Op, OpSpec
 from opkiln.ops.evoformer_attn.op import backward as evoformer_backward
+from opkiln.ops.evoformer_attn.op import forward as evoformer_forward
 from opkiln.ops.fused_lamb.op import FusedLambBuilder
 from opkiln.ops.kv_attention.op import kit as kv_attention
 from opkiln.ops.mixed_gemm.op import kit as mixed_gemm
@@ -186,7 +187,8 @@ def test_source_on_op_header_is_built_by_nvrtc_where_there_is_no_toolkit(machine
      norms.builder.variant(("bfloat16",)),
      mixed_gemm.builder.variant(("E3M2", "half")),
      int8_linear.builder.variant(("float16",)),
-     evoformer_backward.builder.variant(("bfloat16",))],
+     evoformer_backward.builder.variant(("bfloat16",)),
+     evoformer_forward.builder.variant(("float16",))],
 )  # fmt: skip
 def test_the_catalogues_kernels_are_built_by_nvrtc(builder: type[CUDAOpBuilder]) -> None:
     with override(cuda_arch_list="9.0a"):

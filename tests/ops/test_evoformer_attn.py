@@ -108,7 +108,7 @@ def test_no_rows_and_no_length_give_nothing(emulated: Any) -> None:
 
 
 def test_the_gradients_are_those_of_the_definition() -> None:
-    call = make(Case(rows=2, length=5, heads=2, head=3), torch.float64)
+    call = make(Case(rows=2, length=3, heads=1, head=2), torch.float64)
     given = [each.requires_grad_() for each in call[:5]]
     assert torch.autograd.gradcheck(evoformer_attention, given)
     assert torch.autograd.gradgradcheck(evoformer_attention, given)

@@ -69,8 +69,9 @@ class EvoformerAttention(OpModule):
         """Write the gradients to the tensors whose names begin with ``g``, but for biases' that
         have no elements. ``delta`` is memory for DeepSpeed's kernel."""
         del delta
-        moments = lse[..., : q.shape[-3]].unflatten(0, q.shape[:2])
-        moments = torch.stack([moments, torch.ones_like(moments)])
+        logarithms = lse[..., : q.shape[-3]]
+        moments = torch.stack([logarithms, torch.ones_like(logarithms)])
+        moments = moments.view(2, *q.shape[:2], *logarithms.shape[1:])
         wanted = (gb1.numel() > 0, gb2.numel() > 0)
         found = evoformer_attention_backward(
             go, q, k, v, o, moments, _given(bias1), _given(bias2), q.shape[-1] ** -0.5, *wanted

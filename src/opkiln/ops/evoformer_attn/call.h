@@ -14,10 +14,10 @@ struct Sizes {
   int64_t batch, rows, length, heads, head;
 };
 
-#if !defined(__CUDACC_RTC__)
-
 using opk::Tensor;
 using MaybeTensor = opk::optional<Tensor>;
+
+#if !defined(__CUDACC_RTC__)
 
 constexpr double kLog2E = 1.4426950408889634;
 

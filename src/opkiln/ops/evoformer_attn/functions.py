@@ -66,7 +66,7 @@ def _(
     output: Any,
 ) -> tuple[Tensor | None, ...]:
     wanted = [each is not None and each.requires_grad for each in (mask_bias, pair_bias)]
-    gradients = evoformer_attention_backward
+    gradients: Any = evoformer_attention_backward
     if torch.is_grad_enabled():  # for a second derivative, which goes through ``output``, too
         output = evoformer_attention.reference(q, k, v, mask_bias, pair_bias, scale)
         gradients = evoformer_attention_backward.reference
