@@ -69,7 +69,7 @@ class Pair {
     for (int64_t i = 0; i < block_; ++i) {
       const Vec lse = Vec::all(lse_[i]), inner = Vec::all(inner_[i]);
       for (int64_t j = i * block_; j < (i + 1) * block_; j += Vec::kLanes) {
-        const Vec weight = opkiln::exp2(Vec::load(weights + j) - lse);
+        const Vec weight = opkiln::exp2<24>(Vec::load(weights + j) - lse);
         weight.store(weights + j);
         (weight * (Vec::load(of_scores + j) - inner)).store(of_scores + j);
       }

@@ -30,7 +30,7 @@ float greatest(const float* from, int64_t count) {
 float take_powers(float* row, int64_t count, float base) {
   Vec sum = Vec::all(0);
   for (int64_t j = 0; j < count; j += Vec::kLanes) {
-    const Vec power = opkiln::exp2(Vec::load(row + j) - Vec::all(base));
+    const Vec power = opkiln::exp2<24>(Vec::load(row + j) - Vec::all(base));
     power.store(row + j);
     sum = sum + power;
   }

@@ -126,9 +126,11 @@ def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> _Three:
 
 def fitting(x: Tensor) -> Tensor:
     """``x``, or a copy whose rows the kernels can read: each begins at a multiple of 16 bytes."""
-    batch, head, token, one = x.stride()
-    of_16_bytes = 16 // x.element_size() if x.element_size() <= 16 else 1
-    fits = one == 1 and token > 0 and (batch | head | token | x.storage_offset()) % of_16_bytes == 0
+    of_16_bytes = 16 // x.element_size()
+    *outer, one = x.stride()
+    fits = one == 1 and outer[2] > 0 and all(each % of_16_bytes == 0 for each in outer)
+    if fits and not torch.compiler.is_compiling():  # it cannot be traced; the op itself looks again
+        fits = x.storage_offset() % of_16_bytes == 0
     return x if fits else x.contiguous()
 
 

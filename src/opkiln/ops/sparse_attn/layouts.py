@@ -299,7 +299,9 @@ def _check_horizontal(horizontal: bool, causal: bool) -> None:
         )
 
 
-def _drawn(layout: Any, count: int, wanted: int, device: torch.device | str) -> Tensor:
+def _drawn(
+    layout: BigBird | Variable, count: int, wanted: int, device: torch.device | str
+) -> Tensor:
     """So many blocks of each row, at random; with ``causal`` of those up to its own, or all of
     these if they are fewer. Each block has a number that depends on seed, head, row and column,
     and the greatest numbers of a row are taken."""
