@@ -114,6 +114,7 @@ def test_only_remote_tiers_and_jobs_connect_to_another_host() -> None:
     assert {path: set(names) for path, names in found.items()} == {
         # The store of the job's process group, or of its launcher.
         "cluster/job.py": {"torch.distributed"},
+        "cluster/stores.py": {"socket.create_connection"},
         # Whether an optimizer's parameters are sharded: it asks a group that the program has made.
         "optimizing/sharded.py": {"torch.distributed"},
         # Ranks of one host: a group that the program makes, and the socket for its memory.

@@ -9,7 +9,7 @@ import zlib
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from opkiln.cluster.stores import Directory, KeyValues, Memory, Torch
+from opkiln.cluster.stores import Directory, KeyValues, Memory, Torch, require_open
 from opkiln.errors import ClusterError, UsageError
 from opkiln.settings import place_in_job, settings
 
@@ -119,24 +119,17 @@ def _of_launcher(rank: int, world: int, timeout: float) -> Place:
 
 def _await_server(address: str, port: int, timeout: float) -> None:
     """Wait until the port is open. torch would try again, too, but half a second later or more, and
-    all ranks wait for the one that sleeps. Raises ConnectionRefusedError if it stays closed. What
-    else is wrong is for torch to tell.
+    all ranks wait for the one that sleeps. Raises ConnectionRefusedError if it stays closed.
     """
-    import socket
-
     deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
     while True:
         try:
-            socket.create_connection((address, port), timeout=_LAST_PAUSE).close()
+            return require_open(address, port)
         except ConnectionRefusedError:
             if time.monotonic() >= deadline:
                 raise
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LAST_PAUSE)
-        except OSError:
-            return
-        else:
-            return
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LAST_PAUSE)
 
 
 def _name(kind: str) -> str:

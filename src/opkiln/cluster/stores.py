@@ -148,10 +148,21 @@ class Torch:
         if self._address is not None:
             # A port that is closed now was open before: its server is gone. torch would try to
             # connect until its time-out.
-            import socket
-
-            socket.create_connection(self._address).close()
+            require_open(*self._address)
         return Torch(self._store.clone())
+
+
+def require_open(host: str, port: int) -> None:
+    """Raises ConnectionRefusedError if nobody listens there. What else is wrong is for torch to
+    tell."""
+    import socket
+
+    try:
+        socket.create_connection((host, port), timeout=0.2).close()
+    except ConnectionRefusedError:
+        raise
+    except OSError:
+        return
 
 
 def _number_of(key: str) -> str:

@@ -6,7 +6,6 @@ of one. They are imported when they are asked for.
 
 from __future__ import annotations
 
-import subprocess
 import threading
 import time
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
@@ -14,6 +13,7 @@ from importlib import import_module
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
+from opkiln import process
 from opkiln.errors import ToolchainError, UsageError
 
 if TYPE_CHECKING:
@@ -109,10 +109,9 @@ class Ray(Executor):
 
 def squeue() -> set[str] | None:
     """The numbers of the jobs that Slurm has not ended; None if it does not answer."""
-    command = ["squeue", "--me", "--noheader", "--format=%A"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
+        done = process.capture(["squeue", "--me", "--noheader", "--format=%A"], timeout=60.0)
+    except ToolchainError:
         return None
     return set(done.stdout.split()) if done.returncode == 0 else None
 
