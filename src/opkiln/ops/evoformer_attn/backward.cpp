@@ -65,7 +65,7 @@ class Block {
       }
       const Vec sum = Vec::all(sum_of(delta));
       for (int64_t key = 0; key < keys; key += Vec::kLanes) {
-        const Vec weight = exp2(Vec::load(w + key) - greatest) * share;
+        const Vec weight = opkiln::exp2<24>(Vec::load(w + key) - greatest) * share;
         weight.store(w + key);
         (weight * (Vec::load(g + key) - sum)).store(g + key);
       }

@@ -30,12 +30,12 @@ void take_weights(float* scores, int64_t count, float* greatest, float* share) {
   for (float each : lanes) found = found < each || each != each ? each : found;
   const Vec shift = Vec::all(found == kMinusInfinity ? 0 : found);
   for (int64_t i = 0; i < count; i += Vec::kLanes) {
-    const Vec weight = exp2(Vec::load(scores + i) - shift);
+    const Vec weight = opkiln::exp2<24>(Vec::load(scores + i) - shift);
     weight.store(scores + i);
     sum = sum + weight;
   }
   *greatest = found;
-  *share = 1 / sum_of(sum);  // infinite if all scores are minus infinity: such a result is NaN
+  *share = found == kMinusInfinity ? __builtin_nanf("") : 1 / sum_of(sum);
 }
 
 template <class T>
