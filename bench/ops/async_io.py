@@ -47,11 +47,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
         folder = Path(name)
         for size in SIZES:
-            for work in (reads, writes):
-                if options.only in f"{work.__name__} {size >> 20} MiB":
+            for name_of_work, work in (("read", reads), ("write", writes)):
+                if options.only in f"{name_of_work} {size >> 20} MiB":
                     rows += work(folder, size, engines)
         if options.only in "load":
             rows += loads(folder, int(options.gigabytes * 1e9))
+    if not rows:
+        parser.error(f"no work has {options.only!r} in its name")
     bars = [
         Bar(row.work, row.who, DD, 0.9) for row in rows if row.who in engines
     ] + [
