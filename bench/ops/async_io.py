@@ -71,7 +71,7 @@ def main() -> int:
 def reads(folder: Path, size: int, engines: list[str]) -> list[Row]:
     path = folder / "file"
     _fill(path, size)
-    room = torch.zeros(size, dtype=torch.uint8)
+    room = io.PinnedPool("cpu", lock=False).take(size).zero_()
     opened = {name: io.AsyncIO(name) for name in engines}
     turns: dict[str, Callable[[], float]] = {
         name: lambda each=each: _timed(lambda: each.read(room, path).wait())  # type: ignore[misc]
@@ -85,7 +85,7 @@ def reads(folder: Path, size: int, engines: list[str]) -> list[Row]:
 
 def writes(folder: Path, size: int, engines: list[str]) -> list[Row]:
     path, source = folder / "written", Path("/dev/shm") / f"opkiln-{os.getpid()}"
-    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    data = io.PinnedPool("cpu", lock=False).take(size).random_()
     _fill(source, size)
     opened = {name: io.AsyncIO(name) for name in engines}
 
