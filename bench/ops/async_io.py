@@ -47,11 +47,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
         folder = Path(name)
         for size in SIZES:
-            for work in (reads, writes):
-                if options.only in f"{work.__name__} {size >> 20} MiB":
+            for name_of_work, work in (("read", reads), ("write", writes)):
+                if options.only in f"{name_of_work} {size >> 20} MiB":
                     rows += work(folder, size, engines)
         if options.only in "load":
             rows += loads(folder, int(options.gigabytes * 1e9))
+    if not rows:
+        parser.error(f"no work has {options.only!r} in its name")
     bars = [
         Bar(row.work, row.who, DD, 0.9) for row in rows if row.who in engines
     ] + [
@@ -69,7 +71,7 @@ def main() -> int:
 def reads(folder: Path, size: int, engines: list[str]) -> list[Row]:
     path = folder / "file"
     _fill(path, size)
-    room = torch.zeros(size, dtype=torch.uint8)
+    room = io.PinnedPool("cpu", lock=False).take(size).zero_()
     opened = {name: io.AsyncIO(name) for name in engines}
     turns: dict[str, Callable[[], float]] = {
         name: lambda each=each: _timed(lambda: each.read(room, path).wait())  # type: ignore[misc]
@@ -83,7 +85,7 @@ def reads(folder: Path, size: int, engines: list[str]) -> list[Row]:
 
 def writes(folder: Path, size: int, engines: list[str]) -> list[Row]:
     path, source = folder / "written", Path("/dev/shm") / f"opkiln-{os.getpid()}"
-    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    data = io.PinnedPool("cpu", lock=False).take(size).random_()
     _fill(source, size)
     opened = {name: io.AsyncIO(name) for name in engines}
 

@@ -90,7 +90,7 @@ def test_any_offset_size_and_alignment_is_exact(
     draw, path = random.Random(seed), tmp_path / "file"
     edges = (0, 1, 511, 512, 513, 4095, 4096, 4097, 65536, 100_000)
     with AsyncIO(engine, block_size=16384, depth=4) as files:
-        for _ in range(250 if whole(request.config) else 25):
+        for _ in range(1000 if whole(request.config) else 50):
             before = noise(draw.choice(edges) + draw.randrange(9000), draw.randrange(1 << 30))
             save(path, before)
             offset = draw.choice(edges) + draw.choice((0, 0, 7))

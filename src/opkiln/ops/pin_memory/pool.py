@@ -6,7 +6,7 @@ import mmap
 import threading
 import warnings
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,6 +19,9 @@ from opkiln.ops.pin_memory.op import PinMemoryBuilder
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+
+_HUGE = 2 << 20
 
 
 class PoolCounts(NamedTuple):
@@ -40,6 +43,9 @@ class _Buffer:
         # Not a part of a larger tensor: whether one is pinned, torch asks of where its storage
         # starts. The mapping goes when the last tensor on it does.
         pages = mmap.mmap(-1, size + alignment - mmap.PAGESIZE)
+        if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):  # direct I/O is twice as fast then
+            with suppress(OSError):
+                pages.madvise(mmap.MADV_HUGEPAGE)
         start = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % alignment
         self.memory = torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=start)
         self.locked = False
