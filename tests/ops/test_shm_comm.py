@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import Tensor
 
 import opkiln
 from opkiln.comm import ShmGroup
-from opkiln.errors import ArgumentError
+from opkiln.errors import ArgumentError, ClusterError
 from opkiln.ops.shm_comm import functions
 
 if TYPE_CHECKING:
@@ -116,6 +117,18 @@ def test_impossible_ranks_are_refused() -> None:
         ShmGroup(dist.HashStore(), 2, 2)
     with pytest.raises(ArgumentError, match="size is 0, expected 1 to 256"):
         ShmGroup(dist.HashStore(), 0, 0)
+
+
+def test_memory_that_cannot_be_made_is_an_error_that_the_others_are_told(alone: ShmGroup) -> None:
+    store, limits = dist.HashStore(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(ClusterError, match="rank 0 cannot share memory") as failure:
+            ShmGroup(store, 0, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "File too large" in str(failure.value.why)
+    assert any(b"none" in store.get(key) for key in store.list_keys() if "socket" in key)
 
 
 def test_closing_a_group_closes_its_memory() -> None:

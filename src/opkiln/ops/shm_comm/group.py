@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ _SLOT, _PART = 256 << 10, 32 << 10
 _MEMORY = 64 << 20  # of all slots, at most
 _HEADER = 128  # bytes of each rank, and once more
 _TIMEOUT = timedelta(minutes=5)
+_NO_MEMORY = "none"  # in place of a socket's name
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _without_memory = itertools.count(-1, -1)
@@ -195,8 +196,9 @@ class _Meeting:
         number, why = -1, ""
         wanted = min(max(_SLOT, _PART * self.size), _MEMORY // (2 * self.size))
         slot = max(self.size, wanted // _PAGE) * _PAGE
-        with self._memory(slot) as obtain:
+        with ExitStack() as until_all_have_it:
             try:
+                obtain = until_all_have_it.enter_context(self._memory(slot))
                 number = _join(obtain(), self.rank, self.size, slot, self._timeout)
             except (OSError, RuntimeError, ClusterError) as error:
                 why = f"{type(error).__name__}: {error}"
@@ -218,12 +220,11 @@ class _Meeting:
         if self.rank != 0:
             yield self._received
             return
-        size = _PAGE * -(-_HEADER * (self.size + 2) // _PAGE) + 2 * self.size * slot
-        fd = os.memfd_create("opkiln-shm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        # Reserved now: a lack of memory is an error here, and not a signal later. Sealed: no rank
-        # can cut it off under the others.
-        os.posix_fallocate(fd, 0, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        try:
+            fd = _make(_PAGE * -(-_HEADER * (self.size + 2) // _PAGE) + 2 * self.size * slot)
+        except OSError:
+            self.store.set("socket", _NO_MEMORY)  # the others need not wait for it
+            raise
         name = f"opkiln-shm-{secrets.token_hex(16)}"
         stop = threading.Event()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
@@ -241,6 +242,8 @@ class _Meeting:
 
     def _received(self) -> int:
         name = self._get("socket", 0)
+        if name == _NO_MEMORY:
+            raise ClusterError("rank 0 cannot make the memory")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.settimeout(self._left())
             client.connect(f"\0{name}")
@@ -266,6 +269,20 @@ class _Meeting:
 
     def _left(self) -> float:
         return max(0.001, self._deadline - time.monotonic())
+
+
+def _make(size: int) -> int:
+    """The descriptor of new memory without a name. Raises OSError."""
+    fd = os.memfd_create("opkiln-shm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        # Reserved now: a lack of memory is an error here, and not a signal later. Sealed: no rank
+        # can cut it off under the others.
+        os.posix_fallocate(fd, 0, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _here() -> _Rank:
@@ -304,7 +321,7 @@ def _hand_out(server: socket.socket, fd: int, stop: threading.Event) -> None:
     while not stop.is_set():
         try:
             client, _ = server.accept()
-        except TimeoutError:
+        except OSError:  # nobody came in time, or this process has no descriptor left at the moment
             continue
         with client:
             asked = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
