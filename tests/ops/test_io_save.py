@@ -114,6 +114,20 @@ def test_what_is_loaded_does_not_change_with_the_file(tmp_path: Path) -> None:
     assert found.eq(2).all()
 
 
+@pytest.mark.parametrize("count", [10, 1 << 20])
+def test_a_forked_process_does_not_write_to_what_its_parent_loaded(
+    tmp_path: Path, count: int
+) -> None:
+    io.save({"x": torch.ones(count)}, tmp_path / "a")
+    found = io.load(tmp_path / "a")["x"]
+    pid = os.fork()
+    if pid == 0:
+        found[0] = 0  # one element: torch's threads are not in the fork
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert found.eq(1).all()
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -281,7 +281,8 @@ def _memory(size: int, offset: int) -> Tensor:
     lead = offset % _PAGE
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
-    pages = mmap.mmap(-1, -(-(lead + size) // _HUGE) * _HUGE if size >= _HUGE else lead + size)
+    length = -(-(lead + size) // _HUGE) * _HUGE if size >= _HUGE else lead + size
+    pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE)  # Python's default is shared with forks
     if hasattr(mmap, "MADV_HUGEPAGE") and size >= _HUGE:
         with suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
