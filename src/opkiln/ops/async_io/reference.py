@@ -48,10 +48,26 @@ class _Queue:
         write: bool,
     ) -> Tensor:
         number, cancelled = next(self.numbers), threading.Event()
-        self.cancelled[number] = cancelled
-        self.futures[number] = self.pool.submit(
-            self._transfer, memory, offsets, files, descriptors, write, cancelled
-        )
+        future: Future[list[int]] = Future()
+        begun = threading.Lock()
+
+        def run() -> None:
+            if not begun.acquire(blocking=False):
+                return
+            try:
+                found = self._transfer(memory, offsets, files, descriptors, write, cancelled)
+            except BaseException as error:  # for aio_wait to raise
+                future.set_exception(error)
+            else:
+                future.set_result(found)
+
+        self.cancelled[number], self.futures[number] = cancelled, future
+        try:
+            self.pool.submit(run)
+        except RuntimeError:
+            # The main thread has ended, or there are too many threads: then this one does it. The
+            # pool may have it in its queue all the same, so whoever begins first does it alone.
+            run()
         return torch.tensor([number])
 
     def _transfer(
