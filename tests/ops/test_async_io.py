@@ -229,7 +229,7 @@ def test_dropping_the_object_waits_and_tells_of_failures(engine: str, tmp_path: 
     assert torch.equal(contents(tmp_path / "file"), data)
     files = AsyncIO(engine)
     files.read(torch.empty(9 << 20, dtype=torch.uint8), tmp_path / "file")
-    with pytest.warns(ResourceWarning, match="was dropped has failed: .* the file ends after"):
+    with pytest.warns(RuntimeWarning, match="was dropped has failed: .* the file ends after"):
         del files  # and with it the last reference
 
 
@@ -278,6 +278,120 @@ def test_many_threads_share_one_object(engine: str, tmp_path: Path) -> None:
     assert wrong == []
 
 
+def test_several_threads_wait_for_one_request(engine: str, tmp_path: Path) -> None:
+    data, found = noise(200_000), []
+    with AsyncIO(engine, block_size=4096, depth=2) as files:
+        for turn in range(20):
+            request = files.write(data, tmp_path / f"{turn}")
+            threads = [
+                threading.Thread(target=lambda of=request: found.append(of.wait()))
+                for _ in range(3)
+            ]
+            for each in threads:
+                each.start()
+            for each in threads:
+                each.join()
+    assert found == 60 * [data.numel()]
+
+
+class _Interrupted:
+    """The op's functions. An interrupt comes when ``name`` has done its work, the first time."""
+
+    def __init__(self, functions: Any, name: str) -> None:
+        self._functions, self._name = functions, name
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._functions, name)
+        if name != self._name:
+            return function
+
+        def interrupted(*arguments: Any) -> None:
+            self._name = ""
+            function(*arguments)
+            raise KeyboardInterrupt
+
+        return interrupted
+
+
+def interrupt_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    functions = _Interrupted(handle.ops(), name)
+    monkeypatch.setattr(handle, "ops", lambda: functions)
+
+
+def test_an_interrupt_does_not_close_the_files_of_a_request_that_began(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = noise(4 << 20)
+    files = AsyncIO(engine, block_size=4096, depth=1)
+    interrupt_once(monkeypatch, "aio_write")
+    with pytest.raises(KeyboardInterrupt):
+        files.write(data, tmp_path / "file")
+    # These would get the numbers of descriptors that were closed too early.
+    others = [(tmp_path / f"other{each}").open("wb") for each in range(4)]
+    files.close()
+    assert torch.equal(contents(tmp_path / "file"), data)
+    for other in others:
+        other.close()
+        assert Path(other.name).stat().st_size == 0
+
+
+@pytest.mark.parametrize("name", ["aio_wait", "aio_forget"])
+def test_an_interrupted_wait_can_be_repeated(
+    engine: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with AsyncIO(engine) as files:
+        request = files.write(noise(1000), tmp_path / "file")
+        interrupt_once(monkeypatch, name)
+        with pytest.raises(KeyboardInterrupt):
+            request.wait()
+        assert request.wait() == 1000
+
+
+def test_an_interrupted_close_closes(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = AsyncIO(engine)
+    files.write(noise(1000), tmp_path / "file")
+    interrupt_once(monkeypatch, "aio_wait")
+    with pytest.raises(KeyboardInterrupt):
+        files._closer()
+    with pytest.raises(RuntimeError, match="it was closed"):
+        handle.ops().aio_wait(files._queue.handle, 1, 0)
+    assert contents(tmp_path / "file").numel() == 1000
+
+
+def test_a_request_that_another_thread_waited_for_is_forgotten_once(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = handle.Request.done
+
+    def done_and_waited_for(request: handle.Request) -> bool:
+        request.wait()
+        return done(request)
+
+    monkeypatch.setattr(handle, "_MANY", 0)
+    monkeypatch.setattr(handle.Request, "done", done_and_waited_for)
+    with AsyncIO(engine) as files:
+        assert files.write(noise(100), tmp_path / "file").wait() == 100
+
+
+def test_a_refused_request_closes_its_files(engine: str, tmp_path: Path) -> None:
+    save(tmp_path / "file", noise(10))
+    queue = handle.ops().aio_open(torch.empty(0), engine, 2, 4096, 1)
+    try:
+        for memory, offset, words in (
+            (torch.empty(4), 0, "has dtype float32"),
+            (torch.empty(4, dtype=torch.uint8), (1 << 63) - 3, "expected 0 to 9223372036854775803"),
+        ):
+            descriptor = os.open(tmp_path / "file", os.O_RDONLY)
+            with pytest.raises(RuntimeError, match=words):
+                handle.ops().aio_read_(queue, [memory], [offset], [0], [descriptor, -1])
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(descriptor)
+    finally:
+        handle.ops().aio_close(queue)
+
+
 def test_a_time_limit_ends_the_wait_and_not_the_request(engine: str, tmp_path: Path) -> None:
     path, data = tmp_path / "file", noise(8 << 20)
     with AsyncIO(engine, block_size=4096, depth=1) as files:
@@ -307,6 +421,8 @@ def test_what_cannot_be_is_named(engine: str, tmp_path: Path) -> None:
             (torch.empty(4, 4).t(), "file", 0, "only a contiguous one"),
             (torch.empty(4, device="meta"), "file", 0, "on meta, expected host memory"),
             (torch.empty(4), "file", -1, "offset is -1"),
+            (torch.empty(4), "file", 1 << 63, "offset is 9223372036854775808, expected 0 to"),
+            (torch.empty(4), "file", (1 << 63) - 16, "expected 0 to 9223372036854775791"),
         ):
             with pytest.raises(ArgumentError, match=words):
                 files.read(tensor, tmp_path / path, offset)
@@ -320,15 +436,19 @@ def test_a_fork_is_refused_and_ends_without_waiting(engine: str, tmp_path: Path)
     files = AsyncIO(engine)
     path = tmp_path / "file"
     save(path, noise(100))
+    files.read(torch.empty(1), path)  # nobody waits for it
     pid = os.fork()
     if pid == 0:
+        code = 3
         try:
             files.read(torch.empty(1), path)
+            code = 2
         except RuntimeError as error:
             gone = "of which this one is a fork" in str(error)
             files._closer()
-            os._exit(0 if gone else 1)
-        os._exit(2)
+            code = 0 if gone else 1
+        finally:
+            os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     files.read(torch.empty(1), path).wait()
     files.close()

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import stat
 import time
+import warnings
+from concurrent.futures import CancelledError
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from sample import child
 
 from opkiln import io
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
+from opkiln.ops.async_io import handle
 from opkiln.ops.async_io.saving import DTYPES
 
 
@@ -104,6 +109,20 @@ def test_tensors_at_odd_places_of_a_file_are_loaded(tmp_path: Path) -> None:
     assert found["byte"].tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize("spaces", range(4))
+def test_the_length_of_the_header_does_not_matter(tmp_path: Path, spaces: int) -> None:
+    """With one of them `wide` is aligned in memory, but not within what is read together."""
+    header = json.dumps({
+        "byte": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+        "wide": {"dtype": "F32", "shape": [1], "data_offsets": [3, 7]},
+        "none": {"dtype": "F64", "shape": [0], "data_offsets": [7, 7]},
+    }).encode() + b" " * spaces  # fmt: skip
+    body = b"\1\2\3" + bytes(torch.tensor([1.5]).view(torch.uint8).tolist())
+    (tmp_path / "odd").write_bytes(len(header).to_bytes(8, "little") + header + body)
+    found = io.load(tmp_path / "odd")
+    assert (found["wide"].tolist(), found["none"].tolist()) == ([1.5], [])
+
+
 def test_what_is_loaded_does_not_change_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a"
     io.save({"x": torch.ones(100_000)}, path)
@@ -112,6 +131,20 @@ def test_what_is_loaded_does_not_change_with_the_file(tmp_path: Path) -> None:
     assert found.eq(1).all()
     found.add_(1)  # it is ours to write
     assert found.eq(2).all()
+
+
+@pytest.mark.parametrize("count", [10, 1 << 20])
+def test_a_forked_process_does_not_write_to_what_its_parent_loaded(
+    tmp_path: Path, count: int
+) -> None:
+    io.save({"x": torch.ones(count)}, tmp_path / "a")
+    found = io.load(tmp_path / "a")["x"]
+    pid = os.fork()
+    if pid == 0:
+        found[0] = 0  # one element: torch's threads are not in the fork
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert found.eq(1).all()
 
 
 @pytest.mark.parametrize(
@@ -161,6 +194,116 @@ def test_links_and_permissions_of_the_old_file_stay(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink()
     assert stat.S_IMODE((tmp_path / "real").stat().st_mode) == 0o640
     assert io.load(tmp_path / "real")["x"].tolist() == [1, 1, 1]
+
+
+class Watched(io.AsyncIO):
+    """Does something else first, and keeps the requests."""
+
+    def __init__(self, first: Any, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.first, self.requests = first, []
+
+    def read_all(self, *arguments: Any, **keywords: Any) -> io.Request:
+        self.first()
+        self.requests.append(super().read_all(*arguments, **keywords))
+        return self.requests[-1]
+
+    def write_all(self, *arguments: Any, **keywords: Any) -> io.Request:
+        self.first()
+        self.requests.append(super().write_all(*arguments, **keywords))
+        return self.requests[-1]
+
+
+def test_a_file_that_is_replaced_meanwhile_is_loaded_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    io.save({"x": torch.ones(10_000)}, path)
+    with Watched(lambda: io.save({"x": torch.zeros(10_000)}, path)) as files:
+        assert io.load(path, files=files)["x"].eq(1).all()
+    assert io.load(path)["x"].eq(0).all()
+
+
+def test_a_file_that_becomes_shorter_meanwhile_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    io.save({"x": torch.ones(10_000)}, path)
+    with (
+        Watched(lambda: os.truncate(path, 20_000)) as files,
+        pytest.raises(UsageError, match="became shorter"),
+    ):
+        io.load(path, files=files)
+
+
+def test_the_hidden_file_has_the_old_ones_permissions(tmp_path: Path) -> None:
+    path, seen = tmp_path / "a", []
+    path.write_text("old")
+    path.chmod(0o400)
+
+    def look() -> None:
+        seen.extend(stat.S_IMODE(each.stat().st_mode) for each in tmp_path.glob(".a.*"))
+
+    with Watched(look) as files:
+        io.save({"x": torch.ones(3)}, path, files=files)
+    assert (seen, stat.S_IMODE(path.stat().st_mode)) == ([0o600], 0o400)
+
+
+@pytest.mark.parametrize("save", [True, False], ids=["save", "load"])
+def test_an_interrupt_cancels_the_transfer(
+    tmp_path: Path, save: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, tensors = tmp_path / "a", {"x": torch.ones(4 << 20)}
+    io.save(tensors, path)
+    poll = handle.Request._poll
+
+    def interrupted(request: handle.Request, milliseconds: int) -> bool:
+        monkeypatch.setattr(handle.Request, "_poll", poll)
+        raise KeyboardInterrupt
+
+    with Watched(lambda: None, block_size=4096, depth=1) as files:
+        monkeypatch.setattr(handle.Request, "_poll", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            io.save(tensors, path, files=files) if save else io.load(path, files=files)
+        (request,) = files.requests
+        assert isinstance(request.error(), CancelledError)
+        assert sum(request.sizes) < 16 << 20
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+
+
+def test_an_error_names_the_file(tmp_path: Path) -> None:
+    path, before = tmp_path / "a", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            io.save({"x": torch.ones(100_000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert raised.value.filename == str(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_background_save_warns_if_nobody_waits(tmp_path: Path) -> None:
+    tensors, path = {"x": torch.ones(3)}, tmp_path / "no" / "a"
+    with pytest.warns(RuntimeWarning, match="a was not saved, .*: FileNotFoundError: "):
+        io.save_in_background(tensors, path)._thread.join()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saving = io.save_in_background(tensors, path)
+        with pytest.raises(FileNotFoundError):
+            saving.wait()
+        del saving
+
+
+@pytest.mark.parametrize("mode", ["auto", "reference"])
+def test_a_program_can_end_with_a_background_save(tmp_path: Path, mode: str) -> None:
+    code = """
+        import sys, torch
+        from opkiln import io
+        kept = io.save_in_background({"x": torch.ones(1 << 20)}, sys.argv[1] + "/no/a")
+        io.save_in_background({"x": torch.ones(1 << 20)}, sys.argv[1] + "/a")
+    """
+    running = child.start(code, str(tmp_path), bare=False, env={"OPKILN_MODE": mode})
+    _, err = running.communicate(timeout=120)
+    assert running.returncode == 0
+    assert "/no/a was not saved, and nobody waited for it" in err
+    assert io.load(tmp_path / "a")["x"].eq(1).all()
 
 
 def test_a_background_save_has_what_was_there_when_it_began(tmp_path: Path) -> None:

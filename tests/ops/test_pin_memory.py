@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,20 @@ def test_a_buffer_is_aligned_locked_and_used_again() -> None:
         assert pool.trim() == 2 * PAGE
         assert pool.counts()[:5] == (0, 0, 0, 0, 0)
     assert locked_bytes() == before
+
+
+@pytest.mark.parametrize("size", [PAGE, 4 << 20])
+def test_a_forked_process_does_not_write_to_its_parents_buffers(size: int) -> None:
+    with PinnedPool("cpu", lock=False) as pool:
+        kept = pool.take(size)
+        kept.fill_(1)
+        pid = os.fork()
+        if pid == 0:
+            kept[0] = 2  # one element: torch's threads are not in the fork
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert kept.eq(1).all()
+        pool.give(kept)
 
 
 @pytest.mark.usefixtures("op")

@@ -75,26 +75,29 @@ char* start_of(Tensor& memory, int) { return static_cast<char*>(memory.data()); 
 template <class List, class Kind>
 Tensor add(const Tensor& queue, List& memory, Kind kind, const Ints& offsets, const Ints& files,
            const Ints& descriptors, bool write) {
+  // The files are the request's before anything is checked: they are closed also if this raises.
+  auto request = std::make_shared<aio::Request>();
+  request->write = write;
+  request->files.reserve(static_cast<size_t>(descriptors.size() + 1) / 2);
+  for (int64_t i = 0; i < descriptors.size(); i += 2) {
+    const int64_t direct = i + 1 < descriptors.size() ? descriptors[i + 1] : -1;
+    request->files.emplace_back(static_cast<int>(descriptors[i]), static_cast<int>(direct));
+  }
   const auto to = queue_of(queue);
   OPK_CHECK(memory.size() == offsets.size() && memory.size() == files.size(), "memory has ", memory.size(),
             " tensors, offsets has ", offsets.size(), " numbers, files has ", files.size());
   OPK_CHECK(descriptors.size() % 2 == 0, "descriptors has ", descriptors.size(), " numbers, expected pairs");
-  auto request = std::make_unique<aio::Request>();
-  request->write = write;
   for (int64_t i = 0; i < memory.size(); ++i) {
     auto& each = memory[i];
     OPK_CHECK(each.is_cpu(), each, " is not on the CPU");
     opk::check_dtype(each, opk::DType::uint8);
     opk::check_contiguous(each);
-    OPK_CHECK(offsets[i] >= 0, "offsets[", i, "] is ", offsets[i], ", expected at least 0");
+    OPK_CHECK(offsets[i] >= 0 && offsets[i] <= INT64_MAX - each.numel(), "offsets[", i, "] is ", offsets[i],
+              ", expected 0 to ", INT64_MAX - each.numel());
     OPK_CHECK(files[i] >= 0 && 2 * files[i] < descriptors.size(), "files[", i, "] is ", files[i],
               ", but there are ", descriptors.size() / 2, " files");
     request->parts.push_back(
         {Tensor(each), start_of(each, kind), each.numel(), offsets[i], files[i], 0});
-  }
-  request->files.reserve(static_cast<size_t>(descriptors.size() / 2));
-  for (int64_t i = 0; i < descriptors.size(); i += 2) {  // from here on the files are the request's
-    request->files.emplace_back(static_cast<int>(descriptors[i]), static_cast<int>(descriptors[i + 1]));
   }
   return numbers({to->add(std::move(request))});
 }
@@ -149,11 +152,14 @@ Tensor aio_write(Tensor& queue, const opk::TensorList& memory, const Ints& offse
 Tensor aio_wait(Tensor& queue, int64_t request, int64_t milliseconds) {
   aio::Outcome out;
   OPK_CHECK(queue_of(queue)->wait(request, milliseconds, out), "there is no request ", request,
-            ": it was waited for before");
+            ": it was forgotten");
   std::vector<int64_t> all{out.state, out.error, out.failed};
   all.insert(all.end(), out.ends.begin(), out.ends.end());
   return numbers(all);
 }
+
+// Apart from aio_wait, so that a caller who is interrupted between the two can wait again.
+void aio_forget(Tensor& queue, int64_t request) { queue_of(queue)->forget(request); }
 
 void aio_cancel(Tensor& queue, int64_t request) { queue_of(queue)->cancel(request); }
 
@@ -175,5 +181,6 @@ OPKILN_OP(aio_open, cpu);
 OPKILN_OP(aio_read_, cpu);
 OPKILN_OP(aio_write, cpu);
 OPKILN_OP(aio_wait, cpu);
+OPKILN_OP(aio_forget, cpu);
 OPKILN_OP(aio_cancel, cpu);
 OPKILN_OP(aio_close, cpu);

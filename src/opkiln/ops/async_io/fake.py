@@ -32,6 +32,10 @@ def aio_wait(queue: Tensor, request: int, milliseconds: int) -> Tensor:  # noqa:
     return _numbers(queue, get_ctx().new_dynamic_size())
 
 
+def aio_forget(queue: Tensor, request: int) -> None:
+    """Nothing is returned."""
+
+
 def aio_cancel(queue: Tensor, request: int) -> None:
     """Nothing is returned."""
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     Path = str | os.PathLike[str] | int
 
 _SLICE = 100  # milliseconds: Ctrl-C is noticed between two waits
+_LAST = (1 << 63) - 1  # the largest offset that the system has
 _MANY = 1000  # requests that nobody has waited for
 _FLAGS = {False: os.O_RDONLY, True: os.O_RDWR | os.O_CREAT}
 
@@ -47,6 +48,7 @@ class _Queue:
 
     def __init__(self, handle: Tensor) -> None:
         self.handle = handle
+        self.process = os.getpid()
         self.pending: dict[int, Request] = {}
 
 
@@ -108,11 +110,17 @@ class Request:
         return None
 
     def _poll(self, milliseconds: int) -> bool:
-        if self._outcome is None:
+        if self._outcome is not None:
+            return True
+        try:
             found = ops().aio_wait(self._queue.handle, self._number, milliseconds).tolist()
             if found[0] == RUNNING:
                 return False
-            self._outcome = found
+            self._outcome = found  # kept first: an interrupt may come between the two
+            ops().aio_forget(self._queue.handle, self._number)
+        except RuntimeError:  # the queue no longer knows it if another thread had the outcome first
+            if self._outcome is None:
+                raise
         return True
 
 
@@ -218,9 +226,10 @@ class AsyncIO:
         if not self._closer.alive:
             raise UsageError("this AsyncIO is closed")
         memory = [_bytes(each.tensor, write) for each in transfers]
-        for each in transfers:
-            if each.offset < 0:
-                raise ArgumentError(f"offset is {each.offset}, expected at least 0")
+        for each, room in zip(transfers, memory, strict=True):
+            most = _LAST - room.numel()
+            if not 0 <= each.offset <= most:
+                raise ArgumentError(f"offset is {each.offset}, expected 0 to {most}")
         paths = list(dict.fromkeys(each.path for each in transfers))
         descriptors: list[int] = []
         try:
@@ -228,11 +237,13 @@ class AsyncIO:
                 descriptors += _open(path, write, self.direct)
             offsets = [each.offset for each in transfers]
             files = [paths.index(each.path) for each in transfers]
-            with torch.no_grad():
-                number = int(op(self._queue.handle, memory, offsets, files, descriptors))
-        except BaseException:  # the queue has not taken them
+        except BaseException:
             _close(descriptors)
             raise
+        # From here on the op closes them, also if it raises. So an interrupt that comes after it
+        # took them does not close what the queue uses.
+        with torch.no_grad():
+            number = int(op(self._queue.handle, memory, offsets, files, descriptors))
         parts = [
             _Part(each.path, each.offset, size.numel())
             for each, size in zip(transfers, memory, strict=True)
@@ -245,22 +256,26 @@ class AsyncIO:
     def _forget_successes(self) -> None:
         for number, each in list(self._queue.pending.items()):
             if each.done() and each.error() is None:
-                del self._queue.pending[number]
+                self._queue.pending.pop(number, None)  # another thread may have waited for it
 
 
 def _drop(queue: _Queue) -> None:
     """Wait for what nobody waits for any more, and tell of what failed."""
-    for each in list(queue.pending.values()):
-        while not each._poll(_SLICE):
-            pass
-        if (error := each.error()) is not None:
-            warnings.warn(
-                f"a request of an AsyncIO that was dropped has failed: {error}",
-                ResourceWarning,
-                stacklevel=2,
-            )
-    queue.pending.clear()
-    ops().aio_close(queue.handle)
+    if queue.process != os.getpid():  # a fork: the requests are its parent's
+        return
+    try:
+        for each in list(queue.pending.values()):
+            while not each._poll(_SLICE):
+                pass
+            if (error := each.error()) is not None:
+                warnings.warn(
+                    f"a request of an AsyncIO that was dropped has failed: {error}",
+                    RuntimeWarning,  # a ResourceWarning is not shown by default
+                    stacklevel=2,
+                )
+    finally:
+        queue.pending.clear()
+        ops().aio_close(queue.handle)
 
 
 def _bytes(tensor: Tensor, write: bool) -> Tensor:

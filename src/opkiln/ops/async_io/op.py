@@ -25,6 +25,7 @@ class AsyncIOBuilder(OpBuilder):
         f"aio_read_(Tensor(a!) queue, Tensor(b!)[] memory, {_TRANSFER}) -> Tensor",
         f"aio_write(Tensor(a!) queue, Tensor[] memory, {_TRANSFER}) -> Tensor",
         "aio_wait(Tensor(a!) queue, int request, int milliseconds) -> Tensor",
+        "aio_forget(Tensor(a!) queue, int request) -> ()",
         "aio_cancel(Tensor(a!) queue, int request) -> ()",
         "aio_close(Tensor(a!) queue) -> ()",
     )

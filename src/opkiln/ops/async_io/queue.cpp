@@ -85,7 +85,7 @@ Queue::~Queue() {
   close(event_);
 }
 
-int64_t Queue::add(std::unique_ptr<Request> request) {
+int64_t Queue::add(std::shared_ptr<Request> request) {
   int64_t id;
   {
     const std::lock_guard<std::mutex> guard(lock_);
@@ -101,19 +101,24 @@ bool Queue::wait(int64_t id, int64_t milliseconds, Outcome& out) {
   std::unique_lock<std::mutex> guard(lock_);
   const auto found = requests_.find(id);
   if (found == requests_.end()) return false;
-  Request& request = *found->second;
-  const auto done = [&request] { return request.done; };
+  const std::shared_ptr<Request> request = found->second;  // others may forget it meanwhile
+  const auto done = [&request] { return request->done; };
   if (milliseconds < 0) {
     ended_.wait(guard, done);
   } else if (!ended_.wait_for(guard, std::chrono::milliseconds(milliseconds), done)) {
     return true;
   }
-  out.state = request.cancelled.load() ? Outcome::kCancelled : Outcome::kDone;
-  out.error = request.error;
-  out.failed = request.failed;
-  for (const Part& each : request.parts) out.ends.push_back(each.end);
-  requests_.erase(id);  // not by the iterator: another thread may have erased while this one waited
+  out.state = request->cancelled.load() ? Outcome::kCancelled : Outcome::kDone;
+  out.error = request->error;
+  out.failed = request->failed;
+  for (const Part& each : request->parts) out.ends.push_back(each.end);
   return true;
+}
+
+void Queue::forget(int64_t id) {
+  const std::lock_guard<std::mutex> guard(lock_);
+  const auto found = requests_.find(id);
+  if (found != requests_.end() && found->second->done) requests_.erase(found);
 }
 
 void Queue::cancel(int64_t id) {
@@ -335,7 +340,7 @@ void Queue::finish_requests() {
     for (Part& part : each->parts) owners.push_back(static_cast<opk::Tensor&&>(part.owner));
     each->files.clear();
     const std::lock_guard<std::mutex> guard(lock_);
-    each->done = true;  // from here on, who waits may delete it
+    each->done = true;  // from here on it may be forgotten, and deleted
     ended_.notify_all();
   }
   active_.resize(kept);

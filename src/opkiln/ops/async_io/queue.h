@@ -25,10 +25,10 @@ class Queue {
   Queue(std::unique_ptr<Engine> engine, int event, int64_t depth, int64_t block);
   ~Queue();  // waits for all requests
 
-  int64_t add(std::unique_ptr<Request> request);
-  // Waits at most so long, for ever if below 0. A request that has ended is forgotten.
-  // False if there is no such request.
+  int64_t add(std::shared_ptr<Request> request);
+  // Waits at most so long, for ever if below 0. False if there is no such request.
   bool wait(int64_t id, int64_t milliseconds, Outcome& out);
+  void forget(int64_t id);  // a request that has ended; no other
   void cancel(int64_t id);
 
  private:
@@ -49,7 +49,7 @@ class Queue {
 
   std::mutex lock_;
   std::condition_variable ended_;
-  std::map<int64_t, std::unique_ptr<Request>> requests_;
+  std::map<int64_t, std::shared_ptr<Request>> requests_;
   std::vector<Request*> added_;
   int64_t last_ = 0;
   bool closing_ = false;

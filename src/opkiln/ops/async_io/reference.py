@@ -3,12 +3,14 @@
 A queue runs requests in the background. ``aio_open`` gives its number, ``aio_read_`` and
 ``aio_write`` that of a request, each as a tensor of one int64. A request is a list of tensors of
 bytes. Each has an offset in one of several files. ``descriptors`` has two for each file: one that
-is open as usual, and one for direct I/O or -1. The queue closes them. It keeps the tensors alive
-until the request has ended.
+is open as usual, and one for direct I/O or -1. They are closed when the request has ended, or at
+once if it is refused: the caller never closes them. The queue keeps the tensors alive until the
+request has ended.
 
 ``aio_wait`` gives the state (0: runs, 1: done, 2: cancelled), an error's number or 0, the part that
 failed or -1, and for each part the bytes that were transferred from its begin on. A file may end
-before. A request can be waited for until it has ended, once. ``aio_close`` waits for all.
+before. A request that has ended can be waited for again until ``aio_forget``. ``aio_close`` waits
+for all.
 """
 
 from __future__ import annotations
@@ -46,10 +48,26 @@ class _Queue:
         write: bool,
     ) -> Tensor:
         number, cancelled = next(self.numbers), threading.Event()
-        self.cancelled[number] = cancelled
-        self.futures[number] = self.pool.submit(
-            self._transfer, memory, offsets, files, descriptors, write, cancelled
-        )
+        future: Future[list[int]] = Future()
+        begun = threading.Lock()
+
+        def run() -> None:
+            if not begun.acquire(blocking=False):
+                return
+            try:
+                found = self._transfer(memory, offsets, files, descriptors, write, cancelled)
+            except BaseException as error:  # for aio_wait to raise
+                future.set_exception(error)
+            else:
+                future.set_result(found)
+
+        self.cancelled[number], self.futures[number] = cancelled, future
+        try:
+            self.pool.submit(run)
+        except RuntimeError:
+            # The main thread has ended, or there are too many threads: then this one does it. The
+            # pool may have it in its queue all the same, so whoever begins first does it alone.
+            run()
         return torch.tensor([number])
 
     def _transfer(
@@ -110,8 +128,8 @@ def aio_read_(
     files: list[int],
     descriptors: list[int],
 ) -> Tensor:
-    """Begin to read. Raises RuntimeError for what cannot be read to; files then stay open."""
-    return _found(queue).add(*_checked(memory, offsets, files, descriptors), write=False)
+    """Begin to read. Raises RuntimeError for what cannot be read to."""
+    return _add(queue, memory, offsets, files, descriptors, write=False)
 
 
 def aio_write(
@@ -121,8 +139,8 @@ def aio_write(
     files: list[int],
     descriptors: list[int],
 ) -> Tensor:
-    """Begin to write. Raises RuntimeError for what cannot be written; files then stay open."""
-    return _found(queue).add(*_checked(memory, offsets, files, descriptors), write=True)
+    """Begin to write. Raises RuntimeError for what cannot be written."""
+    return _add(queue, memory, offsets, files, descriptors, write=True)
 
 
 def aio_wait(queue: Tensor, request: int, milliseconds: int) -> Tensor:
@@ -130,12 +148,19 @@ def aio_wait(queue: Tensor, request: int, milliseconds: int) -> Tensor:
     found = _found(queue)
     future = found.futures.get(request)
     if future is None:
-        raise RuntimeError(f"there is no request {request}: it was waited for before")
+        raise RuntimeError(f"there is no request {request}: it was forgotten")
     wait([future], None if milliseconds < 0 else milliseconds / 1000)
     if not future.done():
         return torch.tensor([RUNNING, 0, -1])
-    del found.futures[request], found.cancelled[request]
     return torch.tensor(future.result())
+
+
+def aio_forget(queue: Tensor, request: int) -> None:
+    """Let go of what a request came to. No effect before it has ended."""
+    found = _found(queue)
+    if (future := found.futures.get(request)) is not None and future.done():
+        found.futures.pop(request, None)
+        found.cancelled.pop(request, None)
 
 
 def aio_cancel(queue: Tensor, request: int) -> None:
@@ -162,9 +187,25 @@ def _found(queue: Tensor) -> _Queue:
     return found
 
 
-def _checked(
-    memory: list[Tensor], offsets: list[int], files: list[int], descriptors: list[int]
-) -> tuple[list[Tensor], list[int], list[int], list[int]]:
+def _add(
+    queue: Tensor,
+    memory: list[Tensor],
+    offsets: list[int],
+    files: list[int],
+    descriptors: list[int],
+    *,
+    write: bool,
+) -> Tensor:
+    try:
+        found = _found(queue)
+        _check(memory, offsets)
+    except RuntimeError:
+        _close(descriptors)
+        raise
+    return found.add(list(memory), list(offsets), list(files), list(descriptors), write)
+
+
+def _check(memory: list[Tensor], offsets: list[int]) -> None:
     for i, tensor in enumerate(memory):
         if tensor.device.type != "cpu":
             raise RuntimeError(f"memory[{i}] is not on the CPU")
@@ -173,9 +214,9 @@ def _checked(
             raise RuntimeError(f"memory[{i}] has dtype {name}, expected uint8")
         if not tensor.is_contiguous():
             raise RuntimeError(f"memory[{i}] is not contiguous")
-        if offsets[i] < 0:
-            raise RuntimeError(f"offsets[{i}] is {offsets[i]}, expected at least 0")
-    return list(memory), list(offsets), list(files), list(descriptors)
+        most = (1 << 63) - 1 - tensor.numel()
+        if not 0 <= offsets[i] <= most:
+            raise RuntimeError(f"offsets[{i}] is {offsets[i]}, expected 0 to {most}")
 
 
 def _bytes(tensor: Tensor) -> memoryview:

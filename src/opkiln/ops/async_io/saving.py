@@ -11,19 +11,22 @@ import json
 import mmap
 import os
 import threading
+import warnings
+import weakref
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
-from opkiln.ops.async_io.handle import AsyncIO, Transfer
+from opkiln.ops.async_io.handle import AsyncIO, Request, Transfer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 _PAGE = 4096
 _MOST_HEADER = 100_000_000  # safetensors' own limit
@@ -41,11 +44,13 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Saving:
-    """A save that goes on in the background."""
+    """A save that goes on in the background. If it fails and nobody waits for it, it warns."""
 
     def __init__(self, tensors: dict[str, Tensor], path: str, options: dict[str, Any]) -> None:
-        self._error: BaseException | None = None
+        self._errors: list[BaseException] = []  # one at most
         self._arguments = (tensors, path, options)
+        # Also at the end of the program. The thread keeps this object until it has ended.
+        self._teller = weakref.finalize(self, _tell, self._errors, path)
         # Not a daemon: a program that ends waits for its checkpoint.
         self._thread = threading.Thread(target=self._run, name="opkiln-save")
         self._thread.start()
@@ -56,7 +61,8 @@ class Saving:
         try:
             save(tensors, path, **options)
         except BaseException as error:
-            self._error = error
+            self._errors.append(error)
+            del self  # the error keeps this frame, and would so keep the object that keeps it
 
     def done(self) -> bool:
         """Whether it has ended. Does not wait."""
@@ -65,8 +71,18 @@ class Saving:
     def wait(self) -> None:
         """Wait until the file is there. Raises what ``save`` raises."""
         self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self._teller.detach()
+        if self._errors:
+            raise self._errors[0]
+
+
+def _tell(errors: list[BaseException], path: str) -> None:
+    for error in errors:
+        warnings.warn(
+            f"{path} was not saved, and nobody waited for it: {type(error).__name__}: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def save(
@@ -90,7 +106,10 @@ def save(
     head, offsets = _header(ordered, metadata)
     directory, name = os.path.split(path)
     temporary = os.path.join(directory, f".{name}.{os.getpid()}-{os.urandom(6).hex()}")
-    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    # Nobody may read the new file who may not read the old one, from the first byte on.
+    mode = _mode_of(path)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    fd = os.open(temporary, flags, 0o666 if mode is None else mode | 0o600)
     try:
         try:
             parts = [Transfer(head, fd, 0)]
@@ -98,9 +117,9 @@ def save(
                 Transfer(tensor.detach().cpu(), fd, offset)
                 for (_, tensor), offset in zip(ordered, offsets, strict=True)
             ]
-            _with(files, lambda opened: opened.write_all(parts).wait())
-            with suppress(FileNotFoundError):  # the file that is replaced, if any
-                os.fchmod(fd, os.stat(path).st_mode & 0o777)
+            _run(files, lambda opened: opened.write_all(parts), path)
+            if (mode := _mode_of(path)) is not None:
+                os.fchmod(fd, mode)
             if sync:
                 os.fsync(fd)
         finally:
@@ -142,11 +161,23 @@ def load(
 ) -> dict[str, Tensor]:
     """The tensors of a file in safetensors' layout, or only those with these names.
 
-    Nothing is mapped: what is returned does not change with the file. Small tensors that lie
-    together in the file share memory. Raises OSError; UsageError for a file that is damaged or of
-    another format, and for a name that it does not have.
+    Nothing is mapped: what is returned does not change with the file. A file that ``save`` replaces
+    meanwhile is loaded as it was. Small tensors that lie together in the file share memory. Raises
+    OSError; UsageError for a file that is damaged or of another format, and for a name that it does
+    not have.
     """
-    header = read_header(path)
+    with open(path, "rb") as file:
+        return _load(file, os.fspath(path), names, torch.device(device), files)
+
+
+def _load(
+    file: BinaryIO,
+    path: str,
+    names: Iterable[str] | None,
+    device: torch.device,
+    files: AsyncIO | None,
+) -> dict[str, Tensor]:
+    header = _header_of(file, path)
     wanted = list(header.entries) if names is None else list(names)
     for name in wanted:
         if name not in header.entries:
@@ -166,15 +197,16 @@ def load(
     for group in groups:
         begin, end = header.entries[group[0]].begin, header.entries[group[-1]].end
         memory = _memory(end - begin, begin)
-        parts.append(Transfer(memory, os.fspath(path), begin))
+        parts.append(Transfer(memory, file.fileno(), begin))
         for name in group:
             entry = header.entries[name]
             part = memory[entry.begin - begin : entry.end - begin]
-            if part.data_ptr() % entry.dtype.itemsize:
-                part = part.clone()  # another tool's file may have it anywhere
-                parts.append(Transfer(part, os.fspath(path), entry.begin))
+            # Another tool's file may have it anywhere.
+            if any(at % entry.dtype.itemsize for at in (part.data_ptr(), part.storage_offset())):
+                part = part.clone()
+                parts.append(Transfer(part, file.fileno(), entry.begin))
             found[name] = part.view(entry.dtype).view(entry.shape)
-    _with(files, lambda opened: opened.read_all(parts).wait())
+    _run(files, lambda opened: opened.read_all(parts), path)
     return {name: found[name].to(device) for name in wanted}
 
 
@@ -197,11 +229,18 @@ class Header(NamedTuple):
 def read_header(path: str | os.PathLike[str]) -> Header:
     """Names, dtypes and shapes of a file's tensors, and its metadata. Raises OSError, UsageError"""
     with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        size = os.fstat(file.fileno()).st_size
-        if not 2 <= length <= min(size - 8, _MOST_HEADER):
-            raise _damaged(path, f"its header would have {length} bytes, and the file has {size}")
-        text = file.read(length)
+        return _header_of(file, os.fspath(path))
+
+
+# Inside
+
+
+def _header_of(file: BinaryIO, path: str) -> Header:
+    length = int.from_bytes(file.read(8), "little")
+    size = os.fstat(file.fileno()).st_size
+    if not 2 <= length <= min(size - 8, _MOST_HEADER):
+        raise _damaged(path, f"its header would have {length} bytes, and the file has {size}")
+    text = file.read(length)
     try:
         described = json.loads(text)
         metadata = described.pop("__metadata__", {})
@@ -218,9 +257,6 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     return Header(entries, metadata)
 
 
-# Inside
-
-
 def _entry(described: dict[str, Any], start: int) -> Entry:
     begin, end = (int(each) for each in described["data_offsets"])
     shape = tuple(int(each) for each in described["shape"])
@@ -235,8 +271,8 @@ def _nbytes(entry: Entry) -> int:
     return prod(entry.shape) * entry.dtype.itemsize
 
 
-def _damaged(path: str | os.PathLike[str], why: str) -> UsageError:
-    return UsageError(f"{os.fspath(path)} is not a whole file of safetensors", why=why)
+def _damaged(path: str, why: str) -> UsageError:
+    return UsageError(f"{path} is not a whole file of safetensors", why=why)
 
 
 def _checked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -281,19 +317,41 @@ def _memory(size: int, offset: int) -> Tensor:
     lead = offset % _PAGE
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
-    pages = mmap.mmap(-1, -(-(lead + size) // _HUGE) * _HUGE if size >= _HUGE else lead + size)
+    length = -(-(lead + size) // _HUGE) * _HUGE if size >= _HUGE else lead + size
+    pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE)  # Python's default is shared with forks
     if hasattr(mmap, "MADV_HUGEPAGE") and size >= _HUGE:
         with suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=lead)
 
 
-def _with(files: AsyncIO | None, use: Any) -> None:
-    if files is not None:
-        use(files)
+def _mode_of(path: str) -> int | None:
+    """The permissions of a file, or None if there is none."""
+    try:
+        return os.stat(path).st_mode & 0o777
+    except FileNotFoundError:
+        return None
+
+
+def _run(files: AsyncIO | None, begin: Callable[[AsyncIO], Request], path: str) -> None:
+    """A request from its begin to its end. If the wait is interrupted, it is cancelled."""
+    if files is None:
+        with AsyncIO() as opened:
+            _run(opened, begin, path)
         return
-    with AsyncIO() as opened:
-        use(opened)
+    request = begin(files)
+    try:
+        request.wait()
+    except EOFError as error:
+        raise _damaged(path, "it became shorter while it was read") from error
+    except OSError as error:
+        error.filename = path  # in place of a descriptor's number
+        raise
+    except BaseException:
+        request.cancel()
+        with suppress(CancelledError, OSError, EOFError):  # the interrupt is what is raised
+            request.wait()
+        raise
 
 
 def _sync_directory(directory: str) -> None:

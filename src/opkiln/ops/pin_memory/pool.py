@@ -42,8 +42,10 @@ class _Buffer:
     def __init__(self, size: int, alignment: int) -> None:
         # Not a part of a larger tensor: whether one is pinned, torch asks of where its storage
         # starts. The mapping goes when the last tensor on it does.
-        pages = mmap.mmap(-1, size + alignment - mmap.PAGESIZE)
-        if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):  # direct I/O is twice as fast then
+        # Private: Python's default is memory that a forked process would share.
+        length = size + alignment - mmap.PAGESIZE
+        pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE)
+        if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):  # less work for direct I/O
             with suppress(OSError):
                 pages.madvise(mmap.MADV_HUGEPAGE)
         start = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % alignment
