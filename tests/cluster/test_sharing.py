@@ -109,10 +109,10 @@ def test_one_rank_builds_and_another_one_takes_over_if_it_falls_silent_or_fails(
     assert next_turn(Turn((0,), made=Made("d")), 1, can_make=True, silent=True) is None
 
 
-def op_of(text: str) -> Op:
+def op_of(text: str, *flags: str) -> Op:
     spec = OpSpec(
         name="shared", distribution=ONE_CALL, root=INLINE_ROOT, sources=("a.cpp",),
-        inline=(("a.cpp", text),), kind="plain", abi="none", declared_by="call",
+        inline=(("a.cpp", text),), kind="plain", abi="none", declared_by="call", cxx_args=flags,
     )  # fmt: skip
     return Op(spec)
 
@@ -139,6 +139,25 @@ def test_rank_that_builds_and_dies_is_replaced(store: Memory) -> None:
     # Whoever comes later takes the same, and builds nothing.
     assert sharing_of(store, op, 1).run(0).made == known.made
     other.close()
+
+
+def test_library_that_cannot_be_sent_is_built_by_each_node_and_is_the_same(
+    store: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = op_of('extern "C" int value() { return 3; }\n', "-march=native")
+    first = sharing_of(store, op, 0).run(0)
+    assert first.made.digest
+    assert not first.made.bundle
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(tmp_path / "another node"))
+    second = sharing_of(store, op, 1).run(0)
+    assert second.made == first.made
+    assert second.worker.how == ["built"]
+    # What is built there differs: the two must not be used side by side.
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(tmp_path / "third node"))
+    third = sharing_of(store, op_of('extern "C" int value() { return 4; }\n', "-march=native"), 2)
+    with pytest.raises(ClusterError, match="rank 2 cannot use the library of rank 0") as raised:
+        third.run(0)
+    assert "cannot be sent, and this rank's own has the SHA-256" in raised.value.why
 
 
 def test_source_that_does_not_compile_is_compiled_by_one_rank_and_fails_on_all(

@@ -133,12 +133,11 @@ class _Sharing:
         try:
             made = self.agreed()
             if made.digest and made.digest not in self.worker.artifacts[0]:
-                vote = self.worker.fetch(0, made)
-                if not vote.digest:
+                if reason := self._take(made):
                     raise ClusterError(
                         f"op {self.op.spec.name}: rank {self.rank} cannot use the library of rank "
                         f"{made.by}, which the others use",
-                        why=vote.reason,
+                        why=reason,
                     )
             if not made.digest and not self.op.has_reference:
                 raise self.worker.error or ClusterError(
@@ -179,6 +178,16 @@ class _Sharing:
                 return self._give_up()
             time.sleep(driver.pause_of(self.world, now - began))
 
+    def _take(self, made: Made) -> str:
+        """Get the library that another rank made. Returns why this rank cannot."""
+        vote = self.worker.fetch(0, made)
+        if vote.digest or made.bundle or policy.prefers_reference(Request(self.op, agreed=False)):
+            return vote.reason
+        own = self.worker.make(0, ship=False)
+        if own.error or own.digest == made.digest:
+            return own.error
+        return f"it cannot be sent, and this rank's own has the SHA-256 {own.digest}"
+
     def _can_make(self) -> bool:
         """Whether this rank has the library or can build it. What it has is sent."""
         outcome = decide(Request(self.op, agreed=False))
@@ -192,6 +201,10 @@ class _Sharing:
         """Build the op, and tell all what came of it."""
         with driver.beating(self.channel, self.rank, self.lease):
             result = self.worker.make(0, ship=True)
+            if not result.digest and self.worker.artifacts[0]:
+                # It is here and cannot be sent: it has flags for this CPU, or is in a bundle. Each
+                # node makes its own, and all must be the same.
+                result = self.worker.make(0, ship=False)
             if result.digest:
                 self._tell(Made(result.digest, result.bundle, result.size, self.rank))
             elif result.final:
