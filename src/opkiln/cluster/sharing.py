@@ -22,9 +22,9 @@ from opkiln.cluster import driver, job, rounds, work
 from opkiln.cluster.ensure import lease_of
 from opkiln.cluster.messages import Made, beat_of
 from opkiln.decision import pins, policy
-from opkiln.decision.decide import decide
 from opkiln.decision.terms import Build, Request, Serve, Trace
 from opkiln.errors import ClusterError, OpkilnError
+from opkiln.loading import loader
 from opkiln.model import Op
 from opkiln.settings import settings
 from opkiln.store import key
@@ -190,7 +190,7 @@ class _Sharing:
 
     def _can_make(self) -> bool:
         """Whether this rank has the library or can build it. What it has is sent."""
-        outcome = decide(Request(self.op, agreed=False))
+        outcome = loader.decided(Request(self.op, agreed=False))
         if isinstance(outcome, Serve):
             self.worker.keep(0, outcome.artifact, work.CACHED)
         elif not isinstance(outcome, Build):

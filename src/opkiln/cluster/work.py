@@ -16,7 +16,6 @@ from opkiln.bundles.bundle import unpack, write_bundle
 from opkiln.cluster.channel import Channel
 from opkiln.cluster.messages import Hello, Made, Offer, Result, Vote
 from opkiln.decision import policy, prebuilt
-from opkiln.decision.decide import decide
 from opkiln.decision.terms import Build, Request, Serve, Trace
 from opkiln.errors import (
     ClusterError,
@@ -79,7 +78,7 @@ class Worker:
         if (loaded := self._loaded(op)) is not None:
             self.keep(number, loaded, CACHED)
             return Offer(op.spec.name, told, loaded.sha256, native_only=native_only)
-        outcome = decide(request)
+        outcome = loader.decided(request)
         if isinstance(outcome, Serve):
             self.keep(number, outcome.artifact, CACHED)
             return Offer(op.spec.name, told, outcome.artifact.sha256, native_only=native_only)
