@@ -12,7 +12,6 @@ import pytest
 from ranks import Node, free_port
 
 from opkiln.cluster import job, sharing
-from opkiln.cluster.channel import Channel
 from opkiln.cluster.messages import Made
 from opkiln.cluster.sharing import Turn, next_turn
 from opkiln.cluster.stores import Memory
@@ -105,7 +104,9 @@ def test_one_rank_builds_and_another_one_takes_over_if_it_falls_silent_or_fails(
     assert next_turn(Turn((0,)), 1, can_make=True, silent=False) is None
     assert next_turn(Turn((0,)), 1, can_make=True, silent=True) == Turn((0, 1))
     assert next_turn(Turn((0,), (0,)), 1, can_make=True, silent=False) == Turn((0, 1), (0,))
-    assert next_turn(Turn((1, 0), (1,)), 1, can_make=True, silent=True) is None  # it has tried
+    # It has tried in an earlier load.
+    assert next_turn(Turn((1, 0), (1,)), 1, can_make=True, silent=True) == Turn((1, 0, 1))
+    assert next_turn(Turn((1, 0), (1,)), 1, can_make=False, silent=True) is None
     assert next_turn(Turn((0,), made=Made("d")), 1, can_make=True, silent=True) is None
 
 
@@ -130,15 +131,34 @@ def sharing_of(store: Memory, op: Op, rank: int, lease: float = 0.3) -> Any:
 
 def test_rank_that_builds_and_dies_is_replaced(store: Memory) -> None:
     op = op_of('extern "C" int value() { return 1; }\n')
-    other = Channel(store, "job/load/key/0", None, 5.0)
+    other = sharing_of(store, op, 2).channel
     other.swap("turn", None, Turn((2,)))
     began = time.monotonic()
     known = sharing_of(store, op, 0).run(0)
     assert (known.made.by, known.made.digest) == (0, next(iter(known.worker.artifacts[0])))
     assert time.monotonic() - began >= 0.3
+    found = Turn.of(other.look(["turn"])[0])
+    assert found is not None
+    assert found.tried == (2, 0)
     # Whoever comes later takes the same, and builds nothing.
     assert sharing_of(store, op, 1).run(0).made == known.made
     other.close()
+
+
+def test_load_that_was_interrupted_can_be_tried_again(
+    store: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    op = op_of('extern "C" int value() { return 5; }\n')
+    first = sharing_of(store, op, 0)
+    monkeypatch.setattr(first.worker, "make", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        first.run(0)
+    again = sharing_of(store, op, 0).run(0)
+    assert again.made.by == 0
+    assert again.made.digest
 
 
 def test_library_that_cannot_be_sent_is_built_by_each_node_and_is_the_same(

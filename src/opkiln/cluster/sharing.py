@@ -56,9 +56,11 @@ def next_turn(turn: Turn | None, rank: int, can_make: bool, silent: bool) -> Tur
         return None
     if turn is None:
         return Turn((rank,))
-    if rank in turn.tried or not (silent or turn.tried[-1] in turn.failed):
+    if not (silent or turn.tried[-1] in turn.failed):
         return None
-    return turn._replace(tried=(*turn.tried, rank))
+    # It may have tried in an earlier load, which failed or was interrupted.
+    failed = tuple(each for each in turn.failed if each != rank)
+    return turn._replace(tried=(*turn.tried, rank), failed=failed)
 
 
 class _Known(NamedTuple):
