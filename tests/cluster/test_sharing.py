@@ -15,6 +15,7 @@ from opkiln.cluster import job, sharing
 from opkiln.cluster.messages import Made
 from opkiln.cluster.sharing import Turn, next_turn
 from opkiln.cluster.stores import Memory
+from opkiln.decision import pins
 from opkiln.errors import ClusterError, CompileError
 from opkiln.model import INLINE_ROOT, ONE_CALL, Op, OpSpec
 
@@ -159,6 +160,29 @@ def test_load_that_was_interrupted_can_be_tried_again(
     again = sharing_of(store, op, 0).run(0)
     assert again.made.by == 0
     assert again.made.digest
+
+
+def test_what_all_ranks_have_voted_for_since_is_not_replaced(
+    store: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "in_group", lambda: True)
+    monkeypatch.setattr(job, "find", lambda *_: job.Place(0, 3, store, "job"))
+    monkeypatch.setattr(sharing, "_known", {})
+    monkeypatch.setattr(sharing, "_ours", {})
+    op = op_of('extern "C" int value() { return 1; }\n')
+    try:
+        sharing.share(op)
+        shared = pins.pinned(op)
+        assert shared is not None
+        assert shared.artifact is not None
+        voted = pins.pin(op, shared.artifact)
+        sharing.share(op)
+        assert pins.pinned(op) is voted
+        monkeypatch.setattr(job, "in_group", lambda: False)
+        sharing.share(op)
+        assert pins.pinned(op) is voted
+    finally:
+        pins.release(op)
 
 
 def test_library_that_cannot_be_sent_is_built_by_each_node_and_is_the_same(

@@ -82,11 +82,11 @@ def share(op: Op) -> None:
     build raises.
     """
     if not job.in_group():
-        if op.name in _ours:
+        if op.name in _ours and pins.pinned(op) is _ours[op.name]:
             pins.release(op)  # the job that it was pinned for has ended
         return
     pin = pins.pinned(op)
-    if pin is not None and op.name not in _ours and pin.spec == op.spec:
+    if pin is not None and pin is not _ours.get(op.name) and pin.spec == op.spec:
         return  # all ranks have voted
     place = job.find(None, None, None, None, settings.build_timeout)
     if place.world == 1:
@@ -100,14 +100,14 @@ def share(op: Op) -> None:
     if known is None or not _still_serves(known):
         number = 0 if known is None else known.round + 1
         known = _known[name] = _Sharing(op, place, f"{name}/{number}").run(number)
-    _ours.add(op.name)
     if known.made.digest:
-        pins.pin(op, work.library_of(known.worker, 0, known.made.digest))
+        _ours[op.name] = pins.pin(op, work.library_of(known.worker, 0, known.made.digest))
     else:
-        pins.pin(op, None, known.made.reason)
+        _ours[op.name] = pins.pin(op, None, known.made.reason)
 
 
-_ours: set[tuple[str, str, str]] = set()  # ops that were pinned here, by name
+# What was pinned here, by the op's name. `ensure` may have pinned something else since.
+_ours: dict[tuple[str, str, str], pins.Pin] = {}
 
 
 def _key(op: Op) -> str:
