@@ -16,7 +16,8 @@ from opkiln.cluster.messages import Made
 from opkiln.cluster.sharing import Turn, next_turn
 from opkiln.cluster.stores import Memory
 from opkiln.decision import pins
-from opkiln.errors import ClusterError, CompileError
+from opkiln.errors import ClusterError, CompileError, OpkilnError
+from opkiln.loading import loader
 from opkiln.model import INLINE_ROOT, ONE_CALL, Op, OpSpec
 
 if TYPE_CHECKING:
@@ -211,10 +212,23 @@ def test_source_that_does_not_compile_is_compiled_by_one_rank_and_fails_on_all(
     with pytest.raises(CompileError):
         sharing_of(store, op, 0).run(0)
     later = sharing_of(store, op, 1)
+    later.worker.error = OpkilnError("this rank cannot build")  # not what is wrong with the source
     monkeypatch.setattr(later.worker, "make", lambda *_, **__: pytest.fail("it was built again"))
     with pytest.raises(ClusterError, match="rank 0 tried") as raised:
         later.run(0)
     assert "expected" in raised.value.why  # what the compiler says
+
+
+def test_error_of_a_builders_python_is_raised_as_it_is(
+    store: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise LookupError("no such table")
+
+    op = op_of('extern "C" int value() { return 6; }\n')
+    monkeypatch.setattr(loader, "obtain", fail)
+    with pytest.raises(LookupError, match="no such table"):
+        sharing_of(store, op, 0).run(0)
 
 
 def test_rank_that_cannot_build_waits_for_others_and_then_says_why(

@@ -142,7 +142,9 @@ class _Sharing:
                         why=reason,
                     )
             if not made.digest and not self.op.has_reference:
-                raise self.worker.error or ClusterError(
+                if made.by == self.rank and self.worker.error is not None:
+                    raise self.worker.error
+                raise ClusterError(
                     f"op {self.op.spec.name} cannot be built: rank {made.by} tried",
                     why=made.reason,
                 )
@@ -222,7 +224,7 @@ class _Sharing:
         )
         if not self.op.has_reference:
             raise error
-        made = Made(by=self.rank, reason=f"rank {self.rank}: {error.what}")
+        made = Made(by=self.rank, reason=f"rank {self.rank}: {work.in_short(error)}")
         return self._tell(made) or made
 
     def _tell(self, made: Made | None) -> Made | None:
