@@ -257,6 +257,25 @@ def test_threads_agree_through_a_store(store: KeyValues) -> None:
     assert sum(each.made for each in workers) == 1
 
 
+def test_ranks_that_name_no_ops_wait_for_each_other(store: KeyValues) -> None:
+    found: dict[int, Outcome] = {}
+
+    def run(rank: int) -> None:
+        state = protocol.start(
+            rank, 2, Hello("h", rank, "n", ()), lease=3, deadline=time.monotonic() + 30
+        )
+        found[rank] = driver.agree(state, channel(store), Worker(rank))
+
+    first = threading.Thread(target=run, args=(0,))
+    first.start()
+    first.join(0.3)
+    assert not found
+    run(1)
+    first.join(30)
+    assert found == {0: Outcome(), 1: Outcome()}
+    assert opkiln.ensure(()) == ()
+
+
 # Pins
 
 

@@ -309,7 +309,8 @@ class Handle:
 
 
 def told_by_first(what: str, value: Sequence[str]) -> tuple[str, ...]:
-    """The value of the first rank that says one, on every rank of the default group."""
+    """The value of the first rank that says one, on every rank of the default group. They have
+    called ``ensure`` before: until then, one may be in a round that is over."""
     place = job.find(None, None, None, None, settings.build_timeout)
     channel = rounds.channel(place, what, 60.0)
     try:
