@@ -351,7 +351,7 @@ class Started:
 
     def __init__(self, store: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store, self.monkeypatch = store, monkeypatch
-        self.known: list[dict[str, int]] = [{}, {}]
+        self.known: list[dict[tuple[str, str], int]] = [{}, {}]
 
     def channel(self, rank: int, *, moved: bool = False) -> Channel:
         self.monkeypatch.setattr(rounds, "_rounds", self.known[rank])
@@ -383,6 +383,17 @@ def test_rank_whose_predecessor_never_came_goes_on_where_the_others_are(
     (told,) = early.look(["outcome"])
     assert Outcome.of(told) == rounds.MOVED
     assert again.channel(1, moved=True).look(["hello/0"]) == ["again"]
+
+
+def test_each_store_has_its_own_starts_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "_rounds", {})
+    used, new = (Directory(str(tmp_path / name)) for name in ("used", "new"))
+    channel(used, name="job/2").swap("here/0/0", None, "another process")
+    for store, number in ((used, 1), (new, 0)):
+        rounds.channel(job.Place(0, 2, store, "job"), "0", 5.0).put("hello/0", "here")
+        assert channel(store, name=f"job/2/{number}/0").look(["hello/0"]) == ["here"]
 
 
 def test_two_processes_with_one_rank_are_an_error_and_not_a_chase(

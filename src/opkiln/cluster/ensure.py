@@ -41,7 +41,8 @@ if TYPE_CHECKING:
         signing_key: str | None
 
 
-_calls: dict[str, itertools.count[int]] = {}  # of each job: ranks call it equally often
+# Of each store, job and number of ranks: its ranks call ensure equally often.
+_calls: dict[tuple[str, str, int], itertools.count[int]] = {}
 
 
 class Choice(NamedTuple):
@@ -124,7 +125,8 @@ def ensure(
             raise UsageError(f"{name}={value!r}: expected a positive number of seconds")
     place = job.find(group, store, rank, world_size, timeout)
     lease = lease_of(place.world) if lease is None else lease
-    number = next(_calls.setdefault(place.name, itertools.count()))
+    job_of = place.store.where, place.name, place.world
+    number = next(_calls.setdefault(job_of, itertools.count()))
     agreeing = _Agreeing(place, number, timeout, lease, signing_key)
     if wait:
         try:
