@@ -14,6 +14,7 @@ from sample import child
 import opkiln
 from opkiln.cluster import driver, job, leading, protocol, rounds
 from opkiln.cluster.channel import PART, Channel
+from opkiln.cluster.ensure import Handle, _Agreeing
 from opkiln.cluster.messages import Hello, Made, Offer, Outcome, Plan, Result, Task, Vote
 from opkiln.cluster.stores import Directory, KeyValues, Memory
 from opkiln.decision import pins
@@ -394,6 +395,49 @@ def test_each_store_has_its_own_starts_of_the_job(
     for store, number in ((used, 1), (new, 0)):
         rounds.channel(job.Place(0, 2, store, "job"), "0", 5.0).put("hello/0", "here")
         assert channel(store, name=f"job/2/{number}/0").look(["hello/0"]) == ["here"]
+
+
+class Stale:
+    """Rank 1 of a job of two. Its predecessor never came, so it is in a round that is over."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rounds, "_rounds", {})
+        self.store = Memory()
+        self.common = channel(self.store, name="job/2")
+        self.common.swap("here/0/0", None, "a process that has ended")
+        place = job.Place(1, 2, self.store, "job")
+        self.agreeing = _Agreeing(place, 0, timeout=30.0, lease=1.0, signing_key=None)
+        self.new = channel(self.store, name="job/2/1/0")
+
+    def rank_0_starts_again(self) -> None:
+        assert self.common.swap("round", None, 1) == 1
+        channel(self.store, name="job/2/0/0").swap("outcome", None, rounds.MOVED)
+
+
+def test_step_at_which_a_rank_did_not_switch_is_one_for_all_ranks_of_the_next_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stale = Stale(monkeypatch)
+    handle = Handle(stale.agreeing, [])
+    assert [handle.switch(), handle.switch()] == [None, None]
+    stale.rank_0_starts_again()
+    deadline = time.monotonic() + 20
+    while stale.new.look(["hello/1"]) == [None]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert stale.new.look(["switch/0", "switch/1", "switch/2"]) == ["no", "no", None]
+    stale.new.swap("outcome", None, Outcome())
+    assert handle.switch() == ()
+
+
+def test_rank_that_cannot_take_part_tells_those_of_the_next_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stale = Stale(monkeypatch)
+    stale.rank_0_starts_again()
+    stale.agreeing.tell_all(ValueError("no such op"))
+    (told,) = stale.new.look(["outcome"])
+    assert Outcome.of(told).error == "rank 1: ValueError: no such op"
 
 
 def test_two_processes_with_one_rank_are_an_error_and_not_a_chase(
