@@ -134,13 +134,12 @@ class _Sharing:
     def run(self, number: int) -> _Known:
         try:
             made = self.agreed()
-            if made.digest and made.digest not in self.worker.artifacts[0]:
-                if reason := self._take(made):
-                    raise ClusterError(
-                        f"op {self.op.spec.name}: rank {self.rank} cannot use the library of rank "
-                        f"{made.by}, which the others use",
-                        why=reason,
-                    )
+            if made.digest and (reason := self._take(made)):
+                raise ClusterError(
+                    f"op {self.op.spec.name}: rank {self.rank} cannot use the library of rank "
+                    f"{made.by}, which the others use",
+                    why=reason,
+                )
             if not made.digest and not self.op.has_reference:
                 if made.by == self.rank and self.worker.error is not None:
                     raise self.worker.error
@@ -183,7 +182,9 @@ class _Sharing:
             time.sleep(driver.pause_of(self.world, now - began))
 
     def _take(self, made: Made) -> str:
-        """Get the library that another rank made. Returns why this rank cannot."""
+        """Get the library that was made, if it is not here yet. Returns why this rank cannot."""
+        if made.digest in self.worker.artifacts[0]:
+            return ""
         vote = self.worker.fetch(0, made)
         if vote.digest or made.bundle or policy.prefers_reference(Request(self.op, agreed=False)):
             return vote.reason
