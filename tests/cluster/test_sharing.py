@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from ranks import Node, free_port
+from sample import servers
 
-from opkiln.cluster import job, sharing
+from opkiln.cluster import job, sharing, work
 from opkiln.cluster.messages import Made
 from opkiln.cluster.sharing import Turn, next_turn
 from opkiln.cluster.stores import Memory
@@ -184,6 +185,23 @@ def test_what_all_ranks_have_voted_for_since_is_not_replaced(
         assert pins.pinned(op) is voted
     finally:
         pins.release(op)
+
+
+def test_remote_tiers_are_asked_before_a_rank_says_what_it_has(
+    store: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = op_of('extern "C" int value() { return 7; }\n')
+    server = servers.Server(servers.Files)
+    try:
+        monkeypatch.setenv("OPKILN_REMOTES", f"http://{server.host}")
+        monkeypatch.setenv("OPKILN_TRUSTED_KEYS", f"ed25519:{43 * 'A'}=")
+        assert sharing_of(store, op, 0)._can_make()
+        asked = len(server.requests)
+        assert asked > 0
+        work.Worker([op]).hello()
+        assert len(server.requests) > asked
+    finally:
+        server.stop()
 
 
 def test_library_that_cannot_be_sent_is_built_by_each_node_and_is_the_same(
