@@ -81,7 +81,9 @@ def test_torchs_stores_say_which_of_many_ranks_have_spoken(kind: str, tmp_path: 
     else:
         store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     if kind == "prefix":
-        store = distributed.PrefixStore("group", store)
+        port = store.port
+        store = distributed.PrefixStore("group", distributed.PrefixStore("attempt", store))
+        assert stores.Torch(store).where == f"127.0.0.1:{port}"
     ours = Channel(stores.Torch(store), "job", "secret", 20.0)
     theirs = ours.another()
     keys = ["outcome", *(f"vote/{rank}" for rank in range(200))]

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from ranks import Node, free_port
+from sample import servers
 
-from opkiln.cluster import job, sharing
-from opkiln.cluster.channel import Channel
+from opkiln.cluster import job, sharing, work
 from opkiln.cluster.messages import Made
 from opkiln.cluster.sharing import Turn, next_turn
 from opkiln.cluster.stores import Memory
-from opkiln.errors import ClusterError, CompileError
+from opkiln.decision import pins
+from opkiln.errors import ClusterError, CompileError, OpkilnError
+from opkiln.loading import loader
 from opkiln.model import INLINE_ROOT, ONE_CALL, Op, OpSpec
 
 if TYPE_CHECKING:
@@ -105,14 +107,16 @@ def test_one_rank_builds_and_another_one_takes_over_if_it_falls_silent_or_fails(
     assert next_turn(Turn((0,)), 1, can_make=True, silent=False) is None
     assert next_turn(Turn((0,)), 1, can_make=True, silent=True) == Turn((0, 1))
     assert next_turn(Turn((0,), (0,)), 1, can_make=True, silent=False) == Turn((0, 1), (0,))
-    assert next_turn(Turn((1, 0), (1,)), 1, can_make=True, silent=True) is None  # it has tried
+    # It has tried in an earlier load.
+    assert next_turn(Turn((1, 0), (1,)), 1, can_make=True, silent=True) == Turn((1, 0, 1))
+    assert next_turn(Turn((1, 0), (1,)), 1, can_make=False, silent=True) is None
     assert next_turn(Turn((0,), made=Made("d")), 1, can_make=True, silent=True) is None
 
 
-def op_of(text: str) -> Op:
+def op_of(text: str, *flags: str) -> Op:
     spec = OpSpec(
         name="shared", distribution=ONE_CALL, root=INLINE_ROOT, sources=("a.cpp",),
-        inline=(("a.cpp", text),), kind="plain", abi="none", declared_by="call",
+        inline=(("a.cpp", text),), kind="plain", abi="none", declared_by="call", cxx_args=flags,
     )  # fmt: skip
     return Op(spec)
 
@@ -130,15 +134,93 @@ def sharing_of(store: Memory, op: Op, rank: int, lease: float = 0.3) -> Any:
 
 def test_rank_that_builds_and_dies_is_replaced(store: Memory) -> None:
     op = op_of('extern "C" int value() { return 1; }\n')
-    other = Channel(store, "job/load/key/0", None, 5.0)
+    other = sharing_of(store, op, 2).channel
     other.swap("turn", None, Turn((2,)))
     began = time.monotonic()
     known = sharing_of(store, op, 0).run(0)
     assert (known.made.by, known.made.digest) == (0, next(iter(known.worker.artifacts[0])))
     assert time.monotonic() - began >= 0.3
+    found = Turn.of(other.look(["turn"])[0])
+    assert found is not None
+    assert found.tried == (2, 0)
     # Whoever comes later takes the same, and builds nothing.
     assert sharing_of(store, op, 1).run(0).made == known.made
     other.close()
+
+
+def test_load_that_was_interrupted_can_be_tried_again(
+    store: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    op = op_of('extern "C" int value() { return 5; }\n')
+    first = sharing_of(store, op, 0)
+    monkeypatch.setattr(first.worker, "make", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        first.run(0)
+    again = sharing_of(store, op, 0).run(0)
+    assert again.made.by == 0
+    assert again.made.digest
+
+
+def test_what_all_ranks_have_voted_for_since_is_not_replaced(
+    store: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "in_group", lambda: True)
+    monkeypatch.setattr(job, "find", lambda *_: job.Place(0, 3, store, "job"))
+    monkeypatch.setattr(sharing, "_known", {})
+    monkeypatch.setattr(sharing, "_ours", {})
+    op = op_of('extern "C" int value() { return 1; }\n')
+    try:
+        sharing.share(op)
+        shared = pins.pinned(op)
+        assert shared is not None
+        assert shared.artifact is not None
+        voted = pins.pin(op, shared.artifact)
+        sharing.share(op)
+        assert pins.pinned(op) is voted
+        monkeypatch.setattr(job, "in_group", lambda: False)
+        sharing.share(op)
+        assert pins.pinned(op) is voted
+    finally:
+        pins.release(op)
+
+
+def test_remote_tiers_are_asked_before_a_rank_says_what_it_has(
+    store: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = op_of('extern "C" int value() { return 7; }\n')
+    server = servers.Server(servers.Files)
+    try:
+        monkeypatch.setenv("OPKILN_REMOTES", f"http://{server.host}")
+        monkeypatch.setenv("OPKILN_TRUSTED_KEYS", f"ed25519:{43 * 'A'}=")
+        assert sharing_of(store, op, 0)._can_make()
+        asked = len(server.requests)
+        assert asked > 0
+        work.Worker([op]).hello()
+        assert len(server.requests) > asked
+    finally:
+        server.stop()
+
+
+def test_library_that_cannot_be_sent_is_built_by_each_node_and_is_the_same(
+    store: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = op_of('extern "C" int value() { return 3; }\n', "-march=native")
+    first = sharing_of(store, op, 0).run(0)
+    assert first.made.digest
+    assert not first.made.bundle
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(tmp_path / "another node"))
+    second = sharing_of(store, op, 1).run(0)
+    assert second.made == first.made
+    assert second.worker.how == ["built"]
+    # What is built there differs: the two must not be used side by side.
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(tmp_path / "third node"))
+    third = sharing_of(store, op_of('extern "C" int value() { return 4; }\n', "-march=native"), 2)
+    with pytest.raises(ClusterError, match="rank 2 cannot use the library of rank 0") as raised:
+        third.run(0)
+    assert "cannot be sent, and this rank's own has the SHA-256" in raised.value.why
 
 
 def test_source_that_does_not_compile_is_compiled_by_one_rank_and_fails_on_all(
@@ -148,10 +230,23 @@ def test_source_that_does_not_compile_is_compiled_by_one_rank_and_fails_on_all(
     with pytest.raises(CompileError):
         sharing_of(store, op, 0).run(0)
     later = sharing_of(store, op, 1)
+    later.worker.error = OpkilnError("this rank cannot build")  # not what is wrong with the source
     monkeypatch.setattr(later.worker, "make", lambda *_, **__: pytest.fail("it was built again"))
     with pytest.raises(ClusterError, match="rank 0 tried") as raised:
         later.run(0)
     assert "expected" in raised.value.why  # what the compiler says
+
+
+def test_error_of_a_builders_python_is_raised_as_it_is(
+    store: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise LookupError("no such table")
+
+    op = op_of('extern "C" int value() { return 6; }\n')
+    monkeypatch.setattr(loader, "obtain", fail)
+    with pytest.raises(LookupError, match="no such table"):
+        sharing_of(store, op, 0).run(0)
 
 
 def test_rank_that_cannot_build_waits_for_others_and_then_says_why(

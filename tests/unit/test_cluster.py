@@ -14,6 +14,7 @@ from sample import child
 import opkiln
 from opkiln.cluster import driver, job, leading, protocol, rounds
 from opkiln.cluster.channel import PART, Channel
+from opkiln.cluster.ensure import Handle, _Agreeing
 from opkiln.cluster.messages import Hello, Made, Offer, Outcome, Plan, Result, Task, Vote
 from opkiln.cluster.stores import Directory, KeyValues, Memory
 from opkiln.decision import pins
@@ -257,6 +258,25 @@ def test_threads_agree_through_a_store(store: KeyValues) -> None:
     assert sum(each.made for each in workers) == 1
 
 
+def test_ranks_that_name_no_ops_wait_for_each_other(store: KeyValues) -> None:
+    found: dict[int, Outcome] = {}
+
+    def run(rank: int) -> None:
+        state = protocol.start(
+            rank, 2, Hello("h", rank, "n", ()), lease=3, deadline=time.monotonic() + 30
+        )
+        found[rank] = driver.agree(state, channel(store), Worker(rank))
+
+    first = threading.Thread(target=run, args=(0,))
+    first.start()
+    first.join(0.3)
+    assert not found
+    run(1)
+    first.join(30)
+    assert found == {0: Outcome(), 1: Outcome()}
+    assert opkiln.ensure(()) == ()
+
+
 # Pins
 
 
@@ -332,7 +352,7 @@ class Started:
 
     def __init__(self, store: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store, self.monkeypatch = store, monkeypatch
-        self.known: list[dict[str, int]] = [{}, {}]
+        self.known: list[dict[tuple[str, str], int]] = [{}, {}]
 
     def channel(self, rank: int, *, moved: bool = False) -> Channel:
         self.monkeypatch.setattr(rounds, "_rounds", self.known[rank])
@@ -364,6 +384,60 @@ def test_rank_whose_predecessor_never_came_goes_on_where_the_others_are(
     (told,) = early.look(["outcome"])
     assert Outcome.of(told) == rounds.MOVED
     assert again.channel(1, moved=True).look(["hello/0"]) == ["again"]
+
+
+def test_each_store_has_its_own_starts_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "_rounds", {})
+    used, new = (Directory(str(tmp_path / name)) for name in ("used", "new"))
+    channel(used, name="job/2").swap("here/0/0", None, "another process")
+    for store, number in ((used, 1), (new, 0)):
+        rounds.channel(job.Place(0, 2, store, "job"), "0", 5.0).put("hello/0", "here")
+        assert channel(store, name=f"job/2/{number}/0").look(["hello/0"]) == ["here"]
+
+
+class Stale:
+    """Rank 1 of a job of two. Its predecessor never came, so it is in a round that is over."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rounds, "_rounds", {})
+        self.store = Memory()
+        self.common = channel(self.store, name="job/2")
+        self.common.swap("here/0/0", None, "a process that has ended")
+        place = job.Place(1, 2, self.store, "job")
+        self.agreeing = _Agreeing(place, 0, timeout=30.0, lease=1.0, signing_key=None)
+        self.new = channel(self.store, name="job/2/1/0")
+
+    def rank_0_starts_again(self) -> None:
+        assert self.common.swap("round", None, 1) == 1
+        channel(self.store, name="job/2/0/0").swap("outcome", None, rounds.MOVED)
+
+
+def test_step_at_which_a_rank_did_not_switch_is_one_for_all_ranks_of_the_next_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stale = Stale(monkeypatch)
+    handle = Handle(stale.agreeing, [])
+    assert [handle.switch(), handle.switch()] == [None, None]
+    stale.rank_0_starts_again()
+    deadline = time.monotonic() + 20
+    while stale.new.look(["hello/1"]) == [None]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert stale.new.look(["switch/0", "switch/1", "switch/2"]) == ["no", "no", None]
+    stale.new.swap("outcome", None, Outcome())
+    assert handle.switch() == ()
+
+
+def test_rank_that_cannot_take_part_tells_those_of_the_next_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stale = Stale(monkeypatch)
+    stale.rank_0_starts_again()
+    stale.agreeing.tell_all(ValueError("no such op"))
+    (told,) = stale.new.look(["outcome"])
+    assert Outcome.of(told).error == "rank 1: ValueError: no such op"
 
 
 def test_two_processes_with_one_rank_are_an_error_and_not_a_chase(

@@ -2,9 +2,10 @@
 
 torch's stores are not authenticated: whoever reaches the port can write. If the job has a secret
 (``OPKILN_JOB_SECRET``), every record carries an HMAC-SHA256 over its key and its value, and one
-without is refused. The key has the job's name and its number of restarts in it, so no record of
-another job, or of the time before a restart, is taken for one of this. A bundle needs none: its
-SHA-256 is in a record.
+without is refused. The key has the job's name and the number of its start (``rounds``) in it, so no
+record of another job or start is taken for one of this. But that number is itself a record: whoever
+can write may put an earlier one back, and with it what the ranks said in that start. They cannot
+make a record that no rank has written. A bundle needs no HMAC: its SHA-256 is in a record.
 
 A call on torch's store may not return under a partition, whatever its time-out. So each channel has
 a thread that makes the calls, and its owner waits for that thread no longer than it wants to.

@@ -6,7 +6,7 @@ import contextvars
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 from opkiln.cluster import driver, job, protocol, rounds, work
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
         signing_key: str | None
 
 
-_calls: dict[str, itertools.count[int]] = {}  # of each job: ranks call it equally often
+# Of each store, job and number of ranks: its ranks call ensure equally often.
+_calls: dict[tuple[str, str, int], itertools.count[int]] = {}
 
 
 class Choice(NamedTuple):
@@ -124,7 +125,8 @@ def ensure(
             raise UsageError(f"{name}={value!r}: expected a positive number of seconds")
     place = job.find(group, store, rank, world_size, timeout)
     lease = lease_of(place.world) if lease is None else lease
-    number = next(_calls.setdefault(place.name, itertools.count()))
+    job_of = place.store.where, place.name, place.world
+    number = next(_calls.setdefault(job_of, itertools.count()))
     agreeing = _Agreeing(place, number, timeout, lease, signing_key)
     if wait:
         try:
@@ -166,11 +168,19 @@ class _Agreeing:
     def _channel(self, *, moved: bool) -> Channel:
         return rounds.channel(self.place, str(self.number), max(2 * self.lease, 10.0), moved=moved)
 
-    def run(self, ops: Any) -> None:
-        """Agree. Raises ClusterError, and OpkilnError for ops that are not declared properly."""
+    def _move(self) -> None:
+        """Go on in the round that the job is in now."""
+        self.channel.close()
+        self.channel = self._channel(moved=True)
+
+    def run(self, ops: Any, moved: Callable[[], None] = lambda: None) -> None:
+        """Agree. ``moved`` is called in a new round before this rank speaks there.
+
+        Raises ClusterError, and OpkilnError for ops that are not declared properly.
+        """
         while (outcome := self._agree(ops)) == rounds.MOVED:
-            self.channel.close()
-            self.channel = self._channel(moved=True)
+            self._move()
+            moved()
         self.outcome = outcome
 
     def _agree(self, ops: Any) -> Outcome:
@@ -206,7 +216,8 @@ class _Agreeing:
             ranks=(self.place.rank,),
         )
         try:
-            self.channel.swap(OUTCOME, None, failure)
+            while Outcome.of(self.channel.swap(OUTCOME, None, failure)) == rounds.MOVED:
+                self._move()
         except ClusterError:
             return  # they cannot be told; they find that this rank is missing
 
@@ -246,7 +257,7 @@ class Handle:
         self._agreeing = agreeing
         self._error: BaseException | None = None
         self._agreement: Agreement | None = None
-        self._switches = itertools.count()
+        self._asked = 0  # how often switch() has asked the store
         self._of = agreeing.channel  # the thread's
         self._channel = self._of.another()
         self._ops = ops
@@ -262,9 +273,15 @@ class Handle:
 
     def _run(self) -> None:
         try:
-            self._agreeing.run(self._ops)
+            self._agreeing.run(self._ops, self._say_no_again)
         except BaseException as error:  # raised by switch(), in the caller's thread
             self._error = error
+
+    def _say_no_again(self) -> None:
+        """In a new round, answer the steps at which this rank has not switched. Others there may
+        not have asked yet. There is no agreement before this rank has spoken."""
+        for step in range(self._asked):
+            self._agreeing.channel.swap(f"switch/{step}", None, "no")
 
     @property
     def ready(self) -> bool:
@@ -281,24 +298,25 @@ class Handle:
         """
         if self._agreement is not None:
             return self._agreement
-        if self._of is not self._agreeing.channel:  # the job is in another round
-            self._channel.close()
-            self._of = self._agreeing.channel
-            self._channel = self._of.another()
-        channel = self._channel
         if self._error is None or self._agreeing.outcome is not None:
-            step = next(self._switches)
-            (outcome,) = channel.look([OUTCOME])
+            # Counted before the channel is looked at: if the round ends now, the other thread
+            # answers this step in the next one.
+            step, self._asked = self._asked, self._asked + 1
+            if self._of is not self._agreeing.channel:  # the job is in another round
+                self._channel.close()
+                self._of = self._agreeing.channel
+                self._channel = self._of.another()
+            (outcome,) = self._channel.look([OUTCOME])
             if outcome is not None and Outcome.of(outcome) == rounds.MOVED:
                 return None
             now = "yes" if outcome is not None else "no"
-            if channel.swap(f"switch/{step}", None, now) == "no":
+            if self._channel.swap(f"switch/{step}", None, now) == "no":
                 return None
         self._thread.join()
         if self._error is not None:
             raise self._error
         self._agreement = self._agreeing.pinned()
-        channel.close()
+        self._channel.close()
         self._agreeing.channel.close()
         return self._agreement
 
@@ -309,7 +327,8 @@ class Handle:
 
 
 def told_by_first(what: str, value: Sequence[str]) -> tuple[str, ...]:
-    """The value of the first rank that says one, on every rank of the default group."""
+    """The value of the first rank that says one, on every rank of the default group. They have
+    called ``ensure`` before: until then, one may be in a round that is over."""
     place = job.find(None, None, None, None, settings.build_timeout)
     channel = rounds.channel(place, what, 60.0)
     try:

@@ -25,24 +25,25 @@ from opkiln.errors import ClusterError
 from opkiln.settings import settings
 
 MOVED = Outcome(error="the ranks of the job were started again")
-_rounds: dict[str, int] = {}  # of each job: the one that this process is in
+_rounds: dict[tuple[str, str], int] = {}  # of each store and job: the one of this process
 
 
 def channel(place: Place, name: str, patience: float, *, moved: bool = False) -> Channel:
     """A channel for what has this name in the round of this process. ``moved``: the round that it
     was in is over. Raises ClusterError."""
     job = f"{place.name}/{place.world}"
-    if moved or job not in _rounds:
+    known = place.store.where, job
+    if moved or known not in _rounds:
         common = Channel(place.store, job, settings.job_secret, patience)
         try:
-            _rounds[job] = _join(common, place.rank, moved=moved)
+            number = _rounds[known] = _join(common, place.rank, moved=moved)
         finally:
             common.close()
-        if _rounds[job]:
-            old = Channel(place.store, f"{job}/{_rounds[job] - 1}/0", settings.job_secret, patience)
+        if number:
+            old = Channel(place.store, f"{job}/{number - 1}/0", settings.job_secret, patience)
             old.swap(OUTCOME, None, MOVED)
             old.close()
-    return Channel(place.store, f"{job}/{_rounds[job]}/{name}", settings.job_secret, patience)
+    return Channel(place.store, f"{job}/{_rounds[known]}/{name}", settings.job_secret, patience)
 
 
 def _join(common: Channel, rank: int, *, moved: bool) -> int:

@@ -22,9 +22,9 @@ from opkiln.cluster import driver, job, rounds, work
 from opkiln.cluster.ensure import lease_of
 from opkiln.cluster.messages import Made, beat_of
 from opkiln.decision import pins, policy
-from opkiln.decision.decide import decide
 from opkiln.decision.terms import Build, Request, Serve, Trace
 from opkiln.errors import ClusterError, OpkilnError
+from opkiln.loading import loader
 from opkiln.model import Op
 from opkiln.settings import settings
 from opkiln.store import key
@@ -56,9 +56,11 @@ def next_turn(turn: Turn | None, rank: int, can_make: bool, silent: bool) -> Tur
         return None
     if turn is None:
         return Turn((rank,))
-    if rank in turn.tried or not (silent or turn.tried[-1] in turn.failed):
+    if not (silent or turn.tried[-1] in turn.failed):
         return None
-    return turn._replace(tried=(*turn.tried, rank))
+    # It may have tried in an earlier load, which failed or was interrupted.
+    failed = tuple(each for each in turn.failed if each != rank)
+    return turn._replace(tried=(*turn.tried, rank), failed=failed)
 
 
 class _Known(NamedTuple):
@@ -80,11 +82,11 @@ def share(op: Op) -> None:
     build raises.
     """
     if not job.in_group():
-        if op.name in _ours:
+        if op.name in _ours and pins.pinned(op) is _ours[op.name]:
             pins.release(op)  # the job that it was pinned for has ended
         return
     pin = pins.pinned(op)
-    if pin is not None and op.name not in _ours and pin.spec == op.spec:
+    if pin is not None and pin is not _ours.get(op.name) and pin.spec == op.spec:
         return  # all ranks have voted
     place = job.find(None, None, None, None, settings.build_timeout)
     if place.world == 1:
@@ -98,14 +100,14 @@ def share(op: Op) -> None:
     if known is None or not _still_serves(known):
         number = 0 if known is None else known.round + 1
         known = _known[name] = _Sharing(op, place, f"{name}/{number}").run(number)
-    _ours.add(op.name)
     if known.made.digest:
-        pins.pin(op, work.library_of(known.worker, 0, known.made.digest))
+        _ours[op.name] = pins.pin(op, work.library_of(known.worker, 0, known.made.digest))
     else:
-        pins.pin(op, None, known.made.reason)
+        _ours[op.name] = pins.pin(op, None, known.made.reason)
 
 
-_ours: set[tuple[str, str, str]] = set()  # ops that were pinned here, by name
+# What was pinned here, by the op's name. `ensure` may have pinned something else since.
+_ours: dict[tuple[str, str, str], pins.Pin] = {}
 
 
 def _key(op: Op) -> str:
@@ -132,16 +134,16 @@ class _Sharing:
     def run(self, number: int) -> _Known:
         try:
             made = self.agreed()
-            if made.digest and made.digest not in self.worker.artifacts[0]:
-                vote = self.worker.fetch(0, made)
-                if not vote.digest:
-                    raise ClusterError(
-                        f"op {self.op.spec.name}: rank {self.rank} cannot use the library of rank "
-                        f"{made.by}, which the others use",
-                        why=vote.reason,
-                    )
+            if made.digest and (reason := self._take(made)):
+                raise ClusterError(
+                    f"op {self.op.spec.name}: rank {self.rank} cannot use the library of rank "
+                    f"{made.by}, which the others use",
+                    why=reason,
+                )
             if not made.digest and not self.op.has_reference:
-                raise self.worker.error or ClusterError(
+                if made.by == self.rank and self.worker.error is not None:
+                    raise self.worker.error
+                raise ClusterError(
                     f"op {self.op.spec.name} cannot be built: rank {made.by} tried",
                     why=made.reason,
                 )
@@ -179,9 +181,21 @@ class _Sharing:
                 return self._give_up()
             time.sleep(driver.pause_of(self.world, now - began))
 
+    def _take(self, made: Made) -> str:
+        """Get the library that was made, if it is not here yet. Returns why this rank cannot."""
+        if made.digest in self.worker.artifacts[0]:
+            return ""
+        vote = self.worker.fetch(0, made)
+        if vote.digest or made.bundle or policy.prefers_reference(Request(self.op, agreed=False)):
+            return vote.reason
+        own = self.worker.make(0, ship=False)
+        if own.error or own.digest == made.digest:
+            return own.error
+        return f"it cannot be sent, and this rank's own has the SHA-256 {own.digest}"
+
     def _can_make(self) -> bool:
         """Whether this rank has the library or can build it. What it has is sent."""
-        outcome = decide(Request(self.op, agreed=False))
+        outcome = loader.decided(Request(self.op, agreed=False))
         if isinstance(outcome, Serve):
             self.worker.keep(0, outcome.artifact, work.CACHED)
         elif not isinstance(outcome, Build):
@@ -192,6 +206,10 @@ class _Sharing:
         """Build the op, and tell all what came of it."""
         with driver.beating(self.channel, self.rank, self.lease):
             result = self.worker.make(0, ship=True)
+            if not result.digest and self.worker.artifacts[0]:
+                # It is here and cannot be sent: it has flags for this CPU, or is in a bundle. Each
+                # node makes its own, and all must be the same.
+                result = self.worker.make(0, ship=False)
             if result.digest:
                 self._tell(Made(result.digest, result.bundle, result.size, self.rank))
             elif result.final:
@@ -207,7 +225,7 @@ class _Sharing:
         )
         if not self.op.has_reference:
             raise error
-        made = Made(by=self.rank, reason=f"rank {self.rank}: {error.what}")
+        made = Made(by=self.rank, reason=f"rank {self.rank}: {work.in_short(error)}")
         return self._tell(made) or made
 
     def _tell(self, made: Made | None) -> Made | None:

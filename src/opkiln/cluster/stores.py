@@ -23,7 +23,7 @@ FEW = 8  # absent keys that are checked one by one: a list is not read for so fe
 class KeyValues(Protocol):
     """A store of short values that all ranks of a job can reach."""
 
-    where: str  # for messages
+    where: str  # for messages, and to tell stores of this process apart
 
     def put(self, key: str, value: bytes) -> None:
         """Write a value."""
@@ -84,9 +84,11 @@ class Torch:
         self._store = store
         self._there: set[str] = set()  # keys that were seen, and need no check: none is removed
         self._written: set[str] = set()  # keys that are in their lists
-        inner = getattr(store, "underlying_store", store)
+        inner = store
+        while hasattr(inner, "underlying_store"):  # prefixes: a group's store has several
+            inner = inner.underlying_store
         host, port = getattr(inner, "host", None), getattr(inner, "port", None)
-        self.where = f"{host}:{port}" if host else type(inner).__name__
+        self.where = f"{host}:{port}" if host else getattr(inner, "path", type(inner).__name__)
         self._address = (host, port) if host and port else None
 
     def put(self, key: str, value: bytes) -> None:

@@ -16,7 +16,6 @@ from opkiln.bundles.bundle import unpack, write_bundle
 from opkiln.cluster.channel import Channel
 from opkiln.cluster.messages import Hello, Made, Offer, Result, Vote
 from opkiln.decision import policy, prebuilt
-from opkiln.decision.decide import decide
 from opkiln.decision.terms import Build, Request, Serve, Trace
 from opkiln.errors import (
     ClusterError,
@@ -54,7 +53,7 @@ class Worker:
         """``sees_loaded=False``: whatever this process has loaded, such as an older version."""
         self.signing_key = signing_key
         self.sees_loaded = sees_loaded
-        self.error: OpkilnError | None = None  # of the last build that failed here
+        self.error: Exception | None = None  # of the last build that failed here
         self.ops = tuple(ops)
         self.channel = channel
         self.artifacts: list[dict[str, Artifact]] = [{} for _ in ops]  # by op and digest
@@ -79,7 +78,7 @@ class Worker:
         if (loaded := self._loaded(op)) is not None:
             self.keep(number, loaded, CACHED)
             return Offer(op.spec.name, told, loaded.sha256, native_only=native_only)
-        outcome = decide(request)
+        outcome = loader.decided(request)
         if isinstance(outcome, Serve):
             self.keep(number, outcome.artifact, CACHED)
             return Offer(op.spec.name, told, outcome.artifact.sha256, native_only=native_only)
@@ -92,7 +91,7 @@ class Worker:
             )  # fmt: skip
         if isinstance(outcome.error, UsageError):
             raise outcome.error
-        reason = _short(outcome.error)
+        reason = in_short(outcome.error)
         have = machine.cpu_flags()
         here = tuple(sorted(cpu.features_of(have)))
         return Offer(op.spec.name, told, reason=reason, native_only=native_only, cpu=here)
@@ -114,11 +113,9 @@ class Worker:
                 return Result(known.sha256)
             bundle, size = self._send(known)
             return Result(known.sha256, bundle, size)
-        except OpkilnError as error:
-            self.error = error
-            return Result(error=_short(error), final=isinstance(error, _FINAL))
         except Exception as error:  # a full disk, no more memory: another rank may do better
-            return Result(error=f"{type(error).__name__}: {error}"[:_LONGEST])
+            self.error = error
+            return Result(error=in_short(error), final=isinstance(error, _FINAL))
 
     def _send(self, artifact: Artifact) -> tuple[str, int]:
         assert self.channel is not None
@@ -140,10 +137,8 @@ class Worker:
         """Get the library that was made: from the store of this node, or from the job's."""
         try:
             return self._fetch(op, made)
-        except OpkilnError as error:
-            return Vote(reason=_short(error))
         except Exception as error:  # as above: the other ranks must not wait for this one
-            return Vote(reason=f"{type(error).__name__}: {error}"[:_LONGEST])
+            return Vote(reason=in_short(error))
 
     def _fetch(self, op: int, made: Made) -> Vote:
         request = Request(self.ops[op], agreed=False)
@@ -246,9 +241,11 @@ def _sources(op: Op) -> str:
     return digest.hexdigest()[:16]
 
 
-def _short(error: OpkilnError) -> str:
-    text = f"{error.what}\n{error.why}" if error.why else error.what
-    return text[:_LONGEST]
+def in_short(error: Exception) -> str:
+    """What other ranks are told of an error."""
+    if not isinstance(error, OpkilnError):
+        return f"{type(error).__name__}: {error}"[:_LONGEST]
+    return f"{error.what}\n{error.why}".rstrip()[:_LONGEST]
 
 
 def library_of(worker: Worker, op: int, digest: str) -> Artifact:

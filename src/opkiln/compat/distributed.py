@@ -51,6 +51,7 @@ def agree() -> None:
     from opkiln.cluster.ensure import ensure, told_by_first
 
     if RECORDED in named:
+        ensure(())  # from here on all ranks are in the same start of the job
         # The file grows while the job runs, so one rank reads it for all.
         named = told_by_first("ops", [*(each for each in named if each != RECORDED), *_recorded()])
     if named:

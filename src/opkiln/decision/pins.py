@@ -29,9 +29,10 @@ class Pin(Record):
 _pins: dict[tuple[str, str, str], Pin] = {}
 
 
-def pin(op: Op, artifact: Artifact | None, reason: str = "", *, passing: bool = False) -> None:
+def pin(op: Op, artifact: Artifact | None, reason: str = "", *, passing: bool = False) -> Pin:
     """From now on serve this library; None is the reference."""
-    _pins[op.name] = Pin(op.spec, artifact, reason, passing)
+    made = _pins[op.name] = Pin(op.spec, artifact, reason, passing)
+    return made
 
 
 def pinned(op: Op) -> Pin | None:
