@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -368,28 +369,24 @@ def test_records_that_were_never_finished_are_swept_and_the_others_are_not(shelf
 def test_old_build_directories_are_swept_unless_somebody_works_there(
     shelf: Shelf, scratch: Path
 ) -> None:
-    dead, live, used, foreign = (
-        scratch / name
-        for name in ("opkiln-adam-abcd1234", "opkiln-adam-abcd5678", "opkiln-private-abcd0000",
-                     "opkiln-1000")
-    )  # fmt: skip
-    for directory in (dead, live, used, foreign):
-        directory.mkdir(mode=0o700)
+    dead, live, used = (Path(publish.make_scratch(name)) for name in ("adam", "adam", "private"))
+    foreign = [scratch / "opkiln-1000", Path(tempfile.mkdtemp(prefix="opkiln-mine-", dir=scratch))]
+    foreign[0].mkdir(mode=0o700)
+    for directory in (dead, live, used, *foreign):
         (directory / "file").write_bytes(b"x" * 100)
         shelf.age(directory, 0 if directory is live else 2 / 24)
     with open(used / "file", "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     done = gc.collect(shelf.root, 1 << 30)
     assert done.swept == (str(dead),)
-    assert sorted(scratch.iterdir()) == sorted([live, used, foreign])
+    assert sorted(scratch.iterdir()) == sorted([live, used, *foreign])
     mapped.close()
 
 
 def test_a_long_build_timeout_lengthens_the_life_of_build_directories(
     shelf: Shelf, scratch: Path
 ) -> None:
-    directory = scratch / "opkiln-adam-abcd1234"
-    directory.mkdir(mode=0o700)
+    directory = Path(publish.make_scratch("adam"))
     shelf.age(directory, 5 / 24)
     with override(build_timeout=4 * 3600.0):
         assert gc.collect(shelf.root, 1 << 30).swept == ()

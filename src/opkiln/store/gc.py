@@ -41,7 +41,9 @@ _RECORDS = 30 * 24 * 3600.0  # seconds that the logs of failed builds are kept
 
 _AT_ONCE = 20_000  # the most entries to choose for removal before the store is scanned again
 
-_SCRATCH = re.compile(r"opkiln-.+-[a-z0-9_]{8}\Z")  # the names that publish.make_scratch gives
+# The names that publish.make_scratch gives, and no others: programs that use opkiln also call their
+# temporary directories "opkiln-…", and mkdtemp adds eight characters.
+_SCRATCH = re.compile(r"opkiln-.+-[0-9a-f]{16}\Z")
 
 
 class Collected(NamedTuple):

@@ -50,7 +50,7 @@ def make_scratch(prefix: str) -> str:
     earlier. Raises StoreError."""
     from opkiln import process
 
-    path = os.path.abspath(f"{scratch_root()}/opkiln-{prefix}-{secrets.token_hex(4)}")
+    path = os.path.abspath(f"{scratch_root()}/opkiln-{prefix}-{secrets.token_hex(8)}")
     # Register it with the watchdog first. In the other order, a process killed in between would
     # leave a directory that nobody knows of. If the name exists already, that is an error like any
     # other; the name is random, so nobody can guess it.
