@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 SECOND = timedelta(seconds=1)
 SHORT, LONG = 2 * SECOND, 60 * SECOND
+LIMIT = 300  # seconds of a case
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CASES: dict[str, tuple[int, Any]] = {}
 
@@ -473,6 +474,9 @@ def deepspeeds_all_reduce_sums_over_all_ranks(rank: int, size: int, store: dist.
     dist.barrier()
 
 
+KEPT: list[torch.nn.Module] = []  # until the process ends
+
+
 def trained(rank: int, size: int, store: dist.Store, backend: str) -> list[Tensor]:
     begin(rank, size, store, backend)
     torch.manual_seed(0)
@@ -488,6 +492,8 @@ def trained(rank: int, size: int, store: dist.Store, backend: str) -> list[Tenso
         loss.backward()
         optimizer.step()
     weights = [each.detach().clone() for each in model.parameters()]
+    # The last owner of gloo's group waits for gloo's threads, and has the GIL, which they may need.
+    KEPT.append(model)
     dist.barrier()
     dist.destroy_process_group()
     return weights
@@ -521,8 +527,15 @@ def run(name: str, folder: Path) -> str:
                 os._exit(code)
         ranks.append(pid)
     wrong = []
+    deadline = time.monotonic() + LIMIT
     for rank, pid in enumerate(ranks):
-        status = os.waitpid(pid, 0)[1]
+        while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if not ended[0]:
+            os.kill(pid, signal.SIGKILL)
+            ended = os.waitpid(pid, 0)
+            wrong.append(f"rank {rank} has not ended after {LIMIT} s")
+        status = ended[1]
         told = path.with_suffix(f".{rank}")
         if told.exists():
             wrong.append(f"rank {rank}: {told.read_text()}")
