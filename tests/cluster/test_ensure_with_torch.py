@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from ranks import Ended, Node, free_port, run
 
 from opkiln.cluster import stores
 from opkiln.cluster.channel import Channel
+from opkiln.errors import ClusterError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,6 +93,7 @@ def test_torchs_stores_say_which_of_many_ranks_have_spoken(kind: str, tmp_path: 
     for rank in (3, 150):
         ours.put(f"vote/{rank}", rank)
         ours.put(f"vote/{rank}", rank)
+    assert ours.look(["vote/150"]) == [150]  # an answer: the server has all that was sent before
     if kind != "file":
         assert theirs.possible(keys) == ["outcome", "vote/3", "vote/150"]
     found = dict(zip(keys, theirs.look(keys), strict=True))
@@ -112,6 +115,37 @@ def test_rank_that_connects_again_notices_at_once_that_the_store_is_gone() -> No
     with pytest.raises(ConnectionRefusedError):
         client.clone()
     assert time.monotonic() - began < 3
+
+
+SERVER = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_bundle_is_told_of_when_the_server_has_it_all() -> None:
+    from torch.distributed import TCPStore
+
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        client = TCPStore("127.0.0.1", int(server.stdout.readline()), wait_for_workers=False)
+        channel = Channel(stores.Torch(client), "job", None, 1.0)
+        server.send_signal(signal.SIGSTOP)
+        try:
+            channel.put("vote/0", 1)  # nobody waits for the server: what is sent on this
+            with pytest.raises(ClusterError, match="does not answer"):  # connection stays in order
+                channel.put_bundle(b"a library")
+        finally:
+            server.send_signal(signal.SIGCONT)
+        other = Channel(stores.Torch(client.clone()), "job", None, 20.0)
+        digest = other.put_bundle(b"another")
+        assert channel.another(20.0).get_bundle(digest, 7) == b"another"
+        server.kill()
 
 
 PROGRAM = """

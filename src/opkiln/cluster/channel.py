@@ -104,11 +104,13 @@ class Channel:
         }
 
     def put_bundle(self, data: bytes) -> str:
-        """Write a bundle in parts; its SHA-256."""
+        """Write a bundle in parts; its SHA-256. When this returns, every rank can read it: it is
+        told of by another channel, which may be faster."""
         digest = hashlib.sha256(data).hexdigest()
         for number, start in enumerate(range(0, len(data), PART)):
             key, part = self._full(f"bundle/{digest}/{number}"), data[start : start + PART]
             self._ask(lambda key=key, part=part: self._store.put(key, part), "write a bundle")  # type: ignore[misc]
+        self._ask(self._store.settle, "write a bundle")
         return digest
 
     def get_bundle(self, digest: str, size: int) -> bytes:

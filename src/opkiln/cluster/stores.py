@@ -1,8 +1,9 @@
 """The stores that ranks talk through: torch's, a shared directory, or this process's memory.
 
-Each has five operations, all of which return at once if the store answers: ``put``, ``swap``
-(compare and set), ``look``, ``possible`` (which of many keys are worth a look) and ``clone`` (for
-another thread: a call on one of torch's stores keeps the other threads of that client waiting).
+Each has six operations, all of which return at once if the store answers: ``put``, ``settle``,
+``swap`` (compare and set), ``look``, ``possible`` (which of many keys are worth a look) and
+``clone`` (for another thread: a call on one of torch's stores keeps the other threads of that
+client waiting).
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ class KeyValues(Protocol):
     where: str  # for messages, and to tell stores of this process apart
 
     def put(self, key: str, value: bytes) -> None:
-        """Write a value."""
+        """Write a value. Others see what one clone writes in this order, but maybe later: torch's
+        client does not wait for the server."""
+
+    def settle(self) -> None:
+        """Return when everything that was put by this clone can be seen by all others."""
 
     def swap(self, key: str, expected: bytes | None, value: bytes) -> bytes:
         """Write a value if the key has the expected one (None: if it is not there). Returns the
@@ -54,6 +59,9 @@ class Memory:
 
     def put(self, key: str, value: bytes) -> None:
         self._values[key] = value
+
+    def settle(self) -> None:
+        return
 
     def swap(self, key: str, expected: bytes | None, value: bytes) -> bytes:
         with self._lock:
@@ -97,6 +105,9 @@ class Torch:
         if number and key not in self._written and self._store.has_extended_api():
             self._store.append(f"{key.removesuffix(number)}{_LIST}", f"{number} ")
             self._written.add(key)
+
+    def settle(self) -> None:
+        self._store.check([_LIST])  # a question, and the server takes one client's calls in turn
 
     def swap(self, key: str, expected: bytes | None, value: bytes) -> bytes:
         # An empty text stands for a key that is not there.
@@ -210,6 +221,9 @@ class Directory:
     def put(self, key: str, value: bytes) -> None:
         make_private(self._place(key))
         write_private(os.path.join(self._place(key), "1"), value)
+
+    def settle(self) -> None:
+        return
 
     def swap(self, key: str, expected: bytes | None, value: bytes) -> bytes:
         place = self._place(key)
