@@ -59,6 +59,8 @@ struct Mapping {
 };
 
 class Uring : public Engine {
+  static constexpr int64_t kLarge = 1 << 20;  // bytes
+
  public:
   int open(unsigned depth, int event) {
     io_uring_params params{};
@@ -98,6 +100,9 @@ class Uring : public Engine {
     entry.off = static_cast<uint64_t>(piece->offset);
     entry.addr = reinterpret_cast<uint64_t>(&piece->vector);
     entry.len = 1;
+    // The kernel's threads get the pages of large pieces: of fresh memory that takes as long as the
+    // transfer, and here it would be done by the one thread that submits.
+    if (piece->size >= kLarge) entry.flags = IOSQE_ASYNC;
     entry.user_data = reinterpret_cast<uint64_t>(piece);
     order_[place] = place;
     __atomic_store_n(tail_, tail + 1, __ATOMIC_RELEASE);
