@@ -28,7 +28,7 @@ options = json.loads(sys.argv[1])
 strikes = [options, *options.get("also", ())]
 rank = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
 channel.PART = options.get("part", channel.PART)
-said: dict = {"rank": rank, "compiles": 0, "built": {}}
+said: dict = {"rank": rank, "pid": os.getpid(), "compiles": 0, "built": {}}
 last: list[str] = []  # the action before this one
 
 
