@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 import opkiln
-from opkiln.decision.terms import outlook
+from opkiln.decision.decide import look
+from opkiln.decision.terms import Request
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
 from opkiln.settings import override
@@ -129,7 +130,7 @@ def refused(directory: Path, check: Checks) -> None:
 
     def refuse(op: Op) -> str:
         with override(mode="cached"):
-            seen = outlook(opkiln.get_builder(op[0], backend="cuda").op())
+            seen = look(Request(opkiln.get_builder(op[0], backend="cuda").op()))
         prebuilt = [each for each in seen.trace.candidates if each.resort == "prebuilt"]
         assert prebuilt, seen
         assert all(each.verdict == "refused" for each in prebuilt), prebuilt
