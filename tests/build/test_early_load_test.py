@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,6 +56,17 @@ def test_child_starts_after_the_link_where_there_is_one_cpu(started: list[str]) 
     with override(max_jobs=1):
         build("late", "int late() { return 1; }")
     assert started == ["compile", "link", "load test"]
+
+
+def test_few_children_wait_when_many_ops_are_built_at_once(started: list[str]) -> None:
+    def built(number: int) -> None:
+        build(f"one_of_many_{number}", f"int one_of_many_{number}() {{ return 1; }}")
+
+    with override(max_jobs=2), ThreadPoolExecutor(8) as threads:
+        calls = [threads.submit(copy_context().run, built, number) for number in range(8)]
+    assert all(each.exception() is None for each in calls)
+    assert started.count("load test") == 8
+    assert started[: started.index("link")].count("load test") == 1
 
 
 def test_child_ends_with_a_build_that_fails(started: list[str], cache: Path) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import shlex
+import threading
 import time
 import warnings
 from functools import partial
@@ -44,10 +45,13 @@ from opkiln.toolchain import libsycl, sycl
 from opkiln.writing import FULL
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import ModuleType
 
 _ATTEMPTS = 4
 _FEW = 2  # compiles of a build that ends soon
+_lock = threading.Lock()
+_early = 0  # builds of this process whose load tests have begun before their libraries are there
 
 
 def build(plan: Plan, store: Store, *, since: float) -> Artifact:
@@ -197,7 +201,8 @@ class _Build:
                 loadtest.started, spec, toolchain.torch, os.path.join(stage, self._plan.output),
                 after=_runtimes(toolchain), tmpdir=stage,
             )  # fmt: skip
-            test = stack.enter_context(start()) if self._is_short() else None
+            may_wait = self._is_short() and stack.enter_context(_one_of_few())
+            test = stack.enter_context(start()) if may_wait else None
             linked = self._linked(stage, test)
             if test is None or linked.attempt > 0:  # it has loaded what the first attempt gave
                 test = stack.enter_context(start())
@@ -466,6 +471,23 @@ def inputs(plan: Plan) -> dict[str, Any]:
             for step in plan.steps
         ],
     }
+
+
+@contextlib.contextmanager
+def _one_of_few() -> Iterator[bool]:
+    """Whether this build is one of the few of this process whose load tests begin early. Each has a
+    child with torch in its memory, and `opkiln build --all` runs a hundred builds at once, most
+    of which wait for a CPU."""
+    global _early
+    most = max(1, (settings.max_jobs or len(os.sched_getaffinity(0))) // 2)
+    with _lock:
+        is_one = _early < most
+        _early += is_one
+    try:
+        yield is_one
+    finally:
+        with _lock:
+            _early -= is_one
 
 
 def _failure() -> ModuleType:
