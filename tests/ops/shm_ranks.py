@@ -294,6 +294,21 @@ def a_rank_that_does_not_come_is_named(rank: int, size: int, store: dist.Store) 
         assert "rank 1 did not come to the group within 1 s" in text, text
 
 
+@case(2)
+def a_rank_killed_before_it_hands_out_the_memory_is_named(
+    rank: int, size: int, store: dist.Store
+) -> None:
+    if rank == 0:
+
+        def dies(*_: object) -> None:
+            time.sleep(0.5)  # the other rank is connected, and this one has said that it is ready
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        making._hand_out = dies
+    text = raised(ClusterError, lambda: ShmGroup(store, rank, size, SHORT))
+    assert "rank 0 has ended" in text, text
+
+
 def on_another_host(rank: int) -> None:
     """Make this rank say that it runs elsewhere."""
     if rank == 1:

@@ -246,8 +246,13 @@ class _Meeting:
             raise ClusterError("rank 0 cannot make the memory")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.settimeout(self._left())
-            client.connect(f"\0{name}")
-            _, fds, _, _ = socket.recv_fds(client, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            try:
+                client.connect(f"\0{name}")
+                _, fds, _, _ = socket.recv_fds(client, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            except (ConnectionError, TimeoutError) as error:
+                raise ClusterError(
+                    "rank 0 has ended, or does not answer", why=f"{type(error).__name__}: {error}"
+                ) from error
         if not fds:
             raise ClusterError("rank 0 sent no memory")
         return fds[0]
