@@ -1,5 +1,5 @@
-"""opkiln precompiles its own ops with what it has for those of other packages. Its archives have the
-same bytes wherever they are built: ``make release-check`` compares them."""
+"""opkiln precompiles its own ops with what it has for those of other packages. Its archives have
+the same bytes wherever they are built: ``make release-check`` compares them."""
 
 import gzip
 import os

@@ -24,8 +24,8 @@ BESIDE = (
 MADE = ("PKG-INFO", "setup.cfg")
 # Another author's notice. Our files have none: LICENSE speaks for all of them.
 NOTICE = re.compile(rb"copyright|SPDX-License-Identifier|all rights reserved", re.IGNORECASE)
-# What pyroma may leave unsaid: the project has no home page yet.
-PYROMA = 9
+# What pyroma misses, and nothing else: the project has neither an address nor a home page yet.
+MISSED = ("author-email", "'url' field")
 
 
 class Archives(NamedTuple):
@@ -136,6 +136,8 @@ def check_metadata(tools: Tools, found: Archives) -> None:
     """The package index takes it, and shows its page. Raises Failure."""
     both = [str(found.wheel), str(found.source)]
     run(tools.python("-m", "twine", "check", "--strict", *both), found.clone)
-    rated = run([tools.program("pyroma"), "--min", str(PYROMA), both[1]], found.clone)
-    (rating,) = re.findall(r"(\d+)/10", rated)
-    say(f"metadata: twine is content, pyroma gives {rating} of 10")
+    rated = run([tools.program("pyroma"), "--min", str(10 - len(MISSED)), both[1]], found.clone)
+    complaints = [line for line in rated.splitlines() if "package" in line]
+    if len(complaints) != len(MISSED) or not all(map(str.__contains__, complaints, MISSED)):
+        raise Failure(f"pyroma misses something else than {' and '.join(MISSED)}:\n{rated}")
+    say("metadata: twine is content; pyroma misses an address and a home page, which are not there")
