@@ -17,6 +17,18 @@ HERE = Path(__file__).resolve().parent
 PERMISSIVE = ("Apache", "BSD", "MIT", "PSF")
 SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 
+LICENCES = """
+import importlib.metadata, json
+found = []
+for each in importlib.metadata.distributions():
+    said = each.metadata
+    licence = said["License-Expression"] or said["License"] or "; ".join(
+        c.rpartition(" :: ")[2] for c in said.get_all("Classifier", []) if c.startswith("License")
+    )
+    found.append((said["Name"], said["Version"], licence))
+print(json.dumps(found))
+"""
+
 # Without torch: what is typed, how it exits, and what it must say.
 WITHOUT_TORCH = (
     ("opkiln --version", 0, "opkiln "),
@@ -100,17 +112,14 @@ def check(tools: Tools, archives: Archives, place: Path, torch: str) -> None:
 
 def check_licences(user: User) -> None:
     """What pip installs with the wheel asks nothing more of its users. Raises Failure."""
-    listed = json.loads(user.typed("pip inspect --local"))["installed"]
-    others = [each["metadata"] for each in listed if each["metadata"]["name"] != "pip"]
+    (user.place / "licences.py").write_text(LICENCES)
     said = []
-    for each in others:
-        licence = each.get("license_expression") or each.get("license") or ""
-        if not licence:
-            named = [c for c in each.get("classifier", ()) if c.startswith("License ::")]
-            licence = "; ".join(c.rpartition(" :: ")[2] for c in named)
+    for name, version, licence in json.loads(user.typed("python licences.py")):
+        if name in ("pip", "setuptools"):
+            continue  # of every environment
         if not licence.startswith(PERMISSIVE):
-            raise Failure(f"{each['name']} has the licence {licence!r}")
-        said.append(f"{each['name']} {each['version']} ({licence})")
+            raise Failure(f"{name} has the licence {licence!r}")
+        said.append(f"{name} {version} ({licence})")
     say(f"installed: {', '.join(sorted(said))}")
 
 
