@@ -172,7 +172,7 @@ WORK: dict[str, Callable[[], list[Tensor]]] = {
 
 def expected(out: str) -> None:
     with override(mode="reference"):
-        torch.save({op: work() for op, work in WORK.items()}, out)
+        torch.save({op: [each.clone() for each in work()] for op, work in WORK.items()}, out)
 
 
 def served(references: str, directory: Path) -> int:
