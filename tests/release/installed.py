@@ -34,7 +34,7 @@ WITHOUT_TORCH = (
     ("opkiln --version", 0, "opkiln "),
     ("opkiln report", 0, "torch"),
     ("python -c 'import opkiln; opkiln.optim.CPUAdam'", 1, "needs torch, which is not installed"),
-    ("opkiln build cpu_adam", 3, "hint: pip install torch"),
+    ("opkiln build cpu_adam", 6, "hint: pip install torch"),
     ("opkiln demo", 3, "hint: pip install torch"),
 )
 
