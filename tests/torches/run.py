@@ -29,7 +29,7 @@ from environments import REPOSITORY, ready  # noqa: E402
 LIGHT = HERE / "light.py"
 EXAMPLE = REPOSITORY / "examples" / "first_op" / "use.py"
 CPU_OPS = HERE / "cpu_ops.py"
-TARGET = "cpu:x86-64-v2,x86-64-v3,x86-64-v4"
+TARGET = "cpu:x86-64-v3"
 NVRTC_WHEELS = ("nvidia-cuda-nvrtc==13.0.*", "nvidia-cuda-runtime==13.0.*")
 TORCHES = ("2.10.0", "2.11.0", "2.12.1", "2.14.1", "2.15.0")
 
