@@ -131,13 +131,6 @@ def decoder_pieces() -> list[Tensor]:
     return found
 
 
-def trained_layer() -> list[Tensor]:
-    torch.manual_seed(0)
-    layer = opkiln.nn.TransformerLayer(32, 4, attention_dropout=0, hidden_dropout=0)
-    x = numbers(2, 8, 32).requires_grad_()
-    return with_gradients(layer(x), [x, *layer.parameters()])
-
-
 def flat() -> list[Tensor]:
     given = [numbers(3, 5), numbers(7, seed=1)]
     joined = opkiln.utils.flatten(given)
@@ -164,7 +157,6 @@ WORK: dict[str, Callable[[], list[Tensor]]] = {
     "shm_comm": reduced,
     "sparse_attn": listed_blocks,
     "spatial_inference": images,
-    "transformer": trained_layer,
     "transformer_inference": decoder_pieces,
     "utils": flat,
 }
