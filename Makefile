@@ -9,7 +9,7 @@
 #   make test-packages   extension packages from PyPI, as they are, built by opkiln (gigabytes)
 #   make test-remotes   remote tiers on docker-registry, nginx and an S3 server (apt-get installs them)
 #   make test-sycl   the SYCL example on Intel's runtime compiler (installs 1.6 GB beside .venv)
-#   make test-torches   one wheel of ops, libraries of op.h on several torches (installs them, 30 GB)
+#   make test-torches   one wheel of CPU ops, libraries of op.h on several torches (installs them, 30 GB)
 #   make test-cluster   100 killed ranks; jobs of two nodes in network namespaces, under torchrun, srun and by hand,
 #                       with slow and cut links and wrong clocks (root, iproute2, iptables);
 #                       the build farm on Dask, Ray, MPI and submitit (installs them beside .venv);
@@ -17,6 +17,7 @@
 #   make test-aarch64   kernels and ops for aarch64 (apt-get install g++-aarch64-linux-gnu qemu-user)
 #   make mutants   which changes to the code that decides no test notices; MODULE=store/recheck for one
 #   make deepspeed-sources   DeepSpeed's native sources, for bench/ops/deepspeed_kernels.py
+#   make release-check   the archives of a release, reproducible, examined, installed and used
 #   make bench   side by side with the peers (installs them into an environment of their own)
 
 PYTHON ?= python3
@@ -32,7 +33,7 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
 
 .PHONY: all setup demo test lint unit test-full test-random test-faults test-sanitize test-deepspeed \
-	test-packages test-remotes test-sycl test-torches test-cluster test-aarch64 mutants deepspeed-sources bench docs clean
+	test-packages test-remotes test-sycl test-torches test-cluster test-aarch64 mutants deepspeed-sources release-check bench docs clean
 
 all: test
 
@@ -90,7 +91,8 @@ test-sycl:
 	$(PYTHON) tests/sycl/run.py --torch "$(TORCH)" $(PYTEST)
 
 test-torches: $(STAMP)
-	$(RUN) tests/torches/run.py $(TORCHES)
+	$(RUN) tests/torches/run.py --out bench/results/torches.json $(TORCHES)
+	$(RUN) tests/torches/table.py
 
 test-cluster: $(STAMP)
 	$(RUN) -m pytest tests/cluster --full-counts -rs $(PYTEST)
@@ -110,6 +112,9 @@ mutants: $(STAMP)
 deepspeed-sources: $(STAMP)
 	$(RUN) bench/ops/deepspeed_sources.py
 
+release-check:
+	$(PYTHON) tests/release/run.py --torch "$(TORCH)"
+
 bench:
 	$(PYTHON) bench/setup.py
 	.bench-venv/bin/python bench/run.py
@@ -118,4 +123,4 @@ docs: $(STAMP)
 	$(RUN) -c "from opkiln.report.forms import settings_page; open('docs/settings.md', 'w').write(settings_page())"
 
 clean:
-	rm -rf $(VENV) .manifests-venv .bench-venv .remotes-venv .sycl-venv .farm-*-venv .torch-*-venv .deepspeed-venv .deepspeed .packages-*-venv build dist src/*.egg-info
+	rm -rf $(VENV) .release-venv .manifests-venv .bench-venv .remotes-venv .sycl-venv .farm-*-venv .torch-*-venv .deepspeed-venv .deepspeed .packages-*-venv build dist src/*.egg-info

@@ -16,14 +16,22 @@ if TYPE_CHECKING:
 def names(
     module: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a module that has each name from the module at home in
-    it. A name is looked up once."""
+    """``__getattr__`` and ``__dir__`` of a module that imports each name from its home module on
+    first use. If that needs torch and there is none, the ModuleNotFoundError has a hint."""
 
     def getattribute(name: str) -> Any:
         home = homes.get(name)
         if home is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        value = getattr(import_module(home), name)
+        try:
+            value = getattr(import_module(home), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ModuleNotFoundError(
+                f"{module}.{name} needs torch, which is not installed\nhint: pip install torch",
+                name="torch",
+            ) from None
         setattr(sys.modules[module], name, value)
         return value
 

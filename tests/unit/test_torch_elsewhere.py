@@ -81,3 +81,30 @@ def test_a_build_without_torch_imports_a_package_that_needs_torch(elsewhere: Pat
     (elsewhere / "__init__.py").write_text("")
     said = child.run(IMPORT, env={"OPKILN_TORCH_DIR": str(elsewhere)})
     assert said.strip() == str(elsewhere / "__init__.py")
+
+
+def test_the_demo_says_that_torch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from opkiln.cli import demo
+    from opkiln.errors import ToolchainError
+
+    monkeypatch.setattr(torch_sdk, "find", lambda: None)
+    with pytest.raises(ToolchainError) as caught:
+        demo._demo("")
+    assert str(caught.value) == (
+        "the demo needs torch\n  torch is not installed\nhint: pip install torch"
+    )
+
+
+def test_a_front_end_says_that_torch_is_missing() -> None:
+    code = (
+        "import opkiln\n"
+        "for take in (lambda: opkiln.optim.CPUAdam, lambda: opkiln.nn.inference.rms_norm):\n"
+        "    try:\n        take()\n"
+        "    except ModuleNotFoundError as error:\n        print(error)\n"
+    )
+    assert child.run(code).splitlines() == [
+        "opkiln.optim.CPUAdam needs torch, which is not installed",
+        "hint: pip install torch",
+        "opkiln.nn.inference.rms_norm needs torch, which is not installed",
+        "hint: pip install torch",
+    ]

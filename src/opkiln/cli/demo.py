@@ -54,8 +54,16 @@ def command(keep: bool) -> int:
 
 
 def _demo(work: str) -> int:
+    from opkiln.errors import ToolchainError
+    from opkiln.toolchain import torch_sdk
+
+    torch = torch_sdk.find()
+    if torch is None:
+        raise ToolchainError(
+            "the demo needs torch", why="torch is not installed", hint="pip install torch"
+        )
     output.data("A small model, trained with opkiln.optim.CPUAdam: cold, then warm.\n")
-    output.data(_title("found") + "\n" + _found())
+    output.data(_title("found") + "\n" + _found(torch.version))
     output.data(_title("\ncold: a new process and an empty store"))
     cold = _run(work)
     output.data(_ran(cold))
@@ -71,13 +79,13 @@ def _title(text: str) -> str:
     return paint(text, "strong", colour=output.colour())
 
 
-def _found() -> str:
+def _found(torch: str) -> str:
     from opkiln.errors import ToolchainError
     from opkiln.report.machine import machine
     from opkiln.store.layers import Store
-    from opkiln.toolchain import host, torch_sdk
+    from opkiln.toolchain import host
 
-    here, torch = machine(), torch_sdk.find()
+    here = machine()
     try:
         tools = host.choose(Store().memory)
         compiler = f"{tools.cxx}, {tools.version}"
@@ -87,7 +95,7 @@ def _found() -> str:
         ("compiler", compiler),
         ("cpu", f"{here.cpu} ({here.simd})"),
         ("python", here.python),
-        ("torch", "not installed" if torch is None else torch.version),
+        ("torch", torch),
     ]
     return columns(rows, indent=2)
 
