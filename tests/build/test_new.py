@@ -410,9 +410,8 @@ def test_its_tests_and_an_added_ops_pass_compiled_at_first_use_and_precompiled(
 def test_the_steps_of_its_workflow_run_in_order_and_a_kept_store_leaves_nothing_to_compile(
     environment: Environment, project: Path, tmp_path: Path
 ) -> None:
-    (job, *_) = yaml.safe_load((project / ".github/workflows/test.yml").read_text())[
-        "jobs"
-    ].values()
+    workflow = yaml.safe_load((project / ".github/workflows/test.yml").read_text())
+    job = workflow["jobs"]["test"]
     kept: dict[str, Path] = {}  # what the service keeps, by key
     built = []
     for run in range(2):
@@ -437,8 +436,8 @@ def _run_steps(
     """Run a job's steps as GitHub does. What each command has printed."""
     path = f"{environment.path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     outputs = home / "outputs"
-    variables = {"HOME": str(home), "XDG_CACHE_HOME": "", "OPKILN_CACHE_DIR": "", "PATH": path, **job["env"],
-                 "GITHUB_OUTPUT": str(outputs)}  # fmt: skip
+    variables = {"HOME": str(home), "XDG_CACHE_HOME": "", "OPKILN_CACHE_DIR": "", "PATH": path,
+                 "GITHUB_OUTPUT": str(outputs), **job["env"]}  # fmt: skip
     said: dict[str, str] = {}
     for step in job["steps"]:
         if step.get("uses", "").startswith("actions/cache@"):

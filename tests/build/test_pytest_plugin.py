@@ -52,20 +52,15 @@ import unittest
 
 import pytest
 import torch
-from ops import StableBuilder, broken, doubled
+from ops import StableBuilder, doubled
 
 X = torch.ones(3)
 AS = {"native": 2.001, "reference": 2.0}
-compiled = torch.compile(doubled, fullgraph=True, backend="aot_eager")
 
 
 def test_decorated(opkiln_mode):
     assert doubled(X)[0].item() == pytest.approx(AS[opkiln_mode], abs=1e-5)
     assert doubled.load("cpu") == (opkiln_mode == "native")
-
-
-def test_compiled_in_another_test(opkiln_mode):
-    assert compiled(X)[0].item() == pytest.approx(AS[opkiln_mode], abs=1e-5)
 
 
 def test_builder(opkiln_mode):
@@ -105,6 +100,16 @@ class TestCase(unittest.TestCase):
     def test_once(self):
         self.assertNotEqual(doubled(X)[0].item(), 2)
 """
+GRAPH = """
+import torch
+from ops import doubled
+from test_author import AS, X
+
+compiled = torch.compile(doubled, fullgraph=True, backend="aot_eager")
+
+def test_compiled_in_another_test(opkiln_mode):
+    assert abs(compiled(X)[0].item() - AS[opkiln_mode]) < 1e-5
+"""
 FALLING_BACK = """
 import torch
 from ops import broken, doubled
@@ -112,11 +117,11 @@ from ops import broken, doubled
 def test_served():
     doubled(torch.ones(3))
 
+def test_not_served():
+    doubled(torch.ones(3, 3))
+
 def test_does_not_compile():
     broken(torch.ones(3))
-
-def test_no_sources_for_the_device():
-    doubled(torch.ones(3, device="meta"))  # shapes alone: nothing runs
 """
 # Tests one after the other in alternating modes, which no order of pytest's own gives.
 ALTERNATING = """
@@ -127,8 +132,8 @@ import pytest
 def pytest_collection_modifyitems(items):
     modes = {"native": [], "reference": []}
     for item in items:
-        params = getattr(item, "callspec", None)
-        modes["reference" if params and params.params["opkiln_mode"] == "reference" else "native"].append(item)
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        modes[params.get("opkiln_mode", "native")].append(item)
     pairs = itertools.zip_longest(modes["native"], modes["reference"])
     items[:] = [item for pair in pairs for item in pair if item is not None] * 2
 """
@@ -144,6 +149,7 @@ class Project:
         (where / "doubled.cpp").write_text(KERNEL)
         (where / "broken.cpp").write_text(KERNEL.replace("doubled", "broken").replace("{", "", 1))
         (where / "test_author.py").write_text(TESTS)
+        (where / "test_graph.py").write_text(GRAPH)
         (where / "test_falls.py").write_text(FALLING_BACK)
         (where / "alternating.py").write_text(ALTERNATING)
         self.store = known.make_store(where / "store")
@@ -153,7 +159,7 @@ class Project:
         given = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OPKILN_CACHE_DIR": str(self.store)}
         environment = child.environment([self.where]) | given | variables
         argv = [sys.executable, "-m", "pytest", "-p", "opkiln.testing.plugin", "-p",
-                "no:cacheprovider", "-rA", *arguments]  # fmt: skip
+                "no:cacheprovider", "-rpfsE", *arguments]  # fmt: skip
         return subprocess.run(
             argv, cwd=self.where, env=environment, capture_output=True, text=True, timeout=300,
             check=False,
@@ -177,69 +183,59 @@ def warm() -> None:
     """The store is that of the project."""
 
 
-BOTH = ["test_a_child_process", "test_a_fixture_of_the_module", "test_builder",
-        "test_compiled_in_another_test", "test_decorated"]  # fmt: skip
+BOTH = ["test_a_child_process", "test_a_fixture_of_the_module", "test_builder", "test_decorated"]
 
 
-def test_each_mode_runs_its_version_and_both_runs_each_test_twice(project: Project) -> None:
-    done = project.pytest("--opkiln=both", "test_author.py")
+def test_both_runs_each_test_twice_and_nothing_of_one_serves_the_next(project: Project) -> None:
+    """All tests twice, in the order native, reference, native, ..."""
+    done = project.pytest("--opkiln=both", "-p", "alternating", "test_author.py", "test_graph.py")
     assert "opkiln: native and reference" in done.stdout
-    expected = [f"{each}[{mode}]" for each in BOTH for mode in ("native", "reference")]
+    twice = [*BOTH, "test_compiled_in_another_test"]
+    expected = [f"{each}[{mode}]" for each in twice for mode in ("native", "reference")]
     expected += ["test_once", "test_only_native[native]", "test_only_reference[reference]"]
-    assert passed(done) == sorted(expected)
-    # In the order native, reference, native, ...: nothing of one test serves the next.
-    done = project.pytest("--opkiln=both", "-p", "alternating", "test_author.py")
-    assert f"{2 * len(expected)} passed" in done.stdout, done.stdout
+    assert passed(done) == sorted(2 * expected)
+    assert "Overriding a previously registered kernel" not in done.stdout + done.stderr
 
 
 def test_workers_run_the_modes_too(project: Project) -> None:
     pytest.importorskip("xdist")
     done = project.pytest("--opkiln=both", "-p", "xdist", "-n", "2", "test_author.py")
-    assert "13 passed" in done.stdout, done.stdout + done.stderr
+    assert "11 passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_native_alone_leaves_names_as_they_are_and_skips_what_is_for_the_reference(
+def test_native_alone_leaves_names_as_they_are_and_fails_tests_that_fall_back(
     project: Project,
 ) -> None:
-    done = project.pytest("--opkiln=native", "test_author.py")
-    assert passed(done) == sorted([*BOTH, "test_once", "test_only_native"])
-    assert "1 skipped" in done.stdout
+    done = project.pytest("--opkiln=native", "test_author.py", "test_falls.py")
+    lines = [line for line in done.stdout.splitlines() if line.startswith("PASSED ")]
+    names = sorted(line.rpartition("::")[2] for line in lines)
+    assert names == sorted([*BOTH, "test_once", "test_only_native", "test_served"]), done.stdout
     assert "it is marked opkiln('reference'), and this run is not" in done.stdout
+    assert "2 failed, 7 passed, 1 skipped" in done.stdout
+    assert "CompileError: op broken: broken.cpp does not compile" in done.stdout
+    assert "hint: opkiln build broken" in done.stdout
+    (shown,) = re.findall(r"```text\n(E   opkiln.*?)```", PAGE.read_text(), re.DOTALL)
+    for line in shown.replace("scaled_add", "doubled").splitlines():
+        assert line.removeprefix("E ").strip() in done.stdout
 
 
 def test_reference_alone_needs_no_compiler_and_makes_no_store(
     project: Project, tmp_path: Path
 ) -> None:
     done = project.pytest(
-        "--opkiln=reference", "test_author.py", "-k", "not once",
+        "--opkiln=reference", "test_author.py", "test_falls.py", "-k", "not once",
         OPKILN_CACHE_DIR=str(tmp_path / "none"), OPKILN_CXX="/nowhere/g++",
     )  # fmt: skip
-    assert passed(done) == sorted([*BOTH, "test_only_reference"])
+    falling = ["test_served", "test_not_served", "test_does_not_compile"]
+    assert passed(done) == sorted([*BOTH, "test_only_reference", *falling])
     assert not (tmp_path / "none").exists()
 
 
-def test_a_fallback_fails_a_native_test_with_the_reason_and_is_a_warning_without_the_option(
-    project: Project,
-) -> None:
-    done = project.pytest("--opkiln=native", "test_falls.py")
-    assert "1 failed, 2 passed" in done.stdout, done.stdout
-    assert "CompileError: op broken: broken.cpp does not compile" in done.stdout
-    assert "hint: opkiln build broken" in done.stdout
+def test_without_the_option_a_fallback_is_a_warning(project: Project) -> None:
     done = project.pytest("test_falls.py")
     assert "3 passed" in done.stdout, done.stdout
     assert "FallbackWarning: op broken runs as its pure-PyTorch reference" in done.stdout
-
-
-def test_a_call_that_no_kernel_serves_fails_a_native_test(project: Project) -> None:
-    (project.where / "test_unserved.py").write_text(
-        "import torch\nfrom ops import doubled\ndef test_rows():\n    doubled(torch.ones(3, 3))\n"
-    )
-    done = project.pytest("--opkiln=both", "test_unserved.py")
-    assert "1 failed, 1 passed" in done.stdout, done.stdout
-    assert "PASSED test_unserved.py::test_rows[reference]" in done.stdout
-    (shown,) = re.findall(r"```text\n(E   opkiln.*?)```", PAGE.read_text(), re.DOTALL)
-    for line in shown.replace("scaled_add", "doubled").splitlines():
-        assert line.removeprefix("E ").strip() in done.stdout
+    assert "FallbackWarning: op doubled runs as its pure-PyTorch reference" in done.stdout
 
 
 def test_without_the_option_the_fixture_tells_the_mode_of_the_environment(

@@ -14,6 +14,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SIZES", "Make", "op_tests"]
 
-_HOMES = {name: "opkiln.testing.suite" for name in __all__}
+_HOMES = dict.fromkeys(__all__, "opkiln.testing.suite")
 
 __getattr__, __dir__ = lazy.names(__name__, _HOMES)
