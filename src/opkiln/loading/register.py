@@ -218,7 +218,8 @@ def covered(ops: Sequence[Op]) -> Iterator[None]:
         return
     import torch
 
-    has, made = torch._C._dispatch_has_kernel_for_dispatch_key, []
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    made: list[Any] = []
     try:
         for op in ops:
             for kernel in op.spec.kernels:

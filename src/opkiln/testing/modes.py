@@ -13,12 +13,14 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from opkiln.testing.plugin import MARKER, MODES
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
+NATIVE, REFERENCE = MODES = ("native", "reference")
+# The values of the option.
+ASKED = {NATIVE: (NATIVE,), REFERENCE: (REFERENCE,), "both": MODES}
+MARKER = "opkiln"
 _FIXTURE = "opkiln_mode"
 _VARIABLE = "OPKILN_MODE"
 
@@ -83,9 +85,9 @@ def _only(item: pytest.Item) -> str | None:
     if marker is None:
         return None
     given = marker.args[0] if len(marker.args) == 1 and not marker.kwargs else None
-    if given not in MODES["both"]:
+    if given not in MODES:
         raise pytest.UsageError(
-            f"{item.nodeid}: @pytest.mark.{MARKER} takes one of {', '.join(MODES['both'])}"
+            f"{item.nodeid}: @pytest.mark.{MARKER} takes one of {', '.join(MODES)}"
         )
     return str(given)
 
@@ -105,6 +107,6 @@ def running(mode: str) -> Iterator[None]:
             if module is None:
                 continue
             module.forget_references()
-            if mode == "reference":
+            if mode == REFERENCE:
                 stack.enter_context(module.set_aside())
         yield

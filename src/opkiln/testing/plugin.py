@@ -1,26 +1,21 @@
 """pytest's option ``--opkiln=native|reference|both``: the modes that tests run in.
 
 pytest imports this module in every environment that has opkiln, for all projects. So it imports
-nothing else, and without the option it adds a marker and a fixture and does no more. The work is
-in ``modes.py``.
+nothing of opkiln but ``modes.py``, which has the work, and without the option it adds a marker and
+a fixture and does no more.
 """
 
 from __future__ import annotations
 
 import pytest
 
-MODES = {
-    "native": ("native",),
-    "reference": ("reference",),
-    "both": ("native", "reference"),
-}
-MARKER = "opkiln"
+from opkiln.testing.modes import ASKED, MARKER, Modes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("opkiln").addoption(
         "--opkiln",
-        choices=tuple(MODES),
+        choices=tuple(ASKED),
         help="run the tests with opkiln's ops native (a test whose op falls back to its reference "
         "fails), with their references (nothing is compiled), or each test in both ways",
     )
@@ -32,9 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     asked = config.getoption("--opkiln")
     if asked is not None:
-        from opkiln.testing.modes import Modes
-
-        config.pluginmanager.register(Modes(MODES[asked]), "opkiln-modes")
+        config.pluginmanager.register(Modes(ASKED[asked]), "opkiln-modes")
 
 
 @pytest.fixture(scope="session")
