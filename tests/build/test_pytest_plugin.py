@@ -214,7 +214,7 @@ def test_native_alone_leaves_names_as_they_are_and_fails_tests_that_fall_back(
     assert "2 failed, 7 passed, 1 skipped" in done.stdout
     assert "CompileError: op broken: broken.cpp does not compile" in done.stdout
     assert "hint: opkiln build broken" in done.stdout
-    (shown,) = re.findall(r"```text\n(E   opkiln.*?)```", PAGE.read_text(), re.DOTALL)
+    (shown,) = re.findall(r"```text\n(E   .*?)```", PAGE.read_text(), re.DOTALL)
     for line in shown.replace("scaled_add", "doubled").splitlines():
         assert line.removeprefix("E ").strip() in done.stdout
 
