@@ -123,4 +123,4 @@ docs: $(STAMP)
 	$(RUN) -c "from opkiln.report.forms import settings_page; open('docs/settings.md', 'w').write(settings_page())"
 
 clean:
-	rm -rf $(VENV) .release-venv .manifests-venv .bench-venv .remotes-venv .sycl-venv .farm-*-venv .torch-*-venv .deepspeed-venv .deepspeed .packages-*-venv build dist src/*.egg-info
+	rm -rf $(VENV) .release-venv .ci-files-venv .manifests-venv .bench-venv .remotes-venv .sycl-venv .farm-*-venv .torch-*-venv .deepspeed-venv .deepspeed .packages-*-venv build dist src/*.egg-info

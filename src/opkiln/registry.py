@@ -230,6 +230,29 @@ def declared() -> dict[str, EntryPoint]:
     return found
 
 
+def ops_of(package: str) -> list[str]:
+    """The names in ``ALL_OPS`` of a package's ops. ``package`` is what was installed, or what is
+    imported. Raises UnknownOp if it has none."""
+    wanted = normalized(package)
+    if wanted == "opkiln":
+        return bundled()
+    entries = declared()
+    found = [name for name, entry in entries.items() if wanted in _owners(entry)]
+    if not found:
+        owners = sorted({distribution(entry) for entry in entries.values()} | {"opkiln"})
+        raise UnknownOp(
+            f"there is no package {package!r} with ops",
+            why="packages with ops: " + ", ".join(owners),
+            hint=f"pip install {package}",
+        )
+    return found
+
+
+def _owners(entry: EntryPoint) -> tuple[str, str]:
+    """The names of the package of an entry point: as it is installed, and as it is imported."""
+    return normalized(distribution(entry)), normalized(entry.module.partition(".")[0])
+
+
 def listed_as(op: str) -> list[str]:
     """The names in ``ALL_OPS`` of all the ops called ``op``, each of another package."""
     return [name for name in ALL_OPS if name.rpartition(":")[2] == op]

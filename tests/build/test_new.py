@@ -6,13 +6,15 @@ import ast
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 from sample import install
 from sample.install import NATIVE_ONLY, Environment
 
@@ -63,7 +65,8 @@ def test_a_package_is_written_whole_by_the_name_it_is_imported_by(
 
 
 def test_every_template_is_written() -> None:
-    names = [*scaffold._PACKAGE_FILES, *scaffold._OP_FILES, scaffold._TEST, "uv.toml"]
+    ci = [template for template, _ in scaffold.CI.values()]
+    names = [*scaffold._PACKAGE_FILES, *ci, *scaffold._OP_FILES, scaffold._TEST, "uv.toml"]
     used = {f"{name.format(backend=b)}.in" for name in names for b in scaffold.BACKENDS}
     assert used == set(os.listdir(scaffold._TEMPLATES))
 
@@ -357,12 +360,16 @@ def project(tmp_path: Path) -> Path:
     return tmp_path / "demo_ops"
 
 
-def assert_tests_pass(environment: Environment, project: Path, **variables: str) -> None:
+def assert_tests_pass(
+    environment: Environment, project: Path, *options: str, **variables: str
+) -> tuple[int, int]:
+    """How many tests have passed and were skipped."""
     # Run from another directory: what is installed is tested, and not what lies in src.
-    argv = [str(environment.python), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    argv = [str(environment.python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
     done = install.run([*argv, str(project / "tests")], project.parent, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|skipped)", done.stdout)}
+    return counts["passed"], counts.get("skipped", 0)
 
 
 @needs_compiler
@@ -374,7 +381,18 @@ def test_its_tests_and_an_added_ops_pass_compiled_at_first_use_and_precompiled(
     add_op.add(str(project), "demo_norm")
     environment.install(project, OPKILN_CACHE_DIR=store)
     assert environment.prebuilt("demo_ops") == {}
-    assert_tests_pass(environment, project, OPKILN_CACHE_DIR=store)
+    native, without = assert_tests_pass(
+        environment, project, "--opkiln=native", OPKILN_CACHE_DIR=store
+    )
+    nowhere = str(tmp_path / "nowhere")
+    reference, skipped = assert_tests_pass(
+        environment, project, "--opkiln=reference", OPKILN_CACHE_DIR=nowhere, CXX="/nowhere/g++"
+    )
+    assert not os.path.exists(nowhere), "nothing was compiled"
+    # For each op, a native version is not built, and its refusals are not those of a kernel.
+    assert (reference, skipped) == (native - 4, without + 4)
+    both, _ = assert_tests_pass(environment, project, "--opkiln=both", OPKILN_CACHE_DIR=store)
+    assert both == native + reference
     # With pip's own check of what it requires: opkiln and torch are there.
     done = environment.pip(
         "install", "--no-build-isolation", "--no-index", project,
@@ -384,6 +402,69 @@ def test_its_tests_and_an_added_ops_pass_compiled_at_first_use_and_precompiled(
     assert sorted(environment.prebuilt("demo_ops")) == ["demo_add", "demo_norm"]
     fresh = str(tmp_path / "fresh")
     assert_tests_pass(environment, project, OPKILN_CACHE_DIR=fresh, **NATIVE_ONLY)
+
+
+@needs_compiler
+@needs_torch
+@pytest.mark.slow
+def test_the_steps_of_its_workflow_run_in_order_and_a_kept_store_leaves_nothing_to_compile(
+    environment: Environment, project: Path, tmp_path: Path
+) -> None:
+    workflow = yaml.safe_load((project / ".github/workflows/test.yml").read_text())
+    job = workflow["jobs"]["test"]
+    kept: dict[str, Path] = {}  # what the service keeps, by key
+    built = []
+    for run in range(2):
+        home = tmp_path / f"run{run}"  # a new machine
+        home.mkdir()
+        said = _run_steps(environment, project, job, home, kept)
+        built.append(re.findall(r"demo_add +cpu +(\w+)", said["opkiln build --package demo_ops"]))
+        assert said["opkiln check --package demo_ops"].split()[:2] == ["demo_add", "cached"]
+        assert " passed" in said["python -m pytest --opkiln=both"]
+    assert built == [["built"], ["cached"]]
+    assert len(kept) == 1, "both runs have one key"
+    # GitLab's job has the same commands.
+    scaffold.write("other_ops", str(tmp_path), ci=scaffold.GITLAB)
+    script = yaml.safe_load((tmp_path / "other_ops/.gitlab-ci.yml").read_text())["test"]["script"]
+    steps = [step["run"] for step in job["steps"] if "run" in step and "id" not in step]
+    assert [each.replace("other_ops", "demo_ops") for each in script] == steps
+
+
+def _run_steps(
+    environment: Environment, project: Path, job: dict[str, Any], home: Path, kept: dict[str, Path]
+) -> dict[str, str]:
+    """Run a job's steps as GitHub does. What each command has printed."""
+    path = f"{environment.path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    outputs = home / "outputs"
+    variables = {"HOME": str(home), "XDG_CACHE_HOME": "", "OPKILN_CACHE_DIR": "", "PATH": path,
+                 "GITHUB_OUTPUT": str(outputs), **job["env"]}  # fmt: skip
+    said: dict[str, str] = {}
+    for step in job["steps"]:
+        if step.get("uses", "").startswith("actions/cache@"):
+            values = dict(line.split("=", 1) for line in outputs.read_text().splitlines())
+            assert step["with"]["path"] == "${{ steps.ops.outputs.path }}"
+            assert values["key"].startswith(step["with"]["restore-keys"])
+            if values["key"] in kept:
+                shutil.copytree(kept[values["key"]], values["path"], dirs_exist_ok=True)
+            saved = values
+        elif (command := step.get("run", "")).startswith("python -m pip"):
+            # An index has no opkiln for this test, and pip is new enough.
+            if "--upgrade pip" not in command:
+                words = command.split()[3:]
+                done = environment.pip(
+                    *words, cwd=project, PIP_NO_INDEX="1", PIP_NO_BUILD_ISOLATION="0"
+                )
+                assert done.returncode == 0, done.stdout + done.stderr
+        elif command:
+            done = install.run(
+                ["bash", "-e", "-o", "pipefail", "-c", command], project, **variables
+            )
+            assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+            said[command] = done.stdout
+    if saved["key"] not in kept:
+        kept[saved["key"]] = home / "kept"
+        shutil.move(saved["path"], home / "kept")
+    return said
 
 
 MISTAKES = {

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 COMMANDS = main._COMMANDS
 CACHE_COMMANDS = (
-    "path", "list", "size", "verify", "gc", "clear", "export", "import", "keygen", "sign", "record",
-    "push", "pull",
+    "path", "key", "list", "size", "verify", "gc", "clear", "export", "import", "keygen", "sign",
+    "record", "push", "pull",
 )  # fmt: skip
 TUNED_COMMANDS = ("list", "export", "import", "clear")
 

@@ -10,6 +10,8 @@ runs. It also runs for a call that a kernel does not serve: the kernel says why,
 from __future__ import annotations
 
 import threading
+import weakref
+from contextlib import contextmanager
 from typing import Any
 
 from opkiln.authoring.checking import Comparison
@@ -21,7 +23,7 @@ from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from opkiln.authoring.builders import DecoratedBuilder
     from opkiln.authoring.parameters import Value
@@ -43,7 +45,11 @@ class Refusals:
     def add(self, why: str) -> None:
         """Say, once for each reason, that the reference runs. Raises LoadError where it must not"""
         if settings.mode == policy.NATIVE:
-            raise LoadError(f"op {self._op}: {why}", why="OPKILN_MODE=native: it must be native")
+            raise LoadError(
+                f"op {self._op} would run as its reference: {why}",
+                why="OPKILN_MODE=native: a native version is required",
+                hint="OPKILN_MODE=auto    # the reference runs, with a warning",
+            )
         self.count += 1
         if why not in self.reasons and len(self.reasons) < _MOST_REASONS:
             self.reasons[why] = None
@@ -74,6 +80,7 @@ class Entrance:
         self._lock = threading.RLock()
         self.overload: Any = None  # what a call is passed on to once its library is loaded
         self.native: Any = None  # the overload that only libraries implement, to compare with
+        _all.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         device = device_of(args, kwargs)
@@ -150,13 +157,51 @@ class Entrance:
         return self._builder(backend=backend_of(self._builder, device))
 
     def _tell_no_sources(self, device: str) -> None:
-        if settings.mode == "reference":
+        """Raises LoadError where the reference must not run."""
+        if settings.mode == policy.REFERENCE:
             return
+        what = f"reference on {device}"
+        why = f"it has sources for {', '.join(self._builder.BACKENDS)} alone"
+        if settings.mode == policy.NATIVE:
+            raise LoadError(
+                f"op {self._builder.NAME} would run as its {what}: {why}",
+                why="OPKILN_MODE=native: a native version is required",
+                hint="OPKILN_MODE=auto    # the reference runs, with a warning",
+            )
         warn_caller(
-            f"op {self._builder.NAME} runs as its pure-PyTorch reference on {device}: it has "
-            f"sources for {', '.join(self._builder.BACKENDS)} alone",
-            FallbackWarning,
+            f"op {self._builder.NAME} runs as its pure-PyTorch {what}: {why}", FallbackWarning
         )
+
+
+_all: weakref.WeakSet[Entrance] = weakref.WeakSet()
+
+
+def forget_references() -> None:
+    """Have every entrance look again for a library that it did not find."""
+    for each in list(_all):
+        _forget_references(each._served)
+
+
+def _forget_references(served: dict[str, Loaded | None]) -> None:
+    for device, loaded in list(served.items()):
+        if loaded is None or loaded.artifact is None:
+            del served[device]
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Within the block every entrance loads anew; after it, all is as before."""
+    # Functions of one library share what is served.
+    tables = {id(each._served): each._served for each in list(_all)}.values()
+    kept = [dict(each) for each in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, before in zip(tables, kept, strict=True):
+            _forget_references(table)
+            table.update(before)
 
 
 def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

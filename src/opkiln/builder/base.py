@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -37,7 +38,7 @@ from opkiln.settings import build_switch, settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 class OpBuilder:
@@ -472,6 +473,23 @@ class OpBuilder:
 
 
 _kept: dict[tuple[type[OpBuilder], str | None], Any] = {}  # what functions() gives
+
+
+def forget_references() -> None:
+    """Have ``functions()`` load anew: a reference may serve what it gives."""
+    _kept.clear()
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Within the block ``functions()`` loads anew; after it, all is as before."""
+    kept = dict(_kept)
+    _kept.clear()
+    try:
+        yield
+    finally:
+        _kept.clear()
+        _kept.update(kept)
 
 
 def _builder_for(kind: type[OpBuilder], device: str | None) -> OpBuilder:

@@ -27,6 +27,11 @@ def complete_op(_context: click.Context, _argument: click.Parameter, incomplete:
     return [name for name in ALL_OPS if name.startswith(incomplete)]
 
 
+package_option = click.option(
+    "--package", metavar="PACKAGE", help="All ops of an installed package, instead of OPS."
+)
+
+
 class EntriesOf:
     """Selects the entries of an op: ``OP`` of every package, or ``DISTRIBUTION:OP`` of one."""
 

@@ -8,7 +8,13 @@ from typing import Any
 import click
 
 from opkiln.cli import output
-from opkiln.cli.arguments import complete_op, json_option, parse_size_option, target_option
+from opkiln.cli.arguments import (
+    complete_op,
+    json_option,
+    package_option,
+    parse_size_option,
+    target_option,
+)
 from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import UsageError
 from opkiln.report.layout import columns
@@ -27,6 +33,7 @@ if TYPE_CHECKING:
 @click.command("build", short_help="Build ops now, instead of at their first use.")
 @click.argument("ops", nargs=-1, shell_complete=complete_op)
 @click.option("--all", "everything", is_flag=True, help="Build every op that can run here.")
+@package_option
 @click.option(
     "--recorded", type=click.Path(dir_okay=False), metavar="FILE",
     help="Build the ops in FILE, which `opkiln cache record` wrote, for the devices in it.",
@@ -82,6 +89,7 @@ if TYPE_CHECKING:
 def command(
     ops: tuple[str, ...],
     everything: bool,
+    package: str | None,
     recorded: str | None,
     for_script: str | None,
     target: tuple[str, ...],
@@ -100,17 +108,18 @@ def command(
 ) -> int:
     """Build OPS, unless they are already built.
 
-    If a named op cannot be built natively, that is an error; it does not fall back. With --all, an
-    op that cannot run here (torch is too old, or its author says so) is skipped and listed.
+    If a named op cannot be built natively, that is an error; it does not fall back. With --all or
+    --package, an op that cannot run here (torch is too old, or its author says so) is skipped and
+    listed.
     """
-    wanted = _wanted(target)
+    wanted = wanted_targets(target)
     if targets is not None:
         listed, more = _matrix(targets)
         wanted = list(dict.fromkeys([*wanted, *more]))
-        ops = ops or (() if everything or recorded or for_script else listed)
+        ops = ops or (() if everything or package or recorded or for_script else listed)
     if wheel is None and (name or version or max_wheel_size):
         raise click.UsageError("--name, --version and --max-wheel-size need --wheel")
-    asked = _asked(ops, everything, recorded, for_script, wanted)
+    asked = _asked(ops, everything, package, recorded, for_script, wanted)
     wrapping = wrappings.Wrapping(out, wheel, bundle, name, version, max_wheel_size)
     wrappings.check(wrapping, {each.builder.distribution for each in asked.requests})
     outcomes = [*_built(asked.requests, executor, jobs, trace), *asked.refused]
@@ -167,19 +176,32 @@ def _matrix(file: str) -> Matrix:
 def _asked(
     ops: tuple[str, ...],
     everything: bool,
+    package: str | None,
     recorded: str | None,
     for_script: str | None,
     wanted: list[NamedTarget],
 ) -> prebuild.Asked:
-    from opkiln.registry import ALL_OPS
-
     named = bool(ops) and for_script is None
-    if sum((named, everything, recorded is not None, for_script is not None)) != 1:
-        raise click.UsageError("give one of: names of ops, --all, --recorded, --for-script")
+    others = sum(each is not None for each in (package, recorded, for_script))
+    if named + everything + others != 1:
+        raise click.UsageError(
+            "give one of: names of ops, --all, --package, --recorded, --for-script"
+        )
     if for_script is not None:
         return _used_by(for_script, ops, wanted)
     if recorded is not None:
         return prebuild.recorded_requests(recorded, wanted)
+    return requests(ops, everything, package, wanted)
+
+
+def requests(
+    ops: tuple[str, ...], everything: bool, package: str | None, wanted: list[NamedTarget]
+) -> prebuild.Asked:
+    """The ops that were named, all, or those of a package, each for each target."""
+    from opkiln.registry import ALL_OPS, ops_of
+
+    if package is not None:
+        return prebuild.requests(ALL_OPS, ops_of(package), wanted, named=False)
     names = list(ALL_OPS if everything else dict.fromkeys(ops))
     return prebuild.requests(ALL_OPS, names, wanted, named=not everything)
 
@@ -197,7 +219,8 @@ def _used_by(script: str, arguments: tuple[str, ...], wanted: list[NamedTarget])
         return prebuild.recorded_requests(noted, wanted, ran_here=True)
 
 
-def _wanted(texts: tuple[str, ...]) -> list[NamedTarget]:
+def wanted_targets(texts: tuple[str, ...]) -> list[NamedTarget]:
+    """The targets that the options ``--target`` name. Raises UsageError."""
     from opkiln.ship.selection import parse
 
     try:

@@ -12,7 +12,9 @@ from opkiln.cli.arguments import (
     EntriesOf,
     complete_op,
     json_option,
+    package_option,
     parse_size_option,
+    target_option,
     writable_root,
 )
 from opkiln.errors import LoadError, StoreError
@@ -59,6 +61,35 @@ for _each in (
 def path() -> None:
     """Print the store's directory."""
     output.data(os.path.dirname(writable_root()))
+
+
+@command.command("key", short_help="Print the key under which CI can keep the store.")
+@click.argument("ops", nargs=-1, shell_complete=complete_op)
+@package_option
+@target_option(multiple=True)
+@json_option
+def key(ops: tuple[str, ...], package: str | None, target: tuple[str, ...], as_json: bool) -> None:
+    """Print the key under which a CI service can keep the store with OPS from one run to the next.
+
+    It changes with what their builds depend on: sources, headers beside them, flags, compilers, the
+    target, opkiln. Nothing is built. All keys begin with the same prefix, by which a service finds
+    the newest store where it has none for the key.
+    """
+    from opkiln.cli.build import requests, wanted_targets
+    from opkiln.ship.cache_key import PREFIX, cache_key
+
+    if bool(ops) == (package is not None):
+        raise click.UsageError("give names of ops, or --package")
+    asked = requests(ops, False, package, wanted_targets(target))
+    for each in asked.refused:
+        if each.error is not None:
+            raise each.error
+    found = cache_key(asked.requests)
+    if as_json:
+        where = os.path.dirname(writable_root())
+        output.data_json({"schema": 1, "key": found, "prefix": PREFIX, "path": where})
+    else:
+        output.data(found)
 
 
 @command.command("list", short_help="List the entries.")

@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 import click
 
 from opkiln.cli import output
-from opkiln.cli.arguments import builder_for, complete_op, json_option, target_option
+from opkiln.cli.arguments import (
+    builder_for,
+    complete_op,
+    json_option,
+    package_option,
+    target_option,
+)
 from opkiln.errors import UnknownOp, UsageError
 from opkiln.report.layout import columns
 
@@ -171,9 +177,10 @@ class Checked(NamedTuple):
 
 
 @click.command("check", short_help="Exit with 1 unless every op is cached.")
-@click.argument("ops", nargs=-1, required=True, shell_complete=complete_op, metavar="OPS|FILE…")
+@click.argument("ops", nargs=-1, shell_complete=complete_op, metavar="OPS|FILE…")
+@package_option
 @json_option
-def check_command(ops: tuple[str, ...], as_json: bool) -> int:
+def check_command(ops: tuple[str, ...], package: str | None, as_json: bool) -> int:
     """Show whether each of OPS is cached here; exit with 1 unless all are.
 
     Of an op with variants, each is shown. An op that is not cached would compile, fall back to its
@@ -181,7 +188,12 @@ def check_command(ops: tuple[str, ...], as_json: bool) -> int:
     comment. Nothing is built. Use it as the last step of an image build, or before a job.
     """
     from opkiln.decision.terms import CACHED, WOULD_COMPILE
+    from opkiln.registry import ops_of
 
+    if bool(ops) == (package is not None):
+        raise click.UsageError("give names of ops or files that list them, or --package")
+    if package is not None:
+        ops = tuple(ops_of(package))
     checked = [_check(name) for name in _named(ops)]
     missing = [each for each in checked if each.status != CACHED]
     cold = [each for each in missing if each.status == WOULD_COMPILE]

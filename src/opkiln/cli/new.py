@@ -23,13 +23,18 @@ from opkiln.ship import add_op, scaffold
     "--backend", type=click.Choice(scaffold.BACKENDS), default=scaffold.SETUPTOOLS,
     show_default=True, help="What builds the new package's wheels.",
 )  # fmt: skip
-def command(name: str | None, op: str | None, backend: str) -> None:
+@click.option(
+    "--ci", type=click.Choice([*scaffold.CI, scaffold.NO_CI]), default=scaffold.GITHUB,
+    show_default=True, help="The service that runs the new package's tests.",
+)  # fmt: skip
+def command(name: str | None, op: str | None, backend: str, ci: str) -> None:
     """Write a package called NAME into a new directory of that name, with an op called OP.
 
     The op is a function in PyTorch, a kernel for the CPU and one for GPUs. The function gives the
-    gradient, and the tests compare the kernels with it. The package has tests that pass, a
-    pyproject.toml and a CI file. Its ops compile at their first use, or when it is installed with
-    OPKILN_BUILD_OPS=1.
+    gradient, and the tests compare the kernels with it. The package has tests that pass, natively
+    and with the function in PyTorch (pytest --opkiln=both), a pyproject.toml, a CI file that keeps
+    compiled ops from run to run, and a check of arch lists for pre-commit. Its ops compile at their
+    first use, or when it is installed with OPKILN_BUILD_OPS=1.
 
     \b
         opkiln new my_ops --op rms_norm     a new package
@@ -52,7 +57,7 @@ def command(name: str | None, op: str | None, backend: str) -> None:
     package = scaffold.package_of(name)
     if op is None and not os.path.lexists(name):
         op = _asked(scaffold.default_op(package))
-    written = scaffold.write(name, ".", backend, op or "")
+    written = scaffold.write(name, ".", backend, op or "", ci)
     output.data("\n".join(f"{name}/{path}" for path in written))
     # `--group` needs pip 25.1. An isolated build would not see what is installed here.
     output.say(

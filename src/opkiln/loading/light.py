@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from contextlib import contextmanager
 from typing import Any
 
 from opkiln import signature
@@ -25,7 +26,7 @@ from opkiln.signature import Function
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 ABI = 2  # of the record, and of the functions that a library exports for it
 
@@ -160,6 +161,36 @@ def _leave(old: _Listed) -> None:
         chain[place - 1].link(chain[place] if place < len(chain) else None)
     elif chain:
         chain[0].register()
+
+
+def has_registered(spec: OpSpec) -> bool:
+    """Whether the functions of a library of this kind are registered for the op."""
+    return _name(spec) in _registered
+
+
+@contextmanager
+def suspended(specs: Iterable[OpSpec]) -> Iterator[None]:
+    """Within the block torch has no function of these ops' libraries, and calls reach what it has
+    besides. A library that is opened in the block is registered, and stays so."""
+    with _lock:
+        all_of_them = [each for spec in specs for each in _registered.get(_name(spec), ())]
+        left = [each for each in all_of_them if _is_first(each)]
+        for each in left:
+            each.library.opkiln_unregister(each.pointer)
+    try:
+        yield
+    finally:
+        with _lock:
+            listed = [id(each) for mine in _registered.values() for each in mine]
+            for each in left:
+                if id(each) in listed and _is_first(each):
+                    each.register()
+
+
+def _is_first(each: _Listed) -> bool:
+    """Whether torch calls this function, and no library for another dtype passes calls on to it."""
+    chain = _chains.get(each.place, [])
+    return each.pointer.contents.dtype < 0 or (bool(chain) and chain[0] is each)
 
 
 def _walk(spec: OpSpec, listed: Any) -> Iterator[Any]:

@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from typing import Any
 
 from opkiln.decision import pins, policy, receipt
@@ -37,7 +38,7 @@ from opkiln.trust import usable_by_owner
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from opkiln.build_model import Target
 
@@ -212,6 +213,33 @@ def forget(distribution: str, op: str) -> None:
     for name in [each for each in _loaded if each[:2] == (distribution, op)]:
         _loaded.pop(name, None)
         _opened.pop(name, None)
+
+
+def forget_references() -> None:
+    """Forget the ops that their references serve: the next load of each decides again."""
+    for name in [name for name, each in list(_loaded.items()) if each.artifact is None]:
+        _loaded.pop(name, None)
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Within the block nothing is loaded of the ops that have a reference, and torch has none of
+    their kernels; after it, all is as before. For tests: other threads must not load or call."""
+    names = [name for name, each in _loaded.items() if each.op.has_reference]
+    loaded = {name: _loaded.pop(name) for name in names}
+    histories = {name: _history.pop(name) for name in names if name in _history}
+    ops = [each.op for each in loaded.values() if each.artifact is not None]
+    specs = [op.spec for op in ops if light.has_registered(op.spec)]
+    try:
+        with light.suspended(specs), register.covered([op for op in ops if op.spec not in specs]):
+            yield
+    finally:
+        forget_references()
+        for name in names:
+            # An op that the block itself has loaded natively stays so.
+            _loaded.setdefault(name, loaded[name])
+            if name in histories:
+                _history.setdefault(name, histories[name])
 
 
 def decided(request: Request) -> Outcome:

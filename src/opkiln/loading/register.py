@@ -18,14 +18,16 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import warnings
+from contextlib import contextmanager
 from typing import Any
 
 from opkiln.errors import LoadError, SpecError
-from opkiln.model import DISPATCH_KEYS, OpSpec, Registration, function_name
+from opkiln.model import DISPATCH_KEYS, Op, OpSpec, Registration, function_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
     from typing import TypeVar
 
     import torch
@@ -204,6 +206,36 @@ def require_kernels(spec: OpSpec, overloads: tuple[str, ...] = ("",)) -> None:
 
         what, why, hint = missing_kernels(spec, missing)
         raise LoadError(what, why=why, hint=hint)
+
+
+@contextmanager
+def covered(ops: Sequence[Op]) -> Iterator[None]:
+    """Within the block torch runs the references of these ops in the place of their kernels. For
+    libraries that register their kernels themselves when they are opened: nobody can take those
+    back, but what is registered later comes first."""
+    if not ops:
+        yield
+        return
+    import torch
+
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    made: list[Any] = []
+    try:
+        for op in ops:
+            for kernel in op.spec.kernels:
+                namespace, _, name = kernel.partition("::")
+                library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+                made.append(library)
+                for each in DISPATCH_KEYS[op.spec.backend]:
+                    if has(kernel, each):
+                        reference = _functions[f"{namespace}.{name}"].reference
+                        with warnings.catch_warnings():
+                            warnings.simplefilter("ignore")  # torch tells of the replaced kernel
+                            library.impl(name, reference, each)  # type: ignore[no-untyped-call]
+        yield
+    finally:
+        for library in made:
+            library._destroy()
 
 
 class _Function:

@@ -185,7 +185,7 @@ def look(request: Request) -> Outcome | Plan:
             return outcome.plan
         return _outcome(request, SKIPPED, reason=builder.error_log or "not compatible")
     error = outcome.error
-    if not request.named and _is_unsupported_here(error, builder):
+    if not request.named and is_unsupported_here(error, builder):
         return _outcome(request, SKIPPED, reason=f"{error.what}: {error.why}")
     return _outcome(request, FAILED, error=_with_hint(error, request))
 
@@ -196,7 +196,7 @@ def decision_of(request: Request) -> decision.Request:
     return decision.Request(request.builder.op(), use)
 
 
-def _is_unsupported_here(error: OpkilnError, builder: OpBuilder) -> bool:
+def is_unsupported_here(error: OpkilnError, builder: OpBuilder) -> bool:
     """Whether this machine does not support the op: its device is missing, or no installed compiler
     can build what it needs. If there is no compiler at all, that is an error."""
     if isinstance(error, ToolchainError):

@@ -18,13 +18,19 @@ from opkiln.registry import bundled
 
 SETUPTOOLS, HATCHLING = "setuptools", "hatchling"
 BACKENDS = (SETUPTOOLS, HATCHLING)
+GITHUB, GITLAB, NO_CI = "github", "gitlab", "none"
+# The CI services, each with its template and the file's place in the package.
+CI = {
+    GITHUB: ("test.yml", ".github/workflows/test.yml"),
+    GITLAB: ("gitlab-ci.yml", ".gitlab-ci.yml"),
+}
 
 _TEMPLATES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "new")
 _PACKAGE_FILES = {
     "pyproject.{backend}.toml": "pyproject.toml",
     "README.md": "README.md",
     "gitignore": ".gitignore",
-    "test.yml": ".github/workflows/test.yml",
+    "pre-commit-config.yaml": ".pre-commit-config.yaml",
     "package_init.py": "src/{package}/__init__.py",
     "ops_init.py": "src/{package}/ops/__init__.py",
 }
@@ -65,10 +71,13 @@ _CPP_KEYWORDS = frozenset((
 _SUFFIXES = ("_ops", "_op", "_kernels", "_kernel")
 
 
-def write(name: str, parent: str, backend: str = SETUPTOOLS, op: str = "") -> list[str]:
+def write(
+    name: str, parent: str, backend: str = SETUPTOOLS, op: str = "", ci: str = GITHUB
+) -> list[str]:
     """Write the package ``name`` into the new directory ``parent/name``, and return its files.
 
-    It has the op ``op``, or one named after the package. The directory appears whole or not at all.
+    It has the op ``op``, or one named after the package, and a file for the CI service ``ci``. The
+    directory appears whole or not at all.
     Raises UsageError for an invalid name or an existing directory, StoreError if it cannot be
     written.
     """
@@ -84,7 +93,7 @@ def write(name: str, parent: str, backend: str = SETUPTOOLS, op: str = "") -> li
             if add
             else f"cd elsewhere, or: opkiln new {name}2",
         )
-    texts = _package_texts(name, package, backend, op)
+    texts = _package_texts(name, package, backend, op, ci)
     # In the same directory as the target, so that one rename puts it there.
     staged = os.path.join(parent, f".{name}.{os.getpid()}-{os.urandom(6).hex()}")
     try:
@@ -188,7 +197,7 @@ def ops_init() -> str:
     return _template("ops_init.py")
 
 
-def _package_texts(name: str, package: str, backend: str, op: str) -> dict[str, str]:
+def _package_texts(name: str, package: str, backend: str, op: str, ci: str) -> dict[str, str]:
     """The text of each file, by its path in the package."""
     from packaging.version import Version
 
@@ -196,17 +205,23 @@ def _package_texts(name: str, package: str, backend: str, op: str) -> dict[str, 
 
     if backend not in BACKENDS:
         raise UsageError(f"unknown build backend {backend!r}", why="known: " + ", ".join(BACKENDS))
+    files, row = dict(_PACKAGE_FILES), ""
+    if ci != NO_CI:
+        template, place = CI[ci]
+        files[template] = place
+        row = f"| `{place}` | runs the tests, and keeps the compiled ops for the next run |\n"
     release = ".".join(map(str, Version(__version__).release[:2]))
     values = {
         **_op_values(package, op),
         "NAME": name,
         "BACKEND": backend,
+        "CI": row,
         "OPKILN": release,
     }
     values["UV"] = _filled(_template("uv.toml"), values).rstrip("\n")
     texts = {
         place.format(package=package): _filled(_template(template.format(backend=backend)), values)
-        for template, place in _PACKAGE_FILES.items()
+        for template, place in files.items()
     }
     inside, test = op_texts(package, op)
     texts |= {f"src/{package}/ops/{op}/{place}": text for place, text in inside.items()}

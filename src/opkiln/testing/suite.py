@@ -1,4 +1,4 @@
-"""For authors: a suite of tests for an op that ``@opkiln.op`` declares.
+"""A suite of tests for an op that ``@opkiln.op`` declares.
 
     from opkiln.testing import op_tests
     from my_package import bias_gelu
@@ -11,6 +11,9 @@
 pytest collects the class. Every test compares the native version with the reference: values,
 dtypes, shapes and strides of the results, what is written to the arguments, and whether results
 share memory with them. A device is tested if it is here and the op has sources for it.
+
+With ``OPKILN_MODE=reference`` nothing is compiled: what torch was told of the op (its schema,
+gradient and shapes) is tested with the reference.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from torch import Tensor
 from opkiln.authoring.checking import Comparison, copied
 from opkiln.authoring.gradient import tensors
 from opkiln.builder.base import backend_of
+from opkiln.decision import policy
+from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -104,11 +109,19 @@ def op_tests(
     def named(args: Sequence[Any]) -> dict[str, Any]:
         return dict(zip(names, args, strict=False))
 
+    def check(args: list[Any]) -> None:
+        if settings.mode == policy.REFERENCE:
+            Comparison(op.__name__, op.reference, written)(op.overload, tuple(args), {})
+        else:
+            op.check(*args)
+
     class Suite:
         """Native against reference."""
 
         @on_device
         def test_a_native_version_is_built_and_loaded(self, device: str) -> None:
+            if settings.mode == policy.REFERENCE:
+                pytest.skip("OPKILN_MODE=reference: the reference runs")
             # Raises what the compiler or the loader says. The suite's other tests use it then.
             for builder in op.builder.variants() or (op.builder,):
                 builder(backend=backend_of(builder, device)).jit_load()
@@ -120,7 +133,7 @@ def op_tests(
         def test_native_gives_what_the_reference_gives(
             self, device: str, dtype: torch.dtype, size: int
         ) -> None:
-            op.check(*given(device, dtype, size))
+            check(given(device, dtype, size))
 
         @on_device
         @with_dtype
@@ -132,7 +145,7 @@ def op_tests(
                 op.overload(*given(device, dtype, some, strided=True))
             except RuntimeError:
                 return
-            op.check(*given(device, dtype, some, strided=True))
+            check(given(device, dtype, some, strided=True))
 
         @on_device
         @with_dtype

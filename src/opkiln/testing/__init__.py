@@ -1,0 +1,19 @@
+"""For authors of ops: a suite of tests for pytest, and pytest's option ``--opkiln``.
+
+Importing this module is cheap: each name is imported when it is used. pytest imports it, for
+``opkiln.testing.plugin``, in every environment that has opkiln.
+"""
+
+from __future__ import annotations
+
+from opkiln import lazy
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.testing.suite import SIZES, Make, op_tests
+
+__all__ = ["SIZES", "Make", "op_tests"]
+
+_HOMES = dict.fromkeys(__all__, "opkiln.testing.suite")
+
+__getattr__, __dir__ = lazy.names(__name__, _HOMES)
