@@ -116,6 +116,7 @@ bench:
 
 docs: $(STAMP)
 	$(RUN) -c "from opkiln.report.forms import settings_page; open('docs/settings.md', 'w').write(settings_page())"
+	PYTHONPATH=tests $(RUN) -m reference_pages
 
 clean:
 	rm -rf $(VENV) .manifests-venv .bench-venv .remotes-venv .sycl-venv .farm-*-venv .torch-*-venv .deepspeed-venv .deepspeed .packages-*-venv build dist src/*.egg-info

@@ -93,7 +93,7 @@ class Candidate(Record):
 
     resort: str  # prebuilt, store, layer, remote, build, fallback
     verdict: str  # taken, refused, fetched, none
-    reason: str
+    reason: str  # why it is taken or refused
     subject: str = ""  # the path or key it is about
 
     def __str__(self) -> str:
