@@ -9,10 +9,10 @@ import pytest
 from sample import independent_reader
 from sample.formats_page import PAGE, fields, section, table
 
-from opkiln import digest, settings
+from opkiln import __version__, digest, settings
 from opkiln.build_model import Target
 from opkiln.model import OpSpec
-from opkiln.remote import lockfile, tier
+from opkiln.remote import lockfile, names, tier
 from opkiln.store import archive, key, shape, signatures, tuned, zip_format
 
 TITLES = ("Manifest", "Target", "Needs", "Dependencies", "Sidecar", "Index", "Signatures")
@@ -70,6 +70,16 @@ def test_other_files_have_the_fields_on_the_page() -> None:
     assert fields("Remote tier") == ["schema", *tier.Published._fields]
     choice = tuned.Choice(tuned.Question("d", "o", "m", "s", "v", ("c",), "x"), "c", {"c": 1.0})
     assert fields("Tuned choices") == list(tuned._as_json(choice))
+
+
+def test_names_are_made_as_the_page_says() -> None:
+    question = tuned.Question("d", "o", "m", "s", "v", ("c", "e"), "x")
+    name = independent_reader.key("tuned", ["d", "o", "m", "s", "v", ["c", "e"], "x"])
+    assert tuned._name(question) == f"tuned/d/o/{name}.json"
+    sources = [("a.cpp", "1" * 64), ("b.cpp", "2" * 64)]
+    told = ("v1", __version__, "d", "an_op", "3" * 40, sources)
+    published = names._name("d", "an_op", "3" * 40, reversed(sources))
+    assert published == f"an_op-{independent_reader.key('remote', told)}"
 
 
 def test_versions_on_the_page_are_those_of_the_code() -> None:
