@@ -51,7 +51,7 @@ PAGES = (
     ),
     Page(
         "opkiln.builder", "the classes that op authors subclass", "authoring.md",
-        (*_BUILDERS, ("opkiln.loading.loader", "Loaded")),
+        (*_BUILDERS, ("opkiln.loading.loader", "Loaded"), ("opkiln.decision.terms", "Trace")),
         subclassed=True,
     ),
     Page("opkiln.testing", "a suite of tests for an op", "authoring.md"),
@@ -196,7 +196,9 @@ def _entry(page: Page, name: str, found: Definition) -> list[str]:
 
 def _value(name: str, found: Definition) -> list[str]:
     node = found.node
-    kind = found.module.segment(node.annotation) if isinstance(node, ast.AnnAssign) else ""
+    kind = (
+        source.annotation(found.module, node.annotation) if isinstance(node, ast.AnnAssign) else ""
+    )
     held = found.module.segment(node.value) if getattr(node, "value", None) is not None else ""
     told = f"{name}: {kind}" if kind else f"{name} = {held}"
     # A value of a private class is described by its comment alone.
@@ -221,7 +223,7 @@ def _marked(node: Function, told: str) -> str:
 
 
 def _signature(name: str, home: source.Module, node: Function, *, bound: bool) -> str:
-    returns = home.segment(node.returns).strip('"') if node.returns is not None else ""
+    returns = source.annotation(home, node.returns) if node.returns is not None else ""
     return source.signature(name, source.parameters(home, node, bound=bound), returns)
 
 
@@ -266,7 +268,7 @@ def _is_internal(owner: Definition, init: Function) -> bool:
 
 def _field(home: source.Module, node: ast.AnnAssign) -> str:
     (name,) = source.assigned(node)
-    text = f"{name}: {home.segment(node.annotation)}"
+    text = f"{name}: {source.annotation(home, node.annotation)}"
     return text if node.value is None else f"{text} = {source.value(home, node.value)}"
 
 
@@ -281,7 +283,7 @@ def _bases(page: Page, found: Definition) -> str:
 def _attribute(part: Member) -> str:
     home, node = part.owner.module, part.node
     if isinstance(node, ast.AnnAssign):
-        kind = home.segment(node.annotation)
+        kind = source.annotation(home, node.annotation)
         kind = re.sub(r"^ClassVar\[(.*)\]$", r"\1", kind)
     else:
         assert isinstance(node, ast.Assign)
@@ -295,7 +297,7 @@ def _method(page: Page, name: str, part: Member) -> list[str]:
     marks = source.decorators(node)
     label, kind = f"{name}.{part.name}", ""
     if {"property", "cached_property"} & set(marks):
-        returns = home.segment(node.returns).strip('"') if node.returns is not None else "Any"
+        returns = source.annotation(home, node.returns) if node.returns is not None else "Any"
         told, kind = f"{label}: {returns}", " (property)"
     else:
         told = _marked(node, _signature(label, home, node, bound="staticmethod" not in marks))
@@ -305,18 +307,23 @@ def _method(page: Page, name: str, part: Member) -> list[str]:
 
 def _types(page: Page, nodes: list[tuple[source.Module, Function]]) -> list[str]:
     """Links to the classes on these pages that the signatures name."""
-    named: dict[str, tuple[str, str]] = {}
+    found = {each.name: homes().get(each.place) for each in named_types(nodes)}
+    links = [_link(page, place, name) for name, place in sorted(found.items()) if place]
+    return ["", f"See: {', '.join(links)}."] if links else []
+
+
+def named_types(nodes: list[tuple[source.Module, Function]]) -> list[Definition]:
+    """The classes of opkiln that signatures name."""
+    named: dict[tuple[str, str], Definition] = {}
     for home, node in nodes:
         told = [each.annotation for each in ast.walk(node.args) if isinstance(each, ast.arg)]
         for annotation in (*told, node.returns):
-            if annotation is None:
-                continue
-            for each in re.findall(r"\b[A-Z]\w+", home.segment(annotation)):
-                found = source.find(home.name, each)
-                if found is not None and found.place in homes():
-                    named[each] = homes()[found.place]
-    links = [_link(page, place, name) for name, place in sorted(named.items())]
-    return ["", f"See: {', '.join(links)}."] if links else []
+            words = "" if annotation is None else home.segment(annotation)
+            for word in re.findall(r"\b[A-Z]\w+", words):
+                found = source.find(home.name, word)
+                if found is not None and isinstance(found.node, ast.ClassDef):
+                    named[found.place] = found
+    return list(named.values())
 
 
 def _link(page: Page, place: tuple[str, str], text: str) -> str:

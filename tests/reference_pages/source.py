@@ -273,6 +273,18 @@ def fields(found: Definition) -> list[tuple[Definition, ast.AnnAssign]]:
 # Signatures
 
 
+def annotation(home: Module, node: ast.expr) -> str:
+    """A type as it is written; an alias of opkiln's as what it stands for."""
+
+    def spelled_out(word: re.Match[str]) -> str:
+        found = find(home.name, word[0])
+        if found is None or not isinstance(found.node, ast.Assign):
+            return word[0]
+        return found.module.segment(found.node.value)
+
+    return re.sub(r"(?<![.\w\"'])[A-Z]\w+", spelled_out, home.segment(node).strip('"'))
+
+
 def value(home: Module, node: ast.expr) -> str:
     """A default as its text; of a constant, its value."""
     if isinstance(node, ast.Name):
@@ -311,7 +323,7 @@ def parameters(home: Module, node: Function, *, bound: bool) -> list[str]:
 def _parameter(home: Module, argument: ast.arg, default: ast.expr | None) -> str:
     text = argument.arg
     if argument.annotation is not None:
-        text += f": {home.segment(argument.annotation).strip(chr(34))}"
+        text += f": {annotation(home, argument.annotation)}"
     if default is not None:
         text += f" = {value(home, default)}" if argument.annotation else f"={value(home, default)}"
     return text
