@@ -121,6 +121,7 @@ bench:
 
 docs: $(STAMP)
 	$(RUN) -c "from opkiln.report.forms import settings_page; open('docs/settings.md', 'w').write(settings_page())"
+	PYTHONPATH=tests $(RUN) -m reference_pages
 
 clean:
 	rm -rf $(VENV) .release-venv .ci-files-venv .manifests-venv .bench-venv .remotes-venv .sycl-venv .farm-*-venv .torch-*-venv .deepspeed-venv .deepspeed .packages-*-venv build dist src/*.egg-info

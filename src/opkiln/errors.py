@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 
 class OpkilnError(Exception):
-    """Base of all of them. ``what`` is one line; ``why`` may be many; ``hint`` is a command."""
+    """Base of all of them. ``what`` is one line; ``why`` may be many; ``hint`` is a command.
+
+    Catch it to handle every failure of opkiln in one place. ``str()`` of it has the command to
+    try next, where one is known.
+    """
 
     exit_code = 1
     # Whether it follows from what is built, or from a machine that is too slow: then all who wait
@@ -122,161 +126,270 @@ def in_words(error: Exception) -> UsageError | None:
 
 
 class UsageError(OpkilnError):
-    """The call itself is wrong: an unknown op, a malformed name, an argument that cannot be."""
+    """The call itself is wrong: an unknown op, a malformed name, an argument that cannot be.
+
+    Correct the call or the command. ``why`` lists what is allowed, where that is a short list.
+    """
 
     exit_code = 2
 
 
 class ArgumentError(UsageError, ValueError):
-    """An argument has a value that cannot be. torch raises ValueError for such mistakes."""
+    """An argument has a value that cannot be. torch raises ValueError for such mistakes.
+
+    Pass a value that the message allows.
+    """
 
 
 class ArgumentTypeError(ArgumentError, TypeError):
-    """An argument is of a type, or a tensor of a dtype, that cannot be. A TypeError, too."""
+    """An argument is of a type, or a tensor of a dtype, that cannot be. A TypeError, too.
+
+    Convert the argument, or pass tensors of a dtype that the message names.
+    """
 
 
 class SettingError(UsageError):
-    """An environment variable or option holds a value that has no meaning."""
+    """An environment variable or option holds a value that has no meaning.
+
+    Correct the variable that the message names, or unset it; docs/settings.md lists the values.
+    `opkiln report` shows which variables are set.
+    """
 
 
 class SpecError(UsageError):
-    """An op's declaration is wrong: no sources, a source that does not exist, a hostile name."""
+    """An op's declaration is wrong: no sources, a source that does not exist, a hostile name.
+
+    Correct the declaration: the arguments of ``@opkiln.op``, ``opkiln.library`` or
+    ``opkiln.load``, or the methods of the builder class.
+    """
 
 
 class UnknownBackend(UsageError):
-    """An op has no version for the backend that was asked for."""
+    """An op has no version for the backend that was asked for.
+
+    Ask for one of the op's ``BACKENDS``, or add sources for the other one.
+    """
 
 
 class UnknownOp(UsageError, KeyError):
-    """No bundled op and no installed package provides an op of this name."""
+    """No bundled op and no installed package provides an op of this name.
+
+    Install the package that has the op, or correct the name: `opkiln report` lists all. The hint
+    has names that are spelled much like it.
+    """
 
 
 class ArchError(UsageError):
-    """An architecture list or CPU name that cannot be understood; quotes the bad token."""
+    """An architecture list or CPU name that cannot be understood; quotes the bad token.
+
+    Correct the list. `opkiln arch LIST` shows how a list is read and what it comes to.
+    """
 
 
 class AcceleratorError(UsageError, ValueError):
     """A requested accelerator is unknown, cannot be used here, or lacks a feature; ``why`` lists
-    the known ones, or which of them can be used and why the others cannot."""
+    the known ones, or which of them can be used and why the others cannot.
+
+    Unset ``OPKILN_ACCELERATOR``, or name one that can be used here.
+    """
 
 
 class ToolchainError(OpkilnError):
-    """No compiler that can build for the target; ``why`` lists each candidate and its refusal."""
+    """No compiler that can build for the target; ``why`` lists each candidate and its refusal.
+
+    Install a compiler, or name one with ``OPKILN_CXX`` or ``OPKILN_CUDA_HOME``. `opkiln doctor`
+    checks what is installed. Where there is no compiler, ship the op prebuilt (docs/deploying.md).
+    """
 
     exit_code = 3
     concerns_all = True
 
 
 class MissingCUDAException(ToolchainError):
-    """No CUDA toolkit is to be found; ``why`` lists where it was looked for."""
+    """No CUDA toolkit is to be found; ``why`` lists where it was looked for.
+
+    ``pip install 'opkiln[cuda]'`` installs a toolkit; ``OPKILN_CUDA_HOME`` names
+    another one.
+    """
 
 
 class CUDAMismatchException(ToolchainError):
-    """The toolkits that were found do not fit torch's CUDA; ``hint`` is what would."""
+    """The toolkits that were found do not fit torch's CUDA; ``hint`` is what would.
+
+    Install the toolkit that the hint names. ``OPKILN_SKIP_CUDA_CHECK=1`` takes one of another major
+    version, at your own risk.
+    """
 
 
 class BuildError(OpkilnError):
-    """A build step failed. Nothing was published."""
+    """A build step failed. Nothing was published.
+
+    ``log`` is the file with the command and everything that it printed.
+    """
 
     exit_code = 4
 
 
 class CompileError(BuildError):
-    """The compiler or linker said no; ``why`` holds its first error and the log's path."""
+    """The compiler or linker said no; ``why`` holds its first error and the log's path.
+
+    Correct the source at the line of the first error. `opkiln plan OP` prints the commands, to
+    run them by hand.
+    """
 
     concerns_all = True
 
 
 class LoadTestError(BuildError):
-    """The library was built, but a fresh process could not load it. Nothing was published."""
+    """The library was built, but a fresh process could not load it. Nothing was published.
+
+    ``why`` says what the dynamic linker missed: usually a library that ``libraries_args()`` does
+    not name, or a symbol that no source defines.
+    """
 
     concerns_all = True
 
 
 class BuildTimeout(BuildError):
-    """A step ran past ``OPKILN_BUILD_TIMEOUT`` and was ended with all its children."""
+    """A step ran past ``OPKILN_BUILD_TIMEOUT`` and was ended with all its children.
+
+    Raise ``OPKILN_BUILD_TIMEOUT``, or build before the job starts: `opkiln build OP`.
+    """
 
     concerns_all = True
 
 
 class BuildCancelled(BuildError):
-    """The build was interrupted; its children were ended."""
+    """The build was interrupted; its children were ended.
+
+    Run it again: steps that were finished are not repeated.
+    """
 
 
 class StepRefused(BuildError):
-    """A step started a program outside the toolchain, or wrote outside its directory."""
+    """A step started a program outside the toolchain, or wrote outside its directory.
+
+    Leave out the flag that makes it do so; `opkiln plan OP` shows all flags. If a launcher such as
+    sccache compiles on other hosts, install the same compiler there.
+    """
 
     concerns_all = True
 
 
 class InputError(BuildError):
-    """A file that a build reads is not a regular file, or it is too large."""
+    """A file that a build reads is not a regular file, or it is too large.
+
+    The message names the file. Sources and headers are regular files, not pipes or devices.
+    """
 
     concerns_all = True
 
 
 class SourcesChanging(BuildError):
-    """Sources were edited while they were compiled, several times over; nothing was published."""
+    """Sources were edited while they were compiled, several times over; nothing was published.
+
+    Load the op again when the editor or the checkout has finished.
+    """
 
     concerns_all = True
 
 
 class StoreError(OpkilnError):
-    """The store cannot be read or written: full, read-only, owned by somebody else."""
+    """The store cannot be read or written: full, read-only, owned by somebody else.
+
+    The message has the path. Free space with `opkiln cache gc`, mend the owner or mode, or set
+    ``OPKILN_CACHE_DIR``. For a bundle or a lock file, copy it again.
+    """
 
     exit_code = 5
 
 
 class LoadError(OpkilnError):
-    """A library could not be loaded into this process, and nothing else could serve."""
+    """A library could not be loaded into this process, and nothing else could serve.
+
+    `opkiln explain OP` lists every candidate and why it was refused.
+    """
 
     exit_code = 6
 
 
 class DifferenceError(OpkilnError, AssertionError):
-    """The native version of an op and its reference do not agree."""
+    """The native version of an op and its reference do not agree.
+
+    The kernel or the reference is wrong: ``why`` has the first values that differ, and the
+    arguments. It is raised by ``op.check`` and with ``OPKILN_CHECK=1``.
+    """
 
     exit_code = 9
 
 
 class ReloadError(LoadError):
-    """The new build of an op cannot replace the one this process already has loaded."""
+    """The new build of an op cannot replace the one this process already has loaded.
+
+    Start a new process: a library that is loaded cannot always be replaced.
+    """
 
 
 class CompilingOff(LoadError):
-    """Something would have to be compiled, and ``OPKILN_MODE`` forbids that."""
+    """Something would have to be compiled, and ``OPKILN_MODE`` forbids that.
+
+    Build the op before, with `opkiln build OP`, or allow compiling: ``OPKILN_MODE=auto``.
+    """
 
     exit_code = 7
 
 
 class SealedError(CompilingOff):
-    """Something would have compiled after ``opkiln.seal("error")``. This never falls back."""
+    """Something would have compiled after ``opkiln.seal("error")``. This never falls back.
+
+    Load every op that the program needs before it calls ``opkiln.seal``.
+    """
 
 
 class ClusterError(OpkilnError):
-    """The ranks of a job did not agree on an op: one is missing, differs, or cannot be reached."""
+    """The ranks of a job did not agree on an op: one is missing, differs, or cannot be reached.
+
+    The message names the rank and its host. ``why`` says in what it differs; docs/clusters.md
+    lists the cases.
+    """
 
     exit_code = 10
 
 
 class FallbackWarning(UserWarning):
     """An op is served by its pure-PyTorch reference, or a GPU's memory by the CPU's; the text says
-    why. Given once per op."""
+    why. Given once per op.
+
+    `opkiln explain OP` says what it takes to have the native version. ``OPKILN_MODE=native``
+    makes it an error.
+    """
 
 
 class SettingWarning(UserWarning):
     """A variable is called like a setting and is not one, or what it asks for could not be done.
-    The text says what may be meant, or why not."""
+    The text says what may be meant, or why not.
+
+    Correct the variable's name, or unset it.
+    """
 
 
 class ArchWarning(UserWarning):
-    """A device gets code that is not made for it; the text says why, and what would be."""
+    """A device gets code that is not made for it; the text says why, and what would be.
+
+    Build with a toolkit that knows the device, or add its architecture to the list.
+    """
 
 
 class StoreWarning(UserWarning):
-    """The store could not be used as asked (owner, mode, read-only); the text says what is used."""
+    """The store could not be used as asked (owner, mode, read-only); the text says what is used.
+
+    Mend the directory's owner or mode, or set ``OPKILN_CACHE_DIR``.
+    """
 
 
 class RemoteWarning(UserWarning):
     """A remote tier cannot be used, or could not be published to; the text says why. Given once
-    per tier."""
+    per tier.
+
+    Correct ``OPKILN_REMOTES`` or the login. The load goes on without the tier.
+    """

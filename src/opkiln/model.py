@@ -80,17 +80,17 @@ def flag_settings(backend: str) -> tuple[str, ...]:
 class OpSpec(Record):
     """What an author declares. Paths are relative to ``root`` or absolute."""
 
-    name: str
+    name: str  # the op's name, a C identifier
     distribution: str  # the package that owns the op; ops of two packages never collide
     root: str  # absolute; the anchor that makes keys independent of where a package lies
-    sources: tuple[str, ...]
-    include_dirs: tuple[str, ...] = ()
-    cxx_args: tuple[str, ...] = ()
-    ldflags: tuple[str, ...] = ()
-    libraries: tuple[str, ...] = ()
-    kind: str = LIBRARY
-    abi: str = ABI_STABLE
-    std: str = "c++20"
+    sources: tuple[str, ...]  # C++, CUDA or SYCL files
+    include_dirs: tuple[str, ...] = ()  # searched by #include
+    cxx_args: tuple[str, ...] = ()  # flags for the C++ compiler
+    ldflags: tuple[str, ...] = ()  # flags for the linker
+    libraries: tuple[str, ...] = ()  # linked, by name, without -l
+    kind: str = LIBRARY  # library, python, plain or executable
+    abi: str = ABI_STABLE  # torch-stable, torch or none
+    std: str = "c++20"  # the C++ standard
     vectorize: bool = True  # compile for the target CPU's features, not only its baseline
     backend: str = CPU  # one library per op and backend
     emulated: bool = False  # CUDA sources that the emulator runs on the CPU; the backend is the CPU
@@ -136,11 +136,11 @@ def check_names(distribution: str, op: str) -> None:
 class Registration(Record):
     """What an author declares beside the sources. Each part is called when it is needed."""
 
-    namespace: str
-    schemas: tuple[str, ...]
-    reference: Callable[[], Any] | None
-    fake: Callable[[], Any] | None = None
-    autograd: Callable[[], Any] | None = None
+    namespace: str  # below torch.ops
+    schemas: tuple[str, ...]  # one for each function, without a namespace
+    reference: Callable[[], Any] | None  # gives an object with a function of each name
+    fake: Callable[[], Any] | None = None  # gives such an object for fake tensors
+    autograd: Callable[[], Any] | None = None  # gives an object with the gradients
     # The overloads that a library's function is registered as; "" is the default one.
     overloads: tuple[str, ...] = ("",)
     defined: bool = False  # torch has been told of it by whoever declared it
@@ -159,8 +159,8 @@ def function_name(schema: str) -> str:
 class Op(Record):
     """An op to load: what it is built from, how it is registered, and for which devices."""
 
-    spec: OpSpec
-    registration: Registration | None = None
+    spec: OpSpec  # what it is built from
+    registration: Registration | None = None  # how torch is told of it; None: not at all
     rule: Callable[[list[str]], Any] | None = None  # the author's filter_ccs
     asked: str = ""  # an arch list given in the call; it goes before every setting
 
@@ -179,8 +179,8 @@ class Op(Record):
 class Artifact(Record):
     """A finished, verified file that may be loaded, and where it was found."""
 
-    path: str
-    sha256: str
+    path: str  # the file
+    sha256: str  # its digest
     origin: str  # prebuilt, store, layer, built
     compiled: int = 0  # steps that ran to make it now; 0 for one that was found
-    seconds: float = 0.0
+    seconds: float = 0.0  # how long that took

@@ -104,6 +104,8 @@ class _AllOps(Mapping[str, type[OpBuilder]]):
         return sum(1 for _ in self)
 
 
+# Every op by name, bundled or of an installed package: the builder class, imported when it is asked
+# for. Raises UnknownOp, which is a KeyError.
 ALL_OPS: Mapping[str, type[OpBuilder]] = _AllOps()
 
 

@@ -1,8 +1,7 @@
 """Every environment variable opkiln reads: typed, documented, in one table.
 
-This is the only module that touches ``os.environ``, and it only ever reads it. The table below
-is also the documentation: ``docs/settings.md`` is generated from it (``report/forms.py``)
-and a test holds the two together.
+This is the only module that touches ``os.environ``, and it only ever reads it. The table is also
+the documentation: ``docs/settings.md`` is generated from it.
 
 A value is read when it is asked for, so a program may set variables after ``import opkiln``.
 ``override(...)`` sets values for a scope, in this thread and what it starts, without touching the
@@ -23,6 +22,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from typing import Any
+
+__all__ = ["origin_of", "override", "settings", "table"]
 
 # The form of manifests. Bump it when one version of opkiln cannot read the entries of the other.
 # Schema 1 did not record what a library needs from the machine that loads it.
@@ -518,6 +519,7 @@ class Settings:
     )  # fmt: skip
 
 
+# The settings that are in force: ``settings.cache_dir``. Every access reads the environment anew.
 settings = Settings()
 
 # What bears on how, where and whether a build runs, but not on which binary is the right one.
@@ -763,7 +765,11 @@ def store_candidates() -> Iterator[tuple[str, bool]]:
 
 @contextmanager
 def override(**values: Any) -> Iterator[Settings]:
-    """Settings for the length of a ``with`` block, by field name; nothing else sees them."""
+    """Settings for the length of a ``with`` block, by field name; nothing else sees them.
+
+    They hold in this thread and in what it starts, and the environment stays as it is. Raises
+    SettingError for a name that is no field.
+    """
     known: Mapping[str, Any] = vars(Settings)
     for name in values:
         if not isinstance(known.get(name), Setting):

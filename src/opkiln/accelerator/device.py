@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Answer(Record):
     """Whether one accelerator can serve here."""
 
-    name: str
-    present: bool
+    name: str  # the accelerator's name, as OPKILN_ACCELERATOR takes it
+    present: bool  # whether its device is here
     why: str = ""  # the device that was found, or the reason why there is none
 
 

@@ -34,7 +34,7 @@ class Accelerator(Memory, Streams):
     COMMUNICATION: ClassVar[str] = "gloo"  # the backend of torch.distributed
     EXPORTED: ClassVar[tuple[str, ...]] = ()  # beginnings of variables' names
     VISIBLE: ClassVar[tuple[str, ...]] = ()  # variables that select devices
-    COMPILE_BACKEND: ClassVar[str] = "inductor"
+    COMPILE_BACKEND: ClassVar[str] = "inductor"  # what torch.compile uses
     TRITON: ClassVar[bool] = False  # whether Triton has a backend for such devices
 
     # Launchers. Nothing here reads or writes this process's environment.

@@ -77,7 +77,7 @@ class Streams(Device):
 
     # Profilers. Without a way to the vendor's profiler, ranges do nothing.
 
-    supports_nvtx_domain = False
+    supports_nvtx_domain = False  # whether ranges can be put under a name of their own
 
     def range_push(
         self,

@@ -50,11 +50,11 @@ class OpBuilder:
     ``reference()`` returns. Paths are relative to the top-level package of the class.
     """
 
-    NAME = ""
-    BUILD_VAR = ""
-    SCHEMAS: tuple[str, ...] = ()
-    KIND = LIBRARY
-    ABI = ABI_STABLE
+    NAME = ""  # the op's name, a C identifier
+    BUILD_VAR = ""  # a variable that selects the op for precompilation
+    SCHEMAS: tuple[str, ...] = ()  # the op's functions, without a namespace
+    KIND = LIBRARY  # what the file is: library, python, plain or executable
+    ABI = ABI_STABLE  # what it is compiled against: torch-stable, torch or none
     NAMESPACE = ""  # of the op's functions; the distribution's name when empty
     DISTRIBUTION = ""  # the owning package; the top-level package of the class when empty
     BACKENDS: tuple[str, ...] = (CPU,)  # what the op has sources for, the preferred one first

@@ -48,7 +48,7 @@ _calls: dict[tuple[str, str, int], itertools.count[int]] = {}
 class Choice(NamedTuple):
     """What all ranks use for one op."""
 
-    op: str
+    op: str  # the op's name, or that of the variant
     digest: str  # SHA-256 of the library; empty: the reference
     reason: str  # why it is the reference
     how: str  # where this rank has the library from: cached, built, fetched, found on this node

@@ -93,7 +93,7 @@ class Candidate(Record):
 
     resort: str  # prebuilt, store, layer, remote, build, fallback
     verdict: str  # taken, refused, fetched, none
-    reason: str
+    reason: str  # why it is taken or refused
     subject: str = ""  # the path or key it is about
 
     def __str__(self) -> str:
@@ -102,12 +102,16 @@ class Candidate(Record):
 
 
 class Trace:
-    """The candidates of one decision, in the order they were looked at."""
+    """The candidates of one decision, in the order they were looked at: ``candidates``.
+
+    ``str()`` of it has a line for each.
+    """
 
     def __init__(self) -> None:
         self.candidates: list[Candidate] = []
 
     def add(self, resort: str, verdict: str, reason: str, subject: str = "") -> None:
+        """Add a candidate."""
         self.candidates.append(Candidate(resort, verdict, reason, subject))
 
     def refusals(self) -> list[str]:

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 class Explanation(NamedTuple):
     """``str()`` of it is what `opkiln explain` prints."""
 
-    op: str
+    op: str  # the op's name
     verdict: str  # cached, would compile, would fall back: why, …; or what serves this process
-    candidates: tuple[Candidate, ...]
-    keys: dict[str, str]
+    candidates: tuple[Candidate, ...]  # what could serve, in the order of the search
+    keys: dict[str, str]  # what its entry is found by, and what is told of it
     changes: tuple[str, ...]  # since the newest entry, when that one does not serve
     dropped: tuple[str, ...]  # variables that no compiler gets to see
     loaded: bool  # whether the candidates are those of this process's own load
@@ -58,9 +58,9 @@ class Explanation(NamedTuple):
 class Explanations(NamedTuple):
     """Those of an op's variants, and what is told of the op as a whole."""
 
-    op: str
-    variants: tuple[Explanation, ...]
-    notes: tuple[str, ...] = ()
+    op: str  # the op's name
+    variants: tuple[Explanation, ...]  # one for each variant
+    notes: tuple[str, ...] = ()  # what calls in this process came to
 
     def __str__(self) -> str:
         return "\n".join([*(f"{self.op}: {each}" for each in self.notes), *map(str, self.variants)])

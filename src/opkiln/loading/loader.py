@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 class Loaded(Record):
     """What this process has of an op. ``artifact`` is None when the reference serves."""
 
-    value: Any
-    artifact: Artifact | None
-    trace: Trace
-    op: Op
+    value: Any  # what `load()` returns
+    artifact: Artifact | None  # the file that serves
+    trace: Trace  # every candidate, and why it was taken or refused
+    op: Op  # what was asked for
 
 
 class _Turn:

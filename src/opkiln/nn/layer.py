@@ -163,4 +163,5 @@ class TransformerLayer(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
     def extra_repr(self) -> str:
+        """The sizes, for ``repr``."""
         return f"{self.hidden}, heads={self.heads}, intermediate={self.intermediate}"

@@ -102,7 +102,10 @@ def index_of(members: Iterable[tuple[str, int, str]]) -> bytes:
 
 
 class NotABundle(StoreError):
-    """A file that is not a bundle, or whose beginning is damaged."""
+    """A file that is not a bundle, or whose beginning is damaged.
+
+    Copy it again, and compare its digest with that of the original. Install a wheel with pip.
+    """
 
 
 class Index(Record):

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     Samples = Callable[..., Sequence[Any]]
 
+__all__ = ["SIZES", "Make", "op_tests"]
+
 # Nothing, one, primes, powers of two and their neighbours, more than one block of threads.
 SIZES = (0, 1, 2, 3, 7, 17, 64, 127, 128, 129, 1000, 4099)
 _SOME = 17  # where one size is enough

@@ -135,6 +135,8 @@ class _Majors:
         return _Minors(major)
 
 
+# By major version of CUDA: the releases that fit each other, as DeepSpeed's table of this name.
+# Every minor release fits the others of its major version.
 cuda_minor_mismatch_ok = _Majors()
 
 

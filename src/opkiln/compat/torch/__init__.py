@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from opkiln.compat.torch.paths import library_paths as library_paths
 
     # torch's own, or looked up on every use.
-    CUDA_HOME: str | None
+    CUDA_HOME: str | None  # the root of the CUDA toolkit that a build here would use
     check_compiler_is_gcc: Callable[[str], bool]
     check_compiler_ok_for_platform: Callable[[str], bool]
     get_compiler_abi_compatibility_and_version: Callable[[str], tuple[bool, Any]]

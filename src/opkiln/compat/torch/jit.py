@@ -30,15 +30,25 @@ _DEFAULTS = ("-O0", "-UNDEBUG")
 
 
 class ExtensionError(OpkilnError, RuntimeError):
-    """An extension cannot be built."""
+    """An extension cannot be built. A RuntimeError, as torch raises one.
+
+    ``why`` has the compiler's first error, and ``log`` the file with all that it printed. The exit
+    code is that of the error in its place: 3 for a missing compiler, 4 for a failed build.
+    """
 
 
 class ExtensionNotLoaded(LoadError, ImportError):
-    """An extension module was built but cannot be imported."""
+    """An extension module was built but cannot be imported. An ImportError, as with torch.
+
+    ``why`` says what the dynamic linker or the import missed.
+    """
 
 
 class LibraryNotLoaded(LoadError, OSError):
-    """An extension without a module was built but cannot be loaded."""
+    """An extension without a module was built but cannot be loaded. An OSError, as with torch.
+
+    ``why`` says what the dynamic linker missed.
+    """
 
 
 @told_briefly

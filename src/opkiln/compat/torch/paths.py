@@ -25,7 +25,10 @@ _TORCHS = "torch.utils.cpp_extension"
 
 
 class ToolkitMissing(OpkilnError, OSError):
-    """No toolkit was found."""
+    """No toolkit was found. An OSError, as torch raises one.
+
+    Install one, or name it with ``OPKILN_CUDA_HOME``; `opkiln doctor` lists where it looked.
+    """
 
     exit_code = 3
 

@@ -20,10 +20,10 @@ _NOT_COMPILED = -1
 class EngineState(NamedTuple):
     """An engine, and whether it can be used. ``why`` and ``hint`` are empty if it can."""
 
-    name: str
-    usable: bool
-    why: str
-    hint: str
+    name: str  # io_uring, libaio or threads
+    usable: bool  # whether it can be used here
+    why: str  # why not
+    hint: str  # what would help
 
 
 def ops() -> Any:

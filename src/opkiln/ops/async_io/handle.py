@@ -32,9 +32,9 @@ _FLAGS = {False: os.O_RDONLY, True: os.O_RDWR | os.O_CREAT}
 class Transfer(NamedTuple):
     """A tensor, the file that it is read from or written to, and where it begins there."""
 
-    tensor: Tensor
-    path: Path
-    offset: int = 0
+    tensor: Tensor  # what is filled or written
+    path: Path  # the file's name, or a descriptor
+    offset: int = 0  # in bytes, from the beginning of the file
 
 
 class _Part(NamedTuple):

@@ -214,17 +214,17 @@ def _load(
 class Entry(NamedTuple):
     """A tensor of a file, and where its bytes are."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
+    dtype: torch.dtype  # the tensor's
+    shape: tuple[int, ...]  # the tensor's
+    begin: int  # of its bytes in the file
+    end: int  # of its bytes in the file
 
 
 class Header(NamedTuple):
     """What a file says of itself."""
 
-    entries: dict[str, Entry]
-    metadata: dict[str, str]
+    entries: dict[str, Entry]  # by name
+    metadata: dict[str, str]  # what was given to `save`
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:

@@ -30,15 +30,16 @@ class FPQuantized(NamedTuple):
     scale.
     """
 
-    codes: Tensor
-    scales: Tensor
-    shape: tuple[int, ...]
+    codes: Tensor  # uint8
+    scales: Tensor  # one for each group
+    shape: tuple[int, ...]  # of the tensor
     dtype: torch.dtype  # that dequantize gives
-    format: str
-    group_size: int
+    format: str  # e4m3, e5m2, e3m2, e4m7 or e2m1
+    group_size: int  # elements of a group
 
     @property
     def numel(self) -> int:
+        """The elements of the tensor."""
         return prod(self.shape)
 
     @property
@@ -56,11 +57,13 @@ class FPQuantized(NamedTuple):
         return moved(self, *args, **kwargs)
 
     def cpu(self) -> FPQuantized:
+        """As ``Tensor.cpu``."""
         return moved(self, "cpu")
 
     def cuda(
         self, device: torch.device | int | str | None = None, non_blocking: bool = False
     ) -> FPQuantized:
+        """As ``Tensor.cuda``."""
         return each_tensor(self, lambda tensor: tensor.cuda(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> FPQuantized:

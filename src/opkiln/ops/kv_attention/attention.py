@@ -67,6 +67,7 @@ class KVCache:
 
     @property
     def kv_heads(self) -> int:
+        """The heads of keys and values."""
         return self.k.shape[1 if self.block_table is None else 2]
 
     @property

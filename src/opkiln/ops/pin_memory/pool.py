@@ -27,11 +27,11 @@ _HUGE = 2 << 20
 class PoolCounts(NamedTuple):
     """What a pool holds, and how often it could give what it had."""
 
-    buffers: int
-    bytes: int
+    buffers: int  # all that the pool holds
+    bytes: int  # of all buffers
     taken: int  # buffers that were taken and not given back
-    taken_bytes: int
-    locked_bytes: int
+    taken_bytes: int  # of those buffers
+    locked_bytes: int  # of buffers that are page-locked
     reused: int  # takes that were served by a buffer that was there
     made: int  # takes that made one
 

@@ -28,9 +28,9 @@ class Swizzle(NamedTuple):
     order (piece, device, node): what a device sends to one peer of its node lies together.
     """
 
-    nodes: int
-    devices_per_node: int
-    pipeline: int = 1
+    nodes: int  # of the job
+    devices_per_node: int  # of each node
+    pipeline: int = 1  # pieces of each part
 
 
 _IN_ORDER = Swizzle(1, 1, 1)
@@ -43,22 +43,24 @@ class Quantized(NamedTuple):
     element of even index in the low half. An element is ``level * scale + offset`` of its group.
     """
 
-    values: Tensor
-    scales: Tensor
-    offsets: Tensor | None
-    shape: tuple[int, ...]
+    values: Tensor  # int8, uint8 or two to a byte
+    scales: Tensor  # one for each group
+    offsets: Tensor | None  # one for each group; None: symmetric
+    shape: tuple[int, ...]  # of the tensor
     dtype: torch.dtype  # that dequantize gives
-    bits: int
-    group_size: int
-    swizzle: Swizzle | None = None
+    bits: int  # of an element: 8 or 4
+    group_size: int  # elements of a group
+    swizzle: Swizzle | None = None  # the order of the groups; None: as in the tensor
     narrow_range: bool = True  # symmetric levels without the lowest one
 
     @property
     def symmetric(self) -> bool:
+        """Whether zero is a level of every group, so that there are no offsets."""
         return self.offsets is None
 
     @property
     def numel(self) -> int:
+        """The elements of the tensor."""
         return prod(self.shape)
 
     @property
@@ -77,11 +79,13 @@ class Quantized(NamedTuple):
         return moved(self, *args, **kwargs)
 
     def cpu(self) -> Quantized:
+        """As ``Tensor.cpu``."""
         return moved(self, "cpu")
 
     def cuda(
         self, device: torch.device | int | str | None = None, non_blocking: bool = False
     ) -> Quantized:
+        """As ``Tensor.cuda``."""
         return each_tensor(self, lambda tensor: tensor.cuda(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Quantized:

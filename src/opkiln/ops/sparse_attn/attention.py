@@ -95,6 +95,7 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
+        """The attention, [batch, heads, tokens, head]. Raises UsageError."""
         if key.shape != query.shape and key.mT.shape == query.shape:
             key = key.mT
         mode = self.attn_mask_mode

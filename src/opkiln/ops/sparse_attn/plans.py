@@ -34,10 +34,10 @@ class Plan(NamedTuple):
 
     seen: Tensor  # bool [heads or 1, blocks, blocks]
     lists: list[Tensor]  # of the forward pass; of the backward pass by queries; and by keys
-    block: int
-    tokens: int
-    causal: bool
-    window: int
+    block: int  # tokens of a block
+    tokens: int  # of a sequence
+    causal: bool  # whether a query sees no later key
+    window: int  # a query sees keys less than so many tokens away; 0: no limit
 
 
 def plan_of(seen: Tensor, block: int, tokens: int, causal: bool, window: int) -> Plan:
