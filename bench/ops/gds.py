@@ -1,10 +1,11 @@
-"""Files and the memory of a GPU: ``AsyncIO`` by cuFile and by copies, beside a read to host memory and
-a copy after it, and ``io.load`` beside torch.load.
+"""Files and the memory of a GPU: ``AsyncIO`` by cuFile and by copies, beside a read to host memory
+and a copy after it, and ``io.load`` beside torch.load.
 
-    python bench/ops/gds.py [--directory DIR] [--mebibytes 1024] [--turns 3] [--only WORD] [--out FILE]
+    python bench/ops/gds.py [--directory DIR] [--mebibytes 1024] [--turns 3] [--only WORD]
+                            [--out FILE]
 
-All take turns in one process, and nothing of the file is in the page cache when a turn begins. A bar
-that is missed makes the exit code 1.
+All take turns in one process, and nothing of the file is in the page cache when a turn begins. A
+bar that is missed makes the exit code 1.
 """
 
 from __future__ import annotations
@@ -109,7 +110,11 @@ def loads(folder: Path, size: int, _: list[str], turns: int) -> list[Row]:
     io.save(tensors, ours)
     torch.save(tensors, torchs)
     rows = _rows(
-        f"load {size >> 20} MiB", size, {"io.load": lambda: io.load(ours, device="cuda")}, ours, turns
+        f"load {size >> 20} MiB",
+        size,
+        {"io.load": lambda: io.load(ours, device="cuda")},
+        ours,
+        turns,
     )
     rows += _rows(
         f"load {size >> 20} MiB", size,

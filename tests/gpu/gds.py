@@ -1,9 +1,10 @@
-"""gds on a GPU: files and device memory, byte for byte. Needs torch and a C++ compiler, and no pytest.
+"""gds on a GPU: files and device memory, byte for byte. Needs torch and g++, and no pytest.
 
     PYTHONPATH=src python tests/gpu/gds.py
 
-Each check runs with copies, and with cuFile in whichever mode it has here; if it has none, the reason
-is printed. The exit code is 0 when every check passed or says why it could not be made, otherwise 1.
+Each check runs with copies, and with cuFile in whichever mode it has here; if it has none, the
+reason is printed. The exit code is 0 when every check passed or says why it could not be made,
+otherwise 1.
 """
 
 from __future__ import annotations
@@ -132,8 +133,10 @@ def check_host_and_device_share_a_request() -> None:
         with tempfile.TemporaryDirectory() as name, AsyncIO(engine) as files:
             host, there = torch.randn(5000), torch.randn(7001, device="cuda").bfloat16()
             one, two = Path(name) / "one", Path(name) / "two"
-            files.write_all([Transfer(host, one), Transfer(there, one, host.nbytes),
-                             Transfer(there.view(7001, 1).expand(7001, 2), two)]).wait()  # fmt: skip
+            columns = there.view(7001, 1).expand(7001, 2)
+            files.write_all(
+                [Transfer(host, one), Transfer(there, one, host.nbytes), Transfer(columns, two)]
+            ).wait()
             back = torch.empty_like(host), torch.empty_like(there)
             request = files.read_all([Transfer(back[0], one), Transfer(back[1], one, host.nbytes)])
             request.wait()

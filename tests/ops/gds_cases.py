@@ -1,5 +1,5 @@
-"""What AsyncIO does with tensors of a device: run by test_gds.py, in a process whose CUDA driver and
-cuFile are the stand-ins, and where tensors on the CPU count as a device's."""
+"""What AsyncIO does with tensors of a device: run by test_gds.py, in a process whose CUDA driver
+and cuFile are the stand-ins, and where tensors on the CPU count as a device's."""
 
 from __future__ import annotations
 
@@ -223,7 +223,9 @@ def test_parts_of_host_and_device_share_a_request(
     """With ``host_too`` all is the device's. Without, memory of the CPU is not given to cuFile."""
     open_queue = device.open_queue
     monkeypatch.setattr(
-        device, "open_queue", lambda *given, **named: open_queue(*given, **{**named, "host_too": False})
+        device,
+        "open_queue",
+        lambda *given, **named: open_queue(*given, **{**named, "host_too": False}),
     )
     path, data = tmp_path / "file", noise(10 * PAGE + 5)
     # As where like is on a GPU: the native version, not the one in Python.

@@ -1,8 +1,8 @@
 """gds: tensors of a device and files, by cuFile or by copies.
 
-There is no GPU here. Two small libraries in C stand in for CUDA's driver and for cuFile, on memory of
-the host. The dynamic linker finds them as it would find the real ones, so processes of their own run
-with them: the cases of gds_cases.py, and the tests of test_async_io.py once more.
+There is no GPU here. Two small libraries in C stand in for CUDA's driver and for cuFile, on memory
+of the host. The dynamic linker finds them as it would find the real ones, so processes of their own
+run with them: the cases of gds_cases.py, and the tests of test_async_io.py once more.
 """
 
 from __future__ import annotations
@@ -71,12 +71,13 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> StandIns:
 def test_on_stand_ins(
     tests: str, least: int, stand_ins: StandIns, catalogue: Path, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "0"]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-n", "0"]
     command += [f"--basetemp={tmp_path / 'run'}", str(HERE / tests)]
     if tests == "test_async_io.py":
         command += ["-k", "cufile or copies"]
     done = subprocess.run(
         command,
+        check=False,
         cwd=HERE.parents[1],
         capture_output=True,
         text=True,
@@ -95,9 +96,14 @@ def test_on_stand_ins(
     assert int(passed[1]) >= least, said
 
 
-# Each line is a process: what the environment says, whether libcufile is among the paths, the answer.
+# Each is a process: what the environment says, whether libcufile is among the paths, the answer.
 _ANSWERS = [
-    ({"CUDA_STAND_IN_INIT": "100"}, True, 3, "CUDA's error 100, no CUDA-capable device is detected"),
+    (
+        {"CUDA_STAND_IN_INIT": "100"},
+        True,
+        3,
+        "CUDA's error 100, no CUDA-capable device is detected",
+    ),
     ({}, False, 2, "libcufile.so.0: cannot open shared object file"),
     ({"CUFILE_STAND_IN_OPEN": "5001"}, True, 2, "cuFile's error 5001, its driver cannot be opened"),
     ({"CUFILE_STAND_IN_OPEN": "5099"}, True, 2, "cuFileDriverOpen: cuFile's error 5099"),

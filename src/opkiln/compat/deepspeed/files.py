@@ -90,8 +90,8 @@ class _Pending(NamedTuple):
 class aio_handle:  # noqa: N801 (DeepSpeed's name)
     """Reads and writes of tensors. ``wait`` waits for all that were begun and counts them.
 
-    Errors are raised, with the system's reason. Sizes need not be multiples of anything. Tensors may
-    be on GPUs.
+    Errors are raised, with the system's reason. Sizes need not be multiples of anything. Tensors
+    may be on GPUs.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class _Part(NamedTuple):
 
 
 class _Queue:
-    """The queue of ``async_io`` or ``gds``, and the requests that nobody has waited for, by number."""
+    """The queue of ``async_io`` or ``gds``, and the requests that nobody has waited for."""
 
     def __init__(self, handle: Tensor, gds: devices.DeviceQueue | None = None) -> None:
         self.handle, self.gds = handle, gds
@@ -152,9 +152,9 @@ class AsyncIO:
     ``engine`` is "auto", "io_uring", "libaio" or "threads"; ``opkiln.io.engines()`` says which can
     be used here. "cufile" and "copies" are for tensors on GPUs, and then "auto" is for the others;
     see ``how()`` and ``opkiln.io.device_engines()``. A transfer is cut into blocks of
-    ``block_size`` bytes, of which ``depth`` are under way at a time; ``threads`` is how many of them
-    the engine of threads, and those for GPUs, run at once. ``direct=False`` goes through the page
-    cache. Any thread may use it.
+    ``block_size`` bytes, of which ``depth`` are under way at a time; ``threads`` is how many of
+    them the engine of threads, and those for GPUs, run at once. ``direct=False`` goes through the
+    page cache. Any thread may use it.
 
     Offsets, sizes and memory may be odd: what direct I/O cannot do goes through a buffer, or, at
     both ends of a write, through the page cache. Until a request has ended, tensors that are read
@@ -304,7 +304,7 @@ class AsyncIO:
         return made
 
     def _queue_for(self, memory: list[Tensor]) -> _Queue:
-        """The queue for these tensors. What their devices were given to do is done when it returns."""
+        """The queue for these tensors. Waits for what their devices were given to do."""
         there = [each for each in memory if not _on_host(each)]
         if not there:
             return self._queue

@@ -163,9 +163,10 @@ def load(
     """The tensors of a file in safetensors' layout, or only those with these names.
 
     Nothing is mapped: what is returned does not change with the file. A file that ``save`` replaces
-    meanwhile is loaded as it was. Small tensors that lie together in the file share memory. Those for
-    a GPU are read to its memory, without a copy of all in the host's. Raises OSError; UsageError for a
-    file that is damaged or of another format, and for a name that it does not have.
+    meanwhile is loaded as it was. Small tensors that lie together in the file share memory. Those
+    for a GPU are read to its memory, without a copy of all in the host's. Raises OSError;
+    UsageError for a file that is damaged or of another format, and for a name that it does not
+    have.
     """
     with open(path, "rb") as file:
         return _load(file, os.fspath(path), names, torch.device(device), files)

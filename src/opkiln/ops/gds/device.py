@@ -85,8 +85,8 @@ def open_queue(
 ) -> DeviceQueue:
     """A queue for tensors on the device of ``like``. ``asked`` is "cufile", "copies" or another.
 
-    Another word takes cuFile where nvidia-fs is loaded, and copies elsewhere: then cuFile would copy
-    as well, and write a log file. Raises UsageError if cuFile is asked for and cannot be used.
+    Another word takes cuFile where nvidia-fs is loaded, and copies elsewhere: then cuFile would
+    copy as well, and write a log file. Raises UsageError if cuFile is asked for and cannot be used.
     """
     engine, why = _chosen(asked)
     functions = ops()

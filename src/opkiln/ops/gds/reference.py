@@ -1,12 +1,13 @@
-"""``gds`` in Python: what serves where there is no native version, and on devices other than CUDA's.
+"""``gds`` in Python: what serves without a native version, and on devices other than CUDA's.
 
-The functions are those of ``async_io``, and so is the queue: see its reference. Tensors may be on any
-device. Here they are copied by torch, a block at a time. The native version asks CUDA's driver and
-cuFile. ``gds_probe`` says what they answer: 0 for GPUDirect Storage, 1 for a cuFile that copies
-through the host, 2 for no cuFile (it is asked only if ``use_cufile``), 3 for no driver, and the reason. ``gds_ways`` gives the bytes
-that cuFile transferred, those that were copied, why cuFile refused something, and why a copy failed.
-``libraries`` are paths of libcufile, separated by colons, to try after the one that is loaded.
-``host_too`` has tensors on the CPU count as memory of a GPU, for tests.
+The functions are those of ``async_io``, and so is the queue: see its reference. Tensors may be on
+any device. Here they are copied by torch, a block at a time. The native version asks CUDA's driver
+and cuFile. ``gds_probe`` says what they answer: 0 for GPUDirect Storage, 1 for a cuFile that copies
+through the host, 2 for no cuFile (it is asked only if ``use_cufile``), 3 for no driver, and the
+reason. ``gds_ways`` gives the bytes that cuFile transferred, those that were copied, why cuFile
+refused something, and why a copy failed. ``libraries`` are paths of libcufile, separated by colons,
+to try after the one that is loaded. ``host_too`` has tensors on the CPU count as memory of a GPU,
+for tests.
 """
 
 from __future__ import annotations
