@@ -24,6 +24,7 @@ import opkiln
 from opkiln import io
 from opkiln.errors import ToolchainError, UsageError
 from opkiln.ops.gds import device
+from opkiln.toolchain import toolkits
 
 HERE = Path(__file__).parent
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver here")
@@ -120,6 +121,7 @@ def test_the_probe_says_what_there_is(stand_ins: StandIns) -> None:
     code = """
         import json, os, sys, torch
         from opkiln.ops.gds import device
+from opkiln.toolchain import toolkits
         functions = device.ops()
         torch.empty(0)
         for variables, path in json.loads(sys.argv[1]):
@@ -174,7 +176,7 @@ def test_libcufile_is_looked_for_in_the_wheels(
         each.parent.mkdir(parents=True)
         each.touch()
     (tmp_path / "nvidia" / "cublas" / "lib").mkdir(parents=True)
-    monkeypatch.setattr(device.toolkits, "site_directories", lambda: [str(tmp_path)])
+    monkeypatch.setattr(toolkits, "site_directories", lambda: [str(tmp_path)])
     device.libraries.cache_clear()
     try:
         assert device.libraries().split(":")[:2] == [str(each) for each in made]
