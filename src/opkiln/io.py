@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         save,
         save_in_background,
     )
+    from opkiln.ops.gds.device import How, device_engines
     from opkiln.ops.pin_memory.pool import PinnedPool, PoolCounts
 
 __all__ = [
@@ -24,11 +25,13 @@ __all__ = [
     "EngineState",
     "Entry",
     "Header",
+    "How",
     "PinnedPool",
     "PoolCounts",
     "Request",
     "Saving",
     "Transfer",
+    "device_engines",
     "engines",
     "load",
     "read_header",
@@ -43,10 +46,12 @@ _HOMES = {
     ),
     "AsyncIO": "opkiln.ops.async_io.handle",
     "EngineState": "opkiln.ops.async_io.engines",
+    "How": "opkiln.ops.gds.device",
     "PinnedPool": "opkiln.ops.pin_memory.pool",
     "PoolCounts": "opkiln.ops.pin_memory.pool",
     "Request": "opkiln.ops.async_io.handle",
     "Transfer": "opkiln.ops.async_io.handle",
+    "device_engines": "opkiln.ops.gds.device",
     "engines": "opkiln.ops.async_io.engines",
 }
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's modules ``async_io`` and ``pin_memory`` over opkiln's ops."""
+"""DeepSpeed's modules ``async_io``, ``gds`` and ``pin_memory`` over opkiln's ops."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from opkiln.compat.deepspeed.files import AsyncIO, PinMemory
+from opkiln.compat.deepspeed.files import GDS, AsyncIO, PinMemory
+from opkiln.errors import FallbackWarning
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +96,21 @@ def test_locked_tensors_are_known_by_any_part_until_they_are_freed(module: Async
     assert not pins.is_pinned(tensor)
     other = pins.new_cpu_locked_tensor(10, torch.empty(0))
     assert pins.free_cpu_locked_tensor_by_ptr(other.data_ptr())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver here")
+def test_gds_has_the_handle_of_async_io_and_says_why_it_copies(tmp_path: Path) -> None:
+    with pytest.warns(FallbackWarning, match="through the host: "):
+        handle = GDS().gds_handle(intra_op_parallelism=4)
+    assert (handle.get_block_size(), handle.get_queue_depth()) == (1 << 20, 128)
+    assert (handle.get_intra_op_parallelism(), handle.get_alignment()) == (4, 512)
+    data, path = torch.randn(1000), str(tmp_path / "file")
+    assert handle.pin_device_tensor(data)
+    assert handle.write(data, path, True) == 0
+    got = torch.zeros_like(data)
+    assert handle.async_pread(got, path) == 0
+    assert handle.wait() == 1
+    assert torch.equal(got, data)
+    assert handle.unpin_device_tensor(data)
+    tensor = handle.new_cpu_locked_tensor(10, data)
+    assert handle.free_cpu_locked_tensor(tensor)

@@ -128,7 +128,7 @@ def test_every_op_that_the_report_calls_compatible_loads(programs: Programs) -> 
     assert "not been implemented" in found.pop("deepspeed_not_implemented")
     if "CCL_ROOT" not in os.environ:
         assert "Didn't find CCL_ROOT" in found.pop("deepspeed_ccl_comm", "Didn't find CCL_ROOT")
-    ops = {"cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "async_io", "pin_memory"}
+    ops = {"cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "async_io", "gds", "pin_memory"}
     assert found == {name: "ops" if name in ops else "engine" for name in found}
 
 

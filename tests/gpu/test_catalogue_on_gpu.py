@@ -31,7 +31,7 @@ def _script(name: str) -> Any:
 NAMES = (
     "quantizer", "deepspeed_quantizer", "packbits", "random_ltd", "spatial_inference",
     "norms", "rotary_softmax_linear", "kv_attention", "transformer", "ragged",
-    "mixed_gemm", "sparse_attn", "evoformer_attn",
+    "mixed_gemm", "sparse_attn", "evoformer_attn", "gds",
 )  # fmt: skip
 CHECKS = [check for script in map(_script, NAMES) for check in script.CHECKS]
 

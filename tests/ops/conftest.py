@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,8 +12,6 @@ import pytest
 from opkiln.errors import ToolchainError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from host_oracle import Case
 
 HOST_OPTIMIZERS = {
@@ -19,6 +19,13 @@ HOST_OPTIMIZERS = {
     "CPUAdagrad": "cpu_adagrad",
     "CPULion": "cpu_lion",
 }
+
+
+@pytest.fixture(scope="session")
+def catalogue(catalogue: Path) -> Path:
+    """That of the run that started this one, if any: see test_gds.py."""
+    shared = os.environ.get("GDS_STAND_INS")
+    return Path(shared) if shared else catalogue
 
 
 @pytest.fixture(autouse=True)

@@ -1,19 +1,22 @@
-"""DeepSpeed's modules ``async_io`` and ``pin_memory`` over opkiln's ops of these names."""
+"""DeepSpeed's modules ``async_io``, ``gds`` and ``pin_memory`` over opkiln's ops of these names."""
 
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opkiln.compat.deepspeed.modules import OpModule
-from opkiln.errors import UsageError
+from opkiln.errors import FallbackWarning, UsageError
 from opkiln.ops.async_io.handle import AsyncIO as Files
 from opkiln.ops.async_io.handle import Request
+from opkiln.ops.gds import device as devices
 from opkiln.ops.pin_memory.pool import PinnedPool
 
+_CONTIGUOUS = torch.contiguous_format
 _ALIGNMENT = 512  # what DeepSpeed has its callers round sizes to, for each thread
 
 
@@ -87,7 +90,8 @@ class _Pending(NamedTuple):
 class aio_handle:  # noqa: N801 (DeepSpeed's name)
     """Reads and writes of tensors. ``wait`` waits for all that were begun and counts them.
 
-    Errors are raised, with the system's reason. Sizes need not be multiples of anything.
+    Errors are raised, with the system's reason. Sizes need not be multiples of anything. Tensors
+    may be on GPUs.
     """
 
     def __init__(
@@ -103,11 +107,15 @@ class aio_handle:  # noqa: N801 (DeepSpeed's name)
             int(intra_op_parallelism),
         )  # fmt: skip
         self._files = Files(
+            self._engine(),
             block_size=max(4096, int(block_size)),
             depth=int(queue_depth),
             threads=max(int(intra_op_parallelism), 8),
         )
         self._pending: list[_Pending] = []
+
+    def _engine(self) -> str:
+        return "auto"
 
     def get_block_size(self) -> int:
         return self._given[0]
@@ -183,8 +191,8 @@ class aio_handle:  # noqa: N801 (DeepSpeed's name)
         return len(pending)
 
     def _begin_read(self, buffer: Tensor, filename: str, validate: bool, offset: int) -> _Pending:
-        in_place = buffer.device.type == "cpu" and buffer.is_contiguous()
-        staged = buffer if in_place else torch.empty(buffer.shape, dtype=buffer.dtype)
+        in_place = buffer.is_contiguous()
+        staged = buffer if in_place else torch.empty_like(buffer, memory_format=_CONTIGUOUS)
         request = self._files.read(staged, filename, int(offset))
         check = (filename, int(offset)) if validate else None
         return _Pending(request, staged, None if in_place else buffer, check)
@@ -192,7 +200,7 @@ class aio_handle:  # noqa: N801 (DeepSpeed's name)
     def _begin_write(
         self, buffer: Tensor, filename: str | int, validate: bool, offset: int
     ) -> _Pending:
-        staged = buffer.detach().cpu().contiguous()
+        staged = buffer.detach().contiguous()
         request = self._files.write(staged, filename, int(offset))
         check = (str(filename), int(offset)) if validate else None
         return _Pending(request, staged, None, check)
@@ -209,6 +217,53 @@ class aio_handle:  # noqa: N801 (DeepSpeed's name)
             left, right = (each.reshape(-1).view(torch.uint8) for each in (stored, pending.staged))
             if not torch.equal(left, right):
                 raise UsageError(f"{path} and the tensor differ")
+
+
+_pinned: dict[int, Tensor] = {}  # tensors that cuFile knows, by address, of all handles
+
+
+class gds_handle(aio_handle):  # noqa: N801 (DeepSpeed's name)
+    """As ``aio_handle``, by cuFile where there is one, also in its compatibility mode.
+
+    Tensors need not be pinned. cuFile's configuration is its own: DeepSpeed writes a file
+    ``local_cufile.json``, and has cuFile read it.
+    """
+
+    def _engine(self) -> str:
+        cufile = devices.device_engines()[0]
+        if cufile.usable:
+            return devices.CUFILE
+        warnings.warn(
+            f"gds copies tensors of GPUs through the host: {cufile.why}",
+            FallbackWarning,
+            stacklevel=4,
+        )
+        return devices.COPIES
+
+    def get_alignment(self) -> int:
+        return _ALIGNMENT  # cuFile divides among its threads itself
+
+    def new_pinned_device_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
+        """A tensor of one dimension on the GPU, with the dtype of another, that cuFile knows."""
+        made = torch.empty(int(num_elem), dtype=example_tensor.dtype, device="cuda")
+        self.pin_device_tensor(made)
+        return made
+
+    def free_pinned_device_tensor(self, tensor: Tensor) -> bool:
+        return self.unpin_device_tensor(tensor)
+
+    def pin_device_tensor(self, tensor: Tensor) -> bool:
+        """Make a tensor known to cuFile, if there is one; True."""
+        if devices.device_engines()[0].usable and tensor.data_ptr() not in _pinned:
+            devices.register(tensor)
+            _pinned[tensor.data_ptr()] = tensor
+        return True
+
+    def unpin_device_tensor(self, tensor: Tensor) -> bool:
+        """Undo that; True."""
+        if _pinned.pop(tensor.data_ptr(), None) is not None:
+            devices.unregister(tensor)
+        return True
 
 
 class AsyncIO(OpModule):
@@ -238,6 +293,13 @@ class AsyncIO(OpModule):
         with torch.no_grad():
             dest.copy_(src)
         return 0
+
+
+class GDS(OpModule):
+    """``gds``: handles that read and write tensors of GPUs."""
+
+    NAME = "gds"
+    gds_handle = gds_handle
 
 
 class PinMemory(OpModule):

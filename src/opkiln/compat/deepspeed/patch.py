@@ -40,6 +40,7 @@ MODULES = {
     "fused_lion": "optimizers:FusedLion",
     "fused_lamb": "optimizers:FusedLamb",
     "evoformer_attn": "evoformer:EvoformerAttention",
+    "gds": "files:GDS",
     "pin_memory": "files:PinMemory",
     "quantizer": "quantizer:Quantizer",
     "ragged_device_ops": "ragged:RaggedDeviceOps",

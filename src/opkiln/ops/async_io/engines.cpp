@@ -3,8 +3,6 @@
 #include "engines.h"
 
 #include <errno.h>
-#include <pthread.h>
-#include <signal.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
@@ -12,11 +10,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#include <condition_variable>
-#include <deque>
 #include <memory>
-#include <mutex>
-#include <thread>
+
+#include "workers.h"
 
 #if __has_include(<linux/io_uring.h>)
 #include <linux/io_uring.h>
@@ -202,68 +198,23 @@ class Libaio : public Engine {
   std::vector<Finished> refused_;
 };
 
+int64_t transfer(Piece& piece) {
+  const size_t size = static_cast<size_t>(piece.size);
+  const ssize_t count = piece.write ? pwrite(piece.descriptor(), piece.memory, size, piece.offset)
+                                    : pread(piece.descriptor(), piece.memory, size, piece.offset);
+  return count >= 0 ? count : -errno;
+}
+
 class Threads : public Engine {
  public:
-  explicit Threads(int event) : event_(event) {}
+  explicit Threads(int event) : workers_(event, transfer) {}
 
-  int open(unsigned count) {
-    try {
-      for (unsigned i = 0; i < count; ++i) threads_.emplace_back([this] { work(); });
-    } catch (const std::exception&) {  // one thread is enough to go on
-      if (threads_.empty()) return EAGAIN;
-    }
-    return 0;
-  }
-
-  ~Threads() override {
-    {
-      const std::lock_guard<std::mutex> guard(lock_);
-      stopping_ = true;
-    }
-    more_.notify_all();
-    for (std::thread& each : threads_) each.join();
-  }
-
-  void start(Piece* piece) override {
-    {
-      const std::lock_guard<std::mutex> guard(lock_);
-      waiting_.push_back(piece);
-    }
-    more_.notify_one();
-  }
-
-  void collect(std::vector<Finished>& out) override {
-    const std::lock_guard<std::mutex> guard(lock_);
-    out.insert(out.end(), ended_.begin(), ended_.end());
-    ended_.clear();
-  }
+  int open(unsigned count) { return workers_.open(count); }
+  void start(Piece* piece) override { workers_.start(piece); }
+  void collect(std::vector<Finished>& out) override { workers_.collect(out); }
 
  private:
-  void work() {
-    std::unique_lock<std::mutex> guard(lock_);
-    for (;;) {
-      more_.wait(guard, [this] { return stopping_ || !waiting_.empty(); });
-      if (waiting_.empty()) return;
-      Piece* const piece = waiting_.front();
-      waiting_.pop_front();
-      guard.unlock();
-      const size_t size = static_cast<size_t>(piece->size);
-      const ssize_t count = piece->write ? pwrite(piece->descriptor(), piece->memory, size, piece->offset)
-                                         : pread(piece->descriptor(), piece->memory, size, piece->offset);
-      const int64_t result = count >= 0 ? count : -errno;
-      guard.lock();
-      ended_.push_back({piece, result});
-      eventfd_write(event_, 1);
-    }
-  }
-
-  const int event_;
-  std::mutex lock_;
-  std::condition_variable more_;
-  std::deque<Piece*> waiting_;
-  std::vector<Finished> ended_;
-  bool stopping_ = false;
-  std::vector<std::thread> threads_;
+  Workers workers_;
 };
 
 template <class E>

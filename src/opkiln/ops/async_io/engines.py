@@ -33,7 +33,7 @@ def ops() -> Any:
 
 @cache
 def engines() -> tuple[EngineState, ...]:
-    """All engines, in the order in which they are tried. Each is started once, to see."""
+    """All engines for host memory, in the order in which they are tried. Each is started once."""
     like = torch.empty(0)
     return tuple(_state(name, int(ops().aio_probe(like, name))) for name in ORDER)
 
@@ -43,7 +43,9 @@ def choose(name: str) -> str:
     if name == "auto":
         return next(each.name for each in engines() if each.usable)
     if name not in ORDER:
-        raise ArgumentError(f"engine is {name!r}, expected auto, {', '.join(ORDER)}")
+        raise ArgumentError(
+            f"engine is {name!r}, expected auto, {', '.join(ORDER)}, or cufile or copies for GPUs"
+        )
     state = next(each for each in engines() if each.name == name)
     if not state.usable:
         raise UsageError(f"{name} cannot be used here", why=state.why, hint=state.hint)

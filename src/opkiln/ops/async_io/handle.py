@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+import threading
 import time
 import warnings
 import weakref
 from concurrent.futures import CancelledError
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +19,11 @@ from torch import Tensor
 from opkiln.errors import ArgumentError, UsageError
 from opkiln.ops.async_io.engines import choose, ops
 from opkiln.ops.async_io.reference import CANCELLED, RUNNING
+from opkiln.ops.gds import device as devices
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     Path = str | os.PathLike[str] | int
 
@@ -44,12 +48,18 @@ class _Part(NamedTuple):
 
 
 class _Queue:
-    """The op's queue, and the requests that nobody has waited for, by number."""
+    """The queue of ``async_io`` or ``gds``, and the requests that nobody has waited for."""
 
-    def __init__(self, handle: Tensor) -> None:
-        self.handle = handle
+    def __init__(self, handle: Tensor, gds: devices.DeviceQueue | None = None) -> None:
+        self.handle, self.gds = handle, gds
         self.process = os.getpid()
         self.pending: dict[int, Request] = {}
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """The op's function of this name. It takes the queue first."""
+        if self.gds is None:
+            return getattr(ops(), f"aio_{name}")(self.handle, *arguments)
+        return getattr(self.gds.functions, f"gds_{name}")(self.handle, *arguments)
 
 
 class Request:
@@ -59,6 +69,7 @@ class Request:
     def __init__(self, queue: _Queue, number: int, parts: list[_Part], partial: bool) -> None:
         self._queue, self._number, self._parts, self._partial = queue, number, parts, partial
         self._outcome: list[int] | None = None
+        self._words = ""  # of CUDA's driver, if it failed
 
     def done(self) -> bool:
         """Whether it has ended, in whatever way. Does not wait."""
@@ -90,7 +101,7 @@ class Request:
     def cancel(self) -> None:
         """Transfer no more than what is under way. ``wait`` still waits for that."""
         if self._outcome is None:
-            ops().aio_cancel(self._queue.handle, self._number)
+            self._queue.call("cancel", self._number)
 
     def error(self) -> Exception | None:
         """What ``wait`` would raise, or None; also None before the end."""
@@ -98,7 +109,10 @@ class Request:
             return None
         state, error, failed, *sizes = self._outcome
         if error:
-            return OSError(error, os.strerror(error), str(self._parts[failed].path))
+            said = os.strerror(error)
+            if self._words:
+                said = f"{said}: {self._words}"
+            return OSError(error, said, str(self._parts[failed].path))
         if state == CANCELLED:
             return CancelledError(f"cancelled after {sum(sizes)} bytes")
         for part, size in zip(self._parts, sizes, strict=True):
@@ -113,11 +127,13 @@ class Request:
         if self._outcome is not None:
             return True
         try:
-            found = ops().aio_wait(self._queue.handle, self._number, milliseconds).tolist()
+            found = self._queue.call("wait", self._number, milliseconds).tolist()
             if found[0] == RUNNING:
                 return False
+            if found[1] == errno.EIO and self._queue.gds is not None:
+                self._words = devices.failure(self._queue.gds)
             self._outcome = found  # kept first: an interrupt may come between the two
-            ops().aio_forget(self._queue.handle, self._number)
+            self._queue.call("forget", self._number)
         except RuntimeError:  # the queue no longer knows it if another thread had the outcome first
             if self._outcome is None:
                 raise
@@ -125,7 +141,8 @@ class Request:
 
 
 class AsyncIO:
-    """Asynchronous, parallel, direct reads and writes between tensors and files.
+    """Asynchronous, parallel, direct reads and writes between tensors and files. Tensors may be in
+    host memory or on a GPU.
 
         with AsyncIO() as files:
             request = files.read(tensor, "weights.bin")
@@ -133,15 +150,18 @@ class AsyncIO:
             request.wait()
 
     ``engine`` is "auto", "io_uring", "libaio" or "threads"; ``opkiln.io.engines()`` says which can
-    be used here. A transfer is cut into blocks of ``block_size`` bytes, of which ``depth`` are
-    under way at a time; ``threads`` is how many of them the engine of threads runs at once.
-    ``direct=False`` goes through the page cache. Any thread may use it.
+    be used here. "cufile" and "copies" are for tensors on GPUs, and then "auto" is for the others;
+    see ``how()`` and ``opkiln.io.device_engines()``. A transfer is cut into blocks of
+    ``block_size`` bytes, of which ``depth`` are under way at a time; ``threads`` is how many of
+    them the engine of threads, and those for GPUs, run at once. ``direct=False`` goes through the
+    page cache. Any thread may use it.
 
     Offsets, sizes and memory may be odd: what direct I/O cannot do goes through a buffer, or, at
     both ends of a write, through the page cache. Until a request has ended, tensors that are read
-    to hold anything, and tensors that are written must not change. Leaving the block, ``close()``
-    and dropping the object wait for all requests. Raises UsageError for an engine that cannot be
-    used, and ArgumentError.
+    to hold anything, and tensors that are written must not change. What the current stream was
+    given before is waited for before a request with tensors of a GPU begins, and any stream may use
+    them after it. Leaving the block, ``close()`` and dropping the object wait for all requests.
+    Raises UsageError for an engine that cannot be used, and ArgumentError.
     """
 
     def __init__(
@@ -161,12 +181,16 @@ class AsyncIO:
                 raise ArgumentError(f"{name} is {value}, expected 1 to {most}")
         if not 512 <= block_size <= 1 << 30:
             raise ArgumentError(f"block_size is {block_size}, expected 512 to {1 << 30} bytes")
-        self.engine = choose(engine)
+        self._for_devices = engine
+        self.engine = choose("auto" if engine in devices.ORDER else engine)
         self.depth, self.block_size, self.threads = depth, block_size, threads
         self.direct = direct
         handle = ops().aio_open(torch.empty(0), self.engine, depth, block_size, min(threads, depth))
         self._queue = _Queue(handle)
-        self._closer = weakref.finalize(self, _drop, self._queue)
+        self._queues = [self._queue]  # and the one for devices, when there is one
+        self._guard = threading.Lock()
+        self._registered: dict[int, Tensor] = {}
+        self._closer = weakref.finalize(self, _drop, self._queues, self._registered)
 
     def read(
         self, tensor: Tensor, path: Path, offset: int = 0, *, partial: bool = False
@@ -185,19 +209,43 @@ class AsyncIO:
 
     def read_all(self, transfers: Sequence[Transfer], *, partial: bool = False) -> Request:
         """``read`` of several tensors, from one file or from several, as one request."""
-        return self._begin(transfers, ops().aio_read_, write=False, partial=partial)
+        return self._begin(transfers, "read_", write=False, partial=partial)
 
     def write_all(self, transfers: Sequence[Transfer]) -> Request:
         """``write`` of several tensors as one request. Their ranges must not overlap."""
-        return self._begin(transfers, ops().aio_write, write=True, partial=False)
+        return self._begin(transfers, "write", write=True, partial=False)
+
+    def how(self) -> devices.How | None:
+        """Which way the bytes of tensors on GPUs went so far, and why that way was chosen. None
+        before the first request with such a tensor. Raises UsageError if this is closed."""
+        if not self._closer.alive:
+            raise UsageError("this AsyncIO is closed")
+        gds = self._queues[-1].gds
+        return None if gds is None else devices.how(gds)
+
+    def register(self, tensor: Tensor) -> None:
+        """Make a GPU's tensor known to cuFile, which then reads and writes it without a buffer of
+        its own. It pays for tensors that are used often. The tensor is kept until ``unregister`` or
+        ``close``, and its requests must have ended before that. Raises UsageError."""
+        if not self._closer.alive:
+            raise UsageError("this AsyncIO is closed")
+        memory = _bytes(tensor, write=False)
+        devices.register(memory)
+        self._registered[memory.data_ptr()] = memory
+
+    def unregister(self, tensor: Tensor) -> None:
+        """Undo ``register``. No effect for another tensor. Raises UsageError."""
+        memory = self._registered.pop(tensor.data_ptr(), None)
+        if memory is not None:
+            devices.unregister(memory)
 
     def wait(self) -> None:
         """Wait for all requests that nobody has waited for. Raises the first error of ``wait``."""
-        pending = list(self._queue.pending.values())
+        pending = [each for queue in self._queues for each in queue.pending.values()]
         for each in pending:
             while not each._poll(_SLICE):
                 pass
-            self._queue.pending.pop(each._number, None)
+            each._queue.pending.pop(each._number, None)
         for each in pending:
             if (error := each.error()) is not None:
                 raise error
@@ -217,11 +265,12 @@ class AsyncIO:
         if kind is None:
             self.close()
         else:  # what went wrong in the block is the better news
-            self._queue.pending.clear()
+            for queue in self._queues:
+                queue.pending.clear()
             self._closer()
 
     def _begin(
-        self, transfers: Sequence[Transfer], op: Callable[..., Any], *, write: bool, partial: bool
+        self, transfers: Sequence[Transfer], function: str, *, write: bool, partial: bool
     ) -> Request:
         if not self._closer.alive:
             raise UsageError("this AsyncIO is closed")
@@ -230,6 +279,7 @@ class AsyncIO:
             most = _LAST - room.numel()
             if not 0 <= each.offset <= most:
                 raise ArgumentError(f"offset is {each.offset}, expected 0 to {most}")
+        queue = self._queue_for(memory)
         paths = list(dict.fromkeys(each.path for each in transfers))
         descriptors: list[int] = []
         try:
@@ -243,26 +293,52 @@ class AsyncIO:
         # From here on the op closes them, also if it raises. So an interrupt that comes after it
         # took them does not close what the queue uses.
         with torch.no_grad():
-            number = int(op(self._queue.handle, memory, offsets, files, descriptors))
+            number = int(queue.call(function, memory, offsets, files, descriptors))
         parts = [
             _Part(each.path, each.offset, size.numel())
             for each, size in zip(transfers, memory, strict=True)
         ]
-        made = self._queue.pending[number] = Request(self._queue, number, parts, partial)
-        if len(self._queue.pending) > _MANY:
-            self._forget_successes()
+        made = queue.pending[number] = Request(queue, number, parts, partial)
+        if len(queue.pending) > _MANY:
+            _forget_successes(queue)
         return made
 
-    def _forget_successes(self) -> None:
-        for number, each in list(self._queue.pending.items()):
-            if each.done() and each.error() is None:
-                self._queue.pending.pop(number, None)  # another thread may have waited for it
+    def _queue_for(self, memory: list[Tensor]) -> _Queue:
+        """The queue for these tensors. Waits for what their devices were given to do."""
+        there = [each for each in memory if not _on_host(each)]
+        if not there:
+            return self._queue
+        for device in {each.device for each in there if each.device.type != "cpu"}:
+            torch.accelerator.current_stream(device).synchronize()
+        with self._guard:
+            if len(self._queues) == 1:
+                gds = devices.open_queue(
+                    self._for_devices, there[0], self.depth, self.block_size,
+                    min(self.threads, self.depth), host_too=there[0].device.type == "cpu",
+                )  # fmt: skip
+                self._queues.append(_Queue(gds.handle, gds))
+            return self._queues[1]
 
 
-def _drop(queue: _Queue) -> None:
+def _forget_successes(queue: _Queue) -> None:
+    for number, each in list(queue.pending.items()):
+        if each.done() and each.error() is None:
+            queue.pending.pop(number, None)  # another thread may have waited for it
+
+
+def _drop(queues: list[_Queue], registered: dict[int, Tensor]) -> None:
     """Wait for what nobody waits for any more, and tell of what failed."""
-    if queue.process != os.getpid():  # a fork: the requests are its parent's
+    if queues[0].process != os.getpid():  # a fork: the requests are its parent's
         return
+    with ExitStack() as rest:  # each is done, whatever another raises; the last that is added first
+        for each in registered.values():
+            rest.callback(devices.unregister, each)
+        for queue in queues:
+            rest.callback(_finish, queue)
+    registered.clear()
+
+
+def _finish(queue: _Queue) -> None:
     try:
         for each in list(queue.pending.values()):
             while not each._poll(_SLICE):
@@ -275,15 +351,17 @@ def _drop(queue: _Queue) -> None:
                 )
     finally:
         queue.pending.clear()
-        ops().aio_close(queue.handle)
+        queue.call("close")
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def _bytes(tensor: Tensor, write: bool) -> Tensor:
     """The tensor's memory; a contiguous copy of it if it is only read."""
-    if tensor.device.type != "cpu":
-        raise ArgumentError(
-            f"the tensor is on {tensor.device}, expected host memory", hint="tensor.cpu()"
-        )
+    if tensor.device.type == "meta":
+        raise ArgumentError("the tensor is on meta, expected host memory or a GPU's")
     if not tensor.is_contiguous() and not write:
         raise ArgumentError(
             f"the tensor has shape {tuple(tensor.shape)} and strides {tensor.stride()}: "

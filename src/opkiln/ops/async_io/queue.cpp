@@ -54,7 +54,7 @@ File::File(int plain_, int direct_) : plain(plain_), direct(direct_) {
 
 File::File(File&& other) noexcept
     : plain(other.plain), direct(other.direct), offset_step(other.offset_step),
-      memory_step(other.memory_step) {
+      memory_step(other.memory_step), registered(other.registered) {
   other.release();
 }
 
@@ -181,6 +181,7 @@ void Queue::fill() {
 // written, and writes at the end of the file need not wait for each other.
 void Queue::begin(Request& request) {
   request.begun = true;
+  engine_->begin(request);
   for (Part& each : request.parts) each.end = each.size;
   if (!request.write) return;
   for (size_t i = 0; i < request.parts.size() && request.error == 0; ++i) {
@@ -239,18 +240,22 @@ bool Queue::next_piece(Request& request) {
   piece.memory = memory;
   piece.offset = from;
   const bool whole_steps = file.direct >= 0 && from % step == 0 && left >= step;
+  const bool in_place = engine_->stages() || fits(memory, file.memory_step);
   if (file.direct < 0) {
     piece.size = piece.wanted = std::min(left, block);
-  } else if (whole_steps && (request.write || fits(memory, file.memory_step))) {
+  } else if (whole_steps && (request.write || in_place)) {
     piece.direct = true;
     piece.size = piece.wanted = std::min(below(left, step), block);
-    if (!fits(memory, file.memory_step)) {
+    if (!in_place) {
       give_buffer(piece, piece.size);
       if (piece.memory != nullptr) memcpy(piece.memory, memory, static_cast<size_t>(piece.size));
     }
   } else if (request.write) {
     // Less than a step, through the page cache: what is around it in the file is others'.
     piece.size = piece.wanted = std::min(left, above(from + 1, step) - from);
+  } else if (engine_->stages()) {
+    piece.direct = true;
+    piece.size = piece.wanted = std::min(left, above(from + 1, block) - from);
   } else {
     // Whole steps around it, into a buffer. If only the begin is odd, the rest needs none.
     const int64_t first = below(from, step), next = first + step;
@@ -300,9 +305,9 @@ void Queue::take(const Finished& finished) {
   }
   // Less than was asked for. A file that ends here needs no further read to say so.
   if (!piece.write && size_of(file.plain) == piece.offset) return finish_piece(&piece);
-  if (piece.direct) {
+  if (piece.direct && (piece.write || !engine_->stages())) {
     piece.direct = piece.offset % file.offset_step == 0 && piece.size % file.offset_step == 0 &&
-        fits(piece.memory, file.memory_step);
+        (engine_->stages() || fits(piece.memory, file.memory_step));
   }
   again();
 }
@@ -338,6 +343,7 @@ void Queue::finish_requests() {
       each->parts[i].end = std::min(each->parts[i].end, reached);
     }
     for (Part& part : each->parts) owners.push_back(static_cast<opk::Tensor&&>(part.owner));
+    engine_->end(*each);
     each->files.clear();
     const std::lock_guard<std::mutex> guard(lock_);
     each->done = true;  // from here on it may be forgotten, and deleted

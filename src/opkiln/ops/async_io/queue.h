@@ -30,6 +30,7 @@ class Queue {
   bool wait(int64_t id, int64_t milliseconds, Outcome& out);
   void forget(int64_t id);  // a request that has ended; no other
   void cancel(int64_t id);
+  Engine& engine() { return *engine_; }
 
  private:
   void run();

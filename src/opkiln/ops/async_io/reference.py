@@ -11,6 +11,8 @@ request has ended.
 failed or -1, and for each part the bytes that were transferred from its begin on. A file may end
 before. A request that has ended can be waited for again until ``aio_forget``. ``aio_close`` waits
 for all.
+
+``gds`` is served by the same queue. Its tensors may be on any device.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ class _Queue:
         self.futures: dict[int, Future[list[int]]] = {}
         self.cancelled: dict[int, threading.Event] = {}
         self.numbers = itertools.count(1)
+        self.guard = threading.Lock()
+        self.transferred = 0  # bytes, by all requests
 
     def add(
         self,
@@ -84,23 +88,55 @@ class _Queue:
         try:
             for part, tensor in enumerate(memory):
                 plain = descriptors[2 * files[part]]
-                view = _bytes(tensor)
-                while ends[part] < len(view):
+                blocks = _Blocks(tensor, self.block_size)
+                while ends[part] < tensor.numel():
                     if cancelled.is_set():
                         return [CANCELLED, 0, -1, *ends]
-                    some = view[ends[part] : ends[part] + self.block_size]
+                    some = blocks.at(ends[part], write)
                     at = offsets[part] + ends[part]
                     count = os.pwritev(plain, [some], at) if write else os.preadv(plain, [some], at)
                     if count == 0 and write:
                         return [DONE, errno.EIO, part, *ends]
                     if count == 0:
                         break
+                    if not write:
+                        blocks.put(ends[part], count)
                     ends[part] += count
         except OSError as error:
             return [DONE, error.errno or errno.EIO, part, *ends]
         finally:
             _close(descriptors)
+            with self.guard:
+                self.transferred += sum(ends)
         return [DONE, 0, -1, *ends]
+
+
+class _Blocks:
+    """The bytes of a tensor, a block at a time. Those of a device go through memory of the host."""
+
+    def __init__(self, tensor: Tensor, size: int) -> None:
+        self._tensor = tensor
+        self._size = min(size, tensor.numel())
+        self._staged: Tensor | None = None
+        if tensor.device.type != "cpu":
+            self._staged = torch.empty(self._size, dtype=torch.uint8)
+        self._view = _bytes(tensor if self._staged is None else self._staged)
+
+    def at(self, begin: int, write: bool) -> memoryview:
+        """The block that begins there, or room for it."""
+        if self._staged is None:
+            return self._view[begin : begin + self._size]
+        there = self._tensor[begin : begin + self._size]
+        if write:
+            self._staged[: len(there)].copy_(there)
+        return self._view[: len(there)]
+
+    def put(self, begin: int, count: int) -> None:
+        """Keep what was read."""
+        if self._staged is not None:
+            self._tensor[begin : begin + count].copy_(self._staged[:count])
+            # The copy is on this thread's stream, and the caller may use another.
+            torch.accelerator.current_stream(self._tensor.device).synchronize()
 
 
 _queues: dict[int, _Queue] = {}
@@ -129,7 +165,7 @@ def aio_read_(
     descriptors: list[int],
 ) -> Tensor:
     """Begin to read. Raises RuntimeError for what cannot be read to."""
-    return _add(queue, memory, offsets, files, descriptors, write=False)
+    return begin_transfer(queue, memory, offsets, files, descriptors, write=False)
 
 
 def aio_write(
@@ -140,12 +176,12 @@ def aio_write(
     descriptors: list[int],
 ) -> Tensor:
     """Begin to write. Raises RuntimeError for what cannot be written."""
-    return _add(queue, memory, offsets, files, descriptors, write=True)
+    return begin_transfer(queue, memory, offsets, files, descriptors, write=True)
 
 
 def aio_wait(queue: Tensor, request: int, milliseconds: int) -> Tensor:
     """Wait at most so long, for ever if below 0. Raises RuntimeError for an unknown request."""
-    found = _found(queue)
+    found = queue_of(queue)
     future = found.futures.get(request)
     if future is None:
         raise RuntimeError(f"there is no request {request}: it was forgotten")
@@ -157,7 +193,7 @@ def aio_wait(queue: Tensor, request: int, milliseconds: int) -> Tensor:
 
 def aio_forget(queue: Tensor, request: int) -> None:
     """Let go of what a request came to. No effect before it has ended."""
-    found = _found(queue)
+    found = queue_of(queue)
     if (future := found.futures.get(request)) is not None and future.done():
         found.futures.pop(request, None)
         found.cancelled.pop(request, None)
@@ -165,7 +201,7 @@ def aio_forget(queue: Tensor, request: int) -> None:
 
 def aio_cancel(queue: Tensor, request: int) -> None:
     """Transfer nothing more of a request than what is under way."""
-    if cancelled := _found(queue).cancelled.get(request):
+    if cancelled := queue_of(queue).cancelled.get(request):
         cancelled.set()
 
 
@@ -176,7 +212,7 @@ def aio_close(queue: Tensor) -> None:
         found.pool.shutdown()
 
 
-def _found(queue: Tensor) -> _Queue:
+def queue_of(queue: Tensor) -> _Queue:
     found = _queues.get(int(queue))
     if found is None:
         raise RuntimeError(f"there is no queue {int(queue)}: it was closed")
@@ -187,7 +223,7 @@ def _found(queue: Tensor) -> _Queue:
     return found
 
 
-def _add(
+def begin_transfer(
     queue: Tensor,
     memory: list[Tensor],
     offsets: list[int],
@@ -195,19 +231,20 @@ def _add(
     descriptors: list[int],
     *,
     write: bool,
+    any_device: bool = False,
 ) -> Tensor:
     try:
-        found = _found(queue)
-        _check(memory, offsets)
+        found = queue_of(queue)
+        _check(memory, offsets, any_device)
     except RuntimeError:
         _close(descriptors)
         raise
     return found.add(list(memory), list(offsets), list(files), list(descriptors), write)
 
 
-def _check(memory: list[Tensor], offsets: list[int]) -> None:
+def _check(memory: list[Tensor], offsets: list[int], any_device: bool) -> None:
     for i, tensor in enumerate(memory):
-        if tensor.device.type != "cpu":
+        if tensor.device.type != "cpu" and not any_device:
             raise RuntimeError(f"memory[{i}] is not on the CPU")
         if tensor.dtype != torch.uint8:
             name = str(tensor.dtype).removeprefix("torch.")

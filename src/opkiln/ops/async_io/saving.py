@@ -97,8 +97,9 @@ def save(
 
     The file gets its name when all is written and on the disk: whenever the process or the machine
     ends, the old file is there or the new one. ``sync=False`` does not wait for the disk. Then only
-    the end of the process is survived. Tensors on other devices are copied. Tensors that share
-    memory are written each. ``files`` is an ``AsyncIO`` to use. Raises OSError, ArgumentError.
+    the end of the process is survived. Tensors may be on GPUs, and then must not change before this
+    returns. Tensors that share memory are written each. ``files`` is an ``AsyncIO`` to use. Raises
+    OSError, ArgumentError.
     """
     path = os.path.realpath(path)  # a link stays a link
     # The largest elements first: then each tensor begins at a multiple of its elements' size.
@@ -114,7 +115,7 @@ def save(
         try:
             parts = [Transfer(head, fd, 0)]
             parts += [
-                Transfer(tensor.detach().cpu(), fd, offset)
+                Transfer(tensor.detach(), fd, offset)
                 for (_, tensor), offset in zip(ordered, offsets, strict=True)
             ]
             _run(files, lambda opened: opened.write_all(parts), path)
@@ -162,9 +163,10 @@ def load(
     """The tensors of a file in safetensors' layout, or only those with these names.
 
     Nothing is mapped: what is returned does not change with the file. A file that ``save`` replaces
-    meanwhile is loaded as it was. Small tensors that lie together in the file share memory. Raises
-    OSError; UsageError for a file that is damaged or of another format, and for a name that it does
-    not have.
+    meanwhile is loaded as it was. Small tensors that lie together in the file share memory. Those
+    for a GPU are read to its memory, without a copy of all in the host's. Raises OSError;
+    UsageError for a file that is damaged or of another format, and for a name that it does not
+    have.
     """
     with open(path, "rb") as file:
         return _load(file, os.fspath(path), names, torch.device(device), files)
@@ -194,9 +196,10 @@ def _load(
         reached = entry.end
     found: dict[str, Tensor] = {}
     parts: list[Transfer] = []
+    there = torch.device("cpu") if device.type == "meta" else device
     for group in groups:
         begin, end = header.entries[group[0]].begin, header.entries[group[-1]].end
-        memory = _memory(end - begin, begin)
+        memory = _memory(end - begin, begin, there)
         parts.append(Transfer(memory, file.fileno(), begin))
         for name in group:
             entry = header.entries[name]
@@ -313,11 +316,15 @@ def _header(
     return torch.frombuffer(head, dtype=torch.uint8), [whole + each for each in begins]
 
 
-def _memory(size: int, offset: int) -> Tensor:
+def _memory(size: int, offset: int, device: torch.device) -> Tensor:
     """Bytes whose address is that of ``offset`` in a page: direct I/O reads them in place."""
     lead = offset % _PAGE
     if size == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    if device.type != "cpu":
+        room = torch.empty(size + _PAGE, dtype=torch.uint8, device=device)
+        start = (lead - room.data_ptr()) % _PAGE
+        return room[start : start + size]
     length = -(-(lead + size) // _HUGE) * _HUGE if size >= _HUGE else lead + size
     pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE)  # Python's default is shared with forks
     if hasattr(mmap, "MADV_HUGEPAGE") and size >= _HUGE:

@@ -18,6 +18,7 @@ struct File {
   int direct = -1;
   int64_t offset_step = 4096;  // direct I/O is at multiples of this in the file,
   int64_t memory_step = 4096;  // and at multiples of this in memory
+  void* registered = nullptr;  // by an engine, which takes it back
 
   File(int plain, int direct);
   File(File&& other) noexcept;
@@ -35,6 +36,7 @@ struct Part {
   int64_t offset;
   int64_t file;
   int64_t end;  // of what was transferred without a gap, from the part's begin
+  int device;   // the number of the GPU whose memory it is, or -1: the host's
 };
 
 struct Request {

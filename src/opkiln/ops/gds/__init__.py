@@ -1,0 +1,1 @@
+"""``gds``: reads and writes between files and the memory of GPUs."""
