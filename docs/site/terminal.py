@@ -14,7 +14,6 @@ import json
 import os
 import pty
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,16 +25,11 @@ from xml.sax.saxutils import escape
 ROOT = Path(__file__).resolve().parents[2]
 CAST = ROOT / "docs" / "pictures" / "demo.cast"
 PICTURE = CAST.with_suffix(".svg")
-COLUMNS = 84
+COLUMNS = 88
+IDLE = 3  # seconds: silence is cut to this when it is shown
 PROMPT = "\x1b[32m$\x1b[0m "
 TYPED, THOUGHT, REST = 0.04, 0.7, 6.0  # seconds: a character, before a command, at the end
-COMMANDS = (
-    "cat first_op/__init__.py",
-    "time python use.py        # the first time on this machine",
-    "time python use.py        # ever after",
-    "python -m pytest -q test_scaled_add.py",
-    "OPKILN_MODE=reference python use.py",
-)
+COMMANDS = ("opkiln demo",)
 LINE, WIDE, LEFT, TOP = 20, 8.43, 16, 46  # pixels: a line, a character, the margins
 STYLE = """
 .paper { fill: #ffffff; stroke: #d1d9e0 } .bar { fill: #f6f8fa }
@@ -49,6 +43,7 @@ text { fill: #f0f6fc }
 }
 """
 LOOKS = {"1": "strong", "2": "weak", "31": "bad", "32": "good"}
+_OPENED = re.compile(r"(\x1b\[[1-9][0-9;]*m)\n")  # a colour that begins with the next line
 _CODE = re.compile(r"\x1b\[([0-9;]*)m")
 
 
@@ -62,12 +57,10 @@ class Line(NamedTuple):
 def record() -> list[Any]:
     """Run the commands in a terminal with an empty cache; the header and events of an asciicast."""
     with tempfile.TemporaryDirectory() as scratch:
-        work, home = Path(scratch) / "first_op", Path(scratch) / "home"
-        shutil.copytree(ROOT / "examples" / "first_op", work)
+        home = Path(scratch) / "home"
         home.mkdir()
         environment = {
             "HOME": str(home), "TERM": "xterm", "COLUMNS": str(COLUMNS), "OPKILN_PROGRESS": "lines",
-            "TIMEFORMAT": "%R s",
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         }  # fmt: skip
         events: list[Any] = []
@@ -80,11 +73,14 @@ def record() -> list[Any]:
                 events.append([round(now, 3), "o", character])
             events.append([round(now, 3), "o", "\r\n"])
             began = time.monotonic()
-            for at, text in _printed(command, work, environment):
+            for at, text in _printed(command, home, environment):
                 shown = text.replace(str(home), "~")
                 events.append([round(now + at - began, 3), "o", shown])
             now += time.monotonic() - began
-        header = {"version": 2, "width": COLUMNS, "height": 30, "title": "opkiln in thirty seconds"}
+        header = {
+            "version": 2, "width": COLUMNS, "height": 30, "idle_time_limit": IDLE,
+            "title": f"{len(os.sched_getaffinity(0))} cores, load average {os.getloadavg()[0]:.1f}",
+        }  # fmt: skip
         return [header, *events]
 
 
@@ -106,19 +102,31 @@ def _printed(command: str, work: Path, environment: dict[str, str]) -> list[tupl
     return found
 
 
-def lines(events: list[Any]) -> list[Line]:
-    """The lines of a recording, each with the time of its last character."""
-    found, text = [], ""
+def lines(cast: list[Any]) -> list[Line]:
+    """The lines of a recording, each with the time of its last character.
+
+    Silence is cut to what the recording says, and long lines are broken, as a terminal does.
+    """
+    header, *events = cast
+    found, text, shown, before = [], "", 0.0, 0.0
     for at, _, printed in events:
-        *complete, text = (text + printed.replace("\r\n", "\n")).split("\n")
-        found += [Line(at, line) for line in complete]
+        shown += min(at - before, header["idle_time_limit"])
+        before = at
+        text = _OPENED.sub(r"\n\1", text + printed.replace("\r\n", "\n"))
+        *complete, text = text.split("\n")
+        found += [Line(shown, part) for line in complete for part in _broken(line, header["width"])]
     return found
+
+
+def _broken(line: str, width: int) -> list[str]:
+    if len(_CODE.sub("", line)) <= width:
+        return [line]
+    return [line[at : at + width] for at in range(0, len(line), width)]
 
 
 def draw(cast: list[Any]) -> str:
     """The picture of a recording."""
-    header, *events = cast
-    shown = lines(events)
+    header, shown = cast[0], lines(cast)
     whole = shown[-1].at + REST
     width, height = round(2 * LEFT + header["width"] * WIDE), TOP + LINE * len(shown) + 8
     parts, frames = [], []

@@ -68,8 +68,17 @@ def follow(page: Path, where: Path, programs: Path) -> None:
     assert not any(wrong), "\n".join(filter(None, wrong))
 
 
+# What these do, other tests do in every run: tests/build/test_new.py and tests/cluster.
+FULL = {"run-on-a-cluster", "ship-a-package"}
+
+
 @pytest.mark.parametrize(
-    "name", [page.stem for page in sorted(TUTORIALS.glob("*.md")) if page.stem not in ELSEWHERE]
+    "name",
+    [
+        pytest.param(page.stem, marks=pytest.mark.full if page.stem in FULL else ())
+        for page in sorted(TUTORIALS.glob("*.md"))
+        if page.stem not in ELSEWHERE
+    ],
 )
 def test_a_tutorial_prints_what_it_shows(
     name: str, tmp_path: Path, request: pytest.FixtureRequest

@@ -87,7 +87,7 @@ def test_the_recorded_terminal_is_what_its_recording_gives() -> None:
     assert terminal.PICTURE.read_text() == terminal.draw(cast), "run docs/site/terminal.py"
     typed = [
         line.text.partition(" ")[2]
-        for line in terminal.lines(cast[1:])
+        for line in terminal.lines(cast)
         if line.text.startswith(terminal.PROMPT)
     ]
     assert typed == list(terminal.COMMANDS), "record it again"
