@@ -51,6 +51,7 @@ class Step(NamedTuple):
 
     lane: int
     op: str
+    target: str
     name: str
     start: float
     end: float
@@ -64,8 +65,8 @@ def steps(trace: dict[str, Any]) -> list[Step]:
     ]  # fmt: skip
     first = min(event["ts"] for event in ran)
     found = [
-        Step(event["tid"], event["cat"], event["name"], (event["ts"] - first) / 1e6,
-             (event["ts"] + event["dur"] - first) / 1e6)
+        Step(event["tid"], *event["cat"].split(" ", 1), event["name"],
+             (event["ts"] - first) / 1e6, (event["ts"] + event["dur"] - first) / 1e6)
         for event in ran
     ]  # fmt: skip
     return sorted(found, key=lambda step: (step.start, step.lane))
@@ -95,7 +96,7 @@ def draw(document: dict[str, Any]) -> str:
     busy = sum(step.end - step.start for step in ran) / (len(lanes) * whole)
     host = document["machine"]
     ended = f"{len(ran)} steps in {whole:.1f} s; the lanes were busy for {busy:.0%} of the time."
-    where = f"{document['date'][:10]}, {host['cpu']}, {host['cores']} cores."
+    where = f"{document['date'][:10]}, {host['cores']} cores, load average {document['load']:.1f}."
     footer = (f"$ {document['command']}", f"{ended} {where}")
     parts += [f'<text class="faint" x="0" y="{bottom + 36 + 16 * line}">{escape(said)}</text>'
               for line, said in enumerate(footer)]  # fmt: skip
@@ -120,7 +121,7 @@ def _legend(ops: list[str]) -> list[str]:
 
 def _bar(step: Step, colour: int, y: float, scale: float) -> list[str]:
     x, length = LEFT + step.start * scale, max((step.end - step.start) * scale - 1, 1)
-    about = f"{step.op}: {step.name}, {step.end - step.start:.2f} s"
+    about = f"{step.op} for {step.target}: {step.name}, {step.end - step.start:.2f} s"
     place = f'x="{x:.1f}" y="{y}" width="{length:.1f}" height="{LANE}"'
     parts = [f'<rect class="op{colour}" {place} rx="2"><title>{escape(about)}</title></rect>']
     if len(step.name) * 6.2 + 6 < length:
@@ -130,12 +131,17 @@ def _bar(step: Step, colour: int, y: float, scale: float) -> list[str]:
 
 def record() -> dict[str, Any]:
     """Build with an empty store. What the engine traced, and what it was traced on."""
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as scratch:
         trace = Path(scratch) / "trace.json"
         environment = {**os.environ, "OPKILN_CACHE_DIR": f"{scratch}/store"}
         argv = [sys.executable, "-m", *shlex.split(COMMAND), "--trace", str(trace)]
         subprocess.run(argv, env=environment, check=True)
-        return {**machine.described(), "command": COMMAND, "trace": json.loads(trace.read_text())}
+        traced = json.loads(trace.read_text())
+        # Without remarks: those about waiting name this host.
+        traced["traceEvents"] = [each for each in traced["traceEvents"] if each["ph"] != "i"]
+        found = {"load": load, "command": COMMAND, "trace": traced}
+        return {**machine.described(), **found}
 
 
 def main() -> None:

@@ -181,13 +181,13 @@ class Layer(NamedTuple):
 LAYERS = (
     Layer("this process", "what is loaded already", "each load", "it was verified", "good"),
     Layer("installed packages", "a wheel of ops; <package>/prebuilt", "pip",
-          "whoever installs it", "box"),
+          "you installed it", "box"),
     Layer("your store", "~/.cache/opkiln, OPKILN_CACHE_DIR", "builds, fetches, imports",
           "yours, mode 0700", "good"),
     Layer("listed layers", "OPKILN_STORE_LAYERS: directories, bundles",
-          "opkiln build --out, --bundle", "you list them; signatures", "box"),
+          "opkiln build --out, --bundle", "you list it, or a key", "box"),
     Layer("remote tiers", "OPKILN_REMOTES: registries, buckets, servers", "opkiln cache push",
-          "lock file, signatures", "box"),
+          "a lock file, or a key", "box"),
     Layer("a build", "the compilers of this machine", "the first use",
           "loaded in a child first", "hot"),
     Layer("the reference", "the op in PyTorch", "the op's author", "part of the package", "hot"),
@@ -214,10 +214,10 @@ def store_layers() -> str:
             text(columns[2], y + 27, layer.trusted, "dim"),
         ]
     foot = top + step * len(LAYERS) + 14
-    serves = "The first that fits serves. Its SHA-256 is checked before it is opened; "
-    passed = "what does not fit is passed over, with the reason."
-    parts.append(text(46, foot, serves + passed, "dim"))
-    return svg(foot + 14, "The layers of the store, in the order they are asked", parts)
+    serves = "The first that fits serves. Its SHA-256 is checked before it is opened."
+    passed = "What does not fit is passed over, with the reason."
+    parts += [text(46, foot, serves, "dim"), text(46, foot + 17, passed, "dim")]
+    return svg(foot + 30, "The layers of the store, in the order they are asked", parts)
 
 
 PICTURES_OF = {"flow.svg": flow, "load_path.svg": load_path, "store_layers.svg": store_layers}

@@ -74,12 +74,16 @@ class Browser:
     def named(self, *methods: str) -> list[dict[str, Any]]:
         return [event["params"] for event in self.events if event.get("method") in methods]
 
-    def show(self, url: str, scheme: str, width: int = 1200, height: int = 900) -> None:
+    def resize(self, width: int, height: int = 900) -> None:
+        """Make the window so large."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height,
+                  deviceScaleFactor=1, mobile=False)  # fmt: skip
+
+    def show(self, url: str, scheme: str, width: int = 1200) -> None:
         """Open a page, in a light or a dark scheme, and wait until it is loaded."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", features=[feature])
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height,
-                  deviceScaleFactor=1, mobile=False)  # fmt: skip
+        self.resize(width)
         self.events.clear()
         self.call("Page.navigate", url=url)
         while not self.named("Page.loadEventFired"):

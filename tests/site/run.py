@@ -128,26 +128,35 @@ DARK = """(() => { const [r, g, b] = getComputedStyle(document.body).backgroundC
 
 
 def open_pages(browser: chromium.Browser, base: str, files: list[Path]) -> tuple[int, list[str]]:
-    """How often a page was opened, and what was wrong with it."""
-    opened, wrong = 0, []
+    """How often a page was looked at, and what was wrong with it."""
+    seen, wrong = 0, []
     for file in files:
         for scheme in SCHEMES:
+            browser.show(base + address(file), scheme, WIDTHS["desktop"])
             for device, width in WIDTHS.items():
-                browser.show(base + address(file), scheme, width)
+                browser.resize(width)
                 browser.evaluate(SETTLED)
-                opened += 1
-                said = [str(complaint)[:300] for complaint in browser.complaints()]
-                said += [f"asks {url}" for url in browser.requests()
-                         if not url.startswith((base, "data:", "blob:"))]  # fmt: skip
-                said += [f"{failed['errorText']} ({failed['type']})"
-                         for failed in browser.named("Network.loadingFailed")
-                         if not failed.get("canceled")]  # fmt: skip
-                said += [f"{url} is no picture" for url in browser.evaluate(BROKEN)]
-                said += filter(None, [browser.evaluate(TOO_WIDE)])
-                if browser.evaluate(DARK) != (scheme == "dark"):
-                    said.append("the page does not follow the scheme")
-                wrong += [f"{address(file) or '/'} ({device}, {scheme}): {each}" for each in said]
-    return opened, wrong
+                seen += 1
+                place = f"{address(file) or '/'} ({device}, {scheme})"
+                wrong += [f"{place}: {each}" for each in _wrong(browser, base, scheme)]
+                browser.events.clear()
+    return seen, wrong
+
+
+def _wrong(browser: chromium.Browser, base: str, scheme: str) -> Iterator[str]:
+    """What is wrong with the page that is shown, since it was opened or looked at last."""
+    yield from (str(complaint)[:300] for complaint in browser.complaints())
+    for url in browser.requests():
+        if not url.startswith((base, "data:", "blob:")):
+            yield f"asks {url}"
+    for failed in browser.named("Network.loadingFailed"):
+        if not failed.get("canceled"):
+            yield f"{failed['errorText']} ({failed['type']})"
+    yield from (f"{url} is no picture" for url in browser.evaluate(BROKEN))
+    if too_wide := browser.evaluate(TOO_WIDE):
+        yield too_wide
+    if browser.evaluate(DARK) != (scheme == "dark"):
+        yield "the page does not follow the scheme"
 
 
 def search(browser: chromium.Browser, base: str) -> list[str]:
@@ -209,6 +218,8 @@ def main() -> int:
     parser.add_argument("--screenshots", type=Path, help="write pictures of two pages there")
     arguments = parser.parse_args()
     files = sorted(SITE.rglob("*.html"))
+    if not files:
+        parser.error("there is no site: python docs/site/build.py builds it")
     links = check_links(files)
     print(f"{len(files)} pages; {links.inside} links within the site, {links.anchors} of them to a "
           f"heading; {links.outside} to other sites, which were not followed")  # fmt: skip
@@ -220,13 +231,13 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as profile, served() as base:
             browser = chromium.Browser(program, Path(profile))
             try:
-                opened, complaints = open_pages(browser, base, files)
+                seen, complaints = open_pages(browser, base, files)
                 wrong += complaints + search(browser, base)
                 if arguments.screenshots:
                     take_screenshots(browser, base, arguments.screenshots)
             finally:
                 browser.close()
-        print(f"opened {opened} times in {os.path.basename(program)}, {len(WIDTHS)} widths and "
+        print(f"{seen} views of them in {os.path.basename(program)}: {len(WIDTHS)} widths, "
               f"{len(SCHEMES)} schemes; {len(SEARCHES)} searches")  # fmt: skip
     for each in wrong:
         print(f"wrong: {each}")
