@@ -19,6 +19,7 @@
 #   make deepspeed-sources   DeepSpeed's native sources, for bench/ops/deepspeed_kernels.py
 #   make release-check   the archives of a release, reproducible, examined, installed and used
 #   make bench   side by side with the peers (installs them into an environment of their own)
+#   make docs   the documentation site in build/site, checked in Chromium if there is one
 
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
@@ -28,9 +29,12 @@ JOBS   ?= $(shell nproc)
 SEED   ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 TORCHES ?= 2.10.0 2.11.0 2.12.1 2.14.1 2.15.0
 MODULE  ?=
+DOCS    ?=
 
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
+DOCS_VENV := .docs-venv
+DOCS_STAMP := $(DOCS_VENV)/.ready
 
 .PHONY: all setup demo test lint unit test-full test-random test-faults test-sanitize test-deepspeed \
 	test-packages test-remotes test-sycl test-torches test-cluster test-aarch64 mutants deepspeed-sources release-check bench docs clean
@@ -118,10 +122,23 @@ release-check:
 bench:
 	$(PYTHON) bench/setup.py
 	.bench-venv/bin/python bench/run.py
+	.bench-venv/bin/python bench/bars.py
+	.bench-venv/bin/python bench/cluster_curves.py
+	.bench-venv/bin/python bench/timeline.py
 
-docs: $(STAMP)
+$(DOCS_STAMP): pyproject.toml Makefile
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install -q --upgrade pip
+	$(DOCS_VENV)/bin/python -m pip install -q --group docs
+	touch $@
+
+# Generated pages and pictures, the site with warnings as errors, then every link and every page.
+docs: $(STAMP) $(DOCS_STAMP)
 	$(RUN) -c "from opkiln.report.forms import settings_page; open('docs/settings.md', 'w').write(settings_page())"
 	PYTHONPATH=tests $(RUN) -m reference_pages
+	$(RUN) docs/site/diagrams.py
+	$(DOCS_VENV)/bin/python docs/site/build.py
+	$(DOCS_VENV)/bin/python tests/site/run.py $(DOCS)
 
 clean:
-	rm -rf $(VENV) .release-venv .ci-files-venv .manifests-venv .bench-venv .remotes-venv .sycl-venv .farm-*-venv .torch-*-venv .deepspeed-venv .deepspeed .packages-*-venv build dist src/*.egg-info
+	rm -rf $(VENV) $(DOCS_VENV) .release-venv .ci-files-venv .manifests-venv .bench-venv .remotes-venv .sycl-venv .farm-*-venv .torch-*-venv .deepspeed-venv .deepspeed .packages-*-venv build dist src/*.egg-info

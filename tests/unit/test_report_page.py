@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import fcntl
-import json
-import os
 import re
-import select
-import shutil
-import signal
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+from sample import browser as chromium
+from sample.browser import Browser
 from test_report_forms import backend, filled, op
 
 import opkiln
@@ -25,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome",
-            "google-chrome-stable", "chrome-headless-shell")  # fmt: skip
 HOSTILE = '<img src="http://example.invalid/x.png" onerror="alert(1)">&amp;'
 VOID = ("meta", "link", "br")
 
@@ -85,94 +78,11 @@ def test_a_page_without_ops_or_environment_leaves_out_their_sections() -> None:
 # In a browser
 
 
-class Browser:
-    """A headless Chromium with one tab, driven through a pair of pipes."""
-
-    def __init__(self, program: str, profile: Path) -> None:
-        theirs, self._to = os.pipe()
-        self._from, writes = os.pipe()
-        # Chromium reads from descriptor 3 and writes to 4; ours must not be in their way.
-        ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (theirs, writes)]
-        argv = [program, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe",
-                "--no-first-run", "--disable-background-networking",
-                f"--user-data-dir={profile}"]  # fmt: skip
-        self._pid = os.posix_spawn(program, argv, os.environ, file_actions=[
-            *((os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)),
-            (os.POSIX_SPAWN_DUP2, ends[0], 3),
-            (os.POSIX_SPAWN_DUP2, ends[1], 4),
-        ])  # fmt: skip
-        for end in (theirs, writes, *ends):
-            os.close(end)
-        self._number = 0
-        self._rest = b""
-        self._session: str | None = None
-        self.events: list[dict[str, Any]] = []
-        tab = self.call("Target.createTarget", url="about:blank")["targetId"]
-        attached = self.call("Target.attachToTarget", targetId=tab, flatten=True)
-        self._session = attached["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.call(f"{domain}.enable")
-
-    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        self._number += 1
-        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
-        if self._session is not None:
-            message["sessionId"] = self._session
-        os.write(self._to, json.dumps(message).encode() + b"\0")
-        while (answer := self._read()).get("id") != self._number:
-            self.events.append(answer)
-        assert "error" not in answer, answer
-        return dict(answer["result"])
-
-    def _read(self) -> dict[str, Any]:
-        while b"\0" not in self._rest:
-            ready, _, _ = select.select([self._from], [], [], 60)
-            assert ready, "the browser does not answer"
-            chunk = os.read(self._from, 1 << 16)
-            assert chunk, "the browser went away"
-            self._rest += chunk
-        message, _, self._rest = self._rest.partition(b"\0")
-        return dict(json.loads(message))
-
-    def named(self, *methods: str) -> list[dict[str, Any]]:
-        return [event["params"] for event in self.events if event.get("method") in methods]
-
-    def show(self, file: Path, scheme: str, width: int = 1200) -> None:
-        """Open a page, in a light or a dark scheme, and wait until it is loaded."""
-        feature = {"name": "prefers-color-scheme", "value": scheme}
-        self.call("Emulation.setEmulatedMedia", features=[feature])
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900,
-                  deviceScaleFactor=1, mobile=False)  # fmt: skip
-        self.events.clear()
-        self.call("Page.navigate", url=file.as_uri())
-        while not self.named("Page.loadEventFired"):
-            self.events.append(self._read())
-
-    def evaluate(self, expression: str) -> Any:
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        return answer["result"].get("value")
-
-    def picture(self) -> bytes:
-        return base64.b64decode(self.call("Page.captureScreenshot")["data"])
-
-    def complaints(self) -> list[dict[str, Any]]:
-        return self.named("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
-
-    def requests(self) -> list[str]:
-        return [event["request"]["url"] for event in self.named("Network.requestWillBeSent")]
-
-    def close(self) -> None:
-        os.close(self._to)
-        os.close(self._from)
-        os.kill(self._pid, signal.SIGKILL)  # it has nothing to lose: its profile is the test's
-        os.waitpid(self._pid, 0)
-
-
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    program = chromium.program()
     if program is None:
-        pytest.skip("no Chromium: apt-get install chromium-headless-shell")
+        pytest.skip(chromium.MISSING)
     made = Browser(program, tmp_path_factory.mktemp("profile"))
     yield made
     made.close()
@@ -189,7 +99,7 @@ def test_a_browser_shows_every_op_of_this_machine_and_has_no_complaint(
 ) -> None:
     file = tmp_path / "report.html"
     assert main._run(["report", "--html", str(file)]) == 0
-    browser.show(file, scheme)
+    browser.show(file.as_uri(), scheme)
     rows = browser.evaluate(ROWS)
     listed = [name for op, kind in opkiln.ALL_OPS.items() for name, _ in libraries(op, kind)]
     assert [row["name"] for row in rows] == listed
@@ -203,7 +113,7 @@ def test_a_hostile_name_is_shown_as_it_is_and_does_nothing(
 ) -> None:
     file = tmp_path / "report.html"
     file.write_text(thirty(), encoding="utf-8")
-    browser.show(file, "light")
+    browser.show(file.as_uri(), "light")
     rows = browser.evaluate(ROWS)
     assert len(rows) == 30
     assert all(row["visible"] for row in rows)
@@ -218,7 +128,7 @@ def test_light_and_dark_differ(browser: Browser, tmp_path: Path) -> None:
     file.write_text(thirty(), encoding="utf-8")
     found = {}
     for scheme in ("light", "dark"):
-        browser.show(file, scheme)
+        browser.show(file.as_uri(), scheme)
         body = "getComputedStyle(document.body)"
         colours = browser.evaluate(f"[{body}.backgroundColor, {body}.color]")
         paper, ink = (sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in colours)
@@ -231,7 +141,7 @@ def test_light_and_dark_differ(browser: Browser, tmp_path: Path) -> None:
 def test_a_trace_unfolds_without_a_script(browser: Browser, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     file.write_text(thirty(), encoding="utf-8")
-    browser.show(file, "light")
+    browser.show(file.as_uri(), "light")
     shown = "document.querySelector('tr.op .trace').checkVisibility()"
     assert browser.evaluate(shown) is False
     browser.evaluate("document.querySelector('tr.op summary').click()")
@@ -242,5 +152,5 @@ def test_a_trace_unfolds_without_a_script(browser: Browser, tmp_path: Path) -> N
 def test_a_narrow_window_has_nothing_that_stands_out(browser: Browser, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     file.write_text(thirty(), encoding="utf-8")
-    browser.show(file, "light", width=420)
+    browser.show(file.as_uri(), "light", width=420)
     assert browser.evaluate("document.documentElement.scrollWidth") <= 420
