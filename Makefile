@@ -96,7 +96,7 @@ test-sycl:
 
 test-torches: $(STAMP)
 	$(RUN) tests/torches/run.py --out bench/results/torches.json $(TORCHES)
-	$(RUN) tests/torches/table.py
+	$(RUN) tests/torches/torches_page.py
 
 test-cluster: $(STAMP)
 	$(RUN) -m pytest tests/cluster --full-counts -rs $(PYTEST)

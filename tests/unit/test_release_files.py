@@ -19,7 +19,7 @@ from opkiln.model import STABLE_VERSION
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "torches"))
 
-import table as torches  # noqa: E402 (found by the line above)
+import torches_page as torches  # noqa: E402 (found by the line above)
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CHANGES = (ROOT / "CHANGELOG.md").read_text()
@@ -62,7 +62,7 @@ def test_commits_are_checked_by_what_make_lint_runs() -> None:
 
 def test_the_table_of_torches_is_that_of_the_kept_run_in_which_all_passed() -> None:
     result = json.loads(torches.RESULTS.read_text())
-    assert torches.with_table(PAGE, result) == PAGE, "run `python tests/torches/table.py`"
+    assert torches.with_table(PAGE, result) == PAGE, "run `python tests/torches/torches_page.py`"
     rows = result["rows"]
     assert not any({"failed", "skipped"} & {*row, *row.values()} for row in rows)
     tried = {row["torch"].rpartition(".")[0] for row in rows}
