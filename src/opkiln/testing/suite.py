@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     Samples = Callable[..., Sequence[Any]]
 
-__all__ = ["SIZES", "Make", "op_tests"]
 
 # Nothing, one, primes, powers of two and their neighbours, more than one block of threads.
 SIZES = (0, 1, 2, 3, 7, 17, 64, 127, 128, 129, 1000, 4099)

@@ -23,14 +23,13 @@ _HINT = "pip install nvidia-cufile"
 
 
 class How(NamedTuple):
-    """Which way the bytes of device tensors went. ``why`` is the reason for ``engine``; ``refused``
-    is why cuFile did not take a part of what it was given, the last time."""
+    """Which way the bytes of device tensors went."""
 
     engine: str  # cufile, copies
-    why: str
+    why: str  # the reason for the engine
     by_cufile: int  # bytes
-    copied: int
-    refused: str
+    copied: int  # bytes that went through page-locked memory
+    refused: str  # why cuFile did not take a part of what it was given, the last time
 
 
 class DeviceQueue(NamedTuple):
