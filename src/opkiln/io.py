@@ -6,9 +6,8 @@ from opkiln import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.ops.async_io.engines import EngineState, engines
-    from opkiln.ops.async_io.handle import AsyncIO, Request, Transfer
-    from opkiln.ops.async_io.saving import (
+    from opkiln.files.handle import AsyncIO, Request, Transfer
+    from opkiln.files.saving import (
         Entry,
         Header,
         Saving,
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
         save,
         save_in_background,
     )
+    from opkiln.ops.async_io.engines import EngineState, engines
     from opkiln.ops.gds.device import How, device_engines
     from opkiln.ops.pin_memory.pool import PinnedPool, PoolCounts
 
@@ -42,15 +42,15 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(
         ("Entry", "Header", "Saving", "load", "read_header", "save", "save_in_background"),
-        "opkiln.ops.async_io.saving",
+        "opkiln.files.saving",
     ),
-    "AsyncIO": "opkiln.ops.async_io.handle",
+    "AsyncIO": "opkiln.files.handle",
     "EngineState": "opkiln.ops.async_io.engines",
     "How": "opkiln.ops.gds.device",
     "PinnedPool": "opkiln.ops.pin_memory.pool",
     "PoolCounts": "opkiln.ops.pin_memory.pool",
-    "Request": "opkiln.ops.async_io.handle",
-    "Transfer": "opkiln.ops.async_io.handle",
+    "Request": "opkiln.files.handle",
+    "Transfer": "opkiln.files.handle",
     "device_engines": "opkiln.ops.gds.device",
     "engines": "opkiln.ops.async_io.engines",
 }

@@ -17,8 +17,8 @@ import opkiln
 from opkiln import io
 from opkiln.compat.deepspeed.files import GDS
 from opkiln.errors import UsageError
+from opkiln.files import handle
 from opkiln.io import AsyncIO, Transfer
-from opkiln.ops.async_io import handle
 from opkiln.ops.gds import device, reference
 
 if TYPE_CHECKING:

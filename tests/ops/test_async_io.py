@@ -23,8 +23,9 @@ from sample import child, sanitizers
 
 import opkiln
 from opkiln.errors import ArgumentError, ToolchainError, UsageError
+from opkiln.files import handle
 from opkiln.io import AsyncIO, Transfer
-from opkiln.ops.async_io import engines, handle, reference
+from opkiln.ops.async_io import engines, reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,8 +21,8 @@ from sample import child
 
 from opkiln import io
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
-from opkiln.ops.async_io import handle
-from opkiln.ops.async_io.saving import DTYPES
+from opkiln.files import handle
+from opkiln.files.saving import DTYPES
 
 
 def sample() -> dict[str, torch.Tensor]:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from opkiln.compat.deepspeed.modules import OpModule
 from opkiln.errors import FallbackWarning, UsageError
-from opkiln.ops.async_io.handle import AsyncIO as Files
-from opkiln.ops.async_io.handle import Request
+from opkiln.files.handle import AsyncIO as Files
+from opkiln.files.handle import Request
 from opkiln.ops.gds import device as devices
 from opkiln.ops.pin_memory.pool import PinnedPool
 

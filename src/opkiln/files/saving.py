@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
-from opkiln.ops.async_io.handle import AsyncIO, Request, Transfer
+from opkiln.files.handle import AsyncIO, Request, Transfer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
