@@ -20,7 +20,8 @@ if it is known; and a `hint`, a command to copy. `str(error)` is all three. `log
 all that a failed build printed, if there is one.
 
 The command line exits with the code of the error. The [exit codes](../cli.md#exit-codes) that no
-error has are 0, 1 (a check said no), 8 (`opkiln doctor`: only warnings) and 130 (interrupted).
+error has are 0, 8 (`opkiln doctor`: only warnings) and 130 (interrupted); 1
+is also a check that said no.
 """
 
 
