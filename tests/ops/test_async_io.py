@@ -152,6 +152,52 @@ def test_an_open_file_is_used_by_its_descriptor(engine: str, tmp_path: Path) -> 
     assert torch.equal(got, data)
 
 
+@pytest.mark.parametrize("flag", [os.O_APPEND, os.O_DIRECT], ids=["append", "direct"])
+def test_the_flags_of_a_given_descriptor_do_not_matter(
+    engine: str, tmp_path: Path, flag: int
+) -> None:
+    path, data = tmp_path / "file", torch.arange(3000, dtype=torch.int32)
+    path.write_bytes(bytes(20_000))
+    try:
+        descriptor = os.open(path, os.O_RDWR | flag)
+    except OSError:
+        pytest.skip("the file system has no direct I/O")
+    try:
+        with AsyncIO(engine) as files:
+            files.write(data, descriptor, 5).wait()
+    finally:
+        os.close(descriptor)
+    assert path.read_bytes() == bytes(5) + data.numpy().tobytes() + bytes(20_000 - 12_005)
+
+
+def test_the_default_device_does_not_matter(engine: str, tmp_path: Path) -> None:
+    path, data = tmp_path / "file", torch.arange(3000)
+    engines.engines.cache_clear()
+    with torch.device("meta"), AsyncIO(engine) as files:
+        files.write(data, path).wait()
+        room = torch.zeros(3000, dtype=torch.int64, device="cpu")
+        files.read(room, path).wait()
+    assert torch.equal(room, data)
+
+
+def test_requests_can_be_waited_for_after_an_error_in_the_block(
+    engine: str, tmp_path: Path
+) -> None:
+    made = []
+
+    def fails() -> None:
+        with AsyncIO(engine) as files:
+            made.append(files.write(torch.ones(1000), tmp_path / "file"))
+            made.append(files.read(torch.ones(2000), tmp_path / "file"))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert made[0].wait() == 4000
+    with pytest.raises(EOFError):
+        made[1].wait()
+
+
 def test_no_descriptor_is_left_open(engine: str, tmp_path: Path) -> None:
     def open_files() -> int:
         return len(os.listdir("/proc/self/fd"))

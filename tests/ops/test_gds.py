@@ -121,7 +121,6 @@ def test_the_probe_says_what_there_is(stand_ins: StandIns) -> None:
     code = """
         import json, os, sys, torch
         from opkiln.ops.gds import device
-from opkiln.toolchain import toolkits
         functions = device.ops()
         torch.empty(0)
         for variables, path in json.loads(sys.argv[1]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import threading
@@ -161,7 +162,8 @@ class AsyncIO:
     to hold anything, and tensors that are written must not change. What the current stream was
     given before is waited for before a request with tensors of a GPU begins, and any stream may use
     them after it. Leaving the block, ``close()`` and dropping the object wait for all requests.
-    Raises UsageError for an engine that cannot be used, and ArgumentError.
+    Raises UsageError for an engine that cannot be used (for "cufile" the first request with a
+    tensor of a GPU does), and ArgumentError.
     """
 
     def __init__(
@@ -185,7 +187,8 @@ class AsyncIO:
         self.engine = choose("auto" if engine in devices.ORDER else engine)
         self.depth, self.block_size, self.threads = depth, block_size, threads
         self.direct = direct
-        handle = ops().aio_open(torch.empty(0), self.engine, depth, block_size, min(threads, depth))
+        like = torch.empty(0, device="cpu")  # whatever the default device is
+        handle = ops().aio_open(like, self.engine, depth, block_size, min(threads, depth))
         self._queue = _Queue(handle)
         self._queues = [self._queue]  # and the one for devices, when there is one
         self._guard = threading.Lock()
@@ -229,6 +232,8 @@ class AsyncIO:
         ``close``, and its requests must have ended before that. Raises UsageError."""
         if not self._closer.alive:
             raise UsageError("this AsyncIO is closed")
+        if self._for_devices == devices.COPIES:
+            raise UsageError("this AsyncIO copies, and does not use cuFile")
         memory = _bytes(tensor, write=False)
         devices.register(memory)
         self._registered[memory.data_ptr()] = memory
@@ -241,7 +246,7 @@ class AsyncIO:
 
     def wait(self) -> None:
         """Wait for all requests that nobody has waited for. Raises the first error of ``wait``."""
-        pending = [each for queue in self._queues for each in queue.pending.values()]
+        pending = [each for queue in list(self._queues) for each in list(queue.pending.values())]
         for each in pending:
             while not each._poll(_SLICE):
                 pass
@@ -264,10 +269,10 @@ class AsyncIO:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        else:  # what went wrong in the block is the better news
-            for queue in self._queues:
-                queue.pending.clear()
-            self._closer()
+        else:
+            with warnings.catch_warnings():  # what went wrong in the block is the better news
+                warnings.simplefilter("ignore", RuntimeWarning)
+                self._closer()
 
     def _begin(
         self, transfers: Sequence[Transfer], function: str, *, write: bool, partial: bool
@@ -373,7 +378,7 @@ def _bytes(tensor: Tensor, write: bool) -> Tensor:
 def _open(path: Path, write: bool, direct: bool) -> list[int]:
     """The file as usual, and for direct I/O or -1."""
     flags = _FLAGS[write] | os.O_CLOEXEC
-    plain = os.dup(path) if isinstance(path, int) else os.open(path, flags, 0o666)
+    plain = _again(path, flags) if isinstance(path, int) else os.open(path, flags, 0o666)
     mode = os.fstat(plain).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):
         os.close(plain)
@@ -384,6 +389,22 @@ def _open(path: Path, write: bool, direct: bool) -> list[int]:
         return [plain, os.open(f"/proc/self/fd/{plain}", flags & ~os.O_CREAT | os.O_DIRECT)]
     except OSError:  # a file system without direct I/O, or no /proc
         return [plain, -1]
+
+
+def _again(descriptor: int, flags: int) -> int:
+    """A descriptor of the same file with these flags. Raises ArgumentError, OSError.
+
+    A duplicate would keep the flags of the given one: with O_APPEND, Linux writes at the end of the
+    file whatever the offset; with O_DIRECT, it refuses parts of pages.
+    """
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", flags & ~os.O_CREAT)
+    except OSError:  # no /proc, or the file may no longer be opened
+        has = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        for name in ("O_APPEND", "O_DIRECT"):
+            if has & getattr(os, name):
+                raise ArgumentError(f"descriptor {descriptor} was opened with {name}") from None
+        return os.dup(descriptor)
 
 
 def _close(descriptors: list[int]) -> None:

@@ -34,7 +34,7 @@ def ops() -> Any:
 @cache
 def engines() -> tuple[EngineState, ...]:
     """All engines for host memory, in the order in which they are tried. Each is started once."""
-    like = torch.empty(0)
+    like = torch.empty(0, device="cpu")  # whatever the default device is
     return tuple(_state(name, int(ops().aio_probe(like, name))) for name in ORDER)
 
 

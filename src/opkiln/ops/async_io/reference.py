@@ -72,7 +72,7 @@ class _Queue:
             # The main thread has ended, or there are too many threads: then this one does it. The
             # pool may have it in its queue all the same, so whoever begins first does it alone.
             run()
-        return torch.tensor([number])
+        return torch.tensor([number], device="cpu")
 
     def _transfer(
         self,
@@ -119,7 +119,7 @@ class _Blocks:
         self._size = min(size, tensor.numel())
         self._staged: Tensor | None = None
         if tensor.device.type != "cpu":
-            self._staged = torch.empty(self._size, dtype=torch.uint8)
+            self._staged = torch.empty(self._size, dtype=torch.uint8, device="cpu")
         self._view = _bytes(tensor if self._staged is None else self._staged)
 
     def at(self, begin: int, write: bool) -> memoryview:
@@ -145,7 +145,7 @@ _numbers = itertools.count(1)
 
 def aio_probe(like: Tensor, engine: str) -> Tensor:  # noqa: ARG001
     """0 if an engine can be used, or an error's number. Here there are threads alone."""
-    return torch.tensor([0 if engine == "threads" else errno.ENOSYS])
+    return torch.tensor([0 if engine == "threads" else errno.ENOSYS], device="cpu")
 
 
 def aio_open(like: Tensor, engine: str, depth: int, block_size: int, threads: int) -> Tensor:  # noqa: ARG001
@@ -154,7 +154,7 @@ def aio_open(like: Tensor, engine: str, depth: int, block_size: int, threads: in
         raise RuntimeError(f"{engine} cannot be used: {os.strerror(errno.ENOSYS)}")
     number = next(_numbers)
     _queues[number] = _Queue(threads, block_size)
-    return torch.tensor([number])
+    return torch.tensor([number], device="cpu")
 
 
 def aio_read_(
@@ -187,8 +187,8 @@ def aio_wait(queue: Tensor, request: int, milliseconds: int) -> Tensor:
         raise RuntimeError(f"there is no request {request}: it was forgotten")
     wait([future], None if milliseconds < 0 else milliseconds / 1000)
     if not future.done():
-        return torch.tensor([RUNNING, 0, -1])
-    return torch.tensor(future.result())
+        return torch.tensor([RUNNING, 0, -1], device="cpu")
+    return torch.tensor(future.result(), device="cpu")
 
 
 def aio_forget(queue: Tensor, request: int) -> None:

@@ -64,7 +64,7 @@ def libraries() -> str:
 @cache
 def probed() -> tuple[int, str]:
     """What CUDA's driver and cuFile say. cuFile is opened for that, and may write its log file."""
-    state, words = ops().gds_probe(torch.empty(0), True, libraries())
+    state, words = ops().gds_probe(_like(), True, libraries())
     return int(state), str(words)
 
 
@@ -97,7 +97,7 @@ def open_queue(
 
         functions = reference
     handle = functions.gds_open(
-        torch.empty(0), engine == CUFILE, libraries(), depth, block_size, threads, host_too
+        _like(), engine == CUFILE, libraries(), depth, block_size, threads, host_too
     )
     return DeviceQueue(functions, handle, engine, why)
 
@@ -115,6 +115,9 @@ def failure(queue: DeviceQueue) -> str:
 
 def register(memory: Tensor) -> None:
     """Make memory known to cuFile. Raises UsageError."""
+    cufile = device_engines()[0]
+    if not cufile.usable:
+        raise UsageError("cuFile cannot be used here", why=cufile.why, hint=cufile.hint)
     if words := ops().gds_register(memory, libraries()):
         raise UsageError("cuFile cannot register this memory", why=words)
 
@@ -140,5 +143,10 @@ def _chosen(asked: str) -> tuple[str, str]:
     return (CUFILE if state == _DIRECT else COPIES), words
 
 
+def _like() -> Tensor:
+    """Where the op runs: on the host, whatever torch's default device is."""
+    return torch.empty(0, device="cpu")
+
+
 def _no_driver(functions: Any) -> bool:
-    return bool(functions.gds_probe(torch.empty(0), False, "")[0] == _NO_DRIVER)
+    return bool(functions.gds_probe(_like(), False, "")[0] == _NO_DRIVER)

@@ -26,6 +26,7 @@ struct Own {
   char* buffer = nullptr;
   size_t capacity = 0;
   bool locked = false;
+  bool refused = false;  // the driver locks no memory
 
   bool enter(const Driver& with, int to, std::string& why) {
     driver = &with;
@@ -47,10 +48,12 @@ struct Own {
   // Room for so many bytes, or null. Memory that cannot be locked is copied more slowly.
   char* room(int64_t bytes) {
     const size_t size = static_cast<size_t>(above(bytes, kPage));
-    if (size <= capacity) return buffer;
+    const bool asks = device >= 0 && !locked && !refused;  // it may have been made for the host
+    if (size <= capacity && !asks) return buffer;
     drop_buffer();
     void* made = nullptr;
-    locked = device >= 0 && driver->cuMemHostAlloc(&made, size, kPortable) == 0;
+    locked = device >= 0 && !refused && driver->cuMemHostAlloc(&made, size, kPortable) == 0;
+    refused = refused || (device >= 0 && !locked);
     if (!locked) made = aligned_alloc(kPage, size);
     buffer = static_cast<char*>(made);
     capacity = made == nullptr ? 0 : size;
@@ -175,7 +178,7 @@ int64_t DeviceEngine::run(aio::Piece& piece) {
     }
   }
   const int64_t count = piece.write ? write(piece, file, part.device) : read(piece, file, part.device);
-  if (count > 0) {
+  if (count > 0 && part.device >= 0) {
     const std::lock_guard<std::mutex> guard(lock_);
     ways_.by_host += count;
   }

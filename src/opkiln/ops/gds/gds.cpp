@@ -25,6 +25,11 @@ const gds::CuFile& cufile(const String& libraries) {
   return *found;
 }
 
+// Makes the context of the memory's device current in this thread, which may never have used CUDA.
+bool current(const Tensor& memory, std::string& why) {
+  return !memory.is_cuda() || driver().enter(memory.device().index, why);
+}
+
 gds::DeviceEngine& engine_of(aio::Queue& queue) { return static_cast<gds::DeviceEngine&>(queue.engine()); }
 
 int device_of(const Tensor& memory, aio::Queue& queue) { return engine_of(queue).device_of(memory); }
@@ -83,11 +88,15 @@ opk::tuple<int64_t, int64_t, String, String> gds_ways(Tensor& queue) {
 
 String gds_register(const Tensor& memory, const String& libraries) {
   const aio::SignalsBlocked blocked;
+  std::string why;
+  if (!current(memory, why)) return text(why);
   return text(gds::register_memory(driver(), cufile(libraries), memory.data(),
                                    static_cast<size_t>(memory.numel() * memory.element_size())));
 }
 
 String gds_unregister(const Tensor& memory, const String& libraries) {
+  std::string why;
+  if (!current(memory, why)) return text(why);
   return text(gds::unregister_memory(driver(), cufile(libraries), memory.data()));
 }
 

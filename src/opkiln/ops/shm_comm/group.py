@@ -342,7 +342,9 @@ def _join(fd: int, rank: int, size: int, slot: int, timeout: timedelta) -> int:
     milliseconds = max(1, round(timeout.total_seconds() * 1000))
     try:
         with _joining:
-            return functions.shm_join(torch.empty(0), fd, rank, size, slot, milliseconds)
+            return functions.shm_join(
+                torch.empty(0, device="cpu"), fd, rank, size, slot, milliseconds
+            )
     except BaseException:
         os.close(fd)
         raise
@@ -353,4 +355,4 @@ def _leave(number: int, pid: int) -> None:
     if os.getpid() == pid:
         GROUPS.pop(number, None)
         if number >= 0:
-            functions.shm_leave(torch.empty(0), number)
+            functions.shm_leave(torch.empty(0, device="cpu"), number)
