@@ -184,7 +184,7 @@ class aio_handle:  # noqa: N801 (DeepSpeed's name)
         for each in pending:
             try:
                 self._finish(each)
-            except (OSError, EOFError, UsageError) as error:
+            except Exception as error:  # the others are finished all the same
                 failed = failed or error
         if failed is not None:
             raise failed
