@@ -288,5 +288,5 @@ def test_ops_a_record_and_a_script_are_asked_for_one_at_a_time(
     script.write_text("print('ran')\n")
     done = run("build", *(str(script) if word == "SCRIPT" else word for word in asked))
     assert (done.returncode, done.stdout) == (2, "")
-    assert "give one of: names of ops, --all, --recorded, --for-script" in done.stderr
+    assert "give one of: names of ops, --all, --package, --recorded, --for-script" in done.stderr
     assert not (cache / "v1" / "ops").exists()

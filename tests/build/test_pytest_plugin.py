@@ -243,7 +243,7 @@ def test_without_the_option_the_fixture_tells_the_mode_of_the_environment(
 ) -> None:
     (project.where / "test_mode.py").write_text("def test_it(opkiln_mode): print(opkiln_mode)\n")
     for variables, mode in (({}, "auto"), ({"OPKILN_MODE": "cached"}, "cached")):
-        done = project.pytest("test_mode.py", **variables)
+        done = project.pytest("-rpP", "test_mode.py", **variables)
         assert passed(done) == ["test_it"]
         assert f"\n{mode}\n" in done.stdout
 

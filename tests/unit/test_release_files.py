@@ -52,7 +52,7 @@ def test_every_part_of_the_changelog_has_one_of_the_known_kinds() -> None:
 def test_commits_are_checked_by_what_make_lint_runs() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     shown = subprocess.run(
-        ["make", "-n", "-o", ".venv/.ready", "lint"],
+        ["make", "--no-print-directory", "-n", "-o", ".venv/.ready", "lint"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     assert [shlex.split(hook["entry"]) for hook in hooks] == [

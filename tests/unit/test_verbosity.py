@@ -36,6 +36,7 @@ CALLS: dict[str, list[str]] = {
     "tuned export": ["{tmp}/tuned.json"],
     "tuned import": ["{empty}"],
     "tuned clear": [],
+    "cache key": ["cpu_adam"],
     "cache path": [],
     "cache list": [],
     "cache size": [],

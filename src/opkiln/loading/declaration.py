@@ -13,6 +13,7 @@ op is built, when it is loaded without a receipt, when the reference is to serve
 from __future__ import annotations
 
 import inspect
+import threading
 import types
 import typing
 from collections.abc import Iterable
@@ -44,6 +45,11 @@ _ANNOTATIONS = {
 }
 _KNOWN = {name for names in _ANNOTATIONS.values() for name in names}
 
+# Many ops are built in threads, each of which may be the first to import torch. Python has a thread
+# wait for a module that another is importing, but not for the package above it: one that imports
+# torch.nn would run it beside a torch that is half there.
+_one_at_a_time = threading.RLock()
+
 
 def check(op: Op) -> None:
     """Raises SpecError for a function that is missing or misspelled in what the op declares, and
@@ -57,6 +63,11 @@ def check(op: Op) -> None:
 
 def check_registration(op: str, distribution: str, registration: Registration) -> None:
     """As ``check``."""
+    with _one_at_a_time:
+        _check_registration(op, distribution, registration)
+
+
+def _check_registration(op: str, distribution: str, registration: Registration) -> None:
     names = registration.names
     if registration.reference is not None:
         found = _provided(op, distribution, "reference", registration.reference)
