@@ -81,12 +81,13 @@ def by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pair: Tensor) -> Ten
 
 
 def ways() -> dict[str, Callable[..., Tensor]]:
+    torch._dynamo.reset()  # so that each shape has code of its own
     return {
         "opkiln": evoformer_attention,
         "torch eager": eager,
-        "torch.compile": torch.compile(eager),
+        "torch.compile": torch.compile(eager, dynamic=False),
         "torch sdpa": by_torch,
-        "torch sdpa, compiled": torch.compile(by_torch),
+        "torch sdpa, compiled": torch.compile(by_torch, dynamic=False),
     }
 
 

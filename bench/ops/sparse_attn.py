@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 HEADS = 16
+# Without these, it refuses a mask with blocks of 64.
+SMALL_TILES = {
+    "BLOCK_M": 64, "BLOCK_N": 64,
+    "BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32,
+}  # fmt: skip
 SLOWER = 1.15  # the most that a call may take beside flex_attention
 
 
@@ -106,7 +111,10 @@ def flex_ways(layout: Any, tokens: int, device: torch.device) -> dict[str, Calla
             mask_of(layout, tokens, device), None, None, tokens, tokens, device=device,
             BLOCK_SIZE=size,
         )  # fmt: skip
-        ways[f"flex_attention, blocks of {size}"] = partial(compiled, block_mask=mask)
+        tiles = SMALL_TILES if size < 128 else None
+        ways[f"flex_attention, blocks of {size}"] = partial(
+            compiled, block_mask=mask, kernel_options=tiles
+        )
     return ways
 
 

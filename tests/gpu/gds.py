@@ -40,7 +40,8 @@ def noise(size: int, lead: int = 0) -> torch.Tensor:
 
 
 def contents(path: Path) -> torch.Tensor:
-    return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    data = bytearray(path.read_bytes())
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def folders() -> Iterator[Path]:
