@@ -10,13 +10,7 @@ namespace {
 
 constexpr int kRows = 128;  // queries of a block
 
-// Two sixteens of rows in a warp, so that each fragment of keys is used twice; one where registers are short.
-template <int kHead>
-constexpr int kSixteens = kHead <= 64 ? 2 : 1;
-template <int kHead>
-constexpr int kWarps = kRows / (16 * kSixteens<kHead>);
-template <int kHead>
-constexpr int kThreads = 32 * kWarps<kHead>;
+constexpr int kWarps = kRows / 16, kThreads = 32 * kWarps;
 constexpr int kJoinThreads = 128;
 
 template <class Element>
@@ -39,118 +33,108 @@ struct Running {
   float out[kHead / 8][4] = {}, most[2] = {-INFINITY, -INFINITY}, sum[2] = {};
 };
 
-// Adds one tile to a warp's rows. `pieces` has 4 bits for each of its sixteens.
-template <int kHead, int kCount, class Element>
-__device__ inline void attend(Running<kHead> (&running)[kCount], const Kept<kHead> (&queries)[kCount],
-                              const uint4* keys, const uint4* values, unsigned pieces, int query, int key,
-                              const Seen<Element>& seen) {
-  const unsigned used = pieces | pieces >> 4;
-  float scores[kCount][kStreamed / 8][4] = {};
+constexpr unsigned kEvery = (1u << kStreamed / 16) - 1;  // pieces of a tile
+
+// Adds one tile to a warp's rows. `pieces` are those that are seen, in bits. With kWhole all of the tile is, and
+// nothing is added to scores: most tiles are such, and without branches their products and powers overlap.
+template <bool kWhole, int kHead, class Element>
+__device__ inline void attend(Running<kHead>& running, const Kept<kHead>& queries, const uint4* keys,
+                              const uint4* values, unsigned pieces, int query, int key, const Seen<Element>& seen) {
+  float scores[kStreamed / 8][4] = {};
 #pragma unroll
   for (int piece = 0; piece < kStreamed / 16; ++piece) {
-    if ((used >> piece & 1) == 0) continue;
+    if (!kWhole && (pieces >> piece & 1) == 0) continue;
 #pragma unroll
     for (int step = 0; step < kHead / 16; ++step) {
-      uint32_t right[4];
+      uint32_t left[4], right[4];
+      queries.get(left, step);
       load_columns<kHead>(right, keys, piece * 16, step);
+      multiply_both<Element>(scores[2 * piece], scores[2 * piece + 1], left, right);
+    }
+  }
+  if constexpr (!kWhole) {
+    if (seen.rules.biased) seen.template add<false>(scores, query, key);
+    if (!seen.whole(query, 16, key, kStreamed)) seen.template hide<false>(scores, query, key);
+    if (pieces != kEvery) {
 #pragma unroll
-      for (int m = 0; m < kCount; ++m) {
-        uint32_t left[4];
-        queries[m].get(left, step);
-        multiply_both<Element>(scores[m][2 * piece], scores[m][2 * piece + 1], left, right);
+      for (int n = 0; n < kStreamed / 8; ++n) {
+        const bool used = (pieces >> n / 2 & 1) != 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[n][i] = used ? scores[n][i] : -INFINITY;
       }
     }
   }
-  const bool whole = seen.whole(query, 16 * kCount, key, kStreamed);
 #pragma unroll
-  for (int m = 0; m < kCount; ++m) {
-    if (seen.rules.biased) seen.template add<false>(scores[m], query + 16 * m, key);
-    if (!whole) seen.template hide<false>(scores[m], query + 16 * m, key);
+  for (int i = 0; i < 2; ++i) {  // rows lane / 4, and 8 further down
+    float most = running.most[i];
+#pragma unroll
+    for (int n = 0; n < kStreamed / 8; ++n) most = fmaxf(most, fmaxf(scores[n][2 * i], scores[n][2 * i + 1]));
+    most = fmaxf(most, __shfl_xor_sync(kAll, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
+    const float base = most == -INFINITY ? 0.f : most * seen.factor;  // nothing is seen yet
+    const float shrink = power_of_two(running.most[i] * seen.factor - base);
+    running.most[i] = most;
+    float sum = running.sum[i] * shrink;
 #pragma unroll
     for (int n = 0; n < kStreamed / 8; ++n) {
-      if ((pieces >> (4 * m + n / 2) & 1) != 0) continue;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[m][n][i] = -INFINITY;
+      for (int j = 2 * i; j < 2 * i + 2; ++j) {
+        scores[n][j] = power_of_two(fmaf(scores[n][j], seen.factor, -base));
+        sum += scores[n][j];
+      }
     }
+    running.sum[i] = sum;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {  // rows lane / 4, and 8 further down
-      float most = running[m].most[i];
-#pragma unroll
-      for (int n = 0; n < kStreamed / 8; ++n) {
-        most = fmaxf(most, fmaxf(scores[m][n][2 * i], scores[m][n][2 * i + 1]));
-      }
-      most = fmaxf(most, __shfl_xor_sync(kAll, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
-      const float base = most == -INFINITY ? 0.f : most * seen.factor;  // nothing is seen yet
-      const float shrink = power_of_two(running[m].most[i] * seen.factor - base);
-      running[m].most[i] = most;
-      float sum = running[m].sum[i] * shrink;
-#pragma unroll
-      for (int n = 0; n < kStreamed / 8; ++n) {
-#pragma unroll
-        for (int j = 2 * i; j < 2 * i + 2; ++j) {
-          scores[m][n][j] = power_of_two(fmaf(scores[m][n][j], seen.factor, -base));
-          sum += scores[m][n][j];
-        }
-      }
-      running[m].sum[i] = sum;
-#pragma unroll
-      for (int n = 0; n < kHead / 8; ++n) {
-        running[m].out[n][2 * i] *= shrink;
-        running[m].out[n][2 * i + 1] *= shrink;
-      }
+    for (int n = 0; n < kHead / 8; ++n) {
+      running.out[n][2 * i] *= shrink;
+      running.out[n][2 * i + 1] *= shrink;
     }
   }
 #pragma unroll
   for (int piece = 0; piece < kStreamed / 16; ++piece) {
-    if ((used >> piece & 1) == 0) continue;
-    uint32_t weights[kCount][4];
-#pragma unroll
-    for (int m = 0; m < kCount; ++m) pack<Element>(weights[m], scores[m][2 * piece], scores[m][2 * piece + 1]);
+    if (!kWhole && (pieces >> piece & 1) == 0) continue;
+    uint32_t weights[4];
+    pack<Element>(weights, scores[2 * piece], scores[2 * piece + 1]);
 #pragma unroll
     for (int step = 0; step < kHead / 16; ++step) {
       uint32_t right[4];
       load_rows<kHead>(right, values, piece * 16, step);
-#pragma unroll
-      for (int m = 0; m < kCount; ++m) {
-        multiply_both<Element>(running[m].out[2 * step], running[m].out[2 * step + 1], weights[m], right);
-      }
+      multiply_both<Element>(running.out[2 * step], running.out[2 * step + 1], weights, right);
     }
   }
 }
 
 template <class Element, int kHead>
-__global__ void __launch_bounds__(kThreads<kHead>, 256 / kThreads<kHead>)
+__global__ void __launch_bounds__(kThreads, kHead == 64 ? 2 : 1)
     forward_kernel(const OPK_GRID_CONSTANT Work<Element> work) {
-  constexpr int kTile = kStreamed * kHead / 8, kCount = kSixteens<kHead>, kBlock = kThreads<kHead>;
+  constexpr int kTile = kStreamed * kHead / 8;
   extern __shared__ uint4 shared[];
   uint4 *const kept = shared, *const stages = shared + kRows * kHead / 8;  // of keys, then values
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Place place(work.list, work.sizes, work.list.shares, work.times);
   const int2* const tiles = reinterpret_cast<const int2*>(work.list.tiles);
-  const int last = place.end - 1, first_row = place.tile * kRows, row = warp * 16 * kCount;
+  const int last = place.end - 1, first_row = place.tile * kRows, row = warp * 16;
   const Rows<const Element> keys(work.k, work.k_strides, place, work.sizes);
   const Rows<const Element> values(work.v, work.v_strides, place, work.sizes);
   const auto start_tile = [&](int stage, int tile) {
     uint4* const to = stages + stage * 2 * kTile;
-    start<kHead, kStreamed, kBlock>(to, keys, tile * kStreamed);
-    start<kHead, kStreamed, kBlock>(to + kTile, values, tile * kStreamed);
+    start<kHead, kStreamed, kThreads>(to, keys, tile * kStreamed);
+    start<kHead, kStreamed, kThreads>(to + kTile, values, tile * kStreamed);
   };
   // The list is read two tiles ahead: the copies of the next begin without a wait.
   int2 now = {0, 0}, next = {0, 0};
   if (place.begin <= last) {
     now = tiles[place.begin];
     next = tiles[min(place.begin + 1, last)];
-    start<kHead, kRows, kBlock>(kept, Rows<const Element>(work.q, work.q_strides, place, work.sizes), first_row);
+    start<kHead, kRows, kThreads>(kept, Rows<const Element>(work.q, work.q_strides, place, work.sizes), first_row);
     start_tile(0, now.x);
   }
   end_batch();
   wait_for_batches<0>();
   __syncthreads();
-  Kept<kHead> queries[kCount];
-  Running<kHead> running[kCount];
-#pragma unroll
-  for (int m = 0; m < kCount; ++m) queries[m].load(kept, row + 16 * m);
+  Kept<kHead> queries;
+  Running<kHead> running;
+  queries.load(kept, row);
   const Seen<Element> seen(work.rules, place, work.sizes);
   for (int i = place.begin; i <= last; ++i) {
     const int stage = (i - place.begin) % 2;
@@ -158,42 +142,41 @@ __global__ void __launch_bounds__(kThreads<kHead>, 256 / kThreads<kHead>)
     end_batch();
     const int2 after = tiles[min(i + 2, last)];
     const uint4* const tile = stages + stage * 2 * kTile;
-    const unsigned pieces = static_cast<unsigned>(now.y) >> (warp * 4 * kCount) & ((1u << 4 * kCount) - 1);
-    if (pieces != 0) {
-      attend(running, queries, tile, tile + kTile, pieces, first_row + row, now.x * kStreamed, seen);
+    const unsigned pieces = static_cast<unsigned>(now.y) >> (warp * 4) & kEvery;
+    const int query = first_row + row, key = now.x * kStreamed;
+    if (pieces == kEvery && !seen.rules.biased && seen.whole(query, 16, key, kStreamed)) {
+      attend<true>(running, queries, tile, tile + kTile, pieces, query, key, seen);
+    } else if (pieces != 0) {
+      attend<false>(running, queries, tile, tile + kTile, pieces, query, key, seen);
     }
     now = next;
     next = after;
     wait_for_batches<0>();
     __syncthreads();
   }
+  float factor[2];
 #pragma unroll
-  for (int m = 0; m < kCount; ++m) {
-    float factor[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float sum = running[m].sum[i];
-      sum += __shfl_xor_sync(kAll, sum, 1);
-      sum += __shfl_xor_sync(kAll, sum, 2);
-      const float most = running[m].most[i] * seen.factor;
-      factor[i] = sum == 0 ? 0.f : 1 / sum;
-      const int down = row + 16 * m + lane / 4 + 8 * i;
-      if (lane % 4 != 0) continue;
-      if (place.slot >= 0) {
-        const int64_t part = (int64_t{place.slot} * work.times + place.which) * kRows + down;
-        reinterpret_cast<float2*>(work.sums)[part] = {most, sum};
-      } else if (first_row + down < work.sizes.tokens) {
-        work.lse[line_of(place, work.sizes) + first_row + down] =
-            sum == 0 ? INFINITY : (most + log2f(sum)) * kLn2;
-      }
-    }
+  for (int i = 0; i < 2; ++i) {
+    float sum = running.sum[i];
+    sum += __shfl_xor_sync(kAll, sum, 1);
+    sum += __shfl_xor_sync(kAll, sum, 2);
+    const float most = running.most[i] * seen.factor;
+    factor[i] = sum == 0 ? 0.f : 1 / sum;
+    const int down = row + lane / 4 + 8 * i;
+    if (lane % 4 != 0) continue;
     if (place.slot >= 0) {
-      const int64_t part = int64_t{place.slot} * work.times + place.which;
-      store_part<kHead>(work.parts + part * kRows * kHead, row + 16 * m, running[m].out);
-    } else {
-      const Rows<Element> out(work.out, work.out_strides, place, work.sizes);
-      store<kHead>(out, kept, row + 16 * m, first_row + row + 16 * m, running[m].out, factor[0], factor[1]);
+      const int64_t part = (int64_t{place.slot} * work.times + place.which) * kRows + down;
+      reinterpret_cast<float2*>(work.sums)[part] = {most, sum};
+    } else if (first_row + down < work.sizes.tokens) {
+      work.lse[line_of(place, work.sizes) + first_row + down] = sum == 0 ? INFINITY : (most + log2f(sum)) * kLn2;
     }
+  }
+  if (place.slot >= 0) {
+    const int64_t part = int64_t{place.slot} * work.times + place.which;
+    store_part<kHead>(work.parts + part * kRows * kHead, row, running.out);
+  } else {
+    const Rows<Element> out(work.out, work.out_strides, place, work.sizes);
+    store<kHead>(out, kept, row, first_row + row, running.out, factor[0], factor[1]);
   }
 }
 
@@ -237,8 +220,8 @@ void run(Work<Element>& work, const Tensor& like) {
   work.parts = parts.data<float>();
   work.sums = work.parts + rows * kHead;
   constexpr int kShared = (kRows + 4 * kStreamed) * kHead * 2;
-  opk::launch(forward_kernel<Element, kHead>, int64_t{work.list.share_count} * work.times, kThreads<kHead>,
-              kShared, work);
+  opk::launch(forward_kernel<Element, kHead>, int64_t{work.list.share_count} * work.times, kThreads, kShared,
+              work);
   opk::launch(join_kernel<Element, kHead>, int64_t{work.list.joined_count} * work.times, kJoinThreads, 0, work);
 }
 

@@ -1,7 +1,7 @@
 // Tiles of attention: how rows come to shared memory, fragments of them, and what a query sees.
 //
 // A block of the GPU keeps a tile of rows, and streams tiles of 64 rows past it, one in work and one under way.
-// Each warp has 16 or 32 of the rows that are kept. A tile's bits say which of its pieces, 16 by 16 tokens, are seen:
+// Each warp has 16 of the rows that are kept. A tile's bits say which of its pieces, 16 by 16 tokens, are seen:
 // a warp leaves out the others, so no lane of it idles in a branch.
 #pragma once
 
@@ -62,16 +62,19 @@ __device__ inline int slot(int row, int chunk) {
   return row * (kHead / 8) + (chunk ^ (row & 7));
 }
 
-// Starts the copies of a tile's rows. What is behind the last row or column is zero.
+// Starts the copies of a tile's rows. What is behind the last row or column is zero; its address is not read.
 template <int kHead, int kCount, int kThreads, class Element>
 __device__ inline void start(uint4* tile, const Rows<const Element>& rows, int first) {
-  constexpr int kChunks = kHead / 8;
+  constexpr int kChunks = kHead / 8, kStep = kThreads / kChunks;  // rows that the block copies at a time
+  static_assert(kStep % 8 == 0, "a thread's rows are at the same place of their eights");
+  const int row = static_cast<int>(threadIdx.x) / kChunks, chunk = threadIdx.x % kChunks;
+  const Element* from = rows.data + (first + row) * rows.stride + chunk * 8;
+  const int left = chunk * 8 < rows.sizes.columns ? rows.sizes.tokens - first - row : 0;
+  uint4* const to = tile + slot<kHead>(row, chunk);
 #pragma unroll
-  for (int i = 0; i < kCount * kChunks / kThreads; ++i) {
-    const int row = (i * kThreads + threadIdx.x) / kChunks, chunk = (i * kThreads + threadIdx.x) % kChunks;
-    const bool there = first + row < rows.sizes.tokens && chunk * 8 < rows.sizes.columns;
-    const Element* from = there ? rows.data + (first + row) * rows.stride + chunk * 8 : rows.data;
-    copy_later(tile + slot<kHead>(row, chunk), from, there);
+  for (int i = 0; i < kCount / kStep; ++i) {
+    copy_later(to + i * kStep * kChunks, from, i * kStep < left);
+    from += kStep * rows.stride;
   }
 }
 
