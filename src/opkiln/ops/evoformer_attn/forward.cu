@@ -44,10 +44,10 @@ class PairCopies {
  private:
   // Two rows of 4 chunks, which lanes read at once, are in different banks.
   __device__ static int slot_of_pair(int row, int chunk) {
-    return (static_cast<int>(threadIdx.x) / 32 * 16 + row) * 8 + (chunk ^ (row & 1) << 2);
+    return static_cast<int>(threadIdx.x / 32) * 128 + row * 8 + (chunk ^ (row & 1) << 2);
   }
-  __device__ static int mine() { return static_cast<int>(threadIdx.x) % 32 / 8; }
-  __device__ static int chunk() { return static_cast<int>(threadIdx.x) % 8; }
+  __device__ static int mine() { return static_cast<int>(threadIdx.x % 32 / 8); }
+  __device__ static int chunk() { return static_cast<int>(threadIdx.x % 8); }
   const Element* from_;
   int rows_, keys_;  // from the thread's first on
 };

@@ -137,8 +137,8 @@ class RowCopies {
 
  private:
   static constexpr int kChunks = kHead / 8, kRows = kThreads / kChunks;  // rows that the block copies at a time
-  __device__ static int mine() { return static_cast<int>(threadIdx.x) / kChunks; }
-  __device__ static int chunk() { return static_cast<int>(threadIdx.x) % kChunks; }
+  __device__ static int mine() { return static_cast<int>(threadIdx.x / kChunks); }
+  __device__ static int chunk() { return static_cast<int>(threadIdx.x % kChunks); }
   const Element* from_;
   int left_;  // rows from the thread's first on
 };

@@ -97,44 +97,14 @@ __device__ inline void finish(float (&scores)[kHalf / 8][4], const Seen<Element>
   if (seen.rules.biased) seen.template add<kKeysDown>(scores, down, across);
   const bool whole = kKeysDown ? seen.whole(across, kHalf, down, 16) : seen.whole(down, 16, across, kHalf);
   if (!whole) seen.template hide<kKeysDown>(scores, down, across);
+  if (pieces == 3u) return;
 #pragma unroll
   for (int n = 0; n < kHalf / 8; ++n) {
-    if ((pieces >> n / 2 & 1) != 0) continue;
+    const bool used = (pieces >> n / 2 & 1) != 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) scores[n][i] = -INFINITY;
+    for (int i = 0; i < 4; ++i) scores[n][i] = used ? scores[n][i] : -INFINITY;
   }
 }
-
-// The stream of tiles past a block, one in work and one under way. The list is read two tiles ahead.
-template <int kHead, class Element>
-struct Stream {
-  static constexpr int kTile = kStreamed * kHead / 8;
-  uint4* stages;  // two, each of a tile of the one and a tile of the other
-  Rows<const Element> one, other;
-  const int2* tiles;
-  int begin, last;
-  int2 now, next;
-
-  __device__ Stream(uint4* memory, Rows<const Element> first, Rows<const Element> second, const List& list,
-                    const Place& place)
-      : stages(memory), one(first), other(second), tiles(reinterpret_cast<const int2*>(list.tiles)),
-        begin(place.begin), last(place.end - 1), now{0, 0}, next{0, 0} {
-    if (begin > last) return;
-    now = tiles[begin];
-    next = tiles[min(begin + 1, last)];
-    start_tile(0, now.x);
-  }
-  __device__ void start_tile(int stage, int tile) const {
-    uint4* const to = stages + stage * 2 * kTile;
-    start<kHead, kStreamed, kThreads>(to, one, tile * kStreamed);
-    start<kHead, kStreamed, kThreads>(to + kTile, other, tile * kStreamed);
-  }
-  __device__ const uint4* tile(int i) const { return stages + (i - begin) % 2 * 2 * kTile; }
-  __device__ void go_on(int i) {
-    now = next;
-    next = tiles[min(i + 2, last)];
-  }
-};
 
 template <class Element, int kHead>
 __global__ void __launch_bounds__(kThreads, kHead <= 64 ? 3 : 2) queries_kernel(const OPK_GRID_CONSTANT Work<Element> work) {
@@ -146,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, kHead <= 64 ? 3 : 2) queries_kernel(
   using Read = Rows<const Element>;
   start<kHead, kRows, kThreads>(shared, Read(work.q, work.q_strides, place, work.sizes), first_row);
   start<kHead, kRows, kThreads>(shared + kTile, Read(work.grad, work.grad_strides, place, work.sizes), first_row);
-  Stream<kHead, Element> stream(shared + 2 * kTile, Read(work.k, work.k_strides, place, work.sizes),
+  Stream<kHead, kThreads, Element> stream(shared + 2 * kTile, Read(work.k, work.k_strides, place, work.sizes),
                                 Read(work.v, work.v_strides, place, work.sizes), work.by_query, place);
   end_batch();
   float lse[2], inner[2], sums[kHead / 8][4] = {};
@@ -165,16 +135,16 @@ __global__ void __launch_bounds__(kThreads, kHead <= 64 ? 3 : 2) queries_kernel(
   grads.load(shared + kTile, row);
   const Seen<Element> seen(work.rules, place, work.sizes);
   for (int i = stream.begin; i <= stream.last; ++i) {
-    if (i < stream.last) stream.start_tile((i - stream.begin + 1) % 2, stream.next.x);
+    stream.go_to(i);
     end_batch();
     const uint4 *const keys = stream.tile(i), *const values = keys + kTile;
 #pragma unroll 1
     for (int half = 0; half < kStreamed / kHalf; ++half) {
-      const unsigned pieces = static_cast<unsigned>(stream.now.y) >> (warp * 4 + half * 2) & 3u;
+      const unsigned pieces = stream.pieces >> (warp * 4 + half * 2) & 3u;
       if (pieces == 0) continue;
       float weights[kHalf / 8][4] = {}, of_scores[kHalf / 8][4] = {};
       products<Element>(weights, of_scores, queries, grads, keys, values, half * kHalf);
-      finish<false>(weights, seen, pieces, first_row + row, stream.now.x * kStreamed + half * kHalf);
+      finish<false>(weights, seen, pieces, first_row + row, stream.now * kStreamed + half * kHalf);
 #pragma unroll
       for (int n = 0; n < kHalf / 8; ++n) {
 #pragma unroll
@@ -185,7 +155,6 @@ __global__ void __launch_bounds__(kThreads, kHead <= 64 ? 3 : 2) queries_kernel(
       }
       add_product<kHead, Element>(sums, of_scores, keys, half * kHalf);
     }
-    stream.go_on(i);
     wait_for_batches<0>();
     __syncthreads();
   }
@@ -209,7 +178,7 @@ __global__ void __launch_bounds__(kThreads, 2) keys_kernel(const OPK_GRID_CONSTA
   using Read = Rows<const Element>;
   start<kHead, kRows, kThreads>(shared, Read(work.k, work.k_strides, place, work.sizes), first_row);
   start<kHead, kRows, kThreads>(shared + kTile, Read(work.v, work.v_strides, place, work.sizes), first_row);
-  Stream<kHead, Element> stream(shared + 2 * kTile, Read(work.q, work.q_strides, place, work.sizes),
+  Stream<kHead, kThreads, Element> stream(shared + 2 * kTile, Read(work.q, work.q_strides, place, work.sizes),
                                 Read(work.grad, work.grad_strides, place, work.sizes), work.by_key, place);
   end_batch();
   // A thread has one number of a tile's: the first 64 logarithms, the others inner sums.
@@ -220,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, 2) keys_kernel(const OPK_GRID_CONSTA
     const int64_t at = line_of(place, work.sizes) + token;
     return logarithm ? work.lse[at] * kLog2E : work.inner[at];
   };
-  stats[threadIdx.x] = stat(stream.now.x);
+  stats[threadIdx.x] = stat(stream.now);
   wait_for_batches<0>();
   __syncthreads();
   Kept<kHead, kHead <= 64> keys, values;
@@ -229,18 +198,18 @@ __global__ void __launch_bounds__(kThreads, 2) keys_kernel(const OPK_GRID_CONSTA
   const Seen<Element> seen(work.rules, place, work.sizes);
   float k_sums[kHead / 8][4] = {}, v_sums[kHead / 8][4] = {};
   for (int i = stream.begin; i <= stream.last; ++i) {
-    if (i < stream.last) stream.start_tile((i - stream.begin + 1) % 2, stream.next.x);
+    stream.go_to(i);
     end_batch();
-    const float next_stat = stat(stream.next.x);
+    const float next_stat = stat(stream.next);
     const uint4 *const queries = stream.tile(i), *const grads = queries + kTile;
     const float* const logarithms = stats + (i - stream.begin) % 2 * 2 * kStreamed;
 #pragma unroll 1
     for (int half = 0; half < kStreamed / kHalf; ++half) {
-      const unsigned pieces = static_cast<unsigned>(stream.now.y) >> (warp * 4 + half * 2) & 3u;
+      const unsigned pieces = stream.pieces >> (warp * 4 + half * 2) & 3u;
       if (pieces == 0) continue;
       float weights[kHalf / 8][4] = {}, of_scores[kHalf / 8][4] = {};
       products<Element>(weights, of_scores, keys, values, queries, grads, half * kHalf);
-      finish<true>(weights, seen, pieces, first_row + row, stream.now.x * kStreamed + half * kHalf);
+      finish<true>(weights, seen, pieces, first_row + row, stream.now * kStreamed + half * kHalf);
 #pragma unroll
       for (int n = 0; n < kHalf / 8; ++n) {
         const float* const at = logarithms + half * kHalf + n * 8 + lane % 4 * 2;
@@ -257,7 +226,6 @@ __global__ void __launch_bounds__(kThreads, 2) keys_kernel(const OPK_GRID_CONSTA
     }
     // The other stage's numbers were read before the last barrier.
     stats[(i - stream.begin + 1) % 2 * 2 * kStreamed + threadIdx.x] = next_stat;
-    stream.go_on(i);
     wait_for_batches<0>();
     __syncthreads();
   }

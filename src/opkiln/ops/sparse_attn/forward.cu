@@ -108,49 +108,32 @@ template <class Element, int kHead>
 __global__ void __launch_bounds__(kThreads, kHead == 64 ? 2 : 1)
     forward_kernel(const OPK_GRID_CONSTANT Work<Element> work) {
   constexpr int kTile = kStreamed * kHead / 8;
-  extern __shared__ uint4 shared[];
-  uint4 *const kept = shared, *const stages = shared + kRows * kHead / 8;  // of keys, then values
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  extern __shared__ uint4 shared[];  // queries, and the stream
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp * 16;
   const Place place(work.list, work.sizes, work.list.shares, work.times);
-  const int2* const tiles = reinterpret_cast<const int2*>(work.list.tiles);
-  const int last = place.end - 1, first_row = place.tile * kRows, row = warp * 16;
-  const Rows<const Element> keys(work.k, work.k_strides, place, work.sizes);
-  const Rows<const Element> values(work.v, work.v_strides, place, work.sizes);
-  const auto start_tile = [&](int stage, int tile) {
-    uint4* const to = stages + stage * 2 * kTile;
-    start<kHead, kStreamed, kThreads>(to, keys, tile * kStreamed);
-    start<kHead, kStreamed, kThreads>(to + kTile, values, tile * kStreamed);
-  };
-  // The list is read two tiles ahead: the copies of the next begin without a wait.
-  int2 now = {0, 0}, next = {0, 0};
-  if (place.begin <= last) {
-    now = tiles[place.begin];
-    next = tiles[min(place.begin + 1, last)];
-    start<kHead, kRows, kThreads>(kept, Rows<const Element>(work.q, work.q_strides, place, work.sizes), first_row);
-    start_tile(0, now.x);
-  }
+  const int first_row = place.tile * kRows;
+  using Read = Rows<const Element>;
+  start<kHead, kRows, kThreads>(shared, Read(work.q, work.q_strides, place, work.sizes), first_row);
+  Stream<kHead, kThreads, Element> stream(shared + kRows * kHead / 8, Read(work.k, work.k_strides, place, work.sizes),
+                                          Read(work.v, work.v_strides, place, work.sizes), work.list, place);
   end_batch();
   wait_for_batches<0>();
   __syncthreads();
   Kept<kHead> queries;
   Running<kHead> running;
-  queries.load(kept, row);
+  queries.load(shared, row);
   const Seen<Element> seen(work.rules, place, work.sizes);
-  for (int i = place.begin; i <= last; ++i) {
-    const int stage = (i - place.begin) % 2;
-    if (i < last) start_tile(1 - stage, next.x);
+  for (int i = stream.begin; i <= stream.last; ++i) {
+    stream.go_to(i);
     end_batch();
-    const int2 after = tiles[min(i + 2, last)];
-    const uint4* const tile = stages + stage * 2 * kTile;
-    const unsigned pieces = static_cast<unsigned>(now.y) >> (warp * 4) & kEvery;
-    const int query = first_row + row, key = now.x * kStreamed;
+    const uint4 *const keys = stream.tile(i), *const values = keys + kTile;
+    const unsigned pieces = stream.pieces >> (warp * 4) & kEvery;
+    const int query = first_row + row, key = stream.now * kStreamed;
     if (pieces == kEvery && !seen.rules.biased && seen.whole(query, 16, key, kStreamed)) {
-      attend<true>(running, queries, tile, tile + kTile, pieces, query, key, seen);
+      attend<true>(running, queries, keys, values, pieces, query, key, seen);
     } else if (pieces != 0) {
-      attend<false>(running, queries, tile, tile + kTile, pieces, query, key, seen);
+      attend<false>(running, queries, keys, values, pieces, query, key, seen);
     }
-    now = next;
-    next = after;
     wait_for_batches<0>();
     __syncthreads();
   }
@@ -176,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, kHead == 64 ? 2 : 1)
     store_part<kHead>(work.parts + part * kRows * kHead, row, running.out);
   } else {
     const Rows<Element> out(work.out, work.out_strides, place, work.sizes);
-    store<kHead>(out, kept, row, first_row + row, running.out, factor[0], factor[1]);
+    store<kHead>(out, shared, row, first_row + row, running.out, factor[0], factor[1]);
   }
 }
 

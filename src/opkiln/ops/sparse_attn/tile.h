@@ -67,16 +67,60 @@ template <int kHead, int kCount, int kThreads, class Element>
 __device__ inline void start(uint4* tile, const Rows<const Element>& rows, int first) {
   constexpr int kChunks = kHead / 8, kStep = kThreads / kChunks;  // rows that the block copies at a time
   static_assert(kStep % 8 == 0, "a thread's rows are at the same place of their eights");
-  const int row = static_cast<int>(threadIdx.x) / kChunks, chunk = threadIdx.x % kChunks;
-  const Element* from = rows.data + (first + row) * rows.stride + chunk * 8;
+  const int row = static_cast<int>(threadIdx.x / kChunks), chunk = threadIdx.x % kChunks;
+  const int stride = static_cast<int>(rows.stride);  // check_rows has seen that it fits: one instruction multiplies
+  const Element* from = rows.data + int64_t{first + row} * stride + chunk * 8;
   const int left = chunk * 8 < rows.sizes.columns ? rows.sizes.tokens - first - row : 0;
   uint4* const to = tile + slot<kHead>(row, chunk);
 #pragma unroll
   for (int i = 0; i < kCount / kStep; ++i) {
     copy_later(to + i * kStep * kChunks, from, i * kStep < left);
-    from += kStep * rows.stride;
+    from += int64_t{kStep} * stride;
   }
 }
+
+// The stream of tiles past a block, one in work and one under way. Each lane has an entry of the list, so the next is
+// known without a wait for memory.
+template <int kHead, int kThreads, class Element>
+struct Stream {
+  static constexpr int kTile = kStreamed * kHead / 8;
+  uint4* stages;  // two, each of a tile of the one and a tile of the other
+  Rows<const Element> one, other;
+  const int2* tiles;
+  int begin, last;
+  int2 listed;  // this lane's, of 32
+  int now = 0, next = 0;
+  unsigned pieces = 0;  // of `now`
+
+  __device__ Stream(uint4* memory, Rows<const Element> first, Rows<const Element> second, const List& list,
+                    const Place& place)
+      : stages(memory), one(first), other(second), tiles(reinterpret_cast<const int2*>(list.tiles)),
+        begin(place.begin), last(place.end - 1), listed{0, 0} {
+    if (begin > last) return;
+    read(begin);
+    now = __shfl_sync(kAll, listed.x, 0);
+    start_tile(0, now);
+  }
+  // Entry i is in work, and the copies of the one after it are started.
+  __device__ void go_to(int i) {
+    const int at = i - begin;
+    now = __shfl_sync(kAll, listed.x, at % 32);
+    pieces = __shfl_sync(kAll, listed.y, at % 32);
+    if (i == last) return;
+    if (at % 32 == 31) read(i + 1);
+    next = __shfl_sync(kAll, listed.x, (at + 1) % 32);
+    start_tile((at + 1) % 2, next);
+  }
+  __device__ const uint4* tile(int i) const { return stages + (i - begin) % 2 * 2 * kTile; }
+
+ private:
+  __device__ void read(int first) { listed = tiles[min(first + static_cast<int>(threadIdx.x % 32), last)]; }
+  __device__ void start_tile(int stage, int tile) const {
+    uint4* const to = stages + stage * 2 * kTile;
+    start<kHead, kStreamed, kThreads>(to, one, tile * kStreamed);
+    start<kHead, kStreamed, kThreads>(to + kTile, other, tile * kStreamed);
+  }
+};
 
 // 16 rows and 16 columns as a left fragment.
 template <int kHead>

@@ -136,6 +136,7 @@ inline void check_rows(const Tensor& x, const Tensor& q) {
   OPK_SERVED((x.stride(3) == 1) && x.stride(0) % 8 == 0 && x.stride(1) % 8 == 0 && x.stride(2) % 8 == 0 &&
                  reinterpret_cast<uintptr_t>(x.data()) % 16 == 0,
              x, " has rows that do not begin at multiples of 16 bytes");
+  OPK_SERVED(x.stride(2) < (int64_t{1} << 31), x, " has rows that are too far apart");
 }
 
 inline void check_head(const Sizes& sizes) {
