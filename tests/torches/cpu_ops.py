@@ -131,6 +131,10 @@ def decoder_pieces() -> list[Tensor]:
     return found
 
 
+def ways_to_gpus() -> list[Tensor]:
+    return [torch.tensor([each.usable for each in opkiln.io.device_engines()])]
+
+
 def flat() -> list[Tensor]:
     given = [numbers(3, 5), numbers(7, seed=1)]
     joined = opkiln.utils.flatten(given)
@@ -150,6 +154,7 @@ WORK: dict[str, Callable[[], list[Tensor]]] = {
     "fused_adam": stepped("FusedAdam"),
     "fused_lamb": stepped("FusedLamb"),
     "fused_lion": stepped("FusedLion"),
+    "gds": ways_to_gpus,
     "packbits": signs,
     "pin_memory": pinned,
     "quantizer": int_quantized,

@@ -15,11 +15,13 @@ import yaml
 
 import opkiln
 from opkiln.model import STABLE_VERSION
+from opkiln.registry import ALL_OPS, bundled, libraries
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "torches"))
 
-import torches_page as torches  # noqa: E402 (found by the line above)
+import cpu_ops  # noqa: E402 (found by the line above)
+import torches_page as torches  # noqa: E402
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CHANGES = (ROOT / "CHANGELOG.md").read_text()
@@ -67,6 +69,15 @@ def test_the_table_of_torches_is_that_of_the_kept_run_in_which_all_passed() -> N
     assert not any({"failed", "skipped"} & {*row, *row.values()} for row in rows)
     tried = {row["torch"].rpartition(".")[0] for row in rows}
     assert {f"2.{minor}" for minor in range(10, 16)} <= tried
+
+
+def test_every_op_with_a_kernel_for_cpus_is_called_on_each_torch() -> None:
+    with_kernels = {
+        name
+        for name in bundled()
+        if any("cpu" in builder.BACKENDS for _, builder in libraries(name, ALL_OPS[name]))
+    }
+    assert set(cpu_ops.WORK) == with_kernels
 
 
 def test_the_page_names_the_oldest_python_and_torch_that_the_code_takes() -> None:
