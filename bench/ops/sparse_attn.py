@@ -3,8 +3,8 @@
     PYTHONPATH=src python bench/ops/sparse_attn.py [--only WORD] [--out FILE] [--tiny]
 
 bf16, 16 heads. Forward, and backward alone. flex_attention has the same mask and its blocks of 128
-tokens; forward, for layouts with blocks of 64, these as well, and the faster counts. Compiling it takes most
-of the script's time. Bytes are those of q, k, v and the result, so only milliseconds
+tokens; forward, for layouts with blocks of 64, these as well, and the faster counts. Compiling it
+takes most of the script's time. Bytes are those of q, k, v and the result, so only milliseconds
 mean something. ``cold``: seconds of the first forward and backward in a new process that has
 imported torch and has an empty cache of opkiln's and of inductor's; the layout or block mask
 included. ``--tiny`` is small, and runs on the CPU too, without flex_attention.
