@@ -280,8 +280,11 @@ __device__ inline float4 of_columns(const float* values, int part, int half) {
   return *reinterpret_cast<const float4*>(values + part * 32 + quarter_of_lane() * 8 + half * 4);
 }
 
-__device__ inline uint32_t at(const uint4& four, int i) { return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w; }
-__device__ inline float at(const float4& four, int i) { return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w; }
+// One of a float4's or uint4's members.
+template <class Four>
+__device__ inline auto at(const Four& four, int i) {
+  return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+}
 
 // Adds the numbers of the four threads that share a row.
 __device__ inline float sum_of_row(float value) {
