@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, kHead <= 64 ? 3 : 2) queries_kernel(
   start<kHead, kRows, kThreads>(shared, Read(work.q, work.q_strides, place, work.sizes), first_row);
   start<kHead, kRows, kThreads>(shared + kTile, Read(work.grad, work.grad_strides, place, work.sizes), first_row);
   Stream<kHead, kThreads, Element> stream(shared + 2 * kTile, Read(work.k, work.k_strides, place, work.sizes),
-                                Read(work.v, work.v_strides, place, work.sizes), work.by_query, place);
+                                          Read(work.v, work.v_strides, place, work.sizes), work.by_query, place);
   end_batch();
   float lse[2], inner[2], sums[kHead / 8][4] = {};
 #pragma unroll
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, 2) keys_kernel(const OPK_GRID_CONSTA
   start<kHead, kRows, kThreads>(shared, Read(work.k, work.k_strides, place, work.sizes), first_row);
   start<kHead, kRows, kThreads>(shared + kTile, Read(work.v, work.v_strides, place, work.sizes), first_row);
   Stream<kHead, kThreads, Element> stream(shared + 2 * kTile, Read(work.q, work.q_strides, place, work.sizes),
-                                Read(work.grad, work.grad_strides, place, work.sizes), work.by_key, place);
+                                          Read(work.grad, work.grad_strides, place, work.sizes), work.by_key, place);
   end_batch();
   // A thread has one number of a tile's: the first 64 logarithms, the others inner sums.
   const auto stat = [&](int tile) {
