@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
-from sample import known, sanitizers
+from sample import known, levels, pool, sanitizers
 from sample.package import Package, Steps
 
 from opkiln import settings
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
     from pathlib import Path
 
-pytest_plugins = ["fault_rows"]
+pytest_plugins = ["fault_rows", "timing"]
 
 # A property test draws the same examples in every run of `make test`, so that a change is judged by
 # itself. `make test-random` draws new ones and prints their seed.
@@ -38,7 +37,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_report_header() -> str:
+    return levels.report()
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    pool.make()
     if config.getoption("--sanitize"):
         sanitizers.switch_on()
 
@@ -77,21 +81,28 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture(scope="session")
-def catalogue(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The root of a store that all tests of a run share, also across xdist's workers, for ops of
-    the catalogue: one takes seconds to compile. Nobody takes anything out of it."""
-    base = tmp_path_factory.getbasetemp()
-    run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    return run / "catalogue"
+def catalogue() -> Path:
+    """The root of a store that all tests share, also those of other runs, for ops of the catalogue:
+    one takes seconds to compile. Nobody takes anything out of it."""
+    return pool.CATALOGUE
 
 
 @pytest.fixture
-def warm(request: pytest.FixtureRequest, cache: Path) -> None:
-    """The test's store knows this machine's compilers. For tests that build, unless they ask what
-    the first build on a machine does or look at all that a store holds: ``first_use`` marks them.
-    """
-    if request.node.get_closest_marker("first_use") is None:
+def warm(
+    request: pytest.FixtureRequest, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """The test's store knows this machine's compilers, and what was compiled before is copied from
+    the pool. For tests that build, unless they ask what the first build on a machine does or look
+    at all that a store holds (``first_use`` marks them), or count compiles."""
+    counts = "steps" in request.fixturenames or request.node.get_closest_marker("counts_compiles")
+    first_use = request.node.get_closest_marker("first_use")
+    if first_use is None:
         known.make_store(cache)
+        if not counts:
+            monkeypatch.setenv("OPKILN_STORE_LAYERS", str(pool.LAYER))
+    yield
+    if first_use is None:
+        pool.add(cache)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,9 @@
-"""Other processes: fresh interpreters that run a few lines with opkiln."""
+"""Other processes: fresh interpreters that run a few lines with opkiln.
+
+One that has torch is forked from a server that has imported it (``forks``), if nothing that it is
+given is read at the start of a process. A test that is about the process itself (its exit, what it
+imports, who its parent is) sets ``forked=False``.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import opkiln
+from sample import forks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,6 +39,7 @@ def start(
     prefix: Sequence[str] = (),
     python: str = sys.executable,
     user: int | None = None,
+    forked: bool = True,
 ) -> subprocess.Popen[str]:
     """Start an interpreter on ``code``. ``bare``: without site-packages, so without torch."""
     variables = environment(path)
@@ -41,9 +48,15 @@ def start(
             variables.pop(name, None)
         else:
             variables[name] = value
+    argv = ["-c", textwrap.dedent(code), *arguments]
+    plain = not bare and not prefix and python == sys.executable and user is None
+    if forked and plain and forks.suits(variables):
+        return forks.Fork(
+            argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables
+        )
     options = ["-S"] if bare else []
     return subprocess.Popen(
-        [*prefix, python, *options, "-c", textwrap.dedent(code), *arguments],
+        [*prefix, python, *options, *argv],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -74,13 +87,14 @@ def run(
     prefix: Sequence[str] = (),
     python: str = sys.executable,
     user: int | None = None,
+    forked: bool = True,
 ) -> str:
     """The standard output of a child that must succeed."""
-    done = finish(
-        start(
-            code, *arguments, path=path, env=env, bare=bare, prefix=prefix, python=python, user=user
-        )
-    )
+    child = start(
+        code, *arguments, path=path, env=env, bare=bare, prefix=prefix, python=python, user=user,
+        forked=forked,
+    )  # fmt: skip
+    done = finish(child)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return str(done.stdout)
 

@@ -1,0 +1,56 @@
+"""The pool: what tests have compiled, kept between runs and shared by all clones of a user.
+
+It is a store of the product's, so everything in it is found by content: an edited source, another
+compiler or other flags are another key. It may be deleted at any time.
+
+- ``CATALOGUE`` is the store of tests/ops. Its ops are built once.
+- ``LAYER`` is listed in ``OPKILN_STORE_LAYERS`` of every other test. It has objects alone, so that
+  a compile that was done before becomes a copy, and nothing else about a build changes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from opkiln import settings, trust
+
+_ROOT = os.environ.get("OPKILN_TEST_POOL") or os.path.join(
+    os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "opkiln-tests"
+)
+ROOT = Path(_ROOT)
+CATALOGUE = ROOT / "catalogue"
+LAYER = ROOT / "layer"
+OBJECTS = LAYER / settings.LAYOUT / "objects"
+
+
+def make() -> None:
+    """Make the pool's directories, for this user only."""
+    trust.make_private(str(OBJECTS))
+
+
+def add(store: Path) -> list[str]:
+    """Put the objects of a test's store into the pool. Returns the names of those that it lacked.
+
+    Objects that a test has damaged are added, too; whoever finds one refuses it by its digest.
+    """
+    objects = store / settings.LAYOUT / "objects"
+    if not objects.is_dir():
+        return []
+    found = []
+    for leaf in objects.glob("*/*/*"):
+        final = OBJECTS / leaf.relative_to(objects)
+        if leaf.name.startswith(".") or final.exists() or not leaf.is_dir():
+            continue
+        trust.make_private(str(final.parent))
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=final.parent) as new:
+            copy = Path(new) / "leaf"
+            try:
+                shutil.copytree(leaf, copy)
+                copy.rename(final)
+            except OSError:
+                continue  # another worker was first, or the test made it unreadable
+        found.append(f"{leaf.parent.name}/{leaf.name}")
+    return found
