@@ -1,7 +1,10 @@
 # Everything from a fresh clone, with python3, make and a C++ compiler:
 #   make demo    trains a small model with a JIT-built operator, cold and then warm
-#   make test    lint, types, import contracts, all tests, on all CPUs (JOBS=1: one after another)
+#   make check   lint, types, the tests that need no compiler: a minute
+#   make test    lint, types, everything that protects a user, on all CPUs (JOBS=1: one after another): ten minutes
 #   make test-full   with the full grids and the tests that take too long for every run
+#   make test-changed   the tests that what differs from BASE (HEAD) can touch
+#   make durations   what each file of tests takes, for the order of the next runs
 #   make test-random   the property tests on new random examples; SEED=N repeats a run
 #   make test-faults   every fault and attack at its whole count; writes bench/results/faults.json
 #   make test-sanitize   the tests of native code under AddressSanitizer and UBSan
@@ -14,7 +17,8 @@
 #                       with slow and cut links and wrong clocks (root, iproute2, iptables);
 #                       the build farm on Dask, Ray, MPI and submitit (installs them beside .venv);
 #                       the recipes on Slurm (apt-get install slurmctld slurmd slurm-client munge) and Kubernetes' schemas
-#   make test-aarch64   kernels and ops for aarch64 (apt-get install g++-aarch64-linux-gnu qemu-user)
+#   make test-other-cpu   kernels and ops for the other CPU architecture (apt-get install qemu-user, and
+#                         g++-aarch64-linux-gnu or, on aarch64, g++-x86-64-linux-gnu)
 #   make mutants   which changes to the code that decides no test notices; MODULE=store/recheck for one
 #   make deepspeed-sources   DeepSpeed's native sources, for bench/ops/deepspeed_kernels.py
 #   make release-check   the archives of a release, reproducible, examined, installed and used
@@ -30,14 +34,17 @@ SEED   ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 TORCHES ?= 2.10.0 2.11.0 2.12.1 2.14.1 2.15.0
 MODULE  ?=
 DOCS    ?=
+BASE    ?= HEAD
 
 RUN := $(VENV)/bin/python
+# A file's tests stay in one worker, because they share what takes long to build; the longest begin.
+WORKERS := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.ready
 DOCS_VENV := .docs-venv
 DOCS_STAMP := $(DOCS_VENV)/.ready
 
-.PHONY: all setup demo test lint unit test-full test-random test-faults test-sanitize test-deepspeed \
-	test-packages test-remotes test-sycl test-torches test-cluster test-aarch64 mutants deepspeed-sources release-check bench docs clean
+.PHONY: all setup demo check pool test lint test-full test-changed durations test-random test-faults test-sanitize test-deepspeed \
+	test-packages test-remotes test-sycl test-torches test-cluster test-other-cpu mutants deepspeed-sources release-check bench docs clean
 
 all: test
 
@@ -61,15 +68,26 @@ lint: $(STAMP)
 	$(VENV)/bin/lint-imports
 	$(RUN) tests/import_circles.py
 
-unit: $(STAMP)
-	$(RUN) -m pytest tests/unit $(PYTEST)
+check: lint
+	$(RUN) -m pytest tests/unit -m "not full" $(WORKERS) $(PYTEST)
 
-# A file's tests stay in one worker: they share what takes long to build.
-test: lint
-	$(RUN) -m pytest -m "not full" -n $(JOBS) --dist loadfile -rs --durations=10 $(PYTEST)
+# What the tests will want, compiled once, and kept for later runs (tests/sample/pool.py).
+pool: $(STAMP)
+	$(RUN) -m compileall -q src
+	$(RUN) tests/sample/catalogue.py
 
-test-full: lint
-	$(RUN) -m pytest -n $(JOBS) --dist loadfile -rs --durations=10 $(PYTEST)
+test: lint pool
+	$(RUN) -m pytest -m "not full" $(WORKERS) -rs --durations=10 $(PYTEST)
+
+test-full: lint pool
+	$(RUN) -m pytest $(WORKERS) -rs --durations=10 $(PYTEST)
+
+test-changed: lint pool
+	@files=$$($(RUN) tests/changed.py $(BASE)) && if [ -z "$$files" ]; then echo "nothing changed"; \
+	else $(RUN) -m pytest $$files -m "not full" $(WORKERS) $(PYTEST); fi
+
+durations: pool
+	$(RUN) -m pytest -m "not full" $(WORKERS) --keep-durations $(PYTEST)
 
 test-random: $(STAMP)
 	$(RUN) -m pytest -m hypothesis --hypothesis-profile=random --hypothesis-seed=$(SEED) $(PYTEST)
@@ -106,8 +124,8 @@ test-cluster: $(STAMP)
 	$(RUN) tests/cluster/slurm.py
 	$(RUN) tests/cluster/manifests.py
 
-test-aarch64: $(STAMP)
-	$(RUN) -m pytest -rs tests/build/test_aarch64.py tests/ops/test_vec.py $(PYTEST)
+test-other-cpu: $(STAMP)
+	$(RUN) -m pytest -rs tests/build/test_other_cpu.py $(PYTEST)
 
 mutants: $(STAMP)
 	$(RUN) -m pip install -q --group mutants

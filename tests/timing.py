@@ -1,5 +1,6 @@
 """How long the files of tests take: the longest begin first, so that no worker ends long after the
-others. ``pytest --keep-durations`` (``make durations``) writes down what this run took.
+others. ``pytest --keep-durations`` (``make durations``) writes down what this run took. A run ends
+with how many tests were collected, run and skipped.
 
 A plugin of tests/conftest.py, not part of it: with xdist the tests run in workers, and the process
 that adds up loads no conftest below tests/.
@@ -45,11 +46,25 @@ class _Clock:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._seconds: Counter[str] = Counter()
+        self._collected = self._skipped = 0
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._collected = max(self._collected, len(session.items))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self._collected = max(self._collected, len(ids))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[_file(report.nodeid)] += report.duration
+        self._skipped += report.skipped
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        run = self._collected - self._skipped
+        terminalreporter.line(
+            f"{self._collected} tests collected, {run} run, {self._skipped} skipped, in "
+            f"{len(self._seconds)} files"
+        )
         if not self._config.getoption("--keep-durations"):
             return
         kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}

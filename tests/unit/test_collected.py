@@ -64,7 +64,7 @@ def pytest_arguments(target: str) -> list[str]:
     ).stdout  # fmt: skip
     (words,) = (shlex.split(line) for line in shown.splitlines() if "-m pytest" in line)
     arguments = shlex.join(words[words.index("pytest") + 1 :])
-    return shlex.split(arguments.replace("-n 1 --dist loadfile", ""))
+    return shlex.split(arguments.replace("-n 1 --dist loadfile --no-loadscope-reorder", ""))
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
