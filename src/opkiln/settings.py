@@ -244,7 +244,8 @@ class Settings:
     )  # fmt: skip
     cpu = Setting(
         "OPKILN_CPU", str, "native",
-        "The CPU to build for: `native`, a psABI level (`x86-64-v3`), or either with features "
+        "The CPU to build for: `native`; a psABI level (`x86-64-v3`); or `common`, the level that "
+        "most servers have (`x86-64-v3` on x86-64, `armv8.2-a` on aarch64). Each may have features "
         "(`x86-64-v3+avx512f`).",
     )  # fmt: skip
     debug = Setting(

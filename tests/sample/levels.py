@@ -1,16 +1,30 @@
-"""The CPU levels of the machine that runs the tests, so that no test is for one architecture."""
+"""The CPU architectures, their levels, and which of them this machine has.
+
+Every test draws them from here, so that no test is for one architecture. Only this file and the
+product name them; ``unit/test_architectures.py`` looks for others.
+"""
 
 from __future__ import annotations
+
+import shutil
 
 from opkiln import machine
 from opkiln.arch import cpu
 
-_X86 = ("x86-64", "x86-64-v2", "x86-64-v3", "x86-64-v4")
-_ARM = ("armv8-a", "armv8.2-a")
-IS_X86 = machine.architecture() == "x86_64"
+X86_64, AARCH64 = ARCHITECTURES = ("x86_64", "aarch64")  # as uname, ELF readers and wheels say
+X86_V1, X86_V2, X86_V3, X86_V4 = X86_LEVELS = ("x86-64", "x86-64-v2", "x86-64-v3", "x86-64-v4")
+ARM_V8, ARM_V8_2 = ARM_LEVELS = ("armv8-a", "armv8.2-a")
+UNKNOWN_LEVEL = "x86-64-v9"
+WORDS = (X86_64, X86_V1, "amd64", AARCH64, "arm64", "armv8")  # every name begins with one of them
+LOADERS = {X86_64: "ld-linux-x86-64.so.2", AARCH64: "ld-linux-aarch64.so.1"}
 
-LEVELS = dict(enumerate(_X86 if IS_X86 else _ARM, start=1))  # lowest first, from 1
-LOW, HIGH = (_X86[1], _X86[2]) if IS_X86 else _ARM  # two levels that a release would ship
+# This machine, and the other architecture.
+HERE = machine.architecture()
+IS_X86 = HERE == X86_64
+OTHER = AARCH64 if IS_X86 else X86_64
+LEVELS = dict(enumerate(X86_LEVELS if IS_X86 else ARM_LEVELS, start=1))  # lowest first, from 1
+OTHER_LEVELS = ARM_LEVELS if IS_X86 else X86_LEVELS
+LOW, HIGH = (X86_V2, X86_V3) if IS_X86 else ARM_LEVELS  # two levels that a release would ship
 BEYOND_LOW = cpu.requires(HIGH, ()) - cpu.requires(LOW, ())  # what HIGH has and LOW lacks
 # C: which of LEVELS the compiler was told of.
 LEVEL_IN_C = """
@@ -24,6 +38,17 @@ LEVEL_IN_C = """
   return 1;
 #endif
 """
+
+# What builds for the other architecture, and runs it.
+OTHER_CXX, OTHER_EMULATOR = f"{OTHER}-linux-gnu-g++", f"qemu-{OTHER}"
+OTHER_CXX_PACKAGE = f"g++-{OTHER.replace('_', '-')}-linux-gnu"  # Debian's
+
+
+def report() -> str:
+    """For pytest's header: the architectures that a run covers."""
+    missing = [name for name in (OTHER_CXX, OTHER_EMULATOR) if shutil.which(name) is None]
+    how = f"not covered, for lack of {' and '.join(missing)}" if missing else "emulated"
+    return f"architectures: {HERE} ({machine.cpu_name()}); {OTHER}: {how}"
 
 
 def lacks(level: str, than: str) -> str:

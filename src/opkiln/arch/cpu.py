@@ -42,6 +42,9 @@ _ARM_LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
     ("armv8.2-a", frozenset({"lse", "rdma", "dcpop"})),
 )
 
+# ``common``: servers have had these levels for years (2013, 2018), and vector units come with them.
+_COMMON = {"x86_64": "x86-64-v3", "aarch64": "armv8.2-a"}
+
 # Features beyond a level that are worth a separate binary.
 _X86_EXTRAS = (
     "avx", "avx2", "fma", "f16c", "bmi2",
@@ -69,7 +72,8 @@ def _levels(machine: str) -> tuple[tuple[str, frozenset[str]], ...]:
 
 
 def machine_of(text: str, here: str) -> str:
-    """The machine (``x86_64``, ``aarch64``) of a requested CPU. Returns ``here`` for ``native``."""
+    """The machine (``x86_64``, ``aarch64``) of a requested CPU. Returns ``here`` for ``native``
+    and ``common``."""
     head = text.strip().partition("+")[0]
     families = (("x86_64", _X86_LEVELS), ("aarch64", _ARM_LEVELS))
     return next((name for name, levels in families if head in dict(levels)), here)
@@ -103,17 +107,19 @@ def native(machine: str, features: frozenset[str]) -> CPU:
 
 
 def parse(text: str, machine: str, features: frozenset[str]) -> CPU:
-    """The CPU that ``native`` or ``LEVEL[+FEATURE…]`` names. Raises ArchError."""
+    """The CPU that ``native``, ``common`` or a level, and ``+FEATURE…``, name. Raises ArchError."""
     head, *tokens = text.strip().split("+")
     known = [name for name, _ in _levels(machine)]
     if head == "native":
         base = native(machine, features)
     elif head in known:
         base = CPU(head)
+    elif head == "common":
+        base = CPU(_COMMON.get(machine, known[0]))
     else:
         raise ArchError(
             f"{head!r} is not a CPU for {machine}",
-            why="known: native, " + ", ".join(known) + ", each with +FEATURE",
+            why="known: native, common, " + ", ".join(known) + ", each with +FEATURE",
             hint="OPKILN_CPU=native",
         )
     allowed = _extras(machine)
