@@ -22,7 +22,10 @@ from opkiln.observing import launchers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-SIGN = 'extern "C" int answer() { return (char)-1 < 0 ? 1 : 2; }\n'
+pytestmark = pytest.mark.counts_compiles  # an object from the pool would not ask the launcher
+
+# 1, and 2 with -fshort-enums: the preprocessed text is the same.
+ENUM = 'enum E { A }; extern "C" int answer() { return sizeof(E) == sizeof(int) ? 1 : 2; }\n'
 
 
 def program(name: str) -> str:
@@ -111,7 +114,10 @@ def tree(tmp_path: Path) -> Tree:
     return Tree(tmp_path / "tree")
 
 
-@pytest.fixture(params=["ccache", "ccache as g++", "sccache", "distcc"])
+LAUNCHERS = ["ccache", "ccache as g++", "sccache", "distcc"]
+
+
+@pytest.fixture
 def launcher(request: pytest.FixtureRequest, tree: Tree) -> Iterator[Launcher]:
     made = Launcher(request.param, tree)
     yield made
@@ -154,7 +160,19 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+# What was read is found out by the same steps under each launcher; ccache and sccache are told it.
+GRID = [
+    pytest.param(
+        launcher, name,
+        marks=() if name == "a header" or launcher == "ccache"
+        or (launcher, name) == ("sccache", "a header in front of another") else pytest.mark.full,
+    )
+    for launcher in LAUNCHERS
+    for name in CASES
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("launcher", "name"), GRID, indirect=["launcher"])
 def test_a_change_is_noticed_under_a_launcher(launcher: Launcher, tree: Tree, name: str) -> None:
     source, files, change = CASES[name]
     small(tree, source, **files)
@@ -162,9 +180,9 @@ def test_a_change_is_noticed_under_a_launcher(launcher: Launcher, tree: Tree, na
     assert tree.answer("warm") == (1, "observed")  # the launcher may have the object already
     change(tree)
     assert tree.answer("warm") == (2, "observed")
-    assert tree.answer("empty")[0] == 2
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS, indirect=True)
 def test_the_launcher_does_its_work(launcher: Launcher, tree: Tree) -> None:
     """Otherwise the test above shows nothing."""
     small(tree, HEADER, **{"inc/n.h": "#define N 1\n"})
@@ -195,12 +213,12 @@ def explained(tree: Tree, cache: str) -> str:
 
 @pytest.mark.parametrize("launcher", ["ccache", "ccache as g++"], indirect=True)
 def test_explain_says_that_a_launcher_is_used(launcher: Launcher, tree: Tree) -> None:
-    small(tree, SIGN)
+    small(tree, ENUM)
     assert re.search(rf"^launcher: +{re.escape(launcher.path)}$", explained(tree, "first"), re.M)
 
 
 def test_explain_names_no_launcher_where_there_is_none(tree: Tree) -> None:
-    small(tree, SIGN)
+    small(tree, ENUM)
     assert "launcher:" not in explained(tree, "first")
 
 
@@ -208,7 +226,7 @@ def test_the_variables_of_a_launcher_reach_it(tree: Tree) -> None:
     """A second cache, on another machine, is filled from the storage that both share."""
     Launcher("ccache", tree)
     tree.environment["CCACHE_REMOTE_STORAGE"] = f"file:{tree.path}/shared"
-    small(tree, SIGN)
+    small(tree, ENUM)
     for cache in ("first", "second"):
         tree.environment["CCACHE_DIR"] = str(tree.path / f"ccache-{cache}")
         assert tree.answer(cache) == (1, "observed")
@@ -221,18 +239,18 @@ def test_the_variables_of_a_launcher_reach_it(tree: Tree) -> None:
 
 def test_variables_that_name_another_compiler_do_not_reach_a_launcher(tree: Tree) -> None:
     Launcher("ccache", tree)
-    other = tree.write("bin/other", '#!/bin/sh\nexec g++ -funsigned-char "$@"\n', mode=0o755)
+    other = tree.write("bin/other", '#!/bin/sh\nexec g++ -fshort-enums "$@"\n', mode=0o755)
     tree.environment["CCACHE_COMPILER"] = str(other)
-    small(tree, SIGN)
+    small(tree, ENUM)
     assert tree.answer("first") == (1, "observed")
     assert "kept away from compilers: CCACHE_COMPILER" in explained(tree, "first")
 
 
 def test_options_that_ccache_is_told_to_ignore_still_count(tree: Tree) -> None:
     Launcher("ccache", tree)
-    tree.environment["CCACHE_IGNOREOPTIONS"] = "-f*signed-char"
-    small(tree, SIGN)
-    for value, flag in ((1, "-fsigned-char"), (2, "-funsigned-char")):
+    tree.environment["CCACHE_IGNOREOPTIONS"] = "-f*short-enums"
+    small(tree, ENUM)
+    for value, flag in ((1, "-fno-short-enums"), (2, "-fshort-enums")):
         tree.environment["CXXFLAGS"] = flag
         assert tree.answer("warm") == (value, "observed")
 
@@ -259,7 +277,7 @@ def test_another_compiler_on_another_host_is_refused(
 
     have_elsewhere(OTHERS[other])
     launcher.compile_with(str(compiler))
-    small(tree, SIGN)
+    small(tree, ENUM)
     try:
         with pytest.raises(AssertionError) as refused:
             tree.answer("first")
@@ -290,11 +308,11 @@ def _switched(tree: Tree, value: int) -> None:
 @pytest.mark.parametrize("launcher", ["ccache", "sccache", "distcc"], indirect=True)
 def test_another_compiler_behind_a_script_is_noticed(launcher: Launcher, tree: Tree) -> None:
     tree.write("bin/g++", f'#!/bin/sh\nexec "$(cat {tree.path}/real)" "$@"\n', mode=0o755)
-    for value, flag in ((1, "-fsigned-char"), (2, "-funsigned-char")):
+    for value, flag in ((1, "-fno-short-enums"), (2, "-fshort-enums")):
         tree.write(f"bin/g++-{value}", f'#!/bin/sh\nexec g++ {flag} "$@"\n', mode=0o755)
     launcher.compile_with(str(tree.path / "bin/g++"))
-    small(tree, SIGN)
-    for value in (1, 2, 1):
+    small(tree, ENUM)
+    for value in (1, 2):
         _switched(tree, value)
         assert tree.answer("warm") == (value, "observed")
 
@@ -305,7 +323,7 @@ CHOOSERS = ["ccache as g++", "a script"]
 @pytest.mark.parametrize("chooser", CHOOSERS)
 def test_another_compiler_on_path_is_noticed(chooser: str, tree: Tree) -> None:
     """ccache as g++, and a script that starts g++, take the first real one on PATH."""
-    for value, flag in ((1, "-fsigned-char"), (2, "-funsigned-char")):
+    for value, flag in ((1, "-fno-short-enums"), (2, "-fshort-enums")):
         script = f'#!/bin/sh\nexec {shutil.which("g++")} {flag} "$@"\n'
         tree.write(f"{value}/g++", script, mode=0o755)
     if chooser == "a script":
@@ -313,18 +331,18 @@ def test_another_compiler_on_path_is_noticed(chooser: str, tree: Tree) -> None:
         tree.environment["CXX"] = str(script)
     else:
         Launcher(chooser, tree)
-    small(tree, SIGN)
-    for value in (1, 2, 1):
+    small(tree, ENUM)
+    for value in (1, 2):
         tree.environment["PATH"] = f"{tree.path}/{value}:{os.environ['PATH']}"
         assert tree.answer("warm") == (value, "observed")
 
 
 def test_a_compiler_that_ccaches_settings_name_is_noticed(tree: Tree) -> None:
     launcher = Launcher("ccache as g++", tree)
-    for value, flag in ((1, "-fsigned-char"), (2, "-funsigned-char")):
+    for value, flag in ((1, "-fno-short-enums"), (2, "-fshort-enums")):
         script = f'#!/bin/sh\nexec {shutil.which("g++")} {flag} "$@"\n'
         tree.write(f"{value}/g++", script, mode=0o755)
-    small(tree, SIGN)
+    small(tree, ENUM)
     settings = Path(launcher.variables["CCACHE_DIR"]) / "ccache.conf"
     settings.parent.mkdir()
     for value in (1, 2):
