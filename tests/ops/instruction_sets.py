@@ -1,23 +1,26 @@
-"""Which x86-64 levels this machine can run."""
+"""The instruction sets that this machine's kernels are built for, and which of them it can run."""
 
 from __future__ import annotations
 
-import platform
 from pathlib import Path
 
 import pytest
+from sample.levels import ARM_V8, IS_X86, X86_V2, X86_V3, X86_V4
 
 # A level's instruction set, as kernels name it, and what /proc/cpuinfo must list for it.
 LEVELS = {
-    "x86-64-v2": ("portable", {"sse4_2"}),
-    "x86-64-v3": ("avx2", {"avx2", "fma", "f16c"}),
-    "x86-64-v4": ("avx512", {"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
-}
+    X86_V2: ("portable", {"sse4_2"}),
+    X86_V3: ("avx2", {"avx2", "fma", "f16c"}),
+    X86_V4: ("avx512", {"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+} if IS_X86 else {ARM_V8: ("neon", {"asimd"})}  # fmt: skip
+
+
+def missing(level: str) -> str:
+    """What this CPU lacks to run a level."""
+    lacks = LEVELS[level][1].difference(Path("/proc/cpuinfo").read_text().split())
+    return ", ".join(sorted(lacks))
 
 
 def skip_unless_runnable(level: str) -> None:
-    if platform.machine() != "x86_64":
-        pytest.skip(f"{level} is not for {platform.machine()}")
-    missing = LEVELS[level][1].difference(Path("/proc/cpuinfo").read_text().split())
-    if missing:
-        pytest.skip(f"this CPU cannot run {level}: it lacks {', '.join(sorted(missing))}")
+    if lacks := missing(level):
+        pytest.skip(f"this CPU cannot run {level}: it lacks {lacks}")

@@ -1,4 +1,4 @@
-"""Ops for aarch64 on another machine: a cross compiler builds them, inspection is their load test.
+"""Ops for the other architecture: a cross compiler builds them, inspection is their load test.
 
 Under qemu-user the libraries also run; kernels that need torch do not, as torch is not there.
 """
@@ -15,9 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sample import wanted
+from sample.levels import (
+    AARCH64,
+    ARM_V8_2,
+    HERE,
+    IS_X86,
+    OTHER,
+    OTHER_CXX,
+    OTHER_CXX_PACKAGE,
+    OTHER_EMULATOR,
+    OTHER_LEVELS,
+    X86_64,
+    X86_V2,
+    X86_V3,
+)
 
 import opkiln
-from opkiln import machine
 from opkiln import plan as plans
 from opkiln.binary import elf
 from opkiln.build_model import Target, Toolchain
@@ -48,26 +61,25 @@ if TYPE_CHECKING:
 
 SOURCE = Path(opkiln.__file__).parent.parent
 VEC_CHECK = Path(__file__).resolve().parents[1] / "ops" / "vec_check.cpp"
-COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+BASELINE = OTHER_LEVELS[0]
 
 cross = pytest.mark.skipif(
-    machine.architecture() == "aarch64" or shutil.which(COMPILER) is None,
-    reason="no cross compiler: apt-get install g++-aarch64-linux-gnu",
+    shutil.which(OTHER_CXX) is None,
+    reason=f"no cross compiler: apt-get install {OTHER_CXX_PACKAGE}",
 )
 emulated = pytest.mark.skipif(
-    shutil.which(EMULATOR) is None, reason="no emulator: apt-get install qemu-user"
+    shutil.which(OTHER_EMULATOR) is None, reason="no emulator: apt-get install qemu-user"
 )
 
 
-def artifact(op: Op, cpu: str = "armv8-a") -> Path:
+def artifact(op: Op, cpu: str = BASELINE) -> Path:
     with override(cpu=cpu):
         return Path(wanted.artifact(op).path)
 
 
 def emulate(program: Path, *arguments: Path) -> subprocess.CompletedProcess[str]:
-    libraries = f"/usr/{COMPILER.removesuffix('-g++')}"
     return subprocess.run(
-        [EMULATOR, "-L", libraries, str(program), *map(str, arguments)],
+        [OTHER_EMULATOR, "-cpu", "max", "-L", f"/usr/{OTHER}-linux-gnu", program, *arguments],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
 
@@ -77,14 +89,14 @@ def emulate(program: Path, *arguments: Path) -> subprocess.CompletedProcess[str]
 
 def toolchain(**changes: Any) -> Toolchain:
     return Toolchain(
-        family="gcc", cxx="/usr/bin/aarch64-linux-gnu-g++", version="g++ 12",
-        machine="aarch64-linux-gnu", identity="x", accepts=frozenset(), include_dirs=(),
-        cross=True,
+        family="gcc", cxx=f"/usr/bin/{OTHER_CXX}", version="g++ 12",
+        machine=f"{OTHER}-linux-gnu", identity="x", accepts=frozenset({f"-march={BASELINE}"}),
+        include_dirs=(), cross=True,
     )._replace(**changes)  # fmt: skip
 
 
 def target(**changes: Any) -> Target:
-    made = Target("cpu", "linux", "aarch64", "armv8-a", (), "torch-stable-2.10")
+    made = Target("cpu", "linux", OTHER, BASELINE, (), "torch-stable-2.10")
     return made._replace(**changes)
 
 
@@ -98,7 +110,7 @@ def test_a_link_for_another_machine_takes_torchs_soname_from_a_stub() -> None:
     assert [step.kind for step in plan.steps] == ["compile", "stub", "link"]
     places = {"src": "/src", "stage": "/stage", "torch": "/torch", "opkiln": "/o", "abs": ""}
     compiling, stub, linking = (plans.argv(step, places) for step in plan.steps)
-    assert "-march=armv8-a" in compiling
+    assert f"-march={BASELINE}" in compiling
     assert "-Wl,-soname,libtorch_cpu.so" in stub
     assert stub[-1] in linking
     assert not any(argument.startswith(("-L/torch", "-ltorch")) for argument in linking)
@@ -138,7 +150,7 @@ def test_an_op_without_torch_needs_no_stub() -> None:
 def test_what_needs_more_of_the_other_machine_is_refused(
     op: dict[str, Any], for_: dict[str, Any], needs: str
 ) -> None:
-    with pytest.raises(SpecError, match="cannot be built for aarch64 here") as caught:
+    with pytest.raises(SpecError, match=f"cannot be built for {OTHER} here") as caught:
         plans.make(spec(**op), target(**for_), toolchain())
     assert needs in caught.value.why
 
@@ -148,63 +160,66 @@ def test_what_needs_more_of_the_other_machine_is_refused(
 
 def test_the_machine_follows_from_the_name_of_the_cpu() -> None:
     op = Op(spec(abi=ABI_NONE))
-    with override(cpu="armv8.2-a+dotprod"):
+    with override(cpu=f"{ARM_V8_2}+dotprod"):
         made = wanted.target_of(op)
-    assert (made.machine, made.cpu, made.cpu_features) == ("aarch64", "armv8.2-a", ("dotprod",))
-    with override(cpu="x86-64-v2"):
-        assert wanted.target_of(op).machine == "x86_64"
-    assert wanted.target_of(op).machine == machine.architecture()
-    with override(cpu="armv8-a"):  # not vectorized: the baseline of that machine
+    assert (made.machine, made.cpu, made.cpu_features) == (AARCH64, ARM_V8_2, ("dotprod",))
+    with override(cpu=X86_V2):
+        assert wanted.target_of(op).machine == X86_64
+    assert wanted.target_of(op).machine == HERE
+    with override(cpu=OTHER_LEVELS[1]):  # not vectorized: the baseline of that machine
         plain = wanted.target_of(Op(spec(abi=ABI_NONE, vectorize=False)))
-    assert (plain.machine, plain.cpu) == ("aarch64", "armv8-a")
+    assert (plain.machine, plain.cpu) == (OTHER, BASELINE)
 
 
-@pytest.mark.skipif(machine.architecture() == "aarch64", reason="it runs here")
 def test_a_library_for_another_machine_is_not_loaded(plain: Package) -> None:
-    with override(cpu="armv8-a"), pytest.raises(LoadError, match="cannot run here") as caught:
+    with override(cpu=BASELINE), pytest.raises(LoadError, match="cannot run here") as caught:
         plain.load()
-    assert "aarch64" in caught.value.why
+    assert OTHER in caught.value.why
 
 
-@pytest.mark.skipif(machine.architecture() == "aarch64", reason="it runs here")
 def test_without_a_cross_compiler_the_error_says_what_to_install(
     plain: Package, tmp_path: Path
 ) -> None:
     op = plain.builder().op()
     with (
         override(path=(str(tmp_path),)),
-        pytest.raises(ToolchainError, match="no C\\+\\+ compiler for aarch64") as caught,
+        pytest.raises(ToolchainError, match=f"no C\\+\\+ compiler for {OTHER}") as caught,
     ):
         artifact(op)
-    assert "apt-get install g++-aarch64-linux-gnu" in caught.value.hint
-    with (
-        override(cxx_aarch64="/no/such/g++"),
-        pytest.raises(ToolchainError) as caught,
-    ):
+    assert f"apt-get install {OTHER_CXX_PACKAGE}" in caught.value.hint
+
+
+@pytest.mark.skipif(OTHER != AARCH64, reason="no setting names a compiler for the other CPU")
+def test_a_cross_compiler_that_is_named_and_not_there_is_told(plain: Package) -> None:
+    op = plain.builder().op()
+    with override(cxx_aarch64="/no/such/g++"), pytest.raises(ToolchainError) as caught:
         artifact(op)
     assert "/no/such/g++ (call): no such program" in caught.value.why
+    assert "set OPKILN_CXX_AARCH64" in caught.value.hint
 
 
 def test_a_compiler_for_this_machine_is_refused_for_the_other(tmp_path: Path) -> None:
-    if machine.architecture() == "aarch64" or shutil.which("g++") is None:
-        pytest.skip("needs g++ for another machine than aarch64")
-    with override(cxx_aarch64="g++"), pytest.raises(ToolchainError) as caught:
-        choice.choose(Store().memory, "cpu", "aarch64")
-    assert "not for aarch64" in caught.value.why
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    (tmp_path / OTHER_CXX).symlink_to(compiler)
+    with override(path=(str(tmp_path),)), pytest.raises(ToolchainError) as caught:
+        choice.choose(Store().memory, "cpu", OTHER)
+    assert f"not for {OTHER}" in caught.value.why
     # And is still the one for this machine: what is remembered of it is not mixed up.
-    assert choice.choose(Store().memory, "cpu").machine.startswith(machine.architecture())
+    assert choice.choose(Store().memory, "cpu").machine.startswith(HERE)
 
 
 # Building
 
 
 @cross
-def test_an_op_without_torch_is_built_for_aarch64_and_found_again(
+def test_an_op_without_torch_is_built_for_the_other_cpu_and_found_again(
     plain: Package, steps: Steps
 ) -> None:
     op = plain.builder().op()
     path = artifact(op)
-    assert elf.read(str(path)).machine == "aarch64"
+    assert elf.read(str(path)).machine == OTHER
     done = len(steps.seen)
     assert artifact(op) == path
     assert len(steps.seen) == done
@@ -212,8 +227,9 @@ def test_an_op_without_torch_is_built_for_aarch64_and_found_again(
 
 
 @cross
-def test_a_bundled_op_is_built_for_aarch64_and_inspected(tmp_path: Path) -> None:
-    arguments = ("--target", "cpu:armv8-a", "--bundle", str(tmp_path / "b"), "--verify", "--json")
+def test_a_bundled_op_is_built_for_the_other_cpu_and_inspected(tmp_path: Path) -> None:
+    bundle = tmp_path / "b"
+    arguments = ("--target", f"cpu:{BASELINE}", "--bundle", str(bundle), "--verify", "--json")
     done = subprocess.run(
         [sys.executable, "-m", "opkiln", "build", "cpu_adam", *arguments],
         env={**os.environ, "PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, check=False,
@@ -221,10 +237,10 @@ def test_a_bundled_op_is_built_for_aarch64_and_inspected(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["ops"]
     found = elf.read(row["path"])
-    assert found.machine == "aarch64"
+    assert found.machine == OTHER
     assert "libtorch_cpu.so" in found.needed
     assert any(symbol.startswith("torch_") for symbol in found.undefined)
-    assert (tmp_path / "b").exists()
+    assert bundle.exists()
     # What it was built for is no load of this machine's, which compiles its own.
     explained = subprocess.run(
         [sys.executable, "-m", "opkiln", "explain", "cpu_adam"],
@@ -234,12 +250,12 @@ def test_a_bundled_op_is_built_for_aarch64_and_inspected(tmp_path: Path) -> None
 
 
 @cross
-def test_an_op_for_aarch64_is_planned_with_the_cross_compiler() -> None:
-    with override(cpu="armv8-a"):
+def test_an_op_for_the_other_cpu_is_planned_with_the_cross_compiler() -> None:
+    with override(cpu=BASELINE):
         op = get_builder("cpu_adam").op()
         made = planned(Request(op, BUILD))
     assert made.toolchain.cross
-    assert made.toolchain.machine.startswith("aarch64")
+    assert made.toolchain.machine.startswith(OTHER)
     assert made.target.abi_tag == "torch-stable-2.10"
 
 
@@ -269,7 +285,7 @@ def test_a_symbol_that_torch_lacks_is_found_by_inspection(tmp_path: Path) -> Non
         'extern "C" int no_such_function(); int call() { return no_such_function(); }'
     )
     made = OpSpec("op", "somebody", str(tmp_path), ("op.cpp",), abi=ABI_STABLE, kind=LIBRARY)
-    with pytest.raises(LoadTestError, match="could not be loaded on aarch64") as caught:
+    with pytest.raises(LoadTestError, match=f"could not be loaded on {OTHER}") as caught:
         artifact(Op(made))
     assert "undefined symbol: no_such_function" in caught.value.why
 
@@ -290,18 +306,23 @@ def test_a_library_for_the_wrong_machine_is_found_by_inspection(plain: Package) 
     plain.load()
     found = plain.loaded().artifact
     assert found is not None
-    other = "x86_64" if machine.architecture() == "aarch64" else "aarch64"
-    with pytest.raises(LoadTestError, match=f"is for {machine.architecture()}"):
-        loadtest.inspect(plain.builder().spec(), target(machine=other), None, found.path)
+    with pytest.raises(LoadTestError, match=f"is for {HERE}"):
+        loadtest.inspect(plain.builder().spec(), target(), None, found.path)
 
 
 # Running, under an emulator
 
+# The CPUs that the emulator has, and the floats in their vectors. It has no AVX-512.
+EMULATED = [
+    (f"{ARM_V8_2}+dotprod" if IS_X86 else X86_V3, 4 if IS_X86 else 8),
+    pytest.param(BASELINE, 4, marks=pytest.mark.full),
+]
+
 
 @cross
 @emulated
-@pytest.mark.parametrize("cpu", ["armv8-a", "armv8.2-a+dotprod"])
-def test_vector_kernels_run_on_aarch64(cpu: str) -> None:
+@pytest.mark.parametrize(("cpu", "lanes"), EMULATED)
+def test_vector_kernels_run_on_the_other_cpu(cpu: str, lanes: int) -> None:
     headers = str(Path(opkiln.__file__).parent / "csrc")
     program = artifact(
         Op(
@@ -314,12 +335,12 @@ def test_vector_kernels_run_on_aarch64(cpu: str) -> None:
     )  # fmt: skip
     done = emulate(program)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 lanes" in done.stdout
+    assert f"{lanes} lanes" in done.stdout
 
 
 @cross
 @emulated
-def test_a_library_is_loaded_and_called_on_aarch64(plain: Package, tmp_path: Path) -> None:
+def test_a_library_is_loaded_and_called_on_the_other_cpu(plain: Package, tmp_path: Path) -> None:
     library = artifact(plain.builder().op())
     (tmp_path / "call.cpp").write_text(
         "#include <cstdio>\n#include <dlfcn.h>\n"
