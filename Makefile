@@ -4,6 +4,7 @@
 #   make test    lint, types, everything that protects a user, on all CPUs (JOBS=1: one after another): ten minutes
 #   make test-full   with the full grids and the tests that take too long for every run
 #   make test-changed   the tests that what differs from BASE (HEAD) can touch
+#   make test-busy   the tests that know about time, three times beside eight busy loops
 #   make durations   what each file of tests takes, for the order of the next runs
 #   make test-random   the property tests on new random examples; SEED=N repeats a run
 #   make test-faults   every fault and attack at its whole count; writes bench/results/faults.json
@@ -20,6 +21,7 @@
 #   make test-other-cpu   kernels and ops for the other CPU architecture (apt-get install qemu-user, and
 #                         g++-aarch64-linux-gnu or, on aarch64, g++-x86-64-linux-gnu)
 #   make mutants   which changes to the code that decides no test notices; MODULE=store/recheck for one
+#   make mutants-drawn   which of 300 changes, drawn over all of src, no test at all notices (hours)
 #   make deepspeed-sources   DeepSpeed's native sources, for bench/ops/deepspeed_kernels.py
 #   make release-check   the archives of a release, reproducible, examined, installed and used
 #   make bench   side by side with the peers (installs them into an environment of their own)
@@ -43,8 +45,8 @@ STAMP := $(VENV)/.ready
 DOCS_VENV := .docs-venv
 DOCS_STAMP := $(DOCS_VENV)/.ready
 
-.PHONY: all setup demo check pool test lint test-full test-changed durations test-random test-faults test-sanitize test-deepspeed \
-	test-packages test-remotes test-sycl test-torches test-cluster test-other-cpu mutants deepspeed-sources release-check bench docs clean
+.PHONY: all setup demo check pool test lint test-full test-changed test-busy durations test-random test-faults test-sanitize test-deepspeed \
+	test-packages test-remotes test-sycl test-torches test-cluster test-other-cpu mutants mutants-drawn deepspeed-sources release-check bench docs clean
 
 all: test
 
@@ -85,6 +87,9 @@ test-full: lint pool
 test-changed: lint pool
 	@files=$$($(RUN) tests/changed.py $(BASE)) && if [ -z "$$files" ]; then echo "nothing changed"; \
 	else $(RUN) -m pytest $$files -m "not full" $(WORKERS) $(PYTEST); fi
+
+test-busy: pool
+	for turn in 1 2 3; do $(RUN) tests/busy.py 8 $(RUN) -m pytest -m "timed and not full" $(WORKERS) $(PYTEST) || exit 1; done
 
 durations: pool
 	$(RUN) -m pytest -m "not full" $(WORKERS) --keep-durations $(PYTEST)
@@ -130,6 +135,14 @@ test-other-cpu: $(STAMP)
 mutants: $(STAMP)
 	$(RUN) -m pip install -q --group mutants
 	$(RUN) tests/mutants/run.py $(MODULE)
+
+# Runs again go on where the last one stopped; a new list or new tests need an empty build/mutants/drawn.
+mutants-drawn: $(STAMP)
+	$(RUN) -m pip install -q --group mutants
+	test -e build/mutants/drawn/reach || $(RUN) tests/mutants/drawn.py draw build/mutants/drawn/list
+	test -e build/mutants/drawn/reach || $(RUN) tests/mutants/drawn.py reach build/mutants/drawn/reach
+	$(RUN) tests/mutants/drawn.py branch build/mutants/drawn/reach
+	$(RUN) tests/mutants/drawn.py run build/mutants/drawn/list build/mutants/drawn/results --reach build/mutants/drawn/reach
 
 deepspeed-sources: $(STAMP)
 	$(RUN) bench/ops/deepspeed_sources.py

@@ -1,6 +1,7 @@
 """Stores that know this machine's compilers, as every store does after its first build.
 
-A store gains this knowledge in about three seconds of CPU time, so it is gained once and copied.
+A store gains this knowledge in about three seconds of CPU time, so it is gained once, kept in the
+pool and copied. What the pool has is checked again by the product, as in every store.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 
 from opkiln import settings
-from sample import temporary
+from sample import pool
 
 _ENVIRONMENT = dict(os.environ)  # before a test has changed anything
 _GAIN = """
@@ -31,7 +32,7 @@ if nvcc.available():
 @functools.cache
 def _toolchains() -> Path:
     """The directory of a store that holds what it knows of compilers, and the observer."""
-    cache = temporary.directory("opkiln-known-") / "cache"
+    cache = pool.ROOT / "known"
     environment = {**_ENVIRONMENT, "OPKILN_CACHE_DIR": str(cache), "OPKILN_PROGRESS": "off"}
     subprocess.run([sys.executable, "-c", _GAIN], env=environment, check=True, timeout=300)
     return cache / settings.LAYOUT / "toolchains"
