@@ -12,7 +12,6 @@ import ctypes
 import importlib.metadata
 import itertools
 import math
-import platform
 import re
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sample import deepspeed_quantizer as oracle
+from sample.levels import IS_X86
 
 import opkiln
 
@@ -66,7 +66,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         [
             compiler, "-std=c++20", "-O2", "-w", "-fPIC", "-shared", "-fno-gnu-unique",
             # As nvcc: a product and a sum are one operation.
-            "-ffp-contract=fast", *(["-mfma"] if platform.machine() == "x86_64" else []),
+            "-ffp-contract=fast", *(["-mfma"] if IS_X86 else []),
             "-fno-strict-aliasing", f"-I{stand_in}",
             f"-I{Path(opkiln.__file__).parent / 'csrc'}", f"-I{tree / 'includes'}", f"-I{tree}",
             stand_in / "quantizer.cpp", "-o", library,

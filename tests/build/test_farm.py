@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sample.farm import Farm
+from sample.levels import HIGH, LOW
 
 from opkiln.errors import BuildError, CompileError
 from opkiln.ship.farm import coordinator, rounds
@@ -53,7 +54,7 @@ def test_a_farm_that_loses_a_worker_writes_the_same_bytes_as_one_machine(farm: F
     assert (wheel.name, wheel.read_bytes()) == (same.name, same.read_bytes())
 
     rows = [line.split()[:4] for line in many.stdout.splitlines()[1:5]]
-    pairs = itertools.product(("first", "second"), ("x86-64-v2", "x86-64-v3"))
+    pairs = itertools.product(("first", "second"), (LOW, HIGH))
     assert rows == [[op, "cpu", level, "built"] for op, level in pairs]
     lines = re.findall(r"^\[(\d)/4\] built \w+ cpu:\S+ in [\d.]+ s on \S+ pid \d+$", many.stderr,
                        re.MULTILINE)  # fmt: skip
@@ -68,7 +69,7 @@ def test_a_farm_that_loses_a_worker_writes_the_same_bytes_as_one_machine(farm: F
     compiles = [each for each in records if each["ph"] == "X" and "add.cpp" in each["name"]]
     assert {each["cat"] for each in compiles} == {
         f"{op} cpu:{level}" for op, level in
-        itertools.product(("first", "second"), ("x86-64-v2", "x86-64-v3"))
+        itertools.product(("first", "second"), (LOW, HIGH))
     }  # fmt: skip
     assert {each["pid"] for each in compiles} <= workers.keys()
 
@@ -83,7 +84,7 @@ def test_an_error_of_a_worker_is_shown_with_the_op_and_the_others_are_built(here
     source.write_text("int add( {\n")
     try:
         with ThreadPoolExecutor(1) as executor:
-            good, bad = coordinator.build(["first", "second"], ["cpu:x86-64-v2"], executor)
+            good, bad = coordinator.build(["first", "second"], [f"cpu:{LOW}"], executor)
     finally:
         source.write_text(text)
     assert (good.status, good.error) == (BUILT, None)
@@ -91,7 +92,7 @@ def test_an_error_of_a_worker_is_shown_with_the_op_and_the_others_are_built(here
     assert isinstance(bad.error, CompileError)
     assert "second" in bad.error.what
     assert "add.cpp:1" in bad.error.why
-    assert f"for cpu:x86-64-v2, on {os.uname().nodename} pid {os.getpid()}" in bad.error.why
+    assert f"for cpu:{LOW}, on {os.uname().nodename} pid {os.getpid()}" in bad.error.why
     assert "log: " not in bad.error.why  # it ends with the worker
 
 
@@ -122,7 +123,7 @@ def test_what_a_worker_built_from_other_sources_is_refused(here: Farm) -> None:
         finally:
             source.write_text(text)
 
-    (outcome,) = coordinator.build(["first"], ["cpu:x86-64-v3"], Directly(with_other_sources))
+    (outcome,) = coordinator.build(["first"], [f"cpu:{HIGH}"], Directly(with_other_sources))
     assert isinstance(outcome.error, BuildError)
     assert "op first came from a worker that differs from this machine" in outcome.error.what
     assert outcome.path == ""
@@ -130,7 +131,7 @@ def test_what_a_worker_built_from_other_sources_is_refused(here: Farm) -> None:
 
 # Lost workers, by executors that break as a test wants
 
-JOBS = {number: Job(f"op{number}", NamedTarget("cpu", "x86-64-v2")) for number in range(6)}
+JOBS = {number: Job(f"op{number}", NamedTarget("cpu", LOW)) for number in range(6)}
 
 
 def built(job: Job) -> Result:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from sample.levels import X86_64, X86_V1
 
 from opkiln import plan, process
 from opkiln.binary import elf
@@ -73,7 +74,7 @@ def test_the_same_file_compiles_for_an_amd_gpu(op: Package, tmp_path: Path) -> N
     staged = hipify.stage(spec, torch_here, str(stage / "hip"))
     copy = spec._replace(root=staged.root)
     target = Target(
-        backend=ROCM, system="linux", machine="x86_64", cpu="x86-64", cpu_features=(),
+        backend=ROCM, system="linux", machine=X86_64, cpu=X86_V1, cpu_features=(),
         abi_tag=STABLE_TAG, archs=("gfx90a",),
     )  # fmt: skip
     step = hip_steps.compile_step(copy, target, chain, {}, SOURCE)

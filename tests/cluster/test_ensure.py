@@ -11,6 +11,7 @@ import pytest
 from fault_rows import whole
 from ranks import Job, Node, run, skewed
 from results import keep, spread
+from sample.levels import LOW
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,7 +93,7 @@ def test_rank_with_the_least_cpu_builds_and_its_library_serves_all(
 ) -> None:
     def one(where: Path) -> list[Ended]:
         nodes = [Node(where / "a"), Node(where / "b")]
-        nodes[1].variables["OPKILN_CPU"] = "x86-64-v2"
+        nodes[1].variables["OPKILN_CPU"] = LOW
         ended = run(nodes, 2, store=str(where / "shared"))
         assert [node.builds() for node in nodes] == [0, 1]
         return ended

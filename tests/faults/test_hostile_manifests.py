@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from sample import layer
+from sample.levels import X86_V1
 
 from opkiln import machine
 from opkiln.bundles import bundle
@@ -41,7 +42,7 @@ def ran(tmp_path: Path) -> Path:
 def shipped(base: Path, soname: str) -> Path:
     """A layer with an op that fits this machine, and needs a library."""
     target = {
-        "backend": "cpu", "system": "linux", "machine": machine.architecture(), "cpu": "x86-64",
+        "backend": "cpu", "system": "linux", "machine": machine.architecture(), "cpu": X86_V1,
         "cpu_features": [], "abi_tag": "none", "debug": False, "flags": [], "archs": [],
     }  # fmt: skip
     needs = {"cpu": [], "sonames": [soname], "symbols": []}

@@ -6,6 +6,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sample.levels import ARM_V8, UNKNOWN_LEVEL, X86_64, X86_V1, X86_V2, X86_V3, X86_V4
 
 from opkiln.arch import cpu, cuda, hip
 from opkiln.errors import ArchError
@@ -28,8 +29,8 @@ HIP_WORDS = (
     "gfx", "gfx90a:", "gfx90a:xnack", "gfx90a:xnack+:xnack+", "gfx9-4-generic", "90a", "gfxzzz",
 )  # fmt: skip
 CPU_WORDS = (
-    "native", "x86-64", "x86-64-v2", "x86-64-v3", "x86-64-v4", "x86-64-v9", "avx2", "+avx512f",
-    "amx-tile", "armv8-a", "sve", "-avx", "v3", "+", "++", "znver3",
+    "native", X86_V1, X86_V2, X86_V3, X86_V4, UNKNOWN_LEVEL, "avx2", "+avx512f",
+    "amx-tile", ARM_V8, "sve", "-avx", "v3", "+", "++", "znver3",
 )  # fmt: skip
 
 LISTED = cuda.parse("7.5;8.0;8.6;8.9;9.0;10.0;10.3;12.0;12.1")
@@ -48,8 +49,8 @@ def read_hip(text: str) -> tuple[Any, Any, list[str]]:
 
 def read_cpu(text: str) -> tuple[Any, Any, list[str]]:
     features = cpu.features_of("sse2 ssse3 sse4_1 sse4_2 popcnt avx avx2 fma bmi1 bmi2")
-    found = cpu.parse(text, "x86_64", features)
-    return found, cpu.parse(str(found), "x86_64", features), []
+    found = cpu.parse(text, X86_64, features)
+    return found, cpu.parse(str(found), X86_64, features), []
 
 
 def texts(words: tuple[str, ...], separators: tuple[str, ...], numbers: Iterator[int]) -> Any:

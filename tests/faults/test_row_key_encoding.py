@@ -6,6 +6,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sample.levels import X86_64, X86_V3
 
 from opkiln.build_model import Target
 from opkiln.digest import encode, key
@@ -25,7 +26,7 @@ PIECES = (
     "", "-D", "A", "B", "-DA", "-DB", "-DA-DB", "-DA -DB", " ", "\0", "s1:A", "(2:", "i1;", "n",
     "t", "é", "e\u0301", ":", "1", "{src}/", "\n", "\udcff", "-I", "/a", "/a/b",
 )  # fmt: skip
-TARGET = Target("cpu", "linux", "x86_64", "x86-64-v3", (), "none")
+TARGET = Target("cpu", "linux", X86_64, X86_V3, (), "none")
 FIELDS = ("sources", "include_dirs", "cxx_args", "ldflags", "libraries")
 
 

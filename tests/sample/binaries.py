@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 import zlib
 
+from sample.levels import X86_64
+
 PTX, CUBIN, LTO = 1, 2, 8
 A, F = 1 << 20, 1 << 21
 STRTAB, DYNAMIC, NOBITS, DYNSYM, VERNEED, VERSYM = 3, 6, 8, 11, 0x6FFFFFFE, 0x6FFFFFFF
@@ -29,7 +31,7 @@ def container(
 
 def bundle(*targets: str, entries: int | None = None, size: int = 32) -> bytes:
     """An offload bundle, as clang writes it: the host's empty entry, then the targets'."""
-    ids = [b"host-x86_64-unknown-linux", *(target.encode() for target in targets)]
+    ids = [f"host-{X86_64}-unknown-linux".encode(), *(target.encode() for target in targets)]
     table = b"__CLANG_OFFLOAD_BUNDLE__" + struct.pack(
         "<Q", len(ids) if entries is None else entries
     )

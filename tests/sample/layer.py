@@ -6,6 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from opkiln.store import entry, recheck
+from sample.levels import X86_V1
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +43,7 @@ def add(
         "size": len(payload),
         "sha256": hashlib.sha256(payload).hexdigest(),
         "deps": DEPS,
-        "target": {"backend": "cpu", "cpu": "x86-64", "cpu_features": [], "archs": []},
+        "target": {"backend": "cpu", "cpu": X86_V1, "cpu_features": [], "archs": []},
         **(changes or {}),
     }
     (leaf / f"{op}.so").write_bytes(payload)

@@ -6,6 +6,8 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
+from sample.levels import X86_64
+
 HERE = Path(__file__).parent
 
 
@@ -34,7 +36,7 @@ def tree(root: Path, *cards: Card, driver: str = "580.65.06") -> Path:
     dev.mkdir(parents=True, exist_ok=True)
     (dev / "nvidiactl").touch()
     (proc / "gpus").mkdir(parents=True, exist_ok=True)
-    (proc / "version").write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}\n")
+    (proc / "version").write_text(f"NVRM version: NVIDIA UNIX {X86_64} Kernel Module  {driver}\n")
     for number, card in enumerate(cards):
         (dev / f"nvidia{number}").touch()
         directory = proc / "gpus" / f"0000:0{number}:00.0"

@@ -10,6 +10,7 @@ from opkiln.digest import key
 from opkiln.store import entry
 from opkiln.store.recheck import deps_key
 from sample.binaries import DYNAMIC, DYNSYM, STRTAB, VERNEED, VERSYM, library
+from sample.levels import X86_64, X86_V3
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,8 +71,8 @@ def linked(
 def target(**changes: Any) -> dict[str, Any]:
     """A target as a manifest has it."""
     plain = {
-        "abi_tag": STABLE, "archs": [], "backend": "cpu", "cpu": "x86-64-v3", "cpu_features": [],
-        "debug": False, "flags": [], "machine": "x86_64", "system": "linux",
+        "abi_tag": STABLE, "archs": [], "backend": "cpu", "cpu": X86_V3, "cpu_features": [],
+        "debug": False, "flags": [], "machine": X86_64, "system": "linux",
     }  # fmt: skip
     return {**plain, **changes}
 

@@ -25,11 +25,12 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "bench")]
 
 import machine  # noqa: E402 (found by the line above)
 from environments import REPOSITORY, ready  # noqa: E402
+from sample.levels import HIGH  # noqa: E402
 
 LIGHT = HERE / "light.py"
 EXAMPLE = REPOSITORY / "examples" / "first_op" / "use.py"
 CPU_OPS = HERE / "cpu_ops.py"
-TARGET = "cpu:x86-64-v3"
+TARGET = f"cpu:{HIGH}"
 NVRTC_WHEELS = ("nvidia-cuda-nvrtc==13.0.*", "nvidia-cuda-runtime==13.0.*")
 TORCHES = ("2.10.0", "2.11.0", "2.12.1", "2.14.1", "2.15.0")
 

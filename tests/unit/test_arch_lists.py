@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from sample.levels import UNKNOWN_LEVEL, X86_V3
 
 from opkiln.cli import main
 from opkiln.errors import UsageError
@@ -14,7 +15,7 @@ from opkiln.ship import arch_lists, scaffold
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PYPROJECT = """
+PYPROJECT = f"""
 [project]
 name = "demo"
 
@@ -23,25 +24,25 @@ environment = "TORCH_CUDA_ARCH_LIST='8.0 9.0x' OTHER=9.0x"
 
 [tool.cibuildwheel.linux.environment]
 OPKILN_CUDA_ARCH_LIST = "8.0;9.0a;10.0f+PTX"
-OPKILN_BUILD_TARGETS = "cuda:8.0,9.0a;cpu:x86-64-v9"
+OPKILN_BUILD_TARGETS = "cuda:8.0,9.0a;cpu:{UNKNOWN_LEVEL}"
 PYTORCH_ROCM_ARCH = "gfx90a;gfxx"
 """
-MATRIX = """
+MATRIX = f"""
 ops = ["norm"]
 targets = [
-    "cpu:x86-64-v3",
+    "cpu:{X86_V3}",
     "cuda:9.0a",
     "cuda:90",
     "tpu:v5",
 ]
 """
-ENV = """
+ENV = f"""
 # TORCH_CUDA_ARCH_LIST=wrong, but a comment
 export TORCH_CUDA_ARCH_LIST="Hopper;native;all-major"
 TORCH_CUDA_ARCH_LIST=8.0;8.6+PTX   # two
 TORCH_CUDA_ARCH_LIST=$LIST
 MY_TORCH_CUDA_ARCH_LIST=wrong
-OPKILN_CPU=x86-64-v3+avx512f
+OPKILN_CPU={X86_V3}+avx512f
 OPKILN_CPU=pentium
 """
 WORKFLOW = """
@@ -67,7 +68,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("file", "expected"),
     [
         ("pyproject.toml", [(6, "TORCH_CUDA_ARCH_LIST", "'9.0x'"),
-                            (10, "OPKILN_BUILD_TARGETS", "'x86-64-v9'"),
+                            (10, "OPKILN_BUILD_TARGETS", f"'{UNKNOWN_LEVEL}'"),
                             (11, "PYTORCH_ROCM_ARCH", "'gfxx'")]),
         ("matrix.toml", [(6, "targets", "'90'"), (7, "targets", "'tpu'")]),
         (".env", [(8, "OPKILN_CPU", "'pentium'")]),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sample.decisions import World
+from sample.levels import X86_64, X86_V1
 
 from opkiln.build_model import DeviceCompiler, Target, Toolchain
 from opkiln.decision import archs
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 NVCC = DeviceCompiler(
     "nvcc", "/cuda/bin/nvcc", "/cuda", "13.0", "id", ("8.0", "9.0", "10.0"), frozenset(), (), ()
 )
-GCC = Toolchain("gcc", "/usr/bin/g++", "12", "x86_64", "id", frozenset(), (), device=NVCC)
+GCC = Toolchain("gcc", "/usr/bin/g++", "12", X86_64, "id", frozenset(), (), device=NVCC)
 
 
 @pytest.fixture
@@ -215,7 +216,7 @@ def test_a_device_may_be_used_unless_it_is_hidden(
 
 def fitted(world: World, *wanted: str, native: bool = False, backend: str = CUDA,
            tools: Toolchain = GCC, **op: Any) -> tuple[str, ...]:  # fmt: skip
-    target = Target(backend, "linux", "x86_64", "x86-64", (), "none", archs=wanted)
+    target = Target(backend, "linux", X86_64, X86_V1, (), "none", archs=wanted)
     world.spec = world.spec._replace(backend=backend)
     needs = Wanted(wanted, native=native)
     found = archs.fitted(world.op(**op), needs, target, tools)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sample.levels import AARCH64, X86_64
 from sample.prebuilt import ARM, FULL, STABLE, SYSTEM, TORCH, linked, target
 
 from opkiln.errors import BuildError, LoadError
@@ -51,7 +52,7 @@ def audited(tmp_path: Path, torch_lib: str) -> Audited:
 
 def test_a_library_on_the_stable_abi_is_clean_and_told_its_platform(audited: Audited) -> None:
     assert audited(*SYSTEM, *TORCH) == [
-        Finding(NOTE, "its platform is manylinux_2_17_x86_64", "nothing newer than glibc 2.17")
+        Finding(NOTE, f"its platform is manylinux_2_17_{X86_64}", "nothing newer than glibc 2.17")
     ]
     assert require(str(audited.path), audited.manifest, audited.torch_lib) == audited(
         *SYSTEM, *TORCH
@@ -161,13 +162,14 @@ def test_a_full_abi_library_may_use_all_of_torch(audited: Audited) -> None:
 
 
 def test_a_library_for_another_machine_is_an_error(audited: Audited) -> None:
-    assert "it is built for aarch64: its target is x86_64" in audited.errors(*TORCH, machine=ARM)
+    found = audited.errors(*TORCH, machine=ARM)
+    assert f"it is built for {AARCH64}: its target is {X86_64}" in found
 
 
 def test_a_platform_that_is_no_manylinux_is_a_warning_with_the_reason(audited: Audited) -> None:
     found = audited(*TORCH, ("libstdc++.so.6", "of_tomorrow", "GLIBCXX_3.4.99"))
     (said,) = [each for each in found if each.level == WARNING]
-    assert said.what == "its platform is linux_x86_64"
+    assert said.what == f"its platform is linux_{X86_64}"
     assert said.why.endswith(" has GLIBCXX_3.4.99")
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sample import layer
+from sample.levels import X86_V1
 
 from opkiln import machine
 from opkiln.bundles import bundle
@@ -29,7 +30,7 @@ SPEC = OpSpec(
     name="one", distribution="somebody", sources=("op.cpp",), root="/nowhere", abi=ABI_NONE
 )
 _TARGET = {
-    "backend": "cpu", "system": "linux", "machine": machine.architecture(), "cpu": "x86-64",
+    "backend": "cpu", "system": "linux", "machine": machine.architecture(), "cpu": X86_V1,
     "cpu_features": ["avx2"], "abi_tag": "none", "debug": False,
     "flags": [["cxxflags", ["-O2"]]], "archs": ["9.0"],
 }  # fmt: skip

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from typing import TYPE_CHECKING
 
 import pytest
 from sample.decisions import World
+from sample.levels import OTHER_LEVELS
 
 from opkiln.decision import decide, policy, receipt
 from opkiln.decision.terms import (
@@ -413,8 +413,7 @@ def test_request_runs_here_for_a_load_and_is_for_elsewhere_when_shipped_or_cross
     assert [world.request(use).for_elsewhere for use in (LOAD, BUILD, SHIP)] == [
         False, False, True,
     ]  # fmt: skip
-    other = "aarch64" if os.uname().machine == "x86_64" else "x86_64"
-    monkeypatch.setenv("OPKILN_CPU", {"aarch64": "armv8-a", "x86_64": "x86-64"}[other])
+    monkeypatch.setenv("OPKILN_CPU", OTHER_LEVELS[0])
     assert world.request(BUILD).for_elsewhere
 
 

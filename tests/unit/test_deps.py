@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sample.levels import X86_64, X86_V1
 
 from opkiln import plan as plans
 from opkiln.build_model import Plan, Target, Toolchain, TorchSDK
@@ -57,9 +58,9 @@ class Workshop:
         sdk = TorchSDK(str(self.torch), "2.13.0", "id", None, None, True)
         spec = OpSpec("op", "dist", str(self.src), ("a.cpp",), ("first", "include"),
                       kind=PLAIN, abi=abi)._replace(**changes)  # fmt: skip
-        compiler = Toolchain("gcc", "/usr/bin/g++", "12", "x86_64", "id", frozenset(),
+        compiler = Toolchain("gcc", "/usr/bin/g++", "12", X86_64, "id", frozenset(),
                              (str(self.sys),), torch=sdk, python_include="/py")  # fmt: skip
-        return plans.make(spec, Target("cpu", "linux", "x86_64", "x86-64", (), "none"), compiler)
+        return plans.make(spec, Target("cpu", "linux", X86_64, X86_V1, (), "none"), compiler)
 
     def read(self) -> list[str]:
         return [str(path) for path in sorted(self.src.parent.rglob("*")) if path.is_file()]

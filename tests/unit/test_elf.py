@@ -25,6 +25,7 @@ from sample.binaries import (
     image,
     library,
 )
+from sample.levels import AARCH64, X86_64
 
 from opkiln.binary import elf
 from opkiln.binary.bundle import hip_images
@@ -48,7 +49,7 @@ def everything(file: bytes | Path) -> tuple[object, ...]:
 
 def test_what_a_library_needs_is_read_without_what_is_weak() -> None:
     assert elf.read(dynamic()) == elf.Elf(
-        "x86_64",
+        X86_64,
         "shared",
         ("libb.so", "liba.so"),
         ("A_1.0",),
@@ -100,9 +101,7 @@ def test_what_a_library_defines_is_told_without_what_it_needs_or_keeps() -> None
         elf.defined(b"no library")
 
 
-@pytest.mark.parametrize(
-    ("machine", "name"), [(62, "x86_64"), (183, "aarch64"), (243, "machine 243")]
-)
+@pytest.mark.parametrize(("machine", "name"), [(62, X86_64), (183, AARCH64), (243, "machine 243")])
 def test_the_machine_has_the_name_that_the_kernel_gives_it(machine: int, name: str) -> None:
     assert elf.read(library((".text", 1, b"", 0), machine=machine, kind=1))[:2] == (name, "object")
 

@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
+from sample.levels import HIGH, LOW
 
 from opkiln.errors import ToolchainError, UsageError
 from opkiln.ship.farm import executors, matrix
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 
 def test_a_matrix_has_ops_and_targets(tmp_path: Path) -> None:
     file = tmp_path / "matrix.toml"
-    file.write_text('targets = ["cpu:x86-64-v2,x86-64-v3", "cuda:9.0a", "cuda:9.0a"]')
+    file.write_text(f'targets = ["cpu:{LOW},{HIGH}", "cuda:9.0a", "cuda:9.0a"]')
     found = matrix.read(str(file))
     assert found.ops == ()
-    assert [str(each) for each in found.targets] == ["cpu:x86-64-v2", "cpu:x86-64-v3", "cuda:9.0a"]
+    assert [str(each) for each in found.targets] == [f"cpu:{LOW}", f"cpu:{HIGH}", "cuda:9.0a"]
     file.write_text('targets = ["cpu"]\nops = ["b", "a", "b"]')
     assert matrix.read(str(file)) == (("b", "a"), (("cpu", ""),))
 

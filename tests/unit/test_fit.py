@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sample.decisions import World
-from sample.levels import IS_X86, LEVELS
+from sample.levels import HERE, IS_X86, LEVELS, LOADERS
 from sample.prebuilt import linked
 
 from opkiln import machine
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MEMCPY, COS, TLS = ("GLIBC_2.14", "GLIBC_2.2.5", "GLIBC_2.3") if IS_X86 else ("GLIBC_2.17",) * 3
-LINKER = "ld-linux-x86-64.so.2" if IS_X86 else "ld-linux-aarch64.so.1"
+LINKER = LOADERS[HERE]
 
 
 @pytest.fixture

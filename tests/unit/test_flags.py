@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from sample.levels import ARM_V8
 
 from opkiln.errors import SpecError
 from opkiln.steps import flags
 
 TAKEN = (
-    "-O2 -g -Wall -Wextra -Werror=return-type -ffast-math -fopenmp -pthread -march=armv8-a+sve",
+    f"-O2 -g -Wall -Wextra -Werror=return-type -ffast-math -fopenmp -pthread -march={ARM_V8}+sve",
     "-DX=1 -D X=@y -UX -Idir -I dir -isystem /x -include cstdint -std=c++17 --std=c++20 -w",
     "-I -Xlinker -O2", "-D -fplugin=x.so", "-fsanitize=address,undefined -fno-rtti -mrecip=!sqrt",
     "-ffile-prefix-map=/a=/b -fvisibility=hidden -ftemplate-depth-100 -falign-functions=32:16",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sample.levels import X86_64, X86_V1
 
 from opkiln import digest
 from opkiln.build_model import DeviceCompiler, Plan, Target, Toolchain, TorchSDK
@@ -51,11 +52,11 @@ class Shop:
             frozenset(), (str(self.base / "cuda/include"),), (), wheel_include_dirs=("cublas",),
         )  # fmt: skip
         gcc = Toolchain(
-            "gcc", str(self.base / "bin/g++"), "12", "x86_64", "id", frozenset(),
+            "gcc", str(self.base / "bin/g++"), "12", X86_64, "id", frozenset(),
             (str(self.base / "usr/include"),), torch=sdk, python_include=str(self.base / "py"),
             device=nvcc if device else None,
         )  # fmt: skip
-        target = Target("cpu", "linux", "x86_64", "x86-64", (), "none", flags=flags)
+        target = Target("cpu", "linux", X86_64, X86_V1, (), "none", flags=flags)
         return Plan(spec, target, gcc, (), (), "op.so")
 
     def gather(self, plan: Plan, read: Sequence[str], seen: Inputs | None = None,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from sample.levels import X86_V3
 
 from opkiln.building import leaves
 from opkiln.errors import StoreError
@@ -41,7 +42,7 @@ class Shelf:
             "read": [], "external": [], "names": [],
             "inputs": {"spec": {"sources": [source]}, "toolchain": {"gcc": {"version": "g++ 12"}}},
         }  # fmt: skip
-        target = {"backend": "cpu", "archs": [], "cpu": "x86-64-v3", "cpu_features": ["avxvnni"]}
+        target = {"backend": "cpu", "archs": [], "cpu": X86_V3, "cpu_features": ["avxvnni"]}
         manifest = {"kind": "plain", "op": name, "target": target}
         return self._put(f"ops/acme/{name}/{KEY}/{KEY}", f"{name}.so", manifest, lists, size, days)
 
@@ -110,7 +111,7 @@ def test_an_entry_is_listed_with_what_its_files_say(shelf: Shelf) -> None:
     assert found.payload == str(leaf / "adam.so")
     assert found.size == sum(file.stat().st_size for file in leaf.iterdir()) > 5000
     details = inventory.details(found)
-    assert (details.made_for, details.compiler) == ("x86-64-v3+avxvnni", "g++ 12")
+    assert (details.made_for, details.compiler) == (f"{X86_V3}+avxvnni", "g++ 12")
     assert details.sources == ("adam.cpp",)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from sample.levels import X86_64, X86_V3, X86_V4
 
 from opkiln import model
 from opkiln.build_model import Anchored, DeviceCompiler, Plan, Step, Target, Toolchain
@@ -15,9 +16,9 @@ from opkiln.toolchain import hipify, torch_sdk
 SPEC = OpSpec(
     "op", "dist", "/pkg", ("a.cpp",), ("include",), ("-I/pkg/more", "-DX"), kind=PLAIN, abi=ABI_NONE
 )
-TARGET = Target("cpu", "linux", "x86_64", "x86-64-v3", ("avx512f",), "none")
+TARGET = Target("cpu", "linux", X86_64, X86_V3, ("avx512f",), "none")
 GCC = Toolchain(
-    "gcc", "/usr/bin/g++", "12", "x86_64-linux-gnu", "gcc's", frozenset(), ("/usr/include",)
+    "gcc", "/usr/bin/g++", "12", f"{X86_64}-linux-gnu", "gcc's", frozenset(), ("/usr/include",)
 )
 NVCC = DeviceCompiler(
     "nvcc", "/cuda/bin/nvcc", "/cuda", "13.0", "nvcc's", ("9.0",), frozenset(), (), ()
@@ -60,7 +61,7 @@ def test_a_declaration_keeps_the_paths_that_lie_elsewhere() -> None:
 
 
 def test_the_intent_has_the_target_and_the_declaration_alone_has_not() -> None:
-    other = TARGET._replace(cpu="x86-64-v4")
+    other = TARGET._replace(cpu=X86_V4)
     assert key.intent_key(SPEC, TARGET) != key.intent_key(SPEC, other)
     assert key.spec_key(SPEC) not in (key.intent_key(SPEC, TARGET), key.intent_key(SPEC, other))
 

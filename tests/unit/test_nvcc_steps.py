@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from sample.levels import X86_64, X86_V3
 
 from opkiln import plan as plans
 from opkiln.build_model import DeviceCompiler, Target, Toolchain
@@ -20,7 +21,7 @@ SPEC = OpSpec(
     abi=ABI_NONE,
     backend=CUDA,
 )
-TARGET = Target(CUDA, "linux", "x86_64", "x86-64-v3", (), "none", archs=("9.0",))
+TARGET = Target(CUDA, "linux", X86_64, X86_V3, (), "none", archs=("9.0",))
 
 
 def toolchain(*accepts: str) -> Toolchain:
@@ -39,7 +40,7 @@ def toolchain(*accepts: str) -> Toolchain:
         family="gcc",
         cxx="/usr/bin/g++",
         version="g++ 12",
-        machine="x86_64-linux-gnu",
+        machine=f"{X86_64}-linux-gnu",
         identity="h",
         accepts=frozenset(),
         include_dirs=("/usr/include",),

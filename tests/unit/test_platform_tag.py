@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from packaging.tags import Tag, parse_tag
+from sample.levels import AARCH64, X86_64
 from sample.prebuilt import ARM, linked
 
 from opkiln.binary import elf
@@ -50,7 +51,7 @@ def test_the_newest_version_that_is_needed_decides(
     versions: tuple[str, ...], tag: str, decided: str
 ) -> None:
     found = platform([needing(*versions)])
-    assert found.tag == f"{tag}_x86_64"
+    assert found.tag == f"{tag}_{X86_64}"
     assert decided in found.why
 
 
@@ -61,19 +62,19 @@ def test_what_no_platform_is_known_to_have_is_tagged_for_linux_with_the_reason(
     version: str,
 ) -> None:
     found = platform([needing("GLIBC_2.17", version)])
-    assert found.tag == "linux_x86_64"
+    assert found.tag == f"linux_{X86_64}"
     assert found.why.startswith("no platform up to manylinux_2_")
     assert found.why.endswith(f" has {version}")
 
 
 def test_the_worst_of_several_libraries_decides() -> None:
     libraries = [needing("GLIBC_2.17"), needing("GLIBC_2.34"), needing("GLIBC_2.29")]
-    assert platform(libraries) == Platform("manylinux_2_34_x86_64", "GLIBC_2.34")
+    assert platform(libraries) == Platform(f"manylinux_2_34_{X86_64}", "GLIBC_2.34")
 
 
 def test_aarch64_has_tags_of_its_own() -> None:
     tag = platform_tag([needing("GLIBC_2.17", "GLIBCXX_3.4.21", machine=ARM)])
-    assert tag == "manylinux_2_24_aarch64"
+    assert tag == f"manylinux_2_24_{AARCH64}"
     assert parse_tag(f"py3-none-{tag}") == {Tag("py3", "none", tag)}
 
 

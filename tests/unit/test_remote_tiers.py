@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sample import servers
+from sample.levels import X86_64, X86_V3
 
 from opkiln.errors import RemoteWarning, SettingError, StoreError
 from opkiln.remote import credentials, lockfile, names, patience, plain, registry, tiers, web
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     Start = Callable[[type[servers.Files]], servers.Server]
 
 SHA = "ab" * 32
-WHAT = Published(SHA, 3, "", {"op": "small", "target": "x86-64-v3"})
+WHAT = Published(SHA, 3, "", {"op": "small", "target": X86_V3})
 
 
 def nothing() -> None:
@@ -218,9 +219,7 @@ def test_a_name_is_a_tag_that_every_registry_takes(op: str) -> None:
 # Lock files
 
 
-ROW = lockfile.Locked(
-    "pkg", 'o"p\\', "cpu", (), "x86_64", "x86-64-v3", ("avx512f",), "none", "n", SHA, 5
-)
+ROW = lockfile.Locked("pkg", 'o"p\\', "cpu", (), X86_64, X86_V3, ("avx512f",), "none", "n", SHA, 5)
 
 
 def test_a_lock_file_says_what_was_written(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sample.levels import X86_V4
 
 from opkiln.build_model import TorchSDK
 from opkiln.decision.terms import Candidate
@@ -44,7 +45,7 @@ OPS = (
 def filled(ops: tuple[operators.OpStatus, ...] = OPS) -> collect.Report:
     """A report of a machine with everything."""
     here = machine.Machine(
-        "3.11.7", "/usr/bin/python3", "Linux", "A CPU", "x86-64-v4", "avx512",
+        "3.11.7", "/usr/bin/python3", "Linux", "A CPU", X86_V4, "avx512",
         machine.Space("/dev/shm", 64 << 20, 32 << 20),
         (machine.Limit("memlock", 65536, None), machine.Limit("nofile", 1024, 4096)),
         machine.Cgroup("/job", 2.5, 8 << 30, 4),

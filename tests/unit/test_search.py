@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sample.decisions import World
-from sample.levels import IS_X86
+from sample.levels import OTHER_LEVELS, X86_64
 
 from opkiln import plan as plans
 from opkiln.build_model import DeviceCompiler, Toolchain, TorchSDK
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from opkiln.decision.terms import Request
     from opkiln.evidence import Evidence
 
-GCC = Toolchain("gcc", "/usr/bin/g++", "12", "x86_64", "gcc's", frozenset(), ("/usr/include",))
+GCC = Toolchain("gcc", "/usr/bin/g++", "12", X86_64, "gcc's", frozenset(), ("/usr/include",))
 NVCC = DeviceCompiler(
     "nvcc", "/cuda/bin/nvcc", "/cuda", "13.0", "id", ("8.0", "9.0"), frozenset(), (), ()
 )
@@ -174,7 +174,7 @@ def test_cpu_that_was_asked_for_and_is_not_here_is_refused_for_a_load_alone(
     world: World, compilers: Compilers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compilers.remembered = GCC
-    monkeypatch.setenv("OPKILN_CPU", "armv8-a" if IS_X86 else "x86-64")
+    monkeypatch.setenv("OPKILN_CPU", OTHER_LEVELS[0])
     with pytest.raises(LoadError, match="cannot run here"):
         look(world.request(LOAD))
     assert isinstance(look(world.request(SHIP))[0], Build)
@@ -288,8 +288,8 @@ def test_store_that_cannot_be_written_has_its_compilers_asked_without_a_lock(
     request = world.request()
     store = request.store
     store.location = store.location._replace(writable=None)
-    assert search._asked(request, "cpu", "x86_64") == GCC
-    assert compilers.asked == [(store.memory, "cpu", "x86_64")]
+    assert search._asked(request, "cpu", X86_64) == GCC
+    assert compilers.asked == [(store.memory, "cpu", X86_64)]
     outcome, _ = look(request)
     assert [each.subject for each in outcome.trace.candidates] == ["", ""]
 
@@ -299,9 +299,9 @@ def test_compilers_that_another_process_has_asked_meanwhile_are_not_asked_again(
 ) -> None:
     compilers.remembered = GCC
     request = world.request()
-    assert search._asked(request, "cpu", "x86_64") == GCC
+    assert search._asked(request, "cpu", X86_64) == GCC
     assert compilers.asked == []
-    assert compilers.recalled == [(request.store.memory, "cpu", "x86_64")]
+    assert compilers.recalled == [(request.store.memory, "cpu", X86_64)]
 
 
 class Queue:
@@ -338,14 +338,14 @@ def test_who_waits_for_the_list_of_compilers_says_for_whom(
     request = world.request()
     since = request.since = request.since - 3
     with events.listening(lambda event: heard.append(dict(event.data))):
-        assert search._asked(request, "cpu", "x86_64") == GCC
+        assert search._asked(request, "cpu", X86_64) == GCC
     listed = "the list of compilers"
     assert heard == [
         {"op": "op", "pid": 0, "host": "", "seconds": 1.0, "what": listed},
         {"op": "op", "pid": 7, "host": "node", "seconds": 2.0,
          "what": f"{listed}, but it is stopped"},
     ]  # fmt: skip
-    assert compilers.asked == [(request.store.memory, "cpu", "x86_64")]
+    assert compilers.asked == [(request.store.memory, "cpu", X86_64)]
     assert queue.given == {
         "what": f"{listed} for cpu", "limit": settings.build_timeout, "since": since,
     }  # fmt: skip
@@ -355,14 +355,14 @@ def test_who_waits_for_the_list_of_compilers_says_for_whom(
 def test_failure_to_find_compilers_is_told_to_those_who_wait_by_who_asked_first(
     world: World, compilers: Compilers, queue: Queue
 ) -> None:
-    told = world.cache / LAYOUT / "failures" / "compilers-cpu-x86_64.json"
+    told = world.cache / LAYOUT / "failures" / f"compilers-cpu-{X86_64}.json"
     queue.states = [lock.Waiting(None, 1.0)]
     with pytest.raises(ToolchainError):
-        search._asked(world.request(), "cpu", "x86_64")
+        search._asked(world.request(), "cpu", X86_64)
     assert not told.exists(), "who has waited asks for itself"
     queue.states = []
     with pytest.raises(ToolchainError):
-        search._asked(world.request(), "cpu", "x86_64")
+        search._asked(world.request(), "cpu", X86_64)
     assert json.loads(told.read_text())["what"] == "none"
 
 
@@ -370,12 +370,12 @@ def test_compilers_are_not_asked_by_a_signal_handler_that_interrupted_the_asking
     world: World, compilers: Compilers
 ) -> None:
     def interrupted(*_: object) -> Toolchain:
-        search._asked(world.request(), "cpu", "x86_64")
+        search._asked(world.request(), "cpu", X86_64)
         return GCC
 
     world.patch.setattr(choice, "choose", interrupted)
     with pytest.raises(BuildError, match="while the same thread asks the compilers"):
-        search._asked(world.request(), "cpu", "x86_64")
+        search._asked(world.request(), "cpu", X86_64)
 
 
 def test_compilers_are_asked_without_a_trace_and_not_in_a_store_of_others(
@@ -384,11 +384,11 @@ def test_compilers_are_asked_without_a_trace_and_not_in_a_store_of_others(
     compilers.answer = GCC
     monkeypatch.setenv("OPKILN_TRACE", str(world.base / "trace.json"))
     request = world.request()
-    assert search._asked(request, "cpu", "x86_64") == GCC
+    assert search._asked(request, "cpu", X86_64) == GCC
     assert not (world.base / "trace.json").exists()
     (world.cache / LAYOUT).chmod(0o777)
     with pytest.raises(StoreError, match="is writable by others"):
-        search._asked(request, "cpu", "x86_64")
+        search._asked(request, "cpu", X86_64)
 
 
 # Layers

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from sample.levels import AARCH64, ARCHITECTURES, ARM_LEVELS, X86_64, X86_LEVELS, X86_V2, X86_V3
 
 from opkiln import machine
 from opkiln.build_model import TorchSDK
@@ -168,10 +169,10 @@ def test_an_op_that_nothing_here_can_build_is_still_tried(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("architecture", "levels"),
-    [("x86_64", ["x86-64-v2", "x86-64-v3", "x86-64-v4"]), ("aarch64", ["armv8-a", "armv8.2-a"])],
+    [(X86_64, X86_LEVELS[1:]), (AARCH64, ARM_LEVELS)],
 )
 def test_a_wheel_has_every_level_of_its_cpu_family(
-    monkeypatch: pytest.MonkeyPatch, architecture: str, levels: list[str]
+    monkeypatch: pytest.MonkeyPatch, architecture: str, levels: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(machine, "architecture", lambda: architecture)
     assert selection.targets((CPU,)) == tuple(NamedTarget(CPU, level) for level in levels)
@@ -180,15 +181,15 @@ def test_a_wheel_has_every_level_of_its_cpu_family(
 
 
 def test_targets_that_are_named_are_those_that_the_op_has() -> None:
-    with override(build_targets="cuda:8.0,9.0a+PTX; cpu:x86-64-v2,x86-64-v3"):
+    with override(build_targets=f"cuda:8.0,9.0a+PTX; cpu:{X86_V2},{X86_V3}"):
         assert selection.targets((CUDA, CPU)) == (
             NamedTarget(CUDA, "8.0,9.0a+PTX"),
-            NamedTarget(CPU, "x86-64-v2"),
-            NamedTarget(CPU, "x86-64-v3"),
+            NamedTarget(CPU, X86_V2),
+            NamedTarget(CPU, X86_V3),
         )
         assert selection.targets((CPU,)) == (
-            NamedTarget(CPU, "x86-64-v2"),
-            NamedTarget(CPU, "x86-64-v3"),
+            NamedTarget(CPU, X86_V2),
+            NamedTarget(CPU, X86_V3),
         )
         assert selection.targets((ROCM,)) == ()
 
@@ -241,16 +242,16 @@ def test_a_build_string_that_no_version_can_have_is_an_error(
 @pytest.mark.parametrize(
     ("tags", "expected"),
     [
-        (["py3-none-manylinux_2_34_x86_64"], "py3-none-manylinux_2_34_x86_64"),
-        (["py3-none-manylinux_2_34_x86_64", "py3-none-manylinux_2_17_x86_64"],
-         "py3-none-manylinux_2_34_x86_64"),
-        (["py3-none-manylinux_2_34_x86_64", "cp311-cp311-manylinux_2_17_x86_64"],
-         "cp311-cp311-manylinux_2_34_x86_64"),
-        (["py3-none-linux_x86_64", "py3-none-manylinux_2_39_x86_64"], "py3-none-linux_x86_64"),
+        (["py3-none-manylinux_2_34"], "py3-none-manylinux_2_34"),
+        (["py3-none-manylinux_2_34", "py3-none-manylinux_2_17"], "py3-none-manylinux_2_34"),
+        (["py3-none-manylinux_2_34", "cp311-cp311-manylinux_2_17"], "cp311-cp311-manylinux_2_34"),
+        (["py3-none-linux", "py3-none-manylinux_2_39"], "py3-none-linux"),
     ],
-)  # fmt: skip
+)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_wheel_with_several_packages_asks_for_what_the_strictest_needs(
-    tags: list[str], expected: str
+    tags: list[str], expected: str, architecture: str
 ) -> None:
-    assert selection.strictest(tags) == expected
-    assert selection.strictest(reversed(tags)) == expected
+    whole = [f"{tag}_{architecture}" for tag in tags]
+    assert selection.strictest(whole) == f"{expected}_{architecture}"
+    assert selection.strictest(reversed(whole)) == f"{expected}_{architecture}"

@@ -8,6 +8,7 @@ from contextvars import copy_context
 from pathlib import Path
 
 import pytest
+from sample.levels import X86_V1
 
 from opkiln.errors import SettingError
 from opkiln.report.forms import settings_page
@@ -96,10 +97,10 @@ def test_flags_are_split_as_a_shell_would(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_an_override_holds_in_its_block_and_touches_no_variable() -> None:
     before = dict(os.environ)
-    with override(mode="cached", cpu="x86-64"):
+    with override(mode="cached", cpu=X86_V1):
         with override(mode="native"):
             assert settings.mode == "native"
-            assert settings.cpu == "x86-64"
+            assert settings.cpu == X86_V1
         assert settings.mode == "cached"
     assert settings.mode == "auto"
     assert dict(os.environ) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from sample.levels import X86_64, X86_V3
 
 from opkiln.build_model import DeviceCompiler, Step, Target, Toolchain, TorchSDK
 from opkiln.errors import ToolchainError
@@ -22,7 +23,7 @@ SPEC = OpSpec(
     abi=ABI_STABLE,
     backend=XPU,
 )
-TARGET = Target(XPU, "linux", "x86_64", "x86-64-v3", (), "torch-stable-2.10")
+TARGET = Target(XPU, "linux", X86_64, X86_V3, (), "torch-stable-2.10")
 
 
 def toolchain(device: DeviceCompiler) -> Toolchain:
@@ -30,9 +31,9 @@ def toolchain(device: DeviceCompiler) -> Toolchain:
         family="gcc",
         cxx="/usr/bin/g++",
         version="g++ 12",
-        machine="x86_64-linux-gnu",
+        machine=f"{X86_64}-linux-gnu",
         identity="h",
-        accepts=frozenset(("-march=x86-64-v3",)),
+        accepts=frozenset((f"-march={X86_V3}",)),
         include_dirs=("/usr/include",),
         torch=TorchSDK("/torch", "2.13.0", "t", None, None, True),
         device=device,

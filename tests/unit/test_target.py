@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from sample.decisions import World
-from sample.levels import IS_X86, LEVELS, kernel_flags
+from sample.levels import AARCH64, HERE, IS_X86, LEVELS, OTHER, OTHER_LEVELS, X86_V1, kernel_flags
 
 from opkiln import machine
 from opkiln.arch import cpu
@@ -19,8 +19,7 @@ from opkiln.toolchain import torch_sdk
 if TYPE_CHECKING:
     from pathlib import Path
 
-HERE = machine.architecture()
-OTHER, OTHER_LEVEL = ("aarch64", "armv8-a") if IS_X86 else ("x86_64", "x86-64")
+OTHER_LEVEL = OTHER_LEVELS[0]
 LOW, HIGH = LEVELS[1], LEVELS[2]
 SDK = TorchSDK("/torch", "2.13.0", "abc", "13.0", None, True)
 
@@ -115,7 +114,7 @@ def test_native_op_runs_on_linux_with_the_torch_it_needs(
     with pytest.raises(LoadError) as raised:
         target.runnable(world.spec)
     assert raised.value.what == "op op has no native version for darwin"
-    assert raised.value.why == "native ops are built and loaded on Linux, x86-64 and aarch64"
+    assert raised.value.why == f"native ops are built and loaded on Linux, {X86_V1} and {AARCH64}"
 
 
 def test_what_was_asked_for_by_name_and_cannot_run_here_is_refused(world: World) -> None:

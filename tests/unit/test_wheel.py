@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner
 from packaging.metadata import Metadata
 from packaging.utils import parse_wheel_filename
+from sample.levels import AARCH64, ARM_V8, X86_64
 from sample.prebuilt import ARM, FULL, SYSTEM, TORCH, add, linked
 
 from opkiln.cli.cache import command as cache_command
@@ -66,7 +67,7 @@ def random_bytes(size: int, seed: str) -> bytes:
 
 def test_a_wheel_holds_the_layer_and_what_installers_need(layer: Path) -> None:
     path = wheel(layer)
-    assert path.name == "demo_ops-1.2.0-py3-none-manylinux_2_34_x86_64.whl"
+    assert path.name == f"demo_ops-1.2.0-py3-none-manylinux_2_34_{X86_64}.whl"
     files = sorted(str(file.relative_to(layer)) for file in layer.rglob("*") if file.is_file())
     info = [f"demo_ops-1.2.0.dist-info/{name}"
             for name in ("METADATA", "sboms/opkiln.cdx.json", "WHEEL", "RECORD")]  # fmt: skip
@@ -104,7 +105,7 @@ def test_the_metadata_is_what_the_standards_want(layer: Path) -> None:
     told = Parser().parsestr(read(path, "demo_ops-1.2.0.dist-info/WHEEL").decode())
     assert told["Wheel-Version"] == "1.0"
     assert told["Root-Is-Purelib"] == "false"
-    assert told.get_all("Tag") == ["py3-none-manylinux_2_34_x86_64"]
+    assert told.get_all("Tag") == [f"py3-none-manylinux_2_34_{X86_64}"]
     name, version, build, tags = parse_wheel_filename(path.name)
     assert (name, str(version), build) == ("demo-ops", "1.2.0", ())
     assert [str(tag) for tag in tags] == told.get_all("Tag")
@@ -166,7 +167,8 @@ def test_logs_stay_at_home(layer: Path) -> None:
 
 def test_ops_for_one_python_are_tagged_for_it(tmp_path: Path) -> None:
     add(tmp_path / "layer", "full", linked(*SYSTEM), abi_tag=FULL)
-    assert wheel(tmp_path / "layer").name == "demo_ops-1.2.0-cp311-cp311-manylinux_2_17_x86_64.whl"
+    name = wheel(tmp_path / "layer").name
+    assert name == f"demo_ops-1.2.0-cp311-cp311-manylinux_2_17_{X86_64}.whl"
 
 
 def test_ops_for_one_python_and_for_all_are_an_error_that_says_which(layer: Path) -> None:
@@ -179,11 +181,11 @@ def test_ops_for_one_python_and_for_all_are_an_error_that_says_which(layer: Path
 
 def test_each_machine_gets_a_wheel_of_its_own(layer: Path) -> None:
     arm = linked(("libc.so.6", "f", "GLIBC_2.28"), machine=ARM)
-    add(layer, "alpha", arm, machine="aarch64", cpu="armv8-a")
+    add(layer, "alpha", arm, machine=AARCH64, cpu=ARM_V8)
     made = wheels(layer)
     assert [path.name for path in made] == [
-        "demo_ops-1.2.0-py3-none-manylinux_2_28_aarch64.whl",
-        "demo_ops-1.2.0-py3-none-manylinux_2_34_x86_64.whl",
+        f"demo_ops-1.2.0-py3-none-manylinux_2_28_{AARCH64}.whl",
+        f"demo_ops-1.2.0-py3-none-manylinux_2_34_{X86_64}.whl",
     ]
     for path in made:
         verify_wheel(str(path))
@@ -222,7 +224,7 @@ def test_wheels_that_would_be_too_large_are_split(
     heavy: Path, max_size: int, parts: list[str]
 ) -> None:
     made = wheels(heavy, max_size=max_size)
-    tag = "1.2.0-py3-none-manylinux_2_17_x86_64"
+    tag = f"1.2.0-py3-none-manylinux_2_17_{X86_64}"
     assert [path.name for path in made] == [f"demo_ops{part}-{tag}.whl" for part in parts]
     shipped = set()
     for path in made:
@@ -240,7 +242,7 @@ def test_one_op_with_several_variants_is_split_by_variant(tmp_path: Path) -> Non
         large(tmp_path / "layer", "alpha", 10_000, cpu_features=features)
     made = wheels(tmp_path / "layer", max_size=16_000)
     assert len({path.name for path in made}) == 2
-    assert all(path.name.startswith("demo_ops_cpu_x86_64_v3_alpha_") for path in made)
+    assert all(path.name.startswith(f"demo_ops_cpu_{X86_64}_v3_alpha_") for path in made)
 
 
 def test_an_op_that_is_too_large_by_itself_is_an_error_with_its_size(heavy: Path) -> None:

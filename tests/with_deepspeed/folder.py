@@ -19,19 +19,20 @@ from pathlib import Path
 from run import DEEPSPEED, REPOSITORY
 
 NEEDED = ("einops", "hjson", "msgpack", "packaging", "psutil", "py-cpuinfo", "pydantic", "tqdm")
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+PLATFORMS = ("manylinux_2_28", "manylinux_2_17", "manylinux2014")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--to", type=Path, default=REPOSITORY / ".deepspeed" / "packages")
     parser.add_argument("--python", default="3.12", help="the release of Python over there")
+    parser.add_argument("--machine", default=os.uname().machine, help="what uname -m says there")
     options = parser.parse_args()
     shutil.rmtree(options.to, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile"]
     pip += ["--target", str(options.to)]
     wheels = ["--only-binary=:all:", "--python-version", options.python]
-    wheels += [word for each in PLATFORMS for word in ("--platform", each)]
+    wheels += [word for each in PLATFORMS for word in ("--platform", f"{each}_{options.machine}")]
     subprocess.run([*pip, *wheels, *NEEDED], check=True)
     environment = {**os.environ, "DS_BUILD_OPS": "0"}
     subprocess.run([*pip, "--no-deps", *DEEPSPEED], env=environment, check=True)

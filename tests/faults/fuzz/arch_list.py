@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sample.levels import X86_64
+
 from opkiln.arch import cpu, cuda, hip
 from opkiln.errors import ArchError
 
@@ -11,7 +13,7 @@ def one(data: bytes) -> None:
     for parse in (
         cuda.parse,
         hip.parse,
-        lambda text: cpu.parse(text, "x86_64", frozenset()),
+        lambda text: cpu.parse(text, X86_64, frozenset()),
     ):
         try:
             parse(text)
