@@ -1,10 +1,12 @@
-"""Random tensors of a dtype, and how near to float64 results must be, for tests of
-``transformer_inference``."""
+"""Shared by the tests of DeepSpeed's modules over opkiln's ops: the store that has the ops, and for
+``transformer_inference`` random tensors of a dtype, and how near to float64 results must be."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,6 +14,12 @@ BATCH, SEQ, HIDDEN, HEADS = 2, 5, 48, 4
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 UNIT = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 ABSENT = torch.empty(1)  # DeepSpeed's way to give no mask, no alibi and no scales
+
+
+@pytest.fixture
+def warm(catalogue: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of the fixture of that name: ops come from the store of the catalogue's tests."""
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(catalogue))
 
 
 class Given:

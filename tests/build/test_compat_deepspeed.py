@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed_given import warm  # noqa: F401 (a fixture)
 from torch import Tensor
 
 from opkiln.compat.deepspeed.modules import ByteTensors

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_given import ABSENT, BATCH, HEADS, HIDDEN, TYPES, Given
+from deepspeed_given import ABSENT, BATCH, HEADS, HIDDEN, TYPES, Given, warm  # noqa: F401
 from torch import Tensor
 
 from opkiln.compat.deepspeed.inference import TransformerInference

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed_given import warm  # noqa: F401 (a fixture)
 
 from opkiln.compat.deepspeed.files import GDS, AsyncIO, PinMemory
 from opkiln.errors import FallbackWarning

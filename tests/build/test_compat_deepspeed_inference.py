@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_given import ABSENT, BATCH, HEADS, HIDDEN, SEQ, TYPES, Given
+from deepspeed_given import ABSENT, BATCH, HEADS, HIDDEN, SEQ, TYPES, Given, warm  # noqa: F401
 from torch import Tensor
 from torch.nn import functional
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deepspeed_given import warm  # noqa: F401 (a fixture)
 from sample import deepspeed_quantizer as oracle
 from torch import Tensor
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from deepspeed_given import warm  # noqa: F401 (a fixture)
 from torch import Tensor
 
 from opkiln.compat.deepspeed.ragged import RaggedDeviceOps, RaggedHostOps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from deepspeed_given import warm  # noqa: F401 (a fixture)
 from torch import Tensor
 
 from opkiln.compat.deepspeed.patch import MODULES

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed_given import warm  # noqa: F401 (a fixture)
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear
 

@@ -60,7 +60,7 @@ def test_importing_it_imports_neither_torch_nor_setuptools() -> None:
         cpp_extension.load, cpp_extension.CppExtension, cpp_extension.is_ninja_available()
         print(sorted({"torch", "setuptools", "distutils"} & set(sys.modules)))
     """
-    assert child.run(code, bare=False).split("\n")[:2] == ["[]", "[]"]
+    assert child.run(code, bare=False, forked=False).split("\n")[:2] == ["[]", "[]"]
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
