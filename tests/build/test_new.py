@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from sample import install
+from sample import command, install, transcript
 from sample.install import NATIVE_ONLY, Environment
 
 from opkiln.errors import StoreError, UsageError
@@ -24,12 +24,6 @@ from opkiln.toolchain import host, torch_sdk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-def opkiln(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command of these sources, without a terminal."""
-    argv = [sys.executable, "-m", "opkiln", *arguments]
-    return install.run(argv, cwd, PYTHONPATH=str(install.ROOT / "src"))
 
 
 needs_compiler = pytest.mark.skipif(not host.available(), reason="no C++ compiler is installed")
@@ -109,7 +103,7 @@ def test_a_write_that_fails_leaves_nothing_behind(
 
 @pytest.mark.parametrize("backend", scaffold.BACKENDS)
 def test_the_command_says_what_it_wrote_and_what_is_next(tmp_path: Path, backend: str) -> None:
-    done = opkiln(tmp_path, "new", "demo_ops", "--backend", backend)
+    done = command.run("new", "demo_ops", "--backend", backend, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     said, why = done.stderr.splitlines()
     place, *steps = said.split(" && ")
@@ -122,7 +116,7 @@ def test_the_command_says_what_it_wrote_and_what_is_next(tmp_path: Path, backend
     assert why == "Without isolation, the build uses the installed opkiln."
     assert "\n".join(steps) in (tmp_path / "demo_ops" / "README.md").read_text()
     assert "demo_ops/src/demo_ops/ops/demo_add/demo_add.cu" in done.stdout.splitlines()
-    again = opkiln(tmp_path, "new", "demo_ops", "--backend", backend)
+    again = command.run("new", "demo_ops", "--backend", backend, cwd=tmp_path)
     assert again.returncode == 2
     assert "demo_ops exists already" in again.stderr
 
@@ -176,7 +170,7 @@ def test_no_op_can_be_named_as_something_in_its_own_files() -> None:
 
 
 def test_the_command_takes_the_ops_name(tmp_path: Path) -> None:
-    done = opkiln(tmp_path, "new", "demo_ops", "--op", "RMS-norm")
+    done = command.run("new", "demo_ops", "--op", "RMS-norm", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "demo_ops/src/demo_ops/ops/rms_norm/rms_norm.cpp" in done.stdout.splitlines()
     project = tomllib.loads((tmp_path / "demo_ops" / "pyproject.toml").read_text())
@@ -317,14 +311,14 @@ def test_the_command_adds_an_op_from_inside_a_package_or_by_its_path(
     tmp_path: Path, start: str, arguments: list[str], place: str
 ) -> None:
     scaffold.write("demo_ops", str(tmp_path))
-    done = opkiln(tmp_path / start, "new", *arguments, "--op", "norm")
+    done = command.run("new", *arguments, "--op", "norm", cwd=tmp_path / start)
     assert done.returncode == 0, done.stderr
     assert f"{place}tests/test_norm.py" in done.stdout.splitlines()
     changed, following = done.stderr.splitlines()
     assert changed == f"changed {place}pyproject.toml and {place}src/demo_ops/__init__.py"
     assert following.startswith(f"next: {f'cd {place[:-1]} && ' if place else ''}pip install ")
     assert (tmp_path / "demo_ops/src/demo_ops/ops/norm/norm.cu").exists()
-    again = opkiln(tmp_path / start, "new", *arguments, "--op", "norm")
+    again = command.run("new", *arguments, "--op", "norm", cwd=tmp_path / start)
     assert again.returncode == 2
     assert "ops/norm exists already" in again.stderr
 
@@ -334,7 +328,7 @@ def test_the_command_without_a_package_says_what_to_type(tmp_path: Path) -> None
         ([], "the package needs a name"),
         (["--op", "norm"], "no package was found in"),
     ):
-        done = opkiln(tmp_path, "new", *arguments)
+        done = command.run("new", *arguments, cwd=tmp_path)
         assert done.returncode == 2
         assert message in done.stderr
         assert "hint: opkiln new my_ops" in done.stderr
@@ -348,12 +342,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     return install.with_opkiln(tmp_path_factory, "new")
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One store for all: what is compiled in one test need not be in the next."""
-    return str(tmp_path_factory.mktemp("store") / "cache")
-
-
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     scaffold.write("demo_ops", str(tmp_path))
@@ -365,8 +353,8 @@ def assert_tests_pass(
 ) -> tuple[int, int]:
     """How many tests have passed and were skipped."""
     # Run from another directory: what is installed is tested, and not what lies in src.
-    argv = [str(environment.python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
-    done = install.run([*argv, str(project / "tests")], project.parent, **variables)
+    argv = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *options, project / "tests")
+    done = environment.fork(*argv, cwd=project.parent, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|skipped)", done.stdout)}
     return counts["passed"], counts.get("skipped", 0)
@@ -376,14 +364,12 @@ def assert_tests_pass(
 @needs_torch
 @pytest.mark.slow
 def test_its_tests_and_an_added_ops_pass_compiled_at_first_use_and_precompiled(
-    environment: Environment, project: Path, store: str, tmp_path: Path
+    environment: Environment, project: Path, tmp_path: Path
 ) -> None:
     add_op.add(str(project), "demo_norm")
-    environment.install(project, OPKILN_CACHE_DIR=store)
+    environment.install(project)
     assert environment.prebuilt("demo_ops") == {}
-    native, without = assert_tests_pass(
-        environment, project, "--opkiln=native", OPKILN_CACHE_DIR=store
-    )
+    native, without = assert_tests_pass(environment, project, "--opkiln=native")
     nowhere = str(tmp_path / "nowhere")
     reference, skipped = assert_tests_pass(
         environment, project, "--opkiln=reference", OPKILN_CACHE_DIR=nowhere, CXX="/nowhere/g++"
@@ -391,12 +377,12 @@ def test_its_tests_and_an_added_ops_pass_compiled_at_first_use_and_precompiled(
     assert not os.path.exists(nowhere), "nothing was compiled"
     # For each op, a native version is not built, and its refusals are not those of a kernel.
     assert (reference, skipped) == (native - 4, without + 4)
-    both, _ = assert_tests_pass(environment, project, "--opkiln=both", OPKILN_CACHE_DIR=store)
+    both, _ = assert_tests_pass(environment, project, "--opkiln=both")
     assert both == native + reference
     # With pip's own check of what it requires: opkiln and torch are there.
     done = environment.pip(
         "install", "--no-build-isolation", "--no-index", project,
-        OPKILN_CACHE_DIR=store, OPKILN_BUILD_OPS="1", OPKILN_BUILD_TARGETS="cpu:native",
+        OPKILN_BUILD_OPS="1", OPKILN_BUILD_TARGETS="cpu:native",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(environment.prebuilt("demo_ops")) == ["demo_add", "demo_norm"]
@@ -434,9 +420,10 @@ def _run_steps(
     environment: Environment, project: Path, job: dict[str, Any], home: Path, kept: dict[str, Path]
 ) -> dict[str, str]:
     """Run a job's steps as GitHub does. What each command has printed."""
-    path = f"{environment.path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    path = f"{transcript.programs(home / 'bin')}{os.pathsep}{os.environ['PATH']}"
     outputs = home / "outputs"
     variables = {"HOME": str(home), "XDG_CACHE_HOME": "", "OPKILN_CACHE_DIR": "", "PATH": path,
+                 "PYTHONPATH": str(environment.site),
                  "GITHUB_OUTPUT": str(outputs), **job["env"]}  # fmt: skip
     said: dict[str, str] = {}
     for step in job["steps"]:
@@ -485,14 +472,14 @@ MISTAKES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_its_tests_say_what_is_wrong_with_an_edited_kernel(
-    environment: Environment, project: Path, store: str, mistake: str
+    environment: Environment, project: Path, mistake: str
 ) -> None:
     right, wrong, message = MISTAKES[mistake]
     kernel = project / "src/demo_ops/ops/demo_add/demo_add.cpp"
     assert right in kernel.read_text()
     kernel.write_text(kernel.read_text().replace(right, wrong))
-    argv = [str(environment.python), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "tests"]
-    done = install.run(argv, project, PYTHONPATH="src", OPKILN_CACHE_DIR=store)
+    argv = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "tests")
+    done = environment.fork(*argv, cwd=project, PYTHONPATH="src")
     assert done.returncode == 1, done.stdout + done.stderr
     said = [line for line in done.stdout.splitlines() if line.startswith("E ")]
     assert re.search(message, "\n".join(said)), done.stdout
@@ -501,20 +488,16 @@ def test_its_tests_say_what_is_wrong_with_an_edited_kernel(
 
 @needs_compiler
 @needs_torch
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("backend", scaffold.BACKENDS)
 def test_its_tests_pass_when_it_is_built_in_isolation(
-    environment: Environment, tmp_path: Path, store: str, backend: str,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:  # fmt: skip
+    environment: Environment, tmp_path: Path, backend: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     scaffold.write("demo_ops", str(tmp_path), backend)
     project = tmp_path / "demo_ops"
     links = install.wheel_of_opkiln(tmp_path_factory).parent
     argv = ("install", "--find-links", links, project)
-    done = environment.pip(
-        *argv, OPKILN_CACHE_DIR=store, OPKILN_BUILD_DEMO_ADD="1",
-        OPKILN_BUILD_TARGETS="cpu:native",
-    )  # fmt: skip
+    done = environment.pip(*argv, OPKILN_BUILD_DEMO_ADD="1", OPKILN_BUILD_TARGETS="cpu:native")
     if "No matching distribution found" in done.stdout + done.stderr:
         pytest.skip(f"pip has no index to take {backend} from")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -522,7 +505,7 @@ def test_its_tests_pass_when_it_is_built_in_isolation(
     assert environment.wheel_file("demo_ops").startswith("py3-none-manylinux_2_")
     fresh = str(tmp_path / "fresh")
     assert_tests_pass(environment, project, OPKILN_CACHE_DIR=fresh, **NATIVE_ONLY)
-    done = environment.pip(*argv, OPKILN_CACHE_DIR=store)
+    done = environment.pip(*argv)
     assert done.returncode == 0, done.stdout + done.stderr
     assert environment.prebuilt("demo_ops") == {}
     assert environment.wheel_file("demo_ops") == "py3-none-any purelib"
@@ -530,9 +513,9 @@ def test_its_tests_pass_when_it_is_built_in_isolation(
 
 @needs_compiler
 @needs_torch
-@pytest.mark.slow
+@pytest.mark.full
 def test_uv_serves_no_wheel_that_was_built_for_other_variables(
-    environment: Environment, project: Path, store: str, tmp_path: Path
+    environment: Environment, project: Path, tmp_path: Path
 ) -> None:
     tools = tmp_path / "tools"
     done = install.run([sys.executable, "-m", "pip", "install", "-q", "--target", str(tools), "uv"])
@@ -540,8 +523,7 @@ def test_uv_serves_no_wheel_that_was_built_for_other_variables(
         pytest.skip("pip has no index to take uv from")
     argv = [str(tools / "bin" / "uv"), "pip", "install", "--python", str(environment.python),
             "--offline", "--no-deps", "--no-build-isolation", str(project)]  # fmt: skip
-    common = {"UV_CACHE_DIR": str(tmp_path / "uv"), "OPKILN_CACHE_DIR": store,
-              "OPKILN_BUILD_TARGETS": "cpu:native"}  # fmt: skip
+    common = {"UV_CACHE_DIR": str(tmp_path / "uv"), "OPKILN_BUILD_TARGETS": "cpu:native"}
     found = []
     for variables in ({}, {"DS_BUILD_OPS": "1"}, {}, {"OPKILN_BUILD_DEMO_ADD": "1"}):
         done = install.run(argv, **common, **variables)

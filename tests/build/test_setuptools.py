@@ -1,4 +1,4 @@
-"""Packages that setuptools builds: real pip, into environments of their own."""
+"""Packages that setuptools builds: into an environment of their own, some with pip itself."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ def test_a_package_is_installed_pure_and_never_imported_unless_ops_are_asked_for
 def test_the_same_project_installs_precompiled_and_pure_by_turns(
     environment: Environment, project: Path, tmp_path: Path
 ) -> None:
-    environment.install(project)
-    assert environment.prebuilt("quick") == {}
-    said = environment.install(project, DS_BUILD_OPS="1")
+    said = environment.pip_install(project, DS_BUILD_OPS="1")
     assert environment.prebuilt("quick") == {"first": BOTH, "second": BOTH}
     tag, where = environment.wheel_file("quick").split()
     assert tag.startswith("py3-none-manylinux_2_")
@@ -59,7 +57,7 @@ def test_the_same_project_installs_precompiled_and_pure_by_turns(
     assert environment.run("-c", CALL, cwd=tmp_path, **NATIVE_ONLY, **fresh) == "41\n"
     assert not (tmp_path / "fresh").exists(), "a prebuilt op writes nothing"
     # setuptools keeps its build directory, with what was precompiled into it.
-    environment.install(project)
+    environment.pip_install(project)
     assert environment.prebuilt("quick") == {}
     assert environment.wheel_file("quick") == "py3-none-any purelib"
 
@@ -77,7 +75,7 @@ def test_a_variable_selects_or_excludes_one_op(
 def test_an_op_that_cannot_be_built_fails_the_install_if_named_and_is_skipped_if_not(
     environment: Environment, project: Path
 ) -> None:
-    environment.pip("uninstall", "-y", "quick")
+    environment.uninstall("quick")
     (project / "src" / "quick" / "csrc" / "first.cpp").write_text("no C++ at all\n")
     said = environment.refuses(project, OPKILN_BUILD_FIRST="1")
     assert "quick cannot be installed with first precompiled, as OPKILN_BUILD_FIRST asks" in said
@@ -96,7 +94,7 @@ def test_an_editable_install_builds_for_this_machine_and_writes_nothing_to_the_s
 ) -> None:
     environment.install(project, DS_BUILD_OPS="1")  # leaves a build directory behind
     before = sorted(path for path in project.rglob("*") if "build" not in path.parts)
-    said = environment.install(project, "-e", OPKILN_BUILD_OPS="1")
+    said = environment.install(project, editable=True, OPKILN_BUILD_OPS="1")
     assert "quick: 2 ops built for this machine" in said
     after = sorted(path for path in project.rglob("*") if "build" not in path.parts)
     assert [path for path in after if path not in before] == []
@@ -113,7 +111,7 @@ def test_an_editable_install_builds_for_this_machine_and_writes_nothing_to_the_s
 def test_an_editable_install_with_nothing_asked_for_builds_nothing(
     environment: Environment, project: Path, cache: Path
 ) -> None:
-    environment.install(project, "-e")
+    environment.install(project, editable=True)
     assert not cache.exists()
     assert environment.run("-c", CALL, cwd=project.parent) == "41\n"
 
@@ -163,7 +161,7 @@ def test_a_source_distribution_holds_what_its_wheels_are_built_from(
 ) -> None:
     code = "import setuptools.build_meta as b, sys; print(b.build_sdist(sys.argv[1]))"
     name = environment.run("-c", code, tmp_path, cwd=project, OPKILN_BUILD_OPS="1").split()[-1]
-    assert environment.install(tmp_path / name, OPKILN_BUILD_SECOND="1")
+    environment.pip_install(tmp_path / name, OPKILN_BUILD_SECOND="1")
     assert environment.prebuilt("quick") == {"second": BOTH}
 
 
@@ -337,13 +335,14 @@ def test_extensions_as_torch_makes_them_are_built_as_torch_means_them(
     """)
     )
     build = ("setup.py", "-q", "build_ext", "--inplace")
-    environment.run(*build, cwd=project)
+    done = environment.fork(*build, cwd=project)
+    assert done.returncode == 0, done.stderr
     code = "import torch, quick._c; print(quick._c.answer())"
-    assert environment.run("-c", code, cwd=project / "src") == "42\n"
+    assert environment.fork("-c", code, cwd=project / "src").stdout == "42\n"
     assert list(cache.glob("v1/ops/quick/_c/*/*/*/*.so")), "it is cached as every build is"
     module = project / "src" / "quick" / "csrc" / "module.cpp"
     module.write_text(module.read_text().replace("MORE);", "MORE;"))
-    done = install.run([str(environment.python), *build], project)
+    done = environment.fork(*build, cwd=project)
     assert done.returncode == 1
     assert "error: op _c: src/quick/csrc/module.cpp does not compile" in done.stderr
     assert "Traceback" not in done.stderr

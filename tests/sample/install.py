@@ -1,16 +1,20 @@
-"""Real installs: environments of their own, pip, and projects to install."""
+"""Real installs: environments of their own, build backends, pip, and projects to install."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import venv
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from sample import child, forks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,8 +23,27 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path(sysconfig.get_path("purelib"))
-_INSTALL = ("install", "--no-deps", "--no-build-isolation", "--no-compile")
 _NOT_SHARED = ("opkiln", "__editable__", "pip", "__pycache__", "distutils-precedence")
+
+
+# What pip runs of a build that is not isolated, without the two processes before it that only ask.
+_BUILD = """
+import importlib, sys, tomllib
+with open("pyproject.toml", "rb") as file:
+    asked = tomllib.load(file).get("build-system", {}).get("build-backend")
+module, _, part = (asked or "setuptools.build_meta:__legacy__").partition(":")
+backend = importlib.import_module(module)
+getattr(getattr(backend, part) if part else backend, sys.argv[1])(sys.argv[2])
+"""
+
+
+def build(
+    python: object, project: Path, out: Path, *, editable: bool = False, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a project's build backend, which puts a wheel into ``out``."""
+    out.mkdir()
+    hook = f"build_{'editable' if editable else 'wheel'}"
+    return run([str(python), "-P", "-c", _BUILD, hook, str(out)], project, **variables)
 
 
 class Environment:
@@ -46,23 +69,60 @@ class Environment:
         argv = [str(self.python), f"{pip.__path__[0]}/__pip-runner__.py", *map(str, arguments)]
         return run(argv, cwd, **variables)
 
-    def install(self, project: Path, *options: object, **variables: str) -> str:
-        """Install a project, without its dependencies and not isolated; what its build said."""
-        done = self.pip(*_INSTALL, "-v", *options, project, **variables)
+    def pip_install(self, project: Path, **variables: str) -> str:
+        """Install a project by pip, without its dependencies and not isolated; what it said."""
+        options = ("--no-deps", "--no-build-isolation", "--no-compile", "-v")
+        done = self.pip("install", *options, project, **variables)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    def refuses(self, project: Path, *options: object, **variables: str) -> str:
-        """What the build of a project says that must fail, nothing being installed."""
-        done = self.pip(*_INSTALL, *options, project, **variables)
+    def install(self, project: Path, *, editable: bool = False, **variables: str) -> str:
+        """Install what a project's backend builds, as pip would; what the build said."""
+        with tempfile.TemporaryDirectory(dir=self.path) as out:
+            wheels = Path(out) / "wheels"
+            done = build(self.python, project, wheels, editable=editable, **variables)
+            assert done.returncode == 0, done.stdout + done.stderr
+            (wheel,) = wheels.iterdir()
+            self.uninstall(wheel.name.partition("-")[0])
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(self.site)
+        return done.stdout + done.stderr
+
+    def refuses(self, project: Path, **variables: str) -> str:
+        """What the build of a project says that must fail."""
+        with tempfile.TemporaryDirectory(dir=self.path) as out:
+            done = build(self.python, project, Path(out) / "wheels", **variables)
         assert done.returncode != 0, done.stdout
         return done.stdout + done.stderr
+
+    def uninstall(self, distribution: str) -> None:
+        """Remove a distribution, if it is there."""
+        for record in self.site.glob(f"{distribution}-*.dist-info/RECORD"):
+            files = [line.partition(",")[0] for line in record.read_text().splitlines()]
+            for name in {file.partition("/")[0] for file in files} - {".."}:
+                if (self.site / name).is_dir():
+                    shutil.rmtree(self.site / name)
+                else:
+                    (self.site / name).unlink(missing_ok=True)
 
     def run(self, *arguments: object, cwd: Path | None = None, **variables: str) -> str:
         """The standard output of its Python, which must succeed."""
         done = run([str(self.python), *map(str, arguments)], cwd, **variables)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    def fork(
+        self, *arguments: object, cwd: Path, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """What its Python comes to that has torch imported already."""
+        path = os.pathsep.join(filter(None, [variables.pop("PYTHONPATH", ""), str(self.site)]))
+        environment = {**os.environ, **variables, "PYTHONPATH": path}
+        assert forks.suits(environment)
+        started = forks.Fork(
+            [*map(str, arguments)], cwd=cwd, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        return child.finish(started, timeout=600)
 
     def wheel_file(self, distribution: str) -> str:
         """The tag that a distribution was installed with, and where to."""
@@ -113,13 +173,17 @@ def copy_of_opkiln(where: Path, *, ops: Iterable[str] | None = None) -> Path:
 
 
 def wheel_of_opkiln(factory: pytest.TempPathFactory) -> Path:
-    """A wheel of opkiln as it is here, made once."""
-    where = factory.getbasetemp() / "wheel-of-opkiln"
-    if not where.exists():
-        source = copy_of_opkiln(factory.mktemp("opkiln"))
-        argv = ["wheel", "--no-deps", "--no-build-isolation", "-w", str(where), str(source)]
-        done = run([sys.executable, "-m", "pip", *argv])
-        assert done.returncode == 0, done.stdout + done.stderr
+    """A wheel of opkiln as it is here, made once by one of a run's workers."""
+    base = factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    where = shared / "wheel-of-opkiln"
+    with open(shared / "wheel-of-opkiln.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not where.exists():
+            source = copy_of_opkiln(factory.mktemp("opkiln"))
+            done = build(sys.executable, source, source / "new")
+            assert done.returncode == 0, done.stdout + done.stderr
+            (source / "new").rename(where)
     (wheel,) = where.iterdir()
     return wheel
 

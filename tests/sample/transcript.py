@@ -7,13 +7,32 @@ sizes, numbers with a point and digests may differ.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from sample import forks
+
 _BLOCK = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _END = "-- the command above ended with "
+
+
+# Asks the server of forks for an interpreter, which takes over its streams, and ends as that does.
+_ASK = """#!{python} -IS
+import array, json, os, socket, sys
+asked = {{"args": [*{words}, *sys.argv[1:]], "env": dict(os.environ), "cwd": os.getcwd()}}
+text = json.dumps(asked).encode()
+server = socket.socket(socket.AF_UNIX)
+server.connect({socket!r})
+streams = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))
+server.sendmsg([len(text).to_bytes(8, "little")], [streams])
+server.sendall(text)
+server.recv(8, socket.MSG_WAITALL)
+sys.exit(int.from_bytes(server.recv(8, socket.MSG_WAITALL), "little", signed=True))
+"""
 
 
 class Shown(NamedTuple):
@@ -33,6 +52,17 @@ def commands(page: str) -> list[Shown]:
             else:
                 found[-1].lines.append(line)
     return found
+
+
+def programs(where: Path) -> Path:
+    """A directory with ``python`` and ``opkiln`` for a script, forked with torch imported."""
+    assert forks.suits(os.environ)
+    where.mkdir()
+    for name, words in {"python": (), "opkiln": ("-m", "opkiln")}.items():
+        text = _ASK.format(python=sys.executable, words=words, socket=forks._server(bare=False))
+        (where / name).write_text(text)
+        (where / name).chmod(0o755)
+    return where
 
 
 def run(shown: list[Shown], cwd: Path, environment: dict[str, str]) -> list[str]:
