@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from sample import at_rest
 
 from opkiln import model
 from opkiln.decision import receipt
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def built(plain: Package) -> Package:
+def built(plain: Package, monkeypatch: pytest.MonkeyPatch) -> Package:
     """An op whose files have come to rest, built, so that its receipt holds."""
-    time.sleep(2.1)  # a file that changed within two seconds of being read is always hashed
+    at_rest.shorten(monkeypatch)
+    at_rest.wait(plain.path)
     plain.load()
     return plain
 
@@ -47,7 +49,8 @@ def test_a_new_compiler_first_on_the_path_ends_it(
     first = tmp_path / "bin"
     first.mkdir()
     monkeypatch.setenv("PATH", f"{first}:{os.environ['PATH']}")
-    time.sleep(2.1)
+    at_rest.shorten(monkeypatch)
+    at_rest.wait(plain.path, first)
     plain.load()
     assert recalled(plain)
     (first / "g++").symlink_to("/usr/bin/g++")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
+import textwrap
 from typing import TYPE_CHECKING
 
 import pytest
 
-from sample import child, known
+from sample import at_rest, child, known
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,10 +41,8 @@ class Tree:
         ]))  # fmt: skip
 
     def settle(self) -> None:
-        """Wait until all files have come to rest: a file that changed within two seconds of being
-        read is always hashed."""
-        newest = max(path.lstat().st_ctime for path in self.path.rglob("*"))
-        time.sleep(max(0.0, newest + 2.1 - time.time()))
+        """Wait until all files have come to rest."""
+        at_rest.wait(self.path)
 
     def compile(self, source: str, output: str, *flags: str) -> None:
         subprocess.run(["g++", *flags, source, "-o", output], cwd=self.path, check=True)
@@ -75,6 +73,7 @@ class Tree:
         if not directory.exists():
             known.make_store(directory)
         env = {"OPKILN_CACHE_DIR": str(directory), "OPKILN_PROGRESS": "off", **self.environment}
+        code = at_rest.IN_CHILD + textwrap.dedent(code)
         return child.run(code, path=[self.path], env=env, prefix=prefix)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from typing import TYPE_CHECKING
 
 import pytest
+from sample import at_rest
+from sample.levels import X86_64, X86_V3
 from sample.rocm import Rocm, a_host
 
 from opkiln import plan
@@ -41,10 +42,9 @@ def memory(tmp_path: Path) -> tuple[str, ...]:
     return (str(tmp_path / "memory"),)
 
 
-def resting(top: Path) -> None:
-    """Wait until the change times are old enough for a signature to be believed."""
-    newest = max(path.stat().st_ctime for path in (top, *top.rglob("*")))
-    time.sleep(max(0.0, newest + 2.05 - time.time()))
+@pytest.fixture(autouse=True)
+def at_rest_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_rest.shorten(monkeypatch)
 
 
 # Where it is looked for
@@ -255,7 +255,7 @@ def test_a_choice_is_recalled_until_something_it_rests_on_changes(
     rocm = Rocm(opt / "rocm-6.2.0")
     (opt / "rocm").symlink_to(rocm.home)
     assert hipcc.recall(memory, None, a_host()) is None
-    resting(opt)
+    at_rest.wait(opt)
     chosen = hipcc.choose(memory, None, a_host())
     runs = len(rocm.runs())
     assert hipcc.recall(memory, None, a_host()) == chosen
@@ -284,7 +284,7 @@ def test_a_refusal_is_recalled_until_what_was_missing_appears(
 ) -> None:
     rocm = Rocm(opt / "rocm")
     (rocm.home / "lib" / "libamdhip64.so").unlink()
-    resting(opt)
+    at_rest.wait(opt)
     hipcc.candidates(memory, None, a_host())
     runs = len(rocm.runs())
     assert hipcc.recall(memory, None, a_host()) is None
@@ -366,7 +366,7 @@ _SPEC = OpSpec(
     include_dirs=("include",),
 )  # fmt: skip
 _TARGET = Target(
-    backend=ROCM, system="linux", machine="x86_64", cpu="x86-64-v3", cpu_features=(), abi_tag="",
+    backend=ROCM, system="linux", machine=X86_64, cpu=X86_V3, cpu_features=(), abi_tag="",
     archs=("gfx90a", "gfx942:sramecc+"),
 )  # fmt: skip
 _DEVICE = DeviceCompiler(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from typing import TYPE_CHECKING
 
 import pytest
+from sample import at_rest
 
 from opkiln.errors import ToolchainError
 from opkiln.model import OpSpec
@@ -25,10 +25,9 @@ def program(path: Path, body: str = "exit 0") -> Path:
     return path
 
 
-def resting(*paths: Path) -> None:
-    """Wait until the change times are old enough for a signature to be believed."""
-    newest = max(os.stat(path).st_ctime for path in paths)
-    time.sleep(max(0.0, newest + 2.05 - time.time()))
+@pytest.fixture(autouse=True)
+def at_rest_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_rest.shorten(monkeypatch)
 
 
 def test_programs_are_found_in_the_order_of_path(tmp_path: Path) -> None:
@@ -97,7 +96,7 @@ def test_a_compiler_without_the_language_standard_is_refused(tmp_path: Path) -> 
 
 def test_a_record_is_believed_until_one_of_its_files_changes(tmp_path: Path) -> None:
     one, two = program(tmp_path / "one"), program(tmp_path / "two")
-    resting(one, two)
+    at_rest.wait(one, two)
     probing.remember((str(tmp_path / "memory"),), "cc", {"version": "9"}, [str(one), str(two)])
     found = probing.recall((str(tmp_path / "memory"),), "cc")
     assert found is not None

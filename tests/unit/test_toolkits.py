@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sample import at_rest
 
 import opkiln.compat.torch as cpp_extension
 from opkiln import evidence, extension, machine, process
@@ -115,11 +116,9 @@ def a_compiler(path: Path) -> Path:
     )
 
 
-def resting(*roots: Path) -> None:
-    """Wait until the change times are old enough for a signature to be believed."""
-    paths = [path for root in roots for path in (root, *root.rglob("*"))]
-    newest = max(os.stat(path).st_ctime for path in paths)
-    time.sleep(max(0.0, newest + 2.05 - time.time()))
+@pytest.fixture(autouse=True)
+def at_rest_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_rest.shorten(monkeypatch)
 
 
 class Machine:
@@ -369,7 +368,7 @@ def test_a_script_that_led_nowhere_is_asked_again_when_a_toolkit_is_installed(
 ) -> None:
     target = here.root / "usr/other-13.0"
     program(here.bin / "nvcc", f"exec '{target}/bin/nvcc' \"$@\"")
-    resting(here.root)
+    at_rest.wait(here.root)
     for _ in range(2):
         with pytest.raises(ToolchainError, match="--version exits with 127"):
             here.choose("13.0")
@@ -382,7 +381,7 @@ def test_a_link_that_a_script_goes_through_is_followed_when_it_is_turned(here: M
     current = here.root / "current"
     current.symlink_to(one.home)
     program(here.bin / "nvcc", f"exec '{current}/bin/nvcc' \"$@\"")
-    resting(here.root)
+    at_rest.wait(here.root)
     chain = here.host
     taken = nvcc.choose(here.memory, _torch_cuda(), chain)
     assert taken.home == str(one.home)
@@ -401,7 +400,7 @@ def test_an_nvcc_that_cannot_be_started_does_not_hide_the_others(here: Machine) 
     (here.bin / "nvcc").write_text(f"#!{interpreter} -e\n")
     (here.bin / "nvcc").chmod(0o755)
     made = here.toolkit("13.0")
-    resting(here.root)
+    at_rest.wait(here.root)
     chain = here.host
     taken = nvcc.choose(here.memory, _torch_cuda(), chain)
     assert taken.home == str(made.home)
@@ -421,7 +420,7 @@ def test_an_nvcc_that_does_not_answer_does_not_hide_the_others(
 ) -> None:
     stuck = program(here.bin / "nvcc", f"echo asked >> '{here.root}/log'; exec sleep 60")
     made = here.toolkit("13.0")
-    resting(here.root)
+    at_rest.wait(here.root)
     chain, run = here.host, process.run
 
     def impatient(argv: tuple[str, ...], **how: Any) -> process.Completed:
@@ -462,7 +461,7 @@ def test_an_nvcc_that_fails_with_one_host_compiler_is_asked_again_with_another(
 ) -> None:
     here.toolkit("13.0").write(unknown=f"*{here.cxx}' '*")
     other = a_compiler(here.bin / "g++-12")
-    resting(here.root)
+    at_rest.wait(here.root)
     chain = here.host
     for _ in range(2):
         with pytest.raises(ToolchainError, match="does not say where its toolkit is"):
@@ -508,7 +507,7 @@ def test_cuda_pathfinder_is_asked_where_nothing_else_is_found(
     assert not log.exists()  # it is not installed
     (here.root / "site/cuda/pathfinder").mkdir(parents=True)
     (here.root / "answer").write_text("\n")
-    resting(here.root / "site")
+    at_rest.wait(here.root / "site")
     for _ in range(2):
         with pytest.raises(MissingCUDAException):
             here.choose("13.0")
@@ -668,7 +667,7 @@ def test_the_identity_is_of_the_files_and_not_of_their_place(here: Machine) -> N
 def test_what_is_remembered_needs_no_question(here: Machine) -> None:
     made = here.toolkit("13.0")
     program(here.bin / "nvcc", f"exec '{made.nvcc}' \"$@\"")
-    resting(here.root)
+    at_rest.wait(here.root)
     chain = here.host
     assert nvcc.recall(here.memory, "13.0", chain) is None
     taken = nvcc.choose(here.memory, "13.0", chain)
@@ -696,7 +695,7 @@ def test_a_refusal_is_remembered_until_the_missing_part_is_there(here: Machine) 
     made.write(
         compiling=f"test -e '{header}' || {{ echo 'fatal error: no cuda_runtime.h'; exit 1; }}"
     )
-    resting(here.root)
+    at_rest.wait(here.root)
     for _ in range(2):
         with pytest.raises(ToolchainError, match=r"no cuda_runtime\.h"):
             here.choose("13.0")
@@ -727,7 +726,7 @@ def _torch_cuda() -> str | None:
 def test_the_evidence_of_a_choice_ends_with_what_it_rests_on(here: Machine) -> None:
     made, other = here.toolkit("13.0", "mine"), here.toolkit("13.0")
     (here.bin / "nvcc").symlink_to(made.nvcc)
-    resting(here.root)
+    at_rest.wait(here.root)
     taken = nvcc.choose(here.memory, _torch_cuda(), here.host)
     assert taken.home == str(made.home)
     facts = nvcc.evidence(here.memory, taken)
@@ -749,7 +748,7 @@ def test_the_evidence_of_a_choice_ends_with_what_it_rests_on(here: Machine) -> N
 
 def test_there_is_no_evidence_of_a_choice_that_would_not_be_made(here: Machine) -> None:
     made = here.toolkit("13.0")
-    resting(here.root)
+    at_rest.wait(here.root)
     taken = nvcc.choose(here.memory, _torch_cuda(), here.host)
     assert nvcc.evidence(here.memory, taken) is not None
     assert nvcc.evidence(here.memory, taken._replace(identity="of another")) is None
@@ -802,7 +801,7 @@ def test_a_ccbin_that_comes_first_on_path_ends_the_evidence(here: Machine, name:
     here.toolkit("13.0")
     a_compiler(here.bin / name)
     earlier = here.root / "earlier"
-    resting(here.root)
+    at_rest.wait(here.root)
     with override(ccbin=name, path=(str(earlier), str(here.bin), "/usr/bin", "/bin")):
         taken = nvcc.choose(here.memory, _torch_cuda(), here.host)
         with evidence.collecting() as read:
