@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 import pytest
+from sample import command as in_process
 
 from opkiln.cli import main
+from opkiln.report.doctor import checks, finding, here
 from opkiln.settings import settings
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ CALLS: dict[str, list[str]] = {
     "cache pull": ["--lock", "{empty}", "--remote", "file://{tmp}/tier"],
     "cache record": ["{tmp}/ops.jsonl", "--", sys.executable, "-c", "print(1)"],
 }
+STARTS_A_PROGRAM = ("run", "cache record")  # whose output is that of its own process
 
 
 def leaves(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -64,15 +67,33 @@ def leaves(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple
         yield from leaves(inner, (*path, name))
 
 
-def opkiln(
+def started(
     *words: str, cwd: Path, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command with a store below its directory."""
+    """Run a command with a store below its directory, in a process."""
     return subprocess.run(
         [sys.executable, "-m", "opkiln", *words], cwd=cwd, capture_output=True, text=True,
         env={**os.environ, "OPKILN_CACHE_DIR": str(cwd / "cache"), **(environment or {})},
         timeout=120, check=False,
     )  # fmt: skip
+
+
+def opkiln(
+    *words: str, cwd: Path, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command with a store below its directory, in a process only if it starts a program."""
+    if " ".join(words[:2]).startswith(STARTS_A_PROGRAM):
+        return started(*words, cwd=cwd, environment=environment)
+    store = {"OPKILN_CACHE_DIR": str(cwd / "cache")}
+    return in_process.run(*words, cwd=cwd, **{**store, **(environment or {})})
+
+
+@pytest.fixture(autouse=True)
+def one_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor has one check, which starts a process."""
+    monkeypatch.setattr(
+        checks, "CHECKS", {"one": lambda _: finding.warned(str(here.child_answer("print(1)")))}
+    )
 
 
 def arguments(call: list[str], tmp_path: Path) -> list[str]:
@@ -115,7 +136,7 @@ def test_a_quiet_command_says_nothing_but_data_and_errors(command: str, tmp_path
         assert quiet.stderr.startswith("error: "), "errors are said"
     else:
         assert quiet.stderr == ""
-    if command not in ("cache keygen", "doctor"):  # a key is new each time, room comes and goes
+    if command != "cache keygen":  # a key is new each time
         same = plain.stdout.replace(str(tmp_path / "a"), "x")
         assert quiet.stdout.replace(str(tmp_path / "b"), "x") == same
 
@@ -135,7 +156,7 @@ def test_a_verbose_command_says_what_runs_and_prints_the_same_data(
         if command in ("doctor", "cache record"):
             started = [line for line in more if line.startswith(f"+ {sys.executable} ")]
             assert started, verbose.stderr
-    if command not in ("cache keygen", "doctor"):
+    if command != "cache keygen":
         same = plain.stdout.replace(str(tmp_path / "a"), "x")
         assert verbose.stdout.replace(str(tmp_path / "b"), "x") == same
 
@@ -174,7 +195,12 @@ def test_what_a_command_is_told_ends_with_it(capsys: pytest.CaptureFixture[str])
 )
 @pytest.mark.parametrize("command", ["run", "cache record", "build"])
 def test_a_program_that_a_command_starts_is_told(
-    command: str, option: list[str], progress: str, tmp_path: Path
+    command: str,
+    option: list[str],
+    progress: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     script = tmp_path / "program.py"
     script.write_text("from opkiln.settings import settings; print('progress', settings.progress)")
@@ -183,18 +209,24 @@ def test_a_program_that_a_command_starts_is_told(
         "cache record": ["cache", "record", *option, "f", "--", sys.executable, str(script)],
         "build": ["build", *option, "--for-script", str(script)],
     }[command]
-    done = opkiln(*words, cwd=tmp_path, environment={"PYTHONPATH": str(HERE.parents[2] / "src")})
-    assert f"progress {progress}\n" in done.stdout, done.stderr
+
+    def execute(program: str, argv: list[str], env: dict[str, str]) -> None:
+        subprocess.run(argv, executable=program, env=env, check=True)
+
+    monkeypatch.setattr(os, "execve", execute)
+    path = str(HERE.parents[2] / "src")
+    done = in_process.run(*words, cwd=tmp_path, PYTHONPATH=path)
+    assert f"progress {progress}\n" in capfd.readouterr().out, done.stderr
 
 
 def test_run_says_in_one_line_that_it_took_over_and_what_it_builds(tmp_path: Path) -> None:
     words = (sys.executable, "-c", "import sys; print('hello', file=sys.stderr)")
-    done = opkiln("run", *words, cwd=tmp_path)
+    done = started("run", *words, cwd=tmp_path)
     said, hello = done.stderr.splitlines()
     assert hello == "hello"
     assert said.startswith("opkiln builds the PyTorch extensions and DeepSpeed ops of: ")
     assert said.endswith("hello'\"'\"', file=sys.stderr)'")
-    without = opkiln("run", *words, cwd=tmp_path, environment={"OPKILN_DEEPSPEED": "off"})
+    without = started("run", *words, cwd=tmp_path, environment={"OPKILN_DEEPSPEED": "off"})
     assert without.stderr.startswith("opkiln builds the PyTorch extensions of: ")
 
 
@@ -202,5 +234,5 @@ def test_run_says_in_one_line_that_it_took_over_and_what_it_builds(tmp_path: Pat
     "environment", [{"OPKILN_PROGRESS": "off"}, {"RANK": "3"}, {"SLURM_PROCID": "1"}]
 )
 def test_run_is_silent_where_progress_is(environment: dict[str, str], tmp_path: Path) -> None:
-    done = opkiln("run", sys.executable, "-c", "", cwd=tmp_path, environment=environment)
+    done = started("run", sys.executable, "-c", "", cwd=tmp_path, environment=environment)
     assert (done.returncode, done.stderr) == (0, "")
