@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from sample.package import Package
 
+pytestmark = pytest.mark.counts_compiles
+
 ALL = ["csrc/add.cpp", "csrc/scale.cpp", "csrc/where.cpp"]
 
 

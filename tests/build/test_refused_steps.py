@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from sample import child
 from sample.op_tree import Tree
 
 SOURCE = 'extern "C" int answer() { return 1; }\n'
@@ -36,9 +35,7 @@ def tree(tmp_path: Path) -> Tree:
 
 def load(tree: Tree, *, unchecked: bool = False) -> str:
     """What a process says that loads the op; ``unchecked``: with flags that a plan would refuse."""
-    cache = tree.path.parent / "cache"
-    env = {"OPKILN_CACHE_DIR": str(cache), "OPKILN_PROGRESS": "off", **tree.environment}
-    return child.run(REFUSED.format(unchecked=unchecked), path=[tree.path], env=env)
+    return tree.run(REFUSED.format(unchecked=unchecked), "cache")
 
 
 def published(tree: Tree) -> list[Path]:
