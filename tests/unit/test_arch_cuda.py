@@ -169,9 +169,10 @@ def generated(count: int) -> list[str]:
     return found
 
 
-def test_a_hundred_thousand_strings_are_lists_that_round_trip_or_errors() -> None:
+@pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.full)])
+def test_generated_strings_are_lists_that_round_trip_or_errors(count: int) -> None:
     valid = refused = 0
-    for text in generated(100_000):
+    for text in generated(count):
         try:
             archs = cuda.parse(text, native=[H200], listed=LISTED)
         except ArchError as error:
@@ -183,8 +184,8 @@ def test_a_hundred_thousand_strings_are_lists_that_round_trip_or_errors() -> Non
         flags = cuda.flags(archs)
         assert len(flags) == len(set(flags)) == len(cuda.images(archs))
         valid += 1
-    assert valid + refused == 100_000
-    assert min(valid, refused) > 20_000
+    assert valid + refused == count
+    assert min(valid, refused) > count / 5
 
 
 @given(st.text())
