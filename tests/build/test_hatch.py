@@ -1,4 +1,4 @@
-"""Packages that hatchling builds: real pip, into an environment of their own."""
+"""Packages that hatchling builds: into an environment of their own, one with pip itself."""
 
 from __future__ import annotations
 
@@ -36,10 +36,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_same_project_installs_precompiled_and_pure_by_turns(
     environment: Environment, project: Path, tmp_path: Path
 ) -> None:
-    environment.install(project)
-    assert environment.prebuilt("quick") == {}
-    assert environment.wheel_file("quick") == "py3-none-any purelib"
-    environment.install(project, DS_BUILD_OPS="1")
+    environment.pip_install(project, DS_BUILD_OPS="1")
     assert environment.prebuilt("quick") == {"first": BOTH, "second": BOTH}
     tag, where = environment.wheel_file("quick").split()
     assert tag.startswith("py3-none-manylinux_2_")
@@ -48,13 +45,14 @@ def test_the_same_project_installs_precompiled_and_pure_by_turns(
     assert environment.run("-c", CALL, cwd=tmp_path, **NATIVE_ONLY, **fresh) == "41\n"
     environment.install(project)
     assert environment.prebuilt("quick") == {}
+    assert environment.wheel_file("quick") == "py3-none-any purelib"
     assert list((tmp_path / "scratch").iterdir()) == [], "a build cleans up behind it"
 
 
 def test_an_op_that_cannot_be_built_fails_the_install_if_named_and_is_skipped_if_not(
     environment: Environment, project: Path, tmp_path: Path
 ) -> None:
-    environment.pip("uninstall", "-y", "quick")
+    environment.uninstall("quick")
     (project / "src" / "quick" / "csrc" / "first.cpp").write_text("no C++ at all\n")
     said = environment.refuses(project, OPKILN_BUILD_FIRST="1")
     assert "quick cannot be installed with first precompiled, as OPKILN_BUILD_FIRST asks" in said
@@ -70,7 +68,7 @@ def test_an_editable_install_builds_for_this_machine_and_writes_nothing_to_the_s
     environment: Environment, project: Path
 ) -> None:
     before = sorted(project.rglob("*"))
-    environment.install(project, "-e", OPKILN_BUILD_OPS="1")
+    environment.install(project, editable=True, OPKILN_BUILD_OPS="1")
     assert sorted(project.rglob("*")) == before
     assert environment.wheel_file("quick") == "py3-none-any purelib"
     assert environment.run("-c", CALL, cwd=project.parent, **NATIVE_ONLY) == "41\n"
@@ -114,7 +112,7 @@ def test_a_new_package_installs_editable_with_nothing_but_hatchling(
     if alone.pip("install", "-q", "hatchling").returncode != 0:
         pytest.skip("pip has no index to take hatchling from")
     scaffold.write("demo_ops", str(tmp_path), scaffold.HATCHLING)
-    alone.install(tmp_path / "demo_ops", "-e")
+    alone.install(tmp_path / "demo_ops", editable=True)
     code = "import importlib.util as u; print(u.find_spec('demo_ops').origin)"
     found = alone.run("-c", code, cwd=tmp_path)
     assert found.strip() == str(tmp_path / "demo_ops/src/demo_ops/__init__.py")

@@ -39,44 +39,31 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return install.copy_of_opkiln(where, ops=("cpu_adam", "fused_adam"))
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One store for all: what is compiled in one test need not be in the next."""
-    return str(tmp_path_factory.mktemp("store") / "cache")
-
-
-def test_it_installs_as_pure_python(environment: Environment, source: Path) -> None:
-    environment.install(source)
-    assert environment.wheel_file("opkiln") == "py3-none-any purelib"
-    assert environment.prebuilt("opkiln") == {}
-
-
 @pytest.mark.slow
 def test_ops_are_precompiled_by_name_and_all_but_one_and_not_at_all(
-    environment: Environment, source: Path, store: str, tmp_path: Path
+    environment: Environment, source: Path, tmp_path: Path
 ) -> None:
-    kept = {**LEVEL, "OPKILN_CACHE_DIR": store}
-    environment.install(source, DS_BUILD_CPU_ADAM="1", **kept)
+    environment.pip_install(source, DS_BUILD_CPU_ADAM="1", **LEVEL)
     assert environment.prebuilt("opkiln") == {"cpu_adam": ONE}
     assert environment.wheel_file("opkiln").startswith("py3-none-manylinux_2_")
     fresh = {"OPKILN_CACHE_DIR": str(tmp_path / "fresh")}
     if "avx2" in Path("/proc/cpuinfo").read_text().split():
-        said = environment.run("-c", LOAD, cwd=tmp_path, **NATIVE_ONLY, **fresh)
-        assert said == "prebuilt taken\n"
-    environment.install(source, **kept)
+        done = environment.fork("-c", LOAD, cwd=tmp_path, **NATIVE_ONLY, **fresh)
+        assert done.stdout == "prebuilt taken\n", done.stderr
+    environment.install(source)
+    assert environment.wheel_file("opkiln") == "py3-none-any purelib"
     assert environment.prebuilt("opkiln") == {}, "not what the build before it left"
     marked = {"DS_BUILD_STRING": "marked"}
-    environment.install(source, DS_BUILD_OPS="1", DS_BUILD_FUSED_ADAM="0", **marked, **kept)
+    environment.install(source, DS_BUILD_OPS="1", DS_BUILD_FUSED_ADAM="0", **marked, **LEVEL)
     assert environment.prebuilt("opkiln") == {"cpu_adam": ONE}
     assert environment.version("opkiln").endswith("+marked")
 
 
 def test_an_op_without_a_toolkit_fails_if_named_and_is_skipped_if_swept_up(
-    environment: Environment, source: Path, store: str, tmp_path: Path
+    environment: Environment, source: Path, tmp_path: Path
 ) -> None:
     nowhere = {
         "OPKILN_BUILD_TARGETS": "cuda:9.0", "OPKILN_CUDA_HOME": str(tmp_path / "no-cuda"),
-        "OPKILN_CACHE_DIR": store,
     }  # fmt: skip
     said = environment.refuses(source, DS_BUILD_FUSED_ADAM="1", **nowhere)
     assert "opkiln cannot be installed with fused_adam precompiled" in said
@@ -88,7 +75,7 @@ def test_an_op_without_a_toolkit_fails_if_named_and_is_skipped_if_swept_up(
 
 
 def test_without_torch_sources_ship_and_a_named_op_fails_with_what_to_do(
-    tmp_path_factory: pytest.TempPathFactory, source: Path, cache: Path
+    tmp_path_factory: pytest.TempPathFactory, source: Path
 ) -> None:
     bare = Environment(tmp_path_factory.mktemp("bare") / "env", without=("torch",))
     said = bare.install(source, DS_BUILD_OPS="1", **LEVEL)
@@ -103,12 +90,9 @@ def test_without_torch_sources_ship_and_a_named_op_fails_with_what_to_do(
 
 @pytest.mark.slow
 def test_an_isolated_build_takes_the_torch_of_the_environment(
-    environment: Environment, source: Path, store: str
+    environment: Environment, source: Path
 ) -> None:
-    done = environment.pip(
-        "install", "--no-deps", source,
-        DS_BUILD_CPU_ADAM="1", OPKILN_CACHE_DIR=store, **LEVEL,
-    )  # fmt: skip
+    done = environment.pip("install", "--no-deps", source, DS_BUILD_CPU_ADAM="1", **LEVEL)
     if "No matching distribution found" in done.stdout + done.stderr:
         pytest.skip("pip has no index to take setuptools from")
     assert done.returncode == 0, done.stdout + done.stderr
