@@ -1,19 +1,72 @@
-"""A CUDA toolkit whose nvcc writes down what it is told, and then does it."""
+"""A CUDA toolkit whose nvcc writes down what it is told, and then does it.
+
+A compile by nvcc takes seconds, so what it gives is kept in the pool: the same nvcc with the same
+words on the same text is started once. Run as a program, this file is such an nvcc: its arguments
+are the pool's directory, the real nvcc, and what that is told.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 _SCRIPT = """\
 #!/bin/sh
 printf '%s\\0' "$@" > '{log}'/"$$-$(date +%s%N)"
-exec '{home}/bin/nvcc.real' "$@"
+export OBSERVER="$LD_PRELOAD" && unset LD_PRELOAD
+exec '{python}' -IS '{program}' '{kept}' '{home}/bin/nvcc.real' "$@"
 """
+# Builds note what their compilers read, but the pool is none of it.
+_OBSERVED = {**os.environ, "LD_PRELOAD": os.environ.get("OBSERVER", "")}
+_PLACE = re.compile(r"/[^\s,:=;\"']*/")
+
+
+def compile_once(kept: Path, nvcc: str, words: list[str]) -> int:
+    """Run ``nvcc WORDS``, or copy what it once gave for them: the object and its list of headers.
+    Returns the exit code.
+
+    Where things lie and the number of threads do not count, so this is not for a test of these.
+    """
+    if "-c" not in words or "--dryrun" in words or source_of(words) == "probe.cu":
+        return subprocess.run([nvcc, *words], env=_OBSERVED, check=False).returncode
+    (given,) = {word for word in words if os.path.basename(word) == source_of(words)}
+    source = Path(given).resolve()
+    output = Path(words[words.index("-o") + 1])
+    headers = Path(words[words.index("-MF") + 1]) if "-MF" in words else None
+    plain = [
+        _PLACE.sub("/", word)
+        for word in words
+        if word not in (str(output), str(headers))
+        and "-prefix-map=" not in word
+        and not word.startswith("--threads=")
+    ]
+    state = os.stat(nvcc)
+    key = hashlib.sha256(repr([plain, state.st_size, state.st_mtime_ns]).encode())
+    for path in sorted(source.parent.rglob("*")):
+        if path.suffix in (".cu", ".cuh", ".h", ".cpp"):
+            key.update(f"{path.relative_to(source.parent)}\0".encode() + path.read_bytes())
+    found = kept / key.hexdigest()[:40]
+    if not found.exists():
+        if code := subprocess.run([nvcc, *words], env=_OBSERVED, check=False).returncode:
+            return code
+        kept.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept) as new:
+            shutil.copy(output, Path(new, "object"))
+            Path(new).rename(found)
+            Path(new).mkdir()  # for it to end with
+        return 0
+    shutil.copy(found / "object", output)
+    if headers is not None:
+        own = sorted(str(path) for path in source.parent.rglob("*.cuh"))
+        headers.write_text(f"{output}: {' '.join([str(source), *own])}\n")
+    return 0
+
 
 # What chooses an architecture, in every spelling that nvcc has for it.
 _CHOOSES = re.compile(
@@ -41,7 +94,12 @@ class Recording:
             name = "nvcc.real" if entry.name == "nvcc" else entry.name
             (home / "bin" / name).symlink_to(entry)
         script = home / "bin" / "nvcc"
-        script.write_text(_SCRIPT.format(home=home, log=self._log))
+        from sample import pool
+
+        script.write_text(_SCRIPT.format(
+            home=home, log=self._log, kept=pool.ROOT / "nvcc", program=__file__,
+            python=sys.executable,
+        ))  # fmt: skip
         script.chmod(0o755)
 
     def compiles(self) -> list[list[str]]:
@@ -76,3 +134,7 @@ def arch_words(argv: list[str]) -> list[str]:
         if not of_path and (_CHOOSES.match(word) or _CHOOSES.fullmatch(before)):
             found.append(word)
     return found
+
+
+if __name__ == "__main__":
+    sys.exit(compile_once(Path(sys.argv[1]), sys.argv[2], sys.argv[3:]))
