@@ -6,14 +6,12 @@ Importing such a package changes torch for good, so each is imported in a proces
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sample import child, vendors
+from sample import child, forks, vendors
 
 TESTS = Path(__file__).parents[1]
 
@@ -28,11 +26,9 @@ def vendors_answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     here = tmp_path_factory.mktemp("vendors")
     for name in vendors.PACKAGES:
         vendors.install(here / name, name)
-    command = [sys.executable, "-m", "sample.vendor_conformance", str(here), *vendors.PACKAGES]
-    path = os.pathsep.join([str(child.SOURCE), str(TESTS)])
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
+    argv = ["-m", "sample.vendor_conformance", str(here), *vendors.PACKAGES]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    done = child.finish(forks.Fork(argv, env=child.environment([TESTS]), **pipes))
     assert done.returncode == 0, done.stderr
     answers: dict[str, Any] = {}
     for line in done.stdout.splitlines():

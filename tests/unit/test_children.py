@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -36,6 +37,7 @@ STARTS = {"Popen", "check_call", "check_output", "getoutput"}
 STARTS_OF_OS = ("exec", "spawn", "posix_spawn", "fork", "system", "popen")
 
 
+@functools.cache
 def functions(code: str) -> list[tuple[str, ast.AST]]:
     """(name of the innermost function around it, node) of every node."""
     found = []
@@ -51,14 +53,21 @@ def functions(code: str) -> list[tuple[str, ast.AST]]:
     return found
 
 
+def dotted(node: ast.expr) -> str:
+    """A name with dots; what is no name in it is a question mark."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
 def naming(code: str) -> set[str]:
     """The functions that name this Python, or start a list of words with a Python."""
     found = set()
     for name, node in functions(code):
-        shown = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
-        imported = isinstance(node, ast.ImportFrom) and node.module == "sys"
-        if shown == "sys.executable" or (imported and "executable" in ast.unparse(node)):
+        if isinstance(node, ast.Attribute) and dotted(node) == "sys.executable":
             found.add(name)
+        if isinstance(node, ast.ImportFrom) and node.module == "sys":
+            found |= {name for each in node.names if each.name == "executable"}
         if isinstance(node, (ast.List, ast.Tuple)) and isinstance(node.ctx, ast.Load):
             first = next(iter(node.elts), None)
             word = first.value if isinstance(first, ast.Constant) else None
@@ -75,7 +84,7 @@ def starting(code: str) -> set[str]:
     found = set()
     for name, node in functions(code):
         if isinstance(node, ast.Call):
-            module, _, called = ast.unparse(node.func).rpartition(".")
+            module, _, called = dotted(node.func).rpartition(".")
             by_os = module == "os" and called.startswith(STARTS_OF_OS)
             if by_os or called in STARTS or module in ("subprocess", "multiprocessing"):
                 found.add(name)
@@ -170,7 +179,13 @@ def test_the_question_for_a_toolkit_runs_nothing_of_the_working_directory(plante
 def test_a_python_child_that_imports_opkiln_gets_this_one(planted: Path) -> None:
     from opkiln import process
 
-    code = "import opkiln, json, torch\nprint(opkiln.__file__, sys.argv[1:])"
+    code = """
+import opkiln, json
+from importlib.util import find_spec
+print(opkiln.__file__, sys.argv[1:])
+print(find_spec("torch").origin)"""
     done = process.run(process.python_code(code, "a", "b c"))
-    assert done.output.splitlines()[-1] == f"{SOURCE / '__init__.py'} ['a', 'b c']"
+    said, torch = done.output.splitlines()
+    assert said == f"{SOURCE / '__init__.py'} ['a', 'b c']"
+    assert not Path(torch).is_relative_to(os.getcwd())
     assert not planted.exists(), planted.read_text()
