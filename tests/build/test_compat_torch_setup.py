@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from sample import child, forks, known, pool
 from sample.compat import module
 
 from opkiln.binary import fatbin
@@ -130,9 +131,15 @@ class Built(NamedTuple):
     said: str
 
 
-def execute(command: list[str], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=cwd, env={**os.environ, **variables}, capture_output=True,
-                          text=True, timeout=600, check=False)  # fmt: skip
+def execute(
+    arguments: list[str], cwd: Path, *, prefix: tuple[str, ...] = (), **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """A Python program: forked, or started with ``prefix`` in front of the interpreter."""
+    start = subprocess.Popen if prefix else forks.Fork
+    command = [*prefix, sys.executable, *arguments] if prefix else arguments
+    program = start(command, cwd=cwd, env={**os.environ, **variables}, stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE, text=True)  # fmt: skip
+    return child.finish(program, timeout=600)
 
 
 def write(project: Path, files: dict[str, str]) -> None:
@@ -141,9 +148,10 @@ def write(project: Path, files: dict[str, str]) -> None:
         (project / name).write_text(text)
 
 
-def commands(who: str) -> list[str]:
-    opkiln = [sys.executable, "-m", "opkiln", "run"]
-    return [*(opkiln if who == "opkiln" else []), sys.executable, "setup.py"]
+def run(who: str, cwd: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A script, with the variables that ``opkiln run`` gives it if it is to be opkiln's."""
+    given = {"OPKILN_PATCH_TORCH": "1", "OPKILN_PROGRESS": "auto"} if who == "opkiln" else {}
+    return execute([*arguments], cwd, **given, **variables)
 
 
 def built_by(who: str, project: Path, names: list[str], *arguments: str, **variables: str) -> Built:
@@ -151,13 +159,16 @@ def built_by(who: str, project: Path, names: list[str], *arguments: str, **varia
     copy = project.parent / f"{project.name}-{who}"
     shutil.copytree(project, copy)
     out = copy / "out"
-    done = execute([*commands(who), "build_ext", *(arguments or ("--build-lib", "out"))], copy,
-                   OPKILN_CACHE_DIR=str(project.parent / "store"), **variables)  # fmt: skip
+    store = known.make_store(copy.with_suffix(".store"))
+    done = run(who, copy, "setup.py", "build_ext", *(arguments or ("--build-lib", "out")),
+               OPKILN_CACHE_DIR=str(store), OPKILN_STORE_LAYERS=str(pool.LAYER),
+               **variables)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    pool.add(store)
     where = out if out.exists() else copy
     files = sorted(str(path.relative_to(where)) for path in where.rglob("*.so")
                    if path.relative_to(where).parts[0] not in ("build", "stubs"))  # fmt: skip
-    asked = execute([sys.executable, "-c", PROBE, *names], where)
+    asked = execute(["-c", PROBE, *names], where)
     assert asked.returncode == 0, asked.stderr
     return Built(files, json.loads(asked.stdout), done.stdout + done.stderr)
 
@@ -260,7 +271,7 @@ def test_a_clean_directory_compiles_nothing_again(
     said = []
     for name in ("one", "two"):
         shutil.copytree(project, tmp_path / name)
-        done = execute([*commands("opkiln"), "build_ext", "--inplace"], tmp_path / name)
+        done = run("opkiln", tmp_path / name, "setup.py", "build_ext", "--inplace")
         assert done.returncode == 0, done.stderr
         assert (tmp_path / name / "suffixes" / "first.so").exists()
         said.append(done.stdout + done.stderr)  # setuptools shows the logger's lines
@@ -272,8 +283,8 @@ def test_an_extension_that_does_not_compile_fails_both_with_the_compilers_words(
     tmp_path: Path,
 ) -> None:
     write(tmp_path, {"setup.py": BROKEN, "broken.cpp": "int f() { return undeclared; }\n"})
-    for who in ("torch", "opkiln"):
-        done = execute([*commands(who), "build_ext"], tmp_path)
+    for prefix in ((), (sys.executable, "-m", "opkiln", "run")):
+        done = execute(["setup.py", "build_ext"], tmp_path, prefix=prefix)
         assert done.returncode == 1
         assert "undeclared" in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -345,14 +356,14 @@ def test_the_same_architectures_are_in_both(gpu: tuple[Built, Built, Path]) -> N
         assert ours == torchs
 
 
-def test_the_example_of_the_page_gives_the_same_on_both(tmp_path: Path) -> None:
+@pytest.mark.parametrize("who", ["opkiln", pytest.param("torch", marks=pytest.mark.full)])
+def test_the_example_of_the_page_gives_the_same_on_both(who: str, tmp_path: Path) -> None:
     example = Path(__file__).resolve().parents[2] / "examples" / "drop_in" / "use.py"
     variables = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "torchs")}
-    opkiln = [sys.executable, "-m", "opkiln", "run"]
-    for prefix, before in ((opkiln, True), (opkiln, False), ([], False)):
-        done = execute([*prefix, sys.executable, str(example)], tmp_path, **variables)
+    for built in (who == "opkiln", False):
+        done = run(who, tmp_path, str(example), **variables)
         assert done.stdout.splitlines()[-1] == "[0.0, 2.0, 4.0]", done.stderr
-        assert ("built twice" in done.stderr) is before
+        assert ("built twice" in done.stderr) is built
 
 
 def test_an_editable_build_leaves_its_modules_beside_the_sources(tmp_path: Path) -> None:
@@ -362,7 +373,7 @@ def test_an_editable_build_leaves_its_modules_beside_the_sources(tmp_path: Path)
     found = []
     for who in ("torch", "opkiln"):
         write(tmp_path / who, files)
-        done = execute([*commands(who), "editable_wheel", "--dist-dir", "wheels"], tmp_path / who)
+        done = run(who, tmp_path / who, "setup.py", "editable_wheel", "--dist-dir", "wheels")
         assert done.returncode == 0, done.stderr
         wheels = sorted(path.name for path in (tmp_path / who / "wheels").iterdir())
         found.append((wheels, sorted(p.name for p in (tmp_path / who / "suffixes").iterdir())))
@@ -383,7 +394,7 @@ setup(name="optional", version="1",
 def test_an_optional_extension_that_does_not_compile_is_left_out(tmp_path: Path) -> None:
     """By setuptools' rule, which torch's command breaks where it builds with ninja."""
     write(tmp_path, {"setup.py": OPTIONAL, "broken.cpp": "no C++\n", "whole.cpp": module("whole")})
-    done = execute([*commands("opkiln"), "build_ext", "--inplace"], tmp_path)
+    done = run("opkiln", tmp_path, "setup.py", "build_ext", "--inplace")
     assert done.returncode == 0, done.stderr
     assert [path.name.split(".")[0] for path in tmp_path.glob("*.so")] == ["whole"]
     assert 'building extension "broken" failed' in done.stdout + done.stderr

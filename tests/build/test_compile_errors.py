@@ -7,13 +7,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from sample import child
+from sample import child, forks
 from sample.compiler import Compiler
 from sample.package import rest
+from sample.quiet import within
 
 import opkiln
 from opkiln.building.failure import first_error
@@ -146,11 +146,7 @@ def test_eight_processes_show_the_same_error_after_one_compile(
         """, path=[plain.where])
         for _ in range(8)
     ]  # fmt: skip
-    import time
-
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("waiting-*"))) < 7 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    within(60, lambda: len(list(tmp_path.glob("waiting-*"))) == 7)
     (tmp_path / "go").touch()
     messages = set()
     for each in children:
@@ -199,8 +195,9 @@ def test_hints_name_the_arguments_of_a_setuptools_extension(
         "setup(name='hinted', version='1', ext_modules=[CppExtension('hinted', ['a.cpp'])],\n"
         "      cmdclass={'build_ext': BuildExtension})\n"
     )
-    done = subprocess.run([sys.executable, "setup.py", "build_ext", "--inplace"], check=False,
-                          capture_output=True, text=True)  # fmt: skip
+    setup = forks.Fork(["setup.py", "build_ext", "--inplace"], stdout=subprocess.PIPE,
+                       stderr=subprocess.PIPE, text=True)  # fmt: skip
+    done = child.finish(setup)
     assert done.returncode != 0
     assert "add the directory of no/such.h to include_dirs, or set CPATH" in done.stderr
 
@@ -338,6 +335,7 @@ def test_a_library_that_crashes_when_it_is_loaded_ends_a_child_and_not_this_proc
     assert entries(cache) == []
 
 
+@pytest.mark.timed
 def test_a_step_that_takes_too_long_is_ended_and_named(
     plain: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
