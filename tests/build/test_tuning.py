@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from subprocess import PIPE
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sample import child, known
+from sample import child, command, forks, known, pool
 from torch import Tensor
 
 import opkiln
@@ -60,7 +59,7 @@ print(tuned_package.slow_block.explain(BLOCK=128).notes[0])
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """An installed package with a tuned op, and a store in which it is built."""
     place = tmp_path_factory.mktemp("tuned")
     home = place / "site" / "tuned_package"
@@ -72,15 +71,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tuned-package\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[opkiln.ops]\ntuned_package = tuned_package\n")
     known.make_store(place / "cache")
-    return place
+    yield place
+    pool.add(place / "cache")
 
 
 def run(site: Path, *argv: str, **more: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *argv], capture_output=True, text=True, check=False,
-        env={**child.environment(), "PYTHONPATH": str(site / "site"),
-             "OPKILN_CACHE_DIR": str(site / "cache"), **more},
-    )  # fmt: skip
+    env = {**child.environment(), "PYTHONPATH": str(site / "site"),
+           "OPKILN_CACHE_DIR": str(site / "cache"), **more}  # fmt: skip
+    done = child.finish(forks.Fork(argv, stdout=PIPE, stderr=PIPE, text=True, env=env))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -89,6 +87,7 @@ def kept(site: Path) -> list[Path]:
     return list((site / "cache").glob("*/tuned/tuned_package/slow_block/*.json"))
 
 
+@pytest.mark.timed
 def test_fast_candidate_is_chosen_once_and_the_choice_can_be_moved(
     site: Path, tmp_path: Path
 ) -> None:
@@ -146,10 +145,7 @@ OTHER_FILES = (
 def test_import_refuses_another_file(text: str, tmp_path: Path) -> None:
     file = tmp_path / "choices.json"
     file.write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-m", "opkiln", "tuned", "import", str(file)],
-        capture_output=True, text=True, check=False, env=child.environment(),
-    )  # fmt: skip
+    done = command.run("tuned", "import", str(file))
     assert done.returncode == 2
     assert "is not a file that `opkiln tuned export` wrote" in done.stderr
 
@@ -188,7 +184,7 @@ def test_tuned_op_that_writes_measures_on_copies_and_variants_are_tuned_apart(
     def _(x: Tensor) -> dict[str, int]:
         return {"STEP": x.shape[-1]}
 
-    compiled = torch.compile(count_up, fullgraph=True)
+    compiled = torch.compile(count_up, fullgraph=True, backend="aot_eager")
     x = torch.zeros(4)
     compiled(x)
     assert torch.equal(x, torch.full((4,), 4.0)), "one step, however often it was measured"
