@@ -127,6 +127,7 @@ def test_a_launcher_runs_before_each_compile_and_is_no_part_of_the_key(
     assert steps.linked == 1
 
 
+@pytest.mark.counts_compiles
 def test_a_torch_upgraded_in_place_rebuilds_a_full_abi_op_once_and_a_stable_one_never(
     tmp_path: Path,
 ) -> None:
