@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from sample.package import Package
 
 
+pytestmark = pytest.mark.counts_compiles  # a compile is waited for
+
+
 @pytest.fixture
 def started() -> Iterator[list[str]]:
     """The programs that are started, in order, by a word for each."""
@@ -91,6 +94,7 @@ def test_library_that_appears_late_is_loaded_when_it_is_told(
             test.check()
 
 
+@pytest.mark.timed
 def test_time_limit_counts_from_the_library(tmp_path: Path, plain: Package) -> None:
     spec = plain.builder().spec()._replace(kernels=(), abi="none")
     library, quick, hanging = (tmp_path / f"{name}.so" for name in ("tested", "quick", "hanging"))

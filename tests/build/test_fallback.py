@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import warnings
 import zipfile
+from subprocess import PIPE
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from sample import child
+from sample import child, forks
 from sample.compiler import torch_like
 from sample.levels import HIGH, LEVELS, kernel_flags, lacks
 from sample.package import settle
@@ -61,11 +60,8 @@ def test_a_zipapp_is_served_by_the_reference_and_says_that_its_sources_are_packe
             f"import torch\nfrom {stable.name}.op import StableBuilder\n"
             "print(StableBuilder.functions().axpy(torch.ones(2), torch.ones(2), 2.0).tolist())\n",
         )
-    environment = {**os.environ, "PYTHONPATH": ""}
-    done = subprocess.run(
-        [sys.executable, str(archive)],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": ""}
+    done = child.finish(forks.Fork([str(archive)], stdout=PIPE, stderr=PIPE, text=True, env=env))
     assert (done.returncode, done.stdout) == (0, "[3.0, 3.0]\n"), done.stderr
     assert "FallbackWarning: op stable runs as its pure-PyTorch reference" in done.stderr
     assert f"its sources are inside {archive}" in done.stderr
@@ -267,7 +263,7 @@ def test_a_torch_without_the_stable_abi_is_served_by_the_reference(
         functions.scale_(x, 2.0)
         print(functions.who(x), x.tolist(), builder.is_compatible())
         print([str(each.message) for each in caught if "opkiln" in str(each.category)])
-    """, path=[tmp_path / "env", stable.where], bare=False)  # fmt: skip
+    """, path=[tmp_path / "env", stable.where], bare=False, forked=False)  # fmt: skip
     first, told = out.splitlines()
     assert first == "0 [2.0, 2.0, 2.0] False"
     assert "needs torch 2.10 or later" in told

@@ -77,6 +77,7 @@ def test_a_logger_with_a_handler_gets_the_lines_in_the_place_of_standard_error(
     assert records[1][1].startswith("built plain in ")
 
 
+@pytest.mark.counts_compiles
 def test_a_logger_that_debugs_gets_the_commands(plain: Package, tmp_path: Path) -> None:
     file = tmp_path / "service.log"
     load(plain, TO_FILE.format(logger="opkiln", level="DEBUG", file=str(file)))
@@ -109,6 +110,7 @@ def test_a_build_that_fails_is_a_warning_of_the_logger(plain: Package, tmp_path:
     assert records[-1][1].startswith("failed plain after ")
 
 
+@pytest.mark.counts_compiles
 def test_verbose_progress_shows_each_command(plain: Package) -> None:
     _, said = load(plain, OPKILN_PROGRESS="verbose")
     commands = [line for line in said if line.startswith("+ ")]
