@@ -1,4 +1,4 @@
-"""The command line with real compilers, real stores and real processes."""
+"""The command line with real compilers and real stores; in processes where that is the point."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sample import signals
+from sample import command, signals
 from sample.compiler import Compiler
+
+from opkiln.report.doctor import checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +31,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 
 
 class Opkiln:
-    """Runs the command line in processes of their own, with the packages that were offered."""
+    """Runs the command line with the packages that were offered."""
 
     def __init__(self, site: Path) -> None:
         self.site = site
@@ -55,11 +57,16 @@ class Opkiln:
             env={**self.environment, **variables},
         )
 
-    def __call__(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def process(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """In a process of its own."""
         child = self.start(*arguments, **variables)
         out, err = child.communicate(timeout=300)
         assert "Traceback" not in err, err
         return subprocess.CompletedProcess(child.args, child.returncode, out, err)
+
+    def __call__(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """In this process."""
+        return command.run(*arguments, OPKILN_PROGRESS="lines", **variables)
 
     def json(self, *arguments: str, **variables: str) -> Any:
         done = self(*arguments, "--json", **variables)
@@ -101,7 +108,7 @@ def entry(opkiln: Opkiln, name: str = "plain") -> Path:
 
 
 def test_an_op_is_built_once_and_then_found(opkiln: Opkiln, op: Package) -> None:
-    first = opkiln("build", "plain")
+    first = opkiln.process("build", "plain")
     assert first.returncode == 0
     assert re.search(r"^plain +cpu +built +\d+\.\d\d +/.*/plain\.so$", first.stdout, re.MULTILINE)
     assert "built plain in" in first.stderr
@@ -126,6 +133,7 @@ def test_a_build_of_what_is_built_imports_neither_torch_nor_the_engine(
     assert not imported & {"torch", "opkiln.engine.schedule", "opkiln.process"}
 
 
+@pytest.mark.counts_compiles
 def test_ops_build_together_and_leave_one_trace(
     opkiln: Opkiln, op: Package, second: Package, tmp_path: Path
 ) -> None:
@@ -174,14 +182,14 @@ def test_all_skips_what_its_author_says_cannot_run_and_names_the_reason(
     (tmp_path / "packages" / "torch").mkdir()
     (tmp_path / "packages" / "torch" / "__init__.py").touch()
     (tmp_path / "packages" / "torch" / "version.py").write_text("__version__ = '2.9.1'\n")
-    done = opkiln("build", "--all")
+    done = opkiln.process("build", "--all")
     assert done.returncode == 0
     assert done.stdout == ""
     assert "skipped plain: it needs a quantum computer" in done.stderr
     assert re.search(r"skipped cpu_adam: .*2\.9\.1 lacks the stable ABI", done.stderr)
     # By name it is an explicit request.
-    assert opkiln("build", "plain").returncode == 0
-    assert opkiln("build", "cpu_adam").returncode == 6
+    assert opkiln.process("build", "plain").returncode == 0
+    assert opkiln.process("build", "cpu_adam").returncode == 6
 
 
 @pytest.mark.first_use
@@ -191,7 +199,7 @@ def test_a_build_that_no_store_can_take_exits_with_5(
     (cache / "v1").mkdir(parents=True)
     cache.chmod(0o700)
     (cache / "v1" / "staging").touch()  # where a directory has to be
-    done = opkiln("build", "plain")
+    done = opkiln.process("build", "plain")
     assert done.returncode == 5
     assert "error: op plain was built, but could not be stored" in done.stderr
 
@@ -297,6 +305,7 @@ def test_gc_spares_a_library_that_another_process_has_loaded(opkiln: Opkiln, op:
     assert opkiln.json("cache", "size")["ops"] == 0
 
 
+@pytest.mark.counts_compiles
 def test_clearing_an_op_leaves_the_other_one(opkiln: Opkiln, op: Package, second: Package) -> None:
     second.edit("op.py", '"csrc/add.cpp", "csrc/scale.cpp", "csrc/where.cpp"', '"csrc/other.cpp"')
     (second / "csrc/add.cpp").rename(second / "csrc/other.cpp")
@@ -414,15 +423,16 @@ def _documented() -> list[str]:
 
 
 def _typed(
-    opkiln: Opkiln, command: str, tmp_path: Path, **variables: str
+    opkiln: Opkiln, line: str, tmp_path: Path, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """A command as a shell starts it, with pip installing into a directory of the test's."""
     path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
     # The registry of the examples is nobody's: a directory takes its place.
-    command = command.replace("oci://registry.example.com/", f"file://{tmp_path}/registry/")
-    words = [found for word in shlex.split(command)[1:] for found in glob.glob(word) or [word]]
-    done = opkiln(*words, PATH=path, PIP_TARGET=str(tmp_path / "site"), **variables)
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    line = line.replace("oci://registry.example.com/", f"file://{tmp_path}/registry/")
+    words = [found for word in shlex.split(line)[1:] for found in glob.glob(word) or [word]]
+    call = opkiln.process if words[0] == "run" or "record" in words else opkiln
+    done = call(*words, PATH=path, PIP_TARGET=str(tmp_path / "site"), **variables)
+    assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     return done
 
 
@@ -433,8 +443,8 @@ def test_a_documented_install_of_an_extension_installs_it(
     (tmp_path / "some-extension").mkdir()
     (tmp_path / "some-extension" / "setup.py").write_text(_SETUP)
     (tmp_path / "some-extension" / "some_extension.cpp").write_text(_MODULE)
-    (command,) = (each for each in _documented() if each.startswith("opkiln run pip install "))
-    done = _typed(opkiln, command, tmp_path)
+    (line,) = (each for each in _documented() if each.startswith("opkiln run pip install "))
+    done = _typed(opkiln, line, tmp_path)
     assert done.stderr.startswith("opkiln builds the PyTorch extensions and DeepSpeed ops of: pip ")
     (installed,) = (tmp_path / "site").glob("some_extension*.so")
     listed = opkiln.json("cache", "list")["entries"]
@@ -446,18 +456,21 @@ def test_a_documented_install_of_an_extension_installs_it(
 def test_every_documented_command_works_and_the_demo_passes(
     opkiln: Opkiln, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, catalogue: Path
 ) -> None:
+    # What it finds is of its own tests.
+    monkeypatch.setattr(checks, "CHECKS", {"python": checks.CHECKS["python"]})
+    monkeypatch.setattr(checks, "BUILDS", {"system": checks.CHECKS["python"]})
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("import opkiln; opkiln.get_builder('cpu_adam').load()\n")
     commands = _documented()
-    assert all(command.startswith("opkiln ") for command in commands)
+    assert all(each.startswith("opkiln ") for each in commands)
     assert len(commands) > 15
-    for command in commands:
-        if command.startswith("opkiln run pip install "):
+    for each in commands:
+        if each.startswith("opkiln run pip install "):
             continue  # by the test above
         # All ops take a minute to build; most of the other tests need them, too.
-        store = {"OPKILN_CACHE_DIR": str(catalogue)} if " --all " in command else {}
-        done = _typed(opkiln, command, tmp_path, **store)
-        if command == "opkiln demo":
+        store = {"OPKILN_CACHE_DIR": str(catalogue)} if " --all " in each else {}
+        done = _typed(opkiln, each, tmp_path, **store)
+        if each == "opkiln demo":
             assert re.search(r"result +PASS", done.stdout)
             cold, warm = done.stdout.split("\nwarm: ")
             assert re.search(r"build +taken: compiled 1 file", cold)
@@ -471,7 +484,8 @@ def test_the_demo_passes_where_numpy_is_not_installed(opkiln: Opkiln, tmp_path: 
     without = tmp_path / "without"
     without.mkdir()
     (without / "numpy.py").write_text("raise ModuleNotFoundError('No module named numpy')\n")
-    done = opkiln("demo", PYTHONPATH=f"{without}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    path = f"{without}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    done = opkiln.process("demo", PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"result +PASS", done.stdout)
 
