@@ -206,7 +206,16 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+# Other spellings of what the observer sees the same of.
+SPELLINGS = (
+    "-Wp,-I,", "-Xpreprocessor -I", "-iwithprefix", "--include-directory=", "-T", "-Wl,--script",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.full] * (name in SPELLINGS)) for name in CASES],
+)
 def test_the_cache_serves_the_bytes_that_an_empty_cache_builds(name: str, tmp_path: Path) -> None:
     tree = Tree(tmp_path / "tree")
     CASES[name].make(tree)
