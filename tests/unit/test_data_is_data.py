@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,19 +26,29 @@ CALLS = {
     "os.popen", "tempfile.mktemp",
 }  # fmt: skip
 METHODS = {"extractall"}  # an archive's members go where they say; ours are read one by one
+LAST = METHODS | {name.rpartition(".")[2] for name in CALLS}
+
+
+@functools.cache
+def nodes(code: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(code)))
+
+
+def last_name(function: ast.expr) -> str:
+    """The name by which a function is called, without what is before the dot."""
+    return getattr(function, "attr", None) or getattr(function, "id", "")
 
 
 def found(code: str) -> list[str]:
     """What a source has of these."""
     bad = []
-    for node in ast.walk(ast.parse(code)):
+    for node in nodes(code):
         if isinstance(node, ast.Import):
             bad += [a.name for a in node.names if a.name.partition(".")[0] in MODULES]
         elif isinstance(node, ast.ImportFrom):
             bad += [node.module] if (node.module or "").partition(".")[0] in MODULES else []
-        elif isinstance(node, ast.Call):
+        elif isinstance(node, ast.Call) and (last := last_name(node.func)) in LAST:
             name = ast.unparse(node.func)
-            last = name.rpartition(".")[2]
             short = ".".join(name.split(".")[-2:])
             safe = any(each.arg == "weights_only" and _true(each.value) for each in node.keywords)
             if (short in CALLS and not safe) or ("." in name and last in METHODS):
@@ -95,12 +106,12 @@ NETWORK = {
 def connecting(code: str) -> list[str]:
     """What a source has to reach other hosts with."""
     found = []
-    for node in ast.walk(ast.parse(code)):
+    for node in nodes(code):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             found += [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Call):
+        elif isinstance(node, ast.Call) and last_name(node.func) in ("socket", "create_connection"):
             called = ast.unparse(node.func)
             found += [called] if called in ("socket.socket", "socket.create_connection") else []
     parts = {name: {name.partition(".")[0], ".".join(name.split(".")[:2])} for name in found}
