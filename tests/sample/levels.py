@@ -48,7 +48,8 @@ def report() -> str:
     """For pytest's header: the architectures that a run covers."""
     missing = [name for name in (OTHER_CXX, OTHER_EMULATOR) if shutil.which(name) is None]
     how = f"not covered, for lack of {' and '.join(missing)}" if missing else "emulated"
-    return f"architectures: {HERE} ({machine.cpu_name()}); {OTHER}: {how}"
+    here = cpu.native(HERE, cpu.features_of(machine.cpu_flags()))
+    return f"architectures: {HERE} ({here}); {OTHER}: {how}"
 
 
 def lacks(level: str, than: str) -> str:
