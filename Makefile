@@ -39,6 +39,8 @@ DOCS    ?=
 BASE    ?= HEAD
 
 RUN := $(VENV)/bin/python
+# Many interpreters are started: each would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 # A file's tests stay in one worker, because they share what takes long to build; the longest begin.
 WORKERS := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.ready
