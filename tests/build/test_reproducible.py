@@ -172,6 +172,7 @@ def test_two_users_get_the_same_bytes(base: Path) -> None:
     assert {path.stat().st_uid for path in (base / "cache1").rglob("*.so")} == {child.NOBODY}
 
 
+@pytest.mark.full  # by the flags of the plain op, above
 def test_an_op_on_the_stable_abi_gives_the_same_bytes(base: Path) -> None:
     one = build(base, "one", "cache1", kind="stable")
     assert one == build(base, "a much longer/directory", "cache2", kind="stable")
