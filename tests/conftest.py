@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
-from sample import known, levels, pool, sanitizers
+from sample import known, pool, sanitizers
 from sample.package import Package, Steps
 
 from opkiln import settings
@@ -35,10 +35,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sanitize", action="store_true", help="compile for the CPU with ASan and UBSan"
     )
-
-
-def pytest_report_header() -> str:
-    return levels.report()
 
 
 def pytest_configure(config: pytest.Config) -> None:

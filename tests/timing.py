@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from sample import levels
 
 KEPT = Path(__file__).with_name("durations.json")
 _NEW = 20.0  # seconds, for a file that is not listed
@@ -63,7 +64,7 @@ class _Clock:
         run = self._collected - self._skipped
         terminalreporter.line(
             f"{self._collected} tests collected, {run} run, {self._skipped} skipped, in "
-            f"{len(self._seconds)} files"
+            f"{len(self._seconds)} files\n{levels.report()}"
         )
         if not self._config.getoption("--keep-durations"):
             return
