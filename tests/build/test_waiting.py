@@ -6,10 +6,11 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from sample import child
+from sample import child, known
 from sample.compiler import Compiler
 from sample.quiet import within
 
@@ -18,12 +19,18 @@ from opkiln.errors import BuildTimeout
 
 if TYPE_CHECKING:
     import subprocess
-    from pathlib import Path
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.timed
 
 LIMIT = 10.0
+COMPILE_HANGS = "case \"$*\" in *' -c '*op.cpp*) sleep 600;; esac"
 LOAD = """
     import sys, time, opkiln
     from opkiln import errors
+    from opkiln.engine import progress
+    from opkiln.store import lock
+    progress._FIRST_QUIET_LINE, lock._PASSED_AFTER = 0.2, 0.5  # seconds, both 5
     try:
         library = opkiln.load("op", [sys.argv[1]], is_python_module=False, abi="none")
         print(library.value())
@@ -58,24 +65,53 @@ def ends(children: list[subprocess.Popen[str]]) -> tuple[list[str], list[float]]
     return [said for said, _, _ in done], [float(when) for _, _, when in done]
 
 
-def test_a_time_out_of_the_compiler_ends_all_who_wait_for_it_at_once(
-    tmp_path: Path, compiler: Compiler
-) -> None:
-    compiler.write(before="case \"$*\" in *' -c '*op.cpp*) sleep 600;; esac")
-    waiting = start(source(tmp_path), 4, OPKILN_BUILD_TIMEOUT=str(LIMIT))
-    said, when = ends(waiting)
-    error = f"BuildTimeout: {compiler.path} was killed, because it did not end within {LIMIT:g} s"
-    # On a busy machine, a waiter's own limit may end before it is told.
-    assert all(each.startswith((error, "BuildTimeout: gave up")) for each in said), said
-    assert any(each.startswith(error) for each in said), said
-    assert compiler.compiles() == ["op.cpp"]
-    assert max(when) - min(when) < LIMIT  # one after the other, it would be three times that
+class Hanging:
+    """Processes that load an op, all with the same limit, and the compiler that they use."""
+
+    def __init__(self, place: Path, count: int, before: str = "", text: str = "") -> None:
+        self.compiler = Compiler(place)
+        self.compiler.write(before=before)
+        self.asked = place / "asked"
+        variables = {
+            "CXX": str(self.compiler.path), "OPKILN_BUILD_TIMEOUT": str(LIMIT),
+            "OPKILN_CACHE_DIR": str(known.make_store(place / "cache")),
+            "OPKILN_RUNTIME_DIR": str(place / "run"),
+        }  # fmt: skip
+        self.children = start(source(place, text), count, **variables)
+        # The next ones are not started beside these.
+        assert within(60, lambda: self.compiler.compiles() or self.asked.exists())
+
+    def ends(self, error: str, count: int) -> tuple[list[str], list[float]]:
+        said, when = ends(self.children)
+        # On a busy machine, a waiter's own limit may end before it is told.
+        assert all(each.startswith((error, "BuildTimeout: gave up")) for each in said), said
+        assert any(each.startswith(error) for each in said), said
+        assert self.compiler.compiles() == ["op.cpp"] * count
+        return said, when
 
 
+@pytest.fixture(scope="module")
+def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Hanging]]:
+    """They hang at the same time, so that the limit passes once."""
+    places = {name: tmp_path_factory.mktemp(name) for name in ("compile", "question", "load")}
+    asked = f"echo asked >> '{places['question']}/asked'; sleep 600"
+    pause = "#include <unistd.h>\nstatic int hang = [] { for (;;) pause(); return 0; }();\n"
+    made = {
+        "compile": Hanging(places["compile"], 4, COMPILE_HANGS),
+        "question": Hanging(places["question"], 4, asked),
+        "load": Hanging(places["load"], 3, text=pause),
+    }
+    yield made
+    for each in [each for one in made.values() for each in one.children if each.poll() is None]:
+        each.kill()
+        each.communicate()
+
+
+@pytest.mark.usefixtures("hanging")  # their limit passes at the same time
 def test_threads_that_load_one_op_do_not_wait_for_its_hanging_compiler_in_turn(
     tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler.write(before="case \"$*\" in *' -c '*op.cpp*) sleep 600;; esac")
+    compiler.write(before=COMPILE_HANGS)
     monkeypatch.setenv("OPKILN_BUILD_TIMEOUT", str(LIMIT))
     path, told = source(tmp_path), []
 
@@ -95,18 +131,30 @@ def test_threads_that_load_one_op_do_not_wait_for_its_hanging_compiler_in_turn(
     assert compiler.compiles() == ["op.cpp"]
 
 
-def test_a_compiler_that_answers_nothing_ends_all_who_need_it_at_once(
-    tmp_path: Path, compiler: Compiler
+def test_a_time_out_of_the_compiler_ends_all_who_wait_for_it_at_once(
+    hanging: dict[str, Hanging],
 ) -> None:
-    compiler.write(before=f"echo asked >> '{tmp_path}/asked'; sleep 600")
-    began = time.monotonic()
-    waiting = start(source(tmp_path), 4, OPKILN_BUILD_TIMEOUT=str(LIMIT))
-    said, _ = ends(waiting)
-    error = "ToolchainError: no C++ compiler can be used here"
-    assert all(each.startswith((error, "BuildTimeout: gave up")) for each in said), said
+    path = hanging["compile"].compiler.path
+    error = f"BuildTimeout: {path} was killed, because it did not end within {LIMIT:g} s"
+    _, when = hanging["compile"].ends(error, 1)
+    assert max(when) - min(when) < LIMIT  # one after the other, it would be three times that
+
+
+def test_a_compiler_that_answers_nothing_ends_all_who_need_it_at_once(
+    hanging: dict[str, Hanging],
+) -> None:
+    said, when = hanging["question"].ends("ToolchainError: no C++ compiler can be used here", 0)
     assert any(f"did not end within {LIMIT:g} s" in each for each in said), said
-    assert time.monotonic() - began < 60, "a question had its own limit of 60 s"
-    assert (tmp_path / "asked").read_text().split() == ["asked"]
+    assert max(when) - min(when) < LIMIT
+    assert hanging["question"].asked.read_text().split() == ["asked"]
+
+
+def test_a_constructor_that_hangs_ends_all_who_wait_for_it_at_once(
+    hanging: dict[str, Hanging],
+) -> None:
+    error = "BuildTimeout: op was built, but loading it took longer than 10 s"
+    _, when = hanging["load"].ends(error, 1)
+    assert max(when) - min(when) < LIMIT
 
 
 def test_who_waits_for_the_list_of_compilers_says_so(tmp_path: Path, compiler: Compiler) -> None:
@@ -121,19 +169,6 @@ def test_who_waits_for_the_list_of_compilers_says_so(tmp_path: Path, compiler: C
     assert line.startswith(f"op  waiting for pid {asking.pid} on host {os.uname().nodename}, ")
     assert line.endswith("(the list of compilers)\n")
     assert ends([asking, waiter])[0] == ["7", "7"]
-
-
-def test_a_constructor_that_hangs_ends_all_who_wait_for_it_at_once(
-    tmp_path: Path, compiler: Compiler
-) -> None:
-    hanging = "#include <unistd.h>\nstatic int hang = [] { for (;;) pause(); return 0; }();\n"
-    waiting = start(source(tmp_path, hanging), 3, OPKILN_BUILD_TIMEOUT=str(LIMIT))
-    said, when = ends(waiting)
-    error = "BuildTimeout: op was built, but loading it took longer than 10 s"
-    assert all(each.startswith((error, "BuildTimeout: gave up")) for each in said), said
-    assert any(each.startswith(error) for each in said), said
-    assert compiler.compiles() == ["op.cpp"]
-    assert max(when) - min(when) < LIMIT
 
 
 def test_a_stopped_builder_is_passed_by_one_of_those_who_wait(
@@ -158,7 +193,7 @@ def test_a_stopped_builder_is_passed_by_one_of_those_who_wait(
     assert ends([builder])[0] == ["7"]
 
 
-def test_who_waits_with_verbose_false_says_so_after_five_seconds(
+def test_who_waits_with_verbose_false_says_so_after_a_while(
     tmp_path: Path, compiler: Compiler
 ) -> None:
     gate = f"while [ ! -e '{tmp_path}/go' ]; do sleep 0.05; done"
