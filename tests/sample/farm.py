@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-from opkiln import settings
 from sample import known
+from sample.levels import HIGH, LOW
 from sample.package import Package
+from sample.shipped import clean_environment
 
-MATRIX = 'ops = ["first", "second"]\ntargets = ["cpu:x86-64-v2,x86-64-v3"]\n'
+MATRIX = f'ops = ["first", "second"]\ntargets = ["cpu:{LOW},{HIGH}"]\n'
 # A worker that builds the op for the first time ends as one does that the kernel kills.
 KILLED = """
     def sources(self) -> list[str]:
@@ -60,10 +60,7 @@ class Farm:
 
     def environment(self, store: Path, **variables: str) -> dict[str, str]:
         """That of a process which sees the ops, and nothing that the user has set."""
-        ours = {name for each in settings.table() for name in (each.variable, *each.aliases)}
-        kept = {"PATH", "HOME", "TMPDIR"}
-        clean = {k: v for k, v in os.environ.items() if k not in ours or k in kept}
-        return clean | variables | {
+        return clean_environment(**variables) | {
             "OPKILN_CACHE_DIR": str(store), "OPKILN_RUNTIME_DIR": str(self.base / "run"),
             "OPKILN_PROGRESS": "lines", "PYTHONPATH": str(self.site),
         }  # fmt: skip

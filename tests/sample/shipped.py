@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
+from opkiln import settings
 from opkiln.bundles import layer
 from opkiln.loading import loader
 from opkiln.loading.explain import explain
 from opkiln.settings import override
 from opkiln.store import entry
-from sample import known, levels, wanted
+from sample import command, known, levels, pool, wanted
 from sample.package import settle
 
 if TYPE_CHECKING:
@@ -63,20 +67,22 @@ class Shipped:
         self._attributes: dict[str, Any] = {}
         monkeypatch.setenv(OPENED, str(self._log))
         path = package / source
-        # One library in one process is opened once, whatever its path: each gets its own bytes.
-        name = f'extern "C" const char* sample_name() {{ return "{package.name}"; }}\n'
+        # One library in one process is opened once, whatever its path: each gets its own bytes, in
+        # every run the same.
+        name = f'extern "C" const char* sample_name() {{ return "{_test()}"; }}\n'
         path.write_text(path.read_text() + _NOTING + name)
         settle(*package.files())
 
-    def build(self, to: Path | None = None, *, backend: str = "", **settings: Any) -> Path:
+    def build(self, to: Path | None = None, *, backend: str = "", **changes: Any) -> Path:
         """Build elsewhere and ship, with the package itself by default; the entry's directory."""
         elsewhere = self.base / "elsewhere"
         if not elsewhere.exists():
             known.make_store(elsewhere)
-        with override(cache_dir=str(elsewhere), **settings):
+        with override(cache_dir=str(elsewhere), **changes):
             more = {"_asked_backend": backend} if backend else {}
             made = wanted.artifact(self.package.builder(**more).op())
             (leaf,) = layer.export([made.path], str(to or self.own))
+        pool.add(elsewhere)
         return type(self.base)(leaf)
 
     def load(self, **attributes: Any) -> Any:
@@ -113,6 +119,33 @@ class Shipped:
     def opened(self) -> list[str]:
         """The libraries that any process opened, in order."""
         return self._log.read_text().splitlines() if self._log.exists() else []
+
+
+def _test() -> str:
+    """A name for the test that is running."""
+    name = os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0]
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+def clean_environment(**variables: str) -> dict[str, str]:
+    """An environment in which nothing is set that opkiln reads, but this."""
+    ours = {name for each in settings.table() for name in (each.variable, *each.aliases)}
+    kept = ours - {"PATH", "HOME", "TMPDIR"}
+    return {name: text for name, text in os.environ.items() if name not in kept} | variables
+
+
+def build(store: Path, *words: str, pooled: bool = True) -> Any:
+    """``opkiln build`` into a store. If ``pooled``, what was compiled before is only copied."""
+    if not store.exists():
+        known.make_store(store)
+    variables = {"OPKILN_CACHE_DIR": str(store), "OPKILN_PROGRESS": "off"}
+    if pooled:
+        variables["OPKILN_STORE_LAYERS"] = str(pool.LAYER)
+    with mock.patch.dict(os.environ, clean_environment(**variables), clear=True):
+        done = command.run("build", *words, "--json")
+    assert done.returncode == 0, done.stderr
+    pool.add(store)
+    return json.loads(done.stdout)
 
 
 def rewrite(leaf: Path, change: Callable[[dict[str, Any]], None]) -> None:
