@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from sample.package import Package, Steps
 
 
+pytestmark = pytest.mark.timed
+
+
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     made = Compiler(tmp_path)

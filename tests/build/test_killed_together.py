@@ -17,7 +17,10 @@ from opkiln.toolchain import host
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.skipif(not host.available(), reason="no C++ compiler is installed")
+pytestmark = [
+    pytest.mark.skipif(not host.available(), reason="no C++ compiler is installed"),
+    pytest.mark.timed,
+]
 
 LOAD = """
     import sys, opkiln
