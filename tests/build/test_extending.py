@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from sample import child
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -45,17 +44,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(copy: Path, code: str, *paths: Path, **variables: str) -> str:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, (copy / "src", *paths))),
-        **variables,
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=copy, env=environment, capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    path = os.pathsep.join(map(str, (copy / "src", *paths)))
+    return child.run(code, env={"PYTHONPATH": path, **variables}, bare=False)
 
 
 def test_the_page_has_an_example_of_each_kind() -> None:
