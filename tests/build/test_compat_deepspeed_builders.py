@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sample import child
+from sample.levels import IS_X86
 
 from opkiln import plan as plans
 from opkiln.compat.deepspeed import CPUOpBuilder, CUDAOpBuilder, OpBuilder, TorchCPUOpBuilder
@@ -88,8 +89,8 @@ def _host_builder(tree: Path) -> Any:
 
 
 def test_a_builder_for_the_cpu_builds_and_loads_a_module(tree: Path) -> None:
-    if os.uname().machine != "x86_64":
-        pytest.skip("DeepSpeed's macros for vectors are x86-64's here")
+    if not IS_X86:
+        pytest.skip("DeepSpeed's macros for vectors are those of x86 here")
     builder = _host_builder(tree)
     assert builder.name == "outer"
     assert builder.absolute_name() == "elsewhere.ops.outer_op"
@@ -304,11 +305,8 @@ before = torch.utils.cpp_extension.CUDA_HOME
 assert engine.op_of(Builder()).spec == spec
 assert torch.utils.cpp_extension.CUDA_HOME == before
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "OPKILN_CUDA_HOME": "/opt/cuda-13"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, "/opt/cuda-13/include\n"), done.stderr
+    said = child.run(program, bare=False, env={"OPKILN_CUDA_HOME": "/opt/cuda-13"})
+    assert said == "/opt/cuda-13/include\n"
 
 
 def test_importing_the_package_does_no_work_and_knows_no_deepspeed() -> None:
