@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
+from subprocess import PIPE
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sample import child
+from sample import child, forks
 from torch import Tensor
 
 import opkiln
@@ -177,7 +176,7 @@ def test_first_call_may_be_inside_a_compiled_function(served: Callable[[Any], li
     op = squared("compiled_first")
     calls = served(op)
 
-    @torch.compile(fullgraph=True)
+    @torch.compile(fullgraph=True, backend="aot_eager")
     def step(x: Tensor, y: Tensor) -> Tensor:
         return op(x, y, 2.0).relu()
 
@@ -254,7 +253,7 @@ def test_decorating_again_replaces_source_schema_and_gradient() -> None:
     new(v).sum().backward()
     assert torch.equal(v.grad, torch.full((4,), -1.0))
     assert torch.equal(torch.ops.decorated.again(x), -x)
-    assert torch.equal(torch.compile(new, fullgraph=True)(x), -x)
+    assert torch.equal(torch.compile(new, fullgraph=True, backend="eager")(x), -x)
 
 
 def test_function_of_no_module_can_be_an_op() -> None:
@@ -357,7 +356,8 @@ def test_opkiln_check_compares_every_call(monkeypatch: pytest.MonkeyPatch) -> No
     right, wrong = scaled("always_right"), scaled("always_wrong", value="a[i]")
     x, y = torch.randn(8), torch.randn(8)
     assert torch.equal(right(x, y), x + y)
-    for call in (wrong, torch.ops.decorated.always_wrong, torch.compile(wrong)):
+    compiled = torch.compile(wrong, backend="aot_eager")
+    for call in (wrong, torch.ops.decorated.always_wrong, compiled):
         with pytest.raises(DifferenceError, match="native and reference differ"):
             call(x, y)
 
@@ -397,10 +397,8 @@ def package(tmp_path: Path) -> Path:
 
 
 def run(package: Path, *argv: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *argv], env={**child.environment(), "PYTHONPATH": str(package)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    env = {**child.environment(), "PYTHONPATH": str(package)}
+    done = child.finish(forks.Fork(argv, stdout=PIPE, stderr=PIPE, text=True, env=env))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

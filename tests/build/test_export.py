@@ -57,23 +57,23 @@ def shift(x: Tensor, by: float) -> None:
     x.add_(by)
 '''
 
-# What another process does with the compiled model, the exported program, and two sizes of input.
+# What another process does with the exported program, two sizes of input, and the compiled model.
 USE = """
 import sys
 import torch
 
-compiled, exported, samples = sys.argv[1:]
-try:
-    torch._inductor.aoti_load_package(compiled)
-except RuntimeError as error:
-    print(error)
+exported, samples, *compiled = sys.argv[1:]
+for each in compiled:
+    try:
+        torch._inductor.aoti_load_package(each)
+    except RuntimeError as error:
+        print(error)
 import exported_ops
 
-model = torch._inductor.aoti_load_package(compiled)
-program = torch.export.load(exported).module()
+models = [torch._inductor.aoti_load_package(each) for each in compiled]
 for x, y, expected in torch.load(samples):
-    assert torch.equal(model(x, y), expected)
-    assert torch.equal(program(x, y), expected)
+    for model in (torch.export.load(exported).module(), *models):
+        assert torch.equal(model(x, y), expected)
 for name in ("squared_add", "squared_add.no_grad", "shift"):
     native = torch._C._dispatch_has_kernel_for_dispatch_key(f"exported_ops::{name}", "CPU")
     print(name, "native" if native else "reference")
@@ -113,32 +113,42 @@ def exported(ops: Any) -> tuple[Model, torch.export.ExportedProgram]:
     return model, torch.export.export(model, arguments, dynamic_shapes=shapes)
 
 
-def test_exported_and_compiled_model_gives_the_same_in_another_process(
-    ops: Any, tmp_path: Path
-) -> None:
+def used_elsewhere(ops: Any, where: Path, *, compiled: bool) -> list[str]:
+    """What another process prints that uses an exported model."""
     model, program = exported(ops)
     samples = []
     for rows in (2, 7):
         x, y = torch.randn(rows, 4), torch.randn(rows, 4)
         samples.append((x, y, model(x, y).detach()))
-    torch.save(samples, tmp_path / "samples.pt")
-    torch.export.save(program, tmp_path / "program.pt2")
-    compiled = torch._inductor.aoti_compile_and_package(
-        program,
-        package_path=str(tmp_path / "compiled.pt2"),
-        # Less time in g++: no optimization, no precompiled header for one model.
-        inductor_configs={
-            "aot_inductor.debug_compile": True,
-            "aot_inductor.precompile_headers": False,
-        },
-    )
-    files = (str(tmp_path / name) for name in ("program.pt2", "samples.pt"))
-    said = child.run(
-        USE, compiled, *files, path=[tmp_path], env={"OPKILN_MODE": "native"}, bare=False
-    )
-    missing, *served = said.splitlines()
+    torch.save(samples, where / "samples.pt")
+    torch.export.save(program, where / "program.pt2")
+    files = [str(where / name) for name in ("program.pt2", "samples.pt")]
+    if compiled:
+        files.append(torch._inductor.aoti_compile_and_package(
+            program,
+            package_path=str(where / "compiled.pt2"),
+            # Less time in g++: no optimization, no precompiled header for one model.
+            inductor_configs={
+                "aot_inductor.debug_compile": True,
+                "aot_inductor.precompile_headers": False,
+            },
+        ))  # fmt: skip
+    native = {"OPKILN_MODE": "native"}
+    return child.run(USE, *files, path=[where], env=native, bare=False).splitlines()
+
+
+SERVED = ["squared_add native", "squared_add.no_grad native", "shift native"]
+
+
+def test_exported_model_gives_the_same_in_another_process(ops: Any, tmp_path: Path) -> None:
+    assert used_elsewhere(ops, tmp_path, compiled=False) == SERVED
+
+
+@pytest.mark.full  # AOTInductor compiles for half a minute
+def test_compiled_model_gives_the_same_in_another_process(ops: Any, tmp_path: Path) -> None:
+    missing, *served = used_elsewhere(ops, tmp_path, compiled=True)
     assert missing.startswith("Could not find schema for exported_ops::")
-    assert served == ["squared_add native", "squared_add.no_grad native", "shift native"]
+    assert served == SERVED
 
 
 def test_exported_program_differentiates_what_needed_no_gradient_when_it_was_traced(
