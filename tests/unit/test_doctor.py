@@ -84,14 +84,18 @@ def test_a_torch_that_cannot_be_read_crashes_nothing(tmp_path: Path) -> None:
 
 
 def test_torch_is_never_imported_by_who_asks(cache: Path) -> None:
+    # Its children, and asking a hipcc what it is, take seconds.
     code = (
         "import sys\n"
-        "from opkiln.report.doctor import checks\n"
+        "from subprocess import CompletedProcess\n"
+        "from opkiln.report.doctor import checks, here\n"
+        "here.capture = lambda argv, **how: CompletedProcess(argv, 1, '', '')\n"
         "found = list(checks.examine(build=False))\n"
         "assert len(found) == len(checks.CHECKS)\n"
         "print('torch' in sys.modules)\n"
     )
-    assert run(code, bare=False) == "False\n"
+    env = {"OPKILN_ROCM_HOME": str(cache / "none")}
+    assert run(code, bare=False, forked=False, env=env) == "False\n"
 
 
 def test_the_worst_is_a_failure_then_a_warning_and_never_a_skip() -> None:
@@ -353,11 +357,6 @@ def test_an_op_that_cannot_be_imported_is_found(code: str, evidence: str, tmp_pa
     assert evidence in found.evidence
     assert "good" not in found.evidence
     assert found.command.endswith(" -c 'import bad_module'")
-    (tmp_path / "bad_module.py").write_text(_GOOD)
-    mended = patient.check("ops")
-    assert (mended.verdict, mended.evidence.endswith("; 2 of other packages")) == (
-        PASS, True,
-    )  # fmt: skip
 
 
 _MISSPELLED = """
@@ -377,7 +376,9 @@ def test_an_op_whose_reference_misspells_a_function_is_found(tmp_path: Path) -> 
     assert found.verdict == WARN
     assert "op bad: the reference has no function 'scaled_add'; did you mean" in found.evidence
     (tmp_path / "bad_module.py").write_text(_MISSPELLED.replace("scaled_ad=", "scaled_add="))
-    assert patient.check("ops").verdict == PASS
+    mended = patient.check("ops")
+    assert mended.verdict == PASS
+    assert mended.evidence.endswith("; 2 of other packages")
 
 
 def test_two_ops_with_one_name_pass_and_the_check_says_how_to_name_each(tmp_path: Path) -> None:
