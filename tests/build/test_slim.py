@@ -81,7 +81,8 @@ def test_importing_opkiln_imports_nothing_else_makes_no_file_and_starts_no_proce
     home = tmp_path / "home"
     home.mkdir()
     out = child.run(AUDIT + "OWN = {'opkiln'}\nimport opkiln\n" + FOREIGN,
-                    bare=False, env={"HOME": str(home), "OPKILN_CACHE_DIR": None})  # fmt: skip
+                    bare=False, forked=False,
+                    env={"HOME": str(home), "OPKILN_CACHE_DIR": None})  # fmt: skip
     assert out.split("\n")[:2] == ["foreign []", "seen []"]
     assert list(home.iterdir()) == []
 
@@ -98,7 +99,7 @@ def test_every_public_name_resolves_without_torch() -> None:
         except AttributeError as error:
             print(error)
         print("torch" in sys.modules)
-    """, bare=False)  # fmt: skip
+    """, bare=False, forked=False)  # fmt: skip
     assert out.splitlines() == ["module 'opkiln' has no attribute 'no_such_name'", "False"]
 
 
@@ -115,7 +116,7 @@ def test_a_hit_imports_nothing_third_party_writes_nothing_and_starts_nothing(
         f"from {built.name}.op import PlainBuilder\n"
         "print(PlainBuilder().load().add(1, 2))\n"
     ) + FOREIGN  # fmt: skip
-    out = child.run(code, path=[built.where], bare=False)
+    out = child.run(code, path=[built.where], bare=False, forked=False)
     assert out.splitlines() == ["103", "foreign []", "seen []"]
 
 
