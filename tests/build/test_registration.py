@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sample import known
+from sample import known, pool
 from sample.package import Package
 
 from opkiln.errors import CompileError, FallbackWarning, SpecError
@@ -24,9 +24,11 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Package]:
     base = tmp_path_factory.mktemp("shared")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(base / "packages"))
+        patch.setenv("OPKILN_STORE_LAYERS", str(pool.LAYER))
         made = Package("stable", base / "packages", "shared_stable")
         with override(cache_dir=str(known.make_store(base / "cache")), progress="off"):
             made.builder().jit_load()
+        pool.add(base / "cache")
         yield made
 
 
