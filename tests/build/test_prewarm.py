@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import subprocess
 import sys
 import textwrap
@@ -13,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from sample import child, forks
+from sample.levels import HIGH, LEVELS, LOW
 
-import opkiln
 from opkiln.digest import sha256_file
 from opkiln.errors import CompilingOff, StoreError, StoreWarning, UnknownOp
 from opkiln.loading import loader, recording
@@ -27,15 +27,14 @@ if TYPE_CHECKING:
 
     from sample.package import Package, Steps
 
-SOURCE = Path(opkiln.__file__).parent.parent
-
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "opkiln", *arguments],
-        env={**os.environ, "PYTHONPATH": str(SOURCE), **environment},
-        capture_output=True, text=True, check=False,
+    """The command in another process: it starts more of them, which print."""
+    started = forks.Fork(
+        ["-m", "opkiln", *arguments], env={**child.environment(), **environment}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
+    return child.finish(started)
 
 
 @pytest.fixture
@@ -106,12 +105,12 @@ def _note_many(file: str, first: int) -> None:
 def test_many_processes_share_a_record(tmp_path: Path) -> None:
     file = tmp_path / "ops.jsonl"
     context = multiprocessing.get_context("fork")
-    children = [context.Process(target=_note_many, args=(str(file), n % 4)) for n in range(8)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join()
-        assert child.exitcode == 0
+    noting = [context.Process(target=_note_many, args=(str(file), n % 4)) for n in range(8)]
+    for each in noting:
+        each.start()
+    for each in noting:
+        each.join()
+        assert each.exitcode == 0
     assert sorted(noted(file)) == sorted(f"op{number}" for number in range(43))
     assert len(file.read_text().splitlines()) == 43
 
@@ -176,16 +175,16 @@ def record(file: Path, *uses: tuple[str, str, str, str]) -> Path:
 def test_what_was_noted_is_asked_for_as_it_was_used(tmp_path: Path) -> None:
     file = record(
         tmp_path / "ops.jsonl",
-        ("opkiln", "cpu_adam", "cpu", "x86-64-v3"),
+        ("opkiln", "cpu_adam", "cpu", HIGH),
         ("opkiln", "fused_adam", "cuda", "8.0;9.0a"),
-        ("opkiln", "cpu_adam", "cpu", "x86-64-v2"),
+        ("opkiln", "cpu_adam", "cpu", LOW),
         ("jit", "mine", "cpu", ""),
     )
     asked = prebuild.recorded_requests(str(file))
     assert [(each.builder.name, str(each.wanted), each.named) for each in asked.requests] == [
-        ("cpu_adam", "cpu:x86-64-v3", True),
+        ("cpu_adam", f"cpu:{HIGH}", True),
         ("fused_adam", "cuda:8.0;9.0a", True),
-        ("cpu_adam", "cpu:x86-64-v2", True),
+        ("cpu_adam", f"cpu:{LOW}", True),
     ]
     (skipped,) = asked.refused
     assert (skipped.op, skipped.status) == ("mine", "skipped")
@@ -195,11 +194,11 @@ def test_what_was_noted_is_asked_for_as_it_was_used(tmp_path: Path) -> None:
 def test_a_target_that_is_asked_for_replaces_the_recorded_ones(tmp_path: Path) -> None:
     file = record(
         tmp_path / "ops.jsonl",
-        ("opkiln", "cpu_adam", "cpu", "x86-64-v3"),
-        ("opkiln", "cpu_adam", "cpu", "x86-64-v2"),
+        ("opkiln", "cpu_adam", "cpu", HIGH),
+        ("opkiln", "cpu_adam", "cpu", LOW),
     )
-    asked = prebuild.recorded_requests(str(file), [NamedTarget("cpu", "x86-64")])
-    assert [str(each.wanted) for each in asked.requests] == ["cpu:x86-64"]
+    asked = prebuild.recorded_requests(str(file), [NamedTarget("cpu", LEVELS[1])])
+    assert [str(each.wanted) for each in asked.requests] == [f"cpu:{LEVELS[1]}"]
 
 
 def test_an_op_of_a_package_that_is_not_installed_is_an_error(tmp_path: Path) -> None:

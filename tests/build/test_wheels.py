@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import shutil
 import stat
 import subprocess
@@ -15,10 +14,11 @@ from pathlib import Path
 import pytest
 from packaging.tags import sys_tags
 from packaging.utils import parse_wheel_filename
+from sample import child
 from sample.installed import require
-from sample.levels import LOW
+from sample.levels import ARCHITECTURES, LOW
+from sample.shipped import build
 
-from opkiln import settings
 from opkiln.binary import elf
 from opkiln.bundles import layer
 from opkiln.digest import sha256_file
@@ -31,34 +31,12 @@ from opkiln.ship.wheel_check import verify_wheel
 from opkiln.store.layers import Store
 from opkiln.toolchain import choice, nvcc, torch_sdk
 
-LEVEL = LOW
 
-
-def variables(**more: str) -> dict[str, str]:
-    """An environment in which nothing is set that opkiln reads, but this."""
-    names = {name for each in settings.table() for name in (each.variable, *each.aliases)}
-    kept = ("PATH", "HOME", "TMPDIR")
-    plain = {k: v for k, v in os.environ.items() if k in kept or k not in names}
-    return {**plain, **more}
-
-
-def built(store: Path, op: str, target: str) -> str:
-    """The path of an op that the command built into a store."""
-    command = [sys.executable, "-m", "opkiln", "build", op, "--target", target, "--json"]
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True,
-        env=variables(OPKILN_CACHE_DIR=str(store), OPKILN_PROGRESS="off"),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout)["ops"]
-    assert row["status"] == "built"
-    return str(row["path"])
-
-
-def cpu_layer(base: Path) -> Path:
+def cpu_layer(base: Path, *, pooled: bool) -> Path:
     if not choice.available("cpu"):
         pytest.skip("no C++ compiler on this machine")
-    layer.export([built(base / "store", "cpu_adam", f"cpu:{LEVEL}")], str(base / "layer"))
+    words = ("cpu_adam", "--target", f"cpu:{LOW}", "--out", str(base / "layer"))
+    build(base / "store", *words, pooled=pooled)
     return base / "layer"
 
 
@@ -67,9 +45,9 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A layer of the CPU's Adam and, where there is nvcc, of the GPU's."""
     pytest.importorskip("torch")
     base = tmp_path_factory.mktemp("shipped")
-    made = cpu_layer(base)
+    made = cpu_layer(base, pooled=True)
     if nvcc.available():
-        layer.export([built(base / "store", "fused_adam", "cuda:9.0a")], str(made))
+        build(base / "store", "fused_adam", "--target", "cuda:9.0a", "--out", str(made))
     return made
 
 
@@ -128,15 +106,11 @@ def test_the_installed_layer_serves_without_compiling(installed: Path, tmp_path:
         "print(builder.load() is not None)\n"
         "print(opkiln.explain('cpu_adam'))\n"
     )
-    path = os.pathsep.join([str(installed), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True,
-        env=variables(OPKILN_CACHE_DIR=str(tmp_path / "store"), OPKILN_MODE="sealed",
-                      PYTHONPATH=path),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("True\n")
-    assert str(installed / HOME / "opkiln_ops") in done.stdout
+    env = {"OPKILN_CACHE_DIR": str(tmp_path / "store"), "OPKILN_STORE_LAYERS": None,
+           "OPKILN_MODE": "sealed"}  # fmt: skip
+    said = child.run(code, path=[installed], env=env, bare=False)
+    assert said.startswith("True\n")
+    assert str(installed / HOME / "opkiln_ops") in said
 
 
 def test_the_sbom_tells_of_the_compilers_that_built_and_what_they_linked(
@@ -158,7 +132,7 @@ def test_the_sbom_tells_of_the_compilers_that_built_and_what_they_linked(
 
 def test_another_build_elsewhere_gives_the_same_wheel(shipped: Path, tmp_path: Path) -> None:
     wheels = []
-    for number, made in enumerate((shipped, cpu_layer(tmp_path))):
+    for number, made in enumerate((shipped, cpu_layer(tmp_path, pooled=False))):
         alone = tmp_path / f"alone{number}"
         ops = "v1/ops/opkiln/cpu_adam"
         shutil.copytree(made / ops, alone / ops)
@@ -212,12 +186,14 @@ def test_a_library_that_breaks_the_promise_is_refused_with_each_symbol(
         assert name in raised.value.why
 
 
-@pytest.mark.parametrize("name", ["aarch64-linux-gnu-g++", "x86_64-linux-gnu-g++"])
-def test_the_tag_of_a_cross_compiled_library_is_its_machines(name: str, tmp_path: Path) -> None:
-    compiler = shutil.which(name)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_tag_of_a_cross_compiled_library_is_its_machines(
+    architecture: str, tmp_path: Path
+) -> None:
+    compiler = shutil.which(f"{architecture}-linux-gnu-g++")
     if compiler is None:
-        pytest.skip(f"no {name}")
+        pytest.skip(f"no g++ for {architecture}")
     source = '#include <string>\nextern "C" int op(int n) { return std::to_string(n).size(); }\n'
     found = platform([elf.read(compiled(tmp_path, source, compiler))])
     assert found.tag.startswith("manylinux_2_")
-    assert found.tag.endswith("_" + name.partition("-")[0])
+    assert found.tag.endswith(f"_{architecture}")
