@@ -314,8 +314,8 @@ def test_another_package_cannot_take_the_name_of_one_of_opkilns(
 # Once, lazily, in threads and after a fork
 
 
-def in_a_child(code: str) -> list[str]:
-    return child.run(code, bare=False).splitlines()
+def in_a_child(code: str, *, forked: bool = True) -> list[str]:
+    return child.run(code, bare=False, forked=forked).splitlines()
 
 
 def test_it_is_found_without_torch_and_without_reading_entry_points() -> None:
@@ -326,7 +326,7 @@ def test_it_is_found_without_torch_and_without_reading_entry_points() -> None:
         print("torch" in sys.modules, "importlib.metadata" in sys.modules)
         opkiln.get_accelerator().create_op_builder("fused_adam")
         print("torch" in sys.modules)
-    """)
+    """, forked=False)  # fmt: skip
     assert told == ["False", "False False", "False"]
 
 

@@ -55,7 +55,7 @@ def test_the_first_to_import_torch_may_be_any_of_many_threads() -> None:
         assert "torch.nn" in sys.modules
         print(len(ops) - len(passed))
     """
-    assert child.run(textwrap.dedent(code), bare=False).strip() == "0"
+    assert child.run(textwrap.dedent(code), bare=False, forked=False).strip() == "0"
 
 
 class Spelled:

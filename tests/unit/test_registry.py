@@ -131,7 +131,7 @@ def test_looking_up_a_bundled_op_reads_no_entry_points_and_imports_no_torch() ->
         import sys, opkiln
         opkiln.get_builder("cpu_adam").spec()
         print("importlib.metadata" in sys.modules, "torch" in sys.modules)
-    """, bare=False)  # fmt: skip
+    """, bare=False, forked=False)  # fmt: skip
     assert out.split() == ["False", "False"]
 
 

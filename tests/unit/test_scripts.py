@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,18 +19,22 @@ FILES = sorted(
     for folder in ("bench", "examples", "tests", "docs")
     for path in (ROOT / folder).rglob("*.py")
 )
+IMPORTS = re.compile(r"^\s*(from|import) .*\bopkiln\b", re.MULTILINE)
 
 
 def imported(path: Path) -> Iterator[tuple[str, str]]:
     """Modules of opkiln that a file imports, and the names that it takes from them."""
-    tree = ast.parse(path.read_text(), str(path))
-    for_types = [
+    text = path.read_text()
+    if not IMPORTS.search(text):
+        return
+    nodes = list(ast.walk(ast.parse(text, str(path))))
+    for_types = {
         each
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for each in node.body
-    ]
-    for node in ast.walk(tree):
+    }
+    for node in nodes:
         if node in for_types:
             continue
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "opkiln":
