@@ -7,9 +7,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from sample import child, known, package
+from sample import child, forks, known, package, pool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "continuous-integration.md"
 
@@ -154,16 +158,21 @@ class Project:
         (where / "alternating.py").write_text(ALTERNATING)
         self.store = known.make_store(where / "store")
 
-    def pytest(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def pytest(
+        self, *arguments: str, forked: bool = True, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         # The plugin by its module: an editable install may know no entry point of it yet.
-        given = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OPKILN_CACHE_DIR": str(self.store)}
-        environment = child.environment([self.where]) | given | variables
-        argv = [sys.executable, "-m", "pytest", "-p", "opkiln.testing.plugin", "-p",
-                "no:cacheprovider", "-rpfsE", *arguments]  # fmt: skip
-        return subprocess.run(
-            argv, cwd=self.where, env=environment, capture_output=True, text=True, timeout=300,
-            check=False,
+        given = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OPKILN_CACHE_DIR": str(self.store),
+                 "OPKILN_STORE_LAYERS": str(pool.LAYER)}  # fmt: skip
+        argv = ["-m", "pytest", "-p", "opkiln.testing.plugin", "-p", "no:cacheprovider", "-rpfsE",
+                *arguments]  # fmt: skip
+        start = forks.Fork if forked else subprocess.Popen
+        started = start(
+            argv if forked else [sys.executable, *argv], cwd=self.where, text=True,
+            env=child.environment([self.where]) | given | variables,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
+        return child.finish(started, timeout=300)
 
 
 def passed(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -174,8 +183,10 @@ def passed(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    return Project(tmp_path_factory.mktemp("author"))
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    made = Project(tmp_path_factory.mktemp("author"))
+    yield made
+    pool.add(made.store)
 
 
 @pytest.fixture
@@ -266,7 +277,7 @@ def test_the_plugin_imports_next_to_nothing() -> None:
         "import opkiln.testing.plugin\n"
         "print(*sorted(set(sys.modules) - before))\n"
     )
-    done = child.run(code, bare=False)
+    done = child.run(code, bare=False, forked=False)
     own = ["opkiln", "opkiln.lazy", "opkiln.testing", "opkiln.testing.modes"]
     assert done.split() == [*own, "opkiln.testing.plugin"]
 
@@ -277,4 +288,4 @@ def test_a_run_without_ops_imports_neither_torch_nor_the_loader(project: Project
         "def test_it(): assert not {'torch', 'opkiln.loading.loader'} & set(sys.modules)\n"
     )
     for options in ([], ["--opkiln=both"]):
-        assert project.pytest(*options, "test_other.py").returncode == 0
+        assert project.pytest(*options, "test_other.py", forked=False).returncode == 0
