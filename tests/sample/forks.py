@@ -1,12 +1,13 @@
-"""Interpreters with torch that are forked, not started: importing torch takes more than a second.
+"""Interpreters that are forked, not started: importing torch takes more than a second.
 
 A server that has imported torch, and nothing else, forks for each request. The child then behaves
 as ``python`` with the same arguments: ``-c CODE``, ``-m MODULE`` or a script, then its arguments.
 It cannot differ in what a process reads when it starts, so ``Fork`` is only for environments that
-``suits`` accepts.
+``suits`` accepts. A second server stands for ``python -S``: it has no torch, and has imported what
+a load and a rank of a job import of opkiln.
 
-Run as a program, this file is the server. Its only argument is the path of its socket, and it ends
-when its standard input does.
+Run as a program, this file is the server. Its arguments are the path of its socket and the modules
+to import. It ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ _READ_AT_START = (
 )  # fmt: skip
 _FOLLOWED = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_LOADING = (
+    "opkiln.loading.loader", "opkiln.decision.search", "opkiln.building.build",
+    "opkiln.cluster.ensure", "opkiln.cluster.work",
+)  # fmt: skip
 
 
 def suits(env: Mapping[str, str]) -> bool:
@@ -46,10 +51,11 @@ def suits(env: Mapping[str, str]) -> bool:
 
 class Fork(subprocess.Popen[str]):
     """A process that the server forked, with Popen's interface. ``args`` are those of ``python``,
-    without the interpreter."""
+    without the interpreter. ``bare``: without site-packages, so without torch."""
 
-    def __init__(self, args: Sequence[str], **options: Any) -> None:
+    def __init__(self, args: Sequence[str], *, bare: bool = False, **options: Any) -> None:
         self._status: socket.socket | None = None
+        self._bare = bare
         super().__init__(list(args), **options)
 
     def _execute_child(self, args: list[str], *given: Any) -> None:  # type: ignore[override]
@@ -62,7 +68,7 @@ class Fork(subprocess.Popen[str]):
         request = {"args": args, "env": dict(os.environ if env is None else env),
                    "cwd": os.fspath(cwd or os.getcwd())}  # fmt: skip
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(_server())
+        connection.connect(_server(self._bare))
         text = json.dumps(request).encode()
         head = len(text).to_bytes(8, "little")
         connection.sendmsg(
@@ -72,8 +78,8 @@ class Fork(subprocess.Popen[str]):
         self.pid = int.from_bytes(_exactly(connection, 8), "little")
         self._status = connection
         self._child_created = True
-        for fd in theirs:
-            if fd > 2 and fd not in ours:
+        for mine, fd in zip(ours, theirs, strict=True):
+            if mine != -1:  # a pipe that Popen has made; other files are the caller's
                 os.close(fd)
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
@@ -120,14 +126,15 @@ def _started_with() -> dict[str, str]:
 
 
 @functools.cache
-def _server() -> str:
+def _server(bare: bool) -> str:
     """The socket of this process's server, which is started at the first request."""
-    from sample import temporary
+    from sample import child, temporary
 
     path = str(temporary.directory("opkiln-forks-") / "socket")
-    env = {**_started_with(), _AUTOLOAD: "0"}
+    env = {**_started_with(), _AUTOLOAD: "0", "PYTHONPATH": str(child.SOURCE) if bare else ""}
     server = subprocess.Popen(
-        [sys.executable, os.path.abspath(__file__), path],
+        [sys.executable, *(["-S"] if bare else []), os.path.abspath(__file__), path,
+         *(_LOADING if bare else ["torch"])],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env,
     )  # fmt: skip
     _alive.append(server)
@@ -143,9 +150,11 @@ _alive: list[subprocess.Popen[bytes]] = []  # its input stays open as long as th
 # The server
 
 
-def _serve(path: str) -> None:
-    import torch  # noqa: F401 (what the children need)
+def _serve(path: str, modules: list[str]) -> None:
+    import importlib
 
+    for module in modules:
+        importlib.import_module(module)
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path)
     listening.listen(64)
@@ -246,10 +255,8 @@ def _interpret(args: list[str], env: dict[str, str]) -> int:
     path = [each for each in env.get("PYTHONPATH", "").split(os.pathsep) if each]
     sys.path[0:1] = path  # the first one is this file's directory
     try:
-        import torch
-
-        if env.get(_AUTOLOAD, "1") == "1":
-            torch._import_device_backends()  # type: ignore[attr-defined]
+        if "torch" in sys.modules and env.get(_AUTOLOAD, "1") == "1":
+            sys.modules["torch"]._import_device_backends()
         if kind == "-c":
             sys.path.insert(0, "")
             sys.argv = ["-c", *rest[1:]]
@@ -282,4 +289,4 @@ def _interpret(args: list[str], env: dict[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve(sys.argv[1], sys.argv[2:])
