@@ -68,7 +68,8 @@ class Row:
 class Cases:
     """Counts what one test tries. Iterate over it: ``for number in cases(200)``.
 
-    Counts are scaled by one factor: a tenth, or the whole with ``--full-counts``.
+    Counts are scaled by one factor: a tenth, or the whole with ``--full-counts``. ``one_in`` makes
+    it a smaller part, where a case takes long.
     """
 
     def __init__(self, *, whole: bool) -> None:
@@ -76,16 +77,16 @@ class Cases:
         self.number = 0
         self.skipped: list[str] = []
 
-    def count(self, whole: int, least: int = 1) -> int:
+    def count(self, whole: int, least: int = 1, *, one_in: int = 10) -> int:
         """How many cases to try of so many."""
-        return whole if self.whole else min(whole, max(least, whole // 10))
+        return whole if self.whole else min(whole, max(least, whole // one_in))
 
     def tried(self, number: int = 1) -> None:
         """So many cases are about to be tried."""
         self.number += number
 
-    def __call__(self, whole: int, least: int = 1) -> Iterator[int]:
-        for number in range(self.count(whole, least)):
+    def __call__(self, whole: int, least: int = 1, *, one_in: int = 10) -> Iterator[int]:
+        for number in range(self.count(whole, least, one_in=one_in)):
             self.tried()
             yield number
 
@@ -163,7 +164,9 @@ CASES = pytest.StashKey[Cases]()  # of a test: what its fixture counted
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--full-counts", action="store_true", help="fault tests: all cases, not a tenth of them"
+        "--full-counts",
+        action="store_true",
+        help="fault tests: all cases, not a tenth of them or fewer",
     )
 
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from fault_rows import CASES, Cases, whole
-from loaders import Loader
-from sample.package import rest
+from loaders import SETTLED_NS, Loader, let_rest, returning, write
+from sample import child, known
 
 import opkiln
+from opkiln import digest, settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,11 +33,48 @@ def note(record_property: Callable[[str, object], None]) -> Callable[[str], None
 
 
 @pytest.fixture(autouse=True)
-def bytecode(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def rests_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file has come to rest after 20 ms: as in the processes of loads.py, also in this one."""
+    monkeypatch.setattr(digest, "_SETTLED_NS", SETTLED_NS)
+
+
+@pytest.fixture(autouse=True)
+def compilers_are_known(request: pytest.FixtureRequest, cache: Path) -> None:
+    """The store knows this machine's compilers. Nothing is copied from the pool: most tests here
+    are about what a compiler that runs does."""
+    if request.node.get_closest_marker("first_use") is None:
+        known.make_store(cache)
+
+
+@pytest.fixture(scope="session")
+def shared_bytecode() -> Iterator[Path]:
+    """A directory for bytecode that other users can read, too."""
+    made = Path(tempfile.mkdtemp(prefix="opkiln-bytecode-", dir="/var/tmp"))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture(autouse=True)
+def bytecode(shared_bytecode: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many interpreters are started here: they share what the first one compiled."""
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    prefix = tmp_path_factory.getbasetemp() / "bytecode"
-    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(prefix))
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(shared_bytecode))
+
+
+@pytest.fixture(scope="session")
+def python_of_others(shared_bytecode: Path) -> str:
+    """An interpreter that every user can start. What a load imports is in the shared bytecode."""
+    python = child.python_for(child.NOBODY)
+    if python is None:
+        pytest.skip("no interpreter that another user can start")
+    environment = {"PYTHONDONTWRITEBYTECODE": None, "PYTHONPYCACHEPREFIX": str(shared_bytecode)}
+    with tempfile.TemporaryDirectory() as place, Loader(
+        {**environment, "OPKILN_CACHE_DIR": f"{place}/cache", "OPKILN_RUNTIME_DIR": f"{place}/run"},
+        python=python,
+    ) as process:  # fmt: skip
+        assert process.load("op", text=returning(1)).value == 1
+    return python
 
 
 @pytest.fixture
@@ -96,7 +134,8 @@ class Compiler:
             "#!/bin/sh\n"
             'for each in "$@"; do\n'
             '  if [ "$each" = -c ]; then\n'
-            f'    echo c >> "{self.log}"; sleep "$(cat "{self.delay}")"\n'
+            f'    echo c >> "{self.log}"; read delay < "{self.delay}"\n'
+            '    [ "$delay" = 0 ] || sleep "$delay"\n'
             "  fi\n"
             "done\n"
             f'exec {real} "$@"\n'
@@ -105,16 +144,34 @@ class Compiler:
         self.take(0)
 
     def take(self, seconds: float) -> None:
-        self.delay.write_text(str(seconds))
-        rest()  # the compiler reads it, so it is one of the inputs
+        self.delay.write_text(f"{seconds}\n")
+        let_rest()  # the compiler reads it, so it is one of the inputs
 
     @property
     def compiles(self) -> int:
         return len(self.log.read_text().split()) if self.log.exists() else 0
 
 
+@pytest.fixture(scope="session")
+def slow_compiler(tmp_path_factory: pytest.TempPathFactory) -> tuple[Compiler, Path]:
+    """A compiler, and what a store that has built with it knows of it."""
+    place = tmp_path_factory.mktemp("compiler")
+    made = Compiler(place)
+    environment = {"CXX": str(made.path), "OPKILN_CACHE_DIR": str(place / "cache")}
+    with Loader({**environment, "OPKILN_RUNTIME_DIR": str(place / "run")}) as process:
+        for name in ("one", "two"):  # the programs of a compiler are remembered by the second one
+            source = write(place / f"{name}.cpp", returning(f'sizeof "{name}"'))
+            assert process.load(name, source).value == 4
+    return made, place / "cache" / settings.LAYOUT / "toolchains"
+
+
 @pytest.fixture
-def compiler(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    made = Compiler(tmp_path_factory.mktemp("compiler"))
+def compiler(
+    slow_compiler: tuple[Compiler, Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Compiler:
+    made, learnt = slow_compiler
+    made.log.unlink(missing_ok=True)
+    made.take(0)
     monkeypatch.setenv("CXX", str(made.path))
+    shutil.copytree(learnt, cache / settings.LAYOUT / "toolchains", dirs_exist_ok=True)
     return made

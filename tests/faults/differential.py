@@ -28,12 +28,14 @@ from pathlib import Path
 
 from fuzzed_tree import Tree
 
+from opkiln import digest
 from opkiln.decision.terms import Request
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
 from opkiln.observing import inputs, observer
 
 ROUNDS_PER_TREE = 25
+digest._SETTLED_NS = 20_000_000  # as SETTLED_NS of loaders.py
 
 
 class Fuzzer:
@@ -157,7 +159,7 @@ class Fuzzer:
         tree = Tree(self._where / "first", dice, self._members)
         self._known.mkdir(0o700)
         self._load(tree, self._known)
-        time.sleep(2.1)  # what is remembered of a file that was just written is not believed
+        time.sleep(0.03)  # what is remembered of a file that was just written is not believed
         self._load(tree, self._known)
 
     def _compile_members(self, where: Path) -> list[Path]:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sample import forks
 from sample.child import SOURCE
 
 if TYPE_CHECKING:
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 LOADS = HERE / "loads.py"
+# How long a file has to rest until its signature is believed (digest.Signature), instead of two
+# seconds. The kernel's clock ticks every 10 ms or faster.
+SETTLED_NS = 20_000_000
+HANGS = 300.0  # seconds without an answer, after which a process of a busy machine hangs, too
 
 
 class Answer:
@@ -42,7 +47,11 @@ class Answer:
 
 
 class Loader:
-    """A process that loads what it is told to, until it is closed or killed."""
+    """A process that loads what it is told to, until it is closed or killed.
+
+    It is forked from one that has opkiln imported, unless ``forked`` is False or it is to differ in
+    what a process is started with.
+    """
 
     def __init__(
         self,
@@ -54,22 +63,25 @@ class Loader:
         user: int | None = None,
         group: int | None = None,
         bare: bool = True,
+        forked: bool = True,
     ) -> None:
         given = {**os.environ, "PYTHONPATH": str(SOURCE), **(env or {})}
         environment = {name: text for name, text in given.items() if text is not None}
         if preload:
             environment["LD_PRELOAD"] = preload
         # -S: without site-packages there is no torch, and the interpreter starts sooner.
-        options = ["-S"] if bare else []
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        pipes["env"] = environment
+        plain = forked and bare and not prefix and python == sys.executable and user is None
+        if plain and forks.suits(environment):
+            self.process: subprocess.Popen[str] = forks.Fork([str(LOADS)], bare=True, **pipes)
+            return
         self.process = subprocess.Popen(
-            [*prefix, python, *options, str(LOADS)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
+            [*prefix, python, *(["-S"] if bare else []), str(LOADS)],
             user=user,
             group=user if group is None else group,
             extra_groups=None if user is None else [],
+            **pipes,
         )
 
     def __enter__(self) -> Loader:
@@ -92,7 +104,7 @@ class Loader:
         """Whether ``answer`` would return at once."""
         return bool(select.select([self.process.stdout], [], [], 0)[0])
 
-    def answer(self, timeout: float = 60) -> Answer:
+    def answer(self, timeout: float = HANGS) -> Answer:
         """The end of the load that was begun; a process that hangs or dies fails the test."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], timeout)
@@ -151,8 +163,8 @@ def returning(expression: object, before: str = "") -> str:
 
 
 def let_rest() -> None:
-    """Wait until signatures of what was written so far are believed (see digest.Signature)."""
-    time.sleep(2.1)
+    """Wait until signatures of what was written so far are believed (SETTLED_NS)."""
+    time.sleep(0.03)
 
 
 def leaves(cache: Path, kind: str = "ops") -> list[Path]:

@@ -26,6 +26,7 @@ import loaders
 import pytest
 from sample import layer
 from sample.child import SOURCE
+from sample.quiet import within
 
 from opkiln.bundles import bundle, signing
 from opkiln.store import entry
@@ -73,7 +74,7 @@ class Server:
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
-        ready, _, _ = select.select([self.process.stdout], [], [], 60)
+        ready, _, _ = select.select([self.process.stdout], [], [], loaders.HANGS)
         assert ready, f"{request} hangs"
         answer = json.loads(self.process.stdout.readline())
         assert answer["status"] in (0, KILLED), f"{request}: {answer.get('error')}"
@@ -147,7 +148,7 @@ class Sweep:
         points = int(self.server(**operation, at=0)["calls"])
         assert points > 0
         assert not (found := good()), f"unstopped: {found}"
-        step = 1 if self.cases.whole else 10
+        step = 1 if self.cases.whole else max(10, points // 5)
         first = 1 + sum(self.name.encode()) % step  # of another operation, other calls
         for at in range(first, points + 1, step):
             before()
@@ -194,10 +195,9 @@ def whole(server: Server, source: str = "") -> list[str]:
             wrong.append(f"a load gave {served}")
     wrong += [f"damaged after a load: {each}" for each in server("damage")["faults"]]
     wrong += [f"left: {each}" for each in server("sweep")["strays"]]
-    deadline = time.monotonic() + 10
-    while (left := list((server.base / "scratch").iterdir())) and time.monotonic() < deadline:
-        time.sleep(0.01)  # the watchdog of the process that was stopped is at it
-    return [*wrong, *(f"left in the scratch: {each}" for each in left)]
+    scratch = server.base / "scratch"
+    within(10, lambda: not any(scratch.iterdir()))  # the watchdog of what was stopped is at it
+    return [*wrong, *(f"left in the scratch: {each}" for each in scratch.iterdir())]
 
 
 # Building, which publishes objects, an op, probes and a receipt

@@ -84,7 +84,7 @@ def test_a_days_churn_stays_within_its_cap_and_serves_nothing_bad(
     root, stage = store / "v1", store / "stage"
     root.mkdir(0o700)
     stage.mkdir()
-    count = cases.count(A_DAY) // WRITERS
+    count = cases.count(A_DAY, one_in=20) // WRITERS
     writers = [
         child.start(WRITER, str(root), str(stage), str(number), str(count))
         for number in range(WRITERS)

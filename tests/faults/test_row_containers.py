@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import mounts
 import pytest
 from loaders import Answer, Loader, returning, write
-from sample import child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,10 +29,7 @@ ANYBODY = 1000910000  # as OpenShift gives them: no passwd entry, the group of r
 class Container:
     """An image with sources, a temporary directory and a home, and who runs in it."""
 
-    def __init__(self, public: Path) -> None:
-        python = child.python_for(ANYBODY)
-        if python is None:
-            pytest.skip("no interpreter that another user can start")
+    def __init__(self, public: Path, python: str) -> None:
         self.python = python
         self.public = public
         self.home, self.tmp, self.volume = public / "home", public / "tmp", public / "volume"
@@ -49,8 +45,8 @@ class Container:
         # The scratch directory is one thing, where the store may come to be another.
         self.env: dict[str, str | None] = {
             "HOME": None, "XDG_CACHE_HOME": None, "OPKILN_CACHE_DIR": None, "OPKILN_TMPDIR": None,
-            "TMPDIR": str(self.tmp), "OPKILN_RUNTIME_DIR": None, "PYTHONPYCACHEPREFIX": None,
-            "PYTHONDONTWRITEBYTECODE": "1", "USER": None, "LOGNAME": None,
+            "TMPDIR": str(self.tmp), "OPKILN_RUNTIME_DIR": None, "PYTHONDONTWRITEBYTECODE": "1",
+            "USER": None, "LOGNAME": None,
         }  # fmt: skip
 
     @property
@@ -73,8 +69,8 @@ class Container:
 
 
 @pytest.fixture
-def container(public: Path) -> Container:
-    return Container(public)
+def container(public: Path, python_of_others: str) -> Container:
+    return Container(public, python_of_others)
 
 
 class Outcome(NamedTuple):

@@ -50,7 +50,7 @@ def test_a_damaged_library_is_noticed_and_replaced(
     assert load_in_a_new_process(source) == (41, "built")
     (leaf,) = leaves(cache)
     good = sha256_file(str(leaf / "op.so"))
-    for _ in cases(200):
+    for _ in cases(200, one_in=40):
         harm(leaf / "op.so")
         assert load_in_a_new_process(source) == (41, "built")
         assert leaves(cache) == [leaf]
@@ -61,12 +61,12 @@ def test_a_damaged_library_is_noticed_and_replaced(
 @pytest.mark.parametrize("harm", [flip_a_bit, cut])
 @pytest.mark.parametrize("file", ["manifest.json", "inputs.json"])
 def test_damage_beside_the_library_heals_too(
-    harm: Callable[[Path], None], file: str, tmp_path: Path, cache: Path
+    harm: Callable[[Path], None], file: str, cases: Cases, tmp_path: Path, cache: Path
 ) -> None:
     source = write(tmp_path / "op.cpp", returning(41))
     assert load_in_a_new_process(source) == (41, "built")
     (leaf,) = leaves(cache)
-    for number in range(4):
+    for number in cases(4, least=2):
         harm(leaf / file)
         write(tmp_path / f"unrelated{number}", "")  # in a watched directory: the lists are read
         assert load_in_a_new_process(source)[0] == 41
@@ -75,13 +75,13 @@ def test_damage_beside_the_library_heals_too(
 
 @pytest.mark.parametrize("harm", [flip_a_bit, cut])
 def test_a_damaged_receipt_misleads_nobody(
-    harm: Callable[[Path], None], tmp_path: Path, cache: Path
+    harm: Callable[[Path], None], cases: Cases, tmp_path: Path, cache: Path
 ) -> None:
     source = write(tmp_path / "op.cpp", returning(41))
     let_rest()  # from here on a receipt serves
     assert load_in_a_new_process(source) == (41, "built")
     (receipt,) = (cache / "v1" / "receipts").rglob("*.json")
-    for _ in range(6):
+    for _ in cases(6, least=3):
         harm(receipt)
         assert load_in_a_new_process(source) == (41, "store")
     write(source, returning(42))
@@ -90,11 +90,11 @@ def test_a_damaged_receipt_misleads_nobody(
 
 @pytest.mark.parametrize("harm", [flip_a_bit, cut])
 def test_a_damaged_object_is_compiled_again(
-    harm: Callable[[Path], None], tmp_path: Path, cache: Path
+    harm: Callable[[Path], None], cases: Cases, tmp_path: Path, cache: Path
 ) -> None:
     source = write(tmp_path / "op.cpp", returning(41))
     assert load_in_a_new_process(source) == (41, "built")
-    for _ in range(3):
+    for _ in cases(3, least=2):
         (leaf,), (kept,) = leaves(cache), leaves(cache, "objects")
         (built,) = kept.glob("*.o")
         harm(built)

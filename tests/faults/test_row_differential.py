@@ -35,7 +35,7 @@ def start(where: Path, *options: str) -> subprocess.Popen[str]:
 def test_the_cache_serves_what_an_empty_cache_builds(
     tmp_path: Path, cases: Cases, note: Callable[[str], None]
 ) -> None:
-    rounds = 2500 if cases.whole else 40
+    rounds = 2500 if cases.whole else 10
     fuzzers = [
         start(tmp_path / seed, "--rounds", str(rounds), "--seed", seed) for seed in ("1", "2")
     ]

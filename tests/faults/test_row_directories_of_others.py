@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from loaders import Answer, Loader, leaves, returning, write
-from sample import child
+from sample import child, known
 
 from opkiln.digest import sha256_file
 from opkiln.store.entry import parse_manifest, write_manifest
@@ -34,43 +34,27 @@ GOOD, PLANTED = 16, 666
 class Scene:
     """A user's home and sources, and a store with a planted library to put where one likes."""
 
-    def __init__(self, public: Path) -> None:
-        python = child.python_for(USER)
-        if python is None:
-            pytest.skip("no interpreter that another user can start")
-        self.python = python
-        self.public = public
+    def __init__(self, public: Path, python: str, forged: Path) -> None:
+        self.python, self.public, self.forged = python, public, forged
         self.home = public / "home"
-        self.home.mkdir()
-        os.chown(self.home, USER, USER)
+        (self.home / ".cache").mkdir(parents=True)
+        known.make_store(self.home / ".cache" / "opkiln")
+        for path in (self.home, *self.home.rglob("*")):
+            os.chown(path, USER, USER)
         self.source = write(public / "src" / "op.cpp", returning(GOOD))
-        forged = public / "forged"
-        ours = {"OPKILN_TMPDIR": None, "OPKILN_RUNTIME_DIR": str(public / "run")}
-        with Loader({**self.environment(forged), **ours}) as process:
-            assert process.load("op", self.source).value == GOOD
-        self.forged = forged / "v1"
-        (leaf,) = leaves(forged)
-        evil = write(public / "evil.cpp", returning(PLANTED))
-        subprocess.run(
-            ["g++", "-shared", "-fPIC", str(evil), "-o", str(leaf / "op.so")], check=True
-        )
-        manifest = parse_manifest((leaf / "manifest.json").read_bytes())
-        manifest["sha256"] = sha256_file(str(leaf / "op.so"))
-        manifest["size"] = (leaf / "op.so").stat().st_size
-        (leaf / "manifest.json").write_bytes(write_manifest(manifest))
 
     def environment(self, cache: Path | None) -> dict[str, str | None]:
         return {
             "HOME": str(self.home), "XDG_CACHE_HOME": None, "OPKILN_TMPDIR": "/var/tmp",
             "OPKILN_RUNTIME_DIR": str(self.home / "run"),
-            "PYTHONPYCACHEPREFIX": None, "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
             "OPKILN_CACHE_DIR": None if cache is None else str(cache),
         }  # fmt: skip
 
     def plant(self, directory: Path, owner: int, mode: int, *, inside: int | None = None) -> Path:
         """A store with the planted library; ``inside`` owns what is in it."""
         directory.mkdir()
-        shutil.copytree(self.forged, directory / "v1")
+        shutil.copytree(self.forged / "v1", directory / "v1")
         for path in directory.rglob("*"):
             os.chown(path, owner if inside is None else inside, owner)
             os.chmod(path, 0o755)
@@ -84,9 +68,27 @@ class Scene:
             return process.load("op", self.source)
 
 
+@pytest.fixture(scope="module")
+def forged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with a library that was put in the place of another."""
+    place = tmp_path_factory.mktemp("forged")
+    made = known.make_store(place / "store")
+    environment = {"OPKILN_CACHE_DIR": str(made), "OPKILN_RUNTIME_DIR": str(place / "run")}
+    with Loader(environment) as process:
+        assert process.load("op", write(place / "op.cpp", returning(GOOD))).value == GOOD
+    (leaf,) = leaves(made)
+    evil = write(place / "evil.cpp", returning(PLANTED))
+    subprocess.run(["g++", "-shared", "-fPIC", str(evil), "-o", str(leaf / "op.so")], check=True)
+    manifest = parse_manifest((leaf / "manifest.json").read_bytes())
+    manifest["sha256"] = sha256_file(str(leaf / "op.so"))
+    manifest["size"] = (leaf / "op.so").stat().st_size
+    (leaf / "manifest.json").write_bytes(write_manifest(manifest))
+    return made
+
+
 @pytest.fixture
-def scene(public: Path) -> Scene:
-    return Scene(public)
+def scene(public: Path, python_of_others: str, forged: Path) -> Scene:
+    return Scene(public, python_of_others, forged)
 
 
 def of_another(scene: Scene, place: Path) -> Path:

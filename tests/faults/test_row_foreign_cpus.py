@@ -51,7 +51,7 @@ def test_two_kinds_of_cpu_that_share_a_home_have_two_builds(
     tmp_path: Path, cache: Path, poor: list[str], cases: Cases
 ) -> None:
     source = write(tmp_path / "op.cpp", returning("V", VALUE))
-    for number in cases(10, least=3):
+    for number in cases(10, least=2):
         for prefix, value in (([], 3), (poor, 2)):
             with Loader(prefix=prefix) as process:
                 answer = process.load("op", source)

@@ -30,12 +30,11 @@ ENOUGH = 8 << 10
 
 @pytest.fixture
 def places(tmp_path: Path, cache: Path, scratch: Path) -> dict[str, Path]:
-    cache.mkdir(0o700)
     return {"store": cache, "scratch": scratch}
 
 
-def sizes(cases: Cases) -> range:
-    return SIZES[:: len(SIZES) // cases.count(len(SIZES), least=4)]
+def sizes(cases: Cases, least: int) -> range:
+    return SIZES[:: len(SIZES) // cases.count(len(SIZES), least)]
 
 
 def whole(root: Path) -> int:
@@ -56,7 +55,7 @@ def test_a_store_that_is_full_costs_the_entry_and_not_the_load(
 ) -> None:
     source = write(tmp_path / "op.cpp", returning(7))
     refused = 0
-    for kilobytes in sizes(cases):
+    for kilobytes in sizes(cases, 2 if text else 4):
         cases.tried()
         prefix = mounts.small(places["store"], kilobytes)
         with Loader(prefix=prefix) as process:
@@ -82,7 +81,7 @@ def test_a_scratch_directory_that_is_full_is_one_error_and_nothing_is_published(
     text: bool, tmp_path: Path, places: dict[str, Path], cases: Cases
 ) -> None:
     refused = 0
-    for kilobytes in sizes(cases):
+    for kilobytes in sizes(cases, 2 if text else 4):
         cases.tried()
         # Another text each time: what a larger directory had room for is in the store by now.
         source = write(tmp_path / "op.cpp", returning(kilobytes))

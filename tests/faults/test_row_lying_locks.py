@@ -30,17 +30,18 @@ def test_processes_without_working_locks_load_the_right_library(
     processes: Callable[..., list[Loader]],
 ) -> None:
     chance = random.Random(24)
-    running = processes(PROCESSES, {"LOCKS": locks}, preload=shim("lying_locks", tmp_path))
+    count = cases.count(PROCESSES, least=4)
+    running = processes(count, {"LOCKS": locks}, preload=shim("lying_locks", tmp_path))
     warm = write(tmp_path / "warm.cpp", returning(1))
     assert {each.load("warm", warm).value for each in running} == {1}
-    for number in range(cases.count(100, least=4)):
-        cases.tried(PROCESSES)
+    for number in range(cases.count(100, one_in=40)):
+        cases.tried(count)
         source = write(tmp_path / "op.cpp", returning(number))
         for each in running:
             each.ask("op", source)
         answers = [each.answer() for each in running]
-        assert [answer.value for answer in answers] == [number] * PROCESSES, answers
-        assert [answer.warnings for answer in answers] == [[]] * PROCESSES
+        assert [answer.value for answer in answers] == [number] * count, answers
+        assert [answer.warnings for answer in answers] == [[]] * count
         # Damage that all of them find, and mend, at once: nobody may remove what another loads.
         for leaf in leaves(cache):
             library = leaf / "op.so"

@@ -38,15 +38,16 @@ def test_loads_succeed_on_a_file_system_that_hides_and_forgets(
         env["NETWORK_HIDE_MS"] = str(HIDE_MS)
     if faults != "hiding":
         env["NETWORK_STALE"] = "1"
-    running = processes(PROCESSES, env, preload=shim("slow_network", tmp_path))
+    count = cases.count(PROCESSES, least=4)
+    running = processes(count, env, preload=shim("slow_network", tmp_path))
     rounds = 100 if faults == "both" else 20
-    for number in range(cases.count(rounds)):
-        cases.tried(PROCESSES)
+    for number in range(cases.count(rounds, one_in=40)):
+        cases.tried(count)
         source = write(tmp_path / "op.cpp", returning(number))
         for each in running:
             each.ask("op", source)
         answers = [each.answer() for each in running]
-        assert [answer.value for answer in answers] == [number] * PROCESSES, answers
+        assert [answer.value for answer in answers] == [number] * count, answers
     # Whoever could not see an entry used a copy of its own, from the node's disk.
     if faults == "hiding":
         assert any(answer.path.is_relative_to(scratch) for answer in answers)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from fault_rows import Cases
 
-pytestmark = pytest.mark.row(3)
+pytestmark = [pytest.mark.row(3), pytest.mark.timed]
 
 # A program that builds: it registers a scratch directory and runs the compiler given to it. What
 # it does besides is up to the test, which puts it in place of BEFORE and AROUND.
@@ -133,7 +133,7 @@ def test_no_compiler_and_no_scratch_outlives_its_builder(
     tmp_path: Path, way: str, cases: Cases
 ) -> None:
     around, end = WAYS[way]
-    for number in cases(20):
+    for number in cases(20, one_in=20):
         with builder(tmp_path, number, around=around) as one:
             assert within(20, lambda one=one: compiling(one))  # type: ignore[misc]
             end(one)
@@ -143,7 +143,7 @@ def test_no_compiler_and_no_scratch_outlives_its_builder(
 
 def test_a_builder_killed_at_any_moment_leaves_nothing(tmp_path: Path, cases: Cases) -> None:
     rng = random.Random(0)
-    for number in cases(100, least=5):
+    for number in cases(100, one_in=20):
         # From before the watchdog is started, through its start and the compiler's.
         with builder(tmp_path, number) as one:
             time.sleep(rng.uniform(0, 0.06))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import mounts
 import pytest
-from loaders import Loader, returning, write
+from loaders import Loader, let_rest, returning, write
 from sample.tracing import calls, strace
 
 if TYPE_CHECKING:
@@ -19,8 +19,9 @@ pytestmark = pytest.mark.row(8)
 def built(tmp_path: Path) -> Path:
     source = write(tmp_path / "op.cpp", returning(8, '#include "op.h"\n#include <vector>'))
     write(tmp_path / "op.h", "#pragma once\n")
+    let_rest()  # so that the build leaves a receipt
     with Loader() as process:
-        assert process.load("op", source).origin == "built"
+        assert process.load("op", source, verbose=None).origin == "built"
     return source
 
 
@@ -28,12 +29,12 @@ def test_a_hit_makes_no_system_call_that_writes_and_starts_no_process(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = built(tmp_path)
-    with Loader() as process:  # so that all bytecode is there
-        assert process.load("op", source).origin == "store"
+    with Loader(forked=False) as process:  # so that all bytecode is there
+        assert process.load("op", source, verbose=None).origin == "store"
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    log = tmp_path / "log"
+    log = cache.parent / "log"  # not beside the source: a new file there is looked at
     with Loader(prefix=strace(log)) as process:
-        assert process.load("op", source).origin == "store"
+        assert process.load("op", source, verbose=None).origin == "store"
     made = calls(log)
     assert any(call.path.endswith("op.so") for call in made)  # it saw the load at all
     written = [call for call in made if call.writes and not call.path.startswith("pipe:")]
@@ -44,9 +45,9 @@ def test_a_hit_makes_no_system_call_that_writes_and_starts_no_process(
 
 def test_a_read_only_cache_serves_hits(tmp_path: Path, cache: Path) -> None:
     source = built(tmp_path)
-    log = tmp_path / "log"
+    log = cache.parent / "log"  # not beside the source: a new file there is looked at
     with Loader(prefix=[*mounts.read_only(cache), *strace(log)]) as process:
-        answer = process.load("op", source)
+        answer = process.load("op", source, verbose=None)
         assert (answer.value, answer.origin) == (8, "store")
         assert answer.path.is_relative_to(cache)
     written = [call for call in calls(log) if call.writes and call.path.startswith(str(cache))]
