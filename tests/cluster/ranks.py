@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sample import known
+from sample import command, forks, known, pool, temporary
 from sample.child import SOURCE
 
 from opkiln.settings import LAYOUT
@@ -72,7 +73,10 @@ def fourfold(x: Tensor) -> Tensor:
 
 
 class Node:
-    """A machine: sources, a store, and what its ranks have in their environment."""
+    """A machine: sources, a store, and what its ranks have in their environment.
+
+    Ops of torch take seconds to compile: their objects are copied from the pool.
+    """
 
     def __init__(self, path: Path, *, torch: bool = False, compilers: bool = True) -> None:
         self.path, self.torch = path, torch
@@ -91,10 +95,13 @@ class Node:
 
     def environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("OPKILN_", "PYTHON"))}
+        if self.torch:  # its bytecode is beside its sources
+            kept |= {"PYTHONDONTWRITEBYTECODE": "1", "OPKILN_STORE_LAYERS": str(pool.LAYER)}
+        else:
+            kept["PYTHONPYCACHEPREFIX"] = str(_bytecode())
         return {
             **kept,
             "PYTHONPATH": os.pathsep.join([str(SOURCE), str(self.path)]),
-            "PYTHONDONTWRITEBYTECODE": "1",
             "OPKILN_CACHE_DIR": str(self.cache),
             "OPKILN_RUNTIME_DIR": str(self.path / "run"),
             "OPKILN_PROGRESS": "off",
@@ -114,15 +121,18 @@ class Node:
 
     def verify(self) -> None:
         """Every entry is whole, as `opkiln cache verify` says."""
-        done = subprocess.run(
-            [sys.executable, "-m", "opkiln", "cache", "verify"],
-            env=self.environment(), capture_output=True, text=True, check=False, timeout=60,
-        )  # fmt: skip
+        done = command.run("cache", "verify", OPKILN_CACHE_DIR=str(self.cache))
         assert done.returncode == 0, (done.stdout, done.stderr)
 
     def builds(self) -> int:
         """How many entries were built here, not fetched."""
         return sum("created" in each for each in self.entries())
+
+
+@functools.cache
+def _bytecode() -> Path:
+    """Shared by the ranks that are started, not forked."""
+    return temporary.directory("opkiln-bytecode-")
 
 
 class Ended(NamedTuple):
@@ -144,7 +154,7 @@ class Job:
     """Ranks that were started."""
 
     def __init__(self, **options: Any) -> None:
-        self.options = options
+        self.options = {"lease": 20, **options}  # on a busy machine, ranks are silent for seconds
         self.ranks: list[subprocess.Popen[str]] = []
         self.began: list[float] = []
 
@@ -152,15 +162,16 @@ class Job:
         given = {**self.options, **options}
         variables: Mapping[str, str] = given.pop("variables", {})
         env = {**node.environment(), "RANK": str(rank), "WORLD_SIZE": str(world), **variables}
-        bare = [sys.executable, "-S", str(HERE / "rank.py")]
-        python = [sys.executable, str(HERE / "torch_rank.py")] if node.torch else bare
+        argv = [str(HERE / ("torch_rank.py" if node.torch else "rank.py")), json.dumps(given)]
+        bare = not node.torch and "MASTER_ADDR" not in env  # torch's store needs torch
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env,
+                   "cwd": node.path}  # fmt: skip
         self.began.append(time.monotonic())
-        self.ranks.append(
-            subprocess.Popen(
-                [*python, json.dumps(given)],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=node.path,
-            )
-        )  # fmt: skip
+        if forks.suits(env):
+            self.ranks.append(forks.Fork(argv, bare=bare, **options))
+            return
+        python = [sys.executable, *(["-S"] if bare else [])]
+        self.ranks.append(subprocess.Popen([*python, *argv], **options))
 
     def end(self, limit: float = 90) -> list[Ended]:
         """What came of all; a rank that hangs fails the test."""

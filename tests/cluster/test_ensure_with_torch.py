@@ -13,21 +13,26 @@ from typing import TYPE_CHECKING
 import pytest
 from fault_rows import whole
 from ranks import Ended, Node, free_port, run
+from sample import forks, pool
 
 from opkiln.cluster import stores
 from opkiln.cluster.channel import Channel
 from opkiln.errors import ClusterError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> list[Node]:
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
     where = tmp_path_factory.mktemp("nodes")
-    return [Node(where / "a", torch=True), Node(where / "b", torch=True)]
+    made = [Node(where / "a", torch=True), Node(where / "b", torch=True)]
+    yield made
+    for node in made:
+        pool.add(node.cache)
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +134,8 @@ sys.stdin.read()
 def test_bundle_is_told_of_when_the_server_has_it_all() -> None:
     from torch.distributed import TCPStore
 
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    with forks.Fork(
+        ["-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as server:
         assert server.stdout is not None
         client = TCPStore("127.0.0.1", int(server.stdout.readline()), wait_for_workers=False)
@@ -251,5 +256,6 @@ print("pinned", pin.artifact.sha256)
         capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    pool.add(node.cache)
     (entry,) = node.entries()
     assert done.stdout.split() == ["pinned", entry["sha256"]]

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from fault_rows import whole
-from network import Case, Host
-from ranks import Job, Node, run
+from ranks import Job, Node, free_port, run
 from results import keep, spread
+from sample.quiet import slowdown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
-LEASE, WAIT = 1.5, 15.0
+pytestmark = pytest.mark.timed
+LEASE, WAIT = 3.0, 15.0
 BUILDER, VOTER, FETCHER, LEADER = range(4)
 
 
@@ -141,7 +142,7 @@ def judge(role: Role, step: Step, came: Killed) -> None:
         for each in errors:
             assert f"rank {role.rank} (host " in each, errors
             assert "died, stopped or lost the network" in each
-    assert came.seconds <= limit, (step, came)
+    assert came.seconds <= limit * slowdown(), (step, came)
 
 
 def judge_without_a_store(role: Role, step: Step, came: Killed) -> None:
@@ -154,15 +155,7 @@ def judge_without_a_store(role: Role, step: Step, came: Killed) -> None:
     for each in errors:
         assert "the job's store (127.0.0.1:" in each
         assert "rank 0" in each
-    assert came.seconds <= LEASE + came.compile + 3, (step, came)
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    made = Host()
-    made.ready()
-    yield made
-    made.end()
+    assert came.seconds <= (LEASE + came.compile + 3) * slowdown(), (step, came)
 
 
 def tried(
@@ -216,18 +209,18 @@ def test_killed_rank_is_named_by_all_others_in_time(
     tried(name, tmp_path, request, job, judge, then)
 
 
-@pytest.mark.slow
 def test_ranks_whose_store_dies_with_its_process_say_so_in_time(
-    tmp_path: Path, host: Host, request: pytest.FixtureRequest
+    tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Rank 0 serves torch's TCPStore, leads and builds."""
 
     def over_tcp(role: Role, step: Step, nodes: list[Node], where: Path) -> Killed:
-        case = Case([host, host], where, nodes, each=2, address="127.0.0.1")
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         special = {rank: {"at": f"Put hello/{rank}", "pause": 0.8} for rank in range(1, 4)}
         special[0] = killed_by(step, where / "mark")
-        case.start(special, timeout=WAIT, lease=LEASE, part=2048)
-        said, _ = case.end(limit=60)
-        return killed([each["code"] for each in said], said, 0, where / "mark")
+        ended = run(nodes, 2, special, timeout=WAIT, lease=LEASE, part=2048, variables=address)
+        return killed(
+            [each.code for each in ended], [each.said for each in ended], 0, where / "mark"
+        )
 
     tried("store host", tmp_path, request, over_tcp, judge_without_a_store, lambda *_: None)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fault_rows import whole
 from ranks import free_port
-from sample import known
+from sample import forks, known, pool
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "cluster"
@@ -95,11 +95,13 @@ def test_init_container_fetches_by_lock_file_what_the_sealed_container_then_load
     tmp_path: Path,
 ) -> None:
     """The commands and the variables of job.yaml, with a directory for the registry."""
-    here = {**clean(), "OPKILN_CACHE_DIR": str(known.make_store(tmp_path / "builder"))}
+    builder = known.make_store(tmp_path / "builder")
+    here = {**clean(), "OPKILN_CACHE_DIR": str(builder), "OPKILN_STORE_LAYERS": str(pool.LAYER)}
     tier = f"file://{tmp_path / 'tier'}"
     for words in (["build", "utils"], ["cache", "push", "utils", "--remote", tier],
                   ["lock", "utils", "-o", "ops.lock"]):  # fmt: skip
         opkiln(words, here, tmp_path)
+    pool.add(builder)
     volume = tmp_path / "ops"
     volume.mkdir()
     volume.chmod(0o777)  # as an emptyDir is
@@ -120,11 +122,10 @@ def test_init_container_fetches_by_lock_file_what_the_sealed_container_then_load
 
 
 def opkiln(words: list[str], env: dict[str, str], where: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "opkiln", *words],
-        env=env, cwd=where, capture_output=True, text=True, check=False, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, (words, done.stdout, done.stderr)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with forks.Fork(["-m", "opkiln", *words], env=env, cwd=where, **pipes) as process:
+        told = process.communicate(timeout=200)
+    assert process.returncode == 0, (words, told)
 
 
 def clean() -> dict[str, str]:

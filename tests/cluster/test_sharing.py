@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from ranks import Node, free_port
-from sample import servers
+from sample import known, pool, servers
 
 from opkiln.cluster import job, sharing, work
 from opkiln.cluster.messages import Made
@@ -91,6 +91,7 @@ def test_two_ranks_with_stores_of_their_own_compile_each_load_once_and_have_one_
         for each in ranks:
             each.kill()
             each.communicate()
+    pool.add(nodes[0].cache)
     assert said[0] == said[1]
     assert len(set(said[0].values())) == 3
     built = sorted(e["op"] for node in nodes for e in node.entries() if "created" in e)
@@ -211,12 +212,12 @@ def test_library_that_cannot_be_sent_is_built_by_each_node_and_is_the_same(
     first = sharing_of(store, op, 0).run(0)
     assert first.made.digest
     assert not first.made.bundle
-    monkeypatch.setenv("OPKILN_CACHE_DIR", str(tmp_path / "another node"))
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(known.make_store(tmp_path / "another node")))
     second = sharing_of(store, op, 1).run(0)
     assert second.made == first.made
     assert second.worker.how == ["built"]
     # What is built there differs: the two must not be used side by side.
-    monkeypatch.setenv("OPKILN_CACHE_DIR", str(tmp_path / "third node"))
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(known.make_store(tmp_path / "third node")))
     third = sharing_of(store, op_of('extern "C" int value() { return 4; }\n', "-march=native"), 2)
     with pytest.raises(ClusterError, match="rank 2 cannot use the library of rank 0") as raised:
         third.run(0)
