@@ -374,6 +374,7 @@ def test_cpp_with_cuda_gets_the_runtime(cuda: list[str]) -> None:
 # The store
 
 
+@pytest.mark.counts_compiles
 def test_a_clone_of_a_project_is_a_hit(apart: Path) -> None:
     for clone in ("here", "there"):
         write(f"{clone}/csrc/m.cpp", '#include "value.h"\n' + module("cloned"))
