@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from sample import wanted
+from sample import pool, wanted
 
 from opkiln.binary import fatbin
 from opkiln.builder import CUDAOpBuilder
@@ -40,7 +40,9 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is n
 
 
 @pytest.fixture
-def device(package: Callable[..., Package]) -> Package:
+def device(package: Callable[..., Package], monkeypatch: pytest.MonkeyPatch) -> Package:
+    """Of its builds only links are counted, so objects come from the pool all the same."""
+    monkeypatch.setenv("OPKILN_STORE_LAYERS", str(pool.LAYER))
     return package("device")
 
 

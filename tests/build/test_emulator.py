@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from sample import known, pool
 from sample.emulator.op import KernelsBuilder
 
 import opkiln
@@ -22,7 +23,7 @@ from opkiln.settings import override
 from opkiln.toolchain import emulate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 CSRC = Path(opkiln.__file__).parent / "csrc"
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "emulator.md"
@@ -44,9 +45,11 @@ class Outcome:
 
 
 @pytest.fixture(scope="module")
-def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One store for this file: the emulator's own part is compiled once."""
-    return tmp_path_factory.mktemp("emulated")
+    made = known.make_store(tmp_path_factory.mktemp("emulated") / "cache")
+    yield made
+    pool.add(made)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,7 @@ def run(shared_cache: Path) -> Callable[..., Outcome]:
     """Runs a case of sample/emulator/kernels.cu on an input and an output of so many bytes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPKILN_CACHE_DIR", str(shared_cache))
+        patch.setenv("OPKILN_STORE_LAYERS", str(pool.LAYER))
         for name in ("OPKILN_CXXFLAGS", "OPKILN_LDFLAGS"):  # kernels have a sanitizer of their own
             patch.delenv(name, raising=False)
         library = KernelsBuilder().load(verbose=False)

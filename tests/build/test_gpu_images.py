@@ -10,6 +10,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
+from sample import pool
+from sample.toolkit import compile_once
 
 from opkiln.binary import elf
 from opkiln.binary.bundle import hip_images
@@ -69,7 +71,8 @@ def compiled(
     source = directory / f"{name}.cu"
     source.write_text(text or KERNEL.replace("NAME", name))
     output = directory / f"{name}.o"
-    run(nvcc(), *gencodes(code), *flags, "-Xcompiler=-fPIC", "-c", str(source), "-o", str(output))
+    words = [*gencodes(code), *flags, "-Xcompiler=-fPIC", "-c", str(source), "-o", str(output)]
+    assert compile_once(pool.ROOT / "nvcc", nvcc(), words) == 0
     return output
 
 

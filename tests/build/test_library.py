@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sample import child
+from sample import child, forks
 from torch import Tensor
 
 import opkiln
@@ -290,9 +290,9 @@ def test_commands_know_the_library_by_its_name(tmp_path: Path) -> None:
         (["-m", "opkiln", "build", "both"], "both"),
         (["-c", USE], "True both\n"),
     ):
-        done = subprocess.run(
-            [sys.executable, *argv], capture_output=True, text=True, check=False,
+        done = child.finish(forks.Fork(
+            argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**child.environment(), "PYTHONPATH": str(tmp_path / "site")},
-        )  # fmt: skip
+        ))  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert words in done.stdout

@@ -73,8 +73,7 @@ def test_declarations_and_numbers_are_torchs(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     # every function is torch's: without op.h its name is known, too
     names = "\n".join(f"constexpr auto* p_{name} = &{name};" for name in sorted(_declared()))
-    done = _checked(tmp_path, _both(ours_first=False).split("\n", 2)[0] + "\n"
-                    "#include <torch/csrc/stable/c/shim.h>\n" + names)  # fmt: skip
+    done = _checked(tmp_path, f"#include <torch/csrc/stable/c/shim.h>\n{names}")
     assert done.returncode == 0, done.stderr
 
 

@@ -9,11 +9,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from sample import pool
+from sample.toolkit import compile_once
 
 import opkiln
 from opkiln.build_model import DeviceCompiler, Toolchain
 from opkiln.errors import ToolchainError
 from opkiln.settings import override
+from opkiln.store.layers import Store
 from opkiln.toolchain import cuda_version, host, nvcc, torch_sdk
 
 _KERNEL = """\
@@ -45,9 +48,9 @@ extern "C" void launch(int* x) { fill<<<1, 1>>>(x); }
 pytestmark = pytest.mark.skipif(not nvcc.available(), reason="no nvcc on this machine")
 
 
-@pytest.fixture(scope="module")
-def memory(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    return (str(tmp_path_factory.mktemp("memory")),)
+@pytest.fixture
+def memory() -> tuple[str, ...]:
+    return Store().memory
 
 
 @pytest.fixture
@@ -69,11 +72,9 @@ def build(compiler: DeviceCompiler, cxx: str, where: Path) -> Path:
     ]
     flags = [word for flag in flags for word in ((flag, "2") if flag == "--threads" else (flag,))]
     newest = compiler.archs[-1].replace(".", "")
-    subprocess.run(
-        [compiler.path, "-ccbin", compiler.host or cxx, *flags, f"-arch=sm_{newest}",
-         "-Xcompiler", "-fPIC", "-c", source, "-o", compiled],
-        check=True, cwd=where,
-    )  # fmt: skip
+    words = ["-ccbin", compiler.host or cxx, *flags, f"-arch=sm_{newest}", "-Xcompiler", "-fPIC",
+             "-c", str(source), "-o", str(compiled)]  # fmt: skip
+    assert compile_once(pool.ROOT / "nvcc", compiler.path, words) == 0
     search = [f"-L{path}" for path in compiler.library_dirs]
     subprocess.run(
         [cxx, "-shared", compiled, "-o", library, *search,
@@ -181,7 +182,6 @@ def test_flags_and_directories_of_the_user_reach_host_and_device_code(
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.h").write_text(f"#define {name.upper()} 1\n")
     (tmp_path / "op.cu").write_text(_FLAGGED)
-    monkeypatch.setenv("OPKILN_CACHE_DIR", str(tmp_path / "store"))
     monkeypatch.setenv("OPKILN_CUDA_ARCH_LIST", "9.0")
     monkeypatch.setenv("CPLUS_INCLUDE_PATH", str(tmp_path / "included"))
     flags = f"-DFORTY=40 -iquote {tmp_path}/quoted -Wdate-time -D TWO=2"

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING
 
 import pytest
-from sample import child
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from sample import child, known, pool
 
 # A row's sum of squares, times a factor: a loop with a tail, a gradient, and a shape of its own.
 KERNEL = """
@@ -43,7 +39,7 @@ import opkiln
 from opkiln.testing import op_tests
 from torch import Tensor
 
-@opkiln.op("rows.cpp", namespace="suite")
+@opkiln.op("{name}.cpp", namespace="suite_{name}")
 def rows(x: Tensor, factor: float) -> Tensor:
     return factor * (x * x).sum(1)
 
@@ -76,26 +72,43 @@ MISTAKES = {
 }  # fmt: skip
 
 
-def run(where: Path, changes: dict[str, str], more: str) -> str:
-    (where / "rows.cpp").write_text(KERNEL.format(**{**RIGHT, **changes}))
-    (where / "test_rows.py").write_text(PYTHON.format(more=textwrap.dedent(more)))
-    code = (
-        "import os, sys, pytest; os.chdir(sys.argv[1]); "
-        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', 'test_rows.py']))"
-    )
-    done = child.finish(child.start(code, str(where), bare=False), timeout=300)
-    return f"{done.returncode}\n{done.stdout}{done.stderr}"
+# One process for all, each with a module and a namespace of its own: torch's compiler is imported
+# once. A form feed is before each, and the exit status of its run ends it.
+RUN = """
+import os, sys, pytest
+os.chdir(sys.argv[1])
+for name in sys.argv[2:]:
+    print("\\f" + name, flush=True)
+    print(int(pytest.main(["-q", "-p", "no:cacheprovider", f"test_{name}.py"])), flush=True)
+"""
 
 
-def test_a_right_op_passes_all(tmp_path: Path) -> None:
-    said = run(tmp_path, {}, "")
-    assert said.startswith("0\n"), said
-    assert "failed" not in said
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What pytest says of a right op, and of each mistake, by name."""
+    where = tmp_path_factory.mktemp("suite")
+    names = {}
+    for number, (title, (changes, more, _)) in enumerate(
+        {"right": ({}, "", ""), **MISTAKES}.items()
+    ):
+        name = names[title] = f"rows{number}"
+        (where / f"{name}.cpp").write_text(KERNEL.format(**{**RIGHT, **changes}))
+        text = PYTHON.format(more=textwrap.dedent(more), name=name)
+        (where / f"test_{name}.py").write_text(text)
+    store = known.make_store(where / "store")
+    env = {"OPKILN_CACHE_DIR": str(store), "OPKILN_STORE_LAYERS": str(pool.LAYER)}
+    started = child.start(RUN, str(where), *names.values(), env=env, bare=False)
+    parts = child.finish(started, timeout=600).stdout.split("\f")[1:]
+    pool.add(store)
+    return dict(zip(names, parts, strict=True))
+
+
+def test_a_right_op_passes_all(said: dict[str, str]) -> None:
+    assert said["right"].endswith("\n0\n"), said["right"]
+    assert "failed" not in said["right"]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_planted_mistake_is_found(mistake: str, tmp_path: Path) -> None:
-    changes, more, words = MISTAKES[mistake]
-    said = run(tmp_path, changes, more)
-    assert said.startswith("1\n"), said
-    assert words in said
+def test_a_planted_mistake_is_found(mistake: str, said: dict[str, str]) -> None:
+    assert said[mistake].endswith("\n1\n"), said[mistake]
+    assert MISTAKES[mistake][2] in said[mistake]

@@ -6,14 +6,14 @@ own. They share one store: what one has compiled, the others find.
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from subprocess import PIPE
 from typing import TYPE_CHECKING
 
 import pytest
-from sample import child, known
+from sample import child, forks, known, pool
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.slow
@@ -43,8 +43,10 @@ TWO, THREE = (2.0, 2.0), (3.0, 3.0)
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return known.make_store(tmp_path_factory.mktemp("versions") / "store")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    made = known.make_store(tmp_path_factory.mktemp("versions") / "store")
+    yield made
+    pool.add(made)
 
 
 def printed(code: str, store: Path, where: Path) -> list[str]:
@@ -118,11 +120,11 @@ first, edited, undone = (load("fused", [source(".", each)]) for each in (2, 3, 2
 print(values(first, edited, undone))
 """
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "opkiln", "run", str(program)], capture_output=True, text=True,
-        cwd=tmp_path, timeout=600, check=False,
+    started = forks.Fork(
+        ["-m", "opkiln", "run", str(program)], stdout=PIPE, stderr=PIPE, text=True, cwd=tmp_path,
         env={**child.environment(), "OPKILN_CACHE_DIR": str(store)},
     )  # fmt: skip
+    done = child.finish(started, timeout=600)
     assert done.stdout.splitlines() == [str([TWO, THREE, TWO])], done.stderr
 
 

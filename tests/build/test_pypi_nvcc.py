@@ -7,19 +7,17 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from sample import pool
+from sample.levels import ARCHITECTURES, HERE
 
 import opkiln
 from opkiln import settings
 from opkiln.toolchain import toolkits
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.slow
 
@@ -78,8 +76,11 @@ class Environment:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.python = root / "venv" / "bin" / "python"
-        subprocess.run([sys.executable, "-m", "venv", root / "venv"], check=True)
+        self.python = root / "bin" / "python"
+
+    def make(self) -> None:
+        subprocess.run([sys.executable, "-m", "venv", self.root], check=True)
+        self.install(*_EXTRA)
 
     def install(self, *names: str) -> None:
         command = [self.python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *names]
@@ -87,18 +88,18 @@ class Environment:
         if done.returncode != 0:
             pytest.skip(f"pip install {' '.join(names)}: {done.stderr.strip()[-500:]}")
 
-    def ask(self, code: str = _CHILD) -> dict[str, object]:
-        """What code prints there, where PATH holds no nvcc."""
+    def ask(self, where: Path, code: str = _CHILD) -> dict[str, object]:
+        """What code prints there, where PATH holds no nvcc. It writes below ``where``."""
         path = [each for each in os.environ["PATH"].split(":") if not Path(each, "nvcc").exists()]
         if shutil.which("g++", path=":".join(path)) is None:
             pytest.skip("g++ is only where nvcc is, too")
         variables = {name for each in settings.table() for name in (each.variable, *each.aliases)}
         environment = {k: v for k, v in os.environ.items() if k not in variables}
-        environment |= {"PATH": ":".join(path), "HOME": str(self.root),
+        environment |= {"PATH": ":".join(path), "HOME": str(where),
                         "PYTHONPATH": str(Path(opkiln.__file__).parents[1]),
-                        "OPKILN_CACHE_DIR": str(self.root / "cache")}  # fmt: skip
+                        "OPKILN_CACHE_DIR": str(where / "cache")}  # fmt: skip
         done = subprocess.run(
-            [self.python, "-c", code, self.root / "memory", _TORCH],
+            [self.python, "-c", code, where / "memory", _TORCH],
             check=False, env=environment, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -107,25 +108,28 @@ class Environment:
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
-    if sysconfig.get_platform() not in ("linux-x86_64", "linux-aarch64"):
-        pytest.skip(f"no wheels for {sysconfig.get_platform()}")
-    made = Environment(tmp_path_factory.mktemp("wheels"))
-    try:
-        made.install(*_EXTRA)
-        yield made
-    finally:
-        shutil.rmtree(made.root)  # half a gigabyte
+def wheels() -> Environment:
+    """Half a gigabyte that is kept in the pool, and nobody changes."""
+    if HERE not in ARCHITECTURES:
+        pytest.skip(f"no wheels for {HERE}")
+    kept = Environment(pool.ROOT / "cuda-wheels" / _EXTRA[0].partition("==")[2].replace("*", "x"))
+    if not kept.root.exists():
+        kept.root.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.root.parent) as new:
+            made = Environment(Path(new, "venv"))
+            made.make()
+            made.root.rename(kept.root)
+    return kept
 
 
 def test_the_nvcc_of_the_wheels_compiles_and_links_with_the_static_runtime(
     wheels: Environment, tmp_path: Path
 ) -> None:
-    found = wheels.ask()
+    found = wheels.ask(tmp_path)
     assert "error" not in found, found
     assert found["version"] == "13.0"
     assert found["origins"] == ["PyPI"]
-    assert str(found["home"]).startswith(str(wheels.root / "venv"))
+    assert str(found["home"]).startswith(str(wheels.root))
     located = subprocess.run(
         [wheels.python, "-c", toolkits._PATHFINDER], check=True, capture_output=True, text=True
     )
@@ -150,19 +154,22 @@ def test_the_nvcc_of_the_wheels_compiles_and_links_with_the_static_runtime(
 
 @pytest.mark.full  # the toolkit's own compile and link are in every run, above
 def test_fused_adam_compiles_links_and_loads_with_the_toolkit_of_the_wheels(
-    wheels: Environment,
+    wheels: Environment, tmp_path: Path
 ) -> None:
-    built = wheels.ask(_FUSED_ADAM)
+    built = wheels.ask(tmp_path, _FUSED_ADAM)
     assert built["images"] == ["sm_80", "sm_90a"]
     assert not any("cuda" in name for name in built["needed"])  # type: ignore[attr-defined]
 
 
+@pytest.mark.full  # an environment of its own
 def test_wheels_of_two_releases_are_refused_with_the_command_that_mends_them(
-    wheels: Environment,
+    tmp_path: Path,
 ) -> None:
+    mixed = Environment(tmp_path / "venv")
+    mixed.make()
     # As `pip install nvidia-cuda-nvcc==13.0.*` alone would leave it: its parts are the newest.
-    wheels.install("--no-deps", "nvidia-nvvm==13.4.*")
-    found = wheels.ask()
+    mixed.install("--no-deps", "nvidia-nvvm==13.4.*")
+    found = mixed.ask(tmp_path)
     assert found.get("kind") == "ToolchainError", found
     assert "Unsupported .version" in str(found["error"])
     assert "pip install 'cuda-toolkit[nvcc,cccl,cudart]==13.0.*'" in str(found["error"])

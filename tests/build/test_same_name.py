@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample import install, known
+from sample import child, forks, install, known
 from sample.package import Package
 
 from opkiln.toolchain import host
@@ -44,12 +44,11 @@ class Two:
         self, *arguments: str, status: int | None = 0, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         paths = [self.opkiln, *(package.where for package in self.packages)]
-        done = subprocess.run(
-            [sys.executable, *arguments],
+        done = child.finish(forks.Fork(
+            arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)),
                  "OPKILN_CACHE_DIR": str(self.cache), **environment},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        ))  # fmt: skip
         assert status in (None, done.returncode), done.stdout + done.stderr
         return done
 
