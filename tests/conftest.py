@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import zlib
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -28,7 +29,6 @@ hypothesis.settings.register_profile("random", derandomize=False, database=None,
 hypothesis.settings.load_profile("fixed")
 
 _KEPT = ("PATH", "HOME", "TMPDIR", "XDG_CACHE_HOME")
-_numbers = itertools.count(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -109,12 +109,17 @@ def nothing_compiled() -> None:
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Package]:
-    """Makes a copy of a sample package that can be imported: ``package("plain")``."""
+def package(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Package]:
+    """Makes a copy of a sample package that can be imported: ``package("plain")``. Its name is no
+    other test's, and the same in every run: some sources are compiled with it."""
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    numbers = itertools.count(1)
+    test = zlib.crc32(request.node.nodeid.encode())
 
     def make(kind: str) -> Package:
-        return Package(kind, tmp_path / "packages", f"{kind}_{next(_numbers)}")
+        return Package(kind, tmp_path / "packages", f"{kind}_{test:08x}_{next(numbers)}")
 
     return make
 
