@@ -46,7 +46,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 PLUGIN = "opkiln_reached"
 PYTEST = ("-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider", "-p", "no:xdist", "-m",
-          "not full", "--tb=no", "--no-header")  # fmt: skip
+          "not full", "--tb=short", "--no-header")  # fmt: skip
 # A copy leaves these out of the checkout's top directory.
 LEFT_OUT = (".git", "*venv", ".*cache", ".hypothesis", ".deepspeed", "build", "dist")
 
@@ -101,6 +101,8 @@ class Copy:
             path.unlink()
         (self.site / "__editable__.opkiln.pth").write_text(f"{place / 'src'}\n")
         shutil.copy(HERE / "reached.py", self.site / f"{PLUGIN}.py")
+        # With digests instead of times, so that Python never takes them for a changed source.
+        self._python("-m", "compileall", "-q", "--invalidation-mode", "checked-hash", "src")
         found = self._python("-c", "import opkiln; print(opkiln.__file__)")
         assert found.strip() == str(place / "src/opkiln/__init__.py"), found
 
@@ -164,7 +166,7 @@ class Copy:
         ran, size = 0, 0
         spent = 0.0
         while left:
-            batch = _take(left, min(BATCHES[min(size, len(BATCHES) - 1)], limit - spent))
+            batch = _take(left, BATCHES[min(size, len(BATCHES) - 1)], limit - spent)
             size += 1
             if not batch:
                 return {"verdict": LIMITED, "tests": ran, "left": len(left)}
@@ -178,24 +180,32 @@ class Copy:
                     path.write_bytes(text)
                 if found is None:
                     break
-                if self._is_sound(names, found, 4 * expected + 90):
+                if self._is_sound(_blame(names, found[1]) or names, 4 * expected + 90):
                     return {"verdict": found[0], "by": found[1], "tests": ran + len(names)}
-                if found[1] not in names:
-                    break  # the batch as a whole fails without the change
-                names = [name for name in names if self.sound.get(name, True)]
+                sound = [name for name in names if self.sound.get(name, True)]
+                if sound == names:
+                    break  # they fail without the change as well, and none is to blame
+                names = sound
             left = left[len(batch) :]
             ran += len(names)
             spent += expected
         return {"verdict": SURVIVED if ran else UNREACHED, "tests": ran}
 
-    def _is_sound(self, names: list[str], found: tuple[str, str], timeout: float) -> bool:
-        """Whether what failed passes on the unchanged sources."""
-        _, test = found
-        if test in names:
-            if test not in self.sound:
-                self.sound[test] = self.notices([test], timeout) is None
-            return self.sound[test]
-        return self.notices(names, timeout) is None
+    def _is_sound(self, tests: list[str], timeout: float) -> bool:
+        """Whether tests pass on the unchanged sources. A single test is asked once."""
+        if len(tests) == 1 and tests[0] in self.sound:
+            return self.sound[tests[0]]
+        found = self.notices(tests, timeout)
+        if len(tests) == 1:
+            self.sound[tests[0]] = found is None
+        elif found is not None:
+            self.sound |= dict.fromkeys(_blame(tests, found[1]), False)
+        return found is None
+
+
+def _blame(tests: list[str], failed: str) -> list[str]:
+    """What failed is a test, or a file that cannot be collected, or neither."""
+    return [test for test in tests if f"{test}::".startswith(f"{failed}::")]
 
 
 def _link(old: str, new: str) -> None:
@@ -207,17 +217,19 @@ def _link(old: str, new: str) -> None:
 
 
 def _environment(pool: Path) -> dict[str, str]:
-    """Changed sources have the old size and second at times, so no bytecode is kept."""
     dropped = ("PYTHONPATH", "VIRTUAL_ENV", "PYTEST_ADDOPTS")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "OPKILN_TEST_POOL": str(pool)}
 
 
-def _take(tests: list[tuple[str, float]], seconds: float) -> list[tuple[str, float]]:
-    """The first tests that take this long together, or the first one if it takes no longer."""
+def _take(tests: list[tuple[str, float]], seconds: float, most: float) -> list[tuple[str, float]]:
+    """The first tests that take this long together; at least one, unless it takes more than
+    ``most`` seconds."""
     total, count = 0.0, 0
-    while count < len(tests) and total + tests[count][1] <= seconds:
-        total += tests[count][1]
+    for _, each in tests:
+        if total + each > (min(seconds, most) if count else most):
+            break
+        total += each
         count += 1
     return tests[:count]
 
@@ -455,7 +467,7 @@ def main() -> int:
         return 0
     if arguments.command == "reach":
         arguments.reach.parent.mkdir(parents=True, exist_ok=True)
-        copy = Copy(arguments.checkout, arguments.place, arguments.pool)
+        copy = Copy(arguments.checkout, arguments.place / "0", arguments.pool)
         return measure(copy, arguments.tests, arguments.reach)
     return {"run": run, "branch": branch, "compare": compare}[arguments.command](arguments)
 
