@@ -55,7 +55,7 @@ def follow(page: Path, where: Path, programs: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
     environment |= {
         "HOME": str(home), "PATH": f"{programs}{os.pathsep}{environment['PATH']}",
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1", "OMP_NUM_THREADS": "1",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }  # fmt: skip
     shown = transcript.commands(page.read_text())
     assert shown, "the page has commands"
@@ -68,8 +68,9 @@ def follow(page: Path, where: Path, programs: Path) -> None:
     assert not any(wrong), "\n".join(filter(None, wrong))
 
 
-# What these do, other tests do in every run: tests/build/test_new.py and tests/cluster.
-FULL = {"run-on-a-cluster", "ship-a-package"}
+# What these do, other tests do in every run: tests/build/test_compat_torch_jit.py, test_new.py and
+# test_docs.py, and tests/cluster.
+FULL = {"move-from-cpp-extension", "run-on-a-cluster", "ship-a-package", "use-an-op"}
 
 
 @pytest.mark.parametrize(
@@ -83,8 +84,12 @@ FULL = {"run-on-a-cluster", "ship-a-package"}
 def test_a_tutorial_prints_what_it_shows(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    installs = name == "ship-a-package"
-    programs = request.getfixturevalue("installed") if installs else Path(sys.executable).parent
+    if name == "ship-a-package":
+        programs = request.getfixturevalue("installed")
+    elif name in FULL:
+        programs = Path(sys.executable).parent
+    else:
+        programs = transcript.programs(tmp_path / "bin")
     follow(TUTORIALS / f"{name}.md", tmp_path, programs)
 
 

@@ -23,6 +23,8 @@ _END = "-- the command above ended with "
 # Asks the server of forks for an interpreter, which takes over its streams, and ends as that does.
 _ASK = """#!{python} -IS
 import array, json, os, socket, sys
+if sys.argv[1:3] == ["-m", "pytest"]:  # it warns of plugins that are imported before it
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 asked = {{"args": [*{words}, *sys.argv[1:]], "env": dict(os.environ), "cwd": os.getcwd()}}
 text = json.dumps(asked).encode()
 server = socket.socket(socket.AF_UNIX)
