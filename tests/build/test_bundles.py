@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from click.testing import CliRunner
-from sample import child, command, known
+from sample import child, command, known, pool
 from sample.compiler import Compiler
 from sample.levels import LEVELS
 from sample.package import settle
@@ -52,6 +52,7 @@ class Shipped:
         stage = self.file.with_suffix(".layer")
         layer.export(payloads, str(stage))
         write_bundle(str(stage), str(self.file))
+        pool.add(self.elsewhere)
 
     def load(self, **settings: Any) -> Any:
         with override(cache_dir=str(self.here), **settings):
@@ -210,11 +211,12 @@ def test_a_torch_op_is_served_from_a_bundle_and_reloaded_beside_it(
     source = next(path for path in stable.files() if path.suffix == ".cpp")
     environment = {
         "OPKILN_CACHE_DIR": str(shipped.here),
-        "OPKILN_STORE_LAYERS": str(shipped.file),
+        "OPKILN_STORE_LAYERS": f"{shipped.file}{os.pathsep}{pool.LAYER}",
         "OPKILN_MODE": "native",
     }
     arguments = (stable.name, str(source))
     out = child.run(code, *arguments, path=[stable.where], env=environment, bare=False)
+    pool.add(shipped.here)
     first, second = out.splitlines()
     assert first.split()[0] == second.split()[0] != "0"
     assert first.split()[1].startswith("/proc/")

@@ -93,7 +93,7 @@ def test_the_files_are_what_the_services_take(tmp_path: Path, tools: Path) -> No
         assert run([*check, file], tmp_path).returncode == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_pre_commit_runs_the_hook_on_a_commit(tmp_path: Path, tools: Path) -> None:
     project = written(tmp_path)
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", project]

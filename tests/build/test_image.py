@@ -20,6 +20,7 @@ import click
 import pytest
 from sample import child
 from sample.doctor import can_mount
+from sample.shipped import build
 from sample.tracing import NETWORK, calls, strace
 
 import opkiln
@@ -103,15 +104,6 @@ class Image(NamedTuple):
         return str(done.stdout)
 
 
-def build(directory: Path, *arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "opkiln", "build", *arguments],
-        env={**os.environ, "PYTHONPATH": str(SOURCE), "OPKILN_CACHE_DIR": str(directory)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.fixture(scope="module")
 def image() -> Iterator[Image]:
     yield from make_image(*OPS)
@@ -156,7 +148,14 @@ def ways(image: Image) -> dict[str, dict[str, str]]:
 
 
 @as_root
-@pytest.mark.parametrize("way", ["store", "layer", "store as a layer", "bundle"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "store",
+        "bundle",
+        *(pytest.param(way, marks=pytest.mark.full) for way in ("layer", "store as a layer")),
+    ],
+)
 def test_everything_loads_nothing_is_written_and_no_socket_is_opened(
     way: str, image: Image
 ) -> None:

@@ -10,12 +10,11 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from sample import child, known, servers, tiers
+from sample import child, known, servers, tiers, transcript
 from sample.remote import SOURCE, Machines, remote_lines
 
 from opkiln.remote import lockfile
@@ -273,7 +272,7 @@ def test_the_commands_of_the_page_work(tmp_path: Path) -> None:
     commands = "\n".join(re.findall(r"<!-- tier -->\n```sh\n(.*?)```", page, re.DOTALL))
     known.make_store(tmp_path / "first")
     env = {**os.environ, "OPKILN_CACHE_DIR": str(tmp_path / "first"),
-           "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # fmt: skip
+           "PATH": f"{transcript.programs(tmp_path / 'bin')}:{os.environ['PATH']}"}  # fmt: skip
     done = subprocess.run(
         ["bash", "-euc", commands], cwd=tmp_path, env=env, capture_output=True, text=True,
         check=False,
@@ -294,6 +293,7 @@ def _hosts(kind: str) -> tuple[str, servers.Silent | None]:
     return silent.host, silent
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("kind", "scheme"),
     [("down", "oci+http"), ("silent", "http"), ("silent", "oci"), ("unroutable", "oci")],

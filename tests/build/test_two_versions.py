@@ -67,7 +67,8 @@ def test_two_schemas_do_not_rebuild_each_others_entries(tmp_path: Path, cache: P
         # With no receipt: those keep what a version found, so they would hide a rebuild.
         for receipts in cache.glob("*/receipts"):
             shutil.rmtree(receipts)
-        return child.run(LOAD, str(source), env={"PYTHONPATH": str(version)}).strip()
+        env = {"PYTHONPATH": str(version)}
+        return child.run(LOAD, str(source), env=env, forked=False).strip()
 
     assert [load(each) for each in (child.SOURCE, newer)] == ["built", "built"]
     assert [load(each) for each in (child.SOURCE, newer) * 2] == ["store"] * 4

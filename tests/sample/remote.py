@@ -58,9 +58,9 @@ class Machines:
         self._made = 0
 
     def new(self) -> str:
-        """The name of a store that has nothing."""
+        """The name of a store that has no op."""
         self._made += 1
-        return f"machine{self._made}"
+        return known.make_store(self.base / f"machine{self._made}").name
 
     def environment(self, store: str, **more: str) -> dict[str, str | None]:
         return {
