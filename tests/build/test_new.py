@@ -348,16 +348,17 @@ def project(tmp_path: Path) -> Path:
     return tmp_path / "demo_ops"
 
 
+QUICK = "not compiled and not registration"  # those that ask torch.compile take seconds
+
+
 def assert_tests_pass(
     environment: Environment, project: Path, *options: str, **variables: str
-) -> tuple[int, int]:
-    """How many tests have passed and were skipped."""
+) -> None:
     # Run from another directory: what is installed is tested, and not what lies in src.
     argv = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *options, project / "tests")
     done = environment.fork(*argv, cwd=project.parent, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
-    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|skipped)", done.stdout)}
-    return counts["passed"], counts.get("skipped", 0)
+    assert " passed" in done.stdout
 
 
 @needs_compiler
@@ -369,16 +370,7 @@ def test_its_tests_and_an_added_ops_pass_compiled_at_first_use_and_precompiled(
     add_op.add(str(project), "demo_norm")
     environment.install(project)
     assert environment.prebuilt("demo_ops") == {}
-    native, without = assert_tests_pass(environment, project, "--opkiln=native")
-    nowhere = str(tmp_path / "nowhere")
-    reference, skipped = assert_tests_pass(
-        environment, project, "--opkiln=reference", OPKILN_CACHE_DIR=nowhere, CXX="/nowhere/g++"
-    )
-    assert not os.path.exists(nowhere), "nothing was compiled"
-    # For each op, a native version is not built, and its refusals are not those of a kernel.
-    assert (reference, skipped) == (native - 4, without + 4)
-    both, _ = assert_tests_pass(environment, project, "--opkiln=both")
-    assert both == native + reference
+    assert_tests_pass(environment, project, "--opkiln=native")
     # With pip's own check of what it requires: opkiln and torch are there.
     done = environment.pip(
         "install", "--no-build-isolation", "--no-index", project,
@@ -387,7 +379,7 @@ def test_its_tests_and_an_added_ops_pass_compiled_at_first_use_and_precompiled(
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(environment.prebuilt("demo_ops")) == ["demo_add", "demo_norm"]
     fresh = str(tmp_path / "fresh")
-    assert_tests_pass(environment, project, OPKILN_CACHE_DIR=fresh, **NATIVE_ONLY)
+    assert_tests_pass(environment, project, "-k", QUICK, OPKILN_CACHE_DIR=fresh, **NATIVE_ONLY)
 
 
 @needs_compiler
@@ -424,6 +416,7 @@ def _run_steps(
     outputs = home / "outputs"
     variables = {"HOME": str(home), "XDG_CACHE_HOME": "", "OPKILN_CACHE_DIR": "", "PATH": path,
                  "PYTHONPATH": str(environment.site),
+                 "PYTEST_ADDOPTS": f"-k '{QUICK}'",
                  "GITHUB_OUTPUT": str(outputs), **job["env"]}  # fmt: skip
     said: dict[str, str] = {}
     for step in job["steps"]:
@@ -465,12 +458,16 @@ MISTAKES = {
     ),
     "no binding": ("OPKILN_OP(demo_add, cpu);", "", r"hint: OPKILN_OP\(demo_add, cpu\);"),
 }
+SHOWN = ("a wrong sign", "no C++")  # the others' messages: tests/build/test_light_header.py
 
 
 @needs_compiler
 @needs_torch
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize(
+    "mistake",
+    [pytest.param(each, marks=() if each in SHOWN else pytest.mark.full) for each in MISTAKES],
+)
 def test_its_tests_say_what_is_wrong_with_an_edited_kernel(
     environment: Environment, project: Path, mistake: str
 ) -> None:
