@@ -90,14 +90,15 @@ def warm(
     """The test's store knows this machine's compilers, and what was compiled before is copied from
     the pool. For tests that build, unless they ask what the first build on a machine does or look
     at all that a store holds (``first_use`` marks them), or count compiles."""
+    if request.node.get_closest_marker("first_use") is not None:
+        yield
+        return
+    known.make_store(cache)
     counts = "steps" in request.fixturenames or request.node.get_closest_marker("counts_compiles")
-    first_use = request.node.get_closest_marker("first_use")
-    if first_use is None:
-        known.make_store(cache)
-        if not counts:
-            monkeypatch.setenv("OPKILN_STORE_LAYERS", str(pool.LAYER))
+    if not counts:
+        monkeypatch.setenv("OPKILN_STORE_LAYERS", str(pool.LAYER))
     yield
-    if first_use is None:
+    if not counts:
         pool.add(cache)
 
 

@@ -10,9 +10,11 @@ compiler or other flags are another key. It may be deleted at any time.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 from opkiln import settings, trust
@@ -26,9 +28,18 @@ LAYER = ROOT / "layer"
 OBJECTS = LAYER / settings.LAYOUT / "objects"
 
 
+_KEPT_SECONDS = 14 * 24 * 3600
+
+
 def make() -> None:
-    """Make the pool's directories, for this user only."""
+    """Make the pool's directories, for this user only. Objects of long ago are let go: what is
+    still wanted is compiled again."""
     trust.make_private(str(OBJECTS))
+    oldest = time.time() - _KEPT_SECONDS
+    for leaf in OBJECTS.glob("*/*/*"):
+        with contextlib.suppress(OSError):  # another process was first
+            if leaf.stat().st_mtime < oldest:
+                shutil.rmtree(leaf)
 
 
 def add(store: Path) -> list[str]:
