@@ -8,10 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sample import catalogue as listed
+from sample import sanitizers
 
+from opkiln.engine import events
 from opkiln.errors import ToolchainError
+from opkiln.settings import settings
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from host_oracle import Case
 
 HOST_OPTIMIZERS = {
@@ -33,6 +39,35 @@ def cache(cache: Path, catalogue: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     """The root of the store that all tests of the catalogue share."""
     monkeypatch.setenv("OPKILN_CACHE_DIR", str(catalogue))
     return catalogue
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(catalogue: Path) -> Iterator[list[str]]:
+    """What was compiled into the shared store, and not yet complained about. Fixtures of a module
+    use that store, too."""
+    found: list[str] = []
+
+    def listen(event: events.Event) -> None:
+        if (
+            event.kind == events.STEP_START
+            and event.data["label"] not in events.NO_COMPILES
+            and settings.cache_dir == str(catalogue)
+        ):
+            found.append(f"{event.data['label']} of {event.data['op']}")
+
+    with pytest.MonkeyPatch.context() as patch, events.listening(listen):
+        patch.setenv("OPKILN_CACHE_DIR", str(catalogue))
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def nothing_missing(compiled: list[str]) -> Iterator[None]:
+    """Fails a test that compiled what sample/catalogue.py has not built."""
+    yield
+    found = ", ".join(compiled)
+    compiled.clear()
+    if found and not sanitizers.flags() and listed.is_current():
+        pytest.fail(f"it compiled {found}: add that to tests/sample/catalogue.py")
 
 
 @pytest.fixture

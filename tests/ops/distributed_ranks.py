@@ -2,7 +2,7 @@
 
 Run as a program, it prints the table of docs/optimizers.md:
 
-    PYTHONPATH=src python tests/ops/distributed_ranks.py [--reference] [--json FILE]
+    PYTHONPATH=src python tests/ops/distributed_ranks.py [--reference] [--part PART] [--json FILE]
 
 Two ranks train a small model in each way, each rank on its half of every batch; one process alone
 averages the gradients of the halves itself. Sums of two gradients and halves of them are the same
@@ -27,7 +27,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_cells import OPTIMIZERS, REFUSED, SAVED_AFTER, STEPS, TORCHS, allowed, cells
+from distributed_cells import (
+    OPTIMIZERS,
+    PARTS,
+    REFUSED,
+    SAVED_AFTER,
+    STEPS,
+    TORCHS,
+    allowed,
+    cells,
+)
 from sharded_pairs import BY_HAND, class_of, difference, optimizer_of, serve
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -226,7 +235,7 @@ WAYS: dict[str, Callable[[str, Path], float]] = {
 # Starting ranks
 
 
-def _rank(rank: int, ranks: int, directory: Path) -> None:
+def _rank(rank: int, ranks: int, part: str, directory: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable()
@@ -236,7 +245,7 @@ def _rank(rank: int, ranks: int, directory: Path) -> None:
     )  # fmt: skip
     results = {}
     runs = {**WAYS, **BY_HAND}
-    for cell in cells(ranks):
+    for cell in cells(ranks, part):
         way, name = cell.split("/")
         try:
             results[cell] = {"difference": runs[way](name, directory)}
@@ -254,15 +263,15 @@ def _rank(rank: int, ranks: int, directory: Path) -> None:
         (directory / f"results{ranks}.json").write_text(json.dumps(results))
 
 
-def run_all(reference: bool) -> dict[str, dict[str, Any]]:
-    """Every cell by its name: its ``difference``, or its ``error``."""
+def run_all(reference: bool, part: str) -> dict[str, dict[str, Any]]:
+    """The cells of a part, or all, by name: its ``difference``, or its ``error``."""
     serve(reference)
     context = multiprocessing.get_context("fork")  # torch is imported once
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
         for ranks in (2, 4):
             children = [
-                context.Process(target=_rank, args=(rank, ranks, Path(name)))
+                context.Process(target=_rank, args=(rank, ranks, part, Path(name)))
                 for rank in range(ranks)
             ]
             for child in children:
@@ -297,12 +306,14 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--reference", action="store_true")
+    parser.add_argument("--part", choices=PARTS, default="")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    results = run_all(arguments.reference)
+    results = run_all(arguments.reference, arguments.part)
     if arguments.json:
         arguments.json.write_text(json.dumps(results))
-    print(table(results))
+    if not arguments.part:
+        print(table(results))
     for cell, result in results.items():
         if verdict(cell, result) in ("FAIL", "refused"):
             print(f"{cell}: {result.get('error', result)}")

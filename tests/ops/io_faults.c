@@ -1,24 +1,33 @@
 // Preloaded: reads and writes that the system does in part, interrupts, or refuses.
 //
-// IO_FAULTS lists what happens to the calls, in turn: "all", "part" (half of it, at least a byte),
-// "intr" (EINTR), "again" (EAGAIN), "full" (ENOSPC). The last word stays.
+// io_faults(words) lists what happens to the calls from now on, in turn: "all", "part" (half of it,
+// at least a byte), "intr" (EINTR), "again" (EAGAIN), "full" (ENOSPC). The last word stays. It
+// returns how many calls there were since it was called last.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <pthread.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/types.h>
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static const char* next_word;
+static char words[65536] = "all";
+static const char* next_word = words;
+static long calls;
+
+long io_faults(const char* list) {
+  pthread_mutex_lock(&lock);
+  strncpy(words, list, sizeof words - 1);
+  next_word = words;
+  const long counted = calls;
+  calls = 0;
+  pthread_mutex_unlock(&lock);
+  return counted;
+}
 
 static char fault(void) {
   pthread_mutex_lock(&lock);
-  if (next_word == NULL) {
-    next_word = getenv("IO_FAULTS");
-    if (next_word == NULL) next_word = "all";
-  }
+  calls++;
   const char word = next_word[1] == 'u' ? 'f' : next_word[0] == 'a' ? next_word[1] : next_word[0];
   const char* const comma = strchr(next_word, ',');
   if (comma != NULL) next_word = comma + 1;

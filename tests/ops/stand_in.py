@@ -16,48 +16,59 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def emulated(builder: type[opkiln.OpBuilder]) -> Any:
-    """The functions of an op whose CUDA kernels the emulator runs on CPU tensors. They are an op of
-    their own, because the version for the CPU may be loaded, too."""
+def twin(builder: type[opkiln.OpBuilder]) -> opkiln.OpBuilder:
+    """An op whose CUDA kernels the emulator runs on CPU tensors. It is an op of its own, because
+    the version for the CPU may be loaded, too."""
     words = {"DISTRIBUTION": "emulated", "__module__": builder.__module__}
     made = type(f"Emulated{builder.__name__}", (builder,), words)
-    try:
-        return made(backend="emulated").jit_load(verbose=False)
-    except ToolchainError as error:
-        pytest.skip(f"kernels cannot be emulated here: {error.what}")
+    return made(backend="emulated")
 
 
-def emulated_functions(*functions: Any) -> Any:
-    """The functions of an ``opkiln.library``, or of several, as ops of their own whose CUDA kernels
-    the emulator runs on CPU tensors. Each library is built once, for all dtypes."""
+def twin_libraries(*functions: Any) -> Iterator[tuple[opkiln.OpBuilder, dict[str, Any]]]:
+    """The same for the functions of an ``opkiln.library``, or of several: for each library, its
+    builder and functions. Each is built once, for all dtypes."""
     by_library: dict[Any, list[Any]] = {}
     for each in functions:
         by_library.setdefault(each.builder, []).append(each)
-    made: dict[str, Any] = {}
     for builder, its in by_library.items():
-        made |= _twins(builder, its)
+        library = opkiln.library(
+            f"emulated_{builder.NAME}",
+            cuda=builder.SOURCES.cuda,
+            namespace="emulated",
+            emulate=True,
+        )
+        # Where the sources are: the emulator translates a copy of those below the root.
+        library.builder.PLACE, library.builder.DIRECTORY = builder.PLACE, builder.DIRECTORY
+        made = {}
+        for each in its:
+            written = [
+                argument.name
+                for argument in each.overload._schema.arguments
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
+            made[each.__name__] = library.op(mutates=written)(each.reference)
+        yield library.builder(backend="emulated"), made
+
+
+def emulated(builder: type[opkiln.OpBuilder]) -> Any:
+    """The functions of an op's twin."""
+    return _loaded(twin(builder))
+
+
+def emulated_functions(*functions: Any) -> Any:
+    """The functions, by name, of the twins of their libraries."""
+    made: dict[str, Any] = {}
+    for builder, its in twin_libraries(*functions):
+        _loaded(builder)
+        made |= its
     return SimpleNamespace(**made)
 
 
-def _twins(builder: Any, functions: list[Any]) -> dict[str, Any]:
-    twin = opkiln.library(
-        f"emulated_{builder.NAME}",
-        cuda=builder.SOURCES.cuda,
-        namespace="emulated",
-        emulate=True,
-    )
-    # Where the sources are: the emulator translates a copy of those below the root.
-    twin.builder.PLACE, twin.builder.DIRECTORY = builder.PLACE, builder.DIRECTORY
-    made = {}
-    for each in functions:
-        arguments = each.overload._schema.arguments
-        written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-        made[each.__name__] = twin.op(mutates=written)(each.reference)
+def _loaded(builder: opkiln.OpBuilder) -> Any:
     try:
-        twin.builder(backend="emulated").jit_load(verbose=False)
+        return builder.jit_load(verbose=False)
     except ToolchainError as error:
         pytest.skip(f"kernels cannot be emulated here: {error.what}")
-    return made
 
 
 @contextmanager

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from compiled_first_use import CASES, OPTIMIZERS
-from sample import child
+from sample import child, forks, pool
 
 STEPS = [f"{name}.{form}" for name in OPTIMIZERS for form in ("function", "step")]
 
@@ -22,23 +20,25 @@ pytestmark = pytest.mark.slow  # every op is built, if no other test has done so
 def found(catalogue: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What fresh processes reported: one op with an empty store, the other ops and the optimizers
     with what other tests may have built."""
-    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    environment |= {
-        "PYTHONPATH": str(child.SOURCE),
+    environment = {
+        **child.environment(),
         "OPKILN_PROGRESS": "off",
+        "OPKILN_STORE_LAYERS": str(pool.LAYER),
     }
     script = Path(__file__).with_name("compiled_first_use.py")
     lines = []
     empty = tmp_path_factory.mktemp("empty")
     others = [case for case in CASES if case != "packbits"]
     for store, cases in ((empty, ["packbits"]), (catalogue, others), (catalogue, STEPS)):
-        done = subprocess.run(
-            [sys.executable, str(script), "aot_eager", *cases],
+        running = forks.Fork(
+            [str(script), "aot_eager", *cases],
             env={**environment, "OPKILN_CACHE_DIR": str(store)},
-            capture_output=True, text=True, check=False, timeout=1200,
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
+        done = child.finish(running, timeout=1200)
         assert done.returncode == 0, done.stderr
         lines += done.stdout.splitlines()
+    pool.add(empty)
     return {line["case"]: line for line in map(json.loads, lines)}
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from instruction_sets import LEVELS, skip_unless_runnable
+from sample import child
 
 _LOAD = """
 import sys
@@ -72,10 +71,4 @@ def test_a_build_for_another_level_agrees(
     here = str(Path(__file__).parent)
     # As in a mangled name: opkiln::avx2::...
     name = LEVELS[level][0]
-    run = subprocess.run(
-        [sys.executable, "-c", _LOAD + _CHECKS[op], here, f"6opkiln{len(name)}{name}", op],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
+    child.run(_LOAD + _CHECKS[op], here, f"6opkiln{len(name)}{name}", op, bare=False)

@@ -43,8 +43,12 @@ def test_the_cpu_kernel_is_within_rounding_of_float64(dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_the_cuda_kernels_are_within_rounding_of_float64(emulated: Any, dtype: torch.dtype) -> None:
-    for case in CASES if dtype == torch.bfloat16 else CASES[1:2]:
-        call = make(case, dtype)
+    for case in CASES:
+        if (case.batch > 1) != (dtype == torch.float16):
+            continue
+        # A kernel works on one row and head; the emulator takes a second for a few tiles of them.
+        small = case._replace(rows=1, heads=1) if case.length > 64 and case.batch == 1 else case
+        call = make(small, dtype)
         check(call, emulated.evoformer_attention, emulated.evoformer_attention_backward)
 
 

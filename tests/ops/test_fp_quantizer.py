@@ -42,6 +42,12 @@ WORK = (
     (16, 0), (16, 1), (16, 4095), (48, 7), (64, 16), (512, 4095), (528, 4095), (2048, 17),
     (2064, 5003), (16384, 4095), (65536, 20_003),
 )  # fmt: skip
+# The formats, each with one dtype; with the others in full.
+KINDS = [
+    pytest.param(form, dtype, id=f"{name}-{dtype}", marks=[pytest.mark.full] * ((i + j) % 3 > 0))
+    for i, (name, form) in enumerate(FORMS.items())
+    for j, dtype in enumerate(DTYPES)
+]
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +143,7 @@ def test_fp8_is_torchs(op: Any) -> None:
         assert same(back, every.view(dtype).float())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("form", "dtype"), KINDS)
 def test_every_code_comes_back_as_its_number_times_the_scale(
     op: Any, form: Form, dtype: torch.dtype
 ) -> None:
@@ -164,7 +170,7 @@ def test_every_code_comes_back_as_its_number_times_the_scale(
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("form", "dtype"), KINDS)
 def test_nan_and_infinity_make_their_group_nan_and_no_other(
     op: Any, form: Form, dtype: torch.dtype, odd: float
 ) -> None:
@@ -194,7 +200,7 @@ def test_zeros_stay_zeros_with_their_signs(op: Any, form: Form) -> None:
 # Stochastic rounding
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("form", "dtype"), KINDS)
 @pytest.mark.parametrize("op", ["kernel", "native"], indirect=True)
 def test_stochastic_codes_are_the_references_bit_for_bit(
     op: Any, form: Form, dtype: torch.dtype
@@ -251,7 +257,7 @@ def test_what_the_format_holds_is_not_rounded(op: Any, form: Form) -> None:
 # Addresses, layouts and rows
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("form", "dtype"), KINDS)
 def test_views_at_odd_addresses_are_read_as_they_are(
     op: Any, form: Form, dtype: torch.dtype
 ) -> None:
@@ -271,7 +277,7 @@ def test_views_at_odd_addresses_are_read_as_they_are(
         assert same(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("form", "dtype"), KINDS)
 def test_rows_are_those_of_the_whole(op: Any, form: Form, dtype: torch.dtype) -> None:
     rest = (48, form.bits, form.mantissa_bits)
     for size in ([7, 64], [9, 33], [5, 3, 7], [4, 1], [3, 4096], [3, 0], [4, 2, 16]):

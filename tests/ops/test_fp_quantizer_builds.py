@@ -3,13 +3,11 @@ instruction set."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from instruction_sets import LEVELS, skip_unless_runnable
-from sample import wanted
+from sample import child, wanted
 
 from opkiln import get_builder
 from opkiln.binary import bundle
@@ -55,10 +53,4 @@ def test_a_build_for_another_level_agrees(level: str, monkeypatch: pytest.Monkey
     skip_unless_runnable(level)
     monkeypatch.setenv("OPKILN_CPU", level)
     here = Path(__file__).parent
-    run = subprocess.run(
-        [sys.executable, "-c", _CHECK, str(here), str(here.parent)],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
+    child.run(_CHECK, str(here), str(here.parent), bare=False)

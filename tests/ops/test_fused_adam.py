@@ -90,10 +90,11 @@ def test_parameters_may_be_at_steps_of_their_own(op: Any) -> None:
     assert_step(op, tensors(sizes, steps=(0.0, 7.0, 7.0, 123.0, 1.0)))
 
 
-def test_a_list_of_any_length_is_stepped(op: Any) -> None:
-    sizes = tuple(1 + i % 37 for i in range(1100))
+@pytest.mark.parametrize("count", [150, pytest.param(1100, marks=pytest.mark.full)])
+def test_a_list_of_any_length_is_stepped(op: Any, count: int) -> None:
+    sizes = tuple(1 + i % 37 for i in range(count))
     assert_step(op, tensors(sizes))
-    assert_step(op, tensors(sizes, steps=tuple(float(i % 5) for i in range(1100))))
+    assert_step(op, tensors(sizes, steps=tuple(float(i % 5) for i in range(count))))
 
 
 def test_a_list_of_any_length_takes_two_launches(kernel: Any) -> None:

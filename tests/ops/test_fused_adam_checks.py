@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from adam_oracle import BF16, clone
 from fused_oracle import HYPER, ROLES, tensors
+from sample import wanted
 from torch import Tensor
 
 import opkiln
@@ -15,9 +16,6 @@ from opkiln.binary import elf, fatbin
 from opkiln.errors import ToolchainError
 from opkiln.ops.fused_adam import reference
 from opkiln.ops.fused_adam.op import FusedAdamBuilder
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def _native() -> Any:
@@ -168,14 +166,14 @@ def test_a_stale_gradient_is_noticed(native: Any) -> None:
 # The CUDA library
 
 
-def test_the_cuda_library_loads_on_a_torch_without_cuda(empty_store: Path) -> None:
+def test_the_cuda_library_loads_on_a_torch_without_cuda() -> None:
     builder = FusedAdamBuilder(backend="cuda", archs="8.0;9.0a+PTX")
     try:
         builder.jit_load(verbose=False)
     except ToolchainError as error:
         pytest.skip(f"there is no nvcc that fits: {error.what}")
     assert torch._C._dispatch_has_kernel_for_dispatch_key("opkiln::fused_adam_", "CUDA")
-    (library,) = empty_store.rglob("*.so")
+    library = wanted.artifact(builder.op()).path
     needed = elf.read(library).needed
     assert "libtorch_cpu.so" in needed
     assert not [name for name in needed if "cuda" in name], (

@@ -74,7 +74,7 @@ def test_fp32_stays_within_1e_6_of_float64_after_100_steps(op: Any) -> None:
 
 def test_sums_of_a_tensor_among_others_are_its_own(op: Any) -> None:
     """Large enough that sums of chunks are folded, and not at the folds' borders."""
-    assert_step(op, tensors((5, 530_003, 1, 0, 512, 3000)))
+    assert_step(op, tensors((5, 270_003, 1, 0, 512, 3000)))
 
 
 def test_a_tensor_of_zeros_moves_with_a_coefficient_of_1(op: Any) -> None:
@@ -146,7 +146,8 @@ def test_nothing_changes_where_a_gradient_is_not_finite(op: Any) -> None:
 )
 def test_the_halves_of_a_step_are_the_step(op: Any, param: torch.dtype, masters: bool) -> None:
     """Also of tensors in parts, whose sums of squares are added up between the halves."""
-    whole = tensors((0, 5, 3001, 530_000), param, BF16, masters, steps=(2.0, 3.0, 4.0, 5.0))
+    last = 263_000 if masters and param == BF16 else 700  # sums of the larger are folded
+    whole = tensors((0, 5, 3001, last), param, BF16, masters, steps=(2.0, 3.0, 4.0, 5.0))
     parts = [
         [part.clone() for tensor in row for part in (tensor[:3], tensor[3:])] for row in whole[:5]
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fused_lamb_oracle as lamb
 import fused_lion_oracle as lion
@@ -13,6 +13,7 @@ import pytest
 import torch
 from adam_models import BF16, F32, SHAPES, give_gradients, parameters, stepped, twins
 from fused_fixtures import native
+from sample import wanted
 from torch import Tensor
 
 import opkiln
@@ -20,9 +21,6 @@ from opkiln.binary import elf, fatbin
 from opkiln.errors import ToolchainError, UsageError
 from opkiln.optim import FusedAdam, FusedLamb, FusedLion
 from opkiln.optimizing.op_calls import Status
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ALL = [FusedAdam, FusedLion, FusedLamb]
 
@@ -278,13 +276,14 @@ def test_coefficients_are_those_of_the_parameters_that_were_stepped(
 
 
 @pytest.mark.parametrize("op", ["fused_lion", "fused_lamb"])
-def test_the_cuda_library_loads_on_a_torch_without_cuda(op: str, empty_store: Path) -> None:
+def test_the_cuda_library_loads_on_a_torch_without_cuda(op: str) -> None:
+    builder = opkiln.get_builder(op, backend="cuda", archs="9.0a")
     try:
-        opkiln.get_builder(op, backend="cuda", archs="9.0a").jit_load(verbose=False)
+        builder.jit_load(verbose=False)
     except ToolchainError as error:
         pytest.skip(f"there is no nvcc that fits: {error.what}")
     for function in ("_", "_plan", "_planned_"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"opkiln::{op}{function}", "CUDA")
-    (library,) = empty_store.rglob("*.so")
+    library = wanted.artifact(builder.op()).path
     assert not [name for name in elf.read(library).needed if "cuda" in name]
     assert fatbin.images(library) == ("sm_90a",)

@@ -38,14 +38,12 @@ class StandIns(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def native(catalogue: Path) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OPKILN_CACHE_DIR", str(catalogue))
-        try:
-            opkiln.get_builder("async_io").jit_load(verbose=False)
-            return opkiln.get_builder("gds").jit_load(verbose=False)
-        except ToolchainError as error:
-            pytest.skip(f"no native gds here: {error.what}")
+def native() -> Any:
+    try:
+        opkiln.get_builder("async_io").jit_load(verbose=False)
+        return opkiln.get_builder("gds").jit_load(verbose=False)
+    except ToolchainError as error:
+        pytest.skip(f"no native gds here: {error.what}")
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from sample import child
 
 _FALLBACK = """
 import warnings, torch
@@ -28,10 +29,7 @@ def test_the_reference_serves_with_one_warning_where_nothing_may_be_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OPKILN_MODE", "cached")
-    run = subprocess.run(
-        [sys.executable, "-c", _FALLBACK], check=False, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
+    child.run(_FALLBACK, bare=False)
 
 
 def test_importing_the_front_end_does_not_import_torch() -> None:

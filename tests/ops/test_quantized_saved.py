@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from sample import child
 
 from opkiln import quant
 from opkiln.errors import UsageError
@@ -49,21 +48,32 @@ print(*(type(each).__name__ for each in found.values()), found["symmetric"].narr
 """
 
 
-@pytest.mark.parametrize("imports", ["import torch, opkiln", "import opkiln, torch",
-                                     "import torch; from opkiln import quant",
-                                     "from opkiln import quant; import torch"])  # fmt: skip
+_OPKILN_FIRST = """
+import sys; finders = list(sys.meta_path)
+import opkiln; assert 'torch' not in sys.modules
+import torch; assert sys.meta_path == finders, "importing opkiln left one behind"
+"""
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import torch, opkiln",
+        "import torch; from opkiln import quant",
+        _OPKILN_FIRST,
+        pytest.param("from opkiln import quant; import torch", marks=pytest.mark.full),
+    ],
+)
 def test_torch_load_reads_what_was_saved_in_a_process_that_imports_torch_and_opkiln(
     tmp_path: Path, imports: str
 ) -> None:
     path = str(tmp_path / "saved.pt")
     torch.save(_made(), path)
     program = f"{imports}\nimport sys; before = [m for m in sys.modules if 'opkiln' in m]\n"
-    done = subprocess.run(
-        [sys.executable, "-c", program + LOADING.format(path=path)],
-        check=False, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-800:]
-    assert done.stdout == "Quantized Quantized Quantized FPQuantized False\n"
+    said = child.run(
+        program + LOADING.format(path=path), bare=False, forked=imports.startswith("import torch")
+    )
+    assert said == "Quantized Quantized Quantized FPQuantized False\n"
 
 
 def test_torch_load_gives_the_same_numbers_also_memory_mapped_and_on_another_device(
@@ -82,18 +92,6 @@ def test_copies_and_pickles_are_the_same() -> None:
     for q in _made().values():
         for other in (copy.copy(q), copy.deepcopy(q), pickle.loads(pickle.dumps(q))):
             _assert_same(other, q)
-
-
-def test_importing_opkiln_leaves_no_finder_behind_once_torch_is_there() -> None:
-    program = (
-        "import sys; before = list(sys.meta_path)\n"
-        "import opkiln; assert 'torch' not in sys.modules\n"
-        "import torch; assert sys.meta_path == before, sys.meta_path\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_to_moves_every_tensor_and_sets_what_dequantize_gives() -> None:

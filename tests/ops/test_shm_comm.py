@@ -17,6 +17,7 @@ import pytest
 import shm_ranks
 import torch
 import torch.distributed as dist
+from sample import child, forks
 from torch import Tensor
 
 import opkiln
@@ -34,10 +35,11 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch
 def program(catalogue: Path, name: str, *args: object) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join([str(Path(opkiln.__file__).parents[1]), *sys.path])
     variables = {**os.environ, "PYTHONPATH": paths, "OPKILN_CACHE_DIR": str(catalogue)}
-    command = [sys.executable, str(HERE / name), *map(str, args)]
-    return subprocess.run(
-        command, env=variables, capture_output=True, text=True, timeout=1800, check=False
-    )
+    running = forks.Fork(
+        [str(HERE / name), *map(str, args)], env=variables, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+    return child.finish(running, timeout=1800)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,140 @@
+"""What tests/ops loads, built before the tests: ``python tests/sample/catalogue.py``.
+
+Everything is built in one parallel run, into ``pool.CATALOGUE``, unless it is there already. A test
+in tests/ops that compiles anything else fails: what it needs is to be added here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+sys.path.append(str(Path(__file__).parents[1] / "ops"))
+
+import opkiln
+from opkiln import machine, settings
+from opkiln.errors import ToolchainError
+from opkiln.model import CPU
+from opkiln.registry import ALL_OPS, bundled
+from opkiln.ship import prebuild
+from opkiln.ship.prebuild import BUILT, Request
+from opkiln.ship.selection import NamedTarget
+from opkiln.toolchain import hipcc, nvcc
+from sample import pool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# For each instruction set that this machine can run.
+LEVELS_OF = ("cpu_adagrad", "cpu_adam", "cpu_lion", "fp_quantizer")
+# The CUDA kernels, for the emulator. Those of libraries are in ``_functions``.
+EMULATED = (
+    "deepspeed_quantizer", "fp_quantizer", "fused_adam", "fused_lamb", "fused_lion", "packbits",
+    "quantizer",
+)  # fmt: skip
+KV_ATTENTION = ((64, "bfloat16", False), (80, "half", True), (256, "half", False))
+MIXED_GEMM = (
+    ("E3M2", "half"), ("E3M2", "bfloat16"), ("Int8", "half"), ("Int8", "bfloat16"),
+    ("Int4", "bfloat16"), ("E4M3", "half"), ("Plain", "bfloat16"),
+)  # fmt: skip
+# For GPUs that need not be there: the op and its architectures.
+CUDA = (
+    ("fp_quantizer", "8.0;9.0a"), ("fused_adam", "8.0;9.0a+PTX"), ("fused_lamb", "9.0a"),
+    ("fused_lion", "9.0a"),
+)  # fmt: skip
+ROCM = tuple(
+    (op, "gfx90a") for op in ("deepspeed_quantizer", "fp_quantizer", "packbits", "quantizer")
+)
+
+_STAMP = pool.CATALOGUE / "built"
+
+
+def build() -> list[prebuild.Outcome]:
+    """Build what is not there. Raises the error of the first build that failed, unless there is no
+    compiler for it: the tests that need it are skipped."""
+    pool.make()
+    with settings.override(cache_dir=str(pool.CATALOGUE)):
+        outcomes = prebuild.prebuild([*_for_cpus(), *_for_gpus(), *_for_the_emulator()])
+    for each in outcomes:
+        if each.error is not None and not isinstance(each.error, ToolchainError):
+            raise each.error
+    _STAMP.write_text(_built_with())
+    return outcomes
+
+
+def is_current() -> bool:
+    """Whether everything was built since the product or this list was edited last, with what is
+    installed now."""
+    files = (Path(__file__), *Path(opkiln.__file__).parent.rglob("*.*"))
+    try:
+        built, text = _STAMP.stat().st_mtime, _STAMP.read_text()
+    except FileNotFoundError:
+        return False
+    return text == _built_with() and built > max(each.stat().st_mtime for each in files)
+
+
+def _built_with() -> str:
+    names = (*filter(None, map(shutil.which, ("g++", "clang++", "nvcc", "hipcc"))), sys.executable)
+    seen = [(name, os.stat(name).st_mtime_ns) for name in names]
+    return json.dumps([version("torch"), machine.cpu_name(), seen])
+
+
+def _for_cpus() -> Iterator[Request]:
+    from instruction_sets import LEVELS, missing
+
+    here = NamedTarget(CPU)
+    yield from prebuild.requests(ALL_OPS, bundled(), [here], named=False).requests
+    levels = [NamedTarget(CPU, level) for level in LEVELS if not missing(level)]
+    yield from prebuild.requests(ALL_OPS, LEVELS_OF, levels, named=True).requests
+
+
+def _for_gpus() -> Iterator[Request]:
+    for backend, compiler, ops in (("cuda", nvcc, CUDA), ("rocm", hipcc, ROCM)):
+        for op, archs in ops if compiler.available() else ():
+            yield Request(opkiln.get_builder(op, backend=backend, archs=archs), named=False)
+
+
+def _for_the_emulator() -> Iterator[Request]:
+    import stand_in
+
+    from opkiln.ops.kv_attention.functions import kv_attention
+    from opkiln.ops.mixed_gemm.functions import packed_gemm
+    from opkiln.ops.transformer.op import kit
+
+    for name in EMULATED:
+        yield Request(stand_in.twin(ALL_OPS[name]), asked_as=f"emulated {name}")
+    for each in kit.builder.variants():
+        yield Request(stand_in.twin(each), asked_as=f"emulated {each.NAME}")
+    for builder, _ in stand_in.twin_libraries(*_functions()):
+        yield Request(builder)
+    for function, variants in ((kv_attention, KV_ATTENTION), (packed_gemm, MIXED_GEMM)):
+        for values in variants:
+            yield Request(function.builder.variant(values)(backend="emulated"))
+
+
+def _functions() -> Iterator[Any]:
+    """Of the libraries whose kernels are emulated."""
+    from opkiln.ops.evoformer_attn import functions as evoformer_attn
+    from opkiln.ops.ragged_device_ops.functions import experts, paged, rows
+    from opkiln.ops.random_ltd import functions as random_ltd
+    from opkiln.ops.sparse_attn import functions as sparse_attn
+    from opkiln.ops.spatial_inference import functions as spatial_inference
+    from opkiln.ops.transformer_inference import functions as transformer_inference
+
+    for module in (
+        evoformer_attn, experts, paged, rows, random_ltd, sparse_attn, spatial_inference,
+        transformer_inference,
+    ):  # fmt: skip
+        yield from (each for each in vars(module).values() if hasattr(each, "overload"))
+
+
+if __name__ == "__main__":
+    made = [] if is_current() else [each for each in build() if each.status == BUILT]
+    print(f"{len(made)} libraries built in {pool.CATALOGUE}")
