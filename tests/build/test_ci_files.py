@@ -77,7 +77,7 @@ def test_the_page_shows_what_the_check_of_arch_lists_prints(
     assert capsys.readouterr().out == shown[1]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_files_are_what_the_services_take(tmp_path: Path, tools: Path) -> None:
     for ci, (_, place) in scaffold.CI.items():
         (tmp_path / ci).mkdir()

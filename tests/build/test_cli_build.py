@@ -479,7 +479,7 @@ def test_every_documented_command_works_and_the_demo_passes(
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] is not None
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_demo_passes_where_numpy_is_not_installed(opkiln: Opkiln, tmp_path: Path) -> None:
     without = tmp_path / "without"
     without.mkdir()
