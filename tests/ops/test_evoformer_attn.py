@@ -53,7 +53,7 @@ def test_the_cuda_kernels_are_within_rounding_of_float64(emulated: Any, dtype: t
 
 
 def test_the_cuda_kernels_give_the_same_bits_each_time(emulated: Any) -> None:
-    call = make(Case(rows=5), torch.bfloat16)
+    call = make(Case(rows=5, heads=1), torch.bfloat16)
     first, second = (both_directions(emulated, call) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 

@@ -47,4 +47,5 @@ def test_the_losses_are_torchs_eager_and_compiled(name: str) -> None:
     contest = CONTESTS[name]
     ours = losses(contest.ours(getattr(optim, name)))
     assert_alike(ours, losses(contest.theirs))
-    assert_alike(losses(contest.ours(getattr(optim, name)), backend="aot_eager"), ours)
+    compiled = losses(contest.ours(getattr(optim, name)), steps=20, backend="aot_eager")
+    torch.testing.assert_close(compiled, ours[:20], rtol=1e-3, atol=1e-3)

@@ -37,7 +37,7 @@ LEVELS_OF = ("cpu_adagrad", "cpu_adam", "cpu_lion", "fp_quantizer")
 # The CUDA kernels, for the emulator. Those of libraries are in ``_functions``.
 EMULATED = (
     "deepspeed_quantizer", "fp_quantizer", "fused_adam", "fused_lamb", "fused_lion", "packbits",
-    "quantizer",
+    "quantizer", "utils",
 )  # fmt: skip
 KV_ATTENTION = ((64, "bfloat16", False), (80, "half", True), (256, "half", False))
 MIXED_GEMM = (
