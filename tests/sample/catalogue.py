@@ -72,7 +72,8 @@ def build() -> list[prebuild.Outcome]:
 def is_current() -> bool:
     """Whether everything was built since the product or this list was edited last, with what is
     installed now."""
-    files = (Path(__file__), *Path(opkiln.__file__).parent.rglob("*.*"))
+    sources = Path(opkiln.__file__).parent.rglob("*.*")
+    files = (Path(__file__), *(each for each in sources if each.suffix != ".pyc"))
     try:
         built, text = _STAMP.stat().st_mtime, _STAMP.read_text()
     except FileNotFoundError:
