@@ -10,15 +10,15 @@ from stand_in import emulated_functions
 
 from opkiln.ops.ragged_device_ops.functions import experts, paged, rows
 
-_FUNCTIONS = (
+FUNCTIONS = (
     paged.listed_blocks, paged.paged_kv_copy, paged.paged_kv_rotary, experts.top_k_gating,
     experts.moe_scatter, experts.moe_gather, rows.ragged_embedding, rows.logits_gather,
 )  # fmt: skip
 
-REFERENCES = SimpleNamespace(**{each.__name__: each.reference for each in _FUNCTIONS})
+REFERENCES = SimpleNamespace(**{each.__name__: each.reference for each in FUNCTIONS})
 
 
 @cache
 def kernels() -> Any:
     """The CUDA kernels, run by the emulator. Built once in a process."""
-    return emulated_functions(*_FUNCTIONS)
+    return emulated_functions(*FUNCTIONS)

@@ -122,16 +122,17 @@ def _for_the_emulator() -> Iterator[Request]:
 
 def _functions() -> Iterator[Any]:
     """Of the libraries whose kernels are emulated."""
+    import ragged_fixtures
+
     from opkiln.ops.evoformer_attn import functions as evoformer_attn
-    from opkiln.ops.ragged_device_ops.functions import experts, paged, rows
     from opkiln.ops.random_ltd import functions as random_ltd
     from opkiln.ops.sparse_attn import functions as sparse_attn
     from opkiln.ops.spatial_inference import functions as spatial_inference
     from opkiln.ops.transformer_inference import functions as transformer_inference
 
+    yield from ragged_fixtures.FUNCTIONS
     for module in (
-        evoformer_attn, experts, paged, rows, random_ltd, sparse_attn, spatial_inference,
-        transformer_inference,
+        evoformer_attn, random_ltd, sparse_attn, spatial_inference, transformer_inference,
     ):  # fmt: skip
         yield from (each for each in vars(module).values() if hasattr(each, "overload"))
 
