@@ -94,7 +94,8 @@ class Node:
                 each.unlink()
 
     def environment(self) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("OPKILN_", "PYTHON"))}
+        ours = ("OPKILN_", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
         if self.torch:  # its bytecode is beside its sources
             kept |= {"PYTHONDONTWRITEBYTECODE": "1", "OPKILN_STORE_LAYERS": str(pool.LAYER)}
         else:

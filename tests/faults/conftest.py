@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from fault_rows import CASES, Cases, whole
-from loaders import SETTLED_NS, Loader, let_rest, returning, write
+from loaders import SETTLED_NS, Compiler, Loader, returning, write
 from sample import child, known
 
 import opkiln
@@ -120,36 +120,6 @@ def processes() -> Iterator[Callable[..., list[Loader]]]:
     yield start
     for loader in started:
         loader.close()
-
-
-class Compiler:
-    """A g++ that notes each compile and takes its time."""
-
-    def __init__(self, directory: Path) -> None:
-        self.log = directory / "compiles"
-        self.delay = directory / "delay"
-        self.path = directory / "g++"
-        real = shutil.which("g++")
-        self.path.write_text(
-            "#!/bin/sh\n"
-            'for each in "$@"; do\n'
-            '  if [ "$each" = -c ]; then\n'
-            f'    echo c >> "{self.log}"; read delay < "{self.delay}"\n'
-            '    [ "$delay" = 0 ] || sleep "$delay"\n'
-            "  fi\n"
-            "done\n"
-            f'exec {real} "$@"\n'
-        )
-        self.path.chmod(0o755)
-        self.take(0)
-
-    def take(self, seconds: float) -> None:
-        self.delay.write_text(f"{seconds}\n")
-        let_rest()  # the compiler reads it, so it is one of the inputs
-
-    @property
-    def compiles(self) -> int:
-        return len(self.log.read_text().split()) if self.log.exists() else 0
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
 import time
@@ -138,6 +139,36 @@ class Loader:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+class Compiler:
+    """A g++ that notes each compile and takes its time."""
+
+    def __init__(self, directory: Path) -> None:
+        self.log = directory / "compiles"
+        self.delay = directory / "delay"
+        self.path = directory / "g++"
+        real = shutil.which("g++")
+        self.path.write_text(
+            "#!/bin/sh\n"
+            'for each in "$@"; do\n'
+            '  if [ "$each" = -c ]; then\n'
+            f'    echo c >> "{self.log}"; read delay < "{self.delay}"\n'
+            '    [ "$delay" = 0 ] || sleep "$delay"\n'
+            "  fi\n"
+            "done\n"
+            f'exec {real} "$@"\n'
+        )
+        self.path.chmod(0o755)
+        self.take(0)
+
+    def take(self, seconds: float) -> None:
+        self.delay.write_text(f"{seconds}\n")
+        let_rest()  # the compiler reads it, so it is one of the inputs
+
+    @property
+    def compiles(self) -> int:
+        return len(self.log.read_text().split()) if self.log.exists() else 0
 
 
 def with_torch_in(directory: Path) -> dict[str, str | None]:

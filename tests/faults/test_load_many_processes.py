@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
-from loaders import leaves, let_rest, returning, write
-from sample import child
+from loaders import Compiler, leaves, let_rest, returning, write
+from sample import child, forks
 from sample.child import SOURCE
 from sample.tracing import WRITING, calls, strace
 
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from conftest import Compiler
     from fault_rows import Cases
 
 AT_ONCE = 20
@@ -87,13 +84,13 @@ def test_a_thousand_processes_load_what_one_of_them_compiled(
     let_rest()
     count = cases.count(1000, one_in=25)
     env = {**os.environ, "PYTHONPATH": str(SOURCE), "OPKILN_PROGRESS": "off"}
-    command = [sys.executable, "-S", "-c", LOAD, str(source)]
     errors = tmp_path / "errors"
     left, running, ended = count, [], Counter[int]()
     with errors.open("wb") as log:
         while left or running:
             while left and len(running) < AT_ONCE:
-                running.append(subprocess.Popen(command, env=env, stderr=log))
+                process = forks.Fork(["-c", LOAD, str(source)], bare=True, env=env, stderr=log)
+                running.append(process)
                 left -= 1
             ended[running.pop(0).wait(120)] += 1
     assert ended == {0: count}, errors.read_text()[-2000:]

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from conftest import Compiler
-from loaders import Loader, let_rest, returning, write
+from loaders import Compiler, Loader, let_rest, returning, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from loaders import Loader, returning, write
+from loaders import Compiler, Loader, returning, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from conftest import Compiler
     from fault_rows import Cases
 
 pytestmark = pytest.mark.row(4)

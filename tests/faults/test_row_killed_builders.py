@@ -7,14 +7,13 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from loaders import Loader, leaves, returning, write
+from loaders import Compiler, Loader, leaves, returning, write
 from sample.quiet import within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from conftest import Compiler
     from fault_rows import Cases
 
 pytestmark = [pytest.mark.row(1), pytest.mark.timed]

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
-from loaders import Loader, leaves, let_rest, returning, write
+from loaders import Compiler, Loader, leaves, let_rest, returning, write
 from sample import forks
 from sample.child import SOURCE
 from sample.quiet import within
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import subprocess
     from pathlib import Path
 
-    from conftest import Compiler
     from fault_rows import Cases
 
 pytestmark = pytest.mark.row(23)

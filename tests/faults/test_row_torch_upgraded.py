@@ -6,13 +6,12 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from loaders import Loader, let_rest, returning, with_torch_in, write
+from loaders import Compiler, Loader, let_rest, returning, with_torch_in, write
 from sample.compiler import rename, torch_like
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from conftest import Compiler
     from fault_rows import Cases
 
 pytestmark = pytest.mark.row(12)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from loaders import Loader, leaves, returning, with_torch_in, write
+from loaders import Compiler, Loader, leaves, returning, with_torch_in, write
 from sample.compiler import torch_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from conftest import Compiler
     from fault_rows import Cases
 
 pytestmark = pytest.mark.row(2)

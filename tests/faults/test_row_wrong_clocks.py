@@ -7,13 +7,12 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from loaders import Loader, returning, shim, write
+from loaders import Compiler, Loader, returning, shim, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from conftest import Compiler
     from fault_rows import Cases
 
 pytestmark = pytest.mark.row(10)
