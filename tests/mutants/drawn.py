@@ -219,7 +219,7 @@ def _link(old: str, new: str) -> None:
 def _environment(pool: Path) -> dict[str, str]:
     dropped = ("PYTHONPATH", "VIRTUAL_ENV", "PYTEST_ADDOPTS")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
-    return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "OPKILN_TEST_POOL": str(pool)}
+    return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "TEST_POOL": str(pool)}
 
 
 def _take(tests: list[tuple[str, float]], seconds: float, most: float) -> list[tuple[str, float]]:

@@ -78,9 +78,10 @@ class Fork(subprocess.Popen[str]):
         self.pid = int.from_bytes(_exactly(connection, 8), "little")
         self._status = connection
         self._child_created = True
-        for mine, fd in zip(ours, theirs, strict=True):
-            if mine != -1:  # a pipe that Popen has made; other files are the caller's
-                os.close(fd)
+        # The ends of pipes that Popen has made; other files are the caller's. With stderr=STDOUT
+        # two of them are one.
+        for fd in {fd for mine, fd in zip(ours, theirs, strict=True) if mine != -1}:
+            os.close(fd)
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
         return self._end(0)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from opkiln import settings, trust
 
-_ROOT = os.environ.get("OPKILN_TEST_POOL") or os.path.join(
+_ROOT = os.environ.get("TEST_POOL") or os.path.join(
     os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "opkiln-tests"
 )
 ROOT = Path(_ROOT)
