@@ -1,7 +1,8 @@
 """Loads ops in a process of its own: one request (a JSON line) in, one answer (a JSON line) out.
 
 A request holds the arguments of ``opkiln.load``, or of ``opkiln.load_inline`` when it has ``text``.
-The ops are torch-free libraries; ``value()`` of the one that was loaded is the answer.
+The ops are torch-free libraries; ``value()`` of the one that was loaded is the answer. One with
+``without_torch`` is opened as any library: torch, which takes seconds to import, is not asked.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     keywords |= request.get("more", {})
     if keywords["verbose"] is None:
         del keywords["verbose"]
+    if keywords.pop("without_torch", False):
+        loader.open_artifact = lambda _spec, path, *_, **__: ctypes.CDLL(path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
