@@ -54,6 +54,7 @@ def test_a_built_entry_has_the_fields_and_keys_that_the_page_gives(
     assert found.manifest["dependencies"] == "observed"
 
 
+@pytest.mark.counts_compiles
 def test_objects_have_the_fields_that_the_page_gives(built: tuple[Path, reader.Entry]) -> None:
     store, _ = built
     manifests = sorted(store.glob("v1/objects/*/*/*/manifest.json"))

@@ -97,6 +97,7 @@ def test_an_op_that_is_broken_is_a_row_and_a_problem(
     assert set(reasons) == {each["op"] for each in world.json("--errors-only")["ops"]}
 
 
+@pytest.mark.counts_compiles
 def test_a_built_op_is_cached_with_its_build_and_the_reason_it_was_taken(
     world: World, many: Callable[[int], None]
 ) -> None:
