@@ -66,6 +66,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
         for name in (setting.variable, *setting.aliases):
             if name not in _KEPT:
                 monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("MAKEFLAGS", raising=False)  # `make test` sets it, if it is given options
     private = tmp_path_factory.mktemp("private")
     monkeypatch.setenv("OPKILN_CACHE_DIR", str(private / "cache"))
     monkeypatch.setenv("OPKILN_RUNTIME_DIR", str(private / "run"))

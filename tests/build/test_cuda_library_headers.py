@@ -94,7 +94,7 @@ def sources(tmp_path: Path) -> Path:
     return where
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_partial_toolkit_takes_library_headers_from_the_wheels_beside_torch(
     sources: Path, tmp_path: Path
 ) -> None:

@@ -243,6 +243,7 @@ exec "$@"
 
 
 @as_root
+@pytest.mark.full
 def test_the_kubernetes_manifest_mounts_what_torchs_optimizers_write_to(tmp_path: Path) -> None:
     if not can_mount(tmp_path):
         pytest.skip("this user may not mount a file system")

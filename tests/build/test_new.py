@@ -363,7 +363,7 @@ def assert_tests_pass(
 
 @needs_compiler
 @needs_torch
-@pytest.mark.slow
+@pytest.mark.full
 def test_its_tests_and_an_added_ops_pass_compiled_at_first_use_and_precompiled(
     environment: Environment, project: Path, tmp_path: Path
 ) -> None:

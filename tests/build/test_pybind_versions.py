@@ -128,6 +128,7 @@ print(values(first, edited, undone))
     assert done.stdout.splitlines() == [str([TWO, THREE, TWO])], done.stderr
 
 
+@pytest.mark.full
 def test_torchs_own_extension_of_the_same_name_stays_its_own(store: Path, tmp_path: Path) -> None:
     code = """
 from torch.utils import cpp_extension

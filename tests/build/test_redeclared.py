@@ -73,7 +73,7 @@ def test_a_corrected_gradient_of_the_same_builder_is_used_by_a_reload(name: str)
     assert slope(builder.load(reload=True)) == 2.0
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_a_corrected_gradient_is_used_by_graphs_that_were_compiled_before(
     backend: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,7 @@ def walk(path: str, command: click.Command) -> list[tuple[str, click.Command]]:
     """(how it is called, itself) of a command and of those below it, in their order in the help."""
     found = [(path, command)]
     if isinstance(command, click.Group):
-        context = click.Context(command)
+        context = click.Context(command, help_option_names=["-h", "--help"])
         for name in command.list_commands(context):
             inner = command.get_command(context, name)
             assert inner is not None

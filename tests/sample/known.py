@@ -19,13 +19,14 @@ from sample import pool
 _ENVIRONMENT = dict(os.environ)  # before a test has changed anything
 _GAIN = """
 import opkiln
-from opkiln.model import CUDA
+from opkiln.model import CUDA, ROCM
 from opkiln.store.layers import Store
-from opkiln.toolchain import choice, nvcc
+from opkiln.toolchain import choice, hipcc, nvcc
 for name in ('one', 'two'):  # the programs of a compiler are remembered by the second build
     opkiln.load_inline(name, 'int f() { return 1; }', is_python_module=False, abi='none')
-if nvcc.available():
-    choice.choose(Store().memory, CUDA)
+for compiler, backend in ((nvcc, CUDA), (hipcc, ROCM)):
+    if compiler.available():
+        choice.choose(Store().memory, backend)
 """
 
 

@@ -109,3 +109,4 @@ def settle(*paths: Path) -> None:
     old = time.time() - 1000
     for path in paths:
         os.utime(path, (old, old))
+    rest()

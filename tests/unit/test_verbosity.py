@@ -60,7 +60,8 @@ def leaves(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple
     if not isinstance(command, click.Group):
         yield path
         return
-    context = click.Context(command)
+    # click keeps a command's help option as the first context has it.
+    context = click.Context(command, help_option_names=["-h", "--help"])
     for name in command.list_commands(context):
         inner = command.get_command(context, name)
         assert inner is not None
