@@ -84,7 +84,7 @@ def test_code_shown_on_a_page_is_the_file_it_names(page: Path) -> None:
     ],
 )  # fmt: skip
 def test_an_example_runs_and_what_it_built_serves_the_next_run(example: str) -> None:
-    script = (str(ROOT / "examples" / example.split()[0]), *example.split()[1:])
+    script = (str(ROOT / "examples" / example.split(maxsplit=1)[0]), *example.split()[1:])
     warm = _run(*script, OPKILN_MODE="sealed")
     if warm.returncode == 0:
         return
