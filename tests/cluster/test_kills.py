@@ -198,7 +198,18 @@ def next_start_builds_nothing(nodes: list[Node], where: Path) -> None:
     assert all(each.choice[2] != "built" for each in again)
 
 
-@pytest.mark.parametrize("name", [name for name in ROLES if name != "store host"])
+# Every interleaving of the protocol is explored without processes: test_all_interleavings.py.
+_FIRST = ("builder", "leader")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in _FIRST else pytest.param(name, marks=pytest.mark.full)
+        for name in ROLES
+        if name != "store host"
+    ],
+)
 def test_killed_rank_is_named_by_all_others_in_time(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -27,7 +27,10 @@ def loaded(environment: dict[str, str | None], source: Path, abi: str) -> str:
         return answer.origin
 
 
-@pytest.mark.parametrize(("abi", "rebuilds"), [("torch", 1), ("torch-stable", 0), ("none", 0)])
+@pytest.mark.parametrize(
+    ("abi", "rebuilds"),
+    [("torch", 1), ("torch-stable", 0), pytest.param("none", 0, marks=pytest.mark.full)],
+)
 def test_an_upgrade_in_place_rebuilds_what_depends_on_torchs_version(
     abi: str, rebuilds: int, tmp_path: Path, compiler: Compiler, cases: Cases
 ) -> None:

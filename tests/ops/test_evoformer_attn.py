@@ -41,7 +41,9 @@ def test_the_cpu_kernel_is_within_rounding_of_float64(dtype: torch.dtype) -> Non
         check(make(case, dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(
+    "dtype", [DTYPES[1], *(pytest.param(each, marks=pytest.mark.full) for each in DTYPES[2:])]
+)
 def test_the_cuda_kernels_are_within_rounding_of_float64(emulated: Any, dtype: torch.dtype) -> None:
     for case in CASES:
         if (case.batch > 1) != (dtype == torch.float16):

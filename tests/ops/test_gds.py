@@ -64,7 +64,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> StandIns:
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize(
     ("tests", "least"),
-    [("gds_cases.py", 15), ("test_async_io.py", 40)],
+    [("gds_cases.py", 15), pytest.param("test_async_io.py", 40, marks=pytest.mark.full)],
     ids=["cases of its own", "those of async_io"],
 )
 def test_on_stand_ins(
