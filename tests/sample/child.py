@@ -1,8 +1,8 @@
 """Other processes: fresh interpreters that run a few lines with opkiln.
 
-One that has torch is forked from a server that has imported it (``forks``), if nothing that it is
-given is read at the start of a process. A test that is about the process itself (its exit, what it
-imports, who its parent is) sets ``forked=False``.
+They are forked from servers that have imported torch, or what a load needs of opkiln (``forks``),
+if nothing that they are given is read at the start of a process. A test that is about the process
+itself (its exit, what it imports, who its parent is) sets ``forked=False``.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ def start(
         else:
             variables[name] = value
     argv = ["-c", textwrap.dedent(code), *arguments]
-    plain = not bare and not prefix and python == sys.executable and user is None
+    plain = not prefix and python == sys.executable and user is None
     if forked and plain and forks.suits(variables):
         return forks.Fork(
-            argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables
-        )
+            argv, bare=bare, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=variables,
+        )  # fmt: skip
     options = ["-S"] if bare else []
     return subprocess.Popen(
         [*prefix, python, *options, *argv],

@@ -172,7 +172,7 @@ def test_ensure_adds_no_import_to_a_job_that_does_not_call_it() -> None:
     assert "opkiln.cluster.ensure" in sys.modules
     assert "torch" not in sys.modules
     """
-    child.run(code)
+    child.run(code, forked=False)
 
 
 # What a leader decides
