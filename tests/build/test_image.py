@@ -295,7 +295,7 @@ def test_every_command_on_the_page_about_deploying_is_one(
         found = command.commands.get(name)
         assert found is not None, line
         command = found
-    command.make_context(name, arguments)
+    command.make_context(name, arguments, help_option_names=["-h", "--help"])
 
 
 def test_the_page_has_commands_to_try() -> None:

@@ -71,8 +71,10 @@ static int stale(const char *path) {
     hash ^= hash >> 33;
     if (hash % 16 != 0) return 0;
     pthread_mutex_lock(&lock);
-    int first = seen[(hash >> 4) % 4096] != hash;
-    seen[(hash >> 4) % 4096] = hash;
+    size_t slot = (hash >> 4) % 4096;
+    while (seen[slot] != 0 && seen[slot] != hash) slot = (slot + 1) % 4096;  /* another path's */
+    int first = seen[slot] != hash;
+    seen[slot] = hash;
     pthread_mutex_unlock(&lock);
     return first;
 }

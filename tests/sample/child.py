@@ -101,15 +101,16 @@ def run(
 
 
 def python_for(user: int) -> str | None:
-    """An interpreter that this other user can start, or None."""
+    """An interpreter that this other user can start, or None; also if this checkout is in a
+    directory that others cannot enter."""
     for candidate in (sys.executable, shutil.which("python3", path="/usr/bin:/usr/local/bin")):
         if candidate is None:
             continue
-        check = "import sys; sys.exit(sys.version_info < (3, 11))"
+        check = "import os, sys; os.listdir(sys.argv[1]); sys.exit(sys.version_info < (3, 11))"
         try:
             done = subprocess.run(
-                [candidate, "-S", "-c", check], user=user, group=user, extra_groups=[], check=False,
-                capture_output=True,
+                [candidate, "-S", "-c", check, str(SOURCE)],
+                user=user, group=user, extra_groups=[], check=False, capture_output=True,
             )  # fmt: skip
         except OSError:
             continue
