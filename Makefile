@@ -1,11 +1,11 @@
 # Everything from a fresh clone, with python3, make and a C++ compiler:
 #   make demo    trains a small model with a JIT-built operator, cold and then warm
 #   make check   lint, types, the tests that need no compiler: a minute
-#   make test    lint, types, everything that protects a user, on all CPUs (JOBS=1: one after another): ten minutes
+#   make test    lint, types, everything that protects a user, on all CPUs (JOBS=1: one after another): under 20 minutes
 #   make test-full   with the full grids and the tests that take too long for every run
 #   make test-changed   the tests that what differs from BASE (HEAD) can touch
 #   make test-busy   the tests that know about time, three times beside eight busy loops
-#   make durations   what each file of tests takes, for the order of the next runs
+#   make durations   what each file of tests takes
 #   make test-random   the property tests on new random examples; SEED=N repeats a run
 #   make test-faults   every fault and attack at its whole count; writes bench/results/faults.json
 #   make test-sanitize   the tests of native code under AddressSanitizer and UBSan
