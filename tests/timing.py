@@ -31,8 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("dist", "no").startswith("load"):
-        return  # one after the other, in the order of the command line
+    if not hasattr(config, "workerinput"):
+        return  # not a worker of xdist: one after the other, in the order of the command line
     kept = json.loads(KEPT.read_text())
     items.sort(key=lambda item: -kept.get(_file(item.nodeid), _NEW))
 

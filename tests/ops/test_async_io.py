@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -102,7 +103,7 @@ def aligned(size: int) -> torch.Tensor:
 def test_any_offset_size_and_alignment_is_exact(
     engine: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    seed = random.randrange(1 << 30)
+    seed = random.randrange(1 << 30) if whole(request.config) else 1
     draw, path = random.Random(seed), tmp_path / "file"
     edges = (0, 1, 511, 512, 513, 4095, 4096, 4097, 65536, 100_000)
     with AsyncIO(engine, block_size=16384, depth=4) as files:
@@ -127,6 +128,14 @@ def test_any_offset_size_and_alignment_is_exact(
             assert got.wait() == length - start, case
             assert torch.equal(room[: length - start], after[start:]), case
             assert room[length - start :].eq(9).all(), case
+
+
+def test_what_a_tensor_has_beyond_the_end_of_a_file_stays(engine: str, tmp_path: Path) -> None:
+    save(tmp_path / "file", noise(8191))
+    room = aligned(8192).fill_(9)
+    with AsyncIO(engine) as files:
+        assert files.read(room, tmp_path / "file", partial=True).wait() == 8191
+    assert (room[-1], torch.equal(room[:-1], noise(8191))) == (9, True)
 
 
 def test_several_files_and_dtypes_in_one_request(engine: str, tmp_path: Path) -> None:
@@ -307,15 +316,28 @@ def test_closing_raises_what_nobody_waited_for(engine: str, tmp_path: Path) -> N
 
 
 def test_python_goes_on_while_a_request_is_waited_for(engine: str, tmp_path: Path) -> None:
-    fifo, counted = tmp_path / "file", 0
-    save(fifo, noise(16 << 20))
-    with AsyncIO(engine, block_size=4096, depth=1, direct=False) as files:
-        request = files.read(torch.empty(16 << 20, dtype=torch.uint8), fifo)
-        waiter = threading.Thread(target=request.wait)
-        waiter.start()
-        while waiter.is_alive():
-            counted += 1
-    assert counted > 10
+    save(tmp_path / "file", noise(16 << 20))
+    into = torch.empty(16 << 20, dtype=torch.uint8)
+    kept = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # another thread runs only where this one lets it
+    try:
+        with AsyncIO(engine, block_size=4096, depth=1, direct=False) as files:
+            # A request may end before the other thread has begun.
+            assert any(_another_runs(files.read(into, tmp_path / "file")) for _ in range(100))
+    finally:
+        sys.setswitchinterval(kept)
+
+
+def _another_runs(request: Transfer) -> bool:
+    """Whether another thread runs while this one waits for a request."""
+    go, ended, runs = threading.Event(), threading.Event(), []
+    other = threading.Thread(target=lambda: (go.wait(), runs.append(not ended.is_set())))
+    other.start()
+    go.set()
+    request.wait()
+    ended.set()
+    other.join()
+    return runs[0]
 
 
 def test_many_threads_share_one_object(engine: str, tmp_path: Path) -> None:

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from packaging.metadata import Metadata
 from packaging.utils import parse_wheel_filename
+from sample import command
 from sample.levels import AARCH64, ARM_V8, X86_64
 from sample.prebuilt import ARM, FULL, SYSTEM, TORCH, add, linked
 
-from opkiln.cli.cache import command as cache_command
 from opkiln.errors import StoreError, UsageError
 from opkiln.ship.wheel import HOME, wheel_name, write_wheel
 from opkiln.ship.wheel_check import verify_wheel
@@ -127,23 +126,22 @@ def test_the_same_layer_gives_the_same_bytes_wherever_and_whenever(
 
 def test_the_command_checks_wheels_and_says_what_is_wrong(layer: Path, tmp_path: Path) -> None:
     path = wheel(layer)
-    whole = CliRunner().invoke(cache_command, ["verify", str(path)], standalone_mode=False)
-    assert whole.return_value == 0
-    assert whole.stdout == "2 entries checked, 0 damaged\n"
+    whole = command.run("cache", "verify", str(path))
+    assert (whole.returncode, whole.stdout) == (0, "2 entries checked, 0 damaged\n")
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     harmed = tmp_path / "harmed" / path.name
     harmed.parent.mkdir()
     harmed.write_bytes(data)
     files = [str(harmed), str(path)]
-    done = CliRunner().invoke(cache_command, ["verify", *files], standalone_mode=False)
-    assert done.return_value == 5
+    done = command.run("cache", "verify", *files)
+    assert done.returncode == 5
     first, last = done.stdout.splitlines()
     assert first.startswith(f"damaged  {harmed}: ")
     assert last == "2 entries checked, 1 damaged"
-    refused = CliRunner().invoke(cache_command, ["verify", "--remove", *files])
-    assert (refused.exit_code, harmed.read_bytes() == data) == (2, True)
-    assert CliRunner().invoke(cache_command, ["verify", str(tmp_path)]).exit_code == 2
+    refused = command.run("cache", "verify", "--remove", *files)
+    assert (refused.returncode, harmed.read_bytes() == data) == (2, True)
+    assert command.run("cache", "verify", str(tmp_path)).returncode == 2
 
 
 def test_times_and_modes_in_the_archive_are_fixed(layer: Path) -> None:

@@ -50,11 +50,13 @@ File::File(int plain_, int direct_) : plain(plain_), direct(direct_) {
   }
 #endif
   offset_step = std::max<int64_t>(offset_step, sysconf(_SC_PAGESIZE));
+  size = size_of(plain);
+  if (size < 0) size = INT64_MAX;
 }
 
 File::File(File&& other) noexcept
     : plain(other.plain), direct(other.direct), offset_step(other.offset_step),
-      memory_step(other.memory_step), registered(other.registered) {
+      memory_step(other.memory_step), size(other.size), registered(other.registered) {
   other.release();
 }
 
@@ -239,13 +241,15 @@ bool Queue::next_piece(Request& request) {
   piece.target = memory;
   piece.memory = memory;
   piece.offset = from;
-  const bool whole_steps = file.direct >= 0 && from % step == 0 && left >= step;
+  // Direct I/O overwrites memory up to the end of the step in which a file ends.
+  const int64_t direct = request.write ? left : std::min(left, file.size - from);
+  const bool whole_steps = file.direct >= 0 && from % step == 0 && direct >= step;
   const bool in_place = engine_->stages() || fits(memory, file.memory_step);
   if (file.direct < 0) {
     piece.size = piece.wanted = std::min(left, block);
   } else if (whole_steps && (request.write || in_place)) {
     piece.direct = true;
-    piece.size = piece.wanted = std::min(below(left, step), block);
+    piece.size = piece.wanted = std::min(below(direct, step), block);
     if (!in_place) {
       give_buffer(piece, piece.size);
       if (piece.memory != nullptr) memcpy(piece.memory, memory, static_cast<size_t>(piece.size));

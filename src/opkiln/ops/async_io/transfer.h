@@ -18,6 +18,7 @@ struct File {
   int direct = -1;
   int64_t offset_step = 4096;  // direct I/O is at multiples of this in the file,
   int64_t memory_step = 4096;  // and at multiples of this in memory
+  int64_t size;                // of a regular file when it was opened
   void* registered = nullptr;  // by an engine, which takes it back
 
   File(int plain, int direct);
