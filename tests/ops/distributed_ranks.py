@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._dynamo  # DDP and FSDP import it: once here, and not in each rank
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from distributed_cells import (

@@ -71,7 +71,7 @@ def results_have_the_bits_of_the_reference(rank: int, size: int, store: dist.Sto
     assert not group.fallback
     number = group.number
     for dtype in DTYPES:
-        for count in (0, 1, 7, 255, 30_011, 700_001):
+        for count in (0, 1, 255, 30_011, *((700_001,) if dtype == torch.float32 else ())):
             x = drawn(rank, count, dtype=dtype)
             for op in functions.OPS if count < 1000 else ("sum", "mean"):
                 expected = functions.shm_all_reduce.reference(x, number, op)
@@ -275,16 +275,17 @@ def a_killed_rank_is_noticed_while_signals_arrive(rank: int, size: int, store: d
 
 @case(3)
 def a_rank_that_stops_is_named_after_the_timeout(rank: int, size: int, store: dist.Store) -> None:
-    group = ShmGroup(store, rank, size, SHORT)
+    group = ShmGroup(store, rank, size, SECOND)
     group.all_reduce(torch.ones(3))
     begin = time.monotonic()
     if rank == 1:
-        time.sleep(3 * SHORT.total_seconds())
+        store.wait(["0 has given up", "2 has given up"])
     text = raised(RuntimeError, lambda: group.all_reduce(torch.ones(3)))
     assert "rank 1 (process" in text, text
-    assert "did not arrive at all_reduce within 2 s" in text, text
+    assert "did not arrive at all_reduce within 1 s" in text, text
     if rank != 1:
-        assert SHORT.total_seconds() <= time.monotonic() - begin < 3 * SHORT.total_seconds()
+        assert 1 <= time.monotonic() - begin < 6
+        store.set(f"{rank} has given up", "")
 
 
 @case(2)
