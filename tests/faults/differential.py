@@ -46,11 +46,12 @@ class Fuzzer:
         self._seed = seed
         self._dice = random.Random(seed)
         self._known = where / "known"  # a cache that knows the compilers and nothing else
-        self._members = self._compile_members(where)
+        self._members = compile_members(where)
         self._stages = where / "stages"
         self._stages.mkdir(0o700)
         self.errors = 0
-        self._first_answer()
+        if not self._known.exists():
+            self._first_answer()
 
     def run(self, first: int, rounds: int) -> str:
         """What the first difference is; empty if there is none."""
@@ -162,15 +163,17 @@ class Fuzzer:
         time.sleep(0.03)  # what is remembered of a file that was just written is not believed
         self._load(tree, self._known)
 
-    def _compile_members(self, where: Path) -> list[Path]:
-        made = []
-        for number in range(6):
-            source = where / f"member{number}.cpp"
+
+def compile_members(where: Path) -> list[Path]:
+    """The members of archives; those that are there are not compiled again."""
+    made = []
+    for number in range(6):
+        source = where / f"member{number}.cpp"
+        made.append(source.with_suffix(".o"))
+        if not made[-1].exists():
             source.write_text(f"int inner() {{ return {number}; }}\n")
-            made.append(source.with_suffix(".o"))
-            command = ["g++", "-c", "-fPIC", str(source), "-o", str(made[-1])]
-            subprocess.run(command, check=True)
-        return made
+            subprocess.run(["g++", "-c", "-fPIC", source, "-o", made[-1]], check=True)
+    return made
 
 
 def _set_clock(ahead: float) -> None:
@@ -206,7 +209,7 @@ PLANTS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("directory", type=Path, help="an empty directory to work in")
+    parser.add_argument("directory", type=Path, help="a directory to work in")
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--first", type=int, default=0, help="begin with the tree of this round")
     parser.add_argument("--seed", type=int, default=1)
