@@ -72,16 +72,16 @@ MISTAKES = {
 }  # fmt: skip
 
 
-# One process for all, each with a module and a namespace of its own. A form feed is before each, and
-# the exit status of its run ends it. A right op passes the test of its registration, for which torch
-# imports half of itself, in test_variants.py.
+# One process for all, each with a module and a namespace of its own. A form feed is before each,
+# and the exit status of its run ends it. That a right op passes what needs torch's compiler, which
+# takes seconds to import: test_variants.py.
 RUN = """
 import os, sys, pytest
 os.chdir(sys.argv[1])
 for name in sys.argv[2:]:
     print("\\f" + name, flush=True)
-    argv = ["-q", "-p", "no:cacheprovider", "-k", "not compiled and not registration", f"test_{name}.py"]
-    print(int(pytest.main(argv)), flush=True)
+    quick = ["-p", "no:cacheprovider", "-k", "not compiled and not registration"]
+    print(int(pytest.main(["-q", *quick, f"test_{name}.py"])), flush=True)
 """
 
 

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 # A process that runs steps in a budget of made-up CPUs. The log tells what each step does.
 BUILD = """
 import os, sys
-from opkiln.engine import budget, events, schedule
+from opkiln.engine import budget, events, schedule, slots as table
 from opkiln.settings import override
 
+budget._FIRST_CALL, budget._NEXT_CALL, table.STARVING_AFTER = 0.05, 0.05, 0.1
+table._UNSEEN_PASSED_AFTER = 0.5
 place, name, slots, steps, memory, threads = sys.argv[1:]
 log = os.open(f"{place}/log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 STEP = 'echo "+ $1" >> log; until [ -e "end/$2" ] || [ -e end/all ]; do sleep 0.02; done'
@@ -39,7 +41,7 @@ def step(number):
 def heard(event):
     if event.kind == events.WAITING:
         os.write(log, f"? {name}\\n".encode())
-        if event.data["seconds"] > 1:
+        if event.data["seconds"] > 0.2:
             os.write(log, f"?? {name}\\n".encode())
 
 with override(runtime_dir=f"{place}/run", max_jobs=None):
