@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -443,37 +443,36 @@ def test_this_machines_limits_make_sense() -> None:
     assert 64 << 20 < limits.memory < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def test_a_wait_for_a_free_cpu_ends_at_its_limit_and_names_the_holder(tmp_path: Path) -> None:
+def test_a_wait_for_a_free_cpu_ends_at_its_limit_and_names_the_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "_FIRST_CALL", 0.05)
     shares = a_budget(1)
     with holder(tmp_path, slots=1) as first, holder(tmp_path, slots=1) as second:
         assert sorted(said(first) + said(second)) == [0, slots.EXTRA]
         with (
             pytest.raises(BuildTimeout, match="gave up waiting for a free CPU") as caught,
-            shares.hold(limit=1.5),
+            shares.hold(limit=0.3),
         ):
             pytest.fail("there was no free slot")
-        assert "ended in 1.5 s" in caught.value.why
+        assert "ended in 0.3 s" in caught.value.why
         assert str(first.pid) in caught.value.what or str(second.pid) in caught.value.what
-    with shares.hold(limit=1.5):
+    with shares.hold(limit=0.3):
         pass
 
 
-def test_a_wait_goes_on_while_steps_of_this_process_end() -> None:
-    shares, limit = a_budget(1), 1.5
-    got = threading.Event()
+def test_a_wait_goes_on_while_steps_of_this_process_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares, later = a_budget(1), threading.Event()
+    now = 0.0
 
-    def wait() -> None:
-        with shares.hold(limit=limit):
-            got.set()
+    def monotonic() -> float:
+        nonlocal now
+        now += 0.25
+        shares._table._given += 1  # another step has ended
+        if now > 3:
+            later.set()
+        return now
 
-    thread = threading.Thread(target=wait)
-    ended = time.monotonic() + 2 * limit
-    table = shares._table
-    with shares.hold():
-        thread.start()
-        while time.monotonic() < ended:
-            time.sleep(limit / 10)
-            with table.changed:
-                table._given += 1  # another step has ended
-    thread.join(30)
-    assert got.is_set()
+    monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=monotonic))
+    with shares.hold(), pytest.raises(BuildCancelled), shares.hold(limit=1.5, cancelled=later):
+        pytest.fail("there was no free slot")

@@ -242,24 +242,42 @@ def test_a_wait_ends_at_its_own_limit_and_says_who_builds(
     assert str(child.pid) in caught.value.hint
 
 
-def test_a_builder_that_finishes_steps_is_waited_for_beyond_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Clock:
+    """Stands in for the module ``time`` where a wait counts its seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, _: float) -> None:
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(lock, "time", made)
     monkeypatch.setattr(lock, "_GRACE", 0.0)
-    limit, began = 3.0, time.monotonic()
-    told = began
+    return made
+
+
+def test_a_builder_that_finishes_steps_is_waited_for_beyond_the_limit(
+    tmp_path: Path, clock: Clock
+) -> None:
     with holder(tmp_path) as child:
 
         def waiting(state: lock.Waiting) -> None:
-            nonlocal told
-            if time.monotonic() - told > limit / 6:
-                tell(child, "advance")
-                told = time.monotonic()
-            if time.monotonic() - began > 1.5 * limit:
+            clock.now += 0.5
+            if clock.now > 4.5:
                 child.kill()
+            else:
+                tell(child, "advance")
 
-        with turn(str(tmp_path), "op", never, waiting, limit=limit) as got:
+        with turn(str(tmp_path), "op", never, waiting, limit=3.0) as got:
             assert isinstance(got, Turn)
+    assert clock.now > 4.5
 
 
 def test_a_wait_counts_from_the_start_of_the_load_that_waits(tmp_path: Path) -> None:
@@ -273,24 +291,23 @@ def test_a_wait_counts_from_the_start_of_the_load_that_waits(tmp_path: Path) -> 
     assert time.monotonic() - before < 160
 
 
-def test_a_new_builder_does_not_restart_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock, "_GRACE", 0.0)
-    limit, began = 4.0, time.monotonic()
+def test_a_new_builder_does_not_restart_the_limit(tmp_path: Path, clock: Clock) -> None:
     with holder(tmp_path) as first, holder_behind(tmp_path, first.pid) as second:
 
         def waiting(state: lock.Waiting) -> None:
-            if time.monotonic() - began > limit / 2 and first.poll() is None:
+            clock.now += 0.5
+            if clock.now > 2 and first.poll() is None:
                 first.kill()
                 first.wait()
-                time.sleep(1)  # the second one is faster than this process
+                assert second.stdout is not None
+                assert "mine\n" in second.stdout
 
         with (
             pytest.raises(BuildTimeout, match=f"gave up waiting for pid {second.pid} "),
-            turn(str(tmp_path), "op", never, waiting, limit=limit, since=began),
+            turn(str(tmp_path), "op", never, waiting, limit=4.0, since=0.0),
         ):
             pytest.fail("it was not our turn")
+    assert clock.now < 6
 
 
 def test_the_time_of_a_turn_counts_from_the_load_unless_another_process_was_waited_for(
@@ -339,11 +356,13 @@ def test_a_time_out_of_a_less_patient_process_is_not_taken_over(tmp_path: Path) 
 
 
 def test_threads_that_wait_for_a_failing_thread_get_its_error(tmp_path: Path) -> None:
-    ours, told = threading.Event(), threading.Event()
+    ours, told = threading.Event(), threading.Barrier(4)
     seen: list[BaseException | Turn | None] = []
+    once = threading.local()
 
     def waiting(state: lock.Waiting) -> None:
-        told.set()
+        if not hasattr(once, "told"):
+            once.told = told.wait(30)
 
     def wait() -> None:
         ours.wait()
@@ -359,8 +378,7 @@ def test_threads_that_wait_for_a_failing_thread_get_its_error(tmp_path: Path) ->
     with turn(str(tmp_path), "op", never, ignore) as got:
         assert isinstance(got, Turn)
         ours.set()
-        assert told.wait(30)
-        time.sleep(1)  # the others have said that they wait, too
+        told.wait(30)
         got.fail(CompileError("it does not compile"))
     for each in threads:
         each.join(30)
