@@ -1,4 +1,4 @@
-"""``pip install`` of opkiln itself: pure, or with its own ops precompiled."""
+"""Installs of opkiln itself: pure, or with its own ops precompiled."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ops_are_precompiled_by_name_and_all_but_one_and_not_at_all(
     environment: Environment, source: Path, tmp_path: Path
 ) -> None:
-    environment.pip_install(source, DS_BUILD_CPU_ADAM="1", **LEVEL)
+    environment.install(source, DS_BUILD_CPU_ADAM="1", **LEVEL)
     assert environment.prebuilt("opkiln") == {"cpu_adam": ONE}
     assert environment.wheel_file("opkiln").startswith("py3-none-manylinux_2_")
     fresh = {"OPKILN_CACHE_DIR": str(tmp_path / "fresh")}
@@ -88,7 +88,7 @@ def test_without_torch_sources_ship_and_a_named_op_fails_with_what_to_do(
     assert "hint: pip install --no-build-isolation ." in said
 
 
-@pytest.mark.slow
+@pytest.mark.full  # an index; tests/unit/test_torch_elsewhere.py has what is found how
 def test_an_isolated_build_takes_the_torch_of_the_environment(
     environment: Environment, source: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import textwrap
 from pathlib import Path
@@ -57,7 +58,7 @@ def test_the_same_project_installs_precompiled_and_pure_by_turns(
     assert environment.run("-c", CALL, cwd=tmp_path, **NATIVE_ONLY, **fresh) == "41\n"
     assert not (tmp_path / "fresh").exists(), "a prebuilt op writes nothing"
     # setuptools keeps its build directory, with what was precompiled into it.
-    environment.pip_install(project)
+    environment.install(project)
     assert environment.prebuilt("quick") == {}
     assert environment.wheel_file("quick") == "py3-none-any purelib"
 
@@ -124,7 +125,7 @@ def test_a_header_that_the_wheel_would_lack_is_an_error_and_no_sources_are_an_au
     pyproject.write_text(text.replace('["csrc/*"]', '["csrc/*.cpp"]'))
     said = environment.refuses(project, OPKILN_BUILD_OPS="1")
     assert "quick would be installed without csrc/number.h" in said
-    install.shutil.rmtree(project / "build")
+    shutil.rmtree(project / "build")
     pyproject.write_text(text.replace('["csrc/*"]', "[]") + "\n[tool.setuptools]\n"
                          "include-package-data = false\n")  # fmt: skip
     environment.install(project, OPKILN_BUILD_OPS="1")
@@ -161,14 +162,17 @@ def test_a_source_distribution_holds_what_its_wheels_are_built_from(
 ) -> None:
     code = "import setuptools.build_meta as b, sys; print(b.build_sdist(sys.argv[1]))"
     name = environment.run("-c", code, tmp_path, cwd=project, OPKILN_BUILD_OPS="1").split()[-1]
-    environment.pip_install(tmp_path / name, OPKILN_BUILD_SECOND="1")
+    shutil.unpack_archive(tmp_path / name, tmp_path)
+    environment.install(tmp_path / name.removesuffix(".tar.gz"), OPKILN_BUILD_SECOND="1")
     assert environment.prebuilt("quick") == {"second": BOTH}
 
 
 def test_a_package_that_needs_torch_to_be_imported_says_so_where_a_build_has_none(
-    tmp_path_factory: pytest.TempPathFactory, project: Path
+    environment: Environment, project: Path, tmp_path: Path
 ) -> None:
-    bare = install.with_opkiln(tmp_path_factory, "without-torch", without=("torch",))
+    bare = Environment(tmp_path / "without-torch", without=("torch",))
+    for each in environment.site.glob("*opkiln*"):
+        (bare.site / each.name).symlink_to(each)
     init = project / "src" / "quick" / "__init__.py"
     init.write_text("import torch\n" + init.read_text())
     said = bare.install(project, DS_BUILD_OPS="1")
