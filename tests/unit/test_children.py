@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,11 @@ STARTING = {
 }
 STARTS = {"Popen", "check_call", "check_output", "getoutput"}
 STARTS_OF_OS = ("exec", "spawn", "posix_spawn", "fork", "system", "popen")
+# A source without any of these words is not parsed.
+NAMES_ONE = re.compile(r"\bexecutable\b|[\"'/]python")
+STARTS_ONE = re.compile(
+    rf"\bos\.({'|'.join(STARTS_OF_OS)})|\b({'|'.join(STARTS)}|subprocess|multiprocessing)\b"
+)
 
 
 @functools.cache
@@ -63,7 +69,7 @@ def dotted(node: ast.expr) -> str:
 def naming(code: str) -> set[str]:
     """The functions that name this Python, or start a list of words with a Python."""
     found = set()
-    for name, node in functions(code):
+    for name, node in functions(code) if NAMES_ONE.search(code) else ():
         if isinstance(node, ast.Attribute) and dotted(node) == "sys.executable":
             found.add(name)
         if isinstance(node, ast.ImportFrom) and node.module == "sys":
@@ -82,7 +88,7 @@ def naming(code: str) -> set[str]:
 def starting(code: str) -> set[str]:
     """The functions that start a program."""
     found = set()
-    for name, node in functions(code):
+    for name, node in functions(code) if STARTS_ONE.search(code) else ():
         if isinstance(node, ast.Call):
             module, _, called = dotted(node.func).rpartition(".")
             by_os = module == "os" and called.startswith(STARTS_OF_OS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,12 @@ CALLS = {
 }  # fmt: skip
 METHODS = {"extractall"}  # an archive's members go where they say; ours are read one by one
 LAST = METHODS | {name.rpartition(".")[2] for name in CALLS}
+# A source without any of these words is not parsed.
+SUSPECT = re.compile(
+    rf"\b(import|from) .*\b({'|'.join(MODULES)})\b|"
+    rf"(?<![\w.])({'|'.join(name for name in CALLS if '.' not in name)})\(|"
+    rf"\b({'|'.join(name for name in CALLS if '.' in name)}|{'|'.join(METHODS)})\("
+)
 
 
 @functools.cache
@@ -42,7 +49,7 @@ def last_name(function: ast.expr) -> str:
 def found(code: str) -> list[str]:
     """What a source has of these."""
     bad = []
-    for node in nodes(code):
+    for node in nodes(code) if SUSPECT.search(code) else ():
         if isinstance(node, ast.Import):
             bad += [a.name for a in node.names if a.name.partition(".")[0] in MODULES]
         elif isinstance(node, ast.ImportFrom):
@@ -101,12 +108,13 @@ NETWORK = {
     "socketserver", "ssl", "telnetlib", "torch.distributed", "urllib.request", "urllib3",
     "websockets", "wsgiref",
 }  # fmt: skip
+CONNECTS = re.compile(rf"\b(socket|{'|'.join(name.rpartition('.')[2] for name in NETWORK)})\b")
 
 
 def connecting(code: str) -> list[str]:
     """What a source has to reach other hosts with."""
     found = []
-    for node in nodes(code):
+    for node in nodes(code) if CONNECTS.search(code) else ():
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shlex
 from pathlib import Path
@@ -25,11 +26,16 @@ BEGINNING = re.compile(f"[\"'](?:{'|'.join(map(re.escape, PROGRAMS))}) ")
 QUOTED = re.compile(r"\b(shlex\.)?(quote|join)\(.*\)\Z")
 
 
+@functools.cache
+def nodes(code: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(code)))
+
+
 def commands(code: str) -> Iterator[ast.JoinedStr]:
     """The commands with something filled in: texts that begin with a program's name."""
     if not BEGINNING.search(code):
         return
-    for node in ast.walk(ast.parse(code)):
+    for node in nodes(code):
         if isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
             first, space, _ = str(node.values[0].value).partition(" ")
             if space and first in PROGRAMS:
@@ -80,7 +86,7 @@ def test_a_quoted_path_is_not_found(code: str) -> None:
 
 def hints(code: str) -> Iterator[str]:
     """The hints that are given as plain text."""
-    for node in ast.walk(ast.parse(code)):
+    for node in nodes(code) if "hint=" in code else ():
         if isinstance(node, ast.keyword) and node.arg == "hint":
             for each in ast.walk(node.value):
                 if isinstance(each, ast.Constant) and isinstance(each.value, str):

@@ -111,9 +111,12 @@ def test_the_command_prints_a_circle_and_fails(tmp_path: Path) -> None:
     assert done.stdout.startswith("import circle: sample_package.a, sample_package.b\n")
 
 
-def test_every_module_of_opkiln_is_read() -> None:
-    importers = {each.importer for each in import_circles.imports(import_circles.PACKAGE)}
-    assert {"opkiln.settings", "opkiln.accelerator.detect", "opkiln.cli.main"} <= importers
+def test_the_check_reads_opkiln() -> None:
+    """`make lint` runs it."""
+    assert Path(opkiln.__file__).parent == import_circles.PACKAGE
+    assert (
+        "tests/import_circles.py\n" in (import_circles.PACKAGE.parents[1] / "Makefile").read_text()
+    )
 
 
 def test_type_checkers_see_the_names_that_the_package_exports() -> None:
@@ -124,7 +127,3 @@ def test_type_checkers_see_the_names_that_the_package_exports() -> None:
         if isinstance(node, ast.ImportFrom):
             seen |= {alias.asname or alias.name for alias in node.names}
     assert seen == set(opkiln.__all__)
-
-
-def test_opkiln_has_no_import_circle() -> None:
-    assert "\n".join(map(str, import_circles.find())) == ""
