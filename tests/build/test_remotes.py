@@ -296,8 +296,9 @@ def _hosts(kind: str) -> tuple[str, servers.Silent | None]:
 @pytest.mark.timed
 @pytest.mark.parametrize(
     ("kind", "scheme"),
-    [("down", "oci+http"), ("silent", "http"), ("silent", "oci"), ("unroutable", "oci")],
-)
+    [("down", "oci+http"), ("silent", "oci"), ("unroutable", "oci"),
+     pytest.param("silent", "http", marks=pytest.mark.full)],
+)  # fmt: skip
 def test_a_tier_that_does_not_answer_is_passed_over_in_two_and_a_half_seconds(
     machines: Machines, place_after: Place, kind: str, scheme: str
 ) -> None:
@@ -323,7 +324,7 @@ def test_a_tier_that_does_not_answer_is_passed_over_in_two_and_a_half_seconds(
             except tiers.Down as error:
                 print(time.monotonic() - began, error)
         """
-        told = child.run(code, env=machines.environment(store), bare=False)
+        told = child.run(code, env=machines.environment(store))
         assert float(told.split()[0]) < 0.5
         assert "s ago" in told
         silent.stop()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opkiln.bundles import signing
-from sample import child, known
+from sample import child, command, known
 from sample.op_tree import Tree
 
 if TYPE_CHECKING:
     import subprocess
 
+_SITE = Path(sysconfig.get_path("purelib"))  # signatures need a package, and nothing needs torch
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 _LOAD = """
 import json, sys, time, warnings
@@ -62,7 +64,7 @@ class Machines:
         self._made += 1
         return known.make_store(self.base / f"machine{self._made}").name
 
-    def environment(self, store: str, **more: str) -> dict[str, str | None]:
+    def environment(self, store: str, **more: str) -> dict[str, str]:
         return {
             "OPKILN_CACHE_DIR": str(self.base / store),
             "OPKILN_PROGRESS": "off",
@@ -73,9 +75,7 @@ class Machines:
     def load(self, store: str, **more: str) -> dict[str, Any]:
         """What a load in a fresh process comes to."""
         env = self.environment(store, **more)
-        found: dict[str, Any] = json.loads(
-            child.run(_LOAD, path=[self.tree.path], env=env, bare=False)
-        )
+        found: dict[str, Any] = json.loads(child.run(_LOAD, path=[self.tree.path, _SITE], env=env))
         return found
 
     def fetch(self, store: str, url: str, **more: str) -> dict[str, Any]:
@@ -89,11 +89,11 @@ class Machines:
             f"import sys; sys.argv = {['opkiln', *words]!r}\nimport opkiln.__main__ as m; m.main()"
         )
         env = self.environment(store, **more)
-        return child.start(code, path=[self.tree.path], env=env, bare=False)
+        return child.start(code, path=[self.tree.path, _SITE], env=env)
 
     def command(self, store: str, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-        """Run the command opkiln to its end."""
-        return child.finish(self.start(store, *words, **more))
+        """Run the command opkiln in this process."""
+        return command.run(*words, **self.environment(store, **more))
 
     def push(self, url: str, *words: str, **more: str) -> None:
         done = self.command("builder", "cache", "push", "--remote", url, "--key", self.key, *words,
