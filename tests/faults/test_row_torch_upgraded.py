@@ -31,7 +31,7 @@ def test_an_upgrade_in_place_rebuilds_what_depends_on_torchs_version(
 
     def load() -> list[str]:
         """Where a new process had the ops from."""
-        with Loader(environment, bare=False) as process:
+        with Loader(environment) as process:
             answers = [process.load(f"op{number}", source, abi=abi, without_torch=True)
                        for number, abi in enumerate(REBUILT)]  # fmt: skip
         assert [answer.value for answer in answers] == [12, 12, 12], answers

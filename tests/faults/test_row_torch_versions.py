@@ -54,7 +54,7 @@ def test_two_versions_that_alternate_build_once_each_and_a_stable_op_once(
     stable = write(tmp_path / "stable.cpp", returning(7))
     origins = []
     for number in cases(20, least=3):
-        with Loader(environments[number % 2], bare=False) as process:
+        with Loader(environments[number % 2]) as process:
             answer = process.load("op", source, abi="torch", without_torch=True)
             other = process.load("stable", stable, abi="torch-stable", without_torch=True)
             assert (answer.value, other.value) == (number % 2 + 1, 7), (answer, other)
@@ -73,7 +73,7 @@ def test_two_versions_at_the_same_time_do_not_wait_for_each_other(
 ) -> None:
     source = write(tmp_path / "op.cpp", SOURCE_TEXT)
     warm = write(tmp_path / "warm.cpp", returning(0))
-    running = [processes(1, each, bare=False)[0] for each in environments]
+    running = [processes(1, each)[0] for each in environments]
     for each in running:
         # Warm: both have asked the compiler who it is.
         assert each.load("warm", warm, abi="torch", without_torch=True).value == 0
