@@ -85,6 +85,16 @@ def catalogue() -> Path:
 
 
 @pytest.fixture
+def asked_once(
+    cache: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """The root of a store that tests of what commands say share: compilers are asked once."""
+    shared = tmp_path_factory.getbasetemp() / "asked once"
+    monkeypatch.setenv("OPKILN_CACHE_DIR", str(shared))
+    return shared
+
+
+@pytest.fixture
 def warm(
     request: pytest.FixtureRequest, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:

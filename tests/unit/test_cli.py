@@ -195,14 +195,14 @@ def test_a_report_without_a_compiler_says_so_for_each_op(
 
 
 def test_a_report_knows_the_machine_the_store_and_the_settings(
-    run: Callable[..., Ran], cache: Path, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Ran], asked_once: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MAX_JOBS", "3")
     found = run("report", "--json").json()
     assert found["schema"] == 1
     assert found["environment"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert found["environment"]["budget"]["slots"] == len(os.sched_getaffinity(0))
-    assert found["store"]["root"] == str(cache / "v1")
+    assert found["store"]["root"] == str(asked_once / "v1")
     settings = {each["variable"]: each for each in found["settings"]}
     assert settings["OPKILN_MAX_JOBS"] == {
         "variable": "OPKILN_MAX_JOBS", "value": 3, "origin": "MAX_JOBS",
@@ -210,7 +210,7 @@ def test_a_report_knows_the_machine_the_store_and_the_settings(
     assert settings["OPKILN_MODE"]["origin"] == "default"
     text = run("report").out
     assert re.search(r"OPKILN_MAX_JOBS +3 +from MAX_JOBS", text)
-    assert re.search(rf"OPKILN_CACHE_DIR +{re.escape(str(cache))}", text)
+    assert re.search(rf"OPKILN_CACHE_DIR +{re.escape(str(asked_once))}", text)
     assert "OPKILN_MODE" not in text
 
 
@@ -222,6 +222,7 @@ def _provide(where: Path, op: str, value: str) -> None:
     (metadata / "entry_points.txt").write_text(f"[opkiln.ops]\n{op} = {value}\n")
 
 
+@pytest.mark.usefixtures("asked_once")
 def test_a_report_survives_an_op_that_cannot_be_imported(
     run: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +236,7 @@ def test_a_report_survives_an_op_that_cannot_be_imported(
     assert "cpu_adam" in rows
 
 
+@pytest.mark.usefixtures("asked_once")
 def test_neither_reporting_nor_looking_imports_torch() -> None:
     code = """
 import sys
@@ -281,6 +283,7 @@ def test_an_op_that_cannot_compile_here_is_not_said_to(
     assert run("explain", "cpu_adam").out.startswith(f"cpu_adam: {status}: ")
 
 
+@pytest.mark.usefixtures("asked_once")
 def test_a_misspelt_setting_is_pointed_out(
     run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,12 +384,14 @@ def _on_a_terminal(environment: dict[str, str]) -> str:
     return text.decode()
 
 
+@pytest.mark.usefixtures("asked_once")
 def test_colour_is_for_terminals_without_no_color(run: Callable[..., Ran]) -> None:
     assert "\x1b" not in run("report").out
     assert "\x1b[1mops" in _on_a_terminal(dict(os.environ))
     assert "\x1b" not in _on_a_terminal({**os.environ, "NO_COLOR": "1"})
 
 
+@pytest.mark.usefixtures("asked_once")
 def test_a_reader_that_goes_away_is_no_error_to_report() -> None:
     ours, theirs = os.pipe()
     os.close(ours)

@@ -17,6 +17,7 @@ from opkiln.registry import ALL_OPS
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("asked_once")
 STORE = 5  # the exit code of what cannot be read or written
 
 
@@ -32,12 +33,19 @@ def shell(redirection: str, *arguments: str) -> subprocess.CompletedProcess[str]
 # Output that fails
 
 
-@pytest.mark.parametrize("arguments", [("report",), ("report", "--json"), ("cache", "path")])
 @pytest.mark.parametrize(
-    ("redirection", "reason"),
+    ("redirection", "reason", "arguments"),
     [
-        (">&-", "standard output is closed"),
-        (">/dev/full", "standard output cannot be written: No space left on device"),
+        (redirection, reason, arguments)
+        for redirection, reason, form in (
+            (">&-", "standard output is closed", ()),
+            (
+                ">/dev/full",
+                "standard output cannot be written: No space left on device",
+                ("--json",),
+            ),
+        )
+        for arguments in (("report", *form), ("cache", "path"))
     ],
 )
 def test_output_that_fails_is_one_line_of_error(
