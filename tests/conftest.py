@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 pytest_plugins = ["fault_rows", "timing"]
 
-# A property test draws the same examples in every run of `make test`, so that a change is judged by
-# itself. `make test-random` draws new ones and prints their seed.
-hypothesis.settings.register_profile("fixed", derandomize=True, database=None)
+# A property test draws the same few examples in every run of `make test`, so that a change is judged
+# by itself. `make test-random` draws new ones, as many as hypothesis does, and prints their seed.
+hypothesis.settings.register_profile("fixed", derandomize=True, database=None, max_examples=30)
 hypothesis.settings.register_profile("random", derandomize=False, database=None, print_blob=True)
 hypothesis.settings.load_profile("fixed")
 

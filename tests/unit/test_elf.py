@@ -298,7 +298,7 @@ def stands(read: Callable[[bytes], object], file: bytes) -> bool:
     return True
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=15 * settings().max_examples, deadline=None)
 @given(changes=CHANGES, cut=SHARES)
 def test_any_change_of_a_library_with_images_gives_a_result_or_a_load_error(
     changes: list[tuple[int, int, int]], cut: int
@@ -309,7 +309,7 @@ def test_any_change_of_a_library_with_images_gives_a_result_or_a_load_error(
     assert all(results) or file != MADE
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings().max_examples, deadline=None)
 @given(changes=CHANGES, cut=SHARES)
 def test_any_change_of_a_real_library_gives_a_result_or_a_load_error(
     changes: list[tuple[int, int, int]], cut: int
@@ -320,7 +320,7 @@ def test_any_change_of_a_real_library_gives_a_result_or_a_load_error(
     assert all(results) or file != whole
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings().max_examples, deadline=None)
 @given(st.binary(max_size=400), st.booleans())
 def test_any_bytes_in_a_section_give_a_result_or_a_load_error(noise: bytes, led: bool) -> None:
     for name, read, lead in (

@@ -63,69 +63,58 @@ def tree(top: Path) -> dict[str, tuple[object, ...]]:
     return found
 
 
-def test_sources_and_the_headers_they_include_are_translated_line_by_line(
+_ODD = b'// \xff\xfe\x80 latin\r\n#include "b.h"\r\nint f();\r\n\r'
+
+
+def test_sources_and_the_headers_they_include_are_translated_line_by_line_elsewhere(
     tmp_path: Path, torch: TorchSDK
 ) -> None:
-    write(tmp_path / "op", {
+    root = tmp_path / "op"
+    write(root, {
         "cuda.cu": _KERNEL,
-        "scale.h": "// cudaStream_t\nconstexpr float kScale = 2;\n",
+        "include/scale.h": "// cudaStream_t\nconstexpr float kScale = 2;\n",
         "unused.h": "",
+        "odd.cpp": _ODD,
+        "b.h": b"// no newline at the end",
+        "odd.cu": b"cudaStream_t s; // \xff\r\ncudaError_t e;",
+        "torchs.cpp": "#include <ATen/cuda/CUDAContext.h>\n#include <c10/cuda/CUDAStream.h>\n",
     })  # fmt: skip
-    staged = stage(a_spec(tmp_path / "op", "cuda.cu"), torch, tmp_path / "stage")
-    assert staged.sources == {"cuda.cu": "cuda.cu"}
-    assert (Path(staged.root) / "cuda.cu").read_text() == (
+    for path in (*root.rglob("*"), root):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    before = tree(root)
+    names = ("cuda.cu", "odd.cpp", "odd.cu", "torchs.cpp")
+    try:
+        spec = a_spec(root, *names, include_dirs=("include",))
+        staged = stage(spec, torch, tmp_path / "stage")
+        assert tree(root) == before, "the source tree is not touched"
+    finally:
+        for path in (root, *root.rglob("*")):
+            path.chmod(0o755)
+    copy = Path(staged.root)
+    assert os.access(copy / "cuda.cu", os.W_OK)
+    assert staged.sources == {name: name for name in names}
+    assert (copy / "cuda.cu").read_text() == (
         _KERNEL.replace("cuda_runtime.h", "hip/hip_runtime.h")
         .replace("cudaE", "hipE").replace("cudaS", "hipS").replace("cudaG", "hipG")
         .replace("std::max(", "::max(")
     )  # fmt: skip
-    assert (Path(staged.root) / "scale.h").read_text().startswith("// hipStream_t\n")
-    assert sorted(os.listdir(staged.root)) == ["cuda.cu", "scale.h"]
+    assert (copy / "include/scale.h").read_text().startswith("// hipStream_t\n")
+    assert (copy / "odd.cu").read_bytes() == b"hipStream_t s; // \xff\r\nhipError_t e;"
+    # What has no CUDA stays byte for byte, and torch's headers get the names of a ROCm torch.
+    assert (copy / "odd.cpp").read_bytes() == _ODD
+    assert (copy / "b.h").read_bytes() == b"// no newline at the end"
+    assert (copy / "torchs.cpp").read_text() == (
+        "#include <ATen/hip/HIPContext.h>\n#include <c10/hip/HIPStream.h>\n"
+    )
+    # Every file of the copy leads back to what it was made of.
+    files = [path for path in copy.rglob("*") if path.is_file()]
+    assert {path.name for path in files} == {*names, "scale.h", "b.h"}
     assert os.listdir(tmp_path / "stage") == [tmp_path.parts[1]]
-
-
-def test_the_source_tree_is_not_touched(tmp_path: Path, torch: TorchSDK) -> None:
-    root = tmp_path / "op"
-    write(root, {"csrc/cuda.cu": _KERNEL, "include/scale.h": "constexpr float kScale = 2;\n"})
-    for path in (*root.rglob("*"), root):
-        path.chmod(0o555 if path.is_dir() else 0o444)
-    before = tree(root)
-    try:
-        spec = a_spec(root, "csrc/cuda.cu", include_dirs=("include",))
-        staged = stage(spec, torch, tmp_path / "stage")
-        assert tree(root) == before
-    finally:
-        for path in (root, *root.rglob("*")):
-            path.chmod(0o755)
-    assert os.access(os.path.join(staged.root, "csrc/cuda.cu"), os.W_OK)
-
-
-def test_every_file_of_the_copy_leads_back_to_what_it_was_made_of(
-    tmp_path: Path, torch: TorchSDK
-) -> None:
-    write(tmp_path / "op", {"cuda.cu": _KERNEL, "scale.h": "", "cpu.cpp": "int main() {}\n"})
-    staged = stage(a_spec(tmp_path / "op", "cuda.cu", "cpu.cpp"), torch, tmp_path / "stage")
-    files = [path for path in Path(staged.root).rglob("*") if path.is_file()]
-    assert {str(path) for path in files} == staged.origin.keys()
-    for path in files:
-        assert staged.origin[str(path)] == str(tmp_path / "op" / path.name)
+    assert staged.origin == {str(path): str(root / path.relative_to(copy)) for path in files}
     assert staged.digests == {
         path: hashlib.sha256(Path(path).read_bytes()).hexdigest()
         for path in staged.origin.values()
     }  # fmt: skip
-
-
-def test_files_without_cuda_stay_byte_for_byte(tmp_path: Path, torch: TorchSDK) -> None:
-    odd = b'// \xff\xfe\x80 latin\r\n#include "b.h"\r\nint f();\r\n\r'
-    write(tmp_path / "op", {"a.cpp": odd, "b.h": b"// no newline at the end"})
-    staged = stage(a_spec(tmp_path / "op", "a.cpp"), torch, tmp_path / "stage")
-    assert (Path(staged.root) / "a.cpp").read_bytes() == odd
-    assert (Path(staged.root) / "b.h").read_bytes() == b"// no newline at the end"
-
-
-def test_odd_bytes_and_line_ends_survive_a_translation(tmp_path: Path, torch: TorchSDK) -> None:
-    write(tmp_path / "op", {"a.cu": b"cudaStream_t s; // \xff\r\ncudaError_t e;"})
-    staged = stage(a_spec(tmp_path / "op", "a.cu"), torch, tmp_path / "stage")
-    assert (Path(staged.root) / "a.cu").read_bytes() == b"hipStream_t s; // \xff\r\nhipError_t e;"
 
 
 def test_an_authors_header_is_not_taken_for_one_of_cudas(tmp_path: Path, torch: TorchSDK) -> None:
@@ -135,18 +124,6 @@ def test_an_authors_header_is_not_taken_for_one_of_cudas(tmp_path: Path, torch: 
     staged = stage(spec, torch, tmp_path / "stage")
     assert (Path(staged.root) / "cuda.cu").read_text() == (
         '#include "cuda.h"\n#  include <cuda_fp16.h>\n#include "hip/hip_bf16.h"\n'
-    )
-
-
-def test_torchs_cuda_headers_get_the_names_that_a_rocm_torch_has(
-    tmp_path: Path, torch: TorchSDK
-) -> None:
-    write(tmp_path / "op", {
-        "a.cpp": "#include <ATen/cuda/CUDAContext.h>\n#include <c10/cuda/CUDAStream.h>\n"
-    })  # fmt: skip
-    staged = stage(a_spec(tmp_path / "op", "a.cpp"), torch, tmp_path / "stage")
-    assert (Path(staged.root) / "a.cpp").read_text() == (
-        "#include <ATen/hip/HIPContext.h>\n#include <c10/hip/HIPStream.h>\n"
     )
 
 
