@@ -183,17 +183,23 @@ def a_read_only_root_with_a_filled_store(here: Container) -> Outcome:
 
 
 CASES = (
-    no_home_and_no_passwd_entry, a_home_that_is_the_root_directory, a_home_of_ones_own,
-    a_home_that_does_not_exist, a_home_of_somebody_else, a_cache_directory_by_xdg,
-    a_volume_that_ones_group_may_write_to, a_volume_that_everybody_may_write_to,
-    a_volume_of_ones_own, a_read_only_volume_that_is_filled,
+    no_home_and_no_passwd_entry, a_home_that_is_the_root_directory, a_home_of_somebody_else,
+    a_volume_that_everybody_may_write_to, a_read_only_volume_that_is_filled,
     a_restored_cache_with_other_times_and_another_owner, sources_that_were_checked_out_anew,
     a_cache_directory_mounted_noexec, a_read_only_root_with_a_writable_tmp,
     a_read_only_root_with_a_filled_store,
 )  # fmt: skip
+FURTHER = (  # decided as one of those; tests/unit/test_location.py has them all
+    a_home_of_ones_own, a_home_that_does_not_exist, a_cache_directory_by_xdg,
+    a_volume_that_ones_group_may_write_to, a_volume_of_ones_own,
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in FURTHER)],
+    ids=lambda case: case.__name__,
+)
 def test_the_store_is_where_it_is_said_to_be_and_nothing_is_built_twice(
     case: Callable[[Container], Outcome], container: Container
 ) -> None:
