@@ -8,6 +8,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+import fault_rows
 import pytest
 from sample import layer
 from sample.levels import X86_V1
@@ -126,11 +127,11 @@ def refusals(leaf: Path, tmp_path: Path) -> list[str]:
 
 
 def test_manifest_with_any_type_in_any_place_is_refused_by_its_name(
-    leaf: Path, tmp_path: Path
+    request: pytest.FixtureRequest, leaf: Path, tmp_path: Path
 ) -> None:
     whole = read(leaf)
-    tried = 0
-    for way, value in itertools.product(list(places(whole)), _VALUES):
+    tried, step = 0, 1 if fault_rows.whole(request.config) else 4
+    for way, value in itertools.islice(itertools.product(places(whole), _VALUES), 0, None, step):
         if way == ("schema",):
             continue
         old, manifest = changed(whole, way, value)
@@ -143,7 +144,7 @@ def test_manifest_with_any_type_in_any_place_is_refused_by_its_name(
         assert not any(map(_RAW.search, said)), context
         if not fits(old, value, way):
             assert any(f"{entry.MANIFEST}: " in each for each in said), context
-    assert tried > 500
+    assert tried > 500 / step
 
 
 def test_manifest_without_a_part_is_refused_by_its_name(leaf: Path, tmp_path: Path) -> None:
