@@ -164,8 +164,10 @@ CASES = {
 GRID = [
     pytest.param(
         launcher, name,
-        marks=() if name == "a header" or launcher == "ccache"
-        or (launcher, name) == ("sccache", "a header in front of another") else pytest.mark.full,
+        marks=() if name == "a header" or (launcher, name) in (
+            ("sccache", "a header in front of another"), ("ccache", "__has_include"),
+            ("ccache", ".incbin"),
+        ) else pytest.mark.full,
     )
     for launcher in LAUNCHERS
     for name in CASES
@@ -178,16 +180,14 @@ def test_a_change_is_noticed_under_a_launcher(launcher: Launcher, tree: Tree, na
     small(tree, source, **files)
     assert tree.answer("first") == (1, "observed")
     assert tree.answer("warm") == (1, "observed")  # the launcher may have the object already
+    if name == "a header":
+        assert_it_did_its_work(launcher)
     change(tree)
     assert tree.answer("warm") == (2, "observed")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS, indirect=True)
-def test_the_launcher_does_its_work(launcher: Launcher, tree: Tree) -> None:
+def assert_it_did_its_work(launcher: Launcher) -> None:
     """Otherwise the test above shows nothing."""
-    small(tree, HEADER, **{"inc/n.h": "#define N 1\n"})
-    for cache in ("first", "second"):
-        assert tree.answer(cache) == (1, "observed")
     done = launcher.work()
     if launcher.name.startswith("ccache"):
         # Under the name g++, it compiles the observer, too.
@@ -305,7 +305,11 @@ def _switched(tree: Tree, value: int) -> None:
     tree.write("real", f"{tree.path}/bin/g++-{value}")
 
 
-@pytest.mark.parametrize("launcher", ["ccache", "sccache", "distcc"], indirect=True)
+@pytest.mark.parametrize(
+    "launcher",
+    ["ccache", *(pytest.param(each, marks=pytest.mark.full) for each in ("sccache", "distcc"))],
+    indirect=True,
+)
 def test_another_compiler_behind_a_script_is_noticed(launcher: Launcher, tree: Tree) -> None:
     tree.write("bin/g++", f'#!/bin/sh\nexec "$(cat {tree.path}/real)" "$@"\n', mode=0o755)
     for value, flag in ((1, "-fno-short-enums"), (2, "-fshort-enums")):

@@ -206,15 +206,17 @@ CASES = {
 }  # fmt: skip
 
 
-# Other spellings of what the observer sees the same of.
-SPELLINGS = (
-    "-Wp,-I,", "-Xpreprocessor -I", "-iwithprefix", "--include-directory=", "-T", "-Wl,--script",
+# Other spellings, or other parts, of what the observer sees the same of.
+FURTHER = (
+    "-Wp,-I,", "-Xpreprocessor -I", "-iwithprefix", "-iwithprefixbefore", "-I=", "-idirafter",
+    "--include-directory=", "-T", "-Wl,--script", "a specs file that is edited", "lto1",
+    "ld.gold that is replaced",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.full] * (name in SPELLINGS)) for name in CASES],
+    [pytest.param(name, marks=[pytest.mark.full] * (name in FURTHER)) for name in CASES],
 )
 def test_the_cache_serves_the_bytes_that_an_empty_cache_builds(name: str, tmp_path: Path) -> None:
     tree = Tree(tmp_path / "tree")
@@ -231,6 +233,7 @@ def test_the_cache_serves_the_bytes_that_an_empty_cache_builds(name: str, tmp_pa
 OVERLAID = 'mount -t overlay -o "lowerdir=$0,upperdir=$1/upper,workdir=$1/work" none "$0"'
 
 
+@pytest.mark.full  # the case above has an archive in a directory of the compiler
 def test_an_archive_in_the_linkers_own_directory_that_is_overwritten(tmp_path: Path) -> None:
     """In place, so that the directory does not change."""
     tree = Tree(tmp_path / "tree")
@@ -364,6 +367,7 @@ INCBIN = """
 """
 
 
+@pytest.mark.full  # test_observed_inputs.py has .incbin, and that what nvcc runs is observed
 def test_a_file_that_a_cuda_source_embeds_is_noticed(tmp_path: Path) -> None:
     if not nvcc.available():
         pytest.skip("no nvcc on this machine")
