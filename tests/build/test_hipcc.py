@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from sample import pool, wanted
+from sample import known, pool, wanted
 from sample.levels import X86_64, X86_V1
 
-from opkiln import get_builder, ops, plan, process
+from opkiln import get_builder, ops, plan, process, settings
 from opkiln.binary import bundle
 from opkiln.build_model import DeviceCompiler, Target, Toolchain
 from opkiln.model import ABI_NONE, PLAIN, ROCM, OpSpec
@@ -45,10 +45,11 @@ _HEADER = "#pragma once\n#include <cmath>\nconstexpr float kScale = 2;\n"
 
 @pytest.fixture(scope="module")
 def memory(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    return (str(tmp_path_factory.mktemp("memory")),)
+    store = known.make_store(tmp_path_factory.mktemp("memory") / "store")
+    return (str(store / settings.LAYOUT / "toolchains"),)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def toolchain(memory: tuple[str, ...]) -> Toolchain:
     """The host compiler and hipcc, whatever the HIP of the torch that is here."""
     if not hipcc.available():
@@ -111,32 +112,31 @@ class Built:
         return {self.staged.origin[path] for path in listed if path in self.staged.origin}
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, toolchain: Toolchain) -> Built:
+    place = tmp_path_factory.mktemp("built")
+    return Built(an_op(place / "op"), toolchain, place / "stage", "gfx90a")
+
+
 def test_a_cuda_source_compiles_for_an_amd_gpu_and_links(
-    tmp_path: Path, toolchain: Toolchain
+    tmp_path: Path, toolchain: Toolchain, built: Built
 ) -> None:
-    built = Built(an_op(tmp_path / "op"), toolchain, tmp_path / "stage", "gfx90a")
-    assert built.done.returncode == 0, built.done.output
     assert b"amdgcn-amd-amdhsa--gfx90a" in built.object
-    assert built.read() == {str(tmp_path / "op" / name) for name in ("kernel.cu", "scale.h")}
-    library = str(tmp_path / "stage" / "op.so")
+    assert b"amdgcn-amd-amdhsa--gfx1030" not in built.object
+    op = built.stage.parent / "op"
+    assert built.read() == {str(op / name) for name in ("kernel.cu", "scale.h")}
+    library = str(tmp_path / "op.so")
     argv = (toolchain.cxx, "-shared", str(built.stage / built.step.output), "-o", library)
     linked = process.run((*argv, *built.linking))
     assert linked.returncode == 0, linked.output
     assert b"libamdhip64.so" in Path(library).read_bytes()
 
 
-def test_the_same_source_in_two_places_gives_the_same_object_for_exactly_its_gpus(
-    tmp_path: Path, toolchain: Toolchain, device: DeviceCompiler
+def test_the_same_source_in_another_place_gives_the_same_object(
+    tmp_path: Path, toolchain: Toolchain, built: Built
 ) -> None:
-    archs = [each for each in ("gfx90a", "gfx1030") if each in device.archs]
-    assert archs
-    objects = [
-        Built(an_op(tmp_path / name / "op"), toolchain, tmp_path / f"stage-{name}", *archs).object
-        for name in ("one", "a-longer-name")
-    ]
-    assert objects[0] == objects[1]
-    for arch in ("gfx90a", "gfx1030", "gfx906"):
-        assert (f"amdgcn-amd-amdhsa--{arch}".encode() in objects[0]) is (arch in archs)
+    other = Built(an_op(tmp_path / "longer" / "op"), toolchain, tmp_path / "a-stage", "gfx90a")
+    assert other.object == built.object
 
 
 def test_what_the_compiler_says_of_a_line_is_true_of_the_authors(
@@ -155,12 +155,8 @@ def test_an_architecture_that_this_hipcc_cannot_compile_for_is_refused_with_its_
     memory: tuple[str, ...], device: DeviceCompiler
 ) -> None:
     assert hipcc.can_compile(memory, device, "gfx90a") == ""
-    refusal = f"HIP {device.version} does not compile for"
-    assert hipcc.can_compile(memory, device, "gfx499").startswith(f"{refusal} gfx499: ")
-    if torch_sdk.release(device.version) >= (6, 0):
-        pytest.skip("this hipcc is new enough for gfx942")
-    assert hipcc.can_compile(memory, device, "gfx942") == (
-        f"{refusal} gfx942: invalid target ID 'gfx942'"
+    assert hipcc.can_compile(memory, device, "gfx499") == (
+        f"HIP {device.version} does not compile for gfx499: invalid target ID 'gfx499'"
     )
 
 
