@@ -18,6 +18,7 @@ import torch
 from sample import child, pool
 from sample.levels import ARCHITECTURES, HERE
 
+from opkiln import settings
 from opkiln.binary import elf, fatbin
 from opkiln.building.build import build
 from opkiln.decision.search import planned, search
@@ -159,7 +160,7 @@ def wheels() -> Path:
 
 
 @pytest.fixture
-def machine(wheels: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+def new_machine(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     path = [each for each in os.environ["PATH"].split(":") if not Path(each, "nvcc").exists()]
     if shutil.which("g++", path=":".join(path)) is None:
         pytest.skip("g++ is only where nvcc is, too")
@@ -172,6 +173,23 @@ def machine(wheels: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.Monke
     made.root.mkdir()
     made.write(bend_cu=_SOURCE, shape_h=_HEADER, seen_by_nvrtc_h="")
     return made
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("memory")
+
+
+@pytest.fixture
+def machine(new_machine: Machine, cache: Path, memory: Path) -> Machine:
+    """One that knows NVRTC: it is asked once, which takes most of a second."""
+    known = cache / settings.LAYOUT / "toolchains"
+    if any(memory.iterdir()):
+        shutil.copytree(memory, known, dirs_exist_ok=True)
+    else:
+        choice.choose(Store().memory, CUDA, spec=new_machine.spec("bend.cu"))
+        shutil.copytree(known, memory, dirs_exist_ok=True)
+    return new_machine
 
 
 def test_source_on_op_header_is_built_by_nvrtc_where_there_is_no_toolkit(machine: Machine) -> None:
@@ -231,8 +249,9 @@ def test_edit_of_a_header_that_only_nvrtc_reads_is_another_build(machine: Machin
 
 @pytest.mark.counts_compiles
 def test_two_builds_in_two_places_have_the_same_bytes(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shutil.copytree(cache, tmp_path / "other cache")  # it knows the compilers
     first = machine.build("bend.cu")
     other = Machine(tmp_path / "elsewhere")
     shutil.copytree(machine.root, other.root)
@@ -298,8 +317,9 @@ def test_mistake_is_told_with_the_authors_file_and_line(
 
 
 def test_what_nvcc_has_built_serves_where_the_toolkit_is_gone(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    new_machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    machine = new_machine
     with pytest.MonkeyPatch.context() as before:
         before.setattr(toolkits, "DIRECTORIES", ("/usr/local/cuda", "/usr/local/cuda-*"))
         if not toolkits.present():
