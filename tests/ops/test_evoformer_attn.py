@@ -49,13 +49,13 @@ def test_the_cuda_kernels_are_within_rounding_of_float64(emulated: Any, dtype: t
         if (case.batch > 1) != (dtype == torch.float16):
             continue
         # A kernel works on one row and head; the emulator takes a second for a few tiles of them.
-        small = case._replace(rows=1, heads=1) if case.length > 64 and case.batch == 1 else case
+        small = case._replace(rows=1, heads=1) if case.length > 33 and case.batch == 1 else case
         call = make(small, dtype)
         check(call, emulated.evoformer_attention, emulated.evoformer_attention_backward)
 
 
 def test_the_cuda_kernels_give_the_same_bits_each_time(emulated: Any) -> None:
-    call = make(Case(rows=5, heads=1), torch.bfloat16)
+    call = make(Case(rows=3, heads=1, length=33, head=16), torch.bfloat16)
     first, second = (both_directions(emulated, call) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 

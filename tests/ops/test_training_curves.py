@@ -1,4 +1,4 @@
-"""A small transformer, trained 200 steps: the optimizers here give the losses that torch's give."""
+"""A small transformer is trained: the optimizers here give the losses that torch's give."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from fault_rows import whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 from opkiln import optim
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "ops"))
-from training import CONTESTS, losses
+from training import CONTESTS, STEPS, losses
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +44,11 @@ def assert_alike(ours: list[float], theirs: list[float]) -> None:
     ],
 )
 @pytest.mark.usefixtures("native_optimizer")
-def test_the_losses_are_torchs_eager_and_compiled(name: str) -> None:
-    contest = CONTESTS[name]
-    ours = losses(contest.ours(getattr(optim, name)))
-    assert_alike(ours, losses(contest.theirs))
-    compiled = losses(contest.ours(getattr(optim, name)), steps=20, backend="aot_eager")
-    torch.testing.assert_close(compiled, ours[:20], rtol=1e-3, atol=1e-3)
+def test_the_losses_are_torchs_eager_and_compiled(
+    request: pytest.FixtureRequest, name: str
+) -> None:
+    contest, steps = CONTESTS[name], STEPS if whole(request.config) else 60
+    ours = losses(contest.ours(getattr(optim, name)), steps=steps)
+    assert_alike(ours, losses(contest.theirs, steps=steps))
+    compiled = losses(contest.ours(getattr(optim, name)), steps=10, backend="aot_eager")
+    torch.testing.assert_close(compiled, ours[:10], rtol=1e-3, atol=1e-3)

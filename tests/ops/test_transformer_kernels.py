@@ -18,8 +18,8 @@ from opkiln.ops.transformer.op import kit
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Less than an eight, a prime, no rows, several rows to a warp, several warps to a row; then rows of
-# two eights to a thread.
-SHAPES = [(1, 1), (3, 7), (0, 8), (5, 8), (67, 64), (9, 101), (2, 3, 768)]
+# two eights to a thread. The widest are in one dtype: the way through a row is no dtype's own.
+SHAPES = [(1, 1), (3, 7), (0, 8), (5, 8), (35, 64), (9, 101), (2, 3, 768)]
 LONG = [(3, 8192), (2, 4104)]
 
 
@@ -69,7 +69,7 @@ def assert_close(found: Any, exact: Any, dtype: torch.dtype, terms: int = 1) -> 
 def test_forward_kernels_are_the_references_within_rounding(
     native: Any, dtype: torch.dtype, p: float
 ) -> None:
-    for shape in SHAPES + LONG * (p > 0 and dtype == torch.bfloat16):
+    for shape in SHAPES + LONG if (p, dtype) == (0.3, torch.bfloat16) else SHAPES[:4]:
         x, residual = made(shape, dtype, 2)
         bias, weight, norm_bias = rows(shape[-1], dtype, 3)
         drop = (seed(), 3, p)
@@ -106,7 +106,8 @@ def test_forward_kernels_are_the_references_within_rounding(
 def test_backward_kernels_are_the_references_within_rounding(
     native: Any, dtype: torch.dtype, p: float
 ) -> None:
-    for shape in SHAPES + LONG[1:] * (p > 0 and dtype == torch.bfloat16):
+    every = SHAPES + LONG[1:] if (p, dtype) == (0.3, torch.bfloat16) else SHAPES[1:4]
+    for shape in every:
         grad, x, more = made(shape, dtype, 3)
         bias, weight = rows(shape[-1], dtype, 2)
         terms = max(shape[-1], torch.Size(shape)[:-1].numel())
@@ -294,7 +295,14 @@ def test_references_pass_gradcheck() -> None:
     )
 
 
-def test_opcheck_finds_nothing() -> None:
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+# Tracing takes the longest. It is the same for all: of one op in every run.
+@pytest.mark.parametrize(
+    "checks", [CHECKS, pytest.param(("test_aot_dispatch_dynamic",), marks=pytest.mark.full)]
+)
+def test_opcheck_finds_nothing(checks: tuple[str, ...]) -> None:
     x, other, row = torch.randn(3, 16), torch.randn(3, 16), torch.randn(16)
     moments = torch.randn(3), torch.rand(3)
     for op, given in (
@@ -307,4 +315,5 @@ def test_opcheck_finds_nothing() -> None:
         (functions.gelu_dropout_backward, (x, other, row, seed(), 1, 0.5, True)),
         (functions.join_columns, (x, other, x)),
     ):
-        torch.library.opcheck(op.overload, given)
+        torch.library.opcheck(op.overload, given, test_utils=checks)
+    torch.library.opcheck(functions.join_columns.overload, (x, other, x))
