@@ -36,7 +36,7 @@ def random_blocks(heads: int, count: int, block: int, share: float = 0.4) -> Any
 CASES = [
     Case(random_blocks(1, 8, 16), 128),
     Case(random_blocks(2, 5, 32), 147, heads=2, head=40, mask="add"),
-    Case(sparse.BigBird(64, num_sliding_window_blocks=1), 200, key_bias=True),
+    Case(sparse.BigBird(64, num_sliding_window_blocks=1), 130, key_bias=True),
     Case(sparse.SlidingWindow(20, 16), 100, batch=2, head=8, key_bias=True, mask="multiply"),
     Case(sparse.Fixed(16, heads=2, num_different_global_patterns=2), 48, heads=2, head=128),
     Case(sparse.Dense(16), 1),

