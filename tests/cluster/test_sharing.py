@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from ranks import Node, free_port
-from sample import known, pool, servers
+from sample import forks, known, pool, servers
 
 from opkiln.cluster import job, sharing, work
 from opkiln.cluster.messages import Made
@@ -73,13 +72,14 @@ def test_two_ranks_with_stores_of_their_own_compile_each_load_once_and_have_one_
         (node.path / "program.py").write_text(PROGRAM)
         env = {
             **node.environment(), "RANK": str(rank), "WORLD_SIZE": "2", "OPKILN_ENSURE": "1",
+            "OPKILN_PATCH_TORCH": "1",  # as `opkiln run` sets it
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo",
             "OPKILN_JOB_SECRET": "a secret of the job",
         }  # fmt: skip
         ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "opkiln", "run", sys.executable, "program.py"],
-                env=env, cwd=node.path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            forks.Fork(
+                ["program.py"], env=env, cwd=node.path,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )
         )  # fmt: skip
     said = []

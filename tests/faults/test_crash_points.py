@@ -148,7 +148,7 @@ class Sweep:
         points = int(self.server(**operation, at=0)["calls"])
         assert points > 0
         assert not (found := good()), f"unstopped: {found}"
-        step = 1 if self.cases.whole else max(10, points // 5)
+        step = 1 if self.cases.whole else max(10, points // 3)
         first = 1 + sum(self.name.encode()) % step  # of another operation, other calls
         for at in range(first, points + 1, step):
             before()
