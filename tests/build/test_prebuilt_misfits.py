@@ -7,7 +7,7 @@ import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sample import child
+from sample import child, known
 from sample.levels import LEVELS, lacks
 from sample.shipped import Shipped, mask, rewrite
 
@@ -333,6 +333,7 @@ class Site:
         (self.package / "linked.cpp").write_text(_OP)
         (self.libraries / "libtheirs.so").symlink_to("libtheirs.so.1")
         self.log = base / "opened"
+        self.elsewhere = known.make_store(base / "elsewhere")
 
     def theirs(self, version: str, *, value: int = 7, soname: str = "libtheirs.so.1") -> None:
         """Compile the library, with its symbol in a version node of this name."""
@@ -347,7 +348,7 @@ class Site:
 
     def ship(self, *arguments: str) -> None:
         place = str(self.package / "prebuilt")
-        self.run(_BUILD, place, *arguments, OPKILN_CACHE_DIR=str(self.base / "elsewhere"))
+        self.run(_BUILD, place, *arguments, OPKILN_CACHE_DIR=str(self.elsewhere))
 
     def run(self, code: str, *arguments: str, **env: str) -> str:
         env = {"LD_LIBRARY_PATH": str(self.libraries), "SAMPLE_OPENED": str(self.log), **env}

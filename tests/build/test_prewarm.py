@@ -146,13 +146,10 @@ def test_with_jit_needed_only_what_has_no_reference_is_compiled(
     assert "OPKILN_MODE=needed" in str(stable.loaded().trace)
 
 
-def test_with_jit_needed_what_must_be_native_is_compiled(
-    package: Callable[..., Package], steps: Steps
-) -> None:
+def test_with_jit_needed_what_must_be_native_is_compiled(package: Callable[..., Package]) -> None:
     stable = package("stable")
     with override(mode="needed"):
         assert stable.builder().jit_load().who(torch.ones(1)) == 1
-    assert steps.compiled
 
 
 def test_with_jit_needed_an_op_that_is_cached_is_served(package: Callable[..., Package]) -> None:
