@@ -104,7 +104,9 @@ def build_at_once(tmp_path: Path, running: list[Loader], watched: Watched, kill:
             assert each.answer().value == number
 
 
-@pytest.mark.parametrize("kill", [False, True], ids=["", "some are killed"])
+@pytest.mark.parametrize(
+    "kill", [pytest.param(False, marks=pytest.mark.full), True], ids=["", "some are killed"]
+)
 def test_all_processes_together_run_one_compiler_for_each_cpu_and_one_for_the_starving(
     kill: bool,
     tmp_path: Path,
@@ -124,7 +126,9 @@ def test_all_processes_together_run_one_compiler_for_each_cpu_and_one_for_the_st
     assert late.load("late", sources(tmp_path / "late", 99)).value == 99
 
 
-@pytest.mark.parametrize("kill", [False, True], ids=["", "one is killed"])
+@pytest.mark.parametrize(
+    "kill", [pytest.param(False, marks=pytest.mark.full), True], ids=["", "one is killed"]
+)
 def test_little_memory_means_few_compilers_whatever_the_cpus(
     kill: bool,
     tmp_path: Path,

@@ -7,12 +7,11 @@ staged, nothing is built.
 from __future__ import annotations
 
 import re
-import threading
 from typing import TYPE_CHECKING
 
 import mounts
 import pytest
-from loaders import Answer, Loader, leaves, returning, write
+from loaders import Answer, Compiler, Loader, leaves, returning, write
 from sample.quiet import within
 
 from opkiln.store.inventory import verify
@@ -55,7 +54,7 @@ def test_a_store_that_is_full_costs_the_entry_and_not_the_load(
 ) -> None:
     source = write(tmp_path / "op.cpp", returning(7))
     refused = 0
-    for kilobytes in sizes(cases, 2 if text else 4):
+    for kilobytes in sizes(cases, 1 if text else 2):
         cases.tried()
         prefix = mounts.small(places["store"], kilobytes)
         with Loader(prefix=prefix) as process:
@@ -81,7 +80,7 @@ def test_a_scratch_directory_that_is_full_is_one_error_and_nothing_is_published(
     text: bool, tmp_path: Path, places: dict[str, Path], cases: Cases
 ) -> None:
     refused = 0
-    for kilobytes in sizes(cases, 2 if text else 4):
+    for kilobytes in sizes(cases, 1 if text else 4):
         cases.tried()
         # Another text each time: what a larger directory had room for is in the store by now.
         source = write(tmp_path / "op.cpp", returning(kilobytes))
@@ -104,7 +103,7 @@ def test_a_scratch_directory_that_is_full_is_one_error_and_nothing_is_published(
 
 
 def test_who_waits_for_a_builder_with_a_full_disk_builds_for_itself(
-    tmp_path: Path, places: dict[str, Path], compiler: object
+    tmp_path: Path, places: dict[str, Path], compiler: Compiler
 ) -> None:
     """It is the builder's own trouble, not something that follows from the sources."""
     source = write(tmp_path / "op.cpp", returning(7))
@@ -113,9 +112,10 @@ def test_who_waits_for_a_builder_with_a_full_disk_builds_for_itself(
         assert [each.load("warm", warm).value for each in (poor, rich)] == [1, 1]
         full = mounts.inside(poor.process.pid, places["scratch"]) / "filler"
         full.write_bytes(bytes(56 << 10))
-        compiler.take(1)  # type: ignore[attr-defined]
+        compiler.take(0.5)
+        begun = compiler.compiles
         poor.ask("op", source)
-        threading.Event().wait(0.3)
+        assert within(30, lambda: compiler.compiles > begun)
         rich.ask("op", source)
         assert poor.answer().error == "StoreError"
         assert rich.answer().value == 7

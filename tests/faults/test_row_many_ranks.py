@@ -60,7 +60,7 @@ def endings(ranks: list[subprocess.Popen[str]]) -> Counter[int]:
 
 
 @pytest.mark.parametrize(
-    ("abi", "whole", "one_in"), [("torch-stable", 64, 10), ("none", 1000, 25)],
+    ("abi", "whole", "one_in"), [("torch-stable", 64, 10), ("none", 1000, 50)],
     ids=["with torch", "without torch"],
 )  # fmt: skip
 def test_ranks_that_start_at_once_on_a_cold_cache_compile_once(
@@ -95,15 +95,15 @@ def test_who_waits_hardly_touches_the_file_system(tmp_path: Path, compiler: Comp
     looked = "stat,lstat,newfstatat,statx,access,readlink,getdents64,fcntl"
     with Loader() as builder, Loader(prefix=strace(log, looked)) as waiter:
         assert [each.load("warm", warm).value for each in (builder, waiter)] == [1, 1]
-        compiler.take(4)
+        compiler.take(3)
         begun = compiler.compiles
         builder.ask("op", source)
         assert within(30, lambda: compiler.compiles > begun)
         waiter.ask("op", source)
         time.sleep(1.0)  # it has looked for the op, found none, and waits
         before = len(calls(log))
-        time.sleep(2.0)
+        time.sleep(1.0)
         during = len(calls(log)) - before
         assert [builder.answer().value, waiter.answer().value] == [2, 2]
     # All calls that look at, open or write files: a few looks a second.
-    assert during < 2 * 500, during
+    assert during < 500, during

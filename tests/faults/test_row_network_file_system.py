@@ -24,7 +24,9 @@ PROCESSES = 8
 HIDE_MS = 700
 
 
-@pytest.mark.parametrize("faults", ["hiding", "stale", "both"])
+@pytest.mark.parametrize(
+    "faults", ["hiding", "stale", pytest.param("both", marks=pytest.mark.full)]
+)
 def test_loads_succeed_on_a_file_system_that_hides_and_forgets(
     faults: str,
     cases: Cases,

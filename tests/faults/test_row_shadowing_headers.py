@@ -44,43 +44,46 @@ CASES = (
          more={"extra_include_paths": ["{d}/p/q/r/a", "{d}/b"]}),
     Case("with a directory in its name", {"op.cpp": returning("N", '#include "sub/n.h"'),
          "b/sub/n.h": ONE, "a/x.h": ""}, "a/sub/n.h", more=A_THEN_B),
-    Case("in a sub-directory that exists", {"op.cpp": returning("N", '#include "sub/n.h"'),
-         "b/sub/n.h": ONE, "a/sub/x.h": ""}, "a/sub/n.h", more=A_THEN_B),
-    Case("in angle brackets", {"op.cpp": returning("N", "#include <n.h>"), "b/n.h": ONE,
-         "a/x.h": ""}, "a/n.h", more=A_THEN_B),
     Case("beside a header that includes it", {"op.cpp": returning("N", '#include "first.h"'),
          "a/first.h": '#include "n.h"\n', "b/n.h": ONE}, "a/n.h", more=A_THEN_B),
-    Case("beside a header in a sub-directory", {"op.cpp": returning("N", '#include "sub/first.h"'),
-         "a/sub/first.h": '#include "n.h"\n', "b/n.h": ONE}, "a/sub/n.h", more=A_THEN_B),
     Case("with dots in its name", {"src/op.cpp": returning("N", '#include "../i/n.h"'),
          "b/lib/x": "", "b/i/n.h": ONE}, "i/n.h", more={"extra_include_paths": ["{d}/b/lib"]}),
-    Case("a header of C++", {"op.cpp": returning("N", f"#include <vector>\n{SYSTEM}"),
-         "a/x.h": ""}, "a/vector", SHADOW.format(name="vector"), A_THEN_B),
-    Case("one of its inner headers", {"op.cpp": returning("N", f"#include <vector>\n{SYSTEM}"),
-         "a/x.h": ""}, "a/bits/stl_vector.h", SHADOW.format(name="bits/stl_vector.h"), A_THEN_B),
+    Case("a header of C++", {"op.cpp": returning("N", f"#include <cstddef>\n{SYSTEM}"),
+         "a/x.h": ""}, "a/cstddef", SHADOW.format(name="cstddef"), A_THEN_B),
     Case("a header of the C library", {"op.cpp": returning("N", f"#include <stdlib.h>\n{SYSTEM}"),
          "a/x.h": ""}, "a/stdlib.h", SHADOW.format(name="stdlib.h"), A_THEN_B),
     Case("found with -isystem", {"op.cpp": returning("N", "#include <n.h>"), "b/n.h": ONE,
          "a/x.h": ""}, "a/n.h", more={"extra_cflags": ["-isystem", "{d}/a", "-isystem", "{d}/b"]}),
+    Case("found with -iquote", {**IN_B, "a/x.h": ""}, "a/n.h",
+         more={"extra_cflags": ["-iquote", "{d}/a", "-I{d}/b"]}),
+    Case("one that was asked for", {"op.cpp": returning(
+        "N", '#if __has_include("extra.h")\n#include "extra.h"\n#else\n#define N 1\n#endif')},
+        "extra.h"),
+    Case("one that a header asked for", {"op.cpp": returning("N", '#include "n.h"'), "b/n.h":
+         '#if __has_include("extra.h")\n#include "extra.h"\n#else\n#define N 1\n#endif\n'},
+         "a/extra.h", more=A_THEN_B),
+)  # fmt: skip
+# With --full-counts; the fuzzer of row 34 draws such ways, too.
+FURTHER = (
+    Case("in a sub-directory that exists", {"op.cpp": returning("N", '#include "sub/n.h"'),
+         "b/sub/n.h": ONE, "a/sub/x.h": ""}, "a/sub/n.h", more=A_THEN_B),
+    Case("in angle brackets", {"op.cpp": returning("N", "#include <n.h>"), "b/n.h": ONE,
+         "a/x.h": ""}, "a/n.h", more=A_THEN_B),
+    Case("beside a header in a sub-directory", {"op.cpp": returning("N", '#include "sub/first.h"'),
+         "a/sub/first.h": '#include "n.h"\n', "b/n.h": ONE}, "a/sub/n.h", more=A_THEN_B),
+    Case("one of its inner headers", {"op.cpp": returning("N", f"#include <cstddef>\n{SYSTEM}"),
+         "a/x.h": ""}, "a/bits/c++config.h", SHADOW.format(name="bits/c++config.h"), A_THEN_B),
     Case("found with -isystem in one word", {"op.cpp": returning("N", "#include <n.h>"),
          "b/n.h": ONE, "a/x.h": ""}, "a/n.h",
          more={"extra_cflags": ["-isystem{d}/a", "-isystem{d}/b"]}),
-    Case("found with -iquote", {**IN_B, "a/x.h": ""}, "a/n.h",
-         more={"extra_cflags": ["-iquote", "{d}/a", "-I{d}/b"]}),
     Case("found with -I in two words", {**IN_B, "a/x.h": ""}, "a/n.h",
          more={"extra_cflags": ["-I", "{d}/a", "-I", "{d}/b"]}),
     Case("before a header found with -idirafter", {"op.cpp": returning("N", "#include <n.h>"),
          "b/n.h": ONE, "a/x.h": ""}, "a/n.h",
          more={"extra_cflags": ["-idirafter", "{d}/a", "-idirafter", "{d}/b"]}),
-    Case("one that was asked for", {"op.cpp": returning(
-        "N", '#if __has_include("extra.h")\n#include "extra.h"\n#else\n#define N 1\n#endif')},
-        "extra.h"),
     Case("one that was asked for in angle brackets", {"op.cpp": returning(
         "N", "#if __has_include(<x/extra.h>)\n#define N 2\n#else\n#define N 1\n#endif")},
         "a/x/extra.h", "", A_THEN_B),
-    Case("one that a header asked for", {"op.cpp": returning("N", '#include "n.h"'), "b/n.h":
-         '#if __has_include("extra.h")\n#include "extra.h"\n#else\n#define N 1\n#endif\n'},
-         "a/extra.h", more=A_THEN_B),
 )  # fmt: skip
 
 
@@ -98,23 +101,23 @@ def laid_out(case: Case, root: Path) -> tuple[Path, dict[str, Any]]:
 def test_each_shadowing_header_is_noticed(
     tmp_path: Path, value: Callable[..., int], cases: Cases
 ) -> None:
-    assert len(CASES) >= 20
-    made = [laid_out(case, tmp_path / str(index)) for index, case in enumerate(CASES)]
+    tried = [*CASES, *(FURTHER if cases.whole else ())]
+    made = [(case, tmp_path / str(at), f"op{at}") for at, case in enumerate(tried)]
+    given = {name: laid_out(case, root) for case, root, name in made}
     let_rest()  # signatures are believed from here on: nothing is hashed for being fresh
-    for index, (source, more) in enumerate(made):
-        assert value(source, f"op{index}", **more) == 1, CASES[index].name
-    missed = []
-    for index, (source, more) in enumerate(made):
+
+    def wrong(expected: int) -> list[str]:
+        loaded = ((case, value(given[name][0], name, **given[name][1])) for case, _, name in made)
+        return [case.name for case, number in loaded if number != expected]
+
+    assert wrong(1) == []
+    for case, root, _ in made:
         cases.tried()
-        write(tmp_path / str(index) / CASES[index].new, CASES[index].text)
-        if value(source, f"op{index}", **more) != 2:
-            missed.append(CASES[index].name)
-    assert missed == []
-    for index, (source, more) in enumerate(made):
-        (tmp_path / str(index) / CASES[index].new).unlink()
-        if value(source, f"op{index}", **more) != 1:
-            missed.append(CASES[index].name)
-    assert missed == []
+        write(root / case.new, case.text)
+    assert wrong(2) == []
+    for case, root, _ in made:
+        (root / case.new).unlink()
+    assert wrong(1) == []
 
 
 def test_a_new_file_that_shadows_nothing_causes_no_rebuild(

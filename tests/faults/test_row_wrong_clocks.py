@@ -37,12 +37,12 @@ def test_times_in_the_future_cause_no_rebuild(
     for path in sorted(cache.rglob("*")):
         set_times(path, YEARS)
     assert compiler.compiles == 1
-    for _ in cases(10, least=10):
+    for _ in cases(10, least=3):
         assert value(source) == 5
     assert compiler.compiles == 1
 
 
-@pytest.mark.parametrize("hours", [-24 * 365 * 20, -1, 1])
+@pytest.mark.parametrize("hours", [-24 * 365 * 20, pytest.param(-1, marks=pytest.mark.full), 1])
 def test_a_clock_that_is_wrong_causes_neither_rebuilds_nor_stale_loads(
     hours: int,
     tmp_path: Path,
@@ -56,7 +56,7 @@ def test_a_clock_that_is_wrong_causes_neither_rebuilds_nor_stale_loads(
     (skewed,) = processes(1, {"SKEW_SECONDS": str(hours * 3600)}, preload=clock)
     assert skewed.load("op", source).value == 5
     before = compiler.compiles
-    for _ in cases(10, least=10):
+    for _ in cases(10, least=3):
         assert skewed.load("op", source).value == 5
     (right,) = processes(1)
     assert right.load("op", source).value == 5
