@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,10 +15,12 @@ from opkiln.errors import LoadTestError
 from opkiln.loading import loader
 from opkiln.model import ROCM, STABLE_TAG
 from opkiln.steps import hipcc as hip_steps
+from opkiln.store.layers import Store
 from opkiln.toolchain import hipcc, hipify, host, nvcc, torch_sdk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from sample.package import Package
 
@@ -62,8 +63,7 @@ def test_a_wrong_signature_in_a_cuda_file_is_an_error_of_the_build(op: Package) 
 def test_the_same_file_compiles_for_an_amd_gpu(op: Package, tmp_path: Path) -> None:
     if not hipcc.available():
         pytest.skip("no hipcc is installed: apt-get install hipcc")
-    memory = (str(tmp_path / "memory"),)
-    Path(memory[0]).mkdir()
+    memory = Store().memory
     chain = host.choose(memory)
     chain = chain._replace(device=hipcc.choose(memory, None, chain))
     torch_here = torch_sdk.find()
