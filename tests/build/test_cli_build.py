@@ -466,7 +466,8 @@ def test_every_documented_command_works_and_the_demo_passes(
     # All ops take a minute to build; most of the other tests need them, too.
     variables = {" --all ": {"OPKILN_CACHE_DIR": str(catalogue)},
                  "train.py": {"PYTHONPATH": str(opkiln.site)},
-                 "cache verify": {"OPKILN_STORE_LAYERS": ""}, "opkiln demo": {"CXXFLAGS": "-O0"}}  # fmt: skip
+                 "cache verify": {"OPKILN_STORE_LAYERS": ""},
+                 "opkiln demo": {"CXXFLAGS": "-O0"}}  # fmt: skip
     commands = _documented()
     assert all(each.startswith("opkiln ") for each in commands)
     assert len(commands) > 15

@@ -12,7 +12,9 @@ from sample import child
 from sample.compat import both, both_raise, described, module
 
 import opkiln.compat.torch as ours
-from opkiln.toolchain import host, toolkits
+from opkiln.model import CUDA
+from opkiln.store.layers import Store
+from opkiln.toolchain import choice, host
 
 theirs = pytest.importorskip("torch.utils.cpp_extension")
 pytestmark = pytest.mark.skipif(
@@ -87,35 +89,7 @@ def write(path: str, text: str) -> str:
 # A module
 
 
-def test_a_module_is_the_same_to_its_caller() -> None:
-    write("src/by_hand.cpp", module("by_hand"))
-    expected, found = both(lambda system: system.load("by_hand", ["src/by_hand.cpp"]))
-    assert described(found) == described(expected)
-    assert found.answer() == expected.answer() == 42
-
-
-FLAGS = {  # how their words are split is tested with shell_words
-    "flagged_one": ["-DANSWER=7"],
-    "flagged_words": ["-DANSWER=7 -O2", "-g"],
-    "flagged_native": ["-O3", "-march=native", "-fopenmp", "-DANSWER=8"],
-    "flagged_quoted": [r"-DANSWER=sizeof\(\"abc\"\)"],
-    "flagged_spaced": ["'-DANSWER=(1 + 1)'"],
-    "flagged_standard": ["-std=c++17", "-DANSWER=__cplusplus"],
-    "flagged_warnings": ["-O0", "-Wall", "-DANSWER=3"],
-}
-IN_FULL = ("flagged_one", "flagged_words", "flagged_spaced", "flagged_warnings")
-
-
-@pytest.mark.parametrize("name", [
-    pytest.param(each, marks=pytest.mark.full if each in IN_FULL else ()) for each in FLAGS
-])  # fmt: skip
-def test_flags_mean_the_same(name: str) -> None:
-    write("m.cpp", module(name))
-    expected, found = both(lambda system: system.load(name, "m.cpp", extra_cflags=FLAGS[name]))
-    assert found.answer() == expected.answer()
-
-
-def test_what_is_not_asked_for_is_the_same() -> None:
+def test_a_module_and_what_is_not_asked_for_are_the_same_to_its_caller() -> None:
     """No optimization, assertions, no instructions beyond the CPU family's, no other standard."""
     predefined = ["NDEBUG", "__OPTIMIZE__", "__AVX2__", "__FMA__", "TORCH_API_INCLUDE_EXTENSION_H"]
     bits = " + ".join(f"HAS_{name} * {1 << i}" for i, name in enumerate(predefined))
@@ -123,28 +97,54 @@ def test_what_is_not_asked_for_is_the_same() -> None:
         f"#ifdef {name}\n#define HAS_{name} 1\n#else\n#define HAS_{name} 0\n#endif\n"
         for name in predefined
     )
-    write("m.cpp", f"{text}#define ANSWER {bits}\n{module('defaults')}")
-    expected, found = both(lambda system: system.load("defaults", ["m.cpp"]))
+    write("src/m.cpp", f"{text}#define ANSWER {bits}\n{module('defaults')}")
+    expected, found = both(lambda system: system.load("defaults", ["src/m.cpp"]))
+    assert described(found) == described(expected)
     assert found.answer() == expected.answer()
 
 
-def test_headers_come_from_relative_and_absolute_directories(apart: Path) -> None:
+FLAGS = {  # how their words are split is tested with shell_words
+    "flagged_all": ["-O3", "-march=native", "-fopenmp", "-std=c++17",
+                    r"-DQUOTED=sizeof\(\"abc\"\)", "-DANSWER=QUOTED+__cplusplus+_OPENMP"],
+    "flagged_one": ["-DANSWER=7"],
+    "flagged_words": ["-DANSWER=7 -O2", "-g"],
+    "flagged_spaced": ["'-DANSWER=(1 + 1)'"],
+    "flagged_warnings": ["-O0", "-Wall", "-DANSWER=3"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(each, marks=() if each == "flagged_all" else pytest.mark.full) for each in FLAGS
+])  # fmt: skip
+def test_flags_mean_the_same(name: str) -> None:
+    write("m.cpp", module(name))
+    expected, found = both(lambda system: system.load(name, "m.cpp", extra_cflags=FLAGS[name]))
+    assert found.answer() == expected.answer()
+
+
+def test_sources_of_every_suffix_find_headers_in_relative_and_absolute_directories(
+    apart: Path,
+) -> None:
     write("inc/value.h", "#define VALUE 5\n")
-    write("far/more.h", "#define ANSWER VALUE + 1\n")
-    write("src/m.cpp", f'#include "value.h"\n#include "more.h"\n{module("headers")}')
+    write("far/more.h", "#define MORE VALUE + 1\n")
+    write("src/m.cpp", '#include "value.h"\n#include "more.h"\n'
+          "extern int a(), b(), c();\n#define ANSWER MORE + a() + b() + c()\n" +
+          module("suffixes"))  # fmt: skip
+    for name, suffix in (("a", "cc"), ("b", "cxx"), ("c", "c")):
+        write(f"{name}.{suffix}", f"int {name}() {{ return 1; }}\n")
     expected, found = both(
         lambda system: system.load(
-            "headers", ["src/m.cpp"], extra_include_paths=["inc", str(apart / "far")]
+            "suffixes", ["src/m.cpp", "a.cc", "b.cxx", "c.c"],
+            extra_include_paths=["inc", str(apart / "far")],
         )
-    )
-    assert found.answer() == expected.answer() == 6
+    )  # fmt: skip
+    assert found.answer() == expected.answer() == 9
 
 
 def test_a_changed_source_or_flag_gives_the_new_code() -> None:
     def values(system: Any) -> list[int]:
         write("m.cpp", module("changing"))
         found = [system.load("changing", ["m.cpp"]).answer()]
-        write("m.cpp", "#define ANSWER 43\n" + module("changing"))
         # torch's second version goes by another name, which its module has to know.
         name = "changing_v1" if system is theirs else "changing"
         write("m.cpp", "#define ANSWER 43\n" + module(name))
@@ -153,17 +153,6 @@ def test_a_changed_source_or_flag_gives_the_new_code() -> None:
 
     expected, found = both(values)
     assert found == expected == [42, 43]
-
-
-def test_every_suffix_of_cpp_is_taken() -> None:
-    write("m.cpp", 'extern int a(), b(), c();\n#define ANSWER a() + b() + c()\n' +
-          module("suffixes"))  # fmt: skip
-    for name, suffix in (("a", "cc"), ("b", "cxx"), ("c", "c")):
-        write(f"{name}.{suffix}", f"int {name}() {{ return 1; }}\n")
-    expected, found = both(
-        lambda system: system.load("suffixes", ["m.cpp", "a.cc", "b.cxx", "c.c"])
-    )
-    assert found.answer() == expected.answer() == 3
 
 
 def test_files_of_one_name_in_two_folders_collide_in_torchs_load_and_not_here() -> None:
@@ -205,21 +194,23 @@ def registered(system: Any, text: str, namespace: str) -> str:
 def test_a_library_of_the_stable_abi_registers_its_ops() -> None:
     import torch
 
-    paths = registered(theirs, STABLE, "matrix_a"), registered(ours, STABLE, "matrix_b")
-    assert paths == ("matrix_a-dir/matrix_a.so", "matrix_b-dir/matrix_b.so")
-    assert all(map(os.path.isfile, paths))
-    x = torch.ones(2, 3)
-    assert torch.ops.matrix_a.sized(x) == torch.ops.matrix_b.sized(x) == 60
+    path = registered(ours, STABLE, "matrix_a")
+    assert path == "matrix_a-dir/matrix_a.so"
+    assert os.path.isfile(path)
+    assert torch.ops.matrix_a.sized(torch.ones(2, 3)) == 60
 
 
 @pytest.mark.full
-def test_a_torch_library_of_the_full_abi_registers_its_ops() -> None:
+@pytest.mark.parametrize(("text", "op"), [(STABLE, "sized"), (FULL, "square")])
+def test_a_torch_library_is_registered_as_torch_registers_it(text: str, op: str) -> None:
     import torch
 
-    paths = registered(theirs, FULL, "matrix_c"), registered(ours, FULL, "matrix_d")
-    assert [os.path.basename(path) for path in paths] == ["matrix_c.so", "matrix_d.so"]
+    names = f"torchs_{op}", f"opkilns_{op}"
+    paths = registered(theirs, text, names[0]), registered(ours, text, names[1])
+    assert paths == tuple(f"{name}-dir/{name}.so" for name in names)
     x = torch.arange(2.0)
-    assert torch.equal(torch.ops.matrix_c.square(x), torch.ops.matrix_d.square(x))
+    found = [torch.as_tensor(getattr(getattr(torch.ops, name), op)(x)) for name in names]
+    assert torch.equal(*found)
 
 
 # Text
@@ -240,8 +231,9 @@ def inline(system: Any, name: str) -> Any:
     )  # fmt: skip
 
 
-def test_inline_functions_are_bound_with_their_texts() -> None:
+def test_inline_functions_are_bound_with_their_texts(apart: Path) -> None:
     found = inline(ours, "inline_dict")
+    assert not (apart / "torchs").exists(), "torch's directory for builds stays as it is"
     assert found.add(2, 3) == 5
     assert found.add.__doc__.endswith("\n\nAdds two numbers.\n")
     with pytest.raises(ValueError, match="a < b"):
@@ -257,7 +249,7 @@ def test_inline_functions_are_the_same_to_their_callers(name: str) -> None:
 
 
 def test_inline_text_without_functions_and_where_it_is_written() -> None:
-    text = module("written").replace("written", "written", 1)
+    text = module("written")
     for where in ("torchs-own", "ours"):
         os.mkdir(where)
     expected = theirs.load_inline("written", text, build_directory="torchs-own",
@@ -332,12 +324,12 @@ def test_a_compile_error_says_where_and_is_caught_as_torchs() -> None:
 def cuda(apart: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The linker's flags with which torch's CPU build can build CUDA extensions: it is told of a
     toolkit, and the libraries that it lacks are empty ones."""
-    found = toolkits.survey((), "", ask=True)
-    homes = [each.record["home"] for each in found or () if not each.record["refused"]]
-    if not homes:
+    if not choice.available(CUDA):
         pytest.skip("no CUDA toolkit on this machine")
+    device = choice.choose(Store().memory, CUDA).device
+    assert device is not None
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
-    monkeypatch.setattr(theirs, "CUDA_HOME", homes[0])
+    monkeypatch.setattr(theirs, "CUDA_HOME", device.home)
     stubs = apart / "stubs"
     stubs.mkdir()
     for name in ("c10_cuda", "torch_cuda"):
@@ -391,9 +383,3 @@ def test_a_clone_of_a_project_is_a_hit(apart: Path) -> None:
     """
     assert child.run(code, str(apart / "here"), bare=False).split() == ["5", "2"]
     assert child.run(code, str(apart / "there"), bare=False).split() == ["5", "0"]
-
-
-def test_torchs_directory_for_builds_stays_as_it_is(apart: Path) -> None:
-    write("m.cpp", module("untouched"))
-    ours.load("untouched", ["m.cpp"])
-    assert not (apart / "torchs").exists()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sample import command
 from sample.child import SOURCE
 from sample.doctor import Patient
 from sample.shipped import Shipped, announce
@@ -29,10 +29,7 @@ def patient(shipped: Shipped, *more: Path, **env: str) -> Patient:
 
 
 def report(shipped: Shipped, *arguments: str, **env: str) -> str:
-    argv = (sys.executable, "-m", "opkiln", "report", *arguments)
-    done = patient(shipped, **env).shell('exec "$@"', *argv)
-    assert "Traceback" not in done.stderr, done.stderr
-    return str(done.stdout)
+    return command.run("report", *arguments, **env).stdout
 
 
 def row(shipped: Shipped, **env: str) -> dict[str, Any]:

@@ -106,13 +106,11 @@ def test_a_package_that_lies_elsewhere_is_found_by_the_hooks_own_word(
 
 
 def test_a_new_package_installs_editable_with_nothing_but_hatchling(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    environment: Environment, tmp_path: Path
 ) -> None:
-    alone = install.with_opkiln(tmp_path_factory, "hatch-alone", without=("editables",))
-    if alone.pip("install", "-q", "hatchling").returncode != 0:
-        pytest.skip("pip has no index to take hatchling from")
+    environment.uninstall("editables")
     scaffold.write("demo_ops", str(tmp_path), scaffold.HATCHLING)
-    alone.install(tmp_path / "demo_ops", editable=True)
+    environment.install(tmp_path / "demo_ops", editable=True)
     code = "import importlib.util as u; print(u.find_spec('demo_ops').origin)"
-    found = alone.run("-c", code, cwd=tmp_path)
+    found = environment.run("-c", code, cwd=tmp_path)
     assert found.strip() == str(tmp_path / "demo_ops/src/demo_ops/__init__.py")
