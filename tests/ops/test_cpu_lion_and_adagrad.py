@@ -20,9 +20,12 @@ MIXES = [(F32, F32), (BF16, F32), (BF16, BF16), (F16, F32), (F16, F16)]
 @pytest.mark.parametrize("grad", DTYPES, ids=str)
 @pytest.mark.parametrize(("param", "state"), MIXES, ids=str)
 def test_every_mix_of_types_and_sizes_agrees_with_float64(
-    case: Case, ops: Any, param: torch.dtype, grad: torch.dtype, state: torch.dtype
-) -> None:
-    assert_step(case, ops, lists(case, SIZES, param, grad, state))
+    case: Case, ops: Any, reference_ops: Any, param: torch.dtype, grad: torch.dtype,
+    state: torch.dtype,
+) -> None:  # fmt: skip
+    # Ends of vectors and of threads' parts are in the native version alone.
+    sizes = SIZES if ops is not reference_ops else (0, 1, 33)
+    assert_step(case, ops, lists(case, sizes, param, grad, state))
 
 
 @pytest.mark.parametrize("maximize", [True, False])
@@ -87,10 +90,10 @@ def test_nan_and_infinity_travel_as_in_torch(case: Case, ops: Any, dtype: torch.
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("param", DTYPES, ids=str)
 def test_copies_follow_the_step_and_the_rollback(
-    case: Case, ops: Any, param: torch.dtype, dtype: torch.dtype
+    case: Case, ops: Any, reference_ops: Any, param: torch.dtype, dtype: torch.dtype
 ) -> None:
     # The last is long enough to be written around the caches, at an odd address, too.
-    sizes = (1, 700, 600_001)
+    sizes = (1, 700) if ops is reference_ops else (1, 700, 600_001)
     tensors = lists(case, sizes, param, param)
     copies = [torch.zeros(n + 1, dtype=dtype)[n % 2 :][:n] for n in sizes]
     for function in (case.function, f"{case.function}rollback_"):
@@ -195,10 +198,10 @@ def test_a_wrong_tensor_is_refused_by_name_and_nothing_is_written(
 
 
 def test_the_last_of_thousands_is_refused_by_name(case: Case, native_ops: Any) -> None:
-    tensors = lists(case, (3,) * 9000)
+    tensors = lists(case, (3,) * 3000)
     before = clone(tensors)
     tensors[2][-1] = torch.zeros(4)
-    with pytest.raises(RuntimeError, match=rf"{case.arguments[2]}\[8999\] has 4 elements"):
+    with pytest.raises(RuntimeError, match=rf"{case.arguments[2]}\[2999\] has 4 elements"):
         getattr(native_ops, case.function)(*tensors, [], **case.hyper)
     assert all(torch.equal(a, b) for a, b in zip(tensors[0], before[0], strict=True))
 

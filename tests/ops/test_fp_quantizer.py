@@ -93,7 +93,8 @@ def assert_nearest(op: Any, x: Tensor, group_size: int, form: Form) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_codes_are_those_of_the_nearest_numbers(op: Any, form: Form, dtype: torch.dtype) -> None:
-    for group_size, size in WORK:
+    # The way through the work is the same for all dtypes.
+    for group_size, size in WORK if dtype == BF16 else WORK[2:4]:
         assert_nearest(op, sample(size, dtype, size), group_size, form)
 
 
@@ -169,12 +170,11 @@ def test_every_code_comes_back_as_its_number_times_the_scale(
             assert same(back, exact.to(dtype))
 
 
-@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("form", "dtype"), KINDS)
 def test_nan_and_infinity_make_their_group_nan_and_no_other(
-    op: Any, form: Form, dtype: torch.dtype, odd: float
+    op: Any, form: Form, dtype: torch.dtype
 ) -> None:
-    for group_size in (16, 48, 512, 8192):
+    for group_size, odd in ((16, math.nan), (48, math.inf), (512, -math.inf), (8192, math.nan)):
         x = sample(3 * group_size, dtype)
         x[group_size + 5] = odd
         assert_nearest(op, x, group_size, form)

@@ -146,7 +146,9 @@ def test_nothing_changes_where_a_gradient_is_not_finite(op: Any) -> None:
 )
 def test_the_halves_of_a_step_are_the_step(op: Any, param: torch.dtype, masters: bool) -> None:
     """Also of tensors in parts, whose sums of squares are added up between the halves."""
-    last = 263_000 if masters and param == BF16 else 700  # sums of the larger are folded
+    last = (
+        263_000 if masters and param == F16 and op is not reference else 700
+    )  # sums of the larger are folded
     whole = tensors((0, 5, 3001, last), param, BF16, masters, steps=(2.0, 3.0, 4.0, 5.0))
     parts = [
         [part.clone() for tensor in row for part in (tensor[:3], tensor[3:])] for row in whole[:5]

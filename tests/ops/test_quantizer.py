@@ -148,12 +148,11 @@ def test_the_full_range_of_4_bits_is_nearer_to_normal_numbers_than_the_narrow_on
         assert full < 0.97 * narrow
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("dtype", "symmetric"), [(F32, True), (BF16, False), (F16, True)], ids=str)
 def test_the_largest_groups_have_the_references_bits(
     op: Any, dtype: torch.dtype, symmetric: bool
 ) -> None:
-    x = numbers(65_536 + 40_000, dtype)
+    x = numbers(65_536 + 4_000, dtype)
     args = (8, 65_536, symmetric, True, 7, 3)
     assert_same(op.quantize(x, *args, *LAID), reference.quantize(x, *args, *LAID))
 
@@ -242,11 +241,11 @@ def test_views_at_odd_addresses_are_handled_and_their_neighbours_left_alone(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("bits", "symmetric"), FORMATS)
-@pytest.mark.parametrize("odd", [math.nan, -math.nan, math.inf, -math.inf])
 def test_a_group_that_is_not_finite_comes_back_as_nan_and_the_others_do_not(
-    op: Any, dtype: torch.dtype, bits: int, symmetric: bool, odd: float
+    op: Any, dtype: torch.dtype, bits: int, symmetric: bool
 ) -> None:
-    for stochastic in (False, True):
+    every = (math.nan, -math.nan, math.inf, -math.inf)
+    for odd, stochastic in itertools.product(every, (False, True)):
         x = numbers(16 * 5 + 3, dtype)
         x[20], x[-1] = odd, odd
         args = (bits, 16, symmetric, stochastic, 1, 1)
