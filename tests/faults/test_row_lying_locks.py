@@ -31,10 +31,11 @@ def test_processes_without_working_locks_load_the_right_library(
 ) -> None:
     chance = random.Random(24)
     count = cases.count(PROCESSES, least=4)
-    running = processes(count, {"LOCKS": locks}, preload=shim("lying_locks", tmp_path))
+    preload = shim("lying_locks", tmp_path)
+    running = processes(count, {"LOCKS": locks}, preload=preload)
     warm = write(tmp_path / "warm.cpp", returning(1))
     assert {each.load("warm", warm).value for each in running} == {1}
-    for number in range(cases.count(100, one_in=40)):
+    for number in range(cases.count(100, one_in=100)):
         cases.tried(count)
         source = write(tmp_path / "op.cpp", returning(number))
         for each in running:
@@ -51,7 +52,7 @@ def test_processes_without_working_locks_load_the_right_library(
                 library.write_bytes(data[: len(data) // 2])
         if number % 3:
             continue
-        fresh = processes(3, {"LOCKS": locks}, preload=shim("lying_locks", tmp_path))
+        fresh = processes(3, {"LOCKS": locks}, preload=preload)
         for each in fresh:
             each.ask("op", source)
         answers = [each.answer() for each in fresh]

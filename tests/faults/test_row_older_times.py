@@ -62,7 +62,7 @@ def test_an_edit_is_seen_whatever_time_it_bears(
     cases: Cases, tmp_path: Path, value: Callable[..., int]
 ) -> None:
     chance = random.Random(9)
-    count = cases.count(100, least=len(PLACES))
+    count = cases.count(100, least=len(PLACES), one_in=20)
     made = [layout(tmp_path / str(index), PLACES[index % len(PLACES)]) for index in range(count)]
     for index, (_, header, _) in enumerate(made):
         write(header, f"#define NUMBER {1000 + index}\n")
