@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-from typing import TYPE_CHECKING, Any
+import sysconfig
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,6 @@ from torch import Tensor
 import opkiln
 from opkiln.errors import DifferenceError, FallbackWarning, SpecError
 from opkiln.loading import loader
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SOURCE = """
 #include <opkiln/op.h>
@@ -238,17 +236,14 @@ def test_commands_know_a_library_whose_schemas_are_listed_without_torch(tmp_path
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kit-apart\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[opkiln.ops]\nboth = kit_apart.op:kit\n")
-    for argv, words in (
-        (["-m", "opkiln", "build", "both"], "both"),
-        (["-c", EXPLAIN_APART], "cached True False"),
-        (["-c", USE_APART], "True\n"),
+    path = [tmp_path / "site", Path(sysconfig.get_path("purelib"))]
+    build = "import sys, opkiln.__main__ as m; sys.argv = ['opkiln', 'build', 'both']; m.main()"
+    for code, words in (
+        (build, "both"),
+        (EXPLAIN_APART, "cached True False"),
+        (USE_APART, "True\n"),
     ):
-        done = subprocess.run(
-            [sys.executable, *argv], capture_output=True, text=True, check=False,
-            env={**child.environment(), "PYTHONPATH": str(tmp_path / "site")},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert words in done.stdout
+        assert words in child.run(code, path=path)
 
 
 PACKAGE = {

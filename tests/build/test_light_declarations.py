@@ -12,6 +12,8 @@ from opkiln.toolchain import torch_sdk
 
 CSRC = Path(PACKAGE, "csrc")
 SHIM = CSRC / "opkiln" / "op" / "shim.h"
+_OURS = "#include <opkiln/op.h>"
+_THEIRS = "#include <torch/csrc/stable/library.h>\n#include <torch/csrc/stable/tensor.h>"
 YOUNGER = {"torch_exception_get_what_without_backtrace"}  # than 2.10
 
 # op.h's names on the left, torch's on the right
@@ -48,14 +50,6 @@ def _checked(tmp_path: Path, text: str, *flags: str) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def _both(*, ours_first: bool) -> str:
-    includes = [
-        "#include <opkiln/op.h>",
-        "#include <torch/csrc/stable/library.h>\n#include <torch/csrc/stable/tensor.h>",
-    ]
-    return "\n".join(includes if ours_first else includes[::-1])
-
-
 def test_declarations_and_numbers_are_torchs(tmp_path: Path) -> None:
     """In one file with torch's headers, where a declaration with other types would be an error:
     these are C functions. Functions with other results or fewer arguments are compared by type."""
@@ -67,14 +61,11 @@ def test_declarations_and_numbers_are_torchs(tmp_path: Path) -> None:
         f"static_assert(int(opk::DeviceType::{ours}) == int(c10::DeviceType::{theirs}));"
         for ours, theirs in _DEVICES.items()
     ]
-    for ours_first in (True, False):
-        text = "\n".join([_both(ours_first=ours_first), *checks])
-        done = _checked(tmp_path, text)
-        assert done.returncode == 0, done.stderr
-    # every function is torch's: without op.h its name is known, too
+    # Every function is torch's: before op.h its name is known, too.
     names = "\n".join(f"constexpr auto* p_{name} = &{name};" for name in sorted(_declared()))
-    done = _checked(tmp_path, f"#include <torch/csrc/stable/c/shim.h>\n{names}")
-    assert done.returncode == 0, done.stderr
+    for includes in ([_OURS, _THEIRS], [_THEIRS, names, _OURS]):
+        done = _checked(tmp_path, "\n".join([*includes, *checks]))
+        assert done.returncode == 0, done.stderr
 
 
 def test_every_enumerator_is_compared() -> None:
@@ -95,8 +86,7 @@ def test_a_declaration_of_another_type_would_be_an_error(tmp_path: Path) -> None
     assert wrong != shim
     other = tmp_path / "other.h"
     other.write_text(wrong)
-    text = _both(ours_first=False).replace("#include <opkiln/op.h>", f'#include "{other}"')
-    done = _checked(tmp_path, text)
+    done = _checked(tmp_path, f'#include <torch/csrc/stable/c/shim.h>\n#include "{other}"')
     assert "conflicting declaration" in done.stderr
 
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
+from fault_rows import whole
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sample import known
@@ -227,17 +228,18 @@ def quiet() -> Iterator[None]:
         yield
 
 
-@given(world=WORLDS)
-@settings(
-    max_examples=150,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 def test_everybody_says_the_same_of_what_serves(
-    place: Place, tmp_path_factory: pytest.TempPathFactory, world: World
+    place: Place, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> None:
-    with ExitStack() as stack:
-        check(world, enter(world, place, tmp_path_factory.mktemp("world"), stack))
+    count = 150 if whole(request.config) else 50
+
+    @given(world=WORLDS)
+    @settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    def agree(world: World) -> None:
+        with ExitStack() as stack:
+            check(world, enter(world, place, tmp_path_factory.mktemp("world"), stack))
+
+    agree()
 
 
 def test_a_disagreement_is_found(

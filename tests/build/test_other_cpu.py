@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sample import wanted
+from sample import command, wanted
 from sample.levels import (
     AARCH64,
     ARM_V8_2,
@@ -230,10 +230,7 @@ def test_an_op_without_torch_is_built_for_the_other_cpu_and_found_again(
 def test_a_bundled_op_is_built_for_the_other_cpu_and_inspected(tmp_path: Path) -> None:
     bundle = tmp_path / "b"
     arguments = ("--target", f"cpu:{BASELINE}", "--bundle", str(bundle), "--verify", "--json")
-    done = subprocess.run(
-        [sys.executable, "-m", "opkiln", "build", "cpu_adam", *arguments],
-        env={**os.environ, "PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = command.run("build", "cpu_adam", *arguments)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["ops"]
     found = elf.read(row["path"])
@@ -263,7 +260,7 @@ def test_a_link_against_the_stub_needs_what_one_against_torch_needs(
     package: Callable[..., Package], tmp_path: Path
 ) -> None:
     """Seen on this machine, which has both."""
-    op = package("stable").builder().op()
+    op = package("light").builder().op()
     made = planned(Request(op, BUILD))
     whole = plans.make(
         made.spec._replace(ldflags=("-Wl,--no-undefined",)), made.target, made.toolchain
@@ -272,7 +269,8 @@ def test_a_link_against_the_stub_needs_what_one_against_torch_needs(
     linked = []
     for plan in (made, whole):
         for step in plan.steps:
-            subprocess.run(plans.argv(step, places), check=True)
+            if plan is made or step.kind != "compile":
+                subprocess.run(plans.argv(step, places), check=True)
         linked.append(elf.read(str(tmp_path / plan.output)))
     assert linked[0] == linked[1]
     assert "libtorch_cpu.so" in linked[0].needed

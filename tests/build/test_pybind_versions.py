@@ -111,6 +111,7 @@ print(values(Fused().load(), Fused().load(reload=True), Fused().load(), first))
     assert printed(code, store, tmp_path) == [str([TWO, THREE, THREE, TWO])]
 
 
+@pytest.mark.full  # test_run.py: torch's functions are opkiln's, which the tests above call
 def test_an_unmodified_program_gets_its_edit_under_opkiln_run(store: Path, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
