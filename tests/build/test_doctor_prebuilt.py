@@ -121,16 +121,12 @@ def test_a_package_that_cannot_be_imported_is_left_to_the_check_of_ops(shipped: 
 # The report
 
 
-def test_the_report_says_that_it_is_installed(shipped: Shipped) -> None:
+def test_the_report_and_its_page_say_that_it_is_installed(shipped: Shipped, tmp_path: Path) -> None:
     leaf = shipped.build()
     found = row(shipped)
     assert (found["installed"], found["cached"], found["compatible"]) == (True, True, True)
     assert (found["status"], found["path"]) == ("cached", str(leaf / "plain.so"))
     assert "plain cpu yes yes yes" in " ".join(report(shipped).split())
-
-
-def test_the_page_says_that_it_is_installed(shipped: Shipped, tmp_path: Path) -> None:
-    shipped.build()
     page = tmp_path / "page.html"
     report(shipped, "--html", str(page))
     text = page.read_text()

@@ -476,7 +476,8 @@ def test_an_emulated_op_whose_header_is_edited_between_two_compiles_is_built_fro
         f'exec {shutil.which("g++")} "$@"\n'
     )
     editing.chmod(0o755)
-    for name, value in (("OPKILN_CACHE_DIR", shared_cache), ("CXX", editing), ("MAX_JOBS", 1)):
+    for name, value in (("OPKILN_CACHE_DIR", shared_cache), ("CXX", editing), ("MAX_JOBS", 1),
+                        ("CXXFLAGS", "-O0")):  # fmt: skip
         monkeypatch.setenv(name, str(value))
 
     class Edited(KernelsBuilder):
