@@ -284,6 +284,7 @@ def test_a_damaged_entry_is_found_removed_and_rebuilt(opkiln: Opkiln, op: Packag
     assert row["status"] == "built"
 
 
+@pytest.mark.timed
 def test_gc_spares_a_library_that_another_process_has_loaded(opkiln: Opkiln, op: Package) -> None:
     assert opkiln("build", "plain").returncode == 0
     code = (
@@ -336,6 +337,7 @@ def _compilers_of(path: Path) -> list[str]:
     return found
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_interrupted_build_exits_with_130_and_leaves_nothing(
     opkiln: Opkiln, op: Package, second: Package, tmp_path: Path, cache: Path, count: int
@@ -368,6 +370,7 @@ def test_an_interrupted_build_exits_with_130_and_leaves_nothing(
     assert not list((cache / "v1").glob("failures/*"))
 
 
+@pytest.mark.timed
 def test_a_build_under_nohup_survives_a_hang_up(
     opkiln: Opkiln, op: Package, tmp_path: Path
 ) -> None:
@@ -410,6 +413,14 @@ setup(
     cmdclass={"build_ext": BuildExtension},
 )
 """
+# Without the hooks that only ask, pip imports torch once for this project.
+_BACKEND = "from setuptools.build_meta import build_sdist, build_wheel\n"
+_PYPROJECT = """
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+"""
 _MODULE = """
 #include <Python.h>
 static PyMethodDef methods[] = {{nullptr, nullptr, 0, nullptr}};
@@ -442,8 +453,9 @@ def test_a_documented_install_of_an_extension_installs_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some-extension").mkdir()
-    (tmp_path / "some-extension" / "setup.py").write_text(_SETUP)
-    (tmp_path / "some-extension" / "some_extension.cpp").write_text(_MODULE)
+    for name, text in (("setup.py", _SETUP), ("some_extension.cpp", _MODULE),
+                       ("backend.py", _BACKEND), ("pyproject.toml", _PYPROJECT)):  # fmt: skip
+        (tmp_path / "some-extension" / name).write_text(text)
     (line,) = (each for each in _documented() if each.startswith("opkiln run pip install "))
     done = _typed(opkiln, line, tmp_path)
     assert done.stderr.startswith("opkiln builds the PyTorch extensions and DeepSpeed ops of: pip ")
