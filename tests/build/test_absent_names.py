@@ -122,6 +122,7 @@ def test_a_receipt_is_not_renewed_while_a_directory_is_being_changed(tree: Tree)
         assert _load(tree, changing)[:2] == (True, True)
 
 
+@pytest.mark.timed
 def test_a_program_that_is_installed_beside_the_compiler_costs_one_look(
     tree: Tree, tmp_path: Path
 ) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from sample.package import Package
 
-pytestmark = pytest.mark.counts_compiles
+pytestmark = [pytest.mark.counts_compiles, pytest.mark.timed]
 
 ALL = ["csrc/add.cpp", "csrc/scale.cpp", "csrc/where.cpp"]
 

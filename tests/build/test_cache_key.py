@@ -27,6 +27,7 @@ def key_of(package: Package, target: str = "", **attributes: object) -> str:
     return cache_key([prebuild.Request(package.builder(**attributes), wanted)])
 
 
+@pytest.mark.timed
 def test_the_key_is_the_same_until_something_that_matters_changes(
     plain: Package, steps: Steps, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,7 @@ def test_a_mended_source_builds_in_the_same_process(plain: Package) -> None:
     assert plain.load().scale(1) == 2
 
 
+@pytest.mark.timed
 def test_eight_processes_show_the_same_error_after_one_compile(
     plain: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def test_child_ends_with_a_build_that_fails(started: list[str], cache: Path) -> 
     assert not any(b"broken.so" in line for line in _commands())
 
 
+@pytest.mark.timed
 def test_library_that_appears_late_is_loaded_when_it_is_told(
     tmp_path: Path, plain: Package
 ) -> None:

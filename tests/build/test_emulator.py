@@ -457,6 +457,7 @@ def test_an_op_of_op_h_runs_its_cuda_kernel_on_cpu_tensors(
     _told(str(raised.value), "source.cu:", "difference_kernel<float>")
 
 
+@pytest.mark.timed
 def test_an_emulated_op_whose_header_is_edited_between_two_compiles_is_built_from_one_text(
     shared_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,8 @@ from sample.op_tree import Tree
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = pytest.mark.counts_compiles  # an object from the pool would not ask icecream
+# An object from the pool would not ask icecream.
+pytestmark = [pytest.mark.counts_compiles, pytest.mark.timed]
 
 HEADER = '#include "n.h"\nextern "C" int answer() { return N; }\n'
 

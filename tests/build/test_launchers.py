@@ -22,7 +22,8 @@ from opkiln.observing import launchers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = pytest.mark.counts_compiles  # an object from the pool would not ask the launcher
+# An object from the pool would not ask the launcher.
+pytestmark = [pytest.mark.counts_compiles, pytest.mark.timed]
 
 # 1, and 2 with -fshort-enums: the preprocessed text is the same.
 ENUM = 'enum E { A }; extern "C" int answer() { return sizeof(E) == sizeof(int) ? 1 : 2; }\n'

@@ -15,6 +15,8 @@ from sample.compiler import Compiler
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.timed
+
 _LIMIT = 192 << 20
 
 _CHILD = """

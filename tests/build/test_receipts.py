@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from sample.package import Package
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.fixture
 def built(plain: Package, monkeypatch: pytest.MonkeyPatch) -> Package:

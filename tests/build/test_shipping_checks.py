@@ -206,6 +206,7 @@ def test_a_wheel_of_a_packages_ops_has_its_version_and_requires_that_release(
     ]  # fmt: skip
 
 
+@pytest.mark.timed
 def test_a_second_layer_at_the_same_place_has_what_a_new_system_header_made(
     opkiln: CommandLine, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def test_a_handler_gets_what_is_in_the_cache(source: Path) -> None:
 LOCKING = ("guard.py", "store/lock.py", "progress.py", "budget.py", "trust.py", "chrome.py")
 
 
+@pytest.mark.timed
 @pytest.mark.skipif(not host.available(), reason="no C++ compiler is installed")
 def test_a_handler_between_any_two_lines_never_waits_for_its_own_thread(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

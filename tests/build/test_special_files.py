@@ -17,6 +17,8 @@ from opkiln.store.layers import Store
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.timed
+
 HEADER = "#define VALUE 7\n"
 DEVICES = {"device": "/dev/zero", "random device": "/dev/urandom"}
 

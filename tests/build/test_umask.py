@@ -102,6 +102,7 @@ def test_a_directory_that_is_made_for_the_store_is_its_owner_s(tmp_path: Path) -
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
+@pytest.mark.timed
 def test_the_umask_comes_back_after_the_last_of_several_blocks(tmp_path: Path) -> None:
     entered, leave = threading.Event(), threading.Event()
 

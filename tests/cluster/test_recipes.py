@@ -16,6 +16,8 @@ from fault_rows import whole
 from ranks import free_port
 from sample import forks, known, pool
 
+pytestmark = pytest.mark.timed
+
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "cluster"
 SCRIPTS = ("torchrun.sh", "slurm.sbatch")

@@ -24,6 +24,8 @@ from opkiln.remote import patience, tiers
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.timed
+
 PROGRAM = """
 import ctypes, hashlib, json, os, sys
 from torch import distributed

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from fault_rows import Cases
 
+pytestmark = pytest.mark.timed
+
 KILLED = -9
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "crash_points.json"
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from fault_rows import Cases
 
+pytestmark = pytest.mark.timed
+
 WRITERS = 4
 CAP = 1 << 20
 # A day of a busy shared home: a new entry every four seconds.

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from fault_rows import Cases
 
+pytestmark = pytest.mark.timed
+
 AT_ONCE = 20
 
 LOAD = """

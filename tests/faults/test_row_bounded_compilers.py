@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from fault_rows import Cases
 
-pytestmark = pytest.mark.row(28)
+pytestmark = [pytest.mark.row(28), pytest.mark.timed]
 
 SOURCES = 4
 CPUS = len(os.sched_getaffinity(0))

@@ -13,7 +13,7 @@ from loaders import Compiler, Loader, let_rest, returning, write
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.row(11)
+pytestmark = [pytest.mark.row(11), pytest.mark.timed]
 
 
 def replace_in_place(compiler: Path, data: bytes) -> None:

@@ -73,6 +73,7 @@ def test_damage_beside_the_library_heals_too(
         assert load_in_a_new_process(source) == (41, "store")
 
 
+@pytest.mark.timed
 def test_a_damaged_receipt_misleads_nobody(cases: Cases, tmp_path: Path, cache: Path) -> None:
     source = write(tmp_path / "op.cpp", returning(41))
     let_rest()  # from here on a receipt serves

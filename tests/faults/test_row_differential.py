@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from fault_rows import Cases
 
-pytestmark = pytest.mark.row(34)
+pytestmark = [pytest.mark.row(34), pytest.mark.timed]
 
 ENOUGH_TO_FIND = 200
 SEEDS = {"failed look-ups are dropped": "7"}  # that find a mistake soon; the others do with 1

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from fault_rows import Cases
 
-pytestmark = pytest.mark.row(14)
+pytestmark = [pytest.mark.row(14), pytest.mark.timed]
 
 HEADER = "#pragma once\n#define NUMBER {0:06d}.0\n"
 FIRST = '#include "number.h"\nextern "C" int first() {{ return int(NUMBER + 0 * {0:06d}.0); }}\n'

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from fault_rows import Cases
 
-pytestmark = pytest.mark.row(27)
+pytestmark = [pytest.mark.row(27), pytest.mark.timed]
 
 WRITERS = {True: 8, False: 3}  # by whether all cases are tried
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from fault_rows import Cases
 
-pytestmark = pytest.mark.row(4)
+pytestmark = [pytest.mark.row(4), pytest.mark.timed]
 
 PROCESSES = 8
 

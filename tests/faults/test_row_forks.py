@@ -150,6 +150,7 @@ def test_children_forked_after_the_device_was_initialised_leave_it_alone(
     assert len({pid for _, pid in made}) == 1
 
 
+@pytest.mark.timed
 def test_a_child_forked_while_another_thread_builds_builds_too(
     machine: Machine, cases: Cases
 ) -> None:
@@ -203,6 +204,7 @@ else:
 """
 
 
+@pytest.mark.timed
 def test_a_child_forked_while_another_thread_imports_can_import_the_same(machine: Machine) -> None:
     """A build imports modules as it needs them, and the lock of a module is not the child's."""
     write(machine.source.parent / "half_made.py", HALF_MADE)

@@ -102,6 +102,7 @@ def test_a_scratch_directory_that_is_full_is_one_error_and_nothing_is_published(
     assert refused
 
 
+@pytest.mark.timed
 def test_who_waits_for_a_builder_with_a_full_disk_builds_for_itself(
     tmp_path: Path, places: dict[str, Path], compiler: Compiler
 ) -> None:
@@ -128,6 +129,7 @@ def test_a_text_that_does_not_even_fit_as_a_file_is_the_same_error(places: dict[
         assert_named(answer.text, places["scratch"])
 
 
+@pytest.mark.timed
 def test_a_trace_that_does_not_fit_is_a_warning_and_the_op_is_loaded(
     tmp_path: Path, places: dict[str, Path]
 ) -> None:

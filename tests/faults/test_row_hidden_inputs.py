@@ -37,6 +37,7 @@ def explained(source: Path) -> str:
     return str(explain(Op(spec)))
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("variable", ["CPATH", "CPLUS_INCLUDE_PATH"])
 def test_a_search_path_from_the_environment_is_part_of_the_key(
     variable: str, tmp_path: Path, value: Callable[..., int], monkeypatch: pytest.MonkeyPatch
@@ -61,6 +62,7 @@ def test_a_search_path_from_the_environment_is_part_of_the_key(
     assert value(source) == 3
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("variable", ["CXXFLAGS", "CPPFLAGS", "OPKILN_CXXFLAGS"])
 def test_flags_from_the_environment_are_part_of_the_key(
     variable: str, tmp_path: Path, value: Callable[..., int], monkeypatch: pytest.MonkeyPatch
@@ -177,6 +179,7 @@ def test_every_variable_that_gcc_documents_is_keyed_or_dropped() -> None:
     assert known <= read | set(DECLARED)
 
 
+@pytest.mark.timed
 def test_another_tool_that_comes_first_on_path_is_another_toolchain(
     tmp_path: Path, value: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

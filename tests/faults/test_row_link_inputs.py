@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-pytestmark = pytest.mark.row(30)
+pytestmark = [pytest.mark.row(30), pytest.mark.timed]
 
 DECLARED = 'extern "C" int number(void);'
 

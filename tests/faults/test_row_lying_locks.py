@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from fault_rows import Cases
 
-pytestmark = pytest.mark.row(24)
+pytestmark = [pytest.mark.row(24), pytest.mark.timed]
 
 PROCESSES = 8
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from fault_rows import Cases
 
-pytestmark = pytest.mark.row(23)
+pytestmark = [pytest.mark.row(23), pytest.mark.timed]
 
 PATIENCE = 600.0
 
@@ -85,7 +85,6 @@ def test_ranks_that_start_at_once_on_a_cold_cache_compile_once(
     assert list(scratch.iterdir()) == []
 
 
-@pytest.mark.timed
 def test_who_waits_hardly_touches_the_file_system(tmp_path: Path, compiler: Compiler) -> None:
     warm, source = (
         write(tmp_path / "warm.cpp", returning(1)),

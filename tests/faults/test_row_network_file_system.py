@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from fault_rows import Cases
 
-pytestmark = pytest.mark.row(31)
+pytestmark = [pytest.mark.row(31), pytest.mark.timed]
 
 PROCESSES = 8
 HIDE_MS = 700

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from fault_rows import Cases
 
-pytestmark = pytest.mark.row(9)
+pytestmark = [pytest.mark.row(9), pytest.mark.timed]
 
 YEARS = 20 * 365 * 24 * 3600
 HEADER = '#include "number.h"'

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.row(17),
     pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else"),
+    pytest.mark.timed,
 ]
 
 USER, OTHER = child.NOBODY, 12345

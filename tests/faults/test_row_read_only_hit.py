@@ -13,7 +13,7 @@ from sample.tracing import calls, strace
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.row(8)
+pytestmark = [pytest.mark.row(8), pytest.mark.timed]
 
 
 def built(tmp_path: Path) -> Path:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from fault_rows import Cases
 
-pytestmark = pytest.mark.row(30)
+pytestmark = [pytest.mark.row(30), pytest.mark.timed]
 
 
 class Case(NamedTuple):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from fault_rows import Cases
 
-pytestmark = pytest.mark.row(12)
+pytestmark = [pytest.mark.row(12), pytest.mark.timed]
 
 BEFORE, AFTER = "2.13.0+cpu", "2.14.1+cpu"
 REBUILT = {"torch": True, "torch-stable": False, "none": False}  # by the ABI of an op

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from fault_rows import Cases
 
-pytestmark = pytest.mark.row(2)
+pytestmark = [pytest.mark.row(2), pytest.mark.timed]
 
 VERSIONS = ("2.12.7+cpu", "2.14.3+cpu")
 # The version reaches the library as torch's own headers do: by the include path of its install.

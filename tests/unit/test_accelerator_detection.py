@@ -330,6 +330,7 @@ def test_it_is_found_without_torch_and_without_reading_entry_points() -> None:
     assert told == ["False", "False False", "False"]
 
 
+@pytest.mark.timed
 def test_many_threads_get_one_object_that_was_looked_for_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -355,6 +356,7 @@ def test_many_threads_get_one_object_that_was_looked_for_once(
     assert all(each is found[0] for each in found)
 
 
+@pytest.mark.timed
 def test_a_child_that_is_forked_while_another_thread_looks_finds_it_itself() -> None:
     told = in_a_child("""
         import os, signal, threading, opkiln

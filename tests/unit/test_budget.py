@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from opkiln.engine.events import Event
 
+pytestmark = pytest.mark.timed
+
 GIB = 1 << 30
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from sample.package import Package
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.fixture(params=["memory", "directory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> KeyValues:

@@ -177,6 +177,7 @@ def test_a_failed_build_is_said_to_have_failed() -> None:
     assert stream.getvalue() == "failed x after 12 s\n"
 
 
+@pytest.mark.timed
 def test_the_bar_counts_over_all_ops_moves_by_itself_and_leaves_the_summaries() -> None:
     stream = io.StringIO()
     bar = progress.Bar(stream, colour=False)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.timed
+
 # A process that runs steps in a budget of made-up CPUs. The log tells what each step does.
 BUILD = """
 import os, sys

@@ -276,6 +276,7 @@ def test_removing_leaves_no_half_entry_and_no_empty_directory(shelf: Shelf) -> N
     assert os.listdir(os.path.join(shelf.root, "ops")) == []
 
 
+@pytest.mark.timed
 def test_a_reader_finds_an_entry_whole_or_not_at_all(shelf: Shelf) -> None:
     leaves = [shelf.op(f"op{number}", size=200_000, days=30) for number in range(40)]
     wrong: list[object] = []

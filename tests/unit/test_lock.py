@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.timed
+
 HOLDER = """
 import sys
 from opkiln.errors import BuildTimeout, CompileError

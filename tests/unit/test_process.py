@@ -21,6 +21,8 @@ from opkiln.settings import override
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.timed
+
 PYTHON = (sys.executable, "-I", "-S", "-c")
 
 

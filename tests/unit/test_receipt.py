@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from opkiln.evidence import Evidence
 
+pytestmark = pytest.mark.timed
+
 LIBRARY = b"a library"
 NAMES = ["a.h", "b.h"]  # that the sources include
 

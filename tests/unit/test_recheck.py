@@ -17,6 +17,8 @@ from opkiln.store import recheck
 if TYPE_CHECKING:
     from opkiln.evidence import Evidence
 
+pytestmark = pytest.mark.timed
+
 NAMES = ("a.h", "b.h", "sub/c.h", "sub/d.h", "../far.h")
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     Start = Callable[[type[servers.Files]], servers.Server]
 
+pytestmark = pytest.mark.timed
+
 SHA = "ab" * 32
 WHAT = Published(SHA, 3, "", {"op": "small", "target": X86_V3})
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.fixture(autouse=True)
 def opt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from opkiln.engine.events import Event
     from opkiln.process import Completed
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.fixture(autouse=True)
 def _own_directory(tmp_path: Path) -> Iterator[None]:

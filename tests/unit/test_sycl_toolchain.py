@@ -20,6 +20,8 @@ from opkiln.toolchain import libsycl, sycl
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.timed
+
 ICPX = """\
 case "$*" in
   *--version*) echo "Intel(R) oneAPI DPC++/C++ Compiler {version} ({version}.20250605)" ;;

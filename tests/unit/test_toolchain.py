@@ -17,6 +17,8 @@ from opkiln.toolchain import find, host, probing, torch_sdk
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.timed
+
 
 def program(path: Path, body: str = "exit 0") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)

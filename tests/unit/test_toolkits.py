@@ -40,6 +40,8 @@ from opkiln.toolchain import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.timed
+
 _NVCC = r"""#!/bin/sh
 echo "$*" >> '{log}'
 here=$(dirname "$0")
