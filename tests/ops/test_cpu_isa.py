@@ -1,4 +1,4 @@
-"""The host optimizers' ops, built for each instruction set, each in a process of its own."""
+"""The host optimizers' ops, built for each instruction set, which has a process of its own."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import torch
 import adam_oracle as oracle
 import opkiln
 
-op = sys.argv[3]
-ops = opkiln.get_builder(op).jit_load()
-(library,) = (path for path in torch.ops.loaded_libraries if op in path)
-assert sys.argv[2].encode() in open(library, "rb").read(), "not built for this instruction set"
+def load(op):
+    ops = opkiln.get_builder(op).jit_load()
+    (library,) = (path for path in torch.ops.loaded_libraries if op in path)
+    assert sys.argv[2].encode() in open(library, "rb").read(), "not built for this instruction set"
+    return ops
 """
 
 # What the other tests ask of the build for this machine, conversions bit for bit included.
@@ -45,7 +46,8 @@ for param, state in checks.MIXES:
     for grad in oracle.DTYPES:
         tensors = host_oracle.lists(case, oracle.SIZES, param, grad, state)
         host_oracle.assert_step(case, ops, tensors)
-        checks.test_copies_follow_the_step_and_the_rollback(case, ops, param, grad)
+        if state == oracle.F32:
+            checks.test_copies_follow_the_step_and_the_rollback(case, ops, None, param, grad)
 checks.test_fp32_stays_within_1e_6_of_float64_after_100_steps(case, ops)
 checks.test_rollback_gives_back_what_was_there(case, ops, oracle.F32, oracle.F32)
 checks.test_nan_and_infinity_travel_as_in_torch(case, ops, oracle.F32)
@@ -58,17 +60,15 @@ for width in (1, 7, 64):
     sparse.assert_rows(ops, sparse.rows(50, width, [3, 17, 49]))
 """
 _CHECKS = {"cpu_adam": _ADAM, "cpu_adagrad": _OTHERS + _ROWS, "cpu_lion": _OTHERS}
+_ALL = "".join(f"op = {op!r}\nops = load(op)\n{code}" for op, code in _CHECKS.items())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", _CHECKS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_build_for_another_level_agrees(
-    level: str, op: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_builds_for_another_level_agree(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_unless_runnable(level)
     monkeypatch.setenv("OPKILN_CPU", level)
-    here = str(Path(__file__).parent)
     # As in a mangled name: opkiln::avx2::...
     name = LEVELS[level][0]
-    child.run(_LOAD + _CHECKS[op], here, f"6opkiln{len(name)}{name}", op, bare=False)
+    here = str(Path(__file__).parent)
+    child.run(_LOAD + _ALL, here, f"6opkiln{len(name)}{name}", bare=False)
