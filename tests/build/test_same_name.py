@@ -91,16 +91,11 @@ def test_every_command_takes_a_distribution_in_any_spelling(built: Two) -> None:
     assert str(built.packages[1].path) in built.opkiln_("plan", "two_ops:plain")
 
 
-def test_report_check_and_doctor_know_both(built: Two) -> None:
+def test_report_and_check_know_both(built: Two) -> None:
     ops = built.json("report")["ops"]
     assert [each["op"] for each in ops] == NAMES
     assert [each["distribution"] for each in ops] == ["one_ops", "two_ops_package"]
     assert [each["op"] for each in built.json("check", *NAMES)["ops"]] == NAMES
-    findings = built.json("doctor", "--no-build", status=None)["findings"]
-    (ops_check,) = (each for each in findings if each["check"] == "ops")
-    assert ops_check["verdict"] == "PASS", ops_check
-    assert "2 of other packages" in ops_check["evidence"]
-    assert "that of two.ops is two.ops:plain" in ops_check["evidence"]
 
 
 def test_python_reaches_both_by_distribution(built: Two) -> None:
@@ -130,7 +125,7 @@ for name in ("two-ops:plain", "plain"):
     assert sorted(each["op"] for each in found) == NAMES
 
 
-def test_the_prebuilt_library_of_one_is_not_taken_for_the_others(
+def test_doctor_knows_both_and_the_prebuilt_library_of_one_is_not_taken_for_the_others(
     built: Two, tmp_path: Path
 ) -> None:
     layer = tmp_path / "wheel"
@@ -142,8 +137,11 @@ def test_the_prebuilt_library_of_one_is_not_taken_for_the_others(
         findings = built.json("doctor", "--no-build", status=None)["findings"]
     finally:
         place.rename(layer)
-    (prebuilt,) = (each for each in findings if each["check"] == "prebuilt")
-    assert "used: two.ops:plain" in prebuilt["evidence"], prebuilt
+    checks = {each["check"]: each for each in findings}
+    assert checks["ops"]["verdict"] == "PASS", checks["ops"]
+    assert "2 of other packages" in checks["ops"]["evidence"]
+    assert "that of two.ops is two.ops:plain" in checks["ops"]["evidence"]
+    assert "used: two.ops:plain" in checks["prebuilt"]["evidence"], checks["prebuilt"]
 
 
 def test_cache_commands_tell_the_ops_apart(built: Two, tmp_path: Path) -> None:
