@@ -44,7 +44,9 @@ def _unasked(directory: Path) -> str:
     return f"-B{directory}/"
 
 
-@pytest.fixture(params=[_asked, _unasked], ids=["asked", "unasked"])
+@pytest.fixture(
+    params=[pytest.param(_asked, marks=pytest.mark.full), _unasked], ids=["asked", "unasked"]
+)
 def wrapper(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:

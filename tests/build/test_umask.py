@@ -66,7 +66,7 @@ def modes(place: Path) -> Iterator[tuple[Path, int]]:
 
 
 @pytest.mark.skipif(not host.available(), reason="no C++ compiler is installed")
-@pytest.mark.parametrize("umask", ["777", "700", "277"])
+@pytest.mark.parametrize("umask", ["777", pytest.param("700", marks=pytest.mark.full), "277"])
 def test_a_build_and_a_hit_work_and_leave_the_umask_as_it_was(
     place: Path, user: int | None, umask: str
 ) -> None:
