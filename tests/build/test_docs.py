@@ -75,7 +75,8 @@ def test_code_shown_on_a_page_is_the_file_it_names(page: Path) -> None:
 
 # One process runs them all: what torch imports for the first optimizer takes longer than most.
 _EXAMPLES = """
-import os, runpy, sys
+import os, runpy, sys, torch
+torch.set_num_threads(1)
 for line in sys.argv[1:]:
     print(line, file=sys.stderr)
     sys.argv = line.split()
@@ -115,20 +116,6 @@ def test_an_example_runs_in_a_store_that_is_empty() -> None:
     for mode in ("native", "sealed"):
         done = _run(script, store=None, OPKILN_MODE=mode)
         assert done.returncode == 0, done.stderr
-
-
-def test_the_examples_ops_work_in_a_whole_graph_once_they_were_called() -> None:
-    code = (
-        "import torch, cuda_op, first_op\n"
-        "x, y = torch.randn(8), torch.randn(8)\n"
-        "for call in (lambda x, y: first_op.scaled_add(x, y, 0.5), cuda_op.bias_gelu):\n"
-        "    expected = call(x, y)\n"
-        "    compiled = torch.compile(call, fullgraph=True, backend='aot_eager')\n"
-        "    assert torch.equal(compiled(x, y), expected)\n"
-    )
-    path = os.pathsep.join(str(ROOT / "examples" / each) for each in ("first_op", "cuda_op"))
-    done = _run("-c", code, PYTHONPATH=path)
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_example_without_a_gpu_is_served_by_its_cpu_version() -> None:
@@ -260,10 +247,24 @@ for code in sys.argv[1:]:
 """
 
 
-def test_code_on_the_pages_prints_what_it_is_shown_to_print() -> None:
+_GRAPH = """
+import torch, cuda_op, first_op
+x, y = torch.randn(8), torch.randn(8)
+for call in (lambda x, y: first_op.scaled_add(x, y, 0.5), cuda_op.bias_gelu):
+    expected = call(x, y)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, y), expected)
+"""
+
+
+def test_code_on_the_pages_prints_what_is_shown_and_the_examples_ops_work_in_a_whole_graph() -> (
+    None
+):
     found = [_RUN.findall(page.read_text()) for page in (DEVICES, OPTIMIZERS, TRANSFORMER)]
     assert all(found)
     shown = [each for page in found for each in page]
-    done = _run("-c", _SHOWN, *(code for code, _ in shown), cwd=CUDA_OP)
+    shown.append((_GRAPH, ""))
+    path = str(ROOT / "examples" / "first_op")
+    done = _run("-c", _SHOWN, *(code for code, _ in shown), cwd=CUDA_OP, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\0") == [*(expected for _, expected in shown), ""]
