@@ -24,6 +24,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from opkiln.ops.cpu_adam import reference
+
 
 @pytest.mark.parametrize("grad", DTYPES, ids=str)
 @pytest.mark.parametrize(
@@ -32,7 +34,9 @@ from torch import Tensor
 def test_every_mix_of_types_and_sizes_agrees_with_float64(
     adam: Any, param: torch.dtype, grad: torch.dtype, state: torch.dtype
 ) -> None:
-    assert_step(adam, lists(SIZES, param, grad, state))
+    # Ends of vectors and of threads' parts are in the native version alone.
+    sizes = (0, 1, 33) if adam is reference else SIZES
+    assert_step(adam, lists(sizes, param, grad, state))
 
 
 @pytest.mark.parametrize("adamw_mode", [True, False])
@@ -260,8 +264,6 @@ def test_native_and_reference_agree(
     native_adam: Any, size: int, lr: float, beta1: float, beta2: float, weight_decay: float,
     step: int, adamw_mode: bool,
 ) -> None:  # fmt: skip
-    from opkiln.ops.cpu_adam import reference
-
     changes = {
         "lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "step": step,
         "adamw_mode": adamw_mode,
