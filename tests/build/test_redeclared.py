@@ -169,7 +169,7 @@ def test_a_function_of_another_op_is_refused(name: str) -> None:
 
 
 def test_a_gradient_is_replaced_under_a_native_kernel_without_a_build(
-    package: Callable[..., Package], steps: Any, monkeypatch: pytest.MonkeyPatch
+    package: Callable[..., Package], steps: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPKILN_STORE_LAYERS", str(pool.LAYER))  # only links are counted
     stable = package("stable")
@@ -191,3 +191,4 @@ def test_a_gradient_is_replaced_under_a_native_kernel_without_a_build(
         assert x.grad is not None
         assert x.grad.item() == each
     assert steps.linked == 1
+    pool.add(cache)

@@ -78,7 +78,8 @@ class Shipped:
         elsewhere = self.base / "elsewhere"
         if not elsewhere.exists():
             known.make_store(elsewhere)
-        with override(cache_dir=str(elsewhere), **changes):
+        pooled = {"OPKILN_STORE_LAYERS": str(pool.LAYER)}
+        with mock.patch.dict(os.environ, pooled), override(cache_dir=str(elsewhere), **changes):
             more = {"_asked_backend": backend} if backend else {}
             made = wanted.artifact(self.package.builder(**more).op())
             (leaf,) = layer.export([made.path], str(to or self.own))
