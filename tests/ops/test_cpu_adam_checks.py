@@ -104,19 +104,6 @@ def test_opcheck_finds_nothing(native_adam: Any, function: str) -> None:
     torch.library.opcheck(getattr(native_adam, function), tuple(tensors), HYPER)
 
 
-def test_a_compiled_function_that_steps_is_one_graph(native_adam: Any) -> None:
-    def train(tensors: list[list[Tensor]]) -> Tensor:
-        native_adam.cpu_adam_(*tensors, [], **HYPER)
-        return tensors[0][0] * 2
-
-    eager, compiled = lists((5, 33)), lists((5, 33))
-    expected = train(eager)
-    got = torch.compile(train, fullgraph=True, backend="aot_eager")(compiled)
-    assert torch.equal(got, expected)
-    for row, other in zip(eager, compiled, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(row, other, strict=True))
-
-
 def test_a_stale_gradient_is_noticed(native_adam: Any) -> None:
     tensors = lists((8,))
     param = tensors[0][0].requires_grad_()

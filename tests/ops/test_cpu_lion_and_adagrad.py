@@ -231,21 +231,6 @@ def test_opcheck_finds_nothing(case: Case, native_ops: Any) -> None:
         torch.library.opcheck(getattr(native_ops, function), tuple(tensors), case.hyper)
 
 
-def test_a_compiled_function_that_steps_is_one_graph(case: Case, native_ops: Any) -> None:
-    step = getattr(native_ops, case.function)
-
-    def train(tensors: list[list[Tensor]]) -> Tensor:
-        step(*tensors, [], **case.hyper)
-        return tensors[0][0] * 2
-
-    eager, compiled = lists(case, (5, 33)), lists(case, (5, 33))
-    expected = train(eager)
-    got = torch.compile(train, fullgraph=True, backend="aot_eager")(compiled)
-    assert torch.equal(got, expected)
-    for row, other in zip(eager, compiled, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(row, other, strict=True))
-
-
 def test_a_stale_gradient_is_noticed(case: Case, native_ops: Any) -> None:
     tensors = lists(case, (8,))
     param = tensors[0][0].requires_grad_()

@@ -137,19 +137,6 @@ def test_opcheck_finds_nothing(native: Any) -> None:
     torch.library.opcheck(native.fused_adam_, tuple(tensors((5, 33), steps=(0.0, 3.0))), HYPER)
 
 
-def test_a_compiled_function_that_steps_is_one_graph(native: Any) -> None:
-    def train(lists: list[list[Tensor]]) -> Tensor:
-        native.fused_adam_(*lists, **HYPER)
-        return lists[0][0] * 2
-
-    eager, compiled = (tensors((5, 33)) for _ in range(2))
-    expected = train(eager)
-    got = torch.compile(train, fullgraph=True, backend="aot_eager")(compiled)
-    assert torch.equal(got, expected)
-    for row, other in zip(eager, compiled, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(row, other, strict=True))
-
-
 def test_a_stale_gradient_is_noticed(native: Any) -> None:
     lists = tensors((8,), BF16, masters=True)
     param = lists[0][0].requires_grad_()

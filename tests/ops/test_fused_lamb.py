@@ -235,21 +235,6 @@ def test_opcheck_finds_nothing() -> None:
     torch.library.opcheck(op.fused_lamb_move_, (*lists, squares, coefficients(lists)), SECOND_HALF)
 
 
-def test_a_compiled_function_that_steps_is_one_graph() -> None:
-    op = native("fused_lamb")
-
-    def train(lists: list[list[Tensor]], out: Tensor) -> Tensor:
-        op.fused_lamb_(*lists, out, **HYPER)
-        return lists[0][0] * out[0]
-
-    eager, compiled = (tensors((5, 33)) for _ in range(2))
-    expected = train(eager, coefficients(eager))
-    got = torch.compile(train, fullgraph=True, backend="aot_eager")(
-        compiled, coefficients(compiled)
-    )
-    assert torch.equal(got, expected)
-
-
 def test_versions_are_counted_up() -> None:
     lists = tensors((8,), BF16, masters=True)
     out = coefficients(lists)

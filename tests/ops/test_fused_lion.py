@@ -16,7 +16,6 @@ from fused_fixtures import fixtures, native
 from fused_lion_oracle import HYPER, ROLES, assert_step, oracle, tensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from opkiln.ops.fused_lion import reference
 
@@ -122,19 +121,6 @@ def test_a_tensor_of_another_size_is_refused_by_name(role: int) -> None:
 def test_opcheck_finds_nothing() -> None:
     op = native("fused_lion")
     torch.library.opcheck(op.fused_lion_, tuple(tensors((5, 33), BF16, masters=True)), HYPER)
-
-
-def test_a_compiled_function_that_steps_is_one_graph() -> None:
-    op = native("fused_lion")
-
-    def train(lists: list[list[Tensor]]) -> Tensor:
-        op.fused_lion_(*lists, **HYPER)
-        return lists[0][0] * 2
-
-    eager, compiled = (tensors((5, 33)) for _ in range(2))
-    expected = train(eager)
-    got = torch.compile(train, fullgraph=True, backend="aot_eager")(compiled)
-    assert torch.equal(got, expected)
 
 
 def test_versions_are_counted_up() -> None:
