@@ -91,18 +91,13 @@ def test_an_imported_entry_serves_beside_another_compiler(
     assert len(steps.seen) == done
 
 
-def test_an_imported_entry_serves_where_there_is_no_compiler(
+def test_an_imported_entry_serves_without_a_compiler_until_its_sources_are_others(
     shipped: Shipped, tmp_path: Path
 ) -> None:
     shipped.build()
     shipped.take()
     assert shipped.load(path=(str(tmp_path),)).add(1, 2) == 103
     assert shipped.served_from().startswith(str(shipped.here))
-
-
-def test_an_imported_entry_of_other_sources_does_not_serve(shipped: Shipped) -> None:
-    shipped.build()
-    shipped.take()
     shipped.package.edit("csrc/add.cpp", "a + b", "a - b")
     assert shipped.load().add(1, 2) == 99
     assert "csrc/add.cpp changed" in shipped.trace()
@@ -117,28 +112,20 @@ def test_of_several_cpu_levels_in_a_bundle_the_best_that_runs_here_serves(
     assert f"its code for {LEVELS[2]} runs here" in shipped.trace()
 
 
-def test_a_bundle_is_a_layer_that_nothing_is_written_for(shipped: Shipped, steps: Steps) -> None:
+def test_a_bundle_is_a_layer_beside_directories_that_nothing_is_written_for(
+    shipped: Shipped, tmp_path: Path, steps: Steps
+) -> None:
     shipped.build()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    layers = (str(empty), str(shipped.file))
     done, before = len(steps.seen), sorted(os.walk(shipped.here))
-    assert shipped.load(store_layers=(str(shipped.file),)).add(1, 2) == 103
+    assert shipped.load(store_layers=layers).add(1, 2) == 103
     assert shipped.served_from().startswith("/proc/")
     assert len(steps.seen) == done
     assert sorted(os.walk(shipped.here)) == before
     assert f"{shipped.file}!v1/ops/" in shipped.trace()
-
-
-def test_a_bundle_is_a_layer_beside_directories(shipped: Shipped, tmp_path: Path) -> None:
-    shipped.build()
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert shipped.load(store_layers=(str(empty), str(shipped.file))).add(1, 2) == 103
-    assert shipped.served_from().startswith("/proc/")
-
-
-def test_an_op_from_a_bundle_can_be_edited_and_reloaded(shipped: Shipped) -> None:
-    shipped.build()
-    layers = (str(shipped.file),)
-    assert shipped.load(store_layers=layers).add(1, 2) == 103
+    # It can be edited and reloaded.
     shipped.package.edit("csrc/add.cpp", "a + b", "a - b")
     assert shipped.load(store_layers=layers).add(1, 2) == 99
     shipped.package.edit("csrc/add.cpp", "a - b", "a + b")
@@ -178,7 +165,7 @@ def test_a_hit_does_not_ask_for_keys_of_bundles(plain: Package, tmp_path: Path) 
         print(importlib.import_module(sys.argv[1] + ".op").PlainBuilder().load().add(1, 2))
         print("cryptography" in sys.modules)
     """
-    environment = {"OPKILN_CACHE_DIR": str(tmp_path / "cache"), "OPKILN_TRUSTED_KEYS": key.key}
+    environment = {"OPKILN_TRUSTED_KEYS": key.key}
     for _ in range(2):
         out = child.run(code, plain.name, path=[plain.where], env=environment, bare=False)
         assert out == "103\nFalse\n"

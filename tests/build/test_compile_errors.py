@@ -10,7 +10,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
-from sample import child, forks
+from sample import child, forks, known
 from sample.compiler import Compiler
 from sample.package import rest
 from sample.quiet import within
@@ -277,7 +277,7 @@ def test_inline_library_has_the_same_bytes_from_every_build_directory(
     for turn in ("a", "b"):
         (tmp_path / turn).mkdir()
         monkeypatch.setenv("OPKILN_TMPDIR", str(tmp_path / turn))
-        monkeypatch.setenv("OPKILN_CACHE_DIR", str(tmp_path / turn / "cache"))
+        monkeypatch.setenv("OPKILN_CACHE_DIR", str(known.make_store(tmp_path / turn / "cache")))
         library = opkiln.load_inline("reproduced", text, abi="none", extra_cflags=["-g"],
                                      is_python_module=False)  # fmt: skip
         library.where.restype = ctypes.c_char_p

@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
-from sample import child
+from sample import child, known
 from sample.package import settle
 
 import opkiln
@@ -112,7 +112,7 @@ def test_ops_of_a_bundle_with_equal_bytes_share_no_state(
     packages = [package("plain"), package("plain")]
     stage, bundle = tmp_path / "stage", tmp_path / "ops.bundle"
     payloads = []
-    with override(cache_dir=str(tmp_path / "elsewhere")):
+    with override(cache_dir=str(known.make_store(tmp_path / "elsewhere"))):
         for each in packages:
             each.edit("csrc/add.cpp", "return a + b", "static int count; return ++count + a + b")
             settle(*each.files())
