@@ -45,7 +45,7 @@ def test_a_search_path_from_the_environment_is_part_of_the_key(
     one, two, three = headers(tmp_path)
     source = write(tmp_path / "src" / "op.cpp", returning("NUMBER", OPTIONAL))
     assert value(source) == 0
-    for paths, number in (([one], 1), ([two], 2), ([two, one], 2), ([one, two], 1), ([], 0)):
+    for paths, number in (([one], 1), ([two, one], 2), ([], 0)):
         monkeypatch.setenv(variable, os.pathsep.join(map(str, paths)))
         assert value(source) == number, paths
     monkeypatch.setenv(variable, f"{one}{os.pathsep}{two}")

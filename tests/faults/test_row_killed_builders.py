@@ -36,7 +36,7 @@ def test_killed_builders_block_nobody_and_leave_nothing_wrong(
     (first,) = processes(1)
     assert first.load("first", write(tmp_path / "first.cpp", returning(1))).value == 1
     compile_seconds = time.monotonic() - began
-    for number in range(cases.count(200, one_in=25) // KILLED):
+    for number in range(cases.count(200, one_in=50) // KILLED):
         source = write(tmp_path / "op.cpp", returning(number))
         running = processes(PROCESSES)
         for each in running:
