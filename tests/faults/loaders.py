@@ -63,7 +63,6 @@ class Loader:
         python: str = sys.executable,
         user: int | None = None,
         group: int | None = None,
-        bare: bool = True,
         forked: bool = True,
     ) -> None:
         given = {**os.environ, "PYTHONPATH": str(SOURCE), **(env or {})}
@@ -73,12 +72,12 @@ class Loader:
         # -S: without site-packages there is no torch, and the interpreter starts sooner.
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         pipes["env"] = environment
-        plain = forked and bare and not prefix and python == sys.executable and user is None
+        plain = forked and not prefix and python == sys.executable and user is None
         if plain and forks.suits(environment):
             self.process: subprocess.Popen[str] = forks.Fork([str(LOADS)], bare=True, **pipes)
             return
         self.process = subprocess.Popen(
-            [*prefix, python, *(["-S"] if bare else []), str(LOADS)],
+            [*prefix, python, "-S", str(LOADS)],
             user=user,
             group=user if group is None else group,
             extra_groups=None if user is None else [],

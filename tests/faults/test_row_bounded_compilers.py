@@ -104,18 +104,14 @@ def build_at_once(tmp_path: Path, running: list[Loader], watched: Watched, kill:
             assert each.answer().value == number
 
 
-@pytest.mark.parametrize(
-    "kill", [pytest.param(False, marks=pytest.mark.full), True], ids=["", "some are killed"]
-)
 def test_all_processes_together_run_one_compiler_for_each_cpu_and_one_for_the_starving(
-    kill: bool,
     tmp_path: Path,
     watched: Watched,
     processes: Callable[..., list[Loader]],
     cases: Cases,
 ) -> None:
     running = processes(8 if cases.whole else 4)
-    killed = (3 if cases.whole else 1) if kill else 0
+    killed = 3 if cases.whole else 1
     build_at_once(tmp_path, running, watched, killed)
     most, started = watched.peak(running)
     cases.tried(started)
@@ -126,18 +122,14 @@ def test_all_processes_together_run_one_compiler_for_each_cpu_and_one_for_the_st
     assert late.load("late", sources(tmp_path / "late", 99)).value == 99
 
 
-@pytest.mark.parametrize(
-    "kill", [pytest.param(False, marks=pytest.mark.full), True], ids=["", "one is killed"]
-)
 def test_little_memory_means_few_compilers_whatever_the_cpus(
-    kill: bool,
     tmp_path: Path,
     watched: Watched,
     processes: Callable[..., list[Loader]],
     cases: Cases,
 ) -> None:
     running = processes(4 if cases.whole else 2, {"OPKILN_MEMORY": "64M"})
-    build_at_once(tmp_path, running, watched, int(kill))
+    build_at_once(tmp_path, running, watched, 1)
     most, started = watched.peak(running)
     cases.tried(started)
     assert most == 1

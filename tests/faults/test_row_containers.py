@@ -90,16 +90,6 @@ def a_home_that_is_the_root_directory(here: Container) -> Outcome:
     return Outcome(here.tmp / f"opkiln-{ANYBODY}", "/.cache/opkiln cannot be the store")
 
 
-def a_home_of_ones_own(here: Container) -> Outcome:
-    here.env["HOME"] = str(here.home)
-    return Outcome(here.home / ".cache" / "opkiln")
-
-
-def a_home_that_does_not_exist(here: Container) -> Outcome:
-    here.env["HOME"] = "/nonexistent"
-    return Outcome(here.tmp / f"opkiln-{ANYBODY}", "/nonexistent/.cache/opkiln cannot be the store")
-
-
 def a_home_of_somebody_else(here: Container) -> Outcome:
     os.chown(here.home, 4321, 4321)
     here.home.chmod(0o755)
@@ -107,28 +97,10 @@ def a_home_of_somebody_else(here: Container) -> Outcome:
     return Outcome(here.tmp / f"opkiln-{ANYBODY}", "is read-only")
 
 
-def a_cache_directory_by_xdg(here: Container) -> Outcome:
-    here.env |= {"HOME": "/", "XDG_CACHE_HOME": str(here.home / "xdg")}
-    return Outcome(here.home / "xdg" / "opkiln")
-
-
-def a_volume_that_ones_group_may_write_to(here: Container) -> Outcome:
-    here.volume.chmod(0o2775)  # root's, as volumes are
-    here.env |= {"HOME": "/", "OPKILN_CACHE_DIR": str(here.volume)}
-    return Outcome(here.volume / f"opkiln-{ANYBODY}", "writable by others (mode 2775)")
-
-
 def a_volume_that_everybody_may_write_to(here: Container) -> Outcome:
     here.volume.chmod(0o777)  # an emptyDir
     here.env |= {"HOME": "/", "OPKILN_CACHE_DIR": str(here.volume)}
     return Outcome(here.volume / f"opkiln-{ANYBODY}", "writable by others (mode 0777)")
-
-
-def a_volume_of_ones_own(here: Container) -> Outcome:
-    here.volume.chmod(0o700)
-    os.chown(here.volume, ANYBODY, 0)
-    here.env |= {"HOME": "/", "OPKILN_CACHE_DIR": str(here.volume)}
-    return Outcome(here.volume)
 
 
 def a_read_only_volume_that_is_filled(here: Container) -> Outcome:
@@ -189,17 +161,9 @@ CASES = (
     a_cache_directory_mounted_noexec, a_read_only_root_with_a_writable_tmp,
     a_read_only_root_with_a_filled_store,
 )  # fmt: skip
-FURTHER = (  # decided as one of those; tests/unit/test_location.py has them all
-    a_home_of_ones_own, a_home_that_does_not_exist, a_cache_directory_by_xdg,
-    a_volume_that_ones_group_may_write_to, a_volume_of_ones_own,
-)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in FURTHER)],
-    ids=lambda case: case.__name__,
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_the_store_is_where_it_is_said_to_be_and_nothing_is_built_twice(
     case: Callable[[Container], Outcome], container: Container
 ) -> None:
