@@ -13,7 +13,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import pytest
@@ -22,9 +22,6 @@ from sample.rocm import Rocm
 
 from opkiln.report import commands
 from opkiln.toolchain import nvcc
-
-if TYPE_CHECKING:
-    pass
 
 # Nothing that lies where installers put toolkits is found, unless the test says so.
 _RUN = """

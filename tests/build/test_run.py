@@ -54,10 +54,6 @@ def test_without_it_torch_is_as_it_was() -> None:
     assert child.run(code, bare=False).splitlines() == [TORCHS, "[]"]
 
 
-def test_the_variable_alone_does_the_same_where_opkiln_is_installed() -> None:
-    assert patched(WHOSE).startswith("opkiln.")
-
-
 def test_functions_of_a_module_imported_before_are_replaced_and_put_back() -> None:
     code = """
 import sys, torch.utils.cpp_extension as e
