@@ -285,15 +285,6 @@ def test_a_state_of_another_type_is_refused_by_name(served_by: str) -> None:
 # Compiling and copying
 
 
-def test_a_compiled_step_steps() -> None:
-    mine, other = twins((8,))
-    give_gradients(mine, other)
-    ours = FusedAdam(mine)
-    torch.compile(ours.step, backend="aot_eager")()
-    FusedAdam(other).step()
-    assert torch.equal(mine[0], other[0])
-
-
 def test_a_compiled_step_of_a_duplicate_steps_its_own_parameters() -> None:
     (mine,) = parameters((8,))
     original = FusedAdam([mine])

@@ -295,13 +295,11 @@ def test_references_pass_gradcheck() -> None:
     )
 
 
-CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
-
-
-# Tracing takes the longest. It is the same for all: of one op in every run.
-@pytest.mark.parametrize(
-    "checks", [CHECKS, pytest.param(("test_aot_dispatch_dynamic",), marks=pytest.mark.full)]
-)
+# Tracing takes the longest: of one op in every run.
+@pytest.mark.parametrize("checks", [
+    ("test_schema", "test_autograd_registration", "test_faketensor"),
+    pytest.param(("test_aot_dispatch_dynamic",), marks=pytest.mark.full),
+])  # fmt: skip
 def test_opcheck_finds_nothing(checks: tuple[str, ...]) -> None:
     x, other, row = torch.randn(3, 16), torch.randn(3, 16), torch.randn(16)
     moments = torch.randn(3), torch.rand(3)
