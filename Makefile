@@ -31,7 +31,7 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   ?= .venv
 PYTEST ?=
-JOBS   ?= $(shell nproc)
+JOBS   ?= $(shell expr $$(nproc) + 1)
 SEED   ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 TORCHES ?= 2.10.0 2.11.0 2.12.1 2.14.1 2.15.0
 MODULE  ?=
@@ -41,6 +41,7 @@ BASE    ?= HEAD
 RUN := $(VENV)/bin/python
 # Many interpreters are started: each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
+# One worker more than CPUs: while one waits, another runs.
 # A file's tests stay in one worker, because they share what takes long to build; the longest begin.
 WORKERS := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.ready

@@ -22,13 +22,20 @@ if TYPE_CHECKING:
 
 pytest_plugins = ["fault_rows", "timing"]
 
-# A property test draws the same few examples in every run of `make test`, so that a change is judged
-# by itself. `make test-random` draws new ones, as many as hypothesis does, and prints their seed.
+# A property test draws the same few examples in every run of `make test`, so that a change is
+# judged by itself. `make test-full` draws as many as hypothesis does; `make test-random` new ones,
+# with their seed.
 hypothesis.settings.register_profile("fixed", derandomize=True, database=None, max_examples=30)
+hypothesis.settings.register_profile("full", derandomize=True, database=None)
 hypothesis.settings.register_profile("random", derandomize=False, database=None, print_blob=True)
 hypothesis.settings.load_profile("fixed")
 
 _KEPT = ("PATH", "HOME", "TMPDIR", "XDG_CACHE_HOME")
+
+
+def every_case(config: pytest.Config) -> bool:
+    """Whether this is a run of everything, and not `make test`."""
+    return "not full" not in config.getoption("-m")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,6 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     pool.make()
+    if every_case(config) and not config.getoption("--hypothesis-profile"):
+        hypothesis.settings.load_profile("full")
     if config.getoption("--sanitize"):
         sanitizers.switch_on()
 
@@ -82,6 +91,12 @@ def catalogue() -> Path:
     """The root of a store that all tests share, also those of other runs, for ops of the catalogue:
     one takes seconds to compile. Nobody takes anything out of it."""
     return pool.CATALOGUE
+
+
+@pytest.fixture(scope="session")
+def whole_grid(request: pytest.FixtureRequest) -> bool:
+    """Whether every dtype has every shape, and not one of them all and the others some."""
+    return every_case(request.config)
 
 
 @pytest.fixture

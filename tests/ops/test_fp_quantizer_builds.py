@@ -23,7 +23,7 @@ import test_fp_quantizer as checks
 ops = checks.native()
 for form in oracle.FORMS.values():
     for dtype in oracle.DTYPES:
-        checks.test_codes_are_those_of_the_nearest_numbers(ops, form, dtype)
+        checks.test_codes_are_those_of_the_nearest_numbers(ops, form, dtype, whole_grid=True)
         checks.test_stochastic_codes_are_the_references_bit_for_bit(ops, form, dtype)
         checks.test_every_code_comes_back_as_its_number_times_the_scale(ops, form, dtype)
 """

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fault_rows import whole
 from mixed_gemm_cases import CASES, Case, check, expected, make
 from torch import Tensor
 from torch.nn import functional
@@ -41,11 +40,11 @@ def emulated() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("form", "dtype"), KERNELS)
 def test_the_kernel_is_within_rounding_of_float64(
-    request: pytest.FixtureRequest, emulated: Any, form: str, dtype: torch.dtype
+    emulated: Any, form: str, dtype: torch.dtype, whole_grid: bool
 ) -> None:
     assert emulated.load("cpu", CODES=KINDS[form], T=NAMES[dtype])
     # The kernel's two forms, groups, ends and experts are the same for all formats and dtypes.
-    every = whole(request.config) or (form, dtype) == ("e3m2", torch.bfloat16)
+    every = whole_grid or (form, dtype) == ("e3m2", torch.bfloat16)
     for case in CASES if every else (CASES[1], CASES[4], CASES[6]):
         check(case, form, dtype, emulated)
 

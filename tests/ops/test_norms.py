@@ -51,8 +51,8 @@ def made(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_are_normalized(op: Any, dtype: torch.dtype) -> None:
-    for shape in SHAPES if dtype == torch.bfloat16 else SHAPES[:6]:
+def test_rows_are_normalized(op: Any, dtype: torch.dtype, whole_grid: bool) -> None:
+    for shape in SHAPES if whole_grid or dtype == torch.bfloat16 else SHAPES[:6]:
         x = made(*shape, dtype=dtype)
         weight, bias = (made(shape[-1], dtype=dtype, seed=seed) for seed in (1, 2))
         with poisoned():
@@ -65,8 +65,10 @@ def test_rows_are_normalized(op: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_sum_with_a_residual_is_normalized_and_returned(op: Any, dtype: torch.dtype) -> None:
-    for shape in SHAPES if dtype == torch.bfloat16 else SHAPES[:6:2]:
+def test_the_sum_with_a_residual_is_normalized_and_returned(
+    op: Any, dtype: torch.dtype, whole_grid: bool
+) -> None:
+    for shape in SHAPES if whole_grid or dtype == torch.bfloat16 else SHAPES[:6:2]:
         x, residual = (made(*shape, dtype=dtype, seed=seed) for seed in (3, 4))
         weight, bias, shift = (made(shape[-1], dtype=dtype, seed=seed) for seed in (5, 6, 7))
         for some in (None, shift):

@@ -19,7 +19,7 @@ def at_rest(path: Path) -> list[int]:
 
 def just_saved(path: Path) -> list[int]:
     """The signature of a file that was read right after it was changed."""
-    return [*signed((str(path),)), time.time_ns()]
+    return [*signed((str(path),)), path.stat().st_ctime_ns]
 
 
 def sha256(path: Path) -> str:

@@ -14,7 +14,7 @@ import pytest
 from sample import at_rest
 
 import opkiln.compat.torch as cpp_extension
-from opkiln import evidence, extension, machine, process
+from opkiln import digest, evidence, extension, machine, process
 from opkiln.build_model import Toolchain, TorchSDK
 from opkiln.decision.search import planned
 from opkiln.decision.terms import BUILD, Request
@@ -335,7 +335,10 @@ def test_every_nvcc_on_path_is_a_candidate(here: Machine) -> None:
         assert list(here.candidates("13.0")) == ["one", "two"]
 
 
-def test_a_toolkit_that_is_found_twice_is_asked_once(here: Machine) -> None:
+def test_a_toolkit_that_is_found_twice_is_asked_once(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest, "_SETTLED_NS", 60_000_000_000)  # nothing is remembered yet
     made = here.toolkit("13.0")
     (here.root / "usr/cuda").symlink_to(made.home)
     (here.bin / "nvcc").symlink_to(made.nvcc)
