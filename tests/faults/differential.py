@@ -35,7 +35,6 @@ from opkiln.loading import loader
 from opkiln.observing import inputs, observer
 
 ROUNDS_PER_TREE = 25
-digest._SETTLED_NS = 20_000_000  # as SETTLED_NS of loaders.py
 
 
 class Fuzzer:
@@ -215,6 +214,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--plant", choices=PLANTS, help="a mistake to find")
     options = parser.parse_args()
+    digest._SETTLED_NS = 20_000_000  # as SETTLED_NS of loaders.py
     os.environ["OPKILN_PROGRESS"] = "off"
     os.environ["OPKILN_RUNTIME_DIR"] = str(options.directory / "run")
     if options.plant:

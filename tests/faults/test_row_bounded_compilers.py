@@ -194,7 +194,7 @@ def test_the_limits_of_a_control_group_are_the_budget(
     assert found["memory_from"] == "80% of the cgroup's limit"
     found = json.loads(child.run(MEASURE, prefix=inside(cpu)))
     assert len(found["slots"]) == 1
-    running = processes(2, prefix=inside(memory, cpu))
+    running = processes(3 if cases.whole else 2, prefix=inside(memory, cpu))
     build_at_once(tmp_path, running, watched, 0)
     most, started = watched.peak(running)
     cases.tried(started)

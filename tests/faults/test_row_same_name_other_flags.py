@@ -34,10 +34,10 @@ def test_each_process_gets_the_library_of_its_own_flags(
 
 
 def test_two_inline_texts_under_one_name_are_two_libraries(
-    processes: Callable[..., list[Loader]],
+    cases: Cases, processes: Callable[..., list[Loader]]
 ) -> None:
     running = processes(2)
-    for number in range(2):
+    for number in range(cases.count(5, least=2)):
         for index, process in enumerate(running):
             process.ask("op", text=returning(number * 10 + index))
         assert [each.answer().value for each in running] == [number * 10, number * 10 + 1]

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from opkiln import digest
 from opkiln.digest import (
     KEY_LENGTH,
     LARGEST,
@@ -211,3 +212,7 @@ def test_digest_and_contents_are_those_of_the_whole_file(size: int, tmp_path: Pa
 def test_a_directory_is_still_called_one(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         sha256_file(str(tmp_path))
+
+
+def test_nothing_that_tests_import_shortens_the_time_after_which_a_file_is_at_rest() -> None:
+    assert digest._SETTLED_NS == 2_000_000_000
