@@ -5,7 +5,7 @@
 #   make test-full   with the full grids and the tests that take too long for every run
 #   make test-changed   the tests that what differs from BASE (HEAD) can touch
 #   make test-busy   the tests that know about time, three times beside eight busy loops
-#   make durations   what each file of tests takes
+#   make durations   what each file of tests takes, for the order of the next runs
 #   make test-random   the property tests on new random examples; SEED=N repeats a run
 #   make test-faults   every fault and attack at its whole count; writes bench/results/faults.json
 #   make test-sanitize   the tests of native code under AddressSanitizer and UBSan

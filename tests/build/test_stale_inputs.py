@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+from sample.mounting import held
 from sample.op_tree import Tree, install_gcc
 
 from opkiln.toolchain import nvcc
@@ -227,6 +228,35 @@ def test_the_cache_serves_the_bytes_that_an_empty_cache_builds(name: str, tmp_pa
     expected = _served(tree, "empty")
     assert expected != before, "the change does not matter, so this shows nothing"
     assert _served(tree, "warm") == expected
+
+
+OVERLAID = 'mount -t overlay -o "lowerdir=$0,upperdir=$1/upper,workdir=$1/work" none "$0"'
+
+
+def test_an_archive_in_the_linkers_own_directory_that_is_overwritten(tmp_path: Path) -> None:
+    """In place, so that the directory does not change."""
+    tree = Tree(tmp_path / "tree")
+    _op(tree, EXTERN, libraries_args=["inner"])
+    asked = subprocess.run(["g++", "-print-file-name=libm.so"], capture_output=True, text=True,
+                           check=True)  # fmt: skip
+    place = os.path.dirname(os.path.realpath(asked.stdout.strip()))
+    for name in ("upper", "work"):
+        (tree.path / name).mkdir()
+    _inner(tree, 1, "upper/libinner.a")
+    script = f'{OVERLAID} && shift && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", script, place, str(tree.path)]
+    tried = subprocess.run([*command, "true"], capture_output=True, check=False)
+    if os.getuid() != 0 or tried.returncode != 0:
+        pytest.skip("needs root and overlay mounts")
+    tree.settle()
+    with held(command) as prefix:
+        before = _served(tree, "warm", prefix)
+        _inner(tree, 2, "new.a")
+        overwrite = f"cat {tree.path}/new.a > {place}/libinner.a"
+        subprocess.run([*prefix, "sh", "-c", overwrite], check=True)
+        expected = _served(tree, "empty", prefix)
+        assert expected != before
+        assert _served(tree, "warm", prefix) == expected
 
 
 def test_a_timestamp_does_not_depend_on_when_a_source_was_touched(tmp_path: Path) -> None:
