@@ -277,15 +277,12 @@ def a_killed_rank_is_noticed_while_signals_arrive(rank: int, size: int, store: d
 def a_rank_that_stops_is_named_after_the_timeout(rank: int, size: int, store: dist.Store) -> None:
     group = ShmGroup(store, rank, size, SECOND)
     group.all_reduce(torch.ones(3))
-    begin = time.monotonic()
     if rank == 1:
         store.wait(["0 has given up", "2 has given up"])
     text = raised(RuntimeError, lambda: group.all_reduce(torch.ones(3)))
+    store.set(f"{rank} has given up", "")
     assert "rank 1 (process" in text, text
     assert "did not arrive at all_reduce within 1 s" in text, text
-    if rank != 1:
-        assert 1 <= time.monotonic() - begin < 6
-        store.set(f"{rank} has given up", "")
 
 
 @case(2)
