@@ -133,6 +133,16 @@ def check_names(distribution: str, op: str) -> None:
         )
 
 
+# The parts of a registration that give functions in Python, and how the name of each continues that
+# of the op's function.
+REGISTERED = {
+    "reference": ("",),
+    "fake": ("",),
+    "autograd": ("_backward", "_setup_context"),
+    "rules": ("_vmap", "_variant", "_tune_key"),
+}
+
+
 class Registration(Record):
     """What an author declares beside the sources. Each part is called when it is needed."""
 
@@ -144,6 +154,8 @@ class Registration(Record):
     # The overloads that a library's function is registered as; "" is the default one.
     overloads: tuple[str, ...] = ("",)
     defined: bool = False  # torch has been told of it by whoever declared it
+    # Gives an object with a decorated function's rules: for vmap, variants and tuning.
+    rules: Callable[[], Any] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

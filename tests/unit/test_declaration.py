@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from types import SimpleNamespace
@@ -34,6 +35,11 @@ def reference(**functions: Any) -> Any:
 def test_check_passes_every_op_of_the_catalogue(name: str) -> None:
     for _, builder in libraries(name, ALL_OPS[name]):
         declaration.check(builder().op())
+
+
+def test_functions_of_a_part_that_fails_are_the_class_of_its_exception() -> None:
+    registration = Registration("s", ("f() -> ()",), fails(ImportError("no")), lambda: math)
+    assert declaration.functions(registration) == {"reference": [("reference()", ImportError)]}
 
 
 def test_the_first_to_import_torch_may_be_any_of_many_threads() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -11,7 +12,17 @@ from typing import Any, NamedTuple
 from opkiln.authoring.parameters import Parameters
 from opkiln.builder.cuda import CUDAOpBuilder
 from opkiln.errors import SpecError, UsageError
-from opkiln.model import CPU, CUDA, INLINE_ROOT, ROCM, Op, OpSpec, Registration, function_name
+from opkiln.model import (
+    CPU,
+    CUDA,
+    INLINE_ROOT,
+    REGISTERED,
+    ROCM,
+    Op,
+    OpSpec,
+    Registration,
+    function_name,
+)
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
@@ -112,7 +123,7 @@ class DecoratedBuilder(CUDAOpBuilder):
     FUNCTIONS = ""  # the module that declares the functions, where SCHEMAS are known without it
     WITHOUT: Mapping[str, tuple[str, ...]]  # functions that a backend's library does not have
     _made: dict[tuple[Value, ...], type[DecoratedBuilder]]  # the builders of the variants
-    _references: SimpleNamespace
+    DECLARED: Mapping[str, SimpleNamespace]  # the functions, by the part of the registration
     # By function: tells torch of the overload that a variant's library implements.
     TELL_TORCH: dict[str, Callable[[tuple[Value, ...]], object]]
 
@@ -197,7 +208,10 @@ class DecoratedBuilder(CUDAOpBuilder):
         if not cls.FUNCTIONS:
             cls.SCHEMAS = (*others, schema)
             cls._made.clear()  # a variant's library has one more function now
-        setattr(cls._references, name, function)
+        for part, endings in REGISTERED.items():
+            for ending in endings:  # of the function that is replaced
+                vars(cls.DECLARED[part]).pop(name + ending, None)
+        setattr(cls.DECLARED["reference"], name, function)
         cls.REGISTRATION = cls.REGISTRATION._replace(schemas=cls.SCHEMAS)
 
     @classmethod
@@ -258,7 +272,6 @@ def builder_for(
             f"op {name}: needs= has {', '.join(unknown)}", why=f"it may have {', '.join(_NEEDS)}"
         )
     root, directory = place.root, place.directory
-    references = SimpleNamespace()
     words = {
         "__doc__": doc,
         "__module__": place.module,
@@ -273,7 +286,7 @@ def builder_for(
         "WITHOUT": {},
         "TELL_TORCH": {},
         "_made": {},
-        "_references": references,
+        "DECLARED": {part: SimpleNamespace() for part in REGISTERED},
     }
     title = "".join(part.capitalize() for part in name.split("_"))
     made: type[DecoratedBuilder] = type(f"{title}Builder", (DecoratedBuilder,), words)
@@ -281,14 +294,15 @@ def builder_for(
     # overload of its own. An op with variants has no library: its variants have.
     compared, varied = bool(settings.check), parameters.are_overloads
 
-    def reference() -> SimpleNamespace:
+    def provide(part: str) -> SimpleNamespace | None:
         made.import_functions()
-        return references
+        found = made.DECLARED[part]
+        return found if part == "reference" or vars(found) else None
 
     made.REGISTRATION = Registration(
         namespace=_namespace(made),
         schemas=(),
-        reference=reference,
+        **{part: partial(provide, part) for part in REGISTERED},
         overloads=(NATIVE,) if compared else ("",) if varied else ("", NO_GRAD),
         defined=True,
     )

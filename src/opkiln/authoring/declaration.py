@@ -82,6 +82,11 @@ class Declaration:
             setattr(made, each.__name__, each)
         return made
 
+    def _declare(self, part: str, ending: str, function: _F) -> _F:
+        """Keep a function where whoever asks for the op's functions finds it."""
+        setattr(self.builder.DECLARED[part], self._defined.name + ending, function)
+        return function
+
     # The attributes of the function
 
     def backward(self, function: _F) -> _F:
@@ -92,15 +97,15 @@ class Declaration:
                 hint="torch.autograd.Function around it",
             )
         gradient.use(function, "output" in inspect.signature(function).parameters)
-        return function
+        return self._declare("autograd", "_backward", function)
 
     def fake(self, function: _F) -> _F:
         self._defined.fake = function
-        return function
+        return self._declare("fake", "", function)
 
     def vmap(self, function: _F) -> _F:
         self._defined.batch_with(function)
-        return function
+        return self._declare("rules", "_vmap", function)
 
     def variant(self, function: _F) -> _F:
         variants = self._variants
@@ -111,7 +116,7 @@ class Declaration:
             )
         variants.choose_by(function)
         choose_by(self.function, function)
-        return function
+        return self._declare("rules", "_variant", function)
 
     def tune_key(self, function: _F) -> _F:
         variants = self._variants
@@ -121,7 +126,7 @@ class Declaration:
                 hint='@opkiln.op(..., tune={"BLOCK": (128, 256)})',
             )
         variants.tuning.key_by(function)
-        return function
+        return self._declare("rules", "_tune_key", function)
 
     @told_briefly
     def check(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
-from opkiln.cluster import driver, job, protocol, rounds, work
+from opkiln.cluster import driver, facts, job, protocol, rounds, work
 from opkiln.cluster.channel import Channel
 from opkiln.cluster.messages import OUTCOME, Outcome
 from opkiln.decision import pins
@@ -224,9 +224,18 @@ class _Agreeing:
     def agreed(self) -> Outcome:
         """The outcome. Raises ClusterError if it is a failure."""
         assert self.outcome is not None
-        if self.outcome.error:
+        if not self.outcome.error:
+            return self.outcome
+        op, fact = self.outcome.differ_in
+        if not fact:
             raise ClusterError(self.outcome.error, why=self.outcome.why)
-        return self.outcome
+        own = facts.list_parts(self.worker.facts[op], fact)
+        raise ClusterError(
+            self.outcome.error,
+            why=f"{self.outcome.why}\nparts on this rank: {own}" if own else self.outcome.why,
+            hint="pip freeze | sha256sum    # on each host. If it is the same, compare the parts: "
+            "each rank lists its own",
+        )
 
     def pinned(self) -> Agreement:
         """Serve what was agreed on from now on. Raises ClusterError."""
@@ -234,10 +243,8 @@ class _Agreeing:
         for number, (op, vote) in enumerate(
             zip(self.worker.ops, self.agreed().choices, strict=True)
         ):
-            if vote.digest:
-                pins.pin(op, work.library_of(self.worker, number, vote.digest))
-            else:
-                pins.pin(op, None, vote.reason)
+            found = vote.digest and work.library_of(self.worker, number, vote.digest)
+            pins.pin(op, found or None, vote.reason, find_change=self.worker.change_finder(number))
             how = self.worker.how[number] if vote.digest else ""
             choices.append(Choice(op.spec.name, vote.digest, vote.reason, how))
             known = loader.loaded_here().get(op.name)

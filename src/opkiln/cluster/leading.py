@@ -50,6 +50,7 @@ def difference(hellos: Sequence[Hello]) -> Outcome | None:
                     else f"op {name}: {_ranks(others, known)} have another {fact}",
                     why="\n".join([*named, f"the other ranks: {common}"]),
                     ranks=tuple(others[:_NAMED]),
+                    differ_in=(op, fact),
                 )
     return None
 

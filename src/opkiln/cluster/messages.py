@@ -59,7 +59,7 @@ class Offer(NamedTuple):
     """What a rank says of one op before anything is made."""
 
     name: str
-    # (what, value) of all that must be the same on every rank: sources, declaration, torch.
+    # (what, value) of all that must be the same on every rank (``facts.py``).
     facts: tuple[tuple[str, str], ...] = ()
     digest: str = ""  # SHA-256 of the library that it would load now; empty if it has none
     can_build: bool = False
@@ -152,8 +152,9 @@ class Outcome(NamedTuple):
     why: str = ""
     ranks: tuple[int, ...] = ()  # those that the error is about; the first of them if many
     lost: bool = False  # whether these are lost, or never came: nobody waits until they read this
+    differ_in: tuple[int, str] = (-1, "")  # an op and the fact in which they differ
 
     @classmethod
     def of(cls, value: tuple[Any, ...]) -> Outcome:
-        choices, error, why, ranks, lost = value
-        return cls(ballot_of(choices), error, why, tuple(ranks), lost)
+        choices, error, why, ranks, lost, differ_in = value
+        return cls(ballot_of(choices), error, why, tuple(ranks), lost, tuple(differ_in))

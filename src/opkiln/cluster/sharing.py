@@ -17,8 +17,7 @@ import hashlib
 import time
 from typing import Any, NamedTuple
 
-from opkiln import __version__
-from opkiln.cluster import driver, job, rounds, work
+from opkiln.cluster import driver, facts, job, rounds, work
 from opkiln.cluster.ensure import lease_of
 from opkiln.cluster.messages import Made, beat_of
 from opkiln.decision import pins, policy
@@ -113,7 +112,8 @@ _ours: dict[tuple[str, str, str], pins.Pin] = {}
 def _key(op: Op) -> str:
     """The same on ranks that can use the same library: sources, declaration, target, torch."""
     request = Request(op, agreed=False)
-    parts = (*op.name, __version__, key.intent_key(op.spec, request.target), *work.facts(request))
+    told = facts.digest(facts.of_library(request))
+    parts = (*op.name, key.intent_key(op.spec, request.target), *told)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 

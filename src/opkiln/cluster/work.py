@@ -5,16 +5,18 @@ Every question goes to the one decision (``decision.decide``), as a load's does.
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from opkiln import __version__, machine
+from opkiln import machine
 from opkiln.arch import cpu
 from opkiln.bundles import layer, signing
 from opkiln.bundles.bundle import unpack, write_bundle
+from opkiln.cluster import facts
 from opkiln.cluster.channel import Channel
 from opkiln.cluster.messages import Hello, Made, Offer, Result, Vote
+from opkiln.cluster.program import Programs
 from opkiln.decision import policy, prebuilt
 from opkiln.decision.terms import Build, Request, Serve, Trace
 from opkiln.errors import (
@@ -29,7 +31,7 @@ from opkiln.errors import (
 from opkiln.loading import loader
 from opkiln.model import Artifact, Op
 from opkiln.settings import settings
-from opkiln.store import key, location, lock, publish
+from opkiln.store import location, lock, publish
 from opkiln.store.layers import Store
 
 # Errors of the input: they are the same wherever it is built. Any other may be one machine's.
@@ -58,6 +60,9 @@ class Worker:
         self.channel = channel
         self.artifacts: list[dict[str, Artifact]] = [{} for _ in ops]  # by op and digest
         self.how = ["" for _ in ops]
+        self.functions: list[facts.Functions] = [{} for _ in ops]
+        self.facts: list[facts.Facts] = [{} for _ in ops]
+        self._programs = Programs()
 
     def hello(self) -> Hello:
         """What this rank has and can build. Raises UsageError for a wrong declaration."""
@@ -73,7 +78,12 @@ class Worker:
 
     def _offer(self, number: int, op: Op) -> Offer:
         request = Request(op, agreed=False)
-        told = facts(request)
+        self.functions[number] = facts.functions_of(op)
+        self.facts[number] = {
+            **facts.of_library(request),
+            **facts.of_functions(op, self.functions[number], self._programs),
+        }
+        told = facts.digest(self.facts[number])
         native_only = policy.why_no_reference(request)
         if (loaded := self._loaded(op)) is not None:
             self.keep(number, loaded, CACHED)
@@ -95,6 +105,10 @@ class Worker:
         have = machine.cpu_flags()
         here = tuple(sorted(cpu.features_of(have)))
         return Offer(op.spec.name, told, reason=reason, native_only=native_only, cpu=here)
+
+    def change_finder(self, number: int) -> Callable[[Op], str]:
+        """A function that says what an op computes otherwise than this rank has told."""
+        return partial(facts.find_change, self.facts[number], self.functions[number])
 
     def keep(self, op: int, artifact: Artifact, how: str) -> None:
         self.artifacts[op][artifact.sha256] = artifact
@@ -207,38 +221,6 @@ class Worker:
 
 
 _PATIENCE = 120.0  # seconds for one part of a bundle: a part takes a second at 8 Mbit/s
-
-
-def facts(request: Request) -> tuple[tuple[str, str], ...]:
-    """What must be the same on all ranks. Even the references would differ otherwise."""
-    spec = request.op.spec
-    facts = [("opkiln", __version__), ("declaration", key.spec_key(spec)[:16])]
-    facts.append(("set of sources", _sources(request.op)))
-    try:
-        sdk = request.sdk
-    except OpkilnError:
-        return tuple(facts)  # why it cannot run here is the offer's reason
-    if sdk is not None:
-        facts.append(("torch", sdk.version))
-    return tuple(facts)
-
-
-def _sources(op: Op) -> str:
-    """A digest of an op's sources; headers are compared when its library is fetched."""
-    digest = hashlib.sha256()
-    inline = dict(op.spec.inline)
-    for source in op.spec.sources:
-        digest.update(f"{os.path.basename(source)}\0".encode())
-        try:
-            if source in inline:
-                digest.update(inline[source].encode())
-            else:
-                with open(os.path.join(op.spec.root, source), "rb") as file:
-                    digest.update(file.read())
-        except OSError as error:
-            digest.update(f"missing: {error.errno}".encode())
-        digest.update(b"\0")
-    return digest.hexdigest()[:16]
 
 
 def in_short(error: Exception) -> str:

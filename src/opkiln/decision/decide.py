@@ -64,8 +64,11 @@ def _agreed(request: Request, pin: pins.Pin, trace: Trace) -> Serve | Reference 
     """What all ranks of the job agreed on; where that cannot serve, nothing else does."""
     name, artifact = request.op.spec.name, pin.artifact
     hint = "opkiln.ensure(...)    # on all ranks, to agree again"
-    if pin.spec != request.op.spec:
-        why = "it was declared anew since then, with other sources or flags"
+    other = "set of sources or flags" if pin.spec != request.op.spec else ""
+    if not other and pin.find_change is not None:
+        other = pin.find_change(request.op)
+    if other:
+        why = f"it was declared anew since then, with another {other}"
         error = LoadError(f"the ranks agreed on another op {name}", why=why, hint=hint)
     elif artifact is None:
         error = LoadError(f"all ranks agreed on the reference of op {name}", why=pin.reason)

@@ -14,6 +14,8 @@ from opkiln.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from opkiln.model import Artifact, Op, OpSpec
 
 
@@ -24,14 +26,24 @@ class Pin(Record):
     artifact: Artifact | None
     reason: str = ""
     passing: bool = False  # the job still prepares a library, as the program asked it to
+    # Says what an op computes in Python otherwise than was agreed on, in a word or two; None if
+    # that was not compared.
+    find_change: Callable[[Op], str] | None = None
 
 
 _pins: dict[tuple[str, str, str], Pin] = {}
 
 
-def pin(op: Op, artifact: Artifact | None, reason: str = "", *, passing: bool = False) -> Pin:
+def pin(
+    op: Op,
+    artifact: Artifact | None,
+    reason: str = "",
+    *,
+    passing: bool = False,
+    find_change: Callable[[Op], str] | None = None,
+) -> Pin:
     """From now on serve this library; None is the reference."""
-    made = _pins[op.name] = Pin(op.spec, artifact, reason, passing)
+    made = _pins[op.name] = Pin(op.spec, artifact, reason, passing, find_change)
     return made
 
 

@@ -21,6 +21,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from opkiln.errors import SpecError
+from opkiln.model import REGISTERED
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from opkiln.model import Op, Registration
 
-_BACKWARD, _SETUP = "_backward", "_setup_context"
+_BACKWARD, _SETUP = REGISTERED["autograd"]
 _CLOSE = 0.8  # how alike two names are that one of them is a slip of the other
 
 # What a schema calls a type, and the annotations that go with it, by their names.
@@ -68,19 +69,32 @@ def check_registration(op: str, distribution: str, registration: Registration) -
 
 
 def _check_registration(op: str, distribution: str, registration: Registration) -> None:
-    names = registration.names
-    if registration.reference is not None:
-        found = _provided(op, distribution, "reference", registration.reference)
+    for part, check_part in (
+        ("reference", _check_reference), ("fake", _check_fake), ("autograd", _check_gradients)
+    ):  # fmt: skip
+        provide = getattr(registration, part)
+        found = provide and _provided(op, distribution, part, provide)
         if found is not None:
-            _check_reference(op, registration, names, found)
-    if registration.fake is not None:
-        found = _provided(op, distribution, "fake", registration.fake)
-        if found is not None:
-            _check_fake(op, registration, names, found)
-    if registration.autograd is not None:
-        found = _provided(op, distribution, "autograd", registration.autograd)
-        if found is not None:
-            _check_gradients(op, names, found)
+            check_part(op, registration, found)
+
+
+def functions(registration: Registration) -> dict[str, list[tuple[str, Any]]]:
+    """Every function in Python that may be called for an op, with its name, by the part of the
+    registration that gives it. A part that fails gives the class of its exception instead."""
+    listed: dict[str, list[tuple[str, Any]]] = {}
+    with _one_at_a_time:
+        for part, endings in REGISTERED.items():
+            provide = getattr(registration, part)
+            try:
+                given = provide and provide()
+            except Exception as error:  # whoever needs the part is told
+                listed[part] = [(f"{part}()", type(error))]
+                continue
+            names = [name + ending for name in registration.names for ending in endings]
+            found = [(name, getattr(given, name, None)) for name in names]
+            if found := [each for each in found if each[1] is not None]:
+                listed[part] = found
+    return listed
 
 
 def missing(op: str, what: str, name: str, found: Any) -> SpecError:
@@ -116,10 +130,8 @@ def _failed(op: str, what: str, error: Exception) -> SpecError:
     return SpecError(f"op {op}: its {what}() fails", why=f"{type(error).__name__}: {error}")
 
 
-def _check_reference(
-    op: str, registration: Registration, names: tuple[str, ...], found: Any
-) -> None:
-    for name, schema in zip(names, registration.schemas, strict=True):
+def _check_reference(op: str, registration: Registration, found: Any) -> None:
+    for name, schema in zip(registration.names, registration.schemas, strict=True):
         function = getattr(found, name, None)
         if function is None:
             raise missing(op, "reference", name, found)
@@ -133,8 +145,8 @@ def _check_reference(
             )
 
 
-def _check_fake(op: str, registration: Registration, names: tuple[str, ...], found: Any) -> None:
-    has = _functions(found)
+def _check_fake(op: str, registration: Registration, found: Any) -> None:
+    has, names = _functions(found), registration.names
     for name, schema in zip(names, registration.schemas, strict=True):
         if getattr(found, name, None) is not None:
             continue
@@ -146,7 +158,8 @@ def _check_fake(op: str, registration: Registration, names: tuple[str, ...], fou
             raise missing(op, "fake", name, found)
 
 
-def _check_gradients(op: str, names: tuple[str, ...], found: Any) -> None:
+def _check_gradients(op: str, registration: Registration, found: Any) -> None:
+    names = registration.names
     formulas = [each for each in _functions(found) if each.endswith((_BACKWARD, _SETUP))]
     for formula in formulas:
         ending = _BACKWARD if formula.endswith(_BACKWARD) else _SETUP

@@ -33,8 +33,12 @@ def spec_key(spec: OpSpec) -> str:
 
 
 def declared(spec: OpSpec) -> tuple[Any, ...]:
-    """A declaration as it enters the key: without the paths where its package and opkiln are
-    installed."""
+    """A declaration as it enters the key."""
+    return tuple(value for field, value in anchored(spec).items() if field not in UNKEYED)
+
+
+def anchored(spec: OpSpec) -> dict[str, Any]:
+    """The fields of a declaration, without the paths where its package and opkiln are installed."""
     root, ours = spec.root.rstrip("/") + "/", PACKAGE + "/"
 
     def below(text: str) -> str:
@@ -42,13 +46,12 @@ def declared(spec: OpSpec) -> tuple[Any, ...]:
         # installed.
         return text.replace(root, "{src}/").replace(ours, "{opkiln}/") if "/" in text else text
 
-    return tuple(
-        tuple(below(item) if isinstance(item, str) else item for item in value)
+    return {
+        field: tuple(below(item) if isinstance(item, str) else item for item in value)
         if isinstance(value, tuple)
         else value
         for field, value in zip(spec._fields, spec, strict=True)
-        if field not in UNKEYED
-    )
+    }
 
 
 def step_inputs(plan: Plan, step: Step) -> tuple[Any, ...]:

@@ -1,0 +1,113 @@
+"""What must be the same on all ranks: even their references would differ otherwise.
+
+A fact is a version, or a list of named parts. Ranks tell each other the digest of such a list. If
+these differ, each of them lists its own parts in its error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from typing import Any
+
+from opkiln import __version__
+from opkiln.cluster.program import Part, Programs
+from opkiln.decision.terms import Request
+from opkiln.digest import key
+from opkiln.errors import OpkilnError
+from opkiln.loading import declaration
+from opkiln.model import REGISTERED, Op
+from opkiln.store.key import anchored
+
+Facts = dict[str, str | tuple[Part, ...]]
+Functions = dict[str, list[tuple[str, Any]]]
+
+# Of what an op declares, all is compared but for these fields.
+NOT_COMPARED = (
+    "root",  # the package is installed somewhere else
+    "declared_by",  # for messages
+    "overloads",  # OPKILN_CHECK adds one, and computes the same
+    # Which devices a library is built for: the ranks agree on the library itself.
+    "rule",
+    "asked",
+)
+_WORDS = {
+    "fake": "shape function",
+    "autograd": "gradient",
+    "rules": "rule (vmap, variant, tune_key)",
+}
+_LONGEST = 4000  # characters of a list of parts
+
+
+def of_library(request: Request) -> Facts:
+    """What an op is declared to be, and its sources; headers are compared when its library is
+    fetched."""
+    found: Facts = {"opkiln": __version__}
+    try:
+        if request.sdk is not None:
+            found["torch"] = request.sdk.version
+    except OpkilnError:
+        pass  # why it cannot run here is the offer's reason
+    declared = tuple(Part(name, key("field", value)) for name, value in _fields(request.op))
+    return {**found, "declaration": declared, "set of sources": _sources(request.op)}
+
+
+def of_functions(op: Op, functions: Functions, programs: Programs) -> Facts:
+    """What an op computes in Python."""
+    found: Facts = {"Python": str(sys.implementation.cache_tag)} if functions else {}
+    for part, listed in functions.items():
+        found[_WORDS.get(part, part)] = programs.parts(op.spec.distribution, listed)
+    return found
+
+
+def functions_of(op: Op) -> Functions:
+    return {} if op.registration is None else declaration.functions(op.registration)
+
+
+def digest(facts: Facts) -> tuple[tuple[str, str], ...]:
+    """As ranks tell it to each other."""
+    return tuple(
+        (name, fact if isinstance(fact, str) else key("fact", fact)[:16])
+        for name, fact in facts.items()
+    )
+
+
+def list_parts(facts: Facts, name: str) -> str:
+    """The parts of a fact, for people who compare them with those of another rank."""
+    fact = facts.get(name, ())
+    parts = () if isinstance(fact, str) else fact
+    return ", ".join(f"{each.name} {each.digest[:8]}" for each in parts)[:_LONGEST]
+
+
+def find_change(before: Facts, functions: Functions, op: Op) -> str:
+    """What an op computes otherwise than before, when it had these functions; empty if nothing."""
+    if (now := functions_of(op)) == functions:
+        return ""  # what these functions read may have changed since: a cache, a counter
+    found = of_functions(op, now, Programs())
+    names = (_WORDS.get(part, part) for part in REGISTERED)
+    return " and ".join(name for name in names if before.get(name) != found.get(name))
+
+
+def _fields(op: Op) -> list[tuple[str, Any]]:
+    told = {} if op.registration is None else op.registration._asdict()
+    apart = (*NOT_COMPARED, *REGISTERED, "spec", "registration")
+    fields = (*op._asdict().items(), *told.items(), *anchored(op.spec).items())
+    return [(name, value) for name, value in fields if name not in apart]
+
+
+def _sources(op: Op) -> tuple[Part, ...]:
+    inline = dict(op.spec.inline)
+    found = []
+    for source in op.spec.sources:
+        try:
+            if source in inline:
+                data = inline[source].encode()
+            else:
+                with open(os.path.join(op.spec.root, source), "rb") as file:
+                    data = file.read()
+            digest = hashlib.sha256(data).hexdigest()
+        except OSError as error:
+            digest = f"missing: {error.errno}"
+        found.append(Part(os.path.basename(source), digest))
+    return tuple(found)
