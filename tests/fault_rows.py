@@ -52,6 +52,7 @@ ROWS = {
     32: "each container identity has its stated outcome",
     33: "flags start only the toolchain and write only into the build",
     34: "after any change, the cache serves what an empty cache builds",
+    35: "whatever a remote tier sends, a load ends in time and in words",
 }
 
 

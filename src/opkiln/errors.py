@@ -85,6 +85,15 @@ def warn_caller(text: str, kind: type[Warning]) -> None:
     warnings.warn(text, kind, stacklevel=level)
 
 
+def visible(text: str) -> str:
+    """``text`` with control characters escaped: ``\\x1b``."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
+
+
 def told_briefly(function: Callable[P, T]) -> Callable[P, T]:
     """Leave opkiln's own frames out of an error's traceback: there is nothing to mend in them."""
 
@@ -388,8 +397,9 @@ class StoreWarning(UserWarning):
 
 
 class RemoteWarning(UserWarning):
-    """A remote tier cannot be used, or could not be published to; the text says why. Given once
-    per tier.
+    """A remote tier cannot be used or published to, has sent what is refused, or is not asked at
+    all; the text says why. Given once for each reason.
 
-    Correct ``OPKILN_REMOTES`` or the login. The load goes on without the tier.
+    Correct ``OPKILN_REMOTES``, the login, or what says what is trusted (``OPKILN_TRUSTED_KEYS``,
+    ``OPKILN_LOCK``). The load goes on without the tier.
     """

@@ -106,6 +106,8 @@ _SCHEMES = ("oci", "oci+http", "https", "http", "s3", "gs", "file")
 
 
 def urls(text: str) -> tuple[str, ...]:
+    from urllib.parse import urlsplit
+
     found = words(text)
     for word in found:
         scheme, mark, rest = word.partition("://")
@@ -113,6 +115,10 @@ def urls(text: str) -> tuple[str, ...]:
             raise ValueError(f"{word!r} is not a URL that begins with {'://, '.join(_SCHEMES)}://")
         if "@" in rest.partition("/")[0]:
             raise ValueError("a URL must not have a login in it; see docs/remotes.md")
+        parts = urlsplit(word)
+        _ = parts.port  # raises ValueError for a host or a port that cannot be
+        if parts.query and scheme in ("oci", "oci+http") and not parts.query.startswith("tokens="):
+            raise ValueError(f"{word!r} may only end with ?tokens=HOST")
     return found
 
 

@@ -118,7 +118,8 @@ class Settings:
     remotes = Setting(
         "OPKILN_REMOTES", values.urls, (),
         "Remote tiers: where compiled ops are looked for before anything is compiled, first match "
-        "wins, separated by blanks: `oci://registry/prefix`, `oci+http://…` without TLS, "
+        "wins, separated by blanks: `oci://registry/prefix` (with `?tokens=HOST` if that host may "
+        "have the registry's login, to give tokens for it), `oci+http://…` without TLS, "
         "`oci:///directory`, `https://…`, `http://…`, `s3://…`, `gs://…`, `file:///directory`. "
         "What comes from there needs a signature by `OPKILN_TRUSTED_KEYS` or a digest in "
         "`OPKILN_LOCK`.",
@@ -409,7 +410,8 @@ class Settings:
         "is ended; so is a question to a compiler (1 or 2 minutes at most) and the load of a new "
         "library (2 minutes at most). A wait for another process has the same limit: it counts "
         "from the start of the load that waits, and again from each step that the other process "
-        "finishes. All who wait for a build that took too long get its error at once.",
+        "finishes. All who wait for a build that took too long get its error at once. The "
+        "requests of a load to remote tiers have this time, too, all together.",
         shown="1800",
     )  # fmt: skip
     trace = Setting(

@@ -373,6 +373,22 @@ def test_a_bundle_that_was_cut_short_is_found(store: Path, tmp_path: Path) -> No
     assert found.command == f"ls -ld {whole}"
 
 
+def test_remote_tiers_that_nobody_asks_are_found(store: Path, tmp_path: Path) -> None:
+    env = {"OPKILN_CACHE_DIR": str(store), "OPKILN_REMOTES": "oci://host/ops"}
+    found = Patient(env).check("remote tiers")
+    assert (found.verdict, found.command) == ("WARN", "unset OPKILN_REMOTES")
+    assert "oci://host/ops: not asked, nothing says what is trusted" in found.evidence
+    assert Patient(env).check("remote tiers", after=found.command).verdict == "PASS"
+    missing = tmp_path / "missing.pub"
+    found = Patient({**env, "OPKILN_TRUSTED_KEYS": str(missing)}).check("remote tiers")
+    assert (found.verdict, found.command) == ("WARN", f"ls -l {missing}")
+    lock = tmp_path / "ops.lock"
+    lock.write_text("version = 1\n")
+    found = Patient({**env, "OPKILN_LOCK": str(lock)}).check("remote tiers")
+    said = "oci://host/ops; 0 trusted keys, 0 artifacts in a lock file"
+    assert (found.verdict, found.evidence) == ("PASS", said)
+
+
 def test_a_file_server_with_another_clock_is_found(store: Path, tmp_path: Path) -> None:
     # The clock of this process is put back: the file system's is what it was.
     ahead = "import time; real = time.time; time.time = lambda: real() - 90"

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 from sample import child, known, servers, tiers, transcript
-from sample.remote import SOURCE, Machines, remote_lines
+from sample.remote import SITE, SOURCE, Machines, remote_lines
 
+from opkiln.bundles import signing
+from opkiln.decision import policy
 from opkiln.remote import lockfile
+from opkiln.store import signatures
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,6 +49,13 @@ def any_place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]
 @pytest.fixture(params=tiers.KINDS if tiers.REAL else ("registry",))
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     made = tiers.start(request.param, tmp_path / "tier")
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[Place]:
+    made = tiers.start("web", tmp_path / "web")
     yield made
     made.stop()
 
@@ -119,7 +129,34 @@ def test_another_key_is_refused_before_anything_is_downloaded(
     assert machines.public in reason
     assert machines.other in reason
     if place.server is not None:
-        assert not any(each.startswith("GET") and "cas" in each for each in place.server.requests)
+        asked = [each for each in place.server.requests if each.startswith("GET")]
+        assert not any("/blobs/" in each for each in asked)
+
+
+@pytest.mark.parametrize("forged", ["signature", "size", "name"])
+def test_a_forged_record_is_refused_before_anything_is_downloaded(
+    machines: Machines, web: Place, forged: str
+) -> None:
+    machines.push(web.url, **web.variables)
+    server = web.server
+    assert server is not None
+    (path,) = (each for each in server.files if "/ac/" in each)
+    record = json.loads(server.files[path])
+    if forged == "signature":
+        record["signatures"] = signatures.write({machines.public: bytes(64)}).decode()
+    elif forged == "size":
+        record["size"] = 600 << 20
+    else:
+        signed = signing.sign_artifact("another", record["sha256"], record["size"], machines.key)
+        record["signatures"] = signed.decode()
+    server.files[path] = json.dumps(record).encode()
+    found = machines.fetch(machines.new(), web.url, **web.variables)
+    assert found["value"] == "CompilingOff"
+    ((verdict, reason),) = remote_lines(found)
+    assert verdict == "refused"
+    assert f"its signature by {machines.public} is for something else" in reason
+    assert found["told"] == [f"{web.url}: {reason}"]
+    assert not any(each.startswith("GET") and "/cas/" in each for each in server.requests)
 
 
 def test_a_refused_artifact_is_compiled_instead(machines: Machines, registry: Place) -> None:
@@ -241,6 +278,35 @@ def test_without_keys_and_without_a_lock_file_nobody_is_asked(
     assert found["value"] == "CompilingOff"
     assert "nothing says what is trusted" in remote_lines(found)[0][1]
     assert registry.server.connections == before
+    (told,) = found["told"]  # once, also if several loads ask nobody
+    assert "no tier of OPKILN_REMOTES is asked: nothing says what is trusted" in told
+    assert "hint: export OPKILN_TRUSTED_KEYS=" in told
+
+
+@pytest.mark.parametrize("variable", ["OPKILN_TRUSTED_KEYS", "OPKILN_LOCK"])
+def test_what_cannot_be_read_of_what_is_trusted_is_told(machines: Machines, variable: str) -> None:
+    missing = {variable: str(machines.base / "missing")}
+    found = machines.load(machines.new(), OPKILN_REMOTES="http://127.0.0.1:1", **missing)
+    assert found["origin"] == "built"
+    (told,) = found["told"]
+    assert "no tier of OPKILN_REMOTES is asked: " in told
+    assert str(machines.base / "missing") in told
+
+
+def test_in_sealed_mode_the_error_says_that_nobody_was_asked(machines: Machines) -> None:
+    code = """
+        import warnings; warnings.simplefilter("ignore")
+        from pkg.op import Builder
+        from opkiln.errors import SealedError
+        try:
+            Builder().load()
+        except SealedError as error:
+            print(error)
+    """
+    given = {"OPKILN_REMOTES": "http://127.0.0.1:1", "OPKILN_MODE": "sealed"}
+    env = machines.environment(machines.new(), **given)
+    told = child.run(code, path=[machines.tree.path], env=env)
+    assert "no tier of OPKILN_REMOTES was asked: nothing says what is trusted" in told
 
 
 def test_those_who_only_look_ask_nobody(machines: Machines, registry: Place) -> None:
@@ -250,9 +316,14 @@ def test_those_who_only_look_ask_nobody(machines: Machines, registry: Place) -> 
         print(explain(Builder().op()))
     """
     store = machines.new()
-    env = machines.environment(store, OPKILN_REMOTES=registry.url, **registry.variables)
-    told = child.run(code, path=[machines.tree.path], env=env)
-    assert f"only a load or a build connects  [{registry.url}]" in told
+    for trusted, said in (
+        ({"OPKILN_TRUSTED_KEYS": machines.public}, "only a load or a build connects"),
+        ({}, f"no load asks it: {policy.NOTHING_TRUSTED}"),
+    ):
+        given = {"OPKILN_REMOTES": registry.url, **trusted, **registry.variables}
+        env = machines.environment(store, **given)
+        told = child.run(code, path=[machines.tree.path, SITE], env=env)
+        assert f"not asked: {said}  [{registry.url}]" in told
     assert registry.server is not None
     assert registry.server.connections == 0
 
@@ -328,6 +399,26 @@ def test_a_tier_that_does_not_answer_is_passed_over_in_two_and_a_half_seconds(
         assert float(told.split()[0]) < 0.5
         assert "s ago" in told
         silent.stop()
+
+
+@pytest.mark.timed
+def test_other_processes_do_not_wait_for_a_tier_that_drips(machines: Machines) -> None:
+    dripping = servers.Dripping(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b" ")
+    store, url = machines.new(), f"http://{dripping.host}/ops"
+    given = {"OPKILN_REMOTES": url, "OPKILN_TRUSTED_KEYS": machines.public}
+    # This one does not give up before the test has ended.
+    patient = (
+        "from opkiln.remote import patience, tiers\n"
+        "tiers.reach.__defaults__ = (patience.COMMAND,)\n"
+    )
+    first = machines.start_load(store, patient, **given)
+    assert dripping.asked.wait(60)
+    second = machines.load(store, **given)
+    first.kill()
+    first.communicate()
+    dripping.stop()
+    assert (second["value"], second["origin"], second["told"]) == (42, "built", [])
+    assert "another process of this host asks" in remote_lines(second)[0][1]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from sample.op_tree import Tree
 if TYPE_CHECKING:
     import subprocess
 
-_SITE = Path(sysconfig.get_path("purelib"))  # signatures need a package, and nothing needs torch
+SITE = Path(sysconfig.get_path("purelib"))  # signatures need a package, and nothing needs torch
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 _LOAD = """
 import json, sys, time, warnings
@@ -74,8 +74,17 @@ class Machines:
 
     def load(self, store: str, **more: str) -> dict[str, Any]:
         """What a load in a fresh process comes to."""
+        return self.finish_load(self.start_load(store, **more))
+
+    def start_load(self, store: str, before: str = "", **more: str) -> subprocess.Popen[str]:
+        """Start a load in a fresh process, after a few lines."""
         env = self.environment(store, **more)
-        found: dict[str, Any] = json.loads(child.run(_LOAD, path=[self.tree.path, _SITE], env=env))
+        return child.start(before + _LOAD, path=[self.tree.path, SITE], env=env)
+
+    def finish_load(self, started: subprocess.Popen[str]) -> dict[str, Any]:
+        done = child.finish(started)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        found: dict[str, Any] = json.loads(done.stdout)
         return found
 
     def fetch(self, store: str, url: str, **more: str) -> dict[str, Any]:
@@ -89,7 +98,7 @@ class Machines:
             f"import sys; sys.argv = {['opkiln', *words]!r}\nimport opkiln.__main__ as m; m.main()"
         )
         env = self.environment(store, **more)
-        return child.start(code, path=[self.tree.path, _SITE], env=env)
+        return child.start(code, path=[self.tree.path, SITE], env=env)
 
     def command(self, store: str, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
         """Run the command opkiln in this process."""

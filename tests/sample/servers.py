@@ -6,13 +6,21 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import http.server
+import itertools
 import json
 import re
 import socket
+import ssl
+import subprocess
 import threading
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -156,6 +164,47 @@ class Silent:
 
     def stop(self) -> None:
         self._socket.close()
+
+
+class Dripping(Silent):
+    """A host that answers with ``begin`` at once, and then with the bytes of ``rest``, one by one,
+    again and again. ``asked`` is set when it has got a request."""
+
+    def __init__(self, begin: bytes, rest: bytes, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__()
+        self._begin, self._rest, self._tls = begin, rest, tls
+        self.asked = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it is stopped
+            while True:
+                connection, _ = self._socket.accept()
+                threading.Thread(target=self._drip, args=(connection,), daemon=True).start()
+
+    def _drip(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the client is gone
+            if self._tls is not None:
+                connection = self._tls.wrap_socket(connection, server_side=True)
+            connection.recv(1 << 16)
+            self.asked.set()
+            connection.sendall(self._begin)
+            for byte in itertools.cycle(self._rest):
+                time.sleep(0.05)
+                connection.sendall(bytes([byte]))
+
+
+def make_certificate(directory: Path) -> ssl.SSLContext:
+    """A server's side of TLS for this host. Whoever trusts ``tls.crt`` can connect."""
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj",
+         "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout",
+         str(directory / "tls.key"), "-out", str(directory / "tls.crt")],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    made.load_cert_chain(directory / "tls.crt", directory / "tls.key")
+    return made
 
 
 def unused_port() -> int:

@@ -142,12 +142,7 @@ def program(name: str) -> str:
 
 def _docker_registry(base: Path) -> Place:
     port = servers.unused_port()
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj",
-         "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout",
-         str(base / "tls.key"), "-out", str(base / "tls.crt")],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    servers.make_certificate(base)
     users = subprocess.run(
         [program("htpasswd"), "-Bbn", "me", "secret"], check=True, capture_output=True
     )

@@ -142,7 +142,7 @@ def test_only_remote_tiers_and_jobs_connect_to_another_host() -> None:
             "socket.socket", "torch.distributed", "torch.distributed.distributed_c10d",
         },
         "ops/shm_comm/process_group.py": {"torch.distributed"},
-        "remote/tiers.py": {"http.client.HTTPException"},  # to recognise it
+        "remote/tier.py": {"http.client.HTTPException"},  # to recognise it
         "remote/web.py": {
             "http.client", "http.client.HTTPConnection", "http.client.HTTPResponse", "ssl",
         },

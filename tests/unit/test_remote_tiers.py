@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import os
+import socket
+import ssl
 import threading
-import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,9 @@ from sample.levels import X86_64, X86_V3
 
 from opkiln.errors import RemoteWarning, SettingError, StoreError
 from opkiln.remote import credentials, lockfile, names, patience, plain, registry, tiers, web
-from opkiln.remote.patience import Patience
-from opkiln.remote.tier import Absent, Forbidden, Published, Unreachable, Unusable
+from opkiln.remote.credentials import Login
+from opkiln.remote.patience import Deadline, Patience
+from opkiln.remote.tier import Absent, Forbidden, Published, Tier, Unreachable, Unusable
 from opkiln.settings import override, settings
 
 if TYPE_CHECKING:
@@ -29,11 +31,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timed
 
 SHA = "ab" * 32
+LONG = Patience(1e6, 1e6)
 WHAT = Published(SHA, 3, "", {"op": "small", "target": X86_V3})
-
-
-def nothing() -> None:
-    """A pulse that nobody feels."""
 
 
 @pytest.fixture
@@ -60,6 +59,16 @@ def root_of(cache: Path) -> str:
     return str(root)
 
 
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ssl.SSLContext]:
+    """What a server of this host needs for TLS. This process trusts it."""
+    directory = tmp_path_factory.mktemp("tls")
+    server = servers.make_certificate(directory)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(directory / "tls.crt"))
+        yield server
+
+
 # Downloads
 
 
@@ -79,6 +88,20 @@ def test_a_blob_arrives_whole_in_pieces(start: Start, cache: Path) -> None:
     assert Path(path).read_bytes() == data
     assert len(pieces) > 1
     assert sum(pieces) == len(data)
+
+
+def test_a_blob_arrives_by_tls_and_one_connection_serves_several_requests(
+    start: Start, cache: Path, certificate: ssl.SSLContext
+) -> None:
+    server, url, sha256 = serving(start, b"x" * 1000)
+    server.socket = certificate.wrap_socket(server.socket, server_side=True)
+    url = url.replace("http:", "https:")
+    for name in ("one", "two"):
+        ask = lambda tier, deadline, name=name: tier.published(name, deadline)  # noqa: E731
+        assert tiers.reach(url, root_of(cache), ask, LONG) is None
+    path = tiers.download(url, sha256, 1000, root_of(cache), given=LONG)
+    assert Path(path).read_bytes() == b"x" * 1000
+    assert server.connections == 1
 
 
 def test_a_blob_that_is_too_long_is_refused(start: Start, cache: Path) -> None:
@@ -132,32 +155,110 @@ def test_two_processes_that_download_the_same_do_not_share_a_file(
 
 
 def test_a_task_that_says_nothing_is_left_alone_and_ends_at_its_next_word() -> None:
-    ended = threading.Event()
+    given_up, ended = threading.Event(), threading.Event()
 
-    def task(pulse: Callable[[], None]) -> None:
-        time.sleep(0.3)
+    def task(deadline: Deadline) -> None:
+        given_up.wait(10)
         try:
-            pulse()
+            deadline.heard()
         finally:
             ended.set()
 
-    began = time.monotonic()
-    with pytest.raises(patience.Silent):
+    with pytest.raises(TimeoutError):
         patience.patiently(task, Patience(0.1, 0.1))
-    assert time.monotonic() - began < 0.3
+    given_up.set()
     assert ended.wait(10)
 
 
-def test_each_word_gives_a_task_more_time() -> None:
-    def task(pulse: Callable[[], None]) -> str:
-        for _ in range(5):
-            time.sleep(0.1)
-            pulse()
-        return "done"
+class Clock:
+    """A clock that stands still, in place of the module ``time``."""
 
-    assert patience.patiently(task, Patience(5.0, 5.0)) == "done"
-    with pytest.raises(patience.Silent):
-        patience.patiently(lambda pulse: (pulse(), time.sleep(1)), Patience(5.0, 0.1))
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(patience, "time", made)
+    return made
+
+
+def test_words_give_a_request_no_more_time_and_bytes_give_some_back(clock: Clock) -> None:
+    deadline = Deadline(Patience(2.0, 10.0))
+    assert deadline.left == 2  # for the first answer
+    deadline.heard()
+    assert deadline.left == 10
+    clock.now += 8
+    deadline.heard()
+    assert deadline.left == 2
+    deadline.heard(patience.SLOWEST)
+    assert deadline.left == 3
+    deadline.heard(1000 * patience.SLOWEST)  # what came fast does not pay for a stall
+    assert deadline.left == 10
+    clock.now += 10
+    assert deadline.expire()
+    with pytest.raises(TimeoutError):
+        deadline.heard()
+
+
+def test_no_request_lasts_longer_than_the_load_that_it_is_a_part_of(clock: Clock) -> None:
+    deadline = Deadline(LONG, until=clock.now + 5)
+    deadline.heard(1000 * patience.SLOWEST)
+    assert deadline.left == 5
+
+
+def test_at_the_deadline_the_socket_is_shut_down_and_its_reader_ends() -> None:
+    ours, theirs = socket.socketpair()
+    ended = threading.Event()
+
+    def task(deadline: Deadline) -> None:
+        deadline.guard(ours)
+        try:
+            ours.recv(1)
+        finally:
+            ended.set()
+
+    with pytest.raises(TimeoutError):
+        patience.patiently(task, Patience(0.1, 0.1))
+    assert ended.wait(10)
+    ours.close()
+    theirs.close()
+
+
+BODY = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "begin", "rest"),
+    [("https", b"\x16\x03\x03\x40\x00", b"\x02"), ("http", b"HTTP/1.1 ", b"0"),
+     ("http", b"", b"HTTP/1.1 100 Continue\r\n\r\n"), ("http", b"HTTP/1.1 200 OK\r\n", b"X: y\r\n"),
+     ("http", BODY, b" "), ("https", BODY, b" "), ("oci+http", BODY, b" "),
+     ("http", BODY.replace(b"200", b"404"), b" "),
+     ("http", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"T: x\r\n")],
+    ids=["handshake", "status line", "interim answers", "headers", "record", "record by TLS",
+         "manifest", "rest of an error", "trailers"],
+)  # fmt: skip
+def test_one_deadline_holds_for_a_whole_request_whatever_drips_in(
+    cache: Path, scheme: str, begin: bytes, rest: bytes, certificate: ssl.SSLContext
+) -> None:
+    dripping = servers.Dripping(
+        begin, rest, certificate if (scheme, begin) == ("https", BODY) else None
+    )
+    requests: list[threading.Thread] = []
+
+    def ask(tier: Tier, deadline: Deadline) -> Published | None:
+        requests.append(threading.current_thread())
+        return tier.published("name", deadline)
+
+    with pytest.raises(tiers.Down, match="no complete answer"), pytest.warns(RemoteWarning):
+        tiers.reach(f"{scheme}://{dripping.host}/ops", root_of(cache), ask, Patience(0.5, 0.5))
+    requests[0].join(30)
+    assert not requests[0].is_alive()  # nothing of it goes on
+    dripping.stop()
 
 
 def test_an_error_of_a_task_is_raised_where_it_is_waited_for() -> None:
@@ -168,16 +269,22 @@ def test_an_error_of_a_task_is_raised_where_it_is_waited_for() -> None:
 # Records of names
 
 
+WHAT_SAYS = plain.write_record(WHAT)
+
+
 @pytest.mark.parametrize(
     "data",
     [b"", b"[]", b"{}", b'{"schema": 2}', b'{"schema": 1, "sha256": 1}', b"[" * 100_000,
-     b'{"schema": 1, "sha256": "a", "size": "x", "signatures": "", "labels": {}}'],
+     b'{"schema": 1, "sha256": "a", "size": "x", "signatures": "", "labels": {}}',
+     *(WHAT_SAYS.replace(b'"size": 3', b'"size": ' + each)
+       for each in (b"1e999", b"true", b"3.0", b"null", b"9" * 5000)),
+     WHAT_SAYS.replace(SHA.encode(), b"\\ud800"), WHAT_SAYS.replace(b'""', b'"\\ud800"')],
 )  # fmt: skip
 def test_a_malformed_record_is_refused(data: bytes) -> None:
-    with pytest.raises(Unusable):
-        plain.read_record(data)
-    with pytest.raises(Unusable):
-        registry.read_manifest(data)
+    for read in (plain.read_record, registry.read_manifest):
+        with pytest.raises(Unusable) as told:
+            read(data)
+        assert str(told.value).isprintable()
 
 
 def test_a_record_and_a_manifest_say_what_was_published() -> None:
@@ -200,13 +307,13 @@ def test_publishers_of_a_layout_do_not_lose_each_others_tags(tmp_path: Path) -> 
         if os.fork() == 0:
             tier = registry.Layout("oci:///x", str(tmp_path / "layout"))
             for each in range(5):
-                tier.write(f"t{number}-{each}", str(tmp_path / "blob"), WHAT, nothing)
+                tier.write(f"t{number}-{each}", str(tmp_path / "blob"), WHAT, Deadline(LONG))
             os._exit(0)
     assert [os.wait()[1] for _ in range(4)] == [0] * 4
     tier = registry.Layout("oci:///x", str(tmp_path / "layout"))
     for number in range(4):
         for each in range(5):
-            assert tier.published(f"t{number}-{each}", nothing) == WHAT
+            assert tier.published(f"t{number}-{each}", Deadline(LONG)) == WHAT
 
 
 @pytest.mark.parametrize("op", ["a", "x" * 300, "späti/../op", ".hidden"])
@@ -247,7 +354,11 @@ def test_a_lock_file_that_cannot_be_understood_is_an_error(
 # Settings
 
 
-@pytest.mark.parametrize("text", ["registry/prefix", "ftp://x/y", "oci://", "https://me:pw@host/x"])
+@pytest.mark.parametrize(
+    "text",
+    ["registry/prefix", "ftp://x/y", "oci://", "https://me:pw@host/x", "https://host:99999/x",
+     "oci://[::1/x"],
+)  # fmt: skip
 def test_a_url_that_cannot_be_a_tier_is_an_error(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,7 +440,7 @@ def test_a_name_that_is_forbidden_does_not_end_the_use_of_the_tier(
     with override(netrc=str(netrc)):
         for _ in range(2):
             with pytest.raises(Forbidden) as told:
-                tiers.reach(url, root, lambda tier, pulse: tier.published("name", pulse))
+                tiers.reach(url, root, lambda tier, deadline: tier.published("name", deadline))
     assert str(told.value) == (
         f"{server.host} answers HTTP 403, asked without a login (none for {server.host} in {netrc})"
     )
@@ -354,7 +465,9 @@ def test_a_blob_is_published_though_nobody_may_ask_whether_it_is_there(
     server = start(servers.Files)
     server.forbidden = "HEAD"
     (tmp_path / "blob").write_bytes(b"abc")
-    tiers.open_tier(f"http://{server.host}").write("n", str(tmp_path / "blob"), WHAT, nothing)
+    tiers.open_tier(f"http://{server.host}").write(
+        "n", str(tmp_path / "blob"), WHAT, Deadline(LONG)
+    )
     assert sorted(server.files) == ["/ac/n", f"/cas/{SHA}"]
 
 
@@ -371,37 +484,42 @@ def test_a_login_that_is_refused_is_tried_once(start: Start, tmp_path: Path, kin
     with override(docker_config=directory, netrc=str(tmp_path / "netrc")):
         tier = tiers.open_tier(f"{kind}://{server.host}/ops")
         with pytest.raises(Unreachable, match="HTTP 401, asked with the login of me") as told:
-            tier.write("name", str(tmp_path / "blob"), WHAT, nothing)
+            tier.write("name", str(tmp_path / "blob"), WHAT, Deadline(LONG))
     assert str(tmp_path) in str(told.value)
     assert "secret" not in str(told.value)
     assert len(server.requests) == 1
 
 
 class Bearer(servers.Files):
-    """A registry that wants a token, and the server that gives tokens."""
+    """A registry that wants a token, and the server that gives tokens: this one, or the one that
+    ``redirect_to`` names."""
 
     def do_GET(self) -> None:
         self.server.requests.append(f"{self.command} {self.path}")
         self.server.headers.append(dict(self.headers))
         told = self.headers.get("Authorization", "")
         if self.path.startswith("/token"):
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             ok = told == "Basic " + base64.b64encode(b"me:secret").decode()
+            ok = ok or b"refresh_token=secret" in body
             self._answer(200, b'{"token": "t"}') if ok else self._answer(401)
         elif told == "Bearer t":
             self._answer(200, b"blob")
         else:
-            realm = f"http://{self.server.host}/token"
+            realm = f"{self.server.redirect_to or f'http://{self.server.host}'}/token"
             self._answer(
                 401, **{"WWW-Authenticate": f'Bearer realm="{realm}",service="s",scope="a:b:c"'}
             )
 
+    do_POST = do_GET
+
 
 def test_a_registry_that_wants_a_token_gets_one_once(start: Start) -> None:
     server = start(Bearer)
-    login = credentials.Login("me", "secret")
+    login = Login("me", "secret")
     client = web.Client(f"http://{server.host}/", lambda _: login, list)
     for _ in range(2):
-        with client.request("GET", "/v2/x/blobs/y", nothing, scope="a") as response:
+        with client.request("GET", "/v2/x/blobs/y", Deadline(LONG), scope="a") as response:
             assert response.read() == b"blob"
     asked = [each.partition("?")[0] for each in server.requests]
     assert asked == ["GET /v2/x/blobs/y", "GET /token", "GET /v2/x/blobs/y", "GET /v2/x/blobs/y"]
@@ -429,15 +547,77 @@ def test_a_repository_that_a_good_login_may_not_read_is_forbidden_not_down(
     server = start(Denying)
     server.forbidden = "all" if by == "token server" else ""
     client = web.Client(f"http://{server.host}/", lambda _: None, list)
-    with pytest.raises(Forbidden), client.request("GET", "/v2/x", nothing, scope="a"):
+    with pytest.raises(Forbidden), client.request("GET", "/v2/x", Deadline(LONG), scope="a"):
         pass
 
 
+@pytest.mark.parametrize("login", [Login("me", "secret"), Login("", "", "secret")])
+def test_a_login_goes_to_another_host_for_tokens_only_if_the_user_has_named_it(
+    start: Start, login: Login
+) -> None:
+    def ask(token_host: str = "") -> bytes:
+        client = web.Client(f"http://{registry_server.host}/", lambda _: login, list, token_host)
+        with client.request("GET", "/v2/x", Deadline(LONG), scope="a") as response:
+            return response.read()
+
+    registry_server, tokens = start(Bearer), start(Bearer)
+    registry_server.redirect_to = f"http://{tokens.host}"
+    with pytest.raises(Unreachable, match="without its login") as told:
+        ask()
+    assert f"add ?tokens={tokens.host} to the tier's URL" in told.value.hint
+    assert "secret" not in str(told.value)
+    assert tokens.requests == ["GET /token?service=s&scope=a%3Ab%3Ac"]
+    assert "Authorization" not in tokens.headers[0]
+    assert ask(tokens.host) == b"blob"
+
+
+def test_the_url_of_a_registry_names_the_host_for_tokens(start: Start, tmp_path: Path) -> None:
+    registry_server, tokens = start(Bearer), start(Bearer)
+    registry_server.redirect_to = f"http://{tokens.host}"
+    auth = base64.b64encode(b"me:secret").decode()
+    directory = docker(tmp_path, auths={registry_server.host: {"auth": auth}})
+    url = f"oci+http://{registry_server.host}/team/ops?tokens={tokens.host}"
+    with override(docker_config=directory):
+        pieces = tiers.open_tier(url).read(SHA, 0, Deadline(LONG))
+        assert b"".join(piece for _, piece in pieces) == b"blob"
+    assert registry_server.requests[-1] == f"GET /v2/team/ops/blobs/sha256:{SHA}"
+
+
+def test_a_token_that_anybody_gets_serves_though_the_login_was_kept_back(start: Start) -> None:
+    class Public(Bearer):
+        def do_GET(self) -> None:
+            if self.path.startswith("/token"):
+                self.server.headers.append(dict(self.headers))
+                self._answer(200, b'{"token": "t"}')
+            else:
+                super().do_GET()
+
+    registry_server, tokens = start(Bearer), start(Public)
+    registry_server.redirect_to = f"http://{tokens.host}"
+    client = web.Client(f"http://{registry_server.host}/", lambda _: Login("me", "secret"), list)
+    with client.request("GET", "/v2/x", Deadline(LONG), scope="a") as response:
+        assert response.read() == b"blob"
+    assert "Authorization" not in tokens.headers[0]
+
+
+def test_a_host_for_tokens_that_no_shell_could_take_is_refused() -> None:
+    """It would be part of a hint, which people copy."""
+    client = web.Client("https://registry.example/", lambda _: Login("me", "secret"), list)
+    with pytest.raises(Unreachable, match="which is refused"):
+        client._answer('Bearer realm="https://x;reboot/token"', "", Deadline(LONG))
+
+
+def test_a_challenge_of_one_long_word_takes_no_time() -> None:
+    client = web.Client("https://registry.example/", lambda _: None, list)
+    with pytest.raises(Unreachable, match="which is refused"):
+        client._answer("Bearer " + "a" * 65_000, "", Deadline(LONG))
+
+
 def test_a_realm_without_tls_does_not_get_the_login_of_a_registry_with_it(start: Start) -> None:
-    login = credentials.Login("me", "secret")
+    login = Login("me", "secret")
     client = web.Client("https://registry.example/", lambda _: login, list)
     with pytest.raises(Unreachable, match="sends logins to"):
-        client._answer('Bearer realm="http://registry.example/token"', "", nothing)
+        client._answer('Bearer realm="http://registry.example/token"', "", Deadline(LONG))
 
 
 def test_a_redirect_to_plain_http_is_refused() -> None:
@@ -452,7 +632,7 @@ def test_proxies_are_used_but_not_for_the_hosts_that_are_excepted(start: Start) 
     proxy.files["http://far.example/x"] = b"through the proxy"
     with override(http_proxy=f"http://{proxy.host}", no_proxy="near.example, .local"):
         client = web.Client("http://far.example/", lambda _: None, list)
-        with client.request("GET", "x", nothing) as response:
+        with client.request("GET", "x", Deadline(LONG)) as response:
             assert response.read() == b"through the proxy"
         assert web.Client._proxy("http", "near.example") == ""
         assert web.Client._proxy("http", "a.near.example") == ""

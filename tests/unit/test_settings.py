@@ -62,6 +62,7 @@ def test_an_empty_list_of_gpus_is_a_list(monkeypatch: pytest.MonkeyPatch, name: 
         ("OPKILN_BUILD_TIMEOUT", "-1", "positive"),
         ("OPKILN_MEMORY", "lots", "lots"),
         ("CXXFLAGS", "'unbalanced", "No closing quotation"),
+        ("OPKILN_REMOTES", "oci://docker.io/x?token=auth.docker.io", "?tokens=HOST"),
     ],
 )
 def test_a_value_without_meaning_is_an_error_that_names_the_variable(

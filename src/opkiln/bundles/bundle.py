@@ -16,7 +16,7 @@ from opkiln.bundles.layer import named
 from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import StoreError
 from opkiln.settings import LAYOUT
-from opkiln.store import inventory, publish, signatures
+from opkiln.store import inventory, publish
 from opkiln.store.archive import INDEX, Bundle, Damaged, Member, NotABundle, index_of
 from opkiln.store.entry import (
     FETCHED,
@@ -166,35 +166,21 @@ def unpack(file: str, root: str, *, sha256: str = "", signed: bool = True) -> li
 
 
 class Fetched(NamedTuple):
-    """Where a bundle came from, and why it is trusted: a key signed it, or a lock file has its
-    digest. It becomes part of the manifests of its entries."""
+    """Where a bundle came from, and what vouches for its digest: a lock file, or a trusted key
+    whose signature was verified. It becomes part of the manifests of its entries."""
 
     url: str
     sha256: str
-    lock: str = ""  # the lock file
-    signatures: bytes = b""  # as ``store.signatures.write`` gives them
+    by: tuple[str, str]  # ("lock", the file) or ("key", the key)
 
 
 def unpack_fetched(file: str, root: str, origin: Fetched) -> list[Taken]:
-    """``unpack``, for a bundle that comes from a remote tier. Its signatures do not lie in it.
-
-    Raises StoreError, and Untrusted if neither a trusted key nor a lock file vouches for it.
-    """
+    """``unpack``, for a bundle that comes from a remote tier. Raises StoreError."""
     with opened(file, origin.sha256, to_use=False) as bundle:
         bundle.check()
-        note = {"url": origin.url, "sha256": origin.sha256}
-        if origin.lock:
-            note["lock"] = origin.lock
-        else:
-            signed = origin.signatures
-            if not (by := signatures.require(origin.url, bundle.index.sha256, signed)):
-                raise signatures.Untrusted(
-                    f"{origin.url} is refused: nothing says whose signature is trusted",
-                    hint="opkiln cache keygen FILE    # and set OPKILN_TRUSTED_KEYS",
-                )
-            note["key"] = by
         entries = list(_entries(bundle))
         claim(root)
+        note = dict([("url", origin.url), ("sha256", origin.sha256), origin.by])
         return [_publish(bundle, *entry, root, note) for entry in entries]
 
 

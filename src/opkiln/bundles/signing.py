@@ -113,12 +113,11 @@ def sign(file: str, key_file: str) -> Signed:
     return Signed(file, sha256_file(file, LARGEST_BUNDLE), key, tuple(sorted(found)))
 
 
-def signature_of(file: str, key_file: str) -> bytes:
-    """The signature of a bundle as ``store.signatures.write`` gives it, for a place beside the
-    bundle. Raises StoreError."""
+def sign_artifact(name: str, sha256: str, size: int, key_file: str) -> bytes:
+    """The signature of an artifact of a remote tier, as ``store.signatures.write`` gives it. Raises
+    StoreError."""
     private = _private(key_file)
-    with opened(file, to_use=False) as bundle:
-        signed = private.sign(signatures.message(bundle.index.sha256))
+    signed = private.sign(signatures.artifact_message(name, sha256, size))
     return signatures.write({_public(private): signed})
 
 

@@ -22,8 +22,9 @@ from typing import Any
 import click
 
 from opkiln import __version__
+from opkiln.errors import visible
 from opkiln.model import PACKAGE
-from opkiln.report.layout import paint, visible
+from opkiln.report.layout import paint
 from opkiln.settings import override, settings, unknown
 
 TYPE_CHECKING = False

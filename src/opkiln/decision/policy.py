@@ -77,6 +77,18 @@ def why_no_reference(request: Request) -> str:
     return "opkiln is sealed" if sealed() else ""
 
 
+NOTHING_TRUSTED = (
+    "nothing says what is trusted, as neither OPKILN_TRUSTED_KEYS nor OPKILN_LOCK is set"
+)
+TRUST_HINT = "export OPKILN_TRUSTED_KEYS=FILE.pub, or OPKILN_LOCK=ops.lock; see docs/remotes.md"
+
+
+def why_no_tier_is_asked() -> str:
+    """Why no remote tier is ever asked, although there are some; empty where they are."""
+    trusts = settings.trusted_keys is not None or settings.lock
+    return NOTHING_TRUSTED if settings.remotes and not trusts else ""
+
+
 def prefers_reference(request: Request) -> bool:
     """Whether the reference is to serve although a native version may be there."""
     return bool(settings.mode == REFERENCE) and not why_no_reference(request)
@@ -85,6 +97,8 @@ def prefers_reference(request: Request) -> bool:
 def refusal(spec: OpSpec, reason: str) -> CompilingOff:
     """The error for an op that would have to be compiled."""
     kind = SealedError if sealed() else CompilingOff
+    if unasked := why_no_tier_is_asked():
+        reason += f"\nno tier of OPKILN_REMOTES was asked: {unasked}"
     return kind(f"op {spec.name} would have to be compiled", why=reason, hint=_hint(spec))
 
 

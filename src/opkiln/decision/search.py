@@ -187,12 +187,14 @@ def elsewhere(request: Request, trace: Trace) -> Artifact | None:
 def _fetched(request: Request, target: Target, trace: Trace) -> Artifact | None:
     """What the remote tiers have, once it is in the store."""
     if request.fetch is None:
+        unasked = policy.why_no_tier_is_asked()
+        reason = f"no load asks it: {unasked}" if unasked else "only a load or a build connects"
         for url in settings.remotes:
-            trace.add("remote", "none", "not asked: only a load or a build connects", url)
+            trace.add("remote", "none", f"not asked: {reason}", url)
         return None
-    if not request.fetch(request, target, trace):
-        return None
-    return elsewhere(request, trace)
+    found = request.fetch(request, target, trace)
+    request.since = time.monotonic()  # what the tiers took is not the compiler's time
+    return elsewhere(request, trace) if found else None
 
 
 def _no_layer(root: str) -> str:

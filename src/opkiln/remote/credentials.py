@@ -8,12 +8,13 @@ from __future__ import annotations
 import base64
 import json
 import os
+from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from opkiln import process
 from opkiln.errors import ToolchainError
-from opkiln.remote.tier import Unreachable
+from opkiln.remote.tier import Unreachable, refuse_malformed
 from opkiln.settings import settings, whole_environment
 
 _DOCKER_HUB = "https://index.docker.io/v1/"  # the name that docker's own registry has there
@@ -42,15 +43,11 @@ class Login(NamedTuple):
 def for_registry(host: str) -> Login | None:
     """The login for a registry, as docker, podman and skopeo find it."""
     for path in registry_files():
-        try:
+        with suppress(FileNotFoundError), refuse_malformed(path):
             with open(path, encoding="utf-8") as file:
-                config = json.load(file)
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, RecursionError) as error:
-            raise Unreachable(f"{path} cannot be read: {error}") from error
-        if isinstance(config, dict) and (found := _in_config(config, host)):
-            return found._replace(place=found.place or path)
+                found = _in_config(json.load(file), host)
+            if found:
+                return found._replace(place=found.place or path)
     return None
 
 

@@ -1,26 +1,28 @@
 """Read-through: what the store lacks is looked for in the remote tiers before it is compiled.
 
 What is found is checked, put into the store, and judged there like anything that was imported. One
-process of a host asks; the others wait for it. A tier that is down, and an artifact that is
-refused, do not end the search.
+process of a host asks; the others wait for it while it gets on, and otherwise go on without it. A
+tier that is down, and an artifact that is refused, do not end the search.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 from functools import partial
+from math import inf
 
 from opkiln import machine
 from opkiln.arch import cpu
 from opkiln.bundles.bundle import Fetched, unpack_fetched
-from opkiln.decision import archs, search
+from opkiln.decision import archs, policy, search
 from opkiln.decision.target import features
 from opkiln.decision.terms import Trace
-from opkiln.errors import OpkilnError, RemoteWarning, StoreError, warn_caller
+from opkiln.errors import BuildTimeout, OpkilnError, RemoteWarning, StoreError, warn_caller
 from opkiln.model import CUDA, ROCM, place_of
 from opkiln.remote import lockfile, names, tiers
-from opkiln.remote.patience import LOAD, Patience
+from opkiln.remote.patience import LOAD, SLOWEST, Patience
 from opkiln.remote.tier import Absent, Forbidden, Unusable
 from opkiln.settings import settings
 from opkiln.store import lock, signatures
@@ -35,10 +37,11 @@ if TYPE_CHECKING:
     from opkiln.decision.terms import Request
     from opkiln.model import OpSpec
     from opkiln.remote.lockfile import Locked
-    from opkiln.remote.tier import Published
+    from opkiln.remote.patience import Told
 
 REMOTE = "remote"
 _MOST = 3  # artifacts of a lock file that are tried: the best one nearly always serves
+_told: set[str] = set()  # what the user was told
 
 
 def fetch(request: Request, target: Target, trace: Trace) -> bool:
@@ -47,29 +50,37 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
     Connects to nobody if nothing could be trusted. Raises SettingError.
     """
     spec, root = request.op.spec, request.store.root
-    if root is None:
-        trace.add(REMOTE, "refused", "there is no writable store to keep it in")
+    try:
+        if reason := policy.why_no_tier_is_asked():
+            raise StoreError(reason, hint=policy.TRUST_HINT)
+        if root is None:
+            raise StoreError("there is no writable store to keep it in", hint="opkiln doctor")
+        keys = signatures.trusted()
+        locked = lockfile.read(settings.lock) if settings.lock else ()
+    except StoreError as error:
+        trace.add(REMOTE, "refused", error.what, " ".join(settings.remotes))
+        if settings.push is None:  # otherwise it may be there to be published to
+            _tell(f"no tier of OPKILN_REMOTES is asked: {error.what} (hint: {error.hint})")
         return False
     try:
-        keys = signatures.trusted()
-        locked = lockfile.read(settings.lock) if settings.lock else None
-        if keys is None and locked is None:
-            trace.add(
-                REMOTE, "refused", "nothing says what is trusted: set OPKILN_TRUSTED_KEYS or "
-                "OPKILN_LOCK, see docs/remotes.md",
-            )  # fmt: skip
-            return False
         wanted = names.of_op(spec, (target, request.target))
-        pinned = _pinned(spec, locked or (), wanted)
+        pinned = _pinned(spec, locked, wanted)
         search_names = wanted if keys is not None else []
         if not pinned and not search_names:
             trace.add(REMOTE, "none", "the lock file has nothing for this op and this machine",
                       settings.lock or "")  # fmt: skip
             return False
-        return _in_turn(request, root, wanted[0], pinned, search_names, keys or (), trace)
+        return _in_turn(request, root, wanted[0], pinned, search_names, trace)
     except (StoreError, OSError) as error:
         trace.add(REMOTE, "refused", error.what if isinstance(error, StoreError) else str(error))
         return False
+
+
+def _tell(text: str) -> None:
+    """Warn, once in a process."""
+    if text not in _told:
+        _told.add(text)
+        warn_caller(text, RemoteWarning)
 
 
 def _pinned(spec: OpSpec, locked: tuple[Locked, ...], wanted: list[str]) -> list[Locked]:
@@ -100,31 +111,42 @@ def _in_turn(
     name: str,
     pinned: list[Locked],
     wanted: list[str],
-    keys: tuple[str, ...],
     trace: Trace,
 ) -> bool:
     def arrived() -> bool | None:
         return search.elsewhere(request, Trace()) is not None or None
 
-    with lock.turn(
-        root, f"fetch-{name}", arrived, lambda _: None, what=f"op {request.op.spec.name}",
-        limit=settings.build_timeout,
-    ) as got:  # fmt: skip
-        if not isinstance(got, lock.Turn):
-            trace.add(REMOTE, "fetched", "another process of this host did it")
-            return True
-        # What is pinned comes first, from whichever tier has it.
-        asking = _Asking(request.op.spec, root, keys, trace)
-        return any(asking.by_digest(url, pinned) for url in settings.remotes) or any(
-            asking.by_name(url, wanted) for url in settings.remotes
-        )
+    # Who can compile it does not wait for a tier that keeps another process waiting.
+    wait = LOAD.whole if policy.why_not_compile(request) else LOAD.first
+    try:
+        with lock.turn(
+            root, f"fetch-{name}", arrived, lambda _: None, what=f"op {request.op.spec.name}",
+            limit=min(wait, settings.build_timeout),
+        ) as got:  # fmt: skip
+            if not isinstance(got, lock.Turn):
+                trace.add(REMOTE, "fetched", "another process of this host did it")
+                return True
+            # What is pinned comes first, from whichever tier has it.
+            asking = _Asking(request.op.spec, root, got, trace)
+            return any(asking.by_digest(url, pinned) for url in settings.remotes) or any(
+                asking.by_name(url, wanted) for url in settings.remotes
+            )
+    except BuildTimeout:
+        what = "not asked: another process of this host asks, and has got nothing for a while"
+        trace.add(REMOTE, "none", what)
+        return False
 
 
 class _Asking:
-    """The questions of one search to the tiers, and what came of them in its trace."""
+    """The questions of one search to the tiers, and what came of them in its trace.
 
-    def __init__(self, spec: OpSpec, root: str, keys: tuple[str, ...], trace: Trace) -> None:
-        self._spec, self._root, self._keys, self._trace = spec, root, keys, trace
+    All of them together may take as long as a step of a build.
+    """
+
+    def __init__(self, spec: OpSpec, root: str, turn: lock.Turn, trace: Trace) -> None:
+        self._spec, self._root, self._turn, self._trace = spec, root, turn, trace
+        self._until = time.monotonic() + settings.build_timeout
+        self._bytes = 0  # since those who wait were last told that it gets on
 
     def by_digest(self, url: str, pinned: list[Locked]) -> bool:
         """Whether a tier has given one of these artifacts."""
@@ -143,15 +165,34 @@ class _Asking:
     def _pinned(self, url: str, row: Locked) -> str:
         if self._refused_before(url, row.sha256):
             return ""
-        take(Fetched(url, row.sha256, lock=settings.lock or ""), row.size, self._root)
+        self._take(url, row.sha256, row.size, ("lock", settings.lock or ""))
         return f"SHA-256 {row.sha256}, which the lock file has"
 
     def _named(self, url: str, name: str) -> str:
-        found = tiers.reach(url, self._root, lambda tier, pulse: tier.published(name, pulse))
+        found = tiers.reach(
+            url, self._root, lambda tier, deadline: tier.published(name, deadline),
+            until=self._until,
+        )  # fmt: skip
         if found is None or self._refused_before(url, found.sha256):
             return ""
-        take(_signed(url, name, found, self._keys), found.size, self._root)
+        # Before any of it is downloaded: this is also what bounds the download.
+        signed = signatures.artifact_message(name, found.sha256, found.size)
+        try:
+            key = signatures.require(name, signed, found.signatures.encode())
+        except signatures.Untrusted as error:
+            raise Unusable(": ".join(filter(None, (error.what, error.why)))) from error
+        self._take(url, found.sha256, found.size, ("key", key))
         return f"SHA-256 {found.sha256}, as {name}"
+
+    def _take(self, url: str, sha256: str, size: int, by: tuple[str, str]) -> None:
+        take(Fetched(url, sha256, by), size, self._root, self._gets_on, until=self._until)
+
+    def _gets_on(self, size: int) -> None:
+        """So many bytes have come. Those who wait are told of each 64 KiB."""
+        self._bytes += size
+        if self._bytes >= SLOWEST:
+            self._bytes = 0
+            self._turn.advance()
 
     def _refused_before(self, url: str, sha256: str) -> bool:
         """Whether the store has it already, where it did not serve: there is nothing to fetch."""
@@ -164,6 +205,7 @@ class _Asking:
     def _attempt(self, url: str, taken: Callable[[], str]) -> bool:
         """Whether something was taken, which ``taken()`` then names. A failure is an entry of the
         trace; a refusal is told to the user, too."""
+        self._turn.advance()
         try:
             if what := taken():
                 self._trace.add(REMOTE, "fetched", what, url)
@@ -178,7 +220,7 @@ class _Asking:
         except (Unusable, OpkilnError) as error:
             reason = str(getattr(error, "what", error))
             self._trace.add(REMOTE, "refused", reason, url)
-            warn_caller(f"an artifact of {url} is refused: {reason}", RemoteWarning)
+            _tell(f"{url}: {reason}")
         return False
 
     def _note_once(self, url: str, reason: str) -> None:
@@ -186,20 +228,6 @@ class _Asking:
         known = self._trace.candidates
         if not any(each.subject == url and each.reason == reason for each in known):
             self._trace.add(REMOTE, "none", reason, url)
-
-
-def _signed(url: str, name: str, found: Published, keys: tuple[str, ...]) -> Fetched:
-    """What a tier has under a name. Raises Unusable if no trusted key has signed it, before any
-    of it is downloaded."""
-    data = found.signatures.encode()
-    try:
-        signers = signatures.read(data) if data else {}
-    except (ValueError, RecursionError) as error:
-        raise Unusable(f"{name}: {error}") from error
-    if not set(signers) & set(keys):
-        told = f"it is signed by {', '.join(signers)}" if signers else "it is not signed"
-        raise Unusable(f"{name}: {told}, and OPKILN_TRUSTED_KEYS names {', '.join(keys)}")
-    return Fetched(url, found.sha256, signatures=data)
 
 
 def fetched_already(root: str, package: str, op: str, sha256: str) -> str:
@@ -219,12 +247,14 @@ def take(
     origin: Fetched,
     size: int,
     root: str,
-    told: tiers.Told = None,
+    told: Told = None,
     given: Patience = LOAD,
+    *,
+    until: float = inf,
 ) -> None:
     """Download an artifact and put it into the store. Raises Down, Absent, Forbidden, Unusable,
     StoreError."""
-    file = tiers.download(origin.url, origin.sha256, size, root, told, given)
+    file = tiers.download(origin.url, origin.sha256, size, root, told, given, until=until)
     try:
         unpack_fetched(file, root, origin)
     finally:

@@ -1,37 +1,40 @@
-"""How long a tier may be silent.
+"""How long a tier may take.
 
-A host that is down or behind a firewall that drops packets must not hold up a load. So a request
-runs in a thread of its own, and whoever waits for it gives up after 2.5 seconds without an answer.
-The time-outs of sockets are not enough: they do not cover the look-up of the host's name, and the
-libraries for buckets repeat what failed.
+A tier that is down, slow or hostile must not hold up a load. So a request runs in a thread of its
+own and has one deadline for all of it: the look-up of a name, connections, TLS, logins, redirects,
+headers and body. The time-outs of sockets are not enough: they begin anew with every byte, they do
+not cover the look-up, and the libraries for buckets repeat what failed.
+
+Whoever waits gives up at the deadline. The request's socket is shut down then, so that its thread
+ends, too.
 """
 
 from __future__ import annotations
 
 import contextvars
+import socket
 import threading
 import time
+from contextlib import suppress
+from math import inf
 from typing import NamedTuple
-
-from opkiln.remote.tier import Unreachable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypeVar
 
-    from opkiln.remote.tier import Pulse
-
     T = TypeVar("T")
+    Told = Callable[[int], None] | None  # called with the number of bytes of each piece
 
-SOCKET = 60.0  # seconds that an abandoned request may still last, for itself
+SLOWEST = 64 << 10  # bytes of a body that give back a second
 
 
 class Patience(NamedTuple):
     """How many seconds somebody waits."""
 
-    first: float  # for the first sign of life
-    stall: float  # between two of them: buckets take a file in one piece
+    first: float  # for the first answer
+    whole: float  # for the whole request; the bytes of a body give some of it back
 
 
 # To import a bucket's library and have it look for a login. It is mostly this machine's own work,
@@ -41,53 +44,84 @@ LOAD = Patience(2.5, 10.0)  # a load can do without the tier
 COMMAND = Patience(30.0, 120.0)  # a person has asked for just this
 
 
-class Silent(Unreachable):
-    """Nothing was heard for too long."""
+class Deadline:
+    """When a request must be over. Only the bytes of a body put that off, and never further than
+    its whole time: what has come fast does not pay for a stall."""
+
+    def __init__(self, given: Patience, until: float = inf, told: Told = None) -> None:
+        """``until`` is when it must be over in any case (``time.monotonic()``). ``told`` is called
+        with the number of bytes of each piece of a body, and never after the deadline."""
+        now = time.monotonic()
+        self._told = told
+        self._first, self._end, self._until = now + given.first, now + given.whole, until
+        self._whole = given.whole
+        self._expired = False
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def left(self) -> float:
+        """How many seconds are left."""
+        end = min(self._first, self._end, self._until)
+        return 0.0 if self._expired else max(0.0, end - time.monotonic())
+
+    def heard(self, size: int = 0) -> None:
+        """The other side has answered; or so many bytes of a body have come, or are to be sent.
+        Raises TimeoutError if nobody waits any more."""
+        with self._lock:
+            self._require()
+            self._first = inf
+            self._end = min(self._end + size / SLOWEST, time.monotonic() + self._whole)
+            if size and self._told is not None:
+                self._told(size)
+
+    def guard(self, connected: socket.socket | None) -> None:
+        """Shut this socket down at the deadline, and no other. Raises TimeoutError if nobody waits
+        any more."""
+        with self._lock:
+            self._require()
+            self._socket = connected
+
+    def _require(self) -> None:
+        if self._expired:
+            raise TimeoutError("nobody waits for it any more")
+
+    def expire(self) -> bool:
+        """Give up, if it is time for that. Whether it is."""
+        with self._lock:
+            self._expired = not self.left
+            if self._expired and self._socket is not None:
+                with suppress(OSError):  # it is closed already
+                    # Not the method of a TLS socket, which another thread reads from just now.
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+            return self._expired
 
 
-class _Attempt:
-    def __init__(self, given: Patience) -> None:
-        self.stall = given.stall
-        self.deadline = time.monotonic() + given.first
-        self.over = threading.Event()
-        self.abandoned = False
-        self.lock = threading.Lock()
-        self.result: object = None
-        self.error: BaseException | None = None
+def patiently(
+    task: Callable[[Deadline], T],
+    given: Patience = LOAD,
+    until: float = inf,
+    told: Told = None,
+) -> T:
+    """The result of ``task(deadline)``. Raises what it raises, and TimeoutError at the deadline.
+    Then it goes on in its thread until it next hears something, which raises."""
+    deadline, began = Deadline(given, until, told), time.monotonic()
+    over = threading.Event()
+    results: list[T] = []
+    errors: list[BaseException] = []
 
-    def pulse(self) -> None:
-        """The other side has said something."""
-        with self.lock:
-            if self.abandoned:
-                raise Silent("nobody waits for it any more")
-            self.deadline = time.monotonic() + self.stall
-
-    def is_late(self) -> bool:
-        """Give up, if it is time for that."""
-        with self.lock:
-            self.abandoned = not self.over.is_set() and time.monotonic() >= self.deadline
-            return self.abandoned
-
-    def run(self, task: Callable[[Pulse], T]) -> None:
+    def run() -> None:
         try:
-            self.result = task(self.pulse)
+            results.append(task(deadline))
         except BaseException as error:  # it is raised where the result is waited for
-            self.error = error
+            errors.append(error)
         finally:
-            self.over.set()
+            over.set()
 
-
-def patiently(task: Callable[[Pulse], T], given: Patience = LOAD) -> T:
-    """The result of ``task(pulse)``. Raises what it raises, and Silent if it says nothing for too
-    long. Then it goes on in its thread until the next ``pulse()``, which raises."""
-    attempt = _Attempt(given)
-    began = time.monotonic()
-    threading.Thread(
-        target=contextvars.copy_context().run, args=(attempt.run, task), daemon=True
-    ).start()
-    while not attempt.over.wait(max(0.0, attempt.deadline - time.monotonic())):
-        if attempt.is_late():
-            raise Silent(f"no answer in {time.monotonic() - began:.1f} s")
-    if attempt.error is not None:
-        raise attempt.error
-    return attempt.result  # type: ignore[return-value]
+    threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
+    while not over.wait(deadline.left):
+        if deadline.expire():  # what a socket that was shut down still gives is no answer
+            raise TimeoutError(f"no complete answer in {time.monotonic() - began:.1f} s")
+    if errors:
+        raise errors[0]
+    return results[0]

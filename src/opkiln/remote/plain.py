@@ -19,19 +19,21 @@ from typing import Any, Protocol
 from opkiln.remote import credentials, web
 from opkiln.remote.tier import (
     CHUNK,
-    LARGEST_RECORD,
     Absent,
     Forbidden,
     Published,
     Unreachable,
     Unusable,
+    read_published,
+    read_small,
+    refuse_malformed,
 )
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from opkiln.remote.tier import Pulse
+    from opkiln.remote.patience import Deadline
 
 _SCHEMA = 1
 
@@ -43,26 +45,23 @@ def write_record(what: Published) -> bytes:
 
 def read_record(data: bytes) -> Published:
     """What such a file says. Raises Unusable."""
-    try:
+    with refuse_malformed("its record", Unusable):
         body = json.loads(data)
         if body["schema"] != _SCHEMA:
             raise ValueError(f"it has the schema {body['schema']!r}")
-        labels = {str(name): str(text) for name, text in body["labels"].items()}
-        return Published(str(body["sha256"]), int(body["size"]), str(body["signatures"]), labels)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Unusable(f"a record cannot be read: {type(error).__name__}: {error}") from error
+        return read_published(*(body[name] for name in Published._fields))
 
 
 class Files(Protocol):
     """Where the files are."""
 
-    def read(self, path: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
+    def read(self, path: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
         """As ``Tier.read``."""
 
-    def write(self, path: str, data: bytes | None, file: str, pulse: Pulse) -> None:
+    def write(self, path: str, data: bytes | None, file: str, deadline: Deadline) -> None:
         """Write data, or the contents of a file. Others see all of it or nothing."""
 
-    def has(self, path: str, size: int, pulse: Pulse) -> bool:
+    def has(self, path: str, size: int, deadline: Deadline) -> bool:
         """Whether a file of this size is there, as far as this login may know."""
 
 
@@ -73,24 +72,19 @@ class Plain:
         self.url = url
         self._files = files
 
-    def published(self, name: str, pulse: Pulse) -> Published | None:
-        data = b""
+    def published(self, name: str, deadline: Deadline) -> Published | None:
         try:
-            for _, piece in self._files.read(f"ac/{name}", 0, pulse):
-                data += piece
-                if len(data) > LARGEST_RECORD:
-                    raise Unusable(f"the record of {name} is longer than {LARGEST_RECORD} bytes")
+            return read_record(read_small(self._files.read(f"ac/{name}", 0, deadline)))
         except Absent:
             return None
-        return read_record(data)
 
-    def read(self, sha256: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
-        return self._files.read(f"cas/{sha256}", start, pulse)
+    def read(self, sha256: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
+        return self._files.read(f"cas/{sha256}", start, deadline)
 
-    def write(self, name: str, file: str, what: Published, pulse: Pulse) -> None:
-        if not self._files.has(f"cas/{what.sha256}", what.size, pulse):
-            self._files.write(f"cas/{what.sha256}", None, file, pulse)
-        self._files.write(f"ac/{name}", write_record(what), "", pulse)
+    def write(self, name: str, file: str, what: Published, deadline: Deadline) -> None:
+        if not self._files.has(f"cas/{what.sha256}", what.size, deadline):
+            self._files.write(f"cas/{what.sha256}", None, file, deadline)
+        self._files.write(f"ac/{name}", write_record(what), "", deadline)
 
 
 class Web:
@@ -100,24 +94,24 @@ class Web:
         base = url.rstrip("/") + "/"
         self._client = web.Client(base, credentials.for_web, credentials.web_files)
 
-    def read(self, path: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
+    def read(self, path: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
         headers = {"Range": f"bytes={start}-"} if start else {}
-        with self._client.request("GET", path, pulse, headers=headers) as response:
+        with self._client.request("GET", path, deadline, headers=headers) as response:
             if response.status in (404, 410):
                 raise Absent(path)
             if response.status != 416 or not start:  # 416: there is nothing beyond ``start``
                 web.expect(response, 200, 206)
-                yield from web.body_of(response, pulse, start)
+                yield from web.body_of(response, deadline, start)
                 return
-        yield from self.read(path, 0, pulse)
+        yield from self.read(path, 0, deadline)
 
-    def write(self, path: str, data: bytes | None, file: str, pulse: Pulse) -> None:
-        with self._client.request("PUT", path, pulse, body=data, file=file) as response:
+    def write(self, path: str, data: bytes | None, file: str, deadline: Deadline) -> None:
+        with self._client.request("PUT", path, deadline, body=data, file=file) as response:
             web.expect(response, 200, 201, 202, 204)
 
-    def has(self, path: str, size: int, pulse: Pulse) -> bool:
+    def has(self, path: str, size: int, deadline: Deadline) -> bool:
         try:
-            with self._client.request("HEAD", path, pulse) as response:
+            with self._client.request("HEAD", path, deadline) as response:
                 there = response.headers.get("Content-Length", str(size))
                 return response.status == 200 and there == str(size)
         except Forbidden:
@@ -130,15 +124,15 @@ class Directory:
     def __init__(self, root: str) -> None:
         self._root = root
 
-    def read(self, path: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
-        yield from pieces(os.path.join(self._root, path), start, pulse)
+    def read(self, path: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
+        yield from pieces(os.path.join(self._root, path), start, deadline)
 
-    def write(self, path: str, data: bytes | None, file: str, pulse: Pulse) -> None:
+    def write(self, path: str, data: bytes | None, file: str, deadline: Deadline) -> None:
         write_whole(os.path.join(self._root, path), data, file)
-        pulse()
+        deadline.heard()
 
-    def has(self, path: str, size: int, pulse: Pulse) -> bool:
-        pulse()
+    def has(self, path: str, size: int, deadline: Deadline) -> bool:
+        deadline.heard()
         return has_size(os.path.join(self._root, path), size)
 
 
@@ -150,7 +144,7 @@ def has_size(path: str, size: int) -> bool:
         return False
 
 
-def pieces(path: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
+def pieces(path: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
     """A file in pieces, with their offsets. Raises Absent."""
     try:
         # Without O_NONBLOCK, opening a FIFO waits for a writer.
@@ -159,7 +153,7 @@ def pieces(path: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
         raise Absent(path) from error
     try:
         while piece := os.pread(fd, CHUNK, start):
-            pulse()
+            deadline.heard(len(piece))
             yield start, piece
             start += len(piece)
     finally:
@@ -224,13 +218,13 @@ class Bucket:
             self._made = (os.getpid(), files)
         return self._made[1]
 
-    def read(self, path: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
+    def read(self, path: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
         whole, size = f"{self._url}/{path}", None
         while size is None or start < size:
             with self._in_words(path):
                 files = self._opened()
                 piece = files.cat_file(whole, start=start, end=start + _BUCKET_PIECE)
-            pulse()
+            deadline.heard(len(piece))
             yield start, piece
             start += len(piece)
             if len(piece) < _BUCKET_PIECE:
@@ -239,9 +233,9 @@ class Bucket:
                 with self._in_words(path):
                     size = int(files.info(whole)["size"])
 
-    def write(self, path: str, data: bytes | None, file: str, pulse: Pulse) -> None:
+    def write(self, path: str, data: bytes | None, file: str, deadline: Deadline) -> None:
         whole = f"{self._url}/{path}"
-        pulse()  # the transfer says nothing until it is over
+        deadline.heard()  # the transfer says nothing until it is over
         with self._in_words(path):
             files = self._opened()
             if data is not None:
@@ -249,14 +243,14 @@ class Bucket:
             else:
                 files.put_file(file, whole)
 
-    def has(self, path: str, size: int, pulse: Pulse) -> bool:
+    def has(self, path: str, size: int, deadline: Deadline) -> bool:
         try:
             with self._in_words(path):
                 return int(self._opened().info(f"{self._url}/{path}")["size"]) == size
         except (Absent, Forbidden):
             return False
         finally:
-            pulse()
+            deadline.heard()
 
     @contextmanager
     def _in_words(self, path: str) -> Iterator[None]:

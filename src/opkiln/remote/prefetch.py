@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from opkiln.remote.lockfile import Locked
+    from opkiln.remote.patience import Told
 
 _AT_ONCE = 8
 
@@ -33,7 +34,7 @@ class Pulled(NamedTuple):
 
 
 def pull(
-    rows: Sequence[Locked], lock: str, urls: Sequence[str], root: str, told: tiers.Told = None
+    rows: Sequence[Locked], lock: str, urls: Sequence[str], root: str, told: Told = None
 ) -> Iterator[Pulled]:
     """Fetch artifacts, several at once, and give each as it is done. ``told`` is called with the
     number of bytes of each piece, by several threads. What was interrupted is resumed."""
@@ -44,13 +45,13 @@ def pull(
             yield each.result()
 
 
-def _pull(row: Locked, lock: str, urls: Sequence[str], root: str, told: tiers.Told) -> Pulled:
+def _pull(row: Locked, lock: str, urls: Sequence[str], root: str, told: Told) -> Pulled:
     if url := fetched_already(root, row.package, row.op, row.sha256):
         return Pulled(row, THERE, url)
     reasons = []
     for url in urls:
         try:
-            take(Fetched(url, row.sha256, lock=lock), row.size, root, told, COMMAND)
+            take(Fetched(url, row.sha256, ("lock", lock)), row.size, root, told, COMMAND)
         except Absent:
             reasons.append(f"{url} does not have it")
         except (tiers.Down, Forbidden, Unusable, OpkilnError) as error:

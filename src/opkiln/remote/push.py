@@ -9,7 +9,7 @@ from typing import NamedTuple
 from opkiln import __version__
 from opkiln.bundles import layer
 from opkiln.bundles.bundle import write_bundle
-from opkiln.bundles.signing import signature_of
+from opkiln.bundles.signing import sign_artifact
 from opkiln.errors import OpkilnError, RemoteWarning, StoreError, warn_caller
 from opkiln.remote import names, patience, tiers
 from opkiln.remote.lockfile import Locked
@@ -68,7 +68,9 @@ def push(payload: str, url: str, key_file: str | None) -> Locked:
     """Publish an entry to a tier, signed if there is a key. Raises StoreError."""
     with packed(payload) as each:
         row = each.row
-        signed = signature_of(each.file, key_file).decode() if key_file else ""
+        signed = b""
+        if key_file:
+            signed = sign_artifact(row.name, row.sha256, row.size, key_file)
         labels = {
             "op": row.op,
             "package": row.package,
@@ -76,11 +78,11 @@ def push(payload: str, url: str, key_file: str | None) -> Locked:
             "abi": row.abi,
             "version": __version__,
         }
-        what = Published(row.sha256, row.size, signed, labels)
+        what = Published(row.sha256, row.size, signed.decode(), labels)
         try:
             tiers.reach(
                 url, Store().root,
-                lambda tier, pulse: tier.write(row.name, each.file, what, pulse),
+                lambda tier, deadline: tier.write(row.name, each.file, what, deadline),
                 patience.COMMAND,
             )  # fmt: skip
         except (tiers.Down, Forbidden, Unusable) as error:

@@ -18,13 +18,21 @@ from typing import Any
 from urllib.parse import urlencode
 
 from opkiln.remote import credentials, plain, web
-from opkiln.remote.tier import LARGEST_RECORD, Absent, Published, Unreachable, Unusable
+from opkiln.remote.tier import (
+    Absent,
+    Published,
+    Unreachable,
+    Unusable,
+    read_published,
+    read_small,
+    refuse_malformed,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from opkiln.remote.tier import Pulse
+    from opkiln.remote.patience import Deadline
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 ARTIFACT = "application/vnd.opkiln.bundle.v1"
@@ -66,19 +74,18 @@ def write_manifest(what: Published) -> bytes:
 
 def read_manifest(data: bytes) -> Published:
     """What a manifest says. Raises Unusable for another kind of artifact."""
-    try:
+    with refuse_malformed("its manifest", Unusable):
         manifest: dict[str, Any] = json.loads(data)
         (layer,) = manifest["layers"]
         if layer["mediaType"] != LAYER:
             raise ValueError(f"its layer is {layer['mediaType']!r}")
         algorithm, _, sha256 = layer["digest"].partition(":")
-        notes = {str(name): str(text) for name, text in manifest["annotations"].items()}
         if algorithm != "sha256":
             raise ValueError(f"its digest is {layer['digest']!r}")
-        labels = {name[len(_LABEL) :]: text for name, text in notes.items() if name != _SIGNATURES}
-        return Published(sha256, int(layer["size"]), notes.get(_SIGNATURES, ""), labels)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Unusable(f"a manifest cannot be read: {type(error).__name__}: {error}") from error
+        notes = dict(manifest["annotations"])
+        signatures = notes.pop(_SIGNATURES, "")
+        labels = {name[len(_LABEL) :]: text for name, text in notes.items()}
+        return read_published(sha256, layer["size"], signatures, labels)
 
 
 class Registry:
@@ -87,6 +94,7 @@ class Registry:
     def __init__(self, url: str) -> None:
         self.url = url
         scheme, _, rest = url.partition("://")
+        rest, _, query = rest.partition("?")
         host, _, prefix = rest.partition("/")
         if not (repository := prefix.strip("/")):
             raise Unreachable(f"{url} names no repository", hint=f"{url.rstrip('/')}/opkiln")
@@ -94,34 +102,37 @@ class Registry:
         self._pull = f"repository:{repository}:pull"
         self._push = f"repository:{repository}:pull,push"
         base = f"{'http' if scheme == 'oci+http' else 'https'}://{host}/"
-        self._client = web.Client(base, credentials.for_registry, credentials.registry_files)
+        tokens = query.removeprefix("tokens=").lower()
+        self._client = web.Client(
+            base, credentials.for_registry, credentials.registry_files, tokens
+        )
 
-    def published(self, name: str, pulse: Pulse) -> Published | None:
+    def published(self, name: str, deadline: Deadline) -> Published | None:
         with self._client.request(
-            "GET", f"{self._v2}/manifests/{name}", pulse, headers={"Accept": MANIFEST},
+            "GET", f"{self._v2}/manifests/{name}", deadline, headers={"Accept": MANIFEST},
             scope=self._pull,
         ) as response:  # fmt: skip
             if response.status == 404:
                 return None
             web.expect(response, 200)
-            return read_manifest(response.read(LARGEST_RECORD))
+            return read_manifest(read_small(web.body_of(response, deadline)))
 
-    def read(self, sha256: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
+    def read(self, sha256: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
         headers = {"Range": f"bytes={start}-"} if start else {}
         with self._client.request(
-            "GET", f"{self._v2}/blobs/sha256:{sha256}", pulse, headers=headers, scope=self._pull
+            "GET", f"{self._v2}/blobs/sha256:{sha256}", deadline, headers=headers, scope=self._pull
         ) as response:
             if response.status == 404:
                 raise Absent(sha256)
             web.expect(response, 200, 206)
-            yield from web.body_of(response, pulse, start)
+            yield from web.body_of(response, deadline, start)
 
-    def write(self, name: str, file: str, what: Published, pulse: Pulse) -> None:
+    def write(self, name: str, file: str, what: Published, deadline: Deadline) -> None:
         # If several publish the same at once, docker-registry may tell one of them that a digest
         # is wrong or a blob unknown: it is just moving the blob into place for another.
         for attempts_left in reversed(range(_ATTEMPTS)):
             try:
-                self._publish(name, file, what, pulse)
+                self._publish(name, file, what, deadline)
             except web.UnexpectedStatus:
                 if not attempts_left:
                     raise
@@ -129,27 +140,27 @@ class Registry:
             else:
                 return
 
-    def _publish(self, name: str, file: str, what: Published, pulse: Pulse) -> None:
-        self._upload(what.sha256, None, file, pulse)
-        self._upload(hashlib.sha256(_EMPTY).hexdigest(), _EMPTY, "", pulse)
+    def _publish(self, name: str, file: str, what: Published, deadline: Deadline) -> None:
+        self._upload(what.sha256, None, file, deadline)
+        self._upload(hashlib.sha256(_EMPTY).hexdigest(), _EMPTY, "", deadline)
         with self._client.request(
-            "PUT", f"{self._v2}/manifests/{name}", pulse, headers={"Content-Type": MANIFEST},
+            "PUT", f"{self._v2}/manifests/{name}", deadline, headers={"Content-Type": MANIFEST},
             body=write_manifest(what), scope=self._push,
         ) as response:  # fmt: skip
             web.expect(response, 201)
 
-    def _upload(self, sha256: str, data: bytes | None, file: str, pulse: Pulse) -> None:
+    def _upload(self, sha256: str, data: bytes | None, file: str, deadline: Deadline) -> None:
         blob = f"{self._v2}/blobs/sha256:{sha256}"
-        with self._client.request("HEAD", blob, pulse, scope=self._push) as response:
+        with self._client.request("HEAD", blob, deadline, scope=self._push) as response:
             if response.status == 200:
                 return
         begin = f"{self._v2}/blobs/uploads/"
-        with self._client.request("POST", begin, pulse, scope=self._push) as response:
+        with self._client.request("POST", begin, deadline, scope=self._push) as response:
             web.expect(response, 202)
             place = response.headers["Location"] or ""
         place += ("&" if "?" in place else "?") + urlencode({"digest": f"sha256:{sha256}"})
         with self._client.request(
-            "PUT", place, pulse, headers={"Content-Type": "application/octet-stream"}, body=data,
+            "PUT", place, deadline, headers={"Content-Type": "application/octet-stream"}, body=data,
             file=file, scope=self._push,
         ) as response:  # fmt: skip
             web.expect(response, 201)
@@ -165,23 +176,24 @@ class Layout:
         self.url = url
         self._root = root
 
-    def published(self, name: str, pulse: Pulse) -> Published | None:
+    def published(self, name: str, deadline: Deadline) -> Published | None:
         for each in self._index()["manifests"]:
             if each.get("annotations", {}).get(_TAG) == name:
-                return read_manifest(self._blob(each["digest"].partition(":")[2], pulse))
+                sha256 = each["digest"].partition(":")[2]
+                return read_manifest(read_small(self.read(sha256, 0, deadline)))
         return None
 
-    def read(self, sha256: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
-        return plain.pieces(self._path(sha256), start, pulse)
+    def read(self, sha256: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
+        return plain.pieces(self._path(sha256), start, deadline)
 
-    def write(self, name: str, file: str, what: Published, pulse: Pulse) -> None:
+    def write(self, name: str, file: str, what: Published, deadline: Deadline) -> None:
         manifest = write_manifest(what)
         for data, path in ((_EMPTY, ""), (None, file), (manifest, "")):
             sha256 = what.sha256 if data is None else hashlib.sha256(data).hexdigest()
             size = what.size if data is None else len(data)
             if not plain.has_size(self._path(sha256), size):
                 plain.write_whole(self._path(sha256), data, path)
-            pulse()
+            deadline.heard()
         version = json.dumps({"imageLayoutVersion": "1.0.0"}).encode()
         plain.write_whole(os.path.join(self._root, "oci-layout"), version, "")
         entry = {
@@ -203,24 +215,12 @@ class Layout:
             plain.write_whole(path, json.dumps(index, indent=1).encode(), "")
 
     def _index(self) -> dict[str, Any]:
+        path = os.path.join(self._root, "index.json")
         try:
-            with open(os.path.join(self._root, "index.json"), "rb") as file:
-                index = json.load(file)
-            if not all(isinstance(each, dict) for each in index["manifests"]):
-                raise ValueError("its manifests are malformed")
+            with open(path, "rb") as file, refuse_malformed(path):
+                return dict(json.load(file))
         except FileNotFoundError:
             return {"schemaVersion": 2, "manifests": []}
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise Unreachable(f"{self._root}/index.json cannot be read: {error}") from error
-        return dict(index)
-
-    def _blob(self, sha256: str, pulse: Pulse) -> bytes:
-        data = b""
-        for _, piece in self.read(sha256, 0, pulse):
-            data += piece
-            if len(data) > LARGEST_RECORD:
-                break
-        return data
 
     def _path(self, sha256: str) -> str:
         if "/" in sha256:

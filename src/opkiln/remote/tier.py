@@ -7,16 +7,67 @@ says is believed: a blob is hashed, and only a signature or a lock file makes it
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from contextlib import contextmanager
+from http.client import HTTPException
+from typing import Any, NamedTuple, Protocol
+
+from opkiln.errors import visible
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
-    Pulse = Callable[[], None]  # called after each sign of life of the other side
+    from opkiln.remote.patience import Deadline
 
 LARGEST_RECORD = 1 << 20  # bytes of a name's record, or of a manifest
 CHUNK = 1 << 18
+_LONGEST = 500  # characters of what is said of a failure
+
+
+class Failure(Exception):
+    """What an answer of a tier comes to if it does not serve. The text is one line without control
+    characters, whatever the tier said. ``hint`` is what may help."""
+
+    def __init__(self, reason: str, hint: str = "") -> None:
+        text = " ".join(reason[: 2 * _LONGEST].split())
+        super().__init__(visible(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"))
+        self.hint = hint
+
+
+class Absent(Failure):
+    """The tier answered, and does not have it."""
+
+
+class Unusable(Failure):
+    """The tier answered with something that is refused. Its other answers may be good."""
+
+
+class Forbidden(Failure):
+    """The tier answered that this login may not do this. Its other answers may be good: a bucket
+    also says so of an object that is not there, to those who may not list it."""
+
+
+class Unreachable(Failure):
+    """The tier gave no usable answer."""
+
+
+# What the standard library raises, and what taking data apart raises, if the data are malformed.
+_MALFORMED = (
+    ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
+    HTTPException,
+)  # fmt: skip
+
+
+@contextmanager
+def refuse_malformed(what: str, kind: type[Failure] = Unreachable) -> Iterator[None]:
+    """Where data of others are taken apart: whatever is wrong with them is this one failure."""
+    try:
+        yield
+    except OSError:
+        raise  # some of them are ValueErrors, too
+    except _MALFORMED as error:
+        said = f"{what} cannot be understood: {type(error).__name__}: {error}"
+        raise kind(said) from error
 
 
 class Published(NamedTuple):
@@ -28,40 +79,60 @@ class Published(NamedTuple):
     labels: Mapping[str, str]  # what people see of it: op, package, target
 
 
-class Absent(Exception):
-    """The tier answered, and does not have it."""
+def read_small(pieces: Iterator[tuple[int, bytes]]) -> bytes:
+    """A record that comes in pieces. Raises Unusable if it is too long for one."""
+    data = bytearray()
+    for _, piece in pieces:
+        data += piece
+        if len(data) > LARGEST_RECORD:
+            raise Unusable(f"its record is longer than {LARGEST_RECORD} bytes")
+    return bytes(data)
 
 
-class Unusable(Exception):
-    """The tier answered with something that is refused. Its other answers may be good."""
-
-
-class Forbidden(Exception):
-    """The tier answered that this login may not do this. Its other answers may be good: a bucket
-    also says so of an object that is not there, to those who may not list it."""
-
-
-class Unreachable(Exception):
-    """The tier gave no usable answer. ``hint`` is what may help."""
-
-    def __init__(self, reason: str, hint: str = "") -> None:
-        super().__init__(reason)
-        self.hint = hint
+def read_published(sha256: Any, size: Any, signatures: Any, labels: Any) -> Published:
+    """What a record says, if each part is of its type. Raises ValueError."""
+    if type(size) is not int or not (sha256 + signatures).isascii():
+        raise ValueError("its digest, its size or its signatures are of another type")
+    return Published(
+        sha256, size, signatures, {str(name): str(text) for name, text in labels.items()}
+    )
 
 
 class Tier(Protocol):
-    """One place. Every method may raise Forbidden, Unreachable, OSError, and http.client's
-    errors."""
+    """One place. Every method may raise Forbidden, Unreachable and OSError."""
 
     url: str
 
-    def published(self, name: str, pulse: Pulse) -> Published | None:
+    def published(self, name: str, deadline: Deadline) -> Published | None:
         """What a name leads to; None if nothing was published under it. Raises Unusable."""
 
-    def read(self, sha256: str, start: int, pulse: Pulse) -> Iterator[tuple[int, bytes]]:
+    def read(self, sha256: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
         """A blob in pieces, each with its offset. They may begin before ``start``, at 0. Raises
         Absent."""
 
-    def write(self, name: str, file: str, what: Published, pulse: Pulse) -> None:
+    def write(self, name: str, file: str, what: Published, deadline: Deadline) -> None:
         """Publish a file under a name. The name leads to it only when all of it is there. Anybody
         may do the same at the same time."""
+
+
+class Guarded:
+    """A tier that raises nothing but Failures and OSErrors, whatever it is sent.
+
+    Everything that is asked of any tier goes through here. What a caller does with an answer does
+    not: its mistakes are not the tier's.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self.url, self._tier = tier.url, tier
+
+    def published(self, name: str, deadline: Deadline) -> Published | None:
+        with refuse_malformed("its answer"):
+            return self._tier.published(name, deadline)
+
+    def read(self, sha256: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
+        with refuse_malformed("its answer"):
+            yield from self._tier.read(sha256, start, deadline)
+
+    def write(self, name: str, file: str, what: Published, deadline: Deadline) -> None:
+        with refuse_malformed("its answer"):
+            self._tier.write(name, file, what, deadline)

@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from contextlib import suppress
-from http.client import HTTPException
+from math import inf
 from typing import NoReturn
 from urllib.parse import unquote, urlsplit
 
@@ -20,7 +20,7 @@ from opkiln.digest import key, read_file, sha256_file
 from opkiln.errors import RemoteWarning, StoreError, warn_caller
 from opkiln.remote import patience, plain, registry
 from opkiln.remote.patience import LOAD, Patience
-from opkiln.remote.tier import Forbidden, Tier, Unreachable, Unusable
+from opkiln.remote.tier import Forbidden, Guarded, Tier, Unreachable, Unusable
 from opkiln.store.zip_format import LARGEST
 from opkiln.trust import make_private
 from opkiln.writing import write_private
@@ -30,10 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypeVar
 
-    from opkiln.remote.tier import Pulse
+    from opkiln.remote.patience import Deadline, Told
 
     T = TypeVar("T")
-    Told = Callable[[int], None] | None  # called with the number of bytes of each piece
 
 _DOWN_FOR = 60.0  # seconds for which other processes leave a tier alone that was down
 
@@ -49,6 +48,10 @@ class Down(Exception):
 def open_tier(url: str) -> Tier:
     """The tier of a URL. Connects to nobody, but a bucket's library may look for a login on the
     network. Raises Unreachable."""
+    return Guarded(_of_its_kind(url))
+
+
+def _of_its_kind(url: str) -> Tier:
     scheme, _, rest = url.partition("://")
     path = unquote(urlsplit(url).path).rstrip("/")
     if scheme in ("oci", "oci+http") and not rest.startswith("/"):
@@ -63,10 +66,14 @@ def open_tier(url: str) -> Tier:
 def reach(
     url: str,
     root: str | None,
-    task: Callable[[Tier, Pulse], T],
+    task: Callable[[Tier, Deadline], T],
     given: Patience = LOAD,
+    *,
+    until: float = inf,
+    told: Told = None,
 ) -> T:
-    """The result of ``task(tier, pulse)``. ``root`` is the store, which remembers what is down.
+    """The result of ``task(tier, deadline)``. ``root`` is the store, which remembers what is down.
+    ``until`` and ``told`` are the deadline's.
 
     Raises Down, Absent, Forbidden, Unusable, and errors of the local store.
     """
@@ -74,13 +81,13 @@ def reach(
         _give_up(url, reason)
     try:
         if (tier := _tiers.get(url)) is None:
-            made = patience.patiently(lambda _: open_tier(url), patience.OPEN)
+            made = patience.patiently(lambda _: open_tier(url), patience.OPEN, until)
             tier = _tiers.setdefault(url, made)
-        return patience.patiently(lambda pulse: task(tier, pulse), given)
-    except (Unreachable, OSError, HTTPException) as error:
-        reason = str(error) or type(error).__name__
-        if isinstance(error, Unreachable) and error.hint:
-            reason += f" (hint: {error.hint})"
+        return patience.patiently(lambda deadline: task(tier, deadline), given, until, told)
+    except (Unreachable, OSError) as error:
+        if isinstance(error, OSError):
+            error = Unreachable(str(error) or type(error).__name__)
+        reason = f"{error} (hint: {error.hint})" if error.hint else str(error)
         _remember(url, root, reason)
         _give_up(url, reason)
 
@@ -97,7 +104,7 @@ def tell_forbidden(url: str, error: Forbidden) -> None:
     artifacts may be allowed, and this one may just not be there."""
     if url not in _forbidden:
         _forbidden.add(url)
-        hint = "see docs/remotes.md, Logins"
+        hint = error.hint or "see docs/remotes.md, Logins"
         warn_caller(f"{url} forbids it, so it counts as missing: {error} (hint: {hint})",
                     RemoteWarning)  # fmt: skip
 
@@ -153,7 +160,14 @@ def forget_notes(root: str | None) -> None:
 
 
 def download(
-    url: str, sha256: str, size: int, root: str, told: Told = None, given: Patience = LOAD
+    url: str,
+    sha256: str,
+    size: int,
+    root: str,
+    told: Told = None,
+    given: Patience = LOAD,
+    *,
+    until: float = inf,
 ) -> str:
     """A blob as a file of the store's staging directory, whose digest was checked.
 
@@ -161,19 +175,19 @@ def download(
     piece. Raises Down, Absent, Forbidden, Unusable, StoreError.
     """
     if len(sha256) != 64 or not set(sha256) <= set("0123456789abcdef") or not 0 < size <= LARGEST:
-        raise Unusable(f"{sha256[:80]!r} of {size} bytes is not a digest and a size")
+        raise Unusable(f"{sha256[:80]!r} and {size} are not a digest and a size")
     path, fd = _part(root, sha256)
     try:
         resumed = os.fstat(fd).st_size
-        _transfer(url, sha256, size, root, fd, told, given)
+        _transfer(url, sha256, size, root, fd, told, given, until)
         found = _hashed(fd)
         if found != sha256 and resumed:  # what was there may have been damaged
             os.ftruncate(fd, 0)
-            _transfer(url, sha256, size, root, fd, told, given)
+            _transfer(url, sha256, size, root, fd, told, given, until)
             found = _hashed(fd)
         if found != sha256:
             os.unlink(path)
-            raise Unusable(f"its blob has the SHA-256 {found}, not {sha256}")
+            raise Unusable(f"its blob is refused: it has the SHA-256 {found}, not {sha256}")
     finally:
         os.close(fd)
     return path
@@ -204,31 +218,36 @@ def _part(root: str, sha256: str) -> tuple[str, int]:
 
 
 def _transfer(
-    url: str, sha256: str, size: int, root: str, fd: int, told: Told, given: Patience
+    url: str,
+    sha256: str,
+    size: int,
+    root: str,
+    fd: int,
+    told: Told,
+    given: Patience,
+    until: float,
 ) -> None:
     have = os.fstat(fd).st_size
     if have >= size:
         os.ftruncate(fd, 0 if have > size else have)
         have = os.fstat(fd).st_size
 
-    def task(tier: Tier, pulse: Pulse) -> None:
+    def task(tier: Tier, deadline: Deadline) -> None:
         end = have
         # A descriptor of its own: if nobody waits any more, the caller's may be another file's.
         with os.fdopen(os.dup(fd), "r+b", buffering=0) as out:
-            for at, piece in tier.read(sha256, have, pulse):
+            for at, piece in tier.read(sha256, have, deadline):
                 if (end := at + len(piece)) > size:
-                    raise Unusable(f"its blob is longer than {size} bytes")
+                    raise Unusable(f"its blob is refused: it is longer than {size} bytes")
                 try:
                     os.pwrite(out.fileno(), piece, at)
                 except OSError as error:
                     raise _not_written(os.path.join(root, "staging"), error) from error
-                if told is not None:
-                    told(len(piece))
         if end < size:
             raise Unreachable(f"the transfer ended after {end} of {size} bytes")
 
     if have < size:
-        reach(url, root, task, given)
+        reach(url, root, task, given, until=until, told=told)
 
 
 def _not_written(path: str, error: OSError) -> StoreError:

@@ -1,7 +1,8 @@
 """HTTP by the standard library: connections that are kept, redirects, logins, proxies.
 
-A login goes to the host that it is for and to no other: a registry redirects a download to a
-bucket, which must not see it.
+A login goes to the host that it is for: a registry redirects a download to a bucket, which must not
+see it. A registry may also name a server that gives tokens for the login. If that is another host,
+it gets the login only if the user has named it in the tier's URL.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import re
 import threading
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
-from opkiln.remote import patience
-from opkiln.remote.tier import CHUNK, LARGEST_RECORD, Forbidden, Unreachable
+from opkiln.remote.tier import CHUNK, LARGEST_RECORD, Failure, Forbidden, Unreachable
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
@@ -25,11 +25,15 @@ if TYPE_CHECKING:
     from http.client import HTTPConnection, HTTPResponse
 
     from opkiln.remote.credentials import Login
-    from opkiln.remote.tier import Pulse
+    from opkiln.remote.patience import Deadline
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 5
-_CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
+_CHALLENGE = re.compile(r'\b(\w+)="([^"]*)"')  # without \b, a long word takes hours
+_TOKEN = re.compile("[!-~]+")
+_HOST = re.compile(
+    r"([a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d+)?"
+)  # it becomes part of a hint, which people copy
 _GONE = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
 
 
@@ -41,7 +45,7 @@ class Client:
     """What one tier sends its requests with. Many threads may use it.
 
     ``find_login`` gives the login for a host; it is asked once, at the first request.
-    ``login_files`` are where it looks, for messages.
+    ``login_files`` are where it looks, for messages. ``token_host`` may have the login, too.
     """
 
     def __init__(
@@ -49,11 +53,14 @@ class Client:
         base: str,
         find_login: Callable[[str], Login | None],
         login_files: Callable[[], Sequence[str]],
+        token_host: str = "",
     ) -> None:
         self.base = base
+        self._trusted = (_host(base), token_host)
         self._host = urlsplit(base).netloc
         self._find_login, self._login_files = find_login, login_files
         self._login: Login | None = None
+        self._withheld = ""  # the host of tokens that did not get the login
         self._authorization: dict[str, str] = {}  # by scope; "" is the login itself
         self._asked = False
         self._idle: list[tuple[int, str, HTTPConnection]] = []  # (pid, scheme and host, …)
@@ -65,7 +72,7 @@ class Client:
         self,
         method: str,
         url: str,
-        pulse: Pulse,
+        deadline: Deadline,
         *,
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
@@ -78,45 +85,57 @@ class Client:
 
         Raises Unreachable if the login is refused (401): it would be refused each time, and a
         server may lock an account after a few attempts. Raises Forbidden if only this request is
-        refused: 403, or 401 though the registry has just given a token. Raises OSError and
-        http.client.HTTPException.
+        refused: 403, or 401 though the registry has just given a token. Raises OSError, and
+        whatever http.client and urllib raise for what a server sends (``tier.Guarded``).
         """
         url, asked = self._redirected(self.base, url), False
         for _ in range(_MOST_REDIRECTS + 2):
             given = dict(headers or {})
-            if urlsplit(url).netloc == self._host and (told := self._authorize(scope)):
+            ours = _host(url) == _host(self.base)
+            if ours and (told := self._authorize(scope)):
                 given["Authorization"] = told
-            connection, response = self._send(method, url, pulse, given, body, file)
+            connection, response = self._send(method, url, deadline, given, body, file)
             status, location = response.status, response.headers.get("Location", "")
             if status in _REDIRECTS and method in ("GET", "HEAD") and location:
-                self._finish(url, connection, response)
+                self._finish(url, connection, response, deadline)
                 url = self._redirected(url, location)
                 continue
-            if status == 401 and not asked and urlsplit(url).netloc == self._host:
+            if status == 401 and not asked and ours:
                 asked = True
                 challenge = response.headers.get("WWW-Authenticate", "")
-                self._finish(url, connection, response)
-                if self._answer(challenge, scope, pulse):
+                self._finish(url, connection, response, deadline)
+                if self._answer(challenge, scope, deadline):
                     continue
                 raise self._login_refused(status)
             if status in (401, 403):
-                self._finish(url, connection, response)
-                raise Forbidden(self._refusal(status, url))
+                self._finish(url, connection, response, deadline)
+                raise Forbidden(self._refusal(status, url), self._hint)
             try:
                 yield response
-            finally:
-                self._finish(url, connection, response)
+            except BaseException as error:
+                # Whoever throws an answer away does not wait for the rest of it.
+                self._finish(url, connection, response, deadline, drain=isinstance(error, Failure))
+                raise
+            self._finish(url, connection, response, deadline)
             return
-        raise Unreachable(f"{url}: too many redirects")
+        raise Unreachable(f"{_host(url)}: too many redirects")
 
     def _login_refused(self, status: int) -> Unreachable:
-        return Unreachable(self._refusal(status, self.base), hint="see docs/remotes.md, Logins")
+        return Unreachable(self._refusal(status, self.base), self._hint)
+
+    @property
+    def _hint(self) -> str:
+        if self._withheld:
+            return f"if that host may have it, add ?tokens={self._withheld} to the tier's URL"
+        return "see docs/remotes.md, Logins"
 
     def _refusal(self, status: int, url: str) -> str:
         """What a server said, and which login it said that to. Never the password."""
         host = urlsplit(url).netloc
-        if host != self._host:
+        if _host(url) != _host(self.base):
             who = f"without a login ({self._host} redirects there)"
+        elif self._withheld:
+            who = f"without its login, which it wants to be sent to {self._withheld}"
         elif self._login:
             who = f"with {self._login}"
         else:
@@ -141,7 +160,7 @@ class Client:
             self._authorization[""] = self._login.basic if self._login else ""
         return self._authorization.get(scope) or self._authorization.get("", "")
 
-    def _answer(self, challenge: str, scope: str, pulse: Pulse) -> bool:
+    def _answer(self, challenge: str, scope: str, deadline: Deadline) -> bool:
         """Get the token that a registry asks for. Whether there is one to try."""
         kind, _, rest = challenge.partition(" ")
         if kind.lower() != "bearer":
@@ -149,33 +168,35 @@ class Client:
         asked = dict(_CHALLENGE.findall(rest))
         realm = asked.get("realm", "")
         plain = urlsplit(self.base).scheme == "http"
-        if not realm.startswith(("https://", "http://") if plain else "https://"):
+        login, host = self._login, _host(realm)
+        allowed = ("https://", "http://") if plain else "https://"
+        if not realm.startswith(allowed) or not _HOST.fullmatch(host):
             raise Unreachable(f"{self._host} sends logins to {realm!r}, which is refused")
+        if login and host not in self._trusted:
+            login, self._withheld = None, host
         query = {"service": asked.get("service", ""), "scope": asked.get("scope") or scope}
         headers, body, method = {}, None, "GET"
-        if self._login and self._login.identity_token:
+        if login and login.identity_token:
             method, headers = "POST", {"Content-Type": "application/x-www-form-urlencoded"}
-            token = self._login.identity_token
+            token = login.identity_token
             form = {"grant_type": "refresh_token", "refresh_token": token, "client_id": "opkiln"}
             body = urlencode({**query, **form}).encode()
         else:
             realm += ("&" if "?" in realm else "?") + urlencode(query)
-            if self._login:
-                headers = {"Authorization": self._login.basic}
-        connection, response = self._send(method, realm, pulse, headers, body, "")
+            if login:
+                headers = {"Authorization": login.basic}
+        connection, response = self._send(method, realm, deadline, headers, body, "")
         try:
             if response.status == 403:  # the login is good, but not for this repository
-                raise Forbidden(self._refusal(403, self.base))
+                raise Forbidden(self._refusal(403, self.base), self._hint)
             if response.status != 200:
                 raise self._login_refused(response.status)
             told = json.loads(response.read(LARGEST_RECORD))
-            token = told.get("token") or told.get("access_token")
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise Unreachable(f"{realm} gave no token: {error}") from error
         finally:
-            self._finish(realm, connection, response)
-        if not token:
-            raise Unreachable(f"{realm} gave no token")
+            self._finish(realm, connection, response, deadline)
+        token = told.get("token") or told.get("access_token")
+        if not isinstance(token, str) or not _TOKEN.fullmatch(token):
+            raise Unreachable(f"{host} gave no token")
         self._authorization[scope] = f"Bearer {token}"
         return True
 
@@ -185,15 +206,15 @@ class Client:
         self,
         method: str,
         url: str,
-        pulse: Pulse,
+        deadline: Deadline,
         headers: Mapping[str, str],
         body: bytes | None,
         file: str,
     ) -> tuple[HTTPConnection, HTTPResponse]:
         while True:
-            connection, kept = self._connection(url)
+            connection, kept = self._connection(url, deadline)
             try:
-                response = self._exchange(connection, method, url, pulse, headers, body, file)
+                response = self._exchange(connection, method, url, deadline, headers, body, file)
                 return connection, response
             except _GONE:
                 connection.close()
@@ -208,11 +229,15 @@ class Client:
         connection: HTTPConnection,
         method: str,
         url: str,
-        pulse: Pulse,
+        deadline: Deadline,
         headers: Mapping[str, str],
         body: bytes | None,
         file: str,
     ) -> HTTPResponse:
+        if connection.sock is None:
+            connection.connect()
+        connection.sock.settimeout(deadline.left)
+        deadline.guard(connection.sock)
         parts = urlsplit(url)
         target = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~") + (
             f"?{parts.query}" if parts.query else ""
@@ -223,16 +248,16 @@ class Client:
         if file:
             given["Content-Length"] = str(os.path.getsize(file))
             with open(file, "rb") as source:
-                connection.request(method, target, _pieces(source.read, pulse), given)
+                connection.request(method, target, _pieces(source.read, deadline), given)
         else:
             if body is None and method in ("POST", "PUT"):
                 body = b""
             connection.request(method, target, body, given)
         response = connection.getresponse()
-        pulse()
+        deadline.heard()
         return response
 
-    def _connection(self, url: str) -> tuple[HTTPConnection, bool]:
+    def _connection(self, url: str, deadline: Deadline) -> tuple[HTTPConnection, bool]:
         """A connection to a host, and whether it was used before."""
         parts = urlsplit(url)
         place = f"{parts.scheme}://{parts.netloc}"
@@ -245,21 +270,17 @@ class Client:
                     return each[2], True
         if not parts.hostname:
             raise Unreachable(f"{url} names no host")
-        secure = parts.scheme == "https"
         host, port, proxy = parts.hostname, parts.port, self._proxy(parts.scheme, parts.hostname)
         if proxy:
             through = urlsplit(proxy if "//" in proxy else f"//{proxy}")
             host, port = through.hostname or "", through.port or 8080
-        connection: HTTPConnection
-        if secure:
-            context = self._context()
-            connection = http.client.HTTPSConnection(
-                host, port, timeout=patience.SOCKET, context=context
-            )
-            if proxy:
-                connection.set_tunnel(parts.hostname, parts.port or 443)
-        else:
-            connection = http.client.HTTPConnection(host, port, timeout=patience.SOCKET)
+        if parts.scheme == "http":
+            return http.client.HTTPConnection(host, port, timeout=deadline.left), False
+        connection = http.client.HTTPSConnection(
+            host, port, timeout=deadline.left, context=self._context()
+        )
+        if proxy:
+            connection.set_tunnel(parts.hostname, parts.port or 443)
         return connection, False
 
     def _context(self) -> ssl.SSLContext:
@@ -280,29 +301,50 @@ class Client:
                 return ""
         return str(proxy)
 
-    def _finish(self, url: str, connection: HTTPConnection, response: HTTPResponse) -> None:
-        """Keep the connection, if nothing is left to be read from it."""
-        if not response.isclosed() and (response.length or 0) < CHUNK:
+    def _finish(
+        self,
+        url: str,
+        connection: HTTPConnection,
+        response: HTTPResponse,
+        deadline: Deadline,
+        *,
+        drain: bool = True,
+    ) -> None:
+        """Keep the connection, if nothing is left to be read from it, or little."""
+        left = 0 if response.isclosed() else response.length  # None: it does not say
+        if drain and left is not None and left < CHUNK:
             with contextlib.suppress(OSError, http.client.HTTPException):
                 response.read(CHUNK)
-        if not response.isclosed() or response.will_close:
+        kept = response.isclosed() and not response.will_close and deadline.left > 0
+        if not kept:
+            response.close()
             connection.close()
             return
+        deadline.guard(None)
         parts = urlsplit(url)
         with self._lock:
             self._idle.append((os.getpid(), f"{parts.scheme}://{parts.netloc}", connection))
 
 
-def _pieces(read: Callable[[int], bytes], pulse: Pulse) -> Iterator[bytes]:
+def _host(url: str) -> str:
+    """The host and the port of a URL, as one word."""
+    parts = urlsplit(url)
+    usual = ":443" if parts.scheme == "https" else ":80"
+    return parts.netloc.lower().removesuffix(usual)
+
+
+def _pieces(read: Callable[[int], bytes], deadline: Deadline) -> Iterator[bytes]:
     while piece := read(CHUNK):
-        pulse()
+        deadline.heard(len(piece))
         yield piece
 
 
-def body_of(response: HTTPResponse, pulse: Pulse, start: int = 0) -> Iterator[tuple[int, bytes]]:
+def body_of(
+    response: HTTPResponse, deadline: Deadline, start: int = 0
+) -> Iterator[tuple[int, bytes]]:
     """The body of an answer to a request for a range, in pieces with their offsets."""
     at = start if response.status == 206 else 0
-    for piece in _pieces(response.read1, pulse):
+    for piece in _pieces(response.read1, deadline):
         yield at, piece
         at += len(piece)
 
@@ -310,7 +352,7 @@ def body_of(response: HTTPResponse, pulse: Pulse, start: int = 0) -> Iterator[tu
 def expect(response: HTTPResponse, *statuses: int) -> None:
     """Raise UnexpectedStatus for an answer that is none of these."""
     if response.status not in statuses:
-        told = response.read(200).decode("utf-8", "replace").strip()
-        words = " ".join(told.split()) if "<" not in told else ""
+        told = response.read(200).decode("utf-8", "replace")
+        words = told.strip() if "<" not in told else ""
         colon = ": " if words else ""
         raise UnexpectedStatus(f"HTTP {response.status} {response.reason}{colon}{words}")

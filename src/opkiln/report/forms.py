@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from opkiln import settings
+from opkiln.errors import visible
 from opkiln.report import facts
-from opkiln.report.layout import columns, paint, visible
+from opkiln.report.layout import columns, paint
 from opkiln.report.redact import without_user
 
 TYPE_CHECKING = False

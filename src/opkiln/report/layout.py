@@ -17,15 +17,6 @@ def paint(text: str, look: str, *, colour: bool) -> str:
     return f"\x1b[{_CODES[look]}m{text}\x1b[0m" if colour and text and look else text
 
 
-def visible(text: str) -> str:
-    """``text`` with control characters escaped: ``\\x1b``."""
-    if text.isprintable():
-        return text
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
-    )
-
-
 def columns(rows: Iterable[Sequence[str]], *, indent: int = 0, width: int | None = None) -> str:
     """Rows as aligned columns, two spaces apart. The last column is not padded.
 

@@ -257,7 +257,8 @@ class Bundle:
 
     def authenticate(self) -> str:
         """The key that makes it trusted; empty if no key is required. Raises Untrusted."""
-        return signatures.require(self.path, self.index.sha256, self.index.signature)
+        signed = signatures.message(self.index.sha256)
+        return signatures.require(self.path, signed, self.index.signature)
 
     def below(self, prefix: str) -> list[Member]:
         """The members below a directory of the bundle."""

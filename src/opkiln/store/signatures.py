@@ -9,6 +9,9 @@ index signs the whole bundle. The signatures are the last member of the bundle, 
 The signed message is a line that is used for nothing else, with a version, and the SHA-256 of the
 index. The file contains its own digest, so damage is found even if no key is configured.
 
+An artifact of a remote tier has signatures of the same form beside it. They are for its name, its
+digest and its size, so they are verified before anything of it is downloaded.
+
 The package ``cryptography`` is optional. It is imported only if ``OPKILN_TRUSTED_KEYS`` is set. If
 it is needed and missing, every bundle is refused, signed or not.
 """
@@ -51,6 +54,11 @@ class Untrusted(StoreError):
 def message(index_sha256: str) -> bytes:
     """The message that a key signs for a bundle."""
     return f"opkiln bundle signature {_VERSION}\n{index_sha256}\n".encode()
+
+
+def artifact_message(name: str, sha256: str, size: int) -> bytes:
+    """The message that a key signs for an artifact of a remote tier."""
+    return f"opkiln artifact signature {_VERSION}\n{name}\n{sha256}\n{size}\n".encode()
 
 
 def write_key(public: bytes) -> str:
@@ -151,14 +159,14 @@ def _no_keys(path: str, reason: str) -> Untrusted:
     )
 
 
-_good: set[tuple[str, bytes, tuple[str, ...]]] = set()  # signatures verified in this process
+_good: set[tuple[bytes, bytes, str]] = set()  # messages, signatures, keys: verified in this process
 
 
-def require(path: str, index_sha256: str, data: bytes) -> str:
-    """Return the key that makes a bundle trusted; "" if no keys are configured.
+def require(path: str, signed: bytes, data: bytes) -> str:
+    """Return the trusted key that has signed a message; "" if no keys are configured.
 
-    ``data`` is the bundle's member with signatures, empty for an unsigned bundle. Raises Untrusted,
-    which names the bundle, its signers and the trusted keys.
+    ``data`` is what ``write`` gave, empty if there are no signatures. Raises Untrusted, which names
+    what was signed (``path``), its signers and the trusted keys.
     """
     keys = trusted()
     if keys is None:
@@ -166,16 +174,19 @@ def require(path: str, index_sha256: str, data: bytes) -> str:
     if not data:
         hint = f"opkiln cache sign {shlex.quote(path)} --key FILE"
         raise _untrusted(path, "it is not signed", keys, hint)
-    signatures = read(data)
+    try:
+        signatures = read(data)
+    except ValueError as error:
+        raise _untrusted(path, str(error), keys) from error
     ours = [key for key in keys if key in signatures]
     if not ours:
         raise _untrusted(path, f"it is signed by {', '.join(signatures)}", keys)
     for key in ours:
-        checked = (index_sha256, signatures[key], (key,))
-        if checked in _good or _verifies(path, key, signatures[key], message(index_sha256)):
+        checked = (signed, signatures[key], key)
+        if checked in _good or _verifies(path, key, signatures[key], signed):
             _good.add(checked)
             return key
-    raise _untrusted(path, f"its signature by {', '.join(ours)} is not for this index", keys)
+    raise _untrusted(path, f"its signature by {', '.join(ours)} is for something else", keys)
 
 
 def _verifies(path: str, key: str, signature: bytes, signed: bytes) -> bool:

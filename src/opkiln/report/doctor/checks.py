@@ -73,6 +73,7 @@ CHECKS: dict[str, Check] = {
     "store layers": store.layers,
     "store clock": store.clock,
     "store leftovers": store.leftovers,
+    "remote tiers": store.remotes,
     "tmpdir": places.tmpdir,
     "tmpdir noexec": places.tmpdir_noexec,
     "tmpdir space": places.tmpdir_space,

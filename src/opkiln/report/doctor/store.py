@@ -1,4 +1,4 @@
-"""The store: its place, owner, mode, space, mount options, layers and clock."""
+"""The store: its place, owner, mode, space, mount options, layers, clock and remote tiers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import tempfile
 import time
 from typing import NamedTuple
 
+from opkiln.decision import policy
 from opkiln.errors import StoreError
+from opkiln.remote import lockfile
 from opkiln.report.commands import as_root
 from opkiln.report.doctor.finding import Outcome, copyable, failed, joined, passed, skipped, warned
 from opkiln.report.doctor.here import Here
 from opkiln.report.doctor.places import elsewhere, room
 from opkiln.report.layout import count, size
 from opkiln.settings import LAYOUT, origin_of, override, settings, store_candidates
-from opkiln.store import archive, inventory
+from opkiln.store import archive, inventory, signatures
 from opkiln.store.archive import Damaged
 from opkiln.trust import fault
 
@@ -245,6 +247,23 @@ def _refused_bundle(path: str, look: str) -> _Refusal | None:
         return _Refusal(f"{path} is damaged: {error}", look)
     except StoreError as error:
         return _Refusal(joined(error.what, error.why), copyable(error.hint) or look)
+
+
+def remotes(here: Here) -> Outcome:  # noqa: ARG001 (the form of a check)
+    """Something says what is trusted of the remote tiers. Connects to nobody."""
+    urls = settings.remotes
+    if not urls:
+        return passed("none is named (OPKILN_REMOTES)")
+    if reason := policy.why_no_tier_is_asked():
+        told = f"{', '.join(urls)}: not asked, {reason}"
+        return passed(told) if settings.push is not None else warned(told, "unset OPKILN_REMOTES")
+    try:
+        keys = signatures.trusted() or ()
+        locked = lockfile.read(settings.lock) if settings.lock else ()
+    except StoreError as error:
+        return warned(f"{', '.join(urls)}: not asked, {error.what}", copyable(error.hint))
+    trusted = f"{count(len(keys), 'trusted key')}, {count(len(locked), 'artifact')} in a lock file"
+    return passed(f"{', '.join(urls)}; {trusted}")
 
 
 def clock(here: Here) -> Outcome:
